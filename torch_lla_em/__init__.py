@@ -1,0 +1,3 @@
+"""Sampling-based linearised Laplace with EM: error bars for trained networks."""
+
+__version__ = "0.1.0"

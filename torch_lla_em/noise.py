@@ -1,0 +1,58 @@
+"""Standard normal noise as a pure function of (seed, stream, sample, row, entry).
+
+A counter-based generator: no state, so that draws depend neither on chunks, batch
+sizes and devices nor on the number of processes, and any part can be drawn again.
+"""
+
+from __future__ import annotations
+
+from math import pi
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_CHUNK = 1 << 22
+
+
+def normal(seed: int, stream: int, sample: int, rows: Tensor, entries: int) -> Tensor:
+    """Return float64 noise of one sample, shape (rows, entries)."""
+    key = _mix_int(_mix_int(_mix_int(seed) + stream) + sample)
+    row_keys = _mix(_mix(rows.long() * _signed(_GOLDEN) + _signed(key)))[:, None]
+    counters = torch.arange((entries + 1) // 2, device=rows.device) * _signed(_GOLDEN)
+    per_chunk = max(1, _CHUNK // max(1, len(rows)))
+    pieces = [_gaussian_pairs(row_keys + c) for c in counters.split(per_chunk)]
+    return torch.cat(pieces, dim=1)[:, :entries]
+
+
+def _gaussian_pairs(counters: Tensor) -> Tensor:
+    """Map distinct 64-bit counters, (rows, n), to normals, (rows, 2 n), by Box and Muller."""
+    bits = _mix(counters)
+    radius = (((bits & 0xFFFFFFFF).double() + 0.5) * 2.0**-32).log_().mul_(-2.0).sqrt_()
+    angle = (_shift(bits, 32).double() + 0.5).mul_(2.0**-31 * pi)
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 on int64 tensors, whose products wrap around."""
+    x = (x ^ _shift(x, 30)) * _signed(_MULTIPLIERS[0])
+    x = (x ^ _shift(x, 27)) * _signed(_MULTIPLIERS[1])
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    """Logical right shift; torch's own keeps the sign."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _mix_int(x: int) -> int:
+    mask = (1 << 64) - 1
+    x = (x + _GOLDEN) & mask
+    x = ((x ^ (x >> 30)) * _MULTIPLIERS[0]) & mask
+    x = ((x ^ (x >> 27)) * _MULTIPLIERS[1]) & mask
+    return x ^ (x >> 31)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x

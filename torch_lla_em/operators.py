@@ -1,0 +1,59 @@
+"""What solvers see: A = D G D in whitened coordinates x = w / D, as products of one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from torch_lla_em.problem import BatchProduct, Problem
+
+
+class WhitenedGGN:
+    """A x = D G D x, where D is a prior standard deviation of every weight, (P,) or ().
+
+    With D the prior's own, w = D x turns G + Λ into A + I.
+    """
+
+    def __init__(self, problem: Problem, deviation: Tensor):
+        self.problem = problem
+        self.deviation = deviation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return A x, shape (K, P)."""
+        return self.problem.ggn_product(x * self.deviation).mul_(self.deviation)
+
+    def rows(self) -> Tensor:
+        """Return R D, shape (N C, P), with A = (R D)ᵀ R D."""
+        return self.problem.rows().mul_(self.deviation)
+
+    def minibatches(self) -> Iterator[tuple[int, BatchProduct]]:
+        """Yield every batch's rows and its own share of the product."""
+        for rows, product in self.problem.minibatch_products():
+            yield rows, self._whiten(product)
+
+    def _whiten(self, product: BatchProduct) -> BatchProduct:
+        return lambda x: product(x * self.deviation).mul_(self.deviation)
+
+
+class WhitenedLoss:
+    """The loss of the linear model in whitened coordinates, for the solvers of its mode."""
+
+    def __init__(self, problem: Problem, deviation: Tensor):
+        self.problem = problem
+        self.deviation = deviation
+
+    def value_and_gradient(self, x: Tensor) -> tuple[float, Tensor]:
+        """Return Σ_n loss(J_n D x, y_n) and its gradient in x, shape (P,)."""
+        loss, gradient = self.problem.loss_and_gradient(x * self.deviation)
+        return loss, gradient * self.deviation
+
+    def hessian(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return the Hessian at x as a product."""
+        problem = self.problem.with_curvature_at(x * self.deviation)
+        return WhitenedGGN(problem, self.deviation)
+
+    def minibatches(self) -> Iterator[tuple[int, BatchProduct]]:
+        """Yield every batch's rows and its own gradient."""
+        for rows, gradient in self.problem.minibatch_gradients():
+            yield rows, lambda x, g=gradient: g(x * self.deviation).mul_(self.deviation)

@@ -1,0 +1,158 @@
+"""All λ from one factorisation: block Lanczos of G started from the noise [ξ, η]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.memory import free_memory
+from torch_lla_em.solvers.block_lanczos import BlockLanczos, Product
+from torch_lla_em.solvers.solution import Solution, check_positive, relative_error
+
+
+class Shift(NamedTuple):
+    """The hyper-parameters of one posterior: A = G / noise² + λ I."""
+
+    precision: float
+    """λ."""
+
+    noise: float = 1.0
+    """σ of a Gaussian likelihood, relative to the one G was built with."""
+
+
+class ModeNorms(NamedTuple):
+    """The linear mode of a Gaussian likelihood, through its norms."""
+
+    squared_norm: float
+    """‖w_lin‖²."""
+
+    fit: float
+    """2 ⟨w, g⟩ - ⟨w, G w⟩ at noise 1: what the mode explains of ‖y‖²."""
+
+
+class KrylovPosterior:
+    """γ, certificates, the evidence's log det and samples for any λ, from one Krylov space.
+
+    Rows of the start block are [ξ; η] (2K), and with a Gaussian likelihood Jᵀ y. All
+    vectors are in scaled coordinates, where the prior is N(0, I / λ).
+    """
+
+    def __init__(self, lanczos: BlockLanczos, num_samples: int):
+        self.lanczos = lanczos
+        self.num_samples = num_samples
+
+    def effective_dims(self, shift: Shift) -> Tensor:
+        """Return γ of every sample, (K,): ½(⟨w, G w⟩ + ‖w0 - w‖²_Λ), in its symmetric form."""
+        xi, eta, theta = self._coordinates(shift)
+        per_xi = (xi.square() * (theta / (theta + shift.precision))).sum(1)
+        return 0.5 * (per_xi + (eta.square() / (theta + shift.precision)).sum(1))
+
+    def log_dets(self, shift: Shift) -> Tensor:
+        """Return log det(I + G / λ) of every sample, (K,), by block Gauss quadrature.
+
+        Half from ξ, half from η; the derivative in log λ is minus ``effective_dims``.
+        """
+        xi, eta, theta = self._coordinates(shift)
+        log1p = torch.log1p(theta / shift.precision)
+        ratio = torch.where(theta > 0, log1p / theta, 1 / shift.precision)
+        return 0.5 * ((xi.square() * log1p).sum(1) + (eta.square() * ratio).sum(1))
+
+    def certificates(self, shift: Shift) -> Tensor:
+        """Return ‖r_k‖ in the norm of Λ⁻¹, (K,)."""
+        residual = self._solution(shift) @ self.lanczos.residual_coordinates().T
+        return residual.norm(dim=1) / shift.noise**2 / shift.precision**0.5
+
+    def error(self, shift: Shift) -> float:
+        """Return the certificate relative to the samples: √(mean cert² / max(1, γ))."""
+        return relative_error(self.certificates(shift), self.effective_dims(shift))
+
+    def samples(self, shift: Shift) -> Tensor:
+        """Return (G + λ)⁻¹(√λ ξ + η), shape (K, P), by Galerkin projection."""
+        return self.lanczos.to_weights(self._solution(shift))
+
+    def mode(self, shift: Shift) -> Tensor:
+        """Return the linear mode of a Gaussian likelihood, shape (P,)."""
+        return self.lanczos.to_weights(self._mode_solution(shift)[None])[0]
+
+    def mode_norms(self, shift: Shift) -> ModeNorms:
+        """Return what EM needs of the mode of a Gaussian likelihood."""
+        y, theta = self._mode_solution(shift), self.lanczos.eigenvalues.clamp_min(0)
+        target = self.lanczos.starting_coordinates()[-1]
+        fit = 2 * (y @ target) - (theta * y.square()).sum()
+        return ModeNorms(y.square().sum().item(), fit.item())
+
+    def mode_error(self, shift: Shift) -> float:
+        """Return ‖r‖_Λ⁻¹ / ‖w_lin‖_Λ of the mode of a Gaussian likelihood."""
+        y = self._mode_solution(shift)
+        residual = (self.lanczos.residual_coordinates() @ y).norm() / shift.noise**2
+        return (residual / shift.precision / y.norm().clamp_min(1e-300)).item()
+
+    def precondition(self, rows: Tensor, shift: Shift) -> Tensor:
+        """Return (Q T Qᵀ + λ)⁻¹ applied to rows (k, P): exact on the space, 1 / λ off it."""
+        within = self.lanczos.to_coordinates(rows)
+        theta = self.lanczos.eigenvalues.clamp_min(0) / shift.noise**2
+        change = within * (1 / (theta + shift.precision) - 1 / shift.precision)
+        return rows / shift.precision + self.lanczos.to_weights(change)
+
+    def _coordinates(self, shift: Shift) -> tuple[Tensor, Tensor, Tensor]:
+        start = self.lanczos.starting_coordinates()
+        xi, eta = start[: self.num_samples], start[self.num_samples : 2 * self.num_samples]
+        return xi, eta / shift.noise, self.lanczos.eigenvalues.clamp_min(0) / shift.noise**2
+
+    def _solution(self, shift: Shift) -> Tensor:
+        xi, eta, theta = self._coordinates(shift)
+        return (shift.precision**0.5 * xi + eta) / (theta + shift.precision)
+
+    def _mode_solution(self, shift: Shift) -> Tensor:
+        theta = self.lanczos.eigenvalues.clamp_min(0) / shift.noise**2
+        target = self.lanczos.starting_coordinates()[-1]
+        return target / shift.noise**2 / (theta + shift.precision)
+
+
+@dataclass(frozen=True)
+class BlockKrylov:
+    """Block Lanczos with the basis stored while it fits; for the whole EM or for one solve."""
+
+    tolerance: float = 1e-2
+    """Bound on √(mean ‖r‖² / max(1, mean ⟨x, A x⟩)), the relative error of J x."""
+
+    max_passes: int = 100
+    """Products with G after which it stops, with a warning."""
+
+    memory: float | None = None
+    """Bytes the basis may take; None: half of what is free where the weights are."""
+
+    def __post_init__(self) -> None:
+        check_positive("BlockKrylov", tolerance=self.tolerance, max_passes=self.max_passes)
+        if self.memory is not None:
+            check_positive("BlockKrylov", memory=self.memory)
+
+    def factorise(self, product: Product, start: Tensor, num_samples: int) -> KrylovPosterior:
+        """Return the factorisation of G for every λ, no product taken yet."""
+        memory = free_memory(start.device) / 2 if self.memory is None else self.memory
+        return KrylovPosterior(BlockLanczos(product, start, memory), num_samples)
+
+    def solve(self, product: Product, b: Tensor, start: Tensor | None = None) -> Solution:
+        """Solve (A + I) X = B in the block Krylov space of the first residual."""
+        x, residual, passes, last = torch.zeros_like(b), b, 0, float("inf")
+        if start is not None:
+            x, residual, passes = start, b - start - product(start), 1
+        while True:
+            solution = Solution.of(x, b, residual, passes, self.tolerance)
+            stuck = solution.error > 0.5 * last
+            if solution.converged or stuck or passes >= self.max_passes:
+                return solution
+            last, lanczos = solution.error, BlockLanczos(product, residual)
+            while passes < self.max_passes - 1 and not lanczos.exhausted:
+                lanczos.extend()
+                passes += 1
+                y = lanczos.starting_coordinates() / (lanczos.eigenvalues + 1)
+                norms = (y @ lanczos.residual_coordinates().T).norm(dim=1)
+                energy = solution.energy + y.square() @ lanczos.eigenvalues.clamp_min(0)
+                if relative_error(norms, energy) <= 0.9 * self.tolerance:
+                    break
+            x = x + lanczos.to_weights(y)
+            residual, passes = b - x - product(x), passes + 1

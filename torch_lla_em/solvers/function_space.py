@@ -1,0 +1,46 @@
+"""The exact solve in function space, for data few enough to form their N C × N C kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.solvers.blocks import combine, gram
+from torch_lla_em.solvers.solution import Solution, check_positive
+
+
+class RootedProduct(Protocol):
+    """A product x -> A x that also gives R with A = RᵀR."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def rows(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class FunctionSpace:
+    """Solve (A + I) X = B as X = B - Rᵀ (R Rᵀ + I)⁻¹ R B, by Cholesky of N C × N C."""
+
+    tolerance: float = 1e-2
+    """What the certificate of the result is compared with."""
+
+    def __post_init__(self) -> None:
+        check_positive("FunctionSpace", tolerance=self.tolerance)
+
+    def solve(self, product: RootedProduct, b: Tensor, start: Tensor | None = None) -> Solution:
+        """Return X; a start is not needed and not used."""
+        rows = product.rows()
+        identity = torch.eye(len(rows), dtype=torch.float64, device=rows.device)
+        factor = torch.linalg.cholesky(gram(rows, rows) + identity)
+
+        def apply(v: Tensor) -> Tensor:
+            duals = torch.cholesky_solve(gram(rows, v), factor)
+            return v - combine(duals.T, rows)
+
+        x = apply(b)
+        x += apply(b - x - product(x))  # one refinement removes the rounding of the first
+        residual = b - x - product(x)
+        return Solution.of(x, b, residual, 3, self.tolerance)

@@ -1,0 +1,147 @@
+"""Newton's method with conjugate gradients inside, for the mode of the linear model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.solvers.blocks import dots
+from torch_lla_em.solvers.solution import DivergenceError, FaultyProductError, check_positive
+
+Vectors = Callable[[Tensor], Tensor]
+
+
+class Loss(Protocol):
+    """A convex loss with its gradient, and its Hessian as a product."""
+
+    def value_and_gradient(self, x: Tensor) -> tuple[float, Tensor]: ...
+
+    def hessian(self, x: Tensor) -> Vectors: ...
+
+
+class Minimum(NamedTuple):
+    """x near the minimum of loss(x) + ½‖x‖²."""
+
+    x: Tensor
+    """(P,)."""
+
+    loss: float
+    """loss(x), without the quadratic."""
+
+    gradient_norm: float
+    """‖∇‖ of the whole: a bound on ‖x - x*‖, since the quadratic is 1-strongly convex."""
+
+    passes: int
+    """Products and gradients that it took."""
+
+    converged: bool
+    """Whether gradient_norm ≤ tolerance ‖x‖."""
+
+    @property
+    def error(self) -> float:
+        """‖∇‖ / ‖x‖, a bound on the relative error of x."""
+        return self.gradient_norm / max(_norm(self.x), 1e-300)
+
+
+@dataclass(frozen=True)
+class Newton:
+    """Minimise a convex loss(x) + ½‖x‖² by truncated Newton steps with a line search."""
+
+    tolerance: float = 1e-2
+    """Bound on ‖∇‖ / ‖x‖, the relative error of x."""
+
+    max_passes: int = 300
+    """Gradients and products after which it stops, with a warning."""
+
+    forcing: float = 0.1
+    """How far below ‖∇‖ each step's residual goes; 0 for a quadratic, which takes one step."""
+
+    def __post_init__(self) -> None:
+        check_positive("Newton", tolerance=self.tolerance, max_passes=self.max_passes)
+
+    def minimise(self, loss: Loss, start: Tensor, precondition: Vectors | None = None) -> Minimum:
+        """Return the minimum, found from ``start`` (P,)."""
+        x, passes = start, 1
+        value, gradient = loss.value_and_gradient(x)
+        total = value + 0.5 * _norm(x) ** 2
+        while True:
+            slope = gradient + x
+            size, goal = _norm(slope), self.tolerance * _norm(x)
+            if not size < float("inf"):
+                raise DivergenceError(
+                    "The gradient of the linear model is not finite: check the model's outputs "
+                    "and the targets for extreme values."
+                )
+            if size <= goal or passes >= self.max_passes:
+                break
+
+            def enough(step: Tensor, residual: float, x: Tensor = x, size: float = size) -> bool:
+                return residual <= max(
+                    self.forcing * size, 0.3 * self.tolerance * _norm(x + step)
+                )
+
+            step, used = conjugate_gradients(loss.hessian(x), -slope, enough, precondition)
+            passes += used
+            descent = _dot(slope, step)
+            fraction = 1.0
+            while True:
+                trial = x + fraction * step
+                value, gradient = loss.value_and_gradient(trial)
+                passes += 1
+                new_total = value + 0.5 * _norm(trial) ** 2
+                rounding = 10 * torch.finfo(x.dtype).eps * abs(total)
+                if new_total <= total + 1e-4 * fraction * descent + rounding:
+                    break
+                fraction /= 2
+                if fraction < 1e-6:
+                    raise DivergenceError(
+                        "Newton's method found no descent: the likelihood's gradient and H do "
+                        "not belong to its log_prob, or the model changes from call to call."
+                    )
+            stuck = new_total >= total and _norm(gradient + trial) >= size
+            x, total = trial, new_total
+            if stuck:
+                break
+        size = _norm(gradient + x)
+        return Minimum(x, value, size, passes, size <= self.tolerance * _norm(x))
+
+
+def conjugate_gradients(
+    product: Vectors,
+    b: Tensor,
+    enough: Callable[[Tensor, float], bool],
+    precondition: Vectors | None = None,
+    max_passes: int = 500,
+) -> tuple[Tensor, int]:
+    """Return x with (A + I) x ≈ b once ``enough(x, ‖residual‖)``, and the products taken."""
+    x, residual = torch.zeros_like(b), b.clone()
+    z = residual if precondition is None else precondition(residual[None])[0]
+    direction, rho, passes = z.clone(), _dot(residual, z), 0
+    while passes < max_passes and not enough(x, _norm(residual)):
+        image = direction + product(direction[None])[0]
+        passes += 1
+        curvature = _dot(direction, image)
+        if not curvature > 0:
+            raise FaultyProductError(
+                "The Hessian has negative curvature: the likelihood's H is not positive "
+                "semi-definite, or the model's J and Jᵀ disagree."
+            )
+        x += rho / curvature * direction
+        residual -= rho / curvature * image
+        z = residual if precondition is None else precondition(residual[None])[0]
+        new = _dot(residual, z)
+        direction = z + new / rho * direction
+        rho = new
+    return x, passes
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return dots(a[None], b[None]).item()
+
+
+def _norm(x: Tensor) -> float:
+    return _dot(x, x) ** 0.5

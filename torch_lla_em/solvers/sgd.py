@@ -1,0 +1,118 @@
+"""The paper's solver: stochastic gradient descent with Nesterov momentum and linear decay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import sqrt
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.solvers.solution import DivergenceError, Solution, check_positive
+
+BatchProduct = Callable[[Tensor], Tensor]
+
+
+class Minibatches(Protocol):
+    """A product or a loss that can be taken batch by batch."""
+
+    def minibatches(self) -> Iterator[tuple[int, BatchProduct]]: ...
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Descend on ½⟨x, A x⟩ + ½‖x - b‖², one step a batch of the loader.
+
+    The noise of the targets is in b (the paper's L'), so that minibatches add none of it.
+    """
+
+    tolerance: float = 1e-2
+    """What the certificate of the result is compared with; it stops no epoch early."""
+
+    epochs: int = 20
+    """Passes over the loader."""
+
+    learning_rate: float | None = None
+    """First step size, for the sum over all data; None: 0.1 / the largest eigenvalue."""
+
+    momentum: float = 0.9
+    """Nesterov's."""
+
+    averaging: float | None = None
+    """Weight of the newest iterate in a running (Polyak) average; None: the last iterate."""
+
+    clip: float | None = None
+    """Largest absolute entry of a gradient; None: no bound."""
+
+    decay: float = 1.0 / 330.0
+    """Last step size over the first; linear in between."""
+
+    def __post_init__(self) -> None:
+        check_positive("SGD", tolerance=self.tolerance, epochs=self.epochs)
+        if self.learning_rate is not None:
+            check_positive("SGD", learning_rate=self.learning_rate)
+
+    def solve(self, product: Minibatches, b: Tensor, start: Tensor | None = None) -> Solution:
+        """Return X after the epochs, started from ``start`` or from b (the prior draw w0)."""
+
+        def gradient(batch_product: BatchProduct, weight: float, x: Tensor) -> Tensor:
+            return weight * batch_product(x) + x - b
+
+        rate, passes = self._rate(product, b[:1])
+        # (A + I)⁻¹ shrinks, so the solution is no longer than b
+        x = self._descend(product, gradient, b if start is None else start, rate, b.norm().item())
+        residual = b - x - product(x)
+        return Solution.of(x, b, residual, passes + self.epochs + 1, self.tolerance)
+
+    def minimise(self, loss: Minibatches, start: Tensor) -> tuple[Tensor, int]:
+        """Return x (P,) near the minimum of loss(x) + ½‖x‖², and the passes it took."""
+
+        def gradient(batch_gradient: BatchProduct, weight: float, x: Tensor) -> Tensor:
+            return weight * batch_gradient(x) + x
+
+        value, _ = loss.value_and_gradient(start)
+        rate, passes = self._rate(loss.hessian(start), torch.ones_like(start)[None])
+        # the minimum lies below the start: ½‖x‖² is at most the start's objective
+        bound = sqrt(2 * abs(value) + start.square().sum().item())
+        x = self._descend(loss, gradient, start[None], rate, bound)
+        return x[0], passes + self.epochs + 1
+
+    def _descend(
+        self,
+        problem: Minibatches,
+        gradient: Callable[[BatchProduct, float, Tensor], Tensor],
+        start: Tensor,
+        rate: float,
+        bound: float,
+    ) -> Tensor:
+        x, velocity, average = start.clone(), torch.zeros_like(start), start.clone()
+        sizes = [rows for rows, _ in problem.minibatches()]
+        total, step, last = sum(sizes), 0, self.epochs * len(sizes) - 1
+        for _ in range(self.epochs):
+            for rows, batch_product in problem.minibatches():
+                g = gradient(batch_product, total / rows, x + self.momentum * velocity)
+                if self.clip is not None:
+                    g = g.clamp(-self.clip, self.clip)
+                fade = 1 - (1 - self.decay) * step / max(1, last)
+                velocity = self.momentum * velocity - rate * fade * g
+                x = x + velocity
+                if self.averaging is not None:
+                    average.lerp_(x, self.averaging)
+                step += 1
+            if not x.norm() <= 10 * bound + 1:
+                raise DivergenceError(
+                    f"SGD diverged: ‖x‖ = {x.norm():.1e}, where the solution has at most "
+                    f"{bound:.1e}. Lower its learning_rate (now {rate:.1e}), or use the default "
+                    "solver, which needs none."
+                )
+        return x if self.averaging is None else average
+
+    def _rate(self, product: Callable[[Tensor], Tensor], v: Tensor) -> tuple[float, int]:
+        """Return the step size, and the passes spent on its estimate."""
+        if self.learning_rate is not None:
+            return self.learning_rate, 0
+        for _ in range(4):
+            v = product(v / v.norm())
+        return 0.1 / (v.norm().item() + 1), 4

@@ -11,7 +11,7 @@ from torch_lla_em.em import iterate
 from torch_lla_em.mixtures.kmeans import kmeans
 from torch_lla_em.mixtures.rows import Batch
 
-CHUNK = {"cpu": 1 << 19, "cuda": 1 << 26}
+CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Numbers in the features of one chunk: on a CPU they should stay in its cache."""
 
 
@@ -151,5 +151,5 @@ def chunks(batches: Iterable[Batch], natural: Tensor) -> Iterator[Batch]:
 
 
 def _inner(natural: Tensor, sums: Tensor) -> Tensor:
-    """Return Σ θ · Σ_n r φ; components without rows have θ = −∞ and count for nothing."""
-    return (natural * sums).where(sums[:, :1] > 0, 0.0).sum()
+    """Return Σ θ · Σ_n r φ; components of weight 0, log −∞, count for nothing."""
+    return (natural * sums).where(natural[:, :1] != -torch.inf, 0.0).sum()

@@ -87,15 +87,16 @@ def survey(
         check(batch.x)
         for piece in batch.chunks(max(1, PIECE // batch.x.shape[1])):
             x = piece.x.detach().double()
-            if not torch.isfinite(x).all():
+            variance, centre = torch.var_mean(x, 0, correction=0)
+            if not torch.isfinite(variance).all():
                 bad = int((~torch.isfinite(x)).any(1).sum())
                 raise ValueError(
-                    f"Batch {number} has {bad} rows with NaN or infinity. Remove or impute them."
+                    f"Batch {number} has {bad} rows with NaN or infinity, or values too large "
+                    "to square. Remove, impute or rescale them."
                 )
-            delta = x.mean(0) - mean.to(x)
+            delta = centre - mean.to(x)
             total = count + len(x)
-            squares = squares.to(x) + (x - x.mean(0)).square().sum(0)
-            squares += delta.square() * (count * len(x) / total)
+            squares = squares.to(x) + variance * len(x) + delta.square() * (count * len(x) / total)
             mean = mean.to(x) + delta * (len(x) / total)
             count = total
             if piece.labels is not None:

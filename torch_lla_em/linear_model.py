@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from torch_lla_em import products
+from torch_lla_em.last_layer import HeadCall, LastLayer
 from torch_lla_em.network import Network
 from torch_lla_em.parameters import ParameterLayout
+from torch_lla_em.probe import Report, choose_path
+
+logger = logging.getLogger("torch_lla_em")
 
 
 class LinearModel:
@@ -18,58 +24,134 @@ class LinearModel:
     Both products follow ``torch.func``: next to the product they return the outputs
     f(x), which the same forward pass yields for free. Weights w carry a leading
     sample axis, so that one pass serves all K samples; data are never vmapped over.
-    Call both inside ``network.guarded()``.
+    Call both inside ``network.guarded()``. Inside ``torch.enable_grad()`` as well, J w is
+    differentiable in x.
     """
 
     def __init__(self, network: Network, layout: ParameterLayout):
         self.network = network
         self.layout = layout
+        _refuse_scripted(network, layout)
+        self._padding = _padding_rows(network, layout)
+        # of a tied embedding, reverse mode leaves out the padding row in one use only
+        self.path = products.Path(forward=None not in self._padding.values())
+        self._last_layer: LastLayer | None = None
+        self._looked_for_last_layer = False
 
     @property
     def w_MAP(self) -> Tensor:
         """The trained weights, shape (P,)."""
-        return self.layout.flatten(self.network.weights(self.layout.names))
+        return self.layout.flatten(self._weights())
+
+    def probe(self, x: Any) -> Report:
+        """Check derivatives at one batch's inputs, choose how to take them, and log it.
+
+        Raises where neither direction is right, with the submodule and the remedy. The
+        model, its buffers and the random state stay as they are.
+        """
+        with self.network.guarded():
+            report = choose_path(self, x)
+        logger.log(logging.WARNING if 1 in report.path[1:] else logging.INFO, "%s", report)
+        return report
 
     def prepare(self, x: Any) -> Any:
-        """Do once a batch what several products at x share; pass the result to them."""
-        return x
+        """Do once a batch what several products at x share; pass the result to them.
+
+        Where all random weights are the last layer's, that is the trunk.
+        """
+        if isinstance(x, HeadCall) or torch.is_grad_enabled():
+            return x
+        if not self._looked_for_last_layer:
+            self._last_layer = LastLayer.find(self.network, self.layout.names, x)
+            self._looked_for_last_layer = True
+        prepared = self._last_layer.run(x) if self._last_layer else None
+        return x if prepared is None else prepared
+
+    def forget_last_layer(self) -> None:
+        """Run the whole network for every product from now on."""
+        self._last_layer, self._looked_for_last_layer = None, True
 
     def outputs(self, x: Any) -> Tensor:
         """Return f(x), shape (B, ..., C)."""
+        if isinstance(x, HeadCall):
+            return x.f
         return self.network.function(x, self.layout.names)(self._weights())
 
     def jvp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
         """Return f(x), shape (B, ..., C), and J(x) w, shape (K, B, ..., C)."""
-        forward, weights = self.network.function(x, self.layout.names), self._weights()
-
-        def push(tangent: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-            return torch.func.jvp(forward, (weights,), (tangent,))
-
-        if len(w) == 1:
-            f, Jw = push(self._tangents(w[0]))
-            return f, Jw[None]
-        return torch.vmap(push, out_dims=(None, 0))(self._tangents(w))
+        weights, tangents = self._weights(), self._tangents(w)
+        if not isinstance(x, HeadCall):
+            function = self.network.function(x, self.layout.names)
+            return products.jvp(function, weights, tangents, self.path)
+        _, Jw = products.jvp(x.head, weights, tangents, self.path)
+        if x.tail is not None:
+            Jw = products.push_through(x.tail, {"h": x.h}, {"h": Jw}, self.path.jvp_columns)
+        return x.f, Jw
 
     def vjp(self, x: Any) -> tuple[Tensor, Callable[[Tensor, Tensor], None]]:
         """Return f(x), shape (B, ..., C), and the map (u, total): total += J(x)ᵀ u.
 
         u has shape (K, B, ..., C), total (K, P).
         """
-        forward = self.network.function(x, self.layout.names)
-        f, pullback = torch.func.vjp(forward, self._weights())
+        is_head = isinstance(x, HeadCall)
+        function = x.head if is_head else self.network.function(x, self.layout.names)
+        f, pullback = products.vjp(function, self._weights())
 
         def add_pullback(u: Tensor, total: Tensor) -> None:
-            u = u.to(f)
-            if len(u) == 1:
-                self.layout.add_(total[0], pullback(u[0])[0])
-            else:
-                self.layout.add_(total, torch.vmap(pullback)(u)[0])
+            step = self.path.vjp_columns or len(u)
+            for u_chunk, total_chunk in zip(u.split(step), total.split(step)):
+                if is_head and x.tail is not None:
+                    u_chunk = products.pull_through(x.tail, x.h, u_chunk)
+                self.layout.add_(total_chunk, pullback(u_chunk))
 
-        return f, add_pullback
+        return (x.f if is_head else f), add_pullback
 
     def _weights(self) -> dict[str, Tensor]:
         return self.network.weights(self.layout.names)
 
     def _tangents(self, w: Tensor) -> dict[str, Tensor]:
         weights, tangents = self._weights(), self.layout.unflatten(w)
-        return {name: tangents[name].to(weights[name]) for name in weights}
+        tangents = {name: tangents[name].to(weights[name]) for name in weights}
+        if self.path.forward:  # reverse mode leaves the padding rows out by itself
+            for name, rows in self._padding.items():
+                row = torch.tensor(rows or [], device=tangents[name].device, dtype=torch.long)
+                tangents[name] = tangents[name].index_fill(-2, row, 0)
+        return tangents
+
+
+def _refuse_scripted(network: Network, layout: ParameterLayout) -> None:
+    for path, layer in network.module.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule):
+            own = [n for n in layout.names if n.startswith(f"{path}.")]
+            if own:
+                raise TypeError(
+                    f"The module {path!r} is scripted or traced (torch.jit), so its weights "
+                    "cannot be exchanged. Use the Python module it was made from, or leave "
+                    f"{own[0]!r} out of `parameters`."
+                )
+
+
+def _padding_rows(network: Network, layout: ParameterLayout) -> dict[str, list[int] | None]:
+    """Rows that no gradient reaches in training, by name; None for tied weights.
+
+    Reverse mode gives the row ``padding_idx`` of an embedding no gradient, forward mode
+    knows nothing of it.
+    """
+    rows: dict[str, list[int] | None] = {}
+    parameters = {id(p): name for name, p in network.module.named_parameters()}
+    for path, layer in network.module.named_modules():
+        if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        name = parameters.get(id(layer.weight))
+        if name not in layout.names:
+            continue
+        if layer.scale_grad_by_freq:
+            raise ValueError(
+                f"The {type(layer).__name__} {path!r} has scale_grad_by_freq=True, so its "
+                "gradient is not the derivative of its output and there is no Jacobian. Set "
+                f"scale_grad_by_freq=False, or leave {name!r} out of `parameters`."
+            )
+        if layer.padding_idx is not None:
+            tied = network.owner((name,)) != path
+            rows[name] = None if tied else [layer.padding_idx]
+    return rows

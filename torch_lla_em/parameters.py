@@ -24,6 +24,12 @@ class ParameterLayout:
     def of(cls, module: nn.Module, names: Sequence[str]) -> ParameterLayout:
         """Return the layout of these parameters of a module."""
         parameters = dict(module.named_parameters())
+        unknown = [name for name in names if name not in parameters]
+        if unknown:
+            raise ValueError(
+                f"The model has no parameter {unknown[0]!r}; take names from "
+                "dict(model.named_parameters()), where tied weights have one name."
+            )
         return cls(tuple(names), tuple(parameters[name].shape for name in names))
 
     @property
@@ -38,7 +44,8 @@ class ParameterLayout:
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the tensors as one vector, shape (P,)."""
-        return torch.cat([tensors[name].reshape(-1) for name in self.names])
+        device = tensors[self.names[0]].device
+        return torch.cat([tensors[name].reshape(-1).to(device) for name in self.names])
 
     def unflatten(self, w: Tensor) -> dict[str, Tensor]:
         """Return views (..., *shape) of vectors (..., P), by name."""
@@ -49,9 +56,10 @@ class ParameterLayout:
         }
 
     def add_(self, total: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Add tensors (..., *shape) into vectors (..., P), in place."""
+        """Add tensors (..., *shape) into vectors (..., P), in place; absent ones are 0."""
         for name, piece in zip(self.names, total.split(self.sizes, dim=-1)):
-            piece += tensors[name].reshape(piece.shape)
+            if name in tensors:
+                piece += tensors[name].reshape(piece.shape).to(piece.device)
 
     def expand(self, blocks: Tensor) -> Tensor:
         """Return one value a block, shape (blocks,), as one value a weight, (P,)."""
@@ -63,56 +71,113 @@ class ParameterLayout:
         return torch.stack([p.sum(-1) for p in w.split(self.sizes, dim=-1)], dim=-1)
 
 
-def select_parameters(module: nn.Module, selection: Selection = None) -> tuple[str, ...]:
-    """Return the names of the random weights.
+def select_parameters(
+    module: nn.Module, selection: Selection = None, last_layer: str | None = None
+) -> tuple[str, ...]:
+    """Return the names of the random weights, tied ones once.
 
     ``None`` takes all that require gradients, minus those of normalisation layers;
-    ``"last_layer"`` those of the last module that has any; a list of name patterns
-    (``"encoder.*"``) or a predicate ``(name, parameter) -> bool`` takes what it matches.
+    ``"requires_grad"`` and ``"all"`` take those too; ``"last_layer"`` takes the layer at
+    the path ``last_layer`` or, where it is not known which is called last, the last one
+    registered; a list of name patterns (``"encoder.*"``) or a predicate
+    ``(name, parameter) -> bool`` takes what it matches.
     """
     parameters = dict(module.named_parameters())
     if selection is None:
         fixed = _normalisation_parameters(module)
-        names = [n for n, p in parameters.items() if p.requires_grad and n not in fixed]
+        names = {n for n, p in parameters.items() if p.requires_grad and n not in fixed}
+    elif selection == "requires_grad":
+        names = {n for n, p in parameters.items() if p.requires_grad}
+    elif selection == "all":
+        names = set(parameters)
     elif selection == "last_layer":
-        owners = [n.rpartition(".")[0] for n in parameters]
-        names = [n for n, owner in zip(parameters, owners) if owner == owners[-1]]
+        names = _layer_parameters(module, last_layer or _registered_last(module))
     elif isinstance(selection, str):
         raise ValueError(
-            f'parameters={selection!r} is not known: pass "last_layer", a list of name '
-            "patterns, or a predicate (name, parameter) -> bool."
+            f'parameters={selection!r} is not known: pass "last_layer", "requires_grad", '
+            '"all", a list of name patterns, or a predicate (name, parameter) -> bool.'
         )
     elif callable(selection):
-        names = [n for n, p in parameters.items() if selection(n, p)]
+        names = {n for n, p in parameters.items() if selection(n, p)}
     else:
-        names = _match_patterns(parameters, selection)
-    names = [n for n in names if parameters[n].is_floating_point() and parameters[n].numel()]
-    if not names:
+        names = _match_patterns(module, selection)
+    chosen = tuple(
+        name
+        for name, parameter in parameters.items()
+        if name in names and parameter.is_floating_point() and parameter.numel()
+    )
+    if not chosen:
         raise ValueError(
             "The model has no random parameters: none require gradients outside of "
             "normalisation layers, or the selection matches none. Pass `parameters=` "
             "with names from model.named_parameters()."
         )
-    return tuple(names)
+    return chosen
 
 
-def _match_patterns(parameters: Mapping[str, nn.Parameter], patterns: Sequence[str]) -> list[str]:
-    matched = {p: [n for n in parameters if fnmatchcase(n, p)] for p in patterns}
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """Every name of every parameter -> the one name that stands for it."""
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+
+
+def _match_patterns(module: nn.Module, patterns: Sequence[str]) -> set[str]:
+    first = _first_names(module)
+    matched = {p: {first[n] for n in first if fnmatchcase(n, p)} for p in patterns}
     for pattern, hits in matched.items():
         if not hits:
             raise ValueError(
                 f"The pattern {pattern!r} in `parameters` matches no parameter of the "
-                f"model; its first names are {list(parameters)[:5]}."
+                f"model; its first names are {list(first)[:5]}."
             )
-    chosen = {name for hits in matched.values() for name in hits}
-    return [name for name in parameters if name in chosen]
+    return set().union(*matched.values())
+
+
+def owns_weights(layer: nn.Module) -> bool:
+    """Whether a layer holds a matrix or kernel of its own, as a head does."""
+    parametrised = getattr(layer, "parametrizations", {})
+    return any(
+        parameter.ndim > 1
+        for holder in (layer, *parametrised.values())
+        for parameter in holder.parameters(recurse=False)
+    )
+
+
+def _registered_last(module: nn.Module) -> str:
+    """Path of the last layer with weights: a bare scale, shift or PReLU is no head."""
+    layers = [(p, m) for p, m in module.named_modules() if ".parametrizations" not in f".{p}"]
+    with_weights = [path for path, layer in layers if owns_weights(layer)]
+    with_any = [path for path, layer in layers if any(True for _ in layer.parameters(False))]
+    return (with_weights or with_any or [""])[-1]
+
+
+def _layer_parameters(module: nn.Module, path: str) -> set[str]:
+    first, prefix = _first_names(module), f"{path}." if path else ""
+    return {first[prefix + name] for name, _ in module.get_submodule(path).named_parameters()}
+
+
+_NORMALISATION = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def _is_normalisation(layer: nn.Module) -> bool:
+    """Whether a layer normalises: torch's own by class, anybody's by name.
+
+    By name alone a "NormLinear" or a "PreNorm" would count too, so a layer that holds
+    more than scales and shifts does not.
+    """
+    return isinstance(layer, _NORMALISATION) or (
+        "norm" in type(layer).__name__.lower()
+        and all(max(p.shape, default=1) == p.numel() for p in layer.parameters(recurse=False))
+    )
 
 
 def _normalisation_parameters(module: nn.Module) -> set[str]:
-    """Names of weights and biases of normalisation layers, ours or anybody's."""
     return {
         f"{path}.{name}" if path else name
         for path, layer in module.named_modules()
-        if "norm" in type(layer).__name__.lower() and not any(layer.children())
+        if _is_normalisation(layer)
         for name, _ in layer.named_parameters(recurse=False)
     }

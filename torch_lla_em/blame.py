@@ -1,0 +1,85 @@
+"""Which submodule is at fault, for error messages."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.last_layer import floating_tensors, hooked
+from torch_lla_em.network import Network
+
+
+def name_layer(network: Network, path: str | None) -> str:
+    """Return how a message names the submodule at a path: its path and its class."""
+    if not path:
+        return f"the model's own forward ({type(network.module).__name__})"
+    return f"{path!r} ({type(network.module.get_submodule(path)).__name__})"
+
+
+def layer_of(error: BaseException, network: Network) -> str | None:
+    """Return the path of the innermost submodule whose call raised an error."""
+    paths = {id(layer): path for path, layer in network.module.named_modules()}
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        found = paths.get(id(frame.f_locals.get("self")), found)
+    return found
+
+
+def first_layer(
+    network: Network, x: Any, differs: Callable[[Tensor, Tensor], bool]
+) -> str | None:
+    """Return the first submodule to finish whose outputs in two passes satisfy a test."""
+    for (path, outputs), (_, again) in zip(_record(network, x), _record(network, x)):
+        if any(a.shape == b.shape and differs(a, b) for a, b in zip(outputs, again)):
+            return path
+    return None
+
+
+def _record(network: Network, x: Any) -> list[tuple[str, list[Tensor]]]:
+    """Return what each submodule's call in f(x) returned, by path, as they finished."""
+    calls: list[tuple[str, list[Tensor]]] = []
+
+    def see(path: str, layer: Any, args: tuple, kwargs: dict, output: Any) -> None:
+        calls.append((path, [t.detach().clone() for t in floating_tensors(output)]))
+
+    with hooked(network.module, see):
+        network.substituted(lambda: network.call(x))({})
+    return calls
+
+
+def layer_without_second_derivative(
+    network: Network, names: tuple[str, ...], x: Any
+) -> str | None:
+    """Return the first submodule to finish that two reverse passes cannot go through."""
+    calls: list[tuple[str, Any, list[Tensor], list[Tensor]]] = []
+    leaves = {n: w.detach().requires_grad_() for n, w in network.weights(names).items()}
+
+    def see(path: str, layer: Any, args: tuple, kwargs: dict, output: Any) -> None:
+        inputs = [t for t in floating_tensors((args, kwargs)) if t.requires_grad]
+        calls.append((path, layer, inputs, [t for t in floating_tensors(output) if t.requires_grad]))
+
+    with torch.enable_grad(), hooked(network.module, see):
+        network.substituted(lambda: network.call(x))(leaves)
+    for path, _, inputs, outputs in calls:
+        if outputs and not _twice_differentiable(outputs, [*inputs, *leaves.values()]):
+            return path
+    return None
+
+
+def _twice_differentiable(outputs: list[Tensor], inputs: list[Tensor]) -> bool:
+    try:
+        with torch.enable_grad():
+            u = [torch.zeros_like(f, requires_grad=True) for f in outputs]
+            grads = torch.autograd.grad(outputs, inputs, u, create_graph=True, allow_unused=True)
+            known = [g for g in grads if g is not None and g.requires_grad]
+            if known:
+                torch.autograd.grad(known, u, known, retain_graph=True, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # whatever the layer's backward does not know how to do
+        return False
+    return True

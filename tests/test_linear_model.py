@@ -33,7 +33,7 @@ def products(linear, x, w, u):
 
 def plain_products(model, names, forward, w, u):
     """f, J w and Jᵀ u from the rows of J, each by one backward pass of the model itself."""
-    model = copy.deepcopy(model).eval()
+    model = copy.deepcopy(model).eval().requires_grad_(False)
     chosen = [dict(model.named_parameters())[name].requires_grad_() for name in names]
     f = forward(model)
     Jw, total = torch.zeros(len(w), f.numel()).to(f), torch.zeros(len(u), w.shape[1]).to(f)

@@ -51,35 +51,37 @@ def _record(network: Network, x: Any) -> list[tuple[str, list[Tensor]]]:
     return calls
 
 
-def layer_without_second_derivative(
-    network: Network, names: tuple[str, ...], x: Any
-) -> str | None:
-    """Return the first submodule to finish that two reverse passes cannot go through."""
-    calls: list[tuple[str, Any, list[Tensor], list[Tensor]]] = []
+def layer_at_fault(network: Network, names: tuple[str, ...], x: Any) -> str | None:
+    """Return the first submodule to finish that two reverse passes do not go through."""
+    calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
     leaves = {n: w.detach().requires_grad_() for n, w in network.weights(names).items()}
 
     def see(path: str, layer: Any, args: tuple, kwargs: dict, output: Any) -> None:
         inputs = [t for t in floating_tensors((args, kwargs)) if t.requires_grad]
-        calls.append((path, layer, inputs, [t for t in floating_tensors(output) if t.requires_grad]))
+        outputs = [t for t in floating_tensors(output) if t.requires_grad]
+        calls.append((path, [*inputs, *leaves.values()], outputs))
 
     with torch.enable_grad(), hooked(network.module, see):
         network.substituted(lambda: network.call(x))(leaves)
-    for path, _, inputs, outputs in calls:
-        if outputs and not _twice_differentiable(outputs, [*inputs, *leaves.values()]):
-            return path
+        for path, inputs, outputs in calls:
+            if outputs and not _twice_differentiable(outputs, inputs):
+                return path
     return None
 
 
 def _twice_differentiable(outputs: list[Tensor], inputs: list[Tensor]) -> bool:
+    """Whether u -> Jᵀu can be differentiated in u, and its derivative is J."""
+    generator = torch.Generator().manual_seed(0)
     try:
-        with torch.enable_grad():
-            u = [torch.zeros_like(f, requires_grad=True) for f in outputs]
-            grads = torch.autograd.grad(outputs, inputs, u, create_graph=True, allow_unused=True)
-            known = [g for g in grads if g is not None and g.requires_grad]
-            if known:
-                torch.autograd.grad(known, u, known, retain_graph=True, allow_unused=True)
+        u = [torch.randn(f.shape, generator=generator).to(f).requires_grad_() for f in outputs]
+        grads = torch.autograd.grad(outputs, inputs, u, create_graph=True, allow_unused=True)
+        known = [g for g in grads if g is not None]
+        v = [torch.randn(g.shape, generator=generator).to(g) for g in known]
+        Jv = torch.autograd.grad(known, u, v, retain_graph=True, allow_unused=True)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # whatever the layer's backward does not know how to do
         return False
-    return True
+    left = sum((a * b).sum() for a, b in zip(u, Jv) if b is not None)
+    right = sum((a * b).sum() for a, b in zip(known, v))
+    return bool(abs(left - right) <= 1e-2 * abs(right))

@@ -14,8 +14,11 @@ from torch_lla_em.network import Network, WeightFunction
 from torch_lla_em.parameters import owns_weights
 
 
+_Script = torch.jit.ScriptModule
+
+
 def called_last(network: Network, x: Any) -> str:
-    """Return the path of the layer with weights whose call ends last in f(x)."""
+    """Return the path of the layer with weights that is called last in f(x)."""
     with network.guarded():
         calls = _calls(network, x)
     layers = dict(network.module.named_modules())
@@ -29,17 +32,24 @@ def called_last(network: Network, x: Any) -> str:
 
 
 def _calls(network: Network, x: Any) -> list[str]:
-    """Paths of the modules that own parameters, in the order in which their calls end."""
+    """Paths of the modules that own parameters, in the order in which they are called.
+
+    In the order in which calls end, a network with a class token of its own would come last.
+    """
     calls: list[str] = []
-    with hooked(network.module, lambda path, *_: calls.append(path)):
+    handles = []
+    try:
+        for path, layer in network.module.named_modules():
+            parametrised = getattr(layer, "parametrizations", {})
+            owns = any(True for m in (layer, *parametrised.values()) for _ in m.parameters(False))
+            if owns and "parametrizations" not in path and not isinstance(layer, _Script):
+                see = lambda *_, path=path: calls.append(path)  # noqa: E731
+                handles.append(layer.register_forward_pre_hook(see))
         network.substituted(lambda: network.call(x))({})
-    layers = dict(network.module.named_modules())
-    return [
-        path
-        for path in calls
-        if ".parametrizations" not in f".{path}"
-        and (owns_weights(layers[path]) or any(True for _ in layers[path].parameters(False)))
-    ]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
 
 
 @contextmanager
@@ -48,7 +58,7 @@ def hooked(module: nn.Module, see: Any) -> Iterator[None]:
     handles: list[Any] = []
     try:
         for path, layer in module.named_modules():
-            if not isinstance(layer, torch.jit.ScriptModule):
+            if not isinstance(layer, _Script):
                 handles.append(
                     layer.register_forward_hook(
                         lambda *call, path=path: see(path, *call), with_kwargs=True

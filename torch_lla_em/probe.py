@@ -13,8 +13,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from torch_lla_em.blame import (
     first_layer,
+    layer_at_fault,
     layer_of,
-    layer_without_second_derivative,
     name_layer,
 )
 from torch_lla_em.last_layer import floating_tensors, hooked
@@ -84,7 +84,7 @@ class _Columns(NamedTuple):
 
 def choose_path(model: Products, x: Any) -> Report:
     """Return the directions that agree with plain reverse mode; raise where none does."""
-    network = model.network
+    network, start = model.network, model.path
     before = _fingerprint(network.module)
     devices = {p.device.index or 0 for p in network.module.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)):
@@ -96,7 +96,7 @@ def choose_path(model: Products, x: Any) -> Report:
             if prepared is x:
                 raise
             model.forget_last_layer()
-            prepared = x
+            model.path, prepared = start, x
             report = _choose(model, x, reference)
     changed = [name for name, mark in _fingerprint(network.module).items() if before[name] != mark]
     if changed:
@@ -294,11 +294,18 @@ def _vmap_works(model: Products, x: Any, columns: _Columns, side: str) -> bool:
 def _reason(model: Products, x: Any, error: Exception) -> str:
     network = model.network
     path = layer_of(error, network)
-    if path is None or not model.path.forward:
-        found = layer_without_second_derivative(network, model.layout.names, x)
-        path = found if found is not None else path
-    message = str(error).strip().split("\n")[0][:160]
-    return f"fails in {name_layer(network, path)} ({type(error).__name__}: {message.rstrip('.')})"
+    if not model.path.forward:
+        path = layer_at_fault(network, model.layout.names, x) or path
+    message = str(error).strip().split("\n")[0][:160].rstrip(".")
+    return f"fails in {name_layer(network, path)} ({type(error).__name__}: {message})"
+
+
+def _disagreement(model: Products, x: Any, error: float) -> str:
+    words = f"disagrees with backward (adjoint error {error:.1e})"
+    if model.path.forward:
+        return words
+    path = layer_at_fault(model.network, model.layout.names, x)
+    return f"{words}, first in {name_layer(model.network, path)}"
 
 
 def _refusal(model: Products, reasons: dict[bool, str]) -> str:

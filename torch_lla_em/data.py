@@ -63,6 +63,9 @@ class Data:
         self.num_rows: int | None = None
         """N, known after the first pass."""
 
+        self.num_targets = 0
+        """Entries of all targets: N, or N C where every output has one."""
+
         self.num_passes = 0
         """Passes over the data so far."""
 
@@ -73,6 +76,7 @@ class Data:
             size = self._count(inputs, targets, index)
             rows = torch.arange(seen, seen + size, device=self._device)
             seen += size
+            self.num_targets += targets.numel() if self.num_passes == 0 else 0
             map_tensors(lambda t: checksum.add_(_checksum(t)), inputs)
             yield Batch(index, rows, inputs, targets)
         self._finish_pass(seen, checksum.item())

@@ -69,7 +69,7 @@ def em_noise(residual: Tensor, effective_dim: Tensor, count: Tensor, sigma: Tens
 
 
 def _bounded(proposed: Tensor, current: Tensor, bounds: tuple[float, float]) -> Tensor:
-    proposed = torch.where(proposed.isfinite() & (proposed > 0), proposed, current)
+    proposed = torch.where(proposed > 0, proposed, current)
     kept = proposed.clamp(*bounds)
     if not torch.equal(kept, proposed):
         warnings.warn(

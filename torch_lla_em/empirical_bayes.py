@@ -1,0 +1,188 @@
+"""EM over the prior precision and the noise, as a generator of states."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf, sqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.em import iterate
+from torch_lla_em.evidence import log_evidences
+from torch_lla_em.expectation import EStep, Expectation, Hyperparameters
+from torch_lla_em.mackay import (
+    Estimate,
+    em_noise,
+    em_update,
+    function_space_Mackay_update,
+    mackay_noise,
+)
+from torch_lla_em.prior import Prior
+from torch_lla_em.problem import Problem
+
+SAMPLE_TOLERANCE = 0.1
+MODE_TOLERANCE = 3e-3
+
+
+class EMState(NamedTuple):
+    """One step: where its expectations were taken, what they are, and what they propose."""
+
+    step: int
+    hyper: Hyperparameters
+    """λ and σ of the E-step."""
+
+    proposed: Hyperparameters
+    """λ and σ of the M-step: where the next step goes."""
+
+    effective_dim: Estimate
+    """γ, () or (blocks,), with its standard error over samples."""
+
+    squared_norm: Tensor
+    """‖w_lin / scale‖², () or (blocks,)."""
+
+    loss: float
+    """Σ_n -log p(y_n | J_n w_lin)."""
+
+    plain: Tensor
+    """log λ of the M-step before acceleration."""
+
+    log_evidence: Estimate
+    """Of the E-step's λ and σ; NaN where it would cost passes."""
+
+    mode_error: float
+    sample_error: float
+    columns: float
+    """Columns pushed through the data since the start (K for a K-column pass)."""
+
+    seconds: float
+    change: float
+    """The largest |Δ log| of λ and σ², over what Monte Carlo error lets it mean."""
+
+    @classmethod
+    def initial(cls, hyper: Hyperparameters) -> EMState:
+        """Return the state before the first step."""
+        nothing = Estimate(torch.full((), float("nan")), torch.full((), float("nan")))
+        start = hyper.precision.log()
+        low = Estimate(torch.tensor(-inf), nothing.value)
+        return cls(0, hyper, hyper, nothing, nothing.value, inf, start, low, inf, inf, 0.0, 0.0, inf)
+
+
+@dataclass(frozen=True)
+class EmpiricalBayes:
+    """Repeat E-step and M-step until λ moves by less than its own Monte Carlo error."""
+
+    problem: Problem
+    prior: Prior
+    e_step: EStep
+    update: str = "mackay"
+    """"mackay": the fast fixed point; "em": never lowers the evidence, and is slow."""
+
+    max_steps: int = 20
+
+    def steps(self, hyper: Hyperparameters) -> Iterator[EMState]:
+        """Yield the state after each step."""
+        begin = time.monotonic()
+
+        def step(state: EMState) -> EMState:
+            new = self._step(state)
+            return new._replace(seconds=time.monotonic() - begin)
+
+        return iterate(
+            step,
+            EMState.initial(hyper),
+            max_steps=self.max_steps,
+            settled=settled,
+            objective=_log_evidence if self._promises_ascent() else None,
+        )
+
+    def _step(self, state: EMState) -> EMState:
+        hyper = state.proposed
+        expectation = self.e_step.expect(hyper, SAMPLE_TOLERANCE, MODE_TOLERANCE)
+        gamma = Estimate.of(expectation.effective_dims)
+        plain = self._maximise(hyper, expectation, gamma.value)
+        proposed = self._accelerate(state, plain)
+        log_dets = expectation.log_dets
+        if log_dets is None:
+            log_dets = torch.full((len(expectation.effective_dims),), float("nan"))
+        evidences = log_evidences(
+            expectation.loss, hyper.precision, expectation.squared_norm, log_dets
+        )
+        return EMState(
+            state.step + 1,
+            hyper,
+            proposed,
+            gamma,
+            expectation.squared_norm,
+            expectation.loss,
+            plain.precision.log(),
+            Estimate.of(evidences),
+            expectation.mode_error,
+            expectation.sample_error,
+            self.problem.cost.columns,
+            0.0,
+            _change(hyper, proposed, gamma.value, len(expectation.effective_dims)),
+        )
+
+    def _accelerate(self, old: EMState, proposed: Hyperparameters) -> Hyperparameters:
+        """Go on along the fixed point's own contraction (a secant step in log λ)."""
+        before, here = old.hyper.precision.log(), old.proposed.precision.log()
+        if self.update == "em" or here.dim() or proposed.sigma is not None or old.step == 0:
+            return proposed
+        plain = proposed.precision.log()
+        slope = (plain - old.plain) / (here - before)
+        if not 0 < slope < 0.9:
+            return proposed
+        return proposed._replace(precision=(here + (plain - here) / (1 - slope)).exp())
+
+    def _promises_ascent(self) -> bool:
+        """Whether EM is exact here: its own update, and a Gaussian posterior."""
+        return self.update == "em" and self.problem.likelihood.is_quadratic
+
+    def _maximise(
+        self, hyper: Hyperparameters, expectation: Expectation, gamma: Tensor
+    ) -> Hyperparameters:
+        precision, sigma = hyper
+        norm = expectation.squared_norm
+        if self.update == "em":
+            proposed = em_update(gamma, norm, precision, self.prior.num_weights())
+        else:
+            proposed = function_space_Mackay_update(gamma, norm, precision)
+        if sigma is not None:
+            count = torch.full_like(sigma, self.problem.data.num_targets / sigma.numel())
+            residual, dims = expectation.residual.to(sigma), expectation.noise_dims.to(sigma)
+            if self.update == "em":
+                sigma = em_noise(residual, dims, count, sigma)
+            else:
+                sigma = mackay_noise(residual, dims, count)
+        return Hyperparameters(proposed, sigma)
+
+
+def _log_evidence(state: EMState) -> float:
+    return state.log_evidence.value.item()
+
+
+def settled(old: EMState, new: EMState) -> bool:
+    """Whether what is left of a geometric approach is below the Monte Carlo error."""
+    ratio = new.change / old.change if old.change < inf else 0.5
+    left = new.change if ratio >= 1 else new.change * max(1.0, ratio / (1 - ratio))
+    return left < 1.0
+
+
+def starting_precision(prior: Prior, eta: Tensor) -> float:
+    """Return the mean of diag(G) in scaled coordinates: λ there leaves few weights determined."""
+    features = (prior.scale * eta).double().square().mean(0)
+    return (features.sum() / prior.num_weights().sum().clamp_min(1)).clamp_min(1e-8).item()
+
+
+def _change(old: Hyperparameters, new: Hyperparameters, gamma: Tensor, num_samples: int) -> float:
+    """Return the largest |Δ log| over max(0.01, 1 / √(K γ)), blocks weighed by their own γ."""
+    allowed = (num_samples * gamma.clamp_min(1e-12)).rsqrt().clamp_min(0.01)
+    change = ((new.precision.log() - old.precision.log()).abs() / allowed).max().item()
+    if old.sigma is not None:
+        total = max(0.01, 1 / sqrt(num_samples * max(gamma.sum().item(), 1e-12)))
+        change = max(change, 2 * (new.sigma.log() - old.sigma.log()).abs().max().item() / total)
+    return change

@@ -1,0 +1,143 @@
+"""The E-step as EM sees it: γ, ‖w_lin‖² and the data term at any λ, by solves or from one T."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.evidence import log_dets, sigma_of, squared_residual
+from torch_lla_em.likelihoods import Regression
+from torch_lla_em.linear_mode import LinearMode, optimise_MAP
+from torch_lla_em.posterior_samples import PosteriorSamples, Solver, optimise_samples
+from torch_lla_em.problem import Problem
+from torch_lla_em.solvers.newton import Newton
+from torch_lla_em.solvers.sgd import SGD
+from torch_lla_em.stochastic_prior import StochasticPrior
+
+class Hyperparameters(NamedTuple):
+    """What EM learns."""
+
+    precision: Tensor
+    """λ, () or (blocks,), in float64."""
+
+    sigma: Tensor | None = None
+    """σ of a Gaussian likelihood, () or (C,), in float64."""
+
+
+class Expectation(NamedTuple):
+    """What the M-step needs."""
+
+    effective_dims: Tensor
+    """γ of every sample, (K,) or (K, blocks)."""
+
+    squared_norm: Tensor
+    """‖w_lin / scale‖², () or (blocks,)."""
+
+    loss: float
+    """Σ_n -log p(y_n | J_n w_lin)."""
+
+    residual: Tensor | None
+    """Σ_n (y_n - J_n w_lin)², the shape of σ; None if the likelihood is not Gaussian."""
+
+    noise_dims: Tensor | None
+    """γ by output, the shape of σ."""
+
+    log_dets: Tensor | None
+    """log det(I + Λ^{-1/2} G Λ^{-1/2}) of every sample, (K,), or None where it costs passes."""
+
+    mode_error: float
+    sample_error: float
+
+
+class EStep(Protocol):
+    """Expectations at any hyper-parameters, and the posterior at the last ones."""
+
+    def expect(
+        self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
+    ) -> Expectation: ...
+
+    def finish(
+        self, hyper: Hyperparameters, tolerance: float
+    ) -> tuple[LinearMode, PosteriorSamples, Tensor]: ...
+
+
+class IterativeEStep:
+    """One solve for the mode and one for the samples at every λ, from the last ones."""
+
+    def __init__(self, problem: Problem, noise: StochasticPrior, solver: Solver, seed: int):
+        self._problem, self._noise, self._seed = problem, noise, seed
+        self._drawn_at = sigma_of(problem)
+        self._solver = solver
+        self._mode_solver = solver if isinstance(solver, SGD) else Newton()
+        self._w_lin: Tensor | None = None
+        self._w: Tensor | None = None
+
+    def expect(
+        self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
+    ) -> Expectation:
+        problem, _ = self._at_noise(hyper)
+        mode, samples = self._solve(hyper, tolerance, mode_tolerance)
+        residual, noise_dims = self._noise_sums(problem, hyper, mode, samples)
+        return Expectation(
+            samples.effective_dims,
+            self._noise.prior.squared_norm(mode.w),
+            mode.loss,
+            residual,
+            noise_dims,
+            None,
+            mode.error,
+            samples.error,
+        )
+
+    def finish(
+        self, hyper: Hyperparameters, tolerance: float
+    ) -> tuple[LinearMode, PosteriorSamples, Tensor]:
+        """Return the posterior at these hyper-parameters, with the evidence's log det."""
+        problem, noise = self._at_noise(hyper)
+        mode, samples = self._solve(hyper, tolerance, tolerance)
+        return mode, samples, log_dets(problem, noise, hyper.precision)
+
+    def _solve(
+        self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
+    ) -> tuple[LinearMode, PosteriorSamples]:
+        problem, noise = self._at_noise(hyper)
+        mode_solver = replace(self._mode_solver, tolerance=max(mode_tolerance, 1e-6))
+        mode = optimise_MAP(problem, noise.prior, hyper.precision, mode_solver, self._w_lin)
+        solver = replace(self._solver, tolerance=tolerance)
+        samples = optimise_samples(problem, noise, hyper.precision, solver, self._w)
+        self._w_lin, self._w = mode.w, samples.w
+        return mode, samples
+
+    def _at_noise(self, hyper: Hyperparameters) -> tuple[Problem, StochasticPrior]:
+        """Return problem and noise at σ; η is drawn again where σ has one value per output."""
+        if hyper.sigma is None or torch.equal(hyper.sigma, self._drawn_at):
+            return self._problem, self._noise
+        problem = self._problem.with_likelihood(Regression(hyper.sigma))
+        if hyper.sigma.dim():
+            eta = problem.noise_features(len(self._noise.xi), self._seed).eta
+            self._problem, self._noise = problem, self._noise._replace(eta=eta)
+            self._drawn_at = hyper.sigma
+            return self._problem, self._noise
+        ratio = (hyper.sigma / self._drawn_at).item()
+        return problem, self._noise._replace(eta=self._noise.eta / ratio)
+
+    @staticmethod
+    def _noise_sums(
+        problem: Problem, hyper: Hyperparameters, mode: LinearMode, samples: PosteriorSamples
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if hyper.sigma is None:
+            return None, None
+        if not hyper.sigma.dim():
+            gamma = samples.effective_dims.mean(0).sum()
+            return squared_residual(problem, mode.loss), gamma
+        residual, second_moment = torch.zeros_like(hyper.sigma), torch.zeros_like(hyper.sigma)
+        columns = torch.cat([mode.w[None], samples.w])
+        for batch, _, Jw in problem.push_forward(columns):
+            squares = torch.cat([batch.targets.to(Jw) - Jw[:1], Jw[1:]]).double().square()
+            sums = squares.flatten(1, -2).sum(1)
+            residual += sums[0].to(residual.device)
+            second_moment += sums[1:].mean(0).to(residual.device)
+        return residual, second_moment / hyper.sigma**2

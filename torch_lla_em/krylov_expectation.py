@@ -1,0 +1,129 @@
+"""The E-step from one factorisation of G: no pass for γ and the evidence at a new λ."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.evidence import gaussian_constant, sigma_of
+from torch_lla_em.expectation import Expectation, Hyperparameters
+from torch_lla_em.likelihoods import Regression
+from torch_lla_em.linear_mode import LinearMode, optimise_MAP
+from torch_lla_em.operators import WhitenedGGN
+from torch_lla_em.posterior_samples import PosteriorSamples, optimise_samples
+from torch_lla_em.problem import Problem
+from torch_lla_em.solvers.block_cg import BlockCG
+from torch_lla_em.solvers.block_krylov import BlockKrylov, Shift
+from torch_lla_em.solvers.newton import Newton
+from torch_lla_em.stochastic_prior import StochasticPrior
+
+
+class KrylovEStep:
+    """γ, the log det and the Gaussian mode from T; the softmax mode by Newton's method.
+
+    The factorisation grows until its certificate at the current λ holds, and no further.
+    """
+
+    def __init__(self, problem: Problem, noise: StochasticPrior, solver: BlockKrylov):
+        self._problem, self._noise, self._solver = problem, noise, solver
+        self._drawn_at = sigma_of(problem)
+        scale = noise.prior.scale
+        start = [noise.xi, scale * noise.eta]
+        self._gaussian = self._drawn_at is not None
+        if self._gaussian:
+            self._loss_at_zero, gradient = problem.loss_and_gradient(problem.zeros(1)[0])
+            start.append(-(scale * gradient)[None])
+        self.krylov = solver.factorise(WhitenedGGN(problem, scale), torch.cat(start), len(noise.xi))
+        self._w_lin: Tensor | None = None
+
+    def expect(
+        self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
+    ) -> Expectation:
+        shift = self.shift(hyper)
+        self._extend(shift, tolerance)
+        dims, residual, gamma = self.krylov.effective_dims(shift), None, None
+        if self._gaussian:
+            norms = self.krylov.mode_norms(shift)
+            residual, gamma = self._squared_residual(norms.fit), dims.mean()
+            loss = gaussian_constant(self._problem, hyper.sigma) + 0.5 * residual / hyper.sigma**2
+            squared_norm, mode_error = norms.squared_norm, self.krylov.mode_error(shift)
+        else:
+            mode = self._mode(hyper, mode_tolerance)
+            squared_norm = self._noise.prior.squared_norm(mode.w)
+            loss, mode_error = mode.loss, mode.error
+        return Expectation(
+            dims,
+            squared_norm,
+            float(loss),
+            residual,
+            gamma,
+            self.krylov.log_dets(shift),
+            mode_error,
+            self.krylov.error(shift),
+        )
+
+    def finish(
+        self, hyper: Hyperparameters, tolerance: float
+    ) -> tuple[LinearMode, PosteriorSamples, Tensor]:
+        """Return the posterior at these hyper-parameters, with the evidence's log dets."""
+        shift = self.shift(hyper)
+        problem, noise = self._at_noise(hyper)
+        self._extend(shift, 0.9 * tolerance)
+        mode, log_dets = self._mode(hyper, tolerance), self.krylov.log_dets(shift)
+        start = None
+        if self.krylov.lanczos.has_basis:
+            start = noise.prior.scale * self.krylov.samples(shift)
+        # one product recomputes the true residual; where rounding spoilt it, iterations mend it
+        polish = BlockCG(tolerance, self._solver.max_passes)
+        samples = optimise_samples(problem, noise, hyper.precision, polish, start)
+        return mode, samples, log_dets
+
+    def shift(self, hyper: Hyperparameters) -> Shift:
+        """Return the hyper-parameters relative to the noise that G was built with."""
+        ratio = (hyper.sigma / self._drawn_at).item() if self._gaussian else 1.0
+        return Shift(hyper.precision.item(), ratio)
+
+    def _extend(self, shift: Shift, tolerance: float) -> None:
+        krylov = self.krylov
+        while krylov.lanczos.num_steps < self._solver.max_passes and not krylov.lanczos.exhausted:
+            if krylov.lanczos.num_steps and krylov.error(shift) <= tolerance:
+                if not self._gaussian or krylov.mode_error(shift) <= tolerance:
+                    break
+            krylov.lanczos.extend()
+
+    def _mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
+        problem, noise = self._at_noise(hyper)
+        precondition, has_basis = None, self.krylov.lanczos.has_basis
+        if has_basis:
+            shift = self.shift(hyper)
+            precondition = partial(self._precondition, shift=shift)
+            if self._gaussian:
+                self._w_lin = noise.prior.scale * self.krylov.mode(shift).to(noise.xi)
+        mode = optimise_MAP(
+            problem,
+            noise.prior,
+            hyper.precision,
+            Newton(max(tolerance, 1e-6)),
+            self._w_lin,
+            precondition=precondition,
+        )
+        self._w_lin = mode.w
+        return mode
+
+    def _precondition(self, rows: Tensor, shift: Shift) -> Tensor:
+        """Return an approximation of (A + I)⁻¹ rows in whitened coordinates."""
+        return shift.precision * self.krylov.precondition(rows, shift)
+
+    def _squared_residual(self, fit: float) -> Tensor:
+        sigma = self._drawn_at
+        at_zero = 2 * (self._loss_at_zero - gaussian_constant(self._problem, sigma))
+        return sigma**2 * max(at_zero - fit, 1e-12 * at_zero)
+
+    def _at_noise(self, hyper: Hyperparameters) -> tuple[Problem, StochasticPrior]:
+        if not self._gaussian:
+            return self._problem, self._noise
+        ratio = (hyper.sigma / self._drawn_at).item()
+        problem = self._problem.with_likelihood(Regression(hyper.sigma))
+        return problem, self._noise._replace(eta=self._noise.eta / ratio)

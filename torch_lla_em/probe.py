@@ -5,18 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointFunction
 
-from torch_lla_em.blame import (
-    first_layer,
-    layer_at_fault,
-    layer_of,
-    name_layer,
-)
+from torch_lla_em.blame import layer_at_fault, layer_of, name_layer
+from torch_lla_em.checks import checked_outputs, distance, fingerprint, plain_gradient
 from torch_lla_em.last_layer import floating_tensors, hooked
 from torch_lla_em.network import Network
 from torch_lla_em.parameters import ParameterLayout
@@ -85,7 +79,7 @@ class _Columns(NamedTuple):
 def choose_path(model: Products, x: Any) -> Report:
     """Return the directions that agree with plain reverse mode; raise where none does."""
     network, start = model.network, model.path
-    before = _fingerprint(network.module)
+    before = fingerprint(network.module)
     devices = {p.device.index or 0 for p in network.module.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)):
         reference = _reference(model, x)
@@ -98,7 +92,7 @@ def choose_path(model: Products, x: Any) -> Report:
             model.forget_last_layer()
             model.path, prepared = start, x
             report = _choose(model, x, reference)
-    changed = [name for name, mark in _fingerprint(network.module).items() if before[name] != mark]
+    changed = [name for name, mark in fingerprint(network.module).items() if before[name] != mark]
     if changed:
         raise RuntimeError(
             f"The forward pass writes to {changed[0]!r} through its memory (as `.data` does), "
@@ -115,16 +109,16 @@ class NoJacobianError(NotImplementedError):
 def _reference(model: Products, x: Any) -> _Columns:
     """Check the outputs, and take Jᵀu as training does: by backward, from the module itself."""
     network, names = model.network, model.layout.names
-    f = _checked_outputs(model, x)
+    f = checked_outputs(network, x)
     generator = torch.Generator().manual_seed(0)
-    u = torch.randn(2, *f.shape, generator=generator, dtype=torch.float64).to(f)
     weights = network.weights(names)
+    w_MAP = model.layout.flatten(weights)
+    u = torch.randn(2, *f.shape, generator=generator, dtype=f.dtype).to(f)
+    v = torch.randn(2, len(w_MAP), generator=generator, dtype=w_MAP.dtype).to(w_MAP)
+    JTu = torch.zeros_like(v)
     eps = max(torch.finfo(t.dtype).eps for t in (f, *weights.values()))
-    v = torch.randn(2, model.layout.size, generator=generator, dtype=torch.float64)
-    JTu, total = torch.zeros_like(v), model.layout.flatten(weights)
-    v, JTu = v.to(total), JTu.to(total)
     columns = _Columns(x, v, u, JTu, math.sqrt(eps), _columns_at_once(network, x))
-    model.layout.add_(JTu[0], _plain_gradient(network, names, x, u[0]))
+    model.layout.add_(JTu[0], plain_gradient(network, names, x, u[0]))
     if not JTu[0].any():
         raise NoJacobianError(
             "The outputs do not depend on the random weights: nothing of the forward pass "
@@ -134,7 +128,7 @@ def _reference(model: Products, x: Any) -> _Columns:
     model.path = model.path._replace(jvp_columns=1, vjp_columns=1)
     ours = torch.zeros_like(JTu[:1])
     model.vjp(x)[1](u[:1], ours)
-    if _distance(ours[0], JTu[0]) > columns.tolerance:
+    if distance(ours[0], JTu[0]) > columns.tolerance:
         blocks = zip(names, model.layout.block_sums((ours[0] - JTu[0]).square()))
         worst = max(blocks, key=lambda block: block[1])[0]
         raise RuntimeError(
@@ -144,72 +138,6 @@ def _reference(model: Products, x: Any) -> _Columns:
             "`parameters`."
         )
     return columns
-
-
-def _checked_outputs(model: Products, x: Any) -> Tensor:
-    network = model.network
-    with mock.patch.object(CheckpointFunction, "apply", _reentrant):
-        try:
-            outputs = network.substituted(lambda: network.call(x))({})
-        except _ReentrantCheckpoint as error:
-            raise NotImplementedError(
-                f"{name_layer(network, layer_of(error, network))} uses reentrant activation "
-                "checkpointing, whose derivatives leave out weights without a word. Pass "
-                "use_reentrant=False to torch.utils.checkpoint, or switch it off."
-            ) from None
-    if not -outputs.ndim <= network.class_dim < outputs.ndim:
-        raise ValueError(
-            f"The outputs have shape {tuple(outputs.shape)}, so class_dim={network.class_dim} "
-            f"is no axis of theirs; pass one from {-outputs.ndim} to {outputs.ndim - 1}."
-        )
-    if not outputs.is_floating_point():
-        raise TypeError(
-            f"The outputs are {outputs.dtype}, not floating point: let the model, or "
-            "forward_fn, return the logits, not the decision."
-        )
-    if not outputs.isfinite().all():
-        path = first_layer(network, x, lambda a, _: not a.isfinite().all())
-        raise ValueError(
-            f"The outputs are not finite on the first batch; {name_layer(network, path)} is "
-            "the first to return such a value. Look at the inputs and the weights there."
-        )
-    f, again = model.outputs(x), model.outputs(x)
-    if _distance(f, again) > math.sqrt(torch.finfo(f.dtype).eps):
-        path = first_layer(network, x, lambda a, b: _distance(a, b) > 0)
-        raise ValueError(
-            f"Two forward passes over the same inputs disagree, first in "
-            f"{name_layer(network, path)}: it draws random numbers, or remembers, in eval "
-            "mode too. F.dropout(x) needs training=self.training."
-        )
-    return f
-
-
-class _ReentrantCheckpoint(Exception):
-    """Raised in place of a reentrant checkpoint."""
-
-
-def _reentrant(*_: Any) -> None:
-    raise _ReentrantCheckpoint
-
-
-def _plain_gradient(network: Network, names: tuple[str, ...], x: Any, u: Tensor) -> dict:
-    parameters = dict(network.module.named_parameters())
-    flags = {name: p.requires_grad for name, p in parameters.items()}
-    try:
-        with torch.enable_grad():
-            for name, parameter in parameters.items():
-                parameter.requires_grad_(name in names)
-            # the parameters stay in place; only what a forward pass may write is copied
-            f = network.substituted(lambda: network.call(x))(parameters)
-            if not f.requires_grad:
-                return {}
-            f = f.movedim(network.class_dim, -1)
-            chosen = [parameters[name] for name in names]
-            grads = torch.autograd.grad(f, chosen, u, allow_unused=True)
-    finally:
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(flags[name])
-    return {name: g.to_dense() for name, g in zip(names, grads) if g is not None}
 
 
 def _choose(model: Products, x: Any, columns: _Columns) -> Report:
@@ -229,8 +157,9 @@ def _choose(model: Products, x: Any, columns: _Columns) -> Report:
             continue
         if errors[forward] <= columns.tolerance:
             break
-        reasons[forward] = f"disagrees with backward (adjoint error {errors[forward]:.1e})"
-    forward = min(errors, key=errors.__getitem__, default=False)
+        reasons[forward] = _disagreement(model, columns.x, errors[forward])
+    # near each other, both are at rounding: layers that compute in a lower precision
+    forward = min(errors, key=lambda side: errors[side] / (10 if side else 1), default=False)
     if errors.get(forward, math.inf) > max(columns.tolerance, _ROUNDING):
         raise NoJacobianError(_refusal(model, reasons))
     model.path = start._replace(forward=forward)
@@ -245,9 +174,7 @@ def _adjoint_error(model: Products, x: Any, columns: _Columns) -> float:
     _, Jv = model.jvp(x, columns.v[:1])
     left = (columns.u[0].double() * Jv[0].double()).sum()
     right = (columns.JTu[0].double() * columns.v[0].double()).sum()
-    size = columns.u[0].double().norm() * Jv[0].double().norm()
-    size = torch.maximum(size, columns.JTu[0].double().norm())
-    error = ((left - right).abs() / size).item()
+    error = ((left - right).abs() / (columns.u[0].double().norm() * Jv[0].double().norm())).item()
     return error if math.isfinite(error) else math.inf
 
 
@@ -282,7 +209,7 @@ def _vmap_works(model: Products, x: Any, columns: _Columns, side: str) -> bool:
     start, one_by_one = model.path, product()
     try:
         model.path = start._replace(**{side: None})
-        return _distance(product(), one_by_one) <= max(columns.tolerance, _ROUNDING)
+        return distance(product(), one_by_one) <= max(columns.tolerance, _ROUNDING)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # an operation that vmap does not know
@@ -318,24 +245,3 @@ def _refusal(model: Products, reasons: dict[bool, str]) -> str:
         "or a backward that can be differentiated); or choose `parameters` that lie after "
         'it, such as "last_layer".'
     )
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    """‖a - b‖ / ‖b‖."""
-    a, b = a.detach().double(), b.detach().double()
-    return ((a - b).norm() / b.norm().clamp(min=1e-300)).item()
-
-
-def _fingerprint(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """A mark of each tensor that any write to it changes: its version and its bits' sum."""
-    marks = {}
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        version = -1 if tensor.is_inference() else tensor._version
-        bits = tensor.detach()
-        if bits.element_size() in integers and bits.layout is torch.strided:
-            bits = bits.contiguous().view(integers[bits.element_size()])
-            marks[name] = (version, bits.sum(dtype=torch.int64).item())
-        else:
-            marks[name] = (version, 0)
-    return marks

@@ -39,7 +39,7 @@ def compare(x: torch.Tensor, structure: str, args: argparse.Namespace) -> dict:
     """Time both fits from one start."""
     options = {"covariance": structure, "max_steps": args.steps, "tolerance": 0.0}
     begin = GaussianMixture(args.components, covariance=structure, max_steps=1, tolerance=0.0)
-    list(begin.steps(x[:2000]))
+    list(begin.steps(x[: args.start_rows]))
     weights, means, covariances = begin.parameters
 
     ours = GaussianMixture(args.components, **options)
@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=16)
     parser.add_argument("--components", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--start-rows", type=int, default=2000)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
     parser.add_argument("--covariance", choices=NAMES, nargs="+", default=list(NAMES))
@@ -102,7 +103,7 @@ def main() -> None:
     with threadpool_limits(args.threads), warnings.catch_warnings():
         # Both stop after --steps, settled or not.
         warnings.simplefilter("ignore")
-        compare(x[:10_000], "full", args)
+        compare(x[:50_000], "full", args)
         for structure in args.covariance:
             result = compare(x, structure, args)
             print(

@@ -31,6 +31,7 @@ class Network(nn.Module):
         self.seen += 1
         self.log.append(len(x))
         self.last = x
+        setattr(self, f"call_{self.seen}", True)
         if self.fails:
             raise ArithmeticError("the network failed")
         return self.head(self.body(x))
@@ -209,6 +210,13 @@ def test_features_inside_tuples_and_mappings():
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     for wrap in (lambda x: (x, None), lambda x: [(x,)], lambda x: {"hidden": x, "rest": 0}):
         torch.testing.assert_close(FeatureDensity(Echo(wrap), "").features(x), x)
+
+
+def test_no_graph_is_built():
+    grads = []
+    echo = Echo(lambda x: grads.append(torch.is_grad_enabled()) or x)
+    FeatureDensity(echo, "").features(torch.ones(3, 2, requires_grad=True))
+    assert grads == [False]
 
 
 def test_features_are_no_alias_of_the_input():

@@ -247,6 +247,20 @@ def test_the_floor_is_the_best_covariance_above_it():
         assert height(other) <= height(best) + 1e-12
 
 
+@pytest.mark.parametrize("structure", ["full", "tied"])
+def test_many_columns_take_another_way_to_the_same_fit(structure, monkeypatch):
+    x = draw(n=200, dim=5)
+    start = GaussianMixture(3, covariance=structure, max_steps=500).fit(x[:100]).parameters
+    results = []
+    for wide in (64, 2):
+        monkeypatch.setattr("torch_lla_em.mixtures.gaussian.WIDE", wide)
+        mixture = GaussianMixture(3, covariance=structure, max_steps=4, tolerance=0.0)
+        list(mixture.steps(x, start=start))
+        results.append((*mixture.parameters, mixture.log_prob(x), path(mixture)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 # Data that do not fit, and starts.
 
 
@@ -329,6 +343,7 @@ def test_kmeans_finds_separate_clusters():
     assert (member == member[:, :1]).all() and len(member[:, 0].unique()) == 3
 
 
+@pytest.mark.slow
 def test_plus_plus_draws_by_squared_distance():
     """From a first centre at 0 the next is 1 or 3 with odds 1 to 9; from 1 or 3 likewise."""
     x = torch.tensor([[0.0], [1.0], [3.0]]).double()
@@ -338,8 +353,15 @@ def test_plus_plus_draws_by_squared_distance():
     share = (second == 3).double().mean()
     assert abs(share - 0.9) < 5 * math.sqrt(0.09 / len(second))
     assert (draws[:, 0] != draws[:, 1]).all()
+    # From centres at 0 and 10 the third is 1 or 13 with odds 1 to 9 as well.
+    x = torch.tensor([[0.0], [10.0], [1.0], [13.0]]).double()
+    draws = torch.stack([plus_plus(x, 3, generator)[:, 0] for _ in range(6000)])
+    third = draws[(draws[:, 0] == 0) & (draws[:, 1] == 10)][:, 2]
+    share = (third == 13).double().mean()
+    assert abs(share - 0.9) < 5 * math.sqrt(0.09 / len(third))
 
 
+@pytest.mark.slow
 def test_the_sample_is_uniform():
     x = torch.arange(100.0)[:, None]
     generator = torch.Generator().manual_seed(0)

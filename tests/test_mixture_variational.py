@@ -137,6 +137,7 @@ def normal(q, precision):
 def test_superfluous_components_fade():
     x = draw(n=600, dim=2, num_components=2)
     mixture = VariationalGaussianMixture(8, max_steps=2000, tolerance=1e-6).fit(x)
+    torch.testing.assert_close(mixture.parameters.concentration.sum().item(), 600.0 + 8 * (1 / 8))
     weights = mixture.parameters.expected().weights
     assert (weights > 0.02).sum() <= 5
     assert torch.isfinite(mixture.log_prob(x)).all()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_lla_em.em import Evidence, split_evidence
 from torch_lla_em.mixtures.family import Family, Problem, State, chunks
-from torch_lla_em.mixtures.rows import Batch, Rows, survey
+from torch_lla_em.mixtures.rows import Batch, Rows, Survey, survey
 
 
 class Step(NamedTuple):
@@ -101,7 +101,7 @@ class Mixture(ABC):
         generator = _generator(self.seed)
         rows = Rows(data, by_label)
         seen = survey(rows, self.sample_size, generator, self._check_values)
-        classes = self._label_components(seen.class_counts, seen.count)
+        classes = self._label_components(seen)
         num_components = self.num_components if classes is None else len(classes)
         family = self._family(num_components, seen.mean, seen.variance)
         sample = Problem(family, [seen.sample], len(seen.sample.x), classes)
@@ -130,17 +130,19 @@ class Mixture(ABC):
             ends.append(last)
         return max(ends, key=lambda state: state.lower_bound).parameters
 
-    def _label_components(self, class_counts: dict[int, int], count: int) -> Tensor | None:
-        smallest = min(class_counts.values(), default=count)
+    def _label_components(self, seen: Survey) -> Tensor | None:
+        """Return the label of each component, or None; refuse fewer rows than components."""
+        smallest = min(seen.class_counts.values(), default=seen.count)
         if smallest < self.num_components:
-            whose = "The smallest class has" if class_counts else "The data have"
+            whose = "The smallest class has" if seen.class_counts else "The data have"
             raise ValueError(
                 f"{whose} {smallest} rows for {self.num_components} components. "
                 "Give at most one component per row."
             )
-        if not class_counts:
+        if not seen.class_counts:
             return None
-        return torch.tensor(sorted(class_counts)).repeat_interleave(self.num_components)
+        labels = torch.tensor(sorted(seen.class_counts), device=seen.mean.device)
+        return labels.repeat_interleave(self.num_components)
 
     def use(self, parameters: Any, classes: Tensor | None = None) -> "Mixture":
         """Take parameters as they are, in place of a fit; return self."""
@@ -168,8 +170,11 @@ class Mixture(ABC):
         family, natural = self._fitted
         if x.ndim != 2 or x.shape[1] != dim:
             raise ValueError(f"x has shape {tuple(x.shape)}, and the mixture takes (n, {dim}).")
-        parts = [natural @ family.features(part) for part, _ in chunks([Batch(x, None)], natural)]
-        return torch.cat(parts, 1).T.to(x.device)
+        parts = [
+            family.features(family.columns(part)).dot(natural)
+            for part, _ in chunks([Batch(x, None)], family, natural.device)
+        ]
+        return torch.cat([natural.new_empty(len(natural), 0), *parts], 1).T.to(x.device)
 
     def log_prob(self, x: Tensor) -> Tensor:
         """Return log p(x), shape (n,)."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.mixtures.base import Mixture, check_shapes, check_weights
-from torch_lla_em.mixtures.family import Family
+from torch_lla_em.mixtures.family import Family, FeatureMatrix
 
 
 class Bernoullis(NamedTuple):
@@ -35,13 +35,15 @@ class BetaPrior(NamedTuple):
 class BernoulliFamily(Family):
     """Bernoulli components: φ(x) = [1, x]."""
 
-    def __init__(self, num_components: int, prior: BetaPrior, floor: float):
+    def __init__(self, num_components: int, dim: int, prior: BetaPrior, floor: float):
+        self.width = 2 * dim + num_components
         self.num_components, self.prior, self.floor = num_components, prior, floor
 
-    def features(self, x: Tensor) -> Tensor:
-        phi = torch.ones(1 + x.shape[1], len(x), dtype=torch.float64, device=x.device)
-        phi[1:] = x.T
-        return phi
+    def columns(self, x: Tensor) -> Tensor:
+        return x.T.double()
+
+    def features(self, columns: Tensor) -> FeatureMatrix:
+        return FeatureMatrix(torch.cat([torch.ones_like(columns[:1]), columns]))
 
     def natural(self, parameters: Bernoullis) -> Tensor:
         weights, p = parameters
@@ -57,7 +59,7 @@ class BernoulliFamily(Family):
         return Bernoullis(weights / weights.sum(), p.clamp(self.floor, 1 - self.floor))
 
     def first(self, sums: Tensor) -> Bernoullis:
-        start = BernoulliFamily(self.num_components, BetaPrior(), self.floor)
+        start = BernoulliFamily(self.num_components, 0, BetaPrior(), self.floor)
         return start.maximise(sums, Bernoullis(sums[:, 0], sums[:, 1:]))
 
     def log_prior(self, parameters: Bernoullis) -> Tensor:
@@ -101,7 +103,7 @@ class BernoulliMixture(Mixture):
 
     def _family(self, num_components: int, mean: Tensor, variance: Tensor) -> BernoulliFamily:
         prior = BetaPrior(1.0, 1.0, 1.0) if self.prior is None else self.prior
-        return BernoulliFamily(num_components, prior, self.min_probability)
+        return BernoulliFamily(num_components, len(mean), prior, self.min_probability)
 
     def _moments(self, parameters: Bernoullis) -> tuple[Tensor, Tensor]:
         mean = parameters.weights @ parameters.means

@@ -69,7 +69,7 @@ class Blocks:
         constant = log_weights - 0.5 * (linear * means).sum(1)
         products = -0.5 * precision
         if self.dense:
-            row, column = self._upper(precision.device)
+            row, column = self.upper(precision.device)
             products = products[:, 0, row, column] * torch.where(row == column, 1.0, 2.0)
         products = products.reshape(self.shape[0], -1).expand(self.num_components, -1)
         return torch.cat([constant[:, None], linear, products], 1)
@@ -82,15 +82,24 @@ class Blocks:
         counts, first, second = sums[:, 0], sums[:, 1 : self.dim + 1], sums[:, self.dim + 1 :]
         means = torch.where(counts[:, None] > 0, first / counts[:, None], 0.0)
         if self.dense:
-            row, column = self._upper(sums.device)
+            row, column = self.upper(sums.device)
             square = sums.new_empty(self.num_components, 1, self.dim, self.dim)
             square[:, 0, row, column] = square[:, 0, column, row] = second
             second = square.sum(0, keepdim=True) if self.structure == "tied" else square
         scatter = second.reshape(self.shape) - self.outer(means, counts)
         return counts, means, scatter
 
-    def _upper(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def upper(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the rows and columns of the products in φ, of dense blocks."""
         return torch.triu_indices(self.dim, self.dim, device=device).unbind()
+
+    def symmetric(self, products: Tensor) -> Tensor:
+        """Return the matrix A (D, D) with xᵀ A x = products · (products of columns of x)."""
+        row, column = self.upper(products.device)
+        matrix = products.new_empty(self.dim, self.dim)
+        halves = products * torch.where(row == column, 1.0, 0.5)
+        matrix[row, column] = matrix[column, row] = halves
+        return matrix
 
     def apply(self, blocks: Tensor, v: Tensor) -> Tensor:
         """Return the product of each matrix with its row of v, shape (K, D)."""

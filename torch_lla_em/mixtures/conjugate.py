@@ -175,17 +175,18 @@ class ConjugatePrior(NamedTuple):
     def resolve(self, blocks: Blocks, concentration: float, like: Tensor) -> NormalWishart:
         """Return the prior of every component, in coordinates where None is 0 and 1."""
         num_components, dim = blocks.num_components, blocks.dim
-        mean = torch.zeros(dim) if self.mean is None else self.mean
+        identity = torch.eye(dim).to(like)
+        mean = torch.zeros(dim).to(like) if self.mean is None else self.mean
         dof = blocks.size + 2 if self.dof is None else self.dof
         if dof <= blocks.size - 1:
             raise ValueError(f"dof must be above {blocks.size - 1} here, not {dof}.")
-        scale = torch.eye(dim) * num_components ** (-2 / dim) if self.scale is None else self.scale
+        scale = identity * num_components ** (-2 / dim) if self.scale is None else self.scale
         alpha = concentration if self.weight_concentration is None else self.weight_concentration
         ones = torch.ones(num_components).to(like)
         return NormalWishart(
             alpha * ones,
-            mean.to(like).expand(num_components, dim),
+            mean.expand(num_components, dim),
             self.strength * ones,
             torch.full((blocks.shape[0], 1), float(dof)).to(like),
-            blocks.from_matrix(scale.to(like)).expand(blocks.shape),
+            blocks.from_matrix(scale).expand(blocks.shape),
         )

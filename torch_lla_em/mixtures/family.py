@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,32 @@ from torch_lla_em.mixtures.kmeans import kmeans
 from torch_lla_em.mixtures.rows import Batch
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""Numbers in the features of one chunk: on a CPU they should stay in its cache."""
+"""Numbers in one chunk of rows and their features: on a CPU they should stay in cache."""
+
+
+class Features(Protocol):
+    """A matrix Φ of features, (P, n), that a family may leave unformed."""
+
+    def dot(self, natural: Tensor) -> Tensor:
+        """Return θ Φ, shape (K, n), for θ of shape (K, P)."""
+
+    def sum(self, r: Tensor) -> Tensor:
+        """Return r Φᵀ, shape (K, P), for r of shape (K, n)."""
+
+
+class FeatureMatrix(NamedTuple):
+    """Features in a matrix."""
+
+    phi: Tensor
+    """Φ, shape (P, n)."""
+
+    def dot(self, natural: Tensor) -> Tensor:
+        """Return θ Φ."""
+        return natural @ self.phi
+
+    def sum(self, r: Tensor) -> Tensor:
+        """Return r Φᵀ."""
+        return r @ self.phi.T
 
 
 class Family(ABC):
@@ -21,9 +46,16 @@ class Family(ABC):
     num_components: int
     """K."""
 
+    width: int
+    """About how many numbers one row of data becomes on its way through a step."""
+
     @abstractmethod
-    def features(self, x: Tensor) -> Tensor:
-        """Return φ(x), shape (P, n), in double precision; its first row is 1."""
+    def columns(self, x: Tensor) -> Tensor:
+        """Return rows x (n, D) as columns (D, n) in the coordinates of the fit, in doubles."""
+
+    @abstractmethod
+    def features(self, columns: Tensor) -> Features:
+        """Return φ of every column; its first entry is 1."""
 
     @abstractmethod
     def natural(self, parameters: Any) -> Tensor:
@@ -85,15 +117,15 @@ class Problem(NamedTuple):
         """Return log p(X | θ), shape (), and Σ_n r_nk φ(x_n), shape (K, P), from one pass."""
         sums = torch.zeros_like(natural)
         log_evidence = natural.new_zeros(())
-        for x, labels in chunks(self.batches, natural):
-            phi = self.family.features(x)
-            r = natural @ phi
+        for x, labels in chunks(self.batches, self.family, natural.device):
+            features = self.family.features(self.family.columns(x))
+            r = features.dot(natural)
             if self.classes is not None:
                 r.masked_fill_(self.classes[:, None] != labels.to(r.device), -torch.inf)
             highest = r.amax(0)
             r.sub_(highest).exp_()
             total = r.sum(0)
-            sums.addmm_(r.div_(total), phi.T)
+            sums += features.sum(r.div_(total))
             log_evidence += total.log_().add_(highest).sum()
         return log_evidence, sums
 
@@ -126,9 +158,8 @@ class Problem(NamedTuple):
 
     def draw(self, sample: Batch, generator: torch.Generator) -> Any:
         """Return parameters to begin with: clusters of the sample, by k-means."""
-        phi = self.family.features(sample.x)
-        num_columns = sample.x.shape[1]
-        x = phi[1 : 1 + num_columns].T
+        columns = self.family.columns(sample.x)
+        x = columns.T.contiguous()
         if self.classes is None:
             member = kmeans(x, self.family.num_components, generator)
         else:
@@ -138,16 +169,23 @@ class Problem(NamedTuple):
                 own, rows = (self.classes == label).nonzero()[:, 0], labels == label
                 if rows.any():
                     member[rows] = own[kmeans(x[rows], len(own), generator)]
-        members = torch.nn.functional.one_hot(member, self.family.num_components).to(x)
-        return self.family.first(members.T @ phi.T)
+        sums, size = 0.0, rows_per_chunk(self.family, x.device)
+        for part, k in zip(columns.split(size, 1), member.split(size), strict=True):
+            belongs = torch.nn.functional.one_hot(k, self.family.num_components).T.to(x)
+            sums = sums + self.family.features(part).sum(belongs)
+        return self.family.first(sums)
 
 
-def chunks(batches: Iterable[Batch], natural: Tensor) -> Iterator[Batch]:
-    """Yield the batches' rows on the device of θ, in chunks whose features stay small."""
-    size = CHUNK.get(natural.device.type, CHUNK["cpu"]) // sum(natural.shape)
+def rows_per_chunk(family: Family, device: torch.device) -> int:
+    """Return how many rows to take at a time: their numbers fit a cache, 256 at least."""
+    return max(256, CHUNK.get(device.type, CHUNK["cpu"]) // family.width)
+
+
+def chunks(batches: Iterable[Batch], family: Family, device: torch.device) -> Iterator[Batch]:
+    """Yield the batches' rows on the device, in chunks that stay small."""
+    size = rows_per_chunk(family, device)
     for batch in batches:
-        on_device = batch._replace(x=batch.x.detach().to(natural.device))
-        yield from on_device.chunks(max(16, size))
+        yield from batch._replace(x=batch.x.detach().to(device)).chunks(size)
 
 
 def _inner(natural: Tensor, sums: Tensor) -> Tensor:

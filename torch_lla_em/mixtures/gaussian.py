@@ -9,7 +9,11 @@ from torch import Tensor
 from torch_lla_em.mixtures.base import Mixture, check_shapes, check_weights
 from torch_lla_em.mixtures.blocks import Blocks, check_structure
 from torch_lla_em.mixtures.conjugate import Components, ConjugatePrior
-from torch_lla_em.mixtures.family import Family
+from torch_lla_em.mixtures.family import Family, FeatureMatrix, Features
+
+
+WIDE = 64
+"""Columns from which products of columns are better not written down (measured)."""
 
 
 class Frame(NamedTuple):
@@ -42,12 +46,41 @@ class Gaussians(NamedTuple):
     """Σ: full (K, D, D), tied (D, D), diagonal (K, D) or spherical (K,)."""
 
 
+class DenseFeatures(NamedTuple):
+    """φ(x) = [1, x, products of columns] without writing the products down.
+
+    Above some tens of columns memory is slower than arithmetic: K products of D × D
+    matrices then take less time than D² / 2 features for each row.
+    """
+
+    x: Tensor
+    """Shape (D, n)."""
+
+    blocks: Blocks
+
+    def dot(self, natural: Tensor) -> Tensor:
+        """Return θ_k · φ(x), shape (K, n)."""
+        dim = self.blocks.dim
+        result = torch.addmm(natural[:, :1], natural[:, 1 : dim + 1], self.x)
+        for row, products in zip(result, natural[:, dim + 1 :], strict=True):
+            row += torch.linalg.vecdot(self.blocks.symmetric(products) @ self.x, self.x, dim=0)
+        return result
+
+    def sum(self, r: Tensor) -> Tensor:
+        """Return Σ_n r_kn φ(x_n), shape (K, P)."""
+        row, column = self.blocks.upper(r.device)
+        second = torch.stack([((self.x * r_k) @ self.x.T)[row, column] for r_k in r])
+        return torch.cat([r.sum(1, keepdim=True), r @ self.x.T, second], 1)
+
+
 class GaussianFamily(Family):
     """Gaussian components in a frame of coordinates."""
 
     def __init__(self, frame: Frame, blocks: Blocks, prior: ConjugatePrior | None, floor=0.0):
         self.frame, self.blocks, self.floor = frame, blocks, floor
         self.num_components = blocks.num_components
+        self.wide = blocks.dense and blocks.dim >= WIDE
+        self.width = self.num_components + (4 * blocks.dim if self.wide else blocks.num_features)
         start = (prior or ConjugatePrior()).entered(*frame)
         self.start = start.resolve(blocks, self._default_concentration(), frame.centre)
         self.prior = None if prior is None else self.start
@@ -55,10 +88,14 @@ class GaussianFamily(Family):
     def _default_concentration(self) -> float:
         return 2.0
 
-    def features(self, x: Tensor) -> Tensor:
+    def columns(self, x: Tensor) -> Tensor:
         centre, scale = self.frame
-        u = (x.T - centre[:, None]).div_(scale[:, None])
-        return self.blocks.features(u)
+        return (x.T - centre[:, None]).div_(scale[:, None])
+
+    def features(self, columns: Tensor) -> Features:
+        if self.wide:
+            return DenseFeatures(columns, self.blocks)
+        return FeatureMatrix(self.blocks.features(columns))
 
     def natural(self, parameters: Components) -> Tensor:
         weights, means, covariances = parameters

@@ -66,6 +66,9 @@ class Data:
         self.num_targets = 0
         """Entries of all targets: N, or N C where every output has one."""
 
+        self.num_outputs = 0
+        """Entries of all outputs, N C: set by whoever sees them first."""
+
         self.num_passes = 0
         """Passes over the data so far."""
 

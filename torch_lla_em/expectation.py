@@ -8,11 +8,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from torch_lla_em.curve import Modes
 from torch_lla_em.evidence import log_dets, sigma_of, squared_residual
 from torch_lla_em.likelihoods import Regression
 from torch_lla_em.linear_mode import LinearMode, optimise_MAP
 from torch_lla_em.posterior_samples import PosteriorSamples, Solver, optimise_samples
 from torch_lla_em.problem import Problem
+from torch_lla_em.solvers.block_krylov import Spectrum
 from torch_lla_em.solvers.newton import Newton
 from torch_lla_em.solvers.sgd import SGD
 from torch_lla_em.stochastic_prior import StochasticPrior
@@ -64,6 +66,13 @@ class EStep(Protocol):
     ) -> tuple[LinearMode, PosteriorSamples, Tensor]: ...
 
 
+    def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode: ...
+
+    def spectrum(self, hyper: Hyperparameters) -> Spectrum | None: ...
+
+    def modes(self, hyper: Hyperparameters) -> Modes: ...
+
+
 class IterativeEStep:
     """One solve for the mode and one for the samples at every λ, from the last ones."""
 
@@ -79,7 +88,7 @@ class IterativeEStep:
         self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
     ) -> Expectation:
         problem, _ = self._at_noise(hyper)
-        mode, samples = self._solve(hyper, tolerance, mode_tolerance)
+        mode, samples = self.mode(hyper, mode_tolerance), self._samples(hyper, tolerance)
         residual, noise_dims = self._noise_sums(problem, hyper, mode, samples)
         return Expectation(
             samples.effective_dims,
@@ -97,19 +106,30 @@ class IterativeEStep:
     ) -> tuple[LinearMode, PosteriorSamples, Tensor]:
         """Return the posterior at these hyper-parameters, with the evidence's log det."""
         problem, noise = self._at_noise(hyper)
-        mode, samples = self._solve(hyper, tolerance, tolerance)
+        mode, samples = self.mode(hyper, tolerance), self._samples(hyper, tolerance)
         return mode, samples, log_dets(problem, noise, hyper.precision)
 
-    def _solve(
-        self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
-    ) -> tuple[LinearMode, PosteriorSamples]:
+    def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
+        """Return w_lin at these hyper-parameters."""
         problem, noise = self._at_noise(hyper)
-        mode_solver = replace(self._mode_solver, tolerance=max(mode_tolerance, 1e-6))
-        mode = optimise_MAP(problem, noise.prior, hyper.precision, mode_solver, self._w_lin)
+        solver = replace(self._mode_solver, tolerance=max(tolerance, 1e-6))
+        mode = optimise_MAP(problem, noise.prior, hyper.precision, solver, self._w_lin)
+        self._w_lin = mode.w
+        return mode
+
+    def spectrum(self, hyper: Hyperparameters) -> None:
+        """Solves at single λ leave no spectrum."""
+
+    def modes(self, hyper: Hyperparameters) -> Modes:
+        """Return no modes, since there is no curve to draw through them."""
+        return Modes(*torch.zeros(3, 0, dtype=torch.float64))
+
+    def _samples(self, hyper: Hyperparameters, tolerance: float) -> PosteriorSamples:
+        problem, noise = self._at_noise(hyper)
         solver = replace(self._solver, tolerance=tolerance)
         samples = optimise_samples(problem, noise, hyper.precision, solver, self._w)
-        self._w_lin, self._w = mode.w, samples.w
-        return mode, samples
+        self._w = samples.w
+        return samples
 
     def _at_noise(self, hyper: Hyperparameters) -> tuple[Problem, StochasticPrior]:
         """Return problem and noise at σ; η is drawn again where σ has one value per output."""

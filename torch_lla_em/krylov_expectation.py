@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from torch_lla_em.curve import Modes
 from torch_lla_em.evidence import gaussian_constant, sigma_of
 from torch_lla_em.expectation import Expectation, Hyperparameters
 from torch_lla_em.likelihoods import Regression
@@ -15,9 +16,11 @@ from torch_lla_em.operators import WhitenedGGN
 from torch_lla_em.posterior_samples import PosteriorSamples, optimise_samples
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers.block_cg import BlockCG
-from torch_lla_em.solvers.block_krylov import BlockKrylov, Shift
+from torch_lla_em.solvers.block_krylov import BlockKrylov, Shift, Spectrum
 from torch_lla_em.solvers.newton import Newton
 from torch_lla_em.stochastic_prior import StochasticPrior
+
+_CURVE_POINTS = 241
 
 
 class KrylovEStep:
@@ -37,6 +40,7 @@ class KrylovEStep:
             start.append(-(scale * gradient)[None])
         self.krylov = solver.factorise(WhitenedGGN(problem, scale), torch.cat(start), len(noise.xi))
         self._w_lin: Tensor | None = None
+        self._visited: list[tuple[float, float, float]] = []
 
     def expect(
         self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
@@ -47,16 +51,16 @@ class KrylovEStep:
         if self._gaussian:
             norms = self.krylov.mode_norms(shift)
             residual, gamma = self._squared_residual(norms.fit), dims.mean()
-            loss = gaussian_constant(self._problem, hyper.sigma) + 0.5 * residual / hyper.sigma**2
+            loss = self._gaussian_loss(norms.fit, hyper)
             squared_norm, mode_error = norms.squared_norm, self.krylov.mode_error(shift)
         else:
-            mode = self._mode(hyper, mode_tolerance)
+            mode = self.mode(hyper, mode_tolerance)
             squared_norm = self._noise.prior.squared_norm(mode.w)
             loss, mode_error = mode.loss, mode.error
         return Expectation(
             dims,
             squared_norm,
-            float(loss),
+            loss,
             residual,
             gamma,
             self.krylov.log_dets(shift),
@@ -71,7 +75,7 @@ class KrylovEStep:
         shift = self.shift(hyper)
         problem, noise = self._at_noise(hyper)
         self._extend(shift, 0.9 * tolerance)
-        mode, log_dets = self._mode(hyper, tolerance), self.krylov.log_dets(shift)
+        mode, log_dets = self.mode(hyper, tolerance), self.krylov.log_dets(shift)
         start = None
         if self.krylov.lanczos.has_basis:
             start = noise.prior.scale * self.krylov.samples(shift)
@@ -79,6 +83,21 @@ class KrylovEStep:
         polish = BlockCG(tolerance, self._solver.max_passes)
         samples = optimise_samples(problem, noise, hyper.precision, polish, start)
         return mode, samples, log_dets
+
+    def spectrum(self, hyper: Hyperparameters) -> Spectrum:
+        """Return what γ and the log det at any λ follow from, at this noise."""
+        return self.krylov.spectrum(self.shift(hyper).noise)
+
+    def modes(self, hyper: Hyperparameters) -> Modes:
+        """Return the mode's objective where it is known: anywhere if Gaussian, else as visited."""
+        if not self._gaussian:
+            return Modes.of(*torch.tensor(self._visited, dtype=torch.float64).T)
+        grid = hyper.precision.cpu() * torch.logspace(-6, 6, _CURVE_POINTS, dtype=torch.float64)
+        points = []
+        for precision in grid:
+            norms = self.krylov.mode_norms(self.shift(hyper._replace(precision=precision)))
+            points.append((precision, self._gaussian_loss(norms.fit, hyper), norms.squared_norm))
+        return Modes.of(*torch.tensor(points, dtype=torch.float64).T)
 
     def shift(self, hyper: Hyperparameters) -> Shift:
         """Return the hyper-parameters relative to the noise that G was built with."""
@@ -93,7 +112,8 @@ class KrylovEStep:
                     break
             krylov.lanczos.extend()
 
-    def _mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
+    def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
+        """Return w_lin at these hyper-parameters."""
         problem, noise = self._at_noise(hyper)
         precondition, has_basis = None, self.krylov.lanczos.has_basis
         if has_basis:
@@ -110,11 +130,17 @@ class KrylovEStep:
             precondition=precondition,
         )
         self._w_lin = mode.w
+        norm = noise.prior.squared_norm(mode.w).item()
+        self._visited.append((hyper.precision.item(), mode.loss, norm))
         return mode
 
     def _precondition(self, rows: Tensor, shift: Shift) -> Tensor:
         """Return an approximation of (A + I)⁻¹ rows in whitened coordinates."""
         return shift.precision * self.krylov.precondition(rows, shift)
+
+    def _gaussian_loss(self, fit: float, hyper: Hyperparameters) -> float:
+        residual = self._squared_residual(fit) / hyper.sigma**2
+        return gaussian_constant(self._problem, hyper.sigma) + 0.5 * residual.item()
 
     def _squared_residual(self, fit: float) -> Tensor:
         sigma = self._drawn_at

@@ -203,6 +203,8 @@ class Problem:
         """Note whether outputs are finite; in the first pass, check targets against them."""
         finite = torch.isfinite(f).all()
         self._finite.append((batch.index, finite))
+        if self.data.num_passes == 0:
+            self.data.num_outputs += f.numel()
         if self.data.num_passes == 0 and finite:
             try:
                 self.likelihood.check(f, batch.targets)

@@ -23,6 +23,42 @@ class Shift(NamedTuple):
     """σ of a Gaussian likelihood, relative to the one G was built with."""
 
 
+class Spectrum(NamedTuple):
+    """γ and log det at any λ: Ritz values of G and the noise in Ritz coordinates."""
+
+    eigenvalues: Tensor
+    """θ, shape (r,)."""
+
+    xi: Tensor
+    """(K, r)."""
+
+    eta: Tensor
+    """(K, r)."""
+
+    def at_noise(self, noise: float) -> Spectrum:
+        """Return the spectrum for a Gaussian noise of ``noise`` times the old deviation."""
+        return Spectrum(self.eigenvalues / noise**2, self.xi, self.eta / noise)
+
+    def effective_dims(self, precision: float) -> Tensor:
+        """Return γ of every sample, (K,): ½(⟨w, G w⟩ + ‖Λ^{-1/2} ξ - w‖²_Λ), made symmetric."""
+        theta = self.eigenvalues
+        per_xi = (self.xi.square() * (theta / (theta + precision))).sum(1)
+        return 0.5 * (per_xi + (self.eta.square() / (theta + precision)).sum(1))
+
+    def log_dets(self, precision: float) -> Tensor:
+        """Return log det(I + G / λ) of every sample, (K,), by block Gauss quadrature.
+
+        Half from ξ, half from η; the derivative in log λ is minus ``effective_dims``.
+        """
+        log1p = torch.log1p(self.eigenvalues / precision)
+        ratio = torch.where(self.eigenvalues > 0, log1p / self.eigenvalues, 1 / precision)
+        return 0.5 * ((self.xi.square() * log1p).sum(1) + (self.eta.square() * ratio).sum(1))
+
+    def solutions(self, precision: float) -> Tensor:
+        """Return (G + λ)⁻¹(√λ ξ + η) in Ritz coordinates, (K, r)."""
+        return (precision**0.5 * self.xi + self.eta) / (self.eigenvalues + precision)
+
+
 class ModeNorms(NamedTuple):
     """The linear mode of a Gaussian likelihood, through its norms."""
 
@@ -44,21 +80,19 @@ class KrylovPosterior:
         self.lanczos = lanczos
         self.num_samples = num_samples
 
+    def spectrum(self, noise: float = 1.0) -> Spectrum:
+        """Return what γ and the log det at any λ follow from, at this noise."""
+        start = self.lanczos.starting_coordinates()
+        xi, eta = start[: self.num_samples], start[self.num_samples : 2 * self.num_samples]
+        return Spectrum(self.lanczos.eigenvalues.clamp_min(0), xi, eta).at_noise(noise)
+
     def effective_dims(self, shift: Shift) -> Tensor:
-        """Return γ of every sample, (K,): ½(⟨w, G w⟩ + ‖w0 - w‖²_Λ), in its symmetric form."""
-        xi, eta, theta = self._coordinates(shift)
-        per_xi = (xi.square() * (theta / (theta + shift.precision))).sum(1)
-        return 0.5 * (per_xi + (eta.square() / (theta + shift.precision)).sum(1))
+        """Return γ of every sample, (K,)."""
+        return self.spectrum(shift.noise).effective_dims(shift.precision)
 
     def log_dets(self, shift: Shift) -> Tensor:
-        """Return log det(I + G / λ) of every sample, (K,), by block Gauss quadrature.
-
-        Half from ξ, half from η; the derivative in log λ is minus ``effective_dims``.
-        """
-        xi, eta, theta = self._coordinates(shift)
-        log1p = torch.log1p(theta / shift.precision)
-        ratio = torch.where(theta > 0, log1p / theta, 1 / shift.precision)
-        return 0.5 * ((xi.square() * log1p).sum(1) + (eta.square() * ratio).sum(1))
+        """Return log det(I + G / λ) of every sample, (K,)."""
+        return self.spectrum(shift.noise).log_dets(shift.precision)
 
     def certificates(self, shift: Shift) -> Tensor:
         """Return ‖r_k‖ in the norm of Λ⁻¹, (K,)."""
@@ -97,14 +131,8 @@ class KrylovPosterior:
         change = within * (1 / (theta + shift.precision) - 1 / shift.precision)
         return rows / shift.precision + self.lanczos.to_weights(change)
 
-    def _coordinates(self, shift: Shift) -> tuple[Tensor, Tensor, Tensor]:
-        start = self.lanczos.starting_coordinates()
-        xi, eta = start[: self.num_samples], start[self.num_samples : 2 * self.num_samples]
-        return xi, eta / shift.noise, self.lanczos.eigenvalues.clamp_min(0) / shift.noise**2
-
     def _solution(self, shift: Shift) -> Tensor:
-        xi, eta, theta = self._coordinates(shift)
-        return (shift.precision**0.5 * xi + eta) / (theta + shift.precision)
+        return self.spectrum(shift.noise).solutions(shift.precision)
 
     def _mode_solution(self, shift: Shift) -> Tensor:
         theta = self.lanczos.eigenvalues.clamp_min(0) / shift.noise**2

@@ -1,0 +1,170 @@
+"""From options and data to a posterior: which solver, the EM iteration, the last E-step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.empirical_bayes import EMState, EmpiricalBayes, starting_precision
+from torch_lla_em.evidence import log_evidences, sigma_of
+from torch_lla_em.expectation import EStep, Hyperparameters, IterativeEStep
+from torch_lla_em.krylov_expectation import KrylovEStep
+from torch_lla_em.solvers.block_krylov import Spectrum
+from torch_lla_em.mackay import Estimate
+from torch_lla_em.posterior_samples import Solver
+from torch_lla_em.prior import Prior
+from torch_lla_em.problem import Problem
+from torch_lla_em.solvers.block_cg import BlockCG
+from torch_lla_em.solvers.block_krylov import BlockKrylov
+from torch_lla_em.solvers.function_space import FunctionSpace
+from torch_lla_em.stochastic_prior import StochasticPrior, get_sto_samples
+
+logger = logging.getLogger("torch_lla_em")
+
+_FUNCTION_SPACE_OUTPUTS = 1024
+_FUNCTION_SPACE_BYTES = 1e9
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What a fit is to do."""
+
+    num_samples: int
+    seed: int
+    g_prior: bool
+    layerwise: bool
+    solver: Solver | None
+    tolerance: float
+    curvature: str
+    update: str
+    em_steps: int
+    prior_precision: Tensor | None
+
+
+class Posterior(NamedTuple):
+    """What a fit has found."""
+
+    hyper: Hyperparameters
+    w_lin: Tensor
+    w_samples: Tensor
+    scale: Tensor
+    effective_dim: Estimate
+    certificate: Tensor
+    log_evidence: Estimate
+    loss: float
+    mode_error: float
+    sample_error: float
+    spectrum: Spectrum | None
+    """Of scalar priors solved by block Krylov, at the final noise."""
+
+    modes: Tensor
+    """log λ, objective and slope of the linear mode where it is known, shape (3, M)."""
+
+
+def fit_posterior(
+    problem: Problem, options: FitOptions, report: Callable[[EMState], None]
+) -> Posterior:
+    """Run EM to its fixed point, then the last E-step; ``report`` sees every state."""
+    noise = get_sto_samples(
+        problem, options.num_samples, options.seed, options.g_prior, options.layerwise
+    )
+    hyper = Hyperparameters(_start(options, noise), sigma_of(problem))
+    e_step = make_e_step(problem, noise, options)
+    for state in _learn(problem, noise.prior, e_step, hyper, options):
+        hyper = state.proposed
+        report(state)
+    if options.curvature == "linear" and not problem.likelihood.is_quadratic:
+        w_lin = e_step.mode(hyper, options.tolerance).w
+        problem = problem.with_curvature_at(w_lin)
+        eta = problem.noise_features(options.num_samples, options.seed).eta
+        noise = noise._replace(eta=eta)
+        e_step = make_e_step(problem, noise, options)
+        for state in _learn(problem, noise.prior, e_step, hyper, options):
+            hyper = state.proposed
+            report(state)
+    return _finish(e_step, noise, hyper, options.tolerance)
+
+
+def make_e_step(problem: Problem, noise: StochasticPrior, options: FitOptions) -> EStep:
+    """Return the E-step of the solver asked for, or of one chosen by size."""
+    solver = options.solver or choose_solver(problem, options.layerwise)
+    if isinstance(solver, BlockKrylov) and _shifts(problem, options.layerwise):
+        return KrylovEStep(problem, noise, solver)
+    return IterativeEStep(problem, noise, solver, options.seed)
+
+
+def choose_solver(problem: Problem, layerwise: bool) -> Solver:
+    """Return the solver that suits the sizes, and log it."""
+    outputs = problem.data.num_outputs
+    bytes_of_rows = outputs * problem.size * problem.dtype.itemsize
+    if _shifts(problem, layerwise):
+        solver, why = BlockKrylov(), "one factorisation serves every λ"
+    elif outputs <= _FUNCTION_SPACE_OUTPUTS and bytes_of_rows <= _FUNCTION_SPACE_BYTES:
+        solver, why = FunctionSpace(), f"there are only {outputs} outputs in all"
+    else:
+        kind = "prior precision" if layerwise else "noise"
+        solver, why = BlockCG(), f"one {kind} per {'tensor' if layerwise else 'output'} allows no shift"
+    logger.info("Solver %s: %s.", type(solver).__name__, why)
+    return solver
+
+
+def _shifts(problem: Problem, layerwise: bool) -> bool:
+    """Whether a new λ and σ only shift and scale G."""
+    sigma = sigma_of(problem)
+    return not layerwise and (sigma is None or not sigma.dim())
+
+
+def _start(options: FitOptions, noise: StochasticPrior) -> Tensor:
+    blocks = len(noise.prior.layout.names)
+    start = options.prior_precision
+    if start is None:
+        start = torch.tensor(starting_precision(noise.prior, noise.eta), dtype=torch.float64)
+    start = start.to(device=noise.eta.device, dtype=torch.float64)
+    if options.layerwise and not start.dim():
+        return start.expand(blocks).clone()
+    if start.shape != ((blocks,) if options.layerwise else ()):
+        raise ValueError(
+            f"prior_precision has shape {tuple(start.shape)}, but the prior has "
+            f"{f'{blocks} tensors' if options.layerwise else 'one precision'}: pass one number"
+            f"{', or one per tensor' if options.layerwise else ''}."
+        )
+    return start
+
+
+def _learn(
+    problem: Problem,
+    prior: Prior,
+    e_step: EStep,
+    hyper: Hyperparameters,
+    options: FitOptions,
+) -> Iterator[EMState]:
+    """Yield the states of EM."""
+    em = EmpiricalBayes(problem, prior, e_step, options.update, options.em_steps)
+    return em.steps(hyper)
+
+
+def _finish(
+    e_step: EStep, noise: StochasticPrior, hyper: Hyperparameters, tolerance: float
+) -> Posterior:
+    mode, samples, log_dets = e_step.finish(hyper, tolerance)
+    norm = noise.prior.squared_norm(mode.w)
+    evidences = log_evidences(mode.loss, hyper.precision, norm, log_dets)
+    return Posterior(
+        hyper,
+        mode.w,
+        samples.w,
+        noise.prior.scale,
+        Estimate.of(samples.effective_dims),
+        samples.certificate,
+        Estimate.of(evidences),
+        mode.loss,
+        mode.error,
+        samples.error,
+        e_step.spectrum(hyper),
+        torch.stack(e_step.modes(hyper)),
+    )

@@ -1,0 +1,445 @@
+"""``LinearisedLaplace``: wrap a trained network, fit, predict with error bars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from torch_lla_em import persistence
+from torch_lla_em.calibration import best_scale
+from torch_lla_em.curve import Curve, Modes, curve
+from torch_lla_em.data import Data, TargetFn, inputs_of, map_tensors
+from torch_lla_em.empirical_bayes import EMState
+from torch_lla_em.fitting import FitOptions, Posterior, fit_posterior
+from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression
+from torch_lla_em.linear_model import LinearModel
+from torch_lla_em.mackay import Estimate
+from torch_lla_em.network import ForwardFn, Network
+from torch_lla_em.parameters import ParameterLayout, Selection, select_parameters
+from torch_lla_em.posterior_samples import Solver
+from torch_lla_em.predictive import Prediction, mixed, score
+from torch_lla_em.problem import Problem
+from torch_lla_em.solvers.block_krylov import Spectrum
+
+
+class NotFittedError(RuntimeError):
+    """Something was asked of a posterior that is not there yet."""
+
+
+# what a fit leaves, as buffers; the private ones serve evidence and curve
+_TENSORS = (
+    "w_lin",
+    "w_samples",
+    "scale",
+    "prior_precision",
+    "sigma_noise",
+    "posterior_scale",
+    "effective_dim",
+    "effective_dim_error",
+    "certificate",
+    "_log_evidence",
+    "_eigenvalues",
+    "_xi_coordinates",
+    "_eta_coordinates",
+    "_modes",
+)
+
+
+class LinearisedLaplace(nn.Module):
+    """The linearised Laplace posterior of a trained network, by samples.
+
+    ``fit`` learns the prior precision (and the noise of a regression) by EM and draws
+    posterior samples; calling the object predicts. The network itself is never changed:
+    its weights, buffers, mode and attributes come back as they were. See ``README.md``
+    for what each argument means.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood,
+        *,
+        prior: str = "scalar",
+        g_prior: bool = True,
+        num_samples: int = 32,
+        parameters: Selection = None,
+        sigma_noise: float | Tensor = 1.0,
+        tolerance: float = 1e-2,
+        curvature: str = "network",
+        solver: Solver | None = None,
+        class_dim: int = -1,
+        forward_fn: ForwardFn | None = None,
+        target_fn: TargetFn | None = None,
+        seed: int = 0,
+    ):
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a trained nn.Module, not {type(model).__name__}.")
+        _check_choice("prior", prior, ("scalar", "layerwise"))
+        _check_choice("curvature", curvature, ("network", "linear"))
+        if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
+            raise ValueError(f"num_samples must be a whole number of 1 or more, not {num_samples}.")
+        if not tolerance > 0:
+            raise ValueError(f"tolerance must be above 0, not {tolerance}.")
+        network = Network(model, forward_fn, class_dim)
+        names = select_parameters(network.module, parameters)
+        # not a submodule: its weights are the user's, and not part of the posterior's state
+        object.__setattr__(self, "model", model)
+        self._linear_model = LinearModel(network, ParameterLayout.of(network.module, names))
+        self.likelihood = _likelihood(likelihood, sigma_noise)
+        self.prior, self.g_prior, self.curvature = prior, g_prior, curvature
+        self.num_samples, self.tolerance, self.seed = num_samples, tolerance, seed
+        self.solver, self.target_fn = solver, target_fn
+        self.history: list[dict[str, Any]] = []
+        self.num_data: int | None = None
+        for name in _TENSORS:
+            self.register_buffer(name, None)
+
+    def fit(
+        self,
+        loader: Iterable[Any],
+        *,
+        em_steps: int = 20,
+        prior_precision: float | Tensor | None = None,
+        progress_bar: bool = True,
+        update: str = "mackay",
+    ) -> LinearisedLaplace:
+        """Learn λ (and σ) by EM from ``prior_precision``, then find mode and samples.
+
+        ``em_steps=0`` keeps ``prior_precision``. ``update="em"`` takes the slower steps
+        that never lower the evidence.
+        """
+        _check_choice("update", update, ("mackay", "em"))
+        if em_steps < 0:
+            raise ValueError(f"em_steps must be 0 or more, not {em_steps}.")
+        start = None
+        if prior_precision is not None:
+            start = torch.as_tensor(prior_precision, dtype=torch.float64)
+            if not (start > 0).all() or start.isinf().any():
+                raise ValueError(f"prior_precision must be positive, not {prior_precision}.")
+        elif em_steps == 0:
+            raise ValueError("em_steps=0 keeps the prior precision: pass prior_precision too.")
+        data = Data(loader, self._linear_model.network.device, self.target_fn)
+        problem = Problem(self._linear_model, self.likelihood, data)
+        options = FitOptions(
+            self.num_samples,
+            self.seed,
+            self.g_prior,
+            self.prior == "layerwise",
+            self.solver,
+            self.tolerance,
+            self.curvature,
+            update,
+            em_steps,
+            start,
+        )
+        history: list[dict[str, Any]] = []
+        with tqdm(total=em_steps, desc="EM", disable=not progress_bar) as bar:
+
+            def report(state: EMState) -> None:
+                history.append(_record(state, data.num_passes))
+                bar.update()
+                bar.set_postfix(_summary(state))
+
+            posterior = fit_posterior(problem, options, report)
+        self._store(posterior, history, data.num_rows)
+        return self
+
+    def forward(
+        self, x: Any, link_approx: str = "mc", generator: torch.Generator | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return E[y] (probabilities, rates); for regression (mean, variance with the noise).
+
+        ``"mc"`` averages over the samples, or over as many fresh ones from a generator;
+        ``"probit"`` uses the variance alone.
+        """
+        _check_choice("link_approx", link_approx, ("mc", "probit"))
+        prediction = self.predict(x, generator=generator)
+        if isinstance(self.likelihood, Regression):
+            return prediction.mean, prediction.variance + prediction.aleatoric
+        return prediction.probs if link_approx == "mc" else prediction.smoothed()
+
+    def predict(
+        self, x: Any, mean: str = "network", generator: torch.Generator | None = None
+    ) -> Prediction:
+        """Return the predictive distribution at x, around f(x) or around J(x) w_lin."""
+        _check_choice("mean", mean, ("network", "linear"))
+        self._require_fit()
+        f, Jw = self._push_forward(x, torch.cat([self.w_lin[None], self.w_samples]))
+        deviations = self.posterior_scale.sqrt().to(Jw) * Jw[1:]
+        if generator is not None:
+            deviations = mixed(deviations, generator)
+        centre = f if mean == "network" else Jw[0]
+        class_dim = self._linear_model.network.class_dim
+        return Prediction(self.likelihood, centre, deviations, class_dim)
+
+    def functional_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
+        """Return f(x) + √τ J(x) w_k, shape (K, B, C): joint over the inputs."""
+        return self.predict(x, generator=generator).samples
+
+    def predictive_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
+        """Return the functional samples after the link, shape (K, B, C)."""
+        prediction = self.predict(x, generator=generator)
+        samples = self.likelihood.mean(prediction.centre + prediction.deviations)
+        return prediction._out(samples, leading=1)
+
+    def function_sample(self, k: int) -> Callable[[Any], Tensor]:
+        """Return the k-th function of the posterior, x -> (B, C): the same at every call."""
+        self._require_fit()
+        if not -self.num_samples <= k < self.num_samples:
+            raise IndexError(f"There are {self.num_samples} samples: k runs from 0, not to {k}.")
+
+        def sample(x: Any) -> Tensor:
+            return self.functional_samples(x)[k]
+
+        return sample
+
+    def joint_log_prob(self, x: Any, y: Tensor, mean: str = "network") -> Tensor:
+        """Return log p(y_1..y_B | x_1..x_B), shape ()."""
+        prediction = self.predict(x, mean)
+        return prediction.joint_log_prob(self._targets(y, prediction.centre))
+
+    def calibrate(self, loader: Iterable[Any], mean: str = "network") -> LinearisedLaplace:
+        """Fit the posterior scale τ by the likelihood of held-out data; one pass."""
+        self._require_fit()
+        data = Data(loader, self._linear_model.network.device, self.target_fn)
+        problem = Problem(self._linear_model, self.likelihood, data)
+        columns = torch.cat([self.w_lin[None], self.w_samples])
+        parts = [
+            (f if mean == "network" else Jw[0], Jw[1:], batch.targets)
+            for batch, f, Jw in problem.push_forward(columns)
+        ]
+        centre = torch.cat([part[0] for part in parts])
+        deviations = torch.cat([part[1] for part in parts], dim=1)
+        targets = torch.cat([part[2] for part in parts])
+        prediction = Prediction(self.likelihood, centre, deviations)
+        self.posterior_scale = torch.tensor(best_scale(score(prediction, targets))).to(self.w_lin)
+        return self
+
+    def log_marginal_likelihood(self) -> Estimate:
+        """Return log p(y | λ, σ) of the linear model, with its standard error over samples."""
+        self._require_fit()
+        return Estimate(*self._log_evidence)
+
+    def curve(self, precisions: Iterable[float] | Tensor) -> Curve:
+        """Return γ and the log evidence over a grid of λ, without a pass over data.
+
+        The evidence of a non-Gaussian likelihood is known between the precisions that EM
+        visited, and NaN beyond.
+        """
+        self._require_fit()
+        if self._eigenvalues is None:
+            raise ValueError(
+                "The curve needs one λ and the block-Krylov solver: fit with prior='scalar', one "
+                "sigma_noise and solver=None."
+            )
+        precisions = torch.as_tensor(precisions, dtype=torch.float64)
+        if precisions.dim() != 1 or not (precisions > 0).all():
+            raise ValueError("precisions must be a list of positive numbers.")
+        spectrum = Spectrum(self._eigenvalues, self._xi_coordinates, self._eta_coordinates)
+        gamma, evidence = curve(Spectrum(*(t.double().cpu() for t in spectrum)), Modes(*self._modes.double().cpu()), precisions)
+        path = torch.tensor([record["prior_precision"] for record in self.history])
+        return Curve(precisions, gamma, evidence, path, self.prior_precision.item())
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return the posterior as tensors, with a version and the network's fingerprint."""
+        self._require_fit()
+        state = {name: getattr(self, name) for name in _TENSORS if getattr(self, name) is not None}
+        state["torch_lla_em_version"] = torch.tensor(persistence.VERSION)
+        state["fingerprint"] = persistence.fingerprint(self._linear_model.network.module)
+        state["record"] = persistence.to_bytes(
+            {
+                "likelihood": type(self.likelihood).__name__,
+                "names": self._linear_model.layout.names,
+                "shapes": [list(shape) for shape in self._linear_model.layout.shapes],
+                "num_data": self.num_data,
+                "history": self.history,
+            }
+        )
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
+        """Take over a posterior; refused where the network is not the one it was fitted to."""
+        persistence.check(state)
+        record = persistence.from_bytes(state["record"])
+        self._refuse_other_network(state, record)
+        if record["likelihood"] != type(self.likelihood).__name__:
+            raise ValueError(
+                f"The posterior was fitted with the likelihood {record['likelihood']}, but this "
+                f"object has {type(self.likelihood).__name__}: construct it with the same one."
+            )
+        device = self._linear_model.network.device
+        for name in _TENSORS:
+            tensor = state.get(name)
+            setattr(self, name, None if tensor is None else tensor.to(device, copy=True))
+        self.history, self.num_data = record["history"], record["num_data"]
+        self.num_samples = len(self.w_samples)
+        if self.sigma_noise is not None:
+            self.likelihood = Regression(self.sigma_noise)
+        self._versions = self._weight_versions()
+
+    def save(self, path: str | PathLike) -> None:
+        """Write the posterior to a file, without the network."""
+        options = {
+            "prior": self.prior,
+            "g_prior": self.g_prior,
+            "num_samples": self.num_samples,
+            "parameters": self._linear_model.layout.names,
+            "tolerance": self.tolerance,
+            "curvature": self.curvature,
+            "class_dim": self._linear_model.network.class_dim,
+            "seed": self.seed,
+        }
+        likelihood = {kind: name for name, kind in LIKELIHOODS.items()}.get(type(self.likelihood))
+        if likelihood is not None:
+            options["likelihood"] = likelihood
+        torch.save({**self.state_dict(), "options": persistence.to_bytes(options)}, path)
+
+    @classmethod
+    def load(cls, path: str | PathLike, model: nn.Module, **options: Any) -> LinearisedLaplace:
+        """Return a saved posterior on its network.
+
+        What tensors cannot hold (a likelihood of your own, forward_fn, target_fn, solver) is
+        passed again, as ``options``.
+        """
+        state = persistence.read(path)
+        if "options" not in state:
+            raise ValueError("The file holds a state_dict: construct the object and load_state_dict.")
+        options = {**persistence.from_bytes(state["options"]), **options}
+        if "likelihood" not in options:
+            raise ValueError("The file was written with a likelihood of your own: pass likelihood=.")
+        record = persistence.from_bytes(state["record"])
+        shapes = {name: list(p.shape) for name, p in Network(model).module.named_parameters()}
+        missing = [n for n, s in zip(record["names"], record["shapes"]) if shapes.get(n) != s]
+        if missing:
+            raise ValueError(
+                f"The model has no parameter {missing[0]!r} of the saved shape: the posterior "
+                "belongs to another architecture."
+            )
+        la = cls(model, options.pop("likelihood"), **options)
+        la.load_state_dict(state)
+        return la
+
+    def train(self, mode: bool = True) -> LinearisedLaplace:
+        """Set this object's own flag; predictions always run the network in eval mode."""
+        self.training = mode
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearisedLaplace:
+        """Move posterior and network together."""
+        super()._apply(fn, recurse)
+        self.model._apply(fn, recurse)
+        if self.w_lin is not None:
+            self._versions = self._weight_versions()
+        return self
+
+    def _store(self, posterior: Posterior, history: list[dict[str, Any]], num_data: int) -> None:
+        self.w_lin, self.w_samples = posterior.w_lin, posterior.w_samples
+        self.scale, self.certificate = posterior.scale, posterior.certificate
+        self.prior_precision, self.sigma_noise = posterior.hyper
+        self.effective_dim, self.effective_dim_error = posterior.effective_dim
+        self.posterior_scale = torch.ones((), dtype=torch.float64, device=self.w_lin.device)
+        self._log_evidence = torch.stack(list(posterior.log_evidence))
+        spectrum = posterior.spectrum or (None, None, None)
+        self._eigenvalues, self._xi_coordinates, self._eta_coordinates = spectrum
+        self._modes = posterior.modes
+        if self.sigma_noise is not None:
+            self.likelihood = Regression(self.sigma_noise)
+        self.history, self.num_data = history, num_data
+        self._versions = self._weight_versions()
+
+    def _require_fit(self) -> None:
+        if self.w_lin is None:
+            raise NotFittedError(
+                "There is no posterior yet: call la.fit(train_loader), or la.load_state_dict(state)."
+            )
+        if self._versions != self._weight_versions():
+            raise NotFittedError(
+                "The network's weights have changed since the fit, so the posterior is not theirs: "
+                "call la.fit(train_loader) again."
+            )
+
+    def _weight_versions(self) -> list[int]:
+        return [p._version for p in self._linear_model.network.module.parameters()]
+
+    def _refuse_other_network(self, state: dict[str, Tensor], record: dict[str, Any]) -> None:
+        layout = self._linear_model.layout
+        saved = list(zip(record["names"], map(tuple, record["shapes"])))
+        if saved != list(zip(layout.names, map(tuple, layout.shapes))):
+            raise ValueError(
+                f"The posterior is over {len(saved)} tensors that start with {saved[0]}, but this "
+                f"object's random weights are {len(layout.names)} that start with "
+                f"{(layout.names[0], tuple(layout.shapes[0]))}: pass the same `parameters`."
+            )
+        own = persistence.fingerprint(self._linear_model.network.module)
+        if not torch.equal(own, state["fingerprint"].cpu()):
+            raise ValueError(
+                "The network's weights or buffers are not those that the posterior was fitted to: "
+                "load the checkpoint of that network first, or fit again."
+            )
+
+    def _targets(self, y: Tensor, f: Tensor) -> Tensor:
+        class_dim = self._linear_model.network.class_dim
+        y = y.to(f.device)
+        if self.likelihood.elementwise and y.dim() == f.dim():
+            y = y.movedim(class_dim, -1)
+        self.likelihood.check(f, y)
+        return y
+
+    def _push_forward(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
+        network = self._linear_model.network
+        x = map_tensors(lambda t: t.to(network.device), inputs_of(x) if isinstance(x, dict) else x)
+        with network.guarded():
+            return self._linear_model.jvp(self._linear_model.prepare(x), w)
+
+
+def _record(state: EMState, data_passes: int) -> dict[str, Any]:
+    """Return what ``history`` keeps of a step: plain numbers, and lists where there are blocks."""
+    sigma = state.hyper.sigma
+    return {
+        "step": state.step,
+        "prior_precision": state.hyper.precision.tolist(),
+        "sigma_noise": None if sigma is None else sigma.tolist(),
+        "effective_dim": state.effective_dim.value.tolist(),
+        "effective_dim_error": state.effective_dim.standard_error.tolist(),
+        "squared_norm": state.squared_norm.tolist(),
+        "loss": state.loss,
+        "mode_residual": state.mode_error,
+        "sample_residual": state.sample_error,
+        "log_evidence": state.log_evidence.value.item(),
+        "log_evidence_error": state.log_evidence.standard_error.item(),
+        "data_passes": data_passes,
+        "columns": state.columns,
+        "seconds": state.seconds,
+    }
+
+
+def _summary(state: EMState) -> dict[str, str]:
+    """Return what the progress bar shows."""
+    precision, gamma = state.hyper.precision, state.effective_dim
+    error = gamma.standard_error.square().sum().sqrt().item()
+    shown = {"λ": f"{precision.log().mean().exp().item():.3g}"}
+    if state.hyper.sigma is not None:
+        shown["σ"] = f"{state.hyper.sigma.mean().item():.3g}"
+    shown["γ"] = f"{gamma.value.sum().item():.1f}±{error:.1f}"
+    shown["residual"] = f"{max(state.sample_error, state.mode_error):.0e}"
+    shown["columns"] = f"{state.columns:.0f}"
+    return shown
+
+
+def _likelihood(likelihood: str | Likelihood, sigma_noise: float | Tensor) -> Likelihood:
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    _check_choice("likelihood", likelihood, tuple(LIKELIHOODS))
+    return Regression(sigma_noise) if likelihood == "regression" else LIKELIHOODS[likelihood]()
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        expected = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name}={value!r} is not known: choose one of {expected}.")

@@ -129,7 +129,8 @@ def assert_same(before, network, state):
             elif key not in ("_parameters", "_buffers"):
                 assert value == after[name][key], (name, key)
             else:
-                assert all(a is b for a, b in zip(value.values(), after[name][key].values(), strict=True))
+                pairs = zip(value.values(), after[name][key].values(), strict=True)
+                assert all(a is b for a, b in pairs)
     for key, value in network.state_dict().items():
         torch.testing.assert_close(value, state[key], rtol=0, atol=0)
 

@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Dirichlet, MultivariateNormal, Wishart
 
-from torch_lla_em.mixture import ConjugatePrior, GaussianMixture, Gaussians, VariationalGaussianMixture
+from torch_lla_em.mixture import (
+    ConjugatePrior,
+    GaussianMixture,
+    Gaussians,
+    VariationalGaussianMixture,
+)
 from torch_lla_em.mixtures.blocks import STRUCTURES, Blocks
 from torch_lla_em.mixtures.kmeans import kmeans, plus_plus
 from torch_lla_em.mixtures.rows import Rows, survey
@@ -478,7 +483,7 @@ MAKERS = dict(makers())
         torch.cat([draw(n=40), torch.full((1, 3), 1e12)]),
         draw(n=30, dtype=torch.float32) + 1e4,
     ],
-    ids=["equal", "two points", "constant", "twin columns", "N=K", "tiny", "huge", "outlier", "off"],
+    ids=["equal", "two points", "constant", "twins", "N=K", "tiny", "huge", "outlier", "off"],
 )
 def test_degenerate_data_end_finite(kind, x):
     mixture = MAKERS[kind](3).fit(x)

@@ -122,7 +122,8 @@ def constant_left_out(x, num_components):
     alpha, strength, dof = 0.7, 0.4, x.shape[1] + 1.5
     dim = x.shape[1]
     half = (dof - torch.arange(dim, dtype=torch.float64)) / 2
-    wishart = dof / 2 * x.T.cov().reshape(dim, dim).logdet() - dof * dim * math.log(2) / 2 - gammaln(half).sum()
+    scale = x.T.cov().reshape(dim, dim)
+    wishart = dof / 2 * (scale.logdet() - dim * math.log(2)) - gammaln(half).sum()
     concentration = torch.full((num_components,), alpha, dtype=torch.float64)
     dirichlet = gammaln(concentration.sum()) - gammaln(concentration).sum()
     means = dim / 2 * math.log(strength)

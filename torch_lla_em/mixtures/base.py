@@ -77,7 +77,9 @@ class Mixture(ABC):
         if not x.is_floating_point():
             raise TypeError(f"The data are of type {x.dtype}. Pass floats: x.float().")
 
-    def fit(self, data: Tensor | Iterable, *, start: Any = None, by_label: bool = False) -> "Mixture":
+    def fit(
+        self, data: Tensor | Iterable, *, start: Any = None, by_label: bool = False
+    ) -> "Mixture":
         """Fit to the rows of a tensor (N, D) or of a loader's batches; return self.
 
         One pass surveys the data, then each EM step takes one. Where all rows fit in

@@ -11,7 +11,6 @@ from torch_lla_em.mixtures.blocks import Blocks, check_structure
 from torch_lla_em.mixtures.conjugate import Components, ConjugatePrior
 from torch_lla_em.mixtures.family import Family, FeatureMatrix, Features
 
-
 WIDE = 64
 """Columns from which products of columns are better not written down (measured)."""
 

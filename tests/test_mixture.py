@@ -252,6 +252,20 @@ def test_the_floor_is_the_best_covariance_above_it():
         assert height(other) <= height(best) + 1e-12
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_component_without_rows_stays_where_it_is(structure):
+    x = draw()
+    start = GaussianMixture(2, covariance=structure, max_steps=500).fit(x).parameters
+    start = start._replace(weights=torch.tensor([1.0, 0.0]))
+    mixture = GaussianMixture(2, covariance=structure, max_steps=2, tolerance=0.0)
+    list(mixture.steps(x, start=start))
+    torch.testing.assert_close(mixture.parameters.means[0], x.mean(0))
+    torch.testing.assert_close(mixture.parameters.means[1], start.means[1])
+    if structure != "tied":
+        torch.testing.assert_close(mixture.parameters.covariances[1], start.covariances[1])
+    assert torch.isfinite(path(mixture)).all()
+
+
 @pytest.mark.parametrize("structure", ["full", "tied"])
 def test_many_columns_take_another_way_to_the_same_fit(structure, monkeypatch):
     x = draw(n=200, dim=5)

@@ -396,6 +396,26 @@ class UnbatchedSquare(Square):
         return 2 * u * ctx.saved_tensors[0]
 
 
+class WrongBatch(torch.autograd.Function):
+    """Right for one column, wrong for several at once."""
+
+    @staticmethod
+    def forward(u):
+        return u.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, v):
+        return v
+
+    @staticmethod
+    def vmap(info, in_dims, u):
+        return 3 * u, in_dims[0]
+
+
 class UnbatchedForward(torch.autograd.Function):
     @staticmethod
     def forward(x):
@@ -413,6 +433,14 @@ class UnbatchedForward(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, tangent):
         return 2 * tangent * ctx.saved_tensors[0]
+
+
+class WronglyBatchedForward(UnbatchedForward):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return 2 * WrongBatch.apply(tangent) * ctx.saved_tensors[0]
 
 
 class OnceSquare(Square):
@@ -435,6 +463,12 @@ def test_own_function_that_cannot_be_batched_runs_column_by_column(caplog):
     for entry, product in zip(caplog.records, ("Jᵀu", "J w")):
         assert entry.levelname == "WARNING"
         assert f"the columns of {product} run one by one" in entry.message
+
+
+def test_own_function_that_is_batched_wrongly_runs_column_by_column():
+    model = build(lambda m, x: WronglyBatchedForward.apply(m.a(x)), a=nn.Linear(3, 2))
+    report = check(model, inputs(5, 3))
+    assert report.path.forward and report.path.jvp_columns == 1
 
 
 def test_own_function_with_one_derivative_is_refused():

@@ -152,9 +152,10 @@ def test_weights_changed_between_guarded_blocks_are_seen():
         assert_close(linear.outputs(X), model(X))
 
 
-def test_JW_is_differentiable_in_x_on_request():
-    model = mlp()
-    linear = linear_model(model)
+@pytest.mark.parametrize("selection", [None, "last_layer"])
+def test_Jw_is_differentiable_in_x_on_request(selection):
+    linear = linear_model(mlp(), selection)
+    linear.probe(X)
     w = torch.randn(2, linear.layout.size).double()
     for forward in (True, False):
         linear.path = linear.path._replace(forward=forward)
@@ -233,7 +234,12 @@ class TestLastLayer:
             def forward(self, x):
                 return self.head(torch.tanh(self.head(self.b(self.a(x)))))
 
-        assert not check(Twice().double(), X, "last_layer").last_layer
+        model = Twice().double()
+        assert not check(model, X, "last_layer").last_layer
+        linear = linear_model(model, "last_layer")
+        w, u = torch.randn(2, 12).double(), torch.randn(2, 5, 3).double()
+        expected = plain_products(model, linear.layout.names, lambda m: m(X), w, u)
+        assert_close(products(linear, X, w, u), expected)
 
     def test_inputs_overwritten_after_the_head_take_the_whole_network(self):
         class Overwrites(nn.Module):

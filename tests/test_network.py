@@ -143,6 +143,13 @@ def test_random_state_modes_and_attributes_stay():
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
+def test_requires_grad_stays_also_of_frozen_random_weights():
+    model = mlp()
+    model[0].requires_grad_(False)
+    check(model, X, ["0.*", "4.bias"])
+    assert [p.requires_grad for p in model.parameters()] == [False, False, True, True, True, True]
+
+
 def test_probe_works_inside_a_guard_and_in_inference_mode():
     linear = linear_model(mlp())
     w, u = torch.ones(2, linear.layout.size).double(), torch.ones(2, 5, 2).double()
@@ -204,6 +211,11 @@ class TestWrappers:
             dist.destroy_process_group()
 
 
+class InlineDropout(nn.Sequential):
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.5))
+
+
 class TestRefused:
     """Each error names the module and the remedy."""
 
@@ -230,6 +242,7 @@ class TestRefused:
         w, u = torch.ones(2, 6).double(), torch.ones(2, 5, 2).double()
         linear = linear_model(nn.Sequential(torch.jit.script(trunk), head), ["1.*"])
         linear.probe(X)
+        assert all(layer.training for layer in linear.network.module.modules())
         plain = linear_model(nn.Sequential(trunk, head), ["1.*"])
         assert_close(products(linear, X, w, u), products(plain, X, w, u))
 
@@ -258,6 +271,8 @@ class TestRefused:
 
         model = nn.Sequential(nn.Linear(3, 3).double(), Block())
         self.refuse(model, "'1' (Block)", "reentrant", "use_reentrant=False")
+        model(X).sum().backward()  # which the model may go on to do
+        assert model[0].weight.grad.any()
 
     def test_dropout_in_eval_mode(self):
         class Noisy(nn.Module):
@@ -266,6 +281,8 @@ class TestRefused:
 
         model = nn.Sequential(mlp()[:2], nn.Sequential(Noisy(), nn.Linear(4, 2))).double()
         self.refuse(model, "disagree", "'1.0' (Noisy)", "training=self.training")
+        model = nn.Sequential(mlp()[:2], InlineDropout(nn.Linear(4, 2))).double()
+        self.refuse(model, "disagree", "'1' (InlineDropout)")
 
     def test_not_finite(self):
         model = mlp()

@@ -65,4 +65,5 @@ def test_torchvision(build, size, selection):
 def test_torchvision_at_full_width(name):
     torch.manual_seed(0)
     model = getattr(models, name)(num_classes=2, **({"image_size": 32} if "vit" in name else {}))
-    assert check(model.double(), inputs(32)[:1]).path.forward
+    # every layer is differentiated through, at the price of few weights
+    assert check(model.double(), inputs(32)[:1], ["*.bias"]).path.forward

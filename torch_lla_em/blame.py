@@ -32,19 +32,27 @@ def layer_of(error: BaseException, network: Network) -> str | None:
 def first_layer(
     network: Network, x: Any, differs: Callable[[Tensor, Tensor], bool]
 ) -> str | None:
-    """Return the first submodule to finish whose outputs in two passes satisfy a test."""
-    for (path, outputs), (_, again) in zip(_record(network, x), _record(network, x)):
-        if any(a.shape == b.shape and differs(a, b) for a, b in zip(outputs, again)):
+    """Return the first submodule to finish whose outputs in two passes satisfy a test.
+
+    One whose inputs satisfy it already is not at fault.
+    """
+    for (path, given, got), (_, *again) in zip(_record(network, x), _record(network, x)):
+        at_fault = [
+            any(a.shape == b.shape and differs(a, b) for a, b in zip(*pair))
+            for pair in zip((given, got), again)
+        ]
+        if at_fault == [False, True]:
             return path
     return None
 
 
-def _record(network: Network, x: Any) -> list[tuple[str, list[Tensor]]]:
-    """Return what each submodule's call in f(x) returned, by path, as they finished."""
-    calls: list[tuple[str, list[Tensor]]] = []
+def _record(network: Network, x: Any) -> list[tuple[str, list[Tensor], list[Tensor]]]:
+    """Return what each submodule's call in f(x) was given and returned, as they finished."""
+    calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
 
-    def see(path: str, layer: Any, args: tuple, kwargs: dict, output: Any) -> None:
-        calls.append((path, [t.detach().clone() for t in floating_tensors(output)]))
+    def see(path: str, layer: Any, *call: Any) -> None:
+        given, got = floating_tensors(call[:2]), floating_tensors(call[2])
+        calls.append((path, [t.clone() for t in given], [t.clone() for t in got]))
 
     with hooked(network.module, see):
         network.substituted(lambda: network.call(x))({})

@@ -39,8 +39,8 @@ def checked_outputs(network: Network, x: Any) -> Tensor:
     if not outputs.isfinite().all():
         path = first_layer(network, x, lambda a, _: not a.isfinite().all())
         raise ValueError(
-            f"The outputs are not finite on the first batch; {name_layer(network, path)} is "
-            "the first to return such a value. Look at the inputs and the weights there."
+            f"The outputs are not finite on the first batch, first in "
+            f"{name_layer(network, path)}. Look at the inputs and the weights there."
         )
     again = network.substituted(lambda: network.call(x))({})
     if distance(outputs, again) > math.sqrt(torch.finfo(outputs.dtype).eps):

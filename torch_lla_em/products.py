@@ -44,8 +44,7 @@ def jvp(
         else:
             f, Jw = push({name: tangent[0] for name, tangent in chunk.items()})
             Jw = Jw[None]
-        # a 0-dimensional weight in 0.5 * w makes its tangent float64 (pytorch#90065)
-        chunks.append(Jw.to(f))
+        chunks.append(Jw)
     return f, torch.cat(chunks) if len(chunks) > 1 else chunks[0]
 
 

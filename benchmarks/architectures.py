@@ -1,0 +1,294 @@
+"""Which direction of differentiation each architecture takes, and how exact it is.
+
+    python benchmarks/architectures.py
+
+writes docs/architectures.md in about a minute on one CPU core. It needs torchvision,
+transformers and peft; models are made from small random configurations, and nothing is
+downloaded. Expect adjoint errors at the rounding of the precision: below 1e-8 in float64
+(layers that compute in float32 whatever they are given show theirs), below 1e-3 in float32.
+"""
+
+import argparse
+import copy
+import platform
+import warnings
+from pathlib import Path
+
+import peft
+import torch
+import torchvision
+import transformers
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from torch_lla_em.linear_model import LinearModel
+from torch_lla_em.network import Network
+from torch_lla_em.parameters import ParameterLayout, select_parameters
+
+IDS = torch.tensor([[0, 4, 2, 0], [3, 3, 0, 0]])
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+TEXT = {"input_ids": IDS + 1, "attention_mask": MASK}
+IMAGE = torch.randn(2, 3, 32, 32)
+SEQUENCE = torch.randn(2, 3, 4)
+ROWS = torch.randn(5, 4)
+
+
+class Model(nn.Module):
+    """Layers a, b, c called by a function."""
+
+    def __init__(self, forward, *layers):
+        super().__init__()
+        self.call = forward
+        for name, layer in zip("abc", layers):
+            setattr(self, name, layer)
+
+    def forward(self, *args):
+        return self.call(self, *args)
+
+
+def mlp(*extra):
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), *extra)
+
+
+def recurrent(kind):
+    return Model(lambda m, x: m.b(m.a(x)[0][:, -1]), kind(4, 3, 2, batch_first=True), nn.Linear(3, 2))
+
+
+def pooled(**options):
+    return Model(lambda m, x: m.b(m.a(x).tanh().mean(1)), nn.Embedding(6, 4, **options), nn.Linear(4, 2))
+
+
+def tied(model):
+    model.b = nn.Linear(4, 6)
+    model.b.weight = model.a.weight
+    return model
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    return Model(lambda m, x, mask=None: m.a(x, src_key_padding_mask=mask).mean(1),
+                 nn.TransformerEncoder(layer, 2))
+
+
+def convolutional(*layers):
+    return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                         nn.Linear(4, 2))
+
+
+def counting():
+    def forward(m, x):
+        m.count += 1
+        m.mean.mul_(0.9).add_(m.a(x).mean(0), alpha=0.1)
+        return m.a(x) * (m.mean + m.count)
+
+    model = Model(forward, nn.Linear(4, 4))
+    model.register_buffer("count", torch.zeros(()))
+    model.register_buffer("mean", torch.zeros(4))
+    return model
+
+
+def gated_without_grad():
+    def forward(m, x):
+        with torch.no_grad():
+            gate = m.a(x).sigmoid()
+        return m.b(m.a(x) * gate)
+
+    return Model(forward, nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def spatial_transformer():
+    def forward(m, x):
+        grid = F.affine_grid(m.b(x.mean((2, 3))).view(-1, 2, 3), (len(x), 4, 4, 4), align_corners=False)
+        return F.grid_sample(m.a(x), grid, align_corners=False).sum((2, 3))
+
+    return Model(forward, nn.Conv2d(3, 4, 3), nn.Linear(3, 6))
+
+
+def scaled():
+    model = Model(lambda m, x: (0.5 * m.scale + 1.0) * m.a(x * m.scale), nn.Linear(4, 2))
+    model.scale = nn.Parameter(torch.tensor(2.0))
+    return model
+
+
+def two_names():
+    model = Model(lambda m, x: m.c(m.b(m.a(x).tanh())), nn.Linear(4, 4), None, nn.Linear(4, 2))
+    model.b = model.a
+    return model
+
+
+def checkpointed(reentrant):
+    return Model(lambda m, x: m.b(torch.utils.checkpoint.checkpoint(m.a, x, use_reentrant=reentrant)),
+                 mlp(), nn.Linear(4, 2))
+
+
+LAYERS = {
+    "MLP": lambda: (mlp(), ROWS),
+    "RNN": lambda: (recurrent(nn.RNN), SEQUENCE),
+    "GRU": lambda: (recurrent(nn.GRU), SEQUENCE),
+    "LSTM": lambda: (recurrent(nn.LSTM), SEQUENCE),
+    "MultiheadAttention": lambda: (
+        Model(lambda m, x: m.a(x, x, x, need_weights=False)[0].mean(1),
+              nn.MultiheadAttention(4, 2, batch_first=True)), SEQUENCE),
+    "TransformerEncoder": lambda: (encoder(), SEQUENCE),
+    "TransformerEncoder, padding mask": lambda: (encoder(), (SEQUENCE, ~MASK[:, :3].bool())),
+    "Embedding": lambda: (pooled(), IDS),
+    "Embedding, padding_idx": lambda: (pooled(padding_idx=0), IDS),
+    "Embedding, sparse": lambda: (pooled(sparse=True), IDS),
+    "Embedding, max_norm": lambda: (pooled(max_norm=1.0), IDS),
+    "Embedding tied to the head": lambda: (tied(pooled()), IDS),
+    "Embedding tied to the head, padding_idx": lambda: (tied(pooled(padding_idx=0)), IDS),
+    "One module under two names": lambda: (two_names(), ROWS),
+    "BatchNorm": lambda: (convolutional(nn.BatchNorm2d(4), nn.ReLU()), IMAGE),
+    "GroupNorm": lambda: (convolutional(nn.GroupNorm(2, 4), nn.ReLU()), IMAGE),
+    "LayerNorm, random weights": lambda: (mlp(nn.LayerNorm(4)), ROWS, "all"),
+    "Activations in place": lambda: (convolutional(nn.SiLU(True), nn.ReLU(True)), IMAGE),
+    "Hardsigmoid": lambda: (mlp(nn.Hardsigmoid(), nn.Linear(4, 2)), ROWS),
+    "Buffer changed at every forward": lambda: (counting(), ROWS),
+    "weight_norm": lambda: (nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), mlp()), ROWS),
+    "spectral_norm": lambda: (nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), mlp()), ROWS),
+    "Dropout": lambda: (mlp(nn.Dropout(), nn.Linear(4, 2)), ROWS),
+    "no_grad inside forward": lambda: (gated_without_grad(), ROWS),
+    "grid_sample": lambda: (spatial_transformer(), IMAGE),
+    "cdist": lambda: (Model(lambda m, x: torch.cdist(m.a(x), x), nn.Linear(4, 4)), ROWS),
+    "0-dimensional parameter": lambda: (scaled(), ROWS),
+    "Checkpointing, not reentrant": lambda: (checkpointed(False), ROWS),
+    "Last layer of an MLP": lambda: (mlp(nn.Tanh(), nn.Linear(4, 2), nn.Softmax(-1)), ROWS, "last_layer"),
+    "torch.compile": lambda: (torch.compile(mlp()), ROWS),
+    "DataParallel": lambda: (nn.DataParallel(mlp()), ROWS),
+}
+
+REFUSED = {
+    "Checkpointing, reentrant": lambda: (checkpointed(True), ROWS),
+    "Embedding, scale_grad_by_freq": lambda: (pooled(scale_grad_by_freq=True), IDS),
+    "EmbeddingBag": lambda: (nn.Sequential(nn.EmbeddingBag(6, 4), mlp()), IDS),
+    "Dropout active in eval mode": lambda: (Model(lambda m, x: m.a(F.dropout(x)), mlp()), ROWS),
+    "torch.jit.script": lambda: (torch.jit.script(mlp()), ROWS),
+}
+
+
+def vision(name, **options):
+    return lambda: (getattr(torchvision.models, name)(num_classes=3, **options), IMAGE)
+
+
+VISION = {
+    "resnet18": vision("resnet18"),
+    "mobilenet_v3_small": vision("mobilenet_v3_small"),
+    "efficientnet_b0": vision("efficientnet_b0"),
+    "shufflenet_v2_x0_5": vision("shufflenet_v2_x0_5"),
+    "densenet121": vision("densenet121"),
+    "convnext_tiny": vision("convnext_tiny"),
+    "swin_t": vision("swin_t"),
+    "vit (2 layers, width 32)": lambda: (
+        torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=3), IMAGE),
+}
+
+TOKENS = {"vocab_size": 12, "pad_token_id": 1}
+MARKS = {"bos_token_id": 0, "eos_token_id": 2}
+BLOCK = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+
+
+def language(name, inputs=TEXT, **options):
+    def make():
+        config = getattr(transformers, name.split("For")[0].replace("LMHeadModel", "") + "Config")
+        return getattr(transformers, name)(config(num_labels=2, **options)), inputs
+
+    return make
+
+
+GPT2 = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 8, **TOKENS, **MARKS}
+DISTILBERT = {"dim": 8, "hidden_dim": 8, "n_layers": 2, "n_heads": 2, **TOKENS}
+
+
+def lora():
+    model, inputs = language("LlamaForSequenceClassification", **BLOCK, **TOKENS, **MARKS)()
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config), inputs
+
+
+LANGUAGE = {
+    "GPT-2, classification": language("GPT2ForSequenceClassification", **GPT2),
+    "GPT-2, language model (tied head)": language("GPT2LMHeadModel", **GPT2),
+    "BERT, classification": language("BertForSequenceClassification", **BLOCK, **TOKENS),
+    "BERT, masked words (tied head)": language("BertForMaskedLM", **BLOCK, **TOKENS),
+    "DistilBERT, classification": language("DistilBertForSequenceClassification", **DISTILBERT),
+    "LLaMA, classification": language("LlamaForSequenceClassification", **BLOCK, **TOKENS, **MARKS),
+    "LLaMA, language model": language("LlamaForCausalLM", **BLOCK, **TOKENS, **MARKS),
+    "LLaMA with LoRA (PEFT)": lora,
+    "ViT, classification": language("ViTForImageClassification", IMAGE, image_size=32, patch_size=8, **BLOCK),
+}
+
+
+def probe(make, dtype):
+    """Return the probe's report, or the error that says why there is none."""
+    torch.manual_seed(0)
+    model, inputs, *selection = make()
+    try:
+        network = Network(copy.deepcopy(model).to(dtype))
+        names = select_parameters(network.module, *selection)
+        linear = LinearModel(network, ParameterLayout.of(network.module, names))
+        return linear.probe(to(inputs, dtype))
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return error
+
+
+def to(inputs, dtype):
+    if isinstance(inputs, dict):
+        return {name: to(tensor, dtype) for name, tensor in inputs.items()}
+    if isinstance(inputs, tuple):
+        return tuple(to(tensor, dtype) for tensor in inputs)
+    return inputs.to(dtype) if inputs.is_floating_point() else inputs
+
+
+def row(name, make):
+    double, single = probe(make, torch.float64), probe(make, torch.float32)
+    if isinstance(double, Exception):
+        return f"| {name} | refused | | | {double} |"
+    direction = {True: "forward", False: "reverse"}[double.path.forward]
+    single_direction = {True: "forward", False: "reverse"}[single.path.forward]
+    notes = [f"forward mode {double.forward}" if double.forward else ""]
+    notes += [f"{single_direction} in float32, since forward mode {single.forward}"
+              ] if direction != single_direction else []
+    notes += ["the trunk runs once a batch"] if double.last_layer else []
+    notes += ["one column at a time"] if 1 in double.path[1:] else []
+    errors = f"{double.adjoint_error:.0e} | {single.adjoint_error:.0e}"
+    note = "; ".join(note for note in notes if note)
+    return f"| {name} | {direction} | {errors} | {note[:1].upper()}{note[1:]} |"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    default = Path(__file__).parents[1] / "docs" / "architectures.md"
+    parser.add_argument("--out", type=Path, default=default)
+    out = parser.parse_args().out
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    lines = [
+        "# Architectures",
+        "",
+        "How J(x) w is computed for each architecture, and how well it agrees with J(x)ᵀ: the "
+        "adjoint error is |⟨u, J v⟩ - ⟨Jᵀu, v⟩| / (‖u‖ ‖J v‖) for one random u and v, where Jᵀu "
+        "is what `backward` gives on the model as it is. *Forward* is one forward-mode pass; "
+        "*reverse* two reverse passes, where forward mode is missing or does not differentiate "
+        "what training did. A *refused* model ends in the error that is quoted. The probe that "
+        "decides runs on the first batch of every fit.",
+        "",
+        "Made by `python benchmarks/architectures.py` on a CPU with Python "
+        f"{platform.python_version()}, torch {torch.__version__.split('+')[0]}, torchvision "
+        f"{torchvision.__version__.split('+')[0]}, transformers {transformers.__version__} and "
+        f"peft {peft.__version__}. Models have random weights and, for transformers, small "
+        "configurations; attention is the default one.",
+    ]
+    sections = {"Layers": LAYERS, "torchvision": VISION, "transformers": LANGUAGE, "Refused": REFUSED}
+    for title, cases in sections.items():
+        lines += ["", f"## {title}", "", "| | J w by | error, float64 | error, float32 | |",
+                  "|---|---|---|---|---|"]
+        for name, make in cases.items():
+            lines.append(row(name, make))
+            print(lines[-1], flush=True)
+    out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

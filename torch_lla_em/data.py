@@ -73,15 +73,17 @@ class Data:
         """Passes over the data so far."""
 
     def __iter__(self) -> Iterator[Batch]:
-        seen, checksum = 0, torch.zeros((), dtype=torch.float64, device=self._device)
+        seen, entries = 0, 0
+        checksum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, batch in enumerate(self._loader):
             inputs, targets = self._split(batch)
             size = self._count(inputs, targets, index)
             rows = torch.arange(seen, seen + size, device=self._device)
             seen += size
-            self.num_targets += targets.numel() if self.num_passes == 0 else 0
+            entries += targets.numel()
             map_tensors(lambda t: checksum.add_(_checksum(t)), inputs)
             yield Batch(index, rows, inputs, targets)
+        self.num_targets = entries
         self._finish_pass(seen, checksum.item())
 
     def _split(self, batch: Any) -> tuple[Any, Tensor]:

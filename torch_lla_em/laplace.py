@@ -16,6 +16,7 @@ from torch_lla_em.curve import Curve, Modes, curve
 from torch_lla_em.data import Data, TargetFn, inputs_of, map_tensors
 from torch_lla_em.empirical_bayes import EMState
 from torch_lla_em.fitting import FitOptions, Posterior, fit_posterior
+from torch_lla_em.last_layer import called_last
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression
 from torch_lla_em.linear_model import LinearModel
 from torch_lla_em.mackay import Estimate
@@ -87,10 +88,10 @@ class LinearisedLaplace(nn.Module):
         if not tolerance > 0:
             raise ValueError(f"tolerance must be above 0, not {tolerance}.")
         network = Network(model, forward_fn, class_dim)
-        names = select_parameters(network.module, parameters)
+        self._parameters_asked = parameters
         # not a submodule: its weights are the user's, and not part of the posterior's state
         object.__setattr__(self, "model", model)
-        self._linear_model = LinearModel(network, ParameterLayout.of(network.module, names))
+        self._linear_model = _linear_model(network, parameters)
         self.likelihood = _likelihood(likelihood, sigma_noise)
         self.prior, self.g_prior, self.curvature = prior, g_prior, curvature
         self.num_samples, self.tolerance, self.seed = num_samples, tolerance, seed
@@ -125,6 +126,11 @@ class LinearisedLaplace(nn.Module):
         elif em_steps == 0:
             raise ValueError("em_steps=0 keeps the prior precision: pass prior_precision too.")
         data = Data(loader, self._linear_model.network.device, self.target_fn)
+        if self._parameters_asked == "last_layer":
+            # which layer is called last is only known once there is something to call it on
+            network = self._linear_model.network
+            last = called_last(network, next(iter(data)).inputs)
+            self._linear_model = _linear_model(network, "last_layer", last)
         problem = Problem(self._linear_model, self.likelihood, data)
         options = FitOptions(
             self.num_samples,
@@ -430,6 +436,13 @@ def _summary(state: EMState) -> dict[str, str]:
     shown["residual"] = f"{max(state.sample_error, state.mode_error):.0e}"
     shown["columns"] = f"{state.columns:.0f}"
     return shown
+
+
+def _linear_model(
+    network: Network, parameters: Selection, last_layer: str | None = None
+) -> LinearModel:
+    names = select_parameters(network.module, parameters, last_layer)
+    return LinearModel(network, ParameterLayout.of(network.module, names))
 
 
 def _likelihood(likelihood: str | Likelihood, sigma_noise: float | Tensor) -> Likelihood:

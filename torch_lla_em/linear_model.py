@@ -35,6 +35,9 @@ class LinearModel:
         self._padding = _padding_rows(network, layout)
         # of a tied embedding, reverse mode leaves out the padding row in one use only
         self.path = products.Path(forward=None not in self._padding.values())
+        self.report: Report | None = None
+        """What the probe found; None until it has run."""
+
         self._last_layer: LastLayer | None = None
         self._looked_for_last_layer = False
 
@@ -52,6 +55,7 @@ class LinearModel:
         with self.network.guarded():
             report = choose_path(self, x)
         logger.log(logging.WARNING if 1 in report.path[1:] else logging.INFO, "%s", report)
+        self.report = report
         return report
 
     def prepare(self, x: Any) -> Any:

@@ -190,6 +190,9 @@ class Problem:
         self._finite.clear()
         with self.linear_model.network.guarded():
             for whole in self.data:
+                if self.linear_model.report is None:
+                    _check_finite(whole)
+                    self.linear_model.probe(whole.inputs)
                 for batch in whole.split(at_most) if at_most else [whole]:
                     if self.data.num_passes == 0:
                         _check_finite(batch)

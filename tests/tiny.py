@@ -1,0 +1,110 @@
+"""Tiny problems that carry their exact answers, with noise that is a basis."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torch_lla_em.data import Data
+from torch_lla_em.exact import ExactLaplace, gaussian_log_prob
+from torch_lla_em.likelihoods import Bernoulli, Classification, Likelihood, Poisson, Regression
+from torch_lla_em.linear_model import LinearModel
+from torch_lla_em.network import Network
+from torch_lla_em.parameters import ParameterLayout, select_parameters
+from torch_lla_em.prior import Prior
+from torch_lla_em.problem import Problem
+from torch_lla_em.stochastic_prior import StochasticPrior
+
+
+class Binomial(Likelihood):
+    """A user's likelihood: successes in three trials, by the three methods it takes."""
+
+    elementwise = True
+
+    def log_prob(self, f, y):
+        return (y * f - 3 * functional.softplus(f)).sum(-1)
+
+    def hessian_sqrt_product(self, f, noise):
+        return (3 * f.sigmoid() * (1 - f.sigmoid())).sqrt() * noise
+
+    def mean(self, f):
+        return 3 * f.sigmoid()
+
+
+LOG_PROBS = {
+    "classification": lambda f, y: -functional.cross_entropy(f[None], y[None]),
+    "regression": gaussian_log_prob(torch.tensor(0.4, dtype=torch.float64)),
+    "regression per output": gaussian_log_prob(torch.tensor([0.4, 0.7, 0.2]).double()),
+    "bernoulli": lambda f, y: -functional.binary_cross_entropy_with_logits(f, y, reduction="sum"),
+    "poisson": lambda f, y: (y * f - f.exp() - torch.lgamma(y + 1)).sum(),
+    "binomial": lambda f, y: (y * f - 3 * functional.softplus(f)).sum(),
+}
+
+
+def likelihood_of(name: str) -> Likelihood:
+    return {
+        "classification": Classification(),
+        "regression": Regression(0.4),
+        "regression per output": Regression(torch.tensor([0.4, 0.7, 0.2])),
+        "bernoulli": Bernoulli(),
+        "poisson": Poisson(),
+        "binomial": Binomial(),
+    }[name]
+
+
+@dataclass(frozen=True)
+class Tiny:
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    name: str
+
+    @property
+    def layout(self):
+        return ParameterLayout.of(self.model, select_parameters(self.model))
+
+    def problem(self, *cuts: int) -> Problem:
+        """The problem over uneven minibatches, cut at these rows."""
+        pieces = zip(self.x.tensor_split(cuts), self.y.tensor_split(cuts))
+        linear = LinearModel(Network(self.model), self.layout)
+        return Problem(linear, likelihood_of(self.name), Data(list(pieces), torch.device("cpu")))
+
+    def exact(self, scale: Tensor | None = None) -> ExactLaplace:
+        names = list(self.layout.names)
+        exact = ExactLaplace.of(self.model.eval(), self.x, self.y, LOG_PROBS[self.name], names)
+        return exact if scale is None else replace(exact, scale=scale)
+
+
+def tiny(name: str) -> Tiny:
+    """A trained-looking network whose linear model explains its targets."""
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x = torch.randn(30, 2, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        model[2].weight *= 3
+        f = model(x)
+        noise = torch.randn(f.shape, generator=generator, dtype=torch.float64)
+    if name == "classification":
+        y = (f + 0.5 * noise).argmax(1)
+    elif name.startswith("regression"):
+        y = f + 0.4 * noise
+    elif name == "poisson":
+        y = torch.poisson(f.clamp(max=2).exp(), generator=generator)
+    elif name == "binomial":
+        y = torch.bernoulli(f.sigmoid()[None].expand(3, -1, -1), generator=generator).sum(0)
+    else:
+        y = torch.bernoulli(f.sigmoid(), generator=generator)
+    return Tiny(model, x, y, name)
+
+
+def basis_noise(problem: Problem, g_prior: bool, layerwise: bool) -> StochasticPrior:
+    """Noise whose mean over samples of any product of two entries is its expectation."""
+    rows = problem.rows()
+    num_samples = problem.size + len(rows)
+    xi = num_samples**0.5 * torch.eye(num_samples, problem.size).to(rows)
+    eta = torch.cat([torch.zeros(problem.size, problem.size).to(rows), num_samples**0.5 * rows])
+    squares = rows.square().sum(0) / problem.data.num_rows
+    scale = squares.rsqrt() if g_prior else torch.ones_like(squares)
+    return StochasticPrior(xi, eta, Prior(problem.linear_model.layout, scale, layerwise))

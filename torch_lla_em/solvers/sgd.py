@@ -88,11 +88,12 @@ class SGD:
         bound: float,
     ) -> Tensor:
         x, velocity, average = start.clone(), torch.zeros_like(start), start.clone()
-        sizes = [rows for rows, _ in problem.minibatches()]
-        total, step, last = sum(sizes), 0, self.epochs * len(sizes) - 1
+        num_batches, step = sum(1 for _ in problem.minibatches()), 0
+        last = self.epochs * num_batches - 1
         for _ in range(self.epochs):
-            for rows, batch_product in problem.minibatches():
-                g = gradient(batch_product, total / rows, x + self.momentum * velocity)
+            for _, batch_product in problem.minibatches():
+                # every batch comes once an epoch, so uneven ones weigh alike: not by N / B
+                g = gradient(batch_product, num_batches, x + self.momentum * velocity)
                 if self.clip is not None:
                     g = g.clamp(-self.clip, self.clip)
                 fade = 1 - (1 - self.decay) * step / max(1, last)

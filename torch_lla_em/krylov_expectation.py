@@ -52,7 +52,8 @@ class KrylovEStep:
             norms = self.krylov.mode_norms(shift)
             residual, gamma = self._squared_residual(norms.fit), dims.mean()
             loss = self._gaussian_loss(norms.fit, hyper)
-            squared_norm, mode_error = norms.squared_norm, self.krylov.mode_error(shift)
+            squared_norm = dims.new_tensor(norms.squared_norm)
+            mode_error = self.krylov.mode_error(shift)
         else:
             mode = self.mode(hyper, mode_tolerance)
             squared_norm = self._noise.prior.squared_norm(mode.w)
@@ -115,8 +116,8 @@ class KrylovEStep:
     def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
         """Return w_lin at these hyper-parameters."""
         problem, noise = self._at_noise(hyper)
-        precondition, has_basis = None, self.krylov.lanczos.has_basis
-        if has_basis:
+        precondition, lanczos = None, self.krylov.lanczos
+        if lanczos.has_basis and lanczos.num_steps:
             shift = self.shift(hyper)
             precondition = partial(self._precondition, shift=shift)
             if self._gaussian:

@@ -1,0 +1,183 @@
+"""Every wrong input ends in an error that says what is wrong and what to do."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from torch_lla_em import BlockCG, LinearisedLaplace
+
+
+def network(outputs=3):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, outputs))
+
+
+X = torch.linspace(-1, 1, 20).view(10, 2)
+LABELS = torch.arange(10) % 3
+REAL = torch.linspace(-1, 1, 10).view(10, 1)
+
+
+def fit(likelihood, loader, outputs=3, **options):
+    keys = ("em_steps", "prior_precision", "update")
+    fit_options = {key: options.pop(key) for key in keys if key in options}
+    model = network(outputs)
+    before = copy.deepcopy(model.state_dict())
+    try:
+        la = LinearisedLaplace(model, likelihood, num_samples=2, **options)
+        return la.fit(loader, progress_bar=False, **fit_options)
+    finally:
+        for name, tensor in model.state_dict().items():
+            assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)
+
+
+def with_nan(tensor, row):
+    tensor = tensor.clone()
+    tensor[row] = float("nan")
+    return tensor
+
+
+HALVES = [(X[:5], LABELS[:5]), (X[5:], LABELS[5:])]
+
+CASES = {
+    "one logit": ("classification", [(X, LABELS.clamp(max=1))], 1, "bernoulli"),
+    "label too large": ("classification", [(X, LABELS + 1)], 3, "outside of 0 to 2"),
+    "label negative": ("classification", [(X, LABELS - 1)], 3, "outside of 0 to 2"),
+    "labels in columns": ("classification", [(X, LABELS[:, None])], 3, "ask for"),
+    "fewer labels": ("classification", [(X, LABELS[:9])], 3, "10 inputs but 9 targets"),
+    "broadcast targets": ("regression", [(X, REAL[:, 0])], 1, "reshape the targets"),
+    "nan input": ("classification", [HALVES[0], (with_nan(X[5:], 2), LABELS[5:])], 3, "batch 1"),
+    "nan target": ("regression", [(X, REAL), (X, with_nan(REAL, 1))], 1, "Batch 1.*NaN"),
+    "counts of classes": ("bernoulli", [(X, LABELS.float()[:, None])], 1, "0 or 1"),
+    "negative count": ("poisson", [(X, -torch.ones(10, 1))], 1, "counts"),
+    "empty": ("classification", [], 3, "empty"),
+    "generator": ("classification", (batch for batch in HALVES), 3, "exhausted after one pass"),
+    "iterator": ("classification", iter(HALVES), 3, "exhausted after one pass"),
+    "one number": ("regression", [(X, torch.tensor(1.0))], 1, "single number"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_data_are_refused(case):
+    likelihood, loader, outputs, message = CASES[case]
+    with pytest.raises(ValueError, match=message):
+        fit(likelihood, loader, outputs)
+
+
+@pytest.mark.parametrize("targets", [LABELS.float(), LABELS.bool()])
+def test_labels_of_the_wrong_type_are_refused(targets):
+    with pytest.raises(TypeError, match="integers"):
+        fit("classification", [(X, targets)])
+
+
+def test_batches_without_targets_are_refused():
+    with pytest.raises(TypeError, match="target_fn"):
+        fit("classification", [X])
+    with pytest.raises(TypeError, match="target_fn"):
+        fit("classification", [{"input": X}])
+
+
+def test_infinite_outputs_name_the_batch():
+    far = torch.full((5, 2), 1e38)
+    with pytest.raises((ValueError, FloatingPointError), match="first batch"):
+        fit("regression", [(1e38 * torch.sign(X), REAL)], 1, parameters=["2.*"], forward_fn=_exp)
+    with pytest.raises(FloatingPointError, match="batch 1"):
+        fit("regression", [(X, REAL), (far, REAL[:5])], 1, forward_fn=_exp)
+
+
+def _exp(model, x):
+    return model(x) + x.exp().sum(1, keepdim=True)
+
+
+OPTIONS = {
+    "no samples": ({"num_samples": 0}, "num_samples"),
+    "half a sample": ({"num_samples": 2.5}, "num_samples"),
+    "tolerance": ({"tolerance": 0.0}, "tolerance"),
+    "negative tolerance": ({"tolerance": -1.0}, "tolerance"),
+    "prior": ({"prior": "kron"}, "scalar"),
+    "curvature": ({"curvature": "fisher"}, "linear"),
+    "pattern": ({"parameters": ["head.*"]}, "matches no parameter"),
+    "selection": ({"parameters": "first_layer"}, "last_layer"),
+    "nothing random": ({"parameters": lambda name, p: False}, "no random parameters"),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_bad_options_are_refused(case):
+    options, message = OPTIONS[case]
+    with pytest.raises(ValueError, match=message):
+        LinearisedLaplace(network(), "classification", **options)
+
+
+def test_more_bad_options():
+    with pytest.raises(ValueError, match="choose one of"):
+        LinearisedLaplace(network(), "softmax")
+    with pytest.raises(ValueError, match="sigma_noise"):
+        LinearisedLaplace(network(), "regression", sigma_noise=-1.0)
+    with pytest.raises(TypeError, match="nn.Module"):
+        LinearisedLaplace(lambda x: x, "regression")
+    frozen = network().requires_grad_(False)
+    with pytest.raises(ValueError, match="no random parameters"):
+        LinearisedLaplace(frozen, "classification")
+    with pytest.raises(ValueError, match="max_passes"):
+        BlockCG(max_passes=0)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"prior_precision": -1.0}, "prior_precision"),
+        ({"prior_precision": float("nan")}, "prior_precision"),
+        ({"em_steps": -1}, "em_steps"),
+        ({"em_steps": 0}, "pass prior_precision"),
+        ({"update": "newton"}, "mackay"),
+        ({"prior_precision": torch.ones(2)}, "one precision"),
+        ({"prior_precision": torch.ones(2), "prior": "layerwise"}, "one per tensor"),
+    ],
+)
+def test_bad_fits_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        fit("classification", [(X, LABELS)], **options)
+
+
+def test_bad_questions_are_refused():
+    la = fit("classification", [(X, LABELS)])
+    with pytest.raises(ValueError, match="mc"):
+        la(X, link_approx="bridge")
+    with pytest.raises(ValueError, match="network"):
+        la.predict(X, mean="mode")
+    with pytest.raises(IndexError, match="2 samples"):
+        la.function_sample(2)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        la.predict(X).credible_interval(95)
+    with pytest.raises(ValueError, match="positive"):
+        la.curve([0.0, 1.0])
+    with pytest.raises(ValueError, match="outside of 0 to 2"):
+        la.joint_log_prob(X, LABELS + 1)
+    layerwise = fit("classification", [(X, LABELS)], prior="layerwise", em_steps=2)
+    with pytest.raises(ValueError, match="scalar"):
+        layerwise.curve([1.0])
+
+
+class Shrinking:
+    """A loader that yields less in every pass."""
+
+    def __init__(self):
+        self.passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        return iter(HALVES if self.passes < 3 else HALVES[:1])
+
+
+def test_loaders_that_change_are_noticed():
+    with pytest.raises(ValueError, match="5 rows in this pass but 10 in the first"):
+        fit("classification", Shrinking())
+
+
+def test_arrays_are_taken_as_tensors():
+    la = fit("classification", [(X.numpy(), np.asarray(LABELS))])
+    assert la.num_data == 10

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-TargetFn = Callable[[Any], Tensor]
+from torch_lla_em.batches import (
+    TargetFn,
+    cut,
+    default_targets,
+    inputs_of,
+    map_tensors,
+    to_device,
+)
+from torch_lla_em.passes import Fingerprint
+
+__all__ = ["Batch", "Chain", "Data", "TargetFn", "default_targets", "inputs_of", "map_tensors"]
 
 
 class Batch(NamedTuple):
@@ -30,21 +38,32 @@ class Batch(NamedTuple):
     """y."""
 
     def split(self, size: int) -> Iterator[Batch]:
-        """Yield the batch in pieces of at most ``size`` rows."""
-        for start in range(0, len(self.rows), size):
+        """Yield the batch in pieces of at most ``size`` rows, or whole if it has no rows to cut."""
+        rows = len(self.rows)
+        if rows <= size or cut(self.inputs, rows, slice(0, 1)) is None:
+            yield self
+            return
+        for start in range(0, rows, size):
             piece = slice(start, start + size)
-
-            def cut(tensor: Tensor, piece: slice = piece) -> Tensor:
-                return tensor[piece] if tensor.dim() and len(tensor) == len(self.rows) else tensor
-
-            inputs = map_tensors(cut, self.inputs)
+            inputs = cut(self.inputs, rows, piece)
             yield Batch(self.index, self.rows[piece], inputs, self.targets[piece])
 
 
-class Data:
-    """A re-iterable loader; every pass must see the same number of rows.
+class Chain:
+    """Several loaders, one after the other, at every pass."""
 
-    Batches are (inputs, targets), longer tuples that end with the targets, dicts with
+    def __init__(self, loaders: Sequence[Iterable[Any]]):
+        self.loaders = tuple(loaders)
+
+    def __iter__(self) -> Iterator[Any]:
+        for loader in self.loaders:
+            yield from loader
+
+
+class Data:
+    """A re-iterable loader; every pass must see the same rows, in any order.
+
+    Batches are (inputs, targets), longer tuples that end with the targets, mappings with
     "labels", or anything that ``target_fn`` takes targets from.
     """
 
@@ -56,10 +75,15 @@ class Data:
                 "The loader is a generator or an iterator, which is exhausted after one pass; "
                 "fitting takes several. Pass a DataLoader, or a list of its batches."
             )
+        if not isinstance(loader, Iterable):
+            raise TypeError(
+                f"The loader is a {type(loader).__name__}, which cannot be iterated over: pass a "
+                "DataLoader, or a list of batches."
+            )
         self._loader = loader
         self._device = device
         self._target_fn = target_fn
-        self._checksum: float | None = None
+        self._first: Fingerprint | None = None
         self.num_rows: int | None = None
         """N, known after the first pass."""
 
@@ -73,25 +97,27 @@ class Data:
         """Passes over the data so far."""
 
     def __iter__(self) -> Iterator[Batch]:
-        seen, entries = 0, 0
-        checksum = torch.zeros((), dtype=torch.float64, device=self._device)
+        seen, entries, fingerprint = 0, 0, Fingerprint()
         for index, batch in enumerate(self._loader):
             inputs, targets = self._split(batch)
             size = self._count(inputs, targets, index)
             rows = torch.arange(seen, seen + size, device=self._device)
             seen += size
             entries += targets.numel()
-            map_tensors(lambda t: checksum.add_(_checksum(t)), inputs)
+            if self.num_passes == 0 or self._first is not None:
+                fingerprint.add((inputs, targets))
             yield Batch(index, rows, inputs, targets)
         self.num_targets = entries
-        self._finish_pass(seen, checksum.item())
+        self._finish_pass(seen, fingerprint)
 
     def _split(self, batch: Any) -> tuple[Any, Tensor]:
-        batch = map_tensors(lambda t: t.to(self._device, non_blocking=True), batch)
-        targets = default_targets(batch) if self._target_fn is None else self._target_fn(batch)
-        if not isinstance(targets, Tensor):
-            targets = torch.as_tensor(targets)
-        return inputs_of(batch), targets.to(self._device)
+        batch = to_device(batch, self._device)
+        if self._target_fn is None:
+            targets, inputs = default_targets(batch), inputs_of(batch)
+        else:
+            targets = self._target_fn(batch)
+            inputs = inputs_of(batch, targets)
+        return inputs, torch.as_tensor(targets).to(self._device)
 
     def _count(self, inputs: Any, targets: Tensor, index: int) -> int:
         if targets.dim() == 0:
@@ -103,69 +129,42 @@ class Data:
             )
         return len(targets)
 
-    def _finish_pass(self, rows: int, checksum: float) -> None:
+    def _finish_pass(self, rows: int, fingerprint: Fingerprint) -> None:
         self.num_passes += 1
-        if rows == 0:
-            raise ValueError("The loader is empty: it yielded no rows.")
         if self.num_rows is None:
-            self.num_rows, self._checksum = rows, checksum
+            if rows == 0:
+                raise ValueError("The loader is empty: it yielded no rows.")
+            self.num_rows, self._first = rows, fingerprint
         elif rows != self.num_rows:
             raise ValueError(
                 f"The loader yielded {rows} rows in this pass but {self.num_rows} in the first. "
                 "Every pass must see the same data: make the loader re-iterable and finite."
             )
-        elif self._checksum is not None:
-            if abs(checksum - self._checksum) > 1e-6 * max(1.0, abs(self._checksum)):
-                warnings.warn(
-                    "Two passes over the loader disagree: it augments at random, or drops "
-                    "different rows of a shuffled set. The posterior is that of fixed data: "
-                    "turn augmentation off, and drop_last too if the loader shuffles.",
-                    stacklevel=2,
-                )
-                self._checksum = None
+        elif self._first is not None and not fingerprint.agrees(self._first):
+            warnings.warn(self._disagreement(), stacklevel=2)
+            self._first = None
+
+    def _disagreement(self) -> str:
+        if _drops_random_rows(self._loader):
+            return (
+                "The loader shuffles and has drop_last=True, so every pass leaves out other rows. "
+                "The posterior is that of fixed data: set drop_last=False."
+            )
+        return (
+            "Two passes over the loader disagree: its data change from pass to pass, as under "
+            "random augmentation. The posterior is that of fixed data: fit on a loader without "
+            "augmentation."
+        )
 
 
-def _checksum(tensor: Tensor) -> Tensor:
-    """A sum that the order of rows leaves alone, and any change within a row does not."""
-    columns = tensor.reshape(len(tensor), -1) if tensor.dim() else tensor.reshape(1, 1)
-    sums = columns.sum(0, dtype=torch.float64)
-    return sums @ (torch.arange(1, len(sums) + 1, device=sums.device).double() * 0.618034).frac()
-
-
-def inputs_of(batch: Any) -> Any:
-    """Return what the network is called with: a batch without its targets."""
-    if isinstance(batch, Mapping):
-        return {key: value for key, value in batch.items() if key != "labels"}
-    if isinstance(batch, (tuple, list)):
-        return batch[0] if len(batch) <= 2 else tuple(batch[:-1])
-    return batch
-
-
-def default_targets(batch: Any) -> Tensor:
-    """Return the targets of a batch (inputs, targets), (..., targets) or {"labels": ...}."""
-    if isinstance(batch, Mapping) and "labels" in batch:
-        return batch["labels"]
-    if isinstance(batch, (tuple, list)) and len(batch) >= 2:
-        return batch[-1]
-    raise TypeError(
-        f"No targets found in a batch of type {type(batch).__name__}: batches are (inputs, "
-        'targets) or dicts with "labels"; for others pass target_fn=lambda batch: ...'
-    )
-
-
-def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Apply a function to every tensor in nested tuples, lists, dicts and dataclasses."""
-    if isinstance(tree, np.ndarray):
-        tree = torch.from_numpy(tree)
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, Mapping):
-        return {key: map_tensors(function, value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, value) for value in tree))
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(map_tensors(function, value) for value in tree)
-    if is_dataclass(tree) and not isinstance(tree, type):
-        changed = {f.name: map_tensors(function, getattr(tree, f.name)) for f in fields(tree)}
-        return replace(tree, **changed)
-    return tree
+def _drops_random_rows(loader: Any) -> bool:
+    if isinstance(loader, Chain):
+        return any(map(_drops_random_rows, loader.loaders))
+    if not isinstance(loader, torch.utils.data.DataLoader) or not loader.drop_last:
+        return False
+    sequential = torch.utils.data.SequentialSampler
+    try:
+        drops = len(loader.dataset) % loader.batch_size != 0
+    except TypeError:  # an iterable dataset without a length
+        return False
+    return drops and not isinstance(loader.sampler, sequential)

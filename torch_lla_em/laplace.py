@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import Any
 
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from torch_lla_em import persistence
+from torch_lla_em.batches import TargetFn, inputs_of, to_device
 from torch_lla_em.calibration import best_scale
 from torch_lla_em.curve import Curve, Modes, curve
-from torch_lla_em.data import Data, TargetFn, inputs_of, map_tensors
+from torch_lla_em.data import Data
 from torch_lla_em.empirical_bayes import EMState
 from torch_lla_em.fitting import FitOptions, Posterior, fit_posterior
 from torch_lla_em.last_layer import called_last
@@ -399,7 +400,7 @@ class LinearisedLaplace(nn.Module):
 
     def _push_forward(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
         network = self._linear_model.network
-        x = map_tensors(lambda t: t.to(network.device), inputs_of(x) if isinstance(x, dict) else x)
+        x = to_device(inputs_of(x) if isinstance(x, Mapping) else x, network.device)
         with network.guarded():
             return self._linear_model.jvp(self._linear_model.prepare(x), w)
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torch_lla_em.batches import is_sequence
+
 ForwardFn = Callable[[nn.Module, Any], Tensor]
 WeightFunction = Callable[[dict[str, Tensor]], Tensor]
 
@@ -21,7 +23,7 @@ def default_forward(module: nn.Module, inputs: Any) -> Tensor:
     """Call a network on a tensor, a tuple or a dict; return its tensor or ``.logits``."""
     if isinstance(inputs, Mapping):
         outputs = module(**inputs)
-    elif isinstance(inputs, (tuple, list)):
+    elif is_sequence(inputs):
         outputs = module(*inputs)
     else:
         outputs = module(inputs)

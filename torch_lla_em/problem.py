@@ -17,6 +17,8 @@ from torch_lla_em.noise import normal
 
 _EPSILON_STREAM = 1
 _GROUP_ROWS = 32
+# rounding of a batch against its pieces, well below what another batch does to a row
+_SPLIT_ERROR = 1e-2
 
 Cotangent = Callable[[Batch, Tensor, Tensor], Tensor]
 BatchProduct = Callable[[Tensor], Tensor]
@@ -56,6 +58,7 @@ class Problem:
         self.device = w_MAP.device
         self.dtype = torch.promote_types(w_MAP.dtype, torch.float32)
         self._finite: list[tuple[int, Tensor]] = []
+        self._splits: bool | None = None
 
     @property
     def size(self) -> int:
@@ -193,7 +196,7 @@ class Problem:
                 if self.linear_model.report is None:
                     _check_finite(whole)
                     self.linear_model.probe(whole.inputs)
-                for batch in whole.split(at_most) if at_most else [whole]:
+                for batch in self._pieces(whole, at_most) if at_most else [whole]:
                     if self.data.num_passes == 0:
                         _check_finite(batch)
                     inputs = self.linear_model.prepare(batch.inputs)
@@ -201,6 +204,23 @@ class Problem:
         for index, finite in self._finite:
             if not finite:
                 raise FloatingPointError(f"The network's outputs on batch {index} are not finite.")
+
+    def _pieces(self, whole: Batch, at_most: int) -> list[Batch]:
+        """Return the batch in pieces, or whole where the network does not take rows alone."""
+        pieces = list(whole.split(at_most))
+        if len(pieces) > 1 and self._splits is None:
+            self._splits = self._rows_stand_alone(whole, pieces[0])
+        return pieces if self._splits else [whole]
+
+    def _rows_stand_alone(self, whole: Batch, piece: Batch) -> bool:
+        f = self.linear_model.outputs(whole.inputs)[: len(piece.rows)]
+        try:
+            alone = self.linear_model.outputs(piece.inputs)
+        except RuntimeError:  # of shapes: inputs that only look as if they went by rows
+            return False
+        if alone.shape != f.shape:
+            return False
+        return (alone - f).norm() <= _SPLIT_ERROR * f.norm() or not torch.isfinite(f).all()
 
     def _inspect(self, batch: Batch, f: Tensor) -> None:
         """Note whether outputs are finite; in the first pass, check targets against them."""

@@ -1,0 +1,79 @@
+"""Whether two passes over a loader see the same data, in whatever order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.batches import map_tensors
+
+_CHUNK = 1 << 16
+# sums of float64 in another order agree to about 1e-13
+_AGREEMENT = 1e-9
+
+
+class Fingerprint:
+    """Σ r and Σ r² over rows, for a number r that stands for everything in a row.
+
+    The order of rows leaves both alone. The sum of squares notices rows that are mixed, the
+    sum notices signs, and neither is blind to columns that change places. Tensors whose rows
+    change their shape, as where every batch is padded to its own length, are left out.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[int, Tensor] = {}
+        self._shapes: dict[int, torch.Size] = {}
+        self._left_out: set[int] = set()
+
+    def add(self, batch: Any) -> None:
+        """Take in one batch."""
+        position = 0
+
+        def visit(tensor: Tensor) -> None:
+            nonlocal position
+            self._add(position, tensor.detach())
+            position += 1
+
+        map_tensors(visit, batch)
+
+    def agrees(self, other: Fingerprint) -> bool:
+        """Whether both may be of the same rows."""
+        left_out = self._left_out | other._left_out
+        for position in self._sums.keys() & other._sums.keys():
+            if position in left_out or self._shapes[position] != other._shapes[position]:
+                continue
+            mine, others = self._sums[position].tolist(), other._sums[position].tolist()
+            count, _, squares = mine
+            if abs(squares - others[2]) > _AGREEMENT * squares:
+                return False
+            # by Cauchy and Schwarz no sum of |r| is larger
+            if abs(mine[1] - others[1]) > _AGREEMENT * (count * squares) ** 0.5:
+                return False
+        return True
+
+    def _add(self, position: int, tensor: Tensor) -> None:
+        if not tensor.dim() or tensor.layout != torch.strided or not tensor.numel():
+            self._left_out.add(position)
+            return
+        shape = self._shapes.setdefault(position, tensor.shape[1:])
+        if shape != tensor.shape[1:]:
+            self._left_out.add(position)
+            return
+        r = _row_numbers(tensor)
+        sums = torch.stack([torch.ones_like(r).sum(), r.sum(), r.square().sum()])
+        self._sums[position] = self._sums[position] + sums if position in self._sums else sums
+
+
+def _row_numbers(tensor: Tensor) -> Tensor:
+    """Return a weighted sum of each row, (B,), no two of its weights alike."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    columns = tensor.reshape(len(tensor), -1)
+    total = torch.zeros(len(columns), dtype=torch.float64, device=tensor.device)
+    for start in range(0, columns.shape[1], _CHUNK):
+        chunk = columns[:, start : start + _CHUNK].double()
+        places = torch.arange(start + 1, start + 1 + chunk.shape[1], device=tensor.device)
+        total += chunk @ (places.double() * 0.618034).frac()
+    return total

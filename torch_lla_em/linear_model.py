@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +53,9 @@ class LinearModel:
         Raises where neither direction is right, with the submodule and the remedy. The
         model, its buffers and the random state stay as they are.
         """
-        with self.network.guarded():
+        with self.network.guarded(), warnings.catch_warnings():
+            # torch's first forward-mode product loads parts of its own that it deprecates
+            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
             report = choose_path(self, x)
         logger.log(logging.WARNING if 1 in report.path[1:] else logging.INFO, "%s", report)
         self.report = report

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.solvers.blocks import combine, dots, gram, orthonormalise
+from torch_lla_em.solvers.restarts import Product, Task, solve_with_restarts
 from torch_lla_em.solvers.solution import (
     DivergenceError,
     FaultyProductError,
@@ -19,9 +18,8 @@ from torch_lla_em.solvers.solution import (
     relative_error,
 )
 
-logger = logging.getLogger("torch_lla_em")
-
-Product = Callable[[Tensor], Tensor]
+# products without a tenth off the residual: longer plateaus are rounding
+_PATIENCE = 50
 
 
 @dataclass(frozen=True)
@@ -44,38 +42,15 @@ class BlockCG:
 
     def solve(self, product: Product, b: Tensor, start: Tensor | None = None) -> Solution:
         """Return X, found from ``start`` or 0."""
-        x, residual, passes, last = torch.zeros_like(b), b, 0, float("inf")
-        if start is not None:
-            x, residual, passes = start.clone(), b - start - product(start), 1
-        while True:
-            error = relative_error(dots(residual, residual).sqrt(), energies(x, b, residual))
-            if not error < float("inf") or error > 1e6 * max(1.0, last):
-                raise DivergenceError(
-                    f"Block CG diverged after {passes} passes: the error grew from {last:.1e} to "
-                    f"{error:.1e}. Check that the model's outputs and weights are finite."
-                )
-            if error <= self.tolerance or passes >= self.max_passes:
-                break
-            if error > 0.5 * last:
-                logger.warning(
-                    "Block CG stagnates at an error of %.1e: %s arithmetic allows no better. "
-                    "Loosen `tolerance`, or convert the model and its data to float64.",
-                    error,
-                    x.dtype,
-                )
-                break
-            last, budget = error, self.max_passes - passes - 1
-            passes += 1 + self._descend(product, x, b, (residual, budget))
-            residual = b - x - product(x)
-        return Solution.of(x, b, residual, passes, self.tolerance)
+        limits = self.tolerance, self.max_passes
+        return solve_with_restarts("Block CG", Task(product, b, start), limits, self._descend)
 
-    def _descend(
-        self, product: Product, x: Tensor, b: Tensor, task: tuple[Tensor, int]
-    ) -> int:
-        """Improve x in place until its residual, by recursion, meets the tolerance; return passes."""
-        residual, budget = task
+    def _descend(self, task: Task, solution: Solution, residual: Tensor) -> tuple[Tensor, int]:
+        """Improve x until its residual, by recursion, meets the tolerance or ceases to fall."""
+        product, b, _ = task
+        x, budget = solution.x.clone(), self.max_passes - solution.passes - 1
         basis, coefficients = orthonormalise(residual)
-        directions, passes, first = basis, 0, coefficients.norm()
+        directions, passes, best = basis, 0, (coefficients.norm(), 0)
         while len(basis) and passes < budget:
             image = directions + product(directions)
             passes += 1
@@ -87,16 +62,21 @@ class BlockCG:
             coefficients = coefficients @ turn
             directions = basis + combine(turn.T, directions)
             norms = coefficients.norm(dim=1)
-            if not norms.norm() < 1e8 * first:
+            if norms.norm() < 0.9 * best[0]:
+                best = norms.norm(), passes
+            elif passes - best[1] > _PATIENCE:
                 break
-            if relative_error(norms, energies(x, b, combine(coefficients, basis))) <= 0.9 * self.tolerance:
+            energy = energies(x, b, combine(coefficients, basis))
+            if relative_error(norms, energy) <= 0.9 * self.tolerance:
                 break
-        return passes
+        return x, passes
 
 
 def _checked_curvature(curvature: Tensor, directions: Tensor) -> Tensor:
     """Return Dᵀ(A + I)D, made symmetric; raise if it cannot be the product of a symmetric A ≥ 0."""
     scale = curvature.abs().max()
+    if not scale < float("inf"):
+        raise DivergenceError("A product with G is not finite: check the model's outputs.")
     tolerance = 1e3 * torch.finfo(directions.dtype).eps * directions.shape[1] ** 0.5
     if (curvature - curvature.T).abs().max() > max(tolerance, 1e-3) * scale:
         raise FaultyProductError(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_lla_em.memory import free_memory
 from torch_lla_em.solvers.block_lanczos import BlockLanczos, Product
+from torch_lla_em.solvers.restarts import Task, solve_with_restarts
 from torch_lla_em.solvers.solution import Solution, check_positive, relative_error
 
 
@@ -165,22 +166,19 @@ class BlockKrylov:
 
     def solve(self, product: Product, b: Tensor, start: Tensor | None = None) -> Solution:
         """Solve (A + I) X = B in the block Krylov space of the first residual."""
-        x, residual, passes, last = torch.zeros_like(b), b, 0, float("inf")
-        if start is not None:
-            x, residual, passes = start, b - start - product(start), 1
-        while True:
-            solution = Solution.of(x, b, residual, passes, self.tolerance)
-            stuck = solution.error > 0.5 * last
-            if solution.converged or stuck or passes >= self.max_passes:
-                return solution
-            last, lanczos = solution.error, BlockLanczos(product, residual)
-            while passes < self.max_passes - 1 and not lanczos.exhausted:
-                lanczos.extend()
-                passes += 1
-                y = lanczos.starting_coordinates() / (lanczos.eigenvalues + 1)
-                norms = (y @ lanczos.residual_coordinates().T).norm(dim=1)
-                energy = solution.energy + y.square() @ lanczos.eigenvalues.clamp_min(0)
-                if relative_error(norms, energy) <= 0.9 * self.tolerance:
-                    break
-            x = x + lanczos.to_weights(y)
-            residual, passes = b - x - product(x), passes + 1
+        limits = self.tolerance, self.max_passes
+        return solve_with_restarts("Block Krylov", Task(product, b, start), limits, self._descend)
+
+    def _descend(self, task: Task, solution: Solution, residual: Tensor) -> tuple[Tensor, int]:
+        """Add the Galerkin correction in the Krylov space of the residual."""
+        lanczos, budget = BlockLanczos(task.product, residual), self.max_passes - solution.passes - 1
+        while lanczos.num_steps < budget and not lanczos.exhausted:
+            lanczos.extend()
+            y = lanczos.starting_coordinates() / (lanczos.eigenvalues + 1)
+            norms = (y @ lanczos.residual_coordinates().T).norm(dim=1)
+            energy = solution.energy + y.square() @ lanczos.eigenvalues.clamp_min(0)
+            if relative_error(norms, energy) <= 0.9 * self.tolerance:
+                break
+        if not lanczos.num_steps:
+            return solution.x, 0
+        return solution.x + lanczos.to_weights(y), lanczos.num_steps

@@ -1,0 +1,30 @@
+"""Likelihoods p(y | f): ``base``, ``classes``, ``elementwise``, ``heteroscedastic``, ``tempered``."""
+
+from torch_lla_em.likelihoods.base import Likelihood
+from torch_lla_em.likelihoods.classes import BradleyTerry, Classification, entropy
+from torch_lla_em.likelihoods.elementwise import Bernoulli, Poisson, Regression
+from torch_lla_em.likelihoods.heteroscedastic import HeteroscedasticRegression
+from torch_lla_em.likelihoods.tempered import Tempered, tempered
+
+LIKELIHOODS = {
+    "classification": Classification,
+    "regression": Regression,
+    "bernoulli": Bernoulli,
+    "poisson": Poisson,
+    "heteroscedastic": HeteroscedasticRegression,
+    "reward_modeling": BradleyTerry,
+}
+
+__all__ = [
+    "LIKELIHOODS",
+    "Bernoulli",
+    "BradleyTerry",
+    "Classification",
+    "HeteroscedasticRegression",
+    "Likelihood",
+    "Poisson",
+    "Regression",
+    "Tempered",
+    "entropy",
+    "tempered",
+]

@@ -1,0 +1,102 @@
+"""Likelihoods p(y | f): loss, its gradient, Hessian H and a root S of H, all O(C).
+
+Outputs f are (..., B, *sites, C), with the classes last; leading sample axes broadcast.
+A likelihood of your own needs ``log_prob``, ``hessian_sqrt_product`` and ``mean``; give
+``gradient`` and ``hessian_product`` in closed form too if the defaults are too slow.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Likelihood:
+    """How targets y arise from outputs f; the base class of those that ship."""
+
+    elementwise = False
+    """Whether y has an axis of its own for the outputs, where f has its classes."""
+
+    real_valued = False
+    """Whether y are real numbers with noise: then a prediction is (mean, variance)."""
+
+    gives_probabilities = False
+    """Whether E[y] is a probability, so that its logarithm means something."""
+
+    monotone = False
+    """Whether each entry of E[y | f] grows with its own entry of f, and depends on no other."""
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return log p(y | f) of each row, shape (..., B)."""
+        raise NotImplementedError(f"{type(self).__name__} must define log_prob(f, y).")
+
+    def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
+        """Return S ε, where S Sᵀ = H(f); the shape of f and ε, broadcast."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define hessian_sqrt_product(f, noise): any linear "
+            "map S of the noise with S Sᵀ equal to the Hessian of -log_prob in f."
+        )
+
+    def mean(self, f: Tensor) -> Tensor:
+        """Return E[y | f] (probabilities for classes), the shape of f."""
+        raise NotImplementedError(f"{type(self).__name__} must define mean(f).")
+
+    def log_mean(self, f: Tensor) -> Tensor:
+        """Return log E[y | f], the shape of f."""
+        return self.mean(f).log()
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the gradient of -log p(y | f) in f."""
+        return torch.func.grad(lambda f: -self.log_prob(f, y).sum())(f)
+
+    def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
+        """Return H(f) u; by default S(Sᵀ u), with Sᵀ from reverse mode."""
+        f = f.expand_as(u)
+        _, transpose = torch.func.vjp(lambda e: self.hessian_sqrt_product(f, e), u)
+        return self.hessian_sqrt_product(f, transpose(u)[0])
+
+    def variance(self, f: Tensor) -> Tensor:
+        """Return Var[y | f], the shape of f."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define variance(f) for aleatoric uncertainty."
+        )
+
+    def uncertainties(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the aleatoric and the epistemic part of Var[y] over samples (K, ...)."""
+        mean, variance = self.mean(f), self.variance(f)
+        return variance.mean(0), mean.var(0, correction=0)
+
+    def entropy(self, f: Tensor) -> Tensor:
+        """Return the entropy of y under the mixture over samples f, (K, B, ..., C)."""
+        raise NotImplementedError(
+            f"The entropy of {type(self).__name__} has no closed form: use .aleatoric and "
+            ".epistemic, or define entropy(f)."
+        )
+
+    def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
+        """Return E[y] over Gaussian outputs with these moments, in closed form."""
+        raise NotImplementedError(
+            f'{type(self).__name__} has no closed form for Gaussian outputs: use link_approx="mc".'
+        )
+
+    def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Draw y given f."""
+        raise NotImplementedError(f"{type(self).__name__} must define sample(f, generator).")
+
+    def mask(self, y: Tensor) -> Tensor | None:
+        """Return which sites count, shape (B, *sites), or None if all do."""
+        return None
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        """Raise where outputs or targets do not fit this likelihood."""
+
+    @property
+    def is_quadratic(self) -> bool:
+        """Whether -log p is quadratic in f, so that the mode is one linear solve."""
+        return False
+
+
+def sum_rows(terms: Tensor, y: Tensor) -> Tensor:
+    """Sum (..., B, *sites, C) over all but the leading axes and the rows of y (B, ...)."""
+    within = y.dim() - 1
+    return terms.flatten(terms.dim() - within).sum(-1) if within else terms

@@ -1,0 +1,124 @@
+"""Likelihoods of a choice among classes: softmax, and preferences between candidates."""
+
+from __future__ import annotations
+
+from math import pi
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.likelihoods.base import Likelihood, sum_rows
+
+
+class Classification(Likelihood):
+    """Softmax over the last axis; y are class indices, (B, *sites)."""
+
+    gives_probabilities = True
+
+    def __init__(self, ignore_index: int = -100):
+        self.ignore_index = ignore_index
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        kept = self._kept(y)
+        index = y.where(kept, 0).expand(f.shape[:-1]).unsqueeze(-1)
+        chosen = f.log_softmax(-1).gather(-1, index).squeeze(-1)
+        return sum_rows(chosen.where(kept, 0), y)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        kept = self._kept(y)
+        index = y.where(kept, 0).expand(f.shape[:-1]).unsqueeze(-1)
+        p = f.softmax(-1)
+        return p.scatter_add(-1, index, -torch.ones_like(p[..., :1])) * kept.unsqueeze(-1)
+
+    def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
+        p = f.softmax(-1)
+        pu = p * u
+        return pu - p * pu.sum(-1, keepdim=True)
+
+    def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
+        log_p = f.log_softmax(-1)
+        root_noise = (0.5 * log_p).exp() * noise
+        return root_noise - log_p.exp() * root_noise.sum(-1, keepdim=True)
+
+    def mean(self, f: Tensor) -> Tensor:
+        return f.softmax(-1)
+
+    def log_mean(self, f: Tensor) -> Tensor:
+        return f.log_softmax(-1)
+
+    def entropy(self, f: Tensor) -> Tensor:
+        return entropy(self.mean(f).mean(0))
+
+    def uncertainties(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the expected entropy and the mutual information, shape (B, *sites)."""
+        p = self.mean(f)
+        expected = entropy(p).mean(0)
+        return expected, (entropy(p.mean(0)) - expected).clamp_min(0)
+
+    def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
+        return (f / (1 + pi / 8 * variance).sqrt()).softmax(-1)
+
+    def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        p = f.softmax(-1)
+        return torch.multinomial(p.flatten(0, -2), 1, generator=generator).view(p.shape[:-1])
+
+    def mask(self, y: Tensor) -> Tensor | None:
+        return self._kept(y)
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        if f.dim() < 2 or f.shape[-1] < 2:
+            raise ValueError(
+                f"Classification needs two classes or more, but the outputs have shape "
+                f'{tuple(f.shape)}. For one logit with 0/1 targets use likelihood="bernoulli"; '
+                "for classes on another axis pass class_dim."
+            )
+        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+            raise TypeError(
+                f"Class labels must be integers, not {y.dtype}: convert them with .long(), or "
+                'use likelihood="bernoulli" for 0/1 targets of several labels.'
+            )
+        if y.shape != f.shape[:-1]:
+            raise ValueError(
+                f"Class labels have shape {tuple(y.shape)}, but the outputs "
+                f"{tuple(f.shape)} (classes last) ask for {tuple(f.shape[:-1])}."
+            )
+        kept = y[self._kept(y)]
+        if kept.numel() and (kept.min() < 0 or kept.max() >= f.shape[-1]):
+            raise ValueError(
+                f"Class labels lie in [{kept.min()}, {kept.max()}], outside of 0 to "
+                f"{f.shape[-1] - 1}; give the network as many outputs as there are classes."
+            )
+
+    def _kept(self, y: Tensor) -> Tensor:
+        return y != self.ignore_index
+
+
+class BradleyTerry(Classification):
+    """Which of several candidates is preferred: outputs are their rewards, y the index, (B,).
+
+    p(first beats second) = sigmoid(r_1 - r_2); with more than two, the softmax of rewards
+    (Luce's choice). One candidate alone has a reward, with mean and variance, but no
+    probability.
+    """
+
+    def mean(self, f: Tensor) -> Tensor:
+        if f.shape[-1] == 1:
+            raise ValueError(
+                "One candidate has a reward but no probability of being preferred: read "
+                "la.predict(x).mean, .variance and .samples, or pass several candidates."
+            )
+        return super().mean(f)
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        if f.dim() != 2 or f.shape[-1] < 2:
+            raise ValueError(
+                f"Rewards must be (B, candidates), two or more, but have shape {tuple(f.shape)}: "
+                "let each batch's inputs be a tuple of candidates, ((first, second), preferred), "
+                "and the network return one reward per row."
+            )
+        super().check(f, y)
+
+
+def entropy(p: Tensor) -> Tensor:
+    """Return -Σ p log p over the last axis."""
+    return torch.special.entr(p).sum(-1)

@@ -1,0 +1,188 @@
+"""Likelihoods of one independent target per output, whose H is diagonal."""
+
+from __future__ import annotations
+
+from math import log, pi
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, softplus
+
+from torch_lla_em.likelihoods.base import Likelihood, sum_rows
+
+_MOST_COUNTS = 100_000
+
+
+class ElementwiseLikelihood(Likelihood):
+    """One independent target per output: y has the shape of f, and H is diagonal."""
+
+    elementwise = True
+
+    def curvature(self, f: Tensor) -> Tensor:
+        """Return the diagonal of H(f), the shape of f."""
+        raise NotImplementedError
+
+    def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
+        return self.curvature(f) * u
+
+    def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
+        return self.curvature(f).sqrt() * noise
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        if y.is_complex():
+            raise TypeError(f"Targets must be real numbers, not {y.dtype}.")
+        if y.shape != f.shape:
+            raise ValueError(
+                f"Targets have shape {tuple(y.shape)}, but the outputs {tuple(f.shape)}. They "
+                "must be equal, as broadcasting would pair every target with every output: "
+                "reshape the targets, for example with y[:, None]."
+            )
+        if not torch.isfinite(y).all():
+            raise ValueError("Targets hold NaN or infinite values: remove those rows.")
+
+
+class Regression(ElementwiseLikelihood):
+    """Gaussian noise of standard deviation ``sigma_noise``, () or one per output (C,)."""
+
+    real_valued = True
+
+    def __init__(self, sigma_noise: float | Tensor = 1.0):
+        sigma_noise = torch.as_tensor(sigma_noise, dtype=torch.float64)
+        if sigma_noise.dim() > 1 or not (sigma_noise > 0).all() or sigma_noise.isinf().any():
+            raise ValueError(
+                f"sigma_noise must be a positive number or one per output, not {sigma_noise}."
+            )
+        self.sigma_noise = sigma_noise
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        sigma = self._sigma(f)
+        terms = -0.5 * ((y - f) / sigma) ** 2 - sigma.log() - 0.5 * log(2 * pi)
+        return sum_rows(terms, y)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        return (f - y) / self._sigma(f) ** 2
+
+    def curvature(self, f: Tensor) -> Tensor:
+        return (self._sigma(f) ** -2).expand_as(f)
+
+    def mean(self, f: Tensor) -> Tensor:
+        return f
+
+    def variance(self, f: Tensor) -> Tensor:
+        return (self._sigma(f) ** 2).expand_as(f)
+
+    def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
+        return f
+
+    def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        noise = torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)
+        return f + self._sigma(f) * noise
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        super().check(f, y)
+        if self.sigma_noise.dim() and len(self.sigma_noise) != f.shape[-1]:
+            raise ValueError(
+                f"sigma_noise has {len(self.sigma_noise)} values, but the network "
+                f"{f.shape[-1]} outputs: pass one number, or one per output."
+            )
+
+    @property
+    def is_quadratic(self) -> bool:
+        return True
+
+    def _sigma(self, f: Tensor) -> Tensor:
+        return self.sigma_noise.to(f)
+
+
+class Bernoulli(ElementwiseLikelihood):
+    """Independent 0/1 targets of logits f: one output, or several labels."""
+
+    gives_probabilities = True
+    monotone = True
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return sum_rows(y * f - softplus(f), y)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        return f.sigmoid() - y
+
+    def log_mean(self, f: Tensor) -> Tensor:
+        return logsigmoid(f)
+
+    def entropy(self, f: Tensor) -> Tensor:
+        return _binary_entropy(f.sigmoid().mean(0))
+
+    def curvature(self, f: Tensor) -> Tensor:
+        return f.sigmoid() * (-f).sigmoid()
+
+    def mean(self, f: Tensor) -> Tensor:
+        return f.sigmoid()
+
+    def uncertainties(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the expected entropy and the mutual information of every output."""
+        p = f.sigmoid()
+        expected = _binary_entropy(p).mean(0)
+        return expected, (_binary_entropy(p.mean(0)) - expected).clamp_min(0)
+
+    def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
+        return (f / (1 + pi / 8 * variance).sqrt()).sigmoid()
+
+    def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return torch.bernoulli(f.sigmoid(), generator=generator)
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        super().check(f, y)
+        if ((y != 0) & (y != 1)).any():
+            raise ValueError("Bernoulli targets must be 0 or 1, of the shape of the outputs.")
+
+
+class Poisson(ElementwiseLikelihood):
+    """Counts y with log rate f."""
+
+    monotone = True
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return sum_rows(y * f - f.exp() - torch.lgamma(y.to(f) + 1), y)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        return f.exp() - y
+
+    def curvature(self, f: Tensor) -> Tensor:
+        return f.exp()
+
+    def mean(self, f: Tensor) -> Tensor:
+        return f.exp()
+
+    def variance(self, f: Tensor) -> Tensor:
+        return f.exp()
+
+    def entropy(self, f: Tensor) -> Tensor:
+        """Return -Σ p(y) log p(y) of the mixture, over every count that may occur."""
+        rates = f.exp()
+        largest = rates.max().item()
+        last = largest + 12 * largest**0.5 + 30
+        if not last < _MOST_COUNTS:
+            raise ValueError(
+                f"A rate of {largest:.3g} asks for a sum over too many counts: use .aleatoric and "
+                ".epistemic, the two parts of Var[y]."
+            )
+        total = torch.zeros_like(f[0])
+        for y in torch.arange(int(last) + 1, dtype=f.dtype, device=f.device):
+            log_p = (y * f - rates - torch.lgamma(y + 1)).logsumexp(0) - log(len(f))
+            total -= log_p.exp() * log_p
+        return total
+
+    def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
+        return (f + 0.5 * variance).exp()
+
+    def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return torch.poisson(f.exp(), generator=generator)
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        super().check(f, y)
+        if ((y < 0) | (y != y.round())).any():
+            raise ValueError("Poisson targets must be counts: 0, 1, 2, ...")
+
+
+def _binary_entropy(p: Tensor) -> Tensor:
+    return torch.special.entr(p) + torch.special.entr(1 - p)

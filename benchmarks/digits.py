@@ -9,6 +9,8 @@ half that of the network, and rotated digits told from clean ones far more often
 """
 
 import argparse
+import json
+import platform
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -152,14 +154,14 @@ def draw_reliability(axes, outputs: dict[str, Tensor], y: Tensor) -> None:
     for name, probs in outputs.items():
         confidence, predicted = probs.max(-1)
         bins = (confidence * 10).long().clamp(max=9)
-        filled = [b for b in range(10) if (bins == b).sum() > 2]
+        filled = [b for b in range(10) if (bins == b).sum() >= 5]
         points = [
             (confidence[bins == b].mean().item(), (predicted == y)[bins == b].float().mean().item())
             for b in filled
         ]
         axes.plot(*zip(*points), marker="o", label=name)
     axes.set(xlabel="confidence", ylabel="accuracy", title="Reliability")
-    axes.legend()
+    axes.legend(fontsize=8)
 
 
 def draw_trace(axes, la: LinearisedLaplace) -> None:
@@ -196,6 +198,17 @@ def print_table(rows: dict[str, dict[str, float]]) -> None:
     print(f"\n{'':34}" + "".join(f"{column:>10}" for column in COLUMNS))
     for name, row in rows.items():
         print(f"{name:34}" + "".join(f"{row[column]:10.3f}" for column in COLUMNS))
+
+
+def write_results(rows: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
+    """Write one JSON line a method, with what it was measured on."""
+    machine = f"{platform.machine()}, {torch.get_num_threads()} thread(s)"
+    if options.device != "cpu":
+        machine = torch.cuda.get_device_name()
+    stamp = {"machine": machine, "torch": torch.__version__, "seed": options.seed}
+    with open(options.out / "digits.jsonl", "w") as file:
+        for name, row in rows.items():
+            file.write(json.dumps({"method": name, **row, **stamp}) + "\n")
 
 
 def main() -> None:
@@ -246,13 +259,14 @@ def main() -> None:
     print_table(rows)
 
     options.out.mkdir(parents=True, exist_ok=True)
+    write_results(rows, options)
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
     draw_reliability(axes[0], reliability, test.y)
     draw_trace(axes[1], la)
     figure.tight_layout()
     figure.savefig(options.out / "reliability_and_em.png", dpi=120)
     draw_digits(la, test, options.out / "digits.png")
-    print(f"\nPictures are in {options.out}/.")
+    print(f"\nPictures and the table are in {options.out}/.")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,146 @@
+"""Predictions in one form, and what they score."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import log, pi
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics.functional import mean_squared_error
+from torchmetrics.functional.classification import (
+    binary_auroc,
+    multiclass_accuracy,
+    multiclass_calibration_error,
+)
+
+_LABELS, _BATCHES = 10, 2000
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Class probabilities at B inputs, and the logits of S functions, joint over inputs."""
+
+    log_probs: Tensor
+    """(B, C)."""
+
+    draw: Callable[[], Tensor]
+    """() -> (S, B, C), one row only where a method has no posterior."""
+
+    @classmethod
+    def of(cls, samples: Tensor) -> "Classes":
+        """Return the average over S functions, by the logarithm of the mean probability."""
+        log_probs = samples.log_softmax(-1).logsumexp(0) - log(len(samples))
+        return cls(log_probs, lambda: samples)
+
+    @cached_property
+    def samples(self) -> Tensor:
+        return self.draw()
+
+    @property
+    def unfamiliarity(self) -> Tensor:
+        """Mutual information where there is a posterior, else entropy, shape (B,)."""
+        if len(self.samples) == 1:
+            return torch.special.entr(self.log_probs.exp()).sum(-1)
+        p = self.samples.softmax(-1)
+        entropy = torch.special.entr(p.mean(0)).sum(-1)
+        return entropy - torch.special.entr(p).sum(-1).mean(0)
+
+    def nll(self, y: Tensor) -> float:
+        """Return the mean NLL of single labels."""
+        return F.nll_loss(self.log_probs, y).item()
+
+    def joint_dyadic(self, y: Tensor) -> float:
+        """Return the NLL per label of ten labels at two anchors."""
+        return _joint(self._per_sample(y)[:, _anchors(len(y))])
+
+    def scores(self, y: Tensor) -> dict[str, float]:
+        """Return what the labels say of the predictions."""
+        p, classes = self.log_probs.exp(), self.log_probs.shape[-1]
+        return {
+            "accuracy": multiclass_accuracy(p, y, classes, average="micro").item(),
+            "nll": self.nll(y),
+            "ece": multiclass_calibration_error(p, y, classes, n_bins=15).item(),
+            "brier": (p - F.one_hot(y, classes)).square().sum(-1).mean().item(),
+            "joint_dyadic": self.joint_dyadic(y),
+            "joint_ten": _joint(self._per_sample(y)[:, _tens(len(y))]),
+        }
+
+    def _per_sample(self, y: Tensor) -> Tensor:
+        index = y.expand(len(self.samples), -1)[..., None]
+        return self.samples.log_softmax(-1).gather(-1, index)[..., 0].double()
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A Gaussian over f at B inputs, and the noise of y."""
+
+    mean: Tensor
+    """(B,)."""
+
+    covariance: Tensor
+    """(B, B)."""
+
+    sigma: float
+
+    @classmethod
+    def of(cls, samples: Tensor, sigma: float) -> "Numbers":
+        """Return the moments of S functions (S, B)."""
+        mean = samples.mean(0)
+        deviations = samples - mean
+        return cls(mean, deviations.T @ deviations / len(samples), sigma)
+
+    @property
+    def unfamiliarity(self) -> Tensor:
+        return self.covariance.diagonal()
+
+    def scores(self, y: Tensor) -> dict[str, float]:
+        """Return what the targets say of the predictions."""
+        y = y.flatten()
+        variance = self.covariance.diagonal() + self.sigma**2
+        terms = (y - self.mean) ** 2 / variance + variance.log() + log(2 * pi)
+        return {
+            "rmse": mean_squared_error(self.mean, y, squared=False).item(),
+            "nll": 0.5 * terms.mean().item(),
+            "joint_ten": self._joint(y),
+        }
+
+    def _joint(self, y: Tensor) -> float:
+        index = _tens(len(y))
+        eye = self.sigma**2 * torch.eye(_LABELS, dtype=torch.float64)
+        blocks = self.covariance.double()[index[:, :, None], index[:, None]] + eye
+        blocks = 0.5 * (blocks + blocks.mT)
+        normal = torch.distributions.MultivariateNormal(self.mean.double()[index], blocks)
+        return -normal.log_prob(y.double()[index]).mean().item() / _LABELS
+
+
+def auroc(familiar: Tensor, shifted: Tensor) -> float:
+    """Return how well a score tells shifted inputs (higher) from familiar ones."""
+    values = torch.cat([familiar, shifted]).double()
+    ranks = values.unique(return_inverse=True)[1].double()
+    target = torch.cat([torch.zeros(len(familiar)), torch.ones(len(shifted))]).long()
+    # ranks: torchmetrics would squash scores outside of [0, 1]
+    return binary_auroc(ranks / ranks.max().clamp_min(1), target).item()
+
+
+def _joint(log_prob: Tensor) -> float:
+    """Return the NLL per label of (S, batches, labels)."""
+    joint = log_prob.sum(-1).logsumexp(0) - log(len(log_prob))
+    return -joint.mean().item() / log_prob.shape[-1]
+
+
+@cache
+def _anchors(rows: int) -> Tensor:
+    """Return ten labels drawn with replacement from two anchors (Osband et al., 2022)."""
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.rand(_BATCHES, rows, generator=generator).argsort(1)[:, :2]
+    chosen = torch.randint(2, (_BATCHES, _LABELS), generator=generator)
+    return pairs.gather(1, chosen)
+
+
+@cache
+def _tens(rows: int) -> Tensor:
+    """Return batches of ten different inputs."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(_BATCHES, rows, generator=generator).argsort(1)[:, :_LABELS]

@@ -1,0 +1,119 @@
+"""``LinearisedLaplace`` in all its variants: one fit serves several rows."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from methods.baselines import Predictor, Setting
+from methods.metrics import Classes, Numbers
+from torch import Tensor
+
+from torch_lla_em import LinearisedLaplace
+
+_SCALES = [0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0]
+_CENTRES = [0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is fitted."""
+
+    prior: str = "scalar"
+    g_prior: bool = True
+    curvature: str = "network"
+    num_samples: int = 32
+
+    @property
+    def name(self) -> str:
+        parts = [self.prior, "g-prior" if self.g_prior else "plain prior"]
+        parts += ["H at linear mode"] if self.curvature == "linear" else []
+        return f"ours: {', '.join(parts)}, K={self.num_samples}"
+
+    def __call__(self, setting: Setting) -> dict[str, Predictor]:
+        """Fit, and return predictors around both means, for each choice of scale."""
+        la = fit(setting, self)
+        rows = {}
+        for mean in ("network", "linear"):
+            name = self.name + ("" if mean == "network" else ", mean J w_lin")
+            rows[name] = predictor(la, mean)
+            rows[f"{name}, calibrated"] = calibrated(la, mean, setting)
+            if not setting.task.regression:
+                rows[f"{name}, joint calibration"] = predictor(la, mean, *_jointly(la, mean, setting))
+                both = _jointly(la, mean, setting, centres=_CENTRES)
+                rows[f"{name}, two numbers"] = predictor(la, mean, *both)
+        return rows
+
+
+def variants(regression: bool) -> list[Variant]:
+    """Return what is fitted at K = 32, and other K with the plain scalar prior."""
+    fits = [Variant(p, g) for p in ("scalar", "layerwise") for g in (True, False)]
+    if not regression:
+        fits += [Variant("scalar", g, "linear") for g in (True, False)]
+        fits += [Variant("layerwise", False, "linear")]
+    return fits + [replace(Variant(g_prior=False), num_samples=k) for k in (8, 16, 64, 128)]
+
+
+def fit(setting: Setting, variant: Variant) -> LinearisedLaplace:
+    """Return the fitted posterior."""
+    likelihood = "regression" if setting.task.regression else "classification"
+    la = LinearisedLaplace(
+        setting.network,
+        likelihood,
+        prior=variant.prior,
+        g_prior=variant.g_prior,
+        curvature=variant.curvature,
+        num_samples=variant.num_samples,
+        seed=setting.seed,
+    )
+    return la.fit(setting.loader, progress_bar=False, em_steps=2 if setting.quick else 20)
+
+
+def predictor(
+    la: LinearisedLaplace, mean: str, scale: float = 1.0, factor: float = 1.0
+) -> Predictor:
+    """Return predictions with posterior scale ``scale``, and the mean times ``factor``."""
+    regression = la.sigma_noise is not None
+
+    def predict(x: Tensor) -> Classes | Numbers:
+        la.posterior_scale = torch.tensor(scale, dtype=torch.float64)
+        prediction = la.predict(x, mean)
+        if regression:
+            sigma = la.sigma_noise.item()
+            return Numbers(prediction.mean.flatten(), prediction.covariance, sigma)
+        return Classes.of(prediction.samples + (factor - 1) * prediction.mean)
+
+    predict.details = {
+        "scale": scale,
+        "factor": factor,
+        "prior_precision": la.prior_precision.tolist(),
+        "effective_dim": la.effective_dim.sum().item(),
+        "certificate": la.certificate.max().item(),
+    }
+    return predict
+
+
+def calibrated(la: LinearisedLaplace, mean: str, setting: Setting) -> Predictor:
+    """Return predictions with τ by the library's ``calibrate``."""
+    la.calibrate([tuple(setting.task.val)], mean)
+    return predictor(la, mean, la.posterior_scale.item())
+
+
+def _jointly(
+    la: LinearisedLaplace, mean: str, setting: Setting, centres: list[float] | None = None
+) -> tuple[float, float]:
+    """Return τ by the held-out joint likelihood of ten labels at two anchors.
+
+    With ``centres``, return τ and a factor of the mean: those that are best for the sum of
+    joint and marginal log-likelihoods, as the joint one alone asks for ever larger factors.
+    """
+    x, y = setting.task.val
+    la.posterior_scale = torch.ones((), dtype=torch.float64)
+    prediction = la.predict(x, mean)
+    centre, deviations = prediction.mean, prediction.samples - prediction.mean
+
+    def nll(pair: tuple[float, float]) -> float:
+        scale, factor = pair
+        classes = Classes.of(factor * centre + scale**0.5 * deviations)
+        marginal = classes.nll(y) if centres is not None else 0.0
+        return classes.joint_dyadic(y) + marginal
+
+    return min(((s, c) for s in _SCALES for c in centres or [1.0]), key=nll)

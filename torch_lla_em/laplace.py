@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from torch_lla_em import persistence
 from torch_lla_em.batches import TargetFn, inputs_of, to_device
 from torch_lla_em.calibration import best_scale
+from torch_lla_em.checkpoint import PassLog, RecordedProblem, leaving_cleanly
 from torch_lla_em.curve import Curve, Modes, curve
 from torch_lla_em.data import Data
 from torch_lla_em.empirical_bayes import EMState
@@ -109,12 +110,14 @@ class LinearisedLaplace(nn.Module):
         em_steps: int = 20,
         prior_precision: float | Tensor | None = None,
         progress_bar: bool = True,
+        checkpoint: str | PathLike | None = None,
         update: str = "mackay",
     ) -> LinearisedLaplace:
         """Learn λ (and σ) by EM from ``prior_precision``, then find mode and samples.
 
         ``em_steps=0`` keeps ``prior_precision``. ``update="em"`` takes the slower steps
-        that never lower the evidence.
+        that never lower the evidence. ``checkpoint`` is a folder that keeps every pass: the
+        same call after a kill goes on from there.
         """
         _check_choice("update", update, ("mackay", "em"))
         if em_steps < 0:
@@ -145,8 +148,15 @@ class LinearisedLaplace(nn.Module):
             em_steps,
             start,
         )
+        if checkpoint is not None:
+            log = PassLog(checkpoint, self._header(options))
+            if log.finished.exists():
+                self.load_state_dict(persistence.read(log.finished))
+                return self
+            problem = RecordedProblem(self._linear_model, self.likelihood, data)
+            problem.log = log
         history: list[dict[str, Any]] = []
-        with tqdm(total=em_steps, desc="EM", disable=not progress_bar) as bar:
+        with leaving_cleanly(), tqdm(total=em_steps, desc="EM", disable=not progress_bar) as bar:
 
             def report(state: EMState) -> None:
                 history.append(_record(state, data.num_passes))
@@ -155,6 +165,8 @@ class LinearisedLaplace(nn.Module):
 
             posterior = fit_posterior(problem, options, report)
         self._store(posterior, history, data.num_rows)
+        if checkpoint is not None:
+            log.finish(self.state_dict())
         return self
 
     def forward(
@@ -163,13 +175,16 @@ class LinearisedLaplace(nn.Module):
         """Return E[y] (probabilities, rates); for regression (mean, variance with the noise).
 
         ``"mc"`` averages over the samples, or over as many fresh ones from a generator;
-        ``"probit"`` uses the variance alone.
+        ``"probit"`` uses the variance alone, ``"probit_shared"`` one variance for all classes,
+        which keeps the most probable one.
         """
-        _check_choice("link_approx", link_approx, ("mc", "probit"))
+        _check_choice("link_approx", link_approx, ("mc", "probit", "probit_shared"))
         prediction = self.predict(x, generator=generator)
-        if isinstance(self.likelihood, Regression):
-            return prediction.mean, prediction.variance + prediction.aleatoric
-        return prediction.probs if link_approx == "mc" else prediction.smoothed()
+        if self.likelihood.real_valued:
+            return tuple(prediction.moments())
+        if link_approx == "mc":
+            return prediction.expectation
+        return prediction.smoothed(shared=link_approx == "probit_shared")
 
     def predict(
         self, x: Any, mean: str = "network", generator: torch.Generator | None = None
@@ -191,9 +206,7 @@ class LinearisedLaplace(nn.Module):
 
     def predictive_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
         """Return the functional samples after the link, shape (K, B, C)."""
-        prediction = self.predict(x, generator=generator)
-        samples = self.likelihood.mean(prediction.centre + prediction.deviations)
-        return prediction._out(samples, leading=1)
+        return self.predict(x, generator=generator).predictive_samples
 
     def function_sample(self, k: int) -> Callable[[Any], Tensor]:
         """Return the k-th function of the posterior, x -> (B, C): the same at every call."""
@@ -208,8 +221,7 @@ class LinearisedLaplace(nn.Module):
 
     def joint_log_prob(self, x: Any, y: Tensor, mean: str = "network") -> Tensor:
         """Return log p(y_1..y_B | x_1..x_B), shape ()."""
-        prediction = self.predict(x, mean)
-        return prediction.joint_log_prob(self._targets(y, prediction.centre))
+        return self.predict(x, mean).joint_log_prob(y)
 
     def calibrate(self, loader: Iterable[Any], mean: str = "network") -> LinearisedLaplace:
         """Fit the posterior scale τ by the likelihood of held-out data; one pass."""
@@ -360,6 +372,20 @@ class LinearisedLaplace(nn.Module):
         self.history, self.num_data = history, num_data
         self._versions = self._weight_versions()
 
+    def _header(self, options: FitOptions) -> dict[str, Any]:
+        """Return what a checkpoint must agree with, by name."""
+        layout = self._linear_model.layout
+        weights = persistence.fingerprint(self._linear_model.network.module)
+        settings = {name: str(value) for name, value in vars(options).items()}
+        return {
+            "format": persistence.VERSION,
+            "network weights": bytes(weights.tolist()).hex(),
+            "random weights": list(layout.names),
+            "likelihood": type(self.likelihood).__name__,
+            "sigma_noise": str(getattr(self.likelihood, "sigma_noise", None)),
+            **settings,
+        }
+
     def _require_fit(self) -> None:
         if self.w_lin is None:
             raise NotFittedError(
@@ -389,14 +415,6 @@ class LinearisedLaplace(nn.Module):
                 "The network's weights or buffers are not those that the posterior was fitted to: "
                 "load the checkpoint of that network first, or fit again."
             )
-
-    def _targets(self, y: Tensor, f: Tensor) -> Tensor:
-        class_dim = self._linear_model.network.class_dim
-        y = y.to(f.device)
-        if self.likelihood.elementwise and y.dim() == f.dim():
-            y = y.movedim(class_dim, -1)
-        self.likelihood.check(f, y)
-        return y
 
     def _push_forward(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
         network = self._linear_model.network

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood, Regression
+from torch_lla_em.likelihoods.base import sum_rows
 
 
 class Interval(NamedTuple):
@@ -20,13 +21,20 @@ class Interval(NamedTuple):
     upper: Tensor
 
 
+class Moments(NamedTuple):
+    """Mean and variance of y."""
+
+    mean: Tensor
+    variance: Tensor
+
+
 @dataclass(frozen=True)
 class Prediction:
     """A predictive distribution at B inputs; classes stay on the axis the model has them."""
 
     likelihood: Likelihood
     centre: Tensor
-    """f, or J w_lin, shape (B, ..., C)."""
+    """f, or J w_lin, shape (B, ..., C), classes last."""
 
     deviations: Tensor
     """√τ J w_k, shape (K, B, ..., C): zero-mean, joint over inputs."""
@@ -45,8 +53,8 @@ class Prediction:
 
     @property
     def covariance(self) -> Tensor:
-        """The covariance of f over all inputs and outputs, shape (B C, B C)."""
-        flat = self.deviations.flatten(1)
+        """The covariance of ``mean.flatten()``, shape (B C, B C): all inputs and outputs."""
+        flat = self._out(self.deviations, leading=1).flatten(1)
         return flat.T @ flat / len(flat)
 
     @property
@@ -55,26 +63,43 @@ class Prediction:
         return self._out(self._samples(), leading=1)
 
     @property
+    def predictive_samples(self) -> Tensor:
+        """E[y | f + √τ J w_k], the samples after the link, with the sample axis first."""
+        return self._out(self.likelihood.mean(self._samples()), leading=1)
+
+    @property
+    def expectation(self) -> Tensor:
+        """E[y] by Monte Carlo: probabilities for classes and labels, rates for counts."""
+        if self.likelihood.real_valued:
+            return self._out(self.likelihood.mean(self.centre))
+        return self._out(self.likelihood.mean(self._samples()).mean(0))
+
+    @property
     def probs(self) -> Tensor:
-        """E[y], by Monte Carlo: probabilities for classes and labels, rates for counts."""
-        return self._out(self._probs())
+        """The probability of every class or label, by Monte Carlo."""
+        self._require_probabilities("probs")
+        return self.expectation
 
     @property
     def log_probs(self) -> Tensor:
-        """log E[y]."""
-        return self.probs.log()
+        """The logarithm of ``probs``, finite where they are too small to be told from 0."""
+        self._require_probabilities("log_probs")
+        per_sample = self.likelihood.log_mean(self._samples())
+        return self._out(per_sample.logsumexp(0) - log(len(per_sample)))
 
     @property
     def entropy(self) -> Tensor:
-        """The entropy of the class probabilities; of each output for Bernoulli."""
-        aleatoric, epistemic = self._uncertainties()
-        if isinstance(self.likelihood, Regression):
-            return self._out(0.5 * (2 * pi * (aleatoric + epistemic)).log() + 0.5)
-        return self._site_values(aleatoric + epistemic)
+        """The entropy of y: of every site for classes, else of every output.
+
+        Of real y it is that of a Gaussian with the same mean and variance.
+        """
+        if self.likelihood.real_valued:
+            return self._out(0.5 * (2 * pi * sum(self._uncertainties())).log() + 0.5)
+        return self._site_values(self.likelihood.entropy(self._samples()))
 
     @property
     def aleatoric(self) -> Tensor:
-        """What more data would not take away: expected entropy, or Var[y | f]."""
+        """What more data would not take away: expected entropy, or the mean of Var[y | f]."""
         return self._site_values(self._uncertainties()[0])
 
     @property
@@ -82,31 +107,42 @@ class Prediction:
         """What more data would take away: mutual information, or the variance of E[y | f]."""
         return self._site_values(self._uncertainties()[1])
 
+    def moments(self) -> Moments:
+        """Return mean and variance of real y, the noise included."""
+        return Moments(self.expectation, self.aleatoric + self.epistemic)
+
     def credible_interval(self, level: float = 0.95) -> Interval:
-        """Return bounds that hold y (regression, noise included) or E[y] with this probability."""
+        """Return bounds that hold y (if real, noise included) or E[y | f] with this probability.
+
+        For classes between sorted samples, else from mean and variance of f.
+        """
         if not 0 < level < 1:
             raise ValueError(f"level must lie between 0 and 1, not {level}.")
-        if isinstance(self.likelihood, Regression):
-            normal = torch.distributions.Normal(0.0, 1.0)
-            z = normal.icdf(torch.tensor(0.5 + level / 2)).to(self.centre)
-            half = z * (self._variance() + self.likelihood.variance(self.centre)).sqrt()
-            return Interval(self._out(self.centre - half), self._out(self.centre + half))
-        ends = torch.tensor([0.5 - level / 2, 0.5 + level / 2]).to(self.centre)
-        lower, upper = self.likelihood.mean(self._samples()).quantile(ends, dim=0)
-        return Interval(self._out(lower), self._out(upper))
+        tail = 0.5 - 0.5 * level
+        z = -torch.special.ndtri(torch.tensor(tail, dtype=torch.float64)).item()
+        if self.likelihood.real_valued:
+            centre, half = self.likelihood.mean(self.centre), z * sum(self._uncertainties()).sqrt()
+            ends = centre - half, centre + half
+        elif self.likelihood.monotone:
+            half = z * self._variance().sqrt()
+            ends = tuple(map(self.likelihood.mean, (self.centre - half, self.centre + half)))
+        else:
+            values = self.likelihood.mean(self._samples()).sort(0).values
+            ends = _quantile(values, tail), _quantile(values, 1 - tail)
+        return Interval(*map(self._out, ends))
 
-    def smoothed(self) -> Tensor:
-        """Return E[y] in closed form from mean and variance of f (the probit link)."""
-        return self._out(self.likelihood.smoothed_mean(self.centre, self._variance()))
+    def smoothed(self, shared: bool = False) -> Tensor:
+        """Return E[y] in closed form from mean and variance of f (the probit link).
+
+        ``shared`` gives all classes of an input one variance, so that the most probable
+        class stays the network's.
+        """
+        variance = self._shared_variance() if shared else self._variance()
+        return self._out(self.likelihood.smoothed_mean(self.centre, variance))
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_n | x_n) of each row on its own, shape (B,)."""
-        if isinstance(self.likelihood, Regression):
-            sigma = (self._variance() + self.likelihood.variance(self.centre)).sqrt()
-            terms = -0.5 * ((y - self.centre) / sigma) ** 2 - sigma.log() - 0.5 * log(2 * pi)
-            return terms.flatten(1).sum(1)
-        per_sample = self.likelihood.log_prob(self._samples(), y)
-        return per_sample.logsumexp(0) - log(len(per_sample))
+        return self._log_prob(self._aligned(y))
 
     def joint_log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_1..y_B | x_1..x_B), shape (): the samples are joint over inputs.
@@ -114,9 +150,18 @@ class Prediction:
         For a Gaussian likelihood in closed form from the samples' covariance, whose Monte
         Carlo error is far below that of averaging densities.
         """
+        y = self._aligned(y)
         if isinstance(self.likelihood, Regression):
             return self._joint_gaussian(y)
         per_sample = self.likelihood.log_prob(self._samples(), y).sum(1)
+        return per_sample.logsumexp(0) - log(len(per_sample))
+
+    def _log_prob(self, y: Tensor) -> Tensor:
+        if isinstance(self.likelihood, Regression):
+            variance = sum(self._uncertainties())
+            terms = -0.5 * ((y - self.centre) ** 2 / variance + (2 * pi * variance).log())
+            return sum_rows(terms, y)
+        per_sample = self.likelihood.log_prob(self._samples(), y)
         return per_sample.logsumexp(0) - log(len(per_sample))
 
     def _joint_gaussian(self, y: Tensor) -> Tensor:
@@ -130,14 +175,34 @@ class Prediction:
         log_det = 2 * factor.diagonal().log().sum() + 2 * sigma.log().sum()
         return -0.5 * (error @ error - explained + log_det + len(error) * log(2 * pi))
 
+    def _aligned(self, y: Tensor) -> Tensor:
+        """Move the outputs' axis of targets last, and check that they fit."""
+        y = y.to(self.centre.device)
+        if self.likelihood.elementwise and y.dim() == self.centre.dim():
+            y = y.movedim(self.class_dim, -1)
+        self.likelihood.check(self.centre, y)
+        return y
+
+    def _require_probabilities(self, name: str) -> None:
+        if not self.likelihood.gives_probabilities:
+            raise TypeError(
+                f"A prediction under {type(self.likelihood).__name__} has no .{name}: its E[y] is "
+                "no probability. Use .expectation, or log_prob(y) for the density of a target."
+            )
+
     def _samples(self) -> Tensor:
         return self.centre + self.deviations
 
     def _variance(self) -> Tensor:
         return self.deviations.square().mean(0)
 
-    def _probs(self) -> Tensor:
-        return self.likelihood.mean(self._samples()).mean(0)
+    def _shared_variance(self) -> Tensor:
+        """Half the mean variance of a difference of two outputs, which a shift leaves alone."""
+        count = self.centre.shape[-1]
+        if self.likelihood.monotone or count == 1:
+            return self._variance()
+        contrasts = self.deviations - self.deviations.mean(-1, keepdim=True)
+        return contrasts.square().mean(0).sum(-1, keepdim=True) / (count - 1)
 
     def _uncertainties(self) -> tuple[Tensor, Tensor]:
         if isinstance(self.likelihood, Regression):
@@ -166,9 +231,15 @@ def score(prediction: Prediction, y: Tensor) -> Callable[[float], float]:
     """Return the map τ -> Σ_n log p(y_n | x_n) with deviations √τ times the prediction's."""
 
     def log_prob(scale: float) -> float:
-        scaled = Prediction(
-            prediction.likelihood, prediction.centre, scale**0.5 * prediction.deviations
-        )
-        return scaled.log_prob(y).sum(dtype=torch.float64).item()
+        deviations = scale**0.5 * prediction.deviations
+        scaled = Prediction(prediction.likelihood, prediction.centre, deviations)
+        return scaled._log_prob(y).sum(dtype=torch.float64).item()
 
     return log_prob
+
+
+def _quantile(values: Tensor, share: float) -> Tensor:
+    """Return a quantile of sorted samples (K, ...), which torch.quantile limits in size."""
+    position = share * (len(values) - 1)
+    below = min(int(position), len(values) - 2) if len(values) > 1 else 0
+    return values[below].lerp(values[min(below + 1, len(values) - 1)], position - below)

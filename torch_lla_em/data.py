@@ -59,6 +59,13 @@ class Chain:
         for loader in self.loaders:
             yield from loader
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Chain:
+        return self
+
+    def __reduce__(self) -> tuple[type[Chain], tuple[tuple[()]]]:
+        """Leave the data out of pickles."""
+        return Chain, ((),)
+
 
 class Data:
     """A re-iterable loader; every pass must see the same rows, in any order.
@@ -84,6 +91,7 @@ class Data:
         self._device = device
         self._target_fn = target_fn
         self._first: Fingerprint | None = None
+        self._read = self._restored = False
         self.num_rows: int | None = None
         """N, known after the first pass."""
 
@@ -110,6 +118,25 @@ class Data:
         self.num_targets = entries
         self._finish_pass(seen, fingerprint)
 
+    def facts(self) -> dict[str, Any]:
+        """Return what passes have found out, as plain numbers that ``restore`` takes."""
+        return {
+            "num_rows": self.num_rows,
+            "num_targets": self.num_targets,
+            "num_outputs": self.num_outputs,
+            "num_passes": self.num_passes,
+            "first": None if self._first is None else self._first.state(),
+        }
+
+    def restore(self, facts: dict[str, Any]) -> None:
+        """Take over what passes of an earlier run have found out; its data must be these."""
+        if self._read:
+            return
+        self.num_rows, self.num_targets = facts["num_rows"], facts["num_targets"]
+        self.num_outputs, self.num_passes = facts["num_outputs"], facts["num_passes"]
+        self._first = None if facts["first"] is None else Fingerprint.of(facts["first"])
+        self._restored = True
+
     def _split(self, batch: Any) -> tuple[Any, Tensor]:
         batch = to_device(batch, self._device)
         if self._target_fn is None:
@@ -131,6 +158,9 @@ class Data:
 
     def _finish_pass(self, rows: int, fingerprint: Fingerprint) -> None:
         self.num_passes += 1
+        self._read = True
+        if self._restored:
+            self._refuse_other_data(rows, fingerprint)
         if self.num_rows is None:
             if rows == 0:
                 raise ValueError("The loader is empty: it yielded no rows.")
@@ -143,6 +173,15 @@ class Data:
         elif self._first is not None and not fingerprint.agrees(self._first):
             warnings.warn(self._disagreement(), stacklevel=2)
             self._first = None
+
+    def _refuse_other_data(self, rows: int, fingerprint: Fingerprint) -> None:
+        """Raise where the checkpoint's passes went over other rows."""
+        if rows != self.num_rows or (self._first and not fingerprint.agrees(self._first)):
+            raise ValueError(
+                f"The checkpoint is of other data: it saw {self.num_rows} rows, and these are "
+                f"{rows} rows of another content. Delete its folder, or pass another."
+            )
+        self._restored = False
 
     def _disagreement(self) -> str:
         if _drops_random_rows(self._loader):

@@ -44,6 +44,10 @@ class FitOptions:
     update: str
     em_steps: int
     prior_precision: Tensor | None
+    earlier_rows: int = 0
+    """Rows at the start of the data whose noise features are known."""
+
+    keep_noise: bool = False
 
 
 class Posterior(NamedTuple):
@@ -65,6 +69,9 @@ class Posterior(NamedTuple):
     modes: Tensor
     """log λ, objective and slope of the linear mode where it is known, shape (3, M)."""
 
+    noise: StochasticPrior | None = None
+    """As drawn, at the network's outputs and the first σ, if it is to be kept."""
+
 
 def fit_posterior(
     problem: Problem, options: FitOptions, report: Callable[[EMState], None]
@@ -73,6 +80,7 @@ def fit_posterior(
     noise = get_sto_samples(
         problem, options.num_samples, options.seed, options.g_prior, options.layerwise
     )
+    drawn = noise if options.keep_noise else None
     hyper = Hyperparameters(_start(options, noise), sigma_of(problem))
     e_step = make_e_step(problem, noise, options)
     for state in _learn(problem, noise.prior, e_step, hyper, options):
@@ -87,7 +95,7 @@ def fit_posterior(
         for state in _learn(problem, noise.prior, e_step, hyper, options):
             hyper = state.proposed
             report(state)
-    return _finish(e_step, noise, hyper, options.tolerance)
+    return _finish(e_step, noise, hyper, options.tolerance)._replace(noise=drawn)
 
 
 def make_e_step(problem: Problem, noise: StochasticPrior, options: FitOptions) -> EStep:

@@ -11,22 +11,30 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from torch_lla_em import persistence
-from torch_lla_em.batches import TargetFn, inputs_of, to_device
+from torch_lla_em.batches import TargetFn, inputs_of, map_tensors, to_device
 from torch_lla_em.calibration import best_scale
 from torch_lla_em.checkpoint import PassLog, RecordedProblem, leaving_cleanly
 from torch_lla_em.curve import Curve, Modes, curve
-from torch_lla_em.data import Data
+from torch_lla_em.data import Chain, Data
 from torch_lla_em.empirical_bayes import EMState
 from torch_lla_em.fitting import FitOptions, Posterior, fit_posterior
 from torch_lla_em.last_layer import called_last
-from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression
+from torch_lla_em.likelihoods import (
+    LIKELIHOODS,
+    BradleyTerry,
+    Likelihood,
+    Regression,
+    tempered,
+)
 from torch_lla_em.linear_model import LinearModel
 from torch_lla_em.mackay import Estimate
 from torch_lla_em.network import ForwardFn, Network
 from torch_lla_em.parameters import ParameterLayout, Selection, select_parameters
+from torch_lla_em.parts import Earlier
 from torch_lla_em.posterior_samples import Solver
 from torch_lla_em.predictive import Prediction, mixed, score
 from torch_lla_em.problem import Problem
+from torch_lla_em.rewards import compare, preferred
 from torch_lla_em.solvers.block_krylov import Spectrum
 
 
@@ -79,6 +87,7 @@ class LinearisedLaplace(nn.Module):
         forward_fn: ForwardFn | None = None,
         target_fn: TargetFn | None = None,
         seed: int = 0,
+        temperature: float = 1.0,
     ):
         super().__init__()
         if not isinstance(model, nn.Module):
@@ -89,17 +98,23 @@ class LinearisedLaplace(nn.Module):
             raise ValueError(f"num_samples must be a whole number of 1 or more, not {num_samples}.")
         if not tolerance > 0:
             raise ValueError(f"tolerance must be above 0, not {tolerance}.")
+        self.likelihood = self._given_likelihood = _likelihood(likelihood, sigma_noise)
+        tempered(self.likelihood, temperature)
+        if isinstance(self.likelihood, BradleyTerry):
+            forward_fn, target_fn = forward_fn or compare, target_fn or preferred
         network = Network(model, forward_fn, class_dim)
         self._parameters_asked = parameters
         # not a submodule: its weights are the user's, and not part of the posterior's state
         object.__setattr__(self, "model", model)
         self._linear_model = _linear_model(network, parameters)
-        self.likelihood = _likelihood(likelihood, sigma_noise)
+        self.temperature = temperature
         self.prior, self.g_prior, self.curvature = prior, g_prior, curvature
         self.num_samples, self.tolerance, self.seed = num_samples, tolerance, seed
         self.solver, self.target_fn = solver, target_fn
         self.history: list[dict[str, Any]] = []
         self.num_data: int | None = None
+        self._loaders: Chain | None = None
+        self._earlier: Earlier | None = None
         for name in _TENSORS:
             self.register_buffer(name, None)
 
@@ -112,30 +127,45 @@ class LinearisedLaplace(nn.Module):
         progress_bar: bool = True,
         checkpoint: str | PathLike | None = None,
         update: str = "mackay",
+        override: bool = True,
     ) -> LinearisedLaplace:
         """Learn λ (and σ) by EM from ``prior_precision``, then find mode and samples.
 
         ``em_steps=0`` keeps ``prior_precision``. ``update="em"`` takes the slower steps
         that never lower the evidence. ``checkpoint`` is a folder that keeps every pass: the
         same call after a kill goes on from there.
+
+        ``override=False`` adds the data to those of earlier fits, which are read again: what
+        a fit of all of them at once would give, from the λ and σ learnt so far.
         """
         _check_choice("update", update, ("mackay", "em"))
         if em_steps < 0:
             raise ValueError(f"em_steps must be 0 or more, not {em_steps}.")
-        start = None
+        start, more = None, not override and self.w_lin is not None
+        if more and not (self._loaders and self._loaders.loaders):
+            raise NotFittedError(
+                "The earlier data are not here, since a posterior is stored without them: call "
+                "la.fit with one loader of all data, old and new."
+            )
         if prior_precision is not None:
             start = torch.as_tensor(prior_precision, dtype=torch.float64)
             if not (start > 0).all() or start.isinf().any():
                 raise ValueError(f"prior_precision must be positive, not {prior_precision}.")
+        elif more:
+            start = self.prior_precision
         elif em_steps == 0:
             raise ValueError("em_steps=0 keeps the prior precision: pass prior_precision too.")
-        data = Data(loader, self._linear_model.network.device, self.target_fn)
+        loaders = Chain([*(self._loaders.loaders if more else ()), loader])
+        data = Data(loader if len(loaders.loaders) == 1 else loaders, self._device, self.target_fn)
         if self._parameters_asked == "last_layer":
             # which layer is called last is only known once there is something to call it on
             network = self._linear_model.network
             last = called_last(network, next(iter(data)).inputs)
             self._linear_model = _linear_model(network, "last_layer", last)
-        problem = Problem(self._linear_model, self.likelihood, data)
+        fitted = self.likelihood if more else self._given_likelihood
+        likelihood = tempered(fitted, self.temperature)
+        problem = Problem(self._linear_model, likelihood, data)
+        earlier = self._earlier.at(likelihood) if more and self._earlier else None
         options = FitOptions(
             self.num_samples,
             self.seed,
@@ -147,14 +177,17 @@ class LinearisedLaplace(nn.Module):
             update,
             em_steps,
             start,
+            earlier.num_rows if earlier else 0,
+            keep_noise=not override,
         )
         if checkpoint is not None:
             log = PassLog(checkpoint, self._header(options))
             if log.finished.exists():
                 self.load_state_dict(persistence.read(log.finished))
                 return self
-            problem = RecordedProblem(self._linear_model, self.likelihood, data)
+            problem = RecordedProblem(self._linear_model, likelihood, data)
             problem.log = log
+        problem.earlier = earlier
         history: list[dict[str, Any]] = []
         with leaving_cleanly(), tqdm(total=em_steps, desc="EM", disable=not progress_bar) as bar:
 
@@ -165,6 +198,8 @@ class LinearisedLaplace(nn.Module):
 
             posterior = fit_posterior(problem, options, report)
         self._store(posterior, history, data.num_rows)
+        self._loaders = loaders
+        self._earlier = Earlier.of(posterior.noise, likelihood, data) if posterior.noise else None
         if checkpoint is not None:
             log.finish(self.state_dict())
         return self
@@ -226,7 +261,7 @@ class LinearisedLaplace(nn.Module):
     def calibrate(self, loader: Iterable[Any], mean: str = "network") -> LinearisedLaplace:
         """Fit the posterior scale τ by the likelihood of held-out data; one pass."""
         self._require_fit()
-        data = Data(loader, self._linear_model.network.device, self.target_fn)
+        data = Data(loader, self._device, self.target_fn)
         problem = Problem(self._linear_model, self.likelihood, data)
         columns = torch.cat([self.w_lin[None], self.w_samples])
         parts = [
@@ -300,6 +335,7 @@ class LinearisedLaplace(nn.Module):
         self.num_samples = len(self.w_samples)
         if self.sigma_noise is not None:
             self.likelihood = Regression(self.sigma_noise)
+        self._loaders = self._earlier = None
         self._versions = self._weight_versions()
 
     def save(self, path: str | PathLike) -> None:
@@ -313,6 +349,7 @@ class LinearisedLaplace(nn.Module):
             "curvature": self.curvature,
             "class_dim": self._linear_model.network.class_dim,
             "seed": self.seed,
+            "temperature": self.temperature,
         }
         likelihood = {kind: name for name, kind in LIKELIHOODS.items()}.get(type(self.likelihood))
         if likelihood is not None:
@@ -369,6 +406,9 @@ class LinearisedLaplace(nn.Module):
         self._modes = posterior.modes
         if self.sigma_noise is not None:
             self.likelihood = Regression(self.sigma_noise)
+        elif isinstance(self._given_likelihood, Regression):  # tempered, so its noise stays
+            self.likelihood = self._given_likelihood
+            self.sigma_noise = self.likelihood.sigma_noise.to(self.w_lin.device)
         self.history, self.num_data = history, num_data
         self._versions = self._weight_versions()
 
@@ -383,6 +423,7 @@ class LinearisedLaplace(nn.Module):
             "random weights": list(layout.names),
             "likelihood": type(self.likelihood).__name__,
             "sigma_noise": str(getattr(self.likelihood, "sigma_noise", None)),
+            "temperature": self.temperature,
             **settings,
         }
 
@@ -419,8 +460,19 @@ class LinearisedLaplace(nn.Module):
     def _push_forward(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
         network = self._linear_model.network
         x = to_device(inputs_of(x) if isinstance(x, Mapping) else x, network.device)
-        with network.guarded():
+        differentiate = torch.is_grad_enabled() and _requires_grad(x)
+        with network.guarded(), torch.set_grad_enabled(differentiate):
             return self._linear_model.jvp(self._linear_model.prepare(x), w)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._linear_model.network.device
+
+
+def _requires_grad(x: Any) -> bool:
+    found: list[bool] = []
+    map_tensors(lambda tensor: found.append(tensor.requires_grad), x)
+    return any(found)
 
 
 def _record(state: EMState, data_passes: int) -> dict[str, Any]:

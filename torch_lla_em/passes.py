@@ -53,6 +53,25 @@ class Fingerprint:
                 return False
         return True
 
+    def state(self) -> dict[str, Any]:
+        """Return plain numbers that ``of`` restores."""
+        return {
+            "sums": {str(position): sums.tolist() for position, sums in self._sums.items()},
+            "shapes": {str(position): list(shape) for position, shape in self._shapes.items()},
+            "left_out": sorted(self._left_out),
+        }
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Fingerprint:
+        """Return the fingerprint of a state."""
+        fingerprint = cls()
+        for position, sums in state["sums"].items():
+            fingerprint._sums[int(position)] = torch.tensor(sums, dtype=torch.float64)
+        for position, shape in state["shapes"].items():
+            fingerprint._shapes[int(position)] = torch.Size(shape)
+        fingerprint._left_out = set(state["left_out"])
+        return fingerprint
+
     def _add(self, position: int, tensor: Tensor) -> None:
         if not tensor.dim() or tensor.layout != torch.strided or not tensor.numel():
             self._left_out.add(position)

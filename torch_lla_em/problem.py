@@ -41,6 +41,16 @@ class NoiseFeatures(NamedTuple):
     """The expected squared feature s², shape (P,)."""
 
 
+class EarlierRows(NamedTuple):
+    """What is known of the first rows of the data from an earlier fit."""
+
+    num_rows: int
+    num_outputs: int
+
+    features: NoiseFeatures
+    """Theirs, under the same seed and likelihood."""
+
+
 class Problem:
     """Σ_n loss(J_n w, y_n) over the data, its gradient, and products with G = Σ_n J_nᵀ H_n J_n.
 
@@ -53,6 +63,7 @@ class Problem:
         self.likelihood = likelihood
         self.data = data
         self.curvature_point: Tensor | None = None
+        self.earlier: EarlierRows | None = None
         self.cost = Cost()
         w_MAP = linear_model.w_MAP
         self.device = w_MAP.device
@@ -98,12 +109,19 @@ class Problem:
         s² takes squares of sums over groups of rows: the same expectation as squares per
         row, without per-row gradients.
         """
-        eta, squares = self.zeros(num_samples), self.zeros(1)[0]
-        for batch in self._batches(at_most=_GROUP_ROWS):
+        eta, squares, skipped = self.zeros(num_samples), self.zeros(1)[0], 0
+        if self.earlier is not None and self.curvature_point is None:
+            skipped, num_outputs, known = self.earlier
+            eta += known.eta
+            squares += known.squares * (num_samples * skipped)
+            self.data.num_outputs += num_outputs
+        for batch in self._batches(_GROUP_ROWS, skipped):
             group = self._root_product(batch, partial(_draw, seed, num_samples, batch.rows))
             eta += group
             squares += group.square().sum(0)
-        self.cost.columns += num_samples
+        self.cost.columns += num_samples * (1 - skipped / self.data.num_rows)
+        # what cancels up to rounding moves no output, and must not be scaled up to do so
+        squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * squares.max()
         return NoiseFeatures(eta, squares / (num_samples * self.data.num_rows))
 
     def rows(self) -> Tensor:
@@ -188,11 +206,13 @@ class Problem:
         add_pullback(u, total)
         return total
 
-    def _batches(self, at_most: int | None = None) -> Iterator[Batch]:
-        """Yield the batches of one pass, ready for products, inside the network's guard."""
+    def _batches(self, at_most: int | None = None, skipped: int = 0) -> Iterator[Batch]:
+        """Yield the batches of one pass after the skipped rows, inside the network's guard."""
         self._finite.clear()
         with self.linear_model.network.guarded():
             for whole in self.data:
+                if skipped and whole.rows[-1] < skipped:
+                    continue
                 if self.linear_model.report is None:
                     _check_finite(whole)
                     self.linear_model.probe(whole.inputs)

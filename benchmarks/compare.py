@@ -55,7 +55,8 @@ def methods(task: Task, study: str) -> dict[str, Method]:
         table |= {"dense": posteriors.dense, "familiarity": posteriors.familiarity}
     chosen = ours.variants(task.regression)
     if study == "scale":
-        chosen = [variant for variant in chosen if variant.num_samples == 32]
+        scalar = [variant for variant in chosen if variant.prior == "scalar"]
+        chosen = [variant for variant in scalar if variant.num_samples == 32]
     return table | {variant.name: variant for variant in chosen}
 
 

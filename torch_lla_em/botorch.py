@@ -1,0 +1,47 @@
+"""A fitted posterior as a BoTorch model, whose posterior samples are joint over inputs.
+
+Needs BoTorch: ``pip install torch_lla_em[botorch]``.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torch_lla_em.laplace import LinearisedLaplace
+
+try:
+    from botorch.models.ensemble import EnsembleModel
+except ImportError as error:
+    raise ImportError(
+        "torch_lla_em.botorch needs BoTorch: pip install torch_lla_em[botorch], or pip install "
+        "botorch."
+    ) from error
+
+
+class LaplaceModel(EnsembleModel):
+    """The K functions f + √τ J w_k as an ensemble: sample k is one function at all inputs.
+
+    The samples are of f, free of noise, in the units that the network was trained in, and
+    differentiable in X. New observations need a new fit: there is no fantasising.
+    """
+
+    def __init__(self, la: LinearisedLaplace, num_outputs: int = 1):
+        super().__init__()
+        # not a submodule: ``eval`` and ``to`` here are not the posterior's
+        object.__setattr__(self, "la", la)
+        self._num_outputs = num_outputs
+
+    def forward(self, X: Tensor) -> Tensor:
+        """Return the samples at X (..., n, d), shape (..., K, n, outputs)."""
+        rows = X.reshape(-1, X.shape[-1]).to(next(self.la.model.parameters()).dtype)
+        samples = self.la.functional_samples(rows).to(X.dtype)
+        if samples.dim() == 2 and self.num_outputs == 1:
+            samples = samples.unsqueeze(-1)
+        if samples.dim() != 3 or samples.shape[-1] != self.num_outputs:
+            raise ValueError(
+                f"The network's outputs have shape {tuple(samples.shape[1:])}, not "
+                f"(n, {self.num_outputs}): pass num_outputs, or wrap the network in a module "
+                "that returns the quantities to optimise."
+            )
+        samples = samples.reshape(len(samples), -1, *X.shape[-2:-1], self.num_outputs)
+        return samples.movedim(0, 1).reshape(*X.shape[:-2], *samples.shape[:1], *samples.shape[2:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf, sqrt
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,12 +13,17 @@ from torch_lla_em.curve import Modes
 from torch_lla_em.evidence import log_dets, sigma_of, squared_residual
 from torch_lla_em.likelihoods import Regression
 from torch_lla_em.linear_mode import LinearMode, optimise_MAP
+from torch_lla_em.operators import WhitenedLoss
 from torch_lla_em.posterior_samples import PosteriorSamples, Solver, optimise_samples
+from torch_lla_em.prior import Prior
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers.block_krylov import Spectrum
 from torch_lla_em.solvers.newton import Newton
 from torch_lla_em.solvers.sgd import SGD
 from torch_lla_em.stochastic_prior import StochasticPrior
+
+_FIRST_MODE_PASSES = 6
+
 
 class Hyperparameters(NamedTuple):
     """What EM learns."""
@@ -65,12 +71,38 @@ class EStep(Protocol):
         self, hyper: Hyperparameters, tolerance: float
     ) -> tuple[LinearMode, PosteriorSamples, Tensor]: ...
 
-
     def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode: ...
 
     def spectrum(self, hyper: Hyperparameters) -> Spectrum | None: ...
 
     def modes(self, hyper: Hyperparameters) -> Modes: ...
+
+
+def first_mode(problem: Problem, prior: Prior, precision: Tensor) -> Tensor:
+    """Return a start for the mode, (P,): the best of multiples of the trained weights.
+
+    J w_MAP nearly says what the network says (exactly, up to a factor, where the network is
+    homogeneous in its weights), so that H there is near the one G is made of: the mode then
+    takes a third of the passes that it takes from 0, where the softmax is undecided.
+    """
+    if problem.likelihood.is_quadratic:
+        return problem.zeros(1)[0]
+    loss = WhitenedLoss(problem, prior.deviation(precision))
+    direction = prior.whitened(problem.linear_model.w_MAP.to(problem.dtype), precision)
+    low, high, factor = 0.0, inf, 1.0
+    best = inf, 0.0
+    for _ in range(_FIRST_MODE_PASSES):
+        x = factor * direction
+        value, gradient = loss.value_and_gradient(x)
+        best = min(best, (value + 0.5 * x.double().square().sum().item(), factor))
+        if (direction.double() @ (gradient + x).double()).item() < 0:
+            low = factor
+        else:
+            high = factor
+        factor = 3 * low if high == inf else high / 3 if low == 0 else sqrt(low * high)
+        if high < 2 * low:
+            break
+    return best[1] * problem.linear_model.w_MAP.to(problem.dtype) * (prior.scale > 0)
 
 
 class IterativeEStep:
@@ -113,6 +145,8 @@ class IterativeEStep:
         """Return w_lin at these hyper-parameters."""
         problem, noise = self._at_noise(hyper)
         solver = replace(self._mode_solver, tolerance=max(tolerance, 1e-6))
+        if self._w_lin is None:
+            self._w_lin = first_mode(problem, noise.prior, hyper.precision)
         mode = optimise_MAP(problem, noise.prior, hyper.precision, solver, self._w_lin)
         self._w_lin = mode.w
         return mode

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
+from math import log
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.curve import Modes
 from torch_lla_em.evidence import gaussian_constant, sigma_of
-from torch_lla_em.expectation import Expectation, Hyperparameters
+from torch_lla_em.expectation import Expectation, Hyperparameters, first_mode
 from torch_lla_em.likelihoods import Regression
 from torch_lla_em.linear_mode import LinearMode, optimise_MAP
 from torch_lla_em.operators import WhitenedGGN
@@ -21,6 +23,16 @@ from torch_lla_em.solvers.newton import Newton
 from torch_lla_em.stochastic_prior import StochasticPrior
 
 _CURVE_POINTS = 241
+# the factorisation serves λ down to this part of EM's own: EM may fall, the curve goes on
+# below λ*, and as a preconditioner of the mode it saves more single columns than it costs
+_REACH = 0.3
+_NEIGHBOURS = 10**-0.5, 10**0.5
+_NEIGHBOUR_TOLERANCE = 0.1
+
+
+def _covers(ratio: float, factor: float) -> bool:
+    """Whether λ at ``ratio`` of the final one reaches most of the way to ``factor`` of it."""
+    return log(ratio) / log(factor) > 0.7
 
 
 class KrylovEStep:
@@ -39,14 +51,14 @@ class KrylovEStep:
             self._loss_at_zero, gradient = problem.loss_and_gradient(problem.zeros(1)[0])
             start.append(-(scale * gradient)[None])
         self.krylov = solver.factorise(WhitenedGGN(problem, scale), torch.cat(start), len(noise.xi))
-        self._w_lin: Tensor | None = None
-        self._visited: list[tuple[float, float, float]] = []
+        self._visited: dict[float, LinearMode] = {}
+        self._warned = False
 
     def expect(
         self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
     ) -> Expectation:
         shift = self.shift(hyper)
-        self._extend(shift, tolerance)
+        self._extend(shift._replace(precision=_REACH * shift.precision), tolerance)
         dims, residual, gamma = self.krylov.effective_dims(shift), None, None
         if self._gaussian:
             norms = self.krylov.mode_norms(shift)
@@ -78,7 +90,7 @@ class KrylovEStep:
         self._extend(shift, 0.9 * tolerance)
         mode, log_dets = self.mode(hyper, tolerance), self.krylov.log_dets(shift)
         start = None
-        if self.krylov.lanczos.has_basis:
+        if self._has_basis:
             start = noise.prior.scale * self.krylov.samples(shift)
         # one product recomputes the true residual; where rounding spoilt it, iterations mend it
         polish = BlockCG(tolerance, self._solver.max_passes)
@@ -90,9 +102,19 @@ class KrylovEStep:
         return self.krylov.spectrum(self.shift(hyper).noise)
 
     def modes(self, hyper: Hyperparameters) -> Modes:
-        """Return the mode's objective where it is known: anywhere if Gaussian, else as visited."""
+        """Return the mode's objective where it is known.
+
+        Anywhere if Gaussian; else where EM went, and near half a decade either side of λ.
+        """
         if not self._gaussian:
-            return Modes.of(*torch.tensor(self._visited, dtype=torch.float64).T)
+            here, visited = hyper.precision.item(), list(self._visited)
+            for factor in _NEIGHBOURS:
+                if not any(_covers(precision / here, factor) for precision in visited):
+                    there = hyper._replace(precision=factor * hyper.precision)
+                    self.mode(there, _NEIGHBOUR_TOLERANCE)
+            norm = self._noise.prior.squared_norm
+            points = [(p, mode.loss, norm(mode.w).item()) for p, mode in self._visited.items()]
+            return Modes.of(*torch.tensor(points, dtype=torch.float64).T)
         grid = hyper.precision.cpu() * torch.logspace(-6, 6, _CURVE_POINTS, dtype=torch.float64)
         points = []
         for precision in grid:
@@ -106,34 +128,66 @@ class KrylovEStep:
         return Shift(hyper.precision.item(), ratio)
 
     def _extend(self, shift: Shift, tolerance: float) -> None:
+        lanczos, limit = self.krylov.lanczos, self._solver.max_passes
+        while not self._holds(shift, tolerance):
+            if lanczos.num_steps >= limit:
+                self._warn(shift, tolerance)
+                break
+            lanczos.extend()
+
+    def _holds(self, shift: Shift, tolerance: float) -> bool:
+        """Whether the certificates at these hyper-parameters meet the tolerance."""
         krylov = self.krylov
-        while krylov.lanczos.num_steps < self._solver.max_passes and not krylov.lanczos.exhausted:
-            if krylov.lanczos.num_steps and krylov.error(shift) <= tolerance:
-                if not self._gaussian or krylov.mode_error(shift) <= tolerance:
-                    break
-            krylov.lanczos.extend()
+        if krylov.lanczos.exhausted:
+            return True
+        if not krylov.lanczos.num_steps or krylov.error(shift) > tolerance:
+            return False
+        return not self._gaussian or krylov.mode_error(shift) <= tolerance
+
+    def _warn(self, shift: Shift, tolerance: float) -> None:
+        """Say once that γ and the evidence are less exact than was asked."""
+        if self._warned:
+            return
+        self._warned = True
+        error = self.krylov.error(shift)
+        if self._gaussian:
+            error = max(error, self.krylov.mode_error(shift))
+        warnings.warn(
+            f"At λ = {shift.precision:.3g} the effective dimension is known to an error of "
+            f"{error:.1e} only, not {tolerance:.1e}, after {self._solver.max_passes} passes. "
+            "Raise max_passes of BlockKrylov, start from a larger prior_precision, or take more "
+            "samples: they share one Krylov space.",
+            stacklevel=2,
+        )
 
     def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
         """Return w_lin at these hyper-parameters."""
         problem, noise = self._at_noise(hyper)
-        precondition, lanczos = None, self.krylov.lanczos
-        if lanczos.has_basis and lanczos.num_steps:
-            shift = self.shift(hyper)
+        shift, start, precondition = self.shift(hyper), self._nearest_mode(hyper), None
+        if self._has_basis:
             precondition = partial(self._precondition, shift=shift)
             if self._gaussian:
-                self._w_lin = noise.prior.scale * self.krylov.mode(shift).to(noise.xi)
+                start = noise.prior.scale * self.krylov.mode(shift).to(noise.xi)
+        if start is None:
+            start = first_mode(problem, noise.prior, hyper.precision)
+        solver = Newton(max(tolerance, 1e-6))
         mode = optimise_MAP(
-            problem,
-            noise.prior,
-            hyper.precision,
-            Newton(max(tolerance, 1e-6)),
-            self._w_lin,
-            precondition=precondition,
+            problem, noise.prior, hyper.precision, solver, start, precondition=precondition
         )
-        self._w_lin = mode.w
-        norm = noise.prior.squared_norm(mode.w).item()
-        self._visited.append((hyper.precision.item(), mode.loss, norm))
+        self._visited[hyper.precision.item()] = mode
         return mode
+
+    @property
+    def _has_basis(self) -> bool:
+        lanczos = self.krylov.lanczos
+        return lanczos.has_basis and lanczos.num_steps > 0
+
+    def _nearest_mode(self, hyper: Hyperparameters) -> Tensor | None:
+        """Return the mode at the visited λ that is nearest."""
+        if not self._visited:
+            return None
+        here = hyper.precision.item()
+        return self._visited[min(self._visited, key=lambda other: abs(log(other / here)))].w
 
     def _precondition(self, rows: Tensor, shift: Shift) -> Tensor:
         """Return an approximation of (A + I)⁻¹ rows in whitened coordinates."""

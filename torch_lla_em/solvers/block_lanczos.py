@@ -15,6 +15,9 @@ logger = logging.getLogger("torch_lla_em")
 
 Product = Callable[[Tensor], Tensor]
 
+# rounding of a product and of its orthogonalisation, in units of eps ‖G‖
+_NOISE = 30
+
 
 class BlockLanczos:
     """G Qᵀ ≈ Qᵀ T on the Krylov space of the rows of a block; one product a step.
@@ -50,6 +53,8 @@ class BlockLanczos:
 
     def extend(self) -> None:
         """Take one more product, and diagonalise T."""
+        if self.exhausted:
+            return
         block = self.basis[-1]
         image = self._product(block)
         if not torch.isfinite(image).all():
@@ -61,12 +66,14 @@ class BlockLanczos:
         image = image - combine(diagonal.T, block)
         if len(self._coupling):
             image -= combine(self._coupling[-1], self.basis[-2])
-        for _ in range(2):
-            for earlier in self.basis:
-                image -= combine(gram(image, earlier), earlier)
+        image = self._orthogonalised(self._orthogonalised(image))
         # below rounding of the product, directions are noise: the space is invariant
-        floor = 10 * torch.finfo(block.dtype).eps * self._scale
+        floor = _NOISE * torch.finfo(block.dtype).eps * self._scale
         block, coupling = orthonormalise(image, floor)
+        if len(block) and torch.linalg.svdvals(coupling)[-1] < 1e-2 * self._scale:
+            # what was small has kept, relative to its length, more of the rounding
+            block, turn = orthonormalise(self._orthogonalised(block), 0.5)
+            coupling = coupling @ turn
         self._coupling.append(coupling.T)
         self.basis.append(block)
         self._make_room()
@@ -104,6 +111,11 @@ class BlockLanczos:
         """Return Ritz coordinates (k, r) of vectors (k, P), projected; needs the basis."""
         pieces = [gram(rows, block) for block in self.basis[: self.num_steps]]
         return torch.cat(pieces, dim=1) @ self.vectors
+
+    def _orthogonalised(self, rows: Tensor) -> Tensor:
+        for earlier in self.basis:
+            rows = rows - combine(gram(rows, earlier), earlier)
+        return rows
 
     def _make_room(self) -> None:
         """Keep the last two blocks only, once the basis has outgrown its memory."""

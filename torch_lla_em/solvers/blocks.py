@@ -30,16 +30,18 @@ def combine(coefficients: Tensor, rows: Tensor) -> Tensor:
 def orthonormalise(rows: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
     """Return an orthonormal basis (r, P) and coefficients (m, r) with rows = coefficients basis.
 
-    Rank-revealing: rows of norm at most ``floor``, and directions that are linear
-    combinations of others up to rounding, leave the basis.
+    Rank-revealing: directions that are linear combinations of others up to rounding leave
+    the basis. Rounding is ``floor`` in every direction, or relative to each row if 0.
     """
     norms = dots(rows, rows).sqrt()
     live = (norms > floor).nonzero()[:, 0]
     if not len(live):
         return rows[:0], norms.new_zeros(len(rows), 0)
-    q, r = torch.linalg.qr((rows[live] / norms[live, None].to(rows)).T)
+    units = norms[live, None] if floor == 0 else torch.ones_like(norms[live, None])
+    q, r = torch.linalg.qr((rows[live] / units.to(rows)).T)
     u, singular, vh = torch.linalg.svd(r.double(), full_matrices=False)
-    kept = singular > 10 * len(u) ** 0.5 * torch.finfo(rows.dtype).eps * singular[0]
+    relative = 10 * len(u) ** 0.5 * torch.finfo(rows.dtype).eps * singular[0]
+    kept = singular > (relative if floor == 0 else floor)
     coefficients = norms.new_zeros(len(rows), int(kept.sum()))
-    coefficients[live] = norms[live, None] * vh[kept].T * singular[kept]
+    coefficients[live] = units * vh[kept].T * singular[kept]
     return combine(u[:, kept].T, q.T), coefficients

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import sqrt
 from typing import NamedTuple, Protocol
 
 import torch
@@ -86,8 +87,7 @@ class Newton:
 
             step, used = conjugate_gradients(loss.hessian(x), -slope, enough, precondition)
             passes += used
-            descent = _dot(slope, step)
-            fraction = 1.0
+            descent, fraction = _dot(slope, step), 1.0
             while True:
                 trial = x + fraction * step
                 value, gradient = loss.value_and_gradient(trial)
@@ -96,7 +96,8 @@ class Newton:
                 rounding = 10 * torch.finfo(x.dtype).eps * abs(total)
                 if new_total <= total + 1e-4 * fraction * descent + rounding:
                     break
-                fraction /= 2
+                rise = (new_total - total, _dot(gradient + trial, step))
+                fraction *= _shortening(fraction, descent, *rise)
                 if fraction < 1e-6:
                     raise DivergenceError(
                         "Newton's method found no descent: the likelihood's gradient and H do "
@@ -137,6 +138,17 @@ def conjugate_gradients(
         direction = z + new / rho * direction
         rho = new
     return x, passes
+
+
+def _shortening(fraction: float, descent: float, rise: float, slope: float) -> float:
+    """Return by how much to shorten a step: to the minimum of the cubic through both ends."""
+    left, right = fraction * descent, fraction * slope
+    # left t + b t² + a t³ has value ``rise`` and slope ``right`` at t = 1
+    a, b = left + right - 2 * rise, 3 * rise - 2 * left - right
+    discriminant = b * b - 3 * a * left
+    if not discriminant > 0 or b + sqrt(discriminant) == 0:
+        return 0.5
+    return min(0.5, max(0.05, -left / (b + sqrt(discriminant))))
 
 
 def _dot(a: Tensor, b: Tensor) -> float:

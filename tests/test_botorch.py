@@ -13,7 +13,7 @@ from torch_lla_em import LinearisedLaplace
 pytest.importorskip("botorch")
 
 from botorch.acquisition import qLogExpectedImprovement, qUpperConfidenceBound  # noqa: E402
-from botorch.acquisition.objective import ScalarizedPosteriorTransform  # noqa: E402
+from botorch.acquisition.objective import LinearMCObjective  # noqa: E402
 from botorch.optim import optimize_acqf  # noqa: E402
 
 from torch_lla_em.botorch import LaplaceModel  # noqa: E402
@@ -86,8 +86,8 @@ def test_several_outputs_are_scalarised():
     model = LaplaceModel(la, num_outputs=2)
     X = torch.rand(4, 2, dtype=torch.float64)
     assert model.posterior(X, output_indices=[1]).mean.shape == (4, 1)
-    weights = ScalarizedPosteriorTransform(torch.tensor([1.0, 0.5], dtype=torch.float64))
-    acquisition = qUpperConfidenceBound(model, beta=1.0, posterior_transform=weights)
+    weights = LinearMCObjective(torch.tensor([1.0, 0.5], dtype=torch.float64))
+    acquisition = qUpperConfidenceBound(model, beta=1.0, objective=weights)
     assert torch.isfinite(acquisition(X[:, None])).all()
     with pytest.raises(ValueError, match="num_outputs"):
         LaplaceModel(la).posterior(X)

@@ -1,0 +1,134 @@
+"""EM on one factorisation: the same posterior as by solves, and what it says when it cannot."""
+
+import warnings
+
+import pytest
+import torch
+from tiny import basis_noise, tiny
+
+from torch_lla_em.curve import curve
+from torch_lla_em.empirical_bayes import EmpiricalBayes
+from torch_lla_em.evidence import sigma_of
+from torch_lla_em.expectation import Hyperparameters, IterativeEStep, first_mode
+from torch_lla_em.krylov_expectation import KrylovEStep
+from torch_lla_em.operators import WhitenedLoss
+from torch_lla_em.solvers import BlockCG, BlockKrylov
+from torch_lla_em.stochastic_prior import get_sto_samples
+
+LIKELIHOODS = ["classification", "regression", "bernoulli", "poisson", "binomial"]
+
+
+def hyper_of(problem, precision):
+    return Hyperparameters(torch.tensor(precision, dtype=torch.float64), sigma_of(problem))
+
+
+def e_steps(name, noise_of=basis_noise, **options):
+    problem = tiny(name).problem(7, 18)
+    noise = noise_of(problem, True, False)
+    krylov = KrylovEStep(problem, noise, BlockKrylov(**options))
+    return problem, krylov, IterativeEStep(problem, noise, BlockCG(max_passes=2000), 0)
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+@pytest.mark.parametrize("precision", [0.5, 20.0])
+def test_expectations_equal_those_by_solves(name, precision):
+    problem, krylov, iterative = e_steps(name)
+    hyper = hyper_of(problem, precision)
+    ours, theirs = (e.expect(hyper, 1e-9, 1e-9) for e in (krylov, iterative))
+    torch.testing.assert_close(ours.effective_dims, theirs.effective_dims, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours.squared_norm, theirs.squared_norm.new_tensor(
+        float(ours.squared_norm)))
+    assert float(ours.squared_norm) == pytest.approx(float(theirs.squared_norm), rel=1e-5)
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+    if ours.residual is not None:
+        torch.testing.assert_close(ours.residual, theirs.residual, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_the_last_step_equals_that_by_solves(name):
+    problem, krylov, iterative = e_steps(name)
+    hyper = hyper_of(problem, 5.0)
+    (mode, samples, log_dets), (mode2, samples2, log_dets2) = (
+        e.finish(hyper, 1e-8) for e in (krylov, iterative)
+    )
+    torch.testing.assert_close(mode.w, mode2.w, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(samples.w, samples2.w, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(log_dets.mean(), log_dets2.mean(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_em_comes_to_the_same_precision(name):
+    ends = []
+    for kind in (1, 2):
+        parts = e_steps(name, noise_of=lambda problem, *_: get_sto_samples(problem, 8))
+        problem, e_step = parts[0], parts[kind]
+        prior = get_sto_samples(problem, 8).prior
+        em = EmpiricalBayes(problem, prior, e_step, max_steps=60)
+        ends.append([state.proposed for state in em.steps(hyper_of(problem, 10.0))][-1])
+    assert ends[0].precision.item() == pytest.approx(ends[1].precision.item(), rel=0.03)
+    if ends[0].sigma is not None:
+        assert ends[0].sigma.item() == pytest.approx(ends[1].sigma.item(), rel=0.03)
+
+
+def test_a_new_precision_costs_no_sample_pass():
+    problem, krylov, _ = e_steps("regression", max_passes=50)
+    krylov.expect(hyper_of(problem, 1.0), 1e-6, 1e-6)
+    columns = problem.cost.columns
+    for precision in (1.0, 3.0, 30.0, 300.0):
+        krylov.expect(hyper_of(problem, precision), 1e-6, 1e-6)
+    assert problem.cost.columns == columns
+
+
+def test_without_room_for_the_basis_nothing_changes_but_the_samples_cost():
+    results = []
+    for memory in (None, 1.0):
+        problem = tiny("classification").problem(7, 18)
+        noise = get_sto_samples(problem, 2)
+        krylov = KrylovEStep(problem, noise, BlockKrylov(memory=memory))
+        hyper = hyper_of(problem, 20.0)
+        expectation = krylov.expect(hyper, 1e-3, 1e-9)
+        assert krylov.krylov.lanczos.has_basis == (memory is None)
+        mode, samples, log_dets = krylov.finish(hyper, 1e-6)
+        results.append((expectation.effective_dims, log_dets, mode.w, samples.w))
+    for full, lean in zip(*results):
+        torch.testing.assert_close(lean, full, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_missing_the_certificate_is_told_once_with_the_remedy(name):
+    problem = tiny(name).problem(7, 18)
+    krylov = KrylovEStep(problem, get_sto_samples(problem, 1), BlockKrylov(max_passes=1))
+    with pytest.warns(UserWarning, match="effective dimension is known.*Raise max_passes") as seen:
+        for precision in (1e-2, 2e-2):
+            krylov.expect(hyper_of(problem, precision), 1e-6, 0.1)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("name", ["classification", "bernoulli", "poisson"])
+def test_the_first_mode_is_nearer_than_nothing(name):
+    problem = tiny(name).problem()
+    noise = get_sto_samples(problem, 4)
+    for precision in (1e-3, 1.0, 1e3):
+        precision = torch.tensor(precision, dtype=torch.float64)
+        start = first_mode(problem, noise.prior, precision)
+        loss = WhitenedLoss(problem, noise.prior.deviation(precision))
+
+        def objective(w, loss=loss, precision=precision):
+            x = noise.prior.whitened(w, precision)
+            return loss.value_and_gradient(x)[0] + 0.5 * x.square().sum().item()
+
+        assert objective(start) <= objective(torch.zeros_like(start)) * 1.05
+    assert not first_mode(tiny("regression").problem(), noise.prior, precision).any()
+
+
+def test_modes_near_the_last_precision_are_visited():
+    problem, krylov, _ = e_steps("classification")
+    hyper = hyper_of(problem, 5.0)
+    krylov.finish(hyper, 1e-3)
+    modes = krylov.modes(hyper)
+    logs = modes.log_precisions
+    assert logs[0] < torch.log(torch.tensor(5 * 0.32)) and logs[-1] > torch.log(torch.tensor(15.8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, evidence = curve(krylov.spectrum(hyper), modes, torch.tensor([2.0, 5.0, 15.0]).double())
+    assert torch.isfinite(evidence.value).all()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -66,7 +67,7 @@ FORMS = {
     "other keys": (lambda x, y: {"image": x, "label": y}, {"target_fn": lambda b: b["label"]}),
     "label first": (lambda x, y: (y, x), {"target_fn": lambda b: b[0]}),
     "one-hot": (
-        lambda x, y: (x, nn.functional.one_hot(y, 3)),
+        lambda x, y: (x, functional.one_hot(y, 3)),
         {"target_fn": lambda b: b[1].argmax(1)},
     ),
     "UserDict": (lambda x, y: UserDict(image=x, labels=y), {}),
@@ -287,6 +288,17 @@ def test_padding_to_each_batch_is_not_augmentation():
                 yield x, part
 
     torch.manual_seed(0)
+    assert passes(Padded()) == []
+
+
+def test_padding_of_whole_passes_is_not_augmentation():
+    x, y = case()
+    widths = iter([0, 3, 1])
+
+    class Padded:
+        def __iter__(self):
+            yield functional.pad(x, (0, next(widths)), value=-7.0), y
+
     assert passes(Padded()) == []
 
 

@@ -1,5 +1,7 @@
 """Outputs of any rank, and what is never allocated."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_lla_em import Bernoulli, BlockKrylov, Classification, LinearisedLaplace, Regression
+from torch_lla_em.batches import next_tokens
 from torch_lla_em.data import Data
 from torch_lla_em.exact import ExactLaplace, gaussian_log_prob
 from torch_lla_em.linear_model import LinearModel
@@ -227,3 +230,46 @@ def test_the_head_itself_may_be_random():
     assert size > 9_000
     # the basis of the block Krylov space, a hundred vectors or so
     assert largest.numel < 200 * size < classes * size / 10
+
+
+def gpt(**options):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    config = transformers.GPT2Config(**sizes, pad_token_id=0, **options)
+    return transformers, transformers.GPT2LMHeadModel(config)
+
+
+def test_language_models_predict_the_next_token():
+    transformers, model = gpt()
+    tokens = torch.randint(1, 11, (6, 5), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[1, 3:] = 0
+    batch = transformers.BatchEncoding({"input_ids": tokens, "attention_mask": mask})
+    la = LinearisedLaplace(
+        model, "classification", num_samples=3, parameters=["*mlp*"], target_fn=next_tokens
+    )
+    la.fit([batch], em_steps=1, progress_bar=False)
+    assert la(batch).shape == (6, 5, 11)
+    prediction = la.predict(batch)
+    # the model's own loss, which shifts inside
+    labels = tokens.masked_fill(mask == 0, -100)
+    expected = model.eval()(**batch, labels=labels).loss.detach() * (labels[:, 1:] >= 0).sum()
+    f = replace(prediction, deviations=torch.zeros_like(prediction.deviations))
+    assert_close(-f.log_prob(next_tokens(batch)).sum(), expected)
+
+
+def test_rewards_of_texts_take_dicts():
+    transformers, _ = gpt()
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, pad_token_id=0, num_labels=1
+    )
+    model = transformers.GPT2ForSequenceClassification(config)
+    texts = torch.randint(1, 11, (2, 8, 5), generator=torch.Generator().manual_seed(0))
+    chosen, rejected = ({"input_ids": t, "attention_mask": torch.ones_like(t)} for t in texts)
+    la = LinearisedLaplace(model, "reward_modeling", num_samples=3, parameters="last_layer")
+    la.fit([{"chosen": chosen, "rejected": rejected}], em_steps=1, progress_bar=False)
+    assert la((chosen, rejected)).shape == (8, 2)
+    assert la.predict((chosen,)).variance.shape == (8, 1)
+    assert_close(la.predict(chosen).mean, la.predict((chosen,)).mean)

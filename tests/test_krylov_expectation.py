@@ -1,6 +1,7 @@
 """EM on one factorisation: the same posterior as by solves, and what it says when it cannot."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -132,3 +133,28 @@ def test_modes_near_the_last_precision_are_visited():
         warnings.simplefilter("error")
         _, evidence = curve(krylov.spectrum(hyper), modes, torch.tensor([2.0, 5.0, 15.0]).double())
     assert torch.isfinite(evidence.value).all()
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+@pytest.mark.parametrize("precision", [1.0, 10.0])
+def test_the_certificate_bounds_any_output_and_is_not_trivial(name, precision):
+    setting = tiny(name)
+    problem = setting.problem(7, 18)
+    noise = get_sto_samples(problem, 3)
+    krylov = KrylovEStep(problem, noise, BlockKrylov())
+    hyper = hyper_of(problem, precision)
+    shift = krylov.shift(hyper)
+    for _ in range(2):
+        krylov.krylov.lanczos.extend()
+    w = noise.prior.scale * krylov.krylov.samples(shift)
+    covariance = setting.exact(noise.prior.scale).covariance(hyper.precision)
+    root = hyper.precision.sqrt() / noise.prior.scale
+    error = w - (noise.xi * root + noise.eta) @ covariance
+    x = 3 * torch.randn(40, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    y = setting.y[:1].expand(40, *setting.y.shape[1:])
+    J = replace(setting, x=x, y=y).exact().J.flatten(0, 1)
+    deviations = ((J @ covariance) * J).sum(1).sqrt()
+    certificate = krylov.krylov.certificates(shift)
+    assert ((error @ J.T).abs() <= certificate[:, None] * deviations + 1e-9).all()
+    true = ((error @ torch.linalg.inv(covariance)) * error).sum(1).sqrt()
+    assert (true <= certificate + 1e-9).all() and (certificate <= 30 * true + 1e-9).all()

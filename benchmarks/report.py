@@ -163,10 +163,10 @@ def lengths(tables: dict[tuple[str, int], Groups]) -> str:
     """Return the study of the scale, over tasks and training lengths."""
     chosen = [TEMPERATURE]
     for name in (PLAIN, LINEAR, f"{LINEAR}, mean J w_lin"):
-        chosen += [name, *(f"{name}, {how}" for how in ("calibrated", "joint calibration", "two numbers"))]
+        chosen += [name, *(f"{name}, {how}" for how in ("calibrated", "joint calibration", "two numbers", "two numbers with a prior"))]
     chosen += ["ours: scalar, g-prior, K=32", "ours: scalar, g-prior, K=32, calibrated"]
     damped = "ours: scalar, g-prior damped by 0.1, H at linear mode, K=32"
-    chosen += [damped, *(f"{damped}, {how}" for how in ("calibrated", "joint calibration", "two numbers"))]
+    chosen += [damped, *(f"{damped}, {how}" for how in ("calibrated", "joint calibration", "two numbers", "two numbers with a prior"))]
     text = []
     for key in ("nll", "joint_dyadic", "ece"):
         columns = [at for at, groups in tables.items() if "MAP" in groups and values(groups["MAP"], "ece")]

@@ -96,7 +96,7 @@ def test_compare_and_report_run_whole(tmp_path):
     assert {record["task"] for record in records} == {"moons", "gap"}
     assert all(record["commit"] is not None and record["versions"] for record in records)
     ours = [record for record in records if record["row"].startswith("ours")]
-    assert len(ours) == 8 + 4 and all("error" not in record for record in ours)
+    assert len(ours) == 10 + 4 and all("error" not in record for record in ours)
     run("report.py", "--results", tmp_path, "--docs", tmp_path)
     assert "temperature scaling" in (tmp_path / "benchmarks.md").read_text()
     assert (tmp_path / "benchmarks" / "gap.png").stat().st_size > 1000

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from tiny import LOG_PROBS, basis_noise, tiny
-from torch_lla_em import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton
+from torch_lla_em import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton, Regression
 from torch_lla_em.empirical_bayes import EmpiricalBayes
 from torch_lla_em.evidence import sigma_of
 from torch_lla_em.exact import gaussian_log_prob
@@ -140,29 +140,81 @@ def test_one_em_step_equals_the_dense_one(name, g_prior, layerwise):
         assert_close(step.noise_dims, dims)
 
 
+def dense_step(exact, precision, sigma, layout, layerwise, start=None):
+    """One step of MacKay's iteration on dense matrices; also γ of every weight, and the mode."""
+    if sigma is not None:
+        exact = exact.at_noise(gaussian_log_prob(sigma))
+    per_weight = layout.expand(precision) if layerwise else precision
+    covariance = exact.covariance(per_weight)
+    gamma, w = exact.effective_dims(per_weight), exact.mode(per_weight, start)
+    total = layout.block_sums if layerwise else torch.sum
+    new = total(gamma) / total((w / exact.scale) ** 2)
+    if sigma is not None:
+        error = (exact.y - exact.J @ w).square().sum(0)
+        dims = torch.einsum("ncp,pq,ncq->c", exact.J, covariance, exact.J) / sigma**2
+        if sigma.dim():
+            sigma = (error / (len(exact.y) - dims)).sqrt()
+        else:
+            sigma = (error.sum() / (exact.y.numel() - dims.sum())).sqrt()
+    return new, sigma, gamma, w
+
+
 def dense_fixed_point(exact, precision, sigma, layout, layerwise):
-    """MacKay's iteration on dense matrices, to convergence."""
+    """MacKay's iteration on dense matrices to convergence, by secants where λ is all there is."""
+    w, before = None, None
     for _ in range(300):
-        if sigma is not None:
-            exact = exact.at_noise(gaussian_log_prob(sigma))
-        per_weight = layout.expand(precision) if layerwise else precision
-        gamma, w = exact.effective_dims(per_weight), exact.mode(per_weight)
-        total = layout.block_sums if layerwise else torch.sum
-        new = total(gamma) / total((w / exact.scale) ** 2)
-        if sigma is not None:
-            error = (exact.y - exact.J @ w).square().sum(0)
-            sigma = (error.sum() / (exact.y.numel() - gamma.sum())).sqrt()
-        moved = (new.log() - precision.log()).abs().max()
-        precision = new
-        if moved < 1e-9:
+        new, new_sigma, gamma, w = dense_step(exact, precision, sigma, layout, layerwise, w)
+        moved = new.log() - precision.log()
+        if moved.abs().max() < 1e-7:
             break
+        here, step = precision, moved
+        if sigma is None and before is not None:
+            slope = (moved - before[1]) / (precision.log() - before[0].log())
+            if slope < 0:
+                step = (-moved / slope).clamp(-2, 2)
+        precision, sigma, before = (here.log() + step).exp(), new_sigma, (here, moved)
     return precision, sigma, gamma
 
 
-@pytest.mark.parametrize("name", ["classification", "regression", "bernoulli", "binomial"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("g_prior", [False, True])
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_em_follows_the_dense_path(name, g_prior, layerwise, monkeypatch):
+    monkeypatch.setattr("torch_lla_em.empirical_bayes.SAMPLE_TOLERANCE", 1e-9)
+    monkeypatch.setattr("torch_lla_em.empirical_bayes.MODE_TOLERANCE", 1e-9)
+    monkeypatch.setattr(EmpiricalBayes, "_accelerate", lambda self, old, proposed: proposed)
+    problem, noise, precision, exact, _ = setting(name, g_prior, layerwise)
+    sigma, layout = sigma_of(problem), noise.prior.layout
+    e_step = _BasisEStep(problem, noise, BlockCG(), 0)
+    em = EmpiricalBayes(problem, noise.prior, e_step, max_steps=5)
+    for state in em.steps(Hyperparameters(precision, sigma)):
+        precision, sigma, gamma, _ = dense_step(exact, precision, sigma, layout, layerwise)
+        # the mode is known to 1e-6, and pruned blocks are all but gone
+        assert_close(state.proposed.precision, precision, rtol=1e-3, atol=0)
+        assert_close(state.effective_dim.value.sum(), gamma.sum(), rtol=1e-4, atol=0)
+        if sigma is not None:
+            assert_close(state.proposed.sigma, sigma, rtol=1e-4, atol=0)
+
+
+class _BasisEStep(IterativeEStep):
+    """Draws no noise when σ of an output changes, but takes the basis again."""
+
+    def _at_noise(self, hyper):
+        if hyper.sigma is None or not hyper.sigma.dim():
+            return super()._at_noise(hyper)
+        problem = self._problem.with_likelihood(Regression(hyper.sigma))
+        g_prior = not (self._noise.prior.scale == 1).all()
+        noise = basis_noise(problem, g_prior, self._noise.prior.layerwise)
+        return problem, noise._replace(prior=self._noise.prior)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "regression per output"])
 @pytest.mark.parametrize("g_prior", [False, True])
 @pytest.mark.parametrize("solver", ["block Krylov", "block CG", "function space"])
-def test_em_settles_at_the_dense_fixed_point(name, g_prior, solver):
+def test_em_settles_at_the_dense_fixed_point(name, g_prior, solver, monkeypatch):
+    # a basis has no Monte Carlo error for λ to stop at
+    allowed = lambda self, gamma, expectation: torch.full_like(gamma, 0.01)  # noqa: E731
+    monkeypatch.setattr(EmpiricalBayes, "_allowed", allowed)
     problem, noise, precision, exact, _ = setting(name, g_prior, False)
     e_step = {
         "block Krylov": lambda: KrylovEStep(problem, noise, BlockKrylov()),
@@ -172,12 +224,26 @@ def test_em_settles_at_the_dense_fixed_point(name, g_prior, solver):
     em = EmpiricalBayes(problem, noise.prior, e_step, max_steps=60)
     sigma = sigma_of(problem)
     *_, last = em.steps(Hyperparameters(precision, sigma))
-    expected, sigma, gamma = dense_fixed_point(exact, precision, sigma, noise.prior.layout, False)
+    start = last.proposed.precision * 1.5, sigma  # from aside, to save steps
+    expected, sigma, gamma = dense_fixed_point(exact, *start, noise.prior.layout, False)
     # EM stops once λ moves by less than one per cent
     assert_close(last.proposed.precision, expected, rtol=0.02, atol=0)
     assert_close(last.effective_dim.value, gamma.sum(), rtol=0.02, atol=0)
     if sigma is not None:
         assert_close(last.proposed.sigma, sigma, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_em_by_sgd_settles_near_it(name):
+    problem, noise, precision, exact, _ = setting(name, True, False)
+    few = noise._replace(xi=noise.xi[::5], eta=noise.eta[::5])
+    states = []
+    for solver in (SGD(epochs=40), BlockCG()):
+        e_step = IterativeEStep(problem, few, solver, 0)
+        em = EmpiricalBayes(problem, noise.prior, e_step, max_steps=6)
+        *_, last = em.steps(Hyperparameters(precision, sigma_of(problem)))
+        states.append(last.proposed)
+    assert_close(states[0].precision, states[1].precision, rtol=0.1, atol=0)
 
 
 def test_updates_are_their_formulas():

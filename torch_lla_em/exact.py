@@ -71,10 +71,10 @@ class ExactLaplace:
         """Return the diagonal of Σ G, (P,): its sum is γ, its block sums γ of blocks."""
         return (self.covariance(precision) * self.ggn).sum(1)
 
-    def mode(self, precision: Tensor) -> Tensor:
+    def mode(self, precision: Tensor, start: Tensor | None = None) -> Tensor:
         """Return w_lin, (P,), by Newton steps with dense Hessians."""
         Lambda = precision / self.scale**2 * torch.ones_like(self.scale)
-        w = torch.zeros_like(self.scale)
+        w = torch.zeros_like(self.scale) if start is None else start
         objective = self._objective(w, Lambda)
         for _ in range(200):
             h = self.J @ w

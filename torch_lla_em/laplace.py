@@ -194,7 +194,7 @@ class LinearisedLaplace(nn.Module):
             def report(state: EMState) -> None:
                 history.append(_record(state, data.num_passes))
                 bar.update()
-                bar.set_postfix(_summary(state))
+                bar.set_postfix(_summary(history[-1]))
 
             posterior = fit_posterior(problem, options, report)
         self._store(posterior, history, data.num_rows)
@@ -496,16 +496,17 @@ def _record(state: EMState, data_passes: int) -> dict[str, Any]:
     }
 
 
-def _summary(state: EMState) -> dict[str, str]:
-    """Return what the progress bar shows."""
-    precision, gamma = state.hyper.precision, state.effective_dim
-    error = gamma.standard_error.square().sum().sqrt().item()
+def _summary(record: dict[str, Any]) -> dict[str, str]:
+    """Return what the progress bar shows of a record; of blocks, the sum of γ and the mean log λ."""
+    precision, gamma, error = (
+        torch.tensor(record[name]) for name in ("prior_precision", "effective_dim", "effective_dim_error")
+    )
     shown = {"λ": f"{precision.log().mean().exp().item():.3g}"}
-    if state.hyper.sigma is not None:
-        shown["σ"] = f"{state.hyper.sigma.mean().item():.3g}"
-    shown["γ"] = f"{gamma.value.sum().item():.1f}±{error:.1f}"
-    shown["residual"] = f"{max(state.sample_error, state.mode_error):.0e}"
-    shown["columns"] = f"{state.columns:.0f}"
+    if record["sigma_noise"] is not None:
+        shown["σ"] = f"{torch.tensor(record['sigma_noise']).mean().item():.3g}"
+    shown["γ"] = f"{gamma.sum().item():.1f}±{error.square().sum().sqrt().item():.1f}"
+    shown["residual"] = f"{max(record['sample_residual'], record['mode_residual']):.0e}"
+    shown["passes"] = str(record["data_passes"])
     return shown
 
 

@@ -179,6 +179,9 @@ def test_inputs_are_what_the_targets_leave():
     assert inputs_of([a]) is a
     assert inputs_of({"a": a, "y": y}, y) == {"a": a}
     assert inputs_of(Sample(a, y)).label is y
+    whole = UserDict(a=a, labels=y)
+    rest = inputs_of(whole)
+    assert type(rest) is UserDict and list(rest) == ["a"] and list(whole) == ["a", "labels"]
 
 
 def test_workers_and_their_order_are_kept():

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from tiny import likelihood_of, tiny
 from torch_lla_em import BlockCG, BlockKrylov, LinearisedLaplace, NotFittedError
+from torch_lla_em.problem import EarlierRows
 
 CUTS = (0, 11, 19, 30)
 
@@ -85,11 +86,15 @@ def test_a_plain_fit_forgets():
     case = tiny("regression")
     loaders = parts(case, *CUTS)
     la = posterior(case, "regression", sigma_noise=0.4)
-    first = la.fit(loaders[0], em_steps=3, progress_bar=False).w_samples
+    la.fit(loaders[0], em_steps=3, progress_bar=False)
+    first, scale, precision = la.w_samples, la.scale, la.prior_precision
     la.fit(loaders[1], override=False, **FIXED)
     again = la.fit(loaders[0], em_steps=3, progress_bar=False)
     assert again.num_data == 11
     assert_close(again.w_samples, first)
+    # the g-prior's scale is in units of the noise it was drawn at: the one given, not learnt
+    assert_close(again.scale, scale)
+    assert_close(again.prior_precision, precision)
 
 
 def test_earlier_rows_pass_no_network_again():
@@ -102,8 +107,6 @@ def test_earlier_rows_pass_no_network_again():
     known = problem.noise_features(3, 0)
     first = replace(case, x=case.x[:11], y=case.y[:11]).problem()
     later = case.problem(11, 19)
-    from torch_lla_em.problem import EarlierRows
-
     later.earlier = EarlierRows(11, 33, first.noise_features(3, 0))
     calls.clear()
     features = later.noise_features(3, 0)

@@ -10,17 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.empirical_bayes import EMState, EmpiricalBayes, starting_precision
+from torch_lla_em.empirical_bayes import EmpiricalBayes, EMState, starting_precision
 from torch_lla_em.evidence import log_evidences, sigma_of
 from torch_lla_em.expectation import EStep, Hyperparameters, IterativeEStep
 from torch_lla_em.krylov_expectation import KrylovEStep
-from torch_lla_em.solvers.block_krylov import Spectrum
 from torch_lla_em.mackay import Estimate
 from torch_lla_em.posterior_samples import Solver
 from torch_lla_em.prior import Prior
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers.block_cg import BlockCG
-from torch_lla_em.solvers.block_krylov import BlockKrylov
+from torch_lla_em.solvers.block_krylov import BlockKrylov, Spectrum
 from torch_lla_em.solvers.function_space import FunctionSpace
 from torch_lla_em.stochastic_prior import StochasticPrior, get_sto_samples
 

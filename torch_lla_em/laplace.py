@@ -17,7 +17,8 @@ from torch_lla_em.checkpoint import PassLog, RecordedProblem, leaving_cleanly
 from torch_lla_em.curve import Curve, Modes, curve
 from torch_lla_em.data import Chain, Data
 from torch_lla_em.empirical_bayes import EMState
-from torch_lla_em.fitting import FitOptions, Posterior, fit_posterior
+from torch_lla_em.fitting import FitOptions, fit_posterior
+from torch_lla_em.history import record_of, summary_of
 from torch_lla_em.last_layer import called_last
 from torch_lla_em.likelihoods import (
     LIKELIHOODS,
@@ -36,32 +37,10 @@ from torch_lla_em.predictive import Prediction, mixed, score
 from torch_lla_em.problem import Problem
 from torch_lla_em.rewards import compare, preferred
 from torch_lla_em.solvers.block_krylov import Spectrum
+from torch_lla_em.stored_posterior import NotFittedError, StoredPosterior
 
 
-class NotFittedError(RuntimeError):
-    """Something was asked of a posterior that is not there yet."""
-
-
-# what a fit leaves, as buffers; the private ones serve evidence and curve
-_TENSORS = (
-    "w_lin",
-    "w_samples",
-    "scale",
-    "prior_precision",
-    "sigma_noise",
-    "posterior_scale",
-    "effective_dim",
-    "effective_dim_error",
-    "certificate",
-    "_log_evidence",
-    "_eigenvalues",
-    "_xi_coordinates",
-    "_eta_coordinates",
-    "_modes",
-)
-
-
-class LinearisedLaplace(nn.Module):
+class LinearisedLaplace(StoredPosterior):
     """The linearised Laplace posterior of a trained network, by samples.
 
     ``fit`` learns the prior precision (and the noise of a regression) by EM and draws
@@ -89,9 +68,9 @@ class LinearisedLaplace(nn.Module):
         seed: int = 0,
         temperature: float = 1.0,
     ):
-        super().__init__()
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a trained nn.Module, not {type(model).__name__}.")
+        super().__init__(model)
         _check_choice("prior", prior, ("scalar", "layerwise"))
         _check_choice("curvature", curvature, ("network", "linear"))
         if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
@@ -104,19 +83,13 @@ class LinearisedLaplace(nn.Module):
             forward_fn, target_fn = forward_fn or compare, target_fn or preferred
         network = Network(model, forward_fn, class_dim)
         self._parameters_asked = parameters
-        # not a submodule: its weights are the user's, and not part of the posterior's state
-        object.__setattr__(self, "model", model)
         self._linear_model = _linear_model(network, parameters)
         self.temperature = temperature
         self.prior, self.g_prior, self.curvature = prior, g_prior, curvature
         self.num_samples, self.tolerance, self.seed = num_samples, tolerance, seed
         self.solver, self.target_fn = solver, target_fn
-        self.history: list[dict[str, Any]] = []
-        self.num_data: int | None = None
         self._loaders: Chain | None = None
         self._earlier: Earlier | None = None
-        for name in _TENSORS:
-            self.register_buffer(name, None)
 
     def fit(
         self,
@@ -141,30 +114,11 @@ class LinearisedLaplace(nn.Module):
         _check_choice("update", update, ("mackay", "em"))
         if em_steps < 0:
             raise ValueError(f"em_steps must be 0 or more, not {em_steps}.")
-        start, more = None, not override and self.w_lin is not None
-        if more and not (self._loaders and self._loaders.loaders):
-            raise NotFittedError(
-                "The earlier data are not here, since a posterior is stored without them: call "
-                "la.fit with one loader of all data, old and new."
-            )
-        if prior_precision is not None:
-            start = torch.as_tensor(prior_precision, dtype=torch.float64)
-            if not (start > 0).all() or start.isinf().any():
-                raise ValueError(f"prior_precision must be positive, not {prior_precision}.")
-        elif more:
-            start = self.prior_precision
-        elif em_steps == 0:
-            raise ValueError("em_steps=0 keeps the prior precision: pass prior_precision too.")
-        loaders = Chain([*(self._loaders.loaders if more else ()), loader])
-        data = Data(loader if len(loaders.loaders) == 1 else loaders, self._device, self.target_fn)
-        if self._parameters_asked == "last_layer":
-            # which layer is called last is only known once there is something to call it on
-            network = self._linear_model.network
-            last = called_last(network, next(iter(data)).inputs)
-            self._linear_model = _linear_model(network, "last_layer", last)
+        more = not override and self.w_lin is not None
+        start = self._start(prior_precision, em_steps, more)
+        loaders, data = self._open(loader, more)
         fitted = self.likelihood if more else self._given_likelihood
         likelihood = tempered(fitted, self.temperature)
-        problem = Problem(self._linear_model, likelihood, data)
         earlier = self._earlier.at(likelihood) if more and self._earlier else None
         options = FitOptions(
             self.num_samples,
@@ -180,6 +134,7 @@ class LinearisedLaplace(nn.Module):
             earlier.num_rows if earlier else 0,
             keep_noise=not override,
         )
+        problem = Problem(self._linear_model, likelihood, data)
         if checkpoint is not None:
             log = PassLog(checkpoint, self._header(options))
             if log.finished.exists():
@@ -192,9 +147,9 @@ class LinearisedLaplace(nn.Module):
         with leaving_cleanly(), tqdm(total=em_steps, desc="EM", disable=not progress_bar) as bar:
 
             def report(state: EMState) -> None:
-                history.append(_record(state, data.num_passes))
+                history.append(record_of(state, data.num_passes))
                 bar.update()
-                bar.set_postfix(_summary(history[-1]))
+                bar.set_postfix(summary_of(history[-1]))
 
             posterior = fit_posterior(problem, options, report)
         self._store(posterior, history, data.num_rows)
@@ -296,51 +251,48 @@ class LinearisedLaplace(nn.Module):
         if precisions.dim() != 1 or not (precisions > 0).all():
             raise ValueError("precisions must be a list of positive numbers.")
         spectrum = Spectrum(self._eigenvalues, self._xi_coordinates, self._eta_coordinates)
-        gamma, evidence = curve(Spectrum(*(t.double().cpu() for t in spectrum)), Modes(*self._modes.double().cpu()), precisions)
+        spectrum = Spectrum(*(tensor.double().cpu() for tensor in spectrum))
+        gamma, evidence = curve(spectrum, Modes(*self._modes.double().cpu()), precisions)
         path = torch.tensor([record["prior_precision"] for record in self.history])
         return Curve(precisions, gamma, evidence, path, self.prior_precision.item())
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Return the posterior as tensors, with a version and the network's fingerprint."""
-        self._require_fit()
-        state = {name: getattr(self, name) for name in _TENSORS if getattr(self, name) is not None}
-        state["torch_lla_em_version"] = torch.tensor(persistence.VERSION)
-        state["fingerprint"] = persistence.fingerprint(self._linear_model.network.module)
-        state["record"] = persistence.to_bytes(
-            {
-                "likelihood": type(self.likelihood).__name__,
-                "names": self._linear_model.layout.names,
-                "shapes": [list(shape) for shape in self._linear_model.layout.shapes],
-                "num_data": self.num_data,
-                "history": self.history,
-            }
-        )
-        return state
-
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
         """Take over a posterior; refused where the network is not the one it was fitted to."""
-        persistence.check(state)
-        record = persistence.from_bytes(state["record"])
-        self._refuse_other_network(state, record)
-        if record["likelihood"] != type(self.likelihood).__name__:
-            raise ValueError(
-                f"The posterior was fitted with the likelihood {record['likelihood']}, but this "
-                f"object has {type(self.likelihood).__name__}: construct it with the same one."
-            )
-        device = self._linear_model.network.device
-        for name in _TENSORS:
-            tensor = state.get(name)
-            setattr(self, name, None if tensor is None else tensor.to(device, copy=True))
-        self.history, self.num_data = record["history"], record["num_data"]
+        super().load_state_dict(state, strict)
         self.num_samples = len(self.w_samples)
-        if self.sigma_noise is not None:
-            self.likelihood = Regression(self.sigma_noise)
         self._loaders = self._earlier = None
-        self._versions = self._weight_versions()
 
-    def save(self, path: str | PathLike) -> None:
-        """Write the posterior to a file, without the network."""
-        options = {
+    def _start(
+        self, prior_precision: float | Tensor | None, em_steps: int, more: bool
+    ) -> Tensor | None:
+        """Return λ where EM starts, or None to have it chosen."""
+        if prior_precision is not None:
+            start = torch.as_tensor(prior_precision, dtype=torch.float64)
+            if not (start > 0).all() or start.isinf().any():
+                raise ValueError(f"prior_precision must be positive, not {prior_precision}.")
+            return start
+        if em_steps == 0 and not more:
+            raise ValueError("em_steps=0 keeps the prior precision: pass prior_precision too.")
+        return self.prior_precision if more else None
+
+    def _open(self, loader: Iterable[Any], more: bool) -> tuple[Chain, Data]:
+        """Return the loaders to fit on, as they are and as data; settle which layer is last."""
+        if more and not (self._loaders and self._loaders.loaders):
+            raise NotFittedError(
+                "The earlier data are not here, since a posterior is stored without them: call "
+                "la.fit with one loader of all data, old and new."
+            )
+        loaders = Chain([*(self._loaders.loaders if more else ()), loader])
+        data = Data(loader if len(loaders.loaders) == 1 else loaders, self._device, self.target_fn)
+        if self._parameters_asked == "last_layer":
+            # which layer is called last is only known once there is something to call it on
+            network = self._linear_model.network
+            last = called_last(network, next(iter(data)).inputs)
+            self._linear_model = _linear_model(network, "last_layer", last)
+        return loaders, data
+
+    def _options(self) -> dict[str, Any]:
+        return {
             "prior": self.prior,
             "g_prior": self.g_prior,
             "num_samples": self.num_samples,
@@ -351,66 +303,6 @@ class LinearisedLaplace(nn.Module):
             "seed": self.seed,
             "temperature": self.temperature,
         }
-        likelihood = {kind: name for name, kind in LIKELIHOODS.items()}.get(type(self.likelihood))
-        if likelihood is not None:
-            options["likelihood"] = likelihood
-        torch.save({**self.state_dict(), "options": persistence.to_bytes(options)}, path)
-
-    @classmethod
-    def load(cls, path: str | PathLike, model: nn.Module, **options: Any) -> LinearisedLaplace:
-        """Return a saved posterior on its network.
-
-        What tensors cannot hold (a likelihood of your own, forward_fn, target_fn, solver) is
-        passed again, as ``options``.
-        """
-        state = persistence.read(path)
-        if "options" not in state:
-            raise ValueError("The file holds a state_dict: construct the object and load_state_dict.")
-        options = {**persistence.from_bytes(state["options"]), **options}
-        if "likelihood" not in options:
-            raise ValueError("The file was written with a likelihood of your own: pass likelihood=.")
-        record = persistence.from_bytes(state["record"])
-        shapes = {name: list(p.shape) for name, p in Network(model).module.named_parameters()}
-        missing = [n for n, s in zip(record["names"], record["shapes"]) if shapes.get(n) != s]
-        if missing:
-            raise ValueError(
-                f"The model has no parameter {missing[0]!r} of the saved shape: the posterior "
-                "belongs to another architecture."
-            )
-        la = cls(model, options.pop("likelihood"), **options)
-        la.load_state_dict(state)
-        return la
-
-    def train(self, mode: bool = True) -> LinearisedLaplace:
-        """Set this object's own flag; predictions always run the network in eval mode."""
-        self.training = mode
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearisedLaplace:
-        """Move posterior and network together."""
-        super()._apply(fn, recurse)
-        self.model._apply(fn, recurse)
-        if self.w_lin is not None:
-            self._versions = self._weight_versions()
-        return self
-
-    def _store(self, posterior: Posterior, history: list[dict[str, Any]], num_data: int) -> None:
-        self.w_lin, self.w_samples = posterior.w_lin, posterior.w_samples
-        self.scale, self.certificate = posterior.scale, posterior.certificate
-        self.prior_precision, self.sigma_noise = posterior.hyper
-        self.effective_dim, self.effective_dim_error = posterior.effective_dim
-        self.posterior_scale = torch.ones((), dtype=torch.float64, device=self.w_lin.device)
-        self._log_evidence = torch.stack(list(posterior.log_evidence))
-        spectrum = posterior.spectrum or (None, None, None)
-        self._eigenvalues, self._xi_coordinates, self._eta_coordinates = spectrum
-        self._modes = posterior.modes
-        if self.sigma_noise is not None:
-            self.likelihood = Regression(self.sigma_noise)
-        elif isinstance(self._given_likelihood, Regression):  # tempered, so its noise stays
-            self.likelihood = self._given_likelihood
-            self.sigma_noise = self.likelihood.sigma_noise.to(self.w_lin.device)
-        self.history, self.num_data = history, num_data
-        self._versions = self._weight_versions()
 
     def _header(self, options: FitOptions) -> dict[str, Any]:
         """Return what a checkpoint must agree with, by name."""
@@ -426,36 +318,6 @@ class LinearisedLaplace(nn.Module):
             "temperature": self.temperature,
             **settings,
         }
-
-    def _require_fit(self) -> None:
-        if self.w_lin is None:
-            raise NotFittedError(
-                "There is no posterior yet: call la.fit(train_loader), or la.load_state_dict(state)."
-            )
-        if self._versions != self._weight_versions():
-            raise NotFittedError(
-                "The network's weights have changed since the fit, so the posterior is not theirs: "
-                "call la.fit(train_loader) again."
-            )
-
-    def _weight_versions(self) -> list[int]:
-        return [p._version for p in self._linear_model.network.module.parameters()]
-
-    def _refuse_other_network(self, state: dict[str, Tensor], record: dict[str, Any]) -> None:
-        layout = self._linear_model.layout
-        saved = list(zip(record["names"], map(tuple, record["shapes"])))
-        if saved != list(zip(layout.names, map(tuple, layout.shapes))):
-            raise ValueError(
-                f"The posterior is over {len(saved)} tensors that start with {saved[0]}, but this "
-                f"object's random weights are {len(layout.names)} that start with "
-                f"{(layout.names[0], tuple(layout.shapes[0]))}: pass the same `parameters`."
-            )
-        own = persistence.fingerprint(self._linear_model.network.module)
-        if not torch.equal(own, state["fingerprint"].cpu()):
-            raise ValueError(
-                "The network's weights or buffers are not those that the posterior was fitted to: "
-                "load the checkpoint of that network first, or fit again."
-            )
 
     def _push_forward(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
         network = self._linear_model.network
@@ -473,41 +335,6 @@ def _requires_grad(x: Any) -> bool:
     found: list[bool] = []
     map_tensors(lambda tensor: found.append(tensor.requires_grad), x)
     return any(found)
-
-
-def _record(state: EMState, data_passes: int) -> dict[str, Any]:
-    """Return what ``history`` keeps of a step: plain numbers, and lists where there are blocks."""
-    sigma = state.hyper.sigma
-    return {
-        "step": state.step,
-        "prior_precision": state.hyper.precision.tolist(),
-        "sigma_noise": None if sigma is None else sigma.tolist(),
-        "effective_dim": state.effective_dim.value.tolist(),
-        "effective_dim_error": state.effective_dim.standard_error.tolist(),
-        "squared_norm": state.squared_norm.tolist(),
-        "loss": state.loss,
-        "mode_residual": state.mode_error,
-        "sample_residual": state.sample_error,
-        "log_evidence": state.log_evidence.value.item(),
-        "log_evidence_error": state.log_evidence.standard_error.item(),
-        "data_passes": data_passes,
-        "columns": state.columns,
-        "seconds": state.seconds,
-    }
-
-
-def _summary(record: dict[str, Any]) -> dict[str, str]:
-    """Return what the progress bar shows of a record; of blocks, the sum of γ and the mean log λ."""
-    precision, gamma, error = (
-        torch.tensor(record[name]) for name in ("prior_precision", "effective_dim", "effective_dim_error")
-    )
-    shown = {"λ": f"{precision.log().mean().exp().item():.3g}"}
-    if record["sigma_noise"] is not None:
-        shown["σ"] = f"{torch.tensor(record['sigma_noise']).mean().item():.3g}"
-    shown["γ"] = f"{gamma.sum().item():.1f}±{error.square().sum().sqrt().item():.1f}"
-    shown["residual"] = f"{max(record['sample_residual'], record['mode_residual']):.0e}"
-    shown["passes"] = str(record["data_passes"])
-    return shown
 
 
 def _linear_model(

@@ -3,13 +3,17 @@
 Reading order, lowest level first: ``parameters``, ``likelihoods``, ``data``, ``network``,
 ``linear_model``, ``problem``, ``prior``, ``stochastic_prior``, ``solvers``,
 ``linear_mode``, ``posterior_samples``, ``mackay``, ``evidence``, ``expectation``,
-``empirical_bayes``, ``fitting``, ``predictive``, ``laplace``.
+``empirical_bayes``, ``fitting``, ``predictive``, ``laplace``. Beside them, the same EM for
+densities over features: ``em``, ``mixture``, ``feature_density``.
 """
 
+from torch_lla_em.feature_density import FeatureDensity
 from torch_lla_em.laplace import LinearisedLaplace, NotFittedError
 from torch_lla_em.likelihoods import (
     Bernoulli,
+    BradleyTerry,
     Classification,
+    HeteroscedasticRegression,
     Likelihood,
     Poisson,
     Regression,
@@ -20,6 +24,7 @@ from torch_lla_em.posterior_samples import optimise_samples
 from torch_lla_em.predictive import Prediction
 from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton
 from torch_lla_em.stochastic_prior import get_sto_samples
+from torch_lla_em.weight_decay import prior_precision_from_weight_decay
 
 __version__ = "0.1.0"
 
@@ -30,8 +35,10 @@ __all__ = [
     "Likelihood",
     "Classification",
     "Regression",
+    "HeteroscedasticRegression",
     "Bernoulli",
     "Poisson",
+    "BradleyTerry",
     "BlockKrylov",
     "BlockCG",
     "FunctionSpace",
@@ -41,4 +48,6 @@ __all__ = [
     "optimise_MAP",
     "optimise_samples",
     "function_space_Mackay_update",
+    "prior_precision_from_weight_decay",
+    "FeatureDensity",
 ]

@@ -20,6 +20,7 @@ import os, signal, sys
 sys.path.insert(0, {tests!r})
 import torch
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit it ignored
 from test_checkpoint import Fuse, fit
 fit(sys.argv[1], Fuse(int(sys.argv[3]), getattr(signal, sys.argv[4])), sys.argv[2])
 """

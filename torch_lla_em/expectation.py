@@ -78,6 +78,11 @@ class EStep(Protocol):
     def modes(self, hyper: Hyperparameters) -> Modes: ...
 
 
+def attainable(tolerance: float, problem: Problem) -> float:
+    """Return the tolerance, or what rounding allows of it."""
+    return max(tolerance, 10 * torch.finfo(problem.dtype).eps)
+
+
 def first_mode(problem: Problem, prior: Prior, precision: Tensor) -> Tensor:
     """Return a start for the mode, (P,): the best of multiples of the trained weights.
 
@@ -144,7 +149,7 @@ class IterativeEStep:
     def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
         """Return w_lin at these hyper-parameters."""
         problem, noise = self._at_noise(hyper)
-        solver = replace(self._mode_solver, tolerance=max(tolerance, 1e-6))
+        solver = replace(self._mode_solver, tolerance=attainable(tolerance, problem))
         if self._w_lin is None:
             self._w_lin = first_mode(problem, noise.prior, hyper.precision)
         mode = optimise_MAP(problem, noise.prior, hyper.precision, solver, self._w_lin)

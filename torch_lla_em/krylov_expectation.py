@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_lla_em.curve import Modes
 from torch_lla_em.evidence import gaussian_constant, sigma_of
-from torch_lla_em.expectation import Expectation, Hyperparameters, first_mode
+from torch_lla_em.expectation import Expectation, Hyperparameters, attainable, first_mode
 from torch_lla_em.likelihoods import Regression
 from torch_lla_em.linear_mode import LinearMode, optimise_MAP
 from torch_lla_em.operators import WhitenedGGN
@@ -170,7 +170,7 @@ class KrylovEStep:
                 start = noise.prior.scale * self.krylov.mode(shift).to(noise.xi)
         if start is None:
             start = first_mode(problem, noise.prior, hyper.precision)
-        solver = Newton(max(tolerance, 1e-6))
+        solver = Newton(attainable(tolerance, problem))
         mode = optimise_MAP(
             problem, noise.prior, hyper.precision, solver, start, precondition=precondition
         )

@@ -77,6 +77,8 @@ class EStep(Protocol):
 
     def modes(self, hyper: Hyperparameters) -> Modes: ...
 
+    def warm_start(self, w_lin: Tensor, w_samples: Tensor) -> None: ...
+
 
 def attainable(tolerance: float, problem: Problem) -> float:
     """Return the tolerance, or what rounding allows of it."""
@@ -155,6 +157,10 @@ class IterativeEStep:
         mode = optimise_MAP(problem, noise.prior, hyper.precision, solver, self._w_lin)
         self._w_lin = mode.w
         return mode
+
+    def warm_start(self, w_lin: Tensor, w_samples: Tensor) -> None:
+        """Begin with the mode and the samples of an earlier posterior."""
+        self._w_lin, self._w = w_lin, w_samples
 
     def spectrum(self, hyper: Hyperparameters) -> None:
         """Solves at single λ leave no spectrum."""

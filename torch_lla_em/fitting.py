@@ -47,6 +47,9 @@ class FitOptions:
     """Rows at the start of the data whose noise features are known."""
 
     keep_noise: bool = False
+    warm: tuple[Tensor, Tensor] | None = None
+    """Mode and samples to start from."""
+
 
 
 class Posterior(NamedTuple):
@@ -101,8 +104,12 @@ def make_e_step(problem: Problem, noise: StochasticPrior, options: FitOptions) -
     """Return the E-step of the solver asked for, or of one chosen by size."""
     solver = options.solver or choose_solver(problem, options.layerwise)
     if isinstance(solver, BlockKrylov) and _shifts(problem, options.layerwise):
-        return KrylovEStep(problem, noise, solver)
-    return IterativeEStep(problem, noise, solver, options.seed)
+        e_step = KrylovEStep(problem, noise, solver)
+    else:
+        e_step = IterativeEStep(problem, noise, solver, options.seed)
+    if options.warm is not None:
+        e_step.warm_start(*options.warm)
+    return e_step
 
 
 def choose_solver(problem: Problem, layerwise: bool) -> Solver:

@@ -51,6 +51,7 @@ class KrylovEStep:
             self._loss_at_zero, gradient = problem.loss_and_gradient(problem.zeros(1)[0])
             start.append(-(scale * gradient)[None])
         self.krylov = solver.factorise(WhitenedGGN(problem, scale), torch.cat(start), len(noise.xi))
+        self._earlier_mode: Tensor | None = None
         self._visited: dict[float, LinearMode] = {}
         self._warned = False
 
@@ -122,6 +123,10 @@ class KrylovEStep:
             points.append((precision, self._gaussian_loss(norms.fit, hyper), norms.squared_norm))
         return Modes.of(*torch.tensor(points, dtype=torch.float64).T)
 
+    def warm_start(self, w_lin: Tensor, w_samples: Tensor) -> None:
+        """Begin with the mode of an earlier posterior; the samples come from the factorisation."""
+        self._earlier_mode = w_lin
+
     def shift(self, hyper: Hyperparameters) -> Shift:
         """Return the hyper-parameters relative to the noise that G was built with."""
         ratio = (hyper.sigma / self._drawn_at).item() if self._gaussian else 1.0
@@ -183,9 +188,9 @@ class KrylovEStep:
         return lanczos.has_basis and lanczos.num_steps > 0
 
     def _nearest_mode(self, hyper: Hyperparameters) -> Tensor | None:
-        """Return the mode at the visited λ that is nearest."""
+        """Return the mode at the visited λ that is nearest, or of an earlier posterior."""
         if not self._visited:
-            return None
+            return self._earlier_mode
         here = hyper.precision.item()
         return self._visited[min(self._visited, key=lambda other: abs(log(other / here)))].w
 

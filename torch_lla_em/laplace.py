@@ -133,6 +133,7 @@ class LinearisedLaplace(StoredPosterior):
             start,
             earlier.num_rows if earlier else 0,
             keep_noise=not override,
+            warm=(self.w_lin, self.w_samples) if more else None,
         )
         problem = Problem(self._linear_model, likelihood, data)
         if checkpoint is not None:
@@ -238,8 +239,8 @@ class LinearisedLaplace(StoredPosterior):
     def curve(self, precisions: Iterable[float] | Tensor) -> Curve:
         """Return γ and the log evidence over a grid of λ, without a pass over data.
 
-        The evidence of a non-Gaussian likelihood is known between the precisions that EM
-        visited, and NaN beyond.
+        The evidence of a non-Gaussian likelihood is known where EM went and half a decade
+        either side of λ*, and NaN beyond.
         """
         self._require_fit()
         if self._eigenvalues is None:

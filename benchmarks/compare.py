@@ -2,7 +2,10 @@
 
     python benchmarks/compare.py digits --seeds 0 1 2 3 4
 
-takes about two minutes a seed on one core, and prints mean ± standard error over seeds.
+takes five minutes a seed on one core, of which laplace-torch's full posterior takes half,
+and prints mean ± standard error over seeds. Expect on digits: NLL 0.066 of MAP, 0.074 of
+temperature scaling, 0.16 of ours at τ = 1, as of the dense posterior; joint NLL 0.068 of MAP,
+0.045 of ours with joint calibration; AUROC of rotated digits 0.42 of MAP, 0.70 of ours.
 Data sets: digits, digits-conv, cancer, moons, diabetes, gap; all come with scikit-learn.
 
     python benchmarks/compare.py digits --study scale
@@ -15,6 +18,7 @@ import argparse
 import json
 import logging
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -79,7 +83,8 @@ def measured(method: Method, setting: Setting) -> Iterator[dict]:
             score = predict(shifted).unfamiliarity
             record[f"auroc_{name}"] = auroc(prediction.unfamiliarity, score)
         record |= costs | {"predict_seconds": 1000 * clock.seconds / len(x)}
-        if setting.task.grid is not None and setting.seed == 0:
+        plain = not any(part in row for part in ("calibrat", "mean J", "two numbers"))
+        if setting.task.grid is not None and setting.seed == 0 and plain:
             record |= picture(predict, setting.task)
         yield {"row": row} | record | getattr(predict, "details", {})
 
@@ -170,7 +175,7 @@ def provenance() -> dict[str, str]:
             [f"Python {platform.python_version()}", *(f"{p} {version(p)}" for p in packages)]
         ),
         "commit": commit.stdout.strip(),
-        "command": " ".join(["python", "benchmarks/compare.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/compare.py", *sys.argv[1:]]),
     }
 
 

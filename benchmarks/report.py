@@ -2,7 +2,8 @@
 
     python benchmarks/report.py
 
-takes seconds. Of repeated runs of one row the last counts.
+takes seconds. Of repeated runs of one row the last counts. What is said between the tables
+is in methods/words.md.
 """
 
 import argparse
@@ -37,13 +38,14 @@ COSTS = ("fit_seconds", "predict_seconds", "megabytes", "passes")
 TEMPERATURE = "temperature scaling"
 PLAIN = "ours: scalar, plain prior, K=32"
 LINEAR = "ours: scalar, plain prior, H at linear mode, K=32"
+DAMPED = "ours: scalar, g-prior damped by 0.1, H at linear mode, K=32"
 Groups = dict[str, list[dict]]
 
 
-def load(folder: Path) -> dict[tuple[str, int], Groups]:
+def load(folder: Path, *names: str) -> dict[tuple[str, int], Groups]:
     """Return the records of every (task, epochs), by row, one of each seed."""
     latest: dict[tuple, dict] = {}
-    for path in (folder / "compare.jsonl", folder / "scale.jsonl"):
+    for path in (folder / f"{name}.jsonl" for name in names or ("compare", "scale")):
         for line in path.read_text().splitlines() if path.exists() else ():
             record = json.loads(line)
             latest[record["task"], record["epochs"], record["row"], record["seed"]] = record
@@ -77,7 +79,7 @@ def table(groups: Groups, keys: list[str], bold: bool = True) -> str:
         higher = key in HIGHER or key.startswith("auroc")
         best[key] = (max if higher else min)(means) if means and bold else None
     for row, group in groups.items():
-        failed = sorted({record["error"] for record in group if "error" in record})
+        failed = [record["error"] for record in group if "error" in record]
         cells = []
         for key in keys:
             numbers = values(group, key)
@@ -85,8 +87,8 @@ def table(groups: Groups, keys: list[str], bold: bool = True) -> str:
             winner = bool(numbers) and best[key] is not None and mean(numbers) == best[key]
             cells.append(f"**{text}**" if winner else text)
         if failed:
-            cells[0] = f"fails: {failed[0].replace('|', '/')}"
-        lines.append(f"| {row} | {len(group)} | " + " | ".join(cells) + " |")
+            row += f" (fails for {len(failed)} of {len(group)} seeds: {failed[0].replace('|', '/')})"
+        lines.append(f"| {row} | {len(group) - len(failed)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -109,6 +111,13 @@ def comparison(task: str, epochs: int, groups: Groups) -> str:
     groups = ordered(groups)
     first = next(iter(groups.values()))[0]
     found = {key for group in groups.values() for record in group for key in record}
+    # single seeds of variants that were given up
+    several = max(len(group) for group in groups.values()) > 1
+    groups = {
+        row: group
+        for row, group in groups.items()
+        if not several or len(group) > 1 or not row.startswith("ours")
+    }
     keys = [key for key in SCORES if key in found]
     keys += sorted(key for key in found if key.startswith("auroc_"))
     main = {row: group for row, group in groups.items() if is_main(row)}
@@ -131,20 +140,22 @@ CONV = "The same digits, by a small convolutional network."
 
 def aims(epochs: int, groups: Groups) -> str:
     """Return what every variant reaches of the four aims on digits."""
-    def average(row: str, key: str) -> float:
-        return mean(values(groups[row], key))
+    def ratio(row: str, key: str) -> float:
+        pairs = paired(groups[row], groups[TEMPERATURE], key)
+        return mean(a for a, _ in pairs) / mean(b for _, b in pairs)
+
+    def gain(row: str, key: str) -> float:
+        return mean(a - b for a, b in paired(groups[row], groups["MAP"], key))
 
     lines = [
         "| | τ | NLL ÷ temperature's | joint ÷ temperature's | AUROC rotated − MAP | unseen − MAP | aims |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in groups:
-        if not row.startswith(("ours", "dense")) or not values(groups[row], "nll"):
+        if not row.startswith(("ours", "dense")) or len(values(groups[row], "nll")) < 2:
             continue
-        nll = average(row, "nll") / average(TEMPERATURE, "nll")
-        joint = average(row, "joint_dyadic") / average(TEMPERATURE, "joint_dyadic")
-        rotated = average(row, "auroc_rotated") - average("MAP", "auroc_rotated")
-        unseen = average(row, "auroc_unseen") - average("MAP", "auroc_unseen")
+        nll, joint = ratio(row, "nll"), ratio(row, "joint_dyadic")
+        rotated, unseen = gain(row, "auroc_rotated"), gain(row, "auroc_unseen")
         met = (nll <= 0.9) + (joint <= 0.5) + (rotated >= 0.2) + (unseen >= 0)
         scale = cell(values(groups[row], "scale"), 2)
         lines.append(
@@ -152,7 +163,46 @@ def aims(epochs: int, groups: Groups) -> str:
             f"{mark(rotated, rotated >= 0.2)} | {mark(unseen, unseen >= 0)} | {met} of 4 |"
         )
     loss = cell([record["train_loss"] for record in groups["MAP"]], 4)
+    lines[2:] = sorted(lines[2:], key=lambda line: line.rsplit("|", 2)[1], reverse=True)
     return f"**{epochs} epochs** (training loss {loss})\n\n" + "\n".join(lines) + "\n"
+
+
+def summary(tables: dict[tuple[str, int], Groups]) -> str:
+    """Return how many aims the main recipes meet on digits, by training length."""
+    recipes = {
+        "as it is: g-prior": "ours: scalar, g-prior, K=32",
+        "as it is, calibrated": "ours: scalar, g-prior, K=32, calibrated",
+        "plain prior": PLAIN,
+        "plain prior, calibrated": f"{PLAIN}, calibrated",
+        "plain prior, H at linear mode": LINEAR,
+        "plain prior, H at linear mode, joint calibration": f"{LINEAR}, joint calibration",
+        "damped g-prior, H at linear mode": DAMPED,
+        "damped g-prior, H at linear mode, joint calibration": f"{DAMPED}, joint calibration",
+        "damped g-prior, H and mean at linear mode, two numbers with a prior": (
+            f"{DAMPED}, mean J w_lin, two numbers with a prior"
+        ),
+    }
+    at = [key for key in tables if key[0] == "digits"]
+    lines = ["| | " + " | ".join(f"{epochs} epochs" for _, epochs in at) + " |"]
+    lines.append("|---" * (len(at) + 1) + "|")
+    for name, row in recipes.items():
+        found = []
+        for key in at:
+            line = [line for line in aims(key[1], tables[key]).splitlines() if line.startswith(f"| {row} |")]
+            found.append(" / ".join(part.strip() for part in line[0].split("|")[3:7]) if line else "")
+        if any(found):
+            lines.append(f"| {name} | " + " | ".join(found) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def paired(group: list[dict], reference: list[dict], key: str) -> list[tuple[float, float]]:
+    """Return the values of two rows at the seeds that both have."""
+    others = {record["seed"]: record for record in reference}
+    return [
+        (record[key], others[record["seed"]][key])
+        for record in group
+        if key in record and key in others.get(record["seed"], {})
+    ]
 
 
 def mark(value: float, holds: bool) -> str:
@@ -165,8 +215,7 @@ def lengths(tables: dict[tuple[str, int], Groups]) -> str:
     for name in (PLAIN, LINEAR, f"{LINEAR}, mean J w_lin"):
         chosen += [name, *(f"{name}, {how}" for how in ("calibrated", "joint calibration", "two numbers", "two numbers with a prior"))]
     chosen += ["ours: scalar, g-prior, K=32", "ours: scalar, g-prior, K=32, calibrated"]
-    damped = "ours: scalar, g-prior damped by 0.1, H at linear mode, K=32"
-    chosen += [damped, *(f"{damped}, {how}" for how in ("calibrated", "joint calibration", "two numbers", "two numbers with a prior"))]
+    chosen += [DAMPED, *(f"{DAMPED}, {how}" for how in ("calibrated", "joint calibration", "two numbers", "two numbers with a prior"))]
     text = []
     for key in ("nll", "joint_dyadic", "ece"):
         columns = [at for at, groups in tables.items() if "MAP" in groups and values(groups["MAP"], "ece")]
@@ -243,8 +292,9 @@ def confidence(groups: Groups, path: Path) -> None:
 def scales(tables: dict[tuple[str, int], Groups], path: Path) -> None:
     """Draw NLL and joint NLL on digits over training lengths."""
     at = [key for key in tables if key[0] == "digits"]
-    shown = ["MAP", TEMPERATURE, PLAIN, f"{PLAIN}, calibrated", LINEAR, f"{LINEAR}, joint calibration"]
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4))
+    shown = ["MAP", TEMPERATURE, PLAIN, f"{PLAIN}, calibrated", LINEAR, f"{DAMPED}, joint calibration"]
+    shown.append(f"{DAMPED}, mean J w_lin, two numbers with a prior")
+    figure, axes = plt.subplots(1, 3, figsize=(13, 5), layout="constrained")
     for axis, key in zip(axes, ("nll", "joint_dyadic", "auroc_rotated")):
         for row in shown:
             points = [(k[1], values(tables[k].get(row, []), key)) for k in at]
@@ -252,10 +302,10 @@ def scales(tables: dict[tuple[str, int], Groups], path: Path) -> None:
             errors = [stdev(v) / len(v) ** 0.5 for _, v in points]
             axis.errorbar([e for e, _ in points], [mean(v) for _, v in points], errors, label=row)
         axis.set_xscale("log")
+        axis.set_yscale("log" if key != "auroc_rotated" else "linear")
         axis.set_xlabel("epochs")
         axis.set_title(title(key))
-    axes[1].legend(fontsize=6)
-    figure.tight_layout()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", fontsize=7, ncols=2)
     figure.savefig(path, dpi=80)
     plt.close(figure)
 
@@ -266,13 +316,17 @@ def provenance(tables: dict[tuple[str, int], Groups]) -> str:
     text = []
     for key in ("machine", "versions", "commit"):
         text.append(f"- {key}: " + "; ".join(sorted({str(record[key]) for record in records})))
-    text.append("- commands:")
-    text += sorted({f"  - `{record['command']}`" for record in records})
+    commands = sorted({record["command"] for record in records})
+    text.append("\n<details><summary>Commands</summary>\n\n```\n" + "\n".join(commands) + "\n```\n\n</details>")
     return "\n".join(text)
 
 
-def page(tables: dict[tuple[str, int], Groups], words: dict[str, str]) -> str:
-    """Return docs/benchmarks.md."""
+def page(
+    tables: dict[tuple[str, int], Groups],
+    fresh: dict[tuple[str, int], Groups],
+    words: dict[str, str],
+) -> str:
+    """Return docs/benchmarks.md; ``fresh`` are seeds that nothing was chosen by."""
     text = [words.get("head", "# Benchmarks\n")]
     for task in TASKS:
         for (name, epochs), groups in tables.items():
@@ -281,6 +335,11 @@ def page(tables: dict[tuple[str, int], Groups], words: dict[str, str]) -> str:
                 text.append(comparison(task, epochs, groups))
                 text.append(words.get(task, ""))
     text.append(words.get("scale", "## The scale of the posterior\n"))
+    text.append(summary(tables))
+    text.append(words.get("found", ""))
+    if fresh:
+        text.append(words.get("fresh", ""))
+        text.append(summary(fresh))
     text.append(lengths(tables))
     for (task, epochs), groups in tables.items():
         if task.startswith("digits") and TEMPERATURE in groups:
@@ -318,7 +377,9 @@ def main() -> None:
         if task == "moons" and any("picture" in r for r in groups.get("deep ensemble of 5", [])):
             confidence(groups, pictures / "moons.png")
     scales(tables, pictures / "scale.png")
-    (args.docs / "benchmarks.md").write_text(page(tables, _words(HERE / "methods" / "words.md")))
+    fresh = load(args.results, "scale_fresh")
+    words = _words(HERE / "methods" / "words.md")
+    (args.docs / "benchmarks.md").write_text(page(tables, fresh, words))
 
 
 if __name__ == "__main__":

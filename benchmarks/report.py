@@ -376,7 +376,8 @@ def main() -> None:
             bands(groups, pictures / "gap.png")
         if task == "moons" and any("picture" in r for r in groups.get("deep ensemble of 5", [])):
             confidence(groups, pictures / "moons.png")
-    scales(tables, pictures / "scale.png")
+    if len([task for task, _ in tables if task == "digits"]) > 1:
+        scales(tables, pictures / "scale.png")
     fresh = load(args.results, "scale_fresh")
     words = _words(HERE / "methods" / "words.md")
     (args.docs / "benchmarks.md").write_text(page(tables, fresh, words))

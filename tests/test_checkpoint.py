@@ -87,9 +87,24 @@ def test_killed_processes_resume(number, passes, tmp_path):
 
 def test_finished_runs_return_at_once(tmp_path):
     first = fit("krylov", Fuse(10**6), tmp_path)
-    again = fit("krylov", Fuse(0), tmp_path)  # would raise in its first pass
+    again = fit("krylov", Fuse(1), tmp_path)  # reads the data once, to see that they are the same
     assert torch.equal(first.w_samples, again.w_samples)
     assert {path.name for path in tmp_path.iterdir()} == {"header.pt", "posterior.pt"}
+
+
+def test_finished_runs_of_other_data_are_refused(tmp_path):
+    fit("krylov", Fuse(10**6), tmp_path)
+    case = tiny("classification")
+    with pytest.raises(ValueError, match="of other data"):
+        fit("krylov", [(case.x[:10], case.y[:10])], tmp_path)
+
+
+def test_the_same_call_twice_is_the_same_run(tmp_path):
+    case = tiny("regression")
+    la = LinearisedLaplace(case.model, "regression", num_samples=4)
+    for _ in range(2):
+        la.fit([(case.x, case.y)], progress_bar=False, checkpoint=tmp_path)
+    assert la.sigma_noise != 1.0
 
 
 def interrupted(tmp_path):

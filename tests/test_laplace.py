@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tiny import LOG_PROBS, likelihood_of, tiny
-from torch_lla_em import BlockCG, FunctionSpace, LinearisedLaplace, NotFittedError
+from torch_lla_em import (
+    BlockCG,
+    Classification,
+    FunctionSpace,
+    LinearisedLaplace,
+    NotFittedError,
+    Regression,
+)
 
 NAMES = list(LOG_PROBS)
 
@@ -375,3 +383,86 @@ def test_true_em_reaches_the_same_precision():
     assert_close(slow.prior_precision, la.prior_precision, rtol=0.1, atol=0)
     values = torch.tensor([record["log_evidence"] for record in slow.history])
     assert (values.diff() > -1e-9).all()
+
+
+def test_saved_arguments_serve_the_next_fit(tmp_path):
+    case = tiny("regression")
+    la = LinearisedLaplace(case.model, "regression", sigma_noise=0.1, num_samples=2)
+    fixed = {"em_steps": 0, "prior_precision": 1.0, "progress_bar": False}
+    la.fit([(case.x, case.y)], **fixed).save(tmp_path / "posterior.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
+    assert loaded.fit([(case.x, case.y)], **fixed).sigma_noise == 0.1
+    case = tiny("classification")
+    la = LinearisedLaplace(case.model, Classification(ignore_index=-1), num_samples=2)
+    la.fit([(case.x, case.y)], **fixed).save(tmp_path / "ignoring.pt")
+    with pytest.raises(ValueError, match="arguments of your own"):
+        LinearisedLaplace.load(tmp_path / "ignoring.pt", case.model)
+
+
+def test_copies_predict():
+    case, la = fitted()
+    for other in (copy.deepcopy(la), pickle.loads(pickle.dumps(la))):
+        assert torch.equal(other(case.x), la(case.x))
+
+
+def test_statistics_that_move_are_noticed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    x, y = torch.randn(20, 2), torch.randint(3, (20,))
+    la = LinearisedLaplace(model, "classification", num_samples=2)
+    la.fit([(x, y)], progress_bar=False)
+    model.train()(x)
+    with pytest.raises(NotFittedError, match="have changed"):
+        la(x)
+
+
+def test_drawn_functions_outlive_calibration():
+    case, la = fitted()
+    function = la.function_sample(1)
+    before = function(case.x)
+    la.calibrate([(case.x, (case.y + 1) % 3)])
+    assert torch.equal(function(case.x), before)
+
+
+def test_own_kinds_of_regression_stay():
+    class Shifted(Regression):
+        def mean(self, f):
+            return f + 1.0
+
+    case = tiny("regression")
+    la = LinearisedLaplace(case.model, Shifted(0.4), num_samples=2)
+    la.fit([(case.x, case.y)], progress_bar=False)
+    assert type(la.likelihood) is Shifted
+    assert la.likelihood.sigma_noise == la.sigma_noise
+
+
+def test_values_passed_in_are_copied():
+    case = tiny("classification")
+    precision = torch.tensor(3.0).double()
+    la = LinearisedLaplace(case.model, "classification", num_samples=2)
+    la.fit([(case.x, case.y)], em_steps=0, prior_precision=precision, progress_bar=False)
+    precision.mul_(50)
+    assert la.prior_precision == 3.0
+
+
+def test_truth_values_and_small_integers_are_targets():
+    case = tiny("bernoulli")
+    fixed = {"em_steps": 0, "prior_precision": 3.0, "progress_bar": False}
+    la = LinearisedLaplace(case.model, "bernoulli", num_samples=2)
+    expected = la.fit([(case.x, case.y)], **fixed).w_lin
+    assert_close(la.fit([(case.x, case.y.bool())], **fixed).w_lin, expected)
+    case = tiny("classification")
+    la = LinearisedLaplace(case.model, "classification", num_samples=2)
+    expected = la.fit([(case.x, case.y)], **fixed).w_lin
+    assert_close(la.fit([(case.x, case.y.byte())], **fixed).w_lin, expected)
+
+
+def test_linear_curvature_is_that_of_the_last_mode():
+    case, la = fitted(curvature="linear", num_samples=32, tolerance=1e-6)
+    assert [record["step"] for record in la.history] == list(range(1, len(la.history) + 1))
+    again = LinearisedLaplace(
+        case.model, "classification", curvature="linear", num_samples=32, tolerance=1e-6
+    )
+    precision = la.prior_precision
+    again.fit([(case.x, case.y)], em_steps=0, prior_precision=precision, progress_bar=False)
+    assert_close(again.effective_dim, la.effective_dim, rtol=0.03, atol=0)

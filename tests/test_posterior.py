@@ -93,6 +93,13 @@ def test_sgd_finds_the_same_posterior(name):
     assert (mode.w - exact.mode(per_weight)).norm() < 0.05 * mode.w.norm()
 
 
+def test_sgd_does_not_take_a_negative_loss_for_divergence():
+    problem, noise, precision, *_ = setting("regression", True, False)
+    for sigma in (0.2, 0.3, 0.4):  # the loss at 0 passes through 0 with its constant
+        sharper = problem.with_likelihood(Regression(sigma))
+        optimise_MAP(sharper, noise.prior, precision, SGD(10.0, epochs=20))
+
+
 @pytest.mark.parametrize("averaging, clip", [(0.05, None), (None, 5.0)])
 def test_sgd_options_still_descend(averaging, clip):
     problem, noise, precision, *_ = setting("classification", True, False)
@@ -254,6 +261,7 @@ def test_updates_are_their_formulas():
     assert_close(em_update(gamma, norm, precision, count), count / (norm + (count - gamma) / 5))
     residual, sigma = torch.tensor(8.0).double(), torch.tensor(0.5).double()
     assert_close(mackay_noise(residual, gamma, count), (residual / 17).sqrt())
+    assert_close(mackay_noise(residual, 6 * gamma, count), (residual / 2).sqrt())
     assert_close(em_noise(residual, gamma, count, sigma), ((residual + 0.75) / 20).sqrt())
 
 

@@ -79,9 +79,9 @@ class PassLog:
                 )
         return entry
 
-    def finish(self, posterior: dict[str, Tensor]) -> None:
-        """Put the posterior in the place of the passes."""
-        write_atomically(posterior, self.finished)
+    def finish(self, posterior: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Put the posterior, and what is known of its data, in the place of the passes."""
+        write_atomically({**posterior, "facts": persistence.to_bytes(facts)}, self.finished)
         for path in self.folder.glob("pass-*.pt"):
             path.unlink()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from math import log, pi
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Regression
+from torch_lla_em.memory import free_memory
 from torch_lla_em.operators import WhitenedGGN
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers.block_krylov import KrylovPosterior, Shift
@@ -30,13 +32,21 @@ def log_dets(problem: Problem, noise: StochasticPrior, precision: Tensor) -> Ten
     deviation = noise.prior.deviation(precision)
     start = torch.cat([noise.xi, deviation * noise.eta])
     # the basis is kept for orthogonality alone: nothing is lost where it does not fit
-    lanczos = BlockLanczos(WhitenedGGN(problem, deviation), start)
+    memory = free_memory(start.device) / 2
+    lanczos = BlockLanczos(WhitenedGGN(problem, deviation), start, memory)
     krylov, unit = KrylovPosterior(lanczos, len(noise.xi)), Shift(1.0)
     for _ in range(_MAX_PASSES):
         lanczos.extend()
         # quadrature converges with the square of the certificate
         if lanczos.exhausted or krylov.error(unit) < 0.03:
             break
+    else:
+        warnings.warn(
+            f"The log evidence is known from samples with an error of {krylov.error(unit):.1e} "
+            f"only, after {_MAX_PASSES} passes. Start from a larger prior_precision, or use "
+            "float64.",
+            stacklevel=2,
+        )
     return krylov.log_dets(unit)
 
 
@@ -49,7 +59,9 @@ def sigma_of(problem: Problem) -> Tensor | None:
 def squared_residual(problem: Problem, loss: float) -> Tensor:
     """Return Σ_n ‖y_n - J_n w‖² of the loss at w, for a scalar σ."""
     sigma = problem.likelihood.sigma_noise
-    return 2 * sigma**2 * (loss - gaussian_constant(problem, sigma))
+    # a difference of large numbers, which rounding may take below zero
+    least = torch.finfo(problem.dtype).eps * problem.data.num_targets
+    return sigma**2 * max(2 * (loss - gaussian_constant(problem, sigma)), least)
 
 
 def gaussian_constant(problem: Problem, sigma: Tensor) -> float:

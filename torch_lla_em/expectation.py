@@ -11,7 +11,6 @@ from torch import Tensor
 
 from torch_lla_em.curve import Modes
 from torch_lla_em.evidence import log_dets, sigma_of, squared_residual
-from torch_lla_em.likelihoods import Regression
 from torch_lla_em.linear_mode import LinearMode, optimise_MAP
 from torch_lla_em.operators import WhitenedLoss
 from torch_lla_em.posterior_samples import PosteriorSamples, Solver, optimise_samples
@@ -180,7 +179,7 @@ class IterativeEStep:
         """Return problem and noise at σ; η is drawn again where σ has one value per output."""
         if hyper.sigma is None or torch.equal(hyper.sigma, self._drawn_at):
             return self._problem, self._noise
-        problem = self._problem.with_likelihood(Regression(hyper.sigma))
+        problem = self._problem.with_likelihood(self._problem.likelihood.at_noise(hyper.sigma))
         if hyper.sigma.dim():
             eta = problem.noise_features(len(self._noise.xi), self._seed).eta
             self._problem, self._noise = problem, self._noise._replace(eta=eta)

@@ -28,6 +28,10 @@ logger = logging.getLogger("torch_lla_em")
 _FUNCTION_SPACE_OUTPUTS = 1024
 _FUNCTION_SPACE_BYTES = 1e9
 
+# H at the linear mode moves λ, and λ the mode, but little after the first time
+_LINEAR_ROUNDS = 5
+_LINEAR_CHANGE = 0.05
+
 
 @dataclass(frozen=True)
 class FitOptions:
@@ -85,18 +89,22 @@ def fit_posterior(
     drawn = noise if options.keep_noise else None
     hyper = Hyperparameters(_start(options, noise), sigma_of(problem))
     e_step = make_e_step(problem, noise, options)
+    steps = 0
     for state in _learn(problem, noise.prior, e_step, hyper, options):
-        hyper = state.proposed
+        hyper, steps = state.proposed, state.step
         report(state)
     if options.curvature == "linear" and not problem.likelihood.is_quadratic:
-        w_lin = e_step.mode(hyper, options.tolerance).w
-        problem = problem.with_curvature_at(w_lin)
-        eta = problem.noise_features(options.num_samples, options.seed).eta
-        noise = noise._replace(eta=eta)
-        e_step = make_e_step(problem, noise, options)
-        for state in _learn(problem, noise.prior, e_step, hyper, options):
-            hyper = state.proposed
-            report(state)
+        for _ in range(_LINEAR_ROUNDS):
+            before = hyper.precision.log()
+            problem = problem.with_curvature_at(e_step.mode(hyper, options.tolerance).w)
+            eta = problem.noise_features(options.num_samples, options.seed).eta
+            noise = noise._replace(eta=eta)
+            e_step, done = make_e_step(problem, noise, options), steps
+            for state in _learn(problem, noise.prior, e_step, hyper, options):
+                hyper, steps = state.proposed, done + state.step
+                report(state._replace(step=steps))
+            if (hyper.precision.log() - before).abs().max() < _LINEAR_CHANGE:
+                break
     return _finish(e_step, noise, hyper, options.tolerance)._replace(noise=drawn)
 
 

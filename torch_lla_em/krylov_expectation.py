@@ -12,7 +12,6 @@ from torch import Tensor
 from torch_lla_em.curve import Modes
 from torch_lla_em.evidence import gaussian_constant, sigma_of
 from torch_lla_em.expectation import Expectation, Hyperparameters, attainable, first_mode
-from torch_lla_em.likelihoods import Regression
 from torch_lla_em.linear_mode import LinearMode, optimise_MAP
 from torch_lla_em.operators import WhitenedGGN
 from torch_lla_em.posterior_samples import PosteriorSamples, optimise_samples
@@ -211,5 +210,5 @@ class KrylovEStep:
         if not self._gaussian:
             return self._problem, self._noise
         ratio = (hyper.sigma / self._drawn_at).item()
-        problem = self._problem.with_likelihood(Regression(hyper.sigma))
+        problem = self._problem.with_likelihood(self._problem.likelihood.at_noise(hyper.sigma))
         return problem, self._noise._replace(eta=self._noise.eta / ratio)

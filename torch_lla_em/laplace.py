@@ -137,9 +137,14 @@ class LinearisedLaplace(StoredPosterior):
         )
         problem = Problem(self._linear_model, likelihood, data)
         if checkpoint is not None:
-            log = PassLog(checkpoint, self._header(options))
+            log = PassLog(checkpoint, self._header(options, fitted))
             if log.finished.exists():
-                self.load_state_dict(persistence.read(log.finished))
+                state = persistence.read(log.finished)
+                data.restore(persistence.from_bytes(state["facts"]))
+                for _ in data:  # a pass without the network, which refuses other data
+                    pass
+                self.load_state_dict(state)
+                self._loaders = loaders
                 return self
             problem = RecordedProblem(self._linear_model, likelihood, data)
             problem.log = log
@@ -157,7 +162,7 @@ class LinearisedLaplace(StoredPosterior):
         self._loaders = loaders
         self._earlier = Earlier.of(posterior.noise, likelihood, data) if posterior.noise else None
         if checkpoint is not None:
-            log.finish(self.state_dict())
+            log.finish(self.state_dict(), data.facts())
         return self
 
     def forward(
@@ -205,8 +210,12 @@ class LinearisedLaplace(StoredPosterior):
         if not -self.num_samples <= k < self.num_samples:
             raise IndexError(f"There are {self.num_samples} samples: k runs from 0, not to {k}.")
 
+        w, scale = self.w_samples[k][None].clone(), self.posterior_scale.sqrt()
+
         def sample(x: Any) -> Tensor:
-            return self.functional_samples(x)[k]
+            f, Jw = self._push_forward(x, w)
+            class_dim = self._linear_model.network.class_dim
+            return Prediction(self.likelihood, f, scale.to(Jw) * Jw, class_dim).samples[0]
 
         return sample
 
@@ -268,7 +277,7 @@ class LinearisedLaplace(StoredPosterior):
     ) -> Tensor | None:
         """Return λ where EM starts, or None to have it chosen."""
         if prior_precision is not None:
-            start = torch.as_tensor(prior_precision, dtype=torch.float64)
+            start = torch.as_tensor(prior_precision, dtype=torch.float64).detach().clone()
             if not (start > 0).all() or start.isinf().any():
                 raise ValueError(f"prior_precision must be positive, not {prior_precision}.")
             return start
@@ -293,7 +302,9 @@ class LinearisedLaplace(StoredPosterior):
         return loaders, data
 
     def _options(self) -> dict[str, Any]:
+        given = self._given_likelihood
         return {
+            "sigma_noise": given.sigma_noise.tolist() if type(given) is Regression else 1.0,
             "prior": self.prior,
             "g_prior": self.g_prior,
             "num_samples": self.num_samples,
@@ -305,7 +316,7 @@ class LinearisedLaplace(StoredPosterior):
             "temperature": self.temperature,
         }
 
-    def _header(self, options: FitOptions) -> dict[str, Any]:
+    def _header(self, options: FitOptions, likelihood: Likelihood) -> dict[str, Any]:
         """Return what a checkpoint must agree with, by name."""
         layout = self._linear_model.layout
         weights = persistence.fingerprint(self._linear_model.network.module)
@@ -314,8 +325,9 @@ class LinearisedLaplace(StoredPosterior):
             "format": persistence.VERSION,
             "network weights": bytes(weights.tolist()).hex(),
             "random weights": list(layout.names),
-            "likelihood": type(self.likelihood).__name__,
-            "sigma_noise": str(getattr(self.likelihood, "sigma_noise", None)),
+            "likelihood": type(likelihood).__name__,
+            "options of the likelihood": str(vars(likelihood)),
+            "class_dim": self._linear_model.network.class_dim,
             "temperature": self.temperature,
             **settings,
         }

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch_lla_em.network import Network, WeightFunction
 from torch_lla_em.parameters import owns_weights
 
-
 _Script = torch.jit.ScriptModule
 
 

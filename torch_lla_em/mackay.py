@@ -11,6 +11,8 @@ from torch import Tensor
 
 PRECISION_BOUNDS = 1e-10, 1e15
 
+_LEAST_FREEDOM = 0.05
+
 
 class Estimate(NamedTuple):
     """A Monte Carlo mean and its standard error over samples."""
@@ -52,15 +54,15 @@ def em_update(
 
 def mackay_noise(residual: Tensor, effective_dim: Tensor, count: Tensor) -> Tensor:
     """Return σ ← √(Σ(y - J w_lin)² / (N - γ)), for residual sums and counts of equal shape."""
-    left = count - effective_dim
-    if (left <= 0).any():
+    left, least = count - effective_dim, _LEAST_FREEDOM * count
+    if (left < least).any():
         warnings.warn(
             "The weights' effective dimension reaches the number of targets, so that the data "
-            "cannot tell noise from signal: sigma_noise stays bounded by half of the targets. "
-            "Use more data, or fix fewer weights with `parameters`.",
+            "cannot tell noise from signal: sigma_noise is held as if a twentieth of the "
+            "targets were free. Use more data, or fewer random weights with `parameters`.",
             stacklevel=2,
         )
-    return (residual / torch.maximum(left, 0.5 * count)).sqrt()
+    return (residual / torch.maximum(left, least)).sqrt()
 
 
 def em_noise(residual: Tensor, effective_dim: Tensor, count: Tensor, sigma: Tensor) -> Tensor:

@@ -255,7 +255,14 @@ class Problem:
                 raise type(error)(f"Batch {batch.index}: {error}") from None
 
     def _align(self, targets: Tensor) -> Tensor:
-        """Move the classes of elementwise targets last, where those of the outputs are."""
+        """Move the classes of elementwise targets last, where those of the outputs are.
+
+        Small integers become int64, and truth values numbers where every output has one.
+        """
+        if targets.dtype == torch.bool and self.likelihood.elementwise:
+            targets = targets.long()
+        elif targets.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+            targets = targets.long()
         class_dim = self.linear_model.network.class_dim
         if self.likelihood.elementwise and -targets.dim() <= class_dim < targets.dim():
             return targets.movedim(class_dim, -1)

@@ -35,10 +35,6 @@ class StochasticPrior(NamedTuple):
         """Return ξ + Λ^{-1/2} η, shape (K, P): Λ w0 in whitened coordinates."""
         return self.xi + self.prior.deviation(precision) * self.eta
 
-    def to_noise(self, ratio: float) -> StochasticPrior:
-        """Return the prior for a Gaussian noise of ``ratio`` times the old deviation."""
-        return self._replace(eta=self.eta / ratio)
-
 
 def get_sto_samples(
     problem: Problem,

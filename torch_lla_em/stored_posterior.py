@@ -55,6 +55,7 @@ class StoredPosterior(nn.Module):
         object.__setattr__(self, "model", model)
         self.history: list[dict[str, Any]] = []
         self.num_data: int | None = None
+        self._versions: list[int] | None = []
         for name in _TENSORS:
             self.register_buffer(name, None)
 
@@ -91,14 +92,16 @@ class StoredPosterior(nn.Module):
             setattr(self, name, None if tensor is None else tensor.to(device, copy=True))
         self.history, self.num_data = record["history"], record["num_data"]
         if self.sigma_noise is not None:
-            self.likelihood = Regression(self.sigma_noise)
+            self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
         self._versions = self._weight_versions()
 
     def save(self, path: str | PathLike) -> None:
         """Write the posterior to a file, without the network."""
         options = self._options()
-        likelihood = {kind: name for name, kind in LIKELIHOODS.items()}.get(type(self.likelihood))
-        if likelihood is not None:
+        given = self._given_likelihood
+        likelihood = {kind: name for name, kind in LIKELIHOODS.items()}.get(type(given))
+        # arguments other than the noise are not stored, so they make it one's own
+        if likelihood == "regression" or likelihood and vars(given) == vars(type(given)()):
             options["likelihood"] = likelihood
         torch.save({**self.state_dict(), "options": persistence.to_bytes(options)}, path)
 
@@ -114,7 +117,11 @@ class StoredPosterior(nn.Module):
             raise ValueError("The file holds a state_dict: construct the object and load_state_dict.")
         options = {**persistence.from_bytes(state["options"]), **options}
         if "likelihood" not in options:
-            raise ValueError("The file was written with a likelihood of your own: pass likelihood=.")
+            raise ValueError(
+                "The file was written with a likelihood of your own, or with arguments of your "
+                "own: pass likelihood=."
+            )
+        options["sigma_noise"] = torch.as_tensor(options["sigma_noise"], dtype=torch.float64)
         record = persistence.from_bytes(state["record"])
         shapes = {name: list(p.shape) for name, p in Network(model).module.named_parameters()}
         missing = [n for n, s in zip(record["names"], record["shapes"]) if shapes.get(n) != s]
@@ -130,6 +137,16 @@ class StoredPosterior(nn.Module):
     def _options(self) -> dict[str, Any]:
         """Return the constructor's plain arguments, for ``save``."""
         raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies of a network count their changes anew; say whether they are up to date."""
+        current = self._versions == self._weight_versions()
+        return {**self.__dict__, "_versions": None if current else self._versions}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._versions is None:
+            self._versions = self._weight_versions()
 
     def train(self, mode: bool = True) -> StoredPosterior:
         """Set this object's own flag; predictions always run the network in eval mode."""
@@ -155,7 +172,7 @@ class StoredPosterior(nn.Module):
         self._eigenvalues, self._xi_coordinates, self._eta_coordinates = spectrum
         self._modes = posterior.modes
         if self.sigma_noise is not None:
-            self.likelihood = Regression(self.sigma_noise)
+            self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
         elif isinstance(self._given_likelihood, Regression):  # tempered, so its noise stays
             self.likelihood = self._given_likelihood
             self.sigma_noise = self.likelihood.sigma_noise.to(self.w_lin.device)
@@ -174,7 +191,14 @@ class StoredPosterior(nn.Module):
             )
 
     def _weight_versions(self) -> list[int]:
-        return [p._version for p in self._linear_model.network.module.parameters()]
+        module = self._linear_model.network.module
+        # running statistics change without a new version, but the count of their batches has one
+        buffers = [
+            buffer
+            for name, buffer in module.named_buffers()
+            if buffer.is_floating_point() or name.endswith("num_batches_tracked")
+        ]
+        return [tensor._version for tensor in (*module.parameters(), *buffers)]
 
     def _refuse_other_network(self, state: dict[str, Tensor], record: dict[str, Any]) -> None:
         layout = self._linear_model.layout

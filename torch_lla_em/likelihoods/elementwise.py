@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from math import log, pi
 
 import torch
@@ -52,7 +53,13 @@ class Regression(ElementwiseLikelihood):
             raise ValueError(
                 f"sigma_noise must be a positive number or one per output, not {sigma_noise}."
             )
-        self.sigma_noise = sigma_noise
+        self.sigma_noise = sigma_noise.detach().clone()
+
+    def at_noise(self, sigma_noise: Tensor) -> Regression:
+        """Return the same likelihood at another noise."""
+        other = copy.copy(self)
+        other.sigma_noise = sigma_noise
+        return other
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         sigma = self._sigma(f)

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from torch_lla_em.mixtures.base import Mixture, check_shapes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import sqrt
 from typing import Protocol
 
 import torch
@@ -72,10 +71,10 @@ class SGD:
         def gradient(batch_gradient: BatchProduct, weight: float, x: Tensor) -> Tensor:
             return weight * batch_gradient(x) + x
 
-        value, _ = loss.value_and_gradient(start)
+        _, slope = loss.value_and_gradient(start)
         rate, passes = self._rate(loss.hessian(start), torch.ones_like(start)[None])
-        # the minimum lies below the start: ½‖x‖² is at most the start's objective
-        bound = sqrt(2 * abs(value) + start.square().sum().item())
+        # the whole is 1-strongly convex, so the minimum is no further than its gradient is long
+        bound = (start.norm() + (slope + start).norm()).item()
         x = self._descend(loss, gradient, start[None], rate, bound)
         return x[0], passes + self.epochs + 1
 

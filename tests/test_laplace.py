@@ -208,7 +208,7 @@ def test_float32_agrees_with_float64():
     single = LinearisedLaplace(copy.deepcopy(case.model).float(), "classification", num_samples=6, tolerance=1e-3)
     single.fit([(case.x.float(), case.y)], progress_bar=False, **options)
     assert single.w_samples.dtype == torch.float32
-    assert_close(single.w_samples.double(), double.w_samples, rtol=1e-2, atol=1e-3)
+    assert_close(single.w_samples.double(), double.w_samples, rtol=1e-2, atol=5e-3)
     assert_close(single(case.x.float()).double(), double(case.x), rtol=1e-3, atol=1e-3)
 
 

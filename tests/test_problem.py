@@ -3,6 +3,7 @@ import torch
 from torch.testing import assert_close
 
 from tiny import LOG_PROBS, basis_noise, tiny
+from torch_lla_em.prior import DAMPING, g_prior_scale, g_prior_squares
 from torch_lla_em.stochastic_prior import get_sto_samples
 
 NAMES = list(LOG_PROBS)
@@ -79,8 +80,17 @@ def test_scale_is_the_expected_feature():
     noise = get_sto_samples(big.problem(*range(8, 600, 8)), 200, 3)
     squared = noise.prior.scale ** -2
     expected = big.exact().expected_squared_features
+    expected = expected + DAMPING * expected.mean()
     # chi-squared with at least one degree of freedom a group and sample
     assert ((squared / expected - 1).abs() < 5 * (2 / (200 * 600 / 32)) ** 0.5).all()
+
+
+def test_rare_features_do_not_take_over():
+    squares = torch.tensor([4.0, 4.0, 1e-14, 0.0])
+    scale = g_prior_scale(squares)
+    assert scale[3] == 0
+    assert scale[2] < 15 * scale[0]
+    assert_close(g_prior_squares(scale), squares, rtol=1e-5, atol=1e-6)
 
 
 def test_dead_weights_have_no_scale():

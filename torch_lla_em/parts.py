@@ -8,6 +8,7 @@ import torch
 
 from torch_lla_em.data import Data
 from torch_lla_em.likelihoods import Likelihood, Regression
+from torch_lla_em.prior import g_prior_squares
 from torch_lla_em.problem import EarlierRows, NoiseFeatures
 from torch_lla_em.stochastic_prior import StochasticPrior
 
@@ -22,7 +23,7 @@ class Earlier(NamedTuple):
     def of(cls, noise: StochasticPrior, likelihood: Likelihood, data: Data) -> Earlier:
         """Return what the next part of the data adds to."""
         eta, scale = noise.eta, noise.prior.scale
-        features = NoiseFeatures(eta, torch.where(scale > 0, scale**-2, 0))
+        features = NoiseFeatures(eta, g_prior_squares(scale))
         return cls(EarlierRows(data.num_rows, data.num_outputs, features), likelihood)
 
     def at(self, likelihood: Likelihood) -> EarlierRows | None:

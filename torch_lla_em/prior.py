@@ -10,6 +10,10 @@ from torch import Tensor
 from torch_lla_em.parameters import ParameterLayout
 
 
+DAMPING = 0.01
+"""Share of the mean squared feature that the g-prior adds to every weight's own."""
+
+
 @dataclass(frozen=True)
 class Prior:
     """The prior's shape; its precision λ is passed to every method."""
@@ -49,8 +53,22 @@ class Prior:
 
 
 def g_prior_scale(squares: Tensor) -> Tensor:
-    """Return 1 / s, and 0 where a weight moves no output."""
-    return _inverse(squares.sqrt())
+    """Return 1 / √(s² + 0.01 mean s²), and 0 where a weight moves no output.
+
+    Without the second term the weights that hardly any datum moves get prior deviations up
+    to millions of times the others', and nearly all of the predictive variance.
+    """
+    live = squares > 0
+    mean = squares.sum() / live.sum().clamp_min(1)
+    return _inverse(torch.where(live, squares + DAMPING * mean, 0).sqrt())
+
+
+def g_prior_squares(scale: Tensor) -> Tensor:
+    """Return s² of a scale that ``g_prior_scale`` made."""
+    live = scale > 0
+    damped = torch.where(live, scale**-2, 0)
+    mean = damped.sum() / live.sum().clamp_min(1) / (1 + DAMPING)
+    return torch.where(live, (damped - DAMPING * mean).clamp_min(1e-30), 0)
 
 
 def _inverse(x: Tensor) -> Tensor:

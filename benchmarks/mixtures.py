@@ -3,7 +3,7 @@
     python benchmarks/mixtures.py --rows 1000000 --threads 1
 
 A million rows of 16 columns, 8 components, 10 EM steps in double precision: expect a
-third to a quarter of scikit-learn's time, and mean log-likelihoods that agree to 1e-12.
+third to a sixth of scikit-learn's time, and mean log-likelihoods that agree to 1e-12.
 It takes a minute or two; ``--rows 20000`` takes seconds. The table of
 ``docs/mixtures.md`` comes from here.
 """

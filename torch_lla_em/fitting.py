@@ -94,7 +94,8 @@ def fit_posterior(
         hyper, steps = state.proposed, state.step
         report(state)
     if options.curvature == "linear" and not problem.likelihood.is_quadratic:
-        for _ in range(_LINEAR_ROUNDS):
+        # a loss with several modes would wander from one to the next
+        for _ in range(_LINEAR_ROUNDS if problem.likelihood.convex else 1):
             before = hyper.precision.log()
             problem = problem.with_curvature_at(e_step.mode(hyper, options.tolerance).w)
             eta = problem.noise_features(options.num_samples, options.seed).eta

@@ -14,6 +14,9 @@ from torch import Tensor
 class Likelihood:
     """How targets y arise from outputs f; the base class of those that ship."""
 
+    convex = True
+    """Whether -log p is convex in f, so that the linear model has one mode."""
+
     elementwise = False
     """Whether y has an axis of its own for the outputs, where f has its classes."""
 

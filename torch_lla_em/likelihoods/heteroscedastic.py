@@ -20,6 +20,8 @@ class HeteroscedasticRegression(Likelihood):
     of the Hessian (Fisher scoring), slower than Newton's method: expect some 1e-3 of it.
     """
 
+    convex = False
+
     elementwise = True
     real_valued = True
 

@@ -18,6 +18,7 @@ class Tempered(Likelihood):
         self.untempered = likelihood
         self.temperature = temperature
         self.elementwise = likelihood.elementwise
+        self.convex = likelihood.convex
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         return self.untempered.log_prob(f, y) / self.temperature

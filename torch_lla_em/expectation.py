@@ -111,12 +111,24 @@ def first_mode(problem: Problem, prior: Prior, precision: Tensor) -> Tensor:
     return best[1] * problem.linear_model.w_MAP.to(problem.dtype) * (prior.scale > 0)
 
 
+def at_sigma(problem: Problem, sigma: Tensor) -> Problem:
+    """Return the problem of a Gaussian likelihood at another noise."""
+    return problem.with_likelihood(problem.likelihood.at_noise(sigma))
+
+
+def at_scalar_sigma(
+    problem: Problem, noise: StochasticPrior, sigma: Tensor
+) -> tuple[Problem, StochasticPrior]:
+    """Return problem and noise at another scalar σ than η was drawn at: η scales with 1 / σ."""
+    ratio = (sigma / sigma_of(problem)).item()
+    return at_sigma(problem, sigma), noise._replace(eta=noise.eta / ratio)
+
+
 class IterativeEStep:
     """One solve for the mode and one for the samples at every λ, from the last ones."""
 
     def __init__(self, problem: Problem, noise: StochasticPrior, solver: Solver, seed: int):
         self._problem, self._noise, self._seed = problem, noise, seed
-        self._drawn_at = sigma_of(problem)
         self._solver = solver
         self._mode_solver = solver if isinstance(solver, SGD) else Newton()
         self._w_lin: Tensor | None = None
@@ -177,16 +189,14 @@ class IterativeEStep:
 
     def _at_noise(self, hyper: Hyperparameters) -> tuple[Problem, StochasticPrior]:
         """Return problem and noise at σ; η is drawn again where σ has one value per output."""
-        if hyper.sigma is None or torch.equal(hyper.sigma, self._drawn_at):
+        if hyper.sigma is None or torch.equal(hyper.sigma, sigma_of(self._problem)):
             return self._problem, self._noise
-        problem = self._problem.with_likelihood(self._problem.likelihood.at_noise(hyper.sigma))
         if hyper.sigma.dim():
+            problem = at_sigma(self._problem, hyper.sigma)
             eta = problem.noise_features(len(self._noise.xi), self._seed).eta
             self._problem, self._noise = problem, self._noise._replace(eta=eta)
-            self._drawn_at = hyper.sigma
             return self._problem, self._noise
-        ratio = (hyper.sigma / self._drawn_at).item()
-        return problem, self._noise._replace(eta=self._noise.eta / ratio)
+        return at_scalar_sigma(self._problem, self._noise, hyper.sigma)
 
     @staticmethod
     def _noise_sums(

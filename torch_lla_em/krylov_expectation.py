@@ -11,7 +11,13 @@ from torch import Tensor
 
 from torch_lla_em.curve import Modes
 from torch_lla_em.evidence import gaussian_constant, sigma_of
-from torch_lla_em.expectation import Expectation, Hyperparameters, attainable, first_mode
+from torch_lla_em.expectation import (
+    Expectation,
+    Hyperparameters,
+    at_scalar_sigma,
+    attainable,
+    first_mode,
+)
 from torch_lla_em.linear_mode import LinearMode, optimise_MAP
 from torch_lla_em.operators import WhitenedGGN
 from torch_lla_em.posterior_samples import PosteriorSamples, optimise_samples
@@ -209,6 +215,4 @@ class KrylovEStep:
     def _at_noise(self, hyper: Hyperparameters) -> tuple[Problem, StochasticPrior]:
         if not self._gaussian:
             return self._problem, self._noise
-        ratio = (hyper.sigma / self._drawn_at).item()
-        problem = self._problem.with_likelihood(self._problem.likelihood.at_noise(hyper.sigma))
-        return problem, self._noise._replace(eta=self._noise.eta / ratio)
+        return at_scalar_sigma(self._problem, self._noise, hyper.sigma)

@@ -17,15 +17,10 @@ posterior beside MAP and temperature scaling.
 import argparse
 import json
 import logging
-import platform
-import shlex
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -34,6 +29,7 @@ from methods import baselines, ours, posteriors
 from methods.baselines import Setting
 from methods.measure import Meter
 from methods.metrics import auroc
+from methods.provenance import provenance
 from methods.tasks import TASKS, Loader, Task, make_task
 
 HERE = Path(__file__).parent
@@ -161,31 +157,6 @@ def summary(values: list[float | None]) -> str:
         return "–"
     spread = stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
     return f"{mean(values):.3f}±{spread:.3f}"
-
-
-def provenance() -> dict[str, str]:
-    """Return what a reader needs to repeat the run."""
-    packages = ("torch", "torchmetrics", "laplace-torch", "scikit-learn")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True
-    )
-    return {
-        "machine": f"{platform.machine()}, {processor()}, {torch.get_num_threads()} thread(s)",
-        "versions": ", ".join(
-            [f"Python {platform.python_version()}", *(f"{p} {version(p)}" for p in packages)]
-        ),
-        "commit": commit.stdout.strip(),
-        "command": shlex.join(["python", "benchmarks/compare.py", *sys.argv[1:]]),
-    }
-
-
-def processor() -> str:
-    """Return the processor's name, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")
 
 
 def _said(caught: list[warnings.WarningMessage]) -> dict[str, list[str]]:

@@ -1,0 +1,64 @@
+"""A problem that counts its passes: blocks of columns apart from single ones."""
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor, nn
+
+from torch_lla_em.data import Batch, Data
+from torch_lla_em.likelihoods import Classification
+from torch_lla_em.linear_model import LinearModel
+from torch_lla_em.network import Network
+from torch_lla_em.parameters import ParameterLayout, select_parameters
+from torch_lla_em.problem import NoiseFeatures, Problem
+
+Product = Callable[[Tensor], Tensor]
+
+
+class Counted(Problem):
+    """A problem that counts columns of sample passes, and single columns of the mode."""
+
+    def __init__(self, linear_model: LinearModel, likelihood: Classification, data: Data):
+        super().__init__(linear_model, likelihood, data)
+        self.spent = {"columns": 0.0, "single": 0.0}
+
+    def ggn_product(self, w: Tensor) -> Tensor:
+        self._count(len(w))
+        return super().ggn_product(w)
+
+    def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
+        self._count(1)
+        return super().loss_and_gradient(w)
+
+    def noise_features(self, num_samples: int, seed: int) -> NoiseFeatures:
+        self.spent["columns"] += num_samples
+        return super().noise_features(num_samples, seed)
+
+    def push_forward(self, w: Tensor) -> Iterator[tuple[Batch, Tensor, Tensor]]:
+        self._count(len(w))
+        return super().push_forward(w)
+
+    def minibatch_products(self) -> Iterator[tuple[int, Product]]:
+        for rows, product in super().minibatch_products():
+            yield rows, self._counting(product, rows)
+
+    def minibatch_gradients(self) -> Iterator[tuple[int, Product]]:
+        for rows, product in super().minibatch_gradients():
+            yield rows, self._counting(product, rows)
+
+    def _counting(self, product: Product, rows: int) -> Product:
+        def counted(w: Tensor) -> Tensor:
+            self._count(len(w), rows / self.data.num_rows)
+            return product(w)
+
+        return counted
+
+    def _count(self, columns: int, share: float = 1.0) -> None:
+        self.spent["single" if columns == 1 else "columns"] += columns * share
+
+
+def problem_of(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Counted:
+    """Return the classification problem of a network, with nothing spent yet."""
+    network = Network(model)
+    layout = ParameterLayout.of(network.module, select_parameters(network.module))
+    data = Data(batches, network.device)
+    return Counted(LinearModel(network, layout), Classification(), data)

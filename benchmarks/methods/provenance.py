@@ -1,0 +1,39 @@
+"""What a reader needs to repeat a run: machine, versions, commit and command."""
+
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+PACKAGES = ("torch", "torchmetrics", "laplace-torch", "scikit-learn")
+
+
+def provenance(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
+    """Return machine, versions, commit and command of this run."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    return {
+        "machine": f"{platform.machine()}, {processor()}, {torch.get_num_threads()} thread(s)",
+        "versions": ", ".join(
+            [f"Python {platform.python_version()}", *(f"{p} {version(p)}" for p in packages)]
+        ),
+        "commit": commit.stdout.strip(),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+    }
+
+
+def processor() -> str:
+    """Return the processor's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")

@@ -1,0 +1,140 @@
+"""One system (A + I) X = B, its reference solution, and the error of every solver over passes."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.operators import WhitenedGGN
+from torch_lla_em.problem import Problem
+from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, DivergenceError
+from torch_lla_em.solvers.block_krylov import Shift
+from torch_lla_em.solvers.blocks import dots
+from torch_lla_em.stochastic_prior import StochasticPrior
+
+SOLVERS = "block_krylov", "block_cg", "plain_cg", "sgd"
+RATES = 0.03, 0.1, 0.2, 0.5
+LEVELS = 1.0, 0.5, 0.3, 0.2, 0.1, 0.06, 0.03, 0.02, 0.01
+EPOCHS = 10, 20, 40
+
+Point = tuple[float, float, float]
+"""Passes of K columns, seconds, error."""
+
+
+class Remembered:
+    """A product that knows what it answered, for solvers that ask the same again."""
+
+    def __init__(self, product: Callable[[Tensor], Tensor]):
+        self._product = product
+        self._answers: list[tuple[Tensor, Tensor, float]] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a solve that repeats the last one's beginning."""
+        self._next, self.saved = 0, 0.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        known = self._answers[self._next : self._next + 1]
+        self._next += 1
+        if known and known[0][0].shape == x.shape and torch.equal(known[0][0], x):
+            self.saved += known[0][2]
+            return known[0][1].clone()
+        clock = time.monotonic()
+        image = self._product(x)
+        answer = x.clone(), image.clone(), time.monotonic() - clock
+        self._answers[self._next - 1 :] = [answer]
+        return image
+
+
+class Race:
+    """One system in whitened coordinates; errors are those of J w_k on the data."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        noise: StochasticPrior,
+        precision: Tensor,
+        reference: float = 1e-4,
+    ):
+        self.problem, self.noise, self.precision = problem, noise, precision
+        self.product = WhitenedGGN(problem, noise.prior.deviation(precision))
+        self.b = noise.right_hand_side(precision)
+        self.truth = BlockCG(reference).solve(self.product, self.b)
+
+    def error(self, x: Tensor) -> float:
+        """Return √(Σ_k ‖J (w_k - w_k*)‖²_H / Σ_k ‖J w_k*‖²_H) of the first samples."""
+        columns = len(x)
+        e = x - self.truth.x[:columns]
+        square = dots(e, self.product(e)).clamp_min(0).sum()
+        return (square / self.truth.energy[:columns].sum()).sqrt().item()
+
+    def trace(self, solver: str, until: float = 0.01) -> list[Point]:
+        """Return the points of one solver, up to the first error below ``until``."""
+        points = []
+        for point in getattr(self, solver)():
+            points.append(point)
+            if point[2] < until:
+                break
+        return points
+
+    def block_krylov(self) -> Iterator[Point]:
+        """Yield a point after every product with 2 K columns, which count as two passes."""
+        scale, K = self.noise.prior.scale, len(self.b)
+        start = torch.cat([self.noise.xi, scale * self.noise.eta])
+        seconds, shift = 0.0, Shift(self.precision.item())
+        krylov = BlockKrylov().factorise(WhitenedGGN(self.problem, scale), start, K)
+        for passes in range(2, 40, 2):
+            begin = time.monotonic()
+            krylov.lanczos.extend()
+            x = shift.precision**0.5 * krylov.samples(shift)
+            seconds += time.monotonic() - begin
+            yield passes, seconds, self.error(x)
+
+    def block_cg(self) -> Iterator[Point]:
+        """Yield a point for ever smaller tolerances, the last product of each counted."""
+        product = Remembered(self.product)
+        for tolerance in LEVELS:
+            begin = time.monotonic()
+            product.begin()
+            solution = BlockCG(tolerance).solve(product, self.b)
+            seconds = time.monotonic() - begin + product.saved
+            yield solution.passes, seconds, self.error(solution.x)
+
+    def plain_cg(self) -> Iterator[Point]:
+        """Yield a point after every fourth product with K systems of their own."""
+        x, residual = torch.zeros_like(self.b), self.b.clone()
+        direction, rho, seconds = residual.clone(), dots(residual, residual), 0.0
+        for passes in range(1, 81):
+            begin = time.monotonic()
+            image = direction + self.product(direction)
+            step = (rho / dots(direction, image))[:, None].to(x)
+            x, residual = x + step * direction, residual - step * image
+            rho, old = dots(residual, residual), rho
+            direction = residual + (rho / old)[:, None].to(x) * direction
+            seconds += time.monotonic() - begin
+            if passes % 4 == 0:
+                yield passes, seconds, self.error(x)
+
+    def sgd(self) -> Iterator[Point]:
+        """Yield the best step size for every number of epochs, on the first four samples."""
+        b, largest = self.b[:4], self.largest_eigenvalue()
+        for epochs in EPOCHS:
+            best = float("inf"), 0.0
+            for rate in RATES:
+                solver = SGD(epochs=epochs, learning_rate=rate / largest)
+                begin = time.monotonic()
+                try:
+                    x = solver.solve(self.product, b).x
+                except DivergenceError:
+                    continue
+                seconds = (time.monotonic() - begin) * len(self.b) / len(b)
+                best = min(best, (self.error(x), seconds))
+            yield epochs, best[1], best[0]
+
+    def largest_eigenvalue(self) -> float:
+        """Return that of A, from six power iterations."""
+        v = self.b[:1]
+        for _ in range(6):
+            v = self.product(v / v.norm())
+        return v.norm().item()

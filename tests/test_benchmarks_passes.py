@@ -1,0 +1,151 @@
+"""The study of passes: what it counts and what it calls an error are right."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+for package in ("sklearn", "matplotlib"):
+    pytest.importorskip(package)
+
+import passes  # noqa: E402
+from methods.counted import problem_of  # noqa: E402
+from methods.fits import FITS, Fit, dense_fixed_point, whole_fit  # noqa: E402
+from methods.networks import PROBLEMS, Source, trained  # noqa: E402
+from methods.race import Race, Remembered  # noqa: E402
+
+from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, Newton  # noqa: E402
+from torch_lla_em.linear_mode import optimise_MAP  # noqa: E402
+from torch_lla_em.stochastic_prior import get_sto_samples  # noqa: E402
+
+K = 3
+
+
+@pytest.fixture
+def setting():
+    """Three classes, 30 rows, two uneven batches."""
+    setting = tiny("classification")
+    problem = problem_of(setting.model, batches_of(setting))
+    return setting, problem, get_sto_samples(problem, K)
+
+
+def batches_of(setting):
+    return [(setting.x[:12], setting.y[:12]), (setting.x[12:], setting.y[12:])]
+
+
+@pytest.fixture
+def race(setting):
+    _, problem, noise = setting
+    return Race(problem, noise, torch.tensor(4.0).double(), 1e-9)
+
+
+def test_the_error_is_that_of_functions_on_the_data(setting, race):
+    tiny_setting, _, noise = setting
+    exact = tiny_setting.exact(noise.prior.scale)
+    precision = race.precision
+    root = precision.sqrt() / noise.prior.scale
+    w = (noise.xi * root + noise.eta) @ exact.covariance(precision)
+    x = noise.prior.whitened(w, precision)
+    assert race.error(x) < 1e-7
+    assert race.error(0 * x) == pytest.approx(1.0)
+    other = x + torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+    e = noise.prior.deviation(precision) * (other - x)
+    true = (((e @ exact.ggn) * e).sum() / ((w @ exact.ggn) * w).sum()).sqrt()
+    assert race.error(other) == pytest.approx(true.item(), rel=1e-6)
+
+
+def test_passes_are_those_taken(setting, race):
+    problem = setting[1]
+    problem.spent.update(columns=0.0, single=0.0)
+    solution = BlockCG(1e-3).solve(race.product, race.b)
+    assert problem.spent == {"columns": K * solution.passes, "single": 0}
+    mode = optimise_MAP(problem, race.noise.prior, race.precision, Newton(1e-3))
+    assert problem.spent["single"] == mode.passes
+    problem.spent.update(columns=0.0, single=0.0)
+    SGD(epochs=5, learning_rate=1e-4).solve(race.product, race.b)
+    assert problem.spent["columns"] == pytest.approx(K * 6)  # one for the true residual
+    problem.spent.update(columns=0.0)
+    get_sto_samples(problem, K)
+    assert problem.spent["columns"] == K
+
+
+@pytest.mark.parametrize("solver", ["block_krylov", "block_cg", "plain_cg"])
+def test_every_trace_comes_down(race, solver):
+    points = race.trace(solver)
+    assert points[-1][2] < 0.01
+    passes = [point[0] for point in points]
+    assert passes == sorted(passes) and passes[0] > 0
+
+
+def test_block_krylov_counts_twice(setting, race):
+    problem = setting[1]
+    problem.spent["columns"] = 0.0
+    points = race.trace("block_krylov", until=-1.0)[:2]
+    assert [point[0] for point in points] == [2, 4]
+
+
+def test_sgd_takes_the_best_step_size(race):
+    errors = [error for _, _, error in race.sgd()]
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 0.2
+
+
+def test_remembered_products_are_asked_once():
+    asked = []
+
+    def double(x):
+        asked.append(x)
+        return 2 * x
+
+    product, x = Remembered(double), torch.arange(3.0)
+    assert torch.equal(product(x), 2 * x)
+    product.begin()
+    assert torch.equal(product(x), 2 * x) and len(asked) == 1
+    assert torch.equal(product(x + 1), 2 * x + 2) and len(asked) == 2
+    product.begin()
+    assert torch.equal(product(x + 1), 2 * x + 2) and len(asked) == 3
+
+
+def test_whole_fits_agree_with_the_dense_fixed_point(setting):
+    tiny_setting, problem, noise = setting
+    batches, found = batches_of(tiny_setting), {}
+    for name, fit in (("krylov", Fit(BlockKrylov())), ("cg", Fit(BlockCG()))):
+        counted = problem_of(tiny_setting.model, batches)
+        found[name] = whole_fit(counted, K, fit)
+        assert found[name]["passes"] == counted.spent["columns"] / K
+        assert found[name]["error"] <= 0.05
+    start = torch.tensor(found["krylov"]["path"][0]).double()
+    dense = dense_fixed_point(problem, noise, start)
+    for fit in found.values():
+        monte_carlo = (K * fit["gamma"]) ** -0.5  # where EM stops
+        assert fit["path"][-1] == pytest.approx(dense, rel=monte_carlo)
+
+
+def test_a_fit_that_fails_says_so(setting):
+    counted = problem_of(setting[0].model, batches_of(setting[0]))
+    fit = whole_fit(counted, K, Fit(SGD(epochs=30, learning_rate=10.0)))
+    assert fit["failed"].startswith("SGD diverged")
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_networks_take_their_data(name):
+    model, batches = trained(name, Source(rows=20), epochs=1)
+    (x, y), = batches
+    assert model(x).shape == (20, 10) and len(y) == 20 and not model.training
+
+
+def test_the_command_writes_records_and_page(tmp_path, monkeypatch):
+    command = "passes.py --rows 40 --epochs 2 --num-samples 2 --parts block_krylov traces --solvers"
+    arguments = [*command.split(), "block_krylov", "block_cg", "--out", str(tmp_path), "--docs", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    passes.main()
+    record = json.loads((tmp_path / "passes_digits.jsonl").read_text())
+    assert set(record["traces"]) == {"block_krylov", "block_cg"} and set(record["fits"]) <= set(FITS)
+    page = (tmp_path / "passes.md").read_text()
+    assert "| block krylov |" in page and "python benchmarks/passes.py" in page
+    assert (tmp_path / "passes.png").stat().st_size > 1000

@@ -58,6 +58,10 @@ def test_the_error_is_that_of_functions_on_the_data(setting, race):
     e = noise.prior.deviation(precision) * (other - x)
     true = (((e @ exact.ggn) * e).sum() / ((w @ exact.ggn) * w).sum()).sqrt()
     assert race.error(other) == pytest.approx(true.item(), rel=1e-6)
+    assert race.dims_error(x) < 1e-7 and race.dims_error(x, averaged=False) < 1e-7
+    seed = ((w @ exact.ggn) * w).sum() / K
+    moved = ((2 * w @ exact.ggn) * 2 * w).sum() / K
+    assert race.dims_error(2 * x, averaged=False) == pytest.approx((moved / seed - 1).item(), rel=1e-6)
 
 
 def test_passes_are_those_taken(setting, race):
@@ -91,7 +95,7 @@ def test_block_krylov_counts_twice(setting, race):
 
 
 def test_sgd_takes_the_best_step_size(race):
-    errors = [error for _, _, error in race.sgd()]
+    errors = [error for _, _, error in race.trace("sgd")]
     assert errors == sorted(errors, reverse=True) and errors[-1] < 0.2
 
 

@@ -59,8 +59,13 @@ def whole_fit(problem: Counted, num_samples: int, fit: Fit) -> dict:
     }
 
 
-def dense_fixed_point(problem: Problem, noise: StochasticPrior, precision: Tensor) -> float:
-    """Return MacKay's λ with the same noise, by Cholesky factors of G + λ in float64."""
+def dense_fixed_point(
+    problem: Problem, noise: StochasticPrior, precision: Tensor, averaged: bool = True
+) -> float:
+    """Return MacKay's λ with the same noise, by Cholesky factors of G + λ in float64.
+
+    γ is the average of both its estimators, or ⟨w, G w⟩ alone, as in the paper.
+    """
     G = dense_ggn(problem, noise)
     xi, eta, w = noise.xi.double(), (noise.prior.scale * noise.eta).double(), None
     for _ in range(20):
@@ -71,7 +76,8 @@ def dense_fixed_point(problem: Problem, noise: StochasticPrior, precision: Tenso
         shrunk = (xi - precision.sqrt() * x).square().sum(1)
         energy = (x * b).sum(1) - precision * x.square().sum(1)
         w = optimise_MAP(problem, noise.prior, precision, Newton(2e-3, 3000), start=w).w
-        new = 0.5 * (energy + shrunk).mean() / noise.prior.squared_norm(w)
+        gamma = 0.5 * (energy + shrunk) if averaged else energy
+        new = gamma.mean() / noise.prior.squared_norm(w)
         settled, precision = abs(new / precision - 1) < 1e-3, new
         if settled:
             break

@@ -21,6 +21,9 @@ EPOCHS = 10, 20, 40
 Point = tuple[float, float, float]
 """Passes of K columns, seconds, error."""
 
+State = tuple[float, float, Tensor]
+"""Passes of K columns, seconds, x."""
+
 
 class Remembered:
     """A product that knows what it answered, for solvers that ask the same again."""
@@ -69,17 +72,33 @@ class Race:
         square = dots(e, self.product(e)).clamp_min(0).sum()
         return (square / self.truth.energy[:columns].sum()).sqrt().item()
 
+    def dims_error(self, x: Tensor, averaged: bool = True) -> float:
+        """Return the relative error of γ with the same noise, by either estimator.
+
+        The average of ⟨w, G w⟩ and ‖w0 - w‖²_Λ; or the first alone, as in the paper.
+        """
+        truth = self.truth.x[: len(x)]
+        found, true = (self._dims(rows, averaged) for rows in (x, truth))
+        return abs(found / true - 1)
+
+    def _dims(self, x: Tensor, averaged: bool) -> float:
+        energy = dots(x, self.product(x)).mean()
+        if not averaged:
+            return energy.item()
+        shrunk = (self.noise.xi[: len(x)] - x).double().square().sum(1).mean()
+        return 0.5 * (energy + shrunk).item()
+
     def trace(self, solver: str, until: float = 0.01) -> list[Point]:
         """Return the points of one solver, up to the first error below ``until``."""
         points = []
-        for point in getattr(self, solver)():
-            points.append(point)
-            if point[2] < until:
+        for passes, seconds, x in getattr(self, solver)():
+            points.append((passes, seconds, self.error(x)))
+            if points[-1][2] < until:
                 break
         return points
 
-    def block_krylov(self) -> Iterator[Point]:
-        """Yield a point after every product with 2 K columns, which count as two passes."""
+    def block_krylov(self) -> Iterator[State]:
+        """Yield x after every product with 2 K columns, which count as two passes."""
         scale, K = self.noise.prior.scale, len(self.b)
         start = torch.cat([self.noise.xi, scale * self.noise.eta])
         seconds, shift = 0.0, Shift(self.precision.item())
@@ -89,20 +108,20 @@ class Race:
             krylov.lanczos.extend()
             x = shift.precision**0.5 * krylov.samples(shift)
             seconds += time.monotonic() - begin
-            yield passes, seconds, self.error(x)
+            yield passes, seconds, x
 
-    def block_cg(self) -> Iterator[Point]:
-        """Yield a point for ever smaller tolerances, the last product of each counted."""
+    def block_cg(self) -> Iterator[State]:
+        """Yield x at ever smaller tolerances, the last product of each counted."""
         product = Remembered(self.product)
         for tolerance in LEVELS:
             begin = time.monotonic()
             product.begin()
             solution = BlockCG(tolerance).solve(product, self.b)
             seconds = time.monotonic() - begin + product.saved
-            yield solution.passes, seconds, self.error(solution.x)
+            yield solution.passes, seconds, solution.x
 
-    def plain_cg(self) -> Iterator[Point]:
-        """Yield a point after every fourth product with K systems of their own."""
+    def plain_cg(self) -> Iterator[State]:
+        """Yield x after every fourth product with K systems of their own."""
         x, residual = torch.zeros_like(self.b), self.b.clone()
         direction, rho, seconds = residual.clone(), dots(residual, residual), 0.0
         for passes in range(1, 81):
@@ -114,13 +133,13 @@ class Race:
             direction = residual + (rho / old)[:, None].to(x) * direction
             seconds += time.monotonic() - begin
             if passes % 4 == 0:
-                yield passes, seconds, self.error(x)
+                yield passes, seconds, x
 
-    def sgd(self) -> Iterator[Point]:
+    def sgd(self) -> Iterator[State]:
         """Yield the best step size for every number of epochs, on the first four samples."""
         b, largest = self.b[:4], self.largest_eigenvalue()
         for epochs in EPOCHS:
-            best = float("inf"), 0.0
+            best = float("inf"), 0.0, b
             for rate in RATES:
                 solver = SGD(epochs=epochs, learning_rate=rate / largest)
                 begin = time.monotonic()
@@ -129,8 +148,8 @@ class Race:
                 except DivergenceError:
                     continue
                 seconds = (time.monotonic() - begin) * len(self.b) / len(b)
-                best = min(best, (self.error(x), seconds))
-            yield epochs, best[1], best[0]
+                best = min(best, (self.error(x), seconds, x), key=lambda found: found[0])
+            yield epochs, *best[1:]
 
     def largest_eigenvalue(self) -> float:
         """Return that of A, from six power iterations."""

@@ -1,0 +1,158 @@
+"""The paper's recipe: stochastic gradient descent for the samples and the mode, ten EM steps.
+
+Its step sizes belong to the mean over data and outputs of the loss, in coordinates whose G
+has a diagonal of ones; here they are carried over to the sum, in whitened coordinates.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from methods.counted import Counted
+from torch import Tensor
+
+from torch_lla_em.operators import WhitenedGGN, WhitenedLoss
+from torch_lla_em.problem import Problem
+from torch_lla_em.solvers import SGD
+from torch_lla_em.stochastic_prior import StochasticPrior
+
+BatchProduct = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One stage of the recipe, as the paper's code states it."""
+
+    learning_rate: float
+    batch_size: int
+    epochs: int
+    clip: float | None = None
+    averaging: float | None = None
+    decay: float = 1.0
+    """Last step size over the first."""
+
+    relative: bool = False
+    """Whether the step size is in units of 1 / the largest eigenvalue of G + λ."""
+
+    noisy_targets: bool = False
+    """Whether the noise of the targets stays in every batch's loss (L), not in the centre (L')."""
+
+    from_zero: bool = False
+    """Whether it starts from 0, not from the centre."""
+
+
+CIFAR_SAMPLES = Recipe(1e-2, 100, 10, clip=1.0, decay=1 / 330)
+CIFAR_MODE = Recipe(5e-3, 2000, 25, clip=0.1, decay=1 / 33)
+CIFAR_PRECISION = 1000.0
+MNIST_SAMPLES = Recipe(200.0, 40, 20, averaging=0.01)
+"""Of 2000 of 60 000 images a batch; of 40 of 1200 an epoch has as many steps."""
+
+EM_STEPS = 10
+
+
+class Task:
+    """The problem in batches of any size, its noise, and what the paper's units need."""
+
+    def __init__(self, problem: Counted, noise: StochasticPrior, largest: float):
+        self.problem, self.noise = problem, noise
+        self.largest = largest
+        """The largest eigenvalue of the scaled G."""
+
+        self.rows = problem.data.num_rows
+        self.outputs = problem.data.num_outputs // self.rows
+
+    def solver(self, recipe: Recipe, precision: float) -> SGD:
+        """Return the recipe in whitened coordinates at λ, for the sum over data."""
+        # coordinates where the sum of squared features is 1 have a precision of λ / N
+        paper_precision, count = precision / self.rows, self.rows * self.outputs
+        if recipe.relative:
+            rate = recipe.learning_rate / (self.largest / precision + 1)
+        else:
+            rate = recipe.learning_rate * paper_precision / count
+        clip = None if recipe.clip is None else recipe.clip * count / paper_precision**0.5
+        return SGD(
+            epochs=recipe.epochs,
+            learning_rate=rate,
+            averaging=recipe.averaging,
+            clip=clip,
+            decay=recipe.decay,
+        )
+
+
+def batches_of(batches: list[tuple[Tensor, Tensor]], size: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the same data in batches of another size."""
+    x, y = (torch.cat(parts) for parts in zip(*batches))
+    return list(zip(x.split(size), y.split(size)))
+
+
+class NoisyTargets:
+    """A x - D η batch by batch: with ξ for b, the paper's loss L, whose batches hold noise."""
+
+    def __init__(self, product: WhitenedGGN, shares: list[Tensor]):
+        self.product, self.shares = product, shares
+
+    def __call__(self, x: Tensor) -> Tensor:
+        eta = sum(self.shares)[: len(x)]
+        return self.product(x) - self.product.deviation * eta
+
+    def minibatches(self) -> Iterator[tuple[int, BatchProduct]]:
+        for (rows, product), eta in zip(self.product.minibatches(), self.shares):
+            share = self.product.deviation * eta
+
+            def affine(x: Tensor, product: BatchProduct = product, share: Tensor = share) -> Tensor:
+                return product(x) - share[: len(x)]
+
+            yield rows, affine
+
+
+def noise_shares(task: Task, batches: list[tuple[Tensor, Tensor]], problem_of: Callable) -> list[Tensor]:
+    """Return every batch's part of η, (K, P) each: differences of η over growing data."""
+    shares, before = [], torch.zeros_like(task.noise.eta)
+    for end in range(1, len(batches) + 1):
+        features = problem_of(batches[:end]).noise_features(len(before), 0)
+        shares.append(features.eta - before)
+        before = features.eta
+    return shares
+
+
+def solve_samples(
+    task: Task, product: WhitenedGGN | NoisyTargets, recipe: Recipe, precision: Tensor, columns: int
+) -> Tensor:
+    """Return the samples in whitened coordinates."""
+    b = task.noise.right_hand_side(precision) if not recipe.noisy_targets else task.noise.xi
+    b = b[:columns]
+    start = torch.zeros_like(b) if recipe.from_zero else None
+    return task.solver(recipe, precision.item()).solve(product, b, start).x
+
+
+def expectation_maximisation(
+    task: Task, stages: tuple[Recipe, Recipe], problems: tuple[Problem, Problem], precision: float
+) -> Iterator[tuple[float, float, float]]:
+    """Yield (sample passes, single-column passes, λ) after each of ten EM steps.
+
+    Stages and problems (in batches) are of samples and mode; the mode starts at the trained
+    weights, where J w says what the network says. Passes are those of the epochs, and one
+    for γ; checks that this implementation makes beside them are not counted.
+    """
+    prior, (samples, mode) = task.noise.prior, stages
+    w, w_lin = None, task.problem.linear_model.w_MAP * (prior.scale > 0)
+    for step in range(1, EM_STEPS + 1):
+        here = torch.tensor(precision, dtype=torch.float64)
+        deviation = prior.deviation(here)
+        loss = WhitenedLoss(problems[1], deviation)
+        x, _ = task.solver(mode, precision).minimise(loss, prior.whitened(w_lin, here))
+        w_lin = deviation * x
+        b = task.noise.right_hand_side(here)
+        start = None if w is None else prior.whitened(w, here)
+        solution = task.solver(samples, precision).solve(WhitenedGGN(problems[0], deviation), b, start)
+        w = deviation * solution.x
+        gamma = solution.energy.mean().clamp(1, task.problem.size - 1)
+        precision = (gamma / prior.squared_norm(w_lin)).item()
+        yield step * (samples.epochs + 1), step * mode.epochs, precision
+
+
+def with_rate(recipe: Recipe, rate: float, epochs: int | None = None) -> Recipe:
+    """Return the recipe at another step size, relative to the largest eigenvalue, and no clip."""
+    return replace(
+        recipe, learning_rate=rate, relative=True, clip=None, epochs=epochs or recipe.epochs
+    )

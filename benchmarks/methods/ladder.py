@@ -1,0 +1,277 @@
+"""From images to a table: train or load a network, fit its posterior, score it under shifts."""
+
+import argparse
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from methods import ranks
+from methods.images import MissingData, Sizes, Source, Splits, splits
+from methods.measure import Meter
+from methods.metrics import Classes, auroc
+from methods.provenance import provenance
+from methods.shifts import Shift, unchanged
+from methods.training import Recipe, network_of, train
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from torch_lla_em import LinearisedLaplace
+from torch_lla_em.predictive import Prediction
+
+PACKAGES = "torch", "torchvision", "torchmetrics"
+CLEAN = "accuracy", "nll", "ece", "brier", "joint_dyadic", "fit_seconds", "precision", "gamma", "passes"
+SHIFTED = "accuracy", "nll", "ece", "joint_dyadic", "auroc"
+Method = Callable[[list[Tensor], Tensor], dict[str, Classes]]
+"""Batches of images and the network's outputs there -> predictions, by what the row adds."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of the ladder: data, networks, how they are trained, and shifts."""
+
+    name: str
+    source: Source
+    networks: dict[str, Callable[[], nn.Module]]
+    recipe: Recipe
+    shifts: list[Shift]
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+    """Of pixels in [0, 1], by channel."""
+
+    sizes: Sizes
+    """Of synthetic data where nothing else is asked for."""
+
+    num_samples: int = 32
+
+
+class Counted(DataLoader):
+    """A loader that counts the passes over it."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator:
+        self.passes += 1
+        return super().__iter__()
+
+
+def options(rung: Rung, description: str) -> argparse.ArgumentParser:
+    """Return what every script of the ladder can be asked."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--data-dir", type=Path, help="where the data set lies; never downloaded")
+    data.add_argument("--synthetic", action="store_true", help="made-up images of the same shape")
+    parser.add_argument("--network", choices=rung.networks, default=next(iter(rung.networks)))
+    parser.add_argument("--weights", type=Path, help="a state_dict, instead of training")
+    parser.add_argument("--epochs", type=int, default=rung.recipe.epochs)
+    parser.add_argument("--learning-rate", type=float, default=rung.recipe.learning_rate)
+    parser.add_argument("--batch-size", type=int, default=rung.recipe.batch_size)
+    parser.add_argument("--train-size", type=int, help="images to train and to fit on")
+    parser.add_argument("--held-out", type=int, help="images to calibrate on; default: a tenth")
+    parser.add_argument("--test-size", type=int)
+    parser.add_argument("--num-samples", type=int, default=rung.num_samples)
+    parser.add_argument("--priors", nargs="+", choices=["plain", "g-prior"], default=["plain", "g-prior"])
+    parser.add_argument("--parameters", choices=["all", "last_layer"], default="all")
+    parser.add_argument("--ensemble", type=int, default=0, help="networks of a deep ensemble")
+    parser.add_argument("--checkpoint", type=Path, help="folder: the same call goes on after a kill")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=0, help="processes that read images")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
+    return parser
+
+
+def climb(rung: Rung, args: argparse.Namespace) -> None:
+    """Run one rung; print its tables and append its records."""
+    torch.set_num_threads(args.threads)
+    logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
+    origin = provenance(PACKAGES)
+    given = args.train_size, args.held_out, args.test_size
+    if args.synthetic:
+        default = rung.sizes
+        given = [size if size is not None else other for size, other in zip(given, default)]
+    with ranks.ranks(args.device) as device:
+        try:
+            data = splits(rung.source, None if args.synthetic else args.data_dir, Sizes(*given))
+            records = list(measured(rung, args, data, device))
+        except MissingData as error:
+            raise SystemExit(str(error)) from None
+        if ranks.is_first():
+            show(records)
+            args.out.mkdir(parents=True, exist_ok=True)
+            with open(args.out / f"{rung.name}.jsonl", "a") as lines:
+                lines.writelines(json.dumps(record | origin) + "\n" for record in records)
+
+
+def measured(
+    rung: Rung, args: argparse.Namespace, data: Splits, device: torch.device
+) -> Iterator[dict]:
+    """Yield the records of all methods under all shifts."""
+    with Meter() as training:
+        network = network_of(rung, args, data.train, device)
+    common = {
+        "task": rung.name,
+        "synthetic": args.synthetic,
+        "network": args.network,
+        "parameters": args.parameters,
+        "weights": sum(p.numel() for p in network.parameters()),
+        "train_size": len(data.train),
+        "test_size": len(data.test),
+        "epochs": None if args.weights else args.epochs,
+        "num_samples": args.num_samples,
+        "seed": args.seed,
+        "train_seconds": training.seconds,
+        "ranks": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+    }
+    say(f"{network_line(common)}, trained or loaded in {training.seconds:.0f} s")
+    held_out = DataLoader(data.held_out, args.batch_size, num_workers=args.workers)
+    methods, costs = baselines(rung, args, data, network, held_out)
+    for prior in args.priors:
+        la, cost = fitted(network, args, data.train, prior)
+        tau = la.calibrate(held_out).posterior_scale.item()
+        la.posterior_scale.fill_(1)
+        methods[f"ours: {prior}"] = posterior(la, tau)
+        costs[f"ours: {prior}"] = cost | {"tau": tau}
+    test = DataLoader(data.test, args.batch_size, num_workers=args.workers)
+    familiar: dict[str, Tensor] = {}
+    for shift in (unchanged(), *rung.shifts):
+        images, labels = changed(test, shift, args.seed)
+        logits = outputs(network, images)
+        for name, method in methods.items():
+            for suffix, prediction in method(images, logits).items():
+                record = {"row": name + suffix, "shift": shift.name, "level": shift.level}
+                score = prediction.unfamiliarity
+                record |= prediction.scores(labels)
+                record["auroc"] = auroc(familiar.setdefault(name + suffix, score), score)
+                yield common | record | (costs.get(name, {}) if not shift.level else {})
+
+
+def baselines(
+    rung: Rung, args: argparse.Namespace, data: Splits, network: nn.Module, held_out: DataLoader
+) -> tuple[dict[str, Method], dict[str, dict]]:
+    """Return the network itself, at a temperature, and in an ensemble."""
+    logits = torch.cat([outputs(network, [x]) for x, _ in held_out])
+    labels = torch.cat([y for _, y in held_out])
+    grid = torch.logspace(-1, 1, 201).tolist()
+    loss = nn.functional.cross_entropy
+    temperature = min(grid, key=lambda t: loss(logits / t, labels).item())
+    methods = {
+        "MAP": lambda x, f: {"": Classes.of(f[None])},
+        "temperature scaling": lambda x, f: {"": Classes.of(f[None] / temperature)},
+    }
+    costs: dict[str, dict] = {"temperature scaling": {"temperature": temperature}}
+    if args.ensemble:
+        device = next(network.parameters()).device
+        with Meter() as clock:
+            others = [train(rung, args, data.train, device, seed) for seed in range(1, args.ensemble)]
+        name = f"deep ensemble of {args.ensemble}"
+        methods[name] = lambda x, f: {
+            "": Classes.of(torch.stack([f, *(outputs(member, x) for member in others)]))
+        }
+        costs[name] = {"fit_seconds": clock.seconds, "passes": args.epochs * len(others)}
+    return methods, costs
+
+
+def fitted(
+    network: nn.Module, args: argparse.Namespace, data, prior: str
+) -> tuple[LinearisedLaplace, dict]:
+    """Return the posterior, and what it cost."""
+    loader = Counted(data, args.batch_size, num_workers=args.workers)
+    la = LinearisedLaplace(
+        network,
+        "classification",
+        g_prior=prior == "g-prior",
+        num_samples=args.num_samples,
+        parameters="last_layer" if args.parameters == "last_layer" else None,
+        seed=args.seed,
+    )
+    with Meter() as clock:
+        folder = args.checkpoint and args.checkpoint / prior
+        la.fit(loader, checkpoint=folder, progress_bar=ranks.is_first())
+    evidence = la.log_marginal_likelihood()
+    cost = {
+        "fit_seconds": clock.seconds,
+        "megabytes": clock.megabytes,
+        "passes": loader.passes,
+        "columns": la.history[-1]["columns"],
+        "em_steps": len(la.history),
+        "random_weights": la.w_lin.numel(),
+        "precision": la.prior_precision.item(),
+        "gamma": la.effective_dim.item(),
+        "gamma_error": la.effective_dim_error.item(),
+        "certificate": la.certificate.max().item(),
+        "log_evidence": evidence.value.item(),
+    }
+    say(
+        f"{prior}: λ = {cost['precision']:.4g}, γ = {cost['gamma']:.1f} ± {cost['gamma_error']:.1f}, "
+        f"{cost['passes']} passes, {clock.seconds:.0f} s"
+    )
+    return la, cost
+
+
+def posterior(la: LinearisedLaplace, tau: float) -> Method:
+    """Return the method that averages over samples, by both links, and at the scale τ."""
+
+    def method(images: list[Tensor], f: Tensor) -> dict[str, Classes]:
+        parts = [la.predict(x) for x in images]
+        Jw = torch.cat([part.deviations.cpu() for part in parts], dim=1)
+        probit = Prediction(la.likelihood, f, Jw).smoothed().log()
+        return {
+            ", Monte Carlo": Classes.of(f + Jw),
+            ", probit": Classes(probit, lambda: f + Jw),
+            ", calibrated": Classes.of(f + tau**0.5 * Jw),
+        }
+
+    return method
+
+
+def outputs(network: nn.Module, images: list[Tensor]) -> Tensor:
+    """Return the network's outputs at batches of images, (N, C)."""
+    device = next(network.parameters()).device
+    with torch.no_grad():
+        return torch.cat([network(x.to(device)).cpu() for x in images])
+
+
+def changed(loader: DataLoader, shift: Shift, seed: int) -> tuple[list[Tensor], Tensor]:
+    """Return shifted test images in batches, and their labels."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = [(shift(x, generator), y) for x, y in loader]
+    return [x for x, _ in batches], torch.cat([y for _, y in batches])
+
+
+def show(records: list[dict]) -> None:
+    """Print all columns at clean images, then each score over the levels of every shift."""
+    clean = [record for record in records if not record["level"]]
+    print(f"\n{'':30}" + "".join(f"{key:>13}" for key in CLEAN))
+    for record in clean:
+        cells = "".join(f"{_shown(record.get(key)):>13}" for key in CLEAN)
+        print(f"{record['row']:30}{cells}")
+    for name in dict.fromkeys(record["shift"] for record in records if record["level"]):
+        chosen = [record for record in records if record["shift"] == name]
+        levels = sorted({record["level"] for record in chosen})
+        for key in SHIFTED:
+            print(f"\n{f'{name}: {key}':30}" + "".join(f"{level:>9g}" for level in levels))
+            for row in dict.fromkeys(record["row"] for record in chosen):
+                at = {record["level"]: record[key] for record in chosen if record["row"] == row}
+                print(f"{row:30}" + "".join(f"{at[level]:9.3f}" for level in levels))
+
+
+def network_line(record: dict) -> str:
+    """Return what was run, in a line."""
+    data = "synthetic images of its shape" if record["synthetic"] else "its images"
+    return (
+        f"{record['task']} ({data}): {record['network']}, P = {record['weights']}, "
+        f"N = {record['train_size']}, K = {record['num_samples']}"
+    )
+
+
+def say(text: str) -> None:
+    if ranks.is_first():
+        print(text, flush=True)
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

@@ -15,6 +15,8 @@ from torch_lla_em.likelihoods import (
     Classification,
     HeteroscedasticRegression,
     Likelihood,
+    LinearOperator,
+    LinearOperatorRegression,
     Poisson,
     Regression,
 )
@@ -36,6 +38,8 @@ __all__ = [
     "Classification",
     "Regression",
     "HeteroscedasticRegression",
+    "LinearOperatorRegression",
+    "LinearOperator",
     "Bernoulli",
     "Poisson",
     "BradleyTerry",

@@ -159,15 +159,15 @@ class Prediction:
     def _log_prob(self, y: Tensor) -> Tensor:
         if isinstance(self.likelihood, Regression):
             variance = sum(self._uncertainties())
-            terms = -0.5 * ((y - self.centre) ** 2 / variance + (2 * pi * variance).log())
+            terms = -0.5 * ((y - self.likelihood.mean(self.centre)) ** 2 / variance + (2 * pi * variance).log())
             return sum_rows(terms, y)
         per_sample = self.likelihood.log_prob(self._samples(), y)
         return per_sample.logsumexp(0) - log(len(per_sample))
 
     def _joint_gaussian(self, y: Tensor) -> Tensor:
         sigma = self.likelihood.variance(self.centre).sqrt().flatten().double()
-        error = (y - self.centre).flatten().double() / sigma
-        root = self.deviations.flatten(1).double() / sigma / len(self.deviations) ** 0.5
+        error = (y - self.likelihood.mean(self.centre)).flatten().double() / sigma
+        root = self.likelihood.mean(self.deviations).flatten(1).double() / sigma / len(self.deviations) ** 0.5
         # K × K instead of B C × B C: I + D Dᵀ has the determinant of I + Dᵀ D
         gram = root @ root.T + torch.eye(len(root), dtype=root.dtype, device=root.device)
         factor, projected = torch.linalg.cholesky(gram), root @ error
@@ -205,8 +205,9 @@ class Prediction:
         return contrasts.square().mean(0).sum(-1, keepdim=True) / (count - 1)
 
     def _uncertainties(self) -> tuple[Tensor, Tensor]:
-        if isinstance(self.likelihood, Regression):
-            return self.likelihood.variance(self.centre), self._variance()
+        if isinstance(self.likelihood, Regression):  # E[y | f] is linear in f
+            deviations = self.likelihood.mean(self.deviations)
+            return self.likelihood.variance(self.centre), deviations.square().mean(0)
         return self.likelihood.uncertainties(self._samples())
 
     def _site_values(self, values: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
-"""Likelihoods p(y | f): ``base``, ``classes``, ``elementwise``, ``heteroscedastic``, ``tempered``."""
+"""Likelihoods p(y | f): ``base``, ``classes``, ``elementwise``, ``linear_operator``,
+``heteroscedastic``, ``tempered``."""
 
 from torch_lla_em.likelihoods.base import Likelihood
 from torch_lla_em.likelihoods.classes import BradleyTerry, Classification, entropy
 from torch_lla_em.likelihoods.elementwise import Bernoulli, Poisson, Regression
 from torch_lla_em.likelihoods.heteroscedastic import HeteroscedasticRegression
+from torch_lla_em.likelihoods.linear_operator import LinearOperator, LinearOperatorRegression
 from torch_lla_em.likelihoods.tempered import Tempered, tempered
 
 LIKELIHOODS = {
@@ -22,6 +24,8 @@ __all__ = [
     "Classification",
     "HeteroscedasticRegression",
     "Likelihood",
+    "LinearOperator",
+    "LinearOperatorRegression",
     "Poisson",
     "Regression",
     "Tempered",

@@ -1,0 +1,132 @@
+"""Gaussian noise on linear measurements of the outputs: y = A f + noise, as in tomography."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import log, pi, prod
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.likelihoods.elementwise import Regression
+from torch_lla_em.noise import normal
+
+# rounding of ⟨A u, v⟩ against ⟨u, Aᵀ v⟩, in single precision
+_ADJOINT_ERROR = 1e-3
+
+
+@dataclass(frozen=True, repr=False)
+class LinearOperator:
+    """A linear map A of one output, by its products; never a matrix."""
+
+    forward: Callable[[Tensor], Tensor]
+    """(n, *shape) -> (n, M): A f."""
+
+    adjoint: Callable[[Tensor], Tensor]
+    """(n, M) -> (n, *shape): Aᵀ v."""
+
+    shape: tuple[int, ...]
+    """The shape of one output of the network, classes last."""
+
+    def __repr__(self) -> str:
+        return f"LinearOperator of outputs of shape {self.shape}"
+
+    def apply(self, f: Tensor) -> Tensor:
+        """Return A f, shape (..., M), for outputs (..., *shape)."""
+        leading = f.shape[: f.dim() - len(self.shape)]
+        return self.forward(f.reshape(-1, *self.shape)).unflatten(0, leading)
+
+    def apply_adjoint(self, v: Tensor) -> Tensor:
+        """Return Aᵀ v, shape (..., *shape), for measurements (..., M)."""
+        return self.adjoint(v.reshape(-1, v.shape[-1])).unflatten(0, v.shape[:-1])
+
+
+class LinearOperatorRegression(Regression):
+    """y = A f + noise of standard deviation ``sigma_noise``; y are measurements, (B, M).
+
+    ``Prediction.mean``, ``.variance`` and ``.samples`` are those of the output f (the image);
+    ``.expectation``, ``.moments``, ``.aleatoric``, ``.epistemic`` and the log probabilities
+    are those of y. The root S = Aᵀ/σ acts on the first M numbers of the noise, which has one
+    per output: so there can be no more measurements than outputs.
+    """
+
+    elementwise = False
+
+    def __init__(self, operator: LinearOperator, sigma_noise: float | Tensor = 1.0):
+        super().__init__(sigma_noise)
+        if self.sigma_noise.dim():
+            raise ValueError("sigma_noise must be one number for all measurements.")
+        self.operator = operator
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        sigma = self._sigma(f)
+        terms = ((y - self.mean(f)) / sigma).square() + 2 * sigma.log() + log(2 * pi)
+        return -0.5 * terms.sum(-1)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.operator.apply_adjoint(self.mean(f) - y) / self._sigma(f) ** 2
+
+    def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
+        return self.operator.apply_adjoint(self.operator.apply(u)) / self._sigma(u) ** 2
+
+    def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
+        measured = self.mean(f).shape[-1]
+        kept = noise.flatten(noise.dim() - len(self.operator.shape))[..., :measured]
+        return self.operator.apply_adjoint(kept) / self._sigma(noise)
+
+    def mean(self, f: Tensor) -> Tensor:
+        """Return E[y | f] = A f, shape (..., B, M)."""
+        return self.operator.apply(f)
+
+    def variance(self, f: Tensor) -> Tensor:
+        return (self._sigma(f) ** 2).expand_as(self.mean(f))
+
+    def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
+        return self.mean(f)
+
+    def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        y = self.mean(f)
+        noise = torch.randn(y.shape, generator=generator, dtype=y.dtype, device=y.device)
+        return y + self._sigma(f) * noise
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        shape = tuple(self.operator.shape)
+        if tuple(f.shape[1:]) != shape:
+            raise ValueError(
+                f"The operator takes outputs of shape {shape}, but the network's have shape "
+                f"{tuple(f.shape[1:])} (classes last): give LinearOperator that shape."
+            )
+        expected = self._checked_adjoint(f)
+        if y.is_complex() or y.shape != (len(f), expected):
+            raise ValueError(
+                f"The measurements have shape {tuple(y.shape)}, but the operator gives "
+                f"{(len(f), expected)}: flatten what belongs to one output."
+            )
+        if expected > prod(shape):
+            raise ValueError(
+                f"There are {expected} measurements of {prod(shape)} outputs, and at most one per "
+                'output is possible here: let forward_fn return A f, with likelihood="regression".'
+            )
+        if not torch.isfinite(y).all():
+            raise ValueError("The measurements hold NaN or infinite values: remove those rows.")
+
+    def _checked_adjoint(self, f: Tensor) -> int:
+        """Return M, after a look at whether A and Aᵀ belong together."""
+        row = torch.zeros(1, dtype=torch.long, device=f.device)
+        u = normal(0, 0, 0, row, f[0].numel()).to(f.dtype).view(1, *f.shape[1:])
+        Au = self.operator.apply(u)
+        if Au.dim() != 2:
+            raise ValueError(
+                f"The operator's forward returns shape {tuple(Au.shape)} for one output: it must "
+                "return (n, M) for n outputs."
+            )
+        v = normal(0, 0, 1, row, Au.shape[-1]).to(f.dtype)
+        back = self.operator.apply_adjoint(v)
+        gap = (Au * v).sum() - (u * back).sum() if back.shape == u.shape else torch.tensor(torch.inf)
+        if gap.abs() > _ADJOINT_ERROR * (Au.norm() * v.norm()):
+            raise ValueError(
+                "The operator's adjoint is not that of its forward map: ⟨A u, v⟩ and ⟨u, Aᵀ v⟩ "
+                "differ. A filtered back-projection, say, is no adjoint."
+            )
+        return Au.shape[-1]

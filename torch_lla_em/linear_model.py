@@ -5,18 +5,23 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from typing import Any
+from math import inf
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from torch_lla_em import products
 from torch_lla_em.last_layer import HeadCall, LastLayer
+from torch_lla_em.memory import DoesNotFit, attempt
 from torch_lla_em.network import Network
 from torch_lla_em.parameters import ParameterLayout
 from torch_lla_em.probe import Report, choose_path
 
 logger = logging.getLogger("torch_lla_em")
+
+T = TypeVar("T")
+AddPullback = Callable[[Tensor, Tensor], None]
 
 
 class LinearModel:
@@ -39,6 +44,9 @@ class LinearModel:
         self.report: Report | None = None
         """What the probe found; None until it has run."""
 
+        self.rows_at_once = inf
+        """How many rows of a batch fit; found out where memory ends."""
+
         self._last_layer: LastLayer | None = None
         self._looked_for_last_layer = False
 
@@ -57,7 +65,8 @@ class LinearModel:
             # torch's first forward-mode product loads parts of its own that it deprecates
             warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
             report = choose_path(self, x)
-        logger.log(logging.WARNING if 1 in report.path[1:] else logging.INFO, "%s", report)
+        one_by_one = 1 in (report.path.jvp_columns, report.path.vjp_columns)
+        logger.log(logging.WARNING if one_by_one else logging.INFO, "%s", report)
         self.report = report
         return report
 
@@ -86,6 +95,40 @@ class LinearModel:
 
     def jvp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
         """Return f(x), shape (B, ..., C), and J(x) w, shape (K, B, ..., C)."""
+        while (result := self._attempt("jvp_columns", len(w), lambda: self._jvp(x, w))) is None:
+            pass
+        return result
+
+    def vjp(self, x: Any) -> tuple[Tensor, AddPullback]:
+        """Return f(x), shape (B, ..., C), and the map (u, total): total += J(x)ᵀ u.
+
+        u has shape (K, B, ..., C), total (K, P).
+        """
+        is_head = isinstance(x, HeadCall)
+        function = x.head if is_head else self.network.function(x, self.layout.names)
+        f, pullback = self._attempt("", 1, lambda: products.vjp(function, self._weights()))
+        if not is_head:
+            return f, self._adding(pullback)
+        if x.tail is None:
+            return x.f, self._adding(pullback)
+        return x.f, self._adding(lambda u: pullback(products.pull_through(x.tail, x.h, u)))
+
+    def jvp_and_vjp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor, AddPullback]:
+        """Return f(x), J(x) w and the map of ``vjp``; one column takes one forward pass."""
+        if self.path.shared and len(w) == 1 and not isinstance(x, HeadCall):
+            function, weights = self.network.function(x, self.layout.names), self._weights()
+            try:
+                f, Jw, pullback = self._attempt(
+                    "", 1, lambda: products.jvp_and_vjp(function, weights, self._tangents(w))
+                )
+                return f, Jw, self._adding(pullback)
+            except DoesNotFit:  # it holds two forward passes at once
+                self.path = self.path._replace(shared=False)
+        _, Jw = self.jvp(x, w)
+        f, add_pullback = self.vjp(x)
+        return f, Jw, add_pullback
+
+    def _jvp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
         weights, tangents = self._weights(), self._tangents(w)
         if not isinstance(x, HeadCall):
             function = self.network.function(x, self.layout.names)
@@ -95,30 +138,45 @@ class LinearModel:
             Jw = products.push_through(x.tail, {"h": x.h}, {"h": Jw}, self.path.jvp_columns)
         return x.f, Jw
 
-    def vjp(self, x: Any) -> tuple[Tensor, Callable[[Tensor, Tensor], None]]:
-        """Return f(x), shape (B, ..., C), and the map (u, total): total += J(x)ᵀ u.
+    def _adding(self, pullback: products.Pullback) -> AddPullback:
+        """Return the map (u, total): total += Jᵀ u, in as many columns at once as fit."""
 
-        u has shape (K, B, ..., C), total (K, P).
-        """
-        is_head = isinstance(x, HeadCall)
-        function = x.head if is_head else self.network.function(x, self.layout.names)
-        f, pullback = products.vjp(function, self._weights())
+        def flat(grads: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: grad.flatten(1) for name, grad in grads.items()}
 
         def add_pullback(u: Tensor, total: Tensor) -> None:
-            step = self.path.vjp_columns or len(u)
-            for u_chunk, total_chunk in zip(u.split(step), total.split(step)):
-                if is_head and x.tail is not None:
-                    u_chunk = products.pull_through(x.tail, x.h, u_chunk)
-                self.layout.add_(total_chunk, pullback(u_chunk))
+            done = 0
+            while done < len(u):
+                chunk = u[done : done + (self.path.vjp_columns or len(u))]
+                try:
+                    pulled = self._attempt("vjp_columns", len(chunk), lambda: flat(pullback(chunk)))
+                except DoesNotFit as error:
+                    error.columns_done = done
+                    raise
+                if pulled is not None:
+                    self.layout.add_(total[done : done + len(chunk)], pulled)
+                    done += len(chunk)
 
-        return (x.f if is_head else f), add_pullback
+        return add_pullback
+
+    def _attempt(self, side: str, columns: int, run: Callable[[], T]) -> T | None:
+        """Return ``run()``, or None where only fewer columns fit: half as many from now on."""
+        result, shortage = attempt(run)
+        if shortage is None:
+            return result
+        columns = min(getattr(self.path, side, None) or columns, columns)
+        if columns == 1:
+            raise DoesNotFit(shortage)
+        logger.warning("Out of memory: from now on %d columns at a time.", columns // 2)
+        self.path = self.path._replace(**{side: columns // 2})
+        return None
 
     def _weights(self) -> dict[str, Tensor]:
         return self.network.weights(self.layout.names)
 
     def _tangents(self, w: Tensor) -> dict[str, Tensor]:
         weights, tangents = self._weights(), self.layout.unflatten(w)
-        tangents = {name: tangents[name].to(weights[name]) for name in weights}
+        tangents = {name: tangents[name] for name in weights}
         if self.path.forward:  # reverse mode leaves the padding rows out by itself
             for name, rows in self._padding.items():
                 row = torch.tensor(rows or [], device=tangents[name].device, dtype=torch.long)

@@ -1,10 +1,48 @@
-"""How much memory is free where vectors live."""
+"""Memory: how much is free, and what to make of its end."""
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
+
+# all that the CPU's allocator says is a RuntimeError of its own wording
+_CPU_WORDS = "can't allocate memory", "not enough memory"
+
+
+class DoesNotFit(MemoryError):
+    """One column of a batch takes more memory than there is."""
+
+    columns_done = 0
+    """How many columns before it were finished."""
+
+
+def attempt(run: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return the result of ``run``, or what the allocator said when memory ended.
+
+    What the failed attempt held is free again by then.
+    """
+    try:
+        return run(), None
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, DoesNotFit) or not _is_shortage(error):
+            raise
+        shortage = str(error).split("\n")[0] or type(error).__name__
+    gc.collect()  # graphs may be parts of cycles
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return None, shortage
+
+
+def _is_shortage(error: Exception) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return any(words in str(error) for words in _CPU_WORDS)
 
 
 def free_memory(device: torch.device) -> float:

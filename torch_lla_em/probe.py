@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch_lla_em.blame import layer_at_fault, layer_of, name_layer
 from torch_lla_em.checks import checked_outputs, distance, fingerprint, plain_gradient
 from torch_lla_em.last_layer import floating_tensors, hooked
+from torch_lla_em.memory import DoesNotFit
 from torch_lla_em.network import Network
 from torch_lla_em.parameters import ParameterLayout
 from torch_lla_em.products import Path
+
+AddPullback = Callable[[Tensor, Tensor], None]
 
 # rounding in a deep network in float32 or with TF32, well below what a wrong rule leaves
 _ROUNDING = 0.03
@@ -33,7 +36,8 @@ class Products(Protocol):
     def forget_last_layer(self) -> None: ...
     def outputs(self, x: Any) -> Tensor: ...
     def jvp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]: ...
-    def vjp(self, x: Any) -> tuple[Tensor, Callable[[Tensor, Tensor], None]]: ...
+    def vjp(self, x: Any) -> tuple[Tensor, AddPullback]: ...
+    def jvp_and_vjp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor, AddPullback]: ...
 
 
 class Report(NamedTuple):
@@ -150,7 +154,7 @@ def _choose(model: Products, x: Any, columns: _Columns) -> Report:
         model.path = start._replace(forward=forward)
         try:
             errors[forward] = _adjoint_error(model, x, columns)
-        except torch.OutOfMemoryError:
+        except DoesNotFit:
             raise
         except Exception as error:  # whatever a direction does not know how to do
             reasons[forward] = _reason(model, columns.x, error)
@@ -166,6 +170,7 @@ def _choose(model: Products, x: Any, columns: _Columns) -> Report:
     for side in ("vjp_columns", "jvp_columns"):
         if _vmap_works(model, x, columns, side):
             model.path = model.path._replace(**{side: columns.at_once})
+    model.path = model.path._replace(shared=forward and _shares(model, x, columns))
     why = "" if forward else reasons.get(True, "treats the rows of a tied padding_idx otherwise")
     return Report(model.path, errors[forward], why, False)
 
@@ -210,12 +215,28 @@ def _vmap_works(model: Products, x: Any, columns: _Columns, side: str) -> bool:
     try:
         model.path = start._replace(**{side: None})
         return distance(product(), one_by_one) <= max(columns.tolerance, _ROUNDING)
-    except torch.OutOfMemoryError:
+    except DoesNotFit:
         raise
     except Exception:  # an operation that vmap does not know
         return False
     finally:
         model.path = start
+
+
+def _shares(model: Products, x: Any, columns: _Columns) -> bool:
+    """Whether one forward pass gives J w and Jᵀu as two do."""
+    start, alone = model.path, model.jvp(x, columns.v[:1])[1]
+    model.path = start._replace(shared=True)
+    pulled = torch.zeros_like(columns.JTu[:1])
+    try:
+        _, Jv, add_pullback = model.jvp_and_vjp(x, columns.v[:1])
+        add_pullback(columns.u[:1], pulled)
+    except Exception:  # no memory for both, or an operation without a second derivative
+        return False
+    finally:
+        model.path = start
+    error = max(distance(Jv, alone), distance(pulled[0], columns.JTu[0]))
+    return error <= columns.tolerance
 
 
 def _reason(model: Products, x: Any, error: Exception) -> str:

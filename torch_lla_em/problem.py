@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from math import inf
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch_lla_em.data import Batch, Data, map_tensors
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.linear_model import LinearModel
+from torch_lla_em.memory import DoesNotFit, attempt
 from torch_lla_em.noise import normal
 
 _EPSILON_STREAM = 1
@@ -20,8 +23,14 @@ _GROUP_ROWS = 32
 # rounding of a batch against its pieces, well below what another batch does to a row
 _SPLIT_ERROR = 1e-2
 
+logger = logging.getLogger("torch_lla_em")
+
+T = TypeVar("T")
 Cotangent = Callable[[Batch, Tensor, Tensor], Tensor]
 BatchProduct = Callable[[Tensor], Tensor]
+Draw = Callable[[Tensor, Tensor], Tensor]
+Work = Callable[[Batch, int], T]
+"""(batch, columns of it that are done) -> whatever is to come of it."""
 
 
 class Cost:
@@ -49,6 +58,16 @@ class EarlierRows(NamedTuple):
 
     features: NoiseFeatures
     """Theirs, under the same seed and likelihood."""
+
+
+class Rows(NamedTuple):
+    """Which rows of a pass are worked on, and how many at once."""
+
+    skipped: int = 0
+    """Rows at the start that are only counted."""
+
+    at_most: float = inf
+    """Rows of a batch at a time, where the network takes rows alone."""
 
 
 class Problem:
@@ -90,18 +109,33 @@ class Problem:
 
     def ggn_product(self, w: Tensor) -> Tensor:
         """Return G w, shape (K, P)."""
-        return self._sweep(self._curvature, w)
+        total = self.zeros(len(w))
+
+        def add(batch: Batch, done: int) -> None:
+            self._add_product(batch, self._curvature, w[done:], total[done:])
+
+        self._accumulate({"Gw": total}, add)
+        self.cost.columns += len(w)
+        return total
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n -log p(y_n | J_n w) and its gradient, shape (P,)."""
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        loss, gradient = torch.zeros((), dtype=torch.float64, device=self.device), self.zeros(1)
+        problem = self.with_curvature_at(None)
 
-        def cotangent(batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
-            loss.sub_(self.likelihood.log_prob(Jw, batch.targets).sum(dtype=torch.float64))
-            return self._gradient(batch, at, Jw)
+        def add(batch: Batch, _: int) -> None:
+            log_prob = torch.zeros_like(loss)
 
-        gradient = self.with_curvature_at(None)._sweep(cotangent, w[None])[0]
-        return loss.item(), gradient
+            def cotangent(batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
+                log_prob.copy_(self.likelihood.log_prob(Jw, batch.targets).sum(dtype=loss.dtype))
+                return self._gradient(batch, at, Jw)
+
+            problem._add_product(batch, cotangent, w[None], gradient)
+            loss.sub_(log_prob)
+
+        problem._accumulate({"loss": loss, "gradient": gradient}, add)
+        self.cost.columns += 1
+        return loss.item(), gradient[0]
 
     def noise_features(self, num_samples: int, seed: int) -> NoiseFeatures:
         """Return η and s² from one pass, whose noise is keyed by (seed, row).
@@ -115,10 +149,15 @@ class Problem:
             eta += known.eta
             squares += known.squares * (num_samples * skipped)
             self.data.num_outputs += num_outputs
-        for batch in self._batches(_GROUP_ROWS, skipped):
-            group = self._root_product(batch, partial(_draw, seed, num_samples, batch.rows))
-            eta += group
-            squares += group.square().sum(0)
+        draw = partial(_draw, seed, num_samples)
+
+        def add(batch: Batch, _: int) -> None:
+            group = self._root_product(batch, draw)
+            eta.add_(group)
+            for row in group:
+                squares.addcmul_(row, row)
+
+        self._accumulate({"eta": eta, "squares": squares}, add, Rows(skipped, _GROUP_ROWS))
         self.cost.columns += num_samples * (1 - skipped / self.data.num_rows)
         # what cancels up to rounding moves no output, and must not be scaled up to do so
         squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * squares.max()
@@ -127,20 +166,23 @@ class Problem:
     def rows(self) -> Tensor:
         """Return R, shape (N C, P), with G = RᵀR: all of J, so for few data only."""
 
-        def identity(f: Tensor) -> Tensor:
+        def identity(_: Tensor, f: Tensor) -> Tensor:
             return torch.eye(f.numel(), dtype=f.dtype, device=f.device).view(-1, *f.shape)
 
-        blocks = [self._root_product(batch, identity) for batch in self._batches()]
-        rows = torch.cat(blocks)
+        blocks = self._over(lambda batch, _: self._root_product(batch, identity))
+        rows = torch.cat(list(blocks))
         self.cost.columns += len(rows) // self.data.num_rows
         return rows
 
     def push_forward(self, w: Tensor) -> Iterator[tuple[Batch, Tensor, Tensor]]:
         """Yield every batch with f, (B, ..., C), and J w, (K, B, ..., C)."""
-        for batch in self._batches():
+
+        def push(batch: Batch, _: int) -> tuple[Batch, Tensor, Tensor]:
             f, Jw = self.linear_model.jvp(batch.inputs, w)
             self._inspect(batch, f)
-            yield batch, f, Jw
+            return batch, f, Jw
+
+        yield from self._over(push)
         self.cost.columns += len(w)
 
     def minibatch_products(self) -> Iterator[tuple[int, BatchProduct]]:
@@ -150,6 +192,10 @@ class Problem:
     def minibatch_gradients(self) -> Iterator[tuple[int, BatchProduct]]:
         """Yield every batch's rows and its own gradient w -> J_bᵀ ∇loss(J_b w)."""
         return self.with_curvature_at(None)._minibatches(self._gradient)
+
+    def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return what was computed at ``key``: here anew, from a checkpoint where there is one."""
+        return compute()
 
     def zeros(self, num_vectors: int) -> Tensor:
         """Return vectors in weight space, shape (num_vectors, P)."""
@@ -165,82 +211,133 @@ class Problem:
         mask = self.likelihood.mask(batch.targets)
         return u if mask is None else u * mask.unsqueeze(-1)
 
-    def _sweep(self, cotangent: Cotangent, w: Tensor) -> Tensor:
-        """Return Σ_n J_nᵀ u_n over a pass, with u = cotangent(batch, at, J w)."""
-        total = self.zeros(len(w))
-        for batch in self._batches():
-            self._add_product(batch, cotangent, w, total)
-        self.cost.columns += len(w)
-        return total
+    def _accumulate(self, sums: dict[str, Tensor], add: Work[None], rows: Rows = Rows()) -> None:
+        """Run a pass whose work on each batch adds to the sums, in place."""
+        for _ in self._over(add, rows):
+            pass
 
     def _minibatches(self, cotangent: Cotangent) -> Iterator[tuple[int, BatchProduct]]:
-        for batch in self._batches():
+        for batch in self._batches(Rows()):
 
             def product(w: Tensor, batch: Batch = batch) -> Tensor:
                 total = self.zeros(len(w))
-                self._add_product(batch, cotangent, w, total)
+
+                def add(part: Batch, done: int) -> None:
+                    self._add_product(part, cotangent, w[done:], total[done:])
+
+                for _ in self._worked(batch, add):
+                    pass
                 self.cost.columns += len(w) * len(batch.rows) / (self.data.num_rows or 1)
                 return total
 
             yield len(batch.rows), product
 
     def _add_product(self, batch: Batch, cotangent: Cotangent, w: Tensor, total: Tensor) -> None:
+        """Add Jᵀ u to the total, with u = cotangent(batch, at, J w)."""
         point = self.curvature_point
         columns = w if point is None else torch.cat([point[None].to(w), w])
-        at, Jw = self.linear_model.jvp(batch.inputs, columns)
+        f, Jw, add_pullback = self.linear_model.jvp_and_vjp(batch.inputs, columns)
+        at = f
         if point is not None:
             at, Jw = Jw[0], Jw[1:]
-        f, add_pullback = self.linear_model.vjp(batch.inputs)
         self._inspect(batch, f)
         add_pullback(cotangent(batch, at, Jw), total)
 
-    def _root_product(self, batch: Batch, draw: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return J_bᵀ S_b ε, with ε = draw(f) of shape (K, *f.shape)."""
+    def _root_product(self, batch: Batch, draw: Draw) -> Tensor:
+        """Return J_bᵀ S_b ε, with ε = draw(rows, f) of shape (K, *f.shape)."""
         f, add_pullback = self.linear_model.vjp(batch.inputs)
         self._inspect(batch, f)
         at = f
         if self.curvature_point is not None:
             at = self.linear_model.jvp(batch.inputs, self.curvature_point[None])[1][0]
-        u = self._masked(self.likelihood.hessian_sqrt_product(at, draw(f)), batch)
+        u = self._masked(self.likelihood.hessian_sqrt_product(at, draw(batch.rows, f)), batch)
         total = self.zeros(len(u))
         add_pullback(u, total)
         return total
 
-    def _batches(self, at_most: int | None = None, skipped: int = 0) -> Iterator[Batch]:
+    def _over(self, work: Work[T], rows: Rows = Rows()) -> Iterator[T]:
+        """Yield ``work`` on every batch of a pass, or on its halves where it does not fit."""
+        for batch in self._batches(rows):
+            yield from self._worked(batch, work)
+
+    def _worked(self, batch: Batch, work: Work[T], done: int = 0) -> Iterator[T]:
+        def run() -> T:
+            inputs = self.linear_model.prepare(batch.inputs)
+            return work(batch._replace(inputs=inputs), done)
+
+        try:
+            result, shortage = attempt(run)
+        except DoesNotFit as error:
+            done, shortage = done + error.columns_done, str(error)
+        if shortage is None:
+            yield result
+            return
+        size = (len(batch.rows) + 1) // 2
+        halves = self._pieces(batch, size)
+        if len(halves) == 1:
+            raise DoesNotFit(self._no_room(batch, shortage))
+        logger.warning("Out of memory: from now on at most %d rows of a batch at a time.", size)
+        self.linear_model.rows_at_once = size
+        for half in halves:
+            yield from self._worked(half, work, done)
+
+    def _batches(self, rows: Rows) -> Iterator[Batch]:
         """Yield the batches of one pass after the skipped rows, inside the network's guard."""
         self._finite.clear()
         with self.linear_model.network.guarded():
             for whole in self.data:
-                if skipped and whole.rows[-1] < skipped:
-                    continue
                 if self.linear_model.report is None:
                     _check_finite(whole)
                     self.linear_model.probe(whole.inputs)
-                for batch in self._pieces(whole, at_most) if at_most else [whole]:
+                if rows.skipped and whole.rows[-1] < rows.skipped:
+                    continue
+                at_once = self.linear_model.rows_at_once
+                for batch in self._pieces(whole, min(rows.at_most, at_once)):
                     if self.data.num_passes == 0:
                         _check_finite(batch)
-                    inputs = self.linear_model.prepare(batch.inputs)
-                    yield batch._replace(inputs=inputs, targets=self._align(batch.targets))
+                    yield batch._replace(targets=self._align(batch.targets))
         for index, finite in self._finite:
             if not finite:
                 raise FloatingPointError(f"The network's outputs on batch {index} are not finite.")
 
-    def _pieces(self, whole: Batch, at_most: int) -> list[Batch]:
+    def _no_room(self, batch: Batch, shortage: str) -> str:
+        rows, P = len(batch.rows), self.size
+        return (
+            f"One column of {rows} row{'s' * (rows > 1)} of batch {batch.index} does not fit into "
+            f"memory ({shortage}). It takes a forward pass that keeps its activations, twice their "
+            f"largest, and 2 P numbers for a direction and a gradient ({2 * P * 4 / 1e9:.2g} GB "
+            f"for P = {P}). What helps: smaller batches or inputs; fewer random weights "
+            '(parameters="last_layer", or name patterns); fewer samples, or their vectors on the '
+            'CPU (compute=Compute(vectors="cpu")).'
+        )
+
+    def _pieces(self, whole: Batch, at_most: float) -> list[Batch]:
         """Return the batch in pieces, or whole where the network does not take rows alone."""
-        pieces = list(whole.split(at_most))
+        if len(whole.rows) <= at_most:
+            return [whole]
+        pieces = list(whole.split(int(at_most)))
         if len(pieces) > 1 and self._splits is None:
-            self._splits = self._rows_stand_alone(whole, pieces[0])
+            self._splits = self._rows_stand_alone(whole, int(at_most))
         return pieces if self._splits else [whole]
 
-    def _rows_stand_alone(self, whole: Batch, piece: Batch) -> bool:
-        f = self.linear_model.outputs(whole.inputs)[: len(piece.rows)]
-        try:
-            alone = self.linear_model.outputs(piece.inputs)
-        except RuntimeError:  # of shapes: inputs that only look as if they went by rows
-            return False
-        if alone.shape != f.shape:
-            return False
-        return (alone - f).norm() <= _SPLIT_ERROR * f.norm() or not torch.isfinite(f).all()
+    def _rows_stand_alone(self, whole: Batch, size: int) -> bool:
+        """Whether rows have the same outputs with as many others, or half as many, beside them."""
+
+        def compare() -> bool:
+            piece, more = next(whole.split(size)), next(whole.split(2 * size))
+            f = self.linear_model.outputs(more.inputs)[: len(piece.rows)]
+            try:
+                alone = self.linear_model.outputs(piece.inputs)
+            except RuntimeError:  # of shapes: inputs that only look as if they went by rows
+                return False
+            if alone.shape != f.shape:
+                return False
+            return bool((alone - f).norm() <= _SPLIT_ERROR * f.norm() or not f.isfinite().all())
+
+        answer, shortage = attempt(compare)
+        if shortage is not None and size > 1:
+            return self._rows_stand_alone(whole, size // 2)
+        return bool(answer)
 
     def _inspect(self, batch: Batch, f: Tensor) -> None:
         """Note whether outputs are finite; in the first pass, check targets against them."""

@@ -24,6 +24,9 @@ class Path(NamedTuple):
     vjp_columns: int | None = None
     """How many columns of Jᵀ u are taken at once; None: all."""
 
+    shared: bool = False
+    """Whether one column takes J w and Jᵀ u from one forward pass."""
+
 
 def jvp(
     function: WeightFunction, weights: dict[str, Tensor], tangents: dict[str, Tensor], path: Path
@@ -38,7 +41,7 @@ def jvp(
     num_columns, chunks = _num_columns(tangents), []
     step = path.jvp_columns or num_columns
     for start in range(0, num_columns, step):
-        chunk = {name: tangent[start : start + step] for name, tangent in tangents.items()}
+        chunk = _columns(tangents, weights, slice(start, start + step))
         if _num_columns(chunk) > 1:
             f, Jw = torch.vmap(push, out_dims=(None, 0))(chunk)
         else:
@@ -73,14 +76,13 @@ def push_through(
             grads = torch.autograd.grad(
                 f, list(leaves.values()), u, create_graph=True, allow_unused=True
             )
-        known = [(g, tangents[name]) for name, g in zip(leaves, grads) if g is not None]
-        known = [(g, tangent) for g, tangent in known if g.requires_grad]
+        known = [(name, g) for name, g in zip(leaves, grads) if g is not None and g.requires_grad]
     if not known:
         return f.new_zeros(num_columns, *f.shape)
     step = columns or num_columns
     for start in range(0, num_columns, step):
-        chunk = [tangent[start : start + step] for _, tangent in known]
-        chunks.append(_pull([g for g, _ in known], [u], chunk)[0])
+        chunk = _columns(tangents, leaves, slice(start, start + step))
+        chunks.append(_pull([g for _, g in known], [u], [chunk[name] for name, _ in known])[0])
     return torch.cat(chunks) if len(chunks) > 1 else chunks[0]
 
 
@@ -97,6 +99,25 @@ def vjp(function: WeightFunction, weights: dict[str, Tensor]) -> tuple[Tensor, P
     leaves = _leaves(weights)
     with torch.enable_grad():
         f = function(leaves)
+    return f.detach(), _pullback(f, leaves)
+
+
+def jvp_and_vjp(
+    function: WeightFunction, weights: dict[str, Tensor], tangents: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Pullback]:
+    """Return f, J w of one column, (1, B, ..., C), and the map u -> Jᵀ u, from one forward pass.
+
+    A forward pass is a fifth of the work of one column, and this one saves the second.
+    """
+    leaves = _leaves(weights)
+    column = {name: t[0] for name, t in _columns(tangents, weights, slice(0, 1)).items()}
+    with torch.enable_grad():
+        f, Jw = torch.func.jvp(function, (leaves,), (column,))
+    return f.detach(), Jw.detach()[None], _pullback(f, leaves)
+
+
+def _pullback(f: Tensor, leaves: dict[str, Tensor]) -> Pullback:
+    """Return the map u -> Jᵀ u along a graph from leaves to f."""
 
     def pullback(u: Tensor) -> dict[str, Tensor]:
         if not f.requires_grad:
@@ -104,11 +125,18 @@ def vjp(function: WeightFunction, weights: dict[str, Tensor]) -> tuple[Tensor, P
         grads = _pull([f], list(leaves.values()), [u.to(f)])
         return {name: g for name, g in zip(leaves, grads) if g is not None}
 
-    return f.detach(), pullback
+    return pullback
 
 
 def _leaves(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: w.detach().requires_grad_() for name, w in weights.items()}
+
+
+def _columns(
+    tangents: dict[str, Tensor], weights: dict[str, Tensor], which: slice
+) -> dict[str, Tensor]:
+    """Return these columns where the weights are, and of their kind."""
+    return {name: tangent[which].to(weights[name]) for name, tangent in tangents.items()}
 
 
 def _num_columns(tangents: dict[str, Tensor]) -> int:

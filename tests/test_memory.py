@@ -1,0 +1,145 @@
+"""Where memory ends, the work goes on in smaller pieces, with the same result."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from allocator import Allocator
+from torch_lla_em import LinearisedLaplace
+from torch_lla_em.data import Data
+from torch_lla_em.likelihoods import Classification
+from torch_lla_em.memory import DoesNotFit, attempt, free_memory
+from torch_lla_em.problem import Problem
+
+K = 8
+
+
+class PerBatch(nn.Module):
+    """A network whose rows are not alone: each batch is centred."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x):
+        return self.net(x - x.mean(0))
+
+
+def network(width=200):
+    torch.manual_seed(0)
+    first, last = nn.Linear(20, width), nn.Linear(50, 3)
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(width, 50), nn.Tanh(), last)
+
+
+def problem(model=None):
+    """A problem that has been probed, and takes all columns at once."""
+    torch.manual_seed(1)
+    x, y = torch.randn(300, 20), torch.randint(0, 3, (300,))
+    la = LinearisedLaplace(model or network(), "classification")
+    batches = list(zip(x.split(200), y.split(200)))
+    problem = Problem(la._linear_model, Classification(), Data(batches, torch.device("cpu")))
+    linear = problem.linear_model
+    linear.probe(x[:200])
+    linear.path = linear.path._replace(jvp_columns=None, vjp_columns=None)
+    return problem
+
+
+def product(problem):
+    generator = torch.Generator().manual_seed(2)
+    return problem.ggn_product(torch.randn(K, problem.size, generator=generator))
+
+
+def gradient(problem):
+    loss, gradient = problem.loss_and_gradient(torch.linspace(-0.1, 0.1, problem.size))
+    return torch.cat([gradient, torch.tensor([loss])])
+
+
+def noise(problem):
+    return problem.noise_features(K, seed=0).eta
+
+
+def outputs(problem):
+    w = torch.linspace(-1, 1, K * problem.size).view(K, -1)
+    return torch.cat([Jw for _, _, Jw in problem.push_forward(w)], dim=1)
+
+
+@pytest.mark.parametrize("work, least", [(product, 0.25), (gradient, 0.25), (noise, 0.7), (outputs, 0.25)])
+def test_smaller_cards_give_the_same(work, least):
+    with Allocator() as unlimited:
+        expected = work(problem())
+    refused = []
+    for share in (0.9, 0.5 * (0.9 + least), least):
+        small = problem()
+        with Allocator(share * unlimited.peak) as allocator:
+            found = work(small)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        refused.append(allocator.refusals)
+    assert refused == sorted(refused) and refused[-1] > refused[0]
+
+
+def test_what_did_not_fit_is_remembered():
+    with Allocator() as unlimited:
+        product(problem())
+    small = problem()
+    with Allocator(0.4 * unlimited.peak) as allocator:
+        product(small)
+        assert small.linear_model.path.vjp_columns < K
+        refusals = allocator.refusals
+        product(small)
+    assert allocator.refusals == refusals
+
+
+def test_rows_are_split_once_single_columns_do_not_fit():
+    small = problem()
+    small.linear_model.path = small.linear_model.path._replace(jvp_columns=1, vjp_columns=1)
+    with Allocator() as unlimited:
+        expected = gradient(small)
+    smaller = problem()
+    with Allocator(0.6 * unlimited.peak):
+        found = gradient(smaller)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert smaller.linear_model.rows_at_once < 200
+
+
+@pytest.mark.parametrize("model, rows", [(network(5000), "1 row "), (PerBatch(), "200 rows ")])
+def test_what_cannot_be_made_smaller_is_said(model, rows):
+    small = problem(model)
+    with Allocator(2.9 * 4 * small.size), pytest.raises(DoesNotFit) as caught:
+        gradient(small)
+    message = str(caught.value)
+    assert f"One column of {rows}of batch 0 does not fit" in message
+    for knob in ("smaller batches", 'parameters="last_layer"', 'vectors="cpu"', "2 P numbers"):
+        assert knob in message
+
+
+def test_other_errors_are_not_mistaken_for_shortage():
+    def fail():
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        attempt(fail)
+
+
+def test_free_memory_is_some():
+    assert free_memory(torch.device("cpu")) > 1e6
+
+
+SCRIPT = """
+import resource, torch
+from torch_lla_em.memory import attempt
+torch.zeros(1)
+resource.setrlimit(resource.RLIMIT_DATA, (1 << 31, 1 << 31))
+result, shortage = attempt(lambda: torch.zeros(1 << 32))
+print("shortage:", shortage)
+assert result is None and attempt(lambda: 1) == (1, None)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux alone")
+def test_the_cpu_allocator_is_understood():
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and "allocate" in ended.stdout, ended.stderr

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tiny import tiny
-from torch_lla_em import BlockCG, FunctionSpace, LinearisedLaplace
-from torch_lla_em.checkpoint import write_atomically
+from torch_lla_em import SGD, BlockCG, FunctionSpace, LinearisedLaplace
+from torch_lla_em.persistence import write_atomically
 
 TESTS = Path(__file__).parent
 
@@ -46,11 +47,12 @@ class Fuse:
 
 
 SOLVERS = {"krylov": None, "cg": BlockCG(), "function space": FunctionSpace()}
+MORE_SOLVERS = {**SOLVERS, "sgd": SGD(epochs=2, learning_rate=1e-3)}
 
 
 def fit(solver, loader, folder, **options):
     name = options.pop("likelihood", "classification")
-    options = {"num_samples": 4, "solver": SOLVERS[solver], **options}
+    options = {"num_samples": 4, "solver": MORE_SOLVERS[solver], **options}
     la = LinearisedLaplace(tiny(name).model, name, **options)
     return la.fit(loader, progress_bar=False, checkpoint=folder)
 
@@ -80,6 +82,7 @@ def test_killed_processes_resume(number, passes, tmp_path):
     died = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert died.returncode != 0
     assert not list((tmp_path / "run").glob(".writing-*"))
+    assert (tmp_path / "run" / "partial.pt").exists() == (number != "SIGKILL")
     resumed = fit("krylov", Fuse(10**6), tmp_path / "run")
     whole = fit("krylov", Fuse(10**6), tmp_path / "whole")
     assert torch.equal(resumed.w_samples, whole.w_samples)
@@ -179,6 +182,170 @@ def test_atomic_writes_leave_the_old_file(tmp_path):
         write_atomically({"a": lambda: None}, path)
     assert torch.load(path, weights_only=True)["a"] == 1
     assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]
+
+
+class Rationed:
+    """A loader of five batches a pass that raises after so many batches in all."""
+
+    def __init__(self, batches, likelihood="classification", shuffled=False):
+        self.left, self.case, self.shuffled = batches, tiny(likelihood), shuffled
+
+    def __iter__(self):
+        x, y = self.case.x, self.case.y
+        order = torch.randperm(len(x)) if self.shuffled else torch.arange(len(x))
+        for rows in order.tensor_split(5):
+            if self.left == 0:
+                raise InterruptedError
+            self.left -= 1
+            yield x[rows], y[rows]
+
+
+@pytest.fixture
+def every_batch(monkeypatch):
+    monkeypatch.setattr("torch_lla_em.partial_pass.INTERVAL", 0.0)
+    monkeypatch.setattr("torch_lla_em.partial_pass.WRITES", 0.0)
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("solver", ["krylov", "cg"])
+def test_passes_go_on_in_their_middle(solver, likelihood, tmp_path, every_batch):
+    options = {"likelihood": likelihood}
+    whole = fit(solver, Rationed(10**6, likelihood), tmp_path / "whole", **options)
+    runs = 0
+    while True:  # six batches: all of the pass under way and one more, so the end comes nearer
+        try:
+            la = fit(solver, Rationed(6, likelihood), tmp_path / "broken", **options)
+            break
+        except InterruptedError:
+            runs += 1
+            assert runs < 1000
+    assert runs > 4
+    for name in ("w_samples", "w_lin", "prior_precision"):
+        assert torch.equal(getattr(la, name), getattr(whole, name))
+    assert not (tmp_path / "broken" / "partial.pt").exists()
+
+
+def test_rows_that_are_summed_are_not_run_again(tmp_path, every_batch):
+    with pytest.raises(InterruptedError):
+        fit("krylov", Rationed(13), tmp_path)  # two passes, and three batches of the third
+    model, seen = tiny("classification").model, []
+    model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    la = LinearisedLaplace(model, "classification", num_samples=4)
+    with pytest.raises(InterruptedError):
+        la.fit(Rationed(5), progress_bar=False, checkpoint=tmp_path)
+    rows = tiny("classification").x.tensor_split(5)
+    assert seen[-2:] == [len(rows[3]), len(rows[4])]
+
+
+def test_passes_in_another_order_begin_anew(tmp_path, every_batch):
+    whole = fit("krylov", Rationed(10**6), tmp_path / "whole")
+    with pytest.raises(InterruptedError):
+        fit("krylov", Rationed(13), tmp_path / "broken")
+    assert (tmp_path / "broken" / "partial.pt").exists()
+    la = fit("krylov", Rationed(10**6, shuffled=True), tmp_path / "broken")
+    torch.testing.assert_close(la.w_samples, whole.w_samples, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The linear mode", "ignore:The samples")
+def test_epochs_of_sgd_are_kept(tmp_path):
+    whole = fit("sgd", Rationed(10**6), tmp_path / "whole", tolerance=0.9)
+    runs = 0
+    while True:
+        try:
+            la = fit("sgd", Rationed(11), tmp_path / "broken", tolerance=0.9)
+            break
+        except InterruptedError:
+            runs += 1
+            assert runs < 1000
+    assert runs > 10
+    assert torch.equal(la.w_samples, whole.w_samples)
+
+
+def test_clocks_may_jump(tmp_path, monkeypatch):
+    whole = fit("krylov", Rationed(10**6), tmp_path / "whole")
+    jumps = iter(range(10**6))
+    monkeypatch.setattr("time.time", lambda: (-1) ** next(jumps) * 1e9)
+    la = fit("krylov", Rationed(10**6), tmp_path / "jumpy")
+    assert torch.equal(la.w_samples, whole.w_samples)
+
+
+class Poisoned(nn.Module):
+    """A network whose outputs on one batch are NaN from some call on."""
+
+    def __init__(self, net, calls):
+        super().__init__()
+        self.net, self.calls = net, [calls]
+
+    def forward(self, x):
+        self.calls[0] -= 1
+        return self.net(x) * (float("nan") if self.calls[0] < 0 else 1.0)
+
+
+def test_not_a_number_names_its_batch_and_spares_the_checkpoint(tmp_path, every_batch):
+    case = tiny("classification")
+    batches = list(zip(case.x.split(7), case.y.split(7)))
+
+    def run(calls, folder):
+        model = Poisoned(case.model, calls)
+        la = LinearisedLaplace(model, "classification", num_samples=4)
+        return la.fit(batches, progress_bar=False, checkpoint=folder)
+
+    whole = run(10**9, tmp_path / "whole")
+    with pytest.raises(FloatingPointError, match="outputs on batch"):
+        run(60, tmp_path / "broken")
+    assert list((tmp_path / "broken").glob("pass-*.pt"))
+    assert torch.equal(run(10**9, tmp_path / "broken").w_samples, whole.w_samples)
+
+
+class DyingWorker(torch.utils.data.Dataset):
+    """A data set whose worker processes end when they are told to."""
+
+    def __init__(self, healthy_reads):
+        self.case, self.left = tiny("classification"), healthy_reads
+
+    def __len__(self):
+        return len(self.case.x)
+
+    def __getitem__(self, row):
+        if row == len(self) - 1 and self.left.value >= 0:
+            self.left.value -= 1
+            if self.left.value < 0:
+                os._exit(1)
+        return self.case.x[row], self.case.y[row]
+
+
+@pytest.mark.slow
+def test_workers_may_die(tmp_path):
+    def run(passes, folder):
+        left = torch.multiprocessing.get_context("fork").Value("i", passes)
+        data = DyingWorker(left)
+        loader = torch.utils.data.DataLoader(
+            data, batch_size=7, num_workers=1, multiprocessing_context="fork"
+        )
+        la = LinearisedLaplace(data.case.model, "classification", num_samples=4)
+        return la.fit(loader, progress_bar=False, checkpoint=folder)
+
+    whole = run(10**6, tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="worker"):
+        run(4, tmp_path / "broken")
+    assert torch.equal(run(10**6, tmp_path / "broken").w_samples, whole.w_samples)
+
+
+def test_weights_may_not_change_during_a_fit(tmp_path):
+    case = tiny("classification")
+
+    def batches():
+        yield from zip(case.x.split(7), case.y.split(7))
+        with torch.no_grad():
+            case.model[0].bias += 1e-3
+
+    class Training:
+        def __iter__(self):
+            return batches()
+
+    la = LinearisedLaplace(case.model, "classification", num_samples=4)
+    with pytest.raises(RuntimeError, match="'0.bias' was changed"):
+        la.fit(Training(), progress_bar=False)
 
 
 def test_sigterm_is_given_back(tmp_path):

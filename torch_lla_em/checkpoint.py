@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,11 @@ import torch
 from torch import Tensor
 
 from torch_lla_em import persistence
-from torch_lla_em.problem import NoiseFeatures, Problem
+from torch_lla_em.data import Batch
+from torch_lla_em.leaving import Leaving
+from torch_lla_em.partial_pass import PartialPass
+from torch_lla_em.persistence import write_atomically
+from torch_lla_em.problem import NoiseFeatures, OtherOrderError, Problem, Rows, Work
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -31,8 +31,8 @@ class PassLog:
 
     def __init__(self, folder: str | os.PathLike, header: dict[str, Any]):
         self.folder = Path(folder)
-        self._position = 0
-        self._writing = True
+        self.position = 0
+        self.writing = True
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically({"probe": torch.zeros(1)}, self.folder / "probe")
@@ -54,8 +54,8 @@ class PassLog:
 
         ``key`` is what the pass is taken at: a resumed run must ask the same questions.
         """
-        path = self.folder / f"pass-{self._position:05d}.pt"
-        self._position += 1
+        path = self.folder / f"pass-{self.position:05d}.pt"
+        self.position += 1
         asked = torch.stack([key.double().sum(), key.double().norm()]).cpu()
         if path.exists():
             entry = torch.load(path, map_location=key.device, weights_only=True)
@@ -67,22 +67,26 @@ class PassLog:
                 )
             return entry
         entry = compute()
-        if self._writing:
+        if self.writing:
             try:
                 write_atomically({**entry, "asked": asked}, path)
             except OSError as error:
-                self._writing = False
-                logger.warning(
-                    "The checkpoint cannot be written any more (%s); the fit goes on without, and "
-                    "the passes before this one stay good.",
-                    error,
-                )
+                self.give_up(error)
         return entry
+
+    def give_up(self, error: OSError) -> None:
+        """Write no more, and say so; what was written stays good."""
+        self.writing = False
+        logger.warning(
+            "The checkpoint cannot be written any more (%s); the fit goes on without, and "
+            "the passes before this one stay good.",
+            error,
+        )
 
     def finish(self, posterior: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Put the posterior, and what is known of its data, in the place of the passes."""
         write_atomically({**posterior, "facts": persistence.to_bytes(facts)}, self.finished)
-        for path in self.folder.glob("pass-*.pt"):
+        for path in [*self.folder.glob("pass-*.pt"), *self.folder.glob("partial.pt")]:
             path.unlink()
 
     def _check_header(self, header: dict[str, Any]) -> None:
@@ -101,9 +105,16 @@ class PassLog:
 
 
 class RecordedProblem(Problem):
-    """A problem whose passes go through a log."""
+    """A problem whose passes go through a log, in parts where they take long."""
 
     log: PassLog
+    partial: PartialPass
+    leaving: Leaving
+
+    def record(self, log: PassLog, leaving: Leaving) -> None:
+        """Begin to use a log; end at the next batch once it is time to leave."""
+        self.log, self.leaving = log, leaving
+        self.partial = PartialPass(log.folder / "partial.pt")
 
     def ggn_product(self, w: Tensor) -> Tensor:
         """Return G w, shape (K, P)."""
@@ -133,6 +144,46 @@ class RecordedProblem(Problem):
         key = torch.zeros(1, device=self.device)
         return self._recorded(key, lambda: {"R": super(RecordedProblem, self).rows()})["R"]
 
+    def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return what was computed at ``key``, from the log where it is there."""
+        return self._recorded(key, compute)
+
+    def _accumulate(self, sums: dict[str, Tensor], add: Work[None], rows: Rows = Rows()) -> None:
+        """Run a pass whose work on each batch adds to the sums, in place."""
+        position, began = self.log.position, {}
+        if self.partial.exists():
+            began = {name: total.clone() for name, total in sums.items()}
+        known = self.partial.restore(position, sums, self.data)
+
+        def run(rows: Rows) -> None:
+            def counted(batch: Batch, done: int) -> int:
+                add(batch, done)
+                return int(batch.rows[-1]) + 1
+
+            for reached in self._over(counted, rows):
+                if reached == self.data.rows_seen:
+                    self._between_batches(position, sums)
+
+        try:
+            run(rows if known is None else known._replace(at_most=rows.at_most))
+        except OtherOrderError:  # a loader that shuffles: the pass begins anew
+            for name, total in began.items():
+                sums[name].copy_(total)
+            run(rows)
+        self.partial.forget()
+
+    def _between_batches(self, position: int, sums: dict[str, Tensor]) -> None:
+        """Keep the sums if it is time to, and leave if that was asked for."""
+        leaving = self.leaving.requested
+        if (leaving or self.partial.due()) and self.log.writing and self.data.fingerprint:
+            if all(finite for _, finite in self._finite):
+                try:
+                    self.partial.write(position, sums, self.data)
+                except OSError as error:
+                    self.log.give_up(error)
+        if leaving:
+            raise leaving
+
     def _recorded(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         def counted() -> dict[str, Tensor]:
             return {**compute(), "facts": persistence.to_bytes(self._facts())}
@@ -145,34 +196,3 @@ class RecordedProblem(Problem):
 
     def _facts(self) -> dict[str, Any]:
         return {"columns": self.cost.columns, **self.data.facts()}
-
-
-def write_atomically(state: dict[str, Tensor], path: Path) -> None:
-    """Write tensors so that the file is there whole or not at all."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def leaving_cleanly() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, so that files are closed and the network is restored."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, _: Any) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -104,19 +104,27 @@ class Data:
         self.num_passes = 0
         """Passes over the data so far."""
 
+        self.rows_seen = 0
+        """Rows of this pass so far."""
+
+        self.fingerprint: Fingerprint | None = None
+        """Of the rows of this pass so far, while passes are compared."""
+
     def __iter__(self) -> Iterator[Batch]:
-        seen, entries, fingerprint = 0, 0, Fingerprint()
+        self.rows_seen = entries = 0
+        compared = self.num_passes == 0 or self._first is not None
+        self.fingerprint = fingerprint = Fingerprint() if compared else None
         for index, batch in enumerate(self._loader):
             inputs, targets = self._split(batch)
             size = self._count(inputs, targets, index)
-            rows = torch.arange(seen, seen + size, device=self._device)
-            seen += size
+            rows = torch.arange(self.rows_seen, self.rows_seen + size, device=self._device)
+            self.rows_seen += size
             entries += targets.numel()
-            if self.num_passes == 0 or self._first is not None:
+            if fingerprint is not None:
                 fingerprint.add((inputs, targets))
             yield Batch(index, rows, inputs, targets)
         self.num_targets = entries
-        self._finish_pass(seen, fingerprint)
+        self._finish_pass(self.rows_seen, fingerprint)
 
     def facts(self) -> dict[str, Any]:
         """Return what passes have found out, as plain numbers that ``restore`` takes."""
@@ -156,7 +164,7 @@ class Data:
             )
         return len(targets)
 
-    def _finish_pass(self, rows: int, fingerprint: Fingerprint) -> None:
+    def _finish_pass(self, rows: int, fingerprint: Fingerprint | None) -> None:
         self.num_passes += 1
         self._read = True
         if self._restored:
@@ -174,7 +182,7 @@ class Data:
             warnings.warn(self._disagreement(), stacklevel=2)
             self._first = None
 
-    def _refuse_other_data(self, rows: int, fingerprint: Fingerprint) -> None:
+    def _refuse_other_data(self, rows: int, fingerprint: Fingerprint | None) -> None:
         """Raise where the checkpoint's passes went over other rows."""
         if rows != self.num_rows or (self._first and not fingerprint.agrees(self._first)):
             raise ValueError(

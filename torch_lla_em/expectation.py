@@ -207,11 +207,14 @@ class IterativeEStep:
         if not hyper.sigma.dim():
             gamma = samples.effective_dims.mean(0).sum()
             return squared_residual(problem, mode.loss), gamma
-        residual, second_moment = torch.zeros_like(hyper.sigma), torch.zeros_like(hyper.sigma)
         columns = torch.cat([mode.w[None], samples.w])
-        for batch, _, Jw in problem.push_forward(columns):
-            squares = torch.cat([batch.targets.to(Jw) - Jw[:1], Jw[1:]]).double().square()
-            sums = squares.flatten(1, -2).sum(1)
-            residual += sums[0].to(residual.device)
-            second_moment += sums[1:].mean(0).to(residual.device)
-        return residual, second_moment / hyper.sigma**2
+
+        def sums() -> dict[str, Tensor]:
+            total = torch.zeros(len(columns), len(hyper.sigma), dtype=torch.float64).to(columns.device)
+            for batch, _, Jw in problem.push_forward(columns):
+                squares = torch.cat([batch.targets.to(Jw) - Jw[:1], Jw[1:]]).double().square()
+                total += squares.flatten(1, -2).sum(1).to(total.device)
+            return {"sums": total}
+
+        total = problem.kept(columns, sums)["sums"].to(hyper.sigma.device)
+        return total[0], total[1:].mean(0) / hyper.sigma**2

@@ -13,13 +13,14 @@ from tqdm.auto import tqdm
 from torch_lla_em import persistence
 from torch_lla_em.batches import TargetFn, inputs_of, map_tensors, to_device
 from torch_lla_em.calibration import best_scale
-from torch_lla_em.checkpoint import PassLog, RecordedProblem, leaving_cleanly
+from torch_lla_em.checkpoint import PassLog, RecordedProblem
 from torch_lla_em.curve import Curve, Modes, curve
 from torch_lla_em.data import Chain, Data
 from torch_lla_em.empirical_bayes import EMState
 from torch_lla_em.fitting import FitOptions, fit_posterior
 from torch_lla_em.history import record_of, summary_of
 from torch_lla_em.last_layer import called_last
+from torch_lla_em.leaving import leaving_cleanly
 from torch_lla_em.likelihoods import (
     LIKELIHOODS,
     BradleyTerry,
@@ -147,10 +148,14 @@ class LinearisedLaplace(StoredPosterior):
                 self._loaders = loaders
                 return self
             problem = RecordedProblem(self._linear_model, likelihood, data)
-            problem.log = log
         problem.earlier = earlier
         history: list[dict[str, Any]] = []
-        with leaving_cleanly(), tqdm(total=em_steps, desc="EM", disable=not progress_bar) as bar:
+        with (
+            leaving_cleanly(at_once=checkpoint is None) as leaving,
+            tqdm(total=em_steps, desc="EM", disable=not progress_bar) as bar,
+        ):
+            if checkpoint is not None:
+                problem.record(log, leaving)
 
             def report(state: EMState) -> None:
                 history.append(record_of(state, data.num_passes))

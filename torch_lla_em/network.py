@@ -208,6 +208,17 @@ class Network:
             self._held = _State(self.module)
             yield
 
+    def versions(self) -> dict[str, int]:
+        """Return a count by name that goes up with each change of a weight or a statistic.
+
+        Running statistics change without one, but the count of their batches has one.
+        """
+        marks = {name: parameter._version for name, parameter in self.module.named_parameters()}
+        for name, buffer in self.module.named_buffers():
+            if buffer.is_floating_point() or name.endswith("num_batches_tracked"):
+                marks[name] = buffer._version
+        return marks
+
     @property
     def device(self) -> torch.device:
         """Where the weights are."""

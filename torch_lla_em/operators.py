@@ -32,6 +32,10 @@ class WhitenedGGN:
         for rows, product in self.problem.minibatch_products():
             yield rows, self._whiten(product)
 
+    def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return what was computed at ``key``, from a checkpoint where it is there."""
+        return self.problem.kept(key, compute)
+
     def _whiten(self, product: BatchProduct) -> BatchProduct:
         return lambda x: product(x * self.deviation).mul_(self.deviation)
 
@@ -57,3 +61,7 @@ class WhitenedLoss:
         """Yield every batch's rows and its own gradient."""
         for rows, gradient in self.problem.minibatch_gradients():
             yield rows, lambda x, g=gradient: g(x * self.deviation).mul_(self.deviation)
+
+    def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return what was computed at ``key``, from a checkpoint where it is there."""
+        return self.problem.kept(key, compute)

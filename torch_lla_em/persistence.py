@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import tempfile
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -66,3 +68,17 @@ def check(state: Any) -> None:
             f"The posterior was saved in format {version}, but this release reads format "
             f"{VERSION}. Load it with the release that wrote it, or fit again."
         )
+
+
+def write_atomically(state: dict[str, Tensor], path: Path) -> None:
+    """Write tensors so that the file is there whole or not at all."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

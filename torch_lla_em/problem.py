@@ -17,6 +17,7 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.linear_model import LinearModel
 from torch_lla_em.memory import DoesNotFit, attempt
 from torch_lla_em.noise import normal
+from torch_lla_em.passes import Fingerprint
 
 _EPSILON_STREAM = 1
 _GROUP_ROWS = 32
@@ -69,6 +70,13 @@ class Rows(NamedTuple):
     at_most: float = inf
     """Rows of a batch at a time, where the network takes rows alone."""
 
+    prefix: Fingerprint | None = None
+    """What the skipped rows must be."""
+
+
+class OtherOrderError(Exception):
+    """The rows to be skipped are not those that were skipped before."""
+
 
 class Problem:
     """Σ_n loss(J_n w, y_n) over the data, its gradient, and products with G = Σ_n J_nᵀ H_n J_n.
@@ -87,6 +95,7 @@ class Problem:
         w_MAP = linear_model.w_MAP
         self.device = w_MAP.device
         self.dtype = torch.promote_types(w_MAP.dtype, torch.float32)
+        self._versions = linear_model.network.versions()
         self._finite: list[tuple[int, Tensor]] = []
         self._splits: bool | None = None
 
@@ -284,12 +293,13 @@ class Problem:
     def _batches(self, rows: Rows) -> Iterator[Batch]:
         """Yield the batches of one pass after the skipped rows, inside the network's guard."""
         self._finite.clear()
+        self._refuse_changed_weights()
         with self.linear_model.network.guarded():
             for whole in self.data:
                 if self.linear_model.report is None:
                     _check_finite(whole)
                     self.linear_model.probe(whole.inputs)
-                if rows.skipped and whole.rows[-1] < rows.skipped:
+                if rows.skipped and self._skips(whole, rows):
                     continue
                 at_once = self.linear_model.rows_at_once
                 for batch in self._pieces(whole, min(rows.at_most, at_once)):
@@ -299,6 +309,25 @@ class Problem:
         for index, finite in self._finite:
             if not finite:
                 raise FloatingPointError(f"The network's outputs on batch {index} are not finite.")
+
+    def _refuse_changed_weights(self) -> None:
+        for name, version in self.linear_model.network.versions().items():
+            if version != self._versions.get(name):
+                raise RuntimeError(
+                    f"The network's {name!r} was changed while it was being fitted: leave the "
+                    "network alone until fit returns, or fit a copy.deepcopy of it."
+                )
+
+    def _skips(self, whole: Batch, rows: Rows) -> bool:
+        end = int(whole.rows[-1]) + 1
+        if rows.prefix is None or end < rows.skipped:
+            return end <= rows.skipped
+        if int(whole.rows[0]) >= rows.skipped:
+            return False
+        read = self.data.fingerprint
+        if end > rows.skipped or read is None or not read.agrees(rows.prefix):
+            raise OtherOrderError
+        return True
 
     def _no_room(self, batch: Batch, shortage: str) -> str:
         rows, P = len(batch.rows), self.size

@@ -93,7 +93,7 @@ class StoredPosterior(nn.Module):
         self.history, self.num_data = record["history"], record["num_data"]
         if self.sigma_noise is not None:
             self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
-        self._versions = self._weight_versions()
+        self._versions = self._linear_model.network.versions()
 
     def save(self, path: str | PathLike) -> None:
         """Write the posterior to a file, without the network."""
@@ -140,13 +140,13 @@ class StoredPosterior(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies of a network count their changes anew; say whether they are up to date."""
-        current = self._versions == self._weight_versions()
+        current = self._versions == self._linear_model.network.versions()
         return {**self.__dict__, "_versions": None if current else self._versions}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._versions is None:
-            self._versions = self._weight_versions()
+            self._versions = self._linear_model.network.versions()
 
     def train(self, mode: bool = True) -> StoredPosterior:
         """Set this object's own flag; predictions always run the network in eval mode."""
@@ -158,7 +158,7 @@ class StoredPosterior(nn.Module):
         super()._apply(fn, recurse)
         self.model._apply(fn, recurse)
         if self.w_lin is not None:
-            self._versions = self._weight_versions()
+            self._versions = self._linear_model.network.versions()
         return self
 
     def _store(self, posterior: Posterior, history: list[dict[str, Any]], num_data: int) -> None:
@@ -177,28 +177,18 @@ class StoredPosterior(nn.Module):
             self.likelihood = self._given_likelihood
             self.sigma_noise = self.likelihood.sigma_noise.to(self.w_lin.device)
         self.history, self.num_data = history, num_data
-        self._versions = self._weight_versions()
+        self._versions = self._linear_model.network.versions()
 
     def _require_fit(self) -> None:
         if self.w_lin is None:
             raise NotFittedError(
                 "There is no posterior yet: call la.fit(train_loader), or la.load_state_dict(state)."
             )
-        if self._versions != self._weight_versions():
+        if self._versions != self._linear_model.network.versions():
             raise NotFittedError(
                 "The network's weights have changed since the fit, so the posterior is not theirs: "
                 "call la.fit(train_loader) again."
             )
-
-    def _weight_versions(self) -> list[int]:
-        module = self._linear_model.network.module
-        # running statistics change without a new version, but the count of their batches has one
-        buffers = [
-            buffer
-            for name, buffer in module.named_buffers()
-            if buffer.is_floating_point() or name.endswith("num_batches_tracked")
-        ]
-        return [tensor._version for tensor in (*module.parameters(), *buffers)]
 
     def _refuse_other_network(self, state: dict[str, Tensor], record: dict[str, Any]) -> None:
         layout = self._linear_model.layout

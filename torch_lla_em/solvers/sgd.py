@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,12 +13,17 @@ from torch import Tensor
 from torch_lla_em.solvers.solution import DivergenceError, Solution, check_positive
 
 BatchProduct = Callable[[Tensor], Tensor]
+Gradient = Callable[[BatchProduct, float, Tensor], Tensor]
 
 
 class Minibatches(Protocol):
     """A product or a loss that can be taken batch by batch."""
 
     def minibatches(self) -> Iterator[tuple[int, BatchProduct]]: ...
+
+    def kept(
+        self, key: Tensor, compute: Callable[[], dict[str, Tensor]]
+    ) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -81,33 +87,46 @@ class SGD:
     def _descend(
         self,
         problem: Minibatches,
-        gradient: Callable[[BatchProduct, float, Tensor], Tensor],
+        gradient: Gradient,
         start: Tensor,
         rate: float,
         bound: float,
     ) -> Tensor:
-        x, velocity, average = start.clone(), torch.zeros_like(start), start.clone()
-        num_batches, step = sum(1 for _ in problem.minibatches()), 0
-        last = self.epochs * num_batches - 1
-        for _ in range(self.epochs):
-            for _, batch_product in problem.minibatches():
-                # every batch comes once an epoch, so uneven ones weigh alike: not by N / B
-                g = gradient(batch_product, num_batches, x + self.momentum * velocity)
-                if self.clip is not None:
-                    g = g.clamp(-self.clip, self.clip)
-                fade = 1 - (1 - self.decay) * step / max(1, last)
-                velocity = self.momentum * velocity - rate * fade * g
-                x = x + velocity
-                if self.averaging is not None:
-                    average.lerp_(x, self.averaging)
-                step += 1
-            if not x.norm() <= 10 * bound + 1:
+        state = {"x": start, "velocity": torch.zeros_like(start), "average": start}
+        num_batches = int(problem.kept(start, partial(_count, problem))["count"])
+        for epoch in range(self.epochs):
+            run = partial(self._epoch, problem, gradient, state, (epoch, num_batches, rate))
+            state = problem.kept(state["x"], run)
+            if not state["x"].norm() <= 10 * bound + 1:
                 raise DivergenceError(
-                    f"SGD diverged: ‖x‖ = {x.norm():.1e}, where the solution has at most "
+                    f"SGD diverged: ‖x‖ = {state['x'].norm():.1e}, where the solution has at most "
                     f"{bound:.1e}. Lower its learning_rate (now {rate:.1e}), or use the default "
                     "solver, which needs none."
                 )
-        return x if self.averaging is None else average
+        return state["x"] if self.averaging is None else state["average"]
+
+    def _epoch(
+        self,
+        problem: Minibatches,
+        gradient: Gradient,
+        state: dict[str, Tensor],
+        schedule: tuple[int, int, float],
+    ) -> dict[str, Tensor]:
+        """Return the state after one epoch; the schedule is (epoch, batches of each, rate)."""
+        epoch, num_batches, rate = schedule
+        x, velocity, average = (tensor.clone() for tensor in state.values())
+        last = self.epochs * num_batches - 1
+        for step, (_, batch_product) in enumerate(problem.minibatches(), epoch * num_batches):
+            # every batch comes once an epoch, so uneven ones weigh alike: not by N / B
+            g = gradient(batch_product, num_batches, x + self.momentum * velocity)
+            if self.clip is not None:
+                g = g.clamp(-self.clip, self.clip)
+            fade = 1 - (1 - self.decay) * step / max(1, last)
+            velocity = self.momentum * velocity - rate * fade * g
+            x = x + velocity
+            if self.averaging is not None:
+                average.lerp_(x, self.averaging)
+        return {"x": x, "velocity": velocity, "average": average}
 
     def _rate(self, product: Callable[[Tensor], Tensor], v: Tensor) -> tuple[float, int]:
         """Return the step size, and the passes spent on its estimate."""
@@ -116,3 +135,7 @@ class SGD:
         for _ in range(4):
             v = product(v / v.norm())
         return 0.1 / (v.norm().item() + 1), 4
+
+
+def _count(problem: Minibatches) -> dict[str, Tensor]:
+    return {"count": torch.tensor(sum(1 for _ in problem.minibatches()))}

@@ -1,0 +1,74 @@
+"""What a pass has summed so far, kept between its batches where passes take long."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torch_lla_em import persistence
+from torch_lla_em.data import Data
+from torch_lla_em.passes import Fingerprint
+from torch_lla_em.persistence import write_atomically
+from torch_lla_em.problem import Rows
+
+logger = logging.getLogger("torch_lla_em")
+
+INTERVAL = 300.0
+"""Seconds between two writes, at least."""
+
+WRITES = 0.05
+"""Share of the time that writes may take."""
+
+
+class PartialPass:
+    """One file with the sums over the first rows of the pass that is under way."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._interval = INTERVAL
+        self._written_at = time.monotonic()
+
+    def exists(self) -> bool:
+        """Whether some pass was left before its end."""
+        return self._path.exists()
+
+    def restore(self, position: int, sums: dict[str, Tensor], data: Data) -> Rows | None:
+        """Fill in the sums of this pass and return which rows they are of, if any are known."""
+        self._written_at = time.monotonic()
+        if not self.exists():
+            return None
+        device = next(iter(sums.values())).device
+        state = torch.load(self._path, map_location=device, weights_only=True)
+        facts = persistence.from_bytes(state.pop("facts"))
+        if facts["position"] != position or state.keys() != sums.keys():
+            return None
+        for name, total in sums.items():
+            total.copy_(state[name])
+        data.num_outputs = facts["num_outputs"]
+        logger.info("The checkpoint goes on with this pass after %d rows.", facts["rows"])
+        return Rows(facts["rows"], prefix=Fingerprint.of(facts["prefix"]))
+
+    def due(self) -> bool:
+        """Whether it is time to write."""
+        return time.monotonic() - self._written_at >= self._interval
+
+    def write(self, position: int, sums: dict[str, Tensor], data: Data) -> None:
+        """Keep the sums over all rows that the data have yielded in this pass."""
+        began = time.monotonic()
+        facts = {
+            "position": position,
+            "rows": data.rows_seen,
+            "num_outputs": data.num_outputs,
+            "prefix": data.fingerprint.state(),
+        }
+        write_atomically({**sums, "facts": persistence.to_bytes(facts)}, self._path)
+        self._written_at = time.monotonic()
+        self._interval = max(INTERVAL, (self._written_at - began) / WRITES if WRITES else 0.0)
+
+    def forget(self) -> None:
+        """Remove the file: its pass has ended."""
+        self._path.unlink(missing_ok=True)

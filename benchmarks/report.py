@@ -16,6 +16,7 @@ import torch
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from methods.image_sections import sections
 from methods.tasks import TASKS, make_task
 
 HERE = Path(__file__).parent
@@ -325,6 +326,7 @@ def page(
     tables: dict[tuple[str, int], Groups],
     fresh: dict[tuple[str, int], Groups],
     words: dict[str, str],
+    images: list[str],
 ) -> str:
     """Return docs/benchmarks.md; ``fresh`` are seeds that nothing was chosen by."""
     text = [words.get("head", "# Benchmarks\n")]
@@ -346,7 +348,8 @@ def page(
             text.append(f"<details><summary>{task}, {epochs} epochs</summary>\n")
             text.append(aims(epochs, groups) + "\n</details>\n")
     text.append(words.get("end", ""))
-    text.append("## How it was run\n\n" + provenance(tables))
+    text += images
+    text.append("## How it was run\n\nIf not said above:\n\n" + provenance(tables))
     return "\n".join(text).rstrip() + "\n"
 
 
@@ -380,7 +383,7 @@ def main() -> None:
         scales(tables, pictures / "scale.png")
     fresh = load(args.results, "scale_fresh")
     words = _words(HERE / "methods" / "words.md")
-    (args.docs / "benchmarks.md").write_text(page(tables, fresh, words))
+    (args.docs / "benchmarks.md").write_text(page(tables, fresh, words, list(sections(args.results, words))))
 
 
 if __name__ == "__main__":

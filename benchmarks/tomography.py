@@ -15,12 +15,13 @@ minutes on one core.
 import argparse
 import json
 import logging
-from math import log, pi
+from math import pi
 from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib
 import torch
+from methods.image_scores import Reconstruction, constant, scores
 from methods.measure import Meter
 from methods.provenance import provenance
 from methods.radon import Radon, phantom
@@ -35,7 +36,6 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 HERE = Path(__file__).parent
 COLUMNS = "psnr", "nll", "nll_scaled", "patch_nll", "pearson", "spearman", "coverage", "mean_sd"
-PATCH = 4
 
 
 class Scan(NamedTuple):
@@ -50,14 +50,6 @@ class Scan(NamedTuple):
     y_held_out: Tensor
     sigma: float
     """The noise's standard deviation."""
-
-
-class Reconstruction(NamedTuple):
-    """An image, and deviations of S images drawn around it."""
-
-    mean: Tensor
-    deviations: Tensor
-    """(S, 1, size, size)."""
 
 
 def scan(size: int, angles: int, noise: float) -> Scan:
@@ -86,52 +78,6 @@ def reconstruct(data: Scan, network: nn.Module, args: argparse.Namespace) -> nn.
         optimiser.step()
         schedule.step()
     return network.eval()
-
-
-def scores(drawn: Reconstruction, truth: Tensor) -> dict[str, float]:
-    """Return how the predicted deviations fit the true error, in nats per pixel."""
-    error = (truth - drawn.mean)[0, 0]
-    variance = drawn.deviations.square().mean(0)[0] + 1e-8
-    sd = variance.sqrt()
-    span = (truth.max() - truth.min()) ** 2
-    factor = (error.square() / variance).mean()
-    return {
-        "psnr": (10 * (span / error.square().mean()).log10()).item(),
-        "nll": _nll(error, variance),
-        "nll_scaled": _nll(error, factor * variance),
-        "patch_nll": _patch_nll(error, drawn.deviations[:, 0]),
-        "pearson": _correlation(error.abs(), sd),
-        "spearman": _correlation(_ranks(error.abs()), _ranks(sd)),
-        "coverage": (error.abs() < 1.96 * sd).double().mean().item(),
-        "mean_sd": sd.mean().item(),
-        "rmse": error.square().mean().sqrt().item(),
-    }
-
-
-def _nll(error: Tensor, variance: Tensor) -> float:
-    return 0.5 * (error.square() / variance + variance.log() + log(2 * pi)).mean().item()
-
-
-def _patch_nll(error: Tensor, deviations: Tensor) -> float:
-    """Return the joint NLL of patches of pixels, with the samples' own covariance."""
-    side = error.shape[-1] // PATCH * PATCH
-    stack = torch.cat([error[None], deviations])[:, :side, :side].double()
-    tiles = stack.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH).flatten(3).flatten(1, 2)
-    error, deviations = tiles[0], tiles[1:]
-    covariance = torch.einsum("spi,spj->pij", deviations, deviations) / len(deviations)
-    # fewer samples than a patch of that rank would ask for: a hundredth of the variance is white
-    ridge = 1e-2 * covariance.diagonal(dim1=1, dim2=2).mean(1) + 1e-8
-    covariance += ridge[:, None, None] * torch.eye(PATCH**2)
-    normal = torch.distributions.MultivariateNormal(torch.zeros(PATCH**2).double(), covariance)
-    return -normal.log_prob(error).mean().item() / PATCH**2
-
-
-def _correlation(a: Tensor, b: Tensor) -> float:
-    return torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].item()
-
-
-def _ranks(values: Tensor) -> Tensor:
-    return values.flatten().argsort().argsort().float()
 
 
 def posterior(
@@ -185,13 +131,6 @@ def dropout(data: Scan, args: argparse.Namespace) -> Reconstruction:
     with torch.no_grad():
         images = torch.cat([network(x) for _ in range(args.num_samples)])
     return Reconstruction(images.mean(0, keepdim=True), images - images.mean(0))
-
-
-def constant(mean: Tensor, variance: float, num_samples: int) -> Reconstruction:
-    """Return deviations of one variance everywhere, independent over pixels."""
-    noise = torch.randn(num_samples, *mean.shape[1:], generator=torch.Generator().manual_seed(0))
-    noise /= noise.square().mean(0).sqrt()
-    return Reconstruction(mean, variance**0.5 * noise)
 
 
 def draw(truth: Tensor, found: dict[str, Reconstruction], path: Path) -> None:

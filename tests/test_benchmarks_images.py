@@ -21,6 +21,7 @@ for package in ("torchvision", "torchmetrics"):
 import imagenet  # noqa: E402
 import mnist  # noqa: E402
 from methods import images, ladder, training  # noqa: E402
+from methods.image_sections import sections  # noqa: E402
 from methods.images import MissingData, Sizes, splits  # noqa: E402
 from methods.shifts import corruptions, rotations  # noqa: E402
 from torchvision import datasets  # noqa: E402
@@ -188,11 +189,16 @@ def test_mnist_runs_whole_and_from_its_checkpoint(tmp_path, capsys):
     fits = [record for record in first if record.get("gamma")]
     assert all(record["precision"] > 0 and record["passes"] > 1 and record["commit"] for record in fits)
     assert {record["level"] for record in fits} == {0}
+    (section,) = sections(tmp_path, {"mnist": "What is said of it."})
+    assert "These are not MNIST's images" in section and section.endswith("What is said of it.")
+    assert section.count("| ours: g-prior, probit |") == 1 + 5  # once clean, once for each score
+    assert f"| {first[0]['nll']:.3f} |" in section.replace("**", "")
 
 
 def test_mnist_runs_on_files(tmp_path):
     write_mnist(tmp_path, (50, 20))
-    mnist.main(["--data-dir", str(tmp_path), *TINY, "--device", "cpu", "--out", str(tmp_path), "--priors", "plain"])
+    arguments = ["--data-dir", str(tmp_path), *TINY, "--device", "cpu", "--priors", "plain"]
+    mnist.main([*arguments, "--out", str(tmp_path)])
     assert "synthetic\": false" in (tmp_path / "mnist.jsonl").read_text()
 
 

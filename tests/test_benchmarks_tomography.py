@@ -14,6 +14,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 pytest.importorskip("matplotlib")
 
 import tomography  # noqa: E402
+from methods.image_scores import Reconstruction, constant, scores  # noqa: E402
+from methods.image_sections import sections  # noqa: E402
 from methods.radon import Radon, phantom  # noqa: E402
 from methods.unet import UNet  # noqa: E402
 from tiny import basis_noise  # noqa: E402
@@ -101,10 +103,10 @@ def test_scores_know_a_perfect_model_of_the_error():
     truth = sd * torch.randn(sd.shape, generator=generator)
     deviations = sd[0] * torch.randn(300, *sd.shape[1:], generator=generator)
     zero = torch.zeros_like(truth)
-    right = tomography.scores(tomography.Reconstruction(zero, deviations), truth)
-    wrong = tomography.scores(tomography.Reconstruction(zero, 0.3 * deviations), truth)
-    flat = tomography.constant(zero, truth.square().mean().item(), 300)
-    flat = tomography.scores(flat, truth)
+    right = scores(Reconstruction(zero, deviations), truth)
+    wrong = scores(Reconstruction(zero, 0.3 * deviations), truth)
+    flat = constant(zero, truth.square().mean().item(), 300)
+    flat = scores(flat, truth)
     assert abs(right["coverage"] - 0.95) < 0.03 and right["spearman"] > 0.3
     assert right["nll"] < flat["nll"] < wrong["nll"] and right["patch_nll"] < wrong["patch_nll"]
     assert abs(right["nll_scaled"] - wrong["nll_scaled"]) < 1e-3
@@ -119,4 +121,6 @@ def test_the_script_runs_whole(tmp_path, capsys):
     ours = [record for record in records if "gamma" in record]
     assert len(ours) == 2 and all(r["learnt_sigma"] > 0 and r["outputs"] == 256 for r in ours)
     assert (tmp_path / "picture.png").stat().st_size > 5000
+    (section,) = sections(tmp_path, {})
+    assert f"= {16 * 16} pixels" in section and section.count("| MC dropout |") == 2
     assert "coverage" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_lla_em.curve import Modes
 from torch_lla_em.evidence import log_dets, sigma_of, squared_residual
-from torch_lla_em.linear_mode import LinearMode, optimise_MAP
+from torch_lla_em.linear_mode import LinearMode, Precondition, optimise_MAP
 from torch_lla_em.operators import WhitenedLoss
 from torch_lla_em.posterior_samples import PosteriorSamples, Solver, optimise_samples
 from torch_lla_em.prior import Prior
@@ -132,7 +132,7 @@ class IterativeEStep:
         self._solver = solver
         self._mode_solver = solver if isinstance(solver, SGD) else Newton()
         self._w_lin: Tensor | None = None
-        self._w: Tensor | None = None
+        self._last: Tensor | PosteriorSamples | None = None
 
     def expect(
         self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
@@ -165,13 +165,27 @@ class IterativeEStep:
         solver = replace(self._mode_solver, tolerance=attainable(tolerance, problem))
         if self._w_lin is None:
             self._w_lin = first_mode(problem, noise.prior, hyper.precision)
-        mode = optimise_MAP(problem, noise.prior, hyper.precision, solver, self._w_lin)
+        mode = optimise_MAP(
+            problem,
+            noise.prior,
+            hyper.precision,
+            solver,
+            self._w_lin,
+            precondition=self.preconditioner(hyper),
+        )
         self._w_lin = mode.w
         return mode
 
     def warm_start(self, w_lin: Tensor, w_samples: Tensor) -> None:
         """Begin with the mode and the samples of an earlier posterior."""
-        self._w_lin, self._w = w_lin, w_samples
+        self._w_lin, self._last = w_lin, w_samples
+
+    def preconditioner(self, hyper: Hyperparameters) -> Precondition | None:
+        """Return an approximate inverse for the mode, where there is one."""
+
+    def sample_solver(self, hyper: Hyperparameters, tolerance: float) -> Solver:
+        """Return the solver of the samples at these hyper-parameters."""
+        return replace(self._solver, tolerance=tolerance)
 
     def spectrum(self, hyper: Hyperparameters) -> None:
         """Solves at single λ leave no spectrum."""
@@ -182,9 +196,10 @@ class IterativeEStep:
 
     def _samples(self, hyper: Hyperparameters, tolerance: float) -> PosteriorSamples:
         problem, noise = self._at_noise(hyper)
-        solver = replace(self._solver, tolerance=tolerance)
-        samples = optimise_samples(problem, noise, hyper.precision, solver, self._w)
-        self._w = samples.w
+        solver = self.sample_solver(hyper, tolerance)
+        samples = optimise_samples(problem, noise, hyper.precision, solver, self._last)
+        # G changes with σ: only without it is G w still that at the next step
+        self._last = samples if hyper.sigma is None else samples.w
         return samples
 
     def _at_noise(self, hyper: Hyperparameters) -> tuple[Problem, StochasticPrior]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_lla_em.deflated_expectation import DeflatedEStep
 from torch_lla_em.empirical_bayes import EmpiricalBayes, EMState, starting_precision
 from torch_lla_em.evidence import log_evidences, sigma_of
 from torch_lla_em.expectation import EStep, Hyperparameters, IterativeEStep
@@ -114,6 +115,8 @@ def make_e_step(problem: Problem, noise: StochasticPrior, options: FitOptions) -
     solver = options.solver or choose_solver(problem, options.layerwise)
     if isinstance(solver, BlockKrylov) and _shifts(problem, options.layerwise):
         e_step = KrylovEStep(problem, noise, solver)
+    elif isinstance(solver, BlockCG) and _has_one_noise(problem) and solver.deflate:
+        e_step = DeflatedEStep(problem, noise, solver, options.seed)
     else:
         e_step = IterativeEStep(problem, noise, solver, options.seed)
     if options.warm is not None:
@@ -138,8 +141,13 @@ def choose_solver(problem: Problem, layerwise: bool) -> Solver:
 
 def _shifts(problem: Problem, layerwise: bool) -> bool:
     """Whether a new λ and σ only shift and scale G."""
+    return not layerwise and _has_one_noise(problem)
+
+
+def _has_one_noise(problem: Problem) -> bool:
+    """Whether what EM learns of the noise only scales G."""
     sigma = sigma_of(problem)
-    return not layerwise and (sigma is None or not sigma.dim())
+    return sigma is None or not sigma.dim()
 
 
 def _start(options: FitOptions, noise: StochasticPrior) -> Tensor:

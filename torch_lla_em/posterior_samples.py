@@ -12,6 +12,7 @@ from torch_lla_em.operators import WhitenedGGN
 from torch_lla_em.prior import Prior
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers.block_cg import BlockCG
+from torch_lla_em.solvers.deflation import DeflatedCG
 from torch_lla_em.solvers.solution import Solution
 from torch_lla_em.stochastic_prior import StochasticPrior
 
@@ -51,19 +52,31 @@ class PosteriorSamples(NamedTuple):
     converged: bool
     """Whether the error met the solver's tolerance."""
 
+    Gw: Tensor
+    """G w_k, shape (K, P), which spares a pass to whoever starts from here."""
+
 
 def optimise_samples(
     problem: Problem,
     noise: StochasticPrior,
     precision: Tensor,
     solver: Solver = BlockCG(),
-    start: Tensor | None = None,
+    start: Tensor | PosteriorSamples | None = None,
 ) -> PosteriorSamples:
-    """Turn the stochastic prior into posterior samples, from ``start`` (K, P) or from scratch."""
-    deviation = noise.prior.deviation(precision)
+    """Turn the stochastic prior into posterior samples, from scratch or from a start.
+
+    Which is weights (K, P), or samples at another λ, whose G w is known.
+    """
+    prior, deviation = noise.prior, noise.prior.deviation(precision)
     b = noise.right_hand_side(precision)
-    x = None if start is None else noise.prior.whitened(start, precision)
-    solution = solver.solve(WhitenedGGN(problem, deviation), b, x)
+    product = WhitenedGGN(problem, deviation)
+    if isinstance(start, PosteriorSamples) and isinstance(solver, (BlockCG, DeflatedCG)):
+        x = prior.whitened(start.w, precision)
+        solution = solver.solve(product, b, x, deviation * start.Gw)
+    else:
+        w = start.w if isinstance(start, PosteriorSamples) else start
+        x = None if w is None else prior.whitened(w, precision)
+        solution = solver.solve(product, b, x)
     if not solution.converged:
         warnings.warn(
             f"The samples are known to an error of {solution.error:.1e} only, not "
@@ -80,6 +93,7 @@ def optimise_samples(
         solution.relative_residual,
         solution.passes,
         solution.converged,
+        prior.whitened(solution.image, precision),
     )
 
 

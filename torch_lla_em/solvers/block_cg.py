@@ -14,7 +14,6 @@ from torch_lla_em.solvers.solution import (
     FaultyProductError,
     Solution,
     check_positive,
-    energies,
     relative_error,
 )
 
@@ -37,17 +36,27 @@ class BlockCG:
     max_passes: int = 200
     """Products with A after which it stops, with a warning."""
 
+    deflate: bool = True
+    """Whether EM preconditions its solves by what one Krylov basis knows of G."""
+
     def __post_init__(self) -> None:
         check_positive("BlockCG", tolerance=self.tolerance, max_passes=self.max_passes)
 
-    def solve(self, product: Product, b: Tensor, start: Tensor | None = None) -> Solution:
-        """Return X, found from ``start`` or 0."""
+    def solve(
+        self,
+        product: Product,
+        b: Tensor,
+        start: Tensor | None = None,
+        image: Tensor | None = None,
+    ) -> Solution:
+        """Return X, found from ``start`` or 0; ``image``, A start where known, saves a product."""
         limits = self.tolerance, self.max_passes
-        return solve_with_restarts("Block CG", Task(product, b, start), limits, self._descend)
+        task = Task(product, b, start, image)
+        return solve_with_restarts("Block CG", task, limits, self.descend)
 
-    def _descend(self, task: Task, solution: Solution, residual: Tensor) -> tuple[Tensor, int]:
+    def descend(self, task: Task, solution: Solution, residual: Tensor) -> tuple[Tensor, int]:
         """Improve x until its residual, by recursion, meets the tolerance or ceases to fall."""
-        product, b, _ = task
+        product = task.product
         x, budget = solution.x.clone(), self.max_passes - solution.passes - 1
         basis, coefficients = orthonormalise(residual)
         directions, passes, best = basis, 0, (coefficients.norm(), 0)
@@ -66,7 +75,7 @@ class BlockCG:
                 best = norms.norm(), passes
             elif passes - best[1] > _PATIENCE:
                 break
-            energy = energies(x, b, combine(coefficients, basis))
+            energy = task.energies(x, combine(coefficients, basis))
             if relative_error(norms, energy) <= 0.9 * self.tolerance:
                 break
         return x, passes

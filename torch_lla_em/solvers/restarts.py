@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.solution import DivergenceError, Solution
+from torch_lla_em.solvers.blocks import dots
+from torch_lla_em.solvers.solution import DivergenceError, Solution, energies
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -23,6 +24,28 @@ class Task(NamedTuple):
     b: Tensor
     start: Tensor | None
 
+    image: Tensor | None = None
+    """A times the start, where it is known."""
+
+    original: Callable[[Tensor], Tensor] | None = None
+    """Where x is preconditioned: the map back, since energies are those of what it stands for."""
+
+    def energies(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Return ⟨x, A x⟩ in the original coordinates, shape (K,)."""
+        energy = energies(x, self.b, residual)
+        if self.original is None:
+            return energy
+        before = self.original(x)
+        return (energy + dots(x, x) - dots(before, before)).clamp_min(0)
+
+    def judge(self, x: Tensor, residual: Tensor, passes: int, tolerance: float) -> Solution:
+        """Return the record of x, with its true residual."""
+        solution = Solution.of(x, self.b, residual, passes, tolerance)
+        if self.original is None:
+            return solution
+        solution = solution._replace(energy=self.energies(x, residual))
+        return solution._replace(converged=solution.error <= tolerance)
+
 
 Descend = Callable[[Task, Solution, Tensor], tuple[Tensor, int]]
 """(task, solution so far, its residual) -> a better x and the products it took."""
@@ -30,13 +53,15 @@ Descend = Callable[[Task, Solution, Tensor], tuple[Tensor, int]]
 
 def solve_with_restarts(name: str, task: Task, limits: tuple[float, int], descend: Descend) -> Solution:
     """Improve x until its true residual meets the tolerance, stops falling, or passes run out."""
-    product, b, start = task
+    product, b, start, image = task[:4]
     tolerance, max_passes = limits
     x, residual, passes, last = torch.zeros_like(b), b, 0, float("inf")
-    if start is not None:
+    if start is not None and image is not None:
+        x, residual = start, b - start - image
+    elif start is not None:
         x, residual, passes = start, b - start - product(start), 1
     while True:
-        solution = Solution.of(x, b, residual, passes, tolerance)
+        solution = task.judge(x, residual, passes, tolerance)
         error = solution.error
         if not error < float("inf") or error > 1e3 * max(1.0, last):
             raise DivergenceError(

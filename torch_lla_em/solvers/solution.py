@@ -30,6 +30,9 @@ class Solution(NamedTuple):
     converged: bool
     """Whether the error met the tolerance."""
 
+    image: Tensor
+    """A x, as the true residual tells it, shape (K, P)."""
+
     @property
     def error(self) -> float:
         """√(mean ‖r‖² / max(1, mean ⟨x, A x⟩)): bounds the relative error of J x on the data."""
@@ -41,7 +44,8 @@ class Solution(NamedTuple):
         certificate, energy = dots(residual, residual).sqrt(), energies(x, b, residual)
         relative = certificate.norm() / dots(b, b).sum().sqrt()
         converged = relative_error(certificate, energy) <= tolerance
-        return cls(x, certificate, energy, relative.nan_to_num().item(), passes, converged)
+        relative, image = relative.nan_to_num().item(), b - x - residual
+        return cls(x, certificate, energy, relative, passes, converged, image)
 
 
 class DivergenceError(ArithmeticError):

@@ -1,0 +1,121 @@
+"""Deflation: what one Krylov basis knows of G preconditions block CG under any prior."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.solvers.block_cg import BlockCG
+from torch_lla_em.solvers.block_lanczos import BlockLanczos
+from torch_lla_em.solvers.blocks import combine, gram
+from torch_lla_em.solvers.restarts import Task, solve_with_restarts
+from torch_lla_em.solvers.solution import Solution, check_positive
+
+# Ritz values below this part of the largest are rounding
+_SMALLEST = 1e-6
+
+
+class WhitenedProduct(Protocol):
+    """A product x -> D G D x that tells D."""
+
+    deviation: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+def nystrom_features(lanczos: BlockLanczos) -> Tensor:
+    """Return F, shape (r, P), with FᵀF ≤ G: Nyström's approximation, equal on the Ritz vectors.
+
+    Of Ritz pairs (θ, u), F holds G u / √θ, which block Lanczos knows without a product.
+    """
+    theta = lanczos.eigenvalues
+    live = theta > _SMALLEST * theta[-1]
+    roots = theta[live].sqrt()
+    vectors = torch.eye(len(theta), dtype=torch.float64, device=theta.device)[live]
+    features = lanczos.to_weights(roots[:, None] * vectors)
+    residual = lanczos.residual_coordinates()[:, live] / roots
+    return features + combine(residual.T, lanczos.basis[-1])
+
+
+class Preconditioner:
+    """Powers of M = I + D FᵀF D, which is at most I + D G D, in whitened coordinates."""
+
+    def __init__(self, features: Tensor, deviation: Tensor):
+        self._features, self._deviation = features, deviation
+        whitened = features * deviation
+        values, self._vectors = torch.linalg.eigh(gram(whitened, whitened))
+        self._values = values.clamp_min(0)
+
+    def inverse(self, rows: Tensor) -> Tensor:
+        """Return M⁻¹ rows, (k, P)."""
+        return self._power(rows, -1.0)
+
+    def inverse_root(self, rows: Tensor) -> Tensor:
+        """Return M^{-1/2} rows, (k, P)."""
+        return self._power(rows, -0.5)
+
+    def root(self, rows: Tensor) -> Tensor:
+        """Return M^{1/2} rows, (k, P)."""
+        return self._power(rows, 0.5)
+
+    def _power(self, rows: Tensor, power: float) -> Tensor:
+        # D Fᵀ V has columns of squared length ``values``: one division for each unit vector
+        values = self._values
+        change = torch.expm1(power * torch.log1p(values))
+        small = 1e-12 * values[-1].clamp_min(1.0)
+        change = torch.where(values > small, change / values.clamp_min(small), power)
+        within = gram(rows * self._deviation, self._features) @ self._vectors
+        return rows + combine(within * change @ self._vectors.T, self._features) * self._deviation
+
+
+@dataclass(frozen=True)
+class DeflatedCG:
+    """Block CG on M^{-1/2} (A + I) M^{-1/2}, with M from Nyström features of G.
+
+    Since I ≤ M ≤ A + I, the residual in the norm of M⁻¹ bounds the error as the plain one
+    does, and is nearer to it: the certificate is that one.
+    """
+
+    features: Tensor
+    """F, shape (r, P), in the coordinates of G, with FᵀF ≤ G."""
+
+    tolerance: float = 1e-2
+    """Bound on √(mean ‖r‖² / max(1, mean ⟨x, A x⟩)), with r in the norm of M⁻¹."""
+
+    max_passes: int = 200
+    """Products with A after which it stops, with a warning."""
+
+    noise: float = 1.0
+    """σ of a Gaussian likelihood, relative to the one F was built with."""
+
+    def __post_init__(self) -> None:
+        check_positive("DeflatedCG", tolerance=self.tolerance, max_passes=self.max_passes)
+
+    def solve(
+        self,
+        product: WhitenedProduct,
+        b: Tensor,
+        start: Tensor | None = None,
+        image: Tensor | None = None,
+    ) -> Solution:
+        """Return X, found from ``start`` or 0; ``image``, A start where known, saves a product."""
+        M = Preconditioner(self.features, product.deviation / self.noise)
+
+        def preconditioned(y: Tensor) -> Tensor:
+            x = M.inverse_root(y)
+            return M.inverse_root(x + product(x)) - y
+
+        y, image_of_y = None, None
+        if start is not None:
+            y = M.root(start)
+            if image is not None:
+                image_of_y = M.inverse_root(start + image) - y
+        task = Task(preconditioned, M.inverse_root(b), y, image_of_y, M.inverse_root)
+        solver = BlockCG(self.tolerance, self.max_passes)
+        limits = self.tolerance, self.max_passes
+        solved = solve_with_restarts("Deflated block CG", task, limits, solver.descend)
+        x = M.inverse_root(solved.x)
+        return solved._replace(x=x, image=M.root(solved.x + solved.image) - x)

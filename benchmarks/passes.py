@@ -10,8 +10,8 @@ forwards and back; a pass of block Krylov carries 2 K, and counts as two. Errors
 of the functions J w_k on the data against a tightly solved reference. On the digits expect
 block Krylov and block CG at 1 % in about 6 passes, and the whole fit by block Krylov in
 about 12 passes and 72 single columns. Every part is written as soon as it is there; --parts
-takes those that are wanted: fits, the traces of solvers at the λ found, and the dense fixed
-point of λ where all of G fits.
+takes those that are wanted: fits, the traces of solvers at the λ found, block CG with and
+without deflation at smaller λ, and the dense fixed point of λ where all of G fits.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from methods import passes_page
 from methods.counted import problem_of
-from methods.fits import FITS, dense_fixed_point, whole_fit
+from methods.fits import FITS, deflation, dense_fixed_point, whole_fit
 from methods.networks import PROBLEMS, Source, trained
 from methods.provenance import provenance
 from methods.race import SOLVERS, Race
@@ -29,7 +29,7 @@ from methods.race import SOLVERS, Race
 from torch_lla_em.stochastic_prior import get_sto_samples
 
 HERE = Path(__file__).parent
-PARTS = (*FITS, "traces", "dense")
+PARTS = (*FITS, "traces", "deflation", "dense")
 
 
 def measure(args: argparse.Namespace, name: str) -> None:
@@ -55,6 +55,11 @@ def measure(args: argparse.Namespace, name: str) -> None:
             save(record, path)
             continue
         precision = torch.tensor(record["fits"]["block_krylov"]["path"][-1]).double()
+        if part == "deflation":
+            record["deflation"] = deflation(problem, noise, precision)
+            print(f"  {record['deflation']}", flush=True)
+            save(record, path)
+            continue
         if part == "dense":
             record["dense"] = dense_fixed_point(problem, noise, precision)
             print(f"  dense λ {record['dense']:.6g} against {precision:.6g}", flush=True)

@@ -16,7 +16,7 @@ for package in ("sklearn", "matplotlib"):
 
 import passes  # noqa: E402
 from methods.counted import problem_of  # noqa: E402
-from methods.fits import FITS, Fit, dense_fixed_point, whole_fit  # noqa: E402
+from methods.fits import FITS, Fit, deflation, dense_fixed_point, whole_fit  # noqa: E402
 from methods.networks import PROBLEMS, Source, trained  # noqa: E402
 from methods.race import Race, Remembered  # noqa: E402
 
@@ -128,6 +128,21 @@ def test_whole_fits_agree_with_the_dense_fixed_point(setting):
     for fit in found.values():
         monte_carlo = (K * fit["gamma"]) ** -0.5  # where EM stops
         assert fit["path"][-1] == pytest.approx(dense, rel=monte_carlo)
+
+
+def test_layerwise_fits_agree_and_deflation_counts(setting):
+    tiny_setting, problem, noise = setting
+    ends = [
+        whole_fit(problem_of(tiny_setting.model, batches_of(tiny_setting)), K, FITS[name])
+        for name in ("layerwise_block_cg", "layerwise_deflated_block_cg")
+    ]
+    assert len(ends[0]["path"][-1]) == 4
+    assert ends[0]["gamma"] == pytest.approx(ends[1]["gamma"], rel=0.1)
+    problem.spent["columns"] = 0.0
+    rows = deflation(problem, noise, torch.tensor(4.0).double())
+    counted = sum(row["plain"] + sum(part[2] for part in row["deflated"]) for row in rows)
+    assert problem.spent["columns"] == pytest.approx(K * (counted + rows[0]["deflated"][-1][1]), abs=2 * K)
+    assert [part[:2] for part in rows[0]["deflated"]] == [[1, 2], [2, 4], [3, 6]]
 
 
 def test_a_fit_that_fails_says_so(setting):

@@ -10,9 +10,12 @@ from torch import Tensor
 
 from torch_lla_em.fitting import FitOptions, fit_posterior
 from torch_lla_em.linear_mode import optimise_MAP
+from torch_lla_em.operators import WhitenedGGN
 from torch_lla_em.posterior_samples import Solver
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, DivergenceError, Newton
+from torch_lla_em.solvers.block_lanczos import BlockLanczos
+from torch_lla_em.solvers.deflation import DeflatedCG, nystrom_features
 from torch_lla_em.stochastic_prior import StochasticPrior
 
 
@@ -29,8 +32,11 @@ FITS = {
     "block_cg": Fit(BlockCG()),
     "sgd": Fit(SGD(epochs=20)),
     "block_krylov_fine": Fit(BlockKrylov(), 1e-3),
+    "layerwise_block_cg": Fit(BlockCG(deflate=False), layerwise=True),
+    "layerwise_deflated_block_cg": Fit(BlockCG(), layerwise=True),
 }
 _SGD_STEPS = 4
+_BASIS_STEPS = 3
 
 
 def whole_fit(problem: Counted, num_samples: int, fit: Fit) -> dict:
@@ -57,6 +63,30 @@ def whole_fit(problem: Counted, num_samples: int, fit: Fit) -> dict:
         "error": posterior.sample_error,
         "warnings": sorted({str(w.message).split(".")[0] for w in caught}),
     }
+
+
+def deflation(problem: Problem, noise: StochasticPrior, precision: Tensor) -> list[dict]:
+    """Return passes of block CG to 1 % at ever smaller λ, plain and after steps of a basis.
+
+    The steps' own passes, of 2 K columns, are told apart: (steps, their passes, block CG's).
+    """
+    scale, rows = noise.prior.scale, []
+    start = torch.cat([noise.xi, scale * noise.eta])
+    lanczos = BlockLanczos(WhitenedGGN(problem, scale), start)
+    features = []
+    for _ in range(_BASIS_STEPS):
+        lanczos.extend()
+        features.append(noise.prior.unscaled(nystrom_features(lanczos)))
+    for ratio in (1.0, 0.1, 0.01):
+        product = WhitenedGGN(problem, noise.prior.deviation(ratio * precision))
+        b = noise.right_hand_side(ratio * precision)
+        deflated = [
+            [steps, 2 * steps, DeflatedCG(F).solve(product, b).passes]
+            for steps, F in enumerate(features, 1)
+        ]
+        plain = BlockCG().solve(product, b).passes
+        rows.append({"precision": (ratio * precision).item(), "plain": plain, "deflated": deflated})
+    return rows
 
 
 def dense_fixed_point(

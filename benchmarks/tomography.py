@@ -7,12 +7,13 @@ small U-Net to these measurements alone (a deep image prior whose input is the f
 back-projection), and then the posterior of its weights under y = A f + noise. λ and σ are
 learnt by EM; the variance of every pixel is compared with the error of the reconstruction,
 beside one constant variance and Monte Carlo dropout. Five angles in between are held out:
-they set the posterior's scale without a look at the true image. Records go to
-results/tomography.jsonl, the picture to docs/images/tomography.png. Expect about twenty
-minutes on one core.
+they set the variances' scale without a look at the true image, and the picture shows these.
+Records go to results/tomography.jsonl, the picture to docs/images/tomography.png. Expect a
+correlation of 0.6 between error and predicted deviation, and about twenty minutes on one core.
 """
 
 import argparse
+import copy
 import json
 import logging
 from math import pi
@@ -29,7 +30,9 @@ from methods.unet import UNet
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from torch_lla_em import LinearisedLaplace, LinearOperator, LinearOperatorRegression
+from torch_lla_em import LinearisedLaplace, LinearOperator, LinearOperatorRegression, Prediction
+from torch_lla_em.calibration import best_scale
+from torch_lla_em.predictive import score
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -80,11 +83,26 @@ def reconstruct(data: Scan, network: nn.Module, args: argparse.Namespace) -> nn.
     return network.eval()
 
 
+def held_out_scale(data: Scan, drawn: Reconstruction, sigma: Tensor) -> float:
+    """Return the scale of the variance that the held-out angles like best."""
+    shape = tuple(data.image.shape[1:])
+    between = LinearOperator(data.held_out.forward, data.held_out.adjoint, shape)
+    likelihood = LinearOperatorRegression(between, sigma)
+    prediction = Prediction(likelihood, drawn.mean, drawn.deviations[:, None])
+    return best_scale(score(prediction, data.y_held_out.to(drawn.mean)))
+
+
+def scaled(drawn: Reconstruction, scale: float) -> Reconstruction:
+    return drawn._replace(deviations=scale**0.5 * drawn.deviations)
+
+
 def posterior(
     data: Scan, network: nn.Module, args: argparse.Namespace, prior: str
 ) -> tuple[dict[str, Reconstruction], dict]:
     """Return reconstructions with deviations, as fitted and calibrated, and what they cost."""
-    x = data.radon.filtered_back_projection(data.y)
+    # the spread of G's eigenvalues is more than single precision holds
+    network = copy.deepcopy(network).double()
+    x, y = data.radon.filtered_back_projection(data.y).double(), data.y.double()
     shape = tuple(data.image.shape[1:])
     operator = LinearOperator(data.radon.forward, data.radon.adjoint, shape)
     la = LinearisedLaplace(
@@ -97,17 +115,11 @@ def posterior(
         seed=args.seed,
     )
     with Meter() as clock:
-        la.fit([(x, data.y)])
+        la.fit([(x, y)])
     prediction = la.predict(x)
-    mean, deviations = prediction.mean, prediction.deviations[:, 0]
-    between = LinearOperator(data.held_out.forward, data.held_out.adjoint, shape)
-    la.likelihood = LinearOperatorRegression(between, la.sigma_noise)
-    tau = la.calibrate([(x, data.y_held_out)]).posterior_scale.item()
-    name = f"ours: {prior}"
-    found = {
-        name: Reconstruction(mean, deviations),
-        f"{name}, held-out angles": Reconstruction(mean, tau**0.5 * deviations),
-    }
+    drawn = Reconstruction(prediction.mean.float(), prediction.deviations[:, 0].float())
+    tau = held_out_scale(data, drawn, la.sigma_noise)
+    found = {f"ours: {prior}": drawn, f"ours: {prior}, held-out angles": scaled(drawn, tau)}
     last = la.history[-1]
     cost = {
         "fit_seconds": clock.seconds,
@@ -142,7 +154,7 @@ def draw(truth: Tensor, found: dict[str, Reconstruction], path: Path) -> None:
     panels.append(("|error|", error, top))
     for name, drawn in found.items():
         sd = drawn.deviations.square().mean(0)[0].sqrt()
-        panels.append((f"sd, {name}", sd, min(top, sd.max().item())))
+        panels.append((f"sd, {name.partition(',')[0]}", sd, min(top, sd.max().item())))
     figure, axes = plt.subplots(1, len(panels), figsize=(3.1 * len(panels), 3.2))
     for axis, (name, image, high) in zip(axes, panels):
         kind = "grey" if high == 1.0 else "viridis"
@@ -206,8 +218,10 @@ def main(arguments: list[str] | None = None) -> None:
         ours, costs[f"ours: {prior}"] = posterior(data, network, args, prior)
         found |= ours
     with Meter() as clock:
-        found["MC dropout"] = dropout(data, args)
-    costs["MC dropout"] = {"fit_seconds": clock.seconds}
+        drawn = dropout(data, args)
+    tau = held_out_scale(data, drawn, torch.tensor(data.sigma))
+    found |= {"MC dropout": drawn, "MC dropout, held-out angles": scaled(drawn, tau)}
+    costs["MC dropout"] = {"fit_seconds": clock.seconds, "tau": tau}
     records = []
     for name, drawn in found.items():
         record = common | {"row": name} | scores(drawn, data.image) | costs.get(name, {})
@@ -223,7 +237,7 @@ def main(arguments: list[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     with open(args.out / "tomography.jsonl", "a") as lines:
         lines.writelines(json.dumps(record) + "\n" for record in records)
-    shown = [*(f"ours: {prior}" for prior in args.priors), "MC dropout"]
+    shown = [name for name in found if name.endswith("held-out angles")]
     draw(data.image, {name: found[name] for name in shown}, args.picture)
 
 

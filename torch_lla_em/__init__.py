@@ -7,6 +7,7 @@ Reading order, lowest level first: ``parameters``, ``likelihoods``, ``data``, ``
 densities over features: ``em``, ``mixture``, ``feature_density``.
 """
 
+from torch_lla_em.compute import Compute
 from torch_lla_em.feature_density import FeatureDensity
 from torch_lla_em.laplace import LinearisedLaplace, NotFittedError
 from torch_lla_em.likelihoods import (
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LinearisedLaplace",
+    "Compute",
     "Prediction",
     "NotFittedError",
     "Likelihood",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from torch_lla_em.batches import (
     map_tensors,
     to_device,
 )
+from torch_lla_em.memory import free_memory
 from torch_lla_em.passes import Fingerprint
 
 __all__ = ["Batch", "Chain", "Data", "TargetFn", "default_targets", "inputs_of", "map_tensors"]
@@ -29,7 +32,7 @@ class Batch(NamedTuple):
     """Position in the pass, from 0."""
 
     rows: Tensor
-    """Row numbers in the pass, shape (B,): the key of each row's noise."""
+    """Row numbers in the pass, shape (B,), on the CPU: the key of each row's noise."""
 
     inputs: Any
     """What the network is called with."""
@@ -92,6 +95,14 @@ class Data:
         self._target_fn = target_fn
         self._first: Fingerprint | None = None
         self._read = self._restored = False
+        self._begun: tuple[Batch, Iterator[Batch]] | None = None
+        self._candidate: list[Batch] | None = None
+        self.keep = True
+        """Whether batches may be kept."""
+
+        self.kept: list[Batch] | None = None
+        """All batches, once three passes were the same and if a quarter of the memory holds them."""
+
         self.num_rows: int | None = None
         """N, known after the first pass."""
 
@@ -110,21 +121,48 @@ class Data:
         self.fingerprint: Fingerprint | None = None
         """Of the rows of this pass so far, while passes are compared."""
 
+    def first(self) -> Batch:
+        """Return the first batch, which the next pass goes on from."""
+        if self._begun is None:
+            batches = self._pass()
+            self._begun = next(batches), batches
+        return self._begun[0]
+
     def __iter__(self) -> Iterator[Batch]:
+        if self._begun is None:
+            return self._pass()
+        (batch, rest), self._begun = self._begun, None
+        return chain([batch], rest)
+
+    def _pass(self) -> Iterator[Batch]:
         self.rows_seen = entries = 0
         compared = self.num_passes == 0 or self._first is not None
         self.fingerprint = fingerprint = Fingerprint() if compared else None
-        for index, batch in enumerate(self._loader):
-            inputs, targets = self._split(batch)
-            size = self._count(inputs, targets, index)
-            rows = torch.arange(self.rows_seen, self.rows_seen + size, device=self._device)
-            self.rows_seen += size
-            entries += targets.numel()
+        for batch in self.kept or self._read_batches():
+            self.rows_seen += len(batch.rows)
+            entries += batch.targets.numel()
             if fingerprint is not None:
-                fingerprint.add((inputs, targets))
-            yield Batch(index, rows, inputs, targets)
+                fingerprint.add((batch.inputs, batch.targets))
+            yield batch
         self.num_targets = entries
         self._finish_pass(self.rows_seen, fingerprint)
+
+    def _read_batches(self) -> Iterator[Batch]:
+        """Yield the loader's batches; from the third pass on, keep them if they fit."""
+        seen, kept, room = 0, [], self._room() if self.num_passes > 1 else 0.0
+        for index, whole in enumerate(self._loader):
+            inputs, targets = self._split(whole)
+            size = self._count(inputs, targets, index)
+            batch = Batch(index, torch.arange(seen, seen + size), inputs, targets)
+            seen += size
+            if room > 0:
+                kept.append(batch)
+                room -= _bytes(batch)
+            yield batch
+        self._candidate = kept if room > 0 else None
+
+    def _room(self) -> float:
+        return free_memory(self._device) / 4 if self.keep else 0.0
 
     def facts(self) -> dict[str, Any]:
         """Return what passes have found out, as plain numbers that ``restore`` takes."""
@@ -181,6 +219,8 @@ class Data:
         elif self._first is not None and not fingerprint.agrees(self._first):
             warnings.warn(self._disagreement(), stacklevel=2)
             self._first = None
+        elif self._first is not None and not self.kept:
+            self.kept = self._candidate
 
     def _refuse_other_data(self, rows: int, fingerprint: Fingerprint | None) -> None:
         """Raise where the checkpoint's passes went over other rows."""
@@ -215,3 +255,14 @@ def _drops_random_rows(loader: Any) -> bool:
     except TypeError:  # an iterable dataset without a length
         return False
     return drops and not isinstance(loader.sampler, sequential)
+
+
+def _bytes(batch: Batch) -> float:
+    """Return the size of a batch; that of objects with insides of their own is unknown."""
+    sizes: list[float] = [batch.targets.nbytes]
+    map_tensors(
+        lambda tensor: sizes.append(tensor.numel() * tensor.element_size()),
+        batch.inputs,
+        lambda _: sizes.append(inf),
+    )
+    return sum(sizes)

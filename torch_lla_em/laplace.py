@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import Any
@@ -14,6 +15,7 @@ from torch_lla_em import persistence
 from torch_lla_em.batches import TargetFn, inputs_of, map_tensors, to_device
 from torch_lla_em.calibration import best_scale
 from torch_lla_em.checkpoint import PassLog, RecordedProblem
+from torch_lla_em.compute import Compute
 from torch_lla_em.curve import Curve, Modes, curve
 from torch_lla_em.data import Chain, Data
 from torch_lla_em.empirical_bayes import EMState
@@ -39,6 +41,8 @@ from torch_lla_em.problem import Problem
 from torch_lla_em.rewards import compare, preferred
 from torch_lla_em.solvers.block_krylov import Spectrum
 from torch_lla_em.stored_posterior import NotFittedError, StoredPosterior
+
+logger = logging.getLogger("torch_lla_em")
 
 
 class LinearisedLaplace(StoredPosterior):
@@ -68,6 +72,7 @@ class LinearisedLaplace(StoredPosterior):
         target_fn: TargetFn | None = None,
         seed: int = 0,
         temperature: float = 1.0,
+        compute: Compute = Compute(),
     ):
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a trained nn.Module, not {type(model).__name__}.")
@@ -88,7 +93,7 @@ class LinearisedLaplace(StoredPosterior):
         self.temperature = temperature
         self.prior, self.g_prior, self.curvature = prior, g_prior, curvature
         self.num_samples, self.tolerance, self.seed = num_samples, tolerance, seed
-        self.solver, self.target_fn = solver, target_fn
+        self.solver, self.target_fn, self.compute = solver, target_fn, compute
         self._loaders: Chain | None = None
         self._earlier: Earlier | None = None
 
@@ -156,6 +161,10 @@ class LinearisedLaplace(StoredPosterior):
         ):
             if checkpoint is not None:
                 problem.record(log, leaving)
+            plan = problem.prepare(self.num_samples, self.compute)
+            logger.log(logging.WARNING if plan.tight else logging.INFO, "%s", plan)
+            if progress_bar:
+                bar.write(str(plan))
 
             def report(state: EMState) -> None:
                 history.append(record_of(state, data.num_passes))
@@ -334,6 +343,7 @@ class LinearisedLaplace(StoredPosterior):
             "options of the likelihood": str(vars(likelihood)),
             "class_dim": self._linear_model.network.class_dim,
             "temperature": self.temperature,
+            "precision": self.compute.precision,
             **settings,
         }
 

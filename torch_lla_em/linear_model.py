@@ -20,6 +20,9 @@ from torch_lla_em.probe import Report, choose_path
 
 logger = logging.getLogger("torch_lla_em")
 
+# the certificate does not see it: beyond this it would rule the error of the samples
+_PRECISION_ERROR = 0.05
+
 T = TypeVar("T")
 AddPullback = Callable[[Tensor, Tensor], None]
 
@@ -44,6 +47,9 @@ class LinearModel:
         self.report: Report | None = None
         """What the probe found; None until it has run."""
 
+        self.precision_error = 0.0
+        """How far J w is from float32, relative, where ``Compute`` asks for less."""
+
         self.rows_at_once = inf
         """How many rows of a batch fit; found out where memory ends."""
 
@@ -64,11 +70,39 @@ class LinearModel:
         with self.network.guarded(), warnings.catch_warnings():
             # torch's first forward-mode product loads parts of its own that it deprecates
             warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
-            report = choose_path(self, x)
+            with self.network.computing("float32"):
+                report = choose_path(self, x)
+            if self.network.precision != "float32":
+                self._measure_precision(x)
         one_by_one = 1 in (report.path.jvp_columns, report.path.vjp_columns)
         logger.log(logging.WARNING if one_by_one else logging.INFO, "%s", report)
         self.report = report
         return report
+
+    def _measure_precision(self, x: Any) -> None:
+        """Log by how much the products differ from those in float32."""
+        generator = torch.Generator().manual_seed(0)
+        w = torch.randn(2, self.layout.size, generator=generator).to(self.network.device)
+        _, low = self.jvp(x, w)
+        with self.network.computing("float32"):
+            _, exact = self.jvp(x, w)
+        self.precision_error = ((low - exact).norm() / exact.norm().clamp_min(1e-300)).item()
+        level = logging.WARNING if self.precision_error > _PRECISION_ERROR else logging.INFO
+        logger.log(
+            level,
+            "In %s, J w is off by %.1e of its size.",
+            self.network.precision,
+            self.precision_error,
+        )
+
+    def take(self, columns: int | None, rows: int | None) -> None:
+        """Take at most so many columns, and rows of a batch, at once."""
+        if columns is not None:
+            self.path = self.path._replace(
+                jvp_columns=min(columns, self.path.jvp_columns or columns),
+                vjp_columns=min(columns, self.path.vjp_columns or columns),
+            )
+        self.rows_at_once = min(self.rows_at_once, rows or inf)
 
     def prepare(self, x: Any) -> Any:
         """Do once a batch what several products at x share; pass the result to them.

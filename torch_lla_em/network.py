@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_lla_em.batches import is_sequence
+from torch_lla_em.compute import tf32
 
 ForwardFn = Callable[[nn.Module, Any], Tensor]
 WeightFunction = Callable[[dict[str, Tensor]], Tensor]
@@ -137,6 +138,9 @@ class Network:
         self.module = unwrap(module)
         self.forward_fn = forward_fn or default_forward
         self.class_dim = class_dim
+        self.precision = "float32"
+        """Of matrix products: that of ``Compute``."""
+
         self._held: _State | None = None
         _refuse(self.module)
 
@@ -149,7 +153,8 @@ class Network:
 
     def call(self, x: Any) -> Tensor:
         """Return the outputs of the module as it stands, their axes as they are."""
-        return self.forward_fn(self.module, _out_of_inference_mode(x))
+        outputs = self.forward_fn(self.module, _out_of_inference_mode(x))
+        return outputs.float() if self.precision == "bfloat16" else outputs
 
     def function(self, x: Any, names: tuple[str, ...]) -> WeightFunction:
         """Return the map from the named weights to f(x), shape (B, ..., C)."""
@@ -192,9 +197,7 @@ class Network:
                 torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
             )
             torch.backends.mha.set_fastpath_enabled(False)
-            for device_type in {"cpu", self.device.type}:
-                if torch.amp.is_autocast_available(device_type):
-                    stack.enter_context(torch.autocast(device_type, enabled=False))
+            stack.enter_context(self.computing(self.precision))
             if "torch._dynamo" in sys.modules:  # a compiled layer has no second derivative
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             if any(isinstance(layer, nn.RNNBase) for layer in layers):
@@ -206,6 +209,19 @@ class Network:
                 if isinstance(layer, nn.Embedding):
                     layer.sparse = False
             self._held = _State(self.module)
+            yield
+
+    @contextmanager
+    def computing(self, precision: str) -> Iterator[None]:
+        """Take matrix products in a precision, whatever holds outside."""
+        here = self.device.type
+        with ExitStack() as stack:
+            stack.enter_context(tf32(self.device, precision == "tf32"))
+            for device_type in {"cpu", here}:
+                if torch.amp.is_autocast_available(device_type):
+                    low = precision == "bfloat16" and device_type == here
+                    autocast = torch.autocast(device_type, torch.bfloat16, low, cache_enabled=False)
+                    stack.enter_context(autocast)
             yield
 
     def versions(self) -> dict[str, int]:

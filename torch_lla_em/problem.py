@@ -12,15 +12,19 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from torch_lla_em.compute import Compute
 from torch_lla_em.data import Batch, Data, map_tensors
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.linear_model import LinearModel
 from torch_lla_em.memory import DoesNotFit, attempt
+from torch_lla_em.memory_plan import Activations, Plan, make_plan
 from torch_lla_em.noise import normal
 from torch_lla_em.passes import Fingerprint
 
 _EPSILON_STREAM = 1
 _GROUP_ROWS = 32
+# of J w at the curvature point: 256 MB in float32
+_OUTPUTS_KEPT = 1 << 26
 # rounding of a batch against its pieces, well below what another batch does to a row
 _SPLIT_ERROR = 1e-2
 
@@ -90,6 +94,7 @@ class Problem:
         self.likelihood = likelihood
         self.data = data
         self.curvature_point: Tensor | None = None
+        self._at_point: dict[tuple[int, int], Tensor] = {}
         self.earlier: EarlierRows | None = None
         self.cost = Cost()
         w_MAP = linear_model.w_MAP
@@ -98,6 +103,22 @@ class Problem:
         self._versions = linear_model.network.versions()
         self._finite: list[tuple[int, Tensor]] = []
         self._splits: bool | None = None
+        self._group: int | None = None
+
+    def prepare(self, num_samples: int, compute: Compute) -> Plan:
+        """Look at the first batch, before anything is allocated: probe the network, plan memory."""
+        linear_model = self.linear_model
+        linear_model.network.precision = compute.precision
+        self.data.keep = compute.keep_data
+        first = self.data.first()
+        with linear_model.network.guarded():
+            self._probe(first)
+            inputs = linear_model.prepare(first.inputs)
+            activations = Activations.of(linear_model, inputs, len(first.rows))
+        plan = make_plan(linear_model, num_samples, compute, activations)
+        linear_model.take(plan.columns, plan.rows)
+        self.device, self._group = plan.vectors_on, plan.group
+        return plan
 
     @property
     def size(self) -> int:
@@ -113,23 +134,27 @@ class Problem:
     def with_curvature_at(self, w: Tensor | None) -> Problem:
         """Return the same problem with H taken at J w, or at the network's outputs."""
         other = copy.copy(self)
-        other.curvature_point = w
+        other.curvature_point, other._at_point = w, {}
         return other
 
     def ggn_product(self, w: Tensor) -> Tensor:
         """Return G w, shape (K, P)."""
         total = self.zeros(len(w))
+        for group in self._groups(len(w)):
+            columns, sums = self._near(w[group]), self._near(total[group])
 
-        def add(batch: Batch, done: int) -> None:
-            self._add_product(batch, self._curvature, w[done:], total[done:])
+            def add(batch: Batch, done: int) -> None:
+                self._add_product(batch, self._curvature, columns[done:], sums[done:])
 
-        self._accumulate({"Gw": total}, add)
+            self._accumulate({f"Gw {group.start}": sums}, add)
+            self._put(sums, total[group])
         self.cost.columns += len(w)
         return total
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n -log p(y_n | J_n w) and its gradient, shape (P,)."""
-        loss, gradient = torch.zeros((), dtype=torch.float64, device=self.device), self.zeros(1)
+        loss = torch.zeros((), dtype=torch.float64, device=self.linear_model.network.device)
+        gradient, column = self._near(self.zeros(1)), self._near(w[None])
         problem = self.with_curvature_at(None)
 
         def add(batch: Batch, _: int) -> None:
@@ -139,12 +164,12 @@ class Problem:
                 log_prob.copy_(self.likelihood.log_prob(Jw, batch.targets).sum(dtype=loss.dtype))
                 return self._gradient(batch, at, Jw)
 
-            problem._add_product(batch, cotangent, w[None], gradient)
+            problem._add_product(batch, cotangent, column, gradient)
             loss.sub_(log_prob)
 
         problem._accumulate({"loss": loss, "gradient": gradient}, add)
         self.cost.columns += 1
-        return loss.item(), gradient[0]
+        return loss.item(), gradient[0].to(self.device)
 
     def noise_features(self, num_samples: int, seed: int) -> NoiseFeatures:
         """Return η and s² from one pass, whose noise is keyed by (seed, row).
@@ -152,21 +177,25 @@ class Problem:
         s² takes squares of sums over groups of rows: the same expectation as squares per
         row, without per-row gradients.
         """
-        eta, squares, skipped = self.zeros(num_samples), self.zeros(1)[0], 0
+        eta, squares, skipped = self.zeros(num_samples), self._near(self.zeros(1)[0]), 0
         if self.earlier is not None and self.curvature_point is None:
             skipped, num_outputs, known = self.earlier
             eta += known.eta
-            squares += known.squares * (num_samples * skipped)
+            squares += known.squares.to(squares) * (num_samples * skipped)
             self.data.num_outputs += num_outputs
-        draw = partial(_draw, seed, num_samples)
+        for group in self._groups(num_samples):
+            draw, sums = partial(_draw, seed, range(num_samples)[group]), self._near(eta[group])
 
-        def add(batch: Batch, _: int) -> None:
-            group = self._root_product(batch, draw)
-            eta.add_(group)
-            for row in group:
-                squares.addcmul_(row, row)
+            def add(batch: Batch, _: int) -> None:
+                product = self._root_product(batch, draw)
+                sums.add_(product)
+                for row in product:
+                    squares.addcmul_(row, row)
 
-        self._accumulate({"eta": eta, "squares": squares}, add, Rows(skipped, _GROUP_ROWS))
+            named = {f"eta {group.start}": sums, "squares": squares}
+            self._accumulate(named, add, Rows(skipped, _GROUP_ROWS))
+            self._put(sums, eta[group])
+        squares = squares.to(self.device)
         self.cost.columns += num_samples * (1 - skipped / self.data.num_rows)
         # what cancels up to rounding moves no output, and must not be scaled up to do so
         squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * squares.max()
@@ -179,7 +208,7 @@ class Problem:
             return torch.eye(f.numel(), dtype=f.dtype, device=f.device).view(-1, *f.shape)
 
         blocks = self._over(lambda batch, _: self._root_product(batch, identity))
-        rows = torch.cat(list(blocks))
+        rows = torch.cat([block.to(self.device) for block in blocks])
         self.cost.columns += len(rows) // self.data.num_rows
         return rows
 
@@ -220,6 +249,19 @@ class Problem:
         mask = self.likelihood.mask(batch.targets)
         return u if mask is None else u * mask.unsqueeze(-1)
 
+    def _groups(self, num_columns: int) -> list[slice]:
+        """Return the columns that one pass takes: all, unless vectors live off the device."""
+        size = self._group or max(1, num_columns)
+        return [slice(start, min(start + size, num_columns)) for start in range(0, num_columns, size)]
+
+    def _near(self, vectors: Tensor) -> Tensor:
+        """Return vectors where the network is: themselves, or a copy."""
+        return vectors if self._group is None else vectors.to(self.linear_model.network.device, copy=True)
+
+    def _put(self, near: Tensor, home: Tensor) -> None:
+        if self._group is not None:
+            home.copy_(near)
+
     def _accumulate(self, sums: dict[str, Tensor], add: Work[None], rows: Rows = Rows()) -> None:
         """Run a pass whose work on each batch adds to the sums, in place."""
         for _ in self._over(add, rows):
@@ -243,12 +285,17 @@ class Problem:
 
     def _add_product(self, batch: Batch, cotangent: Cotangent, w: Tensor, total: Tensor) -> None:
         """Add Jᵀ u to the total, with u = cotangent(batch, at, J w)."""
-        point = self.curvature_point
-        columns = w if point is None else torch.cat([point[None].to(w), w])
-        f, Jw, add_pullback = self.linear_model.jvp_and_vjp(batch.inputs, columns)
-        at = f
-        if point is not None:
+        place, point = (int(batch.rows[0]), len(batch.rows)), self.curvature_point
+        at = self._at_point.get(place)
+        if point is None or at is not None:
+            f, Jw, add_pullback = self.linear_model.jvp_and_vjp(batch.inputs, w)
+        else:
+            columns = torch.cat([point[None].to(w), w])
+            f, Jw, add_pullback = self.linear_model.jvp_and_vjp(batch.inputs, columns)
             at, Jw = Jw[0], Jw[1:]
+            if self.data.kept and self.data.num_outputs <= _OUTPUTS_KEPT:
+                self._at_point[place] = at.clone()
+        at = f if at is None else at
         self._inspect(batch, f)
         add_pullback(cotangent(batch, at, Jw), total)
 
@@ -260,7 +307,7 @@ class Problem:
         if self.curvature_point is not None:
             at = self.linear_model.jvp(batch.inputs, self.curvature_point[None])[1][0]
         u = self._masked(self.likelihood.hessian_sqrt_product(at, draw(batch.rows, f)), batch)
-        total = self.zeros(len(u))
+        total = self._near(self.zeros(len(u)))
         add_pullback(u, total)
         return total
 
@@ -296,9 +343,7 @@ class Problem:
         self._refuse_changed_weights()
         with self.linear_model.network.guarded():
             for whole in self.data:
-                if self.linear_model.report is None:
-                    _check_finite(whole)
-                    self.linear_model.probe(whole.inputs)
+                self._probe(whole)
                 if rows.skipped and self._skips(whole, rows):
                     continue
                 at_once = self.linear_model.rows_at_once
@@ -309,6 +354,11 @@ class Problem:
         for index, finite in self._finite:
             if not finite:
                 raise FloatingPointError(f"The network's outputs on batch {index} are not finite.")
+
+    def _probe(self, batch: Batch) -> None:
+        if self.linear_model.report is None:
+            _check_finite(batch)
+            self.linear_model.probe(batch.inputs)
 
     def _refuse_changed_weights(self) -> None:
         for name, version in self.linear_model.network.versions().items():
@@ -405,8 +455,9 @@ def _check_finite(batch: Batch) -> None:
     map_tensors(check, batch.inputs)
 
 
-def _draw(seed: int, num_samples: int, rows: Tensor, f: Tensor) -> Tensor:
+def _draw(seed: int, samples: range, rows: Tensor, f: Tensor) -> Tensor:
     """Return ε, shape (K, *f.shape), keyed by (seed, sample, row)."""
     entries = f[0].numel()
-    noise = [normal(seed, _EPSILON_STREAM, k, rows, entries) for k in range(num_samples)]
-    return torch.stack(noise).to(f.dtype).view(num_samples, *f.shape)
+    rows = rows.to(f.device)
+    noise = [normal(seed, _EPSILON_STREAM, k, rows, entries) for k in samples]
+    return torch.stack(noise).to(f.dtype).view(len(samples), *f.shape)

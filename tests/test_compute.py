@@ -1,0 +1,200 @@
+"""Means of computation: they change what is held and how fast it goes, not what comes out."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from allocator import Allocator
+from tiny import tiny
+from torch_lla_em import BlockCG, BlockKrylov, Compute, LinearisedLaplace
+from torch_lla_em.likelihoods import Classification
+from torch_lla_em.problem import Problem
+
+
+def fit(case, compute, loader=None, **options):
+    batches = list(zip(case.x.split(7), case.y.split(7)))
+    options = {"num_samples": 4, **options}
+    la = LinearisedLaplace(case.model, case.name, compute=compute, **options)
+    return la.fit(loader or batches, progress_bar=False)
+
+
+@pytest.mark.parametrize("name", ["classification", "regression", "regression per output"])
+@pytest.mark.parametrize("means", [{"columns": 1}, {"columns": 3, "rows": 4}, {"keep_data": False}])
+def test_pieces_change_nothing(name, means):
+    case = tiny(name)
+    sigma = {"sigma_noise": torch.tensor([0.4, 0.7, 0.2])} if "per output" in name else {}
+    case = case if not sigma else type(case)(case.model, case.x, case.y, "regression")
+    # s² of the g-prior is an average over groups of rows, whose size is one of the means
+    options = {"g_prior": "rows" not in means, **sigma}
+    whole, parts = (fit(case, compute, **options) for compute in (Compute(), Compute(**means)))
+    torch.testing.assert_close(parts.w_samples, whole.w_samples, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(parts.w_lin, whole.w_lin, rtol=1e-6, atol=1e-6)
+
+
+def test_groups_of_columns_that_visit_the_device_change_nothing():
+    problems = tiny("classification").problem(5, 11), tiny("classification").problem(5, 11)
+    problems[1]._group = 3
+    w = torch.randn(8, problems[0].size, generator=torch.Generator().manual_seed(0)).double()
+    results = []
+    for problem in problems:
+        eta, squares = problem.noise_features(8, seed=0)
+        loss, gradient = problem.loss_and_gradient(w[0])
+        curved = problem.with_curvature_at(w[1])
+        results.append(
+            [eta, squares, problem.ggn_product(w), torch.tensor(loss), gradient]
+            + [curved.ggn_product(w), curved.noise_features(8, seed=0).eta, problem.rows()]
+        )
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def small_cnn():
+    torch.manual_seed(0)
+    head = nn.Linear(4 * 9, 3)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), head)
+
+
+def images(n=40):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 1, 8, 8, generator=generator)
+    return [(x, torch.randint(0, 3, (n,), generator=generator))]
+
+
+def test_bfloat16_products_say_how_wrong_they_are(caplog):
+    caplog.set_level(logging.INFO)
+    fits = []
+    for precision in ("float32", "bfloat16"):
+        compute = Compute(precision=precision)
+        la = LinearisedLaplace(small_cnn(), "classification", num_samples=16, compute=compute)
+        fits.append(la.fit(images(), progress_bar=False))
+    error = fits[1]._linear_model.precision_error
+    assert 1e-4 < error < 0.05 and "In bfloat16, J w is off by" in caplog.text
+    assert fits[0]._linear_model.precision_error == 0
+    x = images()[0][0]
+    variances = [la.functional_samples(x).var(0).mean().item() for la in fits]
+    assert variances[1] == pytest.approx(variances[0], rel=0.1)
+    assert fits[1].w_samples.dtype == torch.float32
+
+
+def test_channels_last_models_are_taken_as_they_are():
+    plain = LinearisedLaplace(small_cnn(), "classification", num_samples=4)
+    last = LinearisedLaplace(
+        small_cnn().to(memory_format=torch.channels_last), "classification", num_samples=4
+    )
+    x, y = images()[0]
+    plain.fit([(x, y)], progress_bar=False)
+    last.fit([(x.contiguous(memory_format=torch.channels_last), y)], progress_bar=False)
+    torch.testing.assert_close(last.w_samples, plain.w_samples, rtol=1e-3, atol=1e-3)
+
+
+class Loader:
+    """Batches whose reads are counted, and may change from some pass on."""
+
+    def __init__(self, case, changes_at=10**9):
+        self.case, self.reads, self.changes_at = case, 0, changes_at
+
+    def __iter__(self):
+        self.reads += 1
+        x = self.case.x + (self.reads >= self.changes_at)
+        return iter(list(zip(x.split(7), self.case.y.split(7))))
+
+
+def test_data_that_fit_are_read_three_times(monkeypatch):
+    case = tiny("classification")
+    kept, read = Loader(case), Loader(case)
+    first, second = fit(case, Compute(), kept), fit(case, Compute(keep_data=False), read)
+    assert kept.reads == 3 and read.reads > 20
+    torch.testing.assert_close(first.w_samples, second.w_samples, rtol=1e-9, atol=1e-9)
+    monkeypatch.setattr("torch_lla_em.data.free_memory", lambda _: 100.0)
+    small = Loader(case)
+    fit(case, Compute(), small)
+    assert small.reads > 20
+
+
+@pytest.mark.parametrize("changes_at", [2, 3])
+def test_data_that_change_are_not_kept(changes_at):
+    case = tiny("classification")
+    loader = Loader(case, changes_at)
+    with pytest.warns(UserWarning, match="Two passes over the loader disagree"):
+        fit(case, Compute(), loader)
+    assert loader.reads > 20
+
+
+def test_kept_data_save_the_column_of_the_curvature_point():
+    case = tiny("classification")
+    problem = case.problem(5, 11)
+    w = torch.randn(2, problem.size).double()
+    before = problem.with_curvature_at(w[0]).ggn_product(w)
+    for _ in range(3):
+        problem.ggn_product(w)
+    assert problem.data.kept
+    widths, jvp_and_vjp = [], problem.linear_model.jvp_and_vjp
+
+    def counting(x, columns):
+        widths.append(len(columns))
+        return jvp_and_vjp(x, columns)
+
+    problem.linear_model.jvp_and_vjp = counting
+    curved = problem.with_curvature_at(w[0])
+    for _ in range(2):
+        torch.testing.assert_close(curved.ggn_product(w), before, rtol=1e-12, atol=1e-12)
+    assert widths == [3, 3, 3, 2, 2, 2]
+
+
+def wide():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 1500), nn.Tanh(), nn.Linear(1500, 30), nn.Tanh(), nn.Linear(30, 3))
+
+
+@pytest.mark.parametrize("solver", [BlockKrylov(memory=1.0), BlockCG()])
+def test_the_estimate_is_what_a_fit_takes(solver, monkeypatch):
+    monkeypatch.setattr("torch_lla_em.evidence.free_memory", lambda _: 1.0)  # no basis
+    x, y = torch.randn(64, 20), torch.randint(0, 3, (64,))
+    la = LinearisedLaplace(wide(), "classification", num_samples=8, solver=solver)
+    problem = Problem(la._linear_model, Classification(), _data([(x, y)]))
+    plan = problem.prepare(8, Compute())
+    with Allocator() as allocator:
+        la.fit([(x, y)], progress_bar=False, em_steps=3)
+    assert 0.6 < allocator.peak / plan.vectors < 1.3
+    assert plan.activations.largest == 64 * 1500 * 4
+    assert not plan.tight and "8 samples of 76," in str(plan)
+
+
+def test_a_small_device_gets_smaller_pieces(monkeypatch):
+    case = tiny("classification")
+    monkeypatch.setattr("torch_lla_em.memory_plan.free_memory", lambda _: 4000.0)
+    plan = case.problem().prepare(4, Compute())
+    assert plan.tight and "may not fit" in str(plan)
+    assert plan.columns == 1 and plan.rows < len(case.x)
+
+
+def test_the_plan_is_printed_before_anything_is_allocated(monkeypatch):
+    case, order = tiny("classification"), []
+    write = classmethod(lambda _, text: order.append(text))
+    monkeypatch.setattr("torch_lla_em.laplace.tqdm.write", write)
+    noise_features = Problem.noise_features
+
+    def noted(self, *args):
+        order.append("noise")
+        return noise_features(self, *args)
+
+    monkeypatch.setattr(Problem, "noise_features", noted)
+    la = LinearisedLaplace(case.model, "classification", num_samples=4)
+    la.fit([(case.x, case.y)])
+    assert "4 samples of" in order[0] and order[1] == "noise"
+
+
+@pytest.mark.parametrize(
+    "means", [{"precision": "half"}, {"vectors": "disk"}, {"columns": 0}, {"rows": 1.5}]
+)
+def test_unknown_means_are_refused(means):
+    with pytest.raises(ValueError, match=next(iter(means))):
+        Compute(**means)
+
+
+def _data(batches):
+    from torch_lla_em.data import Data
+
+    return Data(batches, torch.device("cpu"))

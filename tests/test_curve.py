@@ -7,6 +7,7 @@ from tiny import tiny
 from torch_lla_em.curve import Modes, plot_curve
 from torch_lla_em.exact import gaussian_log_prob
 from torch_lla_em.laplace import LinearisedLaplace
+from torch_lla_em.problem import Problem
 
 
 def fitted(name, **options):
@@ -52,6 +53,19 @@ def test_the_curve_meets_the_fit_and_peaks_there(name):
     assert len(curve.path) == len(la.history)
     slope = curve.log_evidence.value[10] - curve.log_evidence.value[8]
     assert abs(slope / (grid[10] / grid[8]).log()) < 0.3
+
+
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_the_curve_takes_no_pass(name, monkeypatch):
+    la = fitted(name)
+
+    def refuse(*arguments):
+        raise AssertionError("a pass over the data")
+
+    monkeypatch.setattr(Problem, "_batches", refuse)
+    monkeypatch.setattr(torch.nn.Linear, "forward", refuse)
+    grid = la.prior_precision.item() * torch.logspace(-0.4, 0.4, 5, dtype=torch.float64)
+    assert la.curve(grid).log_evidence.value.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["classification", "regression"])

@@ -135,6 +135,44 @@ def test_modes_near_the_last_precision_are_visited():
     assert torch.isfinite(evidence.value).all()
 
 
+def test_going_on_costs_the_new_passes_alone():
+    problem, krylov, _ = e_steps("classification", noise_of=lambda p, *_: get_sto_samples(p, 2))
+    width = 2 * 2  # columns of a product: ξ and η of two samples
+    before = problem.cost.columns
+    krylov.expect(hyper_of(problem, 100.0), 0.3, 10.0)
+    first = krylov.krylov.lanczos.num_steps
+    krylov.expect(hyper_of(problem, 0.5), 1e-4, 10.0)
+    steps = krylov.krylov.lanczos.num_steps
+    assert steps > first >= 1
+    modes = [mode.passes for mode in krylov._visited.values()]
+    spent = problem.cost.columns - before - sum(modes)
+    searches = 6  # at most, for the first mode's start
+    assert width * (steps - 1) <= spent <= width * steps + searches
+
+
+def test_T_stays_in_float64():
+    problem = tiny("classification")
+    problem.model.float()
+    single = replace(problem, x=problem.x.float()).problem(7, 18)
+    krylov = KrylovEStep(single, get_sto_samples(single, 2), BlockKrylov())
+    krylov.krylov.lanczos.extend()
+    lanczos = krylov.krylov.lanczos
+    assert lanczos.basis[0].dtype == torch.float32
+    assert lanczos.tridiagonal().dtype == lanczos.eigenvalues.dtype == torch.float64
+
+
+@pytest.mark.parametrize("precision", [0.3, 30.0])
+def test_float32_networks_reach_a_certificate_of_a_thousandth(precision):
+    setting = tiny("classification")
+    setting.model.float()
+    problem = replace(setting, x=setting.x.float()).problem(7, 18)
+    krylov = KrylovEStep(problem, get_sto_samples(problem, 3), BlockKrylov())
+    _, samples, _ = krylov.finish(hyper_of(problem, precision), 1e-3)
+    assert samples.w.dtype == torch.float32 and samples.converged
+    gamma = samples.effective_dims.mean().clamp_min(1).sqrt()
+    assert samples.certificate.square().mean().sqrt() <= 1e-3 * gamma
+
+
 @pytest.mark.parametrize("name", LIKELIHOODS)
 @pytest.mark.parametrize("precision", [1.0, 10.0])
 def test_the_certificate_bounds_any_output_and_is_not_trivial(name, precision):

@@ -19,7 +19,7 @@ import json
 from pathlib import Path
 
 import torch
-from methods import passes_page
+from methods import passes_page, sgd_page
 from methods.counted import problem_of
 from methods.fits import FITS, deflation, dense_fixed_point, whole_fit
 from methods.networks import PROBLEMS, Source, trained
@@ -82,11 +82,15 @@ def save(record: dict, path: Path) -> None:
 
 
 def report(results: Path, docs: Path) -> None:
-    """Write docs/passes.md and its picture."""
+    """Write docs/passes.md and its pictures."""
     records = passes_page.load(results)
+    studies = passes_page.load(results, "paper_sgd_*.jsonl")
+    studies.sort(key=lambda record: record["num_samples"])
     docs.mkdir(parents=True, exist_ok=True)
-    (docs / "passes.md").write_text(passes_page.page(records))
+    (docs / "passes.md").write_text(passes_page.page(records, studies))
     passes_page.draw(records, docs / "passes.png")
+    if studies:
+        sgd_page.draw(studies[0], docs / "paper_sgd.png")
 
 
 def main() -> None:

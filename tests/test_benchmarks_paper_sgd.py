@@ -15,6 +15,7 @@ for package in ("sklearn", "matplotlib"):
     pytest.importorskip(package)
 
 import paper_sgd  # noqa: E402
+from methods import sgd_page  # noqa: E402
 from methods.counted import problem_of  # noqa: E402
 from methods.fits import dense_fixed_point  # noqa: E402
 from methods.race import Race  # noqa: E402
@@ -126,3 +127,14 @@ def test_the_command_writes_every_part(tmp_path, monkeypatch):
         assert record["samples"][solver][-1][1] < 0.01
         last = record["em"][solver][-1]
         assert last[2] == pytest.approx(record["dense"]["averaged"], rel=0.2)
+    text = sgd_page.section([record])
+    assert "| SGD, L', batches of 20 |" in text and "paper_sgd.py" in text
+    sgd_page.draw(record, tmp_path / "paper_sgd.png")
+    assert (tmp_path / "paper_sgd.png").stat().st_size > 1000
+
+
+def test_targets_are_held_from_some_passes_on():
+    errors = [(5, 0.2), (10, 0.02), (20, 0.04), (40, 0.004)]
+    assert [sgd_page.held(errors, target) for target in (0.1, 0.03, 0.01)] == ["10", "40", "40"]
+    assert sgd_page.held(errors, 1e-3) == "– (0.004 at 40)"
+    assert sgd_page.held([(5, 0.2), (10, None)], 0.1) == "diverges"

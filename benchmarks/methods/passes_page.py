@@ -7,7 +7,9 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from methods import sgd_page
 from methods.fits import FITS
+from methods.provenance import source
 
 TARGETS = 0.1, 0.03, 0.01
 HEAD = """# Passes over the data
@@ -19,6 +21,12 @@ EM found, with the g-prior, against a tightly solved reference. Seconds are for 
 on a machine that did other work at the time: compare passes. SGD has the best of four step
 sizes, for each number of epochs anew, on four of the samples.
 """
+LAYERWISE = """One precision for each tensor; warm-started block CG, plain and deflated by one Krylov
+basis. The basis, the noise and the evidence are counted.
+"""
+DEFLATION = """Single solves of all samples to 1 %: block CG from scratch, and after steps of block
+Lanczos from [ξ, η], whose features deflate it (passes of the steps + passes of the solve).
+"""
 
 
 def load(results: Path, pattern: str = "passes_*.jsonl") -> list[dict]:
@@ -27,8 +35,8 @@ def load(results: Path, pattern: str = "passes_*.jsonl") -> list[dict]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
-def page(records: list[dict]) -> str:
-    """Return docs/passes.md."""
+def page(records: list[dict], studies: list[dict]) -> str:
+    """Return docs/passes.md; ``studies`` are those of the paper's recipe."""
     text = [HEAD]
     for record in records:
         text.append(
@@ -41,6 +49,12 @@ def page(records: list[dict]) -> str:
         if record["fits"]:
             text.append("The whole fit: EM, the mode, the evidence, the samples.\n")
             text.append(fits(record["fits"]) + "\n")
+        if any(solver.startswith("layerwise") for solver in record["fits"]):
+            text.append(LAYERWISE)
+            text.append(layerwise(record["fits"]) + "\n")
+        if record.get("deflation"):
+            text.append(DEFLATION)
+            text.append(deflated(record["deflation"]) + "\n")
         if record.get("dense"):
             found = last(record["fits"]["block_krylov"])
             off = 100 * abs(found / record["dense"] - 1)
@@ -48,16 +62,10 @@ def page(records: list[dict]) -> str:
                 f"Dense fixed point with the same noise: λ = {record['dense']:.5g}; "
                 f"block Krylov is {off:.2f} % off.\n"
             )
-        text.append(origin(record) + "\n")
+        text.append(source(record) + "\n")
     text.append("![error over passes](passes.png)\n")
-    return "\n".join(text)
-
-
-def origin(record: dict) -> str:
-    """Return commands, machine, versions and commits of a record, in one sentence."""
-    commands = ", ".join(f"`{command}`" for command in record["commands"])
-    commits = ", ".join(record["commits"])
-    return f"{commands}; {record['machine']}; {record['versions']}; commit {commits}."
+    text.append(sgd_page.section(studies))
+    return "\n".join(text).rstrip() + "\n"
 
 
 def solvers(traces: dict[str, list]) -> str:
@@ -85,7 +93,9 @@ def fits(fits: dict[str, dict]) -> str:
         "| EM by | tolerance | certificate | sample passes | single columns | seconds | λ path |",
         "|---" * 7 + "|",
     ]
-    for solver in (solver for solver in FITS if solver in fits):
+    for solver in FITS:
+        if solver not in fits or solver.startswith("layerwise"):
+            continue
         fit = fits[solver]
         if "failed" in fit:
             lines.append(f"| {name(solver)} | {fit['failed']} | | {fit['passes']:.0f} | | | |")
@@ -99,8 +109,34 @@ def fits(fits: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def layerwise(fits: dict[str, dict]) -> str:
+    """Return the table of whole layerwise fits."""
+    lines = [
+        "| layerwise EM by | steps | certificate | sample passes | single columns | seconds | γ |",
+        "|---" * 7 + "|",
+    ]
+    for solver in (solver for solver in FITS if solver.startswith("layerwise") and solver in fits):
+        fit = fits[solver]
+        lines.append(
+            f"| {name(solver)} | {len(fit['path']) - 1} | {fit['error']:.1e} | {fit['passes']:.0f} | "
+            f"{fit['single']:.0f} | {fit['seconds']:.0f} | {fit['gamma']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def deflated(rows: list[dict]) -> str:
+    """Return the table of single solves with and without a basis."""
+    steps = [part[0] for part in rows[0]["deflated"]]
+    heads = " | ".join(f"after {m} steps" if m > 1 else "after 1 step" for m in steps)
+    lines = [f"| λ | block CG | {heads} |", "|---" * (len(steps) + 2) + "|"]
+    for row in rows:
+        cells = " | ".join(f"{basis} + {passes}" for _, basis, passes in row["deflated"])
+        lines.append(f"| {row['precision']:.4g} | {row['plain']} | {cells} |")
+    return "\n".join(lines)
+
+
 def name(solver: str) -> str:
-    return solver.removesuffix("_fine").replace("_", " ")
+    return solver.removesuffix("_fine").removeprefix("layerwise_").replace("_", " ")
 
 
 def last(fit: dict) -> float:

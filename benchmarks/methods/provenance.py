@@ -37,3 +37,10 @@ def processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")
+
+
+def source(record: dict) -> str:
+    """Return commands, machine, versions and commits of a record, in one sentence."""
+    commands = ", ".join(f"`{command}`" for command in record["commands"])
+    commits = ", ".join(record["commits"])
+    return f"{commands}; {record['machine']}; {record['versions']}; commit {commits}."

@@ -4,6 +4,7 @@ import gzip
 import json
 import pickle
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -200,6 +201,18 @@ def test_mnist_runs_on_files(tmp_path):
     arguments = ["--data-dir", str(tmp_path), *TINY, "--device", "cpu", "--priors", "plain"]
     mnist.main([*arguments, "--out", str(tmp_path)])
     assert "synthetic\": false" in (tmp_path / "mnist.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_of_two_processes_the_first_writes(tmp_path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, ROOT / "benchmarks" / "mnist.py", "--synthetic", *TINY, "--device", "cpu"]
+    command += ["--priors", "plain", "--network", "lenet-small", "--out", tmp_path]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (tmp_path / "mnist.jsonl").read_text().splitlines()]
+    assert len(records) == 13 * 5 and {record["ranks"] for record in records} == {2}
+    assert done.stdout.count("rotation: nll") == 1
 
 
 def small_network(width):

@@ -193,6 +193,11 @@ class LinearModel:
 
         return add_pullback
 
+    def weights_and_tangents(self, w: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the trained weights and directions (K, *shape) of w by name, where they are used."""
+        weights, tangents = self._weights(), self._tangents(w)
+        return weights, {name: tangents[name].to(weight) for name, weight in weights.items()}
+
     def _attempt(self, side: str, columns: int, run: Callable[[], T]) -> T | None:
         """Return ``run()``, or None where only fewer columns fit: half as many from now on."""
         result, shortage = attempt(run)

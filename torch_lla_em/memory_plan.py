@@ -82,9 +82,9 @@ class Plan(NamedTuple):
         remedy = " This may not fit: take fewer samples (num_samples) or weights (parameters)."
         return (
             f"{self.num_samples} samples of {self.size:,} weights: vectors up to "
-            f"{_gigabytes(self.vectors)} on {self.vectors_on} ({_gigabytes(self.free)} free, half "
+            f"{_size(self.vectors)} on {self.vectors_on} ({_size(self.free)} free, half "
             f"of which a Krylov basis may take); batches of {rows} rows keep "
-            f"{_gigabytes(self.activations.kept * rows / max(1, self.activations.rows))} a forward "
+            f"{_size(self.activations.kept * rows / max(1, self.activations.rows))} a forward "
             f"pass, {self.columns or 'all'} columns at once.{remedy if self.tight else ''}"
         )
 
@@ -129,5 +129,8 @@ def make_plan(
     )
 
 
-def _gigabytes(count: float) -> str:
-    return f"{count / 1e9:.3g} GB"
+def _size(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1e3:.3g} kB"

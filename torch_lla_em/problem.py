@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from torch_lla_em.compiled import CompiledShare
 from torch_lla_em.compute import Compute
 from torch_lla_em.data import Batch, Data, map_tensors
 from torch_lla_em.likelihoods import Likelihood
@@ -104,6 +105,7 @@ class Problem:
         self._finite: list[tuple[int, Tensor]] = []
         self._splits: bool | None = None
         self._group: int | None = None
+        self._compiled: CompiledShare | None = None
 
     def prepare(self, num_samples: int, compute: Compute) -> Plan:
         """Look at the first batch, before anything is allocated: probe the network, plan memory."""
@@ -118,6 +120,8 @@ class Problem:
         plan = make_plan(linear_model, num_samples, compute, activations)
         linear_model.take(plan.columns, plan.rows)
         self.device, self._group = plan.vectors_on, plan.group
+        if compute.compile:
+            self._compiled = CompiledShare(linear_model, self.likelihood)
         return plan
 
     @property
@@ -129,6 +133,8 @@ class Problem:
         """Return the same problem under another likelihood."""
         other = copy.copy(self)
         other.likelihood = likelihood
+        if self._compiled:
+            other._compiled = CompiledShare(self.linear_model, likelihood)
         return other
 
     def with_curvature_at(self, w: Tensor | None) -> Problem:
@@ -287,6 +293,12 @@ class Problem:
         """Add Jᵀ u to the total, with u = cotangent(batch, at, J w)."""
         place, point = (int(batch.rows[0]), len(batch.rows)), self.curvature_point
         at = self._at_point.get(place)
+        if self._compiled and cotangent == self._curvature and (point is None or at is not None):
+            shared = self._compiled(batch, at, w, partial(self._eager_share, batch, at))
+            if shared is not None:
+                self._inspect(batch, shared[0])
+                total += shared[1]
+                return
         if point is None or at is not None:
             f, Jw, add_pullback = self.linear_model.jvp_and_vjp(batch.inputs, w)
         else:
@@ -298,6 +310,13 @@ class Problem:
         at = f if at is None else at
         self._inspect(batch, f)
         add_pullback(cotangent(batch, at, Jw), total)
+
+    def _eager_share(self, batch: Batch, at: Tensor | None, w: Tensor) -> Tensor:
+        """Return J_bᵀ H_b J_b w, with H at ``at`` or at the network's outputs."""
+        f, Jw, add_pullback = self.linear_model.jvp_and_vjp(batch.inputs, w)
+        total = torch.zeros_like(w)
+        add_pullback(self._curvature(batch, f if at is None else at, Jw), total)
+        return total
 
     def _root_product(self, batch: Batch, draw: Draw) -> Tensor:
         """Return J_bᵀ S_b ε, with ε = draw(rows, f) of shape (K, *f.shape)."""

@@ -1,0 +1,88 @@
+"""Compiled products: kept where they agree and are faster, left with one line otherwise."""
+
+import logging
+
+import pytest
+import torch
+
+from test_compute import images, small_cnn
+from tiny import tiny
+from torch_lla_em import Compute, LinearisedLaplace
+
+
+def fit(model, batches, compile, likelihood="classification", **options):
+    options = {"num_samples": 4, "compute": Compute(compile=compile), **options}
+    return LinearisedLaplace(model, likelihood, **options).fit(batches, progress_bar=False)
+
+
+@pytest.fixture
+def faster(monkeypatch):
+    """Traced by the compiler but run as it is, and timed as if that were faster."""
+    torch.compiler.reset()
+    monkeypatch.setattr("torch_lla_em.compiled._BACKEND", "eager")
+    times = iter([1.0, 2.0] * 1000)
+    monkeypatch.setattr("torch_lla_em.compiled._seconds", lambda *_: next(times))
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression", "poisson"])
+@pytest.mark.parametrize("curvature", ["network", "linear"])
+def test_compiled_fits_equal_eager_ones(likelihood, curvature, faster, caplog):
+    caplog.set_level(logging.INFO)
+    case = tiny(likelihood)
+    batches = list(zip(case.x.split(9), case.y.split(9)))
+    eager, compiled = (
+        fit(case.model, batches, compile, likelihood, curvature=curvature)
+        for compile in (False, True)
+    )
+    assert "take 0.50 of the time" in caplog.text and "is left" not in caplog.text
+    torch.testing.assert_close(compiled.w_samples, eager.w_samples, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(compiled.w_lin, eager.w_lin, rtol=1e-6, atol=1e-6)
+
+
+def test_slower_ones_are_left(faster, monkeypatch, caplog):
+    monkeypatch.setattr("torch_lla_em.compiled._seconds", lambda *_: 1.0)
+    eager, compiled = (fit(small_cnn(), images(), compile) for compile in (False, True))
+    assert "torch.compile is left: it takes 1.00 times as long" in caplog.text
+    assert torch.equal(eager.w_samples, compiled.w_samples)
+
+
+def test_wrong_ones_are_left(faster, monkeypatch, caplog):
+    share = "torch_lla_em.compiled.CompiledShare._share"
+    from torch_lla_em.compiled import CompiledShare
+
+    right = CompiledShare._share
+
+    def wrong(self, *args):
+        f, grads = right(self, *args)
+        return f, {name: 1.01 * grad for name, grad in grads.items()}
+
+    monkeypatch.setattr(share, wrong)
+    eager, compiled = (fit(small_cnn(), images(), compile) for compile in (False, True))
+    assert "differ from eager ones by 1.0e-02" in caplog.text
+    assert torch.equal(eager.w_samples, compiled.w_samples)
+
+
+def test_what_cannot_be_compiled_is_left(faster, monkeypatch, caplog):
+    def broken(graph, inputs):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr("torch_lla_em.compiled._BACKEND", broken)
+    eager, compiled = (fit(small_cnn(), images(), compile) for compile in (False, True))
+    assert "torch.compile is left: " in caplog.text
+    assert torch.equal(eager.w_samples, compiled.w_samples)
+
+
+def test_last_layers_need_no_compiler(faster, caplog):
+    fits = [
+        fit(small_cnn(), images(), compile, parameters="last_layer") for compile in (False, True)
+    ]
+    assert "not of one forward pass" in caplog.text
+    assert torch.equal(fits[0].w_samples, fits[1].w_samples)
+
+
+@pytest.mark.slow
+def test_the_real_compiler_agrees(caplog):
+    caplog.set_level(logging.INFO)
+    eager, compiled = (fit(small_cnn(), images(), compile) for compile in (False, True))
+    assert "Compiled products take" in caplog.text or "times as long" in caplog.text
+    torch.testing.assert_close(compiled.w_samples, eager.w_samples, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,41 @@
+"""The benchmark of speed measures what it says, and writes its page."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def speed(monkeypatch):
+    pytest.importorskip("torchvision")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import speed
+
+    return speed
+
+
+@pytest.mark.slow
+def test_a_run_writes_a_record_and_a_page(speed, tmp_path, monkeypatch):
+    options = ["--networks", "lenet", "--batch", "4", "--columns", "1", "2", "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", ["speed.py", *options, "--out", str(tmp_path)])
+    speed.main()
+    run = json.loads((tmp_path / "speed.jsonl").read_text())
+    (record,) = run["records"]
+    assert record["weights"] == 61706 and record["rows"] == 4
+    for count, took in record["columns"].items():
+        assert took["ratio"] == pytest.approx(
+            took["product"] / took["forward"] / (1 + 4 * int(count))
+        )
+        assert took["peak_bytes"] > 1e8
+    speed.report(tmp_path, tmp_path / "speed.md")
+    page = (tmp_path / "speed.md").read_text()
+    assert "| lenet | 61,706 | 4 | eager | 2 |" in page and run["commit"] in page
+
+
+def test_failures_are_rows(speed):
+    (row,) = speed._rows({"network": "vit_s", "means": "tf32", "error": "no such card"})
+    assert "failed: no such card" in row

@@ -149,7 +149,8 @@ def alone(args: argparse.Namespace, name: str, means: str) -> dict:
 
 def report(out: Path, page: Path) -> None:
     """Write the page from all results."""
-    lines = [json.loads(line) for path in sorted(out.glob("speed*.jsonl")) for line in open(path)]
+    files = sorted(out.glob("speed*.jsonl"))
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     text = [__doc__.split("\n")[0].rstrip("."), "", _INTRODUCTION, ""]
     text[0] = f"# Speed\n\n{text[0]}."
     for run in lines:

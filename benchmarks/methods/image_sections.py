@@ -163,7 +163,9 @@ def _shown(value: float | list | None) -> str:
         return ""
     if isinstance(value, list):
         return f"{min(value):.3g} to {max(value):.3g}"
-    return f"{value}" if isinstance(value, int) else f"{value:.3f}" if abs(value) < 1000 else f"{value:.4g}"
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1000 else f"{value:.3g}"
 
 
 def _provenance(records: Records) -> str:

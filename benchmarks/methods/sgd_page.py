@@ -118,6 +118,9 @@ def draw(record: dict, path: Path) -> None:
             axes[2].plot(*zip(*shown), **style(name), label=name)
     for axis, title in zip(axes, ("samples", "effective dimension γ", "prior precision λ, whole EM")):
         axis.set(xscale="log", yscale="log", xlabel="passes", title=title, ylim=(1e-3, 10))
+        ticks = [2, 5, 10, 20, 50, 100, 200]
+        axis.set_xticks(ticks, [str(tick) for tick in ticks])
+        axis.set_xticks([], minor=True)
         for target in TARGETS:
             axis.axhline(target, color="0.8", linewidth=0.8, zorder=0)
     axes[0].set_ylabel("relative error")

@@ -8,7 +8,7 @@ samples and of γ over passes: of block Krylov and block CG; of the paper's stoc
 descent with its own settings; and of the same with the best of a grid of step sizes, for
 every number of epochs anew, for both losses L and L', two batch sizes and two starts. Then λ
 over the passes of the whole EM against the dense fixed point. Expect block Krylov at 1 % in
-about 8 passes and gradient descent, at its best, at 3 % in about 80. The table is in
+about 12 passes and gradient descent, at its best, at 3 % in about 80. The table is in
 docs/passes.md, which `python benchmarks/passes.py --report` writes.
 """
 

@@ -22,10 +22,11 @@ may lie beyond. A cell gives the passes from which on the error stays below the 
 method stops once the samples are below 1 %), or a dash and the last error. Errors
 of γ and λ are against dense answers with the same noise, so that they are the solver's alone.
 """
-EM_HEAD = """λ over the whole EM. SGD takes 10 epochs for the samples and 25 for the mode at each of
+EM_HEAD = """λ over the whole EM. Passes are columns over K: a single column of the mode counts 1/K.
+"""
+TUNED_HEAD = """SGD takes 10 epochs for the samples and 25 for the mode at each of
 ten steps, as in the paper, warm-started, the mode from the trained weights; in brackets its
-step sizes, times the largest eigenvalue, of which the mode's is the best of four. Passes are
-columns over K: a single column of the mode counts 1/K.
+step sizes, times the largest eigenvalue, of which the mode's is the best of four.
 """
 
 
@@ -38,6 +39,8 @@ def section(records: list[dict]) -> str:
         text.append(f"**K = {record['num_samples']}**, λ = {record['precision']:.4g}\n")
         text.append(samples(record["samples"]) + "\n")
     text.append(EM_HEAD)
+    if any(name.startswith("SGD") for record in records for name in record["em"]):
+        text.append(TUNED_HEAD)
     for record in records:
         text.append(f"**K = {record['num_samples']}**\n\n" + paths(record) + "\n")
         text.append(source(record) + "\n")

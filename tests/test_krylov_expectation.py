@@ -14,6 +14,7 @@ from torch_lla_em.expectation import Hyperparameters, IterativeEStep, first_mode
 from torch_lla_em.krylov_expectation import KrylovEStep
 from torch_lla_em.operators import WhitenedLoss
 from torch_lla_em.solvers import BlockCG, BlockKrylov
+from torch_lla_em.solvers.block_krylov import Shift
 from torch_lla_em.stochastic_prior import get_sto_samples
 
 LIKELIHOODS = ["classification", "regression", "bernoulli", "poisson", "binomial"]
@@ -196,3 +197,23 @@ def test_the_certificate_bounds_any_output_and_is_not_trivial(name, precision):
     assert ((error @ J.T).abs() <= certificate[:, None] * deviations + 1e-9).all()
     true = ((error @ torch.linalg.inv(covariance)) * error).sum(1).sqrt()
     assert (true <= certificate + 1e-9).all() and (certificate <= 30 * true + 1e-9).all()
+
+
+def test_what_rounding_takes_away_is_in_the_certificate():
+    generator = torch.Generator().manual_seed(0)
+    P, precision = 400, 3.0
+    eigenvalues = torch.logspace(8, -1, P, dtype=torch.float64)
+    Q = torch.linalg.qr(torch.randn(P, P, generator=generator, dtype=torch.float64)).Q
+    G = Q @ (eigenvalues[:, None] * Q.T)
+    noise = torch.randn(8, P, generator=generator, dtype=torch.float64)
+    xi, eta = noise[:4], (noise[4:] * eigenvalues.sqrt()) @ Q.T
+    krylov = BlockKrylov().factorise(lambda w: w @ G.float(), torch.cat([xi, eta]).float(), 4)
+    while not krylov.lanczos.exhausted:
+        krylov.lanczos.extend()
+    shift = Shift(precision)
+    b = precision**0.5 * xi + eta
+    residual = b - krylov.samples(shift).double() @ (G + precision * torch.eye(P).double())
+    truth = (residual.square().sum(1) / precision).sqrt()
+    gamma = (eigenvalues / (eigenvalues + precision)).sum()
+    assert truth.max() > 0.1 * gamma**0.5  # a λ that float32 does not reach
+    assert krylov.error(shift) > 0.1

@@ -35,6 +35,16 @@ _NEIGHBOURS = 10**-0.5, 10**0.5
 _NEIGHBOUR_TOLERANCE = 0.1
 
 
+_MORE = (
+    "Raise max_passes of BlockKrylov, start from a larger prior_precision, or take more samples: "
+    "they share one Krylov space."
+)
+_ROUNDING = (
+    "What is missing is below the rounding of a product with G: convert the model and its data "
+    "to float64."
+)
+
+
 def _covers(ratio: float, factor: float) -> bool:
     """Whether λ at ``ratio`` of the final one reaches most of the way to ``factor`` of it."""
     return log(ratio) / log(factor) > 0.7
@@ -65,6 +75,8 @@ class KrylovEStep:
     ) -> Expectation:
         shift = self.shift(hyper)
         self._extend(shift._replace(precision=_REACH * shift.precision), tolerance)
+        if self.krylov.lanczos.exhausted and not self._holds(shift, tolerance):
+            self._warn(shift, tolerance, _ROUNDING)
         dims, residual, gamma = self.krylov.effective_dims(shift), None, None
         if self._gaussian:
             norms = self.krylov.mode_norms(shift)
@@ -140,21 +152,21 @@ class KrylovEStep:
     def _extend(self, shift: Shift, tolerance: float) -> None:
         lanczos, limit = self.krylov.lanczos, self._solver.max_passes
         while not self._holds(shift, tolerance):
+            if lanczos.exhausted:  # all that is left is below the rounding of a product
+                break
             if lanczos.num_steps >= limit:
-                self._warn(shift, tolerance)
+                self._warn(shift, tolerance, _MORE)
                 break
             lanczos.extend()
 
     def _holds(self, shift: Shift, tolerance: float) -> bool:
         """Whether the certificates at these hyper-parameters meet the tolerance."""
         krylov = self.krylov
-        if krylov.lanczos.exhausted:
-            return True
         if not krylov.lanczos.num_steps or krylov.error(shift) > tolerance:
             return False
         return not self._gaussian or krylov.mode_error(shift) <= tolerance
 
-    def _warn(self, shift: Shift, tolerance: float) -> None:
+    def _warn(self, shift: Shift, tolerance: float, remedy: str) -> None:
         """Say once that γ and the evidence are less exact than was asked."""
         if self._warned:
             return
@@ -164,9 +176,8 @@ class KrylovEStep:
             error = max(error, self.krylov.mode_error(shift))
         warnings.warn(
             f"At λ = {shift.precision:.3g} the effective dimension is known to an error of "
-            f"{error:.1e} only, not {tolerance:.1e}, after {self._solver.max_passes} passes. "
-            "Raise max_passes of BlockKrylov, start from a larger prior_precision, or take more "
-            "samples: they share one Krylov space.",
+            f"{error:.1e} only, not {tolerance:.1e}, after {self.krylov.lanczos.num_steps} passes. "
+            f"{remedy}",
             stacklevel=2,
         )
 

@@ -97,8 +97,7 @@ class KrylovPosterior:
 
     def certificates(self, shift: Shift) -> Tensor:
         """Return ‖r_k‖ in the norm of Λ⁻¹, (K,)."""
-        residual = self._solution(shift) @ self.lanczos.residual_coordinates().T
-        return residual.norm(dim=1) / shift.noise**2 / shift.precision**0.5
+        return self._residuals(self._solution(shift)) / shift.noise**2 / shift.precision**0.5
 
     def error(self, shift: Shift) -> float:
         """Return the certificate relative to the samples: √(mean cert² / max(1, γ))."""
@@ -122,7 +121,7 @@ class KrylovPosterior:
     def mode_error(self, shift: Shift) -> float:
         """Return ‖r‖_Λ⁻¹ / ‖w_lin‖_Λ of the mode of a Gaussian likelihood."""
         y = self._mode_solution(shift)
-        residual = (self.lanczos.residual_coordinates() @ y).norm() / shift.noise**2
+        residual = self._residuals(y[None])[0] / shift.noise**2
         return (residual / shift.precision / y.norm().clamp_min(1e-300)).item()
 
     def precondition(self, rows: Tensor, shift: Shift) -> Tensor:
@@ -131,6 +130,11 @@ class KrylovPosterior:
         theta = self.lanczos.eigenvalues.clamp_min(0) / shift.noise**2
         change = within * (1 / (theta + shift.precision) - 1 / shift.precision)
         return rows / shift.precision + self.lanczos.to_weights(change)
+
+    def _residuals(self, coordinates: Tensor) -> Tensor:
+        """Return ‖G Qᵀ y - Qᵀ T y‖, (k,), with all that was lost to rounding."""
+        following = coordinates @ self.lanczos.residual_coordinates().T
+        return following.norm(dim=1) + self.lanczos.lost(coordinates)
 
     def _solution(self, shift: Shift) -> Tensor:
         return self.spectrum(shift.noise).solutions(shift.precision)

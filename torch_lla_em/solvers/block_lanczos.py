@@ -38,6 +38,7 @@ class BlockLanczos:
 
         self._diagonal: list[Tensor] = []
         self._coupling: list[Tensor] = []
+        self._lost: list[Tensor] = []
         self._scale = 0.0
         self.eigenvalues = self.vectors = start.new_zeros(0, 0, dtype=torch.float64)
 
@@ -74,6 +75,8 @@ class BlockLanczos:
             # what was small has kept, relative to its length, more of the rounding
             block, turn = orthonormalise(self._orthogonalised(block), 0.5)
             coupling = coupling @ turn
+        lost = image - combine(coupling, block)
+        self._lost.append(torch.linalg.eigvalsh(gram(lost, lost))[-1].clamp_min(0).sqrt())
         self._coupling.append(coupling.T)
         self.basis.append(block)
         self._make_room()
@@ -99,6 +102,13 @@ class BlockLanczos:
         """Return L, shape (r', r): G Qᵀ y - Qᵀ T y = (next block)ᵀ L y, y in Ritz coordinates."""
         last = len(self._diagonal[-1])
         return self._coupling[-1] @ self.vectors[-last:]
+
+    def lost(self, coordinates: Tensor) -> Tensor:
+        """Return a bound on what G Qᵀ y has outside of T and the next block, (k,): rounding,
+        and the directions that were too short to be told from it."""
+        sizes = [len(diagonal) for diagonal in self._diagonal]
+        pieces = (coordinates @ self.vectors.T).split(sizes, dim=1)
+        return sum(lost * piece.norm(dim=1) for lost, piece in zip(self._lost, pieces))
 
     def to_weights(self, coordinates: Tensor) -> Tensor:
         """Return vectors (k, P) of Ritz coordinates (k, r); needs the basis."""

@@ -89,7 +89,8 @@ def held_out_scale(data: Scan, drawn: Reconstruction, sigma: Tensor) -> float:
     between = LinearOperator(data.held_out.forward, data.held_out.adjoint, shape)
     likelihood = LinearOperatorRegression(between, sigma)
     prediction = Prediction(likelihood, drawn.mean, drawn.deviations[:, None])
-    return best_scale(score(prediction, data.y_held_out.to(drawn.mean)))
+    log_prob = score(prediction, data.y_held_out.to(drawn.mean))
+    return best_scale(lambda scale: log_prob(scale).sum().item())
 
 
 def scaled(drawn: Reconstruction, scale: float) -> Reconstruction:

@@ -250,8 +250,9 @@ class LinearisedLaplace(StoredPosterior):
     def calibrate(self, loader: Iterable[Any], mean: str | None = None) -> LinearisedLaplace:
         """Fit the posterior scale τ to held-out data; one pass.
 
-        Where outputs are scores of classes, a factor of the mean goes with it. The mean
-        itself, the network's or the linear model's, is the better one unless it is given.
+        Where outputs are scores of classes, a factor of the mean goes with it. Unless a mean
+        is given, it is that of the linear model, or of the network where this is the better
+        one by more than a standard error.
         """
         self._require_fit()
         means = ("network", "linear") if mean is None else (mean,)
@@ -264,11 +265,15 @@ class LinearisedLaplace(StoredPosterior):
         f, targets = (torch.cat([part[i] for part in parts]) for i in (0, 2))
         Jw = torch.cat([part[1] for part in parts], dim=1)
         centres = {"network": f, "linear": Jw[0]}
-        found = {}
+        found, log_probs = {}, {}
         for name in means:
             log_prob = score(Prediction(self.likelihood, centres[name], Jw[1:]), targets)
-            found[name] = calibration(log_prob, self.likelihood.gives_probabilities)
-        self.mean = max(means, key=lambda name: found[name].log_posterior)
+            found[name] = calibration(
+                lambda *pair, rows=log_prob: rows(*pair).sum().item(),
+                self.likelihood.gives_probabilities,
+            )
+            log_probs[name] = log_prob(found[name].scale, found[name].factor)
+        self.mean = means[0] if len(means) == 1 else _better_mean(log_probs)
         best = found[self.mean]
         self.posterior_scale = torch.full_like(self.posterior_scale, best.scale)
         self.mean_factor = torch.full_like(self.mean_factor, best.factor)
@@ -383,6 +388,17 @@ def _requires_grad(x: Any) -> bool:
     found: list[bool] = []
     map_tensors(lambda tensor: found.append(tensor.requires_grad), x)
     return any(found)
+
+
+def _better_mean(log_probs: dict[str, Tensor]) -> str:
+    """Return the mean to take, by held-out log-probabilities of each row.
+
+    The linear model's own mode goes with its posterior, and was the better mean on every
+    data set of the benchmarks; few rows are no reason to leave it.
+    """
+    gain = log_probs["network"] - log_probs["linear"]
+    error = gain.std() * len(gain) ** 0.5 if len(gain) > 1 else 0.0
+    return "network" if gain.sum() > error else "linear"
 
 
 def _linear_model(

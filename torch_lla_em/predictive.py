@@ -228,14 +228,14 @@ def mixed(deviations: Tensor, generator: torch.Generator) -> Tensor:
     return torch.einsum("jk,k...->j...", weights, deviations)
 
 
-def score(prediction: Prediction, y: Tensor) -> Callable[[float, float], float]:
-    """Return the map (τ, c) -> Σ_n log p(y_n | x_n), with deviations √τ times the prediction's
-    around c times its centre."""
+def score(prediction: Prediction, y: Tensor) -> Callable[[float, float], Tensor]:
+    """Return the map (τ, c) -> log p(y_n | x_n) of every row, with deviations √τ times the
+    prediction's around c times its centre."""
 
-    def log_prob(scale: float, factor: float = 1.0) -> float:
+    def log_prob(scale: float, factor: float = 1.0) -> Tensor:
         deviations = scale**0.5 * prediction.deviations
         scaled = Prediction(prediction.likelihood, factor * prediction.centre, deviations)
-        return scaled._log_prob(y).sum(dtype=torch.float64).item()
+        return scaled._log_prob(y).double()
 
     return log_prob
 

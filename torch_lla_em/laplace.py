@@ -18,8 +18,10 @@ from torch_lla_em.checkpoint import PassLog, RecordedProblem
 from torch_lla_em.compute import Compute
 from torch_lla_em.curve import Curve, Modes, curve
 from torch_lla_em.data import Chain, Data
+from torch_lla_em.distributed import SHARDS, compare_ranks, group_of, share_path, spread_of
 from torch_lla_em.empirical_bayes import EMState
 from torch_lla_em.fitting import FitOptions, fit_posterior
+from torch_lla_em.group import Group
 from torch_lla_em.history import record_of, summary_of
 from torch_lla_em.last_layer import called_last
 from torch_lla_em.leaving import leaving_cleanly
@@ -39,6 +41,7 @@ from torch_lla_em.posterior_samples import Solver
 from torch_lla_em.predictive import Prediction, mixed, score
 from torch_lla_em.problem import Problem
 from torch_lla_em.rewards import compare, preferred
+from torch_lla_em.shared_log import SharedLog
 from torch_lla_em.solvers.block_krylov import Spectrum
 from torch_lla_em.stored_posterior import NotFittedError, StoredPosterior
 
@@ -94,6 +97,7 @@ class LinearisedLaplace(StoredPosterior):
         self.prior, self.g_prior, self.curvature = prior, g_prior, curvature
         self.num_samples, self.tolerance, self.seed = num_samples, tolerance, seed
         self.solver, self.target_fn, self.compute = solver, target_fn, compute
+        self._shard: str | None = None
         self._loaders: Chain | None = None
         self._earlier: Earlier | None = None
 
@@ -107,6 +111,7 @@ class LinearisedLaplace(StoredPosterior):
         checkpoint: str | PathLike | None = None,
         update: str = "mackay",
         override: bool = True,
+        shard: str | None = "auto",
     ) -> LinearisedLaplace:
         """Learn λ (and σ) by EM from ``prior_precision``, then find mode and samples.
 
@@ -116,13 +121,36 @@ class LinearisedLaplace(StoredPosterior):
 
         ``override=False`` adds the data to those of earlier fits, which are read again: what
         a fit of all of them at once would give, from the λ and σ learnt so far.
+
+        Under ``torchrun``, once its process group is initialised, all ranks fit together, each
+        on its share of the data or of the columns: ``shard="data"``, ``"columns"``, or
+        ``"auto"``, which logs its choice; ``"weights"`` slices all vectors over the ranks as
+        well, where they do not fit on one; ``None`` lets each rank fit on its own.
         """
+        _check_choice("shard", shard, SHARDS)
+        self._shard = shard
+        with group_of(shard).joined() as group:
+            return self._fit(
+                loader, em_steps, prior_precision, progress_bar, checkpoint, update, override, group
+            )
+
+    def _fit(
+        self,
+        loader: Iterable[Any],
+        em_steps: int,
+        prior_precision: float | Tensor | None,
+        progress_bar: bool,
+        checkpoint: str | PathLike | None,
+        update: str,
+        override: bool,
+        group: Group,
+    ) -> LinearisedLaplace:
         _check_choice("update", update, ("mackay", "em"))
         if em_steps < 0:
             raise ValueError(f"em_steps must be 0 or more, not {em_steps}.")
         more = not override and self.w_lin is not None
         start = self._start(prior_precision, em_steps, more)
-        loaders, data = self._open(loader, more)
+        loaders, data = self._open(loader, more, group)
         fitted = self.likelihood if more else self._given_likelihood
         likelihood = tempered(fitted, self.temperature)
         earlier = self._earlier.at(likelihood) if more and self._earlier else None
@@ -141,11 +169,14 @@ class LinearisedLaplace(StoredPosterior):
             keep_noise=not override,
             warm=(self.w_lin, self.w_samples) if more else None,
         )
+        header = self._header(options, fitted) if checkpoint is not None or group.size > 1 else {}
+        shared = {"shard": self._shard, "checkpoint": checkpoint is not None}
+        compare_ranks(group, self._device, {**shared, **header})
         problem = Problem(self._linear_model, likelihood, data)
         if checkpoint is not None:
-            log = PassLog(checkpoint, self._header(options, fitted))
-            if log.finished.exists():
-                state = persistence.read(log.finished)
+            log = PassLog(checkpoint, header) if group.size == 1 else SharedLog(checkpoint, header, group)
+            state = log.posterior(self._device)
+            if state is not None:
                 data.restore(persistence.from_bytes(state["facts"]))
                 for _ in data:  # a pass without the network, which refuses other data
                     pass
@@ -153,17 +184,20 @@ class LinearisedLaplace(StoredPosterior):
                 self._loaders = loaders
                 return self
             problem = RecordedProblem(self._linear_model, likelihood, data)
+        problem.spread = spread_of(problem, self._shard, self.num_samples)
+        if checkpoint is not None and group.size > 1:
+            log.spread = problem.spread
         problem.earlier = earlier
         history: list[dict[str, Any]] = []
         with (
             leaving_cleanly(at_once=checkpoint is None) as leaving,
-            tqdm(total=em_steps, desc="EM", disable=not progress_bar) as bar,
+            tqdm(total=em_steps, desc="EM", disable=group.rank > 0 or not progress_bar) as bar,
         ):
             if checkpoint is not None:
                 problem.record(log, leaving)
             plan = problem.prepare(self.num_samples, self.compute)
             logger.log(logging.WARNING if plan.tight else logging.INFO, "%s", plan)
-            if progress_bar:
+            if progress_bar and group.rank == 0:
                 bar.write(str(plan))
 
             def report(state: EMState) -> None:
@@ -172,6 +206,7 @@ class LinearisedLaplace(StoredPosterior):
                 bar.set_postfix(summary_of(history[-1]))
 
             posterior = fit_posterior(problem, options, report)
+        share_path(problem)
         self._store(posterior, history, data.num_rows)
         self._loaders = loaders
         self._earlier = Earlier.of(posterior.noise, likelihood, data) if posterior.noise else None
@@ -238,20 +273,28 @@ class LinearisedLaplace(StoredPosterior):
         return self.predict(x, mean).joint_log_prob(y)
 
     def calibrate(self, loader: Iterable[Any], mean: str = "network") -> LinearisedLaplace:
-        """Fit the posterior scale τ by the likelihood of held-out data; one pass."""
+        """Fit the posterior scale τ by the likelihood of held-out data; one pass.
+
+        Where several ranks have fitted together, all of them call it together.
+        """
         self._require_fit()
-        data = Data(loader, self._device, self.target_fn)
+        with group_of(self._shard).joined() as group:
+            return self._calibrate(loader, mean, group)
+
+    def _calibrate(self, loader: Iterable[Any], mean: str, group: Group) -> LinearisedLaplace:
+        data = Data(loader, self._device, self.target_fn, group)
         problem = Problem(self._linear_model, self.likelihood, data)
         columns = torch.cat([self.w_lin[None], self.w_samples])
         parts = [
             (f if mean == "network" else Jw[0], Jw[1:], batch.targets)
             for batch, f, Jw in problem.push_forward(columns)
         ]
-        centre = torch.cat([part[0] for part in parts])
-        deviations = torch.cat([part[1] for part in parts], dim=1)
-        targets = torch.cat([part[2] for part in parts])
-        prediction = Prediction(self.likelihood, centre, deviations)
-        self.posterior_scale = torch.tensor(best_scale(score(prediction, targets))).to(self.w_lin)
+        own = (lambda scale: 0.0) if not parts else _score_of(self.likelihood, parts)
+
+        def log_prob(scale: float) -> float:
+            return group.sum(torch.tensor(own(scale), dtype=torch.float64, device=self._device)).item()
+
+        self.posterior_scale = torch.tensor(best_scale(log_prob)).to(self.w_lin)
         return self
 
     def log_marginal_likelihood(self) -> Estimate:
@@ -299,7 +342,7 @@ class LinearisedLaplace(StoredPosterior):
             raise ValueError("em_steps=0 keeps the prior precision: pass prior_precision too.")
         return self.prior_precision if more else None
 
-    def _open(self, loader: Iterable[Any], more: bool) -> tuple[Chain, Data]:
+    def _open(self, loader: Iterable[Any], more: bool, group: Group) -> tuple[Chain, Data]:
         """Return the loaders to fit on, as they are and as data; settle which layer is last."""
         if more and not (self._loaders and self._loaders.loaders):
             raise NotFittedError(
@@ -307,11 +350,12 @@ class LinearisedLaplace(StoredPosterior):
                 "la.fit with one loader of all data, old and new."
             )
         loaders = Chain([*(self._loaders.loaders if more else ()), loader])
-        data = Data(loader if len(loaders.loaders) == 1 else loaders, self._device, self.target_fn)
+        whole = loader if len(loaders.loaders) == 1 else loaders
+        data = Data(whole, self._device, self.target_fn, group)
         if self._parameters_asked == "last_layer":
             # which layer is called last is only known once there is something to call it on
             network = self._linear_model.network
-            last = called_last(network, next(iter(data)).inputs)
+            last = called_last(network, data.first().inputs)
             self._linear_model = _linear_model(network, "last_layer", last)
         return loaders, data
 
@@ -357,6 +401,14 @@ class LinearisedLaplace(StoredPosterior):
     @property
     def _device(self) -> torch.device:
         return self._linear_model.network.device
+
+
+def _score_of(
+    likelihood: Likelihood, parts: list[tuple[Tensor, Tensor, Tensor]]
+) -> Callable[[float], float]:
+    """Return the log-likelihood of held-out (f, J w, y) as a function of the scale."""
+    f, Jw, y = zip(*parts)
+    return score(Prediction(likelihood, torch.cat(f), torch.cat(Jw, dim=1)), torch.cat(y))
 
 
 def _requires_grad(x: Any) -> bool:

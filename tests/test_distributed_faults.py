@@ -11,6 +11,7 @@ import ranks
 from test_distributed import batches, facts
 from tiny import tiny
 from torch_lla_em import BlockCG, LinearisedLaplace, shared_log
+from torch_lla_em.compute import Compute
 from torch_lla_em.group import RankError, current_group
 
 
@@ -40,7 +41,8 @@ def fail():
 def fit(loader=None, folder=None, model=None, shard="auto", **options):
     case = tiny("classification")
     loader = batches(case) if loader is None else loader
-    la = LinearisedLaplace(model or case.model, "classification", num_samples=4, **options)
+    options = {"num_samples": 4, "compute": Compute(keep_data=False), **options}
+    la = LinearisedLaplace(model or case.model, "classification", **options)
     return la.fit(loader, em_steps=3, progress_bar=False, checkpoint=folder, shard=shard)
 
 

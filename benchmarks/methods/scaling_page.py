@@ -46,6 +46,10 @@ tolerance of the solver: noise is a function of seed, sample and row, not of ran
 - **`shard=None`**: each rank fits on its own, as for an ensemble.
 - **SGD** takes a batch of every rank a step, and one all-reduce a step; its path is that of
   batches R times as large.
+- **What several ranks do not do**: keep batches on the device between passes, keep parts of a
+  pass in a checkpoint, or overlap the sum with computation. Vectors on the CPU
+  (`Compute(vectors="cpu")`) need a group that sums there as well ("cpu:gloo,cuda:nccl", which
+  `init_process_group()` without a backend gives). NCCL has not been run.
 - **Afterwards**, predictions are each rank's own affair. `calibrate` shares the held-out data out
   as `fit` does, so all ranks call it.
 

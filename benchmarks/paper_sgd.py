@@ -31,6 +31,7 @@ from methods.recipe import (
     CIFAR_PRECISION,
     CIFAR_SAMPLES,
     MNIST_SAMPLES,
+    RATES,
     NoisyTargets,
     Recipe,
     Task,
@@ -50,7 +51,6 @@ from torch_lla_em.stochastic_prior import get_sto_samples
 HERE = Path(__file__).parent
 PARTS = "ours", "paper", "tuned", "em"
 EPOCHS = 5, 10, 20, 40, 80
-RATES = 0.05, 0.1, 0.2, 0.5, 1.0, 1.5
 MODE_RATES = 0.003, 0.01, 0.03, 0.1
 COLUMNS = 2
 """Samples that gradient descent is judged by: its systems do not know of one another."""

@@ -220,18 +220,55 @@ def test_calibration_finds_the_best_scale(name):
     half = [(case.x[:13], y[:13]), (case.x[13:], y[13:])]
     assert la.posterior_scale == 1
     samples, variance = la.functional_samples(case.x), la.predict(case.x).variance
-    assert la.calibrate(half) is la
-    scale = la.posterior_scale
+    assert la.calibrate(half, "network") is la
+    scale, factor = la.posterior_scale, la.mean_factor
+    assert (factor == 1) == (name == "regression")
     f = case.model(case.x).detach()
-    assert_close(la.functional_samples(case.x), f + scale.sqrt() * (samples - f))
+    assert_close(la.functional_samples(case.x), factor * f + scale.sqrt() * (samples - f))
     assert_close(la.predict(case.x).variance, scale * variance)
 
-    def held_out(factor):
-        la.posterior_scale = scale * factor
-        return la.predict(case.x).log_prob(y).sum()
+    def held_out(a, b):
+        la.posterior_scale, la.mean_factor = scale * a, factor * b
+        prior = (la.posterior_scale.log() ** 2 + la.mean_factor.log() ** 2) / (2 * 0.5**2)
+        return la.predict(case.x).log_prob(y).sum() - prior
 
-    best = held_out(1.0)
-    assert best >= held_out(1.1) and best >= held_out(1 / 1.1)
+    best = held_out(1.0, 1.0)
+    for change in (1.05, 1 / 1.05):
+        assert best >= held_out(change, 1.0)
+        assert name == "regression" or best >= held_out(1.0, change)
+
+
+def test_calibration_takes_the_better_mean():
+    case, la = fitted("regression")
+    linear = la.predict(case.x, mean="linear").mean
+    la.calibrate([(case.x, linear + 0.01)])
+    assert la.mean == "linear"
+    assert_close(la.predict(case.x).mean, linear)
+    assert_close(la.function_sample(2)(case.x), la.functional_samples(case.x)[2])
+    assert_close(la.predict(case.x, mean="network").mean, case.model(case.x).detach())
+    la.calibrate([(case.x, case.model(case.x).detach() + 0.01)])
+    assert la.mean == "network"
+    la.fit([(case.x, case.y)], progress_bar=False)
+    assert la.mean == "network" and la.mean_factor == 1 and la.posterior_scale == 1
+
+
+def test_few_held_out_rows_do_not_take_the_uncertainty_away():
+    case, la = fitted()
+    easy = la(case.x).argmax(1)
+    la.calibrate([(case.x[:3], easy[:3])])
+    assert 0.2 < la.posterior_scale < 2 and 0.5 < la.mean_factor < 5
+
+
+def test_calibration_is_saved(tmp_path):
+    case, la = fitted()
+    la.calibrate([(case.x, (case.y + 1) % 3)], "linear")
+    la.save(tmp_path / "posterior.pt")
+    again = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
+    assert again.mean == "linear" and again.mean_factor == la.mean_factor != 1
+    assert torch.equal(again(case.x), la(case.x))
+    state = {name: t for name, t in la.state_dict().items() if name != "mean_factor"}
+    again.load_state_dict(state)  # as an earlier release wrote it
+    assert again.mean_factor == 1
 
 
 def test_joint_log_prob_is_that_of_the_samples():

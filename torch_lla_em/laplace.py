@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from torch_lla_em import persistence
 from torch_lla_em.batches import TargetFn, inputs_of, map_tensors, to_device
-from torch_lla_em.calibration import best_scale
+from torch_lla_em.calibration import calibration
 from torch_lla_em.checkpoint import PassLog, RecordedProblem
 from torch_lla_em.compute import Compute
 from torch_lla_em.curve import Curve, Modes, curve
@@ -232,9 +232,13 @@ class LinearisedLaplace(StoredPosterior):
         return prediction.smoothed(shared=link_approx == "probit_shared")
 
     def predict(
-        self, x: Any, mean: str = "network", generator: torch.Generator | None = None
+        self, x: Any, mean: str | None = None, generator: torch.Generator | None = None
     ) -> Prediction:
-        """Return the predictive distribution at x, around f(x) or around J(x) w_lin."""
+        """Return the predictive distribution at x, around f(x) or around J(x) w_lin.
+
+        ``mean`` is "network", "linear", or what ``calibrate`` chose (the network, before it).
+        """
+        mean = mean or self.mean
         _check_choice("mean", mean, ("network", "linear"))
         self._require_fit()
         f, Jw = self._push_forward(x, torch.cat([self.w_lin[None], self.w_samples]))
@@ -242,11 +246,13 @@ class LinearisedLaplace(StoredPosterior):
         if generator is not None:
             deviations = mixed(deviations, generator)
         centre = f if mean == "network" else Jw[0]
+        if mean == self.mean:
+            centre = self.mean_factor.to(centre) * centre
         class_dim = self._linear_model.network.class_dim
         return Prediction(self.likelihood, centre, deviations, class_dim)
 
     def functional_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
-        """Return f(x) + √τ J(x) w_k, shape (K, B, C): joint over the inputs."""
+        """Return the mean + √τ J(x) w_k, shape (K, B, C): joint over the inputs."""
         return self.predict(x, generator=generator).samples
 
     def predictive_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
@@ -259,42 +265,57 @@ class LinearisedLaplace(StoredPosterior):
         if not -self.num_samples <= k < self.num_samples:
             raise IndexError(f"There are {self.num_samples} samples: k runs from 0, not to {k}.")
 
-        w, scale = self.w_samples[k][None].clone(), self.posterior_scale.sqrt()
+        linear, factor = self.mean == "linear", self.mean_factor.clone()
+        w = self.posterior_scale.sqrt().to(self.w_lin) * self.w_samples[k][None]
+        if linear:
+            w = w + factor.to(w) * self.w_lin
 
         def sample(x: Any) -> Tensor:
             f, Jw = self._push_forward(x, w)
             class_dim = self._linear_model.network.class_dim
-            return Prediction(self.likelihood, f, scale.to(Jw) * Jw, class_dim).samples[0]
+            centre = torch.zeros_like(f) if linear else factor.to(f) * f
+            return Prediction(self.likelihood, centre, Jw, class_dim).samples[0]
 
         return sample
 
-    def joint_log_prob(self, x: Any, y: Tensor, mean: str = "network") -> Tensor:
+    def joint_log_prob(self, x: Any, y: Tensor, mean: str | None = None) -> Tensor:
         """Return log p(y_1..y_B | x_1..x_B), shape ()."""
         return self.predict(x, mean).joint_log_prob(y)
 
-    def calibrate(self, loader: Iterable[Any], mean: str = "network") -> LinearisedLaplace:
-        """Fit the posterior scale τ by the likelihood of held-out data; one pass.
+    def calibrate(self, loader: Iterable[Any], mean: str | None = None) -> LinearisedLaplace:
+        """Fit the posterior scale τ to held-out data; one pass.
 
+        Where outputs are scores of classes, a factor of the mean goes with it. The mean
+        itself, the network's or the linear model's, is the better one unless it is given.
         Where several ranks have fitted together, all of them call it together.
         """
         self._require_fit()
+        means = ("network", "linear") if mean is None else (mean,)
+        for name in means:
+            _check_choice("mean", name, ("network", "linear"))
         with group_of(self._shard).joined() as group:
-            return self._calibrate(loader, mean, group)
+            return self._calibrate(loader, means, group)
 
-    def _calibrate(self, loader: Iterable[Any], mean: str, group: Group) -> LinearisedLaplace:
+    def _calibrate(
+        self, loader: Iterable[Any], means: tuple[str, ...], group: Group
+    ) -> LinearisedLaplace:
         data = Data(loader, self._device, self.target_fn, group)
         problem = Problem(self._linear_model, self.likelihood, data)
         columns = torch.cat([self.w_lin[None], self.w_samples])
-        parts = [
-            (f if mean == "network" else Jw[0], Jw[1:], batch.targets)
-            for batch, f, Jw in problem.push_forward(columns)
-        ]
-        own = (lambda scale: 0.0) if not parts else _score_of(self.likelihood, parts)
+        parts = [(f, Jw, batch.targets) for batch, f, Jw in problem.push_forward(columns)]
+        found = {}
+        for name in means:
+            own = _score_of(self.likelihood, parts, name) if parts else lambda *_: 0.0
 
-        def log_prob(scale: float) -> float:
-            return group.sum(torch.tensor(own(scale), dtype=torch.float64, device=self._device)).item()
+            def log_prob(scale: float, factor: float) -> float:
+                part = torch.tensor(own(scale, factor), dtype=torch.float64, device=self._device)
+                return group.sum(part).item()
 
-        self.posterior_scale = torch.tensor(best_scale(log_prob)).to(self.w_lin)
+            found[name] = calibration(log_prob, self.likelihood.gives_probabilities)
+        self.mean = max(means, key=lambda name: found[name].log_posterior)
+        best = found[self.mean]
+        self.posterior_scale = torch.full_like(self.posterior_scale, best.scale)
+        self.mean_factor = torch.full_like(self.mean_factor, best.factor)
         return self
 
     def log_marginal_likelihood(self) -> Estimate:
@@ -404,11 +425,13 @@ class LinearisedLaplace(StoredPosterior):
 
 
 def _score_of(
-    likelihood: Likelihood, parts: list[tuple[Tensor, Tensor, Tensor]]
-) -> Callable[[float], float]:
-    """Return the log-likelihood of held-out (f, J w, y) as a function of the scale."""
+    likelihood: Likelihood, parts: list[tuple[Tensor, Tensor, Tensor]], mean: str
+) -> Callable[[float, float], float]:
+    """Return the log-likelihood of held-out (f, J w, y) as a function of scale and factor."""
     f, Jw, y = zip(*parts)
-    return score(Prediction(likelihood, torch.cat(f), torch.cat(Jw, dim=1)), torch.cat(y))
+    Jw = torch.cat(Jw, dim=1)
+    centre = torch.cat(f) if mean == "network" else Jw[0]
+    return score(Prediction(likelihood, centre, Jw[1:]), torch.cat(y))
 
 
 def _requires_grad(x: Any) -> bool:

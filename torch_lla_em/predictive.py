@@ -228,12 +228,13 @@ def mixed(deviations: Tensor, generator: torch.Generator) -> Tensor:
     return torch.einsum("jk,k...->j...", weights, deviations)
 
 
-def score(prediction: Prediction, y: Tensor) -> Callable[[float], float]:
-    """Return the map τ -> Σ_n log p(y_n | x_n) with deviations √τ times the prediction's."""
+def score(prediction: Prediction, y: Tensor) -> Callable[[float, float], float]:
+    """Return the map (τ, c) -> Σ_n log p(y_n | x_n), with deviations √τ times the prediction's
+    around c times its centre."""
 
-    def log_prob(scale: float) -> float:
+    def log_prob(scale: float, factor: float = 1.0) -> float:
         deviations = scale**0.5 * prediction.deviations
-        scaled = Prediction(prediction.likelihood, prediction.centre, deviations)
+        scaled = Prediction(prediction.likelihood, factor * prediction.centre, deviations)
         return scaled._log_prob(y).sum(dtype=torch.float64).item()
 
     return log_prob

@@ -28,6 +28,7 @@ _TENSORS = (
     "prior_precision",
     "sigma_noise",
     "posterior_scale",
+    "mean_factor",
     "effective_dim",
     "effective_dim_error",
     "certificate",
@@ -54,6 +55,9 @@ class StoredPosterior(nn.Module):
         super().__init__()
         object.__setattr__(self, "model", model)
         self.history: list[dict[str, Any]] = []
+        self.mean = "network"
+        """What predictions are around: "network" or "linear", as ``calibrate`` found better."""
+
         self.num_data: int | None = None
         self._versions: list[int] | None = []
         for name in _TENSORS:
@@ -72,6 +76,7 @@ class StoredPosterior(nn.Module):
                 "shapes": [list(shape) for shape in self._linear_model.layout.shapes],
                 "num_data": self.num_data,
                 "history": self.history,
+                "mean": self.mean,
             }
         )
         return state
@@ -91,6 +96,9 @@ class StoredPosterior(nn.Module):
             tensor = state.get(name)
             setattr(self, name, None if tensor is None else tensor.to(device, copy=True))
         self.history, self.num_data = record["history"], record["num_data"]
+        self.mean = record.get("mean", "network")
+        if self.mean_factor is None:  # of an earlier release
+            self.mean_factor = torch.ones_like(self.posterior_scale)
         if self.sigma_noise is not None:
             self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
         self._versions = self._linear_model.network.versions()
@@ -167,6 +175,7 @@ class StoredPosterior(nn.Module):
         self.prior_precision, self.sigma_noise = posterior.hyper
         self.effective_dim, self.effective_dim_error = posterior.effective_dim
         self.posterior_scale = torch.ones((), dtype=torch.float64, device=self.w_lin.device)
+        self.mean_factor, self.mean = torch.ones_like(self.posterior_scale), "network"
         self._log_evidence = torch.stack(list(posterior.log_evidence))
         spectrum = posterior.spectrum or (None, None, None)
         self._eigenvalues, self._xi_coordinates, self._eta_coordinates = spectrum

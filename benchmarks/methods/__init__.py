@@ -1,5 +1,7 @@
-"""What ``compare.py`` puts side by side.
+"""What the scripts share.
 
-``tasks`` (data, networks, training), ``metrics``, ``measure``, ``baselines``,
-``posteriors`` (laplace-torch, the dense posterior, feature density), ``ours``.
+``compare.py``: ``tasks`` (data, networks, training), ``metrics``, ``measure``, ``baselines``,
+``posteriors`` (laplace-torch, the dense posterior, feature density), ``ours``. The ladder of
+images: ``images``, ``shifts``, ``training``, ``ranks``, ``ladder``. ``tomography.py``:
+``radon``, ``unet``, ``image_scores``. ``report.py``: ``image_sections``.
 """

@@ -131,10 +131,12 @@ def measured(
     methods, costs = baselines(rung, args, data, network, held_out)
     for prior in args.priors:
         la, cost = fitted(network, args, data.train, prior)
-        tau = la.calibrate(held_out).posterior_scale.item()
+        la.calibrate(held_out, "network")
+        tau, factor = la.posterior_scale.item(), la.mean_factor.item()
         la.posterior_scale.fill_(1)
-        methods[f"ours: {prior}"] = posterior(la, tau)
-        costs[f"ours: {prior}"] = cost | {"tau": tau}
+        la.mean_factor.fill_(1)
+        methods[f"ours: {prior}"] = posterior(la, tau, factor)
+        costs[f"ours: {prior}"] = cost | {"tau": tau, "factor": factor}
     test = DataLoader(data.test, args.batch_size, num_workers=args.workers)
     familiar: dict[str, Tensor] = {}
     for shift in (unchanged(), *rung.shifts):
@@ -212,7 +214,7 @@ def fitted(
     return la, cost
 
 
-def posterior(la: LinearisedLaplace, tau: float) -> Method:
+def posterior(la: LinearisedLaplace, tau: float, factor: float) -> Method:
     """Return the method that averages over samples, by both links, and at the scale τ."""
 
     def method(images: list[Tensor], f: Tensor) -> dict[str, Classes]:
@@ -222,7 +224,7 @@ def posterior(la: LinearisedLaplace, tau: float) -> Method:
         return {
             ", Monte Carlo": Classes.of(f + Jw),
             ", probit": Classes(probit, lambda: f + Jw),
-            ", calibrated": Classes.of(f + tau**0.5 * Jw),
+            ", calibrated": Classes.of(factor * f + tau**0.5 * Jw),
         }
 
     return method

@@ -48,6 +48,8 @@ MNIST_SAMPLES = Recipe(200.0, 40, 20, averaging=0.01)
 """Of 2000 of 60 000 images a batch; of 40 of 1200 an epoch has as many steps."""
 
 EM_STEPS = 10
+RATES = 0.05, 0.1, 0.2, 0.5, 1.0, 1.5
+"""The grid of step sizes for the samples, times the largest eigenvalue."""
 
 
 class Task:

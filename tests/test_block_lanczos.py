@@ -8,6 +8,7 @@ import torch
 from torch_lla_em.solvers import DivergenceError, FaultyProductError
 from torch_lla_em.solvers.block_krylov import BlockKrylov, Shift, Spectrum
 from torch_lla_em.solvers.block_lanczos import BlockLanczos
+from torch_lla_em.solvers.blocks import orthonormalise
 
 P, K = 30, 3
 
@@ -233,3 +234,14 @@ def test_faulty_products_are_refused():
         run(-matrix(torch.ones(P)), start, 1)
     with pytest.raises(DivergenceError, match="not finite"):
         run(matrix(torch.ones(P)) * float("nan"), start, 1)
+
+
+def test_rounding_does_not_turn_a_basis():
+    """A run that another number of ranks goes on with must find the same basis."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(9, 40, generator=generator, dtype=torch.float64)
+    nearly = orthonormalise(rows)[0]
+    for block in (rows, nearly, torch.cat([rows, rows[:2] + rows[2:4]])):
+        noise = 1e-14 * torch.randn(block.shape, generator=generator, dtype=torch.float64)
+        one, other = orthonormalise(block)[0], orthonormalise(block + noise)[0]
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)

@@ -22,6 +22,7 @@ from torch_lla_em.leaving import Leaving
 from torch_lla_em.partial_pass import PartialPass
 from torch_lla_em.persistence import write_atomically
 from torch_lla_em.problem import NoiseFeatures, OtherOrderError, Problem, Rows, Work
+from torch_lla_em.slices import over_slices
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -49,16 +50,29 @@ class PassLog:
         """Where the posterior of a finished run lies."""
         return self.folder / "posterior.pt"
 
+    @property
+    def next_pass(self) -> Path:
+        """Where the pass that comes next lies, or will."""
+        return self.folder / f"pass-{self.position:05d}.pt"
+
+    def posterior(self, device: torch.device) -> dict[str, Tensor] | None:
+        """Return the posterior of a finished run, or None if it is not finished."""
+        return persistence.read(self.finished) if self.finished.exists() else None
+
     def recorded(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return the pass at this position from its file, or compute and write it.
 
         ``key`` is what the pass is taken at: a resumed run must ask the same questions.
         """
-        path = self.folder / f"pass-{self.position:05d}.pt"
+        return self._entry(mark_of(key), key.device, compute)
+
+    def _entry(
+        self, asked: Tensor, device: torch.device, compute: Callable[[], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        path = self.next_pass
         self.position += 1
-        asked = torch.stack([key.double().sum(), key.double().norm()]).cpu()
         if path.exists():
-            entry = torch.load(path, map_location=key.device, weights_only=True)
+            entry = torch.load(path, map_location=device, weights_only=True)
             known = entry.pop("asked").cpu()
             if (asked - known).abs().max() > 1e-3 * (1 + known.abs().max()):
                 raise ValueError(
@@ -102,6 +116,14 @@ class PassLog:
                     f"{known.get(name)!r}, here it is {header.get(name)!r}. Delete the folder, or "
                     "pass another."
                 )
+
+
+def mark_of(key: Tensor) -> Tensor:
+    """Return two numbers that tell one place where a pass is taken from another."""
+    total = torch.stack([key.double().sum(), key.double().square().sum()])
+    if key.is_floating_point():  # whole numbers are no vector, so that no rank has a slice of them
+        total = over_slices(total)
+    return torch.stack([total[0], total[1].sqrt()]).cpu()
 
 
 class RecordedProblem(Problem):
@@ -149,7 +171,15 @@ class RecordedProblem(Problem):
         return self._recorded(key, compute)
 
     def _accumulate(self, sums: dict[str, Tensor], add: Work[None], rows: Rows = Rows()) -> None:
-        """Run a pass whose work on each batch adds to the sums, in place."""
+        """Run a pass whose work on each batch adds to the sums, in place.
+
+        Of several ranks none keeps a part of a pass, since others may go on with the run.
+        """
+        if self.data.group.size > 1:
+            for _ in self._over(add, rows):
+                if self.leaving.requested:
+                    raise self.leaving.requested
+            return
         position, began = self.log.position, {}
         if self.partial.exists():
             began = {name: total.clone() for name, total in sums.items()}

@@ -19,8 +19,10 @@ from torch_lla_em.batches import (
     map_tensors,
     to_device,
 )
+from torch_lla_em.group import Group
 from torch_lla_em.memory import free_memory
-from torch_lla_em.passes import Fingerprint
+from torch_lla_em.passes import Fingerprint, Tally, same, together
+from torch_lla_em.shares import Marks, Share
 
 __all__ = ["Batch", "Chain", "Data", "TargetFn", "default_targets", "inputs_of", "map_tensors"]
 
@@ -39,6 +41,9 @@ class Batch(NamedTuple):
 
     targets: Tensor
     """y."""
+
+    step_rows: int = 0
+    """Rows of all ranks' batches, where they go step by step."""
 
     def split(self, size: int) -> Iterator[Batch]:
         """Yield the batch in pieces of at most ``size`` rows, or whole if it has no rows to cut."""
@@ -74,11 +79,16 @@ class Data:
     """A re-iterable loader; every pass must see the same rows, in any order.
 
     Batches are (inputs, targets), longer tuples that end with the targets, mappings with
-    "labels", or anything that ``target_fn`` takes targets from.
+    "labels", or anything that ``target_fn`` takes targets from. Of several ranks each sees
+    its share; counts are of all of them.
     """
 
     def __init__(
-        self, loader: Iterable[Any], device: torch.device, target_fn: TargetFn | None = None
+        self,
+        loader: Iterable[Any],
+        device: torch.device,
+        target_fn: TargetFn | None = None,
+        group: Group = Group(),
     ):
         if isinstance(loader, Iterator):
             raise ValueError(
@@ -90,7 +100,11 @@ class Data:
                 f"The loader is a {type(loader).__name__}, which cannot be iterated over: pass a "
                 "DataLoader, or a list of batches."
             )
+        self.group = group
         self._loader = loader
+        loaders = loader.loaders if isinstance(loader, Chain) else (loader,)
+        marks = Marks(self._describe, _agree)
+        self._shares = [Share(part, group, marks) for part in loaders]
         self._device = device
         self._target_fn = target_fn
         self._first: Fingerprint | None = None
@@ -122,47 +136,113 @@ class Data:
         """Of the rows of this pass so far, while passes are compared."""
 
     def first(self) -> Batch:
-        """Return the first batch, which the next pass goes on from."""
+        """Return the first batch, which the next pass goes on from.
+
+        Of several ranks, some may have none: there it is the loader's, read once more.
+        """
+        if self.group.size > 1:
+            with torch.random.fork_rng(devices=[]):
+                inputs, targets = self._split(self._peek())
+            return Batch(0, torch.arange(len(targets)), inputs, targets)
         if self._begun is None:
-            batches = self._pass()
+            batches = self._pass(False, False)
             self._begun = next(batches), batches
         return self._begun[0]
 
     def __iter__(self) -> Iterator[Batch]:
+        return self.batches()
+
+    def batches(self, whole: bool = False, in_step: bool = False) -> Iterator[Batch]:
+        """Yield this rank's batches of one pass, or all of them.
+
+        ``in_step``: as many on every rank, the last of them empty where one has fewer.
+        """
         if self._begun is None:
-            return self._pass()
+            return self._pass(whole, in_step)
         (batch, rest), self._begun = self._begun, None
         return chain([batch], rest)
 
-    def _pass(self) -> Iterator[Batch]:
-        self.rows_seen = entries = 0
+    def _pass(self, whole: bool, in_step: bool) -> Iterator[Batch]:
+        own = Tally()
+        self.rows_seen = 0
         compared = self.num_passes == 0 or self._first is not None
-        self.fingerprint = fingerprint = Fingerprint() if compared else None
-        for batch in self.kept or self._read_batches():
-            self.rows_seen += len(batch.rows)
-            entries += batch.targets.numel()
-            if fingerprint is not None:
-                fingerprint.add((batch.inputs, batch.targets))
-            yield batch
-        self.num_targets = entries
-        self._finish_pass(self.rows_seen, fingerprint)
+        self.fingerprint = own.fingerprint if compared else None
+        for batch in self._counted(self.kept, own) if self.kept else self._turns(whole, own):
+            yield batch._replace(step_rows=self._step(len(batch.rows))) if in_step else batch
+        while in_step and (rows := self._step(0)):
+            yield Batch(-1, torch.arange(0), None, torch.zeros(0), rows)
+        own.outputs = self.num_outputs
+        own.fingerprint = own.fingerprint.on_cpu()
+        every = self.group.meet("the end of a pass", own, same if whole else together)
+        self.num_targets = every.targets
+        if self.num_passes == 0:
+            self.num_outputs = every.outputs
+        self._finish_pass(every.rows, every.fingerprint)
 
-    def _read_batches(self) -> Iterator[Batch]:
-        """Yield the loader's batches; from the third pass on, keep them if they fit."""
-        seen, kept, room = 0, [], self._room() if self.num_passes > 1 else 0.0
-        for index, whole in enumerate(self._loader):
-            inputs, targets = self._split(whole)
-            size = self._count(inputs, targets, index)
-            batch = Batch(index, torch.arange(seen, seen + size), inputs, targets)
-            seen += size
-            if room > 0:
-                kept.append(batch)
-                room -= _bytes(batch)
+    def _counted(self, batches: Iterable[Batch], own: Tally) -> Iterator[Batch]:
+        """Yield batches, and count them in ``own``."""
+        for batch in batches:
+            own.reached, own.rows = own.reached + len(batch.rows), own.rows + len(batch.rows)
+            own.targets += batch.targets.numel()
+            self.rows_seen = own.reached
+            if self.fingerprint is not None:
+                self.fingerprint.add((batch.inputs, batch.targets))
             yield batch
+
+    def _turns(self, whole: bool, own: Tally) -> Iterator[Batch]:
+        """Yield this rank's batches and count what goes by; keep them from the third pass on."""
+        index, kept, room = 0, [], self._room() if self.num_passes > 1 else 0.0
+        for share in self._shares:
+            start = own.reached
+            for turn in share.turns(whole):
+                if not turn.taken:
+                    own.reached += self._num_rows(turn.batch) if turn.size is None else turn.size
+                    index += 1
+                    continue
+                inputs, targets = self._split(turn.batch)
+                size = self._count(inputs, targets, index)
+                if turn.size not in (None, size):
+                    raise ValueError(
+                        f"Batch {index} has {size} rows, made of {turn.size} of the dataset: "
+                        "several ranks can only share out data whose rows go one to one."
+                    )
+                here = torch.arange(own.reached, own.reached + size)
+                rows = here if turn.rows is None else start + turn.rows
+                batch = Batch(index, rows, inputs, targets)
+                if room > 0:
+                    kept.append(batch)
+                    room -= _bytes(batch)
+                yield from self._counted([batch], own)
+                index += 1
         self._candidate = kept if room > 0 else None
 
     def _room(self) -> float:
-        return free_memory(self._device) / 4 if self.keep else 0.0
+        """Return the bytes that batches may take; ranks whose passes differ keep none."""
+        return free_memory(self._device) / 4 if self.keep and self.group.size == 1 else 0.0
+
+    def _step(self, rows: int) -> int:
+        """Return the rows of all ranks' next batches."""
+        return self.group.meet("a step", rows, sum)
+
+    def _peek(self) -> Any:
+        """Return the loader's first batch, and leave its generator as it was."""
+        generator = getattr(self._loader, "generator", None)
+        before = None if generator is None else generator.get_state()
+        for batch in self._loader:
+            if before is not None:
+                generator.set_state(before)
+            return batch
+        raise ValueError("The loader is empty: it yielded no rows.")
+
+    def num_batches(self) -> int | None:
+        """Return the batches of a pass over all ranks, if that is known without one."""
+        counts = [share.num_batches() for share in self._shares]
+        return None if None in counts else sum(counts)
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether a sampler has given every rank its share already."""
+        return any(share.is_shared_out for share in self._shares)
 
     def facts(self) -> dict[str, Any]:
         """Return what passes have found out, as plain numbers that ``restore`` takes."""
@@ -192,6 +272,15 @@ class Data:
             inputs = inputs_of(batch, targets)
         return inputs, torch.as_tensor(targets).to(self._device)
 
+    def _num_rows(self, batch: Any) -> int:
+        """Return the rows of a batch that stays where it is."""
+        return len(torch.as_tensor((self._target_fn or default_targets)(batch)))
+
+    def _describe(self, batch: Any) -> dict[str, Any]:
+        fingerprint = Fingerprint()
+        fingerprint.add(batch)
+        return fingerprint.state()
+
     def _count(self, inputs: Any, targets: Tensor, index: int) -> int:
         if targets.dim() == 0:
             raise ValueError(f"The targets of batch {index} are a single number, not one per row.")
@@ -202,7 +291,7 @@ class Data:
             )
         return len(targets)
 
-    def _finish_pass(self, rows: int, fingerprint: Fingerprint | None) -> None:
+    def _finish_pass(self, rows: int, fingerprint: Fingerprint) -> None:
         self.num_passes += 1
         self._read = True
         if self._restored:
@@ -222,7 +311,7 @@ class Data:
         elif self._first is not None and not self.kept:
             self.kept = self._candidate
 
-    def _refuse_other_data(self, rows: int, fingerprint: Fingerprint | None) -> None:
+    def _refuse_other_data(self, rows: int, fingerprint: Fingerprint) -> None:
         """Raise where the checkpoint's passes went over other rows."""
         if rows != self.num_rows or (self._first and not fingerprint.agrees(self._first)):
             raise ValueError(
@@ -242,6 +331,10 @@ class Data:
             "random augmentation. The posterior is that of fixed data: fit on a loader without "
             "augmentation."
         )
+
+
+def _agree(mine: dict[str, Any], others: dict[str, Any]) -> bool:
+    return Fingerprint.of(mine).agrees(Fingerprint.of(others))
 
 
 def _drops_random_rows(loader: Any) -> bool:

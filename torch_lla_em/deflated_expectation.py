@@ -8,7 +8,6 @@ from torch import Tensor
 from torch_lla_em.evidence import sigma_of
 from torch_lla_em.expectation import Expectation, Hyperparameters, IterativeEStep
 from torch_lla_em.linear_mode import Precondition
-from torch_lla_em.memory import free_memory
 from torch_lla_em.operators import WhitenedGGN
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers.block_cg import BlockCG
@@ -60,7 +59,7 @@ class DeflatedEStep(IterativeEStep):
         """Return F with FᵀF ≤ G, or None where the basis does not fit."""
         prior, noise = self._noise.prior, self._noise
         start = torch.cat([noise.xi, prior.scale * noise.eta])
-        solver = BlockKrylov(memory=free_memory(start.device) / 4)
+        solver = BlockKrylov(memory=self._problem.free_memory() / 4)
         krylov = solver.factorise(WhitenedGGN(self._problem, prior.scale), start, len(noise.xi))
         lanczos, shift = krylov.lanczos, Shift(hyper.precision.log().mean().exp().item())
         while lanczos.num_steps < _MAX_STEPS and not lanczos.exhausted:

@@ -23,6 +23,7 @@ from torch_lla_em.mackay import (
 )
 from torch_lla_em.prior import Prior
 from torch_lla_em.problem import Problem
+from torch_lla_em.slices import over_slices
 
 SAMPLE_TOLERANCE = 0.1
 MODE_TOLERANCE = 0.03
@@ -189,7 +190,7 @@ def settled(old: EMState, new: EMState) -> bool:
 def starting_precision(prior: Prior, eta: Tensor) -> float:
     """Return the mean of diag(G) in scaled coordinates: λ there leaves few weights determined."""
     features = (prior.scale * eta).double().square().mean(0)
-    return (features.sum() / prior.num_weights().sum().clamp_min(1)).clamp_min(1e-8).item()
+    return (over_slices(features.sum()) / prior.num_weights().sum().clamp_min(1)).clamp_min(1e-8).item()
 
 
 def _change(old: Hyperparameters, new: Hyperparameters, allowed: Tensor) -> float:

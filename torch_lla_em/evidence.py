@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Regression
-from torch_lla_em.memory import free_memory
 from torch_lla_em.operators import WhitenedGGN
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers.block_krylov import KrylovPosterior, Shift
@@ -32,7 +31,7 @@ def log_dets(problem: Problem, noise: StochasticPrior, precision: Tensor) -> Ten
     deviation = noise.prior.deviation(precision)
     start = torch.cat([noise.xi, deviation * noise.eta])
     # the basis is kept for orthogonality alone: nothing is lost where it does not fit
-    memory = free_memory(start.device) / 2
+    memory = problem.free_memory() / 2
     lanczos = BlockLanczos(WhitenedGGN(problem, deviation), start, memory)
     krylov, unit = KrylovPosterior(lanczos, len(noise.xi)), Shift(1.0)
     for _ in range(_MAX_PASSES):

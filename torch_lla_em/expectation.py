@@ -17,6 +17,7 @@ from torch_lla_em.posterior_samples import PosteriorSamples, Solver, optimise_sa
 from torch_lla_em.prior import Prior
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers.block_krylov import Spectrum
+from torch_lla_em.solvers.blocks import dots, norm
 from torch_lla_em.solvers.newton import Newton
 from torch_lla_em.solvers.sgd import SGD
 from torch_lla_em.stochastic_prior import StochasticPrior
@@ -94,21 +95,21 @@ def first_mode(problem: Problem, prior: Prior, precision: Tensor) -> Tensor:
     if problem.likelihood.is_quadratic:
         return problem.zeros(1)[0]
     loss = WhitenedLoss(problem, prior.deviation(precision))
-    direction = prior.whitened(problem.linear_model.w_MAP.to(problem.dtype), precision)
+    direction = prior.whitened(problem.w_MAP, precision)
     low, high, factor = 0.0, inf, 1.0
     best = inf, 0.0
     for _ in range(_FIRST_MODE_PASSES):
         x = factor * direction
         value, gradient = loss.value_and_gradient(x)
-        best = min(best, (value + 0.5 * x.double().square().sum().item(), factor))
-        if (direction.double() @ (gradient + x).double()).item() < 0:
+        best = min(best, (value + 0.5 * norm(x).square().item(), factor))
+        if dots(direction[None], (gradient + x)[None]).item() < 0:
             low = factor
         else:
             high = factor
         factor = 3 * low if high == inf else high / 3 if low == 0 else sqrt(low * high)
         if high < 2 * low:
             break
-    return best[1] * problem.linear_model.w_MAP.to(problem.dtype) * (prior.scale > 0)
+    return best[1] * problem.w_MAP * (prior.scale > 0)
 
 
 def at_sigma(problem: Problem, sigma: Tensor) -> Problem:
@@ -229,7 +230,7 @@ class IterativeEStep:
             for batch, _, Jw in problem.push_forward(columns):
                 squares = torch.cat([batch.targets.to(Jw) - Jw[:1], Jw[1:]]).double().square()
                 total += squares.flatten(1, -2).sum(1).to(total.device)
-            return {"sums": total}
+            return {"sums": problem.data.group.sum(total)}
 
         total = problem.kept(columns, sums)["sums"].to(hyper.sigma.device)
         return total[0], total[1:].mean(0) / hyper.sigma**2

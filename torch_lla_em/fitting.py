@@ -84,6 +84,13 @@ def fit_posterior(
     problem: Problem, options: FitOptions, report: Callable[[EMState], None]
 ) -> Posterior:
     """Run EM to its fixed point, then the last E-step; ``report`` sees every state."""
+    with problem.spread.slices():
+        return problem.spread.assembled(_fit(problem, options, report))
+
+
+def _fit(
+    problem: Problem, options: FitOptions, report: Callable[[EMState], None]
+) -> Posterior:
     noise = get_sto_samples(
         problem, options.num_samples, options.seed, options.g_prior, options.layerwise
     )
@@ -120,14 +127,14 @@ def make_e_step(problem: Problem, noise: StochasticPrior, options: FitOptions) -
     else:
         e_step = IterativeEStep(problem, noise, solver, options.seed)
     if options.warm is not None:
-        e_step.warm_start(*options.warm)
+        e_step.warm_start(*map(problem.spread.own, options.warm))
     return e_step
 
 
 def choose_solver(problem: Problem, layerwise: bool) -> Solver:
     """Return the solver that suits the sizes, and log it."""
     outputs = problem.data.num_outputs
-    bytes_of_rows = outputs * problem.size * problem.dtype.itemsize
+    bytes_of_rows = outputs * problem.linear_model.layout.size * problem.dtype.itemsize
     if _shifts(problem, layerwise):
         solver, why = BlockKrylov(), "one factorisation serves every λ"
     elif outputs <= _FUNCTION_SPACE_OUTPUTS and bytes_of_rows <= _FUNCTION_SPACE_BYTES:

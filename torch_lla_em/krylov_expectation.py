@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from math import log
 
@@ -57,6 +58,8 @@ class KrylovEStep:
     """
 
     def __init__(self, problem: Problem, noise: StochasticPrior, solver: BlockKrylov):
+        if solver.memory is None:
+            solver = replace(solver, memory=problem.free_memory() / 2)
         self._problem, self._noise, self._solver = problem, noise, solver
         self._drawn_at = sigma_of(problem)
         scale = noise.prior.scale

@@ -18,8 +18,10 @@ from torch_lla_em.checkpoint import PassLog, RecordedProblem
 from torch_lla_em.compute import Compute
 from torch_lla_em.curve import Curve, Modes, curve
 from torch_lla_em.data import Chain, Data
+from torch_lla_em.distributed import SHARDS, compare_ranks, group_of, share_path, spread_of
 from torch_lla_em.empirical_bayes import EMState
 from torch_lla_em.fitting import FitOptions, fit_posterior
+from torch_lla_em.group import Group
 from torch_lla_em.history import record_of, summary_of
 from torch_lla_em.last_layer import called_last
 from torch_lla_em.leaving import leaving_cleanly
@@ -39,6 +41,7 @@ from torch_lla_em.posterior_samples import Solver
 from torch_lla_em.predictive import Prediction, mixed, score
 from torch_lla_em.problem import Problem
 from torch_lla_em.rewards import compare, preferred
+from torch_lla_em.shared_log import SharedLog
 from torch_lla_em.solvers.block_krylov import Spectrum
 from torch_lla_em.stored_posterior import NotFittedError, StoredPosterior
 
@@ -94,6 +97,7 @@ class LinearisedLaplace(StoredPosterior):
         self.prior, self.g_prior, self.curvature = prior, g_prior, curvature
         self.num_samples, self.tolerance, self.seed = num_samples, tolerance, seed
         self.solver, self.target_fn, self.compute = solver, target_fn, compute
+        self._shard: str | None = None
         self._loaders: Chain | None = None
         self._earlier: Earlier | None = None
 
@@ -107,6 +111,7 @@ class LinearisedLaplace(StoredPosterior):
         checkpoint: str | PathLike | None = None,
         update: str = "mackay",
         override: bool = True,
+        shard: str | None = "auto",
     ) -> LinearisedLaplace:
         """Learn λ (and σ) by EM from ``prior_precision``, then find mode and samples.
 
@@ -116,13 +121,36 @@ class LinearisedLaplace(StoredPosterior):
 
         ``override=False`` adds the data to those of earlier fits, which are read again: what
         a fit of all of them at once would give, from the λ and σ learnt so far.
+
+        Under ``torchrun``, once its process group is initialised, all ranks fit together, each
+        on its share of the data or of the columns: ``shard="data"``, ``"columns"``, or
+        ``"auto"``, which logs its choice; ``"weights"`` slices all vectors over the ranks as
+        well, where they do not fit on one; ``None`` lets each rank fit on its own.
         """
+        _check_choice("shard", shard, SHARDS)
+        self._shard = shard
+        with group_of(shard).joined() as group:
+            return self._fit(
+                loader, em_steps, prior_precision, progress_bar, checkpoint, update, override, group
+            )
+
+    def _fit(
+        self,
+        loader: Iterable[Any],
+        em_steps: int,
+        prior_precision: float | Tensor | None,
+        progress_bar: bool,
+        checkpoint: str | PathLike | None,
+        update: str,
+        override: bool,
+        group: Group,
+    ) -> LinearisedLaplace:
         _check_choice("update", update, ("mackay", "em"))
         if em_steps < 0:
             raise ValueError(f"em_steps must be 0 or more, not {em_steps}.")
         more = not override and self.w_lin is not None
         start = self._start(prior_precision, em_steps, more)
-        loaders, data = self._open(loader, more)
+        loaders, data = self._open(loader, more, group)
         fitted = self.likelihood if more else self._given_likelihood
         likelihood = tempered(fitted, self.temperature)
         earlier = self._earlier.at(likelihood) if more and self._earlier else None
@@ -141,11 +169,14 @@ class LinearisedLaplace(StoredPosterior):
             keep_noise=not override,
             warm=(self.w_lin, self.w_samples) if more else None,
         )
+        header = self._header(options, fitted) if checkpoint is not None or group.size > 1 else {}
+        shared = {"shard": self._shard, "checkpoint": checkpoint is not None}
+        compare_ranks(group, self._device, {**shared, **header})
         problem = Problem(self._linear_model, likelihood, data)
         if checkpoint is not None:
-            log = PassLog(checkpoint, self._header(options, fitted))
-            if log.finished.exists():
-                state = persistence.read(log.finished)
+            log = PassLog(checkpoint, header) if group.size == 1 else SharedLog(checkpoint, header, group)
+            state = log.posterior(self._device)
+            if state is not None:
                 data.restore(persistence.from_bytes(state["facts"]))
                 for _ in data:  # a pass without the network, which refuses other data
                     pass
@@ -153,17 +184,20 @@ class LinearisedLaplace(StoredPosterior):
                 self._loaders = loaders
                 return self
             problem = RecordedProblem(self._linear_model, likelihood, data)
+        problem.spread = spread_of(problem, self._shard, self.num_samples)
+        if checkpoint is not None and group.size > 1:
+            log.spread = problem.spread
         problem.earlier = earlier
         history: list[dict[str, Any]] = []
         with (
             leaving_cleanly(at_once=checkpoint is None) as leaving,
-            tqdm(total=em_steps, desc="EM", disable=not progress_bar) as bar,
+            tqdm(total=em_steps, desc="EM", disable=group.rank > 0 or not progress_bar) as bar,
         ):
             if checkpoint is not None:
                 problem.record(log, leaving)
             plan = problem.prepare(self.num_samples, self.compute)
             logger.log(logging.WARNING if plan.tight else logging.INFO, "%s", plan)
-            if progress_bar:
+            if progress_bar and group.rank == 0:
                 bar.write(str(plan))
 
             def report(state: EMState) -> None:
@@ -172,6 +206,7 @@ class LinearisedLaplace(StoredPosterior):
                 bar.set_postfix(summary_of(history[-1]))
 
             posterior = fit_posterior(problem, options, report)
+        share_path(problem)
         self._store(posterior, history, data.num_rows)
         self._loaders = loaders
         self._earlier = Earlier.of(posterior.noise, likelihood, data) if posterior.noise else None
@@ -252,28 +287,37 @@ class LinearisedLaplace(StoredPosterior):
 
         Where outputs are scores of classes, a factor of the mean goes with it. Unless a mean
         is given, it is that of the linear model, or of the network where this is the better
-        one by more than a standard error.
+        one by more than a standard error. Where several ranks have fitted together, all of
+        them call it together.
         """
         self._require_fit()
         means = ("network", "linear") if mean is None else (mean,)
         for name in means:
             _check_choice("mean", name, ("network", "linear"))
-        data = Data(loader, self._device, self.target_fn)
+        with group_of(self._shard).joined() as group:
+            return self._calibrate(loader, means, group)
+
+    def _calibrate(
+        self, loader: Iterable[Any], means: tuple[str, ...], group: Group
+    ) -> LinearisedLaplace:
+        data = Data(loader, self._device, self.target_fn, group)
         problem = Problem(self._linear_model, self.likelihood, data)
         columns = torch.cat([self.w_lin[None], self.w_samples])
         parts = [(f, Jw, batch.targets) for batch, f, Jw in problem.push_forward(columns)]
-        f, targets = (torch.cat([part[i] for part in parts]) for i in (0, 2))
-        Jw = torch.cat([part[1] for part in parts], dim=1)
-        centres = {"network": f, "linear": Jw[0]}
-        found, log_probs = {}, {}
+        found, rows = {}, {}
         for name in means:
-            log_prob = score(Prediction(self.likelihood, centres[name], Jw[1:]), targets)
-            found[name] = calibration(
-                lambda *pair, rows=log_prob: rows(*pair).sum().item(),
-                self.likelihood.gives_probabilities,
-            )
-            log_probs[name] = log_prob(found[name].scale, found[name].factor)
-        self.mean = means[0] if len(means) == 1 else _better_mean(log_probs)
+            own = _score_of(self.likelihood, parts, name)
+
+            def log_prob(scale: float, factor: float) -> float:
+                return group.sum(own(scale, factor).sum().to(self._device)).item()
+
+            found[name] = calibration(log_prob, self.likelihood.gives_probabilities)
+            rows[name] = own(found[name].scale, found[name].factor)
+        self.mean = means[0]
+        if len(means) > 1:
+            gain = (rows["network"] - rows["linear"]).to(self._device)
+            moments = torch.stack([torch.ones_like(gain), gain, gain.square()]).sum(1)
+            self.mean = _better_mean(*group.sum(moments).tolist())
         best = found[self.mean]
         self.posterior_scale = torch.full_like(self.posterior_scale, best.scale)
         self.mean_factor = torch.full_like(self.mean_factor, best.factor)
@@ -324,7 +368,7 @@ class LinearisedLaplace(StoredPosterior):
             raise ValueError("em_steps=0 keeps the prior precision: pass prior_precision too.")
         return self.prior_precision if more else None
 
-    def _open(self, loader: Iterable[Any], more: bool) -> tuple[Chain, Data]:
+    def _open(self, loader: Iterable[Any], more: bool, group: Group) -> tuple[Chain, Data]:
         """Return the loaders to fit on, as they are and as data; settle which layer is last."""
         if more and not (self._loaders and self._loaders.loaders):
             raise NotFittedError(
@@ -332,11 +376,12 @@ class LinearisedLaplace(StoredPosterior):
                 "la.fit with one loader of all data, old and new."
             )
         loaders = Chain([*(self._loaders.loaders if more else ()), loader])
-        data = Data(loader if len(loaders.loaders) == 1 else loaders, self._device, self.target_fn)
+        whole = loader if len(loaders.loaders) == 1 else loaders
+        data = Data(whole, self._device, self.target_fn, group)
         if self._parameters_asked == "last_layer":
             # which layer is called last is only known once there is something to call it on
             network = self._linear_model.network
-            last = called_last(network, next(iter(data)).inputs)
+            last = called_last(network, data.first().inputs)
             self._linear_model = _linear_model(network, "last_layer", last)
         return loaders, data
 
@@ -384,21 +429,32 @@ class LinearisedLaplace(StoredPosterior):
         return self._linear_model.network.device
 
 
+def _score_of(
+    likelihood: Likelihood, parts: list[tuple[Tensor, Tensor, Tensor]], mean: str
+) -> Callable[[float, float], Tensor]:
+    """Return log-probabilities of held-out rows (f, J w, y), (N,), from scale and factor."""
+    if not parts:  # a rank without data
+        return lambda *_: torch.zeros(0, dtype=torch.float64)
+    f, Jw, y = zip(*parts)
+    Jw = torch.cat(Jw, dim=1)
+    centre = torch.cat(f) if mean == "network" else Jw[0]
+    return score(Prediction(likelihood, centre, Jw[1:]), torch.cat(y))
+
+
 def _requires_grad(x: Any) -> bool:
     found: list[bool] = []
     map_tensors(lambda tensor: found.append(tensor.requires_grad), x)
     return any(found)
 
 
-def _better_mean(log_probs: dict[str, Tensor]) -> str:
-    """Return the mean to take, by held-out log-probabilities of each row.
+def _better_mean(count: float, total: float, squares: float) -> str:
+    """Return the mean to take, by how much more probable rows are by the network's.
 
     The linear model's own mode goes with its posterior, and was the better mean on every
     data set of the benchmarks; few rows are no reason to leave it.
     """
-    gain = log_probs["network"] - log_probs["linear"]
-    error = gain.std() * len(gain) ** 0.5 if len(gain) > 1 else 0.0
-    return "network" if gain.sum() > error else "linear"
+    variance = max(squares - total**2 / count, 0.0) / max(count - 1, 1)
+    return "network" if total > (count * variance) ** 0.5 else "linear"
 
 
 def _linear_model(

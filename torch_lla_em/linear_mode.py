@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_lla_em.operators import WhitenedLoss
 from torch_lla_em.prior import Prior
 from torch_lla_em.problem import Problem
+from torch_lla_em.solvers.blocks import norm
 from torch_lla_em.solvers.newton import Minimum, Newton
 from torch_lla_em.solvers.sgd import SGD
 
@@ -53,8 +54,8 @@ def optimise_MAP(
     if isinstance(solver, SGD):
         x, passes = solver.minimise(loss, x)
         value, gradient = loss.value_and_gradient(x)
-        size, norm = (gradient + x).norm().item(), x.norm().item()
-        minimum = Minimum(x, value, size, passes + 1, size <= solver.tolerance * norm)
+        size, length = norm(gradient + x).item(), norm(x).item()
+        minimum = Minimum(x, value, size, passes + 1, size <= solver.tolerance * length)
     else:
         quadratic = problem.likelihood.is_quadratic
         solver = replace(solver, forcing=0.0) if quadratic else solver

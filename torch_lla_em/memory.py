@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -58,3 +60,16 @@ def free_memory(device: torch.device) -> float:
     except (OSError, KeyError):
         pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
         return pages * os.sysconf("SC_PAGE_SIZE") / 2 if pages else 4e9
+
+
+def place_of(device: torch.device) -> tuple[str, str]:
+    """Return a name of the memory behind a device: its machine, and its card."""
+    if device.type == "cuda":
+        return socket.gethostname(), str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
+    return socket.gethostname(), device.type
+
+
+def least_share(every: list[tuple[tuple[str, str], float]]) -> float:
+    """Return what each of several processes may allocate, of (place, free bytes) of all."""
+    sharing = Counter(place for place, _ in every)
+    return min(free / sharing[place] for place, free in every)

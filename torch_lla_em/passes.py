@@ -53,6 +53,22 @@ class Fingerprint:
                 return False
         return True
 
+    def on_cpu(self) -> Fingerprint:
+        """Return the same, with all sums on the CPU."""
+        return Fingerprint.of(self.state())
+
+    def merge(self, other: Fingerprint) -> None:
+        """Take in the rows of another fingerprint, beside this one's own."""
+        self._left_out |= other._left_out
+        for position, sums in other._sums.items():
+            shape = self._shapes.setdefault(position, other._shapes[position])
+            if shape != other._shapes[position]:
+                self._left_out.add(position)
+            elif position in self._sums:
+                self._sums[position] = self._sums[position] + sums
+            else:
+                self._sums[position] = sums
+
     def state(self) -> dict[str, Any]:
         """Return plain numbers that ``of`` restores."""
         return {
@@ -83,6 +99,42 @@ class Fingerprint:
         r = _row_numbers(tensor)
         sums = torch.stack([torch.ones_like(r).sum(), r.sum(), r.square().sum()])
         self._sums[position] = self._sums[position] + sums if position in self._sums else sums
+
+
+class Tally:
+    """What a rank has counted in a pass."""
+
+    def __init__(self) -> None:
+        self.rows = self.targets = self.outputs = 0
+        self.reached = 0
+        """Rows that went by, whoever took them."""
+
+        self.fingerprint = Fingerprint()
+
+
+def together(every: list[Tally]) -> Tally:
+    """Return what ranks that shared a pass have counted."""
+    total = every[0]
+    for rank, tally in enumerate(every[1:], 1):
+        if tally.reached != total.reached:
+            raise ValueError(
+                f"The loader of rank {rank} yielded {tally.reached} rows, that of rank 0 "
+                f"{total.reached}: every rank must be given the same data."
+            )
+        total.rows, total.targets = total.rows + tally.rows, total.targets + tally.targets
+        total.outputs += tally.outputs
+        total.fingerprint.merge(tally.fingerprint)
+    return total
+
+
+def same(every: list[Tally]) -> Tally:
+    """Return what ranks that each took the whole pass have counted, if it is the same."""
+    for rank, tally in enumerate(every):
+        if tally.rows != every[0].rows or not tally.fingerprint.agrees(every[0].fingerprint):
+            raise ValueError(
+                f"Rank {rank} saw other data than rank 0: every rank must be given the same."
+            )
+    return every[0]
 
 
 def _row_numbers(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.parameters import ParameterLayout
+from torch_lla_em.slices import over_slices
 
 
 DAMPING = 0.01
@@ -30,7 +31,7 @@ class Prior:
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over weights, (..., P): in all, (...), or per block, (..., blocks)."""
-        return self.layout.block_sums(values) if self.layerwise else values.sum(-1)
+        return over_slices(self.layout.block_sums(values) if self.layerwise else values.sum(-1))
 
     def squared_norm(self, w: Tensor) -> Tensor:
         """Return ‖w / scale‖², in all or per block, in float64."""
@@ -59,7 +60,7 @@ def g_prior_scale(squares: Tensor) -> Tensor:
     to millions of times the others', and nearly all of the predictive variance.
     """
     live = squares > 0
-    mean = squares.sum() / live.sum().clamp_min(1)
+    mean = over_slices(squares.sum()) / over_slices(live.sum()).clamp_min(1)
     return _inverse(torch.where(live, squares + DAMPING * mean, 0).sqrt())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import NamedTuple, TypeVar
@@ -17,10 +18,13 @@ from torch_lla_em.compute import Compute
 from torch_lla_em.data import Batch, Data, map_tensors
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.linear_model import LinearModel
-from torch_lla_em.memory import DoesNotFit, attempt
+from torch_lla_em.memory import DoesNotFit, attempt, free_memory, least_share, place_of
 from torch_lla_em.memory_plan import Activations, Plan, make_plan
 from torch_lla_em.noise import normal
+from torch_lla_em.parameters import ParameterLayout
 from torch_lla_em.passes import Fingerprint
+from torch_lla_em.slices import largest_slice
+from torch_lla_em.spread import DataSpread
 
 _EPSILON_STREAM = 1
 _GROUP_ROWS = 32
@@ -78,6 +82,12 @@ class Rows(NamedTuple):
     prefix: Fingerprint | None = None
     """What the skipped rows must be."""
 
+    whole: bool = False
+    """Whether this rank takes the batches of all."""
+
+    in_step: bool = False
+    """Whether ranks go batch by batch together, with empty ones where they have no more."""
+
 
 class OtherOrderError(Exception):
     """The rows to be skipped are not those that were skipped before."""
@@ -97,6 +107,7 @@ class Problem:
         self.curvature_point: Tensor | None = None
         self._at_point: dict[tuple[int, int], Tensor] = {}
         self.earlier: EarlierRows | None = None
+        self.spread = DataSpread(data.group)
         self.cost = Cost()
         w_MAP = linear_model.w_MAP
         self.device = w_MAP.device
@@ -117,7 +128,12 @@ class Problem:
             self._probe(first)
             inputs = linear_model.prepare(first.inputs)
             activations = Activations.of(linear_model, inputs, len(first.rows))
-        plan = make_plan(linear_model, num_samples, compute, activations)
+        held = self.spread.columns_held(num_samples)
+        plan = make_plan(linear_model, held, compute, activations)
+        meet, elsewhere = self.data.group.meet, plan.group is not None
+        if meet("where vectors live", elsewhere, any) and not elsewhere:
+            plan = make_plan(linear_model, held, replace(compute, vectors="cpu"), activations)
+        plan = plan._replace(group=meet("columns at once", plan.group, _least))
         linear_model.take(plan.columns, plan.rows)
         self.device, self._group = plan.vectors_on, plan.group
         if compute.compile:
@@ -126,8 +142,18 @@ class Problem:
 
     @property
     def size(self) -> int:
-        """P."""
-        return self.linear_model.layout.size
+        """P, or how many of the weights lie on this rank."""
+        return self.layout.size
+
+    @property
+    def layout(self) -> ParameterLayout:
+        """The random weights, or what of them lies on this rank."""
+        return self.spread.layout(self.linear_model.layout)
+
+    @property
+    def w_MAP(self) -> Tensor:
+        """The trained weights, shape (P,), where vectors live."""
+        return self.spread.own(self.linear_model.w_MAP.to(self.device, self.dtype))
 
     def with_likelihood(self, likelihood: Likelihood) -> Problem:
         """Return the same problem under another likelihood."""
@@ -140,42 +166,58 @@ class Problem:
     def with_curvature_at(self, w: Tensor | None) -> Problem:
         """Return the same problem with H taken at J w, or at the network's outputs."""
         other = copy.copy(self)
-        other.curvature_point, other._at_point = w, {}
+        other.curvature_point = None if w is None else self.spread.whole(w[None])[0]
+        other._at_point = {}
         return other
+
+    def free_memory(self) -> float:
+        """Return the bytes that every rank may still allocate for vectors."""
+        here = place_of(self.device), free_memory(self.device)
+        return self.data.group.meet("free memory", here, least_share)
 
     def ggn_product(self, w: Tensor) -> Tensor:
         """Return G w, shape (K, P)."""
-        total = self.zeros(len(w))
-        for group in self._groups(len(w)):
-            columns, sums = self._near(w[group]), self._near(total[group])
 
-            def add(batch: Batch, done: int) -> None:
-                self._add_product(batch, self._curvature, columns[done:], sums[done:])
+        def run(w: Tensor, whole: bool) -> Tensor:
+            total = self._whole_zeros(len(w))
+            for group in self._groups(len(w)):
+                columns, sums = self._near(w[group]), self._near(total[group])
 
-            self._accumulate({f"Gw {group.start}": sums}, add)
-            self._put(sums, total[group])
+                def add(batch: Batch, done: int) -> None:
+                    self._add_product(batch, self._curvature, columns[done:], sums[done:])
+
+                self._accumulate({f"Gw {group.start}": sums}, add, Rows(whole=whole))
+                self._put(sums, total[group])
+            return total
+
+        total = self.spread.sweep(run, w)
         self.cost.columns += len(w)
         return total
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n -log p(y_n | J_n w) and its gradient, shape (P,)."""
         loss = torch.zeros((), dtype=torch.float64, device=self.linear_model.network.device)
-        gradient, column = self._near(self.zeros(1)), self._near(w[None])
         problem = self.with_curvature_at(None)
 
-        def add(batch: Batch, _: int) -> None:
-            log_prob = torch.zeros_like(loss)
+        def run(w: Tensor, whole: bool) -> Tensor:
+            gradient, column = self._near(self._whole_zeros(1)), self._near(w)
 
-            def cotangent(batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
-                log_prob.copy_(self.likelihood.log_prob(Jw, batch.targets).sum(dtype=loss.dtype))
-                return self._gradient(batch, at, Jw)
+            def add(batch: Batch, _: int) -> None:
+                log_prob = torch.zeros_like(loss)
 
-            problem._add_product(batch, cotangent, column, gradient)
-            loss.sub_(log_prob)
+                def cotangent(batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
+                    log_prob.copy_(self.likelihood.log_prob(Jw, batch.targets).sum(dtype=loss.dtype))
+                    return self._gradient(batch, at, Jw)
 
-        problem._accumulate({"loss": loss, "gradient": gradient}, add)
+                problem._add_product(batch, cotangent, column, gradient)
+                loss.sub_(log_prob)
+
+            problem._accumulate({"loss": loss, "gradient": gradient}, add, Rows(whole=whole))
+            return gradient.to(self.device)
+
+        gradient = self.spread.sweep(run, w[None])
         self.cost.columns += 1
-        return loss.item(), gradient[0].to(self.device)
+        return self.data.group.sum(loss).item(), gradient[0]
 
     def noise_features(self, num_samples: int, seed: int) -> NoiseFeatures:
         """Return η and s² from one pass, whose noise is keyed by (seed, row).
@@ -183,28 +225,34 @@ class Problem:
         s² takes squares of sums over groups of rows: the same expectation as squares per
         row, without per-row gradients.
         """
-        eta, squares, skipped = self.zeros(num_samples), self._near(self.zeros(1)[0]), 0
-        if self.earlier is not None and self.curvature_point is None:
-            skipped, num_outputs, known = self.earlier
-            eta += known.eta
-            squares += known.squares.to(squares) * (num_samples * skipped)
-            self.data.num_outputs += num_outputs
-        for group in self._groups(num_samples):
-            draw, sums = partial(_draw, seed, range(num_samples)[group]), self._near(eta[group])
+        known = self.earlier if self.curvature_point is None else None
+        skipped = 0 if known is None else known.num_rows
 
-            def add(batch: Batch, _: int) -> None:
-                product = self._root_product(batch, draw)
-                sums.add_(product)
-                for row in product:
-                    squares.addcmul_(row, row)
+        def run(samples: range, whole: bool) -> tuple[Tensor, Tensor]:
+            eta, squares = self._whole_zeros(len(samples)), self._near(self._whole_zeros(1)[0])
+            for group in self._groups(len(samples)):
+                draw, sums = partial(_draw, seed, samples[group]), self._near(eta[group])
 
-            named = {f"eta {group.start}": sums, "squares": squares}
-            self._accumulate(named, add, Rows(skipped, _GROUP_ROWS))
-            self._put(sums, eta[group])
-        squares = squares.to(self.device)
+                def add(batch: Batch, _: int) -> None:
+                    product = self._root_product(batch, draw)
+                    sums.add_(product)
+                    for row in product:
+                        squares.addcmul_(row, row)
+
+                named = {f"eta {group.start}": sums, "squares": squares}
+                self._accumulate(named, add, Rows(skipped, _GROUP_ROWS, whole=whole))
+                self._put(sums, eta[group])
+            return eta, squares.to(self.device)
+
+        eta, squares = self.spread.draw(run, num_samples)
+        if known is not None:
+            eta += self.spread.own(known.features.eta)
+            squares += self.spread.own(known.features.squares.to(squares)) * (num_samples * skipped)
+            self.data.num_outputs += known.num_outputs
         self.cost.columns += num_samples * (1 - skipped / self.data.num_rows)
         # what cancels up to rounding moves no output, and must not be scaled up to do so
-        squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * squares.max()
+        largest = largest_slice(squares.max().item())
+        squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * largest
         return NoiseFeatures(eta, squares / (num_samples * self.data.num_rows))
 
     def rows(self) -> Tensor:
@@ -214,12 +262,14 @@ class Problem:
             return torch.eye(f.numel(), dtype=f.dtype, device=f.device).view(-1, *f.shape)
 
         blocks = self._over(lambda batch, _: self._root_product(batch, identity))
-        rows = torch.cat([block.to(self.device) for block in blocks])
+        own = torch.cat([self._whole_zeros(0), *(block.to(self.device) for block in blocks)])
+        rows = self.data.group.gather(own)
         self.cost.columns += len(rows) // self.data.num_rows
-        return rows
+        return self.spread.own(rows)
 
     def push_forward(self, w: Tensor) -> Iterator[tuple[Batch, Tensor, Tensor]]:
-        """Yield every batch with f, (B, ..., C), and J w, (K, B, ..., C)."""
+        """Yield each of this rank's batches with f, (B, ..., C), and J w, (K, B, ..., C)."""
+        w = self.spread.whole(w)
 
         def push(batch: Batch, _: int) -> tuple[Batch, Tensor, Tensor]:
             f, Jw = self.linear_model.jvp(batch.inputs, w)
@@ -244,6 +294,10 @@ class Problem:
     def zeros(self, num_vectors: int) -> Tensor:
         """Return vectors in weight space, shape (num_vectors, P)."""
         return torch.zeros(num_vectors, self.size, dtype=self.dtype, device=self.device)
+
+    def _whole_zeros(self, num_vectors: int) -> Tensor:
+        size = self.linear_model.layout.size
+        return torch.zeros(num_vectors, size, dtype=self.dtype, device=self.device)
 
     def _curvature(self, batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
         return self._masked(self.likelihood.hessian_product(at, Jw), batch)
@@ -274,20 +328,22 @@ class Problem:
             pass
 
     def _minibatches(self, cotangent: Cotangent) -> Iterator[tuple[int, BatchProduct]]:
-        for batch in self._batches(Rows()):
+        """Yield steps of one batch of every rank that has one left."""
+        for batch in self._batches(Rows(in_step=True)):
+            rows = batch.step_rows or len(batch.rows)
 
-            def product(w: Tensor, batch: Batch = batch) -> Tensor:
-                total = self.zeros(len(w))
+            def product(w: Tensor, batch: Batch = batch, rows: int = rows) -> Tensor:
+                total, w = self._whole_zeros(len(w)), self.spread.whole(w)
 
                 def add(part: Batch, done: int) -> None:
                     self._add_product(part, cotangent, w[done:], total[done:])
 
-                for _ in self._worked(batch, add):
+                for _ in self._worked(batch, add) if len(batch.rows) else ():
                     pass
-                self.cost.columns += len(w) * len(batch.rows) / (self.data.num_rows or 1)
-                return total
+                self.cost.columns += len(w) * rows / (self.data.num_rows or 1)
+                return self.spread.sum(total)
 
-            yield len(batch.rows), product
+            yield rows, product
 
     def _add_product(self, batch: Batch, cotangent: Cotangent, w: Tensor, total: Tensor) -> None:
         """Add Jᵀ u to the total, with u = cotangent(batch, at, J w)."""
@@ -326,7 +382,7 @@ class Problem:
         if self.curvature_point is not None:
             at = self.linear_model.jvp(batch.inputs, self.curvature_point[None])[1][0]
         u = self._masked(self.likelihood.hessian_sqrt_product(at, draw(batch.rows, f)), batch)
-        total = self._near(self.zeros(len(u)))
+        total = self._near(self._whole_zeros(len(u)))
         add_pullback(u, total)
         return total
 
@@ -361,7 +417,10 @@ class Problem:
         self._finite.clear()
         self._refuse_changed_weights()
         with self.linear_model.network.guarded():
-            for whole in self.data:
+            for whole in self.data.batches(rows.whole, rows.in_step):
+                if rows.in_step and not len(whole.rows):
+                    yield whole
+                    continue
                 self._probe(whole)
                 if rows.skipped and self._skips(whole, rows):
                     continue
@@ -472,6 +531,10 @@ def _check_finite(batch: Batch) -> None:
             )
 
     map_tensors(check, batch.inputs)
+
+
+def _least(every: list[int | None]) -> int | None:
+    return min((number for number in every if number is not None), default=None)
 
 
 def _draw(seed: int, samples: range, rows: Tensor, f: Tensor) -> Tensor:

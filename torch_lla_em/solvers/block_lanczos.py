@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from torch_lla_em.slices import largest_slice
 from torch_lla_em.solvers.blocks import combine, gram, orthonormalise
 from torch_lla_em.solvers.solution import DivergenceError, FaultyProductError
 
@@ -58,9 +59,9 @@ class BlockLanczos:
             return
         block = self.basis[-1]
         image = self._product(block)
-        if not torch.isfinite(image).all():
-            raise DivergenceError("A product with G is not finite: check the model's outputs.")
         diagonal = gram(block, image)
+        if not torch.isfinite(diagonal).all():
+            raise DivergenceError("A product with G is not finite: check the model's outputs.")
         self._scale = max(self._scale, diagonal.abs().max().item())
         self._check_symmetry(diagonal)
         self._diagonal.append(0.5 * (diagonal + diagonal.T))
@@ -129,7 +130,8 @@ class BlockLanczos:
 
     def _make_room(self) -> None:
         """Keep the last two blocks only, once the basis has outgrown its memory."""
-        if self.has_basis and sum(block.nbytes for block in self.basis) > self._memory:
+        held = sum(block.nbytes for block in self.basis)
+        if self.has_basis and largest_slice(held) > self._memory:
             logger.info(
                 "The Krylov basis has outgrown its %.1f GB: λ and the evidence go on without "
                 "it, samples will take a solve of their own.",

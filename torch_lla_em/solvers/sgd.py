@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from torch_lla_em.solvers.blocks import norm
 from torch_lla_em.solvers.solution import DivergenceError, Solution, check_positive
 
 BatchProduct = Callable[[Tensor], Tensor]
@@ -67,7 +68,7 @@ class SGD:
 
         rate, passes = self._rate(product, b[:1])
         # (A + I)⁻¹ shrinks, so the solution is no longer than b
-        x = self._descend(product, gradient, b if start is None else start, rate, b.norm().item())
+        x = self._descend(product, gradient, b if start is None else start, rate, norm(b).item())
         residual = b - x - product(x)
         return Solution.of(x, b, residual, passes + self.epochs + 1, self.tolerance)
 
@@ -80,7 +81,7 @@ class SGD:
         _, slope = loss.value_and_gradient(start)
         rate, passes = self._rate(loss.hessian(start), torch.ones_like(start)[None])
         # the whole is 1-strongly convex, so the minimum is no further than its gradient is long
-        bound = (start.norm() + (slope + start).norm()).item()
+        bound = (norm(start) + norm(slope + start)).item()
         x = self._descend(loss, gradient, start[None], rate, bound)
         return x[0], passes + self.epochs + 1
 
@@ -97,9 +98,10 @@ class SGD:
         for epoch in range(self.epochs):
             run = partial(self._epoch, problem, gradient, state, (epoch, num_batches, rate))
             state = problem.kept(state["x"], run)
-            if not state["x"].norm() <= 10 * bound + 1:
+            size = norm(state["x"]).item()
+            if not size <= 10 * bound + 1:
                 raise DivergenceError(
-                    f"SGD diverged: ‖x‖ = {state['x'].norm():.1e}, where the solution has at most "
+                    f"SGD diverged: ‖x‖ = {size:.1e}, where the solution has at most "
                     f"{bound:.1e}. Lower its learning_rate (now {rate:.1e}), or use the default "
                     "solver, which needs none."
                 )
@@ -133,8 +135,8 @@ class SGD:
         if self.learning_rate is not None:
             return self.learning_rate, 0
         for _ in range(4):
-            v = product(v / v.norm())
-        return 0.1 / (v.norm().item() + 1), 4
+            v = product(v / norm(v).to(v))
+        return 0.1 / (norm(v).item() + 1), 4
 
 
 def _count(problem: Minibatches) -> dict[str, Tensor]:

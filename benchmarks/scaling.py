@@ -1,0 +1,152 @@
+"""How a pass over the data scales with ranks: gloo processes on one machine, and a model of more.
+
+    python benchmarks/scaling.py                 # 1, 2 and 4 processes, then docs/scaling.md
+    python benchmarks/scaling.py --report        # only the page, from the results
+
+A pass of K columns ends with one sum of K P numbers over ranks. Expect the bytes that a rank
+sends to be 2 K P 4 (R - 1) / R, and seconds of computation a rank to fall as 1 / R where the
+data stay (strong) and to stay where they grow with R (weak). Wall-clock times mean something
+only with one idle core a process; seconds of a rank's own processor time do on any machine.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from methods.provenance import provenance
+from methods.scaling_page import write_page
+from torch_lla_em.data import Data
+from torch_lla_em.distributed import spread_of
+from torch_lla_em.group import Group, current_group
+from torch_lla_em.likelihoods import Classification
+from torch_lla_em.linear_model import LinearModel
+from torch_lla_em.network import Network
+from torch_lla_em.parameters import ParameterLayout, select_parameters
+from torch_lla_em.problem import Problem
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results/scaling.jsonl"
+SHARDS = "data", "columns", "weights"
+
+
+def network(width):
+    """A small CNN for 32×32 images; nearly all of its weights are in one linear layer."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(2048, width), nn.ReLU(), nn.Linear(width, 10),
+    )  # fmt: skip
+
+
+def problem_of(args, rows, group):
+    torch.manual_seed(0)
+    model = network(args.width)
+    x, y = torch.randn(rows, 3, 32, 32), torch.randint(10, (rows,))
+    batches = list(zip(x.split(args.batch), y.split(args.batch)))
+    linear = LinearModel(Network(model), ParameterLayout.of(model, select_parameters(model)))
+    return Problem(linear, Classification(), Data(batches, torch.device("cpu"), group=group))
+
+
+def loopback_bytes():
+    """Return what this machine has sent to itself so far."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("lo:"):
+            return int(line.split(":")[1].split()[8])
+    return 0
+
+
+def timed(action):
+    """Return wall-clock seconds, this process's own seconds, and bytes over the loopback."""
+    if dist.is_initialized():
+        dist.barrier()
+    sent, wall, own = loopback_bytes(), time.monotonic(), time.process_time()
+    action()
+    own = time.process_time() - own
+    if dist.is_initialized():
+        dist.barrier()
+    return time.monotonic() - wall, own, loopback_bytes() - sent
+
+
+def measured(rank, size, args, rows, folder):
+    """Time passes of one rank; rank 0 writes the least of the repeats."""
+    torch.set_num_threads(1)
+    if size > 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store = f"file://{folder}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    group = current_group()
+    found = {}
+    for shard in SHARDS if size > 1 else SHARDS[:1]:
+        problem = problem_of(args, rows, group)
+        problem.spread = spread_of(problem, shard, args.num_samples)
+        w = problem.spread.own(torch.ones(args.num_samples, problem.linear_model.layout.size))
+        with problem.spread.slices():
+            problem.ggn_product(w)  # the first pass probes
+            times = [timed(lambda: problem.ggn_product(w)) for _ in range(args.repeats)]
+        found[shard] = dict(zip(("seconds", "own_seconds", "bytes"), map(min, zip(*times))))
+    numbers = args.num_samples * problem.linear_model.layout.size
+    sums = [timed(lambda: group.sum(torch.zeros(numbers)))[0] for _ in range(args.repeats)]
+    meets = [timed(lambda: [group.meet("a test", 0, max) for _ in range(50)])[0] for _ in range(5)]
+    record = {
+        "ranks": size,
+        "rows": rows,
+        "weights": problem.linear_model.layout.size,
+        "num_samples": args.num_samples,
+        "vectors_bytes": 4 * numbers,
+        "sum_seconds": min(sums),
+        "meet_seconds": min(meets) / 50,
+        "passes": found,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+    }
+    if rank == 0:
+        Path(folder, "record.json").write_text(json.dumps(record))
+    if size > 1:
+        dist.destroy_process_group()
+
+
+def run(size, args, rows):
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")
+        work = [(rank, size, args, rows, folder) for rank in range(size)]
+        ranks = [context.Process(target=measured, args=arguments) for arguments in work]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        return json.loads(Path(folder, "record.json").read_text())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--num-samples", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--report", action="store_true", help="only write the page")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if not args.report:
+        records = []
+        for size in args.ranks:
+            for kind, rows in {"strong": args.rows, "weak": args.rows // 4 * size}.items():
+                record = {"kind": kind, **run(size, args, rows), **provenance(("torch",))}
+                records.append(record)
+                print(json.dumps({k: record[k] for k in ("kind", "ranks", "rows", "passes")}))
+        RESULTS.write_text("".join(json.dumps(record) + "\n" for record in records))
+    records = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    write_page(records, ROOT / "docs/scaling.md")
+
+
+if __name__ == "__main__":
+    main()

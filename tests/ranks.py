@@ -1,0 +1,52 @@
+"""Functions run in several processes of one gloo group, and what they return."""
+
+import importlib
+import multiprocessing
+import os
+import time
+import traceback
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch_lla_em"])
+
+
+def run(size, function, folder, *arguments, timeout=60.0):
+    """Return what ``function(rank, *arguments)`` returns or raises on each rank, None if killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = function.__module__, function.__name__
+    ranks = [
+        _CONTEXT.Process(target=_work, args=(rank, size, name, folder, arguments, timeout))
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    end = time.monotonic() + 120
+    for process in ranks:
+        process.join(max(0.0, end - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+    paths = [folder / f"rank-{rank}.pt" for rank in range(size)]
+    return [torch.load(p, weights_only=False) if p.exists() else None for p in paths]
+
+
+def _work(rank, size, name, folder, arguments, timeout):
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout),
+    )
+    function = getattr(importlib.import_module(name[0]), name[1])
+    try:
+        result = function(rank, *arguments)
+    except Exception as error:
+        traceback.print_exc()
+        result = error
+    torch.save(result, folder / f"rank-{rank}.pt")

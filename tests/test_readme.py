@@ -60,5 +60,5 @@ def test_demo_runs_with_every_solver(tmp_path):
         command += ["--num-samples", "4", "--seed", "1", "--out", str(tmp_path)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr
-        assert "linearised Laplace, τ" in done.stdout
+        assert "linearised Laplace, calibrated" in done.stdout
     assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".jsonl"}

@@ -62,12 +62,13 @@ def images(n=40):
     return [(x, torch.randint(0, 3, (n,), generator=generator))]
 
 
-def test_bfloat16_products_say_how_wrong_they_are(caplog):
+@pytest.mark.parametrize("prior", ["scalar", "layerwise"])
+def test_bfloat16_products_say_how_wrong_they_are(prior, caplog):
     caplog.set_level(logging.INFO)
     fits = []
     for precision in ("float32", "bfloat16"):
-        compute = Compute(precision=precision)
-        la = LinearisedLaplace(small_cnn(), "classification", num_samples=16, compute=compute)
+        means = {"compute": Compute(precision=precision), "prior": prior, "num_samples": 16}
+        la = LinearisedLaplace(small_cnn(), "classification", **means)
         fits.append(la.fit(images(), progress_bar=False))
     error = fits[1]._linear_model.precision_error
     assert 1e-4 < error < 0.05 and "In bfloat16, J w is off by" in caplog.text

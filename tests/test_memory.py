@@ -100,6 +100,7 @@ def test_rows_are_split_once_single_columns_do_not_fit():
     smaller = problem()
     with Allocator(0.6 * unlimited.peak):
         found = gradient(smaller)
+    assert smaller.data.num_outputs == small.data.num_outputs == 900
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert smaller.linear_model.rows_at_once < 200
 

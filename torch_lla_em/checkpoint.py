@@ -21,8 +21,9 @@ from torch_lla_em.data import Batch
 from torch_lla_em.leaving import Leaving
 from torch_lla_em.partial_pass import PartialPass
 from torch_lla_em.persistence import write_atomically
-from torch_lla_em.problem import NoiseFeatures, OtherOrderError, Problem, Rows, Work
+from torch_lla_em.problem import NoiseFeatures, Problem
 from torch_lla_em.slices import over_slices
+from torch_lla_em.sweeps import OtherOrderError, Rows, Work
 
 logger = logging.getLogger("torch_lla_em")
 

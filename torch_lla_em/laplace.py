@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,17 @@ from torch_lla_em.solvers.block_krylov import Spectrum
 from torch_lla_em.stored_posterior import NotFittedError, StoredPosterior
 
 logger = logging.getLogger("torch_lla_em")
+
+
+class _Wish(NamedTuple):
+    """What a call of ``fit`` asks for."""
+
+    em_steps: int
+    prior_precision: float | Tensor | None
+    progress_bar: bool
+    checkpoint: str | PathLike | None
+    update: str
+    override: bool
 
 
 class LinearisedLaplace(StoredPosterior):
@@ -129,22 +140,12 @@ class LinearisedLaplace(StoredPosterior):
         """
         _check_choice("shard", shard, SHARDS)
         self._shard = shard
+        wish = _Wish(em_steps, prior_precision, progress_bar, checkpoint, update, override)
         with group_of(shard).joined() as group:
-            return self._fit(
-                loader, em_steps, prior_precision, progress_bar, checkpoint, update, override, group
-            )
+            return self._fit(loader, wish, group)
 
-    def _fit(
-        self,
-        loader: Iterable[Any],
-        em_steps: int,
-        prior_precision: float | Tensor | None,
-        progress_bar: bool,
-        checkpoint: str | PathLike | None,
-        update: str,
-        override: bool,
-        group: Group,
-    ) -> LinearisedLaplace:
+    def _fit(self, loader: Iterable[Any], wish: _Wish, group: Group) -> LinearisedLaplace:
+        em_steps, prior_precision, progress_bar, checkpoint, update, override = wish
         _check_choice("update", update, ("mackay", "em"))
         if em_steps < 0:
             raise ValueError(f"em_steps must be 0 or more, not {em_steps}.")
@@ -287,7 +288,7 @@ class LinearisedLaplace(StoredPosterior):
 
         Where outputs are scores of classes, a factor of the mean goes with it. Unless a mean
         is given, it is that of the linear model, or of the network where this is the better
-        one by more than a standard error. Where several ranks have fitted together, all of
+        one by more than two standard errors. Where several ranks have fitted together, all of
         them call it together.
         """
         self._require_fit()
@@ -454,7 +455,7 @@ def _better_mean(count: float, total: float, squares: float) -> str:
     data set of the benchmarks; few rows are no reason to leave it.
     """
     variance = max(squares - total**2 / count, 0.0) / max(count - 1, 1)
-    return "network" if total > (count * variance) ** 0.5 else "linear"
+    return "network" if total > 2 * (count * variance) ** 0.5 else "linear"
 
 
 def _linear_model(

@@ -23,6 +23,11 @@ class WhitenedGGN:
         """Return A x, shape (K, P)."""
         return self.problem.ggn_product(x * self.deviation).mul_(self.deviation)
 
+    @property
+    def rounding(self) -> float:
+        """How far J w is from single precision, relative, where the network computes in less."""
+        return self.problem.linear_model.precision_error
+
     def rows(self) -> Tensor:
         """Return R D, shape (N C, P), with A = (R D)ᵀ R D."""
         return self.problem.rows().mul_(self.deviation)

@@ -13,7 +13,7 @@ from torch_lla_em import persistence
 from torch_lla_em.data import Data
 from torch_lla_em.passes import Fingerprint
 from torch_lla_em.persistence import write_atomically
-from torch_lla_em.problem import Rows
+from torch_lla_em.sweeps import Rows
 
 logger = logging.getLogger("torch_lla_em")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 from torch_lla_em.data import Data
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prior import g_prior_squares

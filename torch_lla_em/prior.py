@@ -10,7 +10,6 @@ from torch import Tensor
 from torch_lla_em.parameters import ParameterLayout
 from torch_lla_em.slices import over_slices
 
-
 DAMPING = 0.01
 """Share of the mean squared feature that the g-prior adds to every weight's own."""
 

@@ -3,44 +3,35 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from math import inf
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.compiled import CompiledShare
 from torch_lla_em.compute import Compute
-from torch_lla_em.data import Batch, Data, map_tensors
+from torch_lla_em.data import Batch, Data
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.linear_model import LinearModel
-from torch_lla_em.memory import DoesNotFit, attempt, free_memory, least_share, place_of
+from torch_lla_em.memory import free_memory, least_share, place_of
 from torch_lla_em.memory_plan import Activations, Plan, make_plan
 from torch_lla_em.noise import normal
 from torch_lla_em.parameters import ParameterLayout
-from torch_lla_em.passes import Fingerprint
 from torch_lla_em.slices import largest_slice
 from torch_lla_em.spread import DataSpread
+from torch_lla_em.sweeps import Rows, Sweeps, Work
 
 _EPSILON_STREAM = 1
 _GROUP_ROWS = 32
 # of J w at the curvature point: 256 MB in float32
 _OUTPUTS_KEPT = 1 << 26
-# rounding of a batch against its pieces, well below what another batch does to a row
-_SPLIT_ERROR = 1e-2
 
-logger = logging.getLogger("torch_lla_em")
-
-T = TypeVar("T")
 Cotangent = Callable[[Batch, Tensor, Tensor], Tensor]
 BatchProduct = Callable[[Tensor], Tensor]
 Draw = Callable[[Tensor, Tensor], Tensor]
-Work = Callable[[Batch, int], T]
-"""(batch, columns of it that are done) -> whatever is to come of it."""
 
 
 class Cost:
@@ -70,30 +61,7 @@ class EarlierRows(NamedTuple):
     """Theirs, under the same seed and likelihood."""
 
 
-class Rows(NamedTuple):
-    """Which rows of a pass are worked on, and how many at once."""
-
-    skipped: int = 0
-    """Rows at the start that are only counted."""
-
-    at_most: float = inf
-    """Rows of a batch at a time, where the network takes rows alone."""
-
-    prefix: Fingerprint | None = None
-    """What the skipped rows must be."""
-
-    whole: bool = False
-    """Whether this rank takes the batches of all."""
-
-    in_step: bool = False
-    """Whether ranks go batch by batch together, with empty ones where they have no more."""
-
-
-class OtherOrderError(Exception):
-    """The rows to be skipped are not those that were skipped before."""
-
-
-class Problem:
+class Problem(Sweeps):
     """Σ_n loss(J_n w, y_n) over the data, its gradient, and products with G = Σ_n J_nᵀ H_n J_n.
 
     H is taken at the network's outputs, or at J w for the ``curvature_point`` w. All
@@ -101,9 +69,7 @@ class Problem:
     """
 
     def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
-        self.linear_model = linear_model
-        self.likelihood = likelihood
-        self.data = data
+        super().__init__(linear_model, likelihood, data)
         self.curvature_point: Tensor | None = None
         self._at_point: dict[tuple[int, int], Tensor] = {}
         self.earlier: EarlierRows | None = None
@@ -112,9 +78,6 @@ class Problem:
         w_MAP = linear_model.w_MAP
         self.device = w_MAP.device
         self.dtype = torch.promote_types(w_MAP.dtype, torch.float32)
-        self._versions = linear_model.network.versions()
-        self._finite: list[tuple[int, Tensor]] = []
-        self._splits: bool | None = None
         self._group: int | None = None
         self._compiled: CompiledShare | None = None
 
@@ -385,152 +348,6 @@ class Problem:
         total = self._near(self._whole_zeros(len(u)))
         add_pullback(u, total)
         return total
-
-    def _over(self, work: Work[T], rows: Rows = Rows()) -> Iterator[T]:
-        """Yield ``work`` on every batch of a pass, or on its halves where it does not fit."""
-        for batch in self._batches(rows):
-            yield from self._worked(batch, work)
-
-    def _worked(self, batch: Batch, work: Work[T], done: int = 0) -> Iterator[T]:
-        def run() -> T:
-            inputs = self.linear_model.prepare(batch.inputs)
-            return work(batch._replace(inputs=inputs), done)
-
-        try:
-            result, shortage = attempt(run)
-        except DoesNotFit as error:
-            done, shortage = done + error.columns_done, str(error)
-        if shortage is None:
-            yield result
-            return
-        size = (len(batch.rows) + 1) // 2
-        halves = self._pieces(batch, size)
-        if len(halves) == 1:
-            raise DoesNotFit(self._no_room(batch, shortage))
-        logger.warning("Out of memory: from now on at most %d rows of a batch at a time.", size)
-        self.linear_model.rows_at_once = size
-        for half in halves:
-            yield from self._worked(half, work, done)
-
-    def _batches(self, rows: Rows) -> Iterator[Batch]:
-        """Yield the batches of one pass after the skipped rows, inside the network's guard."""
-        self._finite.clear()
-        self._refuse_changed_weights()
-        with self.linear_model.network.guarded():
-            for whole in self.data.batches(rows.whole, rows.in_step):
-                if rows.in_step and not len(whole.rows):
-                    yield whole
-                    continue
-                self._probe(whole)
-                if rows.skipped and self._skips(whole, rows):
-                    continue
-                at_once = self.linear_model.rows_at_once
-                for batch in self._pieces(whole, min(rows.at_most, at_once)):
-                    if self.data.num_passes == 0:
-                        _check_finite(batch)
-                    yield batch._replace(targets=self._align(batch.targets))
-        for index, finite in self._finite:
-            if not finite:
-                raise FloatingPointError(f"The network's outputs on batch {index} are not finite.")
-
-    def _probe(self, batch: Batch) -> None:
-        if self.linear_model.report is None:
-            _check_finite(batch)
-            self.linear_model.probe(batch.inputs)
-
-    def _refuse_changed_weights(self) -> None:
-        for name, version in self.linear_model.network.versions().items():
-            if version != self._versions.get(name):
-                raise RuntimeError(
-                    f"The network's {name!r} was changed while it was being fitted: leave the "
-                    "network alone until fit returns, or fit a copy.deepcopy of it."
-                )
-
-    def _skips(self, whole: Batch, rows: Rows) -> bool:
-        end = int(whole.rows[-1]) + 1
-        if rows.prefix is None or end < rows.skipped:
-            return end <= rows.skipped
-        if int(whole.rows[0]) >= rows.skipped:
-            return False
-        read = self.data.fingerprint
-        if end > rows.skipped or read is None or not read.agrees(rows.prefix):
-            raise OtherOrderError
-        return True
-
-    def _no_room(self, batch: Batch, shortage: str) -> str:
-        rows, P = len(batch.rows), self.size
-        return (
-            f"One column of {rows} row{'s' * (rows > 1)} of batch {batch.index} does not fit into "
-            f"memory ({shortage}). It takes a forward pass that keeps its activations, twice their "
-            f"largest, and 2 P numbers for a direction and a gradient ({2 * P * 4 / 1e9:.2g} GB "
-            f"for P = {P}). What helps: smaller batches or inputs; fewer random weights "
-            '(parameters="last_layer", or name patterns); fewer samples, or their vectors on the '
-            'CPU (compute=Compute(vectors="cpu")).'
-        )
-
-    def _pieces(self, whole: Batch, at_most: float) -> list[Batch]:
-        """Return the batch in pieces, or whole where the network does not take rows alone."""
-        if len(whole.rows) <= at_most:
-            return [whole]
-        pieces = list(whole.split(int(at_most)))
-        if len(pieces) > 1 and self._splits is None:
-            self._splits = self._rows_stand_alone(whole, int(at_most))
-        return pieces if self._splits else [whole]
-
-    def _rows_stand_alone(self, whole: Batch, size: int) -> bool:
-        """Whether rows have the same outputs with as many others, or half as many, beside them."""
-
-        def compare() -> bool:
-            piece, more = next(whole.split(size)), next(whole.split(2 * size))
-            f = self.linear_model.outputs(more.inputs)[: len(piece.rows)]
-            try:
-                alone = self.linear_model.outputs(piece.inputs)
-            except RuntimeError:  # of shapes: inputs that only look as if they went by rows
-                return False
-            if alone.shape != f.shape:
-                return False
-            return bool((alone - f).norm() <= _SPLIT_ERROR * f.norm() or not f.isfinite().all())
-
-        answer, shortage = attempt(compare)
-        if shortage is not None and size > 1:
-            return self._rows_stand_alone(whole, size // 2)
-        return bool(answer)
-
-    def _inspect(self, batch: Batch, f: Tensor) -> None:
-        """Note whether outputs are finite; in the first pass, check targets against them."""
-        finite = torch.isfinite(f).all()
-        self._finite.append((batch.index, finite))
-        if self.data.num_passes == 0:
-            self.data.num_outputs += f.numel()
-        if self.data.num_passes == 0 and finite:
-            try:
-                self.likelihood.check(f, batch.targets)
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"Batch {batch.index}: {error}") from None
-
-    def _align(self, targets: Tensor) -> Tensor:
-        """Move the classes of elementwise targets last, where those of the outputs are.
-
-        Small integers become int64, and truth values numbers where every output has one.
-        """
-        if targets.dtype == torch.bool and self.likelihood.elementwise:
-            targets = targets.long()
-        elif targets.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
-            targets = targets.long()
-        class_dim = self.linear_model.network.class_dim
-        if self.likelihood.elementwise and -targets.dim() <= class_dim < targets.dim():
-            return targets.movedim(class_dim, -1)
-        return targets
-
-
-def _check_finite(batch: Batch) -> None:
-    def check(tensor: Tensor) -> None:
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ValueError(
-                f"The inputs of batch {batch.index} hold NaN or infinite values: remove those rows."
-            )
-
-    map_tensors(check, batch.inputs)
 
 
 def _least(every: list[int | None]) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

@@ -13,6 +13,7 @@ from torch_lla_em.solvers.solution import (
     DivergenceError,
     FaultyProductError,
     Solution,
+    allowed_asymmetry,
     check_positive,
     relative_error,
 )
@@ -56,14 +57,14 @@ class BlockCG:
 
     def descend(self, task: Task, solution: Solution, residual: Tensor) -> tuple[Tensor, int]:
         """Improve x until its residual, by recursion, meets the tolerance or ceases to fall."""
-        product = task.product
+        product, allowed = task.product, allowed_asymmetry(task.product)
         x, budget = solution.x.clone(), self.max_passes - solution.passes - 1
         basis, coefficients = orthonormalise(residual)
         directions, passes, best = basis, 0, (coefficients.norm(), 0)
         while len(basis) and passes < budget:
             image = directions + product(directions)
             passes += 1
-            curvature = _checked_curvature(gram(directions, image), directions)
+            curvature = _checked_curvature(gram(directions, image), directions, allowed)
             step = torch.linalg.inv(curvature)
             x += combine(coefficients @ step, directions)
             floor = torch.finfo(x.dtype).eps * curvature.diagonal().max().item() ** 0.5
@@ -81,13 +82,13 @@ class BlockCG:
         return x, passes
 
 
-def _checked_curvature(curvature: Tensor, directions: Tensor) -> Tensor:
+def _checked_curvature(curvature: Tensor, directions: Tensor, allowed: float) -> Tensor:
     """Return Dᵀ(A + I)D, made symmetric; raise if it cannot be the product of a symmetric A ≥ 0."""
     scale = curvature.abs().max()
     if not scale < float("inf"):
         raise DivergenceError("A product with G is not finite: check the model's outputs.")
     tolerance = 1e3 * torch.finfo(directions.dtype).eps * directions.shape[1] ** 0.5
-    if (curvature - curvature.T).abs().max() > max(tolerance, 1e-3) * scale:
+    if (curvature - curvature.T).abs().max() > max(tolerance, allowed) * scale:
         raise FaultyProductError(
             "The product with G is not symmetric: the model's J and Jᵀ disagree, or its "
             "outputs change from call to call (dropout, random augmentation). Fix the model "

@@ -10,7 +10,11 @@ from torch import Tensor
 
 from torch_lla_em.slices import largest_slice
 from torch_lla_em.solvers.blocks import combine, gram, orthonormalise
-from torch_lla_em.solvers.solution import DivergenceError, FaultyProductError
+from torch_lla_em.solvers.solution import (
+    DivergenceError,
+    FaultyProductError,
+    allowed_asymmetry,
+)
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -31,6 +35,7 @@ class BlockLanczos:
 
     def __init__(self, product: Product, start: Tensor, memory: float = float("inf")):
         self._product = product
+        self._asymmetry = allowed_asymmetry(product)
         self._memory = memory
         self.has_basis = True
         block, self.start = orthonormalise(start)
@@ -142,13 +147,13 @@ class BlockLanczos:
             self.basis = self.basis[-2:]
 
     def _check_symmetry(self, diagonal: Tensor) -> None:
-        if (diagonal - diagonal.T).abs().max() > 1e-3 * self._scale:
+        if (diagonal - diagonal.T).abs().max() > self._asymmetry * self._scale:
             raise FaultyProductError(
                 "The product with G is not symmetric: the model's J and Jᵀ disagree, or its "
                 "outputs change from call to call (dropout, random augmentation). Fix the "
                 "model or the loader."
             )
-        if torch.linalg.eigvalsh(0.5 * (diagonal + diagonal.T))[0] < -1e-3 * self._scale:
+        if torch.linalg.eigvalsh(0.5 * (diagonal + diagonal.T))[0] < -self._asymmetry * self._scale:
             raise FaultyProductError(
                 "The product with G has negative curvature: the likelihood's H is not positive "
                 "semi-definite, or the model changes from call to call."

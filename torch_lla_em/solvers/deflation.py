@@ -108,6 +108,7 @@ class DeflatedCG:
             x = M.inverse_root(y)
             return M.inverse_root(x + product(x)) - y
 
+        preconditioned.rounding = getattr(product, "rounding", 0.0)
         y, image_of_y = None, None
         if start is not None:
             y = M.root(start)

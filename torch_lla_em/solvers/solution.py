@@ -56,6 +56,14 @@ class FaultyProductError(ArithmeticError):
     """The product is not symmetric or not positive semi-definite: J and Jᵀ disagree."""
 
 
+def allowed_asymmetry(product: object) -> float:
+    """Return by how much ⟨x, A y⟩ and ⟨y, A x⟩ may differ, relative to the largest of them.
+
+    Products of less than single precision say by ``rounding`` how exact they are.
+    """
+    return max(1e-3, 4 * getattr(product, "rounding", 0.0))
+
+
 def energies(x: Tensor, b: Tensor, residual: Tensor) -> Tensor:
     """Return ⟨x, A x⟩ = ⟨x, b - r⟩ - ‖x‖², shape (K,), without another product."""
     return (dots(x, b) - dots(x, residual) - dots(x, x)).clamp_min(0)

@@ -52,6 +52,11 @@ class WhitenedLoss:
         self.problem = problem
         self.deviation = deviation
 
+    @property
+    def rounding(self) -> float:
+        """How far J w is from single precision, relative, where the network computes in less."""
+        return self.problem.linear_model.precision_error
+
     def value_and_gradient(self, x: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n loss(J_n D x, y_n) and its gradient in x, shape (P,)."""
         loss, gradient = self.problem.loss_and_gradient(x * self.deviation)

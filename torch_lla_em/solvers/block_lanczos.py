@@ -82,7 +82,7 @@ class BlockLanczos:
             block, turn = orthonormalise(self._orthogonalised(block), 0.5)
             coupling = coupling @ turn
         lost = image - combine(coupling, block)
-        self._lost.append(torch.linalg.eigvalsh(gram(lost, lost))[-1].clamp_min(0).sqrt())
+        self._lost.append(gram(lost, lost))
         self._coupling.append(coupling.T)
         self.basis.append(block)
         self._make_room()
@@ -114,7 +114,8 @@ class BlockLanczos:
         and the directions that were too short to be told from it."""
         sizes = [len(diagonal) for diagonal in self._diagonal]
         pieces = (coordinates @ self.vectors.T).split(sizes, dim=1)
-        return sum(lost * piece.norm(dim=1) for lost, piece in zip(self._lost, pieces))
+        squares = [((y @ lost) * y).sum(1) for lost, y in zip(self._lost, pieces)]
+        return sum(square.clamp_min(0).sqrt() for square in squares)
 
     def to_weights(self, coordinates: Tensor) -> Tensor:
         """Return vectors (k, P) of Ritz coordinates (k, r); needs the basis."""

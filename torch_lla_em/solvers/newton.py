@@ -67,6 +67,7 @@ class Newton:
     def minimise(self, loss: Loss, start: Tensor, precondition: Vectors | None = None) -> Minimum:
         """Return the minimum, found from ``start`` (P,)."""
         x, passes = start, 1
+        noise = max(10 * torch.finfo(x.dtype).eps, getattr(loss, "rounding", 0.0))
         value, gradient = loss.value_and_gradient(x)
         total = value + 0.5 * _norm(x) ** 2
         while True:
@@ -93,8 +94,7 @@ class Newton:
                 value, gradient = loss.value_and_gradient(trial)
                 passes += 1
                 new_total = value + 0.5 * _norm(trial) ** 2
-                rounding = 10 * torch.finfo(x.dtype).eps * abs(total)
-                if new_total <= total + 1e-4 * fraction * descent + rounding:
+                if new_total <= total + 1e-4 * fraction * descent + noise * abs(total):
                     break
                 rise = (new_total - total, _dot(gradient + trial, step))
                 fraction *= _shortening(fraction, descent, *rise)

@@ -2,11 +2,10 @@
 
     python benchmarks/passes.py                          # digits
     python benchmarks/passes.py --problems lenet --synthetic --num-samples 16
-    python benchmarks/passes.py --problems resnet20 --synthetic --num-samples 8 --rows 100
+    python benchmarks/passes.py --problems resnet20 --synthetic --num-samples 16 --rows 60
     python benchmarks/passes.py --report                 # docs/passes.md from the results
 
-takes about half an hour for digits on one core; resnet20 was never run to its end, its EM
-needing more products than were waited for. A pass pushes K columns through the network,
+takes about half an hour for digits on one core, as for the few images of resnet20. A pass pushes K columns through the network,
 forwards and back; a pass of block Krylov carries 2 K, and counts as two. Errors are those
 of the functions J w_k on the data against a tightly solved reference. On the digits expect
 block Krylov and block CG at 1 % in about 6 passes, and the whole fit by block Krylov in

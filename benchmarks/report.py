@@ -153,7 +153,7 @@ def aims(epochs: int, groups: Groups) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in groups:
-        if not row.startswith(("ours", "dense")) or len(values(groups[row], "nll")) < 2:
+        if not row.startswith(("ours", "dense", "library")) or len(values(groups[row], "nll")) < 2:
             continue
         nll, joint = ratio(row, "nll"), ratio(row, "joint_dyadic")
         rotated, unseen = gain(row, "auroc_rotated"), gain(row, "auroc_unseen")
@@ -227,6 +227,25 @@ def lengths(tables: dict[tuple[str, int], Groups]) -> str:
             cells = [cell(values(tables[at].get(row, []), key)) for at in columns]
             text.append(f"| {row} | " + " | ".join(cells) + " |")
         text.append("")
+    return "\n".join(text)
+
+
+def shipped(tables: dict[tuple[str, int], Groups]) -> str:
+    """Return the study of the library as it ships, over tasks and training lengths."""
+    text = []
+    rows = list(next(iter(tables.values())))
+    for key in ("nll", "joint_dyadic", "auroc_rotated", "auroc_unseen", "auroc_far"):
+        columns = [at for at, groups in tables.items() if values(groups["MAP"], key)]
+        text.append(f"{title(key)}:\n")
+        text.append("| | " + " | ".join(f"{task} {epochs}" for task, epochs in columns) + " |")
+        text.append("|---" * (len(columns) + 1) + "|")
+        for row in rows:
+            cells = [cell(values(tables[at].get(row, []), key)) for at in columns]
+            text.append(f"| {row} | " + " | ".join(cells) + " |")
+        text.append("")
+    for (task, epochs), groups in tables.items():
+        if task == "digits":
+            text.append(aims(epochs, groups))
     return "\n".join(text)
 
 
@@ -324,11 +343,15 @@ def provenance(tables: dict[tuple[str, int], Groups]) -> str:
 
 def page(
     tables: dict[tuple[str, int], Groups],
-    fresh: dict[tuple[str, int], Groups],
+    studies: dict[str, dict[tuple[str, int], Groups]],
     words: dict[str, str],
     images: list[str],
 ) -> str:
-    """Return docs/benchmarks.md; ``fresh`` are seeds that nothing was chosen by."""
+    """Return docs/benchmarks.md.
+
+    Of the studies, "scale_fresh" is of seeds that nothing was chosen by, and "defaults" of the
+    library as it ships.
+    """
     text = [words.get("head", "# Benchmarks\n")]
     for task in TASKS:
         for (name, epochs), groups in tables.items():
@@ -336,12 +359,16 @@ def page(
             if name == task and compared:
                 text.append(comparison(task, epochs, groups))
                 text.append(words.get(task, ""))
+    if studies["defaults"]:
+        text.append(words.get("defaults", "## The library as it ships\n"))
+        text.append(shipped(studies["defaults"]))
+        text.append("Run: " + provenance(studies["defaults"]) + "\n")
     text.append(words.get("scale", "## The scale of the posterior\n"))
     text.append(summary(tables))
     text.append(words.get("found", ""))
-    if fresh:
+    if studies["scale_fresh"]:
         text.append(words.get("fresh", ""))
-        text.append(summary(fresh))
+        text.append(summary(studies["scale_fresh"]))
     text.append(lengths(tables))
     for (task, epochs), groups in tables.items():
         if task.startswith("digits") and TEMPERATURE in groups:
@@ -381,9 +408,9 @@ def main() -> None:
             confidence(groups, pictures / "moons.png")
     if len([task for task, _ in tables if task == "digits"]) > 1:
         scales(tables, pictures / "scale.png")
-    fresh = load(args.results, "scale_fresh")
+    studies = {name: load(args.results, name) for name in ("scale_fresh", "defaults")}
     words = _words(HERE / "methods" / "words.md")
-    (args.docs / "benchmarks.md").write_text(page(tables, fresh, words, list(sections(args.results, words))))
+    (args.docs / "benchmarks.md").write_text(page(tables, studies, words, list(sections(args.results, words))))
 
 
 if __name__ == "__main__":

@@ -260,7 +260,7 @@ def test_epochs_of_sgd_are_kept(tmp_path):
     runs = 0
     while True:
         try:
-            la = run(Rationed(11), tmp_path / "broken")
+            la = run(Rationed(18), tmp_path / "broken")
             break
         except InterruptedError:
             runs += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,11 @@ class PassLog:
 
     def finish(self, posterior: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Put the posterior, and what is known of its data, in the place of the passes."""
-        write_atomically({**posterior, "facts": persistence.to_bytes(facts)}, self.finished)
+        try:
+            write_atomically({**posterior, "facts": persistence.to_bytes(facts)}, self.finished)
+        except OSError as error:
+            self.give_up(error)
+            return
         for path in [*self.folder.glob("pass-*.pt"), *self.folder.glob("partial.pt")]:
             path.unlink()
 
@@ -181,7 +185,7 @@ class RecordedProblem(Problem):
                 if self.leaving.requested:
                     raise self.leaving.requested
             return
-        position, began = self.log.position, {}
+        position, began, outputs = self.log.position, {}, self.data.num_outputs
         if self.partial.exists():
             began = {name: total.clone() for name, total in sums.items()}
         known = self.partial.restore(position, sums, self.data)
@@ -200,8 +204,14 @@ class RecordedProblem(Problem):
         except OtherOrderError:  # a loader that shuffles: the pass begins anew
             for name, total in began.items():
                 sums[name].copy_(total)
+            self.data.num_outputs = outputs
             run(rows)
-        self.partial.forget()
+
+    def _batches(self, rows: Rows) -> Iterator[Batch]:
+        for batch in super()._batches(rows):
+            yield batch
+            if self.leaving.requested:  # in an epoch of SGD, say, which is kept as a whole
+                raise self.leaving.requested
 
     def _between_batches(self, position: int, sums: dict[str, Tensor]) -> None:
         """Keep the sums if it is time to, and leave if that was asked for."""
@@ -220,6 +230,7 @@ class RecordedProblem(Problem):
             return {**compute(), "facts": persistence.to_bytes(self._facts())}
 
         entry = self.log.recorded(key, counted)
+        self.partial.forget()
         facts = persistence.from_bytes(entry.pop("facts"))
         self.cost.columns = facts.pop("columns")
         self.data.restore(facts)

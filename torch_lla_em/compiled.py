@@ -51,6 +51,9 @@ class CompiledShare:
             return None
         if isinstance(batch.inputs, HeadCall) or not self._linear_model.path.forward:
             return self._give_up("this model's products are not of one forward pass")
+        if _has_two_names(self._linear_model.network.module):
+            # torch.func.functional_call would leave substitutes in place of the weights
+            return self._give_up("the model has a module or a weight under two names")
         if not self._width:
             self._width = min(len(w), self._linear_model.path.vjp_columns or len(w))
         try:
@@ -129,6 +132,14 @@ class _Call(nn.Module):
         outputs = self._network.forward_fn(self.module, x)
         outputs = outputs.float() if self._network.precision == "bfloat16" else outputs
         return outputs.movedim(self._network.class_dim, -1)
+
+
+def _has_two_names(module: nn.Module) -> bool:
+    counts = [
+        (sum(1 for _ in named(remove_duplicate=False)), sum(1 for _ in named()))
+        for named in (module.named_modules, module.named_parameters, module.named_buffers)
+    ]
+    return any(every != once for every, once in counts)
 
 
 def _seconds(run: Callable[[], Any], device: torch.device) -> float:

@@ -167,7 +167,9 @@ class Data:
         self.rows_seen = 0
         compared = self.num_passes == 0 or self._first is not None
         self.fingerprint = own.fingerprint if compared else None
-        for batch in self._counted(self.kept, own) if self.kept else self._turns(whole, own):
+        # steps are taken in the loader's own order, which may be another every time
+        held = None if in_step else self.kept
+        for batch in self._counted(held, own) if held else self._turns(whole, own):
             yield batch._replace(step_rows=self._step(len(batch.rows))) if in_step else batch
         while in_step and (rows := self._step(0)):
             yield Batch(-1, torch.arange(0), None, torch.zeros(0), rows)
@@ -191,7 +193,9 @@ class Data:
 
     def _turns(self, whole: bool, own: Tally) -> Iterator[Batch]:
         """Yield this rank's batches and count what goes by; keep them from the third pass on."""
-        index, kept, room = 0, [], self._room() if self.num_passes > 1 else 0.0
+        index, room = 0, self._room() if self.num_passes > 1 else 0.0
+        kept: list[Batch] = []
+        marks: list[list[tuple[int, int]]] = []
         for share in self._shares:
             start = own.reached
             for turn in share.turns(whole):
@@ -211,10 +215,15 @@ class Data:
                 batch = Batch(index, rows, inputs, targets)
                 if room > 0:
                     kept.append(batch)
+                    marks.append(_places(batch))
                     room -= _bytes(batch)
                 yield from self._counted([batch], own)
                 index += 1
-        self._candidate = kept if room > 0 else None
+        # a loader that fills the same memory again would leave nothing but its last batch
+        places = [place for batch in kept for place in _places(batch)]
+        alone = len({pointer for pointer, _ in places}) == len(places)
+        same = all(held == _places(batch) for held, batch in zip(marks, kept))
+        self._candidate = kept if room > 0 and alone and same else None
 
     def _room(self) -> float:
         """Return the bytes that batches may take; ranks whose passes differ keep none."""
@@ -348,6 +357,18 @@ def _drops_random_rows(loader: Any) -> bool:
     except TypeError:  # an iterable dataset without a length
         return False
     return drops and not isinstance(loader.sampler, sequential)
+
+
+def _places(batch: Batch) -> list[tuple[int, int]]:
+    """Return where the tensors of a batch lie, and how often each was written to."""
+    places: list[tuple[int, int]] = []
+
+    def see(tensor: Tensor) -> None:
+        if tensor.layout == torch.strided and tensor.numel() and not tensor.is_inference():
+            places.append((tensor.data_ptr(), tensor._version))
+
+    map_tensors(see, (batch.inputs, batch.targets))
+    return places
 
 
 def _bytes(batch: Batch) -> float:

@@ -15,7 +15,7 @@ from torch_lla_em import persistence
 from torch_lla_em.batches import TargetFn, inputs_of, map_tensors, to_device
 from torch_lla_em.calibration import calibration
 from torch_lla_em.checkpoint import PassLog, RecordedProblem
-from torch_lla_em.compute import Compute
+from torch_lla_em.compute import Compute, tf32
 from torch_lla_em.curve import Curve, Modes, curve
 from torch_lla_em.data import Chain, Data
 from torch_lla_em.distributed import SHARDS, compare_ranks, group_of, share_path, spread_of
@@ -206,7 +206,8 @@ class LinearisedLaplace(StoredPosterior):
                 bar.update()
                 bar.set_postfix(summary_of(history[-1]))
 
-            posterior = fit_posterior(problem, options, report)
+            with tf32(self._device, False):  # for the solvers; the network has a precision of its own
+                posterior = fit_posterior(problem, options, report)
         share_path(problem)
         self._store(posterior, history, data.num_rows)
         self._loaders = loaders
@@ -405,13 +406,13 @@ class LinearisedLaplace(StoredPosterior):
         """Return what a checkpoint must agree with, by name."""
         layout = self._linear_model.layout
         weights = persistence.fingerprint(self._linear_model.network.module)
-        settings = {name: str(value) for name, value in vars(options).items()}
+        settings = {name: persistence.plain(value) for name, value in vars(options).items()}
         return {
             "format": persistence.VERSION,
             "network weights": bytes(weights.tolist()).hex(),
             "random weights": list(layout.names),
             "likelihood": type(likelihood).__name__,
-            "options of the likelihood": str(vars(likelihood)),
+            "options of the likelihood": persistence.plain(vars(likelihood)),
             "class_dim": self._linear_model.network.class_dim,
             "temperature": self.temperature,
             "precision": self.compute.precision,

@@ -175,15 +175,17 @@ class LinearModel:
     def _adding(self, pullback: products.Pullback) -> AddPullback:
         """Return the map (u, total): total += Jᵀ u, in as many columns at once as fit."""
 
-        def flat(grads: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {name: grad.flatten(1) for name, grad in grads.items()}
-
         def add_pullback(u: Tensor, total: Tensor) -> None:
+            def run() -> dict[str, Tensor]:
+                # whatever takes memory is done before the first number is added
+                flat = {name: grad.flatten(1) for name, grad in pullback(chunk).items()}
+                return {name: grad.to(total.device, total.dtype) for name, grad in flat.items()}
+
             done = 0
             while done < len(u):
                 chunk = u[done : done + (self.path.vjp_columns or len(u))]
                 try:
-                    pulled = self._attempt("vjp_columns", len(chunk), lambda: flat(pullback(chunk)))
+                    pulled = self._attempt("vjp_columns", len(chunk), run)
                 except DoesNotFit as error:
                     error.columns_done = done
                     raise

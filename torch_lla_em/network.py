@@ -211,6 +211,11 @@ class Network:
             self._held = _State(self.module)
             yield
 
+    def sizes(self) -> Tensor:
+        """Return the norm of every parameter, which a change without a new version changes too."""
+        with torch.no_grad():
+            return torch.stack([p.detach().norm().double().cpu() for p in self.module.parameters()])
+
     @contextmanager
     def computing(self, precision: str) -> Iterator[None]:
         """Take matrix products in a precision, whatever holds outside."""

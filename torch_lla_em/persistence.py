@@ -35,6 +35,19 @@ def to_bytes(record: Any) -> Tensor:
     return torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)
 
 
+def plain(value: Any) -> str:
+    """Return a value as text: tensors to the last digit, objects by their kind and insides."""
+    if isinstance(value, Tensor):
+        return f"tensor{tuple(value.shape)} {hashlib.sha256(repr(value.tolist()).encode()).hexdigest()}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(plain, value))})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {plain(inside)}' for key, inside in value.items())}}}"
+    if type(value).__repr__ is object.__repr__ or hasattr(value, "__dict__") and not callable(value):
+        return f"{type(value).__qualname__}{plain(vars(value))}"
+    return getattr(value, "__qualname__", None) or str(value)
+
+
 def from_bytes(tensor: Tensor) -> Any:
     """Return the record of a tensor of bytes."""
     return json.loads(bytes(tensor.tolist()).decode())

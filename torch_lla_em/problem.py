@@ -123,7 +123,8 @@ class Problem(Sweeps):
         other = copy.copy(self)
         other.likelihood = likelihood
         if self._compiled:
-            other._compiled = CompiledShare(self.linear_model, likelihood)
+            alive = self._compiled.alive
+            other._compiled = CompiledShare(self.linear_model, likelihood) if alive else None
         return other
 
     def with_curvature_at(self, w: Tensor | None) -> Problem:
@@ -147,7 +148,8 @@ class Problem(Sweeps):
                 columns, sums = self._near(w[group]), self._near(total[group])
 
                 def add(batch: Batch, done: int) -> None:
-                    self._add_product(batch, self._curvature, columns[done:], sums[done:])
+                    if len(columns):
+                        self._add_product(batch, self._curvature, columns[done:], sums[done:])
 
                 self._accumulate({f"Gw {group.start}": sums}, add, Rows(whole=whole))
                 self._put(sums, total[group])
@@ -274,8 +276,12 @@ class Problem(Sweeps):
 
     def _groups(self, num_columns: int) -> list[slice]:
         """Return the columns that one pass takes: all, unless vectors live off the device."""
-        size = self._group or max(1, num_columns)
-        return [slice(start, min(start + size, num_columns)) for start in range(0, num_columns, size)]
+        if self._group is None:
+            return [slice(0, num_columns)]
+        # as many on every rank, the last of them empty where one has fewer columns
+        count = self.data.group.meet("groups of columns", -(-num_columns // self._group), max)
+        ends = [min(i * self._group, num_columns) for i in range(count + 1)]
+        return [slice(start, end) for start, end in zip(ends, ends[1:])]
 
     def _near(self, vectors: Tensor) -> Tensor:
         """Return vectors where the network is: themselves, or a copy."""
@@ -310,7 +316,7 @@ class Problem(Sweeps):
 
     def _add_product(self, batch: Batch, cotangent: Cotangent, w: Tensor, total: Tensor) -> None:
         """Add Jᵀ u to the total, with u = cotangent(batch, at, J w)."""
-        place, point = (int(batch.rows[0]), len(batch.rows)), self.curvature_point
+        place, point = (int(batch.rows[:1].sum()), len(batch.rows)), self.curvature_point
         at = self._at_point.get(place)
         if self._compiled and cotangent == self._curvature and (point is None or at is not None):
             shared = self._compiled(batch, at, w, partial(self._eager_share, batch, at))

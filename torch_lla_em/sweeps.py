@@ -57,6 +57,7 @@ class Sweeps:
         self.likelihood = likelihood
         self.data = data
         self._versions = linear_model.network.versions()
+        self._sizes = linear_model.network.sizes()
         self._finite: list[tuple[int, Tensor]] = []
         self._splits: bool | None = None
 
@@ -66,6 +67,12 @@ class Sweeps:
             yield from self._worked(batch, work)
 
     def _worked(self, batch: Batch, work: Work[T], done: int = 0) -> Iterator[T]:
+        pieces = self._pieces(batch, self.linear_model.rows_at_once)
+        if len(pieces) > 1:
+            for piece in pieces:
+                yield from self._worked(piece, work, done)
+            return
+
         def run() -> T:
             inputs = self.linear_model.prepare(batch.inputs)
             return work(batch._replace(inputs=inputs), done)
@@ -100,8 +107,7 @@ class Sweeps:
                 self._probe(whole)
                 if rows.skipped and self._skips(whole, rows):
                     continue
-                at_once = self.linear_model.rows_at_once
-                for batch in self._pieces(whole, min(rows.at_most, at_once)):
+                for batch in self._pieces(whole, rows.at_most):
                     if self.data.num_passes == 0:
                         _check_finite(batch)
                     yield batch._replace(targets=self._align(batch.targets))
@@ -121,6 +127,11 @@ class Sweeps:
                     f"The network's {name!r} was changed while it was being fitted: leave the "
                     "network alone until fit returns, or fit a copy.deepcopy of it."
                 )
+        if not torch.equal(self.linear_model.network.sizes(), self._sizes):
+            raise RuntimeError(
+                "The network's weights were changed through `.data`, or exchanged, while it was "
+                "being fitted: leave the network alone until fit returns."
+            )
 
     def _skips(self, whole: Batch, rows: Rows) -> bool:
         end = int(whole.rows[-1]) + 1

@@ -94,7 +94,8 @@ class SGD:
         bound: float,
     ) -> Tensor:
         state = {"x": start, "velocity": torch.zeros_like(start), "average": start}
-        num_batches = int(problem.kept(start, partial(_count, problem))["count"])
+        # counted anew by a run that goes on, whose batches may be others
+        num_batches = sum(1 for _ in problem.minibatches())
         for epoch in range(self.epochs):
             run = partial(self._epoch, problem, gradient, state, (epoch, num_batches, rate))
             state = problem.kept(state["x"], run)
@@ -137,7 +138,3 @@ class SGD:
         for _ in range(4):
             v = product(v / norm(v).to(v))
         return 0.1 / (norm(v).item() + 1), 4
-
-
-def _count(problem: Minibatches) -> dict[str, Tensor]:
-    return {"count": torch.tensor(sum(1 for _ in problem.minibatches()))}

@@ -339,6 +339,70 @@ def test_workers_may_die(tmp_path):
     assert torch.equal(run(10**6, tmp_path / "broken").w_samples, whole.w_samples)
 
 
+def test_settings_are_compared_to_the_last_digit(tmp_path):
+    def run(precision, **options):
+        case = tiny("regression")
+        la = LinearisedLaplace(case.model, "regression", num_samples=4, **options)
+        settings = {"em_steps": 0, "prior_precision": torch.tensor(precision).double()}
+        return la.fit([(case.x, case.y)], progress_bar=False, checkpoint=tmp_path, **settings)
+
+    run(1.00001)
+    with pytest.raises(ValueError, match="its prior_precision"):
+        run(1.00004)
+    with pytest.raises(ValueError, match="options of the likelihood"):
+        run(1.00001, sigma_noise=1.00001)
+
+
+def test_a_disk_that_is_full_at_the_end_costs_no_posterior(tmp_path, monkeypatch, caplog):
+    def full(state, path):
+        if path.name == "posterior.pt":
+            raise OSError(28, "No space left on device")
+        write_atomically(state, path)
+
+    whole = fit("krylov", Fuse(10**6), tmp_path / "whole")
+    monkeypatch.setattr("torch_lla_em.checkpoint.write_atomically", full)
+    la = fit("krylov", Fuse(10**6), tmp_path / "full")
+    assert "cannot be written any more" in caplog.text
+    assert torch.equal(la.w_samples, whole.w_samples)
+
+
+@pytest.mark.parametrize("solver", ["krylov", SGD(epochs=200)])
+def test_asked_to_leave_it_leaves_at_the_next_batch(solver, tmp_path):
+    class Signalling(Rationed):
+        def __iter__(self):
+            for batch in super().__iter__():
+                yield batch
+                if self.left == 10**6 - 40:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    self.asked = self.left
+
+    loader = Signalling(10**6)
+    model = tiny("classification").model
+    given = SOLVERS.get(solver) if isinstance(solver, str) else solver
+    la = LinearisedLaplace(model, "classification", num_samples=4, solver=given, compute=READ)
+    with pytest.raises(SystemExit):
+        la.fit(loader, progress_bar=False, checkpoint=tmp_path, em_steps=0, prior_precision=30.0)
+    assert loader.asked - loader.left <= 2
+
+
+@pytest.mark.parametrize("change", ["data", "parameter"])
+def test_weights_that_change_unseen_are_seen(change):
+    case = tiny("classification")
+
+    class Training:
+        def __iter__(self):
+            yield from zip(case.x.split(7), case.y.split(7))
+            layer = case.model[0]
+            if change == "data":
+                layer.weight.data.mul_(1.5)
+            else:
+                layer.weight = nn.Parameter(1.5 * layer.weight.detach())
+
+    la = LinearisedLaplace(case.model, "classification", num_samples=4)
+    with pytest.raises(RuntimeError, match="chang"):
+        la.fit(Training(), progress_bar=False)
+
+
 def test_weights_may_not_change_during_a_fit(tmp_path):
     case = tiny("classification")
 

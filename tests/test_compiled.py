@@ -72,6 +72,20 @@ def test_what_cannot_be_compiled_is_left(faster, monkeypatch, caplog):
     assert torch.equal(eager.w_samples, compiled.w_samples)
 
 
+def test_modules_with_two_names_are_not_compiled(faster, caplog):
+    def twice():
+        model = small_cnn()
+        model.again = model[4]
+        model.forward = lambda x: model.again(model[3](model[2](model[1](model[0](x)))))
+        return model
+
+    models = twice(), twice()
+    eager, compiled = (fit(model, images(), on) for model, on in zip(models, (False, True)))
+    assert "under two names" in caplog.text
+    assert torch.equal(eager.w_samples, compiled.w_samples)
+    assert isinstance(models[1][4].weight, torch.nn.Parameter)
+
+
 def test_last_layers_need_no_compiler(faster, caplog):
     fits = [
         fit(small_cnn(), images(), compile, parameters="last_layer") for compile in (False, True)

@@ -114,6 +114,21 @@ def test_data_that_fit_are_read_three_times(monkeypatch):
     assert small.reads > 20
 
 
+def test_memory_that_is_filled_again_is_not_kept():
+    case = tiny("classification")
+    x, y = torch.empty(7, 2, dtype=case.x.dtype), torch.empty(7, dtype=case.y.dtype)
+
+    class Refilling:
+        def __iter__(self):
+            for rows in torch.arange(28).split(7):
+                x.copy_(case.x[rows]), y.copy_(case.y[rows])
+                yield x, y
+
+    whole = list(zip(case.x[:28].split(7), case.y[:28].split(7)))
+    la, again = fit(case, Compute(), whole), fit(case, Compute(), Refilling())
+    torch.testing.assert_close(again.w_samples, la.w_samples, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("changes_at", [2, 3])
 def test_data_that_change_are_not_kept(changes_at):
     case = tiny("classification")

@@ -116,6 +116,50 @@ def test_what_cannot_be_made_smaller_is_said(model, rows):
         assert knob in message
 
 
+@pytest.mark.parametrize("share", [0.7, 0.5])
+def test_whole_fits_go_on_in_smaller_pieces(share):
+    def fit():
+        torch.manual_seed(1)
+        x, y = torch.randn(4000, 20), torch.randint(0, 3, (4000,))
+        options = {"num_samples": 2, "g_prior": False, "tolerance": 1e-3}
+        la = LinearisedLaplace(network(300), "classification", **options)
+        return la.fit([(x, y)], em_steps=0, prior_precision=1e3, progress_bar=False)
+
+    with Allocator() as unlimited:
+        whole = fit()
+    with Allocator(share * unlimited.peak) as allocator:
+        small = fit()
+    assert allocator.refusals
+    torch.testing.assert_close(small.w_samples, whole.w_samples, rtol=1e-2, atol=1e-4)
+
+
+def test_nothing_is_added_twice_where_memory_ends_between_chunks(monkeypatch):
+    whole, small = problem(), problem()
+    expected = product(whole)
+    small.linear_model.path = small.linear_model.path._replace(vjp_columns=3)
+    pulls = []
+    adding = small.linear_model.layout.add_
+
+    def out_of_memory_once(total, tensors):
+        pulls.append(len(total))
+        return adding(total, tensors)
+
+    flatten, failures = torch.Tensor.flatten, [4]
+
+    def failing(self, *args):
+        failures[0] -= 1
+        if failures[0] == 0:
+            raise torch.OutOfMemoryError("while a gradient was made flat")
+        return flatten(self, *args)
+
+    monkeypatch.setattr(type(small.linear_model.layout), "add_", lambda _, *a: out_of_memory_once(*a))
+    monkeypatch.setattr(torch.Tensor, "flatten", failing)
+    found = product(small)
+    monkeypatch.undo()
+    assert len(pulls) > 3
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_other_errors_are_not_mistaken_for_shortage():
     def fail():
         raise RuntimeError("shapes do not match")

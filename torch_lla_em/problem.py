@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch_lla_em.compute import Compute
 from torch_lla_em.data import Batch, Data
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.linear_model import LinearModel
-from torch_lla_em.memory import free_memory, least_share, place_of
+from torch_lla_em.memory import DoesNotFit, attempt, free_memory, least_share, place_of
 from torch_lla_em.memory_plan import Activations, Plan, make_plan
 from torch_lla_em.noise import normal
 from torch_lla_em.parameters import ParameterLayout
@@ -87,10 +88,9 @@ class Problem(Sweeps):
         linear_model.network.precision = compute.precision
         self.data.keep = compute.keep_data
         first = self.data.first()
-        with linear_model.network.guarded():
-            self._probe(first)
-            inputs = linear_model.prepare(first.inputs)
-            activations = Activations.of(linear_model, inputs, len(first.rows))
+        part, activations = self._measured(first, compute.rows)
+        if len(part.rows) < min(compute.rows or inf, len(first.rows)):
+            linear_model.take(None, len(part.rows))
         held = self.spread.columns_held(num_samples)
         plan = make_plan(linear_model, held, compute, activations)
         meet, elsewhere = self.data.group.meet, plan.group is not None
@@ -102,6 +102,28 @@ class Problem(Sweeps):
         if compute.compile:
             self._compiled = CompiledShare(linear_model, self.likelihood)
         return plan
+
+    def _measured(self, first: Batch, rows: int | None) -> tuple[Batch, Activations]:
+        """Probe the network on as many rows of a batch as fit, and measure a forward pass."""
+        part = first if rows is None else next(first.split(rows))
+
+        def measure() -> Activations:
+            with self.linear_model.network.guarded():
+                self._probe(part)
+                inputs = self.linear_model.prepare(part.inputs)
+                return Activations.of(self.linear_model, inputs, len(part.rows))
+
+        while True:
+            try:
+                activations, shortage = attempt(measure)
+            except DoesNotFit as error:
+                activations, shortage = None, str(error)
+            if shortage is None:
+                return part, activations
+            half = next(part.split(max(1, len(part.rows) // 2)))
+            if len(half.rows) == len(part.rows):
+                raise DoesNotFit(self._no_room(part, shortage))
+            part = half
 
     @property
     def size(self) -> int:

@@ -208,17 +208,15 @@ def main() -> None:
         print(json.dumps(measure(args, args.networks[0], args.means[0])))
         return
     if not args.report:
-        records = []
-        for name in args.networks:
-            for means in args.means:
-                records.append(alone(args, name, means))
-                print("\n".join(_rows(records[-1])), flush=True)
-        run = {"device": args.device, "records": records, **provenance(("torch", "torchvision"))}
+        run = {"device": args.device, "records": [], **provenance(("torch", "torchvision"))}
         if args.device != "cpu":
             run["card"] = torch.cuda.get_device_name()
         args.out.mkdir(parents=True, exist_ok=True)
-        with open(args.out / f"{args.name}.jsonl", "w") as file:
-            file.write(json.dumps(run) + "\n")
+        for name in args.networks:
+            for means in args.means:
+                run["records"].append(alone(args, name, means))
+                print("\n".join(_rows(run["records"][-1])), flush=True)
+                (args.out / f"{args.name}.jsonl").write_text(json.dumps(run) + "\n")
     if args.out == HERE / "results":
         report(args.out, HERE.parent / "docs" / "speed.md")
 

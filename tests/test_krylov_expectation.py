@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny import basis_noise, tiny
 
+from torch_lla_em import LinearisedLaplace
 from torch_lla_em.curve import curve
 from torch_lla_em.empirical_bayes import EmpiricalBayes
 from torch_lla_em.evidence import sigma_of
@@ -15,6 +16,7 @@ from torch_lla_em.krylov_expectation import KrylovEStep
 from torch_lla_em.operators import WhitenedLoss
 from torch_lla_em.solvers import BlockCG, BlockKrylov
 from torch_lla_em.solvers.block_krylov import Shift
+from torch_lla_em.solvers.block_lanczos import BlockLanczos
 from torch_lla_em.stochastic_prior import get_sto_samples
 
 LIKELIHOODS = ["classification", "regression", "bernoulli", "poisson", "binomial"]
@@ -217,3 +219,33 @@ def test_what_rounding_takes_away_is_in_the_certificate():
     gamma = (eigenvalues / (eigenvalues + precision)).sum()
     assert truth.max() > 0.1 * gamma**0.5  # a λ that float32 does not reach
     assert krylov.error(shift) > 0.1
+
+
+def test_a_basis_in_bfloat16_costs_passes_and_no_exactness():
+    case = tiny("classification")
+    model, x = case.model.float(), case.x.float()
+    fits = {}
+    for storage in (None, torch.bfloat16):
+        solver = BlockKrylov(storage=storage)
+        la = LinearisedLaplace(model, "classification", num_samples=3, solver=solver)
+        fits[storage] = la.fit([(x, case.y)], progress_bar=False)
+    exact, stored = fits.values()
+    assert stored.prior_precision.item() == pytest.approx(exact.prior_precision.item(), rel=1e-2)
+    assert stored.certificate.max() < 0.05
+    torch.testing.assert_close(stored.w_samples, exact.w_samples, rtol=0.05, atol=0.02)
+
+
+def test_blocks_that_are_stored_in_bfloat16_keep_the_basis_orthogonal():
+    generator = torch.Generator().manual_seed(0)
+    R = torch.randn(120, 2000, generator=generator) * torch.logspace(0, -3, 120)[:, None]
+    start = torch.randn(8, 2000, generator=generator)
+    lanczos = BlockLanczos(lambda w: w @ R.T @ R, start, storage=torch.bfloat16)
+    for _ in range(8):
+        lanczos.extend()
+    assert [block.dtype for block in lanczos.basis[-3:]] == [torch.bfloat16] + 2 * [torch.float32]
+    Q = torch.cat([block.double() for block in lanczos.basis])
+    overlap = Q @ Q.T - torch.eye(len(Q))
+    assert overlap.fill_diagonal_(0).abs().max() < 1e-3
+    exact = torch.linalg.svdvals(R.double())[:20].square()
+    found = lanczos.eigenvalues.flip(0)[:20]
+    torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3)

@@ -74,7 +74,7 @@ class CompiledShare:
             filled[: len(block)] = block
             weights, tangents = self._linear_model.weights_and_tangents(filled)
             f, grads = self._function(weights, batch.inputs, tangents, at, batch.targets)
-            grads = {name: g.flatten(1)[: len(block)] for name, g in grads.items()}
+            grads = {name: g.reshape(len(g), -1)[: len(block)] for name, g in grads.items()}
             self._linear_model.layout.add_(total[start : start + len(block)], grads)
         return f, total
 

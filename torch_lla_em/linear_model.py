@@ -178,7 +178,7 @@ class LinearModel:
         def add_pullback(u: Tensor, total: Tensor) -> None:
             def run() -> dict[str, Tensor]:
                 # whatever takes memory is done before the first number is added
-                flat = {name: grad.flatten(1) for name, grad in pullback(chunk).items()}
+                flat = {name: grad.reshape(len(grad), -1) for name, grad in pullback(chunk).items()}
                 return {name: grad.to(total.device, total.dtype) for name, grad in flat.items()}
 
             done = 0

@@ -284,7 +284,10 @@ class Problem(Sweeps):
 
     def _whole_zeros(self, num_vectors: int) -> Tensor:
         size = self.linear_model.layout.size
-        return torch.zeros(num_vectors, size, dtype=self.dtype, device=self.device)
+        pinned = self._group is not None and torch.cuda.is_available()
+        return torch.zeros(
+            num_vectors, size, dtype=self.dtype, device=self.device, pin_memory=pinned
+        )
 
     def _curvature(self, batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
         return self._masked(self.likelihood.hessian_product(at, Jw), batch)

@@ -33,14 +33,22 @@ class BlockLanczos:
     dependent leave.
     """
 
-    def __init__(self, product: Product, start: Tensor, memory: float = float("inf")):
+    def __init__(
+        self,
+        product: Product,
+        start: Tensor,
+        memory: float = float("inf"),
+        storage: torch.dtype | None = None,
+    ):
         self._product = product
         self._asymmetry = allowed_asymmetry(product)
         self._memory = memory
+        self._storage = storage or start.dtype
         self.has_basis = True
         block, self.start = orthonormalise(start)
         self.basis = [block]
-        """Blocks of Q, each (r_j, P); the last one has no product with G yet."""
+        """Blocks of Q, each (r_j, P); the last one has no product with G yet. All but the last
+        two are in the dtype of storage, and taken out of it one by one."""
 
         self._diagonal: list[Tensor] = []
         self._coupling: list[Tensor] = []
@@ -122,20 +130,23 @@ class BlockLanczos:
         coefficients = coordinates @ self.vectors.T
         sizes = [len(diagonal) for diagonal in self._diagonal]
         pieces = zip(coefficients.split(sizes, dim=1), self.basis)
-        return sum(combine(piece, block) for piece, block in pieces)
+        return sum(combine(piece, block.to(self.basis[-1].dtype)) for piece, block in pieces)
 
     def to_coordinates(self, rows: Tensor) -> Tensor:
         """Return Ritz coordinates (k, r) of vectors (k, P), projected; needs the basis."""
-        pieces = [gram(rows, block) for block in self.basis[: self.num_steps]]
+        pieces = [gram(rows, block.to(rows.dtype)) for block in self.basis[: self.num_steps]]
         return torch.cat(pieces, dim=1) @ self.vectors
 
     def _orthogonalised(self, rows: Tensor) -> Tensor:
-        for earlier in self.basis:
+        for stored in self.basis:
+            earlier = stored.to(rows.dtype)
             rows = rows - combine(gram(rows, earlier), earlier)
         return rows
 
     def _make_room(self) -> None:
         """Keep the last two blocks only, once the basis has outgrown its memory."""
+        if len(self.basis) > 2:
+            self.basis[-3] = self.basis[-3].to(self._storage)
         held = sum(block.nbytes for block in self.basis)
         if self.has_basis and largest_slice(held) > self._memory:
             logger.info(

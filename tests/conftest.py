@@ -1,3 +1,5 @@
+import logging
+
 import pytest
 import torch
 
@@ -9,3 +11,13 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("cuda"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was():
+    """Scripts set what they want to hear of the library, in this process too."""
+    loggers = [logging.getLogger(), logging.getLogger("torch_lla_em")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels):
+        logger.setLevel(level)

@@ -25,7 +25,7 @@ from methods.provenance import provenance
 from methods.scaling_page import write_page
 from torch_lla_em.data import Data
 from torch_lla_em.distributed import spread_of
-from torch_lla_em.group import Group, current_group
+from torch_lla_em.group import current_group
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.linear_model import LinearModel
 from torch_lla_em.network import Network

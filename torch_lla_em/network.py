@@ -214,7 +214,8 @@ class Network:
     def sizes(self) -> Tensor:
         """Return the norm of every parameter, which a change without a new version changes too."""
         with torch.no_grad():
-            return torch.stack([p.detach().norm().double().cpu() for p in self.module.parameters()])
+            norms = [p.norm().to(self.device, torch.float64) for p in self.module.parameters()]
+            return torch.stack(norms).cpu()
 
     @contextmanager
     def computing(self, precision: str) -> Iterator[None]:

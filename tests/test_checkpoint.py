@@ -385,6 +385,24 @@ def test_asked_to_leave_it_leaves_at_the_next_batch(solver, tmp_path):
     assert loader.asked - loader.left <= 2
 
 
+def test_batches_in_pieces_are_written_before_it_leaves(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch_lla_em.problem._GROUP_ROWS", 2)
+
+    class Signalling(Rationed):
+        def __iter__(self):
+            for index, batch in enumerate(super().__iter__()):
+                if index == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield batch
+
+    with pytest.raises(SystemExit):
+        fit("krylov", Signalling(10**6), tmp_path / "broken")
+    assert (tmp_path / "broken" / "partial.pt").exists()
+    whole = fit("krylov", Rationed(10**6), tmp_path / "whole")
+    resumed = fit("krylov", Rationed(10**6), tmp_path / "broken")
+    assert torch.equal(resumed.w_samples, whole.w_samples)
+
+
 @pytest.mark.parametrize("change", ["data", "parameter"])
 def test_weights_that_change_unseen_are_seen(change):
     case = tiny("classification")

@@ -181,10 +181,7 @@ class RecordedProblem(Problem):
         Of several ranks none keeps a part of a pass, since others may go on with the run.
         """
         if self.data.group.size > 1:
-            for _ in self._over(add, rows):
-                if self.leaving.requested:
-                    raise self.leaving.requested
-            return
+            return super()._accumulate(sums, add, rows)
         position, began, outputs = self.log.position, {}, self.data.num_outputs
         if self.partial.exists():
             began = {name: total.clone() for name, total in sums.items()}
@@ -210,20 +207,20 @@ class RecordedProblem(Problem):
     def _batches(self, rows: Rows) -> Iterator[Batch]:
         for batch in super()._batches(rows):
             yield batch
-            if self.leaving.requested:  # in an epoch of SGD, say, which is kept as a whole
+            # after the last piece of a batch, when its sums have been written
+            if self.leaving.requested and (
+                self.data.group.size > 1 or int(batch.rows[-1]) + 1 == self.data.rows_seen
+            ):
                 raise self.leaving.requested
 
     def _between_batches(self, position: int, sums: dict[str, Tensor]) -> None:
-        """Keep the sums if it is time to, and leave if that was asked for."""
-        leaving = self.leaving.requested
-        if (leaving or self.partial.due()) and self.log.writing and self.data.fingerprint:
+        """Keep the sums if it is time to, or if somebody asked to leave."""
+        if (self.leaving.requested or self.partial.due()) and self.log.writing and self.data.fingerprint:
             if all(finite for _, finite in self._finite):
                 try:
                     self.partial.write(position, sums, self.data)
                 except OSError as error:
                     self.log.give_up(error)
-        if leaving:
-            raise leaving
 
     def _recorded(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         def counted() -> dict[str, Tensor]:

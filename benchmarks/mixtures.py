@@ -18,6 +18,7 @@ from pathlib import Path
 
 import sklearn
 import torch
+from methods.provenance import processor
 from sklearn.mixture import GaussianMixture as Theirs
 from threadpoolctl import threadpool_limits
 
@@ -93,7 +94,7 @@ def main() -> None:
         name: getattr(args, name)
         for name in ("rows", "columns", "components", "dtype", "threads", "seed")
     } | {
-        "machine": f"{platform.machine()}, {cpu()}",
+        "machine": f"{platform.machine()}, {processor()}",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"scikit-learn {sklearn.__version__}",
         "command": " ".join(["python", "benchmarks/mixtures.py", *sys.argv[1:]]),
@@ -113,15 +114,6 @@ def main() -> None:
             )
             with open(args.out / "mixtures.jsonl", "a") as lines:
                 lines.write(json.dumps(result | common) + "\n")
-
-
-def cpu() -> str:
-    """Return the processor's name, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")
 
 
 if __name__ == "__main__":

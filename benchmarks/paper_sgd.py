@@ -24,7 +24,7 @@ import torch
 from methods.counted import Counted, problem_of
 from methods.fits import dense_fixed_point
 from methods.networks import PROBLEMS, Source, trained
-from methods.provenance import provenance
+from methods.provenance import save
 from methods.race import Race
 from methods.recipe import (
     CIFAR_MODE,
@@ -226,15 +226,6 @@ def tuned_samples(samples: dict[str, list]) -> Recipe:
         found += [(error, rate, recipe) for _, error, _, rate in points]
     _, rate, recipe = min(found, key=lambda f: f[0], default=(inf, 0.2, TUNED["L', batches of 100"]))
     return with_rate(recipe, rate, epochs)
-
-
-def save(record: dict, path: Path) -> None:
-    """Write the record, with what a reader needs to repeat it."""
-    origin = provenance(("torch", "scikit-learn"))
-    record["commands"] = sorted({*record.get("commands", []), origin.pop("command")})
-    record["commits"] = sorted({*record.get("commits", []), origin.pop("commit")})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record | origin) + "\n")
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from methods import passes_page, sgd_page
 from methods.counted import problem_of
 from methods.fits import FITS, deflation, dense_fixed_point, whole_fit
 from methods.networks import PROBLEMS, Source, trained
-from methods.provenance import provenance
+from methods.provenance import save
 from methods.race import SOLVERS, Race
 
 from torch_lla_em.stochastic_prior import get_sto_samples
@@ -70,15 +70,6 @@ def measure(args: argparse.Namespace, name: str) -> None:
             record["traces"][solver] = race.trace(solver)
             print(f"  {solver:13}", *(f"{p:g}:{e:.2g}" for p, _, e in record["traces"][solver]), flush=True)
             save(record, path)
-
-
-def save(record: dict, path: Path) -> None:
-    """Write the record, with what a reader needs to repeat it."""
-    origin = provenance(("torch", "scikit-learn"))
-    record["commands"] = sorted({*record.get("commands", []), origin.pop("command")})
-    record["commits"] = sorted({*record.get("commits", []), origin.pop("commit")})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record | origin) + "\n")
 
 
 def report(results: Path, docs: Path) -> None:

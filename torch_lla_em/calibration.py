@@ -30,9 +30,6 @@ class Calibration(NamedTuple):
     factor: float
     """c, one over the temperature of the mean; 1 where outputs are no scores of classes."""
 
-    log_posterior: float
-    """Up to a constant."""
-
 
 def calibration(log_prob: LogProb, with_factor: bool) -> Calibration:
     """Return the most probable τ and c under log-normal priors of deviation ½ around 1.
@@ -60,7 +57,7 @@ def calibration(log_prob: LogProb, with_factor: bool) -> Calibration:
             *_SCALES,
             "ask for no uncertainty" if scale < 1 else "ask for more than the prior holds",
         )
-    return Calibration(scale, factor, objective(scale, factor))
+    return Calibration(scale, factor)
 
 
 def best_scale(log_prob: Callable[[float], float]) -> float:

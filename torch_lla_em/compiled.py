@@ -51,10 +51,10 @@ class CompiledShare:
             return None
         if isinstance(batch.inputs, HeadCall) or not self._linear_model.path.forward:
             return self._give_up("this model's products are not of one forward pass")
-        if _has_two_names(self._linear_model.network.module):
-            # torch.func.functional_call would leave substitutes in place of the weights
-            return self._give_up("the model has a module or a weight under two names")
         if not self._width:
+            if _has_two_names(self._linear_model.network.module):
+                # torch.func.functional_call would leave substitutes in place of the weights
+                return self._give_up("the model has a module or a weight under two names")
             self._width = min(len(w), self._linear_model.path.vjp_columns or len(w))
         try:
             with torch.compiler.set_stance("default"):

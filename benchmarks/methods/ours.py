@@ -1,5 +1,6 @@
 """``LinearisedLaplace`` in all its variants: one fit serves several rows."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import log
 from unittest.mock import patch
@@ -152,6 +153,16 @@ def calibrated(la: LinearisedLaplace, mean: str, setting: Setting) -> Predictor:
     return predictor(la, mean, la.posterior_scale.item(), la.mean_factor.item())
 
 
+def _held_out(
+    la: LinearisedLaplace, mean: str, setting: Setting
+) -> Callable[[float, float], Classes]:
+    """Return the predictions on held-out data as a function of τ and a factor of the mean."""
+    la.posterior_scale = torch.ones((), dtype=torch.float64)
+    prediction = la.predict(setting.task.val.x, mean)
+    centre, deviations = prediction.mean, prediction.samples - prediction.mean
+    return lambda scale, factor: Classes.of(factor * centre + scale**0.5 * deviations)
+
+
 def _jointly(
     la: LinearisedLaplace, mean: str, setting: Setting, centres: list[float] | None = None
 ) -> tuple[float, float]:
@@ -160,14 +171,10 @@ def _jointly(
     With ``centres``, return τ and a factor of the mean: those that are best for the sum of
     joint and marginal log-likelihoods, as the joint one alone asks for ever larger factors.
     """
-    x, y = setting.task.val
-    la.posterior_scale = torch.ones((), dtype=torch.float64)
-    prediction = la.predict(x, mean)
-    centre, deviations = prediction.mean, prediction.samples - prediction.mean
+    y, classes_at = setting.task.val.y, _held_out(la, mean, setting)
 
     def nll(pair: tuple[float, float]) -> float:
-        scale, factor = pair
-        classes = Classes.of(factor * centre + scale**0.5 * deviations)
+        classes = classes_at(*pair)
         marginal = classes.nll(y) if centres is not None else 0.0
         return classes.joint_dyadic(y) + marginal
 
@@ -180,14 +187,10 @@ def _two_numbers(la: LinearisedLaplace, mean: str, setting: Setting) -> tuple[fl
     Where the held-out data hold only a few errors, the likelihood alone knows neither; the
     priors, of standard deviation ½ around 1, then decide.
     """
-    x, y = setting.task.val
-    la.posterior_scale = torch.ones((), dtype=torch.float64)
-    prediction = la.predict(x, mean)
-    centre, deviations = prediction.mean, prediction.samples - prediction.mean
+    y, classes_at = setting.task.val.y, _held_out(la, mean, setting)
 
     def loss(pair: tuple[float, float]) -> float:
         scale, factor = pair
-        classes = Classes.of(factor * centre + scale**0.5 * deviations)
-        return len(y) * classes.nll(y) + 2 * log(scale) ** 2 + 2 * log(factor) ** 2
+        return len(y) * classes_at(scale, factor).nll(y) + 2 * log(scale) ** 2 + 2 * log(factor) ** 2
 
     return min(((s, c) for s in _SCALES for c in _CENTRES), key=loss)

@@ -1,5 +1,6 @@
 """What a reader needs to repeat a run: machine, versions, commit and command."""
 
+import json
 import platform
 import shlex
 import subprocess
@@ -28,6 +29,15 @@ def provenance(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
         "commit": commit.stdout.strip(),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
     }
+
+
+def save(record: dict, path: Path) -> None:
+    """Write a record that grows part by part, with what a reader needs to repeat it."""
+    origin = provenance(("torch", "scikit-learn"))
+    record["commands"] = sorted({*record.get("commands", []), origin.pop("command")})
+    record["commits"] = sorted({*record.get("commits", []), origin.pop("commit")})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record | origin) + "\n")
 
 
 def processor() -> str:

@@ -89,14 +89,14 @@ def test_splits_are_disjoint_and_repeatable(name):
 @pytest.mark.slow
 def test_compare_and_report_run_whole(tmp_path):
     chosen = ["map", "temperature", "dropout", "variational", "laplace-torch: last_layer, full"]
-    chosen += ["dense", "familiarity", "ours: scalar, plain prior, K=8"]
+    chosen += ["dense", "familiarity", "ours: scalar, g-prior, K=8"]
     for task in ("moons", "gap"):
         run("compare.py", task, "--seeds", "0", "--epochs", "3", "--quick", "--out", tmp_path, "--methods", *chosen)
     records = [json.loads(line) for line in (tmp_path / "compare.jsonl").read_text().splitlines()]
     assert {record["task"] for record in records} == {"moons", "gap"}
     assert all(record["commit"] is not None and record["versions"] for record in records)
     ours = [record for record in records if record["row"].startswith("ours")]
-    assert len(ours) == 10 + 4 and all("error" not in record for record in ours)
+    assert len(ours) == 5 + 5 and all("error" not in record for record in ours)
     run("report.py", "--results", tmp_path, "--docs", tmp_path)
     assert "temperature scaling" in (tmp_path / "benchmarks.md").read_text()
     assert (tmp_path / "benchmarks" / "gap.png").stat().st_size > 1000

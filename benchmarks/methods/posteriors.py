@@ -54,9 +54,9 @@ def laplace_torch(subset: str, structure: str, setting: Setting) -> dict[str, Pr
     return {f"laplace-torch: {kind}, {names[structure]}": predict}
 
 
-def dense(setting: Setting) -> dict[str, Predictor]:
-    """The dense posterior at the λ (and σ) that ours learns with the plain scalar prior."""
-    la = ours.fit(setting, ours.Variant(g_prior=False))
+def dense(g_prior: bool, setting: Setting) -> dict[str, Predictor]:
+    """The dense posterior at the λ (and σ) that ours learns with the scalar prior."""
+    la = ours.fit(setting, ours.Variant(g_prior=g_prior))
     network, (x, y) = setting.network, setting.task.train
     log_prob = gaussian_log_prob(la.sigma_noise.float()) if setting.task.regression else _log_softmax
     weights = {name: p.detach() for name, p in network.named_parameters()}
@@ -68,18 +68,17 @@ def dense(setting: Setting) -> dict[str, Predictor]:
     J = torch.cat([row.flatten(2) for row in rows.values()], dim=2)
     f = network(x).detach()
     H = vmap(hessian(lambda f, y: -log_prob(f, y)))(f, y)
-    precision = ExactLaplace(J, f, y, log_prob, H, torch.ones_like(J[0, 0])).ggn.double()
-    precision += la.prior_precision.double() * torch.eye(len(precision), dtype=torch.float64)
+    scale = la.scale.double()
+    ggn = ExactLaplace(J, f, y, log_prob, H, torch.ones_like(J[0, 0])).ggn.double()
+    precision = scale[:, None] * ggn * scale + la.prior_precision.double() * torch.eye(len(scale))
     factor = torch.linalg.cholesky(precision)
     generator = torch.Generator().manual_seed(setting.seed)
     noise = torch.randn(len(factor), 512, generator=generator, dtype=torch.float64)
-    w = torch.linalg.solve_triangular(factor.T, noise, upper=True).T
+    w = scale * torch.linalg.solve_triangular(factor.T, noise, upper=True).T
     # antithetic: the mean of 1024 samples is exactly zero
     la.w_samples = torch.cat([w, -w]).to(la.w_samples)
-    return {
-        "dense posterior, λ of ours": ours.predictor(la, "network"),
-        "dense posterior, λ of ours, calibrated": ours.calibrated(la, "network", setting),
-    }
+    prior = "g-prior" if g_prior else "plain prior"
+    return ours.rows(la, f"dense posterior, {prior}, λ of ours", setting)
 
 
 class Familiarity:
@@ -97,7 +96,7 @@ def familiarity(setting: Setting) -> dict[str, Predictor]:
 
     Together: the sum of both scores' standard scores among held-out inputs.
     """
-    la = ours.fit(setting, ours.Variant(g_prior=False))
+    la = ours.fit(setting, ours.Variant())
     density = FeatureDensity(setting.network, "body", by_label=not setting.task.regression)
     density.fit(setting.loader)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_lla_em.batches import is_sequence
 from torch_lla_em.compute import tf32
+from torch_lla_em.contiguous import ContiguousInputs
 
 ForwardFn = Callable[[nn.Module, Any], Tensor]
 WeightFunction = Callable[[dict[str, Tensor]], Tensor]
@@ -142,6 +143,7 @@ class Network:
         """Of matrix products: that of ``Compute``."""
 
         self._held: _State | None = None
+        self._layout: ContiguousInputs | None = ContiguousInputs()
         _refuse(self.module)
 
     def weights(self, names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -153,7 +155,10 @@ class Network:
 
     def call(self, x: Any) -> Tensor:
         """Return the outputs of the module as it stands, their axes as they are."""
-        outputs = self.forward_fn(self.module, _out_of_inference_mode(x))
+        with self._layout or nullcontext():
+            outputs = self.forward_fn(self.module, _out_of_inference_mode(x))
+        if self._layout and not self._layout.needed:
+            self._layout = None  # it takes microseconds of every call
         return outputs.float() if self.precision == "bfloat16" else outputs
 
     def function(self, x: Any, names: tuple[str, ...]) -> WeightFunction:

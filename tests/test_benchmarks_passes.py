@@ -18,6 +18,7 @@ import passes  # noqa: E402
 from methods.counted import problem_of  # noqa: E402
 from methods.fits import FITS, Fit, deflation, dense_fixed_point, whole_fit  # noqa: E402
 from methods.networks import PROBLEMS, Source, trained  # noqa: E402
+from methods.plain_cg import PlainCG  # noqa: E402
 from methods.race import Race, Remembered  # noqa: E402
 
 from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, Newton  # noqa: E402
@@ -115,10 +116,21 @@ def test_remembered_products_are_asked_once():
     assert torch.equal(product(x + 1), 2 * x + 2) and len(asked) == 3
 
 
+def test_plain_cg_solves_every_system_alone(race):
+    b = race.b.clone()
+    b[1] = 0  # solved before it begins
+    cold = PlainCG(1e-6).solve(race.product, b)
+    each = [PlainCG(1e-6).solve(race.product, row[None]).x for row in b]
+    torch.testing.assert_close(cold.x + race.product(cold.x), b, rtol=0, atol=1e-4)
+    torch.testing.assert_close(cold.x, torch.cat(each), rtol=0, atol=1e-4)
+    warm = PlainCG(1e-6).solve(race.product, b, cold.x)
+    assert warm.converged and warm.passes == 2 < cold.passes
+
+
 def test_whole_fits_agree_with_the_dense_fixed_point(setting):
     tiny_setting, problem, noise = setting
     batches, found = batches_of(tiny_setting), {}
-    for name, fit in (("krylov", Fit(BlockKrylov())), ("cg", Fit(BlockCG()))):
+    for name, fit in (("krylov", Fit(BlockKrylov())), ("cg", Fit(BlockCG())), ("plain", Fit(PlainCG()))):
         counted = problem_of(tiny_setting.model, batches)
         found[name] = whole_fit(counted, K, fit)
         assert found[name]["passes"] == counted.spent["columns"] / K
@@ -165,6 +177,7 @@ def test_the_command_writes_records_and_page(tmp_path, monkeypatch):
     passes.main()
     record = json.loads((tmp_path / "passes_digits.jsonl").read_text())
     assert set(record["traces"]) == {"block_krylov", "block_cg"} and set(record["fits"]) <= set(FITS)
+    assert len(record["machines"]) == 1
     page = (tmp_path / "passes.md").read_text()
     assert "| block krylov |" in page and "python benchmarks/passes.py" in page
     assert (tmp_path / "passes.png").stat().st_size > 1000

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from methods.counted import Counted
+from methods.plain_cg import PlainCG
 from torch import Tensor
 
 from torch_lla_em.fitting import FitOptions, fit_posterior
@@ -30,6 +31,7 @@ class Fit(NamedTuple):
 FITS = {
     "block_krylov": Fit(BlockKrylov()),
     "block_cg": Fit(BlockCG()),
+    "plain_cg": Fit(PlainCG()),
     "sgd": Fit(SGD(epochs=20)),
     "block_krylov_fine": Fit(BlockKrylov(), 1e-3),
     "layerwise_block_cg": Fit(BlockCG(deflate=False), layerwise=True),

@@ -34,8 +34,10 @@ def provenance(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
 def save(record: dict, path: Path) -> None:
     """Write a record that grows part by part, with what a reader needs to repeat it."""
     origin = provenance(("torch", "scikit-learn"))
-    record["commands"] = sorted({*record.get("commands", []), origin.pop("command")})
-    record["commits"] = sorted({*record.get("commits", []), origin.pop("commit")})
+    for key, one in (("commands", "command"), ("commits", "commit"), ("machines", "machine")):
+        earlier = record.get(key, [record[one]] if one in record else [])
+        record[key] = sorted({*earlier, origin.pop(one)})
+    record.pop("machine", None)  # of one run alone
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record | origin) + "\n")
 
@@ -53,4 +55,5 @@ def source(record: dict) -> str:
     """Return commands, machine, versions and commits of a record, in one sentence."""
     commands = ", ".join(f"`{command}`" for command in record["commands"])
     commits = ", ".join(record["commits"])
-    return f"{commands}; {record['machine']}; {record['versions']}; commit {commits}."
+    machines = " and ".join(record.get("machines") or [record["machine"]])
+    return f"{commands}; {machines}; {record['versions']}; commit {commits}."

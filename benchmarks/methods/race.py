@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import torch
+from methods.plain_cg import iterates
 from torch import Tensor
 
 from torch_lla_em.operators import WhitenedGGN
@@ -122,18 +124,12 @@ class Race:
 
     def plain_cg(self) -> Iterator[State]:
         """Yield x after every fourth product with K systems of their own."""
-        x, residual = torch.zeros_like(self.b), self.b.clone()
-        direction, rho, seconds = residual.clone(), dots(residual, residual), 0.0
-        for passes in range(1, 81):
-            begin = time.monotonic()
-            image = direction + self.product(direction)
-            step = (rho / dots(direction, image))[:, None].to(x)
-            x, residual = x + step * direction, residual - step * image
-            rho, old = dots(residual, residual), rho
-            direction = residual + (rho / old)[:, None].to(x) * direction
-            seconds += time.monotonic() - begin
+        seconds, begin = 0.0, time.monotonic()
+        for passes, x, _ in islice(iterates(self.product, self.b), 80):
             if passes % 4 == 0:
+                seconds += time.monotonic() - begin
                 yield passes, seconds, x
+                begin = time.monotonic()
 
     def sgd(self) -> Iterator[State]:
         """Yield the best step size for every number of epochs, on the first four samples."""

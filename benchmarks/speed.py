@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace, name: str, means: str) -> dict:
             "product": seconds[1],
             "ratio": seconds[1] / ((1 + 4 * count) * seconds[0]),
             "peak_bytes": _peak(device),
-            "at_once": problem.linear_model.path.vjp_columns or count,
+            "at_once": problem.linear_model.path.jvp_columns or count,
         }
     record["weights"] = problem.size
     record["precision_error"] = problem.linear_model.precision_error

@@ -106,6 +106,23 @@ def test_two_reverse_passes_equal_forward_mode():
         assert_close((f, Jw), (forward[0], forward[1][:columns]))
 
 
+def test_large_outputs_are_pulled_one_by_one(caplog):
+    """Where few columns fit a CPU's cache, only J w takes several at once; nothing is wrong."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2)).double()
+    small, large = check(model, torch.randn(5, 3).double()), linear_model(model)
+    x = torch.randn(10_000, 3).double()
+    report = large.probe(x)
+    assert small.path.vjp_columns == small.path.jvp_columns > 8
+    assert report.path.vjp_columns == 1 < report.path.jvp_columns <= 8
+    assert not report.unbatched and all(entry.levelname == "INFO" for entry in caplog.records)
+    w, u = torch.randn(3, large.layout.size).double(), torch.randn(3, len(x), 2).double()
+    found = products(large, x, w, u)
+    large.path = large.path._replace(vjp_columns=None)
+    for one_by_one, at_once in zip(found, products(large, x, w, u)):
+        assert_close(one_by_one, at_once)
+
+
 @pytest.mark.parametrize("forward", [True, False])
 @pytest.mark.parametrize("columns", [1, 2])
 def test_columns_in_chunks_equal_all_at_once(forward, columns):

@@ -55,7 +55,7 @@ class CompiledShare:
             if _has_two_names(self._linear_model.network.module):
                 # torch.func.functional_call would leave substitutes in place of the weights
                 return self._give_up("the model has a module or a weight under two names")
-            self._width = min(len(w), self._linear_model.path.vjp_columns or len(w))
+            self._width = min(len(w), self._linear_model.path.jvp_columns or len(w))
         try:
             with torch.compiler.set_stance("default"):
                 result = self._in_blocks(batch, at, w)

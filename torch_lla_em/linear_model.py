@@ -74,8 +74,7 @@ class LinearModel:
                 report = choose_path(self, x)
             if self.network.precision != "float32":
                 self._measure_precision(x)
-        one_by_one = 1 in (report.path.jvp_columns, report.path.vjp_columns)
-        logger.log(logging.WARNING if one_by_one else logging.INFO, "%s", report)
+        logger.log(logging.WARNING if report.unbatched else logging.INFO, "%s", report)
         self.report = report
         return report
 

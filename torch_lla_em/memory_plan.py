@@ -112,7 +112,7 @@ def make_plan(
     shrunk = 1.0 if rows is None else min(1.0, rows / activations.rows)
     per_column = _TEMPORARIES * activations.largest * shrunk + 2 * P * itemsize
     fitting = max(1, int((left - activations.kept * shrunk) / per_column))
-    known = [n for n in (compute.columns, linear_model.path.vjp_columns) if n is not None]
+    known = [n for n in (compute.columns, linear_model.path.jvp_columns) if n is not None]
     columns = min([fitting, *known])
     if columns >= 2 * num_samples + 1:
         columns = None

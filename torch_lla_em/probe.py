@@ -23,6 +23,9 @@ AddPullback = Callable[[Tensor, Tensor], None]
 _ROUNDING = 0.03
 
 _CACHED_BYTES = 2**24
+# where fewer columns than this fit a CPU's cache, Jᵀu is faster one by one: J w shares its
+# forward pass among columns, but their backward passes share nothing, and stacking costs
+_PULLED_ALONE = 8
 
 
 class Products(Protocol):
@@ -55,15 +58,17 @@ class Report(NamedTuple):
     last_layer: bool
     """Whether the trunk runs once a batch and only the last layer is differentiated."""
 
+    unbatched: tuple[str, ...] = ()
+    """The products of which an operation cannot be batched over columns."""
+
     def __str__(self) -> str:
         direction = "forward mode" if self.path.forward else "two reverse passes"
-        loops = [name for name, step in zip(("J w", "Jᵀu"), self.path[1:]) if step == 1]
         return "".join(
             [
                 f"J w by {direction}, adjoint error {self.adjoint_error:.1e}",
                 f"; forward mode was left because it {self.forward}" if self.forward else "",
-                f"; the columns of {' and '.join(loops)} run one by one, since an operation "
-                "cannot be batched over them" if loops else "",
+                f"; the columns of {' and '.join(self.unbatched)} run one by one, since an "
+                "operation cannot be batched over them" if self.unbatched else "",
                 "; the trunk runs once a batch" if self.last_layer else "",
             ]
         )
@@ -167,12 +172,15 @@ def _choose(model: Products, x: Any, columns: _Columns) -> Report:
     if errors.get(forward, math.inf) > max(columns.tolerance, _ROUNDING):
         raise NoJacobianError(_refusal(model, reasons))
     model.path = start._replace(forward=forward)
-    for side in ("vjp_columns", "jvp_columns"):
-        if _vmap_works(model, x, columns, side):
+    unbatched = []
+    for side, name in (("jvp_columns", "J w"), ("vjp_columns", "Jᵀu")):
+        if not _vmap_works(model, x, columns, side):
+            unbatched.append(name)
+        elif side == "jvp_columns" or (columns.at_once or math.inf) > _PULLED_ALONE:
             model.path = model.path._replace(**{side: columns.at_once})
     model.path = model.path._replace(shared=forward and _shares(model, x, columns))
     why = "" if forward else reasons.get(True, "treats the rows of a tied padding_idx otherwise")
-    return Report(model.path, errors[forward], why, False)
+    return Report(model.path, errors[forward], why, False, tuple(unbatched))
 
 
 def _adjoint_error(model: Products, x: Any, columns: _Columns) -> float:

@@ -144,7 +144,7 @@ def of_laplace(la: LinearisedLaplace, mean: str | None = None):
 
     def method(x: Tensor) -> Output:
         prediction = la.predict(x, mean=mean)
-        return Output(prediction.samples.log_softmax(-1), prediction.epistemic)
+        return Output(prediction.functions.log_softmax(-1), prediction.epistemic)
 
     return method
 

@@ -148,7 +148,7 @@ def test_functions_are_joint_and_repeat_themselves():
     assert_close(together, apart)
     assert_close(la.function_sample(2)(case.x), together[2])
     assert_close(la.predictive_samples(case.x), together.softmax(-1))
-    assert_close(la(case.x), together.softmax(-1).mean(0))
+    assert_close(la(case.x), la.predict(case.x).functions.softmax(-1).mean(0))
 
 
 def test_generator_draws_fresh_functions_reproducibly():
@@ -271,9 +271,9 @@ def test_calibration_is_saved(tmp_path):
     assert again.mean_factor == 1
 
 
-def test_joint_log_prob_is_that_of_the_samples():
+def test_joint_log_prob_is_that_of_the_functions():
     case, la = fitted()
-    p = la.predictive_samples(case.x)
+    p = la.predict(case.x).functions.softmax(-1)
     joint = p[:, torch.arange(30), case.y].prod(1).mean().log()
     assert_close(la.joint_log_prob(case.x, case.y), joint)
     case, la = fitted("regression")

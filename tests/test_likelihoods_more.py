@@ -176,7 +176,7 @@ def test_preferences_are_bernoulli_in_the_difference():
     f = model(b) - model(a)
     assert_close(la.predict((a, b)).mean.diff(dim=1), f)
     with torch.no_grad():
-        expected = (la.predict((a, b)).samples.diff(dim=-1)).sigmoid().mean(0)
+        expected = (la.predict((a, b)).functions.diff(dim=-1)).sigmoid().mean(0)
     assert_close(la((a, b))[:, 1:], expected)
 
 
@@ -282,7 +282,7 @@ def test_temperature_is_a_scale_at_another_precision():
     # predictions keep the likelihood as it is
     p = cold.predict(case.x)
     assert isinstance(p.likelihood, Classification)
-    assert_close(p.probs, p.samples.softmax(-1).mean(0))
+    assert_close(p.probs, p.functions.softmax(-1).mean(0))
 
 
 def test_temperature_holds_the_noise():

@@ -16,6 +16,7 @@ _DEVIATION = 0.5
 
 _GOLDEN = 0.5 * (5**0.5 - 1)
 _ROUNDS = 4
+_CUTS = 14
 
 LogProb = Callable[[float, float], float]
 """(τ, c) -> Σ log p(y | x) of held-out data, with deviations √τ J w_k around c times the mean."""
@@ -77,10 +78,15 @@ def _step(grid: list[float]) -> float:
 def _refined(function: Callable[[float], float], start: float, step: float) -> float:
     """Return the maximum of a function of log x within a step of the start."""
     low, high = log(start) - step, log(start) + step
-    for _ in range(14):
-        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-        if function(exp(left)) > function(exp(right)):
-            high = right
+    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    at_left, at_right = function(exp(left)), function(exp(right))
+    for _ in range(_CUTS):
+        if at_left > at_right:
+            high, right, at_right = right, left, at_left
+            left = high - _GOLDEN * (high - low)
+            at_left = function(exp(left))
         else:
-            low = left
+            low, left, at_left = left, right, at_right
+            right = low + _GOLDEN * (high - low)
+            at_right = function(exp(right))
     return exp(0.5 * (low + high))

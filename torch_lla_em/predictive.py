@@ -12,6 +12,10 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.likelihoods.base import sum_rows
+from torch_lla_em.rotations import functions_of, number_of_functions
+
+# numbers that averages over functions hold at a time
+_NUMBERS = 2**23
 
 
 class Interval(NamedTuple):
@@ -63,20 +67,29 @@ class Prediction:
         return self._out(self._samples(), leading=1)
 
     @property
+    def functions(self) -> Tensor:
+        """The samples and more of their covariance, shape (S, B, ..., C), S at least 2 K.
+
+        Averages, such as ``probs``, are taken over these: mirror images make their mean exact,
+        and rotations leave only the error of the samples' covariance.
+        """
+        return self._out(self._functions(slice(None)), leading=1)
+
+    @property
     def predictive_samples(self) -> Tensor:
         """E[y | f + √τ J w_k], the samples after the link, with the sample axis first."""
         return self._out(self.likelihood.mean(self._samples()), leading=1)
 
     @property
     def expectation(self) -> Tensor:
-        """E[y] by Monte Carlo: probabilities for classes and labels, rates for counts."""
+        """E[y] over ``functions``: probabilities for classes and labels, rates for counts."""
         if self.likelihood.real_valued:
             return self._out(self.likelihood.mean(self.centre))
-        return self._out(self.likelihood.mean(self._samples()).mean(0))
+        return self._out(self._averaged(lambda f, _: self.likelihood.mean(f).mean(0)))
 
     @property
     def probs(self) -> Tensor:
-        """The probability of every class or label, by Monte Carlo."""
+        """The probability of every class or label, over ``functions``."""
         self._require_probabilities("probs")
         return self.expectation
 
@@ -84,8 +97,7 @@ class Prediction:
     def log_probs(self) -> Tensor:
         """The logarithm of ``probs``, finite where they are too small to be told from 0."""
         self._require_probabilities("log_probs")
-        per_sample = self.likelihood.log_mean(self._samples())
-        return self._out(per_sample.logsumexp(0) - log(len(per_sample)))
+        return self._out(self._averaged(lambda f, _: _log_mean(self.likelihood.log_mean(f))))
 
     @property
     def entropy(self) -> Tensor:
@@ -95,7 +107,7 @@ class Prediction:
         """
         if self.likelihood.real_valued:
             return self._out(0.5 * (2 * pi * sum(self._uncertainties())).log() + 0.5)
-        return self._site_values(self.likelihood.entropy(self._samples()))
+        return self._site_values(self._averaged(lambda f, _: self.likelihood.entropy(f)))
 
     @property
     def aleatoric(self) -> Tensor:
@@ -127,8 +139,12 @@ class Prediction:
             half = z * self._variance().sqrt()
             ends = tuple(map(self.likelihood.mean, (self.centre - half, self.centre + half)))
         else:
-            values = self.likelihood.mean(self._samples()).sort(0).values
-            ends = _quantile(values, tail), _quantile(values, 1 - tail)
+
+            def quantiles(f: Tensor, _: slice) -> Tensor:
+                values = self.likelihood.mean(f).sort(0).values
+                return torch.stack([_quantile(values, tail), _quantile(values, 1 - tail)])
+
+            ends = self._averaged(quantiles, dim=1)
         return Interval(*map(self._out, ends))
 
     def smoothed(self, shared: bool = False) -> Tensor:
@@ -153,16 +169,15 @@ class Prediction:
         y = self._aligned(y)
         if isinstance(self.likelihood, Regression):
             return self._joint_gaussian(y)
-        per_sample = self.likelihood.log_prob(self._samples(), y).sum(1)
-        return per_sample.logsumexp(0) - log(len(per_sample))
+        every = self._averaged(lambda f, rows: self.likelihood.log_prob(f, y[rows]), dim=1)
+        return _log_mean(every.sum(1))
 
     def _log_prob(self, y: Tensor) -> Tensor:
         if isinstance(self.likelihood, Regression):
             variance = sum(self._uncertainties())
             terms = -0.5 * ((y - self.likelihood.mean(self.centre)) ** 2 / variance + (2 * pi * variance).log())
             return sum_rows(terms, y)
-        per_sample = self.likelihood.log_prob(self._samples(), y)
-        return per_sample.logsumexp(0) - log(len(per_sample))
+        return self._averaged(lambda f, rows: _log_mean(self.likelihood.log_prob(f, y[rows])))
 
     def _joint_gaussian(self, y: Tensor) -> Tensor:
         sigma = self.likelihood.variance(self.centre).sqrt().flatten().double()
@@ -193,6 +208,18 @@ class Prediction:
     def _samples(self) -> Tensor:
         return self.centre + self.deviations
 
+    def _functions(self, rows: slice) -> Tensor:
+        return self.centre[rows] + functions_of(self.deviations[:, rows])
+
+    def _averaged(self, average: Callable[[Tensor, slice], Tensor], dim: int = 0) -> Tensor:
+        """Return what ``average`` makes of all functions (S, b, ..., C), a few rows at a time."""
+        count = len(self.centre)
+        row = number_of_functions(self.deviations) * self.centre[:1].numel()
+        step = max(1, _NUMBERS // max(row, 1))
+        chunks = [slice(start, start + step) for start in range(0, max(count, 1), step)]
+        parts = [average(self._functions(rows), rows) for rows in chunks]
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+
     def _variance(self) -> Tensor:
         return self.deviations.square().mean(0)
 
@@ -208,7 +235,8 @@ class Prediction:
         if isinstance(self.likelihood, Regression):  # E[y | f] is linear in f
             deviations = self.likelihood.mean(self.deviations)
             return self.likelihood.variance(self.centre), deviations.square().mean(0)
-        return self.likelihood.uncertainties(self._samples())
+        both = self._averaged(lambda f, _: torch.stack(self.likelihood.uncertainties(f)), dim=1)
+        return both[0], both[1]
 
     def _site_values(self, values: Tensor) -> Tensor:
         return self._out(values) if values.dim() == self.centre.dim() else values
@@ -238,6 +266,11 @@ def score(prediction: Prediction, y: Tensor) -> Callable[[float, float], Tensor]
         return scaled._log_prob(y).double()
 
     return log_prob
+
+
+def _log_mean(values: Tensor) -> Tensor:
+    """Return log mean exp over the leading axis."""
+    return values.logsumexp(0) - log(len(values))
 
 
 def _quantile(values: Tensor, share: float) -> Tensor:

@@ -81,7 +81,7 @@ def predictor(
         if regression:
             sigma = la.sigma_noise.item()
             return Numbers(prediction.mean.flatten(), prediction.covariance, sigma)
-        return Classes.of(prediction.samples)
+        return Classes.of(prediction.functions)
 
     predict.details = {
         "mean": mean,

@@ -9,6 +9,7 @@ from torch import nn
 from allocator import Allocator
 from tiny import tiny
 from torch_lla_em import BlockKrylov, Compute, LinearisedLaplace
+from torch_lla_em.group import Group
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem import Problem
 
@@ -179,10 +180,24 @@ def test_the_estimate_is_what_a_fit_takes():
 
 def test_a_small_device_gets_smaller_pieces(monkeypatch):
     case = tiny("classification")
-    monkeypatch.setattr("torch_lla_em.memory_plan.free_memory", lambda _: 4000.0)
+    monkeypatch.setattr("torch_lla_em.problem.free_memory", lambda _: 4000.0)
     plan = case.problem().prepare(4, Compute())
     assert plan.tight and "may not fit" in str(plan)
     assert plan.columns == 1 and plan.rows < len(case.x)
+
+
+def test_processes_on_one_device_share_its_memory(monkeypatch):
+    class Pair(Group):
+        def meet(self, subject, value, merge):
+            return merge([value, value])
+
+    monkeypatch.setattr("torch_lla_em.problem.free_memory", lambda _: 8e6)
+    case = tiny("classification")
+    alone = case.problem().prepare(4, Compute())
+    problem = case.problem()
+    problem.data.group = Pair()
+    shared = problem.prepare(4, Compute())
+    assert (alone.free, shared.free) == (8e6, 4e6)
 
 
 def test_the_plan_is_printed_before_anything_is_allocated(monkeypatch):

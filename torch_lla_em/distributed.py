@@ -10,13 +10,11 @@ import torch
 
 from torch_lla_em.data import Data
 from torch_lla_em.group import Group, current_group
+from torch_lla_em.memory_plan import VECTORS
 from torch_lla_em.problem import Problem
 from torch_lla_em.spread import ColumnSpread, DataSpread, WeightSpread
 
 logger = logging.getLogger("torch_lla_em")
-
-# whole vectors that a fit holds beside the Krylov basis, in units of K
-_VECTORS = 10
 
 SHARDS = "auto", "data", "columns", "weights", None
 """What ranks share out; None: each fits on its own."""
@@ -68,7 +66,7 @@ def share_path(problem: Problem) -> None:
 
 def _too_large(problem: Problem, num_samples: int) -> tuple[str, str] | None:
     """Return the choice where whole vectors do not fit, and why."""
-    needed = _VECTORS * num_samples * problem.size * problem.dtype.itemsize
+    needed = VECTORS * num_samples * problem.size * problem.dtype.itemsize
     free = problem.free_memory()
     if needed <= free:
         return None

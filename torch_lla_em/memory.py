@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import torch
 
+from torch_lla_em.cgroup import room
+
 T = TypeVar("T")
 
 # all that the CPU's allocator says is a RuntimeError of its own wording
@@ -53,6 +55,11 @@ def free_memory(device: torch.device) -> float:
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(free + cached)
+    return min(_available(), room())
+
+
+def _available() -> float:
+    """Return what the machine has left, or half of what it has where it does not tell."""
     try:
         with open("/proc/meminfo") as lines:
             fields = dict(line.split(":") for line in lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -90,13 +91,17 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    linear_model: LinearModel, num_samples: int, compute: Compute, activations: Activations
+    linear_model: LinearModel,
+    num_samples: int,
+    compute: Compute,
+    activations: Activations,
+    free_on: Callable[[torch.device], float] = free_memory,
 ) -> Plan:
-    """Decide by what is free on the model's device."""
+    """Decide by what is free on the model's device, for this process."""
     P, w_MAP = linear_model.layout.size, linear_model.w_MAP
     itemsize = torch.promote_types(w_MAP.dtype, torch.float32).itemsize
     vectors, device = VECTORS * num_samples * P * itemsize, linear_model.network.device
-    free = free_memory(device)
+    free = free_on(device)
     on_cpu = compute.vectors == "cpu" or (compute.vectors == "auto" and vectors > _SHARE * free)
     place = torch.device("cpu") if on_cpu else device
     elsewhere = place.type != device.type
@@ -121,7 +126,7 @@ def make_plan(
         num_samples,
         vectors,
         place,
-        free_memory(place),
+        free_on(place),
         activations,
         columns,
         rows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -91,11 +92,17 @@ class Problem(Sweeps):
         part, activations = self._measured(first, compute.rows)
         if len(part.rows) < min(compute.rows or inf, len(first.rows)):
             linear_model.take(None, len(part.rows))
-        held = self.spread.columns_held(num_samples)
-        plan = make_plan(linear_model, held, compute, activations)
+        plan_for = partial(
+            make_plan,
+            linear_model,
+            self.spread.columns_held(num_samples),
+            activations=activations,
+            free_on=self._share_of_memory(),
+        )
+        plan = plan_for(compute)
         meet, elsewhere = self.data.group.meet, plan.group is not None
         if meet("where vectors live", elsewhere, any) and not elsewhere:
-            plan = make_plan(linear_model, held, replace(compute, vectors="cpu"), activations)
+            plan = plan_for(replace(compute, vectors="cpu"))
         plan = plan._replace(group=meet("columns at once", plan.group, _least))
         linear_model.take(plan.columns, plan.rows)
         self.device, self._group = plan.vectors_on, plan.group
@@ -160,6 +167,12 @@ class Problem(Sweeps):
         """Return the bytes that every rank may still allocate for vectors."""
         here = place_of(self.device), free_memory(self.device)
         return self.data.group.meet("free memory", here, least_share)
+
+    def _share_of_memory(self) -> Callable[[torch.device], float]:
+        """Return the map from a device to the bytes free there for each process that uses it."""
+        here = {place_of(device) for device in (torch.device("cpu"), self.linear_model.network.device)}
+        sharing = self.data.group.meet("devices", here, _counted)
+        return lambda device: free_memory(device) / sharing[place_of(device)]
 
     def ggn_product(self, w: Tensor) -> Tensor:
         """Return G w, shape (K, P)."""
@@ -383,6 +396,10 @@ class Problem(Sweeps):
 
 def _least(every: list[int | None]) -> int | None:
     return min((number for number in every if number is not None), default=None)
+
+
+def _counted(every: list[set[tuple[str, str]]]) -> Counter[tuple[str, str]]:
+    return Counter(place for places in every for place in places)
 
 
 def _draw(seed: int, samples: range, rows: Tensor, f: Tensor) -> Tensor:

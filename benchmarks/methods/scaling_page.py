@@ -2,6 +2,8 @@
 
 from math import ceil
 
+from torch_lla_em.memory_plan import VECTORS
+
 # assumptions of the model, told on the page
 FLOPS = 5e13  # that a card sustains
 BANDWIDTH = 2.5e10  # bytes a second that a rank sends, one 200 Gb/s port a card
@@ -41,7 +43,7 @@ tolerance of the solver: noise is a function of seed, sample and row, not of ran
   scattered again: as many bytes (half as many again by gloo), R forward passes where there
   was one, 1 / R of the memory.
   The posterior at the end is whole, K P numbers on every rank.
-- **`shard="auto"`** takes `"weights"` where ten vectors a sample exceed the free memory, else
+- **`shard="auto"`** takes `"weights"` where twenty vectors a sample exceed the free memory, else
   the one of the others that takes fewer forward passes, and logs which and why.
 - **`shard=None`**: each rank fits on its own, as for an ensemble.
 - **SGD** takes a batch of every rank a step, and one all-reduce a step; its path is that of
@@ -142,7 +144,7 @@ def predicted(records):
     yield (
         "Compute and bytes both grow with P, so that their share depends on the rows a rank "
         "alone; memory is what P decides. Vectors: K P numbers of 4 bytes, of which a fit holds "
-        "about ten beside the basis."
+        f"up to {VECTORS} beside the basis."
     )
     for rows, name in (1_281_167, "ImageNet"), (50_000, "CIFAR-10"):
         yield ""
@@ -159,8 +161,8 @@ def predicted(records):
     vectors = " | ".join(f"{4e-9 * NUM_SAMPLES * 10**p:.3g} GB" for p in (6, 7, 8, 9))
     yield f"| one K P | {vectors} |"
     for ranks in 8, 1024:
-        held = " | ".join(f"{4e-8 * NUM_SAMPLES * 10**p / ranks:.3g} GB" for p in (6, 7, 8, 9))
-        yield f"| ten of them, sliced over {ranks} | {held} |"
+        held = " | ".join(f"{4e-9 * VECTORS * NUM_SAMPLES * 10**p / ranks:.3g} GB" for p in (6, 7, 8, 9))
+        yield f"| {VECTORS} of them, sliced over {ranks} | {held} |"
     yield ""
     yield (
         "Where there are fewer batches than ranks, smaller batches or `shard=\"columns\"` help; at "

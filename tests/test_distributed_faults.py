@@ -77,6 +77,21 @@ def hang():
     time.sleep(12)
 
 
+def meet_with_a_fault(rank):
+    def merge(values):
+        raise TypeError("no order")
+
+    current_group().meet("values", rank, merge)
+
+
+def test_what_fails_where_values_meet_ends_all_at_once(tmp_path):
+    begin = time.monotonic()
+    errors = ranks.run(2, meet_with_a_fault, tmp_path)
+    assert all(isinstance(error, RankError) for error in errors)
+    assert all("Rank 0 of 2 failed: TypeError: no order" in str(error) for error in errors)
+    assert time.monotonic() - begin < 50
+
+
 def test_a_rank_that_hangs_is_named(tmp_path):
     results = ranks.run(3, fit_with_a_fault, tmp_path, 1, hang, timeout=3)
     for rank in (0, 2):

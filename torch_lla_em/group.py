@@ -195,6 +195,8 @@ def _verdict(words: list[tuple[str, str, Any]], merge: Merge) -> tuple[str, Any]
         return "ok", merge([value for _, _, value in words])
     except ValueError as error:
         return "refused", str(error)
+    except Exception as error:  # the others wait for an answer
+        return "ended", f"Rank 0 of {len(words)} failed: {type(error).__name__}: {error}"
 
 
 def _gone(rank: int, size: int, error: RuntimeError) -> str:

@@ -248,25 +248,52 @@ def test_passes_in_another_order_begin_anew(tmp_path, every_batch):
     torch.testing.assert_close(la.w_samples, whole.w_samples, rtol=1e-6, atol=1e-6)
 
 
+def descend(loader, folder, epochs=8, em_steps=0):
+    solver = SGD(epochs=epochs, averaging=0.1)
+    la = LinearisedLaplace(tiny("classification").model, "classification", solver=solver, compute=READ)
+    settings = {"em_steps": em_steps, "prior_precision": 30.0, "checkpoint": folder}
+    return la.fit(loader, progress_bar=False, **settings)
+
+
 @pytest.mark.filterwarnings("ignore:The linear mode", "ignore:The samples")
 def test_epochs_of_sgd_are_kept(tmp_path):
-    def run(loader, folder):
-        model, solver = tiny("classification").model, SGD(epochs=8)
-        la = LinearisedLaplace(model, "classification", solver=solver, compute=READ)
-        settings = {"em_steps": 0, "prior_precision": 30.0, "checkpoint": folder}
-        return la.fit(loader, progress_bar=False, **settings)
-
-    whole = run(Rationed(10**6), tmp_path / "whole")
-    runs = 0
-    while True:
+    whole, la, runs = descend(Rationed(10**6), tmp_path / "whole"), None, 0
+    while la is None:
         try:
-            la = run(Rationed(18), tmp_path / "broken")
-            break
+            la = descend(Rationed(18), tmp_path / "broken")
         except InterruptedError:
             runs += 1
             assert runs < 100
     assert runs > 4
     assert torch.equal(la.w_samples, whole.w_samples)
+
+
+@pytest.mark.filterwarnings("ignore:The linear mode", "ignore:The samples")
+def test_epochs_of_sgd_go_on_in_their_middle(tmp_path, every_batch):
+    whole = descend(Rationed(10**6), tmp_path / "whole", 3, em_steps=1)
+    la, runs = None, 0
+    while la is None:  # every solve counts batches anew, so that later runs need more
+        try:
+            la = descend(Rationed(12 + runs), tmp_path / "broken", 3, em_steps=1)
+        except InterruptedError:
+            runs += 1
+            assert runs < 100
+    assert runs > 10
+    assert torch.equal(la.w_samples, whole.w_samples)
+    assert torch.equal(la.w_lin, whole.w_lin)
+    assert la.history[-1]["columns"] == pytest.approx(whole.history[-1]["columns"])
+
+
+@pytest.mark.filterwarnings("ignore:The linear mode", "ignore:The samples")
+def test_epochs_of_sgd_in_another_order_begin_anew(tmp_path, every_batch):
+    whole = descend(Rationed(10**6), tmp_path / "whole")
+    runs = 0
+    while not (tmp_path / "broken" / "partial.pt").exists() or runs < 20:
+        with pytest.raises(InterruptedError):
+            descend(Rationed(12), tmp_path / "broken")
+        runs += 1
+    la = descend(Rationed(10**6, shuffled=True), tmp_path / "broken")
+    torch.testing.assert_close(la.w_samples, whole.w_samples, rtol=0.1, atol=0.1)
 
 
 def test_clocks_may_jump(tmp_path, monkeypatch):

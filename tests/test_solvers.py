@@ -34,7 +34,7 @@ class Dense:
         self.passes += 1
         return self.R.clone()
 
-    def minibatches(self):
+    def minibatches(self, state=None):
         self.passes += 1
         for part in self.R.chunk(self.batches):
             yield len(part), lambda x, part=part: x @ part.T @ part

@@ -21,7 +21,7 @@ from torch_lla_em.data import Batch
 from torch_lla_em.leaving import Leaving
 from torch_lla_em.partial_pass import PartialPass
 from torch_lla_em.persistence import write_atomically
-from torch_lla_em.problem import NoiseFeatures, Problem
+from torch_lla_em.problem import BatchProduct, Cotangent, NoiseFeatures, Problem, State
 from torch_lla_em.slices import over_slices
 from torch_lla_em.sweeps import OtherOrderError, Rows, Work
 
@@ -203,6 +203,32 @@ class RecordedProblem(Problem):
                 sums[name].copy_(total)
             self.data.num_outputs = outputs
             run(rows)
+
+    def _minibatches(
+        self, cotangent: Cotangent, state: State = None, rows: Rows = Rows(in_step=True)
+    ) -> Iterator[tuple[int, BatchProduct]]:
+        """Yield the steps of an epoch, and keep the state between them where it takes long."""
+        if state is None or self.data.group.size > 1:
+            yield from super()._minibatches(cotangent, state, rows)
+            return
+        position, spent = self.log.position, self.cost.columns
+        began = {name: tensor.clone() for name, tensor in state.items()}
+        sums = {**state, "columns": torch.zeros((), dtype=torch.float64)}
+
+        def steps(rows: Rows) -> Iterator[tuple[int, BatchProduct]]:
+            for step in super(RecordedProblem, self)._minibatches(cotangent, state, rows):
+                yield step
+                sums["columns"].fill_(self.cost.columns - spent)
+                self._between_batches(position, sums)
+
+        known = self.partial.restore(position, sums, self.data)
+        self.cost.columns += sums["columns"].item()
+        try:
+            yield from steps(rows if known is None else known._replace(in_step=True))
+        except OtherOrderError:  # a loader that shuffles: the epoch begins anew
+            for name, tensor in began.items():
+                state[name].copy_(tensor)
+            yield from steps(rows)
 
     def _batches(self, rows: Rows) -> Iterator[Batch]:
         for batch in super()._batches(rows):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from torch_lla_em.problem import BatchProduct, Problem
+from torch_lla_em.problem import BatchProduct, Problem, State
 
 
 class WhitenedGGN:
@@ -32,9 +32,9 @@ class WhitenedGGN:
         """Return R D, shape (N C, P), with A = (R D)ᵀ R D."""
         return self.problem.rows().mul_(self.deviation)
 
-    def minibatches(self) -> Iterator[tuple[int, BatchProduct]]:
+    def minibatches(self, state: State = None) -> Iterator[tuple[int, BatchProduct]]:
         """Yield every batch's rows and its own share of the product."""
-        for rows, product in self.problem.minibatch_products():
+        for rows, product in self.problem.minibatch_products(state):
             yield rows, self._whiten(product)
 
     def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -67,9 +67,9 @@ class WhitenedLoss:
         problem = self.problem.with_curvature_at(x * self.deviation)
         return WhitenedGGN(problem, self.deviation)
 
-    def minibatches(self) -> Iterator[tuple[int, BatchProduct]]:
+    def minibatches(self, state: State = None) -> Iterator[tuple[int, BatchProduct]]:
         """Yield every batch's rows and its own gradient."""
-        for rows, gradient in self.problem.minibatch_gradients():
+        for rows, gradient in self.problem.minibatch_gradients(state):
             yield rows, lambda x, g=gradient: g(x * self.deviation).mul_(self.deviation)
 
     def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -31,6 +31,7 @@ _GROUP_ROWS = 32
 # of J w at the curvature point: 256 MB in float32
 _OUTPUTS_KEPT = 1 << 26
 
+State = dict[str, Tensor] | None
 Cotangent = Callable[[Batch, Tensor, Tensor], Tensor]
 BatchProduct = Callable[[Tensor], Tensor]
 Draw = Callable[[Tensor, Tensor], Tensor]
@@ -279,13 +280,17 @@ class Problem(Sweeps):
         yield from self._over(push)
         self.cost.columns += len(w)
 
-    def minibatch_products(self) -> Iterator[tuple[int, BatchProduct]]:
-        """Yield every batch's rows and its own product w -> J_bᵀ H_b J_b w."""
-        return self._minibatches(self._curvature)
+    def minibatch_products(self, state: State = None) -> Iterator[tuple[int, BatchProduct]]:
+        """Yield every batch's rows and its own product w -> J_bᵀ H_b J_b w.
 
-    def minibatch_gradients(self) -> Iterator[tuple[int, BatchProduct]]:
+        ``state`` is what is changed in place after every batch: a checkpoint keeps it, and a run
+        that goes on begins with what it was, and with the next batch.
+        """
+        return self._minibatches(self._curvature, state)
+
+    def minibatch_gradients(self, state: State = None) -> Iterator[tuple[int, BatchProduct]]:
         """Yield every batch's rows and its own gradient w -> J_bᵀ ∇loss(J_b w)."""
-        return self.with_curvature_at(None)._minibatches(self._gradient)
+        return self.with_curvature_at(None)._minibatches(self._gradient, state)
 
     def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return what was computed at ``key``: here anew, from a checkpoint where there is one."""
@@ -334,12 +339,14 @@ class Problem(Sweeps):
         for _ in self._over(add, rows):
             pass
 
-    def _minibatches(self, cotangent: Cotangent) -> Iterator[tuple[int, BatchProduct]]:
+    def _minibatches(
+        self, cotangent: Cotangent, state: State = None, rows: Rows = Rows(in_step=True)
+    ) -> Iterator[tuple[int, BatchProduct]]:
         """Yield steps of one batch of every rank that has one left."""
-        for batch in self._batches(Rows(in_step=True)):
-            rows = batch.step_rows or len(batch.rows)
+        for batch in self._batches(rows):
+            count = batch.step_rows or len(batch.rows)
 
-            def product(w: Tensor, batch: Batch = batch, rows: int = rows) -> Tensor:
+            def product(w: Tensor, batch: Batch = batch, count: int = count) -> Tensor:
                 total, w = self._whole_zeros(len(w)), self.spread.whole(w)
 
                 def add(part: Batch, done: int) -> None:
@@ -347,10 +354,10 @@ class Problem(Sweeps):
 
                 for _ in self._worked(batch, add) if len(batch.rows) else ():
                     pass
-                self.cost.columns += len(w) * rows / (self.data.num_rows or 1)
+                self.cost.columns += len(w) * count / (self.data.num_rows or 1)
                 return self.spread.sum(total)
 
-            yield rows, product
+            yield count, product
 
     def _add_product(self, batch: Batch, cotangent: Cotangent, w: Tensor, total: Tensor) -> None:
         """Add Jᵀ u to the total, with u = cotangent(batch, at, J w)."""

@@ -9,7 +9,7 @@ from torch_lla_em.likelihoods import Classification
 from torch_lla_em.linear_model import LinearModel
 from torch_lla_em.network import Network
 from torch_lla_em.parameters import ParameterLayout, select_parameters
-from torch_lla_em.problem import NoiseFeatures, Problem
+from torch_lla_em.problem import NoiseFeatures, Problem, State
 
 Product = Callable[[Tensor], Tensor]
 
@@ -37,12 +37,12 @@ class Counted(Problem):
         self._count(len(w))
         return super().push_forward(w)
 
-    def minibatch_products(self) -> Iterator[tuple[int, Product]]:
-        for rows, product in super().minibatch_products():
+    def minibatch_products(self, state: State = None) -> Iterator[tuple[int, Product]]:
+        for rows, product in super().minibatch_products(state):
             yield rows, self._counting(product, rows)
 
-    def minibatch_gradients(self) -> Iterator[tuple[int, Product]]:
-        for rows, product in super().minibatch_gradients():
+    def minibatch_gradients(self, state: State = None) -> Iterator[tuple[int, Product]]:
+        for rows, product in super().minibatch_gradients(state):
             yield rows, self._counting(product, rows)
 
     def _counting(self, product: Product, rows: int) -> Product:

@@ -97,7 +97,7 @@ class NoisyTargets:
         eta = sum(self.shares)[: len(x)]
         return self.product(x) - self.product.deviation * eta
 
-    def minibatches(self) -> Iterator[tuple[int, BatchProduct]]:
+    def minibatches(self, state: dict[str, Tensor] | None = None) -> Iterator[tuple[int, BatchProduct]]:
         for (rows, product), eta in zip(self.product.minibatches(), self.shares):
             share = self.product.deviation * eta
 

@@ -20,7 +20,9 @@ Gradient = Callable[[BatchProduct, float, Tensor], Tensor]
 class Minibatches(Protocol):
     """A product or a loss that can be taken batch by batch."""
 
-    def minibatches(self) -> Iterator[tuple[int, BatchProduct]]: ...
+    def minibatches(
+        self, state: dict[str, Tensor] | None = None
+    ) -> Iterator[tuple[int, BatchProduct]]: ...
 
     def kept(
         self, key: Tensor, compute: Callable[[], dict[str, Tensor]]
@@ -93,11 +95,12 @@ class SGD:
         rate: float,
         bound: float,
     ) -> Tensor:
-        state = {"x": start, "velocity": torch.zeros_like(start), "average": start}
+        count = torch.zeros((), dtype=torch.int64)
+        state = {"x": start, "velocity": torch.zeros_like(start), "average": start, "count": count}
         # counted anew by a run that goes on, whose batches may be others
         num_batches = sum(1 for _ in problem.minibatches())
-        for epoch in range(self.epochs):
-            run = partial(self._epoch, problem, gradient, state, (epoch, num_batches, rate))
+        for _ in range(self.epochs):
+            run = partial(self._epoch, problem, gradient, state, (num_batches, rate))
             state = problem.kept(state["x"], run)
             size = norm(state["x"]).item()
             if not size <= 10 * bound + 1:
@@ -113,23 +116,28 @@ class SGD:
         problem: Minibatches,
         gradient: Gradient,
         state: dict[str, Tensor],
-        schedule: tuple[int, int, float],
+        schedule: tuple[int, float],
     ) -> dict[str, Tensor]:
-        """Return the state after one epoch; the schedule is (epoch, batches of each, rate)."""
-        epoch, num_batches, rate = schedule
-        x, velocity, average = (tensor.clone() for tensor in state.values())
-        last = self.epochs * num_batches - 1
-        for step, (_, batch_product) in enumerate(problem.minibatches(), epoch * num_batches):
+        """Return the state after one epoch; the schedule is (batches of an epoch, first rate).
+
+        The state changes in place, so that a checkpoint can keep it between batches.
+        """
+        num_batches, rate = schedule
+        state = {name: tensor.clone() for name, tensor in state.items()}
+        x, velocity, average, count = state.values()
+        last = max(1, self.epochs * num_batches - 1)
+        for _, batch_product in problem.minibatches(state):
             # every batch comes once an epoch, so uneven ones weigh alike: not by N / B
             g = gradient(batch_product, num_batches, x + self.momentum * velocity)
             if self.clip is not None:
                 g = g.clamp(-self.clip, self.clip)
-            fade = 1 - (1 - self.decay) * step / max(1, last)
-            velocity = self.momentum * velocity - rate * fade * g
-            x = x + velocity
+            fade = 1 - (1 - self.decay) * count.item() / last
+            velocity.mul_(self.momentum).sub_(g, alpha=rate * fade)
+            x.add_(velocity)
+            count.add_(1)
             if self.averaging is not None:
                 average.lerp_(x, self.averaging)
-        return {"x": x, "velocity": velocity, "average": average}
+        return state
 
     def _rate(self, product: Callable[[Tensor], Tensor], v: Tensor) -> tuple[float, int]:
         """Return the step size, and the passes spent on its estimate."""

@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,10 +21,13 @@ from torch.utils.data import DataLoader
 
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.predictive import Prediction
+from torch_lla_em.rotations import number_of_functions
 
 PACKAGES = "torch", "torchvision", "torchmetrics"
 CLEAN = "accuracy", "nll", "ece", "brier", "joint_dyadic", "fit_seconds", "precision", "gamma", "passes"
 SHIFTED = "accuracy", "nll", "ece", "joint_dyadic", "auroc"
+HELD = 2**28
+"""Numbers that functions of all test images may take."""
 Method = Callable[[list[Tensor], Tensor], dict[str, Classes]]
 """Batches of images and the network's outputs there -> predictions, by what the row adds."""
 
@@ -131,12 +135,13 @@ def measured(
     methods, costs = baselines(rung, args, data, network, held_out)
     for prior in args.priors:
         la, cost = fitted(network, args, data.train, prior)
-        la.calibrate(held_out, "network")
-        tau, factor = la.posterior_scale.item(), la.mean_factor.item()
-        la.posterior_scale.fill_(1)
-        la.mean_factor.fill_(1)
-        methods[f"ours: {prior}"] = posterior(la, tau, factor)
-        costs[f"ours: {prior}"] = cost | {"tau": tau, "factor": factor}
+        la.calibrate(held_out)
+        methods[f"ours: {prior}"] = posterior(la)
+        costs[f"ours: {prior}"] = cost | {
+            "tau": la.posterior_scale.item(),
+            "factor": la.mean_factor.item(),
+            "mean": la.mean,
+        }
     test = DataLoader(data.test, args.batch_size, num_workers=args.workers)
     familiar: dict[str, Tensor] = {}
     for shift in (unchanged(), *rung.shifts):
@@ -214,20 +219,28 @@ def fitted(
     return la, cost
 
 
-def posterior(la: LinearisedLaplace, tau: float, factor: float) -> Method:
-    """Return the method that averages over samples, by both links, and at the scale τ."""
+def posterior(la: LinearisedLaplace) -> Method:
+    """Return the method that averages over functions as fitted, by both links, and calibrated."""
 
     def method(images: list[Tensor], f: Tensor) -> dict[str, Classes]:
         parts = [la.predict(x) for x in images]
-        Jw = torch.cat([part.deviations.cpu() for part in parts], dim=1)
-        probit = Prediction(la.likelihood, f, Jw).smoothed().log()
+        centre = torch.cat([part.centre.cpu() for part in parts])
+        deviations = torch.cat([part.deviations.cpu() for part in parts], dim=1)
+        calibrated = Prediction(la.likelihood, centre, deviations)
+        fitted = Prediction(la.likelihood, f, deviations / la.posterior_scale.sqrt().to(deviations))
         return {
-            ", Monte Carlo": Classes.of(f + Jw),
-            ", probit": Classes(probit, lambda: f + Jw),
-            ", calibrated": Classes.of(factor * f + tau**0.5 * Jw),
+            ", Monte Carlo": Classes(fitted.log_probs, partial(functions, fitted)),
+            ", probit": Classes(fitted.smoothed().log(), partial(functions, fitted)),
+            ", calibrated": Classes(calibrated.log_probs, partial(functions, calibrated)),
         }
 
     return method
+
+
+def functions(prediction: Prediction) -> Tensor:
+    """Return joint functions: those that the library averages over where they fit, or samples."""
+    count = number_of_functions(prediction.deviations) * prediction.centre.numel()
+    return prediction.functions if count <= HELD else prediction.samples
 
 
 def outputs(network: nn.Module, images: list[Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from itertools import product
-from math import exp, inf, log
+from math import inf
 from typing import NamedTuple
 
 import torch

@@ -13,7 +13,6 @@ from tqdm.auto import tqdm
 
 from torch_lla_em import persistence
 from torch_lla_em.batches import TargetFn, inputs_of, map_tensors, to_device
-from torch_lla_em.calibration import calibration
 from torch_lla_em.checkpoint import PassLog, RecordedProblem
 from torch_lla_em.compute import Compute, tf32
 from torch_lla_em.curve import Curve, Modes, curve
@@ -22,6 +21,7 @@ from torch_lla_em.distributed import SHARDS, compare_ranks, group_of, share_path
 from torch_lla_em.empirical_bayes import EMState
 from torch_lla_em.fitting import FitOptions, fit_posterior
 from torch_lla_em.group import Group
+from torch_lla_em.held_out import calibrated
 from torch_lla_em.history import record_of, summary_of
 from torch_lla_em.last_layer import called_last
 from torch_lla_em.leaving import leaving_cleanly
@@ -38,7 +38,7 @@ from torch_lla_em.network import ForwardFn, Network
 from torch_lla_em.parameters import ParameterLayout, Selection, select_parameters
 from torch_lla_em.parts import Earlier
 from torch_lla_em.posterior_samples import Solver
-from torch_lla_em.predictive import Prediction, mixed, score
+from torch_lla_em.predictive import Prediction, mixed
 from torch_lla_em.problem import Problem
 from torch_lla_em.rewards import compare, preferred
 from torch_lla_em.shared_log import SharedLog
@@ -46,9 +46,6 @@ from torch_lla_em.solvers.block_krylov import Spectrum
 from torch_lla_em.stored_posterior import NotFittedError, StoredPosterior
 
 logger = logging.getLogger("torch_lla_em")
-
-_CLEARLY = 4.0
-"""Standard errors by which the network's mean is to be better than the linear mode."""
 
 
 class _Wish(NamedTuple):
@@ -300,30 +297,10 @@ class LinearisedLaplace(StoredPosterior):
         for name in means:
             _check_choice("mean", name, ("network", "linear"))
         with group_of(self._shard).joined() as group:
-            return self._calibrate(loader, means, group)
-
-    def _calibrate(
-        self, loader: Iterable[Any], means: tuple[str, ...], group: Group
-    ) -> LinearisedLaplace:
-        data = Data(loader, self._device, self.target_fn, group)
-        problem = Problem(self._linear_model, self.likelihood, data)
-        columns = torch.cat([self.w_lin[None], self.w_samples])
-        parts = [(f, Jw, batch.targets) for batch, f, Jw in problem.push_forward(columns)]
-        found, rows = {}, {}
-        for name in means:
-            own = _score_of(self.likelihood, parts, name)
-
-            def log_prob(scale: float, factor: float) -> float:
-                return group.sum(own(scale, factor).sum().to(self._device)).item()
-
-            found[name] = calibration(log_prob, self.likelihood.gives_probabilities)
-            rows[name] = own(found[name].scale, found[name].factor)
-        self.mean = means[0]
-        if len(means) > 1:
-            gain = (rows["network"] - rows["linear"]).to(self._device)
-            moments = torch.stack([torch.ones_like(gain), gain, gain.square()]).sum(1)
-            self.mean = _better_mean(*group.sum(moments).tolist())
-        best = found[self.mean]
+            data = Data(loader, self._device, self.target_fn, group)
+            problem = Problem(self._linear_model, self.likelihood, data)
+            columns = torch.cat([self.w_lin[None], self.w_samples])
+            self.mean, best = calibrated(problem, columns, means)
         self.posterior_scale = torch.full_like(self.posterior_scale, best.scale)
         self.mean_factor = torch.full_like(self.mean_factor, best.factor)
         return self
@@ -434,33 +411,10 @@ class LinearisedLaplace(StoredPosterior):
         return self._linear_model.network.device
 
 
-def _score_of(
-    likelihood: Likelihood, parts: list[tuple[Tensor, Tensor, Tensor]], mean: str
-) -> Callable[[float, float], Tensor]:
-    """Return log-probabilities of held-out rows (f, J w, y), (N,), from scale and factor."""
-    if not parts:  # a rank without data
-        return lambda *_: torch.zeros(0, dtype=torch.float64)
-    f, Jw, y = zip(*parts)
-    Jw = torch.cat(Jw, dim=1)
-    centre = torch.cat(f) if mean == "network" else Jw[0]
-    return score(Prediction(likelihood, centre, Jw[1:]), torch.cat(y))
-
-
 def _requires_grad(x: Any) -> bool:
     found: list[bool] = []
     map_tensors(lambda tensor: found.append(tensor.requires_grad), x)
     return any(found)
-
-
-def _better_mean(count: float, total: float, squares: float) -> str:
-    """Return the mean to take, by how much more probable rows are by the network's.
-
-    The linear model's own mode goes with its posterior, and was the better mean on nearly
-    every data set of the benchmarks. Among a few hundred rows the gain is that of a handful,
-    whose spread says too little: gains of three standard errors turned into losses.
-    """
-    variance = max(squares - total**2 / count, 0.0) / max(count - 1, 1)
-    return "network" if total > _CLEARLY * (count * variance) ** 0.5 else "linear"
 
 
 def _linear_model(

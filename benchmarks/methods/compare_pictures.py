@@ -83,7 +83,14 @@ def scales(tables: Tables, path: Path) -> None:
             errors = [stdev(v) / len(v) ** 0.5 for _, v in points]
             axis.errorbar([e for e, _ in points], [mean(v) for _, v in points], errors, label=row)
         axis.set_xscale("log")
-        axis.set_yscale("log" if key != "auroc_rotated" else "linear")
+        axis.set_xticks([epochs for _, epochs in at], [str(epochs) for _, epochs in at])
+        axis.set_xticks([], minor=True)
+        if key != "auroc_rotated":
+            axis.set_yscale("log")
+            low, high = axis.get_ylim()
+            ticks = [tick for tick in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if low <= tick <= high]
+            axis.set_yticks(ticks, [str(tick) for tick in ticks])
+            axis.set_yticks([], minor=True)
         axis.set_xlabel("epochs")
         axis.set_title(title(key))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", fontsize=7, ncols=2)

@@ -39,3 +39,15 @@ def test_a_run_writes_a_record_and_a_page(speed, tmp_path, monkeypatch):
 def test_failures_are_rows(speed):
     (row,) = speed._rows({"network": "vit_s", "means": "tf32", "error": "no such card"})
     assert "failed: no such card" in row
+
+
+def test_the_plain_pass_is_the_same_product(speed):
+    import torch
+    from methods.plain_pass import plain_product
+
+    from tiny import tiny
+
+    case = tiny("classification")
+    problem = case.problem()
+    w = torch.randn(3, problem.size, dtype=case.x.dtype)
+    torch.testing.assert_close(plain_product(case.model, problem.linear_model.layout.names, case.x)(w), problem.ggn_product(w))

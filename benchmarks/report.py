@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-from methods.compare_page import OURS, Tables, aims, comparison, lengths, load, provenance
+from methods.compare_page import OURS, TEMPERATURE, Tables, aims, comparison, lengths, load, provenance
 from methods.compare_pictures import bands, confidence, scales
 from methods.image_sections import sections
 from methods.tasks import TASKS
@@ -28,10 +28,10 @@ def page(tables: Tables, fresh: Tables, words: dict[str, str], images: list[str]
             if name == task and "deep ensemble of 5" in groups:
                 text += [comparison(task, epochs, groups), words.get(task, "")]
     text += [words.get("scale", "## The scale of the posterior\n"), aims(tables)]
-    text.append(words.get("found", ""))
+    text += [words.get("found", ""), words.get("conv", ""), aims(tables, "digits-conv")]
     if fresh:
         text += [words.get("fresh", ""), aims(fresh)]
-    text.append(lengths(tables, lambda row: row in ("MAP", "temperature scaling") or row.startswith(OURS)))
+    text.append(lengths(tables, lambda row: row == "MAP" or row.startswith((TEMPERATURE, OURS))))
     text += [words.get("end", ""), *images]
     text.append("## How it was run\n\nIf not said above:\n\n" + provenance(tables))
     if fresh:

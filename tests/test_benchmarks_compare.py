@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from math import log
 from pathlib import Path
 
@@ -15,9 +17,11 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 for package in ("sklearn", "torchmetrics", "matplotlib"):
     pytest.importorskip(package)
 
+from methods.baselines import Setting, temperature  # noqa: E402
 from methods.measure import Meter  # noqa: E402
 from methods.metrics import Classes, Numbers, auroc  # noqa: E402
-from methods.tasks import TASKS, Loader, SharedDropout, make_task  # noqa: E402
+from methods.provenance import provenance  # noqa: E402
+from methods.tasks import TASKS, Loader, Rows, SharedDropout, make_task  # noqa: E402
 
 
 def test_joint_nll_of_one_function_is_the_marginal_nll():
@@ -74,6 +78,32 @@ def test_the_loader_counts_passes_and_the_meter_measures():
     with Meter() as meter:
         assert sum(len(x) for x, _ in loader) == 80
     assert loader.passes == 1 and len(loader) == 3 and meter.seconds > 0
+
+
+def test_the_meter_sees_memory_that_is_used_again():
+    def grown():
+        with Meter() as meter:
+            parts = [torch.ones(1 << 14) for _ in range(1000)]  # 64 kB each, from the heap
+            assert len(parts) == 1000
+            time.sleep(0.05)
+        return meter.megabytes
+
+    assert grown() > 50 and grown() > 50
+
+
+def test_folders_of_results_are_nobodys_business(monkeypatch):
+    command = ["/home/me/speed.py", "--networks", "lenet", "--out", "/home/me/results", "--seeds", "1"]
+    monkeypatch.setattr("sys.argv", command)
+    assert provenance()["command"] == "python benchmarks/speed.py --networks lenet --seeds 1"
+
+
+def test_a_temperature_with_a_prior_stays_near_one():
+    task = make_task("cancer", 0)
+    easy = Rows(task.val.x[:3], task.val.x[:3, :2].argmax(1))
+    setting = Setting(replace(task, val=easy), lambda x: x[:, :2], 1, 0, Loader(task.train))
+    alone, held = temperature(setting).values()
+    sure = [p(task.test.x).log_probs.exp().amax(1).mean() for p in (alone, held)]
+    assert sure[0] > 0.95 > sure[1]
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -188,7 +188,7 @@ def test_mnist_runs_whole_and_from_its_checkpoint(tmp_path, capsys):
     assert len(first) == 13 * (3 + 6) and all(record["synthetic"] for record in records)
     assert all(a["nll"] == b["nll"] for a, b in zip(first, again))
     fits = [record for record in first if record.get("gamma")]
-    assert all(record["precision"] > 0 and record["passes"] > 1 and record["commit"] for record in fits)
+    assert all(record["precision"] > 0 and record["columns"] > 1 and record["commit"] for record in fits)
     assert {record["level"] for record in fits} == {0}
     (section,) = sections(tmp_path, {"mnist": "What is said of it."})
     assert "These are not MNIST's images" in section and section.endswith("What is said of it.")

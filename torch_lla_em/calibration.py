@@ -15,7 +15,7 @@ logger = logging.getLogger("torch_lla_em")
 
 _SCALES = 1e-4, 1e2
 _FACTORS = 0.1, 10.0
-_DEVIATION = 0.5
+DEVIATION = 0.5
 """Prior standard deviation of log τ and log c around 0."""
 
 # all in logarithms: the grid's spacing, that of differences, and when a maximum is found
@@ -70,7 +70,7 @@ def best_scale(log_prob: Callable[[float], float]) -> float:
 
 
 def _log_prior(point: Tensor) -> float:
-    return -0.5 * point.square().sum().item() / _DEVIATION**2
+    return -0.5 * point.square().sum().item() / DEVIATION**2
 
 
 def _best_of_grid(

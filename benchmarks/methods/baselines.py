@@ -5,6 +5,7 @@ A method takes a ``Setting`` and returns named predictors, x -> ``Classes`` or `
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import log
 
 import torch
 from methods.metrics import Classes, Numbers
@@ -12,6 +13,8 @@ from methods.tasks import Loader, SharedDropout, Task, train
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+
+from torch_lla_em.calibration import DEVIATION
 
 Predictor = Callable[[Tensor], Classes | Numbers]
 
@@ -62,14 +65,27 @@ def map_estimate(setting: Setting) -> dict[str, Predictor]:
 
 
 def temperature(setting: Setting) -> dict[str, Predictor]:
-    """One temperature fitted to held-out data; for regression, the noise."""
+    """One temperature fitted to held-out data, alone and with the prior that ``calibrate`` has.
+
+    For regression, the noise.
+    """
     network, (x, y) = setting.network, setting.task.val
     if setting.task.regression:
         return {"MAP, held-out noise": _predictor(setting, lambda x: network(x)[None], _spread(network, x, y))}
     with torch.no_grad():
         f = network(x)
-    best = _search(lambda t: F.cross_entropy(f / t, y).item(), 0.05, 20.0)
-    return {"temperature scaling": lambda x: Classes.of(_detached(network, x)[None] / best)}
+
+    def scaled(penalty: float) -> Predictor:
+        def objective(t: float) -> float:
+            return F.cross_entropy(f / t, y, reduction="sum").item() + penalty * log(t) ** 2
+
+        best = _search(objective, 0.05, 20.0)
+        return lambda x: Classes.of(_detached(network, x)[None] / best)
+
+    return {
+        "temperature scaling": scaled(0.0),
+        "temperature scaling, log-normal prior": scaled(0.5 / DEVIATION**2),
+    }
 
 
 def dropout(setting: Setting) -> dict[str, Predictor]:

@@ -110,10 +110,12 @@ def comparison(task: str, epochs: int, groups: Groups) -> str:
     return "\n".join(text)
 
 
-def aims(tables: Tables) -> str:
+def aims(tables: Tables, task: str = "digits") -> str:
     """Return the four aims on digits by training length: of the defaults around either mean,
     of other variants as fitted and as calibrated."""
-    at = [key for key in tables if key[0] == "digits" and TEMPERATURE in tables[key]]
+    at = [key for key in tables if key[0] == task and TEMPERATURE in tables[key]]
+    if not at:
+        return ""
     rows = {
         row: None
         for key in at

@@ -16,7 +16,7 @@ SCORES = {
 COSTS = {
     "fit_seconds": "fit, s",
     "megabytes": "peak, MB",
-    "passes": "passes",
+    "columns": "columns",
     "em_steps": "EM steps",
     "precision": "λ",
     "gamma": "γ",

@@ -1,7 +1,10 @@
 """Seconds and peak memory of a piece of work."""
 
+import ctypes
+import gc
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 _STATM = Path("/proc/self/statm")
@@ -15,6 +18,7 @@ class Meter:
     """Peak growth; None where the system does not tell."""
 
     def __enter__(self) -> "Meter":
+        _return_memory()
         self._done = threading.Event()
         self._start = self._peak = _resident()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -33,6 +37,13 @@ class Meter:
     def _watch(self) -> None:
         while self._start is not None and not self._done.wait(0.01):
             self._peak = max(self._peak, _resident())
+
+
+def _return_memory() -> None:
+    """Give what is free back to the system, or a block could live on what others have left."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # not every system has glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _resident() -> int | None:

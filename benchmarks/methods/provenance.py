@@ -27,8 +27,14 @@ def provenance(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
             [f"Python {platform.python_version()}", *(f"{p} {version(p)}" for p in packages)]
         ),
         "commit": commit.stdout.strip(),
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_told(sys.argv[1:])]),
     }
+
+
+def _told(arguments: list[str]) -> list[str]:
+    """Return what matters of a command: not the folder that results went to."""
+    left_out = [i for i, word in enumerate(arguments) if word == "--out"]
+    return [word for i, word in enumerate(arguments) if i not in left_out and i - 1 not in left_out]
 
 
 def save(record: dict, path: Path) -> None:

@@ -101,7 +101,8 @@ def dyadic_nll(log_probs: Tensor, y: Tensor) -> float:
     """Return the joint NLL per label of ten labels drawn from pairs of inputs."""
     generator = torch.Generator().manual_seed(0)
     per_input = log_probs.gather(2, y.expand(len(log_probs), -1)[..., None])[..., 0]
-    pairs = torch.randint(len(y), (2000, 2), generator=generator).to(y.device)
+    first, step = (torch.randint(size, (2000,), generator=generator) for size in (len(y), len(y) - 1))
+    pairs = torch.stack([first, (first + 1 + step) % len(y)], dim=1).to(y.device)  # two different ones
     counts = torch.binomial(torch.full((2000,), 10.0), torch.tensor(0.5), generator=generator)
     counts = torch.stack([counts, 10 - counts], dim=1).to(log_probs)
     joint = (per_input[:, pairs] * counts).sum(-1)

@@ -8,6 +8,7 @@ densities over features: ``em``, ``mixture``, ``feature_density``.
 """
 
 from torch_lla_em.compute import Compute
+from torch_lla_em.curve import Curve, plot_curve
 from torch_lla_em.feature_density import FeatureDensity
 from torch_lla_em.laplace import LinearisedLaplace, NotFittedError
 from torch_lla_em.likelihoods import (
@@ -35,6 +36,8 @@ __all__ = [
     "LinearisedLaplace",
     "Compute",
     "Prediction",
+    "Curve",
+    "plot_curve",
     "NotFittedError",
     "Likelihood",
     "Classification",

@@ -29,6 +29,9 @@ SAMPLE_TOLERANCE = 0.1
 MODE_TOLERANCE = 0.03
 """Bounds the relative error of w_lin; ‖w_lin‖² was then right to 0.2 % where measured."""
 
+# where one λ starts, in means of diag(G): fixed points were at 5 to 3000
+_ABOVE = 10.0
+
 
 class EMState(NamedTuple):
     """One step: where its expectations were taken, what they are, and what they propose."""
@@ -187,10 +190,14 @@ def settled(old: EMState, new: EMState) -> bool:
     return left < 1.0
 
 
-def starting_precision(prior: Prior, eta: Tensor) -> float:
-    """Return the mean of diag(G) in scaled coordinates: λ there leaves few weights determined."""
+def starting_precision(prior: Prior, eta: Tensor, layerwise: bool = False) -> float:
+    """Return a λ that leaves few weights determined, by the mean of diag(G) in scaled coordinates.
+
+    Fixed points of one λ lie above that mean, and everything is cheaper at a large λ.
+    """
     features = (prior.scale * eta).double().square().mean(0)
-    return (over_slices(features.sum()) / prior.num_weights().sum().clamp_min(1)).clamp_min(1e-8).item()
+    mean = over_slices(features.sum()) / prior.num_weights().sum().clamp_min(1)
+    return (1.0 if layerwise else _ABOVE) * mean.clamp_min(1e-8).item()
 
 
 def _change(old: Hyperparameters, new: Hyperparameters, allowed: Tensor) -> float:

@@ -29,10 +29,6 @@ logger = logging.getLogger("torch_lla_em")
 _FUNCTION_SPACE_OUTPUTS = 1024
 _FUNCTION_SPACE_BYTES = 1e9
 
-# one λ for all weights starts at so many times the mean of diag(G): fixed points lie above it
-# (5 to 3000 times, in the benchmarks), and everything is cheaper at a large λ
-_ABOVE = 10.0
-
 # H at the linear mode moves λ, and λ the mode, but little after the first time
 _LINEAR_ROUNDS = 5
 _LINEAR_CHANGE = 0.05
@@ -165,8 +161,8 @@ def _start(options: FitOptions, noise: StochasticPrior) -> Tensor:
     blocks = len(noise.prior.layout.names)
     start = options.prior_precision
     if start is None:
-        start = torch.tensor(starting_precision(noise.prior, noise.eta), dtype=torch.float64)
-        start *= 1.0 if options.layerwise else _ABOVE
+        number = starting_precision(noise.prior, noise.eta, options.layerwise)
+        start = torch.tensor(number, dtype=torch.float64)
     start = start.to(device=noise.eta.device, dtype=torch.float64)
     if options.layerwise and not start.dim():
         return start.expand(blocks).clone()

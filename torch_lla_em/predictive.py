@@ -71,7 +71,7 @@ class Prediction:
         """The samples and more of their covariance, shape (S, B, ..., C), S at least 2 K.
 
         Averages, such as ``probs``, are taken over these: mirror images make their mean exact,
-        and rotations leave only the error of the samples' covariance.
+        and rotations leave little but the error of the samples' covariance.
         """
         return self._out(self._functions(slice(None)), leading=1)
 

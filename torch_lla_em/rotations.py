@@ -18,8 +18,8 @@ def functions_of(deviations: Tensor) -> Tensor:
     """Return S ≥ 2 K zero-mean functions, shape (S, B, ...), of deviations (K, B, ...).
 
     Samples, and random rotations among them, each with its mirror image. All sets have the
-    samples' covariance Σ_k d_k d_kᵀ / K, and all together the mean 0, so that averages over
-    them have the error of the covariance alone. What is drawn depends on K and on nothing else.
+    samples' covariance Σ_k d_k d_kᵀ / K, and all together the mean 0, so that what is left of
+    the error of averages is mostly that of the covariance. What is drawn depends on K and on nothing else.
     """
     sets = _sets(deviations)
     if sets > 1:

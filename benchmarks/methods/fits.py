@@ -1,5 +1,6 @@
 """Whole fits by every solver, what they spend, and the dense fixed point of λ."""
 
+import re
 import time
 import warnings
 from typing import NamedTuple
@@ -63,7 +64,7 @@ def whole_fit(problem: Counted, num_samples: int, fit: Fit) -> dict:
         "log_evidence": posterior.log_evidence.value.item(),
         "tolerance": fit.tolerance,
         "error": posterior.sample_error,
-        "warnings": sorted({str(w.message).split(".")[0] for w in caught}),
+        "warnings": sorted({re.split(r"[.:](?:\s|$)", str(w.message))[0] for w in caught}),
     }
 
 

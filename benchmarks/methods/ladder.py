@@ -3,7 +3,7 @@
 import argparse
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ CLEAN = "accuracy", "nll", "ece", "brier", "joint_dyadic", "fit_seconds", "preci
 SHIFTED = "accuracy", "nll", "ece", "joint_dyadic", "auroc"
 HELD = 2**28
 """Numbers that functions of all test images may take."""
-Method = Callable[[list[Tensor], Tensor], dict[str, Classes]]
+Method = Callable[[Iterable[Tensor], Tensor], dict[str, Classes]]
 """Batches of images and the network's outputs there -> predictions, by what the row adds."""
 
 
@@ -133,9 +133,10 @@ def measured(
             "mean": la.mean,
         }
     test = DataLoader(data.test, args.batch_size, num_workers=args.workers)
+    labels = torch.cat([y for _, y in test])
     familiar: dict[str, Tensor] = {}
     for shift in (unchanged(), *rung.shifts):
-        images, labels = changed(test, shift, args.seed)
+        images = Changed(test, shift, args.seed)
         logits = outputs(network, images)
         for name, method in methods.items():
             for suffix, prediction in method(images, logits).items():
@@ -211,7 +212,7 @@ def fitted(
 def posterior(la: LinearisedLaplace) -> Method:
     """Return the method that averages over functions as fitted, by both links, and calibrated."""
 
-    def method(images: list[Tensor], f: Tensor) -> dict[str, Classes]:
+    def method(images: Iterable[Tensor], f: Tensor) -> dict[str, Classes]:
         parts = [la.predict(x) for x in images]
         centre = torch.cat([part.centre.cpu() for part in parts])
         deviations = torch.cat([part.deviations.cpu() for part in parts], dim=1)
@@ -232,18 +233,23 @@ def functions(prediction: Prediction) -> Tensor:
     return prediction.functions if count <= HELD else prediction.samples
 
 
-def outputs(network: nn.Module, images: list[Tensor]) -> Tensor:
+def outputs(network: nn.Module, images: Iterable[Tensor]) -> Tensor:
     """Return the network's outputs at batches of images, (N, C)."""
     device = next(network.parameters()).device
     with torch.no_grad():
         return torch.cat([network(x.to(device)).cpu() for x in images])
 
 
-def changed(loader: DataLoader, shift: Shift, seed: int) -> tuple[list[Tensor], Tensor]:
-    """Return shifted test images in batches, and their labels."""
-    generator = torch.Generator().manual_seed(seed)
-    batches = [(shift(x, generator), y) for x, y in loader]
-    return [x for x, _ in batches], torch.cat([y for _, y in batches])
+class Changed:
+    """Shifted test images, batch by batch: read anew each time, and the same each time."""
+
+    def __init__(self, loader: DataLoader, shift: Shift, seed: int):
+        self._loader, self._shift, self._seed = loader, shift, seed
+
+    def __iter__(self) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(self._seed)
+        for x, _ in self._loader:
+            yield self._shift(x, generator)
 
 
 def show(records: list[dict]) -> None:

@@ -111,7 +111,12 @@ def _synthetic(shape: tuple[int, ...], rows: int) -> tuple[Tensor, Tensor]:
 def _real(name: str, shape: tuple[int, ...], rows: int, folder: Path) -> tuple[Tensor, Tensor]:
     import torchvision
 
-    data = getattr(torchvision.datasets, name)(folder, train=True, download=True)
+    try:
+        data = getattr(torchvision.datasets, name)(folder, train=True)
+    except RuntimeError:
+        raise SystemExit(
+            f"No {name} in {folder}: put torchvision's files there, or use --synthetic."
+        ) from None
     order = torch.randperm(len(data.data))[:rows]
     x = torch.as_tensor(data.data)[order].float().view(rows, *shape[1:], shape[0])
     return x.movedim(-1, 1) / 255 - 0.5, torch.as_tensor(data.targets)[order]

@@ -49,6 +49,7 @@ def page(records: list[dict], studies: list[dict]) -> str:
         if record["fits"]:
             text.append("The whole fit: EM, the mode, the evidence, the samples.\n")
             text.append(fits(record["fits"]) + "\n")
+            text += said(record["fits"])
         if any(solver.startswith("layerwise") for solver in record["fits"]):
             text.append(LAYERWISE)
             text.append(layerwise(record["fits"]) + "\n")
@@ -107,6 +108,15 @@ def fits(fits: dict[str, dict]) -> str:
             f"{fit['single']:.0f} | {fit['seconds']:.0f} | {path} |"
         )
     return "\n".join(lines)
+
+
+def said(fits: dict[str, dict]) -> list[str]:
+    """Return what the fits warned of."""
+    return [
+        f"{name(solver)} warned: {'; '.join(fit['warnings'])}.\n"
+        for solver, fit in fits.items()
+        if fit.get("warnings")
+    ]
 
 
 def layerwise(fits: dict[str, dict]) -> str:

@@ -1,6 +1,7 @@
 """A fit that is killed at any pass ends, when started again, where an unbroken one does."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from torch import nn
 
 from tiny import tiny
 from torch_lla_em import SGD, BlockCG, Compute, FunctionSpace, LinearisedLaplace
+from torch_lla_em.likelihoods import Classification
 from torch_lla_em.persistence import write_atomically
 
 TESTS = Path(__file__).parent
@@ -177,6 +179,37 @@ def test_a_disk_that_fills_up_costs_nothing_but_the_checkpoint(tmp_path, monkeyp
     assert torch.equal(resumed.w_samples, whole.w_samples)
 
 
+def test_a_disk_that_torch_finds_full_is_an_os_error(tmp_path, monkeypatch):
+    def full(*_):
+        raise RuntimeError("unexpected pos 896 vs 790")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="could not be written"):
+        write_atomically({"x": torch.zeros(1)}, tmp_path / "state.pt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_half_written_by_a_killed_run_are_removed(tmp_path):
+    (tmp_path / ".writing-abc").write_bytes(b"half")
+    fit("krylov", Fuse(10**6), tmp_path)
+    assert not list(tmp_path.glob(".writing-*"))
+
+
+def test_not_a_number_is_never_recorded(tmp_path, monkeypatch):
+    hessian_product, calls = Classification.hessian_product, []
+
+    def once_wrong(self, *args):
+        calls.append(1)
+        return hessian_product(self, *args) * (float("nan") if len(calls) == 9 else 1.0)
+
+    whole = fit("krylov", Fuse(10**6), tmp_path / "whole")
+    monkeypatch.setattr(Classification, "hessian_product", once_wrong)
+    with pytest.raises((ValueError, ArithmeticError, RuntimeError)):
+        fit("krylov", Fuse(10**6), tmp_path / "broken")
+    resumed = fit("krylov", Fuse(10**6), tmp_path / "broken")
+    assert torch.equal(resumed.w_samples, whole.w_samples)
+
+
 def test_atomic_writes_leave_the_old_file(tmp_path):
     path = tmp_path / "state.pt"
     write_atomically({"a": torch.ones(1)}, path)
@@ -230,13 +263,17 @@ def test_passes_go_on_in_their_middle(solver, likelihood, tmp_path, every_batch)
 def test_rows_that_are_summed_are_not_run_again(tmp_path, every_batch):
     with pytest.raises(InterruptedError):
         fit("krylov", Rationed(13), tmp_path)  # two passes, and three batches of the third
-    model, seen = tiny("classification").model, []
-    model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
-    la = LinearisedLaplace(model, "classification", num_samples=4, compute=READ)
-    with pytest.raises(InterruptedError):
-        la.fit(Rationed(5), progress_bar=False, checkpoint=tmp_path)
-    rows = tiny("classification").x.tensor_split(5)
-    assert seen[-2:] == [len(rows[3]), len(rows[4])]
+    shutil.copytree(tmp_path, tmp_path / "whole", ignore=shutil.ignore_patterns("partial.pt", "whole"))
+
+    def calls(folder):
+        model, seen = tiny("classification").model, []
+        model.register_forward_pre_hook(lambda *_: seen.append(1))
+        la = LinearisedLaplace(model, "classification", num_samples=4, compute=READ)
+        with pytest.raises(InterruptedError):
+            la.fit(Rationed(6), progress_bar=False, checkpoint=folder)
+        return len(seen)
+
+    assert calls(tmp_path / "whole") - calls(tmp_path) >= 3
 
 
 def test_passes_in_another_order_begin_anew(tmp_path, every_batch):
@@ -349,21 +386,35 @@ class DyingWorker(torch.utils.data.Dataset):
         return self.case.x[row], self.case.y[row]
 
 
+def fit_with_a_worker(passes, folder):
+    left = torch.multiprocessing.get_context("fork").Value("i", passes)
+    data = DyingWorker(left)
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=7, num_workers=1, multiprocessing_context="fork"
+    )
+    la = LinearisedLaplace(data.case.model, "classification", num_samples=4, compute=READ)
+    return la.fit(loader, progress_bar=False, checkpoint=folder)
+
+
+WITH_A_WORKER = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+torch.set_num_threads(1)
+from test_checkpoint import fit_with_a_worker
+fit_with_a_worker(4, sys.argv[1])
+"""
+
+
 @pytest.mark.slow
 def test_workers_may_die(tmp_path):
-    def run(passes, folder):
-        left = torch.multiprocessing.get_context("fork").Value("i", passes)
-        data = DyingWorker(left)
-        loader = torch.utils.data.DataLoader(
-            data, batch_size=7, num_workers=1, multiprocessing_context="fork"
-        )
-        la = LinearisedLaplace(data.case.model, "classification", num_samples=4, compute=READ)
-        return la.fit(loader, progress_bar=False, checkpoint=folder)
-
-    whole = run(10**6, tmp_path / "whole")
-    with pytest.raises(RuntimeError, match="worker"):
-        run(4, tmp_path / "broken")
-    assert torch.equal(run(10**6, tmp_path / "broken").w_samples, whole.w_samples)
+    # in a process of its own: torch goes on raising the death of a worker wherever it happens to be
+    command = [sys.executable, "-c", WITH_A_WORKER.format(tests=str(TESTS)), str(tmp_path / "broken")]
+    died = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert died.returncode and "worker" in died.stderr.splitlines()[-1]
+    whole = fit_with_a_worker(10**6, tmp_path / "whole")
+    resumed = fit_with_a_worker(10**6, tmp_path / "broken")
+    assert torch.equal(resumed.w_samples, whole.w_samples)
 
 
 def test_settings_are_compared_to_the_last_digit(tmp_path):

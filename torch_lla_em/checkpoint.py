@@ -37,6 +37,8 @@ class PassLog:
         self.writing = True
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            for left in self.folder.glob(".writing-*"):  # by a run that was killed meanwhile
+                left.unlink()
             write_atomically({"probe": torch.zeros(1)}, self.folder / "probe")
             (self.folder / "probe").unlink()
         except OSError as error:
@@ -82,7 +84,7 @@ class PassLog:
                 )
             return entry
         entry = compute()
-        if self.writing:
+        if self.writing and all(t.isfinite().all() for t in entry.values() if t.is_floating_point()):
             try:
                 write_atomically({**entry, "asked": asked}, path)
             except OSError as error:
@@ -180,6 +182,7 @@ class RecordedProblem(Problem):
 
         Of several ranks none keeps a part of a pass, since others may go on with the run.
         """
+        self.partial.next_part()
         if self.data.group.size > 1:
             return super()._accumulate(sums, add, rows)
         position, began, outputs = self.log.position, {}, self.data.num_outputs
@@ -211,6 +214,7 @@ class RecordedProblem(Problem):
         if state is None or self.data.group.size > 1:
             yield from super()._minibatches(cotangent, state, rows)
             return
+        self.partial.next_part()
         position, spent = self.log.position, self.cost.columns
         began = {name: tensor.clone() for name, tensor in state.items()}
         sums = {**state, "columns": torch.zeros((), dtype=torch.float64)}
@@ -249,11 +253,17 @@ class RecordedProblem(Problem):
                     self.log.give_up(error)
 
     def _recorded(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        computed = False
+
         def counted() -> dict[str, Tensor]:
+            nonlocal computed
+            computed = True
+            self.partial.begin(mark_of(key))
             return {**compute(), "facts": persistence.to_bytes(self._facts())}
 
         entry = self.log.recorded(key, counted)
-        self.partial.forget()
+        if computed:  # what is kept may be of a pass that comes after those that were read
+            self.partial.forget()
         facts = persistence.from_bytes(entry.pop("facts"))
         self.cost.columns = facts.pop("columns")
         self.data.restore(facts)

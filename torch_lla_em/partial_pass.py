@@ -31,6 +31,16 @@ class PartialPass:
         self._path = path
         self._interval = INTERVAL
         self._written_at = time.monotonic()
+        self._asked: list[float] = []
+        self._part = 0
+
+    def begin(self, asked: Tensor) -> None:
+        """Note where a pass is taken; what is kept of another is not gone on with."""
+        self._asked, self._part = asked.tolist(), 0
+
+    def next_part(self) -> None:
+        """Begin the next sweep over the data in the same pass."""
+        self._part += 1
 
     def exists(self) -> bool:
         """Whether some pass was left before its end."""
@@ -44,7 +54,9 @@ class PartialPass:
         device = next(iter(sums.values())).device
         state = torch.load(self._path, map_location=device, weights_only=True)
         facts = persistence.from_bytes(state.pop("facts"))
-        if facts["position"] != position or state.keys() != sums.keys():
+        shapes = {name: total.shape for name, total in sums.items()}
+        place = position, self._part, *self._asked
+        if not _near(facts["place"], place) or shapes != {n: t.shape for n, t in state.items()}:
             return None
         for name, total in sums.items():
             total.copy_(state[name])
@@ -60,7 +72,7 @@ class PartialPass:
         """Keep the sums over all rows that the data have yielded in this pass."""
         began = time.monotonic()
         facts = {
-            "position": position,
+            "place": [position, self._part, *self._asked],
             "rows": data.rows_seen,
             "num_outputs": data.num_outputs,
             "prefix": data.fingerprint.state(),
@@ -72,3 +84,10 @@ class PartialPass:
     def forget(self) -> None:
         """Remove the file: its pass has ended."""
         self._path.unlink(missing_ok=True)
+
+
+def _near(place: list[float], other: tuple[float, ...]) -> bool:
+    """Whether two places are the same but for rounding."""
+    return len(place) == len(other) and all(
+        abs(a - b) <= 1e-6 * (1 + abs(b)) for a, b in zip(place, other)
+    )

@@ -38,7 +38,8 @@ def to_bytes(record: Any) -> Tensor:
 def plain(value: Any) -> str:
     """Return a value as text: tensors to the last digit, objects by their kind and insides."""
     if isinstance(value, Tensor):
-        return f"tensor{tuple(value.shape)} {hashlib.sha256(repr(value.tolist()).encode()).hexdigest()}"
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return f"tensor{tuple(value.shape)} {value.dtype} {hashlib.sha256(raw).hexdigest()}"
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(plain, value))})"
     if isinstance(value, dict):
@@ -88,7 +89,10 @@ def write_atomically(state: dict[str, Tensor], path: Path) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
     try:
         with os.fdopen(handle, "wb") as file:
-            torch.save(state, file)
+            try:
+                torch.save(state, file)
+            except RuntimeError as error:  # what torch makes of a disk that is full
+                raise OSError(f"{path.name!r} could not be written: {error}") from error
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)

@@ -63,7 +63,9 @@ def test_tf32_is_off_unless_asked_for():
 
 def test_a_small_share_of_the_card_is_enough(caplog):
     caplog.set_level(logging.WARNING)
-    whole = fit(wide(), rows(), tolerance=1e-4)
+    # without a Krylov basis, which would be sized by what the driver says is free
+    options = {"tolerance": 1e-3, "solver": BlockCG()}
+    whole = fit(wide(), rows(), **options)
     gc.collect()
     torch.cuda.empty_cache()
     model = wide().cuda()
@@ -72,13 +74,14 @@ def test_a_small_share_of_the_card_is_enough(caplog):
     share = (torch.cuda.memory_reserved() + 30 * K * 4 * 220_000) / total
     torch.cuda.set_per_process_memory_fraction(share)
     try:
-        small = fit(model, rows(), tolerance=1e-4)
+        small = fit(model, rows(), **options)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "columns at a time" in caplog.text
     torch.testing.assert_close(small.w_samples.cpu(), whole.w_samples, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:.*TensorFloat32.*:UserWarning")
 def test_compiled_products_agree(caplog):
     caplog.set_level(logging.INFO)
     eager = fit(small_cnn().cuda(), images())

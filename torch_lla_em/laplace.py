@@ -385,11 +385,13 @@ class LinearisedLaplace(StoredPosterior):
     def _header(self, options: FitOptions, likelihood: Likelihood) -> dict[str, Any]:
         """Return what a checkpoint must agree with, by name."""
         layout = self._linear_model.layout
-        weights = persistence.fingerprint(self._linear_model.network.module)
+        network = self._linear_model.network
+        weights = persistence.fingerprint(network.module)
         settings = {name: persistence.plain(value) for name, value in vars(options).items()}
         return {
             "format": persistence.VERSION,
             "network weights": bytes(weights.tolist()).hex(),
+            "layers": [type(layer).__qualname__ for layer in network.module.modules()],
             "random weights": list(layout.names),
             "likelihood": type(likelihood).__name__,
             "options of the likelihood": persistence.plain(vars(likelihood)),

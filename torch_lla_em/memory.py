@@ -15,8 +15,14 @@ from torch_lla_em.cgroup import room
 
 T = TypeVar("T")
 
-# all that the CPU's allocator says is a RuntimeError of its own wording
-_CPU_WORDS = "can't allocate memory", "not enough memory"
+# what is no OutOfMemoryError: of the CPU's allocator, of libraries with an allocator of their own
+_WORDS = (
+    "can't allocate memory",
+    "not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+)
 
 
 class DoesNotFit(MemoryError):
@@ -46,7 +52,7 @@ def attempt(run: Callable[[], T]) -> tuple[T | None, str | None]:
 def _is_shortage(error: Exception) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return any(words in str(error) for words in _CPU_WORDS)
+    return any(words in str(error) for words in _WORDS)
 
 
 def free_memory(device: torch.device) -> float:

@@ -1,6 +1,7 @@
 """docs/passes.md and its pictures, from the records in benchmarks/results."""
 
 import json
+import re
 from pathlib import Path
 
 import matplotlib
@@ -111,12 +112,14 @@ def fits(fits: dict[str, dict]) -> str:
 
 
 def said(fits: dict[str, dict]) -> list[str]:
-    """Return what the fits warned of."""
-    return [
-        f"{name(solver)} warned: {'; '.join(fit['warnings'])}.\n"
-        for solver, fit in fits.items()
-        if fit.get("warnings")
-    ]
+    """Return what the fits did not reach, by their warnings."""
+    short = re.compile(r"(The .*?) (is|are) known to an? (?:relative )?error of .*")
+    lines = []
+    for solver, fit in fits.items():
+        warned = {short.sub(r"\1 \2 less exact than was asked", text) for text in fit.get("warnings", ())}
+        if warned:
+            lines.append(f"{name(solver)} warned, at some λ on the way: {'; '.join(sorted(warned))}.\n")
+    return lines
 
 
 def layerwise(fits: dict[str, dict]) -> str:

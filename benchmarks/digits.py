@@ -10,13 +10,13 @@ joint NLL of a third of the network's, and shifted digits told from clean ones m
 
 import argparse
 import json
-import platform
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib
 import torch
+from methods.provenance import provenance
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
@@ -203,10 +203,9 @@ def print_table(rows: dict[str, dict[str, float]]) -> None:
 
 def write_results(rows: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
     """Write one JSON line a method, with what it was measured on."""
-    machine = f"{platform.machine()}, {torch.get_num_threads()} thread(s)"
+    stamp = provenance(("torch", "torchmetrics", "scikit-learn")) | {"seed": options.seed}
     if options.device != "cpu":
-        machine = torch.cuda.get_device_name()
-    stamp = {"machine": machine, "torch": torch.__version__, "seed": options.seed}
+        stamp["machine"] = torch.cuda.get_device_name()
     with open(options.out / "digits.jsonl", "w") as file:
         for name, row in rows.items():
             file.write(json.dumps({"method": name, **row, **stamp}) + "\n")

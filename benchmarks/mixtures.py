@@ -10,15 +10,12 @@ It takes a minute or two; ``--rows 20000`` takes seconds. The table of
 
 import argparse
 import json
-import platform
-import sys
 import time
 import warnings
 from pathlib import Path
 
-import sklearn
 import torch
-from methods.provenance import processor
+from methods.provenance import provenance
 from sklearn.mixture import GaussianMixture as Theirs
 from threadpoolctl import threadpool_limits
 
@@ -93,12 +90,7 @@ def main() -> None:
     common = {
         name: getattr(args, name)
         for name in ("rows", "columns", "components", "dtype", "threads", "seed")
-    } | {
-        "machine": f"{platform.machine()}, {processor()}",
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
-        f"scikit-learn {sklearn.__version__}",
-        "command": " ".join(["python", "benchmarks/mixtures.py", *sys.argv[1:]]),
-    }
+    } | provenance(("torch", "scikit-learn"))
     args.out.mkdir(exist_ok=True)
     print(f"{'covariance':12}{'ours':>10}{'sklearn':>10}{'ratio':>8}{'difference':>14}")
     with threadpool_limits(args.threads), warnings.catch_warnings():

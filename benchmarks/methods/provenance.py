@@ -15,20 +15,22 @@ PACKAGES = ("torch", "torchmetrics", "laplace-torch", "scikit-learn")
 
 def provenance(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Return machine, versions, commit and command of this run."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
     return {
         "machine": f"{platform.machine()}, {processor()}, {torch.get_num_threads()} thread(s)",
         "versions": ", ".join(
             [f"Python {platform.python_version()}", *(f"{p} {version(p)}" for p in packages)]
         ),
-        "commit": commit.stdout.strip(),
+        "commit": _commit(),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_told(sys.argv[1:])]),
     }
+
+
+def _commit() -> str:
+    command, here = ["git", "rev-parse", "--short", "HEAD"], Path(__file__).parent
+    try:
+        return subprocess.run(command, cwd=here, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git here
+        return ""
 
 
 def _told(arguments: list[str]) -> list[str]:

@@ -144,7 +144,7 @@ def test_bad_fits_are_refused(options, message):
 
 
 def test_bad_questions_are_refused():
-    la = fit("classification", [(X, LABELS)])
+    la = fit("classification", [(X, LABELS)], em_steps=2)
     with pytest.raises(ValueError, match="mc"):
         la(X, link_approx="bridge")
     with pytest.raises(ValueError, match="network"):
@@ -179,5 +179,5 @@ def test_loaders_that_change_are_noticed():
 
 
 def test_arrays_are_taken_as_tensors():
-    la = fit("classification", [(X.numpy(), np.asarray(LABELS))])
+    la = fit("classification", [(X.numpy(), np.asarray(LABELS))], em_steps=2)
     assert la.num_data == 10

@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 import torchvision
-from methods import passes_page
 from methods.plain_pass import plain_product
 from methods.provenance import provenance, source
 from torch import Tensor, nn
@@ -154,6 +153,8 @@ def alone(args: argparse.Namespace, name: str, means: str) -> dict:
 
 def report(out: Path, page: Path) -> None:
     """Write the page from all results."""
+    from methods import passes_page  # and matplotlib, which no measurement is to hold
+
     files = sorted(out.glob("speed*.jsonl"))
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     text = [f"# Speed\n\n{__doc__.splitlines()[0]}", "", _INTRODUCTION, ""]
@@ -168,7 +169,7 @@ def report(out: Path, page: Path) -> None:
         text.append("")
     raced = [record for record in passes_page.load(out) if record["traces"]]
     if raced:
-        text += ["## Solvers to the same error", "", _SOLVERS, "", _solvers(raced), ""]
+        text += ["## Solvers to the same error", "", _SOLVERS, "", passes_page.reaching(raced, 0.03), ""]
     page.write_text("\n".join(text))
 
 
@@ -201,22 +202,6 @@ def _rows(record: dict) -> list[str]:
         f"{took['peak_bytes'] / 1e9:.2f} |"
         for count, took in record["columns"].items()
     ]
-
-
-def _solvers(records: list[dict]) -> str:
-    solvers = list({solver: None for record in records for solver in record["traces"]})
-    lines = ["| network | P | rows | K | " + " | ".join(map(passes_page.name, solvers)) + " |"]
-    lines.append("|---" * (len(solvers) + 4) + "|")
-    for record in records:
-        cells = [
-            passes_page.reached(record["traces"][solver], 0.03) if solver in record["traces"] else ""
-            for solver in solvers
-        ]
-        lines.append(
-            f"| {record['problem']} | {record['weights']:,} | {record['rows']} | "
-            f"{record['num_samples']} | {' | '.join(cells)} |"
-        )
-    return "\n".join(lines)
 
 
 def main() -> None:

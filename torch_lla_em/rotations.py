@@ -19,7 +19,8 @@ def functions_of(deviations: Tensor) -> Tensor:
 
     Samples, and random rotations among them, each with its mirror image. All sets have the
     samples' covariance Σ_k d_k d_kᵀ / K, and all together the mean 0, so that what is left of
-    the error of averages is mostly that of the covariance. What is drawn depends on K and on nothing else.
+    the error of averages is mostly that of the covariance. What is drawn depends on K and on
+    nothing else.
     """
     sets = _sets(deviations)
     if sets > 1:

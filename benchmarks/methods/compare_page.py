@@ -80,7 +80,7 @@ def table(groups: Groups, keys: list[str], bold: bool = True) -> str:
             numbers = values(group, key)
             text = cell(numbers, 1 if key in ("megabytes", "passes") else 3)
             winner = bool(numbers) and best[key] is not None and mean(numbers) == best[key]
-            cells.append(f"**{text}**" if winner else text)
+            cells.append(_mark(text, winner))
         if failed:
             row += f" (fails for {len(failed)} of {len(group)} seeds: {failed[0].replace('|', '/')})"
         lines.append(f"| {row} | {len(group) - len(failed)} | " + " | ".join(cells) + " |")

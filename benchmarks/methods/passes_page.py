@@ -89,6 +89,23 @@ def reached(trace: list, target: float) -> str:
     return f"– ({error:.2g} at {passes:g})"
 
 
+def reaching(records: list[dict], target: float) -> str:
+    """Return the table of passes of all problems to one target."""
+    solvers = list({solver: None for record in records for solver in record["traces"]})
+    lines = ["| network | P | rows | K | " + " | ".join(map(name, solvers)) + " |"]
+    lines.append("|---" * (len(solvers) + 4) + "|")
+    for record in records:
+        cells = [
+            reached(record["traces"][solver], target) if solver in record["traces"] else ""
+            for solver in solvers
+        ]
+        lines.append(
+            f"| {record['problem']} | {record['weights']:,} | {record['rows']} | "
+            f"{record['num_samples']} | {' | '.join(cells)} |"
+        )
+    return "\n".join(lines)
+
+
 def fits(fits: dict[str, dict]) -> str:
     """Return the table of whole fits."""
     lines = [

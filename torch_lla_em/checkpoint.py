@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from torch_lla_em.sweeps import OtherOrderError, Rows, Work
 
 logger = logging.getLogger("torch_lla_em")
 
+T = TypeVar("T")
+
 
 class PassLog:
     """A folder with one file per pass, in order, and a header of what they belong to."""
@@ -35,6 +38,9 @@ class PassLog:
         self.folder = Path(folder)
         self.position = 0
         self.writing = True
+        self.asked = torch.zeros(2)
+        """Where the pass at hand is taken."""
+
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for left in self.folder.glob(".writing-*"):  # by a run that was killed meanwhile
@@ -67,7 +73,8 @@ class PassLog:
 
         ``key`` is what the pass is taken at: a resumed run must ask the same questions.
         """
-        return self._entry(mark_of(key), key.device, compute)
+        self.asked = mark_of(key)
+        return self._entry(self.asked, key.device, compute)
 
     def _entry(
         self, asked: Tensor, device: torch.device, compute: Callable[[], dict[str, Tensor]]
@@ -182,30 +189,16 @@ class RecordedProblem(Problem):
 
         Of several ranks none keeps a part of a pass, since others may go on with the run.
         """
-        self.partial.next_part()
         if self.data.group.size > 1:
             return super()._accumulate(sums, add, rows)
-        position, began, outputs = self.log.position, {}, self.data.num_outputs
-        if self.partial.exists():
-            began = {name: total.clone() for name, total in sums.items()}
-        known = self.partial.restore(position, sums, self.data)
 
-        def run(rows: Rows) -> None:
-            def counted(batch: Batch, done: int) -> int:
-                add(batch, done)
-                return int(batch.rows[-1]) + 1
+        def counted(batch: Batch, done: int) -> int:
+            add(batch, done)
+            return int(batch.rows[-1]) + 1
 
-            for reached in self._over(counted, rows):
-                if reached == self.data.rows_seen:
-                    self._between_batches(position, sums)
-
-        try:
-            run(rows if known is None else known._replace(at_most=rows.at_most))
-        except OtherOrderError:  # a loader that shuffles: the pass begins anew
-            for name, total in began.items():
-                sums[name].copy_(total)
-            self.data.num_outputs = outputs
-            run(rows)
+        for reached in self._gone_on_with(sums, partial(self._over, counted), rows):
+            if reached == self.data.rows_seen:
+                self._between_batches(sums)
 
     def _minibatches(
         self, cotangent: Cotangent, state: State = None, rows: Rows = Rows(in_step=True)
@@ -214,25 +207,37 @@ class RecordedProblem(Problem):
         if state is None or self.data.group.size > 1:
             yield from super()._minibatches(cotangent, state, rows)
             return
-        self.partial.next_part()
-        position, spent = self.log.position, self.cost.columns
-        began = {name: tensor.clone() for name, tensor in state.items()}
+        spent = self.cost.columns
         sums = {**state, "columns": torch.zeros((), dtype=torch.float64)}
 
         def steps(rows: Rows) -> Iterator[tuple[int, BatchProduct]]:
-            for step in super(RecordedProblem, self)._minibatches(cotangent, state, rows):
-                yield step
-                sums["columns"].fill_(self.cost.columns - spent)
-                self._between_batches(position, sums)
+            self.cost.columns = spent + sums["columns"].item()
+            yield from super(RecordedProblem, self)._minibatches(cotangent, state, rows)
 
-        known = self.partial.restore(position, sums, self.data)
-        self.cost.columns += sums["columns"].item()
+        for step in self._gone_on_with(sums, steps, rows):
+            yield step
+            sums["columns"].fill_(self.cost.columns - spent)
+            self._between_batches(sums)
+
+    def _gone_on_with(
+        self, sums: dict[str, Tensor], sweep: Callable[[Rows], Iterator[T]], rows: Rows
+    ) -> Iterator[T]:
+        """Yield from a sweep that changes the sums in place, after the rows they are known of."""
+        self.partial.next_part()
+        began, outputs = {}, self.data.num_outputs
+        if self.partial.exists():
+            began = {name: total.clone() for name, total in sums.items()}
+        known = self.partial.restore(self.log.position, sums, self.data)
+        left = rows
+        if known is not None:
+            left = rows._replace(skipped=known.skipped, prefix=known.prefix)
         try:
-            yield from steps(rows if known is None else known._replace(in_step=True))
-        except OtherOrderError:  # a loader that shuffles: the epoch begins anew
-            for name, tensor in began.items():
-                state[name].copy_(tensor)
-            yield from steps(rows)
+            yield from sweep(left)
+        except OtherOrderError:  # a loader that shuffles: the sweep begins anew
+            for name, total in began.items():
+                sums[name].copy_(total)
+            self.data.num_outputs = outputs
+            yield from sweep(rows)
 
     def _batches(self, rows: Rows) -> Iterator[Batch]:
         for batch in super()._batches(rows):
@@ -243,12 +248,12 @@ class RecordedProblem(Problem):
             ):
                 raise self.leaving.requested
 
-    def _between_batches(self, position: int, sums: dict[str, Tensor]) -> None:
+    def _between_batches(self, sums: dict[str, Tensor]) -> None:
         """Keep the sums if it is time to, or if somebody asked to leave."""
         if (self.leaving.requested or self.partial.due()) and self.log.writing and self.data.fingerprint:
             if all(finite for _, finite in self._finite):
                 try:
-                    self.partial.write(position, sums, self.data)
+                    self.partial.write(self.log.position, sums, self.data)
                 except OSError as error:
                     self.log.give_up(error)
 
@@ -258,7 +263,7 @@ class RecordedProblem(Problem):
         def counted() -> dict[str, Tensor]:
             nonlocal computed
             computed = True
-            self.partial.begin(mark_of(key))
+            self.partial.begin(self.log.asked)
             return {**compute(), "facts": persistence.to_bytes(self._facts())}
 
         entry = self.log.recorded(key, counted)

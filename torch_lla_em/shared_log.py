@@ -37,7 +37,8 @@ class SharedLog(PassLog):
 
     def recorded(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return the pass at this position from rank 0's file, or compute and write it."""
-        own, asked = self._group.rank == 0, mark_of(key)
+        own = self._group.rank == 0
+        asked = self.asked = mark_of(key)
         there = self._group.meet("a recorded pass", own and self.next_pass.exists(), first)
         if there:
             entry = self._entry(asked, torch.device("cpu"), compute) if own else {}

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from torch_lla_em.heap import can_be_kept
 from torch_lla_em.linear_model import LinearModel
 from torch_lla_em.network import Network, default_forward
 from torch_lla_em.parameters import ParameterLayout, select_parameters
@@ -107,14 +108,15 @@ def test_two_reverse_passes_equal_forward_mode():
 
 
 def test_large_outputs_are_pulled_one_by_one(caplog):
-    """Where few columns fit a CPU's cache, only J w takes several at once; nothing is wrong."""
+    """Where temporaries of few columns are large, only J w takes several at once; nothing is wrong."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2)).double()
     small, large = check(model, torch.randn(5, 3).double()), linear_model(model)
     x = torch.randn(10_000, 3).double()
     report = large.probe(x)
-    assert small.path.vjp_columns == small.path.jvp_columns > 8
-    assert report.path.vjp_columns == 1 < report.path.jvp_columns <= 8
+    assert min(small.path.vjp_columns, small.path.jvp_columns) > 8
+    assert report.path.vjp_columns == 1
+    assert report.path.jvp_columns in (range(16, 128) if can_be_kept() else range(2, 9))
     assert not report.unbatched and all(entry.levelname == "INFO" for entry in caplog.records)
     w, u = torch.randn(3, large.layout.size).double(), torch.randn(3, len(x), 2).double()
     found = products(large, x, w, u)

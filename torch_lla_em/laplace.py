@@ -21,6 +21,7 @@ from torch_lla_em.distributed import SHARDS, compare_ranks, group_of, share_path
 from torch_lla_em.empirical_bayes import EMState
 from torch_lla_em.fitting import FitOptions, fit_posterior
 from torch_lla_em.group import Group
+from torch_lla_em.heap import kept_heap
 from torch_lla_em.held_out import calibrated
 from torch_lla_em.history import record_of, summary_of
 from torch_lla_em.last_layer import called_last
@@ -206,7 +207,8 @@ class LinearisedLaplace(StoredPosterior):
                 bar.update()
                 bar.set_postfix(summary_of(history[-1]))
 
-            with tf32(self._device, False):  # for the solvers; the network has a precision of its own
+            # for the solvers; the network has a precision of its own, and keeps the heap itself
+            with tf32(self._device, False), kept_heap():
                 posterior = fit_posterior(problem, options, report)
         share_path(problem)
         self._store(posterior, history, data.num_rows)

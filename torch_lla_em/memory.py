@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from torch_lla_em.cgroup import room
+from torch_lla_em.heap import hand_back
 
 T = TypeVar("T")
 
@@ -61,6 +62,7 @@ def free_memory(device: torch.device) -> float:
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(free + cached)
+    hand_back()
     return min(_available(), room())
 
 

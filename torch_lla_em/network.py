@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch_lla_em.batches import is_sequence
 from torch_lla_em.compute import tf32
 from torch_lla_em.contiguous import ContiguousInputs
+from torch_lla_em.heap import kept_heap
 
 ForwardFn = Callable[[nn.Module, Any], Tensor]
 WeightFunction = Callable[[dict[str, Tensor]], Tensor]
@@ -195,6 +196,8 @@ class Network:
             stack.callback(_restore_attributes, [(layer, dict(vars(layer))) for layer in layers])
             stack.callback(_restore_modes, [(layer, layer.training) for layer in layers])
             stack.callback(setattr, self, "_held", None)
+            if self.device.type == "cpu":
+                stack.enter_context(kept_heap())
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torch_lla_em.blame import layer_at_fault, layer_of, name_layer
 from torch_lla_em.checks import checked_outputs, distance, fingerprint, plain_gradient
+from torch_lla_em.heap import can_be_kept
 from torch_lla_em.last_layer import floating_tensors, hooked
 from torch_lla_em.memory import DoesNotFit
 from torch_lla_em.network import Network
@@ -22,7 +23,9 @@ AddPullback = Callable[[Tensor, Tensor], None]
 # rounding in a deep network in float32 or with TF32, well below what a wrong rule leaves
 _ROUNDING = 0.03
 
-_CACHED_BYTES = 2**24
+# of the largest temporary: where the heap is not kept, beyond this every one is fetched anew from
+# the system, which takes as long as the arithmetic; where it is, more columns gain nothing
+_FETCHED_BYTES, _KEPT_BYTES = 2**24, 2**28
 # where fewer columns than this fit a CPU's cache, Jᵀu is faster one by one: J w shares its
 # forward pass among columns, but their backward passes share nothing, and stacking costs
 _PULLED_ALONE = 8
@@ -82,7 +85,12 @@ class _Columns(NamedTuple):
     u: Tensor
     JTu: Tensor
     tolerance: float
-    at_once: int | None
+    largest: int | None
+    """Bytes of the largest temporary on a CPU."""
+
+    def at_once(self, bound: int) -> int | None:
+        """How many columns a CPU takes, at most, for temporaries of so many bytes."""
+        return None if self.largest is None else max(2, bound // self.largest)
 
 
 def choose_path(model: Products, x: Any) -> Report:
@@ -126,7 +134,7 @@ def _reference(model: Products, x: Any) -> _Columns:
     v = torch.randn(2, len(w_MAP), generator=generator, dtype=w_MAP.dtype).to(w_MAP)
     JTu = torch.zeros_like(v)
     eps = max(torch.finfo(t.dtype).eps for t in (f, *weights.values()))
-    columns = _Columns(x, v, u, JTu, math.sqrt(eps), _columns_at_once(network, x))
+    columns = _Columns(x, v, u, JTu, math.sqrt(eps), _largest_on_cpu(network, x))
     model.layout.add_(JTu[0], plain_gradient(network, names, x, u[0]))
     if not JTu[0].any():
         raise NoJacobianError(
@@ -172,12 +180,14 @@ def _choose(model: Products, x: Any, columns: _Columns) -> Report:
     if errors.get(forward, math.inf) > max(columns.tolerance, _ROUNDING):
         raise NoJacobianError(_refusal(model, reasons))
     model.path = start._replace(forward=forward)
-    unbatched = []
-    for side, name in (("jvp_columns", "J w"), ("vjp_columns", "Jᵀu")):
-        if not _vmap_works(model, x, columns, side):
+    unbatched, cached = [], columns.at_once(_FETCHED_BYTES)
+    pushed = columns.at_once(_KEPT_BYTES) if forward and can_be_kept() else cached
+    pulled = 1 if cached is not None and cached <= _PULLED_ALONE else cached
+    for side, name, at_once in (("jvp_columns", "J w", pushed), ("vjp_columns", "Jᵀu", pulled)):
+        if _vmap_works(model, x, columns, side):
+            model.path = model.path._replace(**{side: at_once})
+        else:
             unbatched.append(name)
-        elif side == "jvp_columns" or (columns.at_once or math.inf) > _PULLED_ALONE:
-            model.path = model.path._replace(**{side: columns.at_once})
     model.path = model.path._replace(shared=forward and _shares(model, x, columns))
     why = "" if forward else reasons.get(True, "treats the rows of a tied padding_idx otherwise")
     return Report(model.path, errors[forward], why, False, tuple(unbatched))
@@ -191,12 +201,8 @@ def _adjoint_error(model: Products, x: Any, columns: _Columns) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def _columns_at_once(network: Network, x: Any) -> int | None:
-    """How many columns a CPU takes best: beyond some size every temporary is page-faulted.
-
-    The allocator hands memory of 32 MiB and more back to the system at once; on a small
-    CNN at 512 images, 32 columns at once took 2.5 times as long as 2.
-    """
+def _largest_on_cpu(network: Network, x: Any) -> int | None:
+    """Return the bytes of the largest output of a layer, or None on another device."""
     if network.device.type != "cpu":
         return None
     sizes = [1]
@@ -206,7 +212,7 @@ def _columns_at_once(network: Network, x: Any) -> int | None:
 
     with hooked(network.module, see):
         network.substituted(lambda: network.call(x))({})
-    return max(2, _CACHED_BYTES // max(sizes))
+    return max(sizes)
 
 
 def _vmap_works(model: Products, x: Any, columns: _Columns, side: str) -> bool:

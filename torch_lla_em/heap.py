@@ -1,0 +1,78 @@
+"""The C library's heap, kept for the next tensor while a network is at work.
+
+glibc takes tensors of 32 MiB and more from the system, and hands them back when they die. Every
+temporary of a product is then cleared page by page, which takes as long as the arithmetic.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
+_KEPT = {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1}
+# setting any of them ends glibc's own rule, so these are where that rule arrives
+_ORDINARY = {_MMAP_MAX: 65536, _TRIM_THRESHOLD: 2**26, _MMAP_THRESHOLD: 2**25}
+
+# seconds, far above what it takes to hand memory back
+_WORTH_TRIMMING = 0.1
+
+_lock = threading.Lock()
+_keepers = 0
+
+
+@contextmanager
+def kept_heap() -> Iterator[None]:
+    """Keep freed memory for what comes next; hand it back on exit, if there was time to gather some.
+
+    A process whose user has set how its memory is allocated is left alone.
+    """
+    if not can_be_kept():
+        yield
+        return
+    began = time.monotonic()
+    _keep(+1)
+    try:
+        yield
+    finally:
+        if _keep(-1) == 0 and time.monotonic() - began > _WORTH_TRIMMING:
+            _library().malloc_trim(0)
+
+
+@cache
+def can_be_kept() -> bool:
+    """Whether this is glibc's heap, as glibc sets it up."""
+    asked = [name for name in os.environ if name.startswith("MALLOC_")]
+    return not asked and "malloc" not in os.environ.get("GLIBC_TUNABLES", "") and _library() is not None
+
+
+def hand_back() -> None:
+    """Give the system what is kept and not in use."""
+    if _keepers:
+        _library().malloc_trim(0)
+
+
+def _keep(change: int) -> int:
+    """Count one more or fewer who wants the heap kept, and return how many do."""
+    global _keepers
+    with _lock:
+        before, _keepers = _keepers, _keepers + change
+        if (before == 0) != (_keepers == 0):
+            for parameter, value in (_KEPT if _keepers else _ORDINARY).items():
+                _library().mallopt(parameter, value)
+        return _keepers
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None)
+    named = ("gnu_get_libc_version", "mallopt", "malloc_trim")
+    return library if all(hasattr(library, name) for name in named) else None

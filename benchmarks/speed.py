@@ -15,11 +15,13 @@ networks and transformers on the CPU, and below 1 where elementwise functions ta
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -30,6 +32,7 @@ from torch import Tensor, nn
 
 from torch_lla_em import Compute, LinearisedLaplace
 from torch_lla_em.data import Data
+from torch_lla_em.heap import kept_heap
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem import Problem
 
@@ -40,8 +43,13 @@ MEANS = {
     "tf32": Compute(precision="tf32"),
     "bfloat16": Compute(precision="bfloat16"),
     "channels_last": Compute(),
+    "ordinary_heap": Compute(),
     "compiled": Compute(compile=True),
 }
+
+
+# any such setting keeps ours away, and this one changes nothing for few threads
+_ENVIRONMENT = {"ordinary_heap": {"MALLOC_ARENA_MAX": "64"}}
 
 
 def lenet() -> nn.Module:
@@ -94,7 +102,8 @@ def measure(args: argparse.Namespace, name: str, means: str) -> dict:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         forward = lambda: _forward(la._linear_model.network, model, x)  # noqa: E731
-        seconds = _least([forward, lambda: product(w)], args.repeats, device)
+        with kept_heap() if MEANS[means] else nullcontext():  # as in a fit
+            seconds = _least([forward, lambda: product(w)], args.repeats, device)
         record["columns"][str(count)] = {
             "forward": seconds[0],
             "product": seconds[1],
@@ -144,7 +153,8 @@ def alone(args: argparse.Namespace, name: str, means: str) -> dict:
     command += ["--device", args.device, "--repeats", str(args.repeats)]
     command += ["--threads", str(args.threads), "--columns", *map(str, args.columns)]
     command += ["--batch", str(args.batch)] if args.batch else []
-    ended = subprocess.run(command, capture_output=True, text=True)
+    environment = os.environ | _ENVIRONMENT.get(means, {})
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
     if ended.returncode == 0:
         return json.loads(ended.stdout.splitlines()[-1])
     last = (ended.stderr.strip() or f"exit {ended.returncode}").splitlines()[-1]
@@ -179,7 +189,8 @@ The ratio is the time of one K-column product with G over that of 1 + 4 K forwar
 the same network, in the same run: J w and Jᵀ u cost two forward passes each a column, and one
 forward pass serves all. K = 1 takes J w and Jᵀ u from one forward pass. Peak memory is that of
 the whole process on a CPU and of the allocator on CUDA. The means "torch.func" are one vmapped
-jvp and one vmapped vjp with nothing of ours."""
+jvp and one vmapped vjp with nothing of ours, and "ordinary heap" is ours where the C library's
+heap is left as it is (see [long runs](long_runs.md)); all others keep it during a product."""
 
 _SOLVERS = """\
 Passes over the data (seconds) until the functions J w_k are known to 3 %, by

@@ -20,8 +20,8 @@ _KEPT = {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1}
 # setting any of them ends glibc's own rule, so these are where that rule arrives
 _ORDINARY = {_MMAP_MAX: 65536, _TRIM_THRESHOLD: 2**26, _MMAP_THRESHOLD: 2**25}
 
-# seconds, far above what it takes to hand memory back
-_WORTH_TRIMMING = 0.1
+# seconds, far above what it takes to have the same memory filled in again
+_WORTH_TRIMMING = 5.0
 
 _lock = threading.Lock()
 _keepers = 0
@@ -29,9 +29,9 @@ _keepers = 0
 
 @contextmanager
 def kept_heap() -> Iterator[None]:
-    """Keep freed memory for what comes next; hand it back on exit, if there was time to gather some.
+    """Keep freed memory for what comes next, and hand it back on exit.
 
-    A process whose user has set how its memory is allocated is left alone.
+    After a short time it is left to the C library to do so. A process whose user has set how its memory is allocated is left alone.
     """
     if not can_be_kept():
         yield

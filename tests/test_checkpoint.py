@@ -15,6 +15,7 @@ from tiny import tiny
 from torch_lla_em import SGD, BlockCG, Compute, FunctionSpace, LinearisedLaplace
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.persistence import write_atomically
+from torch_lla_em.problem import Problem
 
 TESTS = Path(__file__).parent
 
@@ -117,6 +118,24 @@ def test_the_same_call_twice_is_the_same_run(tmp_path):
 def interrupted(tmp_path):
     with pytest.raises(InterruptedError):
         fit("krylov", Fuse(2), tmp_path)
+
+
+@pytest.mark.parametrize("first, later", [(1e12, 4.0), (4.0, 1e12)])
+@pytest.mark.parametrize("solver, prior", [("krylov", "scalar"), ("cg", "layerwise")])
+def test_memory_may_be_another_at_a_restart(solver, prior, first, later, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(Problem, "free_memory", lambda self: first)
+    whole = fit(solver, Fuse(10**6), tmp_path / "whole", prior=prior)
+    broken = 0
+    while True:
+        try:
+            la = fit(solver, Fuse(5), tmp_path / "broken", prior=prior)
+            break
+        except InterruptedError:
+            monkeypatch.setattr(Problem, "free_memory", lambda self: later)
+            broken += 1
+    assert broken > 1
+    assert torch.equal(la.w_samples, whole.w_samples)
+    assert ("here are" in caplog.text) == (later < first)
 
 
 def test_other_settings_are_refused_by_name(tmp_path):

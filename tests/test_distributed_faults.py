@@ -13,6 +13,7 @@ from tiny import tiny
 from torch_lla_em import BlockCG, LinearisedLaplace, shared_log
 from torch_lla_em.compute import Compute
 from torch_lla_em.group import RankError, current_group
+from torch_lla_em.problem import Problem
 
 
 class Failing:
@@ -225,6 +226,21 @@ def test_killed_runs_resume_with_other_ranks(before, after, tmp_path):
     again = ranks.run(before, fit_with_checkpoint, tmp_path / "again", folder, shard, fail, 1)
     for fitted in again:
         assert torch.equal(fitted["state"]["w_lin"], resumed[0]["state"]["w_lin"])
+
+
+def fit_with_memory(rank, folder, shard, ending, free):
+    Problem.free_memory = lambda self: free
+    return facts(fit(Failing(*ending), folder, shard=shard))
+
+
+def test_memory_may_be_another_at_a_restart(tmp_path):
+    folder, free, little = tmp_path / "run", 1e12, 4.0
+    ranks.run(2, fit_with_memory, tmp_path / "broken", folder, "weights", (die, 12), free)
+    assert len(list(folder.glob("pass-*.pt"))) >= 3
+    ending = fail, 999
+    whole = ranks.run(2, fit_with_memory, tmp_path / "whole", tmp_path / "new", "weights", ending, free)
+    resumed = ranks.run(2, fit_with_memory, tmp_path / "resumed", folder, "weights", ending, little)
+    assert torch.equal(resumed[1]["state"]["w_samples"], whole[0]["state"]["w_samples"])
 
 
 def fit_where_nothing_can_be_written(rank, folder):

@@ -184,6 +184,22 @@ class RecordedProblem(Problem):
         """Return what was computed at ``key``, from the log where it is there."""
         return self._recorded(key, compute)
 
+    def room(self) -> float:
+        """Return the bytes that were free when the fit first asked, so that it chooses alike."""
+        free = self.free_memory()
+        key = torch.zeros(1, device=self.device)
+        known = self.kept(key, lambda: {"bytes": torch.tensor(free, dtype=torch.float64)})
+        begun = known["bytes"].item()
+        if free < begun / 2:
+            logger.warning(
+                "The fit began with %.2g GB free, half of which a Krylov basis may take, and goes "
+                "on so; here are %.2g GB. If memory ends, go on where there is as much, or begin "
+                "anew in another folder.",
+                begun / 1e9,
+                free / 1e9,
+            )
+        return begun
+
     def _accumulate(self, sums: dict[str, Tensor], add: Work[None], rows: Rows = Rows()) -> None:
         """Run a pass whose work on each batch adds to the sums, in place.
 

@@ -59,7 +59,7 @@ class DeflatedEStep(IterativeEStep):
         """Return F with FᵀF ≤ G, or None where the basis does not fit."""
         prior, noise = self._noise.prior, self._noise
         start = torch.cat([noise.xi, prior.scale * noise.eta])
-        solver = BlockKrylov(memory=self._problem.free_memory() / 4)
+        solver = BlockKrylov(memory=self._problem.room() / 4)
         krylov = solver.factorise(WhitenedGGN(self._problem, prior.scale), start, len(noise.xi))
         lanczos, shift = krylov.lanczos, Shift(hyper.precision.log().mean().exp().item())
         while lanczos.num_steps < _MAX_STEPS and not lanczos.exhausted:

@@ -31,7 +31,7 @@ def log_dets(problem: Problem, noise: StochasticPrior, precision: Tensor) -> Ten
     deviation = noise.prior.deviation(precision)
     start = torch.cat([noise.xi, deviation * noise.eta])
     # the basis is kept for orthogonality alone: nothing is lost where it does not fit
-    memory = problem.free_memory() / 2
+    memory = problem.room() / 2
     lanczos = BlockLanczos(WhitenedGGN(problem, deviation), start, memory)
     krylov, unit = KrylovPosterior(lanczos, len(noise.xi)), Shift(1.0)
     for _ in range(_MAX_PASSES):

@@ -59,7 +59,7 @@ class KrylovEStep:
 
     def __init__(self, problem: Problem, noise: StochasticPrior, solver: BlockKrylov):
         if solver.memory is None:
-            solver = replace(solver, memory=problem.free_memory() / 2)
+            solver = replace(solver, memory=problem.room() / 2)
         self._problem, self._noise, self._solver = problem, noise, solver
         self._drawn_at = sigma_of(problem)
         scale = noise.prior.scale

@@ -169,6 +169,10 @@ class Problem(Sweeps):
         here = place_of(self.device), free_memory(self.device)
         return self.data.group.meet("free memory", here, least_share)
 
+    def room(self) -> float:
+        """Return the bytes that choices between solvers go by: what is free, or was at first."""
+        return self.free_memory()
+
     def _share_of_memory(self) -> Callable[[torch.device], float]:
         """Return the map from a device to the bytes free there for each process that uses it."""
         here = {place_of(device) for device in (torch.device("cpu"), self.linear_model.network.device)}

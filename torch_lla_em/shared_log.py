@@ -16,7 +16,7 @@ from torch_lla_em.spread import DataSpread
 
 _SMALL = 1 << 16
 # what of a pass is no vector in weight space
-_NO_VECTORS = {"loss", "facts", "count", "sums"}
+_NO_VECTORS = {"loss", "facts", "count", "sums", "bytes"}
 
 
 class SharedLog(PassLog):

@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from tiny import likelihood_of, tiny
-from torch_lla_em import BlockCG, BlockKrylov, LinearisedLaplace, NotFittedError
+from torch_lla_em import BlockCG, BlockKrylov, Compute, LinearisedLaplace, NotFittedError
 from torch_lla_em.problem import EarlierRows
 
 CUTS = (0, 11, 19, 30)
@@ -145,3 +145,42 @@ def test_no_earlier_fit_is_no_error():
     case = tiny("classification")
     la = posterior(case).fit(parts(case, *CUTS)[0], override=False, **FIXED)
     assert la.num_data == 11
+
+
+class Dying:
+    """A loader of one batch that raises from some pass on."""
+
+    def __init__(self, batches, passes):
+        self.batches, self.passes = batches, passes
+
+    def __iter__(self):
+        self.passes -= 1
+        if self.passes < 0:
+            raise InterruptedError
+        yield from self.batches
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name, sigma", [("classification", 1.0), ("regression", 0.4)])
+def test_the_last_of_several_fits_may_be_killed(name, sigma, first, tmp_path):
+    case = tiny(name)
+
+    def run(folder, passes):
+        options = {"sigma_noise": sigma, "compute": Compute(keep_data=False)}
+        la, loaders = posterior(case, name, **options), parts(case, *CUTS)
+        loaders[2] = Dying(loaders[2], passes)
+        for number, loader in enumerate(loaders):
+            where = tmp_path / folder / str(number)
+            la.fit(loader, override=first and not number, checkpoint=where, em_steps=3, progress_bar=False)
+        return la
+
+    whole = run("whole", 999)
+    with pytest.raises(InterruptedError):
+        run("broken", 4)
+    assert (tmp_path / "broken" / "1" / "posterior.pt").exists()
+    assert len(list((tmp_path / "broken" / "2").glob("pass-*.pt"))) > 1
+    resumed = run("broken", 999)
+    for key in ("w_samples", "w_lin", "scale", "prior_precision", "_log_evidence"):
+        assert torch.equal(getattr(resumed, key), getattr(whole, key)), key
+    assert torch.equal(resumed._earlier.rows.features.eta, whole._earlier.rows.features.eta)
+    assert [r["columns"] for r in resumed.history] == [r["columns"] for r in whole.history]

@@ -127,7 +127,7 @@ def make_e_step(problem: Problem, noise: StochasticPrior, options: FitOptions) -
     else:
         e_step = IterativeEStep(problem, noise, solver, options.seed)
     if options.warm is not None:
-        e_step.warm_start(*map(problem.spread.own, options.warm))
+        e_step.warm_start(*(problem.spread.own(w.to(problem.device)) for w in options.warm))
     return e_step
 
 

@@ -48,6 +48,9 @@ from torch_lla_em.stored_posterior import NotFittedError, StoredPosterior
 
 logger = logging.getLogger("torch_lla_em")
 
+# beside the posterior in a finished checkpoint: what the fit of later data adds to
+_ETA = "eta"
+
 
 class _Wish(NamedTuple):
     """What a call of ``fit`` asks for."""
@@ -184,6 +187,8 @@ class LinearisedLaplace(StoredPosterior):
                     pass
                 self.load_state_dict(state)
                 self._loaders = loaders
+                if _ETA in state:
+                    self._earlier = Earlier.of(state[_ETA], self.scale, likelihood, data)
                 return self
             problem = RecordedProblem(self._linear_model, likelihood, data)
         problem.spread = spread_of(problem, self._shard, self.num_samples)
@@ -213,9 +218,10 @@ class LinearisedLaplace(StoredPosterior):
         share_path(problem)
         self._store(posterior, history, data.num_rows)
         self._loaders = loaders
-        self._earlier = Earlier.of(posterior.noise, likelihood, data) if posterior.noise else None
+        kept = {} if posterior.noise is None else {_ETA: posterior.noise.eta}
+        self._earlier = Earlier.of(kept[_ETA], self.scale, likelihood, data) if kept else None
         if checkpoint is not None:
-            log.finish(self.state_dict(), data.facts())
+            log.finish({**self.state_dict(), **kept}, data.facts())
         return self
 
     def forward(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 from torch_lla_em.data import Data
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prior import g_prior_squares
 from torch_lla_em.problem import EarlierRows, NoiseFeatures
-from torch_lla_em.stochastic_prior import StochasticPrior
 
 
 class Earlier(NamedTuple):
@@ -18,9 +19,8 @@ class Earlier(NamedTuple):
     likelihood: Likelihood
 
     @classmethod
-    def of(cls, noise: StochasticPrior, likelihood: Likelihood, data: Data) -> Earlier:
-        """Return what the next part of the data adds to."""
-        eta, scale = noise.eta, noise.prior.scale
+    def of(cls, eta: Tensor, scale: Tensor, likelihood: Likelihood, data: Data) -> Earlier:
+        """Return what the next part of the data adds to, of the noise and its g-prior."""
         features = NoiseFeatures(eta, g_prior_squares(scale))
         return cls(EarlierRows(data.num_rows, data.num_outputs, features), likelihood)
 

@@ -251,7 +251,7 @@ class Problem(Sweeps):
 
         eta, squares = self.spread.draw(run, num_samples)
         if known is not None:
-            eta += self.spread.own(known.features.eta)
+            eta += self.spread.own(known.features.eta.to(eta))
             squares += self.spread.own(known.features.squares.to(squares)) * (num_samples * skipped)
             self.data.num_outputs += known.num_outputs
         self.cost.columns += num_samples * (1 - skipped / self.data.num_rows)

@@ -97,7 +97,7 @@ def test_finished_runs_return_at_once(tmp_path):
     first = fit("krylov", Fuse(10**6), tmp_path)
     again = fit("krylov", Fuse(1), tmp_path)  # reads the data once, to see that they are the same
     assert torch.equal(first.w_samples, again.w_samples)
-    assert {path.name for path in tmp_path.iterdir()} == {"header.pt", "posterior.pt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"header.pt", "outputs.pt", "posterior.pt"}
 
 
 def test_finished_runs_of_other_data_are_refused(tmp_path):
@@ -154,6 +154,62 @@ def test_other_weights_are_refused(tmp_path):
     la = LinearisedLaplace(case.model, "classification", num_samples=4, compute=READ)
     with pytest.raises(ValueError, match="network weights"):
         la.fit(Fuse(10**6), progress_bar=False, checkpoint=tmp_path)
+
+
+def doubled(model, x):
+    return 2.0 * model(x)
+
+
+def turned(model, x):
+    return model(x).roll(1, dims=1)
+
+
+class Restless:
+    """A loader whose rows come in another order every time."""
+
+    def __init__(self, batches, seed):
+        self.case, self.batches = tiny("classification"), batches
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self):
+        order = torch.randperm(len(self.case.x), generator=self.generator)
+        for rows in order.tensor_split(self.batches):
+            yield self.case.x[rows], self.case.y[rows]
+
+
+@pytest.mark.parametrize("forward", [doubled, turned])
+@pytest.mark.parametrize("passes", [2, 10**6])
+def test_another_forward_is_refused(forward, passes, tmp_path):
+    def run(passes, forward=None):
+        fit("krylov", Fuse(passes), tmp_path, forward_fn=forward)
+
+    if passes == 2:
+        interrupted(tmp_path)
+    else:
+        run(passes)
+    with pytest.raises(ValueError, match="outputs on the first batch differ"):
+        run(10**6, forward)
+    run(10**6, lambda model, x: model(x) * (1 + 1e-7))
+
+
+def test_another_code_of_a_layer_is_refused(tmp_path, monkeypatch):
+    case, batches = tiny("classification"), [*Rationed(5)]
+
+    def run():
+        la = LinearisedLaplace(case.model, "classification", num_samples=4, compute=READ)
+        la.fit(batches, progress_bar=False, checkpoint=tmp_path)
+
+    run()
+    monkeypatch.setattr(nn.Tanh, "forward", lambda self, x: x.sigmoid())
+    with pytest.raises(ValueError, match="outputs on the first batch differ"):
+        run()
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_rows_in_another_order_are_no_other_forward(batches, tmp_path):
+    first = fit("krylov", Restless(batches, 0), tmp_path)
+    again = fit("krylov", Restless(batches, 1), tmp_path)
+    assert torch.equal(again.w_samples, first.w_samples)
 
 
 def test_other_data_are_refused(tmp_path):

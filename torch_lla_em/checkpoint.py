@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torch_lla_em import persistence
 from torch_lla_em.data import Batch
+from torch_lla_em.first_outputs import FirstOutputs
 from torch_lla_em.leaving import Leaving
 from torch_lla_em.partial_pass import PartialPass
 from torch_lla_em.persistence import write_atomically
@@ -97,6 +98,23 @@ class PassLog:
             except OSError as error:
                 self.give_up(error)
         return entry
+
+    def compare(self, outputs: FirstOutputs | None) -> None:
+        """Keep what the network made of its first batch, or refuse another network's."""
+        path = self.folder / "outputs.pt"
+        if outputs is None:
+            return
+        if not path.exists():
+            try:
+                write_atomically(outputs.tensors(), path)
+            except OSError as error:
+                self.give_up(error)
+        elif outputs.contradicts(outputs.known(torch.load(path, weights_only=True))):
+            raise ValueError(
+                "The network's outputs on the first batch differ from those that the checkpoint in "
+                f"{str(self.folder)!r} began with, for the same data and weights: its forward_fn, "
+                "code or buffers have changed. Bring them back, or pass another folder."
+            )
 
     def give_up(self, error: OSError) -> None:
         """Write no more, and say so; what was written stays good."""

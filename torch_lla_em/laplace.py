@@ -19,6 +19,7 @@ from torch_lla_em.curve import Curve, Modes, curve
 from torch_lla_em.data import Chain, Data
 from torch_lla_em.distributed import SHARDS, compare_ranks, group_of, share_path, spread_of
 from torch_lla_em.empirical_bayes import EMState
+from torch_lla_em.first_outputs import FirstOutputs
 from torch_lla_em.fitting import FitOptions, fit_posterior
 from torch_lla_em.group import Group
 from torch_lla_em.heap import kept_heap
@@ -182,6 +183,8 @@ class LinearisedLaplace(StoredPosterior):
             log = PassLog(checkpoint, header) if group.size == 1 else SharedLog(checkpoint, header, group)
             state = log.posterior(self._device)
             if state is not None:
+                if group.rank == 0:
+                    log.compare(FirstOutputs.of(self._linear_model, data))
                 data.restore(persistence.from_bytes(state["facts"]))
                 for _ in data:  # a pass without the network, which refuses other data
                     pass
@@ -203,6 +206,8 @@ class LinearisedLaplace(StoredPosterior):
             if checkpoint is not None:
                 problem.record(log, leaving)
             plan = problem.prepare(self.num_samples, self.compute)
+            if checkpoint is not None and group.rank == 0:
+                log.compare(FirstOutputs.of(self._linear_model, data))
             logger.log(logging.WARNING if plan.tight else logging.INFO, "%s", plan)
             if progress_bar and group.rank == 0:
                 bar.write(str(plan))

@@ -96,7 +96,7 @@ class Fingerprint:
         if shape != tensor.shape[1:]:
             self._left_out.add(position)
             return
-        r = _row_numbers(tensor)
+        r = row_numbers(tensor)
         sums = torch.stack([torch.ones_like(r).sum(), r.sum(), r.square().sum()])
         self._sums[position] = self._sums[position] + sums if position in self._sums else sums
 
@@ -137,7 +137,7 @@ def same(every: list[Tally]) -> Tally:
     return every[0]
 
 
-def _row_numbers(tensor: Tensor) -> Tensor:
+def row_numbers(tensor: Tensor) -> Tensor:
     """Return a weighted sum of each row, (B,), no two of its weights alike."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

@@ -557,18 +557,27 @@ def test_batches_in_pieces_are_written_before_it_leaves(tmp_path, monkeypatch):
     assert torch.equal(resumed.w_samples, whole.w_samples)
 
 
-@pytest.mark.parametrize("change", ["data", "parameter"])
+def exchange(layer):
+    layer.weight = nn.Parameter(1.5 * layer.weight.detach())
+
+
+CHANGES = {
+    "larger": lambda layer: layer.weight.data.mul_(1.5),
+    "other signs": lambda layer: layer.weight.data.neg_(),
+    "one other sign": lambda layer: layer.bias.data[2:3].neg_(),
+    "other places": lambda layer: layer.weight.data.copy_(layer.weight.data.roll(1, dims=0)),
+    "exchanged": exchange,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_weights_that_change_unseen_are_seen(change):
     case = tiny("classification")
 
     class Training:
         def __iter__(self):
             yield from zip(case.x.split(7), case.y.split(7))
-            layer = case.model[0]
-            if change == "data":
-                layer.weight.data.mul_(1.5)
-            else:
-                layer.weight = nn.Parameter(1.5 * layer.weight.detach())
+            change(case.model[0])
 
     la = LinearisedLaplace(case.model, "classification", num_samples=4)
     with pytest.raises(RuntimeError, match="chang"):

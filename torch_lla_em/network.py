@@ -17,6 +17,7 @@ from torch_lla_em.batches import is_sequence
 from torch_lla_em.compute import tf32
 from torch_lla_em.contiguous import ContiguousInputs
 from torch_lla_em.heap import kept_heap
+from torch_lla_em.weight_sums import WeightSums
 
 ForwardFn = Callable[[nn.Module, Any], Tensor]
 WeightFunction = Callable[[dict[str, Tensor]], Tensor]
@@ -220,10 +221,9 @@ class Network:
             yield
 
     def sizes(self) -> Tensor:
-        """Return the norm of every parameter, which a change without a new version changes too."""
-        with torch.no_grad():
-            norms = [p.norm().to(self.device, torch.float64) for p in self.module.parameters()]
-            return torch.stack(norms).cpu()
+        """Return two sums over every parameter, which a change without a new version changes too."""
+        sums = WeightSums()
+        return torch.stack([sums.of(p).to(self.device) for p in self.module.parameters()]).cpu()
 
     @contextmanager
     def computing(self, precision: str) -> Iterator[None]:

@@ -9,6 +9,7 @@ import torch
 
 import ranks
 from test_distributed import batches, facts
+from test_finite import Bent
 from tiny import tiny
 from torch_lla_em import BlockCG, LinearisedLaplace, shared_log
 from torch_lla_em.compute import Compute
@@ -241,6 +242,24 @@ def test_memory_may_be_another_at_a_restart(tmp_path):
     whole = ranks.run(2, fit_with_memory, tmp_path / "whole", tmp_path / "new", "weights", ending, free)
     resumed = ranks.run(2, fit_with_memory, tmp_path / "resumed", folder, "weights", ending, little)
     assert torch.equal(resumed[1]["state"]["w_samples"], whole[0]["state"]["w_samples"])
+
+
+def fit_without_a_derivative(rank, shard):
+    every = [(x.clone(), y) for x, y in batches(tiny("classification"))]
+    every[-1][0][0, 0] = 0.0
+    try:
+        fit(every, model=Bent(tiny("classification").model, backwards_only=True), shard=shard)
+    except Exception as error:
+        return len(every) - 1, error
+
+
+@pytest.mark.parametrize("shard", ["data", "columns"])
+def test_a_derivative_that_is_not_finite_ends_all_ranks(shard, tmp_path):
+    results = ranks.run(2, fit_without_a_derivative, tmp_path, shard)
+    errors = [error for _, error in results]
+    assert any(isinstance(error, FloatingPointError) for error in errors)
+    for last, error in results:
+        assert f"outputs on batch {last} is not finite" in str(error)
 
 
 def fit_where_nothing_can_be_written(rank, folder):

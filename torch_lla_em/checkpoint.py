@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torch_lla_em import persistence
 from torch_lla_em.data import Batch
+from torch_lla_em.finite import OUTPUTS, is_finite
 from torch_lla_em.first_outputs import FirstOutputs
 from torch_lla_em.leaving import Leaving
 from torch_lla_em.partial_pass import PartialPass
@@ -218,7 +219,7 @@ class RecordedProblem(Problem):
             )
         return begun
 
-    def _accumulate(self, sums: dict[str, Tensor], add: Work[None], rows: Rows = Rows()) -> None:
+    def _accumulate(self, sums: dict[str, Tensor], add: Work[None], rows: Rows) -> None:
         """Run a pass whose work on each batch adds to the sums, in place.
 
         Of several ranks none keeps a part of a pass, since others may go on with the run.
@@ -285,7 +286,7 @@ class RecordedProblem(Problem):
     def _between_batches(self, sums: dict[str, Tensor]) -> None:
         """Keep the sums if it is time to, or if somebody asked to leave."""
         if (self.leaving.requested or self.partial.due()) and self.log.writing and self.data.fingerprint:
-            if all(finite for _, finite in self._finite):
+            if self._finite.first_fault(OUTPUTS) is None and all(map(is_finite, sums.values())):
                 try:
                     self.partial.write(self.log.position, sums, self.data)
                 except OSError as error:

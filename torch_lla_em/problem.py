@@ -16,6 +16,7 @@ from torch import Tensor
 from torch_lla_em.compiled import CompiledShare
 from torch_lla_em.compute import Compute
 from torch_lla_em.data import Batch, Data
+from torch_lla_em.finite import DERIVATIVE, LIKELIHOOD, STEP, is_moderate
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.linear_model import LinearModel
 from torch_lla_em.memory import DoesNotFit, attempt, free_memory, least_share, place_of
@@ -24,7 +25,7 @@ from torch_lla_em.noise import normal
 from torch_lla_em.parameters import ParameterLayout
 from torch_lla_em.slices import largest_slice
 from torch_lla_em.spread import DataSpread
-from torch_lla_em.sweeps import Rows, Sweeps, Work
+from torch_lla_em.sweeps import Rows, Sweeps
 
 _EPSILON_STREAM = 1
 _GROUP_ROWS = 32
@@ -191,7 +192,7 @@ class Problem(Sweeps):
                     if len(columns):
                         self._add_product(batch, self._curvature, columns[done:], sums[done:])
 
-                self._accumulate({f"Gw {group.start}": sums}, add, Rows(whole=whole))
+                self._summed({f"Gw {group.start}": sums}, add, Rows(whole=whole), columns)
                 self._put(sums, total[group])
             return total
 
@@ -217,7 +218,8 @@ class Problem(Sweeps):
                 problem._add_product(batch, cotangent, column, gradient)
                 loss.sub_(log_prob)
 
-            problem._accumulate({"loss": loss, "gradient": gradient}, add, Rows(whole=whole))
+            named = {"loss": loss, "gradient": gradient}
+            problem._summed(named, add, Rows(whole=whole), column, may_overflow=True)
             return gradient.to(self.device)
 
         gradient = self.spread.sweep(run, w[None])
@@ -245,7 +247,7 @@ class Problem(Sweeps):
                         squares.addcmul_(row, row)
 
                 named = {f"eta {group.start}": sums, "squares": squares}
-                self._accumulate(named, add, Rows(skipped, _GROUP_ROWS, whole=whole))
+                self._summed(named, add, Rows(skipped, _GROUP_ROWS, whole=whole))
                 self._put(sums, eta[group])
             return eta, squares.to(self.device)
 
@@ -266,8 +268,13 @@ class Problem(Sweeps):
         def identity(_: Tensor, f: Tensor) -> Tensor:
             return torch.eye(f.numel(), dtype=f.dtype, device=f.device).view(-1, *f.shape)
 
-        blocks = self._over(lambda batch, _: self._root_product(batch, identity))
-        own = torch.cat([self._whole_zeros(0), *(block.to(self.device) for block in blocks)])
+        def block(batch: Batch, _: int) -> Tensor:
+            rows = self._root_product(batch, identity)
+            self._finite.note(batch.index, DERIVATIVE, rows.isfinite().all())
+            return rows.to(self.device)
+
+        own = torch.cat([self._whole_zeros(0), *self._over(block)])
+        self._finite.refuse(LIKELIHOOD, DERIVATIVE)
         rows = self.data.group.gather(own)
         self.cost.columns += len(rows) // self.data.num_rows
         return self.spread.own(rows)
@@ -279,9 +286,12 @@ class Problem(Sweeps):
         def push(batch: Batch, _: int) -> tuple[Batch, Tensor, Tensor]:
             f, Jw = self.linear_model.jvp(batch.inputs, w)
             self._inspect(batch, f)
+            self._finite.note(batch.index, DERIVATIVE, Jw.isfinite().all() | ~moderate)
             return batch, f, Jw
 
+        moderate = is_moderate(w).to(self.linear_model.network.device)
         yield from self._over(push)
+        self._finite.refuse(DERIVATIVE)
         self.cost.columns += len(w)
 
     def minibatch_products(self, state: State = None) -> Iterator[tuple[int, BatchProduct]]:
@@ -338,11 +348,6 @@ class Problem(Sweeps):
         if self._group is not None:
             home.copy_(near)
 
-    def _accumulate(self, sums: dict[str, Tensor], add: Work[None], rows: Rows = Rows()) -> None:
-        """Run a pass whose work on each batch adds to the sums, in place."""
-        for _ in self._over(add, rows):
-            pass
-
     def _minibatches(
         self, cotangent: Cotangent, state: State = None, rows: Rows = Rows(in_step=True)
     ) -> Iterator[tuple[int, BatchProduct]]:
@@ -356,12 +361,20 @@ class Problem(Sweeps):
                 def add(part: Batch, done: int) -> None:
                     self._add_product(part, cotangent, w[done:], total[done:])
 
-                for _ in self._worked(batch, add) if len(batch.rows) else ():
-                    pass
+                if len(batch.rows):
+                    for _ in self._worked(batch, add):
+                        pass
+                    fine = total.sum().isfinite() | ~is_moderate(w)
+                    self._finite.note(batch.index, STEP, fine)
                 self.cost.columns += len(w) * count / (self.data.num_rows or 1)
                 return self.spread.sum(total)
 
             yield count, product
+        step = self._finite.first_fault(STEP)
+        # a likelihood that overflows alone is a step size too large
+        pushed, bent = map(self._finite.first_fault, (DERIVATIVE, LIKELIHOOD))
+        if step is not None and (step == pushed or step != bent):
+            raise FloatingPointError(DERIVATIVE.format(step))
 
     def _add_product(self, batch: Batch, cotangent: Cotangent, w: Tensor, total: Tensor) -> None:
         """Add Jᵀ u to the total, with u = cotangent(batch, at, J w)."""
@@ -383,7 +396,10 @@ class Problem(Sweeps):
                 self._at_point[place] = at.clone()
         at = f if at is None else at
         self._inspect(batch, f)
-        add_pullback(cotangent(batch, at, Jw), total)
+        u = cotangent(batch, at, Jw)
+        self._finite.note(batch.index, DERIVATIVE, Jw.isfinite().all())
+        self._finite.note(batch.index, LIKELIHOOD, u.isfinite().all())
+        add_pullback(u, total)
 
     def _eager_share(self, batch: Batch, at: Tensor | None, w: Tensor) -> Tensor:
         """Return J_bᵀ H_b J_b w, with H at ``at`` or at the network's outputs."""
@@ -399,7 +415,9 @@ class Problem(Sweeps):
         at = f
         if self.curvature_point is not None:
             at = self.linear_model.jvp(batch.inputs, self.curvature_point[None])[1][0]
+            self._finite.note(batch.index, DERIVATIVE, at.isfinite().all())
         u = self._masked(self.likelihood.hessian_sqrt_product(at, draw(batch.rows, f)), batch)
+        self._finite.note(batch.index, LIKELIHOOD, u.isfinite().all())
         total = self._near(self._whole_zeros(len(u)))
         add_pullback(u, total)
         return total

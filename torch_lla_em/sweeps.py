@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data, map_tensors
+from torch_lla_em.finite import DERIVATIVE, LIKELIHOOD, OUTPUTS, Finite, is_finite, is_moderate
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.linear_model import LinearModel
 from torch_lla_em.memory import DoesNotFit, attempt
@@ -58,8 +59,50 @@ class Sweeps:
         self.data = data
         self._versions = linear_model.network.versions()
         self._sizes = linear_model.network.sizes()
-        self._finite: list[tuple[int, Tensor]] = []
+        self._finite = Finite()
         self._splits: bool | None = None
+
+    def _summed(
+        self,
+        sums: dict[str, Tensor],
+        add: Work[None],
+        rows: Rows,
+        w: Tensor | None = None,
+        may_overflow: bool = False,
+    ) -> None:
+        """Run a pass that adds to the sums; name the batch where vectors among them are not finite.
+
+        Where w is beyond all measure, or where a likelihood at J w ``may_overflow``, solvers know.
+        """
+        self._accumulate(sums, add, rows)
+        vectors, hidden = [total for total in sums.values() if total.dim()], False
+        if not all(map(is_finite, vectors)) and (w is None or is_moderate(w)):
+            self._finite.refuse(DERIVATIVE)
+            if not may_overflow:
+                self._finite.refuse(LIKELIHOOD)
+            hidden = self._finite.first_fault(LIKELIHOOD) is None
+        if self.data.group.meet("sums that are not finite", hidden, any):
+            self._search(vectors, add, rows)
+
+    def _search(self, vectors: list[Tensor], add: Work[None], rows: Rows) -> None:
+        """Run a pass once more, to find the batch whose Jᵀ u is not finite."""
+        for total in vectors:
+            total.zero_()
+
+        def checked(batch: Batch, done: int) -> None:
+            add(batch, done)
+            if not all(map(is_finite, vectors)) and self._finite.first_fault(LIKELIHOOD) is None:
+                raise FloatingPointError(DERIVATIVE.format(batch.index))
+
+        for _ in self._over(checked, rows):
+            pass
+        for total in vectors:  # as they were
+            total.fill_(float("nan"))
+
+    def _accumulate(self, sums: dict[str, Tensor], add: Work[None], rows: Rows) -> None:
+        """Run a pass whose work on each batch adds to the sums, in place."""
+        for _ in self._over(add, rows):
+            pass
 
     def _over(self, work: Work[T], rows: Rows = Rows()) -> Iterator[T]:
         """Yield ``work`` on every batch of a pass, or on its halves where it does not fit."""
@@ -111,9 +154,7 @@ class Sweeps:
                     if self.data.num_passes == 0:
                         _check_finite(batch)
                     yield batch._replace(targets=self._align(batch.targets))
-        for index, finite in self._finite:
-            if not finite:
-                raise FloatingPointError(f"The network's outputs on batch {index} are not finite.")
+        self._finite.refuse(OUTPUTS)
 
     def _probe(self, batch: Batch) -> None:
         if self.linear_model.report is None:
@@ -186,7 +227,7 @@ class Sweeps:
     def _inspect(self, batch: Batch, f: Tensor) -> None:
         """Note whether outputs are finite; in the first pass, check targets against them."""
         finite = torch.isfinite(f).all()
-        self._finite.append((batch.index, finite))
+        self._finite.note(batch.index, OUTPUTS, finite)
         if self.data.num_passes == 0:
             self.data.num_outputs += f.numel()
         if self.data.num_passes == 0 and finite:

@@ -14,6 +14,7 @@ from torch import nn
 from tiny import tiny
 from torch_lla_em import SGD, BlockCG, Compute, FunctionSpace, LinearisedLaplace
 from torch_lla_em.likelihoods import Classification
+from torch_lla_em.partial_pass import PartialPass
 from torch_lla_em.persistence import write_atomically
 from torch_lla_em.problem import Problem
 
@@ -408,12 +409,42 @@ def test_epochs_of_sgd_in_another_order_begin_anew(tmp_path, every_batch):
     torch.testing.assert_close(la.w_samples, whole.w_samples, rtol=0.1, atol=0.1)
 
 
-def test_clocks_may_jump(tmp_path, monkeypatch):
+class Clock:
+    """Stands in for the module ``time``: five minutes a reading, and a jump at one of them."""
+
+    def __init__(self, jump=0.0, at=0):
+        self.jump, self.at, self.readings = jump, at, 0
+
+    def monotonic(self):
+        self.readings += 1
+        return 300.0 * self.readings + self.jump * (self.readings >= self.at)
+
+
+def writes_of_parts(monkeypatch, clock):
+    """Return a list that grows with every part of a pass that is written, by this clock."""
+    written, write = [], PartialPass.write
+    monkeypatch.setattr("torch_lla_em.partial_pass.time", clock)
+    monkeypatch.setattr("torch_lla_em.partial_pass.WRITES", 1.0)
+    monkeypatch.setattr(PartialPass, "write", lambda *args: written.append(1) or write(*args))
+    return written
+
+
+@pytest.mark.parametrize("jump", [1e9, -1e9])
+@pytest.mark.parametrize("at", [5, 6])  # while the first part is written, and after it
+def test_clocks_may_jump(jump, at, tmp_path, monkeypatch):
     whole = fit("krylov", Rationed(10**6), tmp_path / "whole")
-    jumps = iter(range(10**6))
-    monkeypatch.setattr("time.time", lambda: (-1) ** next(jumps) * 1e9)
-    la = fit("krylov", Rationed(10**6), tmp_path / "jumpy")
-    assert torch.equal(la.w_samples, whole.w_samples)
+    counts = []
+    for clock in Clock(), Clock(jump, at):
+        folder = tmp_path / str(len(counts))
+        written = writes_of_parts(monkeypatch, clock)
+        with pytest.raises(InterruptedError):
+            fit("krylov", Rationed(13), folder)
+        counts.append(len(written))
+        la = fit("krylov", Rationed(10**6), folder)
+        assert torch.equal(la.w_samples, whole.w_samples)
+        monkeypatch.undo()
+    steady, jumpy = counts
+    assert steady == 13 and jumpy >= 10
 
 
 class Poisoned(nn.Module):

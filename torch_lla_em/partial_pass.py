@@ -23,6 +23,9 @@ INTERVAL = 300.0
 WRITES = 0.05
 """Share of the time that writes may take."""
 
+# of the time between two writes, at most, from one to the next
+_GROWTH = 4
+
 
 class PartialPass:
     """One file with the sums over the first rows of the pass that is under way."""
@@ -66,7 +69,10 @@ class PartialPass:
 
     def due(self) -> bool:
         """Whether it is time to write."""
-        return time.monotonic() - self._written_at >= self._interval
+        elapsed = time.monotonic() - self._written_at
+        if elapsed < 0:  # the clock was set back
+            self._written_at += elapsed
+        return elapsed >= self._interval
 
     def write(self, position: int, sums: dict[str, Tensor], data: Data) -> None:
         """Keep the sums over all rows that the data have yielded in this pass."""
@@ -79,7 +85,9 @@ class PartialPass:
         }
         write_atomically({**sums, "facts": persistence.to_bytes(facts)}, self._path)
         self._written_at = time.monotonic()
-        self._interval = max(INTERVAL, (self._written_at - began) / WRITES if WRITES else 0.0)
+        spent = (self._written_at - began) / WRITES if WRITES else 0.0
+        # not at once, since a clock that is set forward tells of a long write too
+        self._interval = min(max(INTERVAL, spent), _GROWTH * self._interval)
 
     def forget(self) -> None:
         """Remove the file: its pass has ended."""

@@ -13,9 +13,10 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tiny import tiny
-from torch_lla_em import Classification, LinearisedLaplace
+from torch_lla_em import SGD, Classification, LinearisedLaplace
 from torch_lla_em.batches import cut, inputs_of, map_tensors, next_tokens, to_device
 from torch_lla_em.data import Batch, Chain, Data
+from torch_lla_em.problem import Problem
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "image label")
@@ -411,3 +412,59 @@ def test_numpy_integers_are_targets():
 def test_tiny_is_what_the_face_sees():
     problem = tiny("classification").problem(7)
     assert sum(len(batch.rows) for batch in problem.data) == 30
+
+
+class Uneven:
+    """A loader that says how many rows it has, and cuts them another way at every pass."""
+
+    def __init__(self, *cuts):
+        self.cuts = iter(cuts)
+
+    def __len__(self):
+        return 30
+
+    def __iter__(self):
+        case = tiny("classification")
+        cut = next(self.cuts)
+        yield from zip(case.x.split(cut), case.y.split(cut))
+
+
+def steps_of(loader, passes=0):
+    data = Data(loader, CPU)
+    for _ in range(passes):
+        for _ in data.batches(in_step=True):
+            pass
+    return data.num_steps()
+
+
+def test_steps_are_known_where_the_loader_cannot_be_wrong():
+    case = tiny("classification")
+    rows = TensorDataset(case.x, case.y)
+    batches = list(zip(case.x.split(7), case.y.split(7)))
+    assert steps_of(batches) == 5
+    assert steps_of(Chain([batches, batches])) == 10
+    assert steps_of(DataLoader(rows, 7, shuffle=True)) == 5
+    assert steps_of(DataLoader(rows, 7, drop_last=True)) == 4
+    assert steps_of(Chain([batches, Uneven(7)])) is None
+
+
+def test_steps_are_those_of_passes_where_they_agree():
+    assert steps_of(Uneven(7)) is None
+    assert steps_of(Uneven(7), passes=1) == 5
+    assert steps_of(Uneven(7, 7), passes=2) == 5
+    assert steps_of(Uneven(7, 10), passes=2) is None
+
+
+@pytest.mark.filterwarnings("ignore:The linear mode", "ignore:The samples")
+def test_sgd_reads_no_data_to_count_them(monkeypatch):
+    case, sweeps = tiny("classification"), []
+    minibatches = Problem._minibatches
+    monkeypatch.setattr(Problem, "_minibatches", lambda *args: sweeps.append(1) or minibatches(*args))
+
+    class Batches:
+        def __iter__(self):
+            yield from zip(case.x.split(7), case.y.split(7))
+
+    la = LinearisedLaplace(case.model, "classification", num_samples=4, solver=SGD(epochs=3))
+    la.fit(Batches(), em_steps=0, prior_precision=30.0, progress_bar=False)
+    assert len(sweeps) == 2 * 3  # epochs for the mode and for the samples

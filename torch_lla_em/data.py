@@ -109,6 +109,7 @@ class Data:
         self._target_fn = target_fn
         self._first: Fingerprint | None = None
         self._read = self._restored = False
+        self._steps: set[int] = set()
         self._begun: tuple[Batch, Iterator[Batch]] | None = None
         self._candidate: list[Batch] | None = None
         self.keep = True
@@ -163,16 +164,20 @@ class Data:
         return chain([batch], rest)
 
     def _pass(self, whole: bool, in_step: bool) -> Iterator[Batch]:
-        own = Tally()
+        own, steps = Tally(), 0
         self.rows_seen = 0
         compared = self.num_passes == 0 or self._first is not None
         self.fingerprint = own.fingerprint if compared else None
         # steps are taken in the loader's own order, which may be another every time
         held = None if in_step else self.kept
         for batch in self._counted(held, own) if held else self._turns(whole, own):
+            steps += 1
             yield batch._replace(step_rows=self._step(len(batch.rows))) if in_step else batch
         while in_step and (rows := self._step(0)):
+            steps += 1
             yield Batch(-1, torch.arange(0), None, torch.zeros(0), rows)
+        if in_step or self.group.size == 1:
+            self._steps.add(steps)
         own.outputs = self.num_outputs
         own.fingerprint = own.fingerprint.on_cpu()
         every = self.group.meet("the end of a pass", own, same if whole else together)
@@ -246,6 +251,13 @@ class Data:
     def num_batches(self) -> int | None:
         """Return the batches of a pass over all ranks, if that is known without one."""
         counts = [share.num_batches() for share in self._shares]
+        return None if None in counts else sum(counts)
+
+    def num_steps(self) -> int | None:
+        """Return the steps of a pass that goes batch by batch, if they are known to be as many each time."""
+        if self._steps:
+            return max(self._steps) if len(self._steps) == 1 else None
+        counts = [share.num_steps() for share in self._shares]
         return None if None in counts else sum(counts)
 
     @property

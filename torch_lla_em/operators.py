@@ -37,6 +37,10 @@ class WhitenedGGN:
         for rows, product in self.problem.minibatch_products(state):
             yield rows, self._whiten(product)
 
+    def num_steps(self) -> int | None:
+        """Return how many batches there are, if that is known without a pass."""
+        return self.problem.data.num_steps()
+
     def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return what was computed at ``key``, from a checkpoint where it is there."""
         return self.problem.kept(key, compute)
@@ -71,6 +75,10 @@ class WhitenedLoss:
         """Yield every batch's rows and its own gradient."""
         for rows, gradient in self.problem.minibatch_gradients(state):
             yield rows, lambda x, g=gradient: g(x * self.deviation).mul_(self.deviation)
+
+    def num_steps(self) -> int | None:
+        """Return how many batches there are, if that is known without a pass."""
+        return self.problem.data.num_steps()
 
     def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return what was computed at ``key``, from a checkpoint where it is there."""

@@ -98,6 +98,16 @@ class Share:
         except TypeError:
             return None
 
+    def num_steps(self) -> int | None:
+        """Return the batches of this process alone, where the loader cannot be wrong about them."""
+        if self._group.size > 1:
+            return None
+        if not isinstance(self._loader, (list, tuple)):
+            plain = _lists_rows(self._loader) and type(self._loader.batch_sampler) is BatchSampler
+            if not plain or type(_sampler(self._loader)) not in (SequentialSampler, RandomSampler):
+                return None
+        return len(self._loader)
+
     def _by_reading(self, whole: bool) -> Iterator[Turn]:
         """Every rank reads everything and passes on what is not its own."""
         rank, size = self._group.rank, self._group.size

@@ -97,8 +97,7 @@ class SGD:
     ) -> Tensor:
         count = torch.zeros((), dtype=torch.int64)
         state = {"x": start, "velocity": torch.zeros_like(start), "average": start, "count": count}
-        # counted anew by a run that goes on, whose batches may be others
-        num_batches = sum(1 for _ in problem.minibatches())
+        num_batches = _num_batches(problem)
         for _ in range(self.epochs):
             run = partial(self._epoch, problem, gradient, state, (num_batches, rate))
             state = problem.kept(state["x"], run)
@@ -146,3 +145,9 @@ class SGD:
         for _ in range(4):
             v = product(v / norm(v).to(v))
         return 0.1 / (norm(v).item() + 1), 4
+
+
+def _num_batches(problem: Minibatches) -> int:
+    """Return the batches of an epoch: as the problem knows them, or counted in one more sweep."""
+    known = problem.num_steps() if hasattr(problem, "num_steps") else None
+    return sum(1 for _ in problem.minibatches()) if known is None else known

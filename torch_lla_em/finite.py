@@ -54,9 +54,14 @@ class Finite:
                 raise FloatingPointError(what.format(index))
 
 
+def all_finite(tensor: Tensor) -> Tensor:
+    """Return whether all entries are finite, shape (): by their sum, which takes no memory."""
+    return tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)).isfinite()
+
+
 def is_finite(tensor: Tensor) -> bool:
     """Whether all entries are finite, by their sum unless that overflows."""
-    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+    return bool(all_finite(tensor)) or bool(tensor.isfinite().all())
 
 
 def is_moderate(w: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_lla_em.compiled import CompiledShare
 from torch_lla_em.compute import Compute
 from torch_lla_em.data import Batch, Data
-from torch_lla_em.finite import DERIVATIVE, LIKELIHOOD, STEP, is_moderate
+from torch_lla_em.finite import DERIVATIVE, LIKELIHOOD, STEP, all_finite, is_moderate
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.linear_model import LinearModel
 from torch_lla_em.memory import DoesNotFit, attempt, free_memory, least_share, place_of
@@ -270,7 +270,7 @@ class Problem(Sweeps):
 
         def block(batch: Batch, _: int) -> Tensor:
             rows = self._root_product(batch, identity)
-            self._finite.note(batch.index, DERIVATIVE, rows.isfinite().all())
+            self._finite.note(batch.index, DERIVATIVE, all_finite(rows))
             return rows.to(self.device)
 
         own = torch.cat([self._whole_zeros(0), *self._over(block)])
@@ -286,7 +286,7 @@ class Problem(Sweeps):
         def push(batch: Batch, _: int) -> tuple[Batch, Tensor, Tensor]:
             f, Jw = self.linear_model.jvp(batch.inputs, w)
             self._inspect(batch, f)
-            self._finite.note(batch.index, DERIVATIVE, Jw.isfinite().all() | ~moderate)
+            self._finite.note(batch.index, DERIVATIVE, all_finite(Jw) | ~moderate)
             return batch, f, Jw
 
         moderate = is_moderate(w).to(self.linear_model.network.device)
@@ -364,7 +364,7 @@ class Problem(Sweeps):
                 if len(batch.rows):
                     for _ in self._worked(batch, add):
                         pass
-                    fine = total.sum().isfinite() | ~is_moderate(w)
+                    fine = all_finite(total) | ~is_moderate(w)
                     self._finite.note(batch.index, STEP, fine)
                 self.cost.columns += len(w) * count / (self.data.num_rows or 1)
                 return self.spread.sum(total)
@@ -397,8 +397,8 @@ class Problem(Sweeps):
         at = f if at is None else at
         self._inspect(batch, f)
         u = cotangent(batch, at, Jw)
-        self._finite.note(batch.index, DERIVATIVE, Jw.isfinite().all())
-        self._finite.note(batch.index, LIKELIHOOD, u.isfinite().all())
+        self._finite.note(batch.index, DERIVATIVE, all_finite(Jw))
+        self._finite.note(batch.index, LIKELIHOOD, all_finite(u))
         add_pullback(u, total)
 
     def _eager_share(self, batch: Batch, at: Tensor | None, w: Tensor) -> Tensor:
@@ -415,9 +415,9 @@ class Problem(Sweeps):
         at = f
         if self.curvature_point is not None:
             at = self.linear_model.jvp(batch.inputs, self.curvature_point[None])[1][0]
-            self._finite.note(batch.index, DERIVATIVE, at.isfinite().all())
+            self._finite.note(batch.index, DERIVATIVE, all_finite(at))
         u = self._masked(self.likelihood.hessian_sqrt_product(at, draw(batch.rows, f)), batch)
-        self._finite.note(batch.index, LIKELIHOOD, u.isfinite().all())
+        self._finite.note(batch.index, LIKELIHOOD, all_finite(u))
         total = self._near(self._whole_zeros(len(u)))
         add_pullback(u, total)
         return total

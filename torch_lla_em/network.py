@@ -145,6 +145,7 @@ class Network:
         """Of matrix products: that of ``Compute``."""
 
         self._held: _State | None = None
+        self._sums = WeightSums()
         self._layout: ContiguousInputs | None = ContiguousInputs()
         _refuse(self.module)
 
@@ -222,8 +223,8 @@ class Network:
 
     def sizes(self) -> Tensor:
         """Return two sums over every parameter, which a change without a new version changes too."""
-        sums = WeightSums()
-        return torch.stack([sums.of(p).to(self.device) for p in self.module.parameters()]).cpu()
+        sums = [self._sums.of(p).to(self.device) for p in self.module.parameters()]
+        return torch.stack(sums).cpu()
 
     @contextmanager
     def computing(self, precision: str) -> Iterator[None]:

@@ -39,4 +39,4 @@ def _in_memory_order(parameter: Tensor) -> Tensor:
     if parameter.is_complex():
         parameter = torch.view_as_real(parameter)
     places = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
-    return parameter.permute(places).reshape(-1)
+    return parameter.permute(places).flatten()

@@ -64,7 +64,7 @@ class FirstOutputs(NamedTuple):
         return bool((self.numbers - other.numbers).norm() > self.rounding * size)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what ``from_tensors`` takes."""
+        """Return what ``known`` takes."""
         return {"batch": persistence.to_bytes(self.batch.state()), "numbers": self.numbers}
 
     def known(self, tensors: dict[str, Tensor]) -> FirstOutputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from torch_lla_em import persistence
-from torch_lla_em.batches import TargetFn, inputs_of, map_tensors, to_device
+from torch_lla_em.batches import TargetFn
 from torch_lla_em.checkpoint import PassLog, RecordedProblem
 from torch_lla_em.compute import Compute, tf32
-from torch_lla_em.curve import Curve, Modes, curve
 from torch_lla_em.data import Chain, Data
 from torch_lla_em.distributed import SHARDS, compare_ranks, group_of, share_path, spread_of
 from torch_lla_em.empirical_bayes import EMState
@@ -23,7 +22,6 @@ from torch_lla_em.first_outputs import FirstOutputs
 from torch_lla_em.fitting import FitOptions, fit_posterior
 from torch_lla_em.group import Group
 from torch_lla_em.heap import kept_heap
-from torch_lla_em.held_out import calibrated
 from torch_lla_em.history import record_of, summary_of
 from torch_lla_em.last_layer import called_last
 from torch_lla_em.leaving import leaving_cleanly
@@ -35,17 +33,15 @@ from torch_lla_em.likelihoods import (
     tempered,
 )
 from torch_lla_em.linear_model import LinearModel
-from torch_lla_em.mackay import Estimate
 from torch_lla_em.network import ForwardFn, Network
 from torch_lla_em.parameters import ParameterLayout, Selection, select_parameters
 from torch_lla_em.parts import Earlier
 from torch_lla_em.posterior_samples import Solver
-from torch_lla_em.predictive import Prediction, mixed
+from torch_lla_em.predictive_posterior import PredictivePosterior, check_choice
 from torch_lla_em.problem import Problem
 from torch_lla_em.rewards import compare, preferred
 from torch_lla_em.shared_log import SharedLog
-from torch_lla_em.solvers.block_krylov import Spectrum
-from torch_lla_em.stored_posterior import NotFittedError, StoredPosterior
+from torch_lla_em.stored_posterior import NotFittedError
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -64,7 +60,7 @@ class _Wish(NamedTuple):
     override: bool
 
 
-class LinearisedLaplace(StoredPosterior):
+class LinearisedLaplace(PredictivePosterior):
     """The linearised Laplace posterior of a trained network, by samples.
 
     ``fit`` learns the prior precision (and the noise of a regression) by EM and draws
@@ -96,8 +92,8 @@ class LinearisedLaplace(StoredPosterior):
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a trained nn.Module, not {type(model).__name__}.")
         super().__init__(model)
-        _check_choice("prior", prior, ("scalar", "layerwise"))
-        _check_choice("curvature", curvature, ("network", "linear"))
+        check_choice("prior", prior, ("scalar", "layerwise"))
+        check_choice("curvature", curvature, ("network", "linear"))
         if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
             raise ValueError(f"num_samples must be a whole number of 1 or more, not {num_samples}.")
         if not tolerance > 0:
@@ -143,7 +139,7 @@ class LinearisedLaplace(StoredPosterior):
         ``"auto"``, which logs its choice; ``"weights"`` slices all vectors over the ranks as
         well, where they do not fit on one; ``None`` lets each rank fit on its own.
         """
-        _check_choice("shard", shard, SHARDS)
+        check_choice("shard", shard, SHARDS)
         self._shard = shard
         wish = _Wish(em_steps, prior_precision, progress_bar, checkpoint, update, override)
         with group_of(shard).joined() as group:
@@ -151,7 +147,7 @@ class LinearisedLaplace(StoredPosterior):
 
     def _fit(self, loader: Iterable[Any], wish: _Wish, group: Group) -> LinearisedLaplace:
         em_steps, prior_precision, progress_bar, checkpoint, update, override = wish
-        _check_choice("update", update, ("mackay", "em"))
+        check_choice("update", update, ("mackay", "em"))
         if em_steps < 0:
             raise ValueError(f"em_steps must be 0 or more, not {em_steps}.")
         more = not override and self.w_lin is not None
@@ -181,17 +177,8 @@ class LinearisedLaplace(StoredPosterior):
         problem = Problem(self._linear_model, likelihood, data)
         if checkpoint is not None:
             log = PassLog(checkpoint, header) if group.size == 1 else SharedLog(checkpoint, header, group)
-            state = log.posterior(self._device)
-            if state is not None:
-                if group.rank == 0:
-                    log.compare(FirstOutputs.of(self._linear_model, data))
-                data.restore(persistence.from_bytes(state["facts"]))
-                for _ in data:  # a pass without the network, which refuses other data
-                    pass
-                self.load_state_dict(state)
+            if self._comes_back(log, data, likelihood):
                 self._loaders = loaders
-                if _ETA in state:
-                    self._earlier = Earlier.of(state[_ETA], self.scale, likelihood, data)
                 return self
             problem = RecordedProblem(self._linear_model, likelihood, data)
         problem.spread = spread_of(problem, self._shard, self.num_samples)
@@ -229,120 +216,20 @@ class LinearisedLaplace(StoredPosterior):
             log.finish({**self.state_dict(), **kept}, data.facts())
         return self
 
-    def forward(
-        self, x: Any, link_approx: str = "mc", generator: torch.Generator | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return E[y] (probabilities, rates); for regression (mean, variance with the noise).
-
-        ``"mc"`` averages over the samples, or over as many fresh ones from a generator;
-        ``"probit"`` uses the variance alone, ``"probit_shared"`` one variance for all classes,
-        which keeps the most probable one.
-        """
-        _check_choice("link_approx", link_approx, ("mc", "probit", "probit_shared"))
-        prediction = self.predict(x, generator=generator)
-        if self.likelihood.real_valued:
-            return tuple(prediction.moments())
-        if link_approx == "mc":
-            return prediction.expectation
-        return prediction.smoothed(shared=link_approx == "probit_shared")
-
-    def predict(
-        self, x: Any, mean: str | None = None, generator: torch.Generator | None = None
-    ) -> Prediction:
-        """Return the predictive distribution at x, around f(x) or around J(x) w_lin.
-
-        ``mean`` is "network", "linear", or what ``calibrate`` chose (the network, before it).
-        """
-        mean = mean or self.mean
-        _check_choice("mean", mean, ("network", "linear"))
-        self._require_fit()
-        f, Jw = self._push_forward(x, torch.cat([self.w_lin[None], self.w_samples]))
-        deviations = self.posterior_scale.sqrt().to(Jw) * Jw[1:]
-        if generator is not None:
-            deviations = mixed(deviations, generator)
-        centre = f if mean == "network" else Jw[0]
-        if mean == self.mean:
-            centre = self.mean_factor.to(centre) * centre
-        class_dim = self._linear_model.network.class_dim
-        return Prediction(self.likelihood, centre, deviations, class_dim)
-
-    def functional_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
-        """Return the mean + √τ J(x) w_k, shape (K, B, C): joint over the inputs."""
-        return self.predict(x, generator=generator).samples
-
-    def predictive_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
-        """Return the functional samples after the link, shape (K, B, C)."""
-        return self.predict(x, generator=generator).predictive_samples
-
-    def function_sample(self, k: int) -> Callable[[Any], Tensor]:
-        """Return the k-th function of the posterior, x -> (B, C): the same at every call."""
-        self._require_fit()
-        if not -self.num_samples <= k < self.num_samples:
-            raise IndexError(f"There are {self.num_samples} samples: k runs from 0, not to {k}.")
-
-        linear, factor = self.mean == "linear", self.mean_factor.clone()
-        w = self.posterior_scale.sqrt().to(self.w_lin) * self.w_samples[k][None]
-        if linear:
-            w = w + factor.to(w) * self.w_lin
-
-        def sample(x: Any) -> Tensor:
-            f, Jw = self._push_forward(x, w)
-            class_dim = self._linear_model.network.class_dim
-            centre = torch.zeros_like(f) if linear else factor.to(f) * f
-            return Prediction(self.likelihood, centre, Jw, class_dim).samples[0]
-
-        return sample
-
-    def joint_log_prob(self, x: Any, y: Tensor, mean: str | None = None) -> Tensor:
-        """Return log p(y_1..y_B | x_1..x_B), shape ()."""
-        return self.predict(x, mean).joint_log_prob(y)
-
-    def calibrate(self, loader: Iterable[Any], mean: str | None = None) -> LinearisedLaplace:
-        """Fit the posterior scale τ to held-out data; one pass.
-
-        Where outputs are scores of classes, a factor of the mean goes with it. Unless a mean
-        is given, it is that of the linear model, or of the network where this is the better
-        one by more than four standard errors. Where several ranks have fitted together, all of
-        them call it together.
-        """
-        self._require_fit()
-        means = ("network", "linear") if mean is None else (mean,)
-        for name in means:
-            _check_choice("mean", name, ("network", "linear"))
-        with group_of(self._shard).joined() as group:
-            data = Data(loader, self._device, self.target_fn, group)
-            problem = Problem(self._linear_model, self.likelihood, data)
-            columns = torch.cat([self.w_lin[None], self.w_samples])
-            self.mean, best = calibrated(problem, columns, means)
-        self.posterior_scale = torch.full_like(self.posterior_scale, best.scale)
-        self.mean_factor = torch.full_like(self.mean_factor, best.factor)
-        return self
-
-    def log_marginal_likelihood(self) -> Estimate:
-        """Return log p(y | λ, σ) of the linear model, with its standard error over samples."""
-        self._require_fit()
-        return Estimate(*self._log_evidence)
-
-    def curve(self, precisions: Iterable[float] | Tensor) -> Curve:
-        """Return γ and the log evidence over a grid of λ, without a pass over data.
-
-        The evidence of a non-Gaussian likelihood is known where EM went and half a decade
-        either side of λ*, and NaN beyond.
-        """
-        self._require_fit()
-        if self._eigenvalues is None:
-            raise ValueError(
-                "The curve needs one λ and the block-Krylov solver: fit with prior='scalar', one "
-                "sigma_noise and solver=None."
-            )
-        precisions = torch.as_tensor(precisions, dtype=torch.float64)
-        if precisions.dim() != 1 or not (precisions > 0).all():
-            raise ValueError("precisions must be a list of positive numbers.")
-        spectrum = Spectrum(self._eigenvalues, self._xi_coordinates, self._eta_coordinates)
-        spectrum = Spectrum(*(tensor.double().cpu() for tensor in spectrum))
-        gamma, evidence = curve(spectrum, Modes(*self._modes.double().cpu()), precisions)
-        path = torch.tensor([record["prior_precision"] for record in self.history])
-        return Curve(precisions, gamma, evidence, path, self.prior_precision.item())
+    def _comes_back(self, log: PassLog, data: Data, likelihood: Likelihood) -> bool:
+        """Take over the posterior of a finished checkpoint, if it is one and of these data."""
+        state = log.posterior(self._device)
+        if state is None:
+            return False
+        if data.group.rank == 0:
+            log.compare(FirstOutputs.of(self._linear_model, data))
+        data.restore(persistence.from_bytes(state["facts"]))
+        for _ in data:  # a pass without the network, which refuses other data
+            pass
+        self.load_state_dict(state)
+        if _ETA in state:
+            self._earlier = Earlier.of(state[_ETA], self.scale, likelihood, data)
+        return True
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
         """Take over a posterior; refused where the network is not the one it was fitted to."""
@@ -414,23 +301,6 @@ class LinearisedLaplace(StoredPosterior):
             **settings,
         }
 
-    def _push_forward(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
-        network = self._linear_model.network
-        x = to_device(inputs_of(x) if isinstance(x, Mapping) else x, network.device)
-        differentiate = torch.is_grad_enabled() and _requires_grad(x)
-        with network.guarded(), torch.set_grad_enabled(differentiate):
-            return self._linear_model.jvp(self._linear_model.prepare(x), w)
-
-    @property
-    def _device(self) -> torch.device:
-        return self._linear_model.network.device
-
-
-def _requires_grad(x: Any) -> bool:
-    found: list[bool] = []
-    map_tensors(lambda tensor: found.append(tensor.requires_grad), x)
-    return any(found)
-
 
 def _linear_model(
     network: Network, parameters: Selection, last_layer: str | None = None
@@ -442,11 +312,5 @@ def _linear_model(
 def _likelihood(likelihood: str | Likelihood, sigma_noise: float | Tensor) -> Likelihood:
     if isinstance(likelihood, Likelihood):
         return likelihood
-    _check_choice("likelihood", likelihood, tuple(LIKELIHOODS))
+    check_choice("likelihood", likelihood, tuple(LIKELIHOODS))
     return Regression(sigma_noise) if likelihood == "regression" else LIKELIHOODS[likelihood]()
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        expected = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{name}={value!r} is not known: choose one of {expected}.")

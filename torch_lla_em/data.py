@@ -5,56 +5,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.batches import (
-    TargetFn,
-    cut,
-    default_targets,
-    inputs_of,
-    map_tensors,
-    to_device,
-)
+from torch_lla_em.batch import Batch, Keeping
+from torch_lla_em.batches import TargetFn, default_targets, inputs_of, map_tensors, to_device
 from torch_lla_em.group import Group
 from torch_lla_em.memory import free_memory
 from torch_lla_em.passes import Fingerprint, Tally, same, together
 from torch_lla_em.shares import Marks, Share
 
 __all__ = ["Batch", "Chain", "Data", "TargetFn", "default_targets", "inputs_of", "map_tensors"]
-
-
-class Batch(NamedTuple):
-    """One batch of a pass."""
-
-    index: int
-    """Position in the pass, from 0."""
-
-    rows: Tensor
-    """Row numbers in the pass, shape (B,), on the CPU: the key of each row's noise."""
-
-    inputs: Any
-    """What the network is called with."""
-
-    targets: Tensor
-    """y."""
-
-    step_rows: int = 0
-    """Rows of all ranks' batches, where they go step by step."""
-
-    def split(self, size: int) -> Iterator[Batch]:
-        """Yield the batch in pieces of at most ``size`` rows, or whole if it has no rows to cut."""
-        rows = len(self.rows)
-        if rows <= size or cut(self.inputs, rows, slice(0, 1)) is None:
-            yield self
-            return
-        for start in range(0, rows, size):
-            piece = slice(start, start + size)
-            inputs = cut(self.inputs, rows, piece)
-            yield Batch(self.index, self.rows[piece], inputs, self.targets[piece])
 
 
 class Chain:
@@ -198,9 +161,7 @@ class Data:
 
     def _turns(self, whole: bool, own: Tally) -> Iterator[Batch]:
         """Yield this rank's batches and count what goes by; keep them from the third pass on."""
-        index, room = 0, self._room() if self.num_passes > 1 else 0.0
-        kept: list[Batch] = []
-        marks: list[list[tuple[int, int]]] = []
+        index, keeping = 0, Keeping(self._room() if self.num_passes > 1 else 0.0)
         for share in self._shares:
             start = own.reached
             for turn in share.turns(whole):
@@ -218,17 +179,10 @@ class Data:
                 here = torch.arange(own.reached, own.reached + size)
                 rows = here if turn.rows is None else start + turn.rows
                 batch = Batch(index, rows, inputs, targets)
-                if room > 0:
-                    kept.append(batch)
-                    marks.append(_places(batch))
-                    room -= _bytes(batch)
+                keeping.see(batch)
                 yield from self._counted([batch], own)
                 index += 1
-        # a loader that fills the same memory again would leave nothing but its last batch
-        places = [place for batch in kept for place in _places(batch)]
-        alone = len({pointer for pointer, _ in places}) == len(places)
-        same = all(held == _places(batch) for held, batch in zip(marks, kept))
-        self._candidate = kept if room > 0 and alone and same else None
+        self._candidate = keeping.batches()
 
     def _room(self) -> float:
         """Return the bytes that batches may take; ranks whose passes differ keep none."""
@@ -369,26 +323,3 @@ def _drops_random_rows(loader: Any) -> bool:
     except TypeError:  # an iterable dataset without a length
         return False
     return drops and not isinstance(loader.sampler, sequential)
-
-
-def _places(batch: Batch) -> list[tuple[int, int]]:
-    """Return where the tensors of a batch lie, and how often each was written to."""
-    places: list[tuple[int, int]] = []
-
-    def see(tensor: Tensor) -> None:
-        if tensor.layout == torch.strided and tensor.numel() and not tensor.is_inference():
-            places.append((tensor.data_ptr(), tensor._version))
-
-    map_tensors(see, (batch.inputs, batch.targets))
-    return places
-
-
-def _bytes(batch: Batch) -> float:
-    """Return the size of a batch; that of objects with insides of their own is unknown."""
-    sizes: list[float] = [batch.targets.nbytes]
-    map_tensors(
-        lambda tensor: sizes.append(tensor.numel() * tensor.element_size()),
-        batch.inputs,
-        lambda _: sizes.append(inf),
-    )
-    return sum(sizes)

@@ -13,6 +13,7 @@ from torch_lla_em.data import Data
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.memory import DoesNotFit, attempt, free_memory
 from torch_lla_em.problem import Problem
+from torch_lla_em.solvers import blocks
 
 K = 8
 
@@ -188,3 +189,39 @@ assert result is None and attempt(lambda: 1) == (1, None)
 def test_the_cpu_allocator_is_understood():
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0 and "allocate" in ended.stdout, ended.stderr
+
+
+ROWS = torch.randn(4, 1 << 14, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(
+    "work, outputs",
+    [
+        (lambda rows: blocks.gram(rows, rows), 0.0),
+        (lambda rows: blocks.gram(rows, rows, rows[0]), 0.0),
+        (lambda rows: blocks.gram(rows, rows.bfloat16()), 0.5),
+        (lambda rows: blocks.dots(rows, rows), 0.0),
+        (lambda rows: blocks.add_combined(rows, torch.eye(4).double(), ROWS, -0.5), 0.0),
+        (lambda rows: blocks.add_combined(rows, torch.eye(4), rows.bfloat16()), 0.5),
+        (lambda rows: blocks.orthonormalise(rows), 1.0),
+    ],
+)
+def test_work_on_blocks_takes_no_copies_of_them(work, outputs, monkeypatch):
+    """Beside what it returns, and the bfloat16 rows it is given."""
+    monkeypatch.setattr(blocks, "_ENTRIES", 1 << 10)
+    rows = ROWS.clone()
+    with Allocator() as allocator:
+        work(rows)
+    assert allocator.peak < (outputs + 0.3) * rows.nbytes
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+def test_pieces_are_orthonormalised_as_the_whole_is(dependent, monkeypatch):
+    rows = ROWS[:, :1000].double()
+    rows = torch.cat([rows, rows[:2] - rows[2:]]) if dependent else rows
+    whole = blocks.orthonormalise(rows)
+    monkeypatch.setattr(blocks, "_ENTRIES", 1)
+    basis, coefficients = blocks.orthonormalise(rows)
+    torch.testing.assert_close(basis @ basis.T, torch.eye(4).double())
+    torch.testing.assert_close(coefficients @ basis, rows)
+    torch.testing.assert_close((basis, coefficients), whole)

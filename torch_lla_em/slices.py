@@ -34,17 +34,19 @@ def largest_slice(size: float) -> float:
     return _group.get().meet("the largest slice", size, max)
 
 
-def stacked_qr(q: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the QR factors of a matrix whose rows lie on several ranks, of those of its parts.
+def stacked_qr(factors: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the QR factors of matrices R (n, m) on top of each other, over all ranks.
 
-    ``q`` (P / R, m) is this rank's rows, ``r`` (m, m) the same on every rank.
+    Of the first factor this rank gets its own rows.
     """
-    group = _group.get()
+    group, own = _group.get(), torch.cat(factors)
     if group.size == 1:
-        return q, r
-    columns = r.shape[1]
-    square = r.new_zeros(columns, columns)
-    square[: len(r)] = r
-    below, r = torch.linalg.qr(group.gather(square))
-    own = below[group.rank * columns : group.rank * columns + q.shape[1]]
-    return q @ own, r
+        return (torch.eye(len(own)).to(own), own) if len(factors) == 1 else torch.linalg.qr(own)
+    columns, below = own.shape[1], None
+    if len(factors) > 1:
+        below, own = torch.linalg.qr(own)
+    square = own.new_zeros(columns, columns)
+    square[: len(own)] = own
+    every, r = torch.linalg.qr(group.gather(square))
+    turn = every[group.rank * columns : group.rank * columns + len(own)]
+    return turn if below is None else below @ turn, r

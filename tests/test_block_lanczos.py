@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from torch_lla_em.solvers import DivergenceError, FaultyProductError
+from torch_lla_em.solvers import DivergenceError, FaultyProductError, block_lanczos
 from torch_lla_em.solvers.block_krylov import BlockKrylov, Shift, Spectrum
 from torch_lla_em.solvers.block_lanczos import BlockLanczos
 from torch_lla_em.solvers.blocks import orthonormalise
@@ -202,6 +202,64 @@ def test_without_room_for_the_basis_T_is_the_same(caplog):
     assert full.has_basis and not lean.has_basis and len(lean.basis) == 2
     assert "outgrown" in caplog.text and "solve of their own" in caplog.text
     torch.testing.assert_close(lean.eigenvalues, full.eigenvalues)
+
+
+@pytest.mark.parametrize("ends_at", range(12))
+def test_where_memory_ends_the_basis_goes(ends_at, monkeypatch, caplog):
+    """Wherever a step stops for want of memory, it goes on without what was done twice."""
+    G, calls = matrix(torch.logspace(2, -3, P)), []
+    start, full = randn(2 * K, P), run(G, randn(2 * K, P), 4)
+    lanczos = run(G, start, 2)
+
+    def failing(work):
+        def run_once(*args):
+            calls.append(work)
+            if len(calls) == ends_at + 1:
+                raise torch.OutOfMemoryError("none left")
+            return work(*args)
+
+        return run_once
+
+    lanczos._product = failing(lanczos._product)
+    for name in ("gram", "orthonormalise"):
+        work = getattr(block_lanczos, name)
+        monkeypatch.setattr(block_lanczos, name, failing(work))
+    for _ in range(2):
+        lanczos.extend()
+    assert not lanczos.has_basis and caplog.text.count("Out of memory at 3 blocks") == 1
+    torch.testing.assert_close(lanczos.eigenvalues, full.eigenvalues)
+
+
+def test_a_basis_that_others_keep_is_kept():
+    def product(x):
+        if len(lanczos.basis) > 1:
+            raise torch.OutOfMemoryError("none left")
+        return x
+
+    product.alone = False
+    lanczos = BlockLanczos(product, randn(K, P))
+    lanczos.basis.append(lanczos.basis[0])
+    lanczos.basis.append(lanczos.basis[0])
+    with pytest.raises(torch.OutOfMemoryError):
+        lanczos.extend()
+    assert lanczos.has_basis and len(lanczos.basis) == 3
+
+
+@pytest.mark.parametrize("limit", [{"memory": 1.0}, {"after": 0}, {"after": 2}])
+def test_a_solve_without_room_for_its_basis_goes_on_by_block_cg(limit, caplog):
+    G, b, products = matrix(torch.logspace(2, -3, P)), randn(K, P), []
+    exact = torch.linalg.solve(G + torch.eye(P).to(G), b.T).T
+
+    def product(x):
+        products.append(x)
+        if len(products) == limit.get("after", 1e9) + 1:
+            raise torch.OutOfMemoryError("none left")
+        return x @ G
+
+    solution = BlockKrylov(1e-9, memory=limit.get("memory")).solve(product, b)
+    assert solution.converged and caplog.text.count("block CG goes on without") == 1
+    torch.testing.assert_close(solution.x, exact, rtol=1e-6, atol=1e-6)
+    assert solution.passes >= len(products) - 1
 
 
 def test_float32_keeps_the_basis_orthonormal():

@@ -41,19 +41,35 @@ def attempt(run: Callable[[], T]) -> tuple[T | None, str | None]:
     try:
         return run(), None
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, DoesNotFit) or not _is_shortage(error):
+        if isinstance(error, DoesNotFit) or not is_shortage(error):
             raise
         shortage = str(error).split("\n")[0] or type(error).__name__
-    gc.collect()  # graphs may be parts of cycles
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    _release()
     return None, shortage
 
 
-def _is_shortage(error: Exception) -> bool:
+def with_room(run: Callable[[], T], make_room: Callable[[], bool]) -> T:
+    """Return the result of ``run``, again as often as memory ends and room can be made."""
+    while True:
+        try:
+            return run()
+        except (RuntimeError, MemoryError) as error:
+            if not is_shortage(error) or not make_room():
+                raise
+        _release()
+
+
+def is_shortage(error: Exception) -> bool:
+    """Return whether an error says that memory has ended, and nothing else is wrong."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return any(words in str(error) for words in _WORDS)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+
+
+def _release() -> None:
+    gc.collect()  # graphs may be parts of cycles
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def free_memory(device: torch.device) -> float:

@@ -24,6 +24,11 @@ class WhitenedGGN:
         return self.problem.ggn_product(x * self.deviation).mul_(self.deviation)
 
     @property
+    def alone(self) -> bool:
+        """Whether no other rank has to do what this one does."""
+        return self.problem.data.group.size == 1
+
+    @property
     def rounding(self) -> float:
         """How far J w is from single precision, relative, where the network computes in less."""
         return self.problem.linear_model.precision_error

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.memory import free_memory
+from torch_lla_em.memory import free_memory, is_shortage
+from torch_lla_em.solvers.block_cg import BlockCG
 from torch_lla_em.solvers.block_lanczos import BlockLanczos, Product
 from torch_lla_em.solvers.restarts import Task, solve_with_restarts
 from torch_lla_em.solvers.solution import Solution, check_positive, relative_error
+
+logger = logging.getLogger("torch_lla_em")
 
 
 class Shift(NamedTuple):
@@ -180,13 +184,36 @@ class BlockKrylov:
     def _descend(self, task: Task, solution: Solution, residual: Tensor) -> tuple[Tensor, int]:
         """Add the Galerkin correction in the Krylov space of the residual."""
         lanczos, budget = BlockLanczos(task.product, residual), self.max_passes - solution.passes - 1
-        while lanczos.num_steps < budget and not lanczos.exhausted:
-            lanczos.extend()
+        lanczos.expendable, room = False, True
+        while room and lanczos.num_steps < budget and not lanczos.exhausted:
+            if not (room := self._grows(lanczos)):
+                break
             y = lanczos.starting_coordinates() / (lanczos.eigenvalues + 1)
             norms = (y @ lanczos.residual_coordinates().T).norm(dim=1)
             energy = solution.energy + y.square() @ lanczos.eigenvalues.clamp_min(0)
             if relative_error(norms, energy) <= 0.9 * self.tolerance:
                 break
-        if not lanczos.num_steps:
-            return solution.x, 0
-        return solution.x + lanczos.to_weights(y), lanczos.num_steps
+        x, used = solution.x, lanczos.num_steps
+        if used:
+            x = lanczos.to_weights(y).add_(x)
+        if room:
+            return x, used
+        del lanczos
+        logger.warning("There is no room for more of the Krylov basis: block CG goes on without.")
+        if used:
+            residual, used = task.b - x - task.product(x), used + 1
+        solution = solution._replace(x=x, passes=solution.passes + used)
+        x, more = BlockCG(self.tolerance, self.max_passes).descend(task, solution, residual)
+        return x, used + more
+
+    def _grows(self, lanczos: BlockLanczos) -> bool:
+        """Extend the basis, or return that there is no room for it."""
+        if self.memory is not None and lanczos.num_steps and lanczos.held > self.memory:
+            return False
+        try:
+            lanczos.extend()
+        except (RuntimeError, MemoryError) as error:
+            if not is_shortage(error) or not lanczos.alone:
+                raise
+            return False
+        return True

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from torch_lla_em.memory import with_room
 from torch_lla_em.slices import largest_slice
-from torch_lla_em.solvers.blocks import combine, gram, orthonormalise
+from torch_lla_em.solvers.blocks import add_combined, gram, orthonormalise
 from torch_lla_em.solvers.solution import (
     DivergenceError,
     FaultyProductError,
@@ -18,19 +20,21 @@ from torch_lla_em.solvers.solution import (
 
 logger = logging.getLogger("torch_lla_em")
 
+T = TypeVar("T")
 Product = Callable[[Tensor], Tensor]
 
 # rounding of a product and of its orthogonalisation, in units of eps ‖G‖
 _NOISE = 30
+_WITHOUT = "λ and the evidence go on without a basis, samples will take a solve of their own."
 
 
 class BlockLanczos:
     """G Qᵀ ≈ Qᵀ T on the Krylov space of the rows of a block; one product a step.
 
     T is block tridiagonal, kept in float64. While the basis fits in ``memory`` bytes, every
-    new block is orthogonalised against all of it, twice; beyond that against the last two,
-    as the recurrence asks, and only what T alone gives is available. Rows that become
-    dependent leave.
+    new block is orthogonalised against all of it, twice; beyond that, and where memory ends
+    before, against the last two, as the recurrence asks, and only what T alone gives is
+    available. Rows that become dependent leave.
     """
 
     def __init__(
@@ -45,6 +49,12 @@ class BlockLanczos:
         self._memory = memory
         self._storage = storage or start.dtype
         self.has_basis = True
+        self.alone = getattr(product, "alone", True)
+        """Whether no other rank has to do the same where memory ends."""
+
+        self.expendable = True
+        """Whether the basis goes where memory ends, so that T alone goes on."""
+
         block, self.start = orthonormalise(start)
         self.basis = [block]
         """Blocks of Q, each (r_j, P); the last one has no product with G yet. All but the last
@@ -62,6 +72,11 @@ class BlockLanczos:
         return len(self._diagonal)
 
     @property
+    def held(self) -> float:
+        """Bytes of the basis, where vectors are in slices that of the largest one."""
+        return largest_slice(sum(block.nbytes for block in self.basis))
+
+    @property
     def exhausted(self) -> bool:
         """Whether the Krylov space is invariant: nothing is left to add."""
         return not len(self.basis[-1])
@@ -71,30 +86,40 @@ class BlockLanczos:
         if self.exhausted:
             return
         block = self.basis[-1]
-        image = self._product(block)
-        diagonal = gram(block, image)
+        image = self._within_memory(lambda: self._product(block))
+        diagonal = self._within_memory(lambda: gram(block, image))
         if not torch.isfinite(diagonal).all():
             raise DivergenceError("A product with G is not finite: check the model's outputs.")
         self._scale = max(self._scale, diagonal.abs().max().item())
         self._check_symmetry(diagonal)
-        self._diagonal.append(0.5 * (diagonal + diagonal.T))
-        image = image - combine(diagonal.T, block)
+        image = self._within_memory(
+            lambda: torch.addmm(image, diagonal.T.to(image), block, alpha=-1)
+        )
         if len(self._coupling):
-            image -= combine(self._coupling[-1], self.basis[-2])
-        image = self._orthogonalised(self._orthogonalised(image))
+            add_combined(image, self._coupling[-1], self.basis[-2], -1)
+        for _ in range(2):
+            self._within_memory(lambda: self._orthogonalise(image))
+        block, coupling = self._within_memory(lambda: self._next_block(image))
+        add_combined(image, coupling, block, -1)
+        lost = self._within_memory(lambda: gram(image, image))
+        self._lost.append(lost)
+        self._diagonal.append(0.5 * (diagonal + diagonal.T))
+        self._coupling.append(coupling.T)
+        self.basis.append(block)
+        self._within_memory(self._make_room)
+        self.eigenvalues, self.vectors = torch.linalg.eigh(self.tridiagonal())
+
+    def _next_block(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the image adds to the basis, (r, P), and its coefficients, (m, r)."""
         # below rounding of the product, directions are noise: the space is invariant
-        floor = _NOISE * torch.finfo(block.dtype).eps * self._scale
+        floor = _NOISE * torch.finfo(image.dtype).eps * self._scale
         block, coupling = orthonormalise(image, floor)
         if len(block) and torch.linalg.svdvals(coupling)[-1] < 1e-2 * self._scale:
             # what was small has kept, relative to its length, more of the rounding
-            block, turn = orthonormalise(self._orthogonalised(block), 0.5)
+            self._orthogonalise(block)
+            block, turn = orthonormalise(block, 0.5)
             coupling = coupling @ turn
-        lost = image - combine(coupling, block)
-        self._lost.append(gram(lost, lost))
-        self._coupling.append(coupling.T)
-        self.basis.append(block)
-        self._make_room()
-        self.eigenvalues, self.vectors = torch.linalg.eigh(self.tridiagonal())
+        return block, coupling
 
     def tridiagonal(self) -> Tensor:
         """Return T, shape (r, r), in float64."""
@@ -129,34 +154,47 @@ class BlockLanczos:
         """Return vectors (k, P) of Ritz coordinates (k, r); needs the basis."""
         coefficients = coordinates @ self.vectors.T
         sizes = [len(diagonal) for diagonal in self._diagonal]
-        pieces = zip(coefficients.split(sizes, dim=1), self.basis)
-        return sum(combine(piece, block.to(self.basis[-1].dtype)) for piece, block in pieces)
+        total = self.basis[-1].new_zeros(len(coordinates), self.basis[-1].shape[1])
+        for piece, block in zip(coefficients.split(sizes, dim=1), self.basis):
+            add_combined(total, piece, block)
+        return total
 
     def to_coordinates(self, rows: Tensor) -> Tensor:
         """Return Ritz coordinates (k, r) of vectors (k, P), projected; needs the basis."""
-        pieces = [gram(rows, block.to(rows.dtype)) for block in self.basis[: self.num_steps]]
+        pieces = [gram(rows, block) for block in self.basis[: self.num_steps]]
         return torch.cat(pieces, dim=1) @ self.vectors
 
-    def _orthogonalised(self, rows: Tensor) -> Tensor:
-        for stored in self.basis:
-            earlier = stored.to(rows.dtype)
-            rows = rows - combine(gram(rows, earlier), earlier)
-        return rows
+    def drop_basis(self) -> bool:
+        """Keep the last two blocks only, and return whether that makes room."""
+        makes_room = len(self.basis) > 2
+        self.has_basis, self.basis = False, self.basis[-2:]
+        return makes_room
+
+    def _orthogonalise(self, rows: Tensor) -> None:
+        for earlier in self.basis:
+            add_combined(rows, gram(rows, earlier), earlier, -1)
+
+    def _within_memory(self, run: Callable[[], T]) -> T:
+        """Return the result of ``run``, if need be without the basis."""
+
+        def make_room() -> bool:
+            held = len(self.basis)
+            if not (self.alone and self.expendable and self.drop_basis()):
+                return False
+            logger.warning("Out of memory at %d blocks: %s", held, _WITHOUT)
+            return True
+
+        return with_room(run, make_room)
 
     def _make_room(self) -> None:
         """Keep the last two blocks only, once the basis has outgrown its memory."""
         if len(self.basis) > 2:
             self.basis[-3] = self.basis[-3].to(self._storage)
-        held = sum(block.nbytes for block in self.basis)
-        if self.has_basis and largest_slice(held) > self._memory:
-            logger.info(
-                "The Krylov basis has outgrown its %.1f GB: λ and the evidence go on without "
-                "it, samples will take a solve of their own.",
-                self._memory / 1e9,
-            )
+        if self.has_basis and self.held > self._memory:
+            logger.info("The Krylov basis has outgrown %.1f GB: %s", self._memory / 1e9, _WITHOUT)
             self.has_basis = False
         if not self.has_basis:
-            self.basis = self.basis[-2:]
+            self.drop_basis()
 
     def _check_symmetry(self, diagonal: Tensor) -> None:
         if (diagonal - diagonal.T).abs().max() > self._asymmetry * self._scale:

@@ -14,12 +14,11 @@ class Allocator(TorchDispatchMode):
         super().__init__()
         self.limit = limit
         self.live = {}
-        self.peak = 0
+        self.used = self.peak = 0
         self.refusals = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        self.bytes()
         given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
         for tensor in _tensors(out):
             if tensor.untyped_storage()._cdata not in given - self.live.keys():
@@ -27,22 +26,23 @@ class Allocator(TorchDispatchMode):
         return out
 
     def _count(self, tensor):
-        storage, used = tensor.untyped_storage(), self.bytes()  # which forgets addresses set free
-        key = storage._cdata
-        if key in self.live:
-            self.live[key][1].append(weakref.ref(tensor))
-            return
-        if used + storage.nbytes() > self.limit:
-            self.refusals += 1
-            raise torch.OutOfMemoryError("Tried to allocate more than there is.")
-        self.live[key] = (storage.nbytes(), [weakref.ref(tensor)])
-        self.peak = max(self.peak, self.bytes())
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.live:
+            if self.used + size > self.limit:
+                self.refusals += 1
+                raise torch.OutOfMemoryError("Tried to allocate more than there is.")
+            self.live[key] = 0
+            self.used += size
+            self.peak = max(self.peak, self.used)
+        self.live[key] += 1
+        weakref.finalize(tensor, self._forget, key, size).atexit = False
 
-    def bytes(self):
-        for key, (_, tensors) in list(self.live.items()):
-            if all(tensor() is None for tensor in tensors):
-                del self.live[key]
-        return sum(size for size, _ in self.live.values())
+    def _forget(self, key, size):
+        self.live[key] -= 1
+        if not self.live[key]:
+            del self.live[key]
+            self.used -= size
 
 
 def _tensors(tree):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from allocator import Allocator
-from torch_lla_em import LinearisedLaplace
+from torch_lla_em import SGD, BlockCG, BlockKrylov, FunctionSpace, LinearisedLaplace
 from torch_lla_em.data import Data
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.memory import DoesNotFit, attempt, free_memory
@@ -225,3 +225,72 @@ def test_pieces_are_orthonormalised_as_the_whole_is(dependent, monkeypatch):
     torch.testing.assert_close(basis @ basis.T, torch.eye(4).double())
     torch.testing.assert_close(coefficients @ basis, rows)
     torch.testing.assert_close((basis, coefficients), whole)
+
+
+SOLVERS = [
+    (BlockKrylov(), "scalar"),
+    (BlockCG(), "scalar"),
+    (BlockCG(deflate=False), "scalar"),
+    (SGD(epochs=10), "scalar"),
+    (FunctionSpace(), "scalar"),
+    (BlockCG(), "layerwise"),
+    (BlockKrylov(), "layerwise"),
+]
+
+
+@pytest.mark.parametrize("solver, prior", SOLVERS)
+@pytest.mark.filterwarnings("ignore:The samples are known", "ignore:The linear mode is known")
+def test_fits_on_smaller_cards_are_the_same_or_say_what_does_not_fit(solver, prior, monkeypatch, caplog):
+    # pieces as small beside P as they are on a real card
+    monkeypatch.setattr(blocks, "_ENTRIES", 1 << 12)
+    torch.manual_seed(1)
+    x, y = torch.randn(12, 20), torch.randint(0, 3, (12,))
+    batches, model = list(zip(x.split(8), y.split(8))), network(20)
+
+    def fit():
+        la = LinearisedLaplace(model, "classification", solver=solver, prior=prior, num_samples=3)
+        return la.fit(batches, em_steps=1, progress_bar=False)
+
+    with Allocator() as unlimited:
+        whole = fit()
+    fitted = 0
+    for share in (0.95, 0.9, 0.8, 0.7, 0.6):
+        with Allocator(share * unlimited.peak) as allocator:
+            try:
+                small = fit()
+            except DoesNotFit as error:
+                for knob in ("fewer samples", 'parameters="last_layer"', 'vectors="cpu"'):
+                    assert knob in str(error)
+                continue
+        assert allocator.refusals and "Out of memory" in caplog.text
+        fitted += 1
+        torch.testing.assert_close(small.prior_precision, whole.prior_precision, rtol=0.05, atol=0)
+        error = (small.functional_samples(x) - whole.functional_samples(x)).norm()
+        assert error < 0.05 * whole.functional_samples(x).norm()
+    assert fitted >= 2
+
+
+def test_what_a_fit_cannot_do_without_is_said(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr("torch_lla_em.fitting.get_sto_samples", full)
+    la = LinearisedLaplace(network(), "classification", num_samples=K)
+    x, y = torch.randn(24, 20), torch.randint(0, 3, (24,))
+    with pytest.raises(DoesNotFit) as caught:
+        la.fit([(x, y)], progress_bar=False)
+    message = str(caught.value)
+    size = la._linear_model.layout.size
+    assert f"{K} samples of {size:,} weights take" in message and "(none left)" in message
+    for knob in ("num_samples", 'parameters="last_layer"', 'vectors="cpu"', "memory=", "storage="):
+        assert knob in message
+
+
+def test_smaller_pieces_that_were_tried_in_vain_are_forgotten():
+    small = problem()
+    w = torch.ones(K, small.size)
+    with Allocator((K + 1.5) * 4 * small.size) as allocator, pytest.raises(DoesNotFit):
+        small.ggn_product(w)
+    assert allocator.refusals > 5
+    assert small.linear_model.path.vjp_columns is None
+    assert small.linear_model.rows_at_once == float("inf")

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from torch_lla_em.evidence import sigma_of
 from torch_lla_em.expectation import Expectation, Hyperparameters, IterativeEStep
-from torch_lla_em.linear_mode import Precondition
+from torch_lla_em.linear_mode import LinearMode, Precondition
+from torch_lla_em.memory import is_shortage, with_room
 from torch_lla_em.operators import WhitenedGGN
+from torch_lla_em.posterior_samples import PosteriorSamples
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers.block_cg import BlockCG
 from torch_lla_em.solvers.block_krylov import BlockKrylov, Shift
@@ -18,6 +25,11 @@ from torch_lla_em.stochastic_prior import StochasticPrior
 # of the certificate at the first λ; the basis need not be exact, only know the large end of G
 _ENOUGH = 0.1
 _MAX_STEPS = 4
+_WITHOUT = "Out of memory: block CG goes on without a preconditioner."
+
+logger = logging.getLogger("torch_lla_em")
+
+T = TypeVar("T")
 
 
 class DeflatedEStep(IterativeEStep):
@@ -39,6 +51,16 @@ class DeflatedEStep(IterativeEStep):
             self._features = self._find_features(hyper)
         return super().expect(hyper, tolerance, mode_tolerance)
 
+    def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
+        """Return w_lin at these hyper-parameters."""
+        return self._within_memory(partial(super().mode, hyper, tolerance))
+
+    def finish(
+        self, hyper: Hyperparameters, tolerance: float
+    ) -> tuple[LinearMode, PosteriorSamples, Tensor]:
+        """Return the posterior at these hyper-parameters, with the evidence's log det."""
+        return self._within_memory(partial(super().finish, hyper, tolerance))
+
     def sample_solver(self, hyper: Hyperparameters, tolerance: float) -> BlockCG | DeflatedCG:
         if self._features is None:
             return super().sample_solver(hyper, tolerance)
@@ -51,19 +73,52 @@ class DeflatedEStep(IterativeEStep):
         deviation = self._noise.prior.deviation(hyper.precision)
         return Preconditioner(self._features, deviation / self._relative_noise(hyper)).inverse
 
+    def _samples(self, hyper: Hyperparameters, tolerance: float) -> PosteriorSamples:
+        return self._within_memory(partial(super()._samples, hyper, tolerance))
+
+    def _within_memory(self, run: Callable[[], T]) -> T:
+        """Return the result of ``run``, if need be without the features."""
+
+        def make_room() -> bool:
+            if self._features is None or not self._alone:
+                return False
+            self._features = None
+            logger.warning(_WITHOUT)
+            return True
+
+        return with_room(run, make_room)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether no other rank has to do what this one does."""
+        return self._problem.data.group.size == 1
+
     def _relative_noise(self, hyper: Hyperparameters) -> float:
         """Return σ over the one that the features were built with."""
         return 1.0 if hyper.sigma is None else (hyper.sigma / sigma_of(self._problem)).item()
 
     def _find_features(self, hyper: Hyperparameters) -> Tensor | None:
         """Return F with FᵀF ≤ G, or None where the basis does not fit."""
+        try:
+            return self._build_features(hyper)
+        except (RuntimeError, MemoryError) as error:
+            if not is_shortage(error) or not self._alone:
+                raise
+        logger.warning(_WITHOUT)
+        return None
+
+    def _build_features(self, hyper: Hyperparameters) -> Tensor | None:
         prior, noise = self._noise.prior, self._noise
         start = torch.cat([noise.xi, prior.scale * noise.eta])
         solver = BlockKrylov(memory=self._problem.room() / 4)
         krylov = solver.factorise(WhitenedGGN(self._problem, prior.scale), start, len(noise.xi))
+        krylov.lanczos.expendable = False
         lanczos, shift = krylov.lanczos, Shift(hyper.precision.log().mean().exp().item())
         while lanczos.num_steps < _MAX_STEPS and not lanczos.exhausted:
             lanczos.extend()
             if krylov.error(shift) <= _ENOUGH:
                 break
-        return prior.unscaled(nystrom_features(lanczos)) if lanczos.has_basis else None
+        if not lanczos.has_basis:
+            return None
+        features = nystrom_features(lanczos)
+        return features.mul_(prior.unscaled(torch.ones_like(features[0])))

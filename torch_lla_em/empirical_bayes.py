@@ -23,7 +23,7 @@ from torch_lla_em.mackay import (
 )
 from torch_lla_em.prior import Prior
 from torch_lla_em.problem import Problem
-from torch_lla_em.slices import over_slices
+from torch_lla_em.solvers.blocks import dots
 
 SAMPLE_TOLERANCE = 0.1
 MODE_TOLERANCE = 0.03
@@ -195,8 +195,8 @@ def starting_precision(prior: Prior, eta: Tensor, layerwise: bool = False) -> fl
 
     Fixed points of one λ lie above that mean, and everything is cheaper at a large λ.
     """
-    features = (prior.scale * eta).double().square().mean(0)
-    mean = over_slices(features.sum()) / prior.num_weights().sum().clamp_min(1)
+    features = prior.scale * eta
+    mean = dots(features, features).mean() / prior.num_weights().sum().clamp_min(1)
     return (1.0 if layerwise else _ABOVE) * mean.clamp_min(1e-8).item()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from torch_lla_em.evidence import log_evidences, sigma_of
 from torch_lla_em.expectation import EStep, Hyperparameters, IterativeEStep
 from torch_lla_em.krylov_expectation import KrylovEStep
 from torch_lla_em.mackay import Estimate
+from torch_lla_em.memory import DoesNotFit, attempt
+from torch_lla_em.memory_plan import VECTORS, size_of
 from torch_lla_em.posterior_samples import Solver
 from torch_lla_em.prior import Prior
 from torch_lla_em.problem import Problem
@@ -85,7 +88,26 @@ def fit_posterior(
 ) -> Posterior:
     """Run EM to its fixed point, then the last E-step; ``report`` sees every state."""
     with problem.spread.slices():
-        return problem.spread.assembled(_fit(problem, options, report))
+        fit = partial(_fit, problem, options, report)
+        posterior, shortage = attempt(lambda: problem.spread.assembled(fit()))
+    if shortage is not None:
+        raise DoesNotFit(_no_room(problem, options.num_samples, shortage))
+    return posterior
+
+
+def _no_room(problem: Problem, num_samples: int, shortage: str) -> str:
+    columns = problem.spread.columns_held(num_samples)
+    block = columns * problem.linear_model.layout.size * problem.dtype.itemsize
+    outputs = problem.data.num_outputs
+    return (
+        f"Memory on {problem.device} ended outside of the passes over the data ({shortage}). "
+        f"{num_samples} samples of {problem.size:,} weights take {size_of(block)}, and a fit "
+        f"up to {VECTORS} times that, beside a Krylov basis; FunctionSpace takes a row of "
+        f"weights for each of {outputs:,} outputs. What helps: fewer samples (num_samples); "
+        'fewer random weights (parameters="last_layer", or name patterns); vectors on the CPU '
+        '(compute=Compute(vectors="cpu")); a smaller basis (solver=BlockKrylov(memory=bytes)), '
+        "or one in bfloat16 (BlockKrylov(storage=torch.bfloat16))."
+    )
 
 
 def _fit(

@@ -107,16 +107,10 @@ class KrylovEStep:
     ) -> tuple[LinearMode, PosteriorSamples, Tensor]:
         """Return the posterior at these hyper-parameters, with the evidence's log dets."""
         shift = self.shift(hyper)
-        problem, noise = self._at_noise(hyper)
         self._extend(shift, 0.9 * tolerance)
         mode, log_dets = self.mode(hyper, tolerance), self.krylov.log_dets(shift)
-        start = None
-        if self._has_basis:
-            start = noise.prior.scale * self.krylov.samples(shift)
-        # one product recomputes the true residual; where rounding spoilt it, iterations mend it
-        polish = BlockCG(tolerance, self._solver.max_passes)
-        samples = optimise_samples(problem, noise, hyper.precision, polish, start)
-        return mode, samples, log_dets
+        find_samples = partial(self._find_samples, hyper, tolerance)
+        return mode, self.krylov.lanczos.within_memory(find_samples), log_dets
 
     def spectrum(self, hyper: Hyperparameters) -> Spectrum:
         """Return what γ and the log det at any λ follow from, at this noise."""
@@ -186,6 +180,11 @@ class KrylovEStep:
 
     def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
         """Return w_lin at these hyper-parameters."""
+        mode = self.krylov.lanczos.within_memory(partial(self._find_mode, hyper, tolerance))
+        self._visited[hyper.precision.item()] = mode
+        return mode
+
+    def _find_mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
         problem, noise = self._at_noise(hyper)
         shift, start, precondition = self.shift(hyper), self._nearest_mode(hyper), None
         if self._has_basis:
@@ -195,11 +194,18 @@ class KrylovEStep:
         if start is None:
             start = first_mode(problem, noise.prior, hyper.precision)
         solver = Newton(attainable(tolerance, problem))
-        mode = optimise_MAP(
+        return optimise_MAP(
             problem, noise.prior, hyper.precision, solver, start, precondition=precondition
         )
-        self._visited[hyper.precision.item()] = mode
-        return mode
+
+    def _find_samples(self, hyper: Hyperparameters, tolerance: float) -> PosteriorSamples:
+        problem, noise = self._at_noise(hyper)
+        start = None
+        if self._has_basis:
+            start = self.krylov.samples(self.shift(hyper)).mul_(noise.prior.scale)
+        # one product recomputes the true residual; where rounding spoilt it, iterations mend it
+        polish = BlockCG(tolerance, self._solver.max_passes)
+        return optimise_samples(problem, noise, hyper.precision, polish, start)
 
     @property
     def _has_basis(self) -> bool:

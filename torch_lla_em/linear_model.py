@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import inf
 from typing import Any, TypeVar
 
@@ -102,6 +103,16 @@ class LinearModel:
                 vjp_columns=min(columns, self.path.vjp_columns or columns),
             )
         self.rows_at_once = min(self.rows_at_once, rows or inf)
+
+    @contextmanager
+    def keeping_what_fits(self) -> Iterator[None]:
+        """Forget smaller pieces if they were tried in vain, since there may be more room later."""
+        before = self.path, self.rows_at_once
+        try:
+            yield
+        except DoesNotFit:
+            self.path, self.rows_at_once = before
+            raise
 
     def prepare(self, x: Any) -> Any:
         """Do once a batch what several products at x share; pass the result to them.

@@ -83,9 +83,9 @@ class Plan(NamedTuple):
         remedy = " This may not fit: take fewer samples (num_samples) or weights (parameters)."
         return (
             f"{self.num_samples} samples of {self.size:,} weights: vectors up to "
-            f"{_size(self.vectors)} on {self.vectors_on} ({_size(self.free)} free, half "
+            f"{size_of(self.vectors)} on {self.vectors_on} ({size_of(self.free)} free, half "
             f"of which a Krylov basis may take); batches of {rows} rows keep "
-            f"{_size(self.activations.kept * rows / max(1, self.activations.rows))} a forward "
+            f"{size_of(self.activations.kept * rows / max(1, self.activations.rows))} a forward "
             f"pass, {self.columns or 'all'} columns at once.{remedy if self.tight else ''}"
         )
 
@@ -134,7 +134,8 @@ def make_plan(
     )
 
 
-def _size(count: float) -> str:
+def size_of(count: float) -> str:
+    """Return a number of bytes in words."""
     for unit, size in (("GB", 1e9), ("MB", 1e6)):
         if count >= size:
             return f"{count / size:.3g} {unit}"

@@ -104,5 +104,5 @@ def effective_dims(noise: StochasticPrior, solution: Solution) -> Tensor:
     mean γ. Per block the second alone, which cannot turn negative.
     """
     prior: Prior = noise.prior
-    shrunk = prior.sum((noise.xi - solution.x).to(torch.float64).square())
+    shrunk = prior.sum_of_squares(noise.xi - solution.x)
     return shrunk if prior.layerwise else 0.5 * (solution.energy + shrunk)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_lla_em.parameters import ParameterLayout
 from torch_lla_em.slices import over_slices
+from torch_lla_em.solvers.blocks import own_dots
 
 DAMPING = 0.01
 """Share of the mean squared feature that the g-prior adds to every weight's own."""
@@ -31,6 +32,12 @@ class Prior:
     def sum(self, values: Tensor) -> Tensor:
         """Sum over weights, (..., P): in all, (...), or per block, (..., blocks)."""
         return over_slices(self.layout.block_sums(values) if self.layerwise else values.sum(-1))
+
+    def sum_of_squares(self, rows: Tensor) -> Tensor:
+        """Sum the squares of vectors (K, P) over weights, (K,), or per block, in float64."""
+        pieces = rows.split(self.layout.sizes, dim=1) if self.layerwise else (rows,)
+        sums = torch.stack([own_dots(piece, piece) for piece in pieces], dim=1)
+        return over_slices(sums if self.layerwise else sums[:, 0])
 
     def squared_norm(self, w: Tensor) -> Tensor:
         """Return ‖w / scale‖², in all or per block, in float64."""

@@ -196,7 +196,8 @@ class Problem(Sweeps):
                 self._put(sums, total[group])
             return total
 
-        total = self.spread.sweep(run, w)
+        with self.linear_model.keeping_what_fits():
+            total = self.spread.sweep(run, w)
         self.cost.columns += len(w)
         return total
 
@@ -222,7 +223,8 @@ class Problem(Sweeps):
             problem._summed(named, add, Rows(whole=whole), column, may_overflow=True)
             return gradient.to(self.device)
 
-        gradient = self.spread.sweep(run, w[None])
+        with self.linear_model.keeping_what_fits():
+            gradient = self.spread.sweep(run, w[None])
         self.cost.columns += 1
         return self.data.group.sum(loss).item(), gradient[0]
 
@@ -273,9 +275,15 @@ class Problem(Sweeps):
             self._finite.note(batch.index, DERIVATIVE, all_finite(rows))
             return rows.to(self.device)
 
-        own = torch.cat([self._whole_zeros(0), *self._over(block)])
+        blocks = self._over(block)
+        if self.data.group.size == 1 and self.data.num_passes:
+            rows, done = self._whole_zeros(self.data.num_outputs), 0
+            for own in blocks:
+                rows[done : done + len(own)] = own
+                done += len(own)
+        else:
+            rows = self.data.group.gather(torch.cat([self._whole_zeros(0), *blocks]))
         self._finite.refuse(LIKELIHOOD, DERIVATIVE)
-        rows = self.data.group.gather(own)
         self.cost.columns += len(rows) // self.data.num_rows
         return self.spread.own(rows)
 

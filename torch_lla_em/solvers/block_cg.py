@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.blocks import combine, gram, orthonormalise
+from torch_lla_em.solvers.blocks import add_combined, combine, gram, orthonormalise
 from torch_lla_em.solvers.restarts import Product, Task, solve_with_restarts
 from torch_lla_em.solvers.solution import (
     DivergenceError,
@@ -66,11 +66,12 @@ class BlockCG:
             passes += 1
             curvature = _checked_curvature(gram(directions, image), directions, allowed)
             step = torch.linalg.inv(curvature)
-            x += combine(coefficients @ step, directions)
+            add_combined(x, coefficients @ step, directions)
             floor = torch.finfo(x.dtype).eps * curvature.diagonal().max().item() ** 0.5
-            basis, turn = orthonormalise(basis - combine(step, image), floor)
+            residual = torch.addmm(basis, step.to(basis), image, alpha=-1)
+            basis, turn = orthonormalise(residual, floor)
             coefficients = coefficients @ turn
-            directions = basis + combine(turn.T, directions)
+            directions = torch.addmm(basis, turn.T.to(basis), directions)
             norms = coefficients.norm(dim=1)
             if norms.norm() < 0.9 * best[0]:
                 best = norms.norm(), passes

@@ -86,27 +86,27 @@ class BlockLanczos:
         if self.exhausted:
             return
         block = self.basis[-1]
-        image = self._within_memory(lambda: self._product(block))
-        diagonal = self._within_memory(lambda: gram(block, image))
+        image = self.within_memory(lambda: self._product(block))
+        diagonal = self.within_memory(lambda: gram(block, image))
         if not torch.isfinite(diagonal).all():
             raise DivergenceError("A product with G is not finite: check the model's outputs.")
         self._scale = max(self._scale, diagonal.abs().max().item())
         self._check_symmetry(diagonal)
-        image = self._within_memory(
+        image = self.within_memory(
             lambda: torch.addmm(image, diagonal.T.to(image), block, alpha=-1)
         )
         if len(self._coupling):
             add_combined(image, self._coupling[-1], self.basis[-2], -1)
         for _ in range(2):
-            self._within_memory(lambda: self._orthogonalise(image))
-        block, coupling = self._within_memory(lambda: self._next_block(image))
+            self.within_memory(lambda: self._orthogonalise(image))
+        block, coupling = self.within_memory(lambda: self._next_block(image))
         add_combined(image, coupling, block, -1)
-        lost = self._within_memory(lambda: gram(image, image))
+        lost = self.within_memory(lambda: gram(image, image))
         self._lost.append(lost)
         self._diagonal.append(0.5 * (diagonal + diagonal.T))
         self._coupling.append(coupling.T)
         self.basis.append(block)
-        self._within_memory(self._make_room)
+        self.within_memory(self._make_room)
         self.eigenvalues, self.vectors = torch.linalg.eigh(self.tridiagonal())
 
     def _next_block(self, image: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,7 +174,7 @@ class BlockLanczos:
         for earlier in self.basis:
             add_combined(rows, gram(rows, earlier), earlier, -1)
 
-    def _within_memory(self, run: Callable[[], T]) -> T:
+    def within_memory(self, run: Callable[[], T]) -> T:
         """Return the result of ``run``, if need be without the basis."""
 
         def make_room() -> bool:

@@ -22,17 +22,22 @@ def gram(a: Tensor, b: Tensor, weights: Tensor | None = None) -> Tensor:
     total = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
     for piece in _pieces(a, b):
         left = a[:, piece].double()
-        left = left if weights is None else left.mul_(weights[piece])
+        left = left if weights is None else left * weights.expand(a.shape[1])[piece]
         total.addmm_(left, b[:, piece].double().T)
     return over_slices(total)
 
 
 def dots(a: Tensor, b: Tensor) -> Tensor:
     """Return the inner product of each pair of rows, shape (m,), in float64."""
+    return over_slices(own_dots(a, b))
+
+
+def own_dots(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner products over the entries that lie on this rank."""
     total = torch.zeros(len(a), dtype=torch.float64, device=a.device)
     for piece in _pieces(a, b):
         total += (a[:, piece].double() * b[:, piece]).sum(1)
-    return over_slices(total)
+    return total
 
 
 def norm(rows: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_lla_em.solvers.block_cg import BlockCG
 from torch_lla_em.solvers.block_lanczos import BlockLanczos
-from torch_lla_em.solvers.blocks import combine, gram
+from torch_lla_em.solvers.blocks import add_combined, combine, gram
 from torch_lla_em.solvers.restarts import Task, solve_with_restarts
 from torch_lla_em.solvers.solution import Solution, check_positive
 
@@ -37,7 +37,8 @@ def nystrom_features(lanczos: BlockLanczos) -> Tensor:
     vectors = torch.eye(len(theta), dtype=torch.float64, device=theta.device)[live]
     features = lanczos.to_weights(roots[:, None] * vectors)
     residual = lanczos.residual_coordinates()[:, live] / roots
-    return features + combine(residual.T, lanczos.basis[-1])
+    add_combined(features, residual.T, lanczos.basis[-1])
+    return features
 
 
 class Preconditioner:
@@ -45,8 +46,8 @@ class Preconditioner:
 
     def __init__(self, features: Tensor, deviation: Tensor):
         self._features, self._deviation = features, deviation
-        whitened = features * deviation
-        values, self._vectors = torch.linalg.eigh(gram(whitened, whitened))
+        squares = gram(features, features, deviation.square())
+        values, self._vectors = torch.linalg.eigh(squares)
         self._values = values.clamp_min(0)
 
     def inverse(self, rows: Tensor) -> Tensor:
@@ -67,8 +68,9 @@ class Preconditioner:
         change = torch.expm1(power * torch.log1p(values))
         small = 1e-12 * values[-1].clamp_min(1.0)
         change = torch.where(values > small, change / values.clamp_min(small), power)
-        within = gram(rows * self._deviation, self._features) @ self._vectors
-        return rows + combine(within * change @ self._vectors.T, self._features) * self._deviation
+        within = gram(rows, self._features, self._deviation) @ self._vectors
+        moved = combine(within * change @ self._vectors.T, self._features)
+        return moved.mul_(self._deviation).add_(rows)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class DeflatedCG:
 
         def preconditioned(y: Tensor) -> Tensor:
             x = M.inverse_root(y)
-            return M.inverse_root(x + product(x)) - y
+            return M.inverse_root(x + product(x)).sub_(y)
 
         preconditioned.rounding = getattr(product, "rounding", 0.0)
         y, image_of_y = None, None
@@ -119,4 +121,4 @@ class DeflatedCG:
         limits = self.tolerance, self.max_passes
         solved = solve_with_restarts("Deflated block CG", task, limits, solver.descend)
         x = M.inverse_root(solved.x)
-        return solved._replace(x=x, image=M.root(solved.x + solved.image) - x)
+        return solved._replace(x=x, image=M.root(solved.x + solved.image).sub_(x))

@@ -57,9 +57,9 @@ def solve_with_restarts(name: str, task: Task, limits: tuple[float, int], descen
     tolerance, max_passes = limits
     x, residual, passes, last = torch.zeros_like(b), b, 0, float("inf")
     if start is not None and image is not None:
-        x, residual = start, b - start - image
+        x, residual = start, (b - start).sub_(image)
     elif start is not None:
-        x, residual, passes = start, b - start - product(start), 1
+        x, residual, passes = start, _residual(task, start), 1
     while True:
         solution = task.judge(x, residual, passes, tolerance)
         error = solution.error
@@ -83,4 +83,8 @@ def solve_with_restarts(name: str, task: Task, limits: tuple[float, int], descen
             return solution
         last = error
         x, used = descend(task, solution, residual)
-        residual, passes = b - x - product(x), passes + used + 1
+        residual, passes = _residual(task, x), passes + used + 1
+
+
+def _residual(task: Task, x: Tensor) -> Tensor:
+    return (task.b - task.product(x)).sub_(x)

@@ -44,7 +44,7 @@ class Solution(NamedTuple):
         certificate, energy = dots(residual, residual).sqrt(), energies(x, b, residual)
         relative = certificate.norm() / dots(b, b).sum().sqrt()
         converged = relative_error(certificate, energy) <= tolerance
-        relative, image = relative.nan_to_num().item(), b - x - residual
+        relative, image = relative.nan_to_num().item(), (b - x).sub_(residual)
         return cls(x, certificate, energy, relative, passes, converged, image)
 
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from allocator import Allocator
 from torch_lla_em import SGD, BlockCG, BlockKrylov, FunctionSpace, LinearisedLaplace
@@ -159,6 +160,42 @@ def test_nothing_is_added_twice_where_memory_ends_between_chunks(monkeypatch):
     monkeypatch.undo()
     assert len(pulls) > 3
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+class EndsOnce(TorchDispatchMode):
+    """Refuses one operation, whatever it is."""
+
+    def __init__(self, refused):
+        super().__init__()
+        self.left = refused
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("none left")
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_shortage_is_no_property_of_the_network():
+    def prepared(refused=0):
+        fresh = problem_of_rows(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+        first = fresh.data.first()
+        with EndsOnce(refused) as operations:
+            fresh._measured(first, None)
+        return fresh.linear_model.report, -operations.left
+
+    expected, count = prepared()
+    assert expected.path.forward and count > 100
+    for refused in range(1, count, count // 25):
+        report, _ = prepared(refused)
+        assert report.path.forward and not report.unbatched and not report.forward
+
+
+def problem_of_rows(model):
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3), torch.randint(0, 3, (8,))
+    la = LinearisedLaplace(model, "classification")
+    return Problem(la._linear_model, Classification(), Data([(x, y)], torch.device("cpu")))
 
 
 def test_other_errors_are_not_mistaken_for_shortage():

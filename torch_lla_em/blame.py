@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.last_layer import floating_tensors, hooked
+from torch_lla_em.memory import is_shortage
 from torch_lla_em.network import Network
 
 
@@ -86,9 +87,9 @@ def _twice_differentiable(outputs: list[Tensor], inputs: list[Tensor]) -> bool:
         known = [g for g in grads if g is not None]
         v = [torch.randn(g.shape, generator=generator).to(g) for g in known]
         Jv = torch.autograd.grad(known, u, v, retain_graph=True, allow_unused=True)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # whatever the layer's backward does not know how to do
+    except Exception as error:  # whatever the layer's backward does not know how to do
+        if is_shortage(error):
+            raise
         return False
     left = sum((a * b).sum() for a, b in zip(u, Jv) if b is not None)
     right = sum((a * b).sum() for a, b in zip(known, v))

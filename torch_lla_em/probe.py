@@ -13,7 +13,7 @@ from torch_lla_em.blame import layer_at_fault, layer_of, name_layer
 from torch_lla_em.checks import checked_outputs, distance, fingerprint, plain_gradient
 from torch_lla_em.heap import can_be_kept
 from torch_lla_em.last_layer import floating_tensors, hooked
-from torch_lla_em.memory import DoesNotFit
+from torch_lla_em.memory import DoesNotFit, is_shortage
 from torch_lla_em.network import Network
 from torch_lla_em.parameters import ParameterLayout
 from torch_lla_em.products import Path
@@ -99,16 +99,11 @@ def choose_path(model: Products, x: Any) -> Report:
     before = fingerprint(network.module)
     devices = {p.device.index or 0 for p in network.module.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)):
-        reference = _reference(model, x)
-        prepared = model.prepare(x)
         try:
-            report = _choose(model, prepared, reference)
-        except NoJacobianError:
-            if prepared is x:
-                raise
-            model.forget_last_layer()
-            model.path, prepared = start, x
-            report = _choose(model, x, reference)
+            prepared, report = _checked(model, x)
+        except Exception:  # perhaps of memory: with fewer rows all of it is tried again
+            model.path = start
+            raise
     changed = [name for name, mark in fingerprint(network.module).items() if before[name] != mark]
     if changed:
         raise RuntimeError(
@@ -117,6 +112,19 @@ def choose_path(model: Products, x: Any) -> Report:
             "and assign to it."
         )
     return report._replace(last_layer=prepared is not x)
+
+
+def _checked(model: Products, x: Any) -> tuple[Any, Report]:
+    """Return the inputs as products take them, and what holds there."""
+    start, reference, prepared = model.path, _reference(model, x), model.prepare(x)
+    try:
+        return prepared, _choose(model, prepared, reference)
+    except NoJacobianError:
+        if prepared is x:
+            raise
+    model.forget_last_layer()
+    model.path = start
+    return x, _choose(model, x, reference)
 
 
 class NoJacobianError(NotImplementedError):
@@ -167,9 +175,8 @@ def _choose(model: Products, x: Any, columns: _Columns) -> Report:
         model.path = start._replace(forward=forward)
         try:
             errors[forward] = _adjoint_error(model, x, columns)
-        except DoesNotFit:
-            raise
         except Exception as error:  # whatever a direction does not know how to do
+            _refuse_shortage(error)
             reasons[forward] = _reason(model, columns.x, error)
             continue
         if errors[forward] <= columns.tolerance:
@@ -191,6 +198,12 @@ def _choose(model: Products, x: Any, columns: _Columns) -> Report:
     model.path = model.path._replace(shared=forward and _shares(model, x, columns))
     why = "" if forward else reasons.get(True, "treats the rows of a tied padding_idx otherwise")
     return Report(model.path, errors[forward], why, False, tuple(unbatched))
+
+
+def _refuse_shortage(error: Exception) -> None:
+    """Raise what says nothing of the network: with fewer rows the same may fit."""
+    if is_shortage(error):
+        raise error
 
 
 def _adjoint_error(model: Products, x: Any, columns: _Columns) -> float:
@@ -229,9 +242,8 @@ def _vmap_works(model: Products, x: Any, columns: _Columns, side: str) -> bool:
     try:
         model.path = start._replace(**{side: None})
         return distance(product(), one_by_one) <= max(columns.tolerance, _ROUNDING)
-    except DoesNotFit:
-        raise
-    except Exception:  # an operation that vmap does not know
+    except Exception as error:  # an operation that vmap does not know
+        _refuse_shortage(error)
         return False
     finally:
         model.path = start
@@ -245,7 +257,10 @@ def _shares(model: Products, x: Any, columns: _Columns) -> bool:
     try:
         _, Jv, add_pullback = model.jvp_and_vjp(x, columns.v[:1])
         add_pullback(columns.u[:1], pulled)
-    except Exception:  # no memory for both, or an operation without a second derivative
+    except DoesNotFit:  # one column holds two forward passes at once
+        return False
+    except Exception as error:  # an operation without a second derivative
+        _refuse_shortage(error)
         return False
     finally:
         model.path = start

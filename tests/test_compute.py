@@ -1,6 +1,9 @@
 """Means of computation: they change what is held and how fast it goes, not what comes out."""
 
 import logging
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -228,3 +231,71 @@ def _data(batches):
     from torch_lla_em.data import Data
 
     return Data(batches, torch.device("cpu"))
+
+
+def flags():
+    """What TF32 is allowed by, under all names of it that torch will tell."""
+    backends, found = torch.backends, {}
+    readers = {
+        "matmul": torch.get_float32_matmul_precision,
+        "cublas": lambda: backends.cuda.matmul.allow_tf32,
+        "cudnn": lambda: backends.cudnn.allow_tf32,
+        "all": lambda: backends.fp32_precision,
+        "new matmul": lambda: backends.cuda.matmul.fp32_precision,
+        "new convolutions": lambda: backends.cudnn.conv.fp32_precision,
+        "new recurrent": lambda: backends.cudnn.rnn.fp32_precision,
+        "new on CPUs": lambda: backends.mkldnn.matmul.fp32_precision,
+    }
+    for name, read in readers.items():
+        try:
+            found[name] = read()
+        except (RuntimeError, AttributeError) as error:
+            found[name] = type(error)
+    return found
+
+
+SETTINGS = {
+    "nothing": "",
+    "older, high": "torch.set_float32_matmul_precision('high')",
+    "older, medium": "torch.set_float32_matmul_precision('medium')",
+    "older, cudnn": "backends.cudnn.allow_tf32 = False",
+    "all": "backends.fp32_precision = 'tf32'",
+    "all, ieee": "backends.fp32_precision = 'ieee'",
+    "matmul": "backends.cuda.matmul.fp32_precision = 'tf32'",
+    "convolutions": "backends.cudnn.conv.fp32_precision = 'ieee'",
+}
+TF32 = """
+import sys, warnings
+sys.path.insert(0, {tests!r})
+import torch
+from torch import backends
+from test_compute import flags
+from torch_lla_em.compute import tf32
+warnings.simplefilter("error")
+{setting}
+before = flags()
+for allowed in (True, False):
+    with tf32(torch.device("cuda"), allowed):
+        inside = flags()
+        assert inside["matmul"] == ("high" if allowed else "highest"), inside
+        assert inside["cublas"] == inside["cudnn"] == allowed, inside
+        for name in ("new matmul", "new convolutions", "new recurrent"):
+            assert inside[name] in ("tf32" if allowed else "ieee", AttributeError), inside
+    assert flags() == before, (flags(), before)
+if hasattr(backends, "fp32_precision") and {inherits}:
+    for precision in ("tf32", "ieee"):
+        backends.fp32_precision = precision
+        assert backends.cuda.matmul.fp32_precision == precision
+"""
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_flags_of_tf32_come_back_by_all_their_names(name):
+    """In a process of its own, since some of them cannot be unset."""
+    if "fp32" in SETTINGS[name] and not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("of a newer torch")
+    inherits = name in ("nothing", "older, cudnn", "all", "all, ieee")
+    script = TF32.format(tests=str(Path(__file__).parent), setting=SETTINGS[name], inherits=inherits)
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr

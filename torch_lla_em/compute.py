@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -56,11 +58,56 @@ def tf32(device: torch.device, allowed: bool) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if allowed else "highest")
-    torch.backends.cudnn.allow_tf32 = allowed
+    before, legacy = _precisions(), _legacy()
+    _set_legacy("high" if allowed else "highest", allowed)
+    for flag, _ in _flags():
+        flag.fp32_precision = "tf32" if allowed else "ieee"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
+        _set_legacy(*legacy)
+        for (flag, _), precision in zip(_flags(), before):
+            flag.fp32_precision = precision
+
+
+def _flags() -> list[tuple[Any, Any]]:
+    """Return what TF32 is allowed by since torch 2.9, each with what it inherits from."""
+    if not hasattr(torch.backends, "fp32_precision"):
+        return []
+    cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
+    cuda = [(flag, cudnn) for flag in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)]
+    return [*cuda, (mkldnn.matmul, mkldnn)]  # which goes with CUDA's where the older names are used
+
+
+def _precisions() -> list[str]:
+    """Return the precision of every flag, "none" where it is inherited."""
+    found = [(flag.fp32_precision, parent.fp32_precision) for flag, parent in _flags()]
+    return ["none" if own == inherited else own for own, inherited in found]
+
+
+def _legacy() -> tuple[str, bool]:
+    """Return the flags by their older names, which torch tells where the newer ones agree."""
+    try:
+        with _silently():
+            matmul = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        matmul = "highest" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "high"
+    try:
+        with _silently():
+            return matmul, torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return matmul, torch.backends.cudnn.conv.fp32_precision != "tf32"
+
+
+def _set_legacy(matmul: str, convolutions: bool) -> None:
+    with _silently():
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = convolutions
+
+
+@contextmanager
+def _silently() -> Iterator[None]:
+    """Leave out that these names are to go: older releases know no other."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -14,6 +14,7 @@ from tiny import tiny
 from torch_lla_em import BlockKrylov, Compute, LinearisedLaplace
 from torch_lla_em.group import Group
 from torch_lla_em.likelihoods import Classification
+from torch_lla_em.network import Network
 from torch_lla_em.problem import Problem
 
 
@@ -299,3 +300,18 @@ def test_flags_of_tf32_come_back_by_all_their_names(name):
     command = [sys.executable, "-c", script]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize(
+    "vectors, free, place",
+    [("device", 0.0, "meta"), ("cpu", 1e9, "cpu"), ("auto", 1e9, "meta"), ("auto", 1e3, "cpu")],
+)
+def test_a_loaded_posterior_lies_where_its_vectors_would(vectors, free, place, monkeypatch):
+    """With a device that holds nothing in the place of a card."""
+    case = tiny("classification")
+    state = fit(case, Compute()).state_dict()
+    la = LinearisedLaplace(case.model, case.name, compute=Compute(vectors=vectors))
+    monkeypatch.setattr("torch_lla_em.stored_posterior.free_memory", lambda _: free)
+    monkeypatch.setattr(Network, "device", torch.device("meta"))
+    la.load_state_dict(state)
+    assert {la.w_lin.device.type, la.w_samples.device.type, la.scale.device.type} == {place}

@@ -102,8 +102,7 @@ def make_plan(
     itemsize = torch.promote_types(w_MAP.dtype, torch.float32).itemsize
     vectors, device = VECTORS * num_samples * P * itemsize, linear_model.network.device
     free = free_on(device)
-    on_cpu = compute.vectors == "cpu" or (compute.vectors == "auto" and vectors > _SHARE * free)
-    place = torch.device("cpu") if on_cpu else device
+    place = place_of_vectors(vectors, compute, device, free)
     elsewhere = place.type != device.type
     left = _SHARE * (free if elsewhere else max(free - vectors, 0.1 * free))
     group = None
@@ -132,6 +131,14 @@ def make_plan(
         rows,
         group,
     )
+
+
+def place_of_vectors(
+    size: float, compute: Compute, device: torch.device, free: float
+) -> torch.device:
+    """Return where vectors of so many bytes live, with so many free on the model's device."""
+    fit = compute.vectors == "device" or (compute.vectors == "auto" and size <= _SHARE * free)
+    return device if fit else torch.device("cpu")
 
 
 def size_of(count: float) -> str:

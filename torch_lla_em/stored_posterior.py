@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em import persistence
+from torch_lla_em.compute import Compute
 from torch_lla_em.fitting import Posterior
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression
 from torch_lla_em.linear_model import LinearModel
+from torch_lla_em.memory import free_memory
+from torch_lla_em.memory_plan import place_of_vectors
 from torch_lla_em.network import Network
 
 
@@ -48,6 +51,7 @@ class StoredPosterior(nn.Module):
 
     model: nn.Module
     likelihood: Likelihood
+    compute: Compute
     _linear_model: LinearModel
     _given_likelihood: Likelihood
 
@@ -91,7 +95,8 @@ class StoredPosterior(nn.Module):
                 f"The posterior was fitted with the likelihood {record['likelihood']}, but this "
                 f"object has {type(self.likelihood).__name__}: construct it with the same one."
             )
-        device = self._linear_model.network.device
+        device, size = self._linear_model.network.device, state["w_samples"].nbytes
+        device = place_of_vectors(size, self.compute, device, free_memory(device))
         for name in _TENSORS:
             tensor = state.get(name)
             setattr(self, name, None if tensor is None else tensor.to(device, copy=True))

@@ -8,6 +8,9 @@ import torch
 from test_compute import images, small_cnn
 from tiny import tiny
 from torch_lla_em import Compute, LinearisedLaplace
+from torch_lla_em.compiled import CompiledShare
+from torch_lla_em.expectation import at_sigma
+from torch_lla_em.network import Network
 
 
 def fit(model, batches, compile, likelihood="classification", **options):
@@ -48,8 +51,6 @@ def test_slower_ones_are_left(faster, monkeypatch, caplog):
 
 def test_wrong_ones_are_left(faster, monkeypatch, caplog):
     share = "torch_lla_em.compiled.CompiledShare._share"
-    from torch_lla_em.compiled import CompiledShare
-
     right = CompiledShare._share
 
     def wrong(self, *args):
@@ -100,3 +101,44 @@ def test_the_real_compiler_agrees(caplog):
     eager, compiled = (fit(small_cnn(), images(), compile) for compile in (False, True))
     assert "Compiled products take" in caplog.text or "times as long" in caplog.text
     torch.testing.assert_close(compiled.w_samples, eager.w_samples, rtol=1e-3, atol=1e-4)
+
+
+def test_another_noise_is_neither_compiled_nor_compared_again(faster, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    graphs = []
+    monkeypatch.setattr("torch_lla_em.compiled._BACKEND", lambda graph, _: graphs.append(1) or graph)
+    case = tiny("regression")
+    eager, compiled = (case.problem(15) for _ in range(2))
+    compiled.prepare(4, Compute(compile=True))
+    w = torch.randn(4, eager.size, generator=torch.Generator().manual_seed(0)).double()
+    counts = []
+    for sigma in (0.4, 0.5, 0.6, 0.7):
+        sigma = torch.tensor(sigma, dtype=torch.float64)
+        expected = at_sigma(eager, sigma).ggn_product(w)
+        torch.testing.assert_close(at_sigma(compiled, sigma).ggn_product(w), expected)
+        counts.append(len(graphs))
+    assert counts[0] > 0 and counts[-1] == counts[0]
+    assert caplog.text.count("Compiled products take") == 1
+
+
+def test_times_are_taken_where_the_network_is(monkeypatch):
+    devices = []
+    timed = "torch_lla_em.compiled._seconds"
+    monkeypatch.setattr(timed, lambda _, device: devices.append(device.type) or 1.0)
+    share = CompiledShare(tiny("regression").problem().linear_model, None)
+    monkeypatch.setattr(Network, "device", torch.device("cuda"))
+    monkeypatch.setattr(share, "_in_blocks", lambda batch, at, w: (None, w))
+    share._compare(None, None, torch.ones(2, 3), lambda w: w)
+    assert devices == ["cuda", "cuda"]
+
+
+@pytest.mark.parametrize("kept_in", [torch.float64, torch.float32])
+def test_shares_are_added_in_the_precision_of_the_vectors(kept_in, faster):
+    """As they are where the vectors live, on another device than the network's gradients."""
+    problem = tiny("regression").problem()
+    problem.prepare(4, Compute(compile=True))
+    w = torch.randn(3, problem.size, generator=torch.Generator().manual_seed(0)).to(kept_in)
+    expected = problem.ggn_product(w.double())
+    found = problem._compiled._in_blocks(problem.data.first(), None, w)[1]
+    assert found.dtype == kept_in
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)

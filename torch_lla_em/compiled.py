@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torch_lla_em.checks import distance
 from torch_lla_em.data import Batch
 from torch_lla_em.last_layer import HeadCall
 from torch_lla_em.likelihoods import Likelihood
@@ -38,10 +41,24 @@ class CompiledShare:
         self._linear_model, self._likelihood = linear_model, likelihood
         self._call = _Call(linear_model.network)
         self._function = torch.compile(self._share, dynamic=False, backend=_BACKEND)
-        self._width = 0
-        self._tried: set[int] = set()
-        self.alive = True
+        self._trial = _Trial()
+
+    def at(self, likelihood: Likelihood) -> CompiledShare:
+        """Return the same of another likelihood; only its numbers differ, so nothing is compiled.
+
+        Another noise is an input of the graph, and what was found out holds for it as well.
+        """
+        if type(likelihood) is not type(self._likelihood):
+            return CompiledShare(self._linear_model, likelihood)
+        other = copy.copy(self)
+        other._likelihood = likelihood
+        other._function = torch.compile(other._share, dynamic=False, backend=_BACKEND)
+        return other
+
+    @property
+    def alive(self) -> bool:
         """Whether it is still worth asking."""
+        return self._trial.alive
 
     def __call__(
         self, batch: Batch, at: Tensor | None, w: Tensor, eager: Share
@@ -51,26 +68,26 @@ class CompiledShare:
             return None
         if isinstance(batch.inputs, HeadCall) or not self._linear_model.path.forward:
             return self._give_up("this model's products are not of one forward pass")
-        if not self._width:
+        if not self._trial.width:
             if _has_two_names(self._linear_model.network.module):
                 # torch.func.functional_call would leave substitutes in place of the weights
                 return self._give_up("the model has a module or a weight under two names")
-            self._width = min(len(w), self._linear_model.path.jvp_columns or len(w))
+            self._trial.width = min(len(w), self._linear_model.path.jvp_columns or len(w))
         try:
             with torch.compiler.set_stance("default"):
                 result = self._in_blocks(batch, at, w)
-                if len(batch.rows) not in self._tried:
-                    self._tried.add(len(batch.rows))
+                if len(batch.rows) not in self._trial.sizes:
+                    self._trial.sizes.add(len(batch.rows))
                     self._compare(batch, at, w, eager)
         except Exception as error:  # whatever a compiler does not know
             return self._give_up(f"{type(error).__name__}: {str(error).strip()[:120]}")
         return result if self.alive else None
 
     def _in_blocks(self, batch: Batch, at: Tensor | None, w: Tensor) -> tuple[Tensor, Tensor]:
-        total = torch.zeros_like(w)
-        for start in range(0, len(w), self._width):
-            block = w[start : start + self._width]
-            filled = torch.zeros(self._width, w.shape[1], dtype=w.dtype, device=w.device)
+        total, width = torch.zeros_like(w), self._trial.width
+        for start in range(0, len(w), width):
+            block = w[start : start + width]
+            filled = torch.zeros(width, w.shape[1], dtype=w.dtype, device=w.device)
             filled[: len(block)] = block
             weights, tangents = self._linear_model.weights_and_tangents(filled)
             f, grads = self._function(weights, batch.inputs, tangents, at, batch.targets)
@@ -102,22 +119,34 @@ class CompiledShare:
 
     def _compare(self, batch: Batch, at: Tensor | None, w: Tensor, eager: Share) -> None:
         """Give up where compiled and eager products differ, or the compiled take longer."""
-        block = w[: self._width]
+        block, device = w[: self._trial.width], self._linear_model.network.device
         expected, found = eager(block), self._in_blocks(batch, at, block)[1]
-        error = ((found - expected).norm() / expected.norm().clamp_min(1e-300)).item()
+        error = distance(found, expected)
         if not error <= _AGREEMENT:
             self._give_up(f"its products differ from eager ones by {error:.1e} of their size")
             return
-        ours = _seconds(lambda: self._in_blocks(batch, at, block), w.device)
-        theirs = _seconds(lambda: eager(block), w.device)
+        ours = _seconds(lambda: self._in_blocks(batch, at, block), device)
+        theirs = _seconds(lambda: eager(block), device)
         if ours >= theirs:
             self._give_up(f"it takes {ours / theirs:.2f} times as long as eager products")
         else:
             logger.info("Compiled products take %.2f of the time of eager ones.", ours / theirs)
 
     def _give_up(self, why: str) -> None:
-        self.alive = False
+        self._trial.alive = False
         logger.warning("torch.compile is left: %s.", why)
+
+
+@dataclass
+class _Trial:
+    """What has been found out of compiled products, for every noise."""
+
+    alive: bool = True
+    width: int = 0
+    """Columns of a block."""
+
+    sizes: set[int] = field(default_factory=set)
+    """Rows of the batches that were compared."""
 
 
 class _Call(nn.Module):

@@ -154,8 +154,7 @@ class Problem(Sweeps):
         other = copy.copy(self)
         other.likelihood = likelihood
         if self._compiled:
-            alive = self._compiled.alive
-            other._compiled = CompiledShare(self.linear_model, likelihood) if alive else None
+            other._compiled = self._compiled.at(likelihood) if self._compiled.alive else None
         return other
 
     def with_curvature_at(self, w: Tensor | None) -> Problem:

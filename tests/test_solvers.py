@@ -330,3 +330,31 @@ def test_no_solver_warns_when_all_is_well(A):
         warnings.simplefilter("error")
         for solver in SOLVERS:
             solver(tolerance=1e-3).solve(A, randn(K, P))
+
+
+class OnCard(torch.Tensor):
+    """A number whose value can only be had by waiting for the device that holds it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def clone(self):
+        return super().clone().as_subclass(OnCard)
+
+    def cpu(self):
+        return super().clone().as_subclass(torch.Tensor)
+
+    def item(self):
+        raise AssertionError("a batch waits for the device")
+
+
+def test_counters_of_sgd_from_a_checkpoint_are_read_once():
+    A, b = rooted(torch.linspace(1, 30, P), batches=3), randn(K, P)
+    expected = SGD(epochs=4, learning_rate=1e-2).solve(A, b)
+
+    def kept(key, compute):
+        state = compute()
+        return {**state, "count": state["count"].as_subclass(OnCard)}
+
+    A.kept = kept
+    found = SGD(epochs=4, learning_rate=1e-2).solve(A, b)
+    assert torch.equal(found.x, expected.x)

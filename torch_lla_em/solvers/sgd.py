@@ -123,6 +123,8 @@ class SGD:
         """
         num_batches, rate = schedule
         state = {name: tensor.clone() for name, tensor in state.items()}
+        # a checkpoint gives it back on the card, which every batch would have to wait for
+        state["count"] = state["count"].cpu()
         x, velocity, average, count = state.values()
         last = max(1, self.epochs * num_batches - 1)
         for _, batch_product in problem.minibatches(state):

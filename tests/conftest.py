@@ -1,4 +1,5 @@
 import logging
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,17 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("cuda"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cuda_context():
+    """Make cuBLAS's first calls here, forward and backward: it warns of a missing context."""
+    if torch.cuda.is_available():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            a = torch.ones(2, 2, device="cuda", requires_grad=True)
+            (a @ a).sum().backward()
+            torch.cuda.synchronize()
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,17 @@
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tiny import LOG_PROBS, basis_noise, tiny
+from tiny import LOG_PROBS, basis_noise, likelihood_of, tiny
+from torch_lla_em.compute import Compute
+from torch_lla_em.data import Data
+from torch_lla_em.linear_model import LinearModel
+from torch_lla_em.network import Network
 from torch_lla_em.prior import DAMPING, g_prior_scale, g_prior_squares
+from torch_lla_em.problem import Problem
 from torch_lla_em.stochastic_prior import get_sto_samples
 
 NAMES = list(LOG_PROBS)
@@ -115,3 +123,79 @@ def test_basis_noise_is_what_it_claims():
 def test_samples_must_be_counted():
     with pytest.raises(ValueError, match="num_samples"):
         get_sto_samples(tiny("regression").problem(), 0)
+
+
+class Unread(TorchDispatchMode):
+    """Refuses to read a number from a tensor, for which a card would have to be waited for.
+
+    Whole numbers may be read: those of the rows lie on the CPU.
+    """
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        reads = function is torch.ops.aten._local_scalar_dense.default
+        if (reads and args[0].dtype != torch.int64) or function is torch.ops.aten.nonzero.default:
+            raise AssertionError(f"{function} inside a pass")
+        return function(*args, **(kwargs or {}))
+
+
+def watched_product(problem, w, begin, end):
+    """G w, with ``begin`` called as the first of two batches comes, ``end`` after the second."""
+    batches = problem._batches
+
+    def watch(rows):
+        for number, batch in enumerate(batches(rows)):
+            if number == 0:
+                begin()
+            yield batch
+            if number == 1:
+                end()
+
+    problem._batches = watch
+    try:
+        return problem.ggn_product(w)
+    finally:
+        end()
+
+
+def unread_product(problem, w):
+    """G w of two batches that are kept, without a number read between them."""
+    problem.prepare(3, Compute())
+    for _ in range(4):
+        problem.ggn_product(w)
+    assert problem.data.kept
+    with ExitStack() as stack:
+        return watched_product(problem, w, lambda: stack.enter_context(Unread()), stack.close)
+
+
+@pytest.mark.parametrize("name", LOG_PROBS)
+@pytest.mark.parametrize("curved", [False, True])
+def test_nothing_is_read_inside_a_pass(name, curved):
+    problem = tiny(name).problem(17)
+    w = torch.randn(3, problem.size, dtype=torch.float64)
+    problem = problem.with_curvature_at(w[0]) if curved else problem
+    found = unread_product(problem, w)
+    assert_close(found, problem.ggn_product(w))
+
+
+def test_a_read_inside_a_pass_would_be_seen():
+    problem = tiny("classification").problem(17)
+    problem._inspect = lambda batch, f: bool(f.isfinite().all())
+    with pytest.raises(AssertionError, match="_local_scalar_dense"):
+        unread_product(problem, torch.ones(3, problem.size, dtype=torch.float64))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_no_batch_waits_for_the_card(name):
+    case = tiny(name)
+    x, y = case.x.cuda(), case.y.cuda()
+    linear = LinearModel(Network(case.model.cuda()), case.layout)
+    batches = list(zip(x.tensor_split([17]), y.tensor_split([17])))
+    problem = Problem(linear, likelihood_of(name), Data(batches, torch.device("cuda")))
+    problem.prepare(3, Compute())
+    w = torch.randn(3, problem.size, dtype=torch.float64, device="cuda")
+    for _ in range(4):
+        problem.ggn_product(w)
+    assert problem.data.kept
+    switch = torch.cuda.set_sync_debug_mode
+    watched_product(problem, w, lambda: switch("error"), lambda: switch("default"))

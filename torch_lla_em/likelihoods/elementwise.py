@@ -98,7 +98,7 @@ class Regression(ElementwiseLikelihood):
         return True
 
     def _sigma(self, f: Tensor) -> Tensor:
-        return self.sigma_noise.to(f)
+        return self.sigma_noise.to(f, non_blocking=f.is_cuda)  # a batch waits for nothing
 
 
 class Bernoulli(ElementwiseLikelihood):

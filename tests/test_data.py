@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tiny import tiny
 from torch_lla_em import SGD, Classification, LinearisedLaplace
+from torch_lla_em.batch import Batch
 from torch_lla_em.batches import cut, inputs_of, map_tensors, next_tokens, to_device
-from torch_lla_em.data import Batch, Chain, Data
+from torch_lla_em.data import Chain, Data
 from torch_lla_em.problem import Problem
 
 CPU = torch.device("cpu")

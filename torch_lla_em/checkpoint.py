@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from torch_lla_em import persistence
-from torch_lla_em.data import Batch
+from torch_lla_em.batch import Batch
+from torch_lla_em.batch_products import Cotangent
 from torch_lla_em.finite import OUTPUTS, is_finite
 from torch_lla_em.first_outputs import FirstOutputs
 from torch_lla_em.leaving import Leaving
 from torch_lla_em.partial_pass import PartialPass
 from torch_lla_em.persistence import write_atomically
-from torch_lla_em.problem import BatchProduct, Cotangent, NoiseFeatures, Problem, State
+from torch_lla_em.problem import BatchProduct, NoiseFeatures, Problem, State
 from torch_lla_em.slices import over_slices
 from torch_lla_em.sweeps import OtherOrderError, Rows, Work
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_lla_em.batch import Batch
 from torch_lla_em.checks import distance
-from torch_lla_em.data import Batch
 from torch_lla_em.last_layer import HeadCall
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.linear_model import LinearModel

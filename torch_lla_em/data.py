@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.batch import Batch, Keeping
-from torch_lla_em.batches import TargetFn, default_targets, inputs_of, map_tensors, to_device
+from torch_lla_em.batches import TargetFn, default_targets, inputs_of, to_device
 from torch_lla_em.group import Group
 from torch_lla_em.memory import free_memory
 from torch_lla_em.passes import Fingerprint, Tally, same, together
 from torch_lla_em.shares import Marks, Share
-
-__all__ = ["Batch", "Chain", "Data", "TargetFn", "default_targets", "inputs_of", "map_tensors"]
 
 
 class Chain:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from torch_lla_em import persistence
+from torch_lla_em.batch import Batch
 from torch_lla_em.batches import map_tensors
-from torch_lla_em.data import Batch, Data
+from torch_lla_em.data import Data
 from torch_lla_em.linear_model import LinearModel
 from torch_lla_em.memory import attempt
 from torch_lla_em.passes import Fingerprint, row_numbers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from torch_lla_em.operators import WhitenedGGN

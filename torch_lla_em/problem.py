@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import copy
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
-from math import inf
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.compiled import CompiledShare
-from torch_lla_em.compute import Compute
-from torch_lla_em.data import Batch, Data
+from torch_lla_em.batch import Batch
+from torch_lla_em.batch_products import BatchProducts, Cotangent
+from torch_lla_em.data import Data
 from torch_lla_em.finite import DERIVATIVE, LIKELIHOOD, STEP, all_finite, is_moderate
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.linear_model import LinearModel
-from torch_lla_em.memory import DoesNotFit, attempt, free_memory, least_share, place_of
-from torch_lla_em.memory_plan import Activations, Plan, make_plan
 from torch_lla_em.noise import normal
-from torch_lla_em.parameters import ParameterLayout
 from torch_lla_em.slices import largest_slice
-from torch_lla_em.spread import DataSpread
-from torch_lla_em.sweeps import Rows, Sweeps
+from torch_lla_em.sweeps import Rows
 
 _EPSILON_STREAM = 1
 _GROUP_ROWS = 32
-# of J w at the curvature point: 256 MB in float32
-_OUTPUTS_KEPT = 1 << 26
 
 State = dict[str, Tensor] | None
-Cotangent = Callable[[Batch, Tensor, Tensor], Tensor]
 BatchProduct = Callable[[Tensor], Tensor]
-Draw = Callable[[Tensor, Tensor], Tensor]
 
 
 class Cost:
@@ -65,7 +53,7 @@ class EarlierRows(NamedTuple):
     """Theirs, under the same seed and likelihood."""
 
 
-class Problem(Sweeps):
+class Problem(BatchProducts):
     """Σ_n loss(J_n w, y_n) over the data, its gradient, and products with G = Σ_n J_nᵀ H_n J_n.
 
     H is taken at the network's outputs, or at J w for the ``curvature_point`` w. All
@@ -74,110 +62,8 @@ class Problem(Sweeps):
 
     def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
         super().__init__(linear_model, likelihood, data)
-        self.curvature_point: Tensor | None = None
-        self._at_point: dict[tuple[int, int], Tensor] = {}
         self.earlier: EarlierRows | None = None
-        self.spread = DataSpread(data.group)
         self.cost = Cost()
-        w_MAP = linear_model.w_MAP
-        self.device = w_MAP.device
-        self.dtype = torch.promote_types(w_MAP.dtype, torch.float32)
-        self._group: int | None = None
-        self._compiled: CompiledShare | None = None
-
-    def prepare(self, num_samples: int, compute: Compute) -> Plan:
-        """Look at the first batch, before anything is allocated: probe the network, plan memory."""
-        linear_model = self.linear_model
-        linear_model.network.precision = compute.precision
-        self.data.keep = compute.keep_data
-        first = self.data.first()
-        part, activations = self._measured(first, compute.rows)
-        if len(part.rows) < min(compute.rows or inf, len(first.rows)):
-            linear_model.take(None, len(part.rows))
-        plan_for = partial(
-            make_plan,
-            linear_model,
-            self.spread.columns_held(num_samples),
-            activations=activations,
-            free_on=self._share_of_memory(),
-        )
-        plan = plan_for(compute)
-        meet, elsewhere = self.data.group.meet, plan.group is not None
-        if meet("where vectors live", elsewhere, any) and not elsewhere:
-            plan = plan_for(replace(compute, vectors="cpu"))
-        plan = plan._replace(group=meet("columns at once", plan.group, _least))
-        linear_model.take(plan.columns, plan.rows)
-        self.device, self._group = plan.vectors_on, plan.group
-        if compute.compile:
-            self._compiled = CompiledShare(linear_model, self.likelihood)
-        return plan
-
-    def _measured(self, first: Batch, rows: int | None) -> tuple[Batch, Activations]:
-        """Probe the network on as many rows of a batch as fit, and measure a forward pass."""
-        part = first if rows is None else next(first.split(rows))
-
-        def measure() -> Activations:
-            with self.linear_model.network.guarded():
-                self._probe(part)
-                inputs = self.linear_model.prepare(part.inputs)
-                return Activations.of(self.linear_model, inputs, len(part.rows))
-
-        while True:
-            try:
-                activations, shortage = attempt(measure)
-            except DoesNotFit as error:
-                activations, shortage = None, str(error)
-            if shortage is None:
-                return part, activations
-            half = next(part.split(max(1, len(part.rows) // 2)))
-            if len(half.rows) == len(part.rows):
-                raise DoesNotFit(self._no_room(part, shortage))
-            part = half
-
-    @property
-    def size(self) -> int:
-        """P, or how many of the weights lie on this rank."""
-        return self.layout.size
-
-    @property
-    def layout(self) -> ParameterLayout:
-        """The random weights, or what of them lies on this rank."""
-        return self.spread.layout(self.linear_model.layout)
-
-    @property
-    def w_MAP(self) -> Tensor:
-        """The trained weights, shape (P,), where vectors live."""
-        return self.spread.own(self.linear_model.w_MAP.to(self.device, self.dtype))
-
-    def with_likelihood(self, likelihood: Likelihood) -> Problem:
-        """Return the same problem under another likelihood."""
-        other = copy.copy(self)
-        other.likelihood = likelihood
-        if self._compiled:
-            other._compiled = self._compiled.at(likelihood) if self._compiled.alive else None
-        return other
-
-    def with_curvature_at(self, w: Tensor | None) -> Problem:
-        """Return the same problem with H taken at J w, or at the network's outputs."""
-        other = copy.copy(self)
-        other.curvature_point = None if w is None else self.spread.whole(w[None])[0]
-        other._at_point = {}
-        return other
-
-    def free_memory(self) -> float:
-        """Return the bytes that every rank may still allocate for vectors."""
-        here = place_of(self.device), free_memory(self.device)
-        return self.data.group.meet("free memory", here, least_share)
-
-    def room(self) -> float:
-        """Return the bytes that choices between solvers go by: what is free, or was at first."""
-        return self.free_memory()
-
-    def _share_of_memory(self) -> Callable[[torch.device], float]:
-        """Return the map from a device to the bytes free there for each process that uses it."""
-        here = {place_of(device) for device in (torch.device("cpu"), self.linear_model.network.device)}
-        sharing = self.data.group.meet("devices", here, _counted)
-        return lambda device: free_memory(device) / sharing[place_of(device)]
 
     def ggn_product(self, w: Tensor) -> Tensor:
         """Return G w, shape (K, P)."""
@@ -317,44 +203,6 @@ class Problem(Sweeps):
         """Return what was computed at ``key``: here anew, from a checkpoint where there is one."""
         return compute()
 
-    def zeros(self, num_vectors: int) -> Tensor:
-        """Return vectors in weight space, shape (num_vectors, P)."""
-        return torch.zeros(num_vectors, self.size, dtype=self.dtype, device=self.device)
-
-    def _whole_zeros(self, num_vectors: int) -> Tensor:
-        size = self.linear_model.layout.size
-        pinned = self._group is not None and torch.cuda.is_available()
-        return torch.zeros(
-            num_vectors, size, dtype=self.dtype, device=self.device, pin_memory=pinned
-        )
-
-    def _curvature(self, batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
-        return self._masked(self.likelihood.hessian_product(at, Jw), batch)
-
-    def _gradient(self, batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
-        return self._masked(self.likelihood.gradient(Jw, batch.targets), batch)
-
-    def _masked(self, u: Tensor, batch: Batch) -> Tensor:
-        mask = self.likelihood.mask(batch.targets)
-        return u if mask is None else u * mask.unsqueeze(-1)
-
-    def _groups(self, num_columns: int) -> list[slice]:
-        """Return the columns that one pass takes: all, unless vectors live off the device."""
-        if self._group is None:
-            return [slice(0, num_columns)]
-        # as many on every rank, the last of them empty where one has fewer columns
-        count = self.data.group.meet("groups of columns", -(-num_columns // self._group), max)
-        ends = [min(i * self._group, num_columns) for i in range(count + 1)]
-        return [slice(start, end) for start, end in zip(ends, ends[1:])]
-
-    def _near(self, vectors: Tensor) -> Tensor:
-        """Return vectors where the network is: themselves, or a copy."""
-        return vectors if self._group is None else vectors.to(self.linear_model.network.device, copy=True)
-
-    def _put(self, near: Tensor, home: Tensor) -> None:
-        if self._group is not None:
-            home.copy_(near)
-
     def _minibatches(
         self, cotangent: Cotangent, state: State = None, rows: Rows = Rows(in_step=True)
     ) -> Iterator[tuple[int, BatchProduct]]:
@@ -382,61 +230,6 @@ class Problem(Sweeps):
         pushed, bent = map(self._finite.first_fault, (DERIVATIVE, LIKELIHOOD))
         if step is not None and (step == pushed or step != bent):
             raise FloatingPointError(DERIVATIVE.format(step))
-
-    def _add_product(self, batch: Batch, cotangent: Cotangent, w: Tensor, total: Tensor) -> None:
-        """Add Jᵀ u to the total, with u = cotangent(batch, at, J w)."""
-        place, point = (int(batch.rows[:1].sum()), len(batch.rows)), self.curvature_point
-        at = self._at_point.get(place)
-        if self._compiled and cotangent == self._curvature and (point is None or at is not None):
-            shared = self._compiled(batch, at, w, partial(self._eager_share, batch, at))
-            if shared is not None:
-                self._inspect(batch, shared[0])
-                total += shared[1]
-                return
-        if point is None or at is not None:
-            f, Jw, add_pullback = self.linear_model.jvp_and_vjp(batch.inputs, w)
-        else:
-            columns = torch.cat([point[None].to(w), w])
-            f, Jw, add_pullback = self.linear_model.jvp_and_vjp(batch.inputs, columns)
-            at, Jw = Jw[0], Jw[1:]
-            if self.data.kept and self.data.num_outputs <= _OUTPUTS_KEPT:
-                self._at_point[place] = at.clone()
-        at = f if at is None else at
-        self._inspect(batch, f)
-        u = cotangent(batch, at, Jw)
-        self._finite.note(batch.index, DERIVATIVE, all_finite(Jw))
-        self._finite.note(batch.index, LIKELIHOOD, all_finite(u))
-        add_pullback(u, total)
-
-    def _eager_share(self, batch: Batch, at: Tensor | None, w: Tensor) -> Tensor:
-        """Return J_bᵀ H_b J_b w, with H at ``at`` or at the network's outputs."""
-        f, Jw, add_pullback = self.linear_model.jvp_and_vjp(batch.inputs, w)
-        total = torch.zeros_like(w)
-        add_pullback(self._curvature(batch, f if at is None else at, Jw), total)
-        return total
-
-    def _root_product(self, batch: Batch, draw: Draw) -> Tensor:
-        """Return J_bᵀ S_b ε, with ε = draw(rows, f) of shape (K, *f.shape)."""
-        f, add_pullback = self.linear_model.vjp(batch.inputs)
-        self._inspect(batch, f)
-        at = f
-        if self.curvature_point is not None:
-            at = self.linear_model.jvp(batch.inputs, self.curvature_point[None])[1][0]
-            self._finite.note(batch.index, DERIVATIVE, all_finite(at))
-        u = self._masked(self.likelihood.hessian_sqrt_product(at, draw(batch.rows, f)), batch)
-        self._finite.note(batch.index, LIKELIHOOD, all_finite(u))
-        total = self._near(self._whole_zeros(len(u)))
-        add_pullback(u, total)
-        return total
-
-
-def _least(every: list[int | None]) -> int | None:
-    return min((number for number in every if number is not None), default=None)
-
-
-def _counted(every: list[set[tuple[str, str]]]) -> Counter[tuple[str, str]]:
-    return Counter(place for places in every for place in places)
-
 
 def _draw(seed: int, samples: range, rows: Tensor, f: Tensor) -> Tensor:
     """Return ε, shape (K, *f.shape), keyed by (seed, sample, row)."""

@@ -10,7 +10,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Batch, Data, map_tensors
+from torch_lla_em.batch import Batch
+from torch_lla_em.batches import map_tensors
+from torch_lla_em.data import Data
 from torch_lla_em.finite import DERIVATIVE, LIKELIHOOD, OUTPUTS, Finite, is_finite, is_moderate
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.linear_model import LinearModel

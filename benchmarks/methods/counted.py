@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
-from torch_lla_em.data import Batch, Data
+from torch_lla_em.batch import Batch
+from torch_lla_em.data import Data
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.linear_model import LinearModel
 from torch_lla_em.network import Network

@@ -13,6 +13,7 @@ from torch import nn
 
 from tiny import tiny
 from torch_lla_em import SGD, BlockCG, Compute, FunctionSpace, LinearisedLaplace
+from torch_lla_em.checkpoint import PassLog
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.partial_pass import PartialPass
 from torch_lla_em.persistence import write_atomically
@@ -636,3 +637,17 @@ def test_sigterm_is_given_back(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     fit("krylov", Fuse(10**6), tmp_path)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_pass_that_failed_is_asked_again_in_its_place(tmp_path):
+    log, key, entry = PassLog(tmp_path, {}), torch.ones(3), {"Gw": torch.ones(2)}
+
+    def fails():
+        raise torch.OutOfMemoryError("none left")
+
+    log.recorded(key, lambda: entry)
+    with pytest.raises(torch.OutOfMemoryError):
+        log.recorded(key, fails)
+    log.recorded(key, lambda: entry)
+    assert log.position == 2 == len(list(tmp_path.glob("pass-*.pt")))
+    assert all((tmp_path / f"pass-0000{number}.pt").exists() for number in range(2))

@@ -198,6 +198,23 @@ def problem_of_rows(model):
     return Problem(la._linear_model, Classification(), Data([(x, y)], torch.device("cpu")))
 
 
+def test_a_shortage_is_no_reason_to_take_rows_for_one():
+    small = problem()
+    network = small.linear_model.network
+    whole, calls = network.call, []
+
+    def refused_once(x):
+        calls.append(len(x))
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("none left")
+        return whole(x)
+
+    network.call = refused_once
+    with network.guarded():
+        assert small._rows_stand_alone(small.data.first(), 8)
+    assert calls == [16, 8, 8, 4]
+
+
 def test_other_errors_are_not_mistaken_for_shortage():
     def fail():
         raise RuntimeError("shapes do not match")

@@ -82,7 +82,7 @@ class PassLog:
     def _entry(
         self, asked: Tensor, device: torch.device, compute: Callable[[], dict[str, Tensor]]
     ) -> dict[str, Tensor]:
-        path = self.next_pass
+        path, position = self.next_pass, self.position
         self.position += 1
         if path.exists():
             entry = torch.load(path, map_location=device, weights_only=True)
@@ -93,7 +93,11 @@ class PassLog:
                     "it is of another version of the program. Delete the folder to start anew."
                 )
             return entry
-        entry = compute()
+        try:
+            entry = compute()
+        except Exception:  # perhaps of memory: then it is asked once more
+            self.position = position
+            raise
         if self.writing and all(t.isfinite().all() for t in entry.values() if t.is_floating_point()):
             try:
                 write_atomically({**entry, "asked": asked}, path)

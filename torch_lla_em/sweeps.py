@@ -16,7 +16,7 @@ from torch_lla_em.data import Data
 from torch_lla_em.finite import DERIVATIVE, LIKELIHOOD, OUTPUTS, Finite, is_finite, is_moderate
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.linear_model import LinearModel
-from torch_lla_em.memory import DoesNotFit, attempt
+from torch_lla_em.memory import DoesNotFit, attempt, is_shortage
 from torch_lla_em.passes import Fingerprint
 
 # rounding of a batch against its pieces, well below what another batch does to a row
@@ -215,8 +215,10 @@ class Sweeps:
             f = self.linear_model.outputs(more.inputs)[: len(piece.rows)]
             try:
                 alone = self.linear_model.outputs(piece.inputs)
-            except RuntimeError:  # of shapes: inputs that only look as if they went by rows
-                return False
+            except RuntimeError as error:
+                if is_shortage(error):
+                    raise
+                return False  # of shapes: inputs that only look as if they went by rows
             if alone.shape != f.shape:
                 return False
             return bool((alone - f).norm() <= _SPLIT_ERROR * f.norm() or not f.isfinite().all())

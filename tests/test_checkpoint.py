@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from tiny import tiny
 from torch_lla_em import SGD, BlockCG, Compute, FunctionSpace, LinearisedLaplace
@@ -362,6 +363,51 @@ def test_passes_in_another_order_begin_anew(tmp_path, every_batch):
     torch.testing.assert_close(la.w_samples, whole.w_samples, rtol=1e-6, atol=1e-6)
 
 
+class Shuffled(DataLoader):
+    """A shuffling loader that raises after so many batches in all."""
+
+    def __init__(self, batches, own):
+        case, generator = tiny("classification"), torch.Generator().manual_seed(5) if own else None
+        rows = list(zip(case.x, case.y))
+        super().__init__(rows, batch_size=5, shuffle=True, generator=generator)
+        self.__dict__["left"] = [batches]
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            if self.left[0] == 0:
+                raise InterruptedError
+            self.left[0] -= 1
+            yield batch
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["global generator", "own generator"])
+@pytest.mark.parametrize("solver", ["krylov", "sgd"])
+@pytest.mark.filterwarnings("ignore:The linear mode", "ignore:The samples")
+def test_a_restart_sees_the_order_of_an_unbroken_run(solver, own, tmp_path, every_batch):
+    """Also where noise is drawn again at the linear mode, and where steps follow the order."""
+
+    def run(loader, folder):
+        torch.manual_seed(0)
+        if solver == "sgd":
+            return descend(loader, folder, 3)
+        return fit(solver, loader, folder, curvature="linear")
+
+    whole, la, runs = run(Shuffled(10**6, own), tmp_path / "whole"), None, 0
+    after = torch.rand(1)
+    while la is None:
+        try:
+            la = run(Shuffled(20 if solver == "sgd" else 50, own), tmp_path / "broken")
+        except InterruptedError:
+            runs += 1
+            assert runs < 40
+    assert runs > 4
+    assert torch.equal(la.w_samples, whole.w_samples) and torch.equal(la.w_lin, whole.w_lin)
+    assert own or torch.equal(torch.rand(1), after)
+    again = run(Shuffled(10**6, own), tmp_path / "broken")
+    assert torch.equal(again.w_samples, whole.w_samples)
+    assert own or torch.equal(torch.rand(1), after)
+
+
 def descend(loader, folder, epochs=8, em_steps=0):
     solver = SGD(epochs=epochs, averaging=0.1)
     la = LinearisedLaplace(tiny("classification").model, "classification", solver=solver, compute=READ)
@@ -402,7 +448,7 @@ def test_epochs_of_sgd_go_on_in_their_middle(tmp_path, every_batch):
 def test_epochs_of_sgd_in_another_order_begin_anew(tmp_path, every_batch):
     whole = descend(Rationed(10**6), tmp_path / "whole")
     runs = 0
-    while not (tmp_path / "broken" / "partial.pt").exists() or runs < 20:
+    while not (tmp_path / "broken" / "partial.pt").exists() or runs < 8:
         with pytest.raises(InterruptedError):
             descend(Rationed(12), tmp_path / "broken")
         runs += 1

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_lla_em import orders
 from torch_lla_em.batch import Batch, Keeping
 from torch_lla_em.batches import TargetFn, default_targets, inputs_of, to_device
 from torch_lla_em.group import Group
@@ -72,6 +73,7 @@ class Data:
         self._read = self._restored = False
         self._steps: set[int] = set()
         self._begun: tuple[Batch, Iterator[Batch]] | None = None
+        self._begun_in: list[str] = []
         self._candidate: list[Batch] | None = None
         self.keep = True
         """Whether batches may be kept."""
@@ -107,7 +109,7 @@ class Data:
                 inputs, targets = self._split(self._peek())
             return Batch(0, torch.arange(len(targets)), inputs, targets)
         if self._begun is None:
-            batches = self._pass(False, False)
+            batches, self._begun_in = self._pass(False, False), orders.states(self._loader)
             self._begun = next(batches), batches
         return self._begun[0]
 
@@ -225,16 +227,22 @@ class Data:
             "num_outputs": self.num_outputs,
             "num_passes": self.num_passes,
             "first": None if self._first is None else self._first.state(),
+            "steps": sorted(self._steps),
+            "orders": orders.states(self._loader) if self.group.size == 1 else [],
         }
 
     def restore(self, facts: dict[str, Any]) -> None:
         """Take over what passes of an earlier run have found out; its data must be these."""
+        if facts["orders"] != self._begun_in:
+            # the pass that was begun comes in its own order, not in that of an unbroken run
+            self._begun = None
+            orders.restore(self._loader, facts["orders"])
         if self._read:
             return
         self.num_rows, self.num_targets = facts["num_rows"], facts["num_targets"]
         self.num_outputs, self.num_passes = facts["num_outputs"], facts["num_passes"]
         self._first = None if facts["first"] is None else Fingerprint.of(facts["first"])
-        self._restored = True
+        self._steps, self._restored = set(facts["steps"]), True
 
     def _split(self, batch: Any) -> tuple[Any, Tensor]:
         batch = to_device(batch, self._device)

@@ -223,9 +223,11 @@ class LinearisedLaplace(PredictivePosterior):
             return False
         if data.group.rank == 0:
             log.compare(FirstOutputs.of(self._linear_model, data))
-        data.restore(persistence.from_bytes(state["facts"]))
+        facts = persistence.from_bytes(state["facts"])
+        data.restore(facts)
         for _ in data:  # a pass without the network, which refuses other data
             pass
+        data.restore(facts)  # so that what follows comes in the order of an unbroken run
         self.load_state_dict(state)
         if _ETA in state:
             self._earlier = Earlier.of(state[_ETA], self.scale, likelihood, data)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em.heap import can_be_kept
+from torch_lla_em.heap import is_kept_here
 from torch_lla_em.linear_model import LinearModel
 from torch_lla_em.network import Network, default_forward
 from torch_lla_em.parameters import ParameterLayout, select_parameters
@@ -116,7 +116,7 @@ def test_large_outputs_are_pulled_one_by_one(caplog):
     report = large.probe(x)
     assert min(small.path.vjp_columns, small.path.jvp_columns) > 8
     assert report.path.vjp_columns == 1
-    assert report.path.jvp_columns in (range(16, 128) if can_be_kept() else range(2, 9))
+    assert report.path.jvp_columns in (range(16, 128) if is_kept_here() else range(2, 9))
     assert not report.unbatched and all(entry.levelname == "INFO" for entry in caplog.records)
     w, u = torch.randn(3, large.layout.size).double(), torch.randn(3, len(x), 2).double()
     found = products(large, x, w, u)

@@ -54,11 +54,10 @@ def test_import_needs_no_torchvision():
 
 
 @pytest.mark.slow
-def test_demo_runs_with_every_solver(tmp_path):
-    for solver in ("krylov", "cg"):
-        command = [sys.executable, "benchmarks/digits.py", "--solver", solver]
-        command += ["--num-samples", "4", "--seed", "1", "--out", str(tmp_path)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stderr
-        assert "linearised Laplace, calibrated" in done.stdout
+def test_demo_runs_with_another_solver(tmp_path):
+    command = [sys.executable, "benchmarks/digits.py", "--solver", "cg"]
+    command += ["--num-samples", "4", "--seed", "1", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert "linearised Laplace, calibrated" in done.stdout
     assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".jsonl"}

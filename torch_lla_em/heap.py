@@ -7,6 +7,7 @@ temporary of a product is then cleared page by page, which takes as long as the 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import sys
 import threading
@@ -23,6 +24,9 @@ _ORDINARY = {_MMAP_MAX: 65536, _TRIM_THRESHOLD: 2**26, _MMAP_THRESHOLD: 2**25}
 # seconds, far above what it takes to have the same memory filled in again
 _WORTH_TRIMMING = 5.0
 
+# bytes, more than any thread's own heap holds
+_TRIED = 2**26 + 2**24
+
 _lock = threading.Lock()
 _keepers = 0
 
@@ -31,7 +35,8 @@ _keepers = 0
 def kept_heap() -> Iterator[None]:
     """Keep freed memory for what comes next, and hand it back on exit.
 
-    After a short time it is left to the C library to do so. A process whose user has set how its memory is allocated is left alone.
+    After a short time it is left to the C library to do so. A process whose user has set how its
+    memory is allocated is left alone.
     """
     if not can_be_kept():
         yield
@@ -50,6 +55,30 @@ def can_be_kept() -> bool:
     """Whether this is glibc's heap, as glibc sets it up."""
     asked = [name for name in os.environ if name.startswith("MALLOC_")]
     return not asked and "malloc" not in os.environ.get("GLIBC_TUNABLES", "") and _library() is not None
+
+
+def is_kept_here() -> bool:
+    """Whether freed memory does serve the next tensor, in this thread and in its heap as it is.
+
+    Tried out: glibc takes the large tensors of other threads from the system all the same, and
+    those of a thread that has once run out of memory.
+    """
+    if not can_be_kept():
+        return False
+    with kept_heap():  # what one leaves may be too small for the next, but not for all of them
+        return any(_pages_of_another() < 0.5 * _TRIED / mmap.PAGESIZE for _ in range(5))
+
+
+def _pages_of_another() -> int:
+    """Return how many pages the system has to fill in for one more large piece."""
+    import resource  # of Unix alone
+
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    try:
+        b"1" * _TRIED
+    except MemoryError:
+        return _TRIED
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
 
 
 def hand_back() -> None:

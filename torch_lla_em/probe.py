@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torch_lla_em.blame import layer_at_fault, layer_of, name_layer
 from torch_lla_em.checks import checked_outputs, distance, fingerprint, plain_gradient
-from torch_lla_em.heap import can_be_kept
+from torch_lla_em.heap import is_kept_here
 from torch_lla_em.last_layer import floating_tensors, hooked
 from torch_lla_em.memory import DoesNotFit, is_shortage
 from torch_lla_em.network import Network
@@ -26,6 +26,8 @@ _ROUNDING = 0.03
 # of the largest temporary: where the heap is not kept, beyond this every one is fetched anew from
 # the system, which takes as long as the arithmetic; where it is, more columns gain nothing
 _FETCHED_BYTES, _KEPT_BYTES = 2**24, 2**28
+# of so many columns at once, the forward pass that they share is no part of the cost any more
+_SHARING = 32
 # where fewer columns than this fit a CPU's cache, Jᵀu is faster one by one: J w shares its
 # forward pass among columns, but their backward passes share nothing, and stacking costs
 _PULLED_ALONE = 8
@@ -188,7 +190,9 @@ def _choose(model: Products, x: Any, columns: _Columns) -> Report:
         raise NoJacobianError(_refusal(model, reasons))
     model.path = start._replace(forward=forward)
     unbatched, cached = [], columns.at_once(_FETCHED_BYTES)
-    pushed = columns.at_once(_KEPT_BYTES) if forward and can_be_kept() else cached
+    pushed = cached
+    if forward and cached is not None and cached <= _SHARING and is_kept_here():
+        pushed = columns.at_once(_KEPT_BYTES)
     pulled = 1 if cached is not None and cached <= _PULLED_ALONE else cached
     for side, name, at_once in (("jvp_columns", "J w", pushed), ("vjp_columns", "Jᵀu", pulled)):
         if _vmap_works(model, x, columns, side):

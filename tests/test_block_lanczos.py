@@ -8,7 +8,7 @@ import torch
 from torch_lla_em.solvers import DivergenceError, FaultyProductError, block_lanczos
 from torch_lla_em.solvers.block_krylov import BlockKrylov, Shift, Spectrum
 from torch_lla_em.solvers.block_lanczos import BlockLanczos
-from torch_lla_em.solvers.blocks import orthonormalise
+from torch_lla_em.blocks import orthonormalise
 
 P, K = 30, 3
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tiny import tiny
-from torch_lla_em import SGD, BlockCG, Compute, FunctionSpace, LinearisedLaplace
+from torch_lla_em import SGD, BlockCG, Compute, FunctionSpace, LinearisedLaplace, orders
 from torch_lla_em.checkpoint import PassLog
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.partial_pass import PartialPass
@@ -406,6 +406,46 @@ def test_a_restart_sees_the_order_of_an_unbroken_run(solver, own, tmp_path, ever
     again = run(Shuffled(10**6, own), tmp_path / "broken")
     assert torch.equal(again.w_samples, whole.w_samples)
     assert own or torch.equal(torch.rand(1), after)
+
+
+def test_batches_that_are_kept_come_in_their_order_at_a_restart(tmp_path, monkeypatch):
+    """An unbroken run goes over them as in the third pass; a restart has to read them so."""
+    entry, left = PassLog._entry, [0]
+
+    def counted(log, asked, device, compute):
+        if not log.next_pass.exists():
+            if not left[0]:
+                raise InterruptedError
+            left[0] -= 1
+        return entry(log, asked, device, compute)
+
+    def run(passes, folder):
+        torch.manual_seed(0)
+        left[0], loader = passes, Shuffled(10**6, own=False)
+        return fit("krylov", loader, folder, curvature="linear", compute=Compute())
+
+    monkeypatch.setattr(PassLog, "_entry", counted)
+    whole, la, runs = run(10**6, tmp_path / "whole"), None, 0
+    after = torch.rand(1)
+    while la is None:
+        try:
+            la = run(12, tmp_path / "broken")
+        except InterruptedError:
+            runs += 1
+            assert runs < 40
+    assert runs > 2
+    assert torch.equal(la.w_samples, whole.w_samples)
+    assert torch.equal(torch.rand(1), after)
+
+
+@pytest.mark.parametrize("loaders", [None, {}, len, [[]]])
+def test_what_others_call_loaders_is_left_alone(loaders):
+    class Odd(list):
+        pass
+
+    odd = Odd()
+    odd.loaders = loaders
+    assert len(orders.states(odd)) == 1
 
 
 def descend(loader, folder, epochs=8, em_steps=0):

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import random
+import shutil
 import time
 
 import pytest
@@ -242,6 +244,28 @@ def test_memory_may_be_another_at_a_restart(tmp_path):
     whole = ranks.run(2, fit_with_memory, tmp_path / "whole", tmp_path / "new", "weights", ending, free)
     resumed = ranks.run(2, fit_with_memory, tmp_path / "resumed", folder, "weights", ending, little)
     assert torch.equal(resumed[1]["state"]["w_samples"], whole[0]["state"]["w_samples"])
+
+
+class Drawn:
+    """A loader with an order of its own, drawn anew at every pass."""
+
+    def __init__(self):
+        self.order = random.Random(0)
+
+    def __iter__(self):
+        every = batches(tiny("classification"))
+        return iter(self.order.sample(every, len(every)))
+
+
+def fit_in_an_order_of_its_own(rank, folder):
+    return facts(fit(Drawn(), folder, shard="data"))
+
+
+def test_a_checkpoint_reads_nothing_more_on_one_rank_alone(tmp_path):
+    for _ in range(2):  # and none does where the finished one comes back
+        found = ranks.run(2, fit_in_an_order_of_its_own, tmp_path / "ranks", tmp_path / "run")
+        shutil.rmtree(tmp_path / "ranks")
+        assert torch.equal(found[0]["state"]["w_samples"], found[1]["state"]["w_samples"])
 
 
 def fit_without_a_derivative(rank, shard):

@@ -3,6 +3,7 @@
 What others have done to the heap of this process would be seen too: checks run in one of their own.
 """
 
+import os
 import resource
 import subprocess
 import sys
@@ -100,7 +101,19 @@ def it_is_known_where_it_cannot_be():
     assert found == [False] and is_kept_here()
 
 
+def forked_processes_begin_anew():
+    """As a loader's workers: what they free goes back, and what they do is theirs."""
+    with kept_heap():
+        child = os.fork()
+        if child == 0:
+            pages = min(pages_fetched(lambda: temporary(5)) for _ in range(2))
+            os._exit(0 if pages >= 4.5 * PAGES and not heap._keepers else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert heap._keepers == 1
+
+
 CHECKS = [
+    forked_processes_begin_anew,
     temporaries_reuse_memory,
     all_is_given_back,
     it_ends_with_an_error_too,

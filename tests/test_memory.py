@@ -14,7 +14,7 @@ from torch_lla_em.data import Data
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.memory import DoesNotFit, attempt, free_memory
 from torch_lla_em.problem import Problem
-from torch_lla_em.solvers import blocks
+from torch_lla_em import blocks
 
 K = 8
 

@@ -19,6 +19,7 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.linear_model import LinearModel
 from torch_lla_em.memory_plan import Plan
 from torch_lla_em.placed_vectors import PlacedVectors
+from torch_lla_em.sweeps import Rows, Work
 
 # of J w at the curvature point: 256 MB in float32
 _OUTPUTS_KEPT = 1 << 26
@@ -58,6 +59,14 @@ class BatchProducts(PlacedVectors):
         other.curvature_point = None if w is None else self.spread.whole(w[None])[0]
         other._at_point = {}
         return other
+
+    def _search(self, vectors: list[Tensor], add: Work[None], rows: Rows) -> None:
+        """Find the batch that is at fault by eager products, which tell what of it is."""
+        compiled, self._compiled = self._compiled, None
+        try:
+            super()._search(vectors, add, rows)
+        finally:
+            self._compiled = compiled
 
     def _curvature(self, batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
         return self._masked(self.likelihood.hessian_product(at, Jw), batch)

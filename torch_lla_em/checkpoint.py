@@ -90,7 +90,8 @@ class PassLog:
             if (asked - known).abs().max() > 1e-3 * (1 + known.abs().max()):
                 raise ValueError(
                     f"The checkpoint in {str(self.folder)!r} took another path than this run does: "
-                    "it is of another version of the program. Delete the folder to start anew."
+                    "it is of another version of the program, or memory ended there and not here. "
+                    "Delete the folder to start anew."
                 )
             return entry
         try:
@@ -107,14 +108,15 @@ class PassLog:
 
     def compare(self, outputs: FirstOutputs | None) -> None:
         """Keep what the network made of its first batch, or refuse another network's."""
-        path = self.folder / "outputs.pt"
         if outputs is None:
             return
+        path = self.folder / "outputs.pt"
         if not path.exists():
-            try:
-                write_atomically(outputs.tensors(), path)
-            except OSError as error:
-                self.give_up(error)
+            if self.writing:
+                try:
+                    write_atomically(outputs.tensors(), path)
+                except OSError as error:
+                    self.give_up(error)
         elif outputs.contradicts(outputs.known(torch.load(path, weights_only=True))):
             raise ValueError(
                 "The network's outputs on the first batch differ from those that the checkpoint in "
@@ -209,15 +211,15 @@ class RecordedProblem(Problem):
         return self._recorded(key, compute)
 
     def room(self) -> float:
-        """Return the bytes that were free when the fit first asked, so that it chooses alike."""
+        """Return the bytes that were free when the fit first asked here, so that it chooses alike."""
         free = self.free_memory()
         key = torch.zeros(1, device=self.device)
         known = self.kept(key, lambda: {"bytes": torch.tensor(free, dtype=torch.float64)})
         begun = known["bytes"].item()
         if free < begun / 2:
             logger.warning(
-                "The fit began with %.2g GB free, half of which a Krylov basis may take, and goes "
-                "on so; here are %.2g GB. If memory ends, go on where there is as much, or begin "
+                "The fit had %.2g GB free here, half of which a Krylov basis may take, and goes on "
+                "so; now there are %.2g GB. If memory ends, go on where there is as much, or begin "
                 "anew in another folder.",
                 begun / 1e9,
                 free / 1e9,

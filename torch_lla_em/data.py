@@ -74,6 +74,10 @@ class Data:
         self._steps: set[int] = set()
         self._begun: tuple[Batch, Iterator[Batch]] | None = None
         self._begun_in: list[str] = []
+        self._peeked: tuple[Any, Tensor] | None = None
+        self._kept_in: list[str] = []
+        """Where the generators were when the pass that is kept began."""
+
         self._candidate: list[Batch] | None = None
         self.keep = True
         """Whether batches may be kept."""
@@ -105,8 +109,10 @@ class Data:
         Of several ranks, some may have none: there it is the loader's, read once more.
         """
         if self.group.size > 1:
-            with torch.random.fork_rng(devices=[]):
-                inputs, targets = self._split(self._peek())
+            if self._peeked is None:
+                with torch.random.fork_rng(devices=[]):
+                    self._peeked = self._split(self._peek())
+            inputs, targets = self._peeked
             return Batch(0, torch.arange(len(targets)), inputs, targets)
         if self._begun is None:
             batches, self._begun_in = self._pass(False, False), orders.states(self._loader)
@@ -121,6 +127,7 @@ class Data:
 
         ``in_step``: as many on every rank, the last of them empty where one has fewer.
         """
+        self._peeked = None
         if self._begun is None:
             return self._pass(whole, in_step)
         (batch, rest), self._begun = self._begun, None
@@ -133,6 +140,9 @@ class Data:
         self.fingerprint = own.fingerprint if compared else None
         # steps are taken in the loader's own order, which may be another every time
         held = None if in_step else self.kept
+        drawn = orders.states(self._loader) if self.group.size == 1 and not held else []
+        again = self._kept_in if drawn and not in_step else []  # as an unbroken run goes over them
+        orders.restore(self._loader, again)
         for batch in self._counted(held, own) if held else self._turns(whole, own):
             steps += 1
             yield batch._replace(step_rows=self._step(len(batch.rows))) if in_step else batch
@@ -141,13 +151,18 @@ class Data:
             yield Batch(-1, torch.arange(0), None, torch.zeros(0), rows)
         if in_step or self.group.size == 1:
             self._steps.add(steps)
+        if again:
+            orders.restore(self._loader, drawn)
         own.outputs = self.num_outputs
         own.fingerprint = own.fingerprint.on_cpu()
         every = self.group.meet("the end of a pass", own, same if whole else together)
         self.num_targets = every.targets
         if self.num_passes == 0:
             self.num_outputs = every.outputs
+        kept = self.kept
         self._finish_pass(every.rows, every.fingerprint)
+        if self.kept is not kept and not again:
+            self._kept_in = drawn
 
     def _counted(self, batches: Iterable[Batch], own: Tally) -> Iterator[Batch]:
         """Yield batches, and count them in ``own``."""
@@ -210,7 +225,7 @@ class Data:
     def num_steps(self) -> int | None:
         """Return the steps of a pass that goes batch by batch, if they are known to be as many each time."""
         if self._steps:
-            return max(self._steps) if len(self._steps) == 1 else None
+            return next(iter(self._steps)) if len(self._steps) == 1 else None
         counts = [share.num_steps() for share in self._shares]
         return None if None in counts else sum(counts)
 
@@ -228,12 +243,13 @@ class Data:
             "num_passes": self.num_passes,
             "first": None if self._first is None else self._first.state(),
             "steps": sorted(self._steps),
+            "kept_in": self._kept_in,
             "orders": orders.states(self._loader) if self.group.size == 1 else [],
         }
 
     def restore(self, facts: dict[str, Any]) -> None:
         """Take over what passes of an earlier run have found out; its data must be these."""
-        if facts["orders"] != self._begun_in:
+        if self._begun is None or facts["orders"] != self._begun_in:
             # the pass that was begun comes in its own order, not in that of an unbroken run
             self._begun = None
             orders.restore(self._loader, facts["orders"])
@@ -242,7 +258,8 @@ class Data:
         self.num_rows, self.num_targets = facts["num_rows"], facts["num_targets"]
         self.num_outputs, self.num_passes = facts["num_outputs"], facts["num_passes"]
         self._first = None if facts["first"] is None else Fingerprint.of(facts["first"])
-        self._steps, self._restored = set(facts["steps"]), True
+        self._steps, self._kept_in = set(facts["steps"]), facts["kept_in"]
+        self._restored = True
 
     def _split(self, batch: Any) -> tuple[Any, Tensor]:
         batch = to_device(batch, self._device)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_lla_em.blocks import dots
 from torch_lla_em.em import iterate
 from torch_lla_em.evidence import log_evidences
 from torch_lla_em.expectation import EStep, Expectation, Hyperparameters
@@ -23,7 +24,6 @@ from torch_lla_em.mackay import (
 )
 from torch_lla_em.prior import Prior
 from torch_lla_em.problem import Problem
-from torch_lla_em.solvers.blocks import dots
 
 SAMPLE_TOLERANCE = 0.1
 MODE_TOLERANCE = 0.03

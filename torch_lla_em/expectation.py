@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from torch_lla_em.blocks import dots, norm
 from torch_lla_em.curve import Modes
 from torch_lla_em.evidence import log_dets, sigma_of, squared_residual
 from torch_lla_em.linear_mode import LinearMode, Precondition, optimise_MAP
@@ -17,7 +18,6 @@ from torch_lla_em.posterior_samples import PosteriorSamples, Solver, optimise_sa
 from torch_lla_em.prior import Prior
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers.block_krylov import Spectrum
-from torch_lla_em.solvers.blocks import dots, norm
 from torch_lla_em.solvers.newton import Newton
 from torch_lla_em.solvers.sgd import SGD
 from torch_lla_em.stochastic_prior import StochasticPrior

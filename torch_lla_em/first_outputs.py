@@ -13,7 +13,7 @@ from torch_lla_em.batch import Batch
 from torch_lla_em.batches import map_tensors
 from torch_lla_em.data import Data
 from torch_lla_em.linear_model import LinearModel
-from torch_lla_em.memory import attempt
+from torch_lla_em.memory import attempt, is_shortage
 from torch_lla_em.passes import Fingerprint, row_numbers
 
 # rounding of one network on two machines, relative, at least; and in units of its own precision
@@ -39,11 +39,16 @@ class FirstOutputs(NamedTuple):
         part = first if rows == inf else next(first.split(int(rows)))
         network = linear_model.network
 
-        def run() -> Tensor:
-            with network.guarded(), network.computing("float32"):
-                f = linear_model.outputs(part.inputs).detach()
-                f = f.reshape(len(part.rows), -1)
-                return torch.stack([row_numbers(f), f.norm(dim=1).double()])
+        def run() -> Tensor | None:
+            try:
+                with network.guarded(), network.computing("float32"):
+                    f = linear_model.outputs(part.inputs).detach()
+                    f = f.reshape(len(part.rows), -1)
+                    return torch.stack([row_numbers(f), f.norm(dim=1).double()])
+            except RuntimeError as error:
+                if part is first or is_shortage(error):
+                    raise
+                return None  # of shapes: inputs that only look as if they went by rows
 
         numbers, shortage = attempt(run) if _is_known(part) else (None, None)
         if numbers is None or not numbers.isfinite().all():

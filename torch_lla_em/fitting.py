@@ -59,7 +59,6 @@ class FitOptions:
     """Mode and samples to start from."""
 
 
-
 class Posterior(NamedTuple):
     """What a fit has found."""
 

@@ -91,11 +91,27 @@ def _keep(change: int) -> int:
     """Count one more or fewer who wants the heap kept, and return how many do."""
     global _keepers
     with _lock:
-        before, _keepers = _keepers, _keepers + change
+        before, _keepers = _keepers, max(0, _keepers + change)
         if (before == 0) != (_keepers == 0):
-            for parameter, value in (_KEPT if _keepers else _ORDINARY).items():
-                _library().mallopt(parameter, value)
+            _set(_KEPT if _keepers else _ORDINARY)
         return _keepers
+
+
+def _set(parameters: dict[int, int]) -> None:
+    for parameter, value in parameters.items():
+        _library().mallopt(parameter, value)
+
+
+def _leave_to_a_child() -> None:
+    """Begin a forked process, such as a loader's worker, with the heap as glibc has it."""
+    global _keepers
+    if _keepers:
+        _keepers = 0
+        _set(_ORDINARY)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_a_child)
 
 
 @cache

@@ -193,8 +193,8 @@ class LinearisedLaplace(PredictivePosterior):
             if checkpoint is not None:
                 problem.record(log, leaving)
             plan = problem.prepare(self.num_samples, self.compute)
-            if checkpoint is not None and group.rank == 0:
-                log.compare(FirstOutputs.of(self._linear_model, data))
+            if checkpoint is not None:
+                self._compare_outputs(log, data)
             logger.log(logging.WARNING if plan.tight else logging.INFO, "%s", plan)
             if progress_bar and group.rank == 0:
                 bar.write(str(plan))
@@ -221,8 +221,7 @@ class LinearisedLaplace(PredictivePosterior):
         state = log.posterior(self._device)
         if state is None:
             return False
-        if data.group.rank == 0:
-            log.compare(FirstOutputs.of(self._linear_model, data))
+        self._compare_outputs(log, data)
         facts = persistence.from_bytes(state["facts"])
         data.restore(facts)
         for _ in data:  # a pass without the network, which refuses other data
@@ -232,6 +231,12 @@ class LinearisedLaplace(PredictivePosterior):
         if _ETA in state:
             self._earlier = Earlier.of(state[_ETA], self.scale, likelihood, data)
         return True
+
+    def _compare_outputs(self, log: PassLog, data: Data) -> None:
+        """Refuse a checkpoint of other outputs; every rank reads a batch, so that all go on alike."""
+        outputs = FirstOutputs.of(self._linear_model, data)
+        if data.group.rank == 0:
+            log.compare(outputs)
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
         """Take over a posterior; refused where the network is not the one it was fitted to."""

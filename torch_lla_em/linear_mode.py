@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from torch_lla_em.blocks import norm
 from torch_lla_em.operators import WhitenedLoss
 from torch_lla_em.prior import Prior
 from torch_lla_em.problem import Problem
-from torch_lla_em.solvers.blocks import norm
 from torch_lla_em.solvers.newton import Minimum, Newton
 from torch_lla_em.solvers.sgd import SGD
 

@@ -9,7 +9,7 @@ import torch
 
 def states(loader: Any) -> list[str]:
     """Return the state of every generator that the next pass may draw its order from."""
-    return [bytes(g.get_state().tolist()).hex() for g in _generators(loader)]
+    return [g.get_state().numpy().tobytes().hex() for g in _generators(loader)]
 
 
 def restore(loader: Any, known: list[str]) -> None:
@@ -33,5 +33,6 @@ def _generators(loader: Any) -> list[torch.Generator]:
         if isinstance(generator, torch.Generator):
             found[id(generator)] = generator
         left += [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
-        left += getattr(part, "loaders", ())
+        several = getattr(part, "loaders", ())
+        left += several if isinstance(several, (list, tuple)) else ()
     return list(found.values())

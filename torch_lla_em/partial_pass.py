@@ -70,7 +70,7 @@ class PartialPass:
     def due(self) -> bool:
         """Whether it is time to write."""
         elapsed = time.monotonic() - self._written_at
-        if elapsed < 0:  # the clock was set back
+        if elapsed < 0:  # no clock should, but those of virtual machines that move have
             self._written_at += elapsed
         return elapsed >= self._interval
 
@@ -86,7 +86,7 @@ class PartialPass:
         write_atomically({**sums, "facts": persistence.to_bytes(facts)}, self._path)
         self._written_at = time.monotonic()
         spent = (self._written_at - began) / WRITES if WRITES else 0.0
-        # not at once, since a clock that is set forward tells of a long write too
+        # not at once: of a machine that slept meanwhile, a clock tells of a long write too
         self._interval = min(max(INTERVAL, spent), _GROWTH * self._interval)
 
     def forget(self) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_lla_em.blocks import own_dots
 from torch_lla_em.parameters import ParameterLayout
 from torch_lla_em.slices import over_slices
-from torch_lla_em.solvers.blocks import own_dots
 
 DAMPING = 0.01
 """Share of the mean squared feature that the g-prior adds to every weight's own."""

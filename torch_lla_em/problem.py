@@ -231,6 +231,7 @@ class Problem(BatchProducts):
         if step is not None and (step == pushed or step != bent):
             raise FloatingPointError(DERIVATIVE.format(step))
 
+
 def _draw(seed: int, samples: range, rows: Tensor, f: Tensor) -> Tensor:
     """Return ε, shape (K, *f.shape), keyed by (seed, sample, row)."""
     entries = f[0].numel()

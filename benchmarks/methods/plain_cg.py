@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.blocks import dots
+from torch_lla_em.blocks import dots
 from torch_lla_em.solvers.solution import Solution, energies, relative_error
 
 Product = Callable[[Tensor], Tensor]

@@ -12,7 +12,7 @@ from torch_lla_em.operators import WhitenedGGN
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, DivergenceError
 from torch_lla_em.solvers.block_krylov import Shift
-from torch_lla_em.solvers.blocks import dots
+from torch_lla_em.blocks import dots
 from torch_lla_em.stochastic_prior import StochasticPrior
 
 SOLVERS = "block_krylov", "block_cg", "plain_cg", "sgd"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.blocks import add_combined, combine, gram, orthonormalise
+from torch_lla_em.blocks import add_combined, combine, gram, orthonormalise
 from torch_lla_em.solvers.restarts import Product, Task, solve_with_restarts
 from torch_lla_em.solvers.solution import (
     DivergenceError,

@@ -185,7 +185,7 @@ class BlockKrylov:
         """Add the Galerkin correction in the Krylov space of the residual."""
         lanczos, budget = BlockLanczos(task.product, residual), self.max_passes - solution.passes - 1
         lanczos.expendable, room = False, True
-        while room and lanczos.num_steps < budget and not lanczos.exhausted:
+        while lanczos.num_steps < budget and not lanczos.exhausted:
             if not (room := self._grows(lanczos)):
                 break
             y = lanczos.starting_coordinates() / (lanczos.eigenvalues + 1)

@@ -9,9 +9,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from torch_lla_em.blocks import add_combined, gram, orthonormalise
 from torch_lla_em.memory import with_room
 from torch_lla_em.slices import largest_slice
-from torch_lla_em.solvers.blocks import add_combined, gram, orthonormalise
 from torch_lla_em.solvers.solution import (
     DivergenceError,
     FaultyProductError,

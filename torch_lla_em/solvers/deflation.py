@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from torch_lla_em.blocks import add_combined, combine, gram
 from torch_lla_em.solvers.block_cg import BlockCG
 from torch_lla_em.solvers.block_lanczos import BlockLanczos
-from torch_lla_em.solvers.blocks import add_combined, combine, gram
 from torch_lla_em.solvers.restarts import Task, solve_with_restarts
 from torch_lla_em.solvers.solution import Solution, check_positive
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.blocks import combine, gram
+from torch_lla_em.blocks import combine, gram
 from torch_lla_em.solvers.solution import Solution, check_positive
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.blocks import dots
+from torch_lla_em.blocks import dots
 from torch_lla_em.solvers.solution import DivergenceError, FaultyProductError, check_positive
 
 Vectors = Callable[[Tensor], Tensor]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.blocks import dots
+from torch_lla_em.blocks import dots
 from torch_lla_em.solvers.solution import DivergenceError, Solution, energies
 
 logger = logging.getLogger("torch_lla_em")

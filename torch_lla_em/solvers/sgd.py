@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.blocks import norm
+from torch_lla_em.blocks import norm
 from torch_lla_em.solvers.solution import DivergenceError, Solution, check_positive
 
 BatchProduct = Callable[[Tensor], Tensor]

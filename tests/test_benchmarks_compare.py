@@ -120,8 +120,8 @@ def test_splits_are_disjoint_and_repeatable(name):
 def test_compare_and_report_run_whole(tmp_path):
     chosen = ["map", "temperature", "dropout", "variational", "laplace-torch: last_layer, full"]
     chosen += ["dense", "familiarity", "ours: scalar, g-prior, K=8"]
-    for task in ("moons", "gap"):
-        run("compare.py", task, "--seeds", "0", "--epochs", "3", "--quick", "--out", tmp_path, "--methods", *chosen)
+    for task, methods in (("moons", chosen[:2] + chosen[-1:]), ("gap", chosen)):
+        run("compare.py", task, "--seeds", "0", "--epochs", "3", "--quick", "--out", tmp_path, "--methods", *methods)
     records = [json.loads(line) for line in (tmp_path / "compare.jsonl").read_text().splitlines()]
     assert {record["task"] for record in records} == {"moons", "gap"}
     assert all(record["commit"] is not None and record["versions"] for record in records)

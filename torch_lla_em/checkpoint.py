@@ -99,11 +99,8 @@ class PassLog:
         except Exception:  # perhaps of memory: then it is asked once more
             self.position = position
             raise
-        if self.writing and all(t.isfinite().all() for t in entry.values() if t.is_floating_point()):
-            try:
-                write_atomically({**entry, "asked": asked}, path)
-            except OSError as error:
-                self.give_up(error)
+        if all(map(is_finite, entry.values())):
+            self._write({**entry, "asked": asked}, path)
         return entry
 
     def compare(self, outputs: FirstOutputs | None) -> None:
@@ -112,17 +109,20 @@ class PassLog:
             return
         path = self.folder / "outputs.pt"
         if not path.exists():
-            if self.writing:
-                try:
-                    write_atomically(outputs.tensors(), path)
-                except OSError as error:
-                    self.give_up(error)
+            self._write(outputs.tensors(), path)
         elif outputs.contradicts(outputs.known(torch.load(path, weights_only=True))):
             raise ValueError(
                 "The network's outputs on the first batch differ from those that the checkpoint in "
                 f"{str(self.folder)!r} began with, for the same data and weights: its forward_fn, "
                 "code or buffers have changed. Bring them back, or pass another folder."
             )
+
+    def _write(self, state: dict[str, Tensor], path: Path) -> None:
+        if self.writing:
+            try:
+                write_atomically(state, path)
+            except OSError as error:
+                self.give_up(error)
 
     def give_up(self, error: OSError) -> None:
         """Write no more, and say so; what was written stays good."""

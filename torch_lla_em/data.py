@@ -115,7 +115,7 @@ class Data:
             inputs, targets = self._peeked
             return Batch(0, torch.arange(len(targets)), inputs, targets)
         if self._begun is None:
-            batches, self._begun_in = self._pass(False, False), orders.states(self._loader)
+            batches, self._begun_in = self._pass(False, False), self._orders()
             self._begun = next(batches), batches
         return self._begun[0]
 
@@ -140,7 +140,7 @@ class Data:
         self.fingerprint = own.fingerprint if compared else None
         # steps are taken in the loader's own order, which may be another every time
         held = None if in_step else self.kept
-        drawn = orders.states(self._loader) if self.group.size == 1 and not held else []
+        drawn = [] if held else self._orders()
         again = self._kept_in if drawn and not in_step else []  # as an unbroken run goes over them
         orders.restore(self._loader, again)
         for batch in self._counted(held, own) if held else self._turns(whole, own):
@@ -203,6 +203,10 @@ class Data:
         """Return the bytes that batches may take; ranks whose passes differ keep none."""
         return free_memory(self._device) / 4 if self.keep and self.group.size == 1 else 0.0
 
+    def _orders(self) -> list[str]:
+        """Return what the next pass draws its order from; of several ranks nothing is put back."""
+        return orders.states(self._loader) if self.group.size == 1 else []
+
     def _step(self, rows: int) -> int:
         """Return the rows of all ranks' next batches."""
         return self.group.meet("a step", rows, sum)
@@ -244,7 +248,7 @@ class Data:
             "first": None if self._first is None else self._first.state(),
             "steps": sorted(self._steps),
             "kept_in": self._kept_in,
-            "orders": orders.states(self._loader) if self.group.size == 1 else [],
+            "orders": self._orders(),
         }
 
     def restore(self, facts: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -87,8 +86,9 @@ def fit_posterior(
 ) -> Posterior:
     """Run EM to its fixed point, then the last E-step; ``report`` sees every state."""
     with problem.spread.slices():
-        fit = partial(_fit, problem, options, report)
-        posterior, shortage = attempt(lambda: problem.spread.assembled(fit()))
+        posterior, shortage = attempt(
+            lambda: problem.spread.assembled(_fit(problem, options, report))
+        )
     if shortage is not None:
         raise DoesNotFit(_no_room(problem, options.num_samples, shortage))
     return posterior

@@ -80,18 +80,13 @@ class DeflatedEStep(IterativeEStep):
         """Return the result of ``run``, if need be without the features."""
 
         def make_room() -> bool:
-            if self._features is None or not self._alone:
+            if self._features is None or not self._problem.alone:
                 return False
             self._features = None
             logger.warning(_WITHOUT)
             return True
 
         return with_room(run, make_room)
-
-    @property
-    def _alone(self) -> bool:
-        """Whether no other rank has to do what this one does."""
-        return self._problem.data.group.size == 1
 
     def _relative_noise(self, hyper: Hyperparameters) -> float:
         """Return σ over the one that the features were built with."""
@@ -102,7 +97,7 @@ class DeflatedEStep(IterativeEStep):
         try:
             return self._build_features(hyper)
         except (RuntimeError, MemoryError) as error:
-            if not is_shortage(error) or not self._alone:
+            if not is_shortage(error) or not self._problem.alone:
                 raise
         logger.warning(_WITHOUT)
         return None

@@ -26,7 +26,7 @@ class WhitenedGGN:
     @property
     def alone(self) -> bool:
         """Whether no other rank has to do what this one does."""
-        return self.problem.data.group.size == 1
+        return self.problem.alone
 
     @property
     def rounding(self) -> float:

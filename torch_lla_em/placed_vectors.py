@@ -82,6 +82,11 @@ class PlacedVectors(Sweeps):
             part = half
 
     @property
+    def alone(self) -> bool:
+        """Whether no other rank has to do what this one does."""
+        return self.data.group.size == 1
+
+    @property
     def size(self) -> int:
         """P, or how many of the weights lie on this rank."""
         return self.layout.size

@@ -162,9 +162,10 @@ class LinearModel:
         if self.path.shared and len(w) == 1 and not isinstance(x, HeadCall):
             function, weights = self.network.function(x, self.layout.names), self._weights()
             try:
-                f, Jw, pullback = self._attempt(
-                    "", 1, lambda: products.jvp_and_vjp(function, weights, self._tangents(w))
-                )
+                with self.network.own_tangents.final():
+                    f, Jw, pullback = self._attempt(
+                        "", 1, lambda: products.jvp_and_vjp(function, weights, self._tangents(w))
+                    )
                 return f, Jw, self._adding(pullback)
             except DoesNotFit:  # it holds two forward passes at once
                 self.path = self.path._replace(shared=False)

@@ -17,6 +17,7 @@ from torch_lla_em.batches import is_sequence
 from torch_lla_em.compute import tf32
 from torch_lla_em.contiguous import ContiguousInputs
 from torch_lla_em.heap import kept_heap
+from torch_lla_em.own_tangents import OwnTangents
 from torch_lla_em.weight_sums import WeightSums
 
 ForwardFn = Callable[[nn.Module, Any], Tensor]
@@ -144,6 +145,7 @@ class Network:
         self.precision = "float32"
         """Of matrix products: that of ``Compute``."""
 
+        self.own_tangents = OwnTangents()
         self._held: _State | None = None
         self._sums = WeightSums()
         self._layout: ContiguousInputs | None = ContiguousInputs()
@@ -216,6 +218,8 @@ class Network:
                     backend.enabled = False
             for layer in layers:
                 layer.training = False
+                if forward := self.own_tangents.forward_of(layer):
+                    layer.forward = forward
                 if isinstance(layer, nn.Embedding):
                     layer.sparse = False
             self._held = _State(self.module)

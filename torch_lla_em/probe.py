@@ -102,7 +102,7 @@ def choose_path(model: Products, x: Any) -> Report:
     devices = {p.device.index or 0 for p in network.module.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)):
         try:
-            prepared, report = _checked(model, x)
+            prepared, report = _checked_by_rules(model, x)
         except Exception:  # perhaps of memory: with fewer rows all of it is tried again
             model.path = start
             raise
@@ -114,6 +114,20 @@ def choose_path(model: Products, x: Any) -> Report:
             "and assign to it."
         )
     return report._replace(last_layer=prepared is not x)
+
+
+def _checked_by_rules(model: Products, x: Any) -> tuple[Any, Report]:
+    """Try layers' own rules of forward mode, then torch's where those may be at fault."""
+    start, rules = model.path, model.network.own_tangents
+    try:
+        prepared, report = _checked(model, x)
+        if not (rules.used and start.forward and (report.forward or report.unbatched)):
+            return prepared, report
+    except NoJacobianError:
+        if not rules.used:
+            raise
+    model.path, rules.allowed = start, False
+    return _checked(model, x)
 
 
 def _checked(model: Products, x: Any) -> tuple[Any, Report]:

@@ -41,7 +41,7 @@ def jvp(
     num_columns, chunks = _num_columns(tangents), []
     step = path.jvp_columns or num_columns
     for start in range(0, num_columns, step):
-        chunk = _columns(tangents, weights, slice(start, start + step))
+        chunk = _columns(tangents, weights, slice(start, start + step), copy=True)
         if _num_columns(chunk) > 1:
             f, Jw = torch.vmap(push, out_dims=(None, 0))(chunk)
         else:
@@ -133,10 +133,14 @@ def _leaves(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _columns(
-    tangents: dict[str, Tensor], weights: dict[str, Tensor], which: slice
+    tangents: dict[str, Tensor], weights: dict[str, Tensor], which: slice, copy: bool = False
 ) -> dict[str, Tensor]:
-    """Return these columns where the weights are, and of their kind."""
-    return {name: tangent[which].to(weights[name]) for name, tangent in tangents.items()}
+    """Return these columns where the weights are, and of their kind.
+
+    Forward mode copies all that is not at the start of its memory, into what it fills with
+    zeros first; of a ``copy`` it does not.
+    """
+    return {name: t[which].to(weights[name], copy=copy) for name, t in tangents.items()}
 
 
 def _num_columns(tangents: dict[str, Tensor]) -> int:

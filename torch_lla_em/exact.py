@@ -83,12 +83,13 @@ class ExactLaplace:
             H = _hessians(self.log_prob, h, self.y)
             hessian = self._outer(H) + torch.diag(Lambda)
             step = torch.linalg.solve(hessian, gradient)
-            size = 1.0
-            while self._objective(w - size * step, Lambda) > objective and size > 1e-8:
+            size, rounding = 1.0, 1e-14 * objective.abs()
+            while self._objective(w - size * step, Lambda) > objective + rounding and size > 1e-8:
                 size /= 2
             w = w - size * step
             objective = self._objective(w, Lambda)
-            if gradient.norm() < 1e-12 * (1 + w.norm()):
+            # each step squares the error
+            if min(step.norm(), gradient.norm()) < 1e-12 * (1 + w.norm()):
                 break
         return w
 

@@ -1,7 +1,6 @@
 """Functions run in several processes of one gloo group, and what they return."""
 
 import importlib
-import multiprocessing
 import os
 import time
 import traceback
@@ -10,8 +9,7 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch_lla_em"])
+from fresh import CONTEXT
 
 
 def run(size, function, folder, *arguments, timeout=60.0):
@@ -19,7 +17,7 @@ def run(size, function, folder, *arguments, timeout=60.0):
     folder.mkdir(parents=True, exist_ok=True)
     name = function.__module__, function.__name__
     ranks = [
-        _CONTEXT.Process(target=_work, args=(rank, size, name, folder, arguments, timeout))
+        CONTEXT.Process(target=_work, args=(rank, size, name, folder, arguments, timeout))
         for rank in range(size)
     ]
     for process in ranks:

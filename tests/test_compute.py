@@ -1,17 +1,17 @@
 """Means of computation: they change what is held and how fast it goes, not what comes out."""
 
 import logging
-import subprocess
-import sys
-from pathlib import Path
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 from allocator import Allocator
+from fresh import run_fresh
 from tiny import tiny
 from torch_lla_em import BlockKrylov, Compute, LinearisedLaplace
+from torch_lla_em.compute import tf32
 from torch_lla_em.group import Group
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.network import Network
@@ -265,29 +265,25 @@ SETTINGS = {
     "matmul": "backends.cuda.matmul.fp32_precision = 'tf32'",
     "convolutions": "backends.cudnn.conv.fp32_precision = 'ieee'",
 }
-TF32 = """
-import sys, warnings
-sys.path.insert(0, {tests!r})
-import torch
-from torch import backends
-from test_compute import flags
-from torch_lla_em.compute import tf32
-warnings.simplefilter("error")
-{setting}
-before = flags()
-for allowed in (True, False):
-    with tf32(torch.device("cuda"), allowed):
-        inside = flags()
-        assert inside["matmul"] == ("high" if allowed else "highest"), inside
-        assert inside["cublas"] == inside["cudnn"] == allowed, inside
-        for name in ("new matmul", "new convolutions", "new recurrent"):
-            assert inside[name] in ("tf32" if allowed else "ieee", AttributeError), inside
-    assert flags() == before, (flags(), before)
-if hasattr(backends, "fp32_precision") and {inherits}:
-    for precision in ("tf32", "ieee"):
-        backends.fp32_precision = precision
-        assert backends.cuda.matmul.fp32_precision == precision
-"""
+
+
+def flags_come_back(setting, inherits):
+    backends = torch.backends
+    warnings.simplefilter("error")
+    exec(setting)
+    before = flags()
+    for allowed in (True, False):
+        with tf32(torch.device("cuda"), allowed):
+            inside = flags()
+            assert inside["matmul"] == ("high" if allowed else "highest"), inside
+            assert inside["cublas"] == inside["cudnn"] == allowed, inside
+            for name in ("new matmul", "new convolutions", "new recurrent"):
+                assert inside[name] in ("tf32" if allowed else "ieee", AttributeError), inside
+        assert flags() == before, (flags(), before)
+    if hasattr(backends, "fp32_precision") and inherits:
+        for precision in ("tf32", "ieee"):
+            backends.fp32_precision = precision
+            assert backends.cuda.matmul.fp32_precision == precision
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -296,10 +292,7 @@ def test_flags_of_tf32_come_back_by_all_their_names(name):
     if "fp32" in SETTINGS[name] and not hasattr(torch.backends, "fp32_precision"):
         pytest.skip("of a newer torch")
     inherits = name in ("nothing", "older, cudnn", "all", "all, ieee")
-    script = TF32.format(tests=str(Path(__file__).parent), setting=SETTINGS[name], inherits=inherits)
-    command = [sys.executable, "-c", script]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
+    run_fresh(flags_come_back, SETTINGS[name], inherits)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_more_samples_keep_the_first_ones():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_drawn_noise_has_the_stated_covariance(name):
-    case, count = tiny(name), 4000
+    case, count = tiny(name), 2000
     noise, exact = get_sto_samples(case.problem(7, 8, 22), count, 3), case.exact()
     for draws, covariance in ((noise.xi, torch.eye(len(exact.scale))), (noise.eta, exact.ggn)):
         products = draws[:, :, None] * draws[:, None, :]
@@ -85,7 +85,7 @@ def test_scale_is_the_expected_feature():
     case = tiny("classification")
     x, y = case.x.repeat(20, 1), case.y.repeat(20)
     big = type(case)(case.model, x, y, case.name)
-    noise = get_sto_samples(big.problem(*range(8, 600, 8)), 200, 3)
+    noise = get_sto_samples(big.problem(*range(40, 600, 40)), 200, 3)
     squared = noise.prior.scale ** -2
     expected = big.exact().expected_squared_features
     expected = expected + DAMPING * expected.mean()

@@ -1,0 +1,30 @@
+"""Processes that have imported torch and done nothing else."""
+
+import multiprocessing
+import traceback
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch_lla_em"])
+
+
+def run_fresh(function, *arguments, timeout=120):
+    """Run a module's function in such a process; raise what it raised, as text."""
+    receiver, sender = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=_work, args=(sender, function, arguments))
+    process.start()
+    sender.close()
+    try:
+        told = receiver.recv() if receiver.poll(timeout) else "It did not end in time."
+    except EOFError:
+        told = "It died."
+    process.kill()
+    process.join()
+    assert told is None, told
+
+
+def _work(sender, function, arguments):
+    try:
+        function(*arguments)
+        sender.send(None)
+    except BaseException:
+        sender.send(traceback.format_exc())

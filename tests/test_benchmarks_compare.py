@@ -1,9 +1,10 @@
 """The comparison's own parts, and the scripts run whole at tiny settings."""
 
 import json
-import subprocess
+import logging
 import sys
 import time
+import warnings
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -17,6 +18,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 for package in ("sklearn", "torchmetrics", "matplotlib"):
     pytest.importorskip(package)
 
+import compare  # noqa: E402
+import report  # noqa: E402
 from methods.baselines import Setting, temperature  # noqa: E402
 from methods.measure import Meter  # noqa: E402
 from methods.metrics import Classes, Numbers, auroc  # noqa: E402
@@ -116,37 +119,40 @@ def test_splits_are_disjoint_and_repeatable(name):
     assert copies <= 1 and task.network(0.0)(task.test.x[:2]).shape[0] == 2
 
 
+@pytest.fixture
+def run(monkeypatch):
+    """(script, arguments): runs one in this process, whose logger and warnings it may change."""
+
+    def main(script, *arguments):
+        monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, arguments)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            script.main()
+
+    yield main
+    logging.getLogger("torch_lla_em").setLevel(logging.NOTSET)
+
+
 @pytest.mark.slow
-def test_compare_and_report_run_whole(tmp_path):
+def test_compare_and_report_run_whole(run, tmp_path):
     chosen = ["map", "temperature", "dropout", "variational", "laplace-torch: last_layer, full"]
     chosen += ["dense", "familiarity", "ours: scalar, g-prior, K=8"]
     for task, methods in (("moons", chosen[:2] + chosen[-1:]), ("gap", chosen)):
-        run("compare.py", task, "--seeds", "0", "--epochs", "3", "--quick", "--out", tmp_path, "--methods", *methods)
+        run(compare, task, "--seeds", 0, "--epochs", 3, "--quick", "--out", tmp_path, "--methods", *methods)
     records = [json.loads(line) for line in (tmp_path / "compare.jsonl").read_text().splitlines()]
     assert {record["task"] for record in records} == {"moons", "gap"}
     assert all(record["commit"] is not None and record["versions"] for record in records)
     ours = [record for record in records if record["row"].startswith("ours")]
     assert len(ours) == 5 + 5 and all("error" not in record for record in ours)
-    run("report.py", "--results", tmp_path, "--docs", tmp_path)
+    run(report, "--results", tmp_path, "--docs", tmp_path)
     assert "temperature scaling" in (tmp_path / "benchmarks.md").read_text()
     assert (tmp_path / "benchmarks" / "gap.png").stat().st_size > 1000
 
 
-@pytest.mark.slow
-def test_a_failing_peer_is_a_row_with_its_message(tmp_path):
-    code = (
-        "import sys; sys.path.insert(0, 'benchmarks'); sys.argv = ['compare.py', 'gap', '--seeds', "
-        f"'0', '--epochs', '2', '--methods', 'temperature', '--out', {str(tmp_path)!r}]\n"
-        "import compare\n"
-        "def fail(setting): raise MemoryError('too large')\n"
-        "compare.baselines.temperature = fail\n"
-        "compare.main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert "MemoryError: too large" in done.stdout, done.stderr
+def test_a_failing_peer_is_a_row_with_its_message(run, tmp_path, monkeypatch, capsys):
+    def fail(setting):
+        raise MemoryError("too large")
 
-
-def run(script, *arguments):
-    command = [sys.executable, ROOT / "benchmarks" / script, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(compare.baselines, "temperature", fail)
+    run(compare, "gap", "--seeds", 0, "--epochs", 2, "--methods", "temperature", "--out", tmp_path)
+    assert "MemoryError: too large" in capsys.readouterr().out

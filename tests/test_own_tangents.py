@@ -168,6 +168,40 @@ def test_torchs_rules_are_taken_where_ours_are_at_fault(kind, fault, tokens, mon
     assert report.path.forward and report.path.shared and not report.unbatched
 
 
+@pytest.mark.parametrize("derivative", ["jvp", "grad", "jacrev", "jacfwd"])
+def test_a_network_may_take_derivatives_itself(derivative, tokens):
+    """As those do that solve a differential equation."""
+    model, x = tokens
+
+    def forward(module, x):
+        f = lambda x: module(x).square().sum()  # noqa: E731
+        if derivative == "jvp":
+            return torch.func.jvp(module, (x,), (torch.ones_like(x),))[1]
+        return getattr(torch.func, derivative)(f)(x)
+
+    names, found = [name for name, _ in model.named_parameters()], []
+    for allowed in (True, False):
+        linear = linear_model(model, names, forward)
+        linear.network.own_tangents.allowed = allowed
+        assert linear.probe(x).path.forward
+        with linear.network.guarded():
+            found.append([linear.jvp(x, drawn(count, linear.layout.size))[1] for count in (1, 3)])
+    assert_close(*found)
+
+
+def test_layers_that_train_in_a_forward_pass_take_torchs():
+    def forward(module, x):
+        module.train()
+        return module(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    linear, x, products = linear_model(prepared(model), forward_fn=forward), drawn(*ROWS), []
+    with linear.network.guarded():
+        for linear.network.own_tangents.allowed in (True, False):
+            products.append(linear.jvp(x, torch.ones(2, linear.layout.size).double())[1])
+    assert_close(*products)
+
+
 def test_what_is_differentiated_in_x_takes_torchs(network):
     model, x = network
     linear, w = linear_model(model), None

@@ -56,7 +56,7 @@ class OwnTangents:
         return self._forwards.setdefault(layer, partial(self._forward, rule, layer))
 
     def _forward(self, rule: Rule, layer: Any, input: Tensor) -> Tensor:
-        if self._unused() or input.numel() < _LEAST:
+        if self._unused() or layer.training or input.numel() < _LEAST:
             return type(layer).forward(layer, input)
         tensors = input, layer.weight, layer.bias
         duals = [Dual(None, None) if t is None else unpack_dual(t) for t in tensors]

@@ -7,6 +7,16 @@ import torch
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Run the whole suite, and nothing less, by two processes; files stay whole."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    chosen = config.option.markexpr or config.option.keyword or config.option.usepdb
+    if config.pluginmanager.hasplugin("xdist") and whole and not chosen:
+        if config.option.numprocesses is None:
+            config.option.numprocesses, config.option.dist = 2, "loadfile"
+
+
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:

@@ -1,7 +1,6 @@
 """The comparison's own parts, and the scripts run whole at tiny settings."""
 
 import json
-import logging
 import sys
 import time
 import warnings
@@ -121,7 +120,7 @@ def test_splits_are_disjoint_and_repeatable(name):
 
 @pytest.fixture
 def run(monkeypatch):
-    """(script, arguments): runs one in this process, whose logger and warnings it may change."""
+    """(script, arguments): runs one in this process."""
 
     def main(script, *arguments):
         monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, arguments)])
@@ -129,8 +128,7 @@ def run(monkeypatch):
             warnings.simplefilter("default")
             script.main()
 
-    yield main
-    logging.getLogger("torch_lla_em").setLevel(logging.NOTSET)
+    return main
 
 
 @pytest.mark.slow

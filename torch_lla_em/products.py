@@ -110,7 +110,8 @@ def jvp_and_vjp(
     A forward pass is a fifth of the work of one column, and this one saves the second.
     """
     leaves = _leaves(weights)
-    column = {name: t[0] for name, t in _columns(tangents, weights, slice(0, 1)).items()}
+    chunk = _columns(tangents, weights, slice(0, 1), copy=True)
+    column = {name: tangent[0] for name, tangent in chunk.items()}
     with torch.enable_grad():
         f, Jw = torch.func.jvp(function, (leaves,), (column,))
     return f.detach(), Jw.detach()[None], _pullback(f, leaves)

@@ -9,7 +9,7 @@ takes some minutes for the first. J w of one column costs what two forward passe
 as much again, and one forward pass serves all columns: hence 1 + 4 K. The forward pass is
 the network's own in eval mode without gradients, in the same precision and layout as the
 product, and both are timed in turns in one process. Every network and means gets a process
-of its own, so that its peak memory is its own. Expect ratios of 1.2 to 1.4 for residual
+of its own, so that its peak memory is its own. Expect ratios of 1.1 to 1.4 for residual
 networks and transformers on the CPU, and below 1 where elementwise functions take the time.
 """
 
@@ -190,7 +190,8 @@ the same network, in the same run: J w and Jᵀ u cost two forward passes each a
 forward pass serves all. K = 1 takes J w and Jᵀ u from one forward pass. Peak memory is that of
 the whole process on a CPU and of the allocator on CUDA. The means "torch.func" are one vmapped
 jvp and one vmapped vjp with nothing of ours, and "ordinary heap" is ours where the C library's
-heap is left as it is (see [long runs](long_runs.md)); all others keep it during a product."""
+heap is left as it is (see [long runs](long_runs.md)); all others keep it during a product. The
+forward pass of vit_s takes torch's fused attention, which has no derivative."""
 
 _SOLVERS = """\
 Passes over the data (seconds) until the functions J w_k are known to 3 %, by

@@ -9,12 +9,11 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Run the whole suite, and nothing less, by two processes; files stay whole."""
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    chosen = config.option.markexpr or config.option.keyword or config.option.usepdb
-    if config.pluginmanager.hasplugin("xdist") and whole and not chosen:
-        if config.option.numprocesses is None:
-            config.option.numprocesses, config.option.dist = 2, "loadfile"
+    """Have a plain ``pytest`` run by two processes where xdist is installed; files stay whole."""
+    if hasattr(config, "workerinput") or config.invocation_params.args:
+        return  # one of the two, or somebody who has said what to do
+    if config.pluginmanager.hasplugin("xdist"):
+        config.option.numprocesses, config.option.dist = 2, "loadfile"
 
 
 def pytest_collection_modifyitems(items):

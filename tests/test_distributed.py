@@ -111,6 +111,9 @@ CASES = {
 }
 
 
+assert OF_THREE <= CASES.keys()
+
+
 def cases_of(size):
     return [name for name in CASES if size < 3 or name in OF_THREE]
 

@@ -1,6 +1,8 @@
 """Layers' own rules of forward mode give torch's numbers, in fewer passes over memory."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -102,7 +104,9 @@ def test_rules_are_used_unless_a_layer_has_no_statistics(name):
     make, shape = MODELS[name]
     linear = linear_model(prepared(make()), [n for n, _ in make().named_parameters()])
     linear.probe(drawn(*shape))
-    assert linear.network.own_tangents.used and linear.network.own_tangents.allowed
+    kinds = {type(m) for m in make().modules() if getattr(m, "running_mean", 0) is not None}
+    assert linear.network.own_tangents.used == kinds & _RULES.keys()
+    assert linear.network.own_tangents.allowed
 
 
 @pytest.fixture
@@ -166,6 +170,9 @@ def test_torchs_rules_are_taken_where_ours_are_at_fault(kind, fault, tokens, mon
     names = [name for name, _ in model.named_parameters()]
     report = check(model, x, names)
     assert report.path.forward and report.path.shared and not report.unbatched
+    linear = linear_model(model, names)
+    linear.probe(x)
+    assert not linear.network.own_tangents.allowed
 
 
 @pytest.mark.parametrize("derivative", ["jvp", "grad", "jacrev", "jacfwd"])
@@ -183,7 +190,7 @@ def test_a_network_may_take_derivatives_itself(derivative, tokens):
     for allowed in (True, False):
         linear = linear_model(model, names, forward)
         linear.network.own_tangents.allowed = allowed
-        assert linear.probe(x).path.forward
+        assert linear.probe(x).path.forward and linear.network.own_tangents.allowed == allowed
         with linear.network.guarded():
             found.append([linear.jvp(x, drawn(count, linear.layout.size))[1] for count in (1, 3)])
     assert_close(*found)
@@ -204,8 +211,9 @@ def test_layers_that_train_in_a_forward_pass_take_torchs():
 
 def test_what_is_differentiated_in_x_takes_torchs(network):
     model, x = network
-    linear, w = linear_model(model), None
-    gradients = []
+    linear, gradients = linear_model(model), []
+    linear.probe(x)
+    linear.network.own_tangents.used.clear()
     for allowed in (True, False):
         linear.network.own_tangents.allowed = allowed
         w = torch.randn(3, linear.layout.size, generator=torch.Generator().manual_seed(0)).double()
@@ -260,6 +268,31 @@ def test_bfloat16_products_are_near(network):
     for product in low:
         error = (product - exact[: len(product)]).norm() / exact[: len(product)].norm()
         assert 1e-4 < error < 0.02
+
+
+@pytest.mark.parametrize("worthwhile", [False, True])
+def test_a_layer_keeps_to_what_the_probe_has_seen(worthwhile, tokens, monkeypatch):
+    model, x = tokens[0][:1], tokens[1]
+    monkeypatch.setattr(own_tangents, "_LEAST", x.numel() + 1 - worthwhile)
+    linear = linear_model(model)
+    linear.probe(x)
+    for batch in (torch.cat([x] * 9), x[:1]):
+        linear.network.own_tangents.used.clear()
+        with linear.network.guarded():
+            linear.jvp(batch, drawn(2, linear.layout.size))
+        assert bool(linear.network.own_tangents.used) == worthwhile
+
+
+def test_a_network_is_freed_at_once(network):
+    linear = linear_model(copy.deepcopy(network[0]))
+    linear.probe(network[1])
+    alive = weakref.ref(linear.network.module)
+    gc.disable()
+    try:
+        del linear
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_forward_of_the_users_stays():

@@ -58,10 +58,11 @@ def spread_of(problem: Problem, shard: str | None, num_samples: int) -> DataSpre
 def share_path(problem: Problem) -> None:
     """Give ranks that saw no data the way of differentiating that the others have found."""
     model = problem.linear_model
-    found = (model.report, model.path) if model.report is not None else None
-    report, path = problem.data.group.meet("the path", found, _first_found)
+    rules = model.network.own_tangents
+    found = (model.report, model.path, rules.allowed) if model.report is not None else None
+    report, path, allowed = problem.data.group.meet("the path", found, _first_found)
     if model.report is None:
-        model.report, model.path = report, path
+        model.report, model.path, rules.allowed = report, path, allowed
 
 
 def _too_large(problem: Problem, num_samples: int) -> tuple[str, str] | None:

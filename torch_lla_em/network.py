@@ -146,6 +146,7 @@ class Network:
         """Of matrix products: that of ``Compute``."""
 
         self.own_tangents = OwnTangents()
+        self._forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
         self._held: _State | None = None
         self._sums = WeightSums()
         self._layout: ContiguousInputs | None = ContiguousInputs()
@@ -219,7 +220,8 @@ class Network:
             for layer in layers:
                 layer.training = False
                 if forward := self.own_tangents.forward_of(layer):
-                    layer.forward = forward
+                    # always the same object: another one would be compiled anew
+                    layer.forward = self._forwards.setdefault(layer, forward)
                 if isinstance(layer, nn.Embedding):
                     layer.sparse = False
             self._held = _State(self.module)

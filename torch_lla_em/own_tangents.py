@@ -2,7 +2,7 @@
 
 Of many columns at once, torch takes the tangent of a linear layer or of a norm in separate
 products, copies and sums, each as large as all columns together. These take fewer, to the
-same numbers, and can keep tangents out of a graph that is recorded for Jᵀ u.
+same numbers but for rounding, and can keep tangents out of a graph that is recorded for Jᵀ u.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import eager_transforms
 from torch.autograd import Function
 from torch.autograd.forward_ad import UnpackedDualTensor as Dual
 from torch.autograd.forward_ad import make_dual, unpack_dual
@@ -32,11 +33,11 @@ class OwnTangents:
         self.allowed = True
         """Off where they are at fault."""
 
-        self.used = False
-        """Whether any has been."""
+        self.used: set[type] = set()
+        """The kinds of layers of which they have been."""
 
         self._final = False
-        self._forwards: dict[nn.Module, Forward] = {}
+        self._worthwhile: dict[nn.Module, bool] = {}
 
     @contextmanager
     def final(self) -> Iterator[None]:
@@ -52,26 +53,30 @@ class OwnTangents:
         rule = _RULES.get(type(layer))
         if rule is None or "forward" in vars(layer) or getattr(layer, "running_mean", 0) is None:
             return None
-        # always the same object: another one would be compiled anew
-        return self._forwards.setdefault(layer, partial(self._forward, rule, layer))
+        return partial(self._forward, rule, layer)
 
     def _forward(self, rule: Rule, layer: Any, input: Tensor) -> Tensor:
-        if self._unused() or layer.training or input.numel() < _LEAST:
+        if self._unused() or layer.training or not self._worthwhile.get(layer, True):
             return type(layer).forward(layer, input)
         tensors = input, layer.weight, layer.bias
         duals = [Dual(None, None) if t is None else unpack_dual(t) for t in tensors]
         if all(dual.tangent is None for dual in duals):
             return type(layer).forward(layer, input)
-        self.used = True
+        # once for all batches, since the probe looks at the first
+        if not self._worthwhile.setdefault(layer, input.numel() >= _LEAST):
+            return type(layer).forward(layer, input)
+        self.used.add(type(layer))
         y = rule.value(layer, *(dual.primal for dual in duals))
         with torch.no_grad():
-            tangent = rule.tangent(layer, y, *duals).to(y.dtype).detach()  # a Function enables them
+            tangent = rule.tangent(layer, y, *duals).to(y.dtype)
             if tangent.shape != y.shape:
                 tangent = tangent.expand_as(y).clone()  # of a view nothing is changed in place
         return make_dual(y, tangent)
 
     def _unused(self) -> bool:
         differentiated = torch.is_grad_enabled() and not self._final
+        # in a network that takes derivatives itself, tangents have tangents
+        differentiated = differentiated or getattr(eager_transforms, "JVP_NESTING", 2) > 1
         return differentiated or not self.allowed or torch.compiler.is_compiling()
 
 
@@ -92,7 +97,8 @@ def _linear(layer: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) ->
 def _linear_tangent(layer: nn.Linear, y: Tensor, x: Dual, weight: Dual, bias: Dual) -> Tensor:
     if weight.tangent is not None:
         tensors = x.primal, weight.primal, x.tangent, weight.tangent, bias.tangent
-        return _LinearTangent.apply(*(t if t is None else t.to(y.dtype) for t in tensors))
+        tensors = (t if t is None else t.to(y.dtype) for t in tensors)
+        return _LinearTangent.apply(*tensors).detach()  # a Function enables gradients
     if x.tangent is not None:
         return F.linear(x.tangent, weight.primal, bias.tangent)
     return bias.tangent
@@ -118,7 +124,8 @@ def _layer_norm(layer: nn.LayerNorm, x: Tensor, weight: Tensor, bias: Tensor | N
 
 
 def _layer_norm_tangent(layer: nn.LayerNorm, y: Tensor, x: Dual, weight: Dual, bias: Dual) -> Tensor:
-    value, x_t, axes = x.primal.to(y.dtype), x.tangent, tuple(range(-len(layer.normalized_shape), 0))
+    x_t, axes = x.tangent, tuple(range(-len(layer.normalized_shape), 0))
+    value = x.primal.to(torch.promote_types(y.dtype, torch.float32))
     var, mean = torch.var_mean(value, axes, correction=0, keepdim=True)
     scale = (var + layer.eps).rsqrt()
     z, slope = (value - mean) * scale, scale if weight.primal is None else scale * weight.primal

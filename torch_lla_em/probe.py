@@ -121,7 +121,8 @@ def _checked_by_rules(model: Products, x: Any) -> tuple[Any, Report]:
     start, rules = model.path, model.network.own_tangents
     try:
         prepared, report = _checked(model, x)
-        if not (rules.used and start.forward and (report.forward or report.unbatched)):
+        at_fault = report.forward or "J w" in report.unbatched
+        if not (rules.used and start.forward and at_fault):
             return prepared, report
     except NoJacobianError:
         if not rules.used:

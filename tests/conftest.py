@@ -42,3 +42,8 @@ def logging_as_it_was():
     yield
     for logger, level in zip(loggers, levels):
         logger.setLevel(level)
+
+
+@pytest.fixture
+def own_tangents_at_any_size(monkeypatch):
+    monkeypatch.setattr("torch_lla_em.own_tangents._LEAST", 0)

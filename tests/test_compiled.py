@@ -12,6 +12,8 @@ from torch_lla_em.compiled import CompiledShare
 from torch_lla_em.expectation import at_sigma
 from torch_lla_em.network import Network
 
+pytestmark = pytest.mark.usefixtures("own_tangents_at_any_size")
+
 
 def fit(model, batches, compile, likelihood="classification", **options):
     options = {"num_samples": 4, "compute": Compute(compile=compile), **options}

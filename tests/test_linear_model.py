@@ -11,6 +11,8 @@ from torch_lla_em.linear_model import LinearModel
 from torch_lla_em.network import Network, default_forward
 from torch_lla_em.parameters import ParameterLayout, select_parameters
 
+pytestmark = pytest.mark.usefixtures("own_tangents_at_any_size")
+
 
 def linear_model(model, selection=None, forward_fn=None, class_dim=-1):
     network = Network(model, forward_fn, class_dim)

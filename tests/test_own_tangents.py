@@ -14,10 +14,7 @@ from test_linear_model import check, linear_model
 from torch_lla_em import own_tangents
 from torch_lla_em.own_tangents import _RULES, OwnTangents, Rule
 
-
-@pytest.fixture(autouse=True)
-def at_any_size(monkeypatch):
-    monkeypatch.setattr(own_tangents, "_LEAST", 0)
+pytestmark = pytest.mark.usefixtures("own_tangents_at_any_size")
 
 
 def images(*layers):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from test_linear_model import check, linear_model
 from torch_lla_em import own_tangents
-from torch_lla_em.own_tangents import _RULES, OwnTangents, Rule
+from torch_lla_em.own_tangents import _RULES, OwnTangents
 
 pytestmark = pytest.mark.usefixtures("own_tangents_at_any_size")
 
@@ -163,7 +163,7 @@ def test_torchs_rules_are_taken_where_ours_are_at_fault(kind, fault, tokens, mon
             raise RuntimeError("no such rule")
         return 2 * right if fault == "wrong" else right
 
-    monkeypatch.setitem(_RULES, kind, Rule(rule.value, tangent))
+    monkeypatch.setitem(_RULES, kind, rule._replace(tangent=tangent))
     names = [name for name, _ in model.named_parameters()]
     report = check(model, x, names)
     assert report.path.forward and report.path.shared and not report.unbatched
@@ -267,17 +267,11 @@ def test_bfloat16_products_are_near(network):
         assert 1e-4 < error < 0.02
 
 
-@pytest.mark.parametrize("worthwhile", [False, True])
-def test_a_layer_keeps_to_what_the_probe_has_seen(worthwhile, tokens, monkeypatch):
-    model, x = tokens[0][:1], tokens[1]
-    monkeypatch.setattr(own_tangents, "_LEAST", x.numel() + 1 - worthwhile)
-    linear = linear_model(model)
-    linear.probe(x)
-    for batch in (torch.cat([x] * 9), x[:1]):
-        linear.network.own_tangents.used.clear()
-        with linear.network.guarded():
-            linear.jvp(batch, drawn(2, linear.layout.size))
-        assert bool(linear.network.own_tangents.used) == worthwhile
+@pytest.mark.parametrize("make", [lambda n: nn.Linear(n, 2), nn.BatchNorm2d, nn.LayerNorm])
+def test_narrow_layers_take_torchs(make, monkeypatch):
+    """Whatever the batch, so that the probe has seen what follows."""
+    monkeypatch.setattr(own_tangents, "_LEAST", 4)
+    assert OwnTangents().forward_of(make(4)) and not OwnTangents().forward_of(make(3))
 
 
 def test_a_network_is_freed_at_once(network):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,9 @@ from torch.nn import functional as F
 
 Forward = Callable[[Tensor], Tensor]
 
-# numbers of an input, below which calling a rule takes longer than it saves
-_LEAST = 1 << 14
+# features of a layer, below which calling its rule takes longer than it saves; batches do not
+# enter, so that all of them are computed in the way that the probe has seen
+_LEAST = 64
 
 
 class OwnTangents:
@@ -37,7 +39,6 @@ class OwnTangents:
         """The kinds of layers of which they have been."""
 
         self._final = False
-        self._worthwhile: dict[nn.Module, bool] = {}
 
     @contextmanager
     def final(self) -> Iterator[None]:
@@ -53,17 +54,14 @@ class OwnTangents:
         rule = _RULES.get(type(layer))
         if rule is None or "forward" in vars(layer) or getattr(layer, "running_mean", 0) is None:
             return None
-        return partial(self._forward, rule, layer)
+        return partial(self._forward, rule, layer) if rule.width(layer) >= _LEAST else None
 
     def _forward(self, rule: Rule, layer: Any, input: Tensor) -> Tensor:
-        if self._unused() or layer.training or not self._worthwhile.get(layer, True):
+        if self._unused() or layer.training:
             return type(layer).forward(layer, input)
         tensors = input, layer.weight, layer.bias
         duals = [Dual(None, None) if t is None else unpack_dual(t) for t in tensors]
         if all(dual.tangent is None for dual in duals):
-            return type(layer).forward(layer, input)
-        # once for all batches, since the probe looks at the first
-        if not self._worthwhile.setdefault(layer, input.numel() >= _LEAST):
             return type(layer).forward(layer, input)
         self.used.add(type(layer))
         y = rule.value(layer, *(dual.primal for dual in duals))
@@ -82,6 +80,9 @@ class OwnTangents:
 
 class Rule(NamedTuple):
     """How a kind of layer is computed."""
+
+    width: Callable[[Any], int]
+    """layer -> its features."""
 
     value: Callable[..., Tensor]
     """(layer, x, weight, bias) -> y."""
@@ -185,11 +186,11 @@ def _push_linear(
     return y.view(len(y), *x.shape[:-1], -1)
 
 
-_NORM = Rule(_fixed_norm, _fixed_norm_tangent)
+_NORM = Rule(lambda layer: layer.num_features, _fixed_norm, _fixed_norm_tangent)
 _RULES = {
-    nn.Linear: Rule(_linear, _linear_tangent),
+    nn.Linear: Rule(lambda layer: layer.in_features, _linear, _linear_tangent),
     nn.BatchNorm1d: _NORM,
     nn.BatchNorm2d: _NORM,
     nn.BatchNorm3d: _NORM,
-    nn.LayerNorm: Rule(_layer_norm, _layer_norm_tangent),
+    nn.LayerNorm: Rule(lambda layer: prod(layer.normalized_shape), _layer_norm, _layer_norm_tangent),
 }

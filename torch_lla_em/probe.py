@@ -66,6 +66,9 @@ class Report(NamedTuple):
     unbatched: tuple[str, ...] = ()
     """The products of which an operation cannot be batched over columns."""
 
+    own_left: bool = False
+    """Whether layers' own rules of forward mode were left for torch's, which do better."""
+
     def __str__(self) -> str:
         direction = "forward mode" if self.path.forward else "two reverse passes"
         return "".join(
@@ -75,6 +78,7 @@ class Report(NamedTuple):
                 f"; the columns of {' and '.join(self.unbatched)} run one by one, since an "
                 "operation cannot be batched over them" if self.unbatched else "",
                 "; the trunk runs once a batch" if self.last_layer else "",
+                "; by torch's derivatives of every layer: the library's own failed" if self.own_left else "",
             ]
         )
 
@@ -121,14 +125,18 @@ def _checked_by_rules(model: Products, x: Any) -> tuple[Any, Report]:
     start, rules = model.path, model.network.own_tangents
     try:
         prepared, report = _checked(model, x)
-        at_fault = report.forward or "J w" in report.unbatched
-        if not (rules.used and start.forward and at_fault):
+        if not (rules.used and start.forward and _falls_short(report)):
             return prepared, report
     except NoJacobianError:
         if not rules.used:
             raise
     model.path, rules.allowed = start, False
-    return _checked(model, x)
+    prepared, report = _checked(model, x)
+    return prepared, report._replace(own_left=not _falls_short(report))
+
+
+def _falls_short(report: Report) -> bool:
+    return bool(report.forward) or "J w" in report.unbatched
 
 
 def _checked(model: Products, x: Any) -> tuple[Any, Report]:

@@ -232,6 +232,27 @@ def test_tangents_of_a_shared_pass_are_in_no_graph(tokens):
     assert f.requires_grad and not tangent.requires_grad
 
 
+class Shared(nn.Sequential):
+    """Notes what its first layers' outputs hang on."""
+
+    def forward(self, x):
+        self.steps = []
+        for layer in self:
+            x = layer(x)
+            self.steps.append(type(x.grad_fn).__name__)
+        return x
+
+
+def test_changes_in_place_of_a_shared_pass_copy_no_slices():
+    """As they do of the dual numbers that torch makes, which are views."""
+    model = Shared(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.ReLU(inplace=True))
+    linear = linear_model(prepared(model), [name for name, _ in model.named_parameters()])
+    with linear.network.guarded():
+        linear.jvp_and_vjp(drawn(*ROWS), torch.ones(1, linear.layout.size).double())
+        assert linear.network.own_tangents.used == {nn.Linear, nn.BatchNorm1d}
+        assert model.steps[1].startswith("Relu") and model.steps[3].startswith("Relu"), model.steps
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("rows_inside", [False, True])
 def test_inputs_may_have_columns_too(rows_inside, tokens):

@@ -35,8 +35,8 @@ class OwnTangents:
         self.allowed = True
         """Off where they are at fault."""
 
-        self.used: set[type] = set()
-        """The kinds of layers of which they have been."""
+        self.used: set[Any] = set()
+        """The kinds of layers, and functions, of which they have been."""
 
         self._final = False
 
@@ -54,28 +54,55 @@ class OwnTangents:
         rule = _RULES.get(type(layer))
         if rule is None or "forward" in vars(layer) or getattr(layer, "running_mean", 0) is None:
             return None
-        return partial(self._forward, rule, layer) if rule.width(layer) >= _LEAST else None
+        return partial(self._forward, rule, layer) if self.pays(rule.width(layer)) else None
 
-    def _forward(self, rule: Rule, layer: Any, input: Tensor) -> Tensor:
-        if self._unused() or layer.training:
-            return type(layer).forward(layer, input)
-        tensors = input, layer.weight, layer.bias
+    @staticmethod
+    def pays(features: int) -> bool:
+        """Whether a layer is so wide that a rule saves more time than calling it takes."""
+        return features >= _LEAST
+
+    def in_use(self) -> bool:
+        """Whether layers may be called otherwise than torch does."""
+        return self.allowed and not torch.compiler.is_compiling()
+
+    def with_tangent(
+        self,
+        kind: Any,
+        value: Callable[..., Tensor],
+        tangent: Callable[..., Tensor],
+        *tensors: Tensor | None,
+    ) -> Tensor | None:
+        """Return value(*tensors) with its tangent by a rule, or None where torch's is to be used."""
+        if not self.in_use() or self._differentiated():
+            return None
         duals = [Dual(None, None) if t is None else unpack_dual(t) for t in tensors]
         if all(dual.tangent is None for dual in duals):
-            return type(layer).forward(layer, input)
-        self.used.add(type(layer))
-        y = rule.value(layer, *(dual.primal for dual in duals))
+            return None
+        self.used.add(kind)
+        y = value(*(dual.primal for dual in duals))
         with torch.no_grad():
-            tangent = rule.tangent(layer, y, *duals).to(y.dtype)
-            if tangent.shape != y.shape:
-                tangent = tangent.expand_as(y).clone()  # of a view nothing is changed in place
-        return make_dual(y, tangent)
+            y_t = tangent(y, *duals).to(y.dtype)
+            if y_t.shape != y.shape:
+                y_t = y_t.expand_as(y).clone()  # of a view nothing is changed in place
+        # make_dual's is a view, of which a change in place would cost copies in the backward pass
+        return torch.ops.aten._unsafe_view(make_dual(y, y_t), y.shape)
 
-    def _unused(self) -> bool:
-        differentiated = torch.is_grad_enabled() and not self._final
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x Wᵀ + b."""
+        y = self.with_tangent(nn.Linear, F.linear, _linear_tangent, x, weight, bias)
+        return F.linear(x, weight, bias) if y is None else y
+
+    def _forward(self, rule: Rule, layer: Any, input: Tensor) -> Tensor:
+        y, kind = None, type(layer)
+        if not layer.training:
+            rules = partial(rule.value, layer), partial(rule.tangent, layer)
+            y = self.with_tangent(kind, *rules, input, layer.weight, layer.bias)
+        return kind.forward(layer, input) if y is None else y
+
+    def _differentiated(self) -> bool:
         # in a network that takes derivatives itself, tangents have tangents
-        differentiated = differentiated or getattr(eager_transforms, "JVP_NESTING", 2) > 1
-        return differentiated or not self.allowed or torch.compiler.is_compiling()
+        nested = getattr(eager_transforms, "JVP_NESTING", 2) > 1
+        return nested or torch.is_grad_enabled() and not self._final
 
 
 class Rule(NamedTuple):
@@ -91,11 +118,7 @@ class Rule(NamedTuple):
     """(layer, y, x, weight, bias) -> the tangent of y, or what expands to it."""
 
 
-def _linear(layer: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight, bias)
-
-
-def _linear_tangent(layer: nn.Linear, y: Tensor, x: Dual, weight: Dual, bias: Dual) -> Tensor:
+def _linear_tangent(y: Tensor, x: Dual, weight: Dual, bias: Dual) -> Tensor:
     if weight.tangent is not None:
         tensors = x.primal, weight.primal, x.tangent, weight.tangent, bias.tangent
         tensors = (t if t is None else t.to(y.dtype) for t in tensors)
@@ -125,15 +148,15 @@ def _layer_norm(layer: nn.LayerNorm, x: Tensor, weight: Tensor, bias: Tensor | N
 
 
 def _layer_norm_tangent(layer: nn.LayerNorm, y: Tensor, x: Dual, weight: Dual, bias: Dual) -> Tensor:
-    x_t, axes = x.tangent, tuple(range(-len(layer.normalized_shape), 0))
-    value = x.primal.to(torch.promote_types(y.dtype, torch.float32))
-    var, mean = torch.var_mean(value, axes, correction=0, keepdim=True)
-    scale = (var + layer.eps).rsqrt()
-    z, slope = (value - mean) * scale, scale if weight.primal is None else scale * weight.primal
+    value, x_t, shape = x.primal.to(y.dtype), x.tangent, layer.normalized_shape
+    z, *statistics = torch.native_layer_norm(value, shape, None, None, layer.eps)
     if x_t is not None:
-        along = (x_t * z).mean(axes, keepdim=True)
-        x_t = torch.addcmul(x_t - x_t.mean(axes, keepdim=True), z, along, value=-1)
-    return _plus_product(_plus_product(bias.tangent, z, weight.tangent), x_t, slope)
+        # the derivative of z in x is symmetric
+        x_t = x_t.to(y.dtype), value, shape, *statistics, None, None, (True, False, False)
+        x_t = torch.ops.aten.native_layer_norm_backward(*x_t)[0]
+    if weight.primal is None:
+        return x_t
+    return _plus_product(_plus_product(bias.tangent, z, weight.tangent), x_t, weight.primal)
 
 
 def _plus_product(total: Tensor | None, a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -147,11 +170,8 @@ class _LinearTangent(Function):
     """ẋ Wᵀ + x Ẇᵀ + ḃ, with Ẇ and perhaps the others; two products for all columns."""
 
     @staticmethod
-    def forward(
-        x: Tensor, weight: Tensor, x_t: Tensor | None, weight_t: Tensor, bias_t: Tensor | None
-    ) -> Tensor:
-        y = F.linear(x, weight_t, bias_t)
-        return y if x_t is None else y + F.linear(x_t, weight)
+    def forward(x: Tensor, weight: Tensor, *tangents: Tensor | None) -> Tensor:
+        return _push_linear(x, weight, *(t if t is None else t[None] for t in tangents))[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -160,12 +180,12 @@ class _LinearTangent(Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple, x: Tensor, weight: Tensor, *tangents: Any) -> tuple:
         if in_dims[0] is None and in_dims[1] is None:
-            columns = map(partial(_columns, info.batch_size), tangents, in_dims[2:])
+            columns = map(partial(columns_first, info.batch_size), tangents, in_dims[2:])
             return _push_linear(x, weight, *columns), 0
         return torch.vmap(_LinearTangent.forward, in_dims)(x, weight, *tangents), 0
 
 
-def _columns(count: int, tangent: Tensor | None, dim: int | None) -> Tensor | None:
+def columns_first(count: int, tangent: Tensor | None, dim: int | None) -> Tensor | None:
     """Return a tangent with its columns first."""
     if tangent is None:
         return None
@@ -188,7 +208,11 @@ def _push_linear(
 
 _NORM = Rule(lambda layer: layer.num_features, _fixed_norm, _fixed_norm_tangent)
 _RULES = {
-    nn.Linear: Rule(lambda layer: layer.in_features, _linear, _linear_tangent),
+    nn.Linear: Rule(
+        lambda layer: layer.in_features,
+        lambda layer, *tensors: F.linear(*tensors),
+        lambda layer, *duals: _linear_tangent(*duals),
+    ),
     nn.BatchNorm1d: _NORM,
     nn.BatchNorm2d: _NORM,
     nn.BatchNorm3d: _NORM,

@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from test_linear_model import check, linear_model, mlp
-from torch_lla_em.contiguous import ContiguousInputs
+from torch_lla_em.intercepted import Intercepted
 from torch_lla_em.network import Network
 
 BATCH, LENGTH, WIDTH = 4, 96, 32
@@ -70,7 +71,7 @@ def test_no_product_is_taken_row_by_row(make, count, monkeypatch):
     torch.manual_seed(0)
     model = make().eval()
     size = largest(model, count)
-    monkeypatch.setattr(ContiguousInputs, "_contiguous", lambda self, args, count: args)
+    monkeypatch.setattr(Intercepted, "_contiguous", lambda self, args, count: args)
     assert size <= largest(model, count) / 3
     attention_maps = BATCH * 2 * LENGTH * LENGTH
     weights = sum(p.numel() for p in model.parameters())
@@ -86,11 +87,11 @@ def test_products_are_those_of_the_dense_jacobian(make):
 def test_it_is_left_where_nothing_is_transposed():
     network = Network(mlp())
     network.call(torch.randn(2, 3).double())
-    assert network._layout is None
+    assert network._intercepted is None
     copy.deepcopy(network)
 
 
 def test_self_attention_is_told_by_one_tensor():
-    mode, x = ContiguousInputs(), X.transpose(0, 1)
+    mode, x = Intercepted(F.scaled_dot_product_attention), X.transpose(0, 1)
     query, key, value = mode._contiguous((x, x, x), 3)
     assert query is key is value and query.is_contiguous() and mode.needed

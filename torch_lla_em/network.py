@@ -15,8 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_lla_em.batches import is_sequence
 from torch_lla_em.compute import tf32
-from torch_lla_em.contiguous import ContiguousInputs
 from torch_lla_em.heap import kept_heap
+from torch_lla_em.intercepted import Intercepted
+from torch_lla_em.own_attention import OwnAttention
 from torch_lla_em.own_tangents import OwnTangents
 from torch_lla_em.weight_sums import WeightSums
 
@@ -146,10 +147,11 @@ class Network:
         """Of matrix products: that of ``Compute``."""
 
         self.own_tangents = OwnTangents()
+        self.own_attention = OwnAttention(self.own_tangents)
         self._forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
         self._held: _State | None = None
         self._sums = WeightSums()
-        self._layout: ContiguousInputs | None = ContiguousInputs()
+        self._intercepted: Intercepted | None = Intercepted(self.own_attention)
         _refuse(self.module)
 
     def weights(self, names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -161,10 +163,10 @@ class Network:
 
     def call(self, x: Any) -> Tensor:
         """Return the outputs of the module as it stands, their axes as they are."""
-        with self._layout or nullcontext():
+        with self._intercepted or nullcontext():
             outputs = self.forward_fn(self.module, _out_of_inference_mode(x))
-        if self._layout and not self._layout.needed:
-            self._layout = None  # it takes microseconds of every call
+        if self._intercepted and not self._intercepted.needed:
+            self._intercepted = None  # it takes microseconds of every call
         return outputs.float() if self.precision == "bfloat16" else outputs
 
     def function(self, x: Any, names: tuple[str, ...]) -> WeightFunction:
@@ -219,7 +221,8 @@ class Network:
                     backend.enabled = False
             for layer in layers:
                 layer.training = False
-                if forward := self.own_tangents.forward_of(layer):
+                own = self.own_tangents.forward_of(layer) or self.own_attention.forward_of(layer)
+                if forward := own:
                     # always the same object: another one would be compiled anew
                     layer.forward = self._forwards.setdefault(layer, forward)
                 if isinstance(layer, nn.Embedding):

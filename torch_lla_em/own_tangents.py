@@ -72,11 +72,13 @@ class OwnTangents:
         tangent: Callable[..., Tensor],
         *tensors: Tensor | None,
     ) -> Tensor | None:
-        """Return value(*tensors) with its tangent by a rule, or None where torch's is to be used."""
-        if not self.in_use() or self._differentiated():
+        """Return value(*tensors), its tangent by a rule, or None where torch's is to be used."""
+        if not self.in_use():
             return None
         duals = [Dual(None, None) if t is None else unpack_dual(t) for t in tensors]
         if all(dual.tangent is None for dual in duals):
+            return value(*tensors)
+        if self._differentiated():
             return None
         self.used.add(kind)
         y = value(*(dual.primal for dual in duals))

@@ -1,4 +1,4 @@
-"""Contiguous inputs to linear layers, without which their derivatives are many times as slow."""
+"""Calls of ``torch.nn.functional``, made in the way whose derivatives are fast."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.nn.functional as F
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-class ContiguousInputs(TorchFunctionMode):
-    """Copies what linear layers get in another layout, as attention does after its transposes.
+class Intercepted(TorchFunctionMode):
+    """Exchanges attention, and copies what linear layers get in another layout than their own.
 
-    ``torch.func`` multiplies a contiguous (B, L, E) by the weight at once; of any other it
-    takes one product for each of the B or L, and a gradient of the weight's size for each.
+    ``torch.func`` multiplies a contiguous (B, L, E) by the weight at once; of any other, as
+    attention leaves after its transposes, it takes one product for each of the B or L, and a
+    gradient of the weight's size for each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, attention: Callable[..., Tensor]) -> None:
         super().__init__()
+        self._attention = attention
         self.needed = False
-        """Whether anything had to be copied."""
+        """Whether anything had to be done."""
 
     def __torch_function__(
         self,
@@ -28,7 +31,9 @@ class ContiguousInputs(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is F.linear:
+        if func is F.scaled_dot_product_attention:
+            self.needed, func = True, self._attention
+        elif func is F.linear:
             args = self._contiguous(args, 1)
         elif func is F.multi_head_attention_forward:  # what it calls in turn goes by unseen
             args = self._contiguous(args, 3)

@@ -41,6 +41,12 @@ def test_failures_are_rows(speed):
     assert "failed: no such card" in row
 
 
+def test_what_misses_the_aim_is_named(speed):
+    record = {"network": "net", "means": "eager", "rows": 2, "columns": {"1": {"ratio": 1.37}, "8": {"ratio": 1.204}}}
+    runs = [{"records": [record, {"network": "vit_s", "means": "eager", "error": "no card"}]}]
+    assert speed._above_aim(runs).endswith("means: net with 2 rows, K = 1 (1.37).")
+
+
 def test_the_plain_pass_is_the_same_product(speed):
     import torch
     from methods.plain_pass import plain_product

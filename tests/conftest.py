@@ -46,4 +46,5 @@ def logging_as_it_was():
 
 @pytest.fixture
 def own_tangents_at_any_size(monkeypatch):
-    monkeypatch.setattr("torch_lla_em.own_tangents._LEAST", 0)
+    for least in ("own_tangents._LEAST", "own_attention._LEAST_WIDTH", "own_attention._LEAST_SCORES"):
+        monkeypatch.setattr(f"torch_lla_em.{least}", 0)

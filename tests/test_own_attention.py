@@ -9,6 +9,8 @@ from torch.testing import assert_close
 from test_linear_model import check, linear_model
 from test_own_tangents import Written, choices, drawn, prepared, shared_pass
 from torch_lla_em.network import Network
+from torch_lla_em.own_attention import OwnAttention
+from torch_lla_em.own_tangents import OwnTangents
 
 pytestmark = pytest.mark.usefixtures("own_tangents_at_any_size")
 
@@ -178,13 +180,16 @@ def test_attention_that_drops_is_torchs():
         assert not torch.equal(f, network.call(drawn(*X)))
 
 
-def test_narrow_attention_is_torchs(monkeypatch):
-    """Whatever the length of its sequences."""
-    monkeypatch.setattr("torch_lla_em.own_tangents._LEAST", WIDTH + 1)
-    for make in (Attention, ToItself):
-        linear = linear_model(prepared(make()))
-        linear.probe(drawn(2, 70, WIDTH))
-        assert not linear.network.own_tangents.used
+def test_short_attention_is_torchs(monkeypatch):
+    """And that of narrow layers."""
+    monkeypatch.setattr("torch_lla_em.own_attention._LEAST_SCORES", 3 * 8)
+    monkeypatch.setattr("torch_lla_em.own_attention._LEAST_WIDTH", WIDTH + 1)
+    for length, expected in ((7, False), (8, True)):
+        linear = linear_model(prepared(Attention()))
+        linear.probe(drawn(2, length, WIDTH))
+        assert (F.scaled_dot_product_attention in linear.network.own_tangents.used) == expected
+    assert OwnAttention(OwnTangents()).forward_of(nn.MultiheadAttention(WIDTH, 2)) is None
+    assert OwnAttention(OwnTangents()).forward_of(nn.MultiheadAttention(2 * WIDTH, 2))
 
 
 def test_another_layer_keeps_its_forward():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,11 @@ from torch.autograd import Function
 from torch.autograd.forward_ad import UnpackedDualTensor as Dual
 from torch.nn import functional as F
 
-from torch_lla_em.own_tangents import OwnTangents, columns_first
+from torch_lla_em.own_tangents import OwnTangents, columns_first, have_columns
+
+# below these, of a layer and of the scores of a head, a rule takes longer to call than it saves
+_LEAST_WIDTH = 128
+_LEAST_SCORES = 2**12
 
 
 class OwnAttention:
@@ -30,14 +33,14 @@ class OwnAttention:
         if type(layer) is not nn.MultiheadAttention or "forward" in vars(layer):
             return None
         plain = layer._qkv_same_embed_dim and layer.bias_k is None and not layer.add_zero_attn
-        return partial(self._forward, layer) if plain and self._rules.pays(layer.embed_dim) else None
+        return partial(self._forward, layer) if plain and layer.embed_dim >= _LEAST_WIDTH else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return what ``torch.nn.functional.scaled_dot_product_attention`` does."""
         y, kind = None, F.scaled_dot_product_attention
         if self._rules.in_use() and kwargs.keys() <= set(Dots._fields):
             dots = Dots(*args, **kwargs)
-            if dots.are_plain() and self._rules.pays(dots.features()):
+            if dots.are_plain() and dots.scores() >= _LEAST_SCORES:
                 ours = _Attended(dots)
                 y = self._rules.with_tangent(kind, ours.value, ours.tangent, *dots[:4])
         return kind(*args, **kwargs) if y is None else y
@@ -85,9 +88,9 @@ class Dots(NamedTuple):
             return False
         return len({t.shape[:-2] for t in tensors}) == 1
 
-    def features(self) -> int:
-        """Return the width of all heads."""
-        return prod(self.query.shape[1:-2]) * self.query.shape[-1]
+    def scores(self) -> int:
+        """Return how many scores a head has."""
+        return self.query.shape[-2] * self.key.shape[-2]
 
 
 class _Attended:
@@ -106,8 +109,10 @@ class _Attended:
         query_t = None if query.tangent is None else query.tangent * self._scale
         primals = self._query, key.primal, value.primal
         tangents = query_t, key.tangent, value.tangent, mask.tangent
-        tensors = (t if t is None else t.to(y.dtype) for t in (*primals, *tangents))
-        return _AttentionTangent.apply(self._weights, *tensors).detach()
+        tensors = self._weights, *(t if t is None else t.to(y.dtype) for t in (*primals, *tangents))
+        if not have_columns(*tensors):
+            return _push(*tensors)
+        return _AttentionTangent.apply(*tensors).detach()  # a Function enables gradients
 
     def _softmax(self, scores: Tensor, mask: Tensor | None) -> Tensor:
         if self._dots.is_causal:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch as functorch
 from torch._functorch import eager_transforms
 from torch.autograd import Function
 from torch.autograd.forward_ad import UnpackedDualTensor as Dual
@@ -23,9 +23,9 @@ from torch.nn import functional as F
 
 Forward = Callable[[Tensor], Tensor]
 
-# features of a layer, below which calling its rule takes longer than it saves; batches do not
-# enter, so that all of them are computed in the way that the probe has seen
-_LEAST = 64
+# weights of a linear layer, below which calling its rule takes longer than it saves; batches do
+# not enter, so that all of them are computed in the way that the probe has seen
+_LEAST = 2**18
 
 
 class OwnTangents:
@@ -54,12 +54,8 @@ class OwnTangents:
         rule = _RULES.get(type(layer))
         if rule is None or "forward" in vars(layer) or getattr(layer, "running_mean", 0) is None:
             return None
-        return partial(self._forward, rule, layer) if self.pays(rule.width(layer)) else None
-
-    @staticmethod
-    def pays(features: int) -> bool:
-        """Whether a layer is so wide that a rule saves more time than calling it takes."""
-        return features >= _LEAST
+        small = type(layer) is nn.Linear and layer.weight.numel() < _LEAST
+        return None if small else partial(self._forward, rule, layer)
 
     def in_use(self) -> bool:
         """Whether layers may be called otherwise than torch does."""
@@ -91,8 +87,10 @@ class OwnTangents:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x Wᵀ + b."""
-        y = self.with_tangent(nn.Linear, F.linear, _linear_tangent, x, weight, bias)
-        return F.linear(x, weight, bias) if y is None else y
+        y, tensors = None, (x, weight, bias)
+        if weight.numel() >= _LEAST:
+            y = self.with_tangent(nn.Linear, F.linear, _linear_tangent, *tensors)
+        return F.linear(*tensors) if y is None else y
 
     def _forward(self, rule: Rule, layer: Any, input: Tensor) -> Tensor:
         y, kind = None, type(layer)
@@ -110,9 +108,6 @@ class OwnTangents:
 class Rule(NamedTuple):
     """How a kind of layer is computed."""
 
-    width: Callable[[Any], int]
-    """layer -> its features."""
-
     value: Callable[..., Tensor]
     """(layer, x, weight, bias) -> y."""
 
@@ -123,7 +118,9 @@ class Rule(NamedTuple):
 def _linear_tangent(y: Tensor, x: Dual, weight: Dual, bias: Dual) -> Tensor:
     if weight.tangent is not None:
         tensors = x.primal, weight.primal, x.tangent, weight.tangent, bias.tangent
-        tensors = (t if t is None else t.to(y.dtype) for t in tensors)
+        tensors = [t if t is None else t.to(y.dtype) for t in tensors]
+        if not have_columns(*tensors):
+            return _LinearTangent.forward(*tensors)
         return _LinearTangent.apply(*tensors).detach()  # a Function enables gradients
     if x.tangent is not None:
         return F.linear(x.tangent, weight.primal, bias.tangent)
@@ -187,6 +184,16 @@ class _LinearTangent(Function):
         return torch.vmap(_LinearTangent.forward, in_dims)(x, weight, *tangents), 0
 
 
+def have_columns(*tensors: Tensor | None) -> bool:
+    """Whether tensors are mapped over."""
+    for t in tensors:
+        while t is not None and functorch.is_functorch_wrapped_tensor(t):
+            if functorch.is_batchedtensor(t):
+                return True
+            t = functorch.get_unwrapped(t)
+    return False
+
+
 def columns_first(count: int, tangent: Tensor | None, dim: int | None) -> Tensor | None:
     """Return a tangent with its columns first."""
     if tangent is None:
@@ -208,15 +215,13 @@ def _push_linear(
     return y.view(len(y), *x.shape[:-1], -1)
 
 
-_NORM = Rule(lambda layer: layer.num_features, _fixed_norm, _fixed_norm_tangent)
+_NORM = Rule(_fixed_norm, _fixed_norm_tangent)
 _RULES = {
     nn.Linear: Rule(
-        lambda layer: layer.in_features,
-        lambda layer, *tensors: F.linear(*tensors),
-        lambda layer, *duals: _linear_tangent(*duals),
+        lambda layer, *tensors: F.linear(*tensors), lambda layer, *duals: _linear_tangent(*duals)
     ),
     nn.BatchNorm1d: _NORM,
     nn.BatchNorm2d: _NORM,
     nn.BatchNorm3d: _NORM,
-    nn.LayerNorm: Rule(lambda layer: prod(layer.normalized_shape), _layer_norm, _layer_norm_tangent),
+    nn.LayerNorm: Rule(_layer_norm, _layer_norm_tangent),
 }

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from tiny import tiny
 from torch_lla_em import SGD, BlockCG, Compute, FunctionSpace, LinearisedLaplace, orders
 from torch_lla_em.checkpoint import PassLog
+from torch_lla_em.fitting import fit_posterior
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.partial_pass import PartialPass
 from torch_lla_em.persistence import write_atomically
@@ -685,6 +686,7 @@ CHANGES = {
     "one other sign": lambda layer: layer.bias.data[2:3].neg_(),
     "other places": lambda layer: layer.weight.data.copy_(layer.weight.data.roll(1, dims=0)),
     "exchanged": exchange,
+    "in place": lambda layer: layer.bias.detach().add_(1e-3),
 }
 
 
@@ -717,6 +719,61 @@ def test_weights_may_not_change_during_a_fit(tmp_path):
     la = LinearisedLaplace(case.model, "classification", num_samples=4, compute=READ)
     with pytest.raises(RuntimeError, match="'0.bias' was changed"):
         la.fit(Training(), progress_bar=False)
+
+
+class Meddling:
+    """A loader that changes the network after some batch of some pass."""
+
+    def __init__(self, at, batch, change):
+        self.case, self.passes = tiny("classification"), 0
+        self.at, self.batch, self.change = at, batch, change
+
+    def __iter__(self):
+        self.passes += 1
+        for index, (x, y) in enumerate(zip(self.case.x.split(7), self.case.y.split(7))):
+            yield x, y
+            if (self.passes, index) == (self.at, self.batch):
+                self.change(self.case.model[0])
+
+    def fit(self, folder):
+        la = LinearisedLaplace(self.case.model, "classification", num_samples=4, compute=READ)
+        return la.fit(self, progress_bar=False, checkpoint=folder)
+
+
+@pytest.mark.parametrize("change", ["one other sign", "in place"])
+@pytest.mark.parametrize("at, batch", [(1, 0), (3, 0), ("last", 4)])
+def test_no_pass_with_changed_weights_is_kept(at, batch, change, tmp_path, every_batch):
+    whole = Meddling(0, 0, None)
+    expected = whole.fit(tmp_path / "whole")
+    at = whole.passes if at == "last" else at
+    with pytest.raises(RuntimeError, match="chang"):
+        Meddling(at, batch, CHANGES[change]).fit(tmp_path / "broken")
+    assert not (tmp_path / "broken" / "posterior.pt").exists()
+    la = Meddling(0, 0, None).fit(tmp_path / "broken")
+    assert torch.equal(la.w_samples, expected.w_samples)
+    assert torch.equal(la.w_lin, expected.w_lin)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_weights_may_not_change_in_the_last_pass(change):
+    whole = Meddling(0, 0, None)
+    whole.fit(None)
+    with pytest.raises(RuntimeError, match="chang"):
+        Meddling(whole.passes, 4, change).fit(None)
+
+
+def test_weights_may_not_change_after_the_last_pass(monkeypatch):
+    case = tiny("classification")
+
+    def and_train(*args):
+        posterior = fit_posterior(*args)
+        CHANGES["in place"](case.model[0])
+        return posterior
+
+    monkeypatch.setattr("torch_lla_em.laplace.fit_posterior", and_train)
+    la = LinearisedLaplace(case.model, "classification", num_samples=4)
+    with pytest.raises(RuntimeError, match="was changed"):
+        la.fit([(case.x, case.y)], progress_bar=False)
 
 
 def test_sigterm_is_given_back(tmp_path):

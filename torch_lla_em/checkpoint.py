@@ -294,6 +294,7 @@ class RecordedProblem(Problem):
         """Keep the sums if it is time to, or if somebody asked to leave."""
         if (self.leaving.requested or self.partial.due()) and self.log.writing and self.data.fingerprint:
             if self._finite.first_fault(OUTPUTS) is None and all(map(is_finite, sums.values())):
+                self.refuse_changed_weights()
                 try:
                     self.partial.write(self.log.position, sums, self.data)
                 except OSError as error:

@@ -207,6 +207,7 @@ class LinearisedLaplace(PredictivePosterior):
             # for the solvers; the network has a precision of its own, and keeps the heap itself
             with tf32(self._device, False), kept_heap():
                 posterior = fit_posterior(problem, options, report)
+        problem.refuse_changed_weights()
         share_path(problem)
         self._store(posterior, history, data.num_rows)
         self._loaders = loaders

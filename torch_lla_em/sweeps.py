@@ -143,7 +143,7 @@ class Sweeps:
     def _batches(self, rows: Rows) -> Iterator[Batch]:
         """Yield the batches of one pass after the skipped rows, inside the network's guard."""
         self._finite.clear()
-        self._refuse_changed_weights()
+        self._refuse_new_versions()
         with self.linear_model.network.guarded():
             for whole in self.data.batches(rows.whole, rows.in_step):
                 if rows.in_step and not len(whole.rows):
@@ -156,6 +156,7 @@ class Sweeps:
                     if self.data.num_passes == 0:
                         _check_finite(batch)
                     yield batch._replace(targets=self._align(batch.targets))
+        self.refuse_changed_weights()
         self._finite.refuse(OUTPUTS)
 
     def _probe(self, batch: Batch) -> None:
@@ -163,18 +164,25 @@ class Sweeps:
             _check_finite(batch)
             self.linear_model.probe(batch.inputs)
 
-    def _refuse_changed_weights(self) -> None:
+    def refuse_changed_weights(self) -> None:
+        """Raise where the weights are no longer those that the fit began with.
+
+        It reads all of them, and waits for the device: to be asked before anything is kept.
+        """
+        self._refuse_new_versions()
+        if not torch.equal(self.linear_model.network.sizes(), self._sizes):
+            raise RuntimeError(
+                "The network's weights were changed through `.data`, or exchanged, while it was "
+                "being fitted: leave the network alone until fit returns."
+            )
+
+    def _refuse_new_versions(self) -> None:
         for name, version in self.linear_model.network.versions().items():
             if version != self._versions.get(name):
                 raise RuntimeError(
                     f"The network's {name!r} was changed while it was being fitted: leave the "
                     "network alone until fit returns, or fit a copy.deepcopy of it."
                 )
-        if not torch.equal(self.linear_model.network.sizes(), self._sizes):
-            raise RuntimeError(
-                "The network's weights were changed through `.data`, or exchanged, while it was "
-                "being fitted: leave the network alone until fit returns."
-            )
 
     def _skips(self, whole: Batch, rows: Rows) -> bool:
         end = int(whole.rows[-1]) + 1

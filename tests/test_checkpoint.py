@@ -224,6 +224,48 @@ def test_other_data_are_refused(tmp_path):
         la.fit([(case.x + 1.0, case.y)], progress_bar=False, checkpoint=tmp_path)
 
 
+OTHERS = {
+    "inputs": lambda x, y: (x + 1.0, y),
+    "labels": lambda x, y: (x, (y + 1) % 3),
+    "half": lambda x, y: (x[:15], y[:15]),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_other_data_are_refused_though_every_pass_is_there(other, tmp_path, monkeypatch):
+    def died(*_):
+        raise InterruptedError
+
+    monkeypatch.setattr(PassLog, "finish", died)
+    with pytest.raises(InterruptedError):
+        fit("krylov", Fuse(10**6), tmp_path)
+    monkeypatch.undo()
+    case = tiny("classification")
+    with pytest.raises(ValueError, match="of other data"):
+        fit("krylov", [other(case.x, case.y)], tmp_path)
+    whole = fit("krylov", Fuse(10**6), None)
+    loader = Fuse(10**6)
+    assert torch.equal(fit("krylov", loader, tmp_path).w_samples, whole.w_samples)
+    assert 10**6 - loader.passes_left == 1
+
+
+def test_data_that_are_read_to_be_compared_leave_the_order(tmp_path, monkeypatch):
+    def run(folder):
+        torch.manual_seed(0)
+        la = fit("krylov", Shuffled(10**6, own=False), folder, compute=Compute())
+        return la, torch.rand(1), torch.load(folder / "posterior.pt", weights_only=True)["facts"]
+
+    whole, after, facts = run(tmp_path / "whole")
+    finish = PassLog.finish
+    monkeypatch.setattr(PassLog, "finish", lambda *_: None)
+    with pytest.raises(FileNotFoundError):
+        run(tmp_path / "broken")
+    monkeypatch.setattr(PassLog, "finish", finish)
+    la, then, known = run(tmp_path / "broken")
+    assert torch.equal(la.w_samples, whole.w_samples)
+    assert torch.equal(then, after) and torch.equal(known, facts)
+
+
 def test_paths_that_differ_are_refused(tmp_path):
     interrupted(tmp_path)
     path = sorted(tmp_path.glob("pass-*.pt"))[-1]

@@ -265,6 +265,21 @@ class Data:
         self._steps, self._kept_in = set(facts["steps"]), facts["kept_in"]
         self._restored = True
 
+    def confirm(self) -> None:
+        """Read the data once where an earlier run alone has, so that others are refused.
+
+        What is known of them, and the order that comes next, stay as they are.
+        """
+        if not self._restored:
+            return
+        self.keep, known = False, self.facts()
+        if self._begun is not None:
+            known["orders"] = self._begun_in
+        for _ in self:
+            pass
+        self.num_passes = known["num_passes"]
+        self.restore(known)
+
     def _split(self, batch: Any) -> tuple[Any, Tensor]:
         batch = to_device(batch, self._device)
         if self._target_fn is None:

@@ -207,6 +207,7 @@ class LinearisedLaplace(PredictivePosterior):
             # for the solvers; the network has a precision of its own, and keeps the heap itself
             with tf32(self._device, False), kept_heap():
                 posterior = fit_posterior(problem, options, report)
+        data.confirm()
         problem.refuse_changed_weights()
         share_path(problem)
         self._store(posterior, history, data.num_rows)
@@ -223,11 +224,8 @@ class LinearisedLaplace(PredictivePosterior):
         if state is None:
             return False
         self._compare_outputs(log, data)
-        facts = persistence.from_bytes(state["facts"])
-        data.restore(facts)
-        for _ in data:  # a pass without the network, which refuses other data
-            pass
-        data.restore(facts)  # so that what follows comes in the order of an unbroken run
+        data.restore(persistence.from_bytes(state["facts"]))
+        data.confirm()
         self.load_state_dict(state)
         if _ETA in state:
             self._earlier = Earlier.of(state[_ETA], self.scale, likelihood, data)

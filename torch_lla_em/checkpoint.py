@@ -31,11 +31,17 @@ from torch_lla_em.sweeps import OtherOrderError, Rows, Work
 
 logger = logging.getLogger("torch_lla_em")
 
+FORMAT = 2
+"""Of the files of a folder."""
+
 T = TypeVar("T")
 
 
 class PassLog:
     """A folder with one file per pass, in order, and a header of what they belong to."""
+
+    warned = False
+    """Whether it was said that other inputs would not be noticed."""
 
     def __init__(self, folder: str | os.PathLike, header: dict[str, Any]):
         self.folder = Path(folder)
@@ -312,10 +318,21 @@ class RecordedProblem(Problem):
         entry = self.log.recorded(key, counted)
         if computed:  # what is kept may be of a pass that comes after those that were read
             self.partial.forget()
+            self._warn_of_other_inputs()
         facts = persistence.from_bytes(entry.pop("facts"))
         self.cost.columns = facts.pop("columns")
         self.data.restore(facts)
         return entry
+
+    def _warn_of_other_inputs(self) -> None:
+        if self.log.warned or self.data.group.rank > 0 or self.data.tells_inputs:
+            return
+        self.log.warned = True
+        logger.warning(
+            "Nothing of the inputs is compared at a restart: they are in objects that say nothing, "
+            "or in batches that are made in another way at every pass. The checkpoint would go on "
+            "with other inputs unnoticed."
+        )
 
     def _facts(self) -> dict[str, Any]:
         return {"columns": self.cost.columns, **self.data.facts()}

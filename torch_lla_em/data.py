@@ -171,7 +171,7 @@ class Data:
             own.targets += batch.targets.numel()
             self.rows_seen = own.reached
             if self.fingerprint is not None:
-                self.fingerprint.add((batch.inputs, batch.targets))
+                self.fingerprint.add((batch.targets, batch.inputs), int(batch.rows[:1].sum()))
             yield batch
 
     def _turns(self, whole: bool, own: Tally) -> Iterator[Batch]:
@@ -234,6 +234,13 @@ class Data:
         return None if None in counts else sum(counts)
 
     @property
+    def tells_inputs(self) -> bool:
+        """Whether other inputs would be noticed, as far as two passes have shown."""
+        if self._first is None or self.num_passes < 2:
+            return True
+        return bool(self._first.holds() - self._first.left_out() - {0})
+
+    @property
     def is_shared_out(self) -> bool:
         """Whether a sampler has given every rank its share already."""
         return any(share.is_shared_out for share in self._shares)
@@ -262,6 +269,8 @@ class Data:
         self.num_rows, self.num_targets = facts["num_rows"], facts["num_targets"]
         self.num_outputs, self.num_passes = facts["num_outputs"], facts["num_passes"]
         self._first = None if facts["first"] is None else Fingerprint.of(facts["first"])
+        if self._first and self.is_shared_out:  # batches, and so their padding, go by the ranks
+            self._first.trust(rows=False)
         self._steps, self._kept_in = set(facts["steps"]), facts["kept_in"]
         self._restored = True
 
@@ -317,6 +326,8 @@ class Data:
             if rows == 0:
                 raise ValueError("The loader is empty: it yielded no rows.")
             self.num_rows, self._first = rows, fingerprint
+            if all(share.keeps_order for share in self._shares):
+                fingerprint.trust(rows=True)
         elif rows != self.num_rows:
             raise ValueError(
                 f"The loader yielded {rows} rows in this pass but {self.num_rows} in the first. "
@@ -325,15 +336,18 @@ class Data:
         elif self._first is not None and not fingerprint.agrees(self._first):
             warnings.warn(self._disagreement(), stacklevel=2)
             self._first = None
-        elif self._first is not None and not self.kept:
-            self.kept = self._candidate
+        elif self._first is not None:
+            if not self.is_shared_out:
+                self._first.learn(fingerprint, is_next=self.num_passes == 2)
+            self.kept = self.kept or self._candidate
 
     def _refuse_other_data(self, rows: int, fingerprint: Fingerprint) -> None:
         """Raise where the checkpoint's passes went over other rows."""
         if rows != self.num_rows or (self._first and not fingerprint.agrees(self._first)):
+            cut = ", or batches cut and padded in another way" if fingerprint.is_padded else ""
             raise ValueError(
                 f"The checkpoint is of other data: it saw {self.num_rows} rows, and these are "
-                f"{rows} rows of another content. Delete its folder, or pass another."
+                f"{rows} rows of another content{cut}. Delete its folder, or pass another."
             )
         self._restored = False
 

@@ -62,7 +62,7 @@ class FirstOutputs(NamedTuple):
 
     def contradicts(self, other: FirstOutputs) -> bool:
         """Whether the batches are the same, but not what was made of them."""
-        if not self.batch.agrees(other.batch):
+        if not self.batch.matches(other.batch):
             return False
         if self.numbers.shape != other.numbers.shape:
             return True

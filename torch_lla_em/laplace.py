@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from torch_lla_em import persistence
 from torch_lla_em.batches import TargetFn
-from torch_lla_em.checkpoint import PassLog, RecordedProblem
+from torch_lla_em.checkpoint import FORMAT, PassLog, RecordedProblem
 from torch_lla_em.compute import Compute, tf32
 from torch_lla_em.data import Chain, Data
 from torch_lla_em.distributed import SHARDS, compare_ranks, group_of, share_path, spread_of
@@ -295,7 +295,7 @@ class LinearisedLaplace(PredictivePosterior):
         weights = persistence.fingerprint(network.module)
         settings = {name: persistence.plain(value) for name, value in vars(options).items()}
         return {
-            "format": persistence.VERSION,
+            "format": f"{persistence.VERSION}.{FORMAT}",
             "network weights": bytes(weights.tolist()).hex(),
             "layers": [type(layer).__qualname__ for layer in network.module.modules()],
             "random weights": list(layout.names),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.batches import map_tensors
+from torch_lla_em.contents import contents
 
 _CHUNK = 1 << 16
 # sums of float64 in another order agree to about 1e-13
@@ -15,43 +15,72 @@ _AGREEMENT = 1e-9
 
 
 class Fingerprint:
-    """Σ r and Σ r² over rows, for a number r that stands for everything in a row.
+    """Σ r, Σ r² and Σ c r over rows, for a number r that stands for everything in a row.
 
-    The order of rows leaves both alone. The sum of squares notices rows that are mixed, the
-    sum notices signs, and neither is blind to columns that change places. Tensors whose rows
-    change their shape, as where every batch is padded to its own length, are left out.
+    The order of rows leaves the first two alone. The sum of squares notices rows that are mixed,
+    the sum notices signs, and neither is blind to columns that change places. The third, whose
+    factors c go by the place in the pass, tells a pass that repeats another.
+
+    Passes are compared by tensors that have a row of one shape for every row of the data. Of
+    others, as where every batch is padded to its own length, or of graphs, the sums change with
+    the order: they are compared once it is known that they come again as they were.
     """
 
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
-        self._shapes: dict[int, torch.Size] = {}
-        self._left_out: set[int] = set()
+        self._shapes: dict[int, dict[torch.Size, int]] = {}
+        self._inside: set[int] = set()
+        self._trusted: set[int] = set()
 
-    def add(self, batch: Any) -> None:
-        """Take in one batch."""
-        position = 0
-
-        def visit(tensor: Tensor) -> None:
-            nonlocal position
-            self._add(position, tensor.detach())
-            position += 1
-
-        map_tensors(visit, batch)
+    def add(self, batch: Any, start: int = 0) -> None:
+        """Take in one batch, which begins at this row of the pass."""
+        for position, (tensor, is_row) in enumerate(contents(batch)):
+            self._add(position, tensor, start)
+            if not is_row:
+                self._inside.add(position)
 
     def agrees(self, other: Fingerprint) -> bool:
         """Whether both may be of the same rows."""
-        left_out = self._left_out | other._left_out
-        for position in self._sums.keys() & other._sums.keys():
-            if position in left_out or self._shapes[position] != other._shapes[position]:
-                continue
-            mine, others = self._sums[position].tolist(), other._sums[position].tolist()
-            count, _, squares = mine
-            if abs(squares - others[2]) > _AGREEMENT * squares:
-                return False
-            # by Cauchy and Schwarz no sum of |r| is larger
-            if abs(mine[1] - others[1]) > _AGREEMENT * (count * squares) ** 0.5:
-                return False
-        return True
+        return all(self._same(p, other) for p in self._common(other) if self._compared(p, other))
+
+    def matches(self, other: Fingerprint) -> bool:
+        """Whether both may be of the same rows, with nothing left out for its shape."""
+        return self._shapes == other._shapes and self.agrees(other)
+
+    def repeats(self, other: Fingerprint) -> bool:
+        """Whether both are of the same rows, in one order and in the same batches."""
+        return self._shapes == other._shapes and all(
+            self._same(p, other) and self._in_order(p, other) for p in self._sums
+        )
+
+    def learn(self, later: Fingerprint, is_next: bool) -> None:
+        """Note which tensors a later pass, or the next, has shown to be the same every time.
+
+        In passes after the next a loader that shuffles few rows might repeat the first by chance.
+        """
+        if is_next and later.repeats(self):
+            self._trusted = set(self._sums)
+        for p in self._common(later) - self._inside - later._inside:
+            # padded otherwise, and yet the same: by zeros at the end
+            if self._shapes[p] != later._shapes[p] and self._same(p, later):
+                self._trusted.add(p)
+
+    def trust(self, rows: bool) -> None:
+        """Take the rows to be the same every time, or nothing."""
+        self._trusted = self._sums.keys() - self._inside if rows else set()
+
+    def left_out(self) -> set[int]:
+        """Return the places in a batch of tensors that are not compared."""
+        return {p for p in self._sums if not self._compared(p, self)}
+
+    def holds(self) -> set[int]:
+        """Return the places in a batch of all tensors."""
+        return set(self._sums)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether rows of a tensor have several shapes."""
+        return any(len(shapes) > 1 for shapes in self._shapes.values())
 
     def on_cpu(self) -> Fingerprint:
         """Return the same, with all sums on the CPU."""
@@ -59,22 +88,23 @@ class Fingerprint:
 
     def merge(self, other: Fingerprint) -> None:
         """Take in the rows of another fingerprint, beside this one's own."""
-        self._left_out |= other._left_out
+        self._inside |= other._inside
         for position, sums in other._sums.items():
-            shape = self._shapes.setdefault(position, other._shapes[position])
-            if shape != other._shapes[position]:
-                self._left_out.add(position)
-            elif position in self._sums:
-                self._sums[position] = self._sums[position] + sums
-            else:
-                self._sums[position] = sums
+            self._sums[position] = self._sums[position] + sums if position in self._sums else sums
+            shapes = self._shapes.setdefault(position, {})
+            for shape, rows in other._shapes[position].items():
+                shapes[shape] = shapes.get(shape, 0) + rows
 
     def state(self) -> dict[str, Any]:
         """Return plain numbers that ``of`` restores."""
         return {
             "sums": {str(position): sums.tolist() for position, sums in self._sums.items()},
-            "shapes": {str(position): list(shape) for position, shape in self._shapes.items()},
-            "left_out": sorted(self._left_out),
+            "shapes": {
+                str(position): [[list(shape), rows] for shape, rows in shapes.items()]
+                for position, shapes in self._shapes.items()
+            },
+            "inside": sorted(self._inside),
+            "trusted": sorted(self._trusted),
         }
 
     @classmethod
@@ -83,22 +113,45 @@ class Fingerprint:
         fingerprint = cls()
         for position, sums in state["sums"].items():
             fingerprint._sums[int(position)] = torch.tensor(sums, dtype=torch.float64)
-        for position, shape in state["shapes"].items():
-            fingerprint._shapes[int(position)] = torch.Size(shape)
-        fingerprint._left_out = set(state["left_out"])
+        for position, shapes in state["shapes"].items():
+            fingerprint._shapes[int(position)] = {torch.Size(shape): rows for shape, rows in shapes}
+        fingerprint._inside, fingerprint._trusted = set(state["inside"]), set(state["trusted"])
         return fingerprint
 
-    def _add(self, position: int, tensor: Tensor) -> None:
-        if not tensor.dim() or tensor.layout != torch.strided or not tensor.numel():
-            self._left_out.add(position)
-            return
-        shape = self._shapes.setdefault(position, tensor.shape[1:])
-        if shape != tensor.shape[1:]:
-            self._left_out.add(position)
-            return
+    def _add(self, position: int, tensor: Tensor, start: int) -> None:
+        shapes = self._shapes.setdefault(position, {})
+        shapes[tensor.shape[1:]] = shapes.get(tensor.shape[1:], 0) + len(tensor)
         r = row_numbers(tensor)
-        sums = torch.stack([torch.ones_like(r).sum(), r.sum(), r.square().sum()])
+        places = torch.arange(start + 1, start + 1 + len(r), device=r.device)
+        c = (places.double() * 0.6180339887498949).frac()
+        sums = torch.stack([r.sum(), r.square().sum(), r.dot(c)])
         self._sums[position] = self._sums[position] + sums if position in self._sums else sums
+
+    def _common(self, other: Fingerprint) -> set[int]:
+        return self._sums.keys() & other._sums.keys()
+
+    def _compared(self, position: int, other: Fingerprint) -> bool:
+        if position in self._trusted | other._trusted:
+            return True
+        shapes = self._shapes[position].keys() | other._shapes[position].keys()
+        return len(shapes) == 1 and position not in self._inside | other._inside
+
+    def _same(self, position: int, other: Fingerprint) -> bool:
+        """Whether the sums agree that no order changes."""
+        total, squares, _ = self._sums[position].tolist()
+        others, others_squares, _ = other._sums[position].tolist()
+        if abs(squares - others_squares) > _AGREEMENT * squares:
+            return False
+        return abs(total - others) <= _AGREEMENT * self._most(position)
+
+    def _in_order(self, position: int, other: Fingerprint) -> bool:
+        difference = self._sums[position][2] - other._sums[position][2]
+        return abs(difference.item()) <= _AGREEMENT * self._most(position)
+
+    def _most(self, position: int) -> float:
+        """Return what no sum of |r| is larger than, by Cauchy and Schwarz."""
+        count = sum(self._shapes[position].values())
+        return (count * self._sums[position][1].item()) ** 0.5
 
 
 class Tally:
@@ -141,7 +194,7 @@ def row_numbers(tensor: Tensor) -> Tensor:
     """Return a weighted sum of each row, (B,), no two of its weights alike."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    columns = tensor.reshape(len(tensor), -1)
+    columns = tensor.reshape(len(tensor), tensor.shape[1:].numel())
     total = torch.zeros(len(columns), dtype=torch.float64, device=tensor.device)
     for start in range(0, columns.shape[1], _CHUNK):
         chunk = columns[:, start : start + _CHUNK].double()

@@ -80,6 +80,13 @@ class Share:
             kept = {name: getattr(loader, name) for name in _KEPT if getattr(loader, name, None)}
             self._own = DataLoader(loader.dataset, batch_sampler=self._lists, **kept)
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether batches come in the order of a list, or of the dataset."""
+        if not _lists_rows(self._loader) or type(self._loader.batch_sampler) is not BatchSampler:
+            return type(self._loader) in (list, tuple)
+        return type(_sampler(self._loader)) is SequentialSampler
+
     def turns(self, whole: bool) -> Iterator[Turn]:
         """Yield the turns of one pass; ``whole``: this rank takes every batch."""
         if self._group.size == 1:

@@ -191,7 +191,7 @@ class Sweeps:
         if int(whole.rows[0]) >= rows.skipped:
             return False
         read = self.data.fingerprint
-        if end > rows.skipped or read is None or not read.agrees(rows.prefix):
+        if end > rows.skipped or read is None or not read.repeats(rows.prefix):
             raise OtherOrderError
         return True
 

@@ -356,12 +356,6 @@ class Rationed:
             yield x[rows], y[rows]
 
 
-@pytest.fixture
-def every_batch(monkeypatch):
-    monkeypatch.setattr("torch_lla_em.partial_pass.INTERVAL", 0.0)
-    monkeypatch.setattr("torch_lla_em.partial_pass.WRITES", 0.0)
-
-
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 @pytest.mark.parametrize("solver", ["krylov", "cg"])
 def test_passes_go_on_in_their_middle(solver, likelihood, tmp_path, every_batch):

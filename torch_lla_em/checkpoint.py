@@ -90,7 +90,7 @@ class PassLog:
     ) -> dict[str, Tensor]:
         path, position = self.next_pass, self.position
         self.position += 1
-        if path.exists():
+        if os.path.exists(path):
             entry = torch.load(path, map_location=device, weights_only=True)
             known = entry.pop("asked").cpu()
             if (asked - known).abs().max() > 1e-3 * (1 + known.abs().max()):
@@ -114,7 +114,7 @@ class PassLog:
         if outputs is None:
             return
         path = self.folder / "outputs.pt"
-        if not path.exists():
+        if not os.path.exists(path):
             self._write(outputs.tensors(), path)
         elif outputs.contradicts(outputs.known(torch.load(path, weights_only=True))):
             raise ValueError(
@@ -147,7 +147,7 @@ class PassLog:
             self.give_up(error)
             return
         for path in [*self.folder.glob("pass-*.pt"), *self.folder.glob("partial.pt")]:
-            path.unlink()
+            persistence.remove(path)
 
     def _check_header(self, header: dict[str, Any]) -> None:
         path = self.folder / "header.pt"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from os import PathLike
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+logger = logging.getLogger("torch_lla_em")
 
 VERSION = 1
 
@@ -97,5 +100,15 @@ def write_atomically(state: dict[str, Tensor], path: Path) -> None:
             os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        remove(name)
         raise
+
+
+def remove(path: Path_) -> None:
+    """Remove a file that is needed no more; where it cannot be, it stays."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        logger.info("%r stays, since it cannot be removed (%s).", os.fspath(path), error)

@@ -39,7 +39,7 @@ class SharedLog(PassLog):
         """Return the pass at this position from rank 0's file, or compute and write it."""
         own = self._group.rank == 0
         asked = self.asked = mark_of(key)
-        there = self._group.meet("a recorded pass", own and self.next_pass.exists(), first)
+        there = self._group.meet("a recorded pass", own and os.path.exists(self.next_pass), first)
         if there:
             entry = self._entry(asked, torch.device("cpu"), compute) if own else {}
         else:

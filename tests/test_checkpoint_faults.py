@@ -1,7 +1,10 @@
 """A folder that fails, is damaged or shared costs passes at most: never the fit, nor its result."""
 
 import errno
+import io
 import os
+import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,3 +77,78 @@ def test_a_write_that_fails_says_why_even_if_its_rest_stays(tmp_path, monkeypatc
     monkeypatch.setattr(torch, "save", breaking)
     with pytest.raises(OSError, match="No space left"):
         persistence.write_atomically({}, tmp_path / "state.pt")
+
+
+DAMAGES = {
+    "truncated": lambda raw: raw[: len(raw) // 2],
+    "short by little": lambda raw: raw[:-3],
+    "empty": lambda raw: b"",
+    "garbage": lambda raw: bytes((7 * i * i + i // 3 + 128) % 256 for i in range(len(raw))),
+    "turned bits": lambda raw: raw.replace(b'{"', b'{ ', 1),
+    "code": lambda raw: pickle.dumps(print),
+    "another thing": lambda raw: stored({"x": torch.ones(1)}),
+    "no dict": lambda raw: stored(torch.ones(1)),
+}
+
+
+def stored(thing):
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    return buffer.getvalue()
+
+
+def damaged(path, damage):
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """A folder of a run that was left inside its third pass, and what an unbroken one gives."""
+    folder = tmp_path_factory.mktemp("left")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch_lla_em.partial_pass.INTERVAL", 0.0)
+        patch.setattr("torch_lla_em.partial_pass.WRITES", 0.0)
+        with pytest.raises(InterruptedError):
+            fit("krylov", Rationed(13), folder / "run")
+    return folder / "run", fit("krylov", Rationed(10**6), folder / "whole")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("last", [False, True])
+def test_damaged_parts_and_last_passes_are_computed_again(last, damage, left, tmp_path, caplog):
+    folder = shutil.copytree(left[0], tmp_path / "run")
+    name = max(path.name for path in folder.glob("pass-*.pt")) if last else "partial.pt"
+    damaged(folder / name, damage)
+    resumed = fit("krylov", Rationed(10**6), folder)
+    assert [name in record.message for record in caplog.records] == [True]
+    assert torch.equal(resumed.w_samples, left[1].w_samples)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["header.pt", "outputs.pt", "pass-00000.pt", "posterior.pt"])
+def test_damaged_files_are_named(name, damage, left, tmp_path):
+    folder = shutil.copytree(left[0], tmp_path / "run")
+    if name == "posterior.pt":
+        shutil.copy(folder / "outputs.pt", folder / name)
+    damaged(folder / name, damage)
+    with pytest.raises(ValueError, match=f"{name}' cannot be read.*Delete") as caught:
+        fit("krylov", Rationed(10**6), folder)
+    assert caught.value.__context__ is None  # torch's advice is to let code run
+
+
+def test_files_that_may_not_be_read_are_named(left, tmp_path, monkeypatch):
+    def denied(path, *args):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(persistence, "open", denied, raising=False)
+    with pytest.raises(PermissionError, match="header.pt"):
+        fit("krylov", Rationed(10**6), shutil.copytree(left[0], tmp_path / "run"))
+
+
+def test_memory_that_ends_is_no_damage(left, tmp_path, monkeypatch):
+    def short(*_, **__):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(torch, "load", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        persistence.tensors_of(left[0] / "pass-00000.pt")

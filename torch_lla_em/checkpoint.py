@@ -71,11 +71,16 @@ class PassLog:
     @property
     def next_pass(self) -> Path:
         """Where the pass that comes next lies, or will."""
-        return self.folder / f"pass-{self.position:05d}.pt"
+        return self._pass(self.position)
+
+    def _pass(self, position: int) -> Path:
+        return self.folder / f"pass-{position:05d}.pt"
 
     def posterior(self, device: torch.device) -> dict[str, Tensor] | None:
         """Return the posterior of a finished run, or None if it is not finished."""
-        return persistence.read(self.finished) if self.finished.exists() else None
+        if not os.path.exists(self.finished):
+            return None
+        return persistence.read(self.finished, ("facts",), "Delete it to fit again.")
 
     def recorded(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return the pass at this position from its file, or compute and write it.
@@ -88,18 +93,37 @@ class PassLog:
     def _entry(
         self, asked: Tensor, device: torch.device, compute: Callable[[], dict[str, Tensor]]
     ) -> dict[str, Tensor]:
+        known = self._known(asked, device)
+        return self._computed(asked, compute) if known is None else known
+
+    def _known(self, asked: Tensor, device: torch.device) -> dict[str, Tensor] | None:
+        """Return the pass at this position from its file, if it is there and good."""
+        path = self.next_pass
+        if not os.path.exists(path):
+            return None
+        remedy = "Delete it and all passes of higher numbers, to go on from before it."
+        last = not os.path.exists(self._pass(self.position + 1))
+        try:
+            entry = persistence.tensors_of(path, ("asked",), "" if last else remedy, device)
+        except persistence.UnreadableError as error:
+            if not last:
+                raise
+            logger.warning("%s The pass is computed again.", error)
+            return None
+        known = entry.pop("asked").cpu()
+        if (asked - known).abs().max() > 1e-3 * (1 + known.abs().max()):
+            raise ValueError(
+                f"The checkpoint in {str(self.folder)!r} took another path than this run does: "
+                "it is of another version of the program, or memory ended there and not here. "
+                "Delete the folder to start anew."
+            )
+        self.position += 1
+        return entry
+
+    def _computed(self, asked: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Compute the pass at this position and write it."""
         path, position = self.next_pass, self.position
         self.position += 1
-        if os.path.exists(path):
-            entry = torch.load(path, map_location=device, weights_only=True)
-            known = entry.pop("asked").cpu()
-            if (asked - known).abs().max() > 1e-3 * (1 + known.abs().max()):
-                raise ValueError(
-                    f"The checkpoint in {str(self.folder)!r} took another path than this run does: "
-                    "it is of another version of the program, or memory ended there and not here. "
-                    "Delete the folder to start anew."
-                )
-            return entry
         try:
             entry = compute()
         except Exception:  # perhaps of memory: then it is asked once more
@@ -116,7 +140,9 @@ class PassLog:
         path = self.folder / "outputs.pt"
         if not os.path.exists(path):
             self._write(outputs.tensors(), path)
-        elif outputs.contradicts(outputs.known(torch.load(path, weights_only=True))):
+            return
+        remedy = "Delete it; then the next run is compared with the outputs of this one."
+        if outputs.contradicts(outputs.known(persistence.tensors_of(path, ("batch", "numbers"), remedy))):
             raise ValueError(
                 "The network's outputs on the first batch differ from those that the checkpoint in "
                 f"{str(self.folder)!r} began with, for the same data and weights: its forward_fn, "
@@ -154,7 +180,8 @@ class PassLog:
         if not path.exists():
             write_atomically({"header": persistence.to_bytes(header)}, path)
             return
-        known = persistence.from_bytes(torch.load(path, weights_only=True)["header"])
+        remedy = "Delete the folder to start anew, or pass another."
+        known = persistence.from_bytes(persistence.tensors_of(path, ("header",), remedy)["header"])
         for name in sorted(known.keys() | header.keys()):
             if known.get(name) != header.get(name):
                 raise ValueError(

@@ -7,7 +7,6 @@ import os
 import time
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from torch_lla_em import persistence
@@ -56,7 +55,12 @@ class PartialPass:
         if not self.exists():
             return None
         device = next(iter(sums.values())).device
-        state = torch.load(self._path, map_location=device, weights_only=True)
+        try:
+            state = persistence.tensors_of(self._path, ("facts",), device=device)
+        except (OSError, persistence.UnreadableError) as error:
+            logger.warning("What was kept of this pass is left, and the pass begins anew: %s", error)
+            self.forget()
+            return None
         facts = persistence.from_bytes(state.pop("facts"))
         shapes = {name: total.shape for name, total in sums.items()}
         place = position, self._part, *self._asked

@@ -9,10 +9,13 @@ import os
 import tempfile
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor, nn
+
+from torch_lla_em.memory import is_shortage
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -57,17 +60,46 @@ def from_bytes(tensor: Tensor) -> Any:
     return json.loads(bytes(tensor.tolist()).decode())
 
 
-def read(path: Path_) -> dict[str, Tensor]:
+class UnreadableError(ValueError):
+    """A file is damaged, or not one of ours."""
+
+
+def tensors_of(
+    path: Path_, names: tuple[str, ...] = (), remedy: str = "", device: str | torch.device = "cpu"
+) -> dict[str, Tensor]:
+    """Return what a file holds, these names at least, or say what to do; no code in it is run."""
+    with open(path, "rb") as file:
+        try:
+            _check_sums(file)
+            state = torch.load(file, map_location=device, weights_only=True)
+            fault = next((f"no {name!r}" for name in names if name not in state), "")
+        except Exception as error:
+            if is_shortage(error):
+                raise
+            fault = type(error).__name__
+    if fault:
+        raise UnreadableError(
+            f"{os.fspath(path)!r} cannot be read: it is truncated, damaged or of another program "
+            f"({fault}). {remedy}".rstrip()
+        )
+    return state
+
+
+def _check_sums(file: IO[bytes]) -> None:
+    """Compare a file's bytes with the checksums in it, which torch writes and does not read."""
+    if torch.serialization.get_crc32_options():
+        with ZipFile(file) as archive:
+            damaged = archive.testzip()
+        if damaged:
+            raise BadZipFile(damaged)
+        file.seek(0)
+
+
+def read(path: Path_, names: tuple[str, ...] = (), remedy: str = "") -> dict[str, Tensor]:
     """Return the tensors of a saved posterior, or say why it is none."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no file {str(path)!r}.")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(
-            f"{str(path)!r} cannot be read as a saved posterior: it is truncated, or no file of "
-            f"LinearisedLaplace.save ({type(error).__name__})."
-        ) from error
+    state = tensors_of(path, names, remedy or "Pass a file of LinearisedLaplace.save.")
     check(state)
     return state
 

@@ -39,14 +39,15 @@ class SharedLog(PassLog):
         """Return the pass at this position from rank 0's file, or compute and write it."""
         own = self._group.rank == 0
         asked = self.asked = mark_of(key)
-        there = self._group.meet("a recorded pass", own and os.path.exists(self.next_pass), first)
+        known = self._known(asked, torch.device("cpu")) if own else None
+        there = self._group.meet("a recorded pass", known is not None, first)
         if there:
-            entry = self._entry(asked, torch.device("cpu"), compute) if own else {}
+            entry = known or {}
         else:
             computed = compute()
             entry = self._whole(computed)
             if own:
-                self._entry(asked, key.device, lambda: entry)
+                self._computed(asked, lambda: entry)
         self.position += not own
         return self._from_first(entry, key.device, self.spread) if there else computed
 

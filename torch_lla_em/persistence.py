@@ -6,7 +6,8 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
+import uuid
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import IO, Any
@@ -119,9 +120,14 @@ def check(state: Any) -> None:
         )
 
 
-def write_atomically(state: dict[str, Tensor], path: Path) -> None:
-    """Write tensors so that the file is there whole or not at all."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+def write_atomically(state: dict[str, Tensor], path: Path_) -> None:
+    """Write tensors so that the file is there whole or not at all, also after a power failure."""
+    path = Path(path).resolve()  # of a link, the file that it is for
+    name = path.parent / f".writing-{uuid.uuid4().hex}"
+    try:
+        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     try:
         with os.fdopen(handle, "wb") as file:
             try:
@@ -134,6 +140,17 @@ def write_atomically(state: dict[str, Tensor], path: Path) -> None:
     except BaseException:
         remove(name)
         raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the names of files outlive a power failure, where the platform can."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def remove(path: Path_) -> None:

@@ -116,7 +116,8 @@ class StoredPosterior(nn.Module):
         # arguments other than the noise are not stored, so they make it one's own
         if likelihood == "regression" or likelihood and vars(given) == vars(type(given)()):
             options["likelihood"] = likelihood
-        torch.save({**self.state_dict(), "options": persistence.to_bytes(options)}, path)
+        state = {**self.state_dict(), "options": persistence.to_bytes(options)}
+        persistence.write_atomically(state, path)
 
     @classmethod
     def load(cls, path: str | PathLike, model: nn.Module, **options: Any) -> StoredPosterior:

@@ -1,0 +1,88 @@
+"""Files are there whole or not at all, and are read by whom they were before."""
+
+import os
+import stat
+
+import pytest
+import torch
+
+from test_checkpoint import Fuse, fit
+from torch_lla_em import LinearisedLaplace, persistence
+from torch_lla_em.persistence import write_atomically
+
+
+def broken_off(state, file):
+    file.write(b"half of it")
+    raise OSError(28, "No space left on device")
+
+
+def test_a_posterior_that_cannot_be_saved_leaves_the_one_before(tmp_path, monkeypatch):
+    la, path = fit("krylov", Fuse(10**6), None), tmp_path / "posterior.pt"
+    la.save(path)
+    monkeypatch.setattr(torch, "save", lambda state, file: broken_off(state, open_(file)))
+    with pytest.raises(OSError, match="No space left"):
+        la.save(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["posterior.pt"]
+    assert torch.equal(LinearisedLaplace.load(path, la.model).w_samples, la.w_samples)
+
+
+def open_(file):
+    return open(file, "wb") if isinstance(file, (str, os.PathLike)) else file
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of POSIX")
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_files_have_ordinary_modes(mask, tmp_path):
+    before = os.umask(mask)
+    try:
+        write_atomically({"a": torch.ones(1)}, tmp_path / "state.pt")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "state.pt").stat().st_mode) == 0o666 & ~mask
+
+
+def test_links_stay_links(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "latest.pt"
+    link.symlink_to(tmp_path / "elsewhere" / "state.pt")
+    write_atomically({"a": torch.ones(1)}, link)
+    assert link.is_symlink() and (tmp_path / "elsewhere" / "state.pt").is_file()
+
+
+def test_folders_that_are_not_there_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere/state.pt"):
+        write_atomically({}, tmp_path / "nowhere" / "state.pt")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders open on POSIX")
+def test_a_posterior_is_safe_before_its_passes_are_removed(tmp_path, monkeypatch):
+    calls, fsync, replace, remove = [], os.fsync, os.replace, persistence.remove
+
+    def synced(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            calls.append("synced")
+        fsync(handle)
+
+    def renamed(source, path):
+        calls.append(os.path.basename(path))
+        replace(source, path)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    monkeypatch.setattr(persistence, "remove", lambda path: calls.append("removed") or remove(path))
+    fit("krylov", Fuse(10**6), tmp_path)
+    last = calls.index("posterior.pt")
+    assert calls[last : last + 3] == ["posterior.pt", "synced", "removed"]
+
+
+def test_folders_that_cannot_be_synced_are_no_fault(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def refusing(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(22, "Invalid argument")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    write_atomically({"a": torch.ones(1)}, tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True)["a"] == 1

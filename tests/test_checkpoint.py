@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 from tiny import tiny
 from torch_lla_em import SGD, BlockCG, Compute, FunctionSpace, LinearisedLaplace, orders
 from torch_lla_em.checkpoint import PassLog
+from torch_lla_em.files import write_atomically
 from torch_lla_em.fitting import fit_posterior
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.partial_pass import PartialPass
-from torch_lla_em.persistence import write_atomically
 from torch_lla_em.problem import Problem
 
 TESTS = Path(__file__).parent

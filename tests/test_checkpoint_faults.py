@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from test_checkpoint import Fuse, Rationed, fit
-from torch_lla_em import persistence
+from torch_lla_em import files
 
 
 class BrokenFolder:
@@ -76,7 +76,7 @@ def test_a_write_that_fails_says_why_even_if_its_rest_stays(tmp_path, monkeypatc
 
     monkeypatch.setattr(torch, "save", breaking)
     with pytest.raises(OSError, match="No space left"):
-        persistence.write_atomically({}, tmp_path / "state.pt")
+        files.write_atomically({}, tmp_path / "state.pt")
 
 
 DAMAGES = {
@@ -140,7 +140,7 @@ def test_files_that_may_not_be_read_are_named(left, tmp_path, monkeypatch):
     def denied(path, *args):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(persistence, "open", denied, raising=False)
+    monkeypatch.setattr(files, "open", denied, raising=False)
     with pytest.raises(PermissionError, match="header.pt"):
         fit("krylov", Rationed(10**6), shutil.copytree(left[0], tmp_path / "run"))
 
@@ -151,4 +151,4 @@ def test_memory_that_ends_is_no_damage(left, tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "load", short)
     with pytest.raises(torch.OutOfMemoryError):
-        persistence.tensors_of(left[0] / "pass-00000.pt")
+        files.tensors_of(left[0] / "pass-00000.pt")

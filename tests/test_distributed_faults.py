@@ -231,6 +231,16 @@ def test_killed_runs_resume_with_other_ranks(before, after, tmp_path):
         assert torch.equal(fitted["state"]["w_lin"], resumed[0]["state"]["w_lin"])
 
 
+def test_a_damaged_last_pass_is_computed_again_by_all_ranks(tmp_path):
+    folder, passes = tmp_path / "run", (die, 5)
+    ranks.run(2, fit_with_checkpoint, tmp_path / "broken", folder, "data", *passes)
+    last = max(folder.glob("pass-*.pt"))
+    last.write_bytes(last.read_bytes()[:-100])
+    resumed = ranks.run(2, fit_with_checkpoint, tmp_path / "resumed", folder, "data", fail, 999)
+    for name, tensor in facts(fit())["state"].items():
+        torch.testing.assert_close(resumed[1]["state"][name], tensor, rtol=1e-6, atol=1e-6)
+
+
 def fit_with_memory(rank, folder, shard, ending, free):
     Problem.free_memory = lambda self: free
     return facts(fit(Failing(*ending), folder, shard=shard))

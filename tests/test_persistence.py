@@ -1,14 +1,18 @@
 """Files are there whole or not at all, and are read by whom they were before."""
 
 import os
+import socket
 import stat
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 
 from test_checkpoint import Fuse, fit
-from torch_lla_em import LinearisedLaplace, persistence
-from torch_lla_em.persistence import write_atomically
+from torch_lla_em import LinearisedLaplace, files
+from torch_lla_em.files import write_atomically
 
 
 def broken_off(state, file):
@@ -56,7 +60,7 @@ def test_folders_that_are_not_there_are_named(tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="folders open on POSIX")
 def test_a_posterior_is_safe_before_its_passes_are_removed(tmp_path, monkeypatch):
-    calls, fsync, replace, remove = [], os.fsync, os.replace, persistence.remove
+    calls, fsync, replace, remove = [], os.fsync, os.replace, files.remove
 
     def synced(handle):
         if stat.S_ISDIR(os.fstat(handle).st_mode):
@@ -69,7 +73,7 @@ def test_a_posterior_is_safe_before_its_passes_are_removed(tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", renamed)
-    monkeypatch.setattr(persistence, "remove", lambda path: calls.append("removed") or remove(path))
+    monkeypatch.setattr(files, "remove", lambda path: calls.append("removed") or remove(path))
     fit("krylov", Fuse(10**6), tmp_path)
     last = calls.index("posterior.pt")
     assert calls[last : last + 3] == ["posterior.pt", "synced", "removed"]
@@ -86,3 +90,53 @@ def test_folders_that_cannot_be_synced_are_no_fault(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", refusing)
     write_atomically({"a": torch.ones(1)}, tmp_path / "state.pt")
     assert torch.load(tmp_path / "state.pt", weights_only=True)["a"] == 1
+
+
+def dead_process():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+HERE = socket.gethostname()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="processes are asked after on POSIX")
+@pytest.mark.parametrize(
+    "host, process, token, age, stays",
+    [
+        (HERE, os.getppid(), "0", 0.0, True),
+        (HERE, os.getppid(), "0", 1e6, False),
+        (HERE, dead_process(), "0", 0.0, False),
+        (HERE, os.getpid(), "0", 0.0, False),
+        (HERE, os.getpid(), files._TOKEN, 0.0, True),
+        ("another-host", 1, "0", 0.0, True),
+        ("another-host", 1, "0", 1e6, False),
+    ],
+)
+def test_what_others_are_writing_stays(host, process, token, age, stays, tmp_path):
+    path = tmp_path / f".writing-{host}-{process}-{token}-3"
+    path.write_bytes(b"half")
+    os.utime(path, (time.time() - age,) * 2)
+    files.remove_stumps(tmp_path)
+    assert path.exists() == stays
+
+
+def remove_all(folder):
+    for path in folder.glob(".writing-*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize("remove", [files.remove_stumps, remove_all])
+def test_a_second_run_costs_the_first_no_checkpoint(remove, tmp_path, monkeypatch, caplog):
+    replace, calls = os.replace, []
+
+    def meanwhile(source, path):
+        calls.append(path)
+        if len(calls) == 6:
+            remove(tmp_path)
+        replace(source, path)
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    fit("krylov", Fuse(10**6), tmp_path)
+    assert (tmp_path / "posterior.pt").exists() and not caplog.records

@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torch_lla_em import persistence
+from torch_lla_em import files, persistence
 from torch_lla_em.batch import Batch
 from torch_lla_em.batch_products import Cotangent
+from torch_lla_em.files import write_atomically
 from torch_lla_em.finite import OUTPUTS, is_finite
 from torch_lla_em.first_outputs import FirstOutputs
 from torch_lla_em.leaving import Leaving
 from torch_lla_em.partial_pass import PartialPass
-from torch_lla_em.persistence import write_atomically
 from torch_lla_em.problem import BatchProduct, NoiseFeatures, Problem, State
 from torch_lla_em.slices import over_slices
 from torch_lla_em.sweeps import OtherOrderError, Rows, Work
@@ -52,10 +52,9 @@ class PassLog:
 
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for left in self.folder.glob(".writing-*"):  # by a run that was killed meanwhile
-                left.unlink()
+            files.remove_stumps(self.folder)
             write_atomically({"probe": torch.zeros(1)}, self.folder / "probe")
-            (self.folder / "probe").unlink()
+            files.remove(self.folder / "probe")
         except OSError as error:
             raise OSError(
                 f"The checkpoint folder {str(self.folder)!r} cannot be written to ({error}): free "
@@ -104,8 +103,8 @@ class PassLog:
         remedy = "Delete it and all passes of higher numbers, to go on from before it."
         last = not os.path.exists(self._pass(self.position + 1))
         try:
-            entry = persistence.tensors_of(path, ("asked",), "" if last else remedy, device)
-        except persistence.UnreadableError as error:
+            entry = files.tensors_of(path, ("asked",), "" if last else remedy, device)
+        except files.UnreadableError as error:
             if not last:
                 raise
             logger.warning("%s The pass is computed again.", error)
@@ -142,7 +141,7 @@ class PassLog:
             self._write(outputs.tensors(), path)
             return
         remedy = "Delete it; then the next run is compared with the outputs of this one."
-        if outputs.contradicts(outputs.known(persistence.tensors_of(path, ("batch", "numbers"), remedy))):
+        if outputs.contradicts(outputs.known(files.tensors_of(path, ("batch", "numbers"), remedy))):
             raise ValueError(
                 "The network's outputs on the first batch differ from those that the checkpoint in "
                 f"{str(self.folder)!r} began with, for the same data and weights: its forward_fn, "
@@ -173,7 +172,7 @@ class PassLog:
             self.give_up(error)
             return
         for path in [*self.folder.glob("pass-*.pt"), *self.folder.glob("partial.pt")]:
-            persistence.remove(path)
+            files.remove(path)
 
     def _check_header(self, header: dict[str, Any]) -> None:
         path = self.folder / "header.pt"
@@ -181,7 +180,7 @@ class PassLog:
             write_atomically({"header": persistence.to_bytes(header)}, path)
             return
         remedy = "Delete the folder to start anew, or pass another."
-        known = persistence.from_bytes(persistence.tensors_of(path, ("header",), remedy)["header"])
+        known = persistence.from_bytes(files.tensors_of(path, ("header",), remedy)["header"])
         for name in sorted(known.keys() | header.keys()):
             if known.get(name) != header.get(name):
                 raise ValueError(

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from torch_lla_em import persistence
+from torch_lla_em import files, persistence
 from torch_lla_em.data import Data
+from torch_lla_em.files import write_atomically
 from torch_lla_em.passes import Fingerprint
-from torch_lla_em.persistence import write_atomically
 from torch_lla_em.sweeps import Rows
 
 logger = logging.getLogger("torch_lla_em")
@@ -56,8 +56,8 @@ class PartialPass:
             return None
         device = next(iter(sums.values())).device
         try:
-            state = persistence.tensors_of(self._path, ("facts",), device=device)
-        except (OSError, persistence.UnreadableError) as error:
+            state = files.tensors_of(self._path, ("facts",), device=device)
+        except (OSError, files.UnreadableError) as error:
             logger.warning("What was kept of this pass is left, and the pass begins anew: %s", error)
             self.forget()
             return None
@@ -96,7 +96,7 @@ class PartialPass:
 
     def forget(self) -> None:
         """Remove the file: its pass has ended."""
-        persistence.remove(self._path)
+        files.remove(self._path)
 
 
 def _near(place: list[float], other: tuple[float, ...]) -> bool:

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import os
-import uuid
-from contextlib import suppress
-from os import PathLike
 from pathlib import Path
-from typing import IO, Any
-from zipfile import BadZipFile, ZipFile
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.memory import is_shortage
-
-logger = logging.getLogger("torch_lla_em")
+from torch_lla_em.files import Path_, tensors_of
 
 VERSION = 1
-
-Path_ = str | PathLike
 
 
 def fingerprint(model: nn.Module) -> Tensor:
@@ -61,41 +51,6 @@ def from_bytes(tensor: Tensor) -> Any:
     return json.loads(bytes(tensor.tolist()).decode())
 
 
-class UnreadableError(ValueError):
-    """A file is damaged, or not one of ours."""
-
-
-def tensors_of(
-    path: Path_, names: tuple[str, ...] = (), remedy: str = "", device: str | torch.device = "cpu"
-) -> dict[str, Tensor]:
-    """Return what a file holds, these names at least, or say what to do; no code in it is run."""
-    with open(path, "rb") as file:
-        try:
-            _check_sums(file)
-            state = torch.load(file, map_location=device, weights_only=True)
-            fault = next((f"no {name!r}" for name in names if name not in state), "")
-        except Exception as error:
-            if is_shortage(error):
-                raise
-            fault = type(error).__name__
-    if fault:
-        raise UnreadableError(
-            f"{os.fspath(path)!r} cannot be read: it is truncated, damaged or of another program "
-            f"({fault}). {remedy}".rstrip()
-        )
-    return state
-
-
-def _check_sums(file: IO[bytes]) -> None:
-    """Compare a file's bytes with the checksums in it, which torch writes and does not read."""
-    if torch.serialization.get_crc32_options():
-        with ZipFile(file) as archive:
-            damaged = archive.testzip()
-        if damaged:
-            raise BadZipFile(damaged)
-        file.seek(0)
-
-
 def read(path: Path_, names: tuple[str, ...] = (), remedy: str = "") -> dict[str, Tensor]:
     """Return the tensors of a saved posterior, or say why it is none."""
     if not Path(path).is_file():
@@ -118,46 +73,3 @@ def check(state: Any) -> None:
             f"The posterior was saved in format {version}, but this release reads format "
             f"{VERSION}. Load it with the release that wrote it, or fit again."
         )
-
-
-def write_atomically(state: dict[str, Tensor], path: Path_) -> None:
-    """Write tensors so that the file is there whole or not at all, also after a power failure."""
-    path = Path(path).resolve()  # of a link, the file that it is for
-    name = path.parent / f".writing-{uuid.uuid4().hex}"
-    try:
-        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    try:
-        with os.fdopen(handle, "wb") as file:
-            try:
-                torch.save(state, file)
-            except RuntimeError as error:  # what torch makes of a disk that is full
-                raise OSError(f"{path.name!r} could not be written: {error}") from error
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        remove(name)
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Have the names of files outlive a power failure, where the platform can."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def remove(path: Path_) -> None:
-    """Remove a file that is needed no more; where it cannot be, it stays."""
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        logger.info("%r stays, since it cannot be removed (%s).", os.fspath(path), error)

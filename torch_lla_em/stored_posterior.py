@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em import persistence
+from torch_lla_em import files, persistence
 from torch_lla_em.compute import Compute
 from torch_lla_em.fitting import Posterior
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression
@@ -117,7 +117,7 @@ class StoredPosterior(nn.Module):
         if likelihood == "regression" or likelihood and vars(given) == vars(type(given)()):
             options["likelihood"] = likelihood
         state = {**self.state_dict(), "options": persistence.to_bytes(options)}
-        persistence.write_atomically(state, path)
+        files.write_atomically(state, path)
 
     @classmethod
     def load(cls, path: str | PathLike, model: nn.Module, **options: Any) -> StoredPosterior:

@@ -1,18 +1,24 @@
 """Files are there whole or not at all, and are read by whom they were before."""
 
+import functools
 import os
 import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
-from test_checkpoint import Fuse, fit
+from test_checkpoint import READ, Fuse, fit
+from tiny import tiny
 from torch_lla_em import LinearisedLaplace, files
 from torch_lla_em.files import write_atomically
+from torch_lla_em.likelihoods import Classification
+from torch_lla_em.persistence import plain
 
 
 def broken_off(state, file):
@@ -140,3 +146,69 @@ def test_a_second_run_costs_the_first_no_checkpoint(remove, tmp_path, monkeypatc
     monkeypatch.setattr(os, "replace", meanwhile)
     fit("krylov", Fuse(10**6), tmp_path)
     assert (tmp_path / "posterior.pt").exists() and not caplog.records
+
+
+class Slotted:
+    __slots__ = ("a", "b")
+
+    def __init__(self, a):
+        self.a = a
+
+
+class Circular:
+    def __init__(self):
+        self.own, self.b = self, 1
+
+
+# twice the same thing, made anew as another process would, and something else
+ALIKE = {
+    "partial": (lambda: functools.partial(torch.clamp, min=2.0), functools.partial(torch.clamp, min=3.0)),
+    "generator": (lambda: torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)),
+    "slots": (lambda: Slotted(1), Slotted(2)),
+    "circle": (Circular, Slotted(1)),
+    "module": (lambda: functools, os),
+    "array": (lambda: np.arange(5000), np.arange(5000) ** 2),
+    "array of objects": (lambda: np.array([Slotted]), np.array([Circular])),
+    "numpy's generator": (lambda: np.random.default_rng(1), 1),
+    "lock": (threading.Lock, 2),
+    "iterator": (lambda: iter([]), 3),
+    "text": (lambda: "0xabc", "0xabd"),
+    "set": (lambda: {"a", "b"}, {"a", "c"}),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_settings_are_the_same_text_in_every_process(name):
+    make, other = ALIKE[name]
+    kept, anew = make(), make()
+    assert plain({"x": kept}) == plain({"x": anew}) != plain({"x": other})
+    assert name == "text" or "0x" not in plain(kept)
+
+
+def test_sets_have_an_order_of_their_own():
+    script = "from torch_lla_em.persistence import plain; print(plain({'a', 'b', 'c', 'd', 'e'}))"
+    texts = {
+        subprocess.check_output([sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed})
+        for seed in "12"
+    }
+    assert len(texts) == 1
+
+
+class Tempered(Classification):
+    """Somebody's likelihood, with what people keep in theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.link, self.noise = functools.partial(torch.mul, other=1.0), torch.Generator()
+
+
+def test_fits_with_a_likelihood_of_ones_own_go_on(tmp_path):
+    case = tiny("classification")
+
+    def run(passes):
+        la = LinearisedLaplace(case.model, Tempered(), num_samples=4, compute=READ)
+        return la.fit(Fuse(passes), progress_bar=False, checkpoint=tmp_path)
+
+    with pytest.raises(InterruptedError):
+        run(3)
+    assert run(10**6).w_samples is not None

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torch_lla_em.files import Path_, tensors_of
 
 VERSION = 1
+
+_ADDRESS = re.compile("0x[0-9a-fA-F]+")
 
 
 def fingerprint(model: nn.Module) -> Tensor:
@@ -32,18 +38,42 @@ def to_bytes(record: Any) -> Tensor:
     return torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)
 
 
-def plain(value: Any) -> str:
-    """Return a value as text: tensors to the last digit, objects by their kind and insides."""
+def plain(value: Any, around: tuple[int, ...] = ()) -> str:
+    """Return a value as text: tensors to the last digit, objects by their kind and insides.
+
+    Every process makes the same text of it. ``around`` are the objects that it is in, by ``id``.
+    """
+    if id(value) in around:
+        return "..."
+    inside = partial(plain, around=(*around, id(value)))
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return f"array{value.shape} {value.dtype} {hashlib.sha256(value.tobytes()).hexdigest()}"
     if isinstance(value, Tensor):
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return f"tensor{tuple(value.shape)} {value.dtype} {hashlib.sha256(raw).hexdigest()}"
+    if isinstance(value, torch.Generator):  # its state is another after every draw
+        return f"Generator({value.device}, {value.initial_seed()})"
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(plain, value))})"
+        return f"({', '.join(map(inside, value))})"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(inside, value)))}}}"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {plain(inside)}' for key, inside in value.items())}}}"
+        return f"{{{', '.join(f'{inside(key)}: {inside(entry)}' for key, entry in value.items())}}}"
+    if isinstance(value, partial):
+        return f"partial{inside((value.func, value.args, value.keywords))}"
+    if isinstance(value, ModuleType):
+        return value.__name__
     if type(value).__repr__ is object.__repr__ or hasattr(value, "__dict__") and not callable(value):
-        return f"{type(value).__qualname__}{plain(vars(value))}"
-    return getattr(value, "__qualname__", None) or str(value)
+        return f"{type(value).__qualname__}{inside(_attributes(value))}"
+    text = getattr(value, "__qualname__", None) or str(value)
+    return text if isinstance(value, str) else _ADDRESS.sub("", text)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
+    names = [name for own in slots for name in ((own,) if isinstance(own, str) else own)]
+    given = {name: getattr(value, name) for name in names if name != "__dict__" and hasattr(value, name)}
+    return {**getattr(value, "__dict__", {}), **given}
 
 
 def from_bytes(tensor: Tensor) -> Any:

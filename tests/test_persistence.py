@@ -12,13 +12,14 @@ import time
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from test_checkpoint import READ, Fuse, fit
 from tiny import tiny
 from torch_lla_em import LinearisedLaplace, files
 from torch_lla_em.files import write_atomically
 from torch_lla_em.likelihoods import Classification
-from torch_lla_em.persistence import plain
+from torch_lla_em.persistence import fingerprint, plain
 
 
 def broken_off(state, file):
@@ -212,3 +213,62 @@ def test_fits_with_a_likelihood_of_ones_own_go_on(tmp_path):
     with pytest.raises(InterruptedError):
         run(3)
     assert run(10**6).w_samples is not None
+
+
+class Masked(nn.Module):
+    """A network with buffers of every kind."""
+
+    def __init__(self, **changed):
+        super().__init__()
+        self.net = tiny("classification").model
+        buffers = {
+            "mask": torch.tensor([True, True, False]),
+            "places": torch.arange(3),
+            "graph": torch.eye(3).to_sparse(),
+            "phases": torch.ones(2, dtype=torch.complex64),
+            "num_batches_tracked": torch.tensor(5),
+        }
+        for name, buffer in {**buffers, **changed}.items():
+            self.register_buffer(name, buffer)
+
+    def forward(self, x):
+        return self.net(x) * self.mask
+
+
+OTHER = {
+    "mask": torch.tensor([True, False, True]),
+    "places": torch.tensor([0, 2, 1]),
+    "graph": 2 * torch.eye(3).to_sparse(),
+    "phases": torch.tensor([1.0, 1.0j]),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_every_buffer_is_part_of_the_weights(name, tmp_path):
+    def run(model, passes):
+        la = LinearisedLaplace(model, "classification", num_samples=4, compute=READ)
+        return la.fit(Fuse(passes), progress_bar=False, checkpoint=tmp_path / "run")
+
+    other = Masked(**{name: OTHER[name]})
+    with pytest.raises(InterruptedError):
+        run(Masked(), 3)
+    with pytest.raises(ValueError, match="network weights"):
+        run(other, 10**6)
+    counted = Masked(num_batches_tracked=torch.tensor(6))
+    run(counted, 10**6).save(tmp_path / "la.pt")
+    with pytest.raises(ValueError, match="weights or buffers"):
+        LinearisedLaplace.load(tmp_path / "la.pt", other)
+    LinearisedLaplace.load(tmp_path / "la.pt", Masked())
+
+
+def test_posteriors_of_earlier_releases_load(tmp_path):
+    la = LinearisedLaplace(Masked(), "classification", num_samples=4)
+    la.fit(Fuse(10**6), progress_bar=False).save(tmp_path / "la.pt")
+    state = torch.load(tmp_path / "la.pt", weights_only=True)
+    torch.save({**state, "fingerprint": fingerprint(la.model, earlier=True)}, tmp_path / "old.pt")
+    old = LinearisedLaplace.load(tmp_path / "old.pt", Masked())
+    assert torch.equal(old.w_samples, la.w_samples)
+    with torch.no_grad():
+        la.model.net[0].bias += 1e-9
+    with pytest.raises(ValueError, match="weights or buffers"):
+        LinearisedLaplace.load(tmp_path / "old.pt", la.model)

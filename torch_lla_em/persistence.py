@@ -21,16 +21,30 @@ VERSION = 1
 _ADDRESS = re.compile("0x[0-9a-fA-F]+")
 
 
-def fingerprint(model: nn.Module) -> Tensor:
-    """Return 32 bytes that change with any parameter or floating-point buffer of a model."""
+def fingerprint(model: nn.Module, earlier: bool = False) -> Tensor:
+    """Return 32 bytes that change with any parameter or buffer but counts of batches.
+
+    ``earlier`` is that of earlier releases, which left integers and booleans out.
+    """
     digest = hashlib.sha256()
     named = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in named:
-        if tensor.is_floating_point():
+        counts = name.rpartition(".")[2] == "num_batches_tracked"
+        if tensor.is_floating_point() or not (earlier or counts):
             digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(raw.numpy().tobytes())
+            digest.update(_raw(tensor))
     return torch.tensor(list(digest.digest()), dtype=torch.uint8)
+
+
+def _raw(tensor: Tensor) -> bytes:
+    """Return what a tensor holds."""
+    tensor = tensor.detach().cpu()
+    if tensor.layout != torch.strided:
+        entries = tensor.to_sparse_coo().coalesce()
+        return _raw(entries.indices()) + _raw(entries.values())
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def to_bytes(record: Any) -> Tensor:
@@ -49,8 +63,7 @@ def plain(value: Any, around: tuple[int, ...] = ()) -> str:
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return f"array{value.shape} {value.dtype} {hashlib.sha256(value.tobytes()).hexdigest()}"
     if isinstance(value, Tensor):
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return f"tensor{tuple(value.shape)} {value.dtype} {hashlib.sha256(raw).hexdigest()}"
+        return f"tensor{tuple(value.shape)} {value.dtype} {hashlib.sha256(_raw(value)).hexdigest()}"
     if isinstance(value, torch.Generator):  # its state is another after every draw
         return f"Generator({value.device}, {value.initial_seed()})"
     if isinstance(value, (list, tuple)):

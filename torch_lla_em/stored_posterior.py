@@ -214,8 +214,9 @@ class StoredPosterior(nn.Module):
                 f"object's random weights are {len(layout.names)} that start with "
                 f"{(layout.names[0], tuple(layout.shapes[0]))}: pass the same `parameters`."
             )
-        own = persistence.fingerprint(self._linear_model.network.module)
-        if not torch.equal(own, state["fingerprint"].cpu()):
+        module, saved = self._linear_model.network.module, state["fingerprint"].cpu()
+        own = (persistence.fingerprint(module, earlier) for earlier in (False, True))
+        if not any(torch.equal(mark, saved) for mark in own):
             raise ValueError(
                 "The network's weights or buffers are not those that the posterior was fitted to: "
                 "load the checkpoint of that network first, or fit again."

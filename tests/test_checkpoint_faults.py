@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from test_checkpoint import Fuse, Rationed, fit
+from tiny import tiny
 from torch_lla_em import files
 
 
@@ -152,3 +153,37 @@ def test_memory_that_ends_is_no_damage(left, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "load", short)
     with pytest.raises(torch.OutOfMemoryError):
         files.tensors_of(left[0] / "pass-00000.pt")
+
+
+def disk(monkeypatch, free, total=10**9):
+    usage = shutil.disk_usage("/")._replace(free=free, total=total)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+
+
+def bytes_of_two_passes():
+    return 2 * 4 * sum(p.numel() * p.element_size() for p in tiny("classification").model.parameters())
+
+
+def test_disks_without_room_for_passes_are_found_at_the_start(tmp_path, monkeypatch):
+    disk(monkeypatch, bytes_of_two_passes() - 1)
+    with pytest.raises(OSError, match="kB free, but two passes take .* kB: free space"):
+        fit("krylov", Fuse(0), tmp_path)
+    disk(monkeypatch, bytes_of_two_passes())
+    fit("krylov", Fuse(10**6), tmp_path)
+    disk(monkeypatch, 0)
+    fit("krylov", Fuse(1), tmp_path)  # a finished one takes no more
+
+
+@pytest.mark.parametrize("total", [0, None])
+def test_disks_that_do_not_tell_are_tried(total, tmp_path, monkeypatch):
+    disk(monkeypatch, 0, total)
+    if total is None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: os.stat(tmp_path / "nowhere"))
+    fit("krylov", Fuse(10**6), tmp_path)
+
+
+def test_a_fit_goes_on_from_its_passes_without_room_for_more(left, tmp_path, monkeypatch, caplog):
+    disk(monkeypatch, 100)
+    resumed = fit("krylov", Rationed(10**6), shutil.copytree(left[0], tmp_path / "run"))
+    assert "0.1 kB free" in caplog.text
+    assert torch.equal(resumed.w_samples, left[1].w_samples)

@@ -24,6 +24,7 @@ from torch_lla_em.files import write_atomically
 from torch_lla_em.finite import OUTPUTS, is_finite
 from torch_lla_em.first_outputs import FirstOutputs
 from torch_lla_em.leaving import Leaving
+from torch_lla_em.memory_plan import size_of
 from torch_lla_em.partial_pass import PartialPass
 from torch_lla_em.problem import BatchProduct, NoiseFeatures, Problem, State
 from torch_lla_em.slices import over_slices
@@ -173,6 +174,19 @@ class PassLog:
             return
         for path in [*self.folder.glob("pass-*.pt"), *self.folder.glob("partial.pt")]:
             files.remove(path)
+
+    def require_room(self, passes: int) -> None:
+        """Refuse to begin where two passes, of so many bytes, have no room; but go on."""
+        free = files.room_in(self.folder)
+        if free >= passes:
+            return
+        fault = (
+            f"The checkpoint folder {str(self.folder)!r} has {size_of(free)} free, but two passes take "
+            f"{size_of(passes)}: free space there, or take fewer samples (num_samples)."
+        )
+        if not os.path.exists(self._pass(0)):
+            raise OSError(f"{fault} Or pass another folder.")
+        logger.warning("%s", fault)
 
     def _check_header(self, header: dict[str, Any]) -> None:
         path = self.folder / "header.pt"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 import time
 import uuid
 from contextlib import suppress
 from itertools import count
+from math import inf
 from os import PathLike
 from pathlib import Path
 from typing import IO
@@ -130,6 +132,15 @@ def _may_be_at_work(path: Path) -> bool:
         except OSError:
             pass
     return True
+
+
+def room_in(folder: Path) -> float:
+    """Return the bytes that are free where a folder lies, infinity where that is not told."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return inf
+    return usage.free if usage.total else inf
 
 
 def _sync_folder(folder: Path) -> None:

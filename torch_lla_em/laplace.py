@@ -180,6 +180,8 @@ class LinearisedLaplace(PredictivePosterior):
             if self._comes_back(log, data, likelihood):
                 self._loaders = loaders
                 return self
+            if group.rank == 0:
+                log.require_room(2 * self.num_samples * problem.size * problem.dtype.itemsize)
             problem = RecordedProblem(self._linear_model, likelihood, data)
         problem.spread = spread_of(problem, self._shard, self.num_samples)
         if checkpoint is not None and group.size > 1:

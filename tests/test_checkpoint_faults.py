@@ -5,6 +5,8 @@ import io
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from test_checkpoint import Fuse, Rationed, fit
 from tiny import tiny
 from torch_lla_em import files
+from torch_lla_em.checkpoint import PassLog
 
 
 class BrokenFolder:
@@ -187,3 +190,48 @@ def test_a_fit_goes_on_from_its_passes_without_room_for_more(left, tmp_path, mon
     resumed = fit("krylov", Rationed(10**6), shutil.copytree(left[0], tmp_path / "run"))
     assert "0.1 kB free" in caplog.text
     assert torch.equal(resumed.w_samples, left[1].w_samples)
+
+
+AT_WORK = """
+import sys, time
+from pathlib import Path
+from torch_lla_em.checkpoint import PassLog
+PassLog(Path(sys.argv[1]), {})
+print("begun", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks of POSIX")
+def test_a_second_run_in_a_folder_is_told(tmp_path, caplog):
+    command = [sys.executable, "-c", AT_WORK, str(tmp_path)]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "begun\n"
+        PassLog(tmp_path, {})
+        assert "Another process is at work in the checkpoint folder" in caplog.text
+    finally:
+        other.kill()
+        other.communicate()
+    caplog.clear()
+    for _ in range(2):  # one process may begin again
+        PassLog(tmp_path, {})
+    assert not caplog.records
+
+
+def test_folders_without_locks_are_fine(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(files, "fcntl", None)
+    PassLog(tmp_path, {}).finish({}, {})
+    assert not caplog.records
+
+
+def test_a_pass_that_another_run_removes_is_computed(tmp_path, monkeypatch):
+    entry = {"Gw": torch.ones(2)}
+    PassLog(tmp_path, {}).recorded(torch.ones(3), lambda: entry)
+
+    def removed(path, *_):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+
+    log = PassLog(tmp_path, {})
+    monkeypatch.setattr(files, "tensors_of", removed)
+    assert log.recorded(torch.ones(3), lambda: entry) is entry

@@ -62,6 +62,16 @@ class PassLog:
                 "space there, or pass another folder."
             ) from error
         self._check_header(header)
+        if not os.path.exists(self.finished) and not files.take(self._header):
+            logger.warning(
+                "Another process is at work in the checkpoint folder %r: end one of them, since two "
+                "runs replace each other's passes, or give this one another folder.",
+                str(self.folder),
+            )
+
+    @property
+    def _header(self) -> Path:
+        return self.folder / "header.pt"
 
     @property
     def finished(self) -> Path:
@@ -105,6 +115,8 @@ class PassLog:
         last = not os.path.exists(self._pass(self.position + 1))
         try:
             entry = files.tensors_of(path, ("asked",), "" if last else remedy, device)
+        except FileNotFoundError:  # another run has finished meanwhile
+            return None
         except files.UnreadableError as error:
             if not last:
                 raise
@@ -114,8 +126,8 @@ class PassLog:
         if (asked - known).abs().max() > 1e-3 * (1 + known.abs().max()):
             raise ValueError(
                 f"The checkpoint in {str(self.folder)!r} took another path than this run does: "
-                "it is of another version of the program, or memory ended there and not here. "
-                "Delete the folder to start anew."
+                "it is of another version of the program, memory ended there and not here, or "
+                "another run is at work in it. Delete the folder to start anew."
             )
         self.position += 1
         return entry
@@ -167,6 +179,7 @@ class PassLog:
 
     def finish(self, posterior: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Put the posterior, and what is known of its data, in the place of the passes."""
+        files.leave(self._header)
         try:
             write_atomically({**posterior, "facts": persistence.to_bytes(facts)}, self.finished)
         except OSError as error:
@@ -189,7 +202,7 @@ class PassLog:
         logger.warning("%s", fault)
 
     def _check_header(self, header: dict[str, Any]) -> None:
-        path = self.folder / "header.pt"
+        path = self._header
         if not path.exists():
             write_atomically({"header": persistence.to_bytes(header)}, path)
             return

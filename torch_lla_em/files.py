@@ -19,6 +19,11 @@ from zipfile import BadZipFile, ZipFile
 import torch
 from torch import Tensor
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 from torch_lla_em.memory import is_shortage
 
 logger = logging.getLogger("torch_lla_em")
@@ -29,6 +34,9 @@ Path_ = str | PathLike
 _WRITING = ".writing-"
 _TOKEN = uuid.uuid4().hex[:12]
 _writes = count()
+
+# what this process has taken, by its open handle
+_taken: dict[Path, int] = {}
 
 # seconds without a change after which nobody is writing any more
 _LONG_AGO = 86400.0
@@ -132,6 +140,29 @@ def _may_be_at_work(path: Path) -> bool:
         except OSError:
             pass
     return True
+
+
+def take(path: Path) -> bool:
+    """Take a file for this process, until ``leave`` or its end; False if another one has it."""
+    leave(path)
+    try:
+        handle = os.open(path, os.O_RDWR)
+        _taken[path] = handle
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        leave(path)
+        return False
+    except (OSError, AttributeError):  # nothing can be taken there
+        leave(path)
+    return True
+
+
+def leave(path: Path) -> None:
+    """Have others take a file."""
+    if (handle := _taken.pop(path, None)) is not None:
+        with suppress(OSError, AttributeError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # forked processes have it open too
+        os.close(handle)
 
 
 def room_in(folder: Path) -> float:

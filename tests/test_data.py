@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -203,6 +204,42 @@ def test_pinned_inputs_move_to_the_network():
     assert_close(la.w_lin.cpu(), fitted([(x, y)]).w_lin, rtol=1e-3, atol=1e-4)
     assert torch.isfinite(la.joint_log_prob(x, y))
     assert la.calibrate(loader).posterior_scale.is_cuda
+
+
+@pytest.mark.cuda
+def test_batches_on_a_card_arrive_at_a_network_on_the_cpu():
+    x, y = case()
+    busy = torch.ones(4096, 4096, device="cuda")
+
+    class Late:
+        def __iter__(self):
+            for rows in torch.arange(12).split(5):
+                for _ in range(20):
+                    busy @ busy
+                yield x[rows].cuda(), y[rows].cuda()
+
+    la, here = fitted(Late()), fitted(list(zip(x.split(5), y.split(5))))
+    assert not la.w_lin.is_cuda
+    assert_close(la.w_lin, here.w_lin)
+    assert_close(la.w_samples, here.w_samples)
+
+
+@pytest.mark.parametrize("here, there", [("cpu", "cuda"), ("cuda", "cpu"), ("cpu", "cpu")])
+def test_only_what_goes_to_a_card_is_not_waited_for(here, there, monkeypatch):
+    """With tensors that hold nothing, for want of a card."""
+    asked, move = [], torch.Tensor.to
+
+    def recorded(tensor, *args, **options):
+        asked.append(options.get("non_blocking", False))
+        return move(tensor, *args, **options)
+
+    with FakeTensorMode():
+        x = torch.ones(2, 3, device=here)
+        monkeypatch.setattr(torch.Tensor, "to", recorded)
+        moved = to_device({"x": (x, x)}, torch.device(there))
+    monkeypatch.undo()
+    assert moved["x"][1].device.type == there
+    assert asked == 2 * [there == "cuda"]
 
 
 class Images(Dataset):

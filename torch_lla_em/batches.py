@@ -92,10 +92,13 @@ def map_tensors(
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """Move every tensor to a device, from pinned memory without waiting."""
-    return map_tensors(
-        lambda tensor: tensor.to(device, non_blocking=True), tree, lambda other: other.to(device)
-    )
+    """Move every tensor to a device, from pinned memory to a card without waiting."""
+
+    def move(tensor: Tensor) -> Tensor:
+        # the other way, the host would read what has not arrived yet
+        return tensor.to(device, non_blocking=device.type == "cuda" and tensor.device.type == "cpu")
+
+    return map_tensors(move, tree, lambda other: other.to(device))
 
 
 def cut(tree: Any, size: int, piece: slice) -> Any | None:

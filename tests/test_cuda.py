@@ -49,6 +49,7 @@ def test_vectors_live_where_they_are_told(vectors):
     assert la(images()[0][0].cuda()).is_cuda
 
 
+@pytest.mark.filterwarnings("ignore:Please use the new API settings")
 def test_tf32_is_off_unless_asked_for():
     torch.set_float32_matmul_precision("high")
     try:
@@ -59,6 +60,8 @@ def test_tf32_is_off_unless_asked_for():
         torch.set_float32_matmul_precision("highest")
     assert exact.report.adjoint_error < 1e-5 and exact.precision_error == 0
     assert low.precision_error < 0.01
+    if torch.cuda.get_device_capability() >= (8, 0):  # older ones have none
+        assert low.precision_error > 1e-5
 
 
 def test_a_small_share_of_the_card_is_enough(caplog):
@@ -81,7 +84,11 @@ def test_a_small_share_of_the_card_is_enough(caplog):
     torch.testing.assert_close(small.w_samples.cpu(), whole.w_samples, rtol=2e-2, atol=2e-3)
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:.*TensorFloat32.*:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:TensorFloat32 tensor cores",
+    "ignore:.*TensorFloat32.*:UserWarning",
+    "ignore:Please use the new API settings",
+)
 def test_compiled_products_agree(caplog):
     caplog.set_level(logging.INFO)
     eager = fit(small_cnn().cuda(), images())

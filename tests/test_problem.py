@@ -185,6 +185,7 @@ def test_a_read_inside_a_pass_would_be_seen():
 
 
 @pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("name", ["classification", "regression"])
 def test_no_batch_waits_for_the_card(name):
     case = tiny(name)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from allocator import Allocator
+from fresh import run_fresh
 from torch_lla_em import SGD, BlockCG, BlockKrylov, FunctionSpace, LinearisedLaplace
 from torch_lla_em.data import Data
 from torch_lla_em.likelihoods import Classification
@@ -214,12 +215,58 @@ def test_a_shortage_is_no_reason_to_take_rows_for_one():
     assert calls == [16, 8, 8, 4]
 
 
-def test_other_errors_are_not_mistaken_for_shortage():
+@pytest.mark.parametrize(
+    "words", ["shapes do not match", "could not create a primitive descriptor for a convolution"]
+)
+def test_other_errors_are_not_mistaken_for_shortage(words):
     def fail():
-        raise RuntimeError("shapes do not match")
+        raise RuntimeError(words)
 
-    with pytest.raises(RuntimeError, match="shapes"):
+    with pytest.raises(RuntimeError, match=words):
         attempt(fail)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "std::bad_alloc",
+        "could not create a primitive",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+        "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+        "cuFFT error: CUFFT_ALLOC_FAILED",
+        "GET was unable to find an engine to execute this computation",
+    ],
+)
+def test_libraries_have_words_of_their_own(words):
+    def fail():
+        raise RuntimeError(words)
+
+    assert attempt(fail) == (None, words)
+
+
+def field(name):
+    with open("/proc/self/status") as lines:
+        return int(dict(line.split(":", 1) for line in lines)[name].split()[0]) * 1024
+
+
+def convolve_without_room():
+    import resource
+
+    torch.set_num_threads(1)
+    layer = nn.Conv2d(3, 32, 3, padding=1)
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    x = torch.randn(128, 3, 32, 32)
+    resource.setrlimit(resource.RLIMIT_DATA, (field("VmData") + (8 << 20), limits[1]))
+    result, shortage = attempt(lambda: layer(x))  # whose result takes 16 MiB
+    resource.setrlimit(resource.RLIMIT_DATA, limits)
+    assert result is None and shortage
+    assert attempt(lambda: layer(x).shape)[0] == (128, 32, 32, 32)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux alone")
+def test_layers_that_run_out_of_memory_are_understood():
+    run_fresh(convolve_without_room)
 
 
 def test_free_memory_is_some():

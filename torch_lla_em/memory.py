@@ -20,10 +20,20 @@ T = TypeVar("T")
 _WORDS = (
     "can't allocate memory",
     "not enough memory",
+    "std::bad_alloc",
+    "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory",
+    "DEVICE_ALLOCATION_FAILED",
+    "HOST_ALLOCATION_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+    # of a layer that is not supported they say the same, and still do when one row is tried
+    "unable to find an engine to execute this computation",
+    "could not create a primitive",
 )
+_UNSUPPORTED = "could not create a primitive descriptor"
 
 
 class DoesNotFit(MemoryError):
@@ -63,7 +73,9 @@ def is_shortage(error: Exception) -> bool:
     """Return whether an error says that memory has ended, and nothing else is wrong."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+    if not isinstance(error, RuntimeError) or _UNSUPPORTED in str(error):
+        return False
+    return any(words in str(error) for words in _WORDS)
 
 
 def _release() -> None:

@@ -16,7 +16,7 @@ from torch_lla_em.compute import Compute
 from torch_lla_em.data import Data
 from torch_lla_em.finite import DERIVATIVE, LIKELIHOOD, all_finite
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.linear_model import LinearModel
+from torch_lla_em.linear_model import AddPullback, LinearModel
 from torch_lla_em.memory_plan import Plan
 from torch_lla_em.placed_vectors import PlacedVectors
 from torch_lla_em.sweeps import Rows, Work
@@ -56,7 +56,9 @@ class BatchProducts(PlacedVectors):
     def with_curvature_at(self: Self, w: Tensor | None) -> Self:
         """Return the same problem with H taken at J w, or at the network's outputs."""
         other = copy.copy(self)
-        other.curvature_point = None if w is None else self.spread.whole(w[None])[0]
+        # beside the network, which takes it again with every batch
+        near = self.linear_model.network.device
+        other.curvature_point = None if w is None else self.spread.whole(w[None])[0].to(near)
         other._at_point = {}
         return other
 
@@ -112,6 +114,20 @@ class BatchProducts(PlacedVectors):
 
     def _root_product(self, batch: Batch, draw: Draw) -> Tensor:
         """Return J_bᵀ S_b ε, with ε = draw(rows, f) of shape (K, *f.shape)."""
+        u, add_pullback = self._noise_outputs(batch, draw)
+        total = self._near_zeros(len(u))
+        add_pullback(u, total)
+        return total
+
+    def _root_products(
+        self, batch: Batch, draw: Draw, take: Callable[[slice, Tensor], None]
+    ) -> None:
+        """Have J_bᵀ S_b ε taken, in as many columns at once as fit."""
+        u, add_pullback = self._noise_outputs(batch, draw)
+        self.linear_model.pull_in_columns(u, add_pullback, self._near_zeros, take)
+
+    def _noise_outputs(self, batch: Batch, draw: Draw) -> tuple[Tensor, AddPullback]:
+        """Return S_b ε, and the map of ``vjp``."""
         f, add_pullback = self.linear_model.vjp(batch.inputs)
         self._inspect(batch, f)
         at = f
@@ -120,6 +136,4 @@ class BatchProducts(PlacedVectors):
             self._finite.note(batch.index, DERIVATIVE, all_finite(at))
         u = self._masked(self.likelihood.hessian_sqrt_product(at, draw(batch.rows, f)), batch)
         self._finite.note(batch.index, LIKELIHOOD, all_finite(u))
-        total = self._near(self._whole_zeros(len(u)))
-        add_pullback(u, total)
-        return total
+        return u, add_pullback

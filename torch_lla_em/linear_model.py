@@ -206,6 +206,31 @@ class LinearModel:
 
         return add_pullback
 
+    def pull_in_columns(
+        self,
+        u: Tensor,
+        add_pullback: AddPullback,
+        zeros: Callable[[int], Tensor],
+        take: Callable[[slice, Tensor], None],
+    ) -> None:
+        """Have Jᵀ u taken in as many columns at once as fit, each in vectors made by ``zeros``."""
+        done = 0
+        while done < len(u):
+            columns = slice(done, min(len(u), done + (self.path.vjp_columns or len(u))))
+            count, total = columns.stop - done, None
+            try:
+                total = self._attempt("vjp_columns", count, lambda: zeros(count))
+                if total is not None:
+                    add_pullback(u[columns], total)
+            except DoesNotFit as error:
+                if count > (self.path.vjp_columns or len(u)):
+                    continue  # with fewer of them held they may
+                error.columns_done = done
+                raise
+            if total is not None:
+                take(columns, total)
+                done = columns.stop
+
     def weights_and_tangents(self, w: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the trained weights and directions (K, *shape) of w by name, where they are used."""
         weights, tangents = self._weights(), self._tangents(w)

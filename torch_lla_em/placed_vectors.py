@@ -127,6 +127,11 @@ class PlacedVectors(Sweeps):
             num_vectors, size, dtype=self.dtype, device=self.device, pin_memory=pinned
         )
 
+    def _near_zeros(self, num_vectors: int) -> Tensor:
+        """Return whole vectors of zeros where the network is."""
+        shape, device = (num_vectors, self.linear_model.layout.size), self.linear_model.network.device
+        return torch.zeros(shape, dtype=self.dtype, device=device)
+
     def _groups(self, num_columns: int) -> list[slice]:
         """Return the columns that one pass takes: all, unless vectors live off the device."""
         if self._group is None:

@@ -92,7 +92,7 @@ class Problem(BatchProducts):
         problem = self.with_curvature_at(None)
 
         def run(w: Tensor, whole: bool) -> Tensor:
-            gradient, column = self._near(self._whole_zeros(1)), self._near(w)
+            gradient, column = self._near_zeros(1), self._near(w)
 
             def add(batch: Batch, _: int) -> None:
                 log_prob = torch.zeros_like(loss)
@@ -123,15 +123,18 @@ class Problem(BatchProducts):
         skipped = 0 if known is None else known.num_rows
 
         def run(samples: range, whole: bool) -> tuple[Tensor, Tensor]:
-            eta, squares = self._whole_zeros(len(samples)), self._near(self._whole_zeros(1)[0])
+            eta, squares = self._whole_zeros(len(samples)), self._near_zeros(1)[0]
             for group in self._groups(len(samples)):
-                draw, sums = partial(_draw, seed, samples[group]), self._near(eta[group])
+                drawn, sums = samples[group], self._near(eta[group])
 
-                def add(batch: Batch, _: int) -> None:
-                    product = self._root_product(batch, draw)
-                    sums.add_(product)
-                    for row in product:
-                        squares.addcmul_(row, row)
+                def add(batch: Batch, done: int) -> None:
+                    def take(columns: slice, product: Tensor) -> None:
+                        sums[done:][columns].add_(product)
+                        for row in product:
+                            squares.addcmul_(row, row)
+
+                    if len(drawn) > done:
+                        self._root_products(batch, partial(_draw, seed, drawn[done:]), take)
 
                 named = {f"eta {group.start}": sums, "squares": squares}
                 self._summed(named, add, Rows(skipped, _GROUP_ROWS, whole=whole))

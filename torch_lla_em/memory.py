@@ -80,6 +80,7 @@ def is_shortage(error: Exception) -> bool:
 
 def _release() -> None:
     gc.collect()  # graphs may be parts of cycles
+    hand_back()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 

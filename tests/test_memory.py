@@ -273,6 +273,38 @@ def test_free_memory_is_some():
     assert free_memory(torch.device("cpu")) > 1e6
 
 
+@pytest.mark.parametrize("share, free", [(1.0, 40.0), (0.5, 30.0), (0.1, 20.0)])
+def test_a_share_of_a_card_is_all_that_is_free(share, free, monkeypatch):
+    told = {
+        "mem_get_info": (20, 100),
+        "memory_reserved": 40,
+        "memory_allocated": 20,
+        "get_per_process_memory_fraction": share,
+    }
+    for name, value in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value, raising=False)
+    assert free_memory(torch.device("cuda")) == free
+
+
+def measure_below(limit, name):
+    import resource
+
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (field(name) + (64 << 20), hard))
+    free = free_memory(torch.device("cpu"))
+    resource.setrlimit(limit, (soft, hard))
+    assert 32 << 20 < free <= 64 << 20, free
+    assert free_memory(torch.device("cpu")) > 64 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
+@pytest.mark.parametrize("limit, name", [("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")])
+def test_limits_of_the_process_are_what_is_free(limit, name):
+    import resource
+
+    run_fresh(measure_below, getattr(resource, limit), name)
+
+
 SCRIPT = """
 import resource, torch
 from torch_lla_em.memory import attempt

@@ -7,6 +7,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable
+from math import inf
 from typing import TypeVar
 
 import torch
@@ -88,11 +89,34 @@ def _release() -> None:
 def free_memory(device: torch.device) -> float:
     """Return the bytes that may still be allocated on a device."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(free + cached)
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        cached = reserved - torch.cuda.memory_allocated(device)
+        return max(0.0, min(free, _share_of(device) * total - reserved)) + cached
     hand_back()
-    return min(_available(), room())
+    return min(_available(), room(), _below_limits())
+
+
+def _share_of(device: torch.device) -> float:
+    """Return the share of a card that this process is allowed, where torch tells."""
+    tell = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return 1.0 if tell is None else tell(None if device.index is None else device)
+
+
+def _below_limits() -> float:
+    """Return the bytes left below the limits of this process, on Linux; without any, infinity."""
+    try:
+        import resource
+
+        with open("/proc/self/status") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        limits = {"VmSize": resource.RLIMIT_AS, "VmData": resource.RLIMIT_DATA}
+        allowed = {name: resource.getrlimit(limit)[0] for name, limit in limits.items()}
+        held = {name: float(fields[name].split()[0]) * 1024 for name in limits}
+    except (ImportError, OSError, KeyError):
+        return inf
+    left = [allowed[n] - held[n] for n in limits if allowed[n] != resource.RLIM_INFINITY]
+    return max(0.0, min(left, default=inf))
 
 
 def _available() -> float:

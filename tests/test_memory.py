@@ -273,6 +273,24 @@ def test_free_memory_is_some():
     assert free_memory(torch.device("cpu")) > 1e6
 
 
+def test_pageable_memory_is_taken_where_pinned_memory_ends(monkeypatch, caplog):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    whole, pins, zeros = problem(), [], torch.zeros
+    monkeypatch.undo()
+
+    def unpinned(*args, pin_memory=False, **options):
+        if pin_memory:
+            pins.append(args)
+            raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be")
+        return zeros(*args, **options)
+
+    whole._group = 3
+    monkeypatch.setattr(torch, "zeros", unpinned)
+    first, second = whole._whole_zeros(4), whole.with_curvature_at(None)._whole_zeros(4)
+    assert first.shape == second.shape == (4, whole.size) and not first.any()
+    assert len(pins) == 1 and caplog.text.count("(CUDA error: out of memory)") == 1
+
+
 @pytest.mark.parametrize("share, free", [(1.0, 40.0), (0.5, 30.0), (0.1, 20.0)])
 def test_a_share_of_a_card_is_all_that_is_free(share, free, monkeypatch):
     told = {

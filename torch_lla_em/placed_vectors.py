@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,27 @@ from torch_lla_em.spread import DataSpread
 from torch_lla_em.sweeps import Sweeps
 
 
+logger = logging.getLogger("torch_lla_em")
+
+
+class _Host:
+    """The memory of a card's host: pinned, which copies fast, as long as there is any."""
+
+    def __init__(self) -> None:
+        self.pinned = torch.cuda.is_available()
+
+    def zeros(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Return zeros on the CPU."""
+        if self.pinned:
+            try:
+                return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True)
+            except RuntimeError as error:  # drivers have several words for it
+                self.pinned = False
+                what = str(error).split("\n")[0]
+                logger.warning("Pinned memory ended, pageable memory is taken instead (%s).", what)
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+
+
 class PlacedVectors(Sweeps):
     """Passes whose sums are vectors, on the network's device or beside it, whole or in slices."""
 
@@ -33,6 +55,7 @@ class PlacedVectors(Sweeps):
         self.device = w_MAP.device
         self.dtype = torch.promote_types(w_MAP.dtype, torch.float32)
         self._group: int | None = None
+        self._host = _Host()
 
     def prepare(self, num_samples: int, compute: Compute) -> Plan:
         """Look at the first batch, before anything is allocated: probe the network, plan memory."""
@@ -121,11 +144,10 @@ class PlacedVectors(Sweeps):
         return torch.zeros(num_vectors, self.size, dtype=self.dtype, device=self.device)
 
     def _whole_zeros(self, num_vectors: int) -> Tensor:
-        size = self.linear_model.layout.size
-        pinned = self._group is not None and torch.cuda.is_available()
-        return torch.zeros(
-            num_vectors, size, dtype=self.dtype, device=self.device, pin_memory=pinned
-        )
+        shape = num_vectors, self.linear_model.layout.size
+        if self._group is None:
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return self._host.zeros(shape, self.dtype)
 
     def _near_zeros(self, num_vectors: int) -> Tensor:
         """Return whole vectors of zeros where the network is."""

@@ -84,6 +84,24 @@ def test_bfloat16_products_say_how_wrong_they_are(prior, caplog):
     assert fits[1].w_samples.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("prior", ["scalar", "layerwise"])
+def test_models_of_half_precision_are_taken_as_they_are(dtype, prior):
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(60, 5, generator=generator), torch.randint(0, 3, (60,), generator=generator)
+    variances = []
+    for kind in (torch.float32, dtype):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).to(kind)
+        la = LinearisedLaplace(model, "classification", prior=prior, num_samples=16)
+        la.fit(list(zip(x.to(kind).split(10), y.split(10))), progress_bar=False)
+        assert la.w_samples.dtype == torch.float32
+        variances.append(la.functional_samples(x.to(kind)).float().var(0))
+    exact, found = variances
+    assert found.mean().item() == pytest.approx(exact.mean().item(), rel=0.1)
+    assert (found - exact).norm() < 0.1 * exact.norm()
+
+
 def test_channels_last_models_are_taken_as_they_are():
     plain = LinearisedLaplace(small_cnn(), "classification", num_samples=4)
     last = LinearisedLaplace(

@@ -62,6 +62,12 @@ class LinearModel:
         """The trained weights, shape (P,)."""
         return self.layout.flatten(self._weights())
 
+    @property
+    def rounding(self) -> float:
+        """How far J w may be from exact, relative: by the model's own dtype, or by ``Compute``."""
+        dtypes = {p.dtype for p in self.network.module.parameters() if p.is_floating_point()}
+        return max([self.precision_error, *(torch.finfo(dtype).eps for dtype in dtypes)])
+
     def probe(self, x: Any) -> Report:
         """Check derivatives at one batch's inputs, choose how to take them, and log it.
 

@@ -30,8 +30,8 @@ class WhitenedGGN:
 
     @property
     def rounding(self) -> float:
-        """How far J w is from single precision, relative, where the network computes in less."""
-        return self.problem.linear_model.precision_error
+        """How far J w may be from exact, relative."""
+        return self.problem.linear_model.rounding
 
     def rows(self) -> Tensor:
         """Return R D, shape (N C, P), with A = (R D)ᵀ R D."""
@@ -63,8 +63,8 @@ class WhitenedLoss:
 
     @property
     def rounding(self) -> float:
-        """How far J w is from single precision, relative, where the network computes in less."""
-        return self.problem.linear_model.precision_error
+        """How far J w may be from exact, relative."""
+        return self.problem.linear_model.rounding
 
     def value_and_gradient(self, x: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n loss(J_n D x, y_n) and its gradient in x, shape (P,)."""

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from fresh import CONTEXT
 from tiny import tiny
-from torch_lla_em import SGD, BlockCG, Compute, FunctionSpace, LinearisedLaplace, orders
+from torch_lla_em import SGD, BlockCG, Compute, FunctionSpace, LinearisedLaplace, orders, persistence
 from torch_lla_em.checkpoint import PassLog
 from torch_lla_em.files import write_atomically
 from torch_lla_em.fitting import fit_posterior
@@ -682,8 +684,8 @@ def test_asked_to_leave_it_leaves_at_the_next_batch(solver, tmp_path):
             for batch in super().__iter__():
                 yield batch
                 if self.left == 10**6 - 40:
-                    os.kill(os.getpid(), signal.SIGTERM)
                     self.asked = self.left
+                    os.kill(os.getpid(), signal.SIGTERM)
 
     loader = Signalling(10**6)
     model = tiny("classification").model
@@ -696,19 +698,93 @@ def test_asked_to_leave_it_leaves_at_the_next_batch(solver, tmp_path):
 
 def test_batches_in_pieces_are_written_before_it_leaves(tmp_path, monkeypatch):
     monkeypatch.setattr("torch_lla_em.problem._GROUP_ROWS", 2)
+    draw, pieces = Classification.hessian_sqrt_product, []
 
-    class Signalling(Rationed):
-        def __iter__(self):
-            for index, batch in enumerate(super().__iter__()):
-                if index == 2:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                yield batch
+    def signalling(self, *args):
+        pieces.append(1)
+        if len(pieces) == 8:  # of three a batch
+            os.kill(os.getpid(), signal.SIGTERM)
+        return draw(self, *args)
 
-    with pytest.raises(SystemExit):
-        fit("krylov", Signalling(10**6), tmp_path / "broken")
-    assert (tmp_path / "broken" / "partial.pt").exists()
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(Classification, "hessian_sqrt_product", signalling)
+        fit("krylov", Rationed(10**6), tmp_path / "broken")
+    assert rows_kept(tmp_path / "broken") == 18
     whole = fit("krylov", Rationed(10**6), tmp_path / "whole")
     resumed = fit("krylov", Rationed(10**6), tmp_path / "broken")
+    assert torch.equal(resumed.w_samples, whole.w_samples)
+
+
+def rows_kept(folder):
+    state = torch.load(folder / "partial.pt", weights_only=True)
+    return persistence.from_bytes(state["facts"])["rows"]
+
+
+class Slow(torch.utils.data.Dataset):
+    """Tells, and sleeps, at a row of the fourth pass."""
+
+    def __init__(self, row, told, passes):
+        self.case, self.row, self.told, self.passes = tiny("classification"), row, told, passes
+
+    def __len__(self):
+        return len(self.case.x)
+
+    def __getitem__(self, row):
+        if row == self.row:
+            self.passes.value += 1
+            if self.passes.value == 4:
+                time.sleep(0.3)  # until all before it has been worked on
+                self.told.set()
+                time.sleep(60)
+        return self.case.x[row], self.case.y[row]
+
+
+def fit_in_a_group(folder, row, persistent, told, passes):
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    data = Slow(row, told, passes)
+    loader = DataLoader(
+        data, 7, num_workers=2, multiprocessing_context="fork", persistent_workers=persistent
+    )
+    if persistent:  # workers that know nothing of the fit
+        list(loader)
+    if row is None:
+        told_in_the_middle_of_a_batch(told)
+    fit("krylov", loader, folder)
+
+
+def told_in_the_middle_of_a_batch(told):
+    product, calls = Classification.hessian_product, []
+
+    def telling(self, *args):
+        calls.append(1)
+        if len(calls) == 13:
+            told.set()
+            time.sleep(0.5)
+        return product(self, *args)
+
+    Classification.hessian_product = telling
+
+
+@pytest.mark.parametrize(
+    "number, row, persistent",
+    [("SIGTERM", 14, False), ("SIGTERM", None, False), ("SIGTERM", None, True), ("SIGINT", 14, True)],
+)
+def test_signals_to_a_group_with_workers_leave_cleanly(number, row, persistent, tmp_path):
+    told, passes = CONTEXT.Event(), CONTEXT.Value("i", -persistent)
+    arguments = tmp_path / "broken", row, persistent, told, passes
+    process = CONTEXT.Process(target=fit_in_a_group, args=arguments)
+    process.start()
+    assert told.wait(60)
+    asked = time.monotonic()
+    os.killpg(process.pid, getattr(signal, number))
+    process.join(60)
+    assert time.monotonic() - asked < 4.5  # torch looks every five seconds whether workers live
+    assert process.exitcode == {"SIGTERM": 128 + signal.SIGTERM, "SIGINT": 1}[number]
+    assert rows_kept(tmp_path / "broken") == (row or 21)
+    whole = fit("krylov", Fuse(10**6), tmp_path / "whole")
+    resumed = fit("krylov", Fuse(10**6), tmp_path / "broken")
     assert torch.equal(resumed.w_samples, whole.w_samples)
 
 

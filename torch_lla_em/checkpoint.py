@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -236,6 +237,8 @@ class RecordedProblem(Problem):
         """Begin to use a log; end at the next batch once it is time to leave."""
         self.log, self.leaving = log, leaving
         self.partial = PartialPass(log.folder / "partial.pt")
+        if self.data.group.size == 1:
+            leaving.idle = lambda: self.partial.summed == self._read
 
     def ggn_product(self, w: Tensor) -> Tensor:
         """Return G w, shape (K, P)."""
@@ -297,9 +300,10 @@ class RecordedProblem(Problem):
             add(batch, done)
             return int(batch.rows[-1]) + 1
 
-        for reached in self._gone_on_with(sums, partial(self._over, counted), rows):
-            if reached == self.data.rows_seen:
-                self._between_batches(sums)
+        with self._kept_when_left(sums):
+            for reached in self._gone_on_with(sums, partial(self._over, counted), rows):
+                if reached == self.data.rows_seen and self.partial.due():
+                    self._keep(sums)
 
     def _minibatches(
         self, cotangent: Cotangent, state: State = None, rows: Rows = Rows(in_step=True)
@@ -315,10 +319,12 @@ class RecordedProblem(Problem):
             self.cost.columns = spent + sums["columns"].item()
             yield from super(RecordedProblem, self)._minibatches(cotangent, state, rows)
 
-        for step in self._gone_on_with(sums, steps, rows):
-            yield step
-            sums["columns"].fill_(self.cost.columns - spent)
-            self._between_batches(sums)
+        with self._kept_when_left(sums):
+            for step in self._gone_on_with(sums, steps, rows):
+                yield step
+                sums["columns"].fill_(self.cost.columns - spent)
+                if self.partial.due():
+                    self._keep(sums)
 
     def _gone_on_with(
         self, sums: dict[str, Tensor], sweep: Callable[[Rows], Iterator[T]], rows: Rows
@@ -341,23 +347,41 @@ class RecordedProblem(Problem):
             yield from sweep(rows)
 
     def _batches(self, rows: Rows) -> Iterator[Batch]:
+        self.partial.summed = self.data.num_passes, rows.skipped
         for batch in super()._batches(rows):
             yield batch
-            # after the last piece of a batch, when its sums have been written
-            if self.leaving.requested and (
-                self.data.group.size > 1 or int(batch.rows[-1]) + 1 == self.data.rows_seen
-            ):
-                raise self.leaving.requested
+            # after the last piece of a batch, when its sums have been made
+            if self.data.group.size > 1 or int(batch.rows[-1]) + 1 == self.data.rows_seen:
+                self.partial.summed = self._read
+                if self.leaving.requested:
+                    raise self.leaving.requested
 
-    def _between_batches(self, sums: dict[str, Tensor]) -> None:
-        """Keep the sums if it is time to, or if somebody asked to leave."""
-        if (self.leaving.requested or self.partial.due()) and self.log.writing and self.data.fingerprint:
-            if self._finite.first_fault(OUTPUTS) is None and all(map(is_finite, sums.values())):
-                self.refuse_changed_weights()
-                try:
-                    self.partial.write(self.log.position, sums, self.data)
-                except OSError as error:
-                    self.log.give_up(error)
+    @property
+    def _read(self) -> tuple[int, int]:
+        """Passes so far, and rows of the one under way."""
+        return self.data.num_passes, self.data.rows_seen
+
+    @contextmanager
+    def _kept_when_left(self, sums: dict[str, Tensor]) -> Iterator[None]:
+        """Keep the sums of whole batches where somebody asked to leave."""
+        try:
+            yield
+        except BaseException as error:
+            asked = self.leaving.requested
+            if asked and (error is asked or isinstance(error, Exception)) and self.leaving.idle():
+                self._keep(sums)
+            raise
+
+    def _keep(self, sums: dict[str, Tensor]) -> None:
+        """Write the sums over the rows so far, if they are worth it."""
+        if not (self.log.writing and self.data.fingerprint and self.data.rows_seen):
+            return
+        if self._finite.first_fault(OUTPUTS) is None and all(map(is_finite, sums.values())):
+            self.refuse_changed_weights()
+            try:
+                self.partial.write(self.log.position, sums, self.data)
+            except OSError as error:
+                self.log.give_up(error)
 
     def _recorded(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         computed = False

@@ -36,6 +36,8 @@ class PartialPass:
         self._written_at = time.monotonic()
         self._asked: list[float] = []
         self._part = 0
+        self.summed = 0, 0
+        """Passes before, and rows of the one under way whose work is done."""
 
     def begin(self, asked: Tensor) -> None:
         """Note where a pass is taken; what is kept of another is not gone on with."""

@@ -894,6 +894,20 @@ def test_sigterm_is_given_back(tmp_path):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_handlers_of_ones_own_are_left_alone(ignored, checkpoint, tmp_path):
+    called = []
+    own = signal.SIG_IGN if ignored else lambda number, _: called.append(number)
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        la = fit("krylov", Fuse(1, signal.SIGTERM), tmp_path if checkpoint else None)
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert la.w_samples.isfinite().all() and called == [signal.SIGTERM] * (not ignored)
+
+
 def test_a_pass_that_failed_is_asked_again_in_its_place(tmp_path):
     log, key, entry = PassLog(tmp_path, {}), torch.ones(3), {"Gw": torch.ones(2)}
 

@@ -42,11 +42,12 @@ def leaving_cleanly(at_once: bool) -> Iterator[Leaving]:
         if leaving.idle():
             raise reason
 
-    noted = [signal.SIGTERM]
-    if not at_once and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        noted.append(signal.SIGINT)
-    for number in noted:
-        before[number] = signal.signal(number, leave)
+    defaults: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL}
+    if not at_once:
+        defaults[signal.SIGINT] = signal.default_int_handler
+    for number, default in defaults.items():
+        if signal.getsignal(number) is default:
+            before[number] = signal.signal(number, leave)
     try:
         yield leaving
     except Exception as error:

@@ -28,6 +28,7 @@ from torch_lla_em.leaving import Leaving
 from torch_lla_em.memory_plan import size_of
 from torch_lla_em.partial_pass import PartialPass
 from torch_lla_em.problem import BatchProduct, NoiseFeatures, Problem, State
+from torch_lla_em.shortages import Shortages
 from torch_lla_em.slices import over_slices
 from torch_lla_em.sweeps import OtherOrderError, Rows, Work
 
@@ -73,6 +74,10 @@ class PassLog:
     @property
     def _header(self) -> Path:
         return self.folder / "header.pt"
+
+    @property
+    def _shortages(self) -> Path:
+        return self.folder / "shortages.pt"
 
     @property
     def finished(self) -> Path:
@@ -162,6 +167,18 @@ class PassLog:
                 "code or buffers have changed. Bring them back, or pass another folder."
             )
 
+    def read_shortages(self) -> list[list[int]]:
+        """Return where memory ended between passes, as far as it is known."""
+        if not os.path.exists(self._shortages):
+            return []
+        remedy = "Delete the folder to start anew, or pass another."
+        return files.tensors_of(self._shortages, ("shortages",), remedy)["shortages"].tolist()
+
+    def write_shortages(self, known: list[list[int]]) -> None:
+        """Keep where memory ended between passes, unless the passes that are there had more of it."""
+        if not os.path.exists(self.next_pass):
+            self._write({"shortages": torch.tensor(known)}, self._shortages)
+
     def _write(self, state: dict[str, Tensor], path: Path) -> None:
         if self.writing:
             try:
@@ -186,8 +203,9 @@ class PassLog:
         except OSError as error:
             self.give_up(error)
             return
-        for path in [*self.folder.glob("pass-*.pt"), *self.folder.glob("partial.pt")]:
-            files.remove(path)
+        for name in ("pass-*.pt", "partial.pt", "shortages.pt"):
+            for path in self.folder.glob(name):
+                files.remove(path)
 
     def require_room(self, passes: int) -> None:
         """Refuse to begin where two passes, of so many bytes, have no room; but go on."""
@@ -232,12 +250,14 @@ class RecordedProblem(Problem):
     log: PassLog
     partial: PartialPass
     leaving: Leaving
+    shortages: Shortages | None = None
 
     def record(self, log: PassLog, leaving: Leaving) -> None:
         """Begin to use a log; end at the next batch once it is time to leave."""
         self.log, self.leaving = log, leaving
         self.partial = PartialPass(log.folder / "partial.pt")
         if self.data.group.size == 1:
+            self.shortages = Shortages(log)
             leaving.idle = lambda: self.partial.summed == self._read
 
     def ggn_product(self, w: Tensor) -> Tensor:
@@ -271,6 +291,12 @@ class RecordedProblem(Problem):
     def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return what was computed at ``key``, from the log where it is there."""
         return self._recorded(key, compute)
+
+    def with_room(self, run: Callable[[], T], make_room: Callable[[], bool]) -> T:
+        """Return the result of ``run``, without what a run before this one had no room for."""
+        if self.shortages is None:
+            return super().with_room(run, make_room)
+        return self.shortages.with_room(run, make_room)
 
     def room(self) -> float:
         """Return the bytes that were free when the fit first asked here, so that it chooses alike."""
@@ -385,6 +411,8 @@ class RecordedProblem(Problem):
 
     def _recorded(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         computed = False
+        if self.shortages is not None:
+            self.shortages.meet()
 
         def counted() -> dict[str, Tensor]:
             nonlocal computed

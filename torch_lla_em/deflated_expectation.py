@@ -13,7 +13,6 @@ from torch import Tensor
 from torch_lla_em.evidence import sigma_of
 from torch_lla_em.expectation import Expectation, Hyperparameters, IterativeEStep
 from torch_lla_em.linear_mode import LinearMode, Precondition
-from torch_lla_em.memory import is_shortage, with_room
 from torch_lla_em.operators import WhitenedGGN
 from torch_lla_em.posterior_samples import PosteriorSamples
 from torch_lla_em.problem import Problem
@@ -53,7 +52,7 @@ class DeflatedEStep(IterativeEStep):
 
     def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
         """Return w_lin at these hyper-parameters."""
-        return self._within_memory(partial(super().mode, hyper, tolerance))
+        return self._from_here(partial(super().mode, hyper, tolerance))
 
     def finish(
         self, hyper: Hyperparameters, tolerance: float
@@ -74,7 +73,17 @@ class DeflatedEStep(IterativeEStep):
         return Preconditioner(self._features, deviation / self._relative_noise(hyper)).inverse
 
     def _samples(self, hyper: Hyperparameters, tolerance: float) -> PosteriorSamples:
-        return self._within_memory(partial(super()._samples, hyper, tolerance))
+        return self._from_here(partial(super()._samples, hyper, tolerance))
+
+    def _from_here(self, run: Callable[[], T]) -> T:
+        """Return the result of ``run`` within memory, from the same start each time it is run."""
+        start = self._w_lin, self._last
+
+        def restarted() -> T:
+            self._w_lin, self._last = start
+            return run()
+
+        return self._within_memory(restarted)
 
     def _within_memory(self, run: Callable[[], T]) -> T:
         """Return the result of ``run``, if need be without the features."""
@@ -86,7 +95,7 @@ class DeflatedEStep(IterativeEStep):
             logger.warning(_WITHOUT)
             return True
 
-        return with_room(run, make_room)
+        return self._problem.with_room(run, make_room)
 
     def _relative_noise(self, hyper: Hyperparameters) -> float:
         """Return σ over the one that the features were built with."""
@@ -94,13 +103,16 @@ class DeflatedEStep(IterativeEStep):
 
     def _find_features(self, hyper: Hyperparameters) -> Tensor | None:
         """Return F with FᵀF ≤ G, or None where the basis does not fit."""
-        try:
-            return self._build_features(hyper)
-        except (RuntimeError, MemoryError) as error:
-            if not is_shortage(error) or not self._problem.alone:
-                raise
-        logger.warning(_WITHOUT)
-        return None
+        fits = True
+
+        def give_up() -> bool:
+            nonlocal fits
+            if self._problem.alone:
+                fits = False
+                logger.warning(_WITHOUT)
+            return not fits
+
+        return self._problem.with_room(lambda: self._build_features(hyper) if fits else None, give_up)
 
     def _build_features(self, hyper: Hyperparameters) -> Tensor | None:
         prior, noise = self._noise.prior, self._noise

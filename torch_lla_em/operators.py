@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from torch import Tensor
 
 from torch_lla_em.problem import BatchProduct, Problem, State
+
+T = TypeVar("T")
 
 
 class WhitenedGGN:
@@ -49,6 +52,10 @@ class WhitenedGGN:
     def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return what was computed at ``key``, from a checkpoint where it is there."""
         return self.problem.kept(key, compute)
+
+    def with_room(self, run: Callable[[], T], make_room: Callable[[], bool]) -> T:
+        """Return the result of ``run``, again as often as memory ends and room can be made."""
+        return self.problem.with_room(run, make_room)
 
     def _whiten(self, product: BatchProduct) -> BatchProduct:
         return lambda x: product(x * self.deviation).mul_(self.deviation)

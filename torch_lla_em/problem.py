@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch_lla_em.data import Data
 from torch_lla_em.finite import DERIVATIVE, LIKELIHOOD, STEP, all_finite, is_moderate
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.linear_model import LinearModel
+from torch_lla_em.memory import with_room
 from torch_lla_em.noise import normal
 from torch_lla_em.slices import largest_slice
 from torch_lla_em.sweeps import Rows
@@ -22,6 +23,7 @@ from torch_lla_em.sweeps import Rows
 _EPSILON_STREAM = 1
 _GROUP_ROWS = 32
 
+T = TypeVar("T")
 State = dict[str, Tensor] | None
 BatchProduct = Callable[[Tensor], Tensor]
 
@@ -205,6 +207,10 @@ class Problem(BatchProducts):
     def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return what was computed at ``key``: here anew, from a checkpoint where there is one."""
         return compute()
+
+    def with_room(self, run: Callable[[], T], make_room: Callable[[], bool]) -> T:
+        """Return the result of ``run``, again as often as memory ends and room can be made."""
+        return with_room(run, make_room)
 
     def _minibatches(
         self, cotangent: Cotangent, state: State = None, rows: Rows = Rows(in_step=True)

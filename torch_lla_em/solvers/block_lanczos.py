@@ -52,6 +52,9 @@ class BlockLanczos:
         self.alone = getattr(product, "alone", True)
         """Whether no other rank has to do the same where memory ends."""
 
+        self.with_room = getattr(product, "with_room", with_room)
+        """How it is run again where memory ends; a checkpoint's goes the same way at a restart."""
+
         self.expendable = True
         """Whether the basis goes where memory ends, so that T alone goes on."""
 
@@ -184,7 +187,7 @@ class BlockLanczos:
             logger.warning("Out of memory at %d blocks: %s", held, _WITHOUT)
             return True
 
-        return with_room(run, make_room)
+        return self.with_room(run, make_room)
 
     def _make_room(self) -> None:
         """Keep the last two blocks only, once the basis has outgrown its memory."""

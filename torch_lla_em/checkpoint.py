@@ -132,8 +132,9 @@ class PassLog:
         if (asked - known).abs().max() > 1e-3 * (1 + known.abs().max()):
             raise ValueError(
                 f"The checkpoint in {str(self.folder)!r} took another path than this run does: "
-                "it is of another version of the program, memory ended there and not here, or "
-                "another run is at work in it. Delete the folder to start anew."
+                "it is of another version of the program, memory ended here and not there, or "
+                "another run is at work in it. Go on where there is more memory, or delete the "
+                "folder to start anew."
             )
         self.position += 1
         return entry

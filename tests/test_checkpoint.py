@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 from fresh import CONTEXT
 from tiny import tiny
 from torch_lla_em import SGD, BlockCG, Compute, FunctionSpace, LinearisedLaplace, orders, persistence
-from torch_lla_em.checkpoint import PassLog
 from torch_lla_em.files import write_atomically
 from torch_lla_em.fitting import fit_posterior
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.partial_pass import PartialPass
+from torch_lla_em.pass_log import PassLog
 from torch_lla_em.problem import Problem
 
 TESTS = Path(__file__).parent
@@ -293,7 +293,7 @@ def test_a_disk_that_fills_up_costs_nothing_but_the_checkpoint(tmp_path, monkeyp
         write_atomically(state, path)
 
     whole = fit("krylov", Fuse(10**6), tmp_path / "whole")
-    monkeypatch.setattr("torch_lla_em.checkpoint.write_atomically", failing)
+    monkeypatch.setattr("torch_lla_em.pass_log.write_atomically", failing)
     with pytest.raises(InterruptedError):
         fit("krylov", Fuse(8), tmp_path / "full")
     assert "cannot be written any more" in caplog.text
@@ -671,7 +671,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_posterior(tmp_path, monkeypatch
         write_atomically(state, path)
 
     whole = fit("krylov", Fuse(10**6), tmp_path / "whole")
-    monkeypatch.setattr("torch_lla_em.checkpoint.write_atomically", full)
+    monkeypatch.setattr("torch_lla_em.pass_log.write_atomically", full)
     la = fit("krylov", Fuse(10**6), tmp_path / "full")
     assert "cannot be written any more" in caplog.text
     assert torch.equal(la.w_samples, whole.w_samples)

@@ -15,7 +15,7 @@ import torch
 from test_checkpoint import Fuse, Rationed, fit
 from tiny import tiny
 from torch_lla_em import files
-from torch_lla_em.checkpoint import PassLog
+from torch_lla_em.pass_log import PassLog
 
 
 class BrokenFolder:
@@ -195,7 +195,7 @@ def test_a_fit_goes_on_from_its_passes_without_room_for_more(left, tmp_path, mon
 AT_WORK = """
 import sys, time
 from pathlib import Path
-from torch_lla_em.checkpoint import PassLog
+from torch_lla_em.pass_log import PassLog
 PassLog(Path(sys.argv[1]), {})
 print("begun", flush=True)
 time.sleep(600)

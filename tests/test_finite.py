@@ -9,7 +9,7 @@ from torch import nn
 from tiny import tiny
 from torch_lla_em import Compute, LinearisedLaplace
 from torch_lla_em.finite import Finite
-from torch_lla_em.likelihoods import Classification, Poisson
+from torch_lla_em.likelihoods import Classification
 
 CUTS = 7, 14, 21
 

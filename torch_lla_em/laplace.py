@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from torch_lla_em import persistence
 from torch_lla_em.batches import TargetFn
-from torch_lla_em.checkpoint import FORMAT, PassLog, RecordedProblem
+from torch_lla_em.checkpoint import RecordedProblem
 from torch_lla_em.compute import Compute, tf32
 from torch_lla_em.data import Chain, Data
 from torch_lla_em.distributed import SHARDS, compare_ranks, group_of, share_path, spread_of
@@ -36,6 +36,7 @@ from torch_lla_em.linear_model import LinearModel
 from torch_lla_em.network import ForwardFn, Network
 from torch_lla_em.parameters import ParameterLayout, Selection, select_parameters
 from torch_lla_em.parts import Earlier
+from torch_lla_em.pass_log import FORMAT, PassLog
 from torch_lla_em.posterior_samples import Solver
 from torch_lla_em.predictive_posterior import PredictivePosterior, check_choice
 from torch_lla_em.problem import Problem

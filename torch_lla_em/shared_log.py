@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.checkpoint import PassLog, mark_of
 from torch_lla_em.group import Group, first
+from torch_lla_em.pass_log import PassLog, mark_of
 from torch_lla_em.spread import DataSpread
 
 _SMALL = 1 << 16

@@ -9,7 +9,7 @@ takes some minutes for the first. J w of one column costs what two forward passe
 as much again, and one forward pass serves all columns: hence 1 + 4 K. The forward pass is
 the network's own in eval mode without gradients, in the same precision and layout as the
 product, and both are timed in turns in one process. Every network and means gets a process
-of its own, so that its peak memory is its own. Expect ratios of 1.1 to 1.4 for residual
+of its own, so that its peak memory is its own. Expect ratios of 1.0 to 1.25 for residual
 networks and transformers on the CPU, and below 1 where elementwise functions take the time.
 """
 

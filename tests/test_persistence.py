@@ -120,6 +120,7 @@ HERE = socket.gethostname()
         ("another-host", 1, "0", 0.0, True),
         ("another-host", 1, "0", 1e6, False),
     ],
+    ids=["alive", "a day ago", "gone", "a container's", "own", "elsewhere", "elsewhere, a day ago"],
 )
 def test_what_others_are_writing_stays(host, process, token, age, stays, tmp_path):
     path = tmp_path / f".writing-{host}-{process}-{token}-3"

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from test_linear_model import check, linear_model
-from test_own_tangents import Written, choices, drawn, prepared, shared_pass
+from test_own_tangents import Written, check_bfloat16, choices, drawn, prepared, shared_pass
 from torch_lla_em.network import Network
 from torch_lla_em.own_attention import OwnAttention
 from torch_lla_em.own_tangents import OwnTangents
@@ -146,16 +146,7 @@ def test_tangents_of_a_shared_pass_are_in_no_graph():
 
 @pytest.mark.parametrize("name", ["plain", "layer"])
 def test_bfloat16_products_are_near(name):
-    model, x = prepared(OURS[name]()).float(), drawn(*X).float()
-    linear = linear_model(model, [name for name, _ in model.named_parameters()])
-    w = drawn(3, linear.layout.size).float()
-    with linear.network.guarded():
-        exact = linear.jvp(x, w)[1]
-        with linear.network.computing("bfloat16"):
-            low = [linear.jvp(x, w[:count])[1].float() for count in (1, 3)]
-    for product in low:
-        error = (product - exact[: len(product)]).norm() / exact[: len(product)].norm()
-        assert 1e-4 < error < 0.02
+    check_bfloat16(prepared(OURS[name]()).float(), drawn(*X).float())
 
 
 def test_gradients_in_the_inputs_are_torchs():

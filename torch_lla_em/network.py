@@ -221,8 +221,8 @@ class Network:
                     backend.enabled = False
             for layer in layers:
                 layer.training = False
-                own = self.own_tangents.forward_of(layer) or self.own_attention.forward_of(layer)
-                if forward := own:
+                forward = self.own_tangents.forward_of(layer) or self.own_attention.forward_of(layer)
+                if forward is not None:
                     # always the same object: another one would be compiled anew
                     layer.forward = self._forwards.setdefault(layer, forward)
                 if isinstance(layer, nn.Embedding):

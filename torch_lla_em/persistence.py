@@ -94,11 +94,13 @@ def from_bytes(tensor: Tensor) -> Any:
     return json.loads(bytes(tensor.tolist()).decode())
 
 
-def read(path: Path_, names: tuple[str, ...] = (), remedy: str = "") -> dict[str, Tensor]:
+def read(
+    path: Path_, names: tuple[str, ...] = (), remedy: str = "Pass a file of LinearisedLaplace.save."
+) -> dict[str, Tensor]:
     """Return the tensors of a saved posterior, or say why it is none."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no file {str(path)!r}.")
-    state = tensors_of(path, names, remedy or "Pass a file of LinearisedLaplace.save.")
+    state = tensors_of(path, names, remedy)
     check(state)
     return state
 

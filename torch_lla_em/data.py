@@ -238,7 +238,7 @@ class Data:
         """Whether other inputs would be noticed, as far as two passes have shown."""
         if self._first is None or self.num_passes < 2:
             return True
-        return bool(self._first.holds() - self._first.left_out() - {0})
+        return bool(self._first.compared() - {0})  # targets come first
 
     @property
     def is_shared_out(self) -> bool:

@@ -148,7 +148,7 @@ class Network:
 
         self.own_tangents = OwnTangents()
         self.own_attention = OwnAttention(self.own_tangents)
-        self._forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+        self._forwards: dict[nn.Module, Callable[..., Any]] = {}
         self._held: _State | None = None
         self._sums = WeightSums()
         self._intercepted: Intercepted | None = Intercepted(self.own_attention)

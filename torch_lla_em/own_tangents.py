@@ -54,8 +54,9 @@ class OwnTangents:
         rule = _RULES.get(type(layer))
         if rule is None or "forward" in vars(layer) or getattr(layer, "running_mean", 0) is None:
             return None
-        small = type(layer) is nn.Linear and layer.weight.numel() < _LEAST
-        return None if small else partial(self._forward, rule, layer)
+        if type(layer) is nn.Linear and not _pays(layer.weight):
+            return None
+        return partial(self._forward, rule, layer)
 
     def in_use(self) -> bool:
         """Whether layers may be called otherwise than torch does."""
@@ -88,7 +89,7 @@ class OwnTangents:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x Wᵀ + b."""
         y, tensors = None, (x, weight, bias)
-        if weight.numel() >= _LEAST:
+        if _pays(weight):
             y = self.with_tangent(nn.Linear, F.linear, _linear_tangent, *tensors)
         return F.linear(*tensors) if y is None else y
 
@@ -103,6 +104,10 @@ class OwnTangents:
         # in a network that takes derivatives itself, tangents have tangents
         nested = getattr(eager_transforms, "JVP_NESTING", 2) > 1
         return nested or torch.is_grad_enabled() and not self._final
+
+
+def _pays(weight: Tensor) -> bool:
+    return weight.numel() >= _LEAST
 
 
 class Rule(NamedTuple):

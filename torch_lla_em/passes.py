@@ -69,13 +69,9 @@ class Fingerprint:
         """Take the rows to be the same every time, or nothing."""
         self._trusted = self._sums.keys() - self._inside if rows else set()
 
-    def left_out(self) -> set[int]:
-        """Return the places in a batch of tensors that are not compared."""
-        return {p for p in self._sums if not self._compared(p, self)}
-
-    def holds(self) -> set[int]:
-        """Return the places in a batch of all tensors."""
-        return set(self._sums)
+    def compared(self) -> set[int]:
+        """Return the places in a batch of the tensors that another pass is compared by."""
+        return {p for p in self._sums if self._compared(p, self)}
 
     @property
     def is_padded(self) -> bool:

@@ -87,13 +87,8 @@ class PassLog:
 
         ``key`` is what the pass is taken at: a resumed run must ask the same questions.
         """
-        self.asked = mark_of(key)
-        return self._entry(self.asked, key.device, compute)
-
-    def _entry(
-        self, asked: Tensor, device: torch.device, compute: Callable[[], dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
-        known = self._known(asked, device)
+        asked = self.asked = mark_of(key)
+        known = self._known(asked, key.device)
         return self._computed(asked, compute) if known is None else known
 
     def _known(self, asked: Tensor, device: torch.device) -> dict[str, Tensor] | None:

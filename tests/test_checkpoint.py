@@ -449,21 +449,21 @@ def test_a_restart_sees_the_order_of_an_unbroken_run(solver, own, tmp_path, ever
 
 def test_batches_that_are_kept_come_in_their_order_at_a_restart(tmp_path, monkeypatch):
     """An unbroken run goes over them as in the third pass; a restart has to read them so."""
-    entry, left = PassLog._entry, [0]
+    recorded, left = PassLog.recorded, [0]
 
-    def counted(log, asked, device, compute):
+    def counted(log, key, compute):
         if not log.next_pass.exists():
             if not left[0]:
                 raise InterruptedError
             left[0] -= 1
-        return entry(log, asked, device, compute)
+        return recorded(log, key, compute)
 
     def run(passes, folder):
         torch.manual_seed(0)
         left[0], loader = passes, Shuffled(10**6, own=False)
         return fit("krylov", loader, folder, curvature="linear", compute=Compute())
 
-    monkeypatch.setattr(PassLog, "_entry", counted)
+    monkeypatch.setattr(PassLog, "recorded", counted)
     whole, la, runs = run(10**6, tmp_path / "whole"), None, 0
     after = torch.rand(1)
     while la is None:

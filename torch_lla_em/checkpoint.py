@@ -145,17 +145,15 @@ class RecordedProblem(Problem):
     ) -> Iterator[T]:
         """Yield from a sweep that changes the sums in place, after the rows they are known of."""
         self.partial.next_part()
-        began, outputs = {}, self.data.num_outputs
-        if self.partial.exists():
-            began = {name: total.clone() for name, total in sums.items()}
-        known = self.partial.restore(self.log.position, sums, self.data)
-        left = rows
-        if known is not None:
-            left = rows._replace(skipped=known.skipped, prefix=known.prefix)
+        outputs = self.data.num_outputs
+        kept = self.partial.restore(self.log.position, sums, self.data)
+        if kept is None:
+            yield from sweep(rows)
+            return
         try:
-            yield from sweep(left)
+            yield from sweep(rows._replace(skipped=kept.rows.skipped, prefix=kept.rows.prefix))
         except OtherOrderError:  # a loader that shuffles: the sweep begins anew
-            for name, total in began.items():
+            for name, total in kept.before.items():
                 sums[name].copy_(total)
             self.data.num_outputs = outputs
             yield from sweep(rows)

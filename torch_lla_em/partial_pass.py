@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -25,6 +26,16 @@ WRITES = 0.05
 
 # of the time between two writes, at most, from one to the next
 _GROWTH = 4
+
+
+class Kept(NamedTuple):
+    """What a pass goes on with."""
+
+    rows: Rows
+    """The rows whose work is in the sums."""
+
+    before: dict[str, Tensor]
+    """What the sums were before, on the host."""
 
 
 class PartialPass:
@@ -47,18 +58,13 @@ class PartialPass:
         """Begin the next sweep over the data in the same pass."""
         self._part += 1
 
-    def exists(self) -> bool:
-        """Whether some pass was left before its end."""
-        return os.path.exists(self._path)  # False too where the disk does not answer
-
-    def restore(self, position: int, sums: dict[str, Tensor], data: Data) -> Rows | None:
-        """Fill in the sums of this pass and return which rows they are of, if any are known."""
+    def restore(self, position: int, sums: dict[str, Tensor], data: Data) -> Kept | None:
+        """Fill in the sums of this pass, if any are known, beside no others on their device."""
         self._written_at = time.monotonic()
-        if not self.exists():
+        if not os.path.exists(self._path):  # nor where the disk does not answer
             return None
-        device = next(iter(sums.values())).device
         try:
-            state = files.tensors_of(self._path, ("facts",), device=device)
+            state = files.tensors_of(self._path, ("facts",))
         except (OSError, files.UnreadableError) as error:
             logger.warning("What was kept of this pass is left, and the pass begins anew: %s", error)
             self.forget()
@@ -69,10 +75,10 @@ class PartialPass:
         if not _near(facts["place"], place) or shapes != {n: t.shape for n, t in state.items()}:
             return None
         for name, total in sums.items():
-            total.copy_(state[name])
+            _exchange(total, state[name])
         data.num_outputs = facts["num_outputs"]
         logger.info("The checkpoint goes on with this pass after %d rows.", facts["rows"])
-        return Rows(facts["rows"], prefix=Fingerprint.of(facts["prefix"]))
+        return Kept(Rows(facts["rows"], prefix=Fingerprint.of(facts["prefix"])), state)
 
     def due(self) -> bool:
         """Whether it is time to write."""
@@ -99,6 +105,15 @@ class PartialPass:
     def forget(self) -> None:
         """Remove the file: its pass has ended."""
         files.remove(self._path)
+
+
+def _exchange(total: Tensor, other: Tensor) -> None:
+    """Exchange the contents of two tensors, by rows: there may be no room for a third."""
+    pairs = zip(total, other) if total.dim() > 1 else [(total, other)]
+    for row, other_row in pairs:
+        known = row.to(other_row.device, copy=True)
+        row.copy_(other_row)
+        other_row.copy_(known)
 
 
 def _near(place: list[float], other: tuple[float, ...]) -> bool:

@@ -3,15 +3,18 @@
     python benchmarks/passes.py                          # digits
     python benchmarks/passes.py --problems lenet --synthetic --num-samples 16
     python benchmarks/passes.py --problems resnet20 --synthetic --num-samples 16 --rows 60
+    python benchmarks/passes.py --problems resnet18 --synthetic --num-samples 8 --rows 32
+    python benchmarks/passes.py --problems vit_s resnet50 --synthetic --num-samples 4 --rows 4
     python benchmarks/passes.py --report                 # docs/passes.md from the results
 
-takes about half an hour for digits on one core, and for the few images of resnet20. A pass
-pushes K columns through the network, forwards and back; a pass of block Krylov carries 2 K,
-and counts as two. Errors are those of the functions J w_k on the data against a tightly solved reference. On the digits expect
-block Krylov and block CG at 1 % in about 6 passes, and the whole fit by block Krylov in
-about 12 passes and 72 single columns. Every part is written as soon as it is there; --parts
-takes those that are wanted: fits, the traces of solvers at the λ found, block CG with and
-without deflation at smaller λ, and the dense fixed point of λ where all of G fits.
+takes about half an hour for digits on one core, and for the few images of resnet20; each of the
+three large networks takes that long with --parts block_krylov traces. A pass pushes K columns
+through the network, forwards and back; a pass of block Krylov carries 2 K, and counts as two.
+Errors are those of the functions J w_k on the data against a tightly solved reference. On the
+digits expect block Krylov and block CG at 1 % in about 6 passes, and the whole fit by block
+Krylov in about 12 passes and 72 single columns. Every part is written as soon as it is there;
+--parts takes those that are wanted: fits, the traces of solvers at the λ found, block CG with
+and without deflation at smaller λ, and the dense fixed point of λ where all of G fits.
 """
 
 import argparse

@@ -25,7 +25,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-import torchvision
+from methods.large_networks import resnet18, resnet50, vit_s
 from methods.plain_pass import plain_product
 from methods.provenance import provenance, source
 from torch import Tensor, nn
@@ -59,21 +59,10 @@ def lenet() -> nn.Module:
     return nn.Sequential(*convolutions, *head)
 
 
-def resnet18() -> nn.Module:
-    model = torchvision.models.resnet18(num_classes=10)
-    model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
-    return model
-
-
-def vit_s() -> nn.Module:
-    sizes = {"num_layers": 12, "num_heads": 6, "hidden_dim": 384, "mlp_dim": 1536}
-    return torchvision.models.VisionTransformer(image_size=224, patch_size=16, **sizes)
-
-
 NETWORKS = {
     "lenet": (lenet, (1, 28, 28), 256),
     "resnet18": (resnet18, (3, 32, 32), 16),
-    "resnet50": (torchvision.models.resnet50, (3, 224, 224), 4),
+    "resnet50": (resnet50, (3, 224, 224), 4),
     "vit_s": (vit_s, (3, 224, 224), 4),
 }
 """The network, the shape of its input, and how many rows a batch has on a CPU."""

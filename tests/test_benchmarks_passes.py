@@ -165,9 +165,10 @@ def test_a_fit_that_fails_says_so(setting):
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_networks_take_their_data(name):
-    model, batches = trained(name, Source(rows=20), epochs=1)
+    model, batches = trained(name, Source(rows=3), epochs=1)
     (x, y), = batches
-    assert model(x).shape == (20, 10) and len(y) == 20 and not model.training
+    classes = 1000 if x.shape[-1] == 224 else 10
+    assert model(x).shape == (3, classes) and y.shape == (3,) and not model.training
 
 
 def test_the_command_writes_records_and_page(tmp_path, monkeypatch):

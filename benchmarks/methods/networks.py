@@ -1,9 +1,12 @@
-"""Networks trained on digits, on MNIST-shaped and on CIFAR-shaped images, with their data."""
+"""Networks trained on digits, and on images of MNIST's, CIFAR's and ImageNet's shapes, with their data."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from methods.large_networks import resnet18, resnet50, vit_s
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -21,6 +24,15 @@ class Source(NamedTuple):
 
     rows: int | None = None
     """N; None: each problem's own."""
+
+
+class Recipe(NamedTuple):
+    """How a network is trained."""
+
+    epochs: int
+    rate: float = 2e-3
+    smoothing: float = 0.0
+    """Of the labels, for networks that learn their few images by heart."""
 
 
 class Residual(nn.Module):
@@ -73,23 +85,45 @@ def lenet(source: Source) -> tuple[nn.Module, Tensor, Tensor]:
     return convolutional([1, 6, 16], [784, 60, 10]), *_images("MNIST", (1, 28, 28), 1000, source)
 
 
-def cifar(source: Source) -> tuple[nn.Module, Tensor, Tensor]:
-    return resnet20(), *_images("CIFAR10", (3, 32, 32), 200, source)
+def cifar(make: Callable[[], nn.Module], source: Source) -> tuple[nn.Module, Tensor, Tensor]:
+    return make(), *_images("CIFAR10", (3, 32, 32), 200, source)
 
 
-PROBLEMS = {"digits": digits, "lenet": lenet, "resnet20": cifar}
-EPOCHS = {"digits": 40, "lenet": 40, "resnet20": 8}
+def photographs(make: Callable[[], nn.Module], source: Source) -> tuple[nn.Module, Tensor, Tensor]:
+    """Pictures of ImageNet's shape, of the first ten of its classes."""
+    if not source.synthetic:
+        raise SystemExit("Photographs are not at hand: use --synthetic.")
+    return make(), *_synthetic((3, 224, 224), source.rows or 8)
+
+
+PROBLEMS = {
+    "digits": digits,
+    "lenet": lenet,
+    "resnet20": partial(cifar, resnet20),
+    "resnet18": partial(cifar, resnet18),
+    "resnet50": partial(photographs, resnet50),
+    "vit_s": partial(photographs, vit_s),
+}
+RECIPES = {
+    "digits": Recipe(40),
+    "lenet": Recipe(40),
+    "resnet20": Recipe(8),
+    "resnet18": Recipe(20),
+    "resnet50": Recipe(20, smoothing=0.1),
+    "vit_s": Recipe(40, 5e-4, smoothing=0.1),
+}
 
 
 def trained(name: str, source: Source = Source(), epochs: int | None = None) -> tuple[nn.Module, Batches]:
     """Return a trained network and its data in batches of 100."""
     torch.manual_seed(0)
     model, x, y = PROBLEMS[name](source)
-    optimiser = torch.optim.Adam(model.parameters(), 2e-3, weight_decay=1e-4)
-    for _ in range(epochs or EPOCHS[name]):
+    recipe = RECIPES[name]
+    optimiser = torch.optim.Adam(model.parameters(), recipe.rate, weight_decay=1e-4)
+    for _ in range(epochs or recipe.epochs):
         for rows in torch.randperm(len(x)).split(50):
             optimiser.zero_grad()
-            functional.cross_entropy(model(x[rows]), y[rows]).backward()
+            functional.cross_entropy(model(x[rows]), y[rows], label_smoothing=recipe.smoothing).backward()
             optimiser.step()
     return model.eval(), list(zip(x.split(100), y.split(100)))
 

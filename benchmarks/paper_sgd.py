@@ -73,7 +73,7 @@ class Study:
         self.model, self.batches = trained(args.problem, source, args.train_epochs)
         self.problem = problem_of(self.model, self.batches)
         self.noise = get_sto_samples(self.problem, args.num_samples)
-        start = torch.tensor(starting_precision(self.noise.prior, self.noise.eta)).double()
+        start = torch.tensor(starting_precision(self.problem, self.noise)).double()
         self.dense = {
             name: dense_fixed_point(self.problem, self.noise, start, name == "averaged")
             for name in ("averaged", "function")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.blocks import dots
+from torch_lla_em.blocks import dots, norm
 from torch_lla_em.em import iterate
 from torch_lla_em.evidence import log_evidences
 from torch_lla_em.expectation import EStep, Expectation, Hyperparameters
@@ -22,15 +22,14 @@ from torch_lla_em.mackay import (
     function_space_Mackay_update,
     mackay_noise,
 )
+from torch_lla_em.operators import WhitenedGGN, WhitenedLoss
 from torch_lla_em.prior import Prior
 from torch_lla_em.problem import Problem
+from torch_lla_em.stochastic_prior import StochasticPrior
 
 SAMPLE_TOLERANCE = 0.1
 MODE_TOLERANCE = 0.03
 """Bounds the relative error of w_lin; ‖w_lin‖² was then right to 0.2 % where measured."""
-
-# where one λ starts, in means of diag(G): fixed points were at 5 to 3000
-_ABOVE = 10.0
 
 
 class EMState(NamedTuple):
@@ -162,11 +161,11 @@ class EmpiricalBayes:
         self, hyper: Hyperparameters, expectation: Expectation, gamma: Tensor
     ) -> Hyperparameters:
         precision, sigma = hyper
-        norm = expectation.squared_norm
+        square = expectation.squared_norm
         if self.update == "em":
-            proposed = em_update(gamma, norm, precision, self.prior.num_weights())
+            proposed = em_update(gamma, square, precision, self.prior.num_weights())
         else:
-            proposed = function_space_Mackay_update(gamma, norm, precision)
+            proposed = function_space_Mackay_update(gamma, square, precision)
         if sigma is not None:
             count = torch.full_like(sigma, self.problem.data.num_targets / sigma.numel())
             residual, dims = expectation.residual.to(sigma), expectation.noise_dims.to(sigma)
@@ -190,14 +189,25 @@ def settled(old: EMState, new: EMState) -> bool:
     return left < 1.0
 
 
-def starting_precision(prior: Prior, eta: Tensor, layerwise: bool = False) -> float:
-    """Return a λ that leaves few weights determined, by the mean of diag(G) in scaled coordinates.
+def starting_precision(problem: Problem, noise: StochasticPrior, layerwise: bool = False) -> float:
+    """Return a λ at which the mode and γ are cheap, and the fixed point is near.
 
-    Fixed points of one λ lie above that mean, and everything is cheaper at a large λ.
+    G along the gradient at w = 0, in the prior's scaled coordinates: above it the data move
+    the mode hardly in the one direction in which it would go first. Layerwise, the mean of
+    diag(G).
     """
-    features = prior.scale * eta
-    mean = dots(features, features).mean() / prior.num_weights().sum().clamp_min(1)
-    return (1.0 if layerwise else _ABOVE) * mean.clamp_min(1e-8).item()
+    scale = noise.prior.scale
+    features = scale * noise.eta
+    mean = dots(features, features).mean() / noise.prior.num_weights().sum().clamp_min(1)
+    start = mean.clamp_min(1e-8).item()
+    if layerwise:
+        return start
+    _, gradient = WhitenedLoss(problem, scale).value_and_gradient(problem.zeros(1)[0])
+    size = norm(gradient)
+    if not 0 < size < inf:
+        return start
+    direction = (gradient / size)[None]
+    return max(start, dots(direction, WhitenedGGN(problem, scale)(direction)).item())
 
 
 def _change(old: Hyperparameters, new: Hyperparameters, allowed: Tensor) -> float:

@@ -116,7 +116,7 @@ def _fit(
         problem, options.num_samples, options.seed, options.g_prior, options.layerwise
     )
     drawn = noise if options.keep_noise else None
-    hyper = Hyperparameters(_start(options, noise), sigma_of(problem))
+    hyper = Hyperparameters(_start(problem, noise, options), sigma_of(problem))
     e_step = make_e_step(problem, noise, options)
     steps = 0
     for state in _learn(problem, noise.prior, e_step, hyper, options):
@@ -178,11 +178,11 @@ def _has_one_noise(problem: Problem) -> bool:
     return sigma is None or not sigma.dim()
 
 
-def _start(options: FitOptions, noise: StochasticPrior) -> Tensor:
+def _start(problem: Problem, noise: StochasticPrior, options: FitOptions) -> Tensor:
     blocks = len(noise.prior.layout.names)
     start = options.prior_precision
     if start is None:
-        number = starting_precision(noise.prior, noise.eta, options.layerwise)
+        number = starting_precision(problem, noise, options.layerwise)
         start = torch.tensor(number, dtype=torch.float64)
     start = start.to(device=noise.eta.device, dtype=torch.float64)
     if options.layerwise and not start.dim():

@@ -34,7 +34,7 @@ def leaving_cleanly(at_once: bool) -> Iterator[Leaving]:
     before: dict[int, Any] = {}
 
     def leave(number: int, _: Any) -> None:
-        _ignore_deaths(before)
+        _ignore_deaths(before, for_good=number == signal.SIGTERM)
         reason = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
         if at_once or leaving.requested:
             raise reason
@@ -61,8 +61,15 @@ def leaving_cleanly(at_once: bool) -> Iterator[Leaving]:
         raise leaving.requested
 
 
-def _ignore_deaths(before: dict[int, Any]) -> None:
-    """Let workers die unseen, which torch would raise in the middle of a batch."""
+def _ignore_deaths(before: dict[int, Any], for_good: bool) -> None:
+    """Let workers die unseen, which torch would raise in the middle of a batch, or after it.
+
+    ``for_good`` where the process ends: its workers may die after all else has been left.
+    """
     number = getattr(signal, "SIGCHLD", None)  # None on Windows
-    if number is not None and number not in before and callable(signal.getsignal(number)):
-        before[number] = signal.signal(number, lambda *_: None)
+    if number is None or not callable(signal.getsignal(number)):
+        return
+    handler = signal.signal(number, lambda *_: None)
+    before.setdefault(number, handler)
+    if for_good:
+        del before[number]

@@ -204,6 +204,17 @@ def test_without_room_for_the_basis_T_is_the_same(caplog):
     torch.testing.assert_close(lean.eigenvalues, full.eigenvalues)
 
 
+def test_after_the_last_step_a_basis_stays_and_what_steps_need_goes():
+    G, start = matrix(torch.logspace(2, -3, P)), randn(2 * K, P)
+    full, lean = run(G, start, 3), run(G, start, 3, memory=0)
+    full.end()
+    lean.end()
+    assert full.has_basis and len(full.basis) == 4
+    assert sum(block.nbytes for block in lean.basis) == 0 and lean.exhausted
+    torch.testing.assert_close(lean.tridiagonal(), full.tridiagonal())
+    assert full.drop_basis() and sum(block.nbytes for block in full.basis) == 0
+
+
 @pytest.mark.parametrize("ends_at", range(12))
 def test_where_memory_ends_the_basis_goes(ends_at, monkeypatch, caplog):
     """Wherever a step stops for want of memory, it goes on without what was done twice."""

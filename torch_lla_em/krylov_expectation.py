@@ -109,6 +109,7 @@ class KrylovEStep:
         shift = self.shift(hyper)
         self._extend(shift, 0.9 * tolerance)
         mode, log_dets = self.mode(hyper, tolerance), self.krylov.log_dets(shift)
+        self.krylov.lanczos.end()
         find_samples = partial(self._find_samples, hyper, tolerance)
         return mode, self.krylov.lanczos.within_memory(find_samples), log_dets
 

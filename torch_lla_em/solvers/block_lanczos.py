@@ -55,6 +55,7 @@ class BlockLanczos:
         self.with_room = getattr(product, "with_room", with_room)
         """How it is run again where memory ends; a checkpoint's goes the same way at a restart."""
 
+        self._ended = False
         self.expendable = True
         """Whether the basis goes where memory ends, so that T alone goes on."""
 
@@ -168,10 +169,17 @@ class BlockLanczos:
         return torch.cat(pieces, dim=1) @ self.vectors
 
     def drop_basis(self) -> bool:
-        """Keep the last two blocks only, and return whether that makes room."""
-        makes_room = len(self.basis) > 2
-        self.has_basis, self.basis = False, self.basis[-2:]
-        return makes_room
+        """Keep what the next step needs, and return whether that makes room."""
+        held, last = self.basis, self.basis[-1]
+        self.has_basis = False
+        self.basis = [last.new_empty(0, last.shape[1])] if self._ended else held[-2:]
+        return len(held) > len(self.basis)
+
+    def end(self) -> None:
+        """Take no more steps: without a basis, T alone is left."""
+        self._ended = True
+        if not self.has_basis:
+            self.drop_basis()
 
     def _orthogonalise(self, rows: Tensor) -> None:
         for earlier in self.basis:

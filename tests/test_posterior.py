@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from tiny import LOG_PROBS, basis_noise, tiny
 from torch_lla_em import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton, Regression
-from torch_lla_em.empirical_bayes import EmpiricalBayes
+from torch_lla_em.empirical_bayes import EmpiricalBayes, starting_precision
 from torch_lla_em.evidence import sigma_of
 from torch_lla_em.exact import gaussian_log_prob
 from torch_lla_em.expectation import Hyperparameters, IterativeEStep
@@ -251,6 +251,25 @@ def test_em_by_sgd_settles_near_it(name):
         *_, last = em.steps(Hyperparameters(precision, sigma_of(problem)))
         states.append(last.proposed)
     assert_close(states[0].precision, states[1].precision, rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("g_prior", [False, True])
+def test_precision_starts_at_g_along_the_gradient(name, g_prior):
+    problem, noise, _, exact, _ = setting(name, g_prior, False)
+    gradient = exact.scale * torch.func.grad(exact.loss)(torch.zeros(problem.size).double())
+    G, direction = exact.scale[:, None] * exact.ggn * exact.scale, gradient / gradient.norm()
+    mean = G.trace() / noise.prior.num_weights()
+    assert direction @ G @ direction > mean
+    assert_close(starting_precision(problem, noise), (direction @ G @ direction).item())
+    assert_close(starting_precision(problem, noise, layerwise=True), mean.item())
+
+
+def test_precision_starts_at_the_mean_where_zero_is_the_mode():
+    case = tiny("regression")
+    problem = replace(case, y=torch.zeros_like(case.y)).problem(10)
+    noise = basis_noise(problem, False, False)
+    assert_close(starting_precision(problem, noise), case.exact().ggn.diagonal().mean().item())
 
 
 def test_updates_are_their_formulas():

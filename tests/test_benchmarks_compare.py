@@ -14,7 +14,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-for package in ("sklearn", "torchmetrics", "matplotlib"):
+for package in ("sklearn", "torchmetrics", "matplotlib", "laplace"):
     pytest.importorskip(package)
 
 import compare  # noqa: E402

@@ -94,7 +94,8 @@ def test_the_meter_sees_memory_that_is_used_again():
 
 
 def test_folders_of_results_are_nobodys_business(monkeypatch):
-    command = ["/home/me/speed.py", "--networks", "lenet", "--out", "/home/me/results", "--seeds", "1"]
+    command = ["/home/me/speed.py", "--networks", "lenet", "--out", "/home/me/results"]
+    command += ["--docs", "/home/me/docs", "--seeds", "1"]
     monkeypatch.setattr("sys.argv", command)
     assert provenance()["command"] == "python benchmarks/speed.py --networks lenet --seeds 1"
 

@@ -34,8 +34,8 @@ def _commit() -> str:
 
 
 def _told(arguments: list[str]) -> list[str]:
-    """Return what matters of a command: not the folder that results went to."""
-    left_out = [i for i, word in enumerate(arguments) if word == "--out"]
+    """Return what matters of a command: not the folders that results and pages went to."""
+    left_out = [i for i, word in enumerate(arguments) if word in ("--out", "--docs")]
     return [word for i, word in enumerate(arguments) if i not in left_out and i - 1 not in left_out]
 
 

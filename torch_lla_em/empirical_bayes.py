@@ -192,9 +192,8 @@ def settled(old: EMState, new: EMState) -> bool:
 def starting_precision(problem: Problem, noise: StochasticPrior, layerwise: bool = False) -> float:
     """Return a λ at which the mode and γ are cheap, and the fixed point is near.
 
-    G along the gradient at w = 0, in the prior's scaled coordinates: above it the data move
-    the mode hardly in the one direction in which it would go first. Layerwise, the mean of
-    diag(G).
+    G along the gradient at w = 0, in the prior's scaled coordinates: above it, the data
+    hardly move the mode even where it would go first. Layerwise, the mean of diag(G).
     """
     scale = noise.prior.scale
     features = scale * noise.eta

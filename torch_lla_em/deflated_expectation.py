@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_lla_em.evidence import sigma_of
 from torch_lla_em.expectation import Expectation, Hyperparameters, IterativeEStep
 from torch_lla_em.linear_mode import LinearMode, Precondition
+from torch_lla_em.memory import unless_short
 from torch_lla_em.operators import WhitenedGGN
 from torch_lla_em.posterior_samples import PosteriorSamples
 from torch_lla_em.problem import Problem
@@ -103,16 +104,11 @@ class DeflatedEStep(IterativeEStep):
 
     def _find_features(self, hyper: Hyperparameters) -> Tensor | None:
         """Return F with FᵀF ≤ G, or None where the basis does not fit."""
-        fits = True
-
-        def give_up() -> bool:
-            nonlocal fits
-            if self._problem.alone:
-                fits = False
-                logger.warning(_WITHOUT)
-            return not fits
-
-        return self._problem.with_room(lambda: self._build_features(hyper) if fits else None, give_up)
+        build = partial(self._build_features, hyper)
+        features, fits = unless_short(build, self._problem.with_room, self._problem.alone)
+        if not fits:
+            logger.warning(_WITHOUT)
+        return features
 
     def _build_features(self, hyper: Hyperparameters) -> Tensor | None:
         prior, noise = self._noise.prior, self._noise

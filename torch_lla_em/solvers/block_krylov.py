@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.memory import free_memory
+from torch_lla_em.memory import free_memory, unless_short
 from torch_lla_em.solvers.block_cg import BlockCG
 from torch_lla_em.solvers.block_lanczos import BlockLanczos, Product
 from torch_lla_em.solvers.restarts import Task, solve_with_restarts
@@ -210,12 +210,5 @@ class BlockKrylov:
         """Extend the basis, or return that there is no room for it."""
         if self.memory is not None and lanczos.num_steps and lanczos.held > self.memory:
             return False
-        grows = True
-
-        def give_up() -> bool:
-            nonlocal grows
-            grows = False
-            return lanczos.alone
-
-        lanczos.with_room(lambda: lanczos.extend() if grows else None, give_up)
+        _, grows = unless_short(lanczos.extend, lanczos.with_room, lanczos.alone)
         return grows

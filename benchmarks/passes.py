@@ -12,7 +12,7 @@ three large networks takes that long with --parts block_krylov traces. A pass pu
 through the network, forwards and back; a pass of block Krylov carries 2 K, and counts as two.
 Errors are those of the functions J w_k on the data against a tightly solved reference. On the
 digits expect block Krylov and block CG at 1 % in about 6 passes, and the whole fit by block
-Krylov in about 12 passes and 72 single columns. Every part is written as soon as it is there;
+Krylov in about 10 passes and 90 single columns. Every part is written as soon as it is there;
 --parts takes those that are wanted: fits, the traces of solvers at the λ found, block CG with
 and without deflation at smaller λ, and the dense fixed point of λ where all of G fits.
 """

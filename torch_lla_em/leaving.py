@@ -70,6 +70,7 @@ def _ignore_deaths(before: dict[int, Any], for_good: bool) -> None:
     if number is None or not callable(signal.getsignal(number)):
         return
     handler = signal.signal(number, lambda *_: None)
-    before.setdefault(number, handler)
     if for_good:
-        del before[number]
+        before.pop(number, None)
+    else:
+        before.setdefault(number, handler)

@@ -23,7 +23,6 @@ from torch_lla_em.parameters import ParameterLayout
 from torch_lla_em.spread import DataSpread
 from torch_lla_em.sweeps import Sweeps
 
-
 logger = logging.getLogger("torch_lla_em")
 
 

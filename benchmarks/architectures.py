@@ -22,9 +22,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from torch_lla_em.linear_model import LinearModel
-from torch_lla_em.network import Network
-from torch_lla_em.parameters import ParameterLayout, select_parameters
+from torch_lla_em.jacobian.linear_model import LinearModel
+from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
 
 IDS = torch.tensor([[0, 4, 2, 0], [3, 3, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
@@ -52,11 +52,15 @@ def mlp(*extra):
 
 
 def recurrent(kind):
-    return Model(lambda m, x: m.b(m.a(x)[0][:, -1]), kind(4, 3, 2, batch_first=True), nn.Linear(3, 2))
+    return Model(
+        lambda m, x: m.b(m.a(x)[0][:, -1]), kind(4, 3, 2, batch_first=True), nn.Linear(3, 2)
+    )
 
 
 def pooled(**options):
-    return Model(lambda m, x: m.b(m.a(x).tanh().mean(1)), nn.Embedding(6, 4, **options), nn.Linear(4, 2))
+    return Model(
+        lambda m, x: m.b(m.a(x).tanh().mean(1)), nn.Embedding(6, 4, **options), nn.Linear(4, 2)
+    )
 
 
 def tied(model):
@@ -67,13 +71,20 @@ def tied(model):
 
 def encoder():
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-    return Model(lambda m, x, mask=None: m.a(x, src_key_padding_mask=mask).mean(1),
-                 nn.TransformerEncoder(layer, 2))
+    return Model(
+        lambda m, x, mask=None: m.a(x, src_key_padding_mask=mask).mean(1),
+        nn.TransformerEncoder(layer, 2),
+    )
 
 
 def convolutional(*layers):
-    return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-                         nn.Linear(4, 2))
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, stride=2),
+        *layers,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 2),
+    )
 
 
 def counting():
@@ -99,7 +110,9 @@ def gated_without_grad():
 
 def spatial_transformer():
     def forward(m, x):
-        grid = F.affine_grid(m.b(x.mean((2, 3))).view(-1, 2, 3), (len(x), 4, 4, 4), align_corners=False)
+        grid = F.affine_grid(
+            m.b(x.mean((2, 3))).view(-1, 2, 3), (len(x), 4, 4, 4), align_corners=False
+        )
         return F.grid_sample(m.a(x), grid, align_corners=False).sum((2, 3))
 
     return Model(forward, nn.Conv2d(3, 4, 3), nn.Linear(3, 6))
@@ -118,8 +131,11 @@ def two_names():
 
 
 def checkpointed(reentrant):
-    return Model(lambda m, x: m.b(torch.utils.checkpoint.checkpoint(m.a, x, use_reentrant=reentrant)),
-                 mlp(), nn.Linear(4, 2))
+    return Model(
+        lambda m, x: m.b(torch.utils.checkpoint.checkpoint(m.a, x, use_reentrant=reentrant)),
+        mlp(),
+        nn.Linear(4, 2),
+    )
 
 
 LAYERS = {
@@ -128,8 +144,12 @@ LAYERS = {
     "GRU": lambda: (recurrent(nn.GRU), SEQUENCE),
     "LSTM": lambda: (recurrent(nn.LSTM), SEQUENCE),
     "MultiheadAttention": lambda: (
-        Model(lambda m, x: m.a(x, x, x, need_weights=False)[0].mean(1),
-              nn.MultiheadAttention(4, 2, batch_first=True)), SEQUENCE),
+        Model(
+            lambda m, x: m.a(x, x, x, need_weights=False)[0].mean(1),
+            nn.MultiheadAttention(4, 2, batch_first=True),
+        ),
+        SEQUENCE,
+    ),
     "TransformerEncoder": lambda: (encoder(), SEQUENCE),
     "TransformerEncoder, padding mask": lambda: (encoder(), (SEQUENCE, ~MASK[:, :3].bool())),
     "Embedding": lambda: (pooled(), IDS),
@@ -145,15 +165,25 @@ LAYERS = {
     "Activations in place": lambda: (convolutional(nn.SiLU(True), nn.ReLU(True)), IMAGE),
     "Hardsigmoid": lambda: (mlp(nn.Hardsigmoid(), nn.Linear(4, 2)), ROWS),
     "Buffer changed at every forward": lambda: (counting(), ROWS),
-    "weight_norm": lambda: (nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), mlp()), ROWS),
-    "spectral_norm": lambda: (nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), mlp()), ROWS),
+    "weight_norm": lambda: (
+        nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), mlp()),
+        ROWS,
+    ),
+    "spectral_norm": lambda: (
+        nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), mlp()),
+        ROWS,
+    ),
     "Dropout": lambda: (mlp(nn.Dropout(), nn.Linear(4, 2)), ROWS),
     "no_grad inside forward": lambda: (gated_without_grad(), ROWS),
     "grid_sample": lambda: (spatial_transformer(), IMAGE),
     "cdist": lambda: (Model(lambda m, x: torch.cdist(m.a(x), x), nn.Linear(4, 4)), ROWS),
     "0-dimensional parameter": lambda: (scaled(), ROWS),
     "Checkpointing, not reentrant": lambda: (checkpointed(False), ROWS),
-    "Last layer of an MLP": lambda: (mlp(nn.Tanh(), nn.Linear(4, 2), nn.Softmax(-1)), ROWS, "last_layer"),
+    "Last layer of an MLP": lambda: (
+        mlp(nn.Tanh(), nn.Linear(4, 2), nn.Softmax(-1)),
+        ROWS,
+        "last_layer",
+    ),
     "torch.compile": lambda: (torch.compile(mlp()), ROWS),
     "DataParallel": lambda: (nn.DataParallel(mlp()), ROWS),
 }
@@ -180,7 +210,9 @@ VISION = {
     "convnext_tiny": vision("convnext_tiny"),
     "swin_t": vision("swin_t"),
     "vit (2 layers, width 32)": lambda: (
-        torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=3), IMAGE),
+        torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=3),
+        IMAGE,
+    ),
 }
 
 TOKENS = {"vocab_size": 12, "pad_token_id": 1}
@@ -215,7 +247,9 @@ LANGUAGE = {
     "LLaMA, classification": language("LlamaForSequenceClassification", **BLOCK, **TOKENS, **MARKS),
     "LLaMA, language model": language("LlamaForCausalLM", **BLOCK, **TOKENS, **MARKS),
     "LLaMA with LoRA (PEFT)": lora,
-    "ViT, classification": language("ViTForImageClassification", IMAGE, image_size=32, patch_size=8, **BLOCK),
+    "ViT, classification": language(
+        "ViTForImageClassification", IMAGE, image_size=32, patch_size=8, **BLOCK
+    ),
 }
 
 
@@ -247,8 +281,11 @@ def row(name, make):
     direction = {True: "forward", False: "reverse"}[double.path.forward]
     single_direction = {True: "forward", False: "reverse"}[single.path.forward]
     notes = [f"forward mode {double.forward}" if double.forward else ""]
-    notes += [f"{single_direction} in float32, since forward mode {single.forward}"
-              ] if direction != single_direction else []
+    notes += (
+        [f"{single_direction} in float32, since forward mode {single.forward}"]
+        if direction != single_direction
+        else []
+    )
     notes += ["the trunk runs once a batch"] if double.last_layer else []
     notes += ["one column at a time"] if 1 in double.path[1:] else []
     errors = f"{double.adjoint_error:.0e} | {single.adjoint_error:.0e}"
@@ -280,10 +317,20 @@ def main():
         f"peft {peft.__version__}. Models have random weights and, for transformers, small "
         "configurations; attention is the default one.",
     ]
-    sections = {"Layers": LAYERS, "torchvision": VISION, "transformers": LANGUAGE, "Refused": REFUSED}
+    sections = {
+        "Layers": LAYERS,
+        "torchvision": VISION,
+        "transformers": LANGUAGE,
+        "Refused": REFUSED,
+    }
     for title, cases in sections.items():
-        lines += ["", f"## {title}", "", "| | J w by | error, float64 | error, float32 | |",
-                  "|---|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| | J w by | error, float64 | error, float32 | |",
+            "|---|---|---|---|---|",
+        ]
         for name, make in cases.items():
             lines.append(row(name, make))
             print(lines[-1], flush=True)

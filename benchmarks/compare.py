@@ -33,7 +33,12 @@ from methods.provenance import provenance
 from methods.tasks import TASKS, Loader, Task, make_task
 
 HERE = Path(__file__).parent
-LENGTHS = {"digits": (8, 20, 300), "digits-conv": (60,), "cancer": (8, 20, 300), "moons": (20, 1000)}
+LENGTHS = {
+    "digits": (8, 20, 300),
+    "digits-conv": (60,),
+    "cancer": (8, 20, 300),
+    "moons": (20, 1000),
+}
 SHOWN = ("accuracy", "rmse", "nll", "ece", "brier", "joint_dyadic", "joint_ten")
 COSTS = ("fit_seconds", "predict_seconds", "megabytes", "passes")
 Method = Callable[[Setting], dict[str, baselines.Predictor]]

@@ -29,7 +29,7 @@ from torchmetrics.functional.classification import (
 from torch_lla_em import SGD, BlockCG, BlockKrylov, FunctionSpace, LinearisedLaplace
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 SOLVERS = {"krylov": BlockKrylov, "cg": BlockCG, "sgd": SGD, "function_space": FunctionSpace}
 COLUMNS = "accuracy", "NLL", "ECE", "Brier", "joint NLL", "rotated", "noised", "shuffled"
@@ -101,8 +101,12 @@ def dyadic_nll(log_probs: Tensor, y: Tensor) -> float:
     """Return the joint NLL per label of ten labels drawn from pairs of inputs."""
     generator = torch.Generator().manual_seed(0)
     per_input = log_probs.gather(2, y.expand(len(log_probs), -1)[..., None])[..., 0]
-    first, step = (torch.randint(size, (2000,), generator=generator) for size in (len(y), len(y) - 1))
-    pairs = torch.stack([first, (first + 1 + step) % len(y)], dim=1).to(y.device)  # two different ones
+    first, step = (
+        torch.randint(size, (2000,), generator=generator) for size in (len(y), len(y) - 1)
+    )
+    pairs = torch.stack([first, (first + 1 + step) % len(y)], dim=1).to(
+        y.device
+    )  # two different ones
     counts = torch.binomial(torch.full((2000,), 10.0), torch.tensor(0.5), generator=generator)
     counts = torch.stack([counts, 10 - counts], dim=1).to(log_probs)
     joint = (per_input[:, pairs] * counts).sum(-1)

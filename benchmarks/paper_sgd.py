@@ -42,11 +42,11 @@ from methods.recipe import (
     with_rate,
 )
 
-from torch_lla_em.empirical_bayes import starting_precision
-from torch_lla_em.fitting import FitOptions, fit_posterior
-from torch_lla_em.operators import WhitenedGGN
+from torch_lla_em.inference.empirical_bayes import starting_precision
+from torch_lla_em.inference.fitting import FitOptions, fit_posterior
+from torch_lla_em.inference.stochastic_prior import get_sto_samples
+from torch_lla_em.problem.operators import WhitenedGGN
 from torch_lla_em.solvers import BlockCG, BlockKrylov, DivergenceError
-from torch_lla_em.stochastic_prior import get_sto_samples
 
 HERE = Path(__file__).parent
 PARTS = "ours", "paper", "tuned", "em"
@@ -97,7 +97,9 @@ class Study:
         if not recipe.noisy_targets:
             return product
         batches = batches_of(self.batches, recipe.batch_size)
-        return NoisyTargets(product, noise_shares(self.task, batches, partial(problem_of, self.model)))
+        return NoisyTargets(
+            product, noise_shares(self.task, batches, partial(problem_of, self.model))
+        )
 
     def ours(self, solver: str) -> Iterator[list[float]]:
         """Yield passes, error of samples and error of γ of one of our solvers."""
@@ -195,7 +197,11 @@ def measure(args: argparse.Namespace) -> None:
 
     def keep(part: str, name: str, points: Callable[[], list]) -> None:
         record[part][name] = [[v if isfinite(v) else None for v in p] for p in points()]
-        print(f"  {name:32}", *("/".join(str(v and float(f"{v:.3g}")) for v in p) for p in record[part][name]), flush=True)
+        print(
+            f"  {name:32}",
+            *("/".join(str(v and float(f"{v:.3g}")) for v in p) for p in record[part][name]),
+            flush=True,
+        )
         save(record, path)
 
     if "ours" in args.parts:
@@ -224,7 +230,9 @@ def tuned_samples(samples: dict[str, list]) -> Recipe:
         points = samples.get(name, []) if not recipe.noisy_targets else []
         points = [p for p in points if p[0] == epochs and p[1] is not None]
         found += [(error, rate, recipe) for _, error, _, rate in points]
-    _, rate, recipe = min(found, key=lambda f: f[0], default=(inf, 0.2, TUNED["L', batches of 100"]))
+    _, rate, recipe = min(
+        found, key=lambda f: f[0], default=(inf, 0.2, TUNED["L', batches of 100"])
+    )
     return with_rate(recipe, rate, epochs)
 
 
@@ -236,7 +244,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="how many images; default: each problem's own")
     parser.add_argument("--train-epochs", type=int, help="default: each problem's own")
     parser.add_argument("--synthetic", action="store_true", help="data of the right shape")
-    parser.add_argument("--data", type=Path, default=Path("data"), help="where MNIST and CIFAR-10 are kept")
+    parser.add_argument(
+        "--data", type=Path, default=Path("data"), help="where MNIST and CIFAR-10 are kept"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()

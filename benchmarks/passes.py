@@ -29,7 +29,7 @@ from methods.networks import PROBLEMS, Source, trained
 from methods.provenance import save
 from methods.race import SOLVERS, Race
 
-from torch_lla_em.stochastic_prior import get_sto_samples
+from torch_lla_em.inference.stochastic_prior import get_sto_samples
 
 HERE = Path(__file__).parent
 PARTS = (*FITS, "traces", "deflation", "dense")
@@ -71,7 +71,11 @@ def measure(args: argparse.Namespace, name: str) -> None:
         race = Race(problem, noise, precision, args.reference)
         for solver in args.solvers:
             record["traces"][solver] = race.trace(solver)
-            print(f"  {solver:13}", *(f"{p:g}:{e:.2g}" for p, _, e in record["traces"][solver]), flush=True)
+            print(
+                f"  {solver:13}",
+                *(f"{p:g}:{e:.2g}" for p, _, e in record["traces"][solver]),
+                flush=True,
+            )
             save(record, path)
 
 
@@ -97,7 +101,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="how many images; default: each problem's own")
     parser.add_argument("--epochs", type=int, help="of training; default: each problem's own")
     parser.add_argument("--synthetic", action="store_true", help="data of the right shape")
-    parser.add_argument("--data", type=Path, default=Path("data"), help="where MNIST and CIFAR-10 are kept")
+    parser.add_argument(
+        "--data", type=Path, default=Path("data"), help="where MNIST and CIFAR-10 are kept"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--report", action="store_true", help="only write the page")
     parser.add_argument("--out", type=Path, default=HERE / "results")

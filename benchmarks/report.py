@@ -12,7 +12,16 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-from methods.compare_page import OURS, TEMPERATURE, Tables, aims, comparison, lengths, load, provenance
+from methods.compare_page import (
+    OURS,
+    TEMPERATURE,
+    Tables,
+    aims,
+    comparison,
+    lengths,
+    load,
+    provenance,
+)
 from methods.compare_pictures import bands, confidence, scales
 from methods.image_sections import sections
 from methods.tasks import TASKS

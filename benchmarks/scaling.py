@@ -18,19 +18,19 @@ import time
 from pathlib import Path
 
 import torch
+from methods.provenance import provenance
+from methods.scaling_page import write_page
 from torch import distributed as dist
 from torch import nn
 
-from methods.provenance import provenance
-from methods.scaling_page import write_page
-from torch_lla_em.data import Data
+from torch_lla_em.data.loader import Data
 from torch_lla_em.distributed import spread_of
-from torch_lla_em.group import current_group
+from torch_lla_em.jacobian.linear_model import LinearModel
+from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
 from torch_lla_em.likelihoods import Classification
-from torch_lla_em.linear_model import LinearModel
-from torch_lla_em.network import Network
-from torch_lla_em.parameters import ParameterLayout, select_parameters
-from torch_lla_em.problem import Problem
+from torch_lla_em.problem.problem import Problem
+from torch_lla_em.runtime.group import current_group
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/scaling.jsonl"

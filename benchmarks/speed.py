@@ -21,7 +21,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -31,10 +30,9 @@ from methods.provenance import provenance, source
 from torch import Tensor, nn
 
 from torch_lla_em import Compute, LinearisedLaplace
-from torch_lla_em.data import Data
-from torch_lla_em.heap import kept_heap
+from torch_lla_em.data.loader import Data
 from torch_lla_em.likelihoods import Classification
-from torch_lla_em.problem import Problem
+from torch_lla_em.problem.problem import Problem
 
 HERE = Path(__file__).parent
 MEANS = {
@@ -43,8 +41,6 @@ MEANS = {
     "tf32": Compute(precision="tf32"),
     "bfloat16": Compute(precision="bfloat16"),
     "channels_last": Compute(),
-    "ordinary_heap": Compute(),
-    "compiled": Compute(compile=True),
 }
 
 
@@ -88,11 +84,10 @@ def measure(args: argparse.Namespace, name: str, means: str) -> dict:
         product = problem.ggn_product if MEANS[means] else plain_product(model, names, x)
         w = torch.randn(count, problem.size, device=device)
         forward = lambda: _forward(la._linear_model.network, model, x)  # noqa: E731
-        with kept_heap() if MEANS[means] else nullcontext():  # as in a fit
-            product(w)  # what is compiled, probed or cached happens here, and the heap grows
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
-            seconds = _least([forward, lambda: product(w)], args.repeats, device)
+        product(w)  # what is probed or cached happens here
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        seconds = _least([forward, lambda: product(w)], args.repeats, device)
         record["columns"][str(count)] = {
             "forward": seconds[0],
             "product": seconds[1],
@@ -102,8 +97,6 @@ def measure(args: argparse.Namespace, name: str, means: str) -> dict:
         }
     record["weights"] = problem.size
     record["precision_error"] = problem.linear_model.precision_error
-    if means == "compiled":
-        record["kept"] = problem._compiled.alive
     return record
 
 
@@ -159,7 +152,9 @@ def report(out: Path, page: Path) -> None:
     text = [f"# Speed\n\n{__doc__.splitlines()[0]}", "", _INTRODUCTION, ""]
     machines: dict[str, list[dict]] = {}
     for run in lines:
-        machines.setdefault(run["machine"] if run["device"] == "cpu" else run["card"], []).append(run)
+        machines.setdefault(run["machine"] if run["device"] == "cpu" else run["card"], []).append(
+            run
+        )
     for where, runs in machines.items():
         text += [f"## {where}", "", _HEAD, "|" + "---|" * _HEAD.count(" | ") + "---|"]
         text += [row for run in runs for record in run["records"] for row in _rows(record)]
@@ -169,7 +164,14 @@ def report(out: Path, page: Path) -> None:
         text.append("")
     raced = [record for record in passes_page.load(out) if record["traces"]]
     if raced:
-        text += ["## Solvers to the same error", "", _SOLVERS, "", passes_page.reaching(raced, 0.03), ""]
+        text += [
+            "## Solvers to the same error",
+            "",
+            _SOLVERS,
+            "",
+            passes_page.reaching(raced, 0.03),
+            "",
+        ]
     page.write_text("\n".join(text))
 
 

@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from torch_lla_em import LinearisedLaplace, LinearOperator, LinearOperatorRegression, Prediction
-from torch_lla_em.calibration import best_scale
-from torch_lla_em.predictive import score
+from torch_lla_em.prediction.calibration import best_scale
+from torch_lla_em.prediction.prediction import score
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
 COLUMNS = "psnr", "nll", "nll_scaled", "patch_nll", "pearson", "spearman", "coverage", "mean_sd"

@@ -46,12 +46,16 @@ def logging_as_it_was():
 
 @pytest.fixture
 def own_tangents_at_any_size(monkeypatch):
-    for least in ("own_tangents._LEAST", "own_attention._LEAST_WIDTH", "own_attention._LEAST_SCORES"):
-        monkeypatch.setattr(f"torch_lla_em.{least}", 0)
+    for least in (
+        "own_tangents._LEAST",
+        "own_attention._LEAST_WIDTH",
+        "own_attention._LEAST_SCORES",
+    ):
+        monkeypatch.setattr(f"torch_lla_em.jacobian.{least}", 0)
 
 
 @pytest.fixture
 def every_batch(monkeypatch):
     """Have what a pass has summed written after every batch."""
-    monkeypatch.setattr("torch_lla_em.partial_pass.INTERVAL", 0.0)
-    monkeypatch.setattr("torch_lla_em.partial_pass.WRITES", 0.0)
+    monkeypatch.setattr("torch_lla_em.checkpoint.partial_pass.INTERVAL", 0.0)
+    monkeypatch.setattr("torch_lla_em.checkpoint.partial_pass.WRITES", 0.0)

@@ -7,9 +7,8 @@ import traceback
 from datetime import timedelta
 
 import torch
-from torch import distributed as dist
-
 from fresh import CONTEXT
+from torch import distributed as dist
 
 
 def run(size, function, folder, *arguments, timeout=60.0):

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_lla_em.data import Data
+from torch_lla_em.data.loader import Data
 from torch_lla_em.exact import ExactLaplace, gaussian_log_prob
+from torch_lla_em.inference.prior import Prior
+from torch_lla_em.inference.stochastic_prior import StochasticPrior
+from torch_lla_em.jacobian.linear_model import LinearModel
+from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
 from torch_lla_em.likelihoods import Bernoulli, Classification, Likelihood, Poisson, Regression
-from torch_lla_em.linear_model import LinearModel
-from torch_lla_em.network import Network
-from torch_lla_em.parameters import ParameterLayout, select_parameters
-from torch_lla_em.prior import Prior
-from torch_lla_em.problem import Problem
-from torch_lla_em.stochastic_prior import StochasticPrior
+from torch_lla_em.problem.problem import Problem
 
 
 class Binomial(Likelihood):

@@ -9,20 +9,13 @@ from typing import Any
 import torch
 
 from torch_lla_em.data import Data
-from torch_lla_em.group import Group, current_group
-from torch_lla_em.memory_plan import VECTORS
-from torch_lla_em.problem import Problem
-from torch_lla_em.spread import ColumnSpread, DataSpread, WeightSpread
+from torch_lla_em.problem import VECTORS, ColumnSpread, DataSpread, Problem, WeightSpread
+from torch_lla_em.runtime import Group
 
 logger = logging.getLogger("torch_lla_em")
 
 SHARDS = "auto", "data", "columns", "weights", None
 """What ranks share out; None: each fits on its own."""
-
-
-def group_of(shard: str | None) -> Group:
-    """Return the ranks that fit together."""
-    return Group() if shard is None else current_group()
 
 
 def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) -> None:

@@ -40,7 +40,9 @@ class ExactLaplace:
     """(P,)."""
 
     @classmethod
-    def of(cls, model: nn.Module, x: Any, y: Tensor, log_prob: LogProb, names: list[str]) -> ExactLaplace:
+    def of(
+        cls, model: nn.Module, x: Any, y: Tensor, log_prob: LogProb, names: list[str]
+    ) -> ExactLaplace:
         """Return the dense pieces of a model in eval mode at (x, y)."""
         parameters = dict(model.named_parameters())
         f = model(x).flatten(1)

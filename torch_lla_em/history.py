@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_lla_em.empirical_bayes import EMState
+from torch_lla_em.inference import EMState
 
 
 def record_of(state: EMState, data_passes: int) -> dict[str, Any]:
@@ -33,7 +33,8 @@ def record_of(state: EMState, data_passes: int) -> dict[str, Any]:
 def summary_of(record: dict[str, Any]) -> dict[str, str]:
     """Return what the progress bar shows of a record; of blocks, the sum of γ and the mean log λ."""
     precision, gamma, error = (
-        torch.tensor(record[name]) for name in ("prior_precision", "effective_dim", "effective_dim_error")
+        torch.tensor(record[name])
+        for name in ("prior_precision", "effective_dim", "effective_dim_error")
     )
     shown = {"λ": f"{precision.log().mean().exp().item():.3g}"}
     if record["sigma_noise"] is not None:

@@ -11,38 +11,33 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from torch_lla_em import persistence
-from torch_lla_em.batches import TargetFn
-from torch_lla_em.checkpoint import RecordedProblem
-from torch_lla_em.compute import Compute, tf32
-from torch_lla_em.data import Chain, Data
-from torch_lla_em.distributed import SHARDS, compare_ranks, group_of, share_path, spread_of
-from torch_lla_em.empirical_bayes import EMState
-from torch_lla_em.first_outputs import FirstOutputs
-from torch_lla_em.fitting import FitOptions, fit_posterior
-from torch_lla_em.group import Group
-from torch_lla_em.heap import kept_heap
+from torch_lla_em.checkpoint import FORMAT, FirstOutputs, PassLog, RecordedProblem, SharedLog
+from torch_lla_em.data import Chain, Data, TargetFn
+from torch_lla_em.distributed import SHARDS, compare_ranks, share_path, spread_of
 from torch_lla_em.history import record_of, summary_of
-from torch_lla_em.last_layer import called_last
-from torch_lla_em.leaving import leaving_cleanly
+from torch_lla_em.inference import Earlier, EMState, FitOptions, Solver, fit_posterior
+from torch_lla_em.jacobian import (
+    ForwardFn,
+    LinearModel,
+    Network,
+    ParameterLayout,
+    Selection,
+    called_last,
+    select_parameters,
+)
 from torch_lla_em.likelihoods import (
     LIKELIHOODS,
     BradleyTerry,
     Likelihood,
     Regression,
+    compare,
+    preferred,
     tempered,
 )
-from torch_lla_em.linear_model import LinearModel
-from torch_lla_em.network import ForwardFn, Network
-from torch_lla_em.parameters import ParameterLayout, Selection, select_parameters
-from torch_lla_em.parts import Earlier
-from torch_lla_em.pass_log import FORMAT, PassLog
-from torch_lla_em.posterior_samples import Solver
-from torch_lla_em.predictive_posterior import PredictivePosterior, check_choice
+from torch_lla_em.prediction import NotFittedError, PredictivePosterior, check_choice
 from torch_lla_em.problem import Problem
-from torch_lla_em.rewards import compare, preferred
-from torch_lla_em.shared_log import SharedLog
-from torch_lla_em.stored_posterior import NotFittedError
+from torch_lla_em.runtime import Compute, Group, group_of, leaving_cleanly, tf32
+from torch_lla_em.runtime import records as persistence
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -177,7 +172,11 @@ class LinearisedLaplace(PredictivePosterior):
         compare_ranks(group, self._device, {**shared, **header})
         problem = Problem(self._linear_model, likelihood, data)
         if checkpoint is not None:
-            log = PassLog(checkpoint, header) if group.size == 1 else SharedLog(checkpoint, header, group)
+            log = (
+                PassLog(checkpoint, header)
+                if group.size == 1
+                else SharedLog(checkpoint, header, group)
+            )
             if self._comes_back(log, data, likelihood):
                 self._loaders = loaders
                 return self
@@ -207,8 +206,8 @@ class LinearisedLaplace(PredictivePosterior):
                 bar.update()
                 bar.set_postfix(summary_of(history[-1]))
 
-            # for the solvers; the network has a precision of its own, and keeps the heap itself
-            with tf32(self._device, False), kept_heap():
+            # for the solvers; the network has a precision of its own
+            with tf32(self._device, False):
                 posterior = fit_posterior(problem, options, report)
         data.confirm()
         problem.refuse_changed_weights()

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from math import log
 
 import torch
-from methods.metrics import Classes, Numbers
-from methods.tasks import Loader, SharedDropout, Task, train
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from torch_lla_em.calibration import DEVIATION
+from methods.metrics import Classes, Numbers
+from methods.tasks import Loader, SharedDropout, Task, train
+from torch_lla_em.prediction.calibration import DEVIATION
 
 Predictor = Callable[[Tensor], Classes | Numbers]
 
@@ -61,7 +61,11 @@ def fresh(setting: Setting, offset: int, dropout: float = 0.0) -> nn.Module:
 def map_estimate(setting: Setting) -> dict[str, Predictor]:
     """The network alone; for regression with the training residuals as noise."""
     x, y = setting.task.train
-    return {"MAP": _predictor(setting, lambda x: setting.network(x)[None], _spread(setting.network, x, y))}
+    return {
+        "MAP": _predictor(
+            setting, lambda x: setting.network(x)[None], _spread(setting.network, x, y)
+        )
+    }
 
 
 def temperature(setting: Setting) -> dict[str, Predictor]:
@@ -71,7 +75,11 @@ def temperature(setting: Setting) -> dict[str, Predictor]:
     """
     network, (x, y) = setting.network, setting.task.val
     if setting.task.regression:
-        return {"MAP, held-out noise": _predictor(setting, lambda x: network(x)[None], _spread(network, x, y))}
+        return {
+            "MAP, held-out noise": _predictor(
+                setting, lambda x: network(x)[None], _spread(network, x, y)
+            )
+        }
     with torch.no_grad():
         f = network(x)
 
@@ -107,7 +115,9 @@ def dropout(setting: Setting) -> dict[str, Predictor]:
 def ensemble(setting: Setting) -> dict[str, Predictor]:
     """The network and four more from other starts."""
     members = [setting.network] + [fresh(setting, offset) for offset in range(1, 5)]
-    return {"deep ensemble of 5": _predictor(setting, lambda x: torch.stack([m(x) for m in members]))}
+    return {
+        "deep ensemble of 5": _predictor(setting, lambda x: torch.stack([m(x) for m in members]))
+    }
 
 
 def variational(setting: Setting) -> dict[str, Predictor]:
@@ -158,7 +168,9 @@ def variational(setting: Setting) -> dict[str, Predictor]:
     return {"mean-field variational": _predictor(setting, draws, noise)}
 
 
-def _predictor(setting: Setting, draws: Callable[[Tensor], Tensor], sigma: float | None = None) -> Predictor:
+def _predictor(
+    setting: Setting, draws: Callable[[Tensor], Tensor], sigma: float | None = None
+) -> Predictor:
     """Return a predictor from functions (S, B, C); noise that is not given is fitted held-out."""
     if not setting.task.regression:
         return lambda x: Classes.of(_no_grad(draws, x))
@@ -179,7 +191,9 @@ def _search(objective: Callable[[float], float], low: float, high: float) -> flo
 
 
 def _spread(network: nn.Module, x: Tensor, y: Tensor) -> float:
-    return (y - _detached(network, x)).square().mean().sqrt().item() if y.is_floating_point() else 0.0
+    return (
+        (y - _detached(network, x)).square().mean().sqrt().item() if y.is_floating_point() else 0.0
+    )
 
 
 def _detached(network: nn.Module, x: Tensor) -> Tensor:

@@ -43,7 +43,9 @@ def load(folder: Path, *names: str) -> Tables:
     tables: Tables = {}
     for (task, epochs, row, _), record in latest.items():
         tables.setdefault((task, epochs), {}).setdefault(row, []).append(record)
-    return dict(sorted(tables.items(), key=lambda item: (list(TASKS).index(item[0][0]), item[0][1])))
+    return dict(
+        sorted(tables.items(), key=lambda item: (list(TASKS).index(item[0][0]), item[0][1]))
+    )
 
 
 def values(group: list[dict], key: str) -> list[float]:
@@ -82,7 +84,9 @@ def table(groups: Groups, keys: list[str], bold: bool = True) -> str:
             winner = bool(numbers) and best[key] is not None and mean(numbers) == best[key]
             cells.append(_mark(text, winner))
         if failed:
-            row += f" (fails for {len(failed)} of {len(group)} seeds: {failed[0].replace('|', '/')})"
+            row += (
+                f" (fails for {len(failed)} of {len(group)} seeds: {failed[0].replace('|', '/')})"
+            )
         lines.append(f"| {row} | {len(group) - len(failed)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

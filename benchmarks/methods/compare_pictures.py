@@ -5,6 +5,7 @@ from statistics import mean, stdev
 
 import matplotlib.pyplot as plt
 import torch
+
 from methods.compare_page import BEST, OURS, TEMPERATURE, Groups, Tables, title, values
 from methods.tasks import make_task
 
@@ -93,7 +94,9 @@ def scales(tables: Tables, path: Path) -> None:
             axis.set_yticks([], minor=True)
         axis.set_xlabel("epochs")
         axis.set_title(title(key))
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", fontsize=7, ncols=2)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", fontsize=7, ncols=2
+    )
     figure.savefig(path, dpi=80)
     plt.close(figure)
 

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
-from torch_lla_em.batch import Batch
-from torch_lla_em.data import Data
+from torch_lla_em.data.batch import Batch
+from torch_lla_em.data.loader import Data
+from torch_lla_em.jacobian.linear_model import LinearModel
+from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
 from torch_lla_em.likelihoods import Classification
-from torch_lla_em.linear_model import LinearModel
-from torch_lla_em.network import Network
-from torch_lla_em.parameters import ParameterLayout, select_parameters
-from torch_lla_em.problem import NoiseFeatures, Problem, State
+from torch_lla_em.problem.problem import NoiseFeatures, Problem, State
 
 Product = Callable[[Tensor], Tensor]
 

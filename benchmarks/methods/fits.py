@@ -6,19 +6,19 @@ import warnings
 from typing import NamedTuple
 
 import torch
-from methods.counted import Counted
-from methods.plain_cg import PlainCG
 from torch import Tensor
 
-from torch_lla_em.fitting import FitOptions, fit_posterior
-from torch_lla_em.linear_mode import optimise_MAP
-from torch_lla_em.operators import WhitenedGGN
-from torch_lla_em.posterior_samples import Solver
-from torch_lla_em.problem import Problem
+from methods.counted import Counted
+from methods.plain_cg import PlainCG
+from torch_lla_em.inference.fitting import FitOptions, fit_posterior
+from torch_lla_em.inference.linear_mode import optimise_MAP
+from torch_lla_em.inference.posterior_samples import Solver
+from torch_lla_em.inference.stochastic_prior import StochasticPrior
+from torch_lla_em.problem.operators import WhitenedGGN
+from torch_lla_em.problem.problem import Problem
 from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, DivergenceError, Newton
 from torch_lla_em.solvers.block_lanczos import BlockLanczos
 from torch_lla_em.solvers.deflation import DeflatedCG, nystrom_features
-from torch_lla_em.stochastic_prior import StochasticPrior
 
 
 class Fit(NamedTuple):
@@ -47,14 +47,28 @@ def whole_fit(problem: Counted, num_samples: int, fit: Fit) -> dict:
     path, begin = [], time.monotonic()
     steps = _SGD_STEPS if isinstance(fit.solver, SGD) else 20
     options = FitOptions(
-        num_samples, 0, True, fit.layerwise, fit.solver, fit.tolerance, "network", "mackay", steps, None
+        num_samples,
+        0,
+        True,
+        fit.layerwise,
+        fit.solver,
+        fit.tolerance,
+        "network",
+        "mackay",
+        steps,
+        None,
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            posterior = fit_posterior(problem, options, lambda s: path.append(s.hyper.precision.tolist()))
+            posterior = fit_posterior(
+                problem, options, lambda s: path.append(s.hyper.precision.tolist())
+            )
         except DivergenceError as error:
-            return {"failed": str(error).split(":")[0], "passes": problem.spent["columns"] / num_samples}
+            return {
+                "failed": str(error).split(":")[0],
+                "passes": problem.spent["columns"] / num_samples,
+            }
     return {
         "path": [*path, posterior.hyper.precision.tolist()],
         "passes": problem.spent["columns"] / num_samples,

@@ -25,7 +25,9 @@ COSTS = {
     "tau": "τ held-out",
     "temperature": "temperature",
 }
-SHIFTED = {key: SCORES[key] for key in ("accuracy", "nll", "ece", "joint_dyadic")} | {"auroc": "AUROC"}
+SHIFTED = {key: SCORES[key] for key in ("accuracy", "nll", "ece", "joint_dyadic")} | {
+    "auroc": "AUROC"
+}
 IMAGE = {
     "psnr": "PSNR, dB",
     "nll": "NLL",
@@ -54,7 +56,9 @@ def ladder(records: Records) -> str:
     """Return the section of one network on one data set."""
     first = records[0]
     clean = [record for record in records if not record["level"]]
-    text = [f"## {TITLES[first['task']]}{', synthetic' if first['synthetic'] else ''}: {first['network']}\n"]
+    text = [
+        f"## {TITLES[first['task']]}{', synthetic' if first['synthetic'] else ''}: {first['network']}\n"
+    ]
     if first["synthetic"]:
         text.append(
             f"**These are not {TITLES[first['task']]}'s images**, but made-up ones of the same shape and "
@@ -64,7 +68,11 @@ def ladder(records: Records) -> str:
     kept = "last layer" if first["parameters"] == "last_layer" else "all weights but normalisation"
     text.append(
         f"P = {first['weights']}, trained on {first['train_size']} images"
-        + (f" for {first['epochs']} epochs ({first['train_seconds']:.0f} s)" if first["epochs"] else "")
+        + (
+            f" for {first['epochs']} epochs ({first['train_seconds']:.0f} s)"
+            if first["epochs"]
+            else ""
+        )
         + f", tested on {first['test_size']}; random: {kept}; K = {first['num_samples']}.\n"
     )
     text.append(_table(clean, SCORES) + "\n")
@@ -87,7 +95,9 @@ def tomography(records: Records) -> str:
         f"{first['weights']} weights trained on them alone ({first['train_seconds']:.0f} s); "
         f"K = {first['num_samples']}.\n"
     )
-    text.append("![Phantom, reconstruction, error and predicted deviations](images/tomography.png)\n")
+    text.append(
+        "![Phantom, reconstruction, error and predicted deviations](images/tomography.png)\n"
+    )
     text.append(_table(records, IMAGE) + "\n")
     costs = COSTS | {"learnt_sigma": "σ learnt"}
     text.append(_folded("Costs", _table(_fits(records), costs, bold=False)))
@@ -128,9 +138,13 @@ def _fits(records: Records) -> Records:
 
 def _table(records: Records, columns: dict[str, str], bold: bool = True) -> str:
     """Return a table of the columns that anything was measured of; the best value is bold."""
-    found = {key: title for key, title in columns.items() if any(key in record for record in records)}
+    found = {
+        key: title for key, title in columns.items() if any(key in record for record in records)
+    }
     lines = ["| | " + " | ".join(found.values()) + " |", "|---" * (len(found) + 1) + "|"]
-    values = {key: [record[key] for record in records if record.get(key) is not None] for key in found}
+    values = {
+        key: [record[key] for record in records if record.get(key) is not None] for key in found
+    }
     best = {key: min(values[key]) if key in LOWER else max(values[key]) for key in found if bold}
     for record in records:
         cells = []
@@ -148,7 +162,9 @@ def _over_levels(records: Records, key: str) -> str:
     lines.append("|---" * (len(levels) + 1) + "|")
     at = {(record["row"], record["level"]): record[key] for record in records}
     best = {
-        level: (min if key in LOWER else max)(value for (_, other), value in at.items() if other == level)
+        level: (min if key in LOWER else max)(
+            value for (_, other), value in at.items() if other == level
+        )
         for level in levels
     }
     for row in dict.fromkeys(record["row"] for record in records):

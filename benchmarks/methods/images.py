@@ -73,7 +73,9 @@ def splits(source: Source, folder: Path | None, sizes: Sizes) -> Splits:
     kept = min(sizes.train or len(train), len(train) - held_out)
     chosen = torch.randperm(len(test), generator=generator).tolist()[: sizes.test]
     return Splits(
-        Subset(train, order[:kept]), Subset(train, order[kept : kept + held_out]), Subset(test, chosen)
+        Subset(train, order[:kept]),
+        Subset(train, order[kept : kept + held_out]),
+        Subset(test, chosen),
     )
 
 
@@ -133,7 +135,8 @@ def cifar100(folder: Path, shape: tuple[int, int, int]) -> tuple[Dataset, Datase
         )
     parts = [_CIFAR100(folder, train=train, download=False) for train in (True, False)]
     first, second = (
-        Pixels(torch.tensor(part.data).permute(0, 3, 1, 2), torch.tensor(part.targets)) for part in parts
+        Pixels(torch.tensor(part.data).permute(0, 3, 1, 2), torch.tensor(part.targets))
+        for part in parts
     )
     return first, second
 
@@ -145,7 +148,9 @@ def imagenet(folder: Path, shape: tuple[int, int, int]) -> tuple[Dataset, Datase
         [transforms.Resize(crop[0] * 8 // 7), transforms.CenterCrop(crop), transforms.ToTensor()]
     )
     try:
-        train, test = (datasets.ImageFolder(str(folder / part), prepare) for part in ("train", "val"))
+        train, test = (
+            datasets.ImageFolder(str(folder / part), prepare) for part in ("train", "val")
+        )
     except FileNotFoundError as error:
         raise MissingData(
             f"ImageNet is not in {folder}: put training images into {folder / 'train'}/<class>/ and "

@@ -9,6 +9,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
 from methods import ranks
 from methods.images import MissingData, Sizes, Source, Splits, splits
 from methods.measure import Meter
@@ -16,15 +19,22 @@ from methods.metrics import Classes, auroc
 from methods.provenance import provenance
 from methods.shifts import Shift, unchanged
 from methods.training import Recipe, network_of, train
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
-
 from torch_lla_em import LinearisedLaplace
-from torch_lla_em.predictive import Prediction
-from torch_lla_em.rotations import number_of_functions
+from torch_lla_em.prediction.functions import number_of_functions
+from torch_lla_em.prediction.prediction import Prediction
 
 PACKAGES = "torch", "torchvision", "torchmetrics"
-CLEAN = "accuracy", "nll", "ece", "brier", "joint_dyadic", "fit_seconds", "precision", "gamma", "columns"
+CLEAN = (
+    "accuracy",
+    "nll",
+    "ece",
+    "brier",
+    "joint_dyadic",
+    "fit_seconds",
+    "precision",
+    "gamma",
+    "columns",
+)
 SHIFTED = "accuracy", "nll", "ece", "joint_dyadic", "auroc"
 HELD = 2**28
 """Numbers that functions of all test images may take."""
@@ -66,10 +76,14 @@ def options(rung: Rung, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--held-out", type=int, help="images to calibrate on; default: a tenth")
     parser.add_argument("--test-size", type=int)
     parser.add_argument("--num-samples", type=int, default=rung.num_samples)
-    parser.add_argument("--priors", nargs="+", choices=["plain", "g-prior"], default=["plain", "g-prior"])
+    parser.add_argument(
+        "--priors", nargs="+", choices=["plain", "g-prior"], default=["plain", "g-prior"]
+    )
     parser.add_argument("--parameters", choices=["all", "last_layer"], default="all")
     parser.add_argument("--ensemble", type=int, default=0, help="networks of a deep ensemble")
-    parser.add_argument("--checkpoint", type=Path, help="folder: the same call goes on after a kill")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="folder: the same call goes on after a kill"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0, help="processes that read images")
@@ -164,7 +178,9 @@ def baselines(
     if args.ensemble:
         device = next(network.parameters()).device
         with Meter() as clock:
-            others = [train(rung, args, data.train, device, seed) for seed in range(1, args.ensemble)]
+            others = [
+                train(rung, args, data.train, device, seed) for seed in range(1, args.ensemble)
+            ]
         name = f"deep ensemble of {args.ensemble}"
         methods[name] = lambda x, f: {
             "": Classes.of(torch.stack([f, *(outputs(member, x) for member in others)]))

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from methods.large_networks import resnet18, resnet50, vit_s
 from torch import Tensor, nn
 from torch.nn import functional
+
+from methods.large_networks import resnet18, resnet50, vit_s
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -114,7 +115,9 @@ RECIPES = {
 }
 
 
-def trained(name: str, source: Source = Source(), epochs: int | None = None) -> tuple[nn.Module, Batches]:
+def trained(
+    name: str, source: Source = Source(), epochs: int | None = None
+) -> tuple[nn.Module, Batches]:
     """Return a trained network and its data in batches of 100."""
     torch.manual_seed(0)
     model, x, y = PROBLEMS[name](source)
@@ -123,7 +126,9 @@ def trained(name: str, source: Source = Source(), epochs: int | None = None) -> 
     for _ in range(epochs or recipe.epochs):
         for rows in torch.randperm(len(x)).split(50):
             optimiser.zero_grad()
-            functional.cross_entropy(model(x[rows]), y[rows], label_smoothing=recipe.smoothing).backward()
+            functional.cross_entropy(
+                model(x[rows]), y[rows], label_smoothing=recipe.smoothing
+            ).backward()
             optimiser.step()
     return model.eval(), list(zip(x.split(100), y.split(100)))
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 import torch
+
 from methods.baselines import Predictor, Setting
 from methods.metrics import Classes, Numbers
-
 from torch_lla_em import Compute, LinearisedLaplace
 
 READ = Compute(keep_data=False)  # at every pass, so that the loader can count them

@@ -8,6 +8,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
 from methods import sgd_page
 from methods.fits import FITS
 from methods.provenance import source
@@ -134,9 +135,13 @@ def said(fits: dict[str, dict]) -> list[str]:
     short = re.compile(r"(The .*?) (is|are) known to an? (?:relative )?error of .*")
     lines = []
     for solver, fit in fits.items():
-        warned = {short.sub(r"\1 \2 less exact than was asked", text) for text in fit.get("warnings", ())}
+        warned = {
+            short.sub(r"\1 \2 less exact than was asked", text) for text in fit.get("warnings", ())
+        }
         if warned:
-            lines.append(f"{name(solver)} warned, at some λ on the way: {'; '.join(sorted(warned))}.\n")
+            lines.append(
+                f"{name(solver)} warned, at some λ on the way: {'; '.join(sorted(warned))}.\n"
+            )
     return lines
 
 

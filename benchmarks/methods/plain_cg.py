@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_lla_em.blocks import dots
 from torch_lla_em.solvers.solution import Solution, energies, relative_error
+from torch_lla_em.solvers.space import dots
 
 Product = Callable[[Tensor], Tensor]
 

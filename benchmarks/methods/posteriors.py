@@ -3,14 +3,14 @@
 from functools import partial
 
 import torch
-from methods import ours
-from methods.baselines import Predictor, Setting
-from methods.metrics import Classes, Numbers
 from torch import Tensor
 from torch.func import functional_call, hessian, jacrev, vmap
 
+from methods import ours
+from methods.baselines import Predictor, Setting
+from methods.metrics import Classes, Numbers
 from torch_lla_em.exact import ExactLaplace, gaussian_log_prob
-from torch_lla_em.feature_density import FeatureDensity
+from torch_lla_em.mixtures.feature_density import FeatureDensity
 
 
 def laplace_torch(subset: str, structure: str, setting: Setting) -> dict[str, Predictor]:
@@ -58,7 +58,9 @@ def dense(g_prior: bool, setting: Setting) -> dict[str, Predictor]:
     """The dense posterior at the λ (and σ) that ours learns with the scalar prior."""
     la = ours.fit(setting, ours.Variant(g_prior=g_prior))
     network, (x, y) = setting.network, setting.task.train
-    log_prob = gaussian_log_prob(la.sigma_noise.float()) if setting.task.regression else _log_softmax
+    log_prob = (
+        gaussian_log_prob(la.sigma_noise.float()) if setting.task.regression else _log_softmax
+    )
     weights = {name: p.detach() for name, p in network.named_parameters()}
 
     def output(weights: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -104,14 +106,18 @@ def familiarity(setting: Setting) -> dict[str, Predictor]:
         "feature density": lambda x: -density.score(x).double(),
     }
     if not setting.task.regression:
-        scores["mutual information"] = lambda x: la.predict(x).epistemic.clamp_min(1e-30).log().double()
+        scores["mutual information"] = lambda x: (
+            la.predict(x).epistemic.clamp_min(1e-30).log().double()
+        )
     held_out = {name: score(setting.task.val.x) for name, score in scores.items()}
 
     def together(name: str, x: Tensor) -> Tensor:
         pair = (name, "feature density")
         return sum((scores[n](x) - held_out[n].mean()) / held_out[n].std() for n in pair)
 
-    both = {f"feature density and {n}": partial(together, n) for n in scores if n != "feature density"}
+    both = {
+        f"feature density and {n}": partial(together, n) for n in scores if n != "feature density"
+    }
     return {
         f"score: {name}": lambda x, score=score: Familiarity(score(x))
         for name, score in (scores | both).items()

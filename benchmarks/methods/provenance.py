@@ -21,7 +21,9 @@ def provenance(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
             [f"Python {platform.python_version()}", *(f"{p} {version(p)}" for p in packages)]
         ),
         "commit": _commit(),
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_told(sys.argv[1:])]),
+        "command": shlex.join(
+            ["python", f"benchmarks/{Path(sys.argv[0]).name}", *_told(sys.argv[1:])]
+        ),
     }
 
 

@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 import torch
-from methods.plain_cg import iterates
 from torch import Tensor
 
-from torch_lla_em.operators import WhitenedGGN
-from torch_lla_em.problem import Problem
+from methods.plain_cg import iterates
+from torch_lla_em.inference.stochastic_prior import StochasticPrior
+from torch_lla_em.problem.operators import WhitenedGGN
+from torch_lla_em.problem.problem import Problem
 from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, DivergenceError
 from torch_lla_em.solvers.block_krylov import Shift
-from torch_lla_em.blocks import dots
-from torch_lla_em.stochastic_prior import StochasticPrior
+from torch_lla_em.solvers.space import dots
 
 SOLVERS = "block_krylov", "block_cg", "plain_cg", "sgd"
 RATES = 0.03, 0.1, 0.2, 0.5

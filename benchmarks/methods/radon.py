@@ -54,7 +54,9 @@ class Radon:
         columns = torch.arange(size**2).expand(2, len(angles), -1).flatten()
         weights = torch.stack([1 - (at - below), at - below]).flatten() / size
         shape = (len(angles) * self.num_bins, size**2)
-        matrix = torch.sparse_coo_tensor(torch.stack([rows, columns]), weights, shape, check_invariants=True)
+        matrix = torch.sparse_coo_tensor(
+            torch.stack([rows, columns]), weights, shape, check_invariants=True
+        )
         self._matrix, self._transpose = (m.coalesce().float() for m in (matrix, matrix.t()))
 
     @property
@@ -74,7 +76,10 @@ class Radon:
         """Return Aᵀ of y filtered by a ramp, scaled to explain y as well as a factor can."""
         rays = y.unflatten(1, (len(self.angles), self.num_bins))
         padded = torch.fft.rfft(rays, n=2 * self.num_bins)
-        ramp = torch.linspace(0, 1, padded.shape[-1]) * torch.linspace(0, pi / 2, padded.shape[-1]).cos()
+        ramp = (
+            torch.linspace(0, 1, padded.shape[-1])
+            * torch.linspace(0, pi / 2, padded.shape[-1]).cos()
+        )
         filtered = torch.fft.irfft(padded * ramp, n=2 * self.num_bins)[..., : self.num_bins]
         image = self.adjoint(filtered.flatten(1))
         explained = self.forward(image)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from methods.counted import Counted
 from torch import Tensor
 
-from torch_lla_em.operators import WhitenedGGN, WhitenedLoss
-from torch_lla_em.problem import Problem
+from methods.counted import Counted
+from torch_lla_em.inference.stochastic_prior import StochasticPrior
+from torch_lla_em.problem.operators import WhitenedGGN, WhitenedLoss
+from torch_lla_em.problem.problem import Problem
 from torch_lla_em.solvers import SGD
-from torch_lla_em.stochastic_prior import StochasticPrior
 
 BatchProduct = Callable[[Tensor], Tensor]
 
@@ -97,7 +97,9 @@ class NoisyTargets:
         eta = sum(self.shares)[: len(x)]
         return self.product(x) - self.product.deviation * eta
 
-    def minibatches(self, state: dict[str, Tensor] | None = None) -> Iterator[tuple[int, BatchProduct]]:
+    def minibatches(
+        self, state: dict[str, Tensor] | None = None
+    ) -> Iterator[tuple[int, BatchProduct]]:
         for (rows, product), eta in zip(self.product.minibatches(), self.shares):
             share = self.product.deviation * eta
 
@@ -111,7 +113,9 @@ class NoisyTargets:
         return compute()
 
 
-def noise_shares(task: Task, batches: list[tuple[Tensor, Tensor]], problem_of: Callable) -> list[Tensor]:
+def noise_shares(
+    task: Task, batches: list[tuple[Tensor, Tensor]], problem_of: Callable
+) -> list[Tensor]:
     """Return every batch's part of η, (K, P) each: differences of η over growing data."""
     shares, before = [], torch.zeros_like(task.noise.eta)
     for end in range(1, len(batches) + 1):
@@ -150,7 +154,9 @@ def expectation_maximisation(
         w_lin = deviation * x
         b = task.noise.right_hand_side(here)
         start = None if w is None else prior.whitened(w, here)
-        solution = task.solver(samples, precision).solve(WhitenedGGN(problems[0], deviation), b, start)
+        solution = task.solver(samples, precision).solve(
+            WhitenedGGN(problems[0], deviation), b, start
+        )
         w = deviation * solution.x
         gamma = solution.energy.mean().clamp(1, task.problem.size - 1)
         precision = (gamma / prior.squared_norm(w_lin)).item()

@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from torch_lla_em.memory_plan import VECTORS
+from torch_lla_em.problem.memory_plan import VECTORS
 
 # assumptions of the model, told on the page
 FLOPS = 5e13  # that a card sustains
@@ -161,11 +161,13 @@ def predicted(records):
     vectors = " | ".join(f"{4e-9 * NUM_SAMPLES * 10**p:.3g} GB" for p in (6, 7, 8, 9))
     yield f"| one K P | {vectors} |"
     for ranks in 8, 1024:
-        held = " | ".join(f"{4e-9 * VECTORS * NUM_SAMPLES * 10**p / ranks:.3g} GB" for p in (6, 7, 8, 9))
+        held = " | ".join(
+            f"{4e-9 * VECTORS * NUM_SAMPLES * 10**p / ranks:.3g} GB" for p in (6, 7, 8, 9)
+        )
         yield f"| {VECTORS} of them, sliced over {ranks} | {held} |"
     yield ""
     yield (
-        "Where there are fewer batches than ranks, smaller batches or `shard=\"columns\"` help; at "
+        'Where there are fewer batches than ranks, smaller batches or `shard="columns"` help; at '
         "a thousand ranks the meetings cost what a pass of a small network does."
     )
 

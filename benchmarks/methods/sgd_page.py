@@ -6,6 +6,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
 from methods.provenance import source
 from methods.recipe import RATES
 
@@ -93,7 +94,9 @@ def paths(record: dict) -> str:
         found = "–" if precision is None else f"{precision:.4g}"
         off = "–" if precision is None else f"{100 * errors[-1][1]:.1f} %"
         lines.append(
-            f"| {name} | " + " | ".join(cells) + f" | {columns:.0f} | {single:.0f} | {found} | {off} |"
+            f"| {name} | "
+            + " | ".join(cells)
+            + f" | {columns:.0f} | {single:.0f} | {found} | {off} |"
         )
     return "\n".join(lines)
 
@@ -117,10 +120,14 @@ def draw(record: dict, path: Path) -> None:
             if shown:
                 axis.plot(*zip(*shown), **style(name), label=label(name))
     for name in record["em"]:
-        shown = [(passes, error) for passes, error in precision_errors(record, name) if error is not None]
+        shown = [
+            (passes, error) for passes, error in precision_errors(record, name) if error is not None
+        ]
         if shown:
             axes[2].plot(*zip(*shown), **style(name), label=name)
-    for axis, title in zip(axes, ("samples", "effective dimension γ", "prior precision λ, whole EM")):
+    for axis, title in zip(
+        axes, ("samples", "effective dimension γ", "prior precision λ, whole EM")
+    ):
         axis.set(xscale="log", yscale="log", xlabel="passes", title=title, ylim=(1e-3, 10))
         ticks = [2, 5, 10, 20, 50, 100, 200]
         axis.set_xticks(ticks, [str(tick) for tick in ticks])

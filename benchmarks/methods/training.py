@@ -5,11 +5,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from methods import ranks
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
+
+from methods import ranks
 
 if TYPE_CHECKING:
     from methods.ladder import Rung
@@ -71,7 +72,9 @@ def train(
     """Return a network trained on one cycle of the learning rate, in eval mode."""
     torch.manual_seed(seed)
     network, recipe = fresh(rung, args, device).train(), rung.recipe
-    whole = len(data) >= args.batch_size  # a last batch of one image has no variance to normalise by
+    whole = (
+        len(data) >= args.batch_size
+    )  # a last batch of one image has no variance to normalise by
     loader = DataLoader(
         data, args.batch_size, shuffle=True, drop_last=whole, num_workers=args.workers
     )
@@ -106,7 +109,9 @@ def average_statistics(network: nn.Module, loader: DataLoader) -> None:
 def read_weights(body: nn.Module, file) -> None:
     """Load a state_dict, alone or under a name, with or without the prefix of parallel training."""
     if not file.exists():
-        raise SystemExit(f"There is no file {file}: --weights takes a state_dict that torch.save wrote.")
+        raise SystemExit(
+            f"There is no file {file}: --weights takes a state_dict that torch.save wrote."
+        )
     state = torch.load(file, map_location="cpu", weights_only=True)
     for name in ("state_dict", "model", "net"):
         state = state[name] if isinstance(state.get(name), dict) else state

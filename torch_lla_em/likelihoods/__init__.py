@@ -1,11 +1,12 @@
 """Likelihoods p(y | f): ``base``, ``classes``, ``elementwise``, ``linear_operator``,
 ``heteroscedastic``, ``tempered``."""
 
-from torch_lla_em.likelihoods.base import Likelihood
+from torch_lla_em.likelihoods.base import Likelihood, sum_rows
 from torch_lla_em.likelihoods.classes import BradleyTerry, Classification, entropy
 from torch_lla_em.likelihoods.elementwise import Bernoulli, Poisson, Regression
 from torch_lla_em.likelihoods.heteroscedastic import HeteroscedasticRegression
 from torch_lla_em.likelihoods.linear_operator import LinearOperator, LinearOperatorRegression
+from torch_lla_em.likelihoods.rewards import compare, preferred
 from torch_lla_em.likelihoods.tempered import Tempered, tempered
 
 LIKELIHOODS = {
@@ -29,6 +30,9 @@ __all__ = [
     "Poisson",
     "Regression",
     "Tempered",
+    "compare",
     "entropy",
+    "preferred",
+    "sum_rows",
     "tempered",
 ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods.elementwise import Regression
-from torch_lla_em.noise import normal
+from torch_lla_em.runtime import normal
 
 # rounding of ⟨A u, v⟩ against ⟨u, Aᵀ v⟩, in single precision
 _ADJOINT_ERROR = 1e-3
@@ -123,7 +123,9 @@ class LinearOperatorRegression(Regression):
             )
         v = normal(0, 0, 1, row, Au.shape[-1]).to(f.dtype)
         back = self.operator.apply_adjoint(v)
-        gap = (Au * v).sum() - (u * back).sum() if back.shape == u.shape else torch.tensor(torch.inf)
+        gap = (
+            (Au * v).sum() - (u * back).sum() if back.shape == u.shape else torch.tensor(torch.inf)
+        )
         if gap.abs() > _ADJOINT_ERROR * (Au.norm() * v.norm()):
             raise ValueError(
                 "The operator's adjoint is not that of its forward map: ⟨A u, v⟩ and ⟨u, Aᵀ v⟩ "

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.em import Evidence, split_evidence
+from torch_lla_em.inference import Evidence, split_evidence
 from torch_lla_em.mixtures.family import Family, Problem, State, chunks
 from torch_lla_em.mixtures.rows import Batch, Rows, Survey, survey
 

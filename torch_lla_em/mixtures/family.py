@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torch_lla_em.em import iterate
+from torch_lla_em.inference import iterate
 from torch_lla_em.mixtures.kmeans import kmeans
 from torch_lla_em.mixtures.rows import Batch
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_lla_em.blocks import add_combined, combine, gram, orthonormalise
 from torch_lla_em.solvers.restarts import Product, Task, solve_with_restarts
 from torch_lla_em.solvers.solution import (
     DivergenceError,
@@ -17,6 +16,7 @@ from torch_lla_em.solvers.solution import (
     check_positive,
     relative_error,
 )
+from torch_lla_em.solvers.space import add_combined, combine, gram, orthonormalise
 
 # products without a tenth off the residual: longer plateaus are rounding
 _PATIENCE = 50

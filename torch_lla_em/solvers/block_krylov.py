@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.memory import free_memory, unless_short
+from torch_lla_em.runtime import free_memory, unless_short
 from torch_lla_em.solvers.block_cg import BlockCG
 from torch_lla_em.solvers.block_lanczos import BlockLanczos, Product
 from torch_lla_em.solvers.restarts import Task, solve_with_restarts
@@ -183,7 +183,10 @@ class BlockKrylov:
 
     def _descend(self, task: Task, solution: Solution, residual: Tensor) -> tuple[Tensor, int]:
         """Add the Galerkin correction in the Krylov space of the residual."""
-        lanczos, budget = BlockLanczos(task.product, residual), self.max_passes - solution.passes - 1
+        lanczos, budget = (
+            BlockLanczos(task.product, residual),
+            self.max_passes - solution.passes - 1,
+        )
         lanczos.expendable, room = False, True
         while lanczos.num_steps < budget and not lanczos.exhausted:
             if not (room := self._grows(lanczos)):

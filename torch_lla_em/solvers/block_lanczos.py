@@ -9,14 +9,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from torch_lla_em.blocks import add_combined, gram, orthonormalise
-from torch_lla_em.memory import with_room
-from torch_lla_em.slices import largest_slice
+from torch_lla_em.runtime import with_room
+from torch_lla_em.solvers.slices import largest_slice
 from torch_lla_em.solvers.solution import (
     DivergenceError,
     FaultyProductError,
     allowed_asymmetry,
 )
+from torch_lla_em.solvers.space import add_combined, gram, orthonormalise
 
 logger = logging.getLogger("torch_lla_em")
 

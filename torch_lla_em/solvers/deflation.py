@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torch_lla_em.blocks import add_combined, combine, gram
 from torch_lla_em.solvers.block_cg import BlockCG
 from torch_lla_em.solvers.block_lanczos import BlockLanczos
 from torch_lla_em.solvers.restarts import Task, solve_with_restarts
 from torch_lla_em.solvers.solution import Solution, check_positive
+from torch_lla_em.solvers.space import add_combined, combine, gram
 
 # Ritz values below this part of the largest are rounding
 _SMALLEST = 1e-6

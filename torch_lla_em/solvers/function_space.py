@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torch_lla_em.blocks import combine, gram
 from torch_lla_em.solvers.solution import Solution, check_positive
+from torch_lla_em.solvers.space import combine, gram
 
 
 class RootedProduct(Protocol):

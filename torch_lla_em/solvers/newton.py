@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torch_lla_em.blocks import dots
 from torch_lla_em.solvers.solution import DivergenceError, FaultyProductError, check_positive
+from torch_lla_em.solvers.space import dots
 
 Vectors = Callable[[Tensor], Tensor]
 
@@ -82,9 +82,7 @@ class Newton:
                 break
 
             def enough(step: Tensor, residual: float, x: Tensor = x, size: float = size) -> bool:
-                return residual <= max(
-                    self.forcing * size, 0.3 * self.tolerance * _norm(x + step)
-                )
+                return residual <= max(self.forcing * size, 0.3 * self.tolerance * _norm(x + step))
 
             step, used = conjugate_gradients(loss.hessian(x), -slope, enough, precondition)
             passes += used

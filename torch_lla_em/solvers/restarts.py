@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.blocks import dots
 from torch_lla_em.solvers.solution import DivergenceError, Solution, energies
+from torch_lla_em.solvers.space import dots
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -51,7 +51,9 @@ Descend = Callable[[Task, Solution, Tensor], tuple[Tensor, int]]
 """(task, solution so far, its residual) -> a better x and the products it took."""
 
 
-def solve_with_restarts(name: str, task: Task, limits: tuple[float, int], descend: Descend) -> Solution:
+def solve_with_restarts(
+    name: str, task: Task, limits: tuple[float, int], descend: Descend
+) -> Solution:
     """Improve x until its true residual meets the tolerance, stops falling, or passes run out."""
     product, b, start, image = task[:4]
     tolerance, max_passes = limits

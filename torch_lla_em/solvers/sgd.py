@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torch_lla_em.blocks import norm
 from torch_lla_em.solvers.solution import DivergenceError, Solution, check_positive
+from torch_lla_em.solvers.space import norm
 
 BatchProduct = Callable[[Tensor], Tensor]
 Gradient = Callable[[BatchProduct, float, Tensor], Tensor]
@@ -24,9 +24,7 @@ class Minibatches(Protocol):
         self, state: dict[str, Tensor] | None = None
     ) -> Iterator[tuple[int, BatchProduct]]: ...
 
-    def kept(
-        self, key: Tensor, compute: Callable[[], dict[str, Tensor]]
-    ) -> dict[str, Tensor]: ...
+    def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)

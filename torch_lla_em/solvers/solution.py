@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torch_lla_em.blocks import dots
+from torch_lla_em.solvers.space import dots
 
 
 class Solution(NamedTuple):

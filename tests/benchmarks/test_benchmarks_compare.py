@@ -1,0 +1,169 @@
+"""The comparison's own parts, and the scripts run whole at tiny settings."""
+
+import json
+import sys
+import time
+import warnings
+from dataclasses import replace
+from math import log
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+for package in ("sklearn", "torchmetrics", "matplotlib", "laplace"):
+    pytest.importorskip(package)
+
+import compare  # noqa: E402
+import report  # noqa: E402
+from methods.baselines import Setting, temperature  # noqa: E402
+from methods.measure import Meter  # noqa: E402
+from methods.metrics import Classes, Numbers, auroc  # noqa: E402
+from methods.provenance import provenance  # noqa: E402
+from methods.tasks import TASKS, Loader, Rows, SharedDropout, make_task  # noqa: E402
+
+
+def test_joint_nll_of_one_function_is_the_marginal_nll():
+    y = torch.arange(12) % 3
+    f = torch.randn(1, 12, 3, generator=torch.Generator().manual_seed(0))
+    scores = Classes.of(f).scores(y)
+    all_right = Classes.of(torch.zeros(1, 12, 3)).scores(y)
+    assert abs(scores["joint_ten"] - scores["nll"]) < 0.03
+    assert abs(all_right["joint_dyadic"] - log(3)) < 1e-6
+    assert abs(all_right["brier"] - 2 / 3) < 1e-6
+
+
+def test_joint_nll_rewards_functions_that_hold_together():
+    # one of two functions knows every label, the other says the opposite
+    y = torch.zeros(20, dtype=torch.long)
+    right = torch.tensor([9.0, -9.0]).expand(20, 2)
+    scores = Classes.of(torch.stack([right, -right])).scores(y)
+    assert abs(scores["nll"] - log(2)) < 1e-4
+    assert abs(scores["joint_dyadic"] - log(2) / 10) < 1e-4
+    assert abs(scores["joint_ten"] - log(2) / 10) < 1e-4
+
+
+def test_mutual_information_is_zero_where_functions_agree():
+    agree = Classes.of(torch.ones(4, 3, 2))
+    differ = Classes.of(torch.stack([torch.eye(2), -torch.eye(2)]) * 8)
+    assert agree.unfamiliarity.abs().max() < 1e-6
+    torch.testing.assert_close(differ.unfamiliarity, torch.full((2,), log(2)), atol=1e-2, rtol=0)
+
+
+def test_gaussian_scores_match_torch():
+    samples = torch.randn(50, 12, generator=torch.Generator().manual_seed(0)).double()
+    numbers = Numbers.of(samples, 0.5)
+    y = torch.linspace(-1, 1, 12).double()
+    sd = (numbers.covariance.diagonal() + 0.25).sqrt()
+    nll = -torch.distributions.Normal(numbers.mean, sd).log_prob(y).mean()
+    assert abs(numbers.scores(y[:, None])["nll"] - nll.item()) < 1e-6
+
+
+def test_auroc_orders_scores_of_any_size():
+    low, high = torch.tensor([-900.0, -5.0]), torch.tensor([3.0, 1e9])
+    assert auroc(low, high) == 1.0
+    assert auroc(low, low) == 0.5
+
+
+def test_a_shared_mask_drops_the_same_units_of_all_inputs():
+    layer = SharedDropout(0.5).eval()
+    layer.index = 3
+    out = layer(torch.ones(5, 40))
+    assert (out == out[0]).all() and 0 < (out[0] == 0).sum() < 40
+
+
+def test_the_loader_counts_passes_and_the_meter_measures():
+    loader = Loader(make_task("gap", 0).train, batch_size=30)
+    with Meter() as meter:
+        assert sum(len(x) for x, _ in loader) == 80
+    assert loader.passes == 1 and len(loader) == 3 and meter.seconds > 0
+
+
+def test_the_meter_sees_memory_that_is_used_again():
+    def grown():
+        with Meter() as meter:
+            parts = [torch.ones(1 << 14) for _ in range(1000)]  # 64 kB each, from the heap
+            assert len(parts) == 1000
+            time.sleep(0.05)
+        return meter.megabytes
+
+    assert grown() > 50 and grown() > 50
+
+
+def test_folders_of_results_are_nobodys_business(monkeypatch):
+    command = ["/home/me/speed.py", "--networks", "lenet", "--out", "/home/me/results"]
+    command += ["--docs", "/home/me/docs", "--seeds", "1"]
+    monkeypatch.setattr("sys.argv", command)
+    assert provenance()["command"] == "python benchmarks/speed.py --networks lenet --seeds 1"
+
+
+def test_a_temperature_with_a_prior_stays_near_one():
+    task = make_task("cancer", 0)
+    easy = Rows(task.val.x[:3], task.val.x[:3, :2].argmax(1))
+    setting = Setting(replace(task, val=easy), lambda x: x[:, :2], 1, 0, Loader(task.train))
+    alone, held = temperature(setting).values()
+    sure = [p(task.test.x).log_probs.exp().amax(1).mean() for p in (alone, held)]
+    assert sure[0] > 0.95 > sure[1]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_splits_are_disjoint_and_repeatable(name):
+    task, again = make_task(name, 1), make_task(name, 1)
+    assert torch.equal(task.train.x, again.train.x)
+    assert not torch.equal(task.train.x, make_task(name, 2).train.x)
+    rows = torch.cat([task.train.x, task.val.x, task.test.x]).flatten(1)
+    copies = len(rows) - len(rows.unique(dim=0))
+    assert copies <= 1 and task.network(0.0)(task.test.x[:2]).shape[0] == 2
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """(script, arguments): runs one in this process."""
+
+    def main(script, *arguments):
+        monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, arguments)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            script.main()
+
+    return main
+
+
+@pytest.mark.slow
+def test_compare_and_report_run_whole(run, tmp_path):
+    chosen = ["map", "temperature", "dropout", "variational", "laplace-torch: last_layer, full"]
+    chosen += ["dense", "familiarity", "ours: scalar, g-prior, K=8"]
+    for task, methods in (("moons", chosen[:2] + chosen[-1:]), ("gap", chosen)):
+        run(
+            compare,
+            task,
+            "--seeds",
+            0,
+            "--epochs",
+            3,
+            "--quick",
+            "--out",
+            tmp_path,
+            "--methods",
+            *methods,
+        )
+    records = [json.loads(line) for line in (tmp_path / "compare.jsonl").read_text().splitlines()]
+    assert {record["task"] for record in records} == {"moons", "gap"}
+    assert all(record["commit"] is not None and record["versions"] for record in records)
+    ours = [record for record in records if record["row"].startswith("ours")]
+    assert len(ours) == 5 + 5 and all("error" not in record for record in ours)
+    run(report, "--results", tmp_path, "--docs", tmp_path)
+    assert "temperature scaling" in (tmp_path / "benchmarks.md").read_text()
+    assert (tmp_path / "benchmarks" / "gap.png").stat().st_size > 1000
+
+
+def test_a_failing_peer_is_a_row_with_its_message(run, tmp_path, monkeypatch, capsys):
+    def fail(setting):
+        raise MemoryError("too large")
+
+    monkeypatch.setattr(compare.baselines, "temperature", fail)
+    run(compare, "gap", "--seeds", 0, "--epochs", 2, "--methods", "temperature", "--out", tmp_path)
+    assert "MemoryError: too large" in capsys.readouterr().out

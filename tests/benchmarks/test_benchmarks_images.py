@@ -1,0 +1,293 @@
+"""Loaders on small files in the true formats, shifts, and the ladder's scripts run whole."""
+
+import gzip
+import json
+import pickle
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+for package in ("torchvision", "torchmetrics"):
+    pytest.importorskip(package)
+
+import imagenet  # noqa: E402
+import mnist  # noqa: E402
+from methods import images, ladder, training  # noqa: E402
+from methods.image_sections import sections  # noqa: E402
+from methods.images import MissingData, Sizes, splits  # noqa: E402
+from methods.shifts import corruptions, rotations  # noqa: E402
+from torchvision import datasets  # noqa: E402
+
+TINY = ["--train-size", "40", "--test-size", "20", "--epochs", "2", "--num-samples", "2"]
+
+
+def write_mnist(folder, rows, suffix=""):
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = {}
+    for prefix, count in zip(("train", "t10k"), rows):
+        pixels = np.random.RandomState(count).randint(0, 256, (count, 28, 28), np.uint8)
+        labels = np.arange(count, dtype=np.uint8) % 10
+        for kind, array in (("images-idx3", pixels), ("labels-idx1", labels)):
+            header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+            content = header + array.tobytes()
+            path = folder / f"{prefix}-{kind}-ubyte{suffix}"
+            path.write_bytes(gzip.compress(content) if suffix else content)
+            arrays[prefix, kind] = array
+    return arrays
+
+
+def write_cifar100(folder):
+    home = folder / "cifar-100-python"
+    home.mkdir()
+    rows = np.random.RandomState(0).randint(0, 256, (12, 3072), np.uint8)
+    for name, part in (("train", rows[:8]), ("test", rows[8:])):
+        labels = [(7 * i) % 100 for i in range(len(part))]
+        entry = {"data": part, "fine_labels": labels, "coarse_labels": labels, "filenames": []}
+        (home / name).write_bytes(pickle.dumps(entry))
+    meta = {"fine_label_names": [f"class {i}" for i in range(100)], "coarse_label_names": []}
+    (home / "meta").write_bytes(pickle.dumps(meta))
+    return rows
+
+
+def write_folders(folder, parts=("train", "val")):
+    from PIL import Image
+
+    for part in parts:
+        for i, name in enumerate(("n01440764", "n01443537")):
+            home = folder / part / name
+            home.mkdir(parents=True)
+            for row in range(3):
+                colour = (80 * i + 10 * row, 40, 200)
+                Image.new("RGB", (60, 48), colour).save(home / f"{row}.png")
+
+
+@pytest.mark.parametrize("home", ["", "MNIST/raw"])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_mnist_is_read_from_idx_files(tmp_path, home, suffix):
+    arrays = write_mnist(tmp_path / home, (30, 20), suffix)
+    train, test = images.mnist(tmp_path, (1, 28, 28))
+    x, y = train[13]
+    assert len(train) == 30 and len(test) == 20 and x.shape == (1, 28, 28) and y == 3
+    expected = torch.tensor(arrays["train", "images-idx3"][13]) / 255
+    torch.testing.assert_close(x[0], expected)
+
+
+def test_mnist_is_read_as_torchvision_reads_it(tmp_path):
+    write_mnist(tmp_path / "MNIST" / "raw", (30, 20))
+    ours, theirs = images.mnist(tmp_path, (1, 28, 28))[1], datasets.MNIST(tmp_path, train=False)
+    assert torch.equal(ours.images[:, 0], theirs.data) and torch.equal(
+        ours.labels.long(), theirs.targets
+    )
+
+
+def test_a_broken_idx_file_is_told(tmp_path):
+    write_mnist(tmp_path, (30, 20))
+    path = tmp_path / "train-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(MissingData, match="cut short"):
+        images.mnist(tmp_path, (1, 28, 28))
+    path.write_bytes(b"<html>")
+    with pytest.raises(MissingData, match="no idx file"):
+        images.mnist(tmp_path, (1, 28, 28))
+
+
+def test_cifar100_is_read_from_pickles(tmp_path):
+    rows = write_cifar100(tmp_path)
+    train, test = images.cifar100(tmp_path, (3, 32, 32))
+    x, y = train[3]
+    assert len(train) == 8 and len(test) == 4 and y == 21
+    torch.testing.assert_close(x, torch.tensor(rows[3]).view(3, 32, 32) / 255)
+
+
+def test_imagenet_is_read_from_folders(tmp_path):
+    write_folders(tmp_path)
+    train, test = images.imagenet(tmp_path, (3, 28, 28))
+    x, y = test[4]
+    assert len(train) == len(test) == 6 and x.shape == (3, 28, 28) and y == 1
+    torch.testing.assert_close(x.mean((1, 2)), torch.tensor([90.0, 40.0, 200.0]) / 255)
+
+
+def test_classes_of_train_and_val_must_agree(tmp_path):
+    write_folders(tmp_path)
+    (tmp_path / "val" / "n01440764").rename(tmp_path / "val" / "other")
+    with pytest.raises(MissingData, match="differ in their classes"):
+        images.imagenet(tmp_path, (3, 28, 28))
+
+
+@pytest.mark.parametrize("script", ["mnist", "cifar100", "imagenet"])
+def test_missing_data_end_in_a_message(tmp_path, script):
+    module = __import__(script)
+    with pytest.raises(SystemExit) as stop:
+        module.main(["--data-dir", str(tmp_path), "--device", "cpu", "--out", str(tmp_path)])
+    message = str(stop.value)
+    assert str(tmp_path) in message and "Nothing is downloaded" in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_parts_are_disjoint_and_of_the_sizes_asked_for(tmp_path):
+    write_mnist(tmp_path, (30, 20))
+    parts = splits(mnist.RUNG.source, tmp_path, Sizes(20, 5, 8))
+    assert [len(part) for part in parts] == [20, 5, 8]
+    assert not set(parts.train.indices) & set(parts.held_out.indices)
+    assert len(splits(mnist.RUNG.source, tmp_path, Sizes(None, None, None)).train) == 27
+
+
+def test_synthetic_images_have_the_shape_and_can_be_learnt():
+    source = mnist.RUNG.source
+    data = images.synthetic(source, 700)
+    assert data.images.shape == (700, 1, 28, 28) and data.images.dtype == torch.uint8
+    assert torch.equal(data.images, images.synthetic(source, 700).images)
+    x, y = data.images.flatten(1).double(), data.labels
+    centres = torch.stack([x[:500][y[:500] == c].mean(0) for c in range(10)])
+    found = torch.cdist(x[500:], centres).argmin(1)
+    assert 0.6 < (found == y[500:]).double().mean() < 1
+
+
+def test_rotations_turn_and_keep_the_range():
+    x = torch.rand(2, 1, 9, 9)
+    turned = {shift.level: shift(x, torch.Generator()) for shift in rotations(90)}
+    torch.testing.assert_close(turned[180], x.flip(2, 3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(turned[90], x.rot90(1, (2, 3)), atol=1e-5, rtol=0)
+    assert [shift.level for shift in rotations(15)] == list(range(15, 181, 15))
+
+
+def test_corruptions_grow_with_severity():
+    x = images.synthetic(images.Source((3, 32, 32), 10, images.cifar100), 8).images / 255
+    sizes = {}
+    for shift in corruptions():
+        changed = shift(x, torch.Generator().manual_seed(0))
+        assert changed.shape == x.shape and changed.min() >= 0 and changed.max() <= 1
+        assert torch.equal(changed, shift(x, torch.Generator().manual_seed(0)))
+        sizes.setdefault(shift.name, []).append((changed - x).norm().item())
+    assert len(sizes) == 5
+    assert all(0 < a < b for s in sizes.values() for a, b in zip(s, s[1:]))
+
+
+def test_augmentation_keeps_shape_and_moves_images():
+    x = torch.rand(20, 3, 16, 16)
+    changed = training.cropped_and_flipped(x)
+    assert changed.shape == x.shape and not torch.equal(changed, x)
+
+
+def test_mnist_runs_whole_and_from_its_checkpoint(tmp_path, capsys):
+    arguments = ["--synthetic", *TINY, "--device", "cpu", "--checkpoint", str(tmp_path / "kept")]
+    arguments += ["--out", str(tmp_path), "--ensemble", "2", "--network", "lenet-small"]
+    mnist.main(arguments)
+    printed = capsys.readouterr().out
+    assert "rotation: nll" in printed and "ours: g-prior, probit" in printed
+    mnist.main(arguments)
+    records = [json.loads(line) for line in (tmp_path / "mnist.jsonl").read_text().splitlines()]
+    first, again = records[: len(records) // 2], records[len(records) // 2 :]
+    assert len(first) == 13 * (3 + 6) and all(record["synthetic"] for record in records)
+    assert all(a["nll"] == b["nll"] for a, b in zip(first, again))
+    fits = [record for record in first if record.get("gamma")]
+    assert all(
+        record["precision"] > 0 and record["columns"] > 1 and record["commit"] for record in fits
+    )
+    assert {record["level"] for record in fits} == {0}
+    (section,) = sections(tmp_path, {"mnist": "What is said of it."})
+    assert "These are not MNIST's images" in section and section.endswith("What is said of it.")
+    assert section.count("| ours: g-prior, probit |") == 1 + 5  # once clean, once for each score
+    assert f"| {first[0]['nll']:.3f} |" in section.replace("**", "")
+
+
+def test_mnist_runs_on_files(tmp_path):
+    write_mnist(tmp_path, (50, 20))
+    arguments = ["--data-dir", str(tmp_path), *TINY, "--device", "cpu", "--priors", "plain"]
+    mnist.main([*arguments, "--out", str(tmp_path)])
+    assert 'synthetic": false' in (tmp_path / "mnist.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_of_two_processes_the_first_writes(tmp_path):
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    command = [*launch, ROOT / "benchmarks" / "mnist.py", "--synthetic", *TINY, "--device", "cpu"]
+    command += ["--priors", "plain", "--network", "lenet-small", "--out", tmp_path]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (tmp_path / "mnist.jsonl").read_text().splitlines()]
+    assert len(records) == 13 * 5 and {record["ranks"] for record in records} == {2}
+    assert done.stdout.count("rotation: nll") == 1
+
+
+def small_network(width):
+    layers = [nn.Conv2d(3, 4, 3, stride=4), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2)]
+    return lambda: nn.Sequential(*layers, nn.Flatten(), nn.Linear(16, width))
+
+
+@pytest.mark.parametrize("script, classes", [("cifar100", 100), ("imagenet", 1000)])
+def test_the_larger_rungs_run_whole_with_a_small_network(tmp_path, monkeypatch, script, classes):
+    module = __import__(script)
+    networks = module.RUNG.networks
+    for name in list(networks):
+        monkeypatch.setitem(networks, name, small_network(classes))
+    arguments = ["--synthetic", *TINY, "--priors", "plain", "--parameters", "last_layer"]
+    arguments += [
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+        "--batch-size",
+        "20",
+        "--learning-rate",
+        "0.01",
+    ]
+    module.main(arguments + (["--image-size", "32"] if script == "imagenet" else []))
+    records = [json.loads(line) for line in (tmp_path / f"{script}.jsonl").read_text().splitlines()]
+    assert len(records) == 5 * (26 if script == "cifar100" else 1)
+    assert records[0]["parameters"] == "last_layer" and records[0]["task"] == script
+
+
+def test_the_networks_are_those_of_the_ladder():
+    from cifar100 import small_resnet18
+
+    network = small_resnet18().eval()
+    assert network(torch.zeros(1, 3, 32, 32)).shape == (1, 100)
+    assert 11.1e6 < sum(p.numel() for p in network.parameters()) < 11.3e6
+    with torch.device("meta"):
+        assert 25.5e6 < sum(p.numel() for p in imagenet.resnet50().parameters()) < 25.6e6
+    sizes = [sum(p.numel() for p in make().parameters()) for make in mnist.RUNG.networks.values()]
+    assert sizes == sorted(sizes)
+
+
+def test_weights_are_read_bare_or_nested(tmp_path):
+    body = nn.Linear(3, 2)
+    state = {f"module.{name}": tensor for name, tensor in body.state_dict().items()}
+    torch.save({"state_dict": state, "epoch": 3}, tmp_path / "nested.pt")
+    other = nn.Linear(3, 2)
+    training.read_weights(other, tmp_path / "nested.pt")
+    assert torch.equal(other.weight, body.weight)
+    with pytest.raises(SystemExit, match="does not fit the network"):
+        training.read_weights(nn.Linear(4, 2), tmp_path / "nested.pt")
+    with pytest.raises(SystemExit, match="There is no file"):
+        training.read_weights(other, tmp_path / "none.pt")
+
+
+def test_averaged_statistics_are_those_of_the_data():
+    norm = nn.BatchNorm2d(2).train()
+    data = [(torch.randn(6, 2, 3, 3) + 5, torch.zeros(6)) for _ in range(2)]
+    training.average_statistics(nn.Sequential(norm), data)
+    mean = torch.stack([x.mean((0, 2, 3)) for x, _ in data]).mean(0)
+    torch.testing.assert_close(norm.running_mean, mean)
+
+
+def test_one_of_the_sources_is_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        ladder.options(mnist.RUNG, "x").parse_args([])
+    assert "--data-dir" in capsys.readouterr().err

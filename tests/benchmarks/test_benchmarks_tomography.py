@@ -1,0 +1,150 @@
+"""The Radon transform, the posterior of an image against a dense one, and the script run whole."""
+
+import json
+import sys
+from math import pi
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+pytest.importorskip("matplotlib")
+
+import tomography  # noqa: E402
+from methods.image_scores import Reconstruction, constant, scores  # noqa: E402
+from methods.image_sections import sections  # noqa: E402
+from methods.radon import Radon, phantom  # noqa: E402
+from methods.unet import UNet  # noqa: E402
+from tiny import basis_noise  # noqa: E402
+
+from torch_lla_em import FunctionSpace, LinearOperator, LinearOperatorRegression  # noqa: E402
+from torch_lla_em.data.loader import Data  # noqa: E402
+from torch_lla_em.inference.posterior_samples import optimise_samples  # noqa: E402
+from torch_lla_em.jacobian.linear_model import LinearModel  # noqa: E402
+from torch_lla_em.jacobian.network import Network  # noqa: E402
+from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters  # noqa: E402
+from torch_lla_em.problem.problem import Problem  # noqa: E402
+
+
+@pytest.fixture
+def radon():
+    return Radon(16, torch.arange(7) * pi / 7)
+
+
+def test_back_projection_is_the_adjoint(radon):
+    f, y = torch.randn(3, 1, 16, 16).double(), torch.randn(3, radon.num_measurements).double()
+    left = (radon.forward(f) * y).flatten(1).sum(1)
+    assert_close(left, (f * radon.adjoint(y)).flatten(1).sum(1))
+
+
+def test_every_angle_sees_all_of_the_mass(radon):
+    f = phantom(16)
+    seen = radon.forward(f).view(7, radon.num_bins).sum(1)
+    assert_close(seen, (f.sum() / 16).expand(7))
+
+
+def test_a_disc_casts_the_same_shadow_everywhere():
+    size, radius = 64, 20
+    axis = torch.arange(size) - (size - 1) / 2
+    disc = ((axis[:, None] ** 2 + axis**2) < radius**2).float()[None, None]
+    radon = Radon(size, torch.arange(5) * pi / 5)
+    bins = torch.arange(radon.num_bins) - (radon.num_bins - 1) / 2
+    chord = 2 * (radius**2 - bins**2).clamp_min(0).sqrt() / size
+    for shadow in radon.forward(disc).view(5, -1):
+        assert (shadow - chord).abs().mean() < 0.05 * chord.max()
+
+
+def test_filtered_back_projection_finds_the_phantom():
+    image = phantom(32)
+    radon = Radon(32, torch.arange(40) * pi / 40)
+    found = radon.filtered_back_projection(radon.forward(image))
+    blurred = radon.adjoint(radon.forward(image))
+    relative = [
+        (x - image).norm() / image.norm() for x in (found, blurred * found.sum() / blurred.sum())
+    ]
+    assert relative[0] < 0.45 < relative[1]
+
+
+def test_the_phantom_is_a_density():
+    image = phantom(40)
+    assert image.shape == (1, 1, 40, 40) and image.min() > -1e-6 and image.max() <= 1 + 1e-6
+    assert len(image.flatten().mul(100).round().unique()) > 8
+
+
+def test_variance_of_the_image_is_the_dense_one():
+    torch.manual_seed(0)
+    radon, model = Radon(12, torch.arange(4) * pi / 4), UNet((4, 4, 4)).double().eval()
+    x, sigma = torch.randn(1, 1, 12, 12).double(), 0.1
+    A = radon.forward(torch.eye(144).double().view(-1, 1, 12, 12)).T
+    y = radon.forward(model(x).detach())
+    operator = LinearOperator(radon.forward, radon.adjoint, (1, 12, 12))
+    layout = ParameterLayout.of(model, select_parameters(model))
+    problem = Problem(
+        LinearModel(Network(model), layout),
+        LinearOperatorRegression(operator, sigma),
+        Data([(x, y)], torch.device("cpu")),
+    )
+    noise, precision = basis_noise(problem, False, False), torch.tensor(3.0).double()
+    w = optimise_samples(problem, noise, precision, FunctionSpace(1e-10)).w
+    _, Jw = problem.linear_model.jvp(x, w)
+    f = model(x).flatten()
+    weights = [parameter for name, parameter in model.named_parameters() if name in layout.names]
+    rows = [torch.autograd.grad(output, weights, retain_graph=True) for output in f]
+    J = torch.stack([torch.cat([part.flatten() for part in row]) for row in rows])
+    eye = torch.eye(J.shape[1]).double()
+    covariance = torch.linalg.inv(J.T @ A.T @ A @ J / sigma**2 + precision * eye)
+    expected = (J @ covariance * J).sum(1)
+    assert_close(Jw.square().mean(0).flatten(), expected)
+
+
+def test_scores_know_a_perfect_model_of_the_error():
+    generator = torch.Generator().manual_seed(0)
+    sd = torch.rand(1, 1, 40, 40, generator=generator) + 0.1
+    truth = sd * torch.randn(sd.shape, generator=generator)
+    deviations = sd[0] * torch.randn(300, *sd.shape[1:], generator=generator)
+    zero = torch.zeros_like(truth)
+    right = scores(Reconstruction(zero, deviations), truth)
+    wrong = scores(Reconstruction(zero, 0.3 * deviations), truth)
+    flat = constant(zero, truth.square().mean().item(), 300)
+    flat = scores(flat, truth)
+    assert abs(right["coverage"] - 0.95) < 0.03 and right["spearman"] > 0.3
+    assert right["nll"] < flat["nll"] < wrong["nll"] and right["patch_nll"] < wrong["patch_nll"]
+    assert abs(right["nll_scaled"] - wrong["nll_scaled"]) < 1e-3
+    assert abs(flat["spearman"]) < 0.1
+
+
+def test_the_script_runs_whole(tmp_path, capsys):
+    arguments = [
+        "--size",
+        "16",
+        "--angles",
+        "5",
+        "--channels",
+        "4",
+        "4",
+        "4",
+        "--steps",
+        "20",
+        "--num-samples",
+        "8",
+        "--dropout",
+        "0.1",
+    ]
+    tomography.main(
+        [*arguments, "--out", str(tmp_path), "--picture", str(tmp_path / "picture.png")]
+    )
+    records = [
+        json.loads(line) for line in (tmp_path / "tomography.jsonl").read_text().splitlines()
+    ]
+    assert [record["row"] for record in records][-1].startswith("MC dropout") and len(records) == 8
+    ours = [record for record in records if "gamma" in record]
+    assert len(ours) == 2 and all(r["learnt_sigma"] > 0 and r["outputs"] == 256 for r in ours)
+    assert (tmp_path / "picture.png").stat().st_size > 5000
+    (section,) = sections(tmp_path, {})
+    assert (
+        f"= {16 * 16} pixels" in section and section.count("| MC dropout |") == 2
+    )  # scores, costs
+    assert "coverage" in capsys.readouterr().out

@@ -1,0 +1,283 @@
+"""Files are there whole or not at all, and are read by whom they were before."""
+
+import functools
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from test_checkpoint import READ, Fuse, fit
+from tiny import tiny
+from torch import nn
+
+from torch_lla_em import LinearisedLaplace
+from torch_lla_em.likelihoods import Classification
+from torch_lla_em.runtime import files
+from torch_lla_em.runtime.files import write_atomically
+from torch_lla_em.runtime.records import fingerprint, plain
+
+
+def broken_off(state, file):
+    file.write(b"half of it")
+    raise OSError(28, "No space left on device")
+
+
+def test_a_posterior_that_cannot_be_saved_leaves_the_one_before(tmp_path, monkeypatch):
+    la, path = fit("krylov", Fuse(10**6), None), tmp_path / "posterior.pt"
+    la.save(path)
+    monkeypatch.setattr(torch, "save", lambda state, file: broken_off(state, open_(file)))
+    with pytest.raises(OSError, match="No space left"):
+        la.save(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["posterior.pt"]
+    assert torch.equal(LinearisedLaplace.load(path, la.model).w_samples, la.w_samples)
+
+
+def open_(file):
+    return open(file, "wb") if isinstance(file, (str, os.PathLike)) else file
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of POSIX")
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_files_have_ordinary_modes(mask, tmp_path):
+    before = os.umask(mask)
+    try:
+        write_atomically({"a": torch.ones(1)}, tmp_path / "state.pt")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "state.pt").stat().st_mode) == 0o666 & ~mask
+
+
+def test_links_stay_links(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "latest.pt"
+    link.symlink_to(tmp_path / "elsewhere" / "state.pt")
+    write_atomically({"a": torch.ones(1)}, link)
+    assert link.is_symlink() and (tmp_path / "elsewhere" / "state.pt").is_file()
+
+
+def test_folders_that_are_not_there_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere/state.pt"):
+        write_atomically({}, tmp_path / "nowhere" / "state.pt")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders open on POSIX")
+def test_a_posterior_is_safe_before_its_passes_are_removed(tmp_path, monkeypatch):
+    calls, fsync, replace, remove = [], os.fsync, os.replace, files.remove
+
+    def synced(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            calls.append("synced")
+        fsync(handle)
+
+    def renamed(source, path):
+        calls.append(os.path.basename(path))
+        replace(source, path)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    monkeypatch.setattr(files, "remove", lambda path: calls.append("removed") or remove(path))
+    fit("krylov", Fuse(10**6), tmp_path)
+    last = calls.index("posterior.pt")
+    assert calls[last : last + 3] == ["posterior.pt", "synced", "removed"]
+
+
+def test_folders_that_cannot_be_synced_are_no_fault(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def refusing(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(22, "Invalid argument")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    write_atomically({"a": torch.ones(1)}, tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True)["a"] == 1
+
+
+def dead_process():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+HERE = socket.gethostname()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="processes are asked after on POSIX")
+@pytest.mark.parametrize(
+    "host, process, token, age, stays",
+    [
+        (HERE, os.getppid(), "0", 0.0, True),
+        (HERE, os.getppid(), "0", 1e6, False),
+        (HERE, dead_process(), "0", 0.0, False),
+        (HERE, os.getpid(), "0", 0.0, False),
+        (HERE, os.getpid(), files._TOKEN, 0.0, True),
+        ("another-host", 1, "0", 0.0, True),
+        ("another-host", 1, "0", 1e6, False),
+    ],
+    ids=["alive", "a day ago", "gone", "a container's", "own", "elsewhere", "elsewhere, a day ago"],
+)
+def test_what_others_are_writing_stays(host, process, token, age, stays, tmp_path):
+    path = tmp_path / f".writing-{host}-{process}-{token}-3"
+    path.write_bytes(b"half")
+    os.utime(path, (time.time() - age,) * 2)
+    files.remove_stumps(tmp_path)
+    assert path.exists() == stays
+
+
+def remove_all(folder):
+    for path in folder.glob(".writing-*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize("remove", [files.remove_stumps, remove_all])
+def test_a_second_run_costs_the_first_no_checkpoint(remove, tmp_path, monkeypatch, caplog):
+    replace, calls = os.replace, []
+
+    def meanwhile(source, path):
+        calls.append(path)
+        if len(calls) == 6:
+            remove(tmp_path)
+        replace(source, path)
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    fit("krylov", Fuse(10**6), tmp_path)
+    assert (tmp_path / "posterior.pt").exists() and not caplog.records
+
+
+class Slotted:
+    __slots__ = ("a", "b")
+
+    def __init__(self, a):
+        self.a = a
+
+
+class Circular:
+    def __init__(self):
+        self.own, self.b = self, 1
+
+
+# twice the same thing, made anew as another process would, and something else
+ALIKE = {
+    "partial": (
+        lambda: functools.partial(torch.clamp, min=2.0),
+        functools.partial(torch.clamp, min=3.0),
+    ),
+    "generator": (lambda: torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)),
+    "slots": (lambda: Slotted(1), Slotted(2)),
+    "circle": (Circular, Slotted(1)),
+    "module": (lambda: functools, os),
+    "array": (lambda: np.arange(5000), np.arange(5000) ** 2),
+    "array of objects": (lambda: np.array([Slotted]), np.array([Circular])),
+    "numpy's generator": (lambda: np.random.default_rng(1), 1),
+    "lock": (threading.Lock, 2),
+    "iterator": (lambda: iter([]), 3),
+    "text": (lambda: "0xabc", "0xabd"),
+    "set": (lambda: {"a", "b"}, {"a", "c"}),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_settings_are_the_same_text_in_every_process(name):
+    make, other = ALIKE[name]
+    kept, anew = make(), make()
+    assert plain({"x": kept}) == plain({"x": anew}) != plain({"x": other})
+    assert name == "text" or "0x" not in plain(kept)
+
+
+def test_sets_have_an_order_of_their_own():
+    script = (
+        "from torch_lla_em.runtime.records import plain; print(plain({'a', 'b', 'c', 'd', 'e'}))"
+    )
+    texts = {
+        subprocess.check_output(
+            [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}
+        )
+        for seed in "12"
+    }
+    assert len(texts) == 1
+
+
+class Tempered(Classification):
+    """Somebody's likelihood, with what people keep in theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.link, self.noise = functools.partial(torch.mul, other=1.0), torch.Generator()
+
+
+def test_fits_with_a_likelihood_of_ones_own_go_on(tmp_path):
+    case = tiny("classification")
+
+    def run(passes):
+        la = LinearisedLaplace(case.model, Tempered(), num_samples=4, compute=READ)
+        return la.fit(Fuse(passes), progress_bar=False, checkpoint=tmp_path)
+
+    with pytest.raises(InterruptedError):
+        run(3)
+    assert run(10**6).w_samples is not None
+
+
+class Masked(nn.Module):
+    """A network with buffers of every kind."""
+
+    def __init__(self, **changed):
+        super().__init__()
+        self.net = tiny("classification").model
+        buffers = {
+            "mask": torch.tensor([True, True, False]),
+            "places": torch.arange(3),
+            "graph": torch.eye(3).to_sparse(),
+            "phases": torch.ones(2, dtype=torch.complex64),
+            "num_batches_tracked": torch.tensor(5),
+        }
+        for name, buffer in {**buffers, **changed}.items():
+            self.register_buffer(name, buffer)
+
+    def forward(self, x):
+        return self.net(x) * self.mask
+
+
+OTHER = {
+    "mask": torch.tensor([True, False, True]),
+    "places": torch.tensor([0, 2, 1]),
+    "graph": 2 * torch.eye(3).to_sparse(),
+    "phases": torch.tensor([1.0, 1.0j]),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_every_buffer_is_part_of_the_weights(name, tmp_path):
+    def run(model, passes):
+        la = LinearisedLaplace(model, "classification", num_samples=4, compute=READ)
+        return la.fit(Fuse(passes), progress_bar=False, checkpoint=tmp_path / "run")
+
+    other = Masked(**{name: OTHER[name]})
+    with pytest.raises(InterruptedError):
+        run(Masked(), 3)
+    with pytest.raises(ValueError, match="network weights"):
+        run(other, 10**6)
+    counted = Masked(num_batches_tracked=torch.tensor(6))
+    run(counted, 10**6).save(tmp_path / "la.pt")
+    with pytest.raises(ValueError, match="weights or buffers"):
+        LinearisedLaplace.load(tmp_path / "la.pt", other)
+    LinearisedLaplace.load(tmp_path / "la.pt", Masked())
+
+
+def test_posteriors_of_earlier_releases_load(tmp_path):
+    la = LinearisedLaplace(Masked(), "classification", num_samples=4)
+    la.fit(Fuse(10**6), progress_bar=False).save(tmp_path / "la.pt")
+    state = torch.load(tmp_path / "la.pt", weights_only=True)
+    torch.save({**state, "fingerprint": fingerprint(la.model, earlier=True)}, tmp_path / "old.pt")
+    old = LinearisedLaplace.load(tmp_path / "old.pt", Masked())
+    assert torch.equal(old.w_samples, la.w_samples)
+    with torch.no_grad():
+        la.model.net[0].bias += 1e-9
+    with pytest.raises(ValueError, match="weights or buffers"):
+        LinearisedLaplace.load(tmp_path / "old.pt", la.model)

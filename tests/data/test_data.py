@@ -1,0 +1,515 @@
+"""Batches as people have them, and loaders whose passes disagree."""
+
+import warnings
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from torch_lla_em import SGD, Classification, LinearisedLaplace
+from torch_lla_em.data.batch import Batch
+from torch_lla_em.data.batches import cut, inputs_of, map_tensors, next_tokens, to_device
+from torch_lla_em.data.loader import Chain, Data
+from torch_lla_em.problem.problem import Problem
+
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", "image label")
+
+
+@dataclass
+class Sample:
+    image: torch.Tensor
+    label: torch.Tensor
+    source: str = "camera"
+
+
+class Mean(nn.Module):
+    """A network of one input, by whichever name."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+
+    def forward(self, image, offset=None, **ignored):
+        return self.layers(image if offset is None else image + offset)
+
+
+def fitted(loader, **options):
+    la = LinearisedLaplace(Mean(), "classification", num_samples=2, **options)
+    return la.fit(loader, em_steps=0, prior_precision=10.0, progress_bar=False)
+
+
+def case():
+    x = torch.randn(12, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return x, torch.arange(12) % 3
+
+
+def batches(make):
+    x, y = case()
+    return [make(x[:7], y[:7]), make(x[7:], y[7:])]
+
+
+def image_of(model, batch):
+    return model(batch.image)
+
+
+FORMS = {
+    "list": (lambda x, y: [x, y], {}),
+    "three": (lambda x, y: (x, torch.zeros_like(x), y), {}),
+    "numpy": (lambda x, y: (x.numpy(), y.numpy()), {}),
+    "dict": (lambda x, y: {"image": x, "labels": y}, {}),
+    "other keys": (lambda x, y: {"image": x, "label": y}, {"target_fn": lambda b: b["label"]}),
+    "label first": (lambda x, y: (y, x), {"target_fn": lambda b: b[0]}),
+    "one-hot": (
+        lambda x, y: (x, functional.one_hot(y, 3)),
+        {"target_fn": lambda b: b[1].argmax(1)},
+    ),
+    "UserDict": (lambda x, y: UserDict(image=x, labels=y), {}),
+    "namedtuple": (Pair, {}),
+    "namedtuple by name": (Pair, {"forward_fn": image_of, "target_fn": lambda b: b.label}),
+    "dataclass": (Sample, {"forward_fn": image_of, "target_fn": lambda b: b.label}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_batch_gives_the_same_posterior(form):
+    make, options = FORMS[form]
+    expected = fitted(batches(lambda x, y: (x, y)))
+    la = fitted(batches(make), **options)
+    assert la.num_data == 12
+    assert_close(la.w_samples, expected.w_samples)
+    assert_close(la.w_lin, expected.w_lin)
+
+
+def test_a_batch_encoding_keeps_its_attributes():
+    encoding = pytest.importorskip("transformers").BatchEncoding
+    la = fitted(
+        batches(lambda x, y: encoding({"image": x, "labels": y})),
+        forward_fn=lambda model, batch: model(batch.image),
+    )
+    x, y = case()
+    assert_close(la.w_lin, fitted(batches(lambda x, y: (x, y))).w_lin)
+    # prediction takes the same, with labels or without
+    assert_close(la(encoding({"image": x, "labels": y})), la(encoding({"image": x})))
+
+
+def test_a_mapping_predicts_with_and_without_labels():
+    la = fitted(batches(lambda x, y: {"image": x, "labels": y}))
+    x, y = case()
+    assert_close(la({"image": x}), la({"image": x, "labels": y}))
+    assert_close(la({"image": x}), la(x))
+
+
+def test_lists_of_sentences_go_by_rows():
+    words = {"good": [1.0, 0.0], "bad": [0.0, 1.0]}
+
+    def read(model, sentences):
+        return model(torch.tensor([words[s] for s in sentences], dtype=torch.float64))
+
+    sentences = ["good", "bad"] * 25
+    y = torch.tensor([0, 1] * 25)
+    la = fitted([(sentences, y)], forward_fn=read)
+    assert la.num_data == 50
+    assert la(["good"]).shape == (1, 3)
+
+
+def test_objects_that_move_themselves_stay_whole():
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
+    moved = to_device((packed, "text", None), CPU)
+    assert isinstance(moved[0], nn.utils.rnn.PackedSequence)
+    assert moved[1:] == ("text", None)
+    assert map_tensors(lambda t: t + 1, packed) is packed
+    assert cut(packed, 3, slice(0, 1)) is None
+
+
+def test_packed_sequences_are_fitted():
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.rnn, self.head = nn.GRU(1, 2), nn.Linear(2, 2)
+
+        def forward(self, packed):
+            return self.head(self.rnn(packed)[1][0])
+
+    pieces = [torch.randn(2 + n % 3, 1) for n in range(40)]
+    packed = nn.utils.rnn.pack_sequence(pieces, enforce_sorted=False)
+    la = LinearisedLaplace(Reader(), "classification", num_samples=2)
+    la.fit([(packed, torch.arange(40) % 2)], em_steps=1, progress_bar=False)
+    assert la(packed).shape == (40, 2)
+
+
+def test_batches_that_do_not_split_stay_whole():
+    class Graphs(nn.Module):
+        """Sums nodes into graphs; there happen to be as many nodes as graphs."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, nodes, graph):
+            return self.layer(nodes.new_zeros(40, 2).index_add(0, graph, nodes))
+
+    nodes, graph = torch.randn(40, 2), torch.randint(0, 40, (40,))
+    la = LinearisedLaplace(Graphs(), "classification", num_samples=2)
+    la.fit([(nodes, graph, torch.arange(40) % 2)], em_steps=1, progress_bar=False)
+    assert la.num_data == 40
+
+
+def test_splits_cover_every_row():
+    x, y = case()
+    pieces = list(Batch(3, torch.arange(12), {"x": x, "shared": x[0]}, y).split(5))
+    assert [len(p.targets) for p in pieces] == [5, 5, 2]
+    assert_close(torch.cat([p.inputs["x"] for p in pieces]), x)
+    assert all(p.index == 3 and p.inputs["shared"] is not None for p in pieces)
+
+
+def test_inputs_are_what_the_targets_leave():
+    a, b, y = torch.ones(1), torch.ones(2), torch.zeros(2)
+    assert inputs_of((a, b, y)) == (a, b)
+    assert inputs_of((a, y, b), y) == (a, b)
+    assert inputs_of((a, y), y.clone()) is a
+    assert inputs_of([a]) is a
+    assert inputs_of({"a": a, "y": y}, y) == {"a": a}
+    assert inputs_of(Sample(a, y)).label is y
+    whole = UserDict(a=a, labels=y)
+    rest = inputs_of(whole)
+    assert type(rest) is UserDict and list(rest) == ["a"] and list(whole) == ["a", "labels"]
+
+
+def test_workers_and_their_order_are_kept():
+    x, y = case()
+    loader = DataLoader(TensorDataset(x, y), batch_size=5, num_workers=2)
+    assert_close(
+        fitted(loader).w_lin, fitted([(x[:5], y[:5]), (x[5:10], y[5:10]), (x[10:], y[10:])]).w_lin
+    )
+
+
+@pytest.mark.cuda
+def test_pinned_inputs_move_to_the_network():
+    x, y = case()
+    loader = DataLoader(TensorDataset(x, y), batch_size=5, pin_memory=True)
+    la = LinearisedLaplace(Mean().cuda(), "classification", num_samples=2)
+    la.fit(loader, em_steps=0, prior_precision=10.0, progress_bar=False)
+    assert la.w_lin.is_cuda
+    assert la(x).is_cuda
+    here = fitted(list(zip(x.split(5), y.split(5))))  # s² of the g-prior goes by batches
+    assert_close(la.w_lin.cpu(), here.w_lin, rtol=1e-3, atol=1e-4)
+    assert torch.isfinite(la.joint_log_prob(x, y))
+    assert la.calibrate(loader).posterior_scale.is_cuda
+
+
+@pytest.mark.cuda
+def test_batches_on_a_card_arrive_at_a_network_on_the_cpu():
+    x, y = case()
+    busy = torch.ones(4096, 4096, device="cuda")
+
+    class Late:
+        def __iter__(self):
+            for rows in torch.arange(12).split(5):
+                for _ in range(20):
+                    busy @ busy
+                yield x[rows].cuda(), y[rows].cuda()
+
+    la, here = fitted(Late()), fitted(list(zip(x.split(5), y.split(5))))
+    assert not la.w_lin.is_cuda
+    assert_close(la.w_lin, here.w_lin)
+    assert_close(la.w_samples, here.w_samples)
+
+
+@pytest.mark.parametrize("here, there", [("cpu", "cuda"), ("cuda", "cpu"), ("cpu", "cpu")])
+def test_only_what_goes_to_a_card_is_not_waited_for(here, there, monkeypatch):
+    """With tensors that hold nothing, for want of a card."""
+    asked, move = [], torch.Tensor.to
+
+    def recorded(tensor, *args, **options):
+        asked.append(options.get("non_blocking", False))
+        return move(tensor, *args, **options)
+
+    with FakeTensorMode():
+        x = torch.ones(2, 3, device=here)
+        monkeypatch.setattr(torch.Tensor, "to", recorded)
+        moved = to_device({"x": (x, x)}, torch.device(there))
+    monkeypatch.undo()
+    assert moved["x"][1].device.type == there
+    assert asked == 2 * [there == "cuda"]
+
+
+class Images(Dataset):
+    def __init__(self, change):
+        self.x = torch.randn(16, 2, 5, 5, generator=torch.Generator().manual_seed(0))
+        self.change = change
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return self.change(self.x[i]), i % 2
+
+
+def passes(loader, count=3):
+    """The warnings of several passes."""
+    data = Data(loader, CPU)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(count):
+            for _ in data:
+                pass
+    return [str(w.message) for w in caught]
+
+
+def sometimes(change):
+    generator = torch.Generator().manual_seed(0)
+    return lambda x: change(x) if torch.rand((), generator=generator) < 0.5 else x
+
+
+CHANGES = {
+    "noise": lambda x: x + 1e-4 * torch.randn(x.shape),
+    "horizontal flip": sometimes(lambda x: x.flip(-1)),
+    "vertical flip": sometimes(lambda x: x.flip(-2)),
+    "channels": sometimes(lambda x: x.flip(0)),
+    "rotation": sometimes(lambda x: x.rot90(2, (-2, -1))),
+    "sign": sometimes(lambda x: -x),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_random_augmentation_is_noticed_once(change, shuffle):
+    told = passes(DataLoader(Images(CHANGES[change]), batch_size=3, shuffle=shuffle), 4)
+    assert len(told) == 1
+    assert "augmentation" in told[0]
+
+
+def test_mixed_rows_are_noticed():
+    x, y = case()
+    draws = iter([0.9, 0.6, 0.7])
+
+    class Mixup:
+        def __iter__(self):
+            share = next(draws)
+            yield share * x + (1 - share) * x.flip(0), y  # keeps the sum of every column
+
+    assert len(passes(Mixup())) == 1
+
+
+def test_random_targets_are_noticed():
+    x, _ = case()
+
+    class Relabelled:
+        def __iter__(self):
+            yield x, torch.randint(0, 3, (12,))
+
+    assert len(passes(Relabelled())) == 1
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-8, 1e8])
+def test_shuffling_is_not_augmentation(scale):
+    loader = DataLoader(Images(lambda x: scale * x), batch_size=3, shuffle=True)
+    assert passes(loader) == []
+    whole = DataLoader(Images(lambda x: x), batch_size=4, shuffle=True, drop_last=True)
+    assert passes(whole) == []
+
+
+def test_padding_to_each_batch_is_not_augmentation():
+    rows = [torch.full((n,), float(n)) for n in range(1, 10)]
+
+    class Padded:
+        def __iter__(self):
+            order = torch.randperm(9)
+            for part in order.split(2):
+                lengths = [rows[i] for i in part]
+                x = nn.utils.rnn.pad_sequence(lengths, batch_first=True, padding_value=-7.0)
+                yield x, part
+
+    torch.manual_seed(0)
+    assert passes(Padded()) == []
+
+
+def test_padding_of_whole_passes_is_not_augmentation():
+    x, y = case()
+    widths = iter([0, 3, 1])
+
+    class Padded:
+        def __iter__(self):
+            yield functional.pad(x, (0, next(widths)), value=-7.0), y
+
+    assert passes(Padded()) == []
+
+
+def test_dropping_random_rows_is_told():
+    torch.manual_seed(0)
+    loader = DataLoader(Images(lambda x: x), batch_size=3, shuffle=True, drop_last=True)
+    told = passes(loader)
+    assert len(told) == 1
+    assert "drop_last=False" in told[0]
+    assert passes(DataLoader(Images(lambda x: x), batch_size=3, drop_last=True)) == []
+    assert "drop_last=False" in passes(Chain([loader]))[0]
+
+
+def test_fit_says_that_data_change():
+    x, y = case()
+
+    class Noisy:
+        def __iter__(self):
+            yield x + 1e-6 * torch.randn(x.shape), y
+
+    with pytest.warns(UserWarning, match="fixed data"):
+        fitted(Noisy())
+
+
+def test_sparse_and_complex_inputs_pass():
+    x = torch.randn(4, 3, dtype=torch.complex64)
+    assert passes([(x, torch.zeros(4))]) == []
+    assert passes([(torch.eye(4).to_sparse(), torch.zeros(4))]) == []
+    assert cut(torch.eye(4).to_sparse(), 4, slice(0, 2)) is None
+
+
+def test_chained_loaders_follow_each_other():
+    x, y = case()
+    data = Data(Chain([[(x[:4], y[:4])], DataLoader(TensorDataset(x[4:], y[4:]), 5)]), CPU)
+    for _ in range(2):
+        rows = torch.cat([batch.rows for batch in data])
+    assert rows.tolist() == list(range(12))
+    assert data.num_rows == 12
+
+
+def test_causal_labels_are_shifted():
+    tokens = torch.tensor([[5, 6, 7, 0], [8, 9, 3, 4]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    expected = torch.tensor([[6, 7, -100, -100], [9, 3, 4, -100]])
+    assert torch.equal(next_tokens({"input_ids": tokens, "attention_mask": mask}), expected)
+    labels = tokens.masked_fill(tokens == 0, -100)
+    assert torch.equal(next_tokens({"labels": labels})[0], torch.tensor([6, 7, -100, -100]))
+    with pytest.raises(ValueError, match="next_tokens"):
+        list(Data([{"input_ids": tokens, "labels": labels}], CPU))
+    other = labels.clone()
+    other[0, 0] = 1
+    assert len(list(Data([{"input_ids": tokens, "labels": other}], CPU))) == 1
+
+
+@pytest.mark.parametrize(
+    "loader, error, message",
+    [
+        ((b for b in []), ValueError, "exhausted"),
+        (3, TypeError, "cannot be iterated"),
+        ([], ValueError, "empty"),
+        ([torch.zeros(3)], TypeError, "target_fn"),
+        ([{"x": torch.zeros(3)}], TypeError, "target_fn"),
+        ([(torch.zeros(3), torch.tensor(1))], ValueError, "single number"),
+        ([(torch.zeros(3), torch.zeros(2))], ValueError, "3 inputs but 2 targets"),
+    ],
+)
+def test_loaders_that_cannot_work_are_refused(loader, error, message):
+    with pytest.raises(error, match=message):
+        list(Data(loader, CPU))
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_passes_of_different_length_are_refused(left):
+    class Once:
+        parts = iter(
+            [[(torch.zeros(2), torch.zeros(2))] * 2, [(torch.zeros(2), torch.zeros(2))] * left]
+        )
+
+        def __iter__(self):
+            return iter(next(self.parts))
+
+    data = Data(Once(), CPU)
+    list(data)
+    with pytest.raises(ValueError, match="re-iterable"):
+        list(data)
+
+
+def test_targets_that_do_not_fit_name_their_batch():
+    x, y = case()
+    with pytest.raises(ValueError, match="Batch 1: .*outside of 0 to 2"):
+        fitted([(x[:7], y[:7]), (x[7:], y[7:] + 5)])
+
+
+def test_the_ignored_index_is_the_users():
+    x, y = case()
+    ignored = y.clone()
+    ignored[7:] = -1
+    la = LinearisedLaplace(Mean(), Classification(ignore_index=-1), num_samples=2)
+    la.fit([(x, ignored)], em_steps=0, prior_precision=10.0, progress_bar=False)
+    assert torch.isfinite(la(x)).all()
+
+
+def test_numpy_integers_are_targets():
+    x, y = case()
+    data = Data([(x, y.numpy().astype(np.int64)), (x, y.tolist())], CPU)
+    assert all(torch.equal(batch.targets, y) for batch in data)
+
+
+def test_tiny_is_what_the_face_sees():
+    problem = tiny("classification").problem(7)
+    assert sum(len(batch.rows) for batch in problem.data) == 30
+
+
+class Uneven:
+    """A loader that says how many rows it has, and cuts them another way at every pass."""
+
+    def __init__(self, *cuts):
+        self.cuts = iter(cuts)
+
+    def __len__(self):
+        return 30
+
+    def __iter__(self):
+        case = tiny("classification")
+        cut = next(self.cuts)
+        yield from zip(case.x.split(cut), case.y.split(cut))
+
+
+def steps_of(loader, passes=0):
+    data = Data(loader, CPU)
+    for _ in range(passes):
+        for _ in data.batches(in_step=True):
+            pass
+    return data.num_steps()
+
+
+def test_steps_are_known_where_the_loader_cannot_be_wrong():
+    case = tiny("classification")
+    rows = TensorDataset(case.x, case.y)
+    batches = list(zip(case.x.split(7), case.y.split(7)))
+    assert steps_of(batches) == 5
+    assert steps_of(Chain([batches, batches])) == 10
+    assert steps_of(DataLoader(rows, 7, shuffle=True)) == 5
+    assert steps_of(DataLoader(rows, 7, drop_last=True)) == 4
+    assert steps_of(Chain([batches, Uneven(7)])) is None
+
+
+def test_steps_are_those_of_passes_where_they_agree():
+    assert steps_of(Uneven(7)) is None
+    assert steps_of(Uneven(7), passes=1) == 5
+    assert steps_of(Uneven(7, 7), passes=2) == 5
+    assert steps_of(Uneven(7, 10), passes=2) is None
+
+
+@pytest.mark.filterwarnings("ignore:The linear mode", "ignore:The samples")
+def test_sgd_reads_no_data_to_count_them(monkeypatch):
+    case, sweeps = tiny("classification"), []
+    minibatches = Problem._minibatches
+    monkeypatch.setattr(
+        Problem, "_minibatches", lambda *args: sweeps.append(1) or minibatches(*args)
+    )
+
+    class Batches:
+        def __iter__(self):
+            yield from zip(case.x.split(7), case.y.split(7))
+
+    la = LinearisedLaplace(case.model, "classification", num_samples=4, solver=SGD(epochs=3))
+    la.fit(Batches(), em_steps=0, prior_precision=30.0, progress_bar=False)
+    assert len(sweeps) == 2 * 3  # epochs for the mode and for the samples

@@ -1,0 +1,308 @@
+"""What is compared from pass to pass, and at a restart: rows of one shape, padded text, objects."""
+
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from torch_lla_em import Compute, LinearisedLaplace
+from torch_lla_em.data.contents import contents
+from torch_lla_em.data.identity import Fingerprint
+from torch_lla_em.data.loader import Data
+
+CPU = torch.device("cpu")
+READ = Compute(keep_data=False)
+
+
+class Graphs:
+    """Nodes of several graphs, which move themselves."""
+
+    def __init__(self, nodes, sizes):
+        self.nodes = {"x": nodes, "graph": torch.arange(len(sizes)).repeat_interleave(sizes)}
+        self.counts, self.whole = sizes.numpy(), self
+
+    def to(self, device, **_):
+        return self
+
+
+class Closed:
+    """Numbers that nobody can look at from outside."""
+
+    __slots__ = ("x",)
+
+    def to(self, device, **_):
+        return self
+
+
+class Reader(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        torch.manual_seed(0)
+        self.form, self.words, self.head = form, nn.Embedding(20, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        if self.form == "objects":
+            sums = torch.zeros(len(x.counts), 4).index_add(0, x.nodes["graph"], x.nodes["x"])
+            return self.head(sums)
+        if self.form == "closed":
+            return self.head(x.x)
+        if self.form == "sentences":
+            x = torch.tensor([[len(word), ord(word[0]) % 20] for word in x])
+        read = self.words(x) * (x > 1)[..., None]
+        return self.head(read if self.form == "token targets" else read.sum(1))
+
+
+def rows(seed, count=24):
+    """Sentences of several lengths, and their classes, which are always the same."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [2 + row * 5 % 7 for row in range(count)]
+    return [
+        (torch.randint(2, 20, (length,), generator=generator), row % 3)
+        for row, length in enumerate(lengths)
+    ]
+
+
+def collate(form, pad=1):
+    def batch(rows):
+        sentences, classes = [row[0] for row in rows], torch.tensor([row[1] for row in rows])
+        x = pad_sequence(sentences, batch_first=True, padding_value=pad)
+        if form == "padded text":
+            return x, classes
+        if form == "token targets":
+            return x, torch.where(x > 1, x % 3, -100)
+        if form == "sentences":
+            return ["abcdefghij"[int(s[0]) % 10] * len(s) for s in sentences], classes
+        sizes = torch.tensor([len(s) for s in sentences])
+        nodes = torch.cat(sentences)[:, None] * torch.ones(4)
+        if form == "closed":
+            hidden = Closed()
+            hidden.x = torch.stack([s[:2].repeat(2) for s in sentences]).float()
+            return hidden, classes
+        return Graphs(nodes / 20, sizes), classes
+
+    return batch
+
+
+class Loader:
+    """A loader of one's own that raises after so many batches in all."""
+
+    def __init__(self, rows, make, left=10**6, shuffled=None):
+        self.rows, self.make, self.left = rows, make, left
+        self.random = None if shuffled is None else random.Random(shuffled)
+
+    def __iter__(self):
+        order = list(range(len(self.rows)))
+        if self.random is not None:
+            self.random.shuffle(order)
+        for start in range(0, len(order), 5):
+            if self.left == 0:
+                raise InterruptedError
+            self.left -= 1
+            yield self.make([self.rows[row] for row in order[start : start + 5]])
+
+
+def fit(form, loader, folder):
+    options = {"num_samples": 2, "compute": READ, "forward_fn": lambda model, x: model(x)}
+    la = LinearisedLaplace(Reader(form), "classification", **options)
+    settings = {"em_steps": 0, "prior_precision": 10.0, "progress_bar": False}
+    return la.fit(loader, checkpoint=folder, **settings)
+
+
+def broken(form, loader, folder):
+    with pytest.raises(InterruptedError):
+        fit(form, loader, folder)
+
+
+FORMS = ["padded text", "token targets", "objects", "sentences"]
+
+
+@pytest.fixture
+def every_batch(monkeypatch):
+    monkeypatch.setattr("torch_lla_em.checkpoint.partial_pass.INTERVAL", 0.0)
+    monkeypatch.setattr("torch_lla_em.checkpoint.partial_pass.WRITES", 0.0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("batches", [17, 10**6])  # three passes and two batches; to the end
+def test_other_inputs_are_refused(form, batches, tmp_path):
+    make = collate(form)
+    if batches == 17:
+        broken(form, Loader(rows(0), make, batches), tmp_path)
+    else:
+        fit(form, Loader(rows(0), make), tmp_path)
+    with pytest.raises(ValueError, match="of other data"):
+        fit(form, Loader(rows(1), make), tmp_path)
+    fit(form, Loader(rows(0), make), tmp_path)
+
+
+@pytest.mark.parametrize("form", ["padded text", "token targets"])
+@pytest.mark.parametrize("kind", ["list", "loader"])
+def test_an_order_that_cannot_change_is_known_after_one_pass(form, kind, tmp_path):
+    def loader(seed):
+        dataset, make = rows(seed), collate(form)
+        return (
+            list(Loader(dataset, make))
+            if kind == "list"
+            else DataLoader(dataset, 5, collate_fn=make)
+        )
+
+    class Dataset(list):
+        left = 32
+
+        def __getitem__(self, row):
+            if Dataset.left == 0:
+                raise InterruptedError
+            Dataset.left -= 1
+            return super().__getitem__(row)
+
+    if kind == "list":
+        data = Data(loader(0), CPU)
+        list(data)
+        facts, other = data.facts(), Data(loader(1), CPU)
+        other.restore(facts)
+        with pytest.raises(ValueError, match="of other data"):
+            list(other)
+        return
+    broken(form, DataLoader(Dataset(rows(0)), 5, collate_fn=collate(form)), tmp_path)
+    with pytest.raises(ValueError, match="of other data"):
+        fit(form, loader(1), tmp_path)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shuffled_rows_are_no_other_data(form, tmp_path, every_batch):
+    make = collate(form)
+    for run, batches in enumerate([12, 33]):
+        broken(form, Loader(rows(0), make, batches, shuffled=run), tmp_path)
+    fit(form, Loader(rows(0), make, shuffled=9), tmp_path)
+    fit(form, Loader(rows(0), make, shuffled=10), tmp_path)
+
+
+def test_what_zeros_pad_is_compared_in_any_order(tmp_path):
+    make = collate("padded text", pad=0)
+    broken("padded text", Loader(rows(0), make, 17, shuffled=0), tmp_path)
+    with pytest.raises(ValueError, match="of other data"):
+        fit("padded text", Loader(rows(1), make, shuffled=1), tmp_path)
+    fit("padded text", Loader(rows(0), make, shuffled=2), tmp_path)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("pad", [0, 1])
+@pytest.mark.parametrize("most", [3, 9])  # nearly all rows of one length, as after truncation
+def test_no_order_is_taken_for_a_change(form, pad, most):
+    cut = [(sentence[:most], label) for sentence, label in rows(0, 40)]
+    for seed in range(10):
+        data = Data(Loader(cut, collate(form, pad), shuffled=seed), CPU)
+        for _ in range(12):
+            list(data)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("form", FORMS)
+def test_batches_in_another_order_are_no_change(form):
+    batches, draw = list(Loader(rows(0), collate(form))), random.Random(0)
+
+    class Shuffled:
+        def __iter__(self):
+            yield from draw.sample(batches, len(batches))
+
+    data = Data(Shuffled(), CPU)
+    for _ in range(300):  # some of which repeat the first
+        list(data)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_changes_are_told_where_passes_repeated(form):
+    class Changing:
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return iter(Loader(rows(self.passes // 3), collate(form)))
+
+    data = Data(Changing(), CPU)
+    list(data), list(data)
+    with pytest.warns(UserWarning, match="disagree"):
+        list(data)
+
+
+def test_a_first_batch_of_another_length_is_no_other_forward(tmp_path):
+    """A loader that shuffles may begin with other rows of the same classes."""
+    batches = list(Loader(rows(0, 18), collate("padded text")))
+    alike = [(x[:, :width], torch.zeros_like(y)) for width, (x, y) in zip((3, 2, 5, 4), batches)]
+
+    class Turned:
+        def __init__(self, left, turns):
+            self.left, self.turns = left, turns
+
+        def __iter__(self):
+            self.turns += 1
+            for place in range(4):
+                if self.left == 0:
+                    raise InterruptedError
+                self.left -= 1
+                yield alike[(place + self.turns) % 4]
+
+    broken("padded text", Turned(10, 0), tmp_path)
+    fit("padded text", Turned(10**6, 1), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "form, told", [("closed", True), ("objects", True), ("padded text", False)]
+)
+def test_it_is_said_once_that_nothing_is_compared(form, told, tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "torch_lla_em")
+    fit(form, Loader(rows(0), collate(form, pad=0), shuffled=0), tmp_path)
+    assert caplog.text.count("Nothing of the inputs is compared") == told
+
+
+def test_pieces_of_a_pass_are_gone_on_with_in_their_order():
+    def of(parts):
+        mark, start = Fingerprint(), 0
+        for x in parts:
+            mark.add(x, start)
+            start += len(x)
+        return mark
+
+    x = torch.randn(6, 2, dtype=torch.float64)
+    assert of(x.split(2)).repeats(of(x.split(2)))
+    assert of(x.split(2)).repeats(of(x.split(3)))
+    assert of(x.split(2)).agrees(of(x.flip(0).split(2)))
+    assert not of(x.split(2)).repeats(of(x.flip(0).split(2)))
+    assert not of([x, x[:, :1]]).repeats(of([x, x[:, 1:]]))
+    assert of([x, x[:, :1]]).agrees(of([x, x[:, 1:]]))
+    state = of([x, x[:, :1]]).state()
+    assert (
+        Fingerprint.of(state).repeats(of([x, x[:, :1]])) and Fingerprint.of(state).state() == state
+    )
+
+
+def test_contents_are_found_wherever_they_are():
+    class Holder:
+        def __init__(self):
+            self.inside = {"a": torch.ones(2), "itself": self, "name": "x"}
+            self.array, self.words = np.ones((3, 2))[::-1], ["a", "b"]
+
+        def to(self, device):
+            return self
+
+    found = list(contents((torch.ones(4, 1), Holder(), np.ones(2), "text", torch.ones(()))))
+    assert [(len(tensor), is_row) for tensor, is_row in found] == [
+        (4, True),
+        (2, False),
+        (3, False),
+        (2, False),
+        (2, True),
+        (1, False),
+    ]
+    words = [tensor for tensor, _ in contents((["a", "b"], ["a", "c"]))]
+    assert words[0][0] == words[1][0] and words[0][1] != words[1][1]
+    assert [len(tensor) for tensor, _ in contents(torch.eye(3).to_sparse())] == [2, 3]
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
+    assert [is_row for _, is_row in contents(packed)] == [False, False]
+    assert list(contents(torch.ones(2, 2, device="meta"))) == []

@@ -1,0 +1,74 @@
+"""What is truly random, once: two thousand samples against the dense posterior."""
+
+import pytest
+import torch
+from test_posterior import dense_fixed_point
+from tiny import likelihood_of, tiny
+from torch.testing import assert_close
+
+from torch_lla_em import LinearisedLaplace
+
+pytestmark = pytest.mark.slow
+COUNT = 2000
+
+
+def fit(name, **options):
+    case = tiny(name)
+    fit_options = {
+        key: options.pop(key) for key in ("em_steps", "prior_precision") if key in options
+    }
+    options = {"num_samples": COUNT, "tolerance": 1e-8, **options}
+    la = LinearisedLaplace(case.model, likelihood_of(name), **options)
+    loader = list(zip(case.x.split(8), case.y.split(8)))
+    return case, la.fit(loader, progress_bar=False, **fit_options)
+
+
+@pytest.mark.parametrize("name", ["classification", "regression", "bernoulli", "poisson"])
+@pytest.mark.parametrize("g_prior", [False, True])
+def test_functions_have_the_dense_covariance(name, g_prior):
+    case, la = fit(name, g_prior=g_prior, em_steps=0, prior_precision=30.0 if g_prior else 2.0)
+    exact = case.exact(la.scale)
+    covariance = exact.covariance(la.prior_precision)
+    J = exact.J[:4].flatten(0, 1)  # four inputs, jointly
+    expected = J @ covariance @ J.T
+    deviations = la.predict(case.x[:4]).deviations.flatten(1)
+    products = deviations[:, :, None] * deviations[:, None, :]
+    error = products.std(0) / COUNT**0.5
+    assert ((products.mean(0) - expected).abs() < 5.5 * error).all()
+    gamma = exact.effective_dims(la.prior_precision).sum()
+    assert (la.effective_dim - gamma).abs() < 5 * la.effective_dim_error
+
+
+@pytest.mark.parametrize("name", ["classification", "regression", "bernoulli"])
+@pytest.mark.parametrize("g_prior", [False, True])
+def test_em_finds_the_dense_fixed_point(name, g_prior):
+    case, la = fit(name, g_prior=g_prior, tolerance=1e-4, em_steps=60)
+    exact, layout = case.exact(la.scale), case.layout
+    start = torch.tensor(2.0).double(), la.sigma_noise
+    precision, sigma, _ = dense_fixed_point(exact, *start, layout, False)
+    assert_close(la.prior_precision, precision, rtol=0.08, atol=0)
+    if sigma is not None:
+        assert_close(la.sigma_noise**2, sigma**2, rtol=0.1, atol=0)
+
+
+def test_noise_per_output_is_learnt():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)
+    ).double()
+    x = torch.linspace(-2, 2, 400).double()[:, None]
+    sigma = torch.tensor([0.1, 0.5]).double()
+    y = model(x).detach() + sigma * torch.randn(400, 2).double()
+    la = LinearisedLaplace(model, "regression", sigma_noise=torch.ones(2), num_samples=64)
+    la.fit([(x, y)], progress_bar=False)
+    residual = (y - la.predict(x, mean="linear").mean).square().mean(0).sqrt()
+    assert_close(la.sigma_noise, residual, rtol=0.1, atol=0)
+    assert_close(la.sigma_noise, sigma, rtol=0.2, atol=0)
+
+
+@pytest.mark.parametrize("name", ["classification", "regression", "bernoulli", "poisson"])
+@pytest.mark.parametrize("prior", ["scalar", "layerwise"])
+def test_evidence_is_the_dense_one(name, prior):
+    case, la = fit(name, prior=prior, em_steps=0, prior_precision=40.0, num_samples=500)
+    value, error = la.log_marginal_likelihood()
+    assert (value - case.exact(la.scale).log_evidence(la.prior_precision.mean())).abs() < 5 * error

@@ -1,0 +1,330 @@
+"""Means of computation: they change what is held and how fast it goes, not what comes out."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+from allocator import Allocator
+from fresh import run_fresh
+from tiny import tiny
+from torch import nn
+
+from torch_lla_em import BlockKrylov, Compute, LinearisedLaplace
+from torch_lla_em.jacobian.network import Network
+from torch_lla_em.likelihoods import Classification
+from torch_lla_em.problem.problem import Problem
+from torch_lla_em.runtime.compute import tf32
+from torch_lla_em.runtime.group import Group
+
+
+def fit(case, compute, loader=None, **options):
+    batches = list(zip(case.x.split(7), case.y.split(7)))
+    options = {"num_samples": 4, **options}
+    la = LinearisedLaplace(case.model, case.name, compute=compute, **options)
+    return la.fit(loader or batches, progress_bar=False)
+
+
+@pytest.mark.parametrize("name", ["classification", "regression", "regression per output"])
+@pytest.mark.parametrize("means", [{"columns": 1}, {"columns": 3, "rows": 4}, {"keep_data": False}])
+def test_pieces_change_nothing(name, means):
+    case = tiny(name)
+    sigma = {"sigma_noise": torch.tensor([0.4, 0.7, 0.2])} if "per output" in name else {}
+    case = case if not sigma else type(case)(case.model, case.x, case.y, "regression")
+    # s² of the g-prior is an average over groups of rows, whose size is one of the means
+    options = {"g_prior": "rows" not in means, **sigma}
+    whole, parts = (fit(case, compute, **options) for compute in (Compute(), Compute(**means)))
+    torch.testing.assert_close(parts.w_samples, whole.w_samples, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(parts.w_lin, whole.w_lin, rtol=1e-6, atol=1e-6)
+
+
+def test_groups_of_columns_that_visit_the_device_change_nothing():
+    problems = tiny("classification").problem(5, 11), tiny("classification").problem(5, 11)
+    problems[1]._group = 3
+    w = torch.randn(8, problems[0].size, generator=torch.Generator().manual_seed(0)).double()
+    results = []
+    for problem in problems:
+        eta, squares = problem.noise_features(8, seed=0)
+        loss, gradient = problem.loss_and_gradient(w[0])
+        curved = problem.with_curvature_at(w[1])
+        results.append(
+            [eta, squares, problem.ggn_product(w), torch.tensor(loss), gradient]
+            + [curved.ggn_product(w), curved.noise_features(8, seed=0).eta, problem.rows()]
+        )
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def small_cnn():
+    torch.manual_seed(0)
+    head = nn.Linear(4 * 9, 3)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), head)
+
+
+def images(n=40):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 1, 8, 8, generator=generator)
+    return [(x, torch.randint(0, 3, (n,), generator=generator))]
+
+
+@pytest.mark.parametrize("prior", ["scalar", "layerwise"])
+def test_bfloat16_products_say_how_wrong_they_are(prior, caplog):
+    caplog.set_level(logging.INFO)
+    fits = []
+    for precision in ("float32", "bfloat16"):
+        means = {"compute": Compute(precision=precision), "prior": prior, "num_samples": 16}
+        la = LinearisedLaplace(small_cnn(), "classification", **means)
+        fits.append(la.fit(images(), progress_bar=False))
+    error = fits[1]._linear_model.precision_error
+    assert 1e-4 < error < 0.05 and "In bfloat16, J w is off by" in caplog.text
+    assert fits[0]._linear_model.precision_error == 0
+    x = images()[0][0]
+    variances = [la.functional_samples(x).var(0).mean().item() for la in fits]
+    assert variances[1] == pytest.approx(variances[0], rel=0.1)
+    assert fits[1].w_samples.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("prior", ["scalar", "layerwise"])
+def test_models_of_half_precision_are_taken_as_they_are(dtype, prior):
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(60, 5, generator=generator), torch.randint(0, 3, (60,), generator=generator)
+    variances = []
+    for kind in (torch.float32, dtype):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).to(kind)
+        la = LinearisedLaplace(model, "classification", prior=prior, num_samples=16)
+        la.fit(list(zip(x.to(kind).split(10), y.split(10))), progress_bar=False)
+        assert la.w_samples.dtype == torch.float32
+        variances.append(la.functional_samples(x.to(kind)).float().var(0))
+    exact, found = variances
+    assert found.mean().item() == pytest.approx(exact.mean().item(), rel=0.1)
+    assert (found - exact).norm() < 0.1 * exact.norm()
+
+
+def test_channels_last_models_are_taken_as_they_are():
+    plain = LinearisedLaplace(small_cnn(), "classification", num_samples=4)
+    last = LinearisedLaplace(
+        small_cnn().to(memory_format=torch.channels_last), "classification", num_samples=4
+    )
+    x, y = images()[0]
+    plain.fit([(x, y)], progress_bar=False)
+    last.fit([(x.contiguous(memory_format=torch.channels_last), y)], progress_bar=False)
+    torch.testing.assert_close(last.w_samples, plain.w_samples, rtol=1e-3, atol=1e-3)
+
+
+class Loader:
+    """Batches whose reads are counted, and may change from some pass on."""
+
+    def __init__(self, case, changes_at=10**9):
+        self.case, self.reads, self.changes_at = case, 0, changes_at
+
+    def __iter__(self):
+        self.reads += 1
+        x = self.case.x + (self.reads >= self.changes_at)
+        return iter(list(zip(x.split(7), self.case.y.split(7))))
+
+
+def test_data_that_fit_are_read_three_times(monkeypatch):
+    case = tiny("classification")
+    kept, read = Loader(case), Loader(case)
+    first, second = fit(case, Compute(), kept), fit(case, Compute(keep_data=False), read)
+    assert kept.reads == 3 and read.reads > 20
+    torch.testing.assert_close(first.w_samples, second.w_samples, rtol=1e-9, atol=1e-9)
+    monkeypatch.setattr("torch_lla_em.data.loader.free_memory", lambda _: 100.0)
+    small = Loader(case)
+    fit(case, Compute(), small)
+    assert small.reads > 20
+
+
+def test_memory_that_is_filled_again_is_not_kept():
+    case = tiny("classification")
+    x, y = torch.empty(7, 2, dtype=case.x.dtype), torch.empty(7, dtype=case.y.dtype)
+
+    class Refilling:
+        def __iter__(self):
+            for rows in torch.arange(28).split(7):
+                x.copy_(case.x[rows]), y.copy_(case.y[rows])
+                yield x, y
+
+    whole = list(zip(case.x[:28].split(7), case.y[:28].split(7)))
+    la, again = fit(case, Compute(), whole), fit(case, Compute(), Refilling())
+    torch.testing.assert_close(again.w_samples, la.w_samples, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("changes_at", [2, 3])
+def test_data_that_change_are_not_kept(changes_at):
+    case = tiny("classification")
+    loader = Loader(case, changes_at)
+    with pytest.warns(UserWarning, match="Two passes over the loader disagree"):
+        fit(case, Compute(), loader)
+    assert loader.reads > 20
+
+
+def test_kept_data_save_the_column_of_the_curvature_point():
+    case = tiny("classification")
+    problem = case.problem(5, 11)
+    w = torch.randn(2, problem.size).double()
+    before = problem.with_curvature_at(w[0]).ggn_product(w)
+    for _ in range(3):
+        problem.ggn_product(w)
+    assert problem.data.kept
+    widths, jvp_and_vjp = [], problem.linear_model.jvp_and_vjp
+
+    def counting(x, columns):
+        widths.append(len(columns))
+        return jvp_and_vjp(x, columns)
+
+    problem.linear_model.jvp_and_vjp = counting
+    curved = problem.with_curvature_at(w[0])
+    for _ in range(2):
+        torch.testing.assert_close(curved.ggn_product(w), before, rtol=1e-12, atol=1e-12)
+    assert widths == [3, 3, 3, 2, 2, 2]
+
+
+def wide():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(20, 1500), nn.Tanh(), nn.Linear(1500, 30), nn.Tanh(), nn.Linear(30, 3)
+    )
+
+
+def test_the_estimate_is_what_a_fit_takes():
+    solver = BlockKrylov(memory=1.0)  # no basis
+    x, y = torch.randn(64, 20), torch.randint(0, 3, (64,))
+    la = LinearisedLaplace(wide(), "classification", num_samples=8, solver=solver)
+    problem = Problem(la._linear_model, Classification(), _data([(x, y)]))
+    plan = problem.prepare(8, Compute())
+    with Allocator() as allocator:
+        la.fit([(x, y)], progress_bar=False, em_steps=3)
+    assert 0.6 < allocator.peak / plan.vectors < 1.3
+    assert plan.activations.largest == 64 * 1500 * 4
+    assert not plan.tight and "8 samples of 76," in str(plan)
+
+
+def test_a_small_device_gets_smaller_pieces(monkeypatch):
+    case = tiny("classification")
+    monkeypatch.setattr("torch_lla_em.problem.placed_vectors.free_memory", lambda _: 4000.0)
+    plan = case.problem().prepare(4, Compute())
+    assert plan.tight and "may not fit" in str(plan)
+    assert plan.columns == 1 and plan.rows < len(case.x)
+
+
+def test_processes_on_one_device_share_its_memory(monkeypatch):
+    class Pair(Group):
+        def meet(self, subject, value, merge):
+            return merge([value, value])
+
+    monkeypatch.setattr("torch_lla_em.problem.placed_vectors.free_memory", lambda _: 8e6)
+    case = tiny("classification")
+    alone = case.problem().prepare(4, Compute())
+    problem = case.problem()
+    problem.data.group = Pair()
+    shared = problem.prepare(4, Compute())
+    assert (alone.free, shared.free) == (8e6, 4e6)
+
+
+def test_the_plan_is_printed_before_anything_is_allocated(monkeypatch):
+    case, order = tiny("classification"), []
+    write = classmethod(lambda _, text: order.append(text))
+    monkeypatch.setattr("torch_lla_em.laplace.tqdm.write", write)
+    noise_features = Problem.noise_features
+
+    def noted(self, *args):
+        order.append("noise")
+        return noise_features(self, *args)
+
+    monkeypatch.setattr(Problem, "noise_features", noted)
+    la = LinearisedLaplace(case.model, "classification", num_samples=4)
+    la.fit([(case.x, case.y)])
+    assert "4 samples of" in order[0] and order[1] == "noise"
+
+
+@pytest.mark.parametrize(
+    "means", [{"precision": "half"}, {"vectors": "disk"}, {"columns": 0}, {"rows": 1.5}]
+)
+def test_unknown_means_are_refused(means):
+    with pytest.raises(ValueError, match=next(iter(means))):
+        Compute(**means)
+
+
+def _data(batches):
+    from torch_lla_em.data.loader import Data
+
+    return Data(batches, torch.device("cpu"))
+
+
+def flags():
+    """What TF32 is allowed by, under all names of it that torch will tell."""
+    backends, found = torch.backends, {}
+    readers = {
+        "matmul": torch.get_float32_matmul_precision,
+        "cublas": lambda: backends.cuda.matmul.allow_tf32,
+        "cudnn": lambda: backends.cudnn.allow_tf32,
+        "all": lambda: backends.fp32_precision,
+        "new matmul": lambda: backends.cuda.matmul.fp32_precision,
+        "new convolutions": lambda: backends.cudnn.conv.fp32_precision,
+        "new recurrent": lambda: backends.cudnn.rnn.fp32_precision,
+        "new on CPUs": lambda: backends.mkldnn.matmul.fp32_precision,
+    }
+    for name, read in readers.items():
+        try:
+            found[name] = read()
+        except (RuntimeError, AttributeError) as error:
+            found[name] = type(error)
+    return found
+
+
+SETTINGS = {
+    "nothing": "",
+    "older, high": "torch.set_float32_matmul_precision('high')",
+    "older, medium": "torch.set_float32_matmul_precision('medium')",
+    "older, cudnn": "backends.cudnn.allow_tf32 = False",
+    "all": "backends.fp32_precision = 'tf32'",
+    "all, ieee": "backends.fp32_precision = 'ieee'",
+    "matmul": "backends.cuda.matmul.fp32_precision = 'tf32'",
+    "convolutions": "backends.cudnn.conv.fp32_precision = 'ieee'",
+}
+
+
+def flags_come_back(setting, inherits):
+    backends = torch.backends
+    warnings.simplefilter("error")
+    exec(setting)
+    before = flags()
+    for allowed in (True, False):
+        with tf32(torch.device("cuda"), allowed):
+            inside = flags()
+            assert inside["matmul"] == ("high" if allowed else "highest"), inside
+            assert inside["cublas"] == inside["cudnn"] == allowed, inside
+            for name in ("new matmul", "new convolutions", "new recurrent"):
+                assert inside[name] in ("tf32" if allowed else "ieee", AttributeError), inside
+        assert flags() == before, (flags(), before)
+    if hasattr(backends, "fp32_precision") and inherits:
+        for precision in ("tf32", "ieee"):
+            backends.fp32_precision = precision
+            assert backends.cuda.matmul.fp32_precision == precision
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_flags_of_tf32_come_back_by_all_their_names(name):
+    """In a process of its own, since some of them cannot be unset."""
+    if "fp32" in SETTINGS[name] and not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("of a newer torch")
+    inherits = name in ("nothing", "older, cudnn", "all", "all, ieee")
+    run_fresh(flags_come_back, SETTINGS[name], inherits)
+
+
+@pytest.mark.parametrize(
+    "vectors, free, place",
+    [("device", 0.0, "meta"), ("cpu", 1e9, "cpu"), ("auto", 1e9, "meta"), ("auto", 1e3, "cpu")],
+)
+def test_a_loaded_posterior_lies_where_its_vectors_would(vectors, free, place, monkeypatch):
+    """With a device that holds nothing in the place of a card."""
+    case = tiny("classification")
+    state = fit(case, Compute()).state_dict()
+    la = LinearisedLaplace(case.model, case.name, compute=Compute(vectors=vectors))
+    monkeypatch.setattr("torch_lla_em.prediction.stored.free_memory", lambda _: free)
+    monkeypatch.setattr(Network, "device", torch.device("meta"))
+    la.load_state_dict(state)
+    assert {la.w_lin.device.type, la.w_samples.device.type, la.scale.device.type} == {place}

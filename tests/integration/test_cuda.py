@@ -1,0 +1,94 @@
+"""On a CUDA device: placement, TF32, the end of memory."""
+
+import gc
+import logging
+
+import pytest
+import torch
+from test_compute import images, small_cnn
+from torch import nn
+
+from torch_lla_em import BlockCG, Compute, LinearisedLaplace
+
+pytestmark = pytest.mark.cuda
+K = 16
+
+
+def wide(width=3000):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(20, width), nn.Tanh(), nn.Linear(width, 50), nn.Tanh(), nn.Linear(50, 3)
+    )
+
+
+def rows(count=2000):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 20, generator=generator)
+    return list(zip(x.split(500), torch.randint(0, 3, (count,), generator=generator).split(500)))
+
+
+def fit(model, batches, **options):
+    options = {"num_samples": K, **options}
+    settings = {"em_steps": 0, "prior_precision": 100.0, "progress_bar": False}
+    return LinearisedLaplace(model, "classification", **options).fit(batches, **settings)
+
+
+@pytest.mark.parametrize("solver", [None, BlockCG()])
+def test_the_posterior_is_that_of_the_cpu(solver):
+    here = fit(small_cnn(), images(), solver=solver, tolerance=1e-4)
+    there = fit(small_cnn().cuda(), images(), solver=solver, tolerance=1e-4)
+    assert there.w_samples.is_cuda
+    torch.testing.assert_close(there.w_samples.cpu(), here.w_samples, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("vectors", ["cpu", "device"])
+def test_vectors_live_where_they_are_told(vectors):
+    compute = Compute(vectors=vectors)
+    la = fit(small_cnn().cuda(), images(), compute=compute, tolerance=1e-4)
+    assert la.w_samples.is_cuda == (vectors == "device")
+    there = fit(small_cnn().cuda(), images(), tolerance=1e-4)
+    torch.testing.assert_close(la.w_samples.cpu(), there.w_samples.cpu(), rtol=1e-2, atol=1e-3)
+    assert la(images()[0][0].cuda()).is_cuda
+
+
+@pytest.mark.filterwarnings("ignore:Please use the new API settings")
+def test_tf32_is_off_unless_asked_for():
+    torch.set_float32_matmul_precision("high")
+    try:
+        exact = fit(wide().cuda(), rows())._linear_model
+        low = fit(wide().cuda(), rows(), compute=Compute(precision="tf32"))._linear_model
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert exact.report.adjoint_error < 1e-5 and exact.precision_error == 0
+    assert low.precision_error < 0.01
+    if torch.cuda.get_device_capability() >= (8, 0):  # older ones have none
+        assert low.precision_error > 1e-5
+
+
+def test_a_small_share_of_the_card_is_enough(caplog, monkeypatch):
+    caplog.set_level(logging.WARNING)
+    # without a Krylov basis, which would be sized by what the driver says is free
+    options = {"tolerance": 1e-3, "solver": BlockCG()}
+    whole = fit(wide(), rows(), **options)
+    gc.collect()
+    torch.cuda.empty_cache()
+    model = wide().cuda()
+    # the plan is not told of it
+    monkeypatch.setattr("torch_lla_em.runtime.memory._share_of", lambda _: 1.0)
+    total = torch.cuda.get_device_properties(0).total_memory
+    share = (torch.cuda.memory_reserved() + 30 * K * 4 * 220_000) / total
+    torch.cuda.set_per_process_memory_fraction(share)
+    try:
+        small = fit(model, rows(), **options)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "columns at a time" in caplog.text
+    torch.testing.assert_close(small.w_samples.cpu(), whole.w_samples, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:TensorFloat32 tensor cores",
+    "ignore:.*TensorFloat32.*:UserWarning",
+    "ignore:Please use the new API settings",
+)

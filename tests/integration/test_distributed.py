@@ -1,0 +1,252 @@
+"""Two and three ranks fit what one process fits."""
+
+import functools
+import warnings
+
+import pytest
+import ranks
+import torch
+from tiny import Binomial, tiny
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from torch_lla_em import SGD, BlockCG, FunctionSpace, LinearisedLaplace
+from torch_lla_em.data.loader import Data
+from torch_lla_em.problem.problem import Problem
+from torch_lla_em.runtime.group import current_group
+from torch_lla_em.solvers.block_krylov import Spectrum
+
+CUTS = 4, 11, 13, 20
+SIZES = 2, 3
+# cases whose shares differ where a rank is neither the first nor the last
+OF_THREE = {
+    "krylov",
+    "cg, layerwise",
+    "function space, regression",
+    "sampler",
+    "parts",
+    "columns, layerwise",
+    "columns, shuffled",
+    "weights, regression",
+    "weights, layerwise",
+    "weights, function space",
+}
+COORDINATES = "_eigenvalues", "_xi_coordinates", "_eta_coordinates"
+
+
+class Stream(IterableDataset):
+    def __init__(self, case):
+        self.case = case
+
+    def __iter__(self):
+        return iter(zip(self.case.x, self.case.y))
+
+
+def batches(case):
+    """Five uneven batches."""
+    return list(zip(case.x.tensor_split(CUTS), case.y.tensor_split(CUTS)))
+
+
+def in_one_batch(case):
+    return [(case.x, case.y)]
+
+
+def listed(case):
+    return DataLoader(TensorDataset(case.x, case.y), batch_size=7)
+
+
+def shuffled(case):
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(
+        TensorDataset(case.x, case.y), batch_size=7, shuffle=True, generator=generator
+    )
+
+
+def streamed(case):
+    return DataLoader(Stream(case), batch_size=7)
+
+
+def sampled(case):
+    """As in distributed training, padded: 29 rows are no multiple of 2 or 3."""
+    data = TensorDataset(case.x[:29], case.y[:29])
+    if not torch.distributed.is_initialized():
+        return DataLoader(data, batch_size=7)
+    return DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+
+
+LIKELIHOODS = {"binomial": Binomial, "regression per output": "regression"}
+
+# name: (likelihood, loader, options of the posterior, options of the fit)
+CASES = {
+    "krylov": ("classification", batches, {}, {}),
+    "krylov, linear curvature": ("classification", batches, {"curvature": "linear"}, {}),
+    "krylov, regression": ("regression", batches, {}, {}),
+    "krylov, poisson": ("poisson", listed, {"g_prior": False}, {}),
+    "krylov, bernoulli": ("bernoulli", shuffled, {}, {}),
+    "cg, layerwise": ("classification", streamed, {"solver": BlockCG(), "prior": "layerwise"}, {}),
+    "cg, noise by output": (
+        "regression per output",
+        batches,
+        {"solver": BlockCG(), "sigma_noise": torch.tensor([0.4, 0.7, 0.2])},
+        {},
+    ),
+    "function space, layerwise": ("binomial", batches, {"prior": "layerwise"}, {}),
+    "function space, regression": ("regression", in_one_batch, {"solver": FunctionSpace()}, {}),
+    "last layer": ("classification", in_one_batch, {"parameters": "last_layer"}, {}),
+    "sampler": ("classification", sampled, {"g_prior": False}, {}),
+    "parts": ("classification", None, {"g_prior": False}, {}),
+    "parts, weights": ("classification", None, {"g_prior": False}, {"shard": "weights"}),
+    "columns": ("classification", batches, {}, {"shard": "columns"}),
+    "columns, layerwise": ("poisson", listed, {"prior": "layerwise"}, {"shard": "columns"}),
+    "columns, shuffled": ("regression", shuffled, {}, {"shard": "columns"}),
+    "weights": ("classification", batches, {}, {"shard": "weights"}),
+    "weights, regression": ("regression", listed, {}, {"shard": "weights"}),
+    "weights, linear curvature": (
+        "bernoulli",
+        batches,
+        {"curvature": "linear"},
+        {"shard": "weights"},
+    ),
+    "weights, layerwise": (
+        "poisson",
+        batches,
+        {"prior": "layerwise", "solver": BlockCG()},
+        {"shard": "weights"},
+    ),
+    "weights, noise by output": (
+        "regression per output",
+        batches,
+        {"solver": BlockCG(), "sigma_noise": torch.tensor([0.4, 0.7, 0.2])},
+        {"shard": "weights"},
+    ),
+    "weights, function space": (
+        "classification",
+        batches,
+        {"solver": FunctionSpace()},
+        {"shard": "weights"},
+    ),
+}
+
+
+assert CASES.keys() >= OF_THREE
+
+
+def cases_of(size):
+    return [name for name in CASES if size < 3 or name in OF_THREE]
+
+
+def fit(name):
+    likelihood, loader, options, fit_options = CASES[name]
+    case = tiny(likelihood)
+    likelihood = LIKELIHOODS.get(likelihood, likelihood)
+    likelihood = likelihood if isinstance(likelihood, str) else likelihood()
+    la = LinearisedLaplace(case.model, likelihood, num_samples=4, **options)
+    if "parts" in name:
+        for rows in (slice(0, 13), slice(13, 30)):
+            part = [(case.x[rows][:8], case.y[rows][:8]), (case.x[rows][8:], case.y[rows][8:])]
+            la.fit(part, override=False, progress_bar=False, em_steps=2, **fit_options)
+        return la, case
+    la.fit(loader(case), progress_bar=False, em_steps=2, **fit_options)
+    return la, case
+
+
+def facts(la):
+    state = {name: tensor for name, tensor in la.state_dict().items() if name != "record"}
+    records = [{k: v for k, v in record.items() if k != "seconds"} for record in la.history]
+    spectrum = [state.pop(name, None) for name in COORDINATES]
+    if spectrum[0] is not None:  # Ritz vectors are unique in what follows from them only
+        state["γ"] = torch.stack([Spectrum(*spectrum).effective_dims(p) for p in (0.1, 10.0)])
+    return {"state": state, "history": records, "num_data": la.num_data}
+
+
+def every_case(rank):
+    """Each case's posterior, some with a scale by held-out data."""
+    fitted = {}
+    for name in cases_of(current_group().size):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            la, case = fit(name)
+            if name in ("krylov", "columns"):
+                la.calibrate(batches(case))
+        fitted[name] = facts(la)
+    fitted["passes"] = {loader.__name__: one_pass(loader) for loader in LOADERS}
+    fitted["sgd"] = by_sgd(batches(tiny("classification")))
+    return fitted
+
+
+LOADERS = batches, in_one_batch, listed, shuffled, streamed, sampled
+
+
+def one_pass(loader):
+    """What a pass counts, and which row each of this rank's inputs is."""
+    problem = tiny("regression").problem()
+    data = Data(loader(tiny("regression")), torch.device("cpu"), group=current_group())
+    rows = {int(n): x.tolist() for batch in data for n, x in zip(batch.rows, batch.inputs)}
+    problem = Problem(problem.linear_model, problem.likelihood, data)
+    data.num_passes = 0
+    problem.ggn_product(problem.zeros(1))
+    return rows, (data.num_rows, data.num_targets, data.num_outputs)
+
+
+def by_sgd(loader):
+    la = LinearisedLaplace(
+        tiny("classification").model,
+        "classification",
+        num_samples=4,
+        g_prior=False,
+        solver=SGD(epochs=4, tolerance=9.0),
+        tolerance=9.0,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la.fit(loader, em_steps=0, prior_precision=10.0, progress_bar=False)
+    return facts(la)
+
+
+alone = functools.cache(lambda: every_case(0))
+
+
+@pytest.fixture(scope="module")
+def fitted_by(tmp_path_factory):
+    """size -> what each rank of a group of that size fitted."""
+    return functools.cache(
+        lambda size: ranks.run(size, every_case, tmp_path_factory.mktemp("ranks"))
+    )
+
+
+@pytest.mark.parametrize(("size", "name"), [(n, name) for n in SIZES for name in cases_of(n)])
+def test_ranks_fit_what_one_process_fits(size, name, fitted_by):
+    expected, together = alone()[name], fitted_by(size)
+    for fitted in together:
+        assert fitted[name]["num_data"] == expected["num_data"]
+        for key, tensor in expected["state"].items():
+            assert torch.equal(fitted[name]["state"][key], together[0][name]["state"][key]), key
+            torch.testing.assert_close(fitted[name]["state"][key], tensor, rtol=1e-6, atol=1e-6)
+        # slices are made whole in chunks, each of which reads the data; their noise is not kept
+        for key in ("step",) if "weights" in name else ("columns", "data_passes", "step"):
+            asked = [record[key] for record in expected["history"]]
+            assert [record[key] for record in fitted[name]["history"]] == pytest.approx(asked)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", [loader.__name__ for loader in LOADERS])
+def test_ranks_share_out_rows_by_their_numbers(size, name, fitted_by):
+    """A rank may have none; together they have each once."""
+    (expected, counts), together = alone()["passes"][name], fitted_by(size)
+    shares = [fitted["passes"][name][0] for fitted in together]
+    assert sum(map(len, shares)) == len(expected)
+    assert {n: x for share in shares for n, x in share.items()} == expected
+    assert all(fitted["passes"][name][1] == counts for fitted in together)
+    if name == "in_one_batch":
+        assert not shares[1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sgd_takes_one_batch_of_every_rank_a_step(size, fitted_by):
+    case, together = tiny("classification"), fitted_by(size)
+    every = batches(case)
+    steps = [every[i : i + size] for i in range(0, len(every), size)]
+    unions = [(torch.cat([x for x, _ in step]), torch.cat([y for _, y in step])) for step in steps]
+    for fitted in together:
+        for name, tensor in by_sgd(unions)["state"].items():
+            torch.testing.assert_close(fitted["sgd"]["state"][name], tensor, rtol=1e-6, atol=1e-6)

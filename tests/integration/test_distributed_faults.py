@@ -1,0 +1,312 @@
+"""A rank that fails, dies, hangs or differs ends all ranks with an error that names it."""
+
+import os
+import random
+import shutil
+import signal
+import time
+
+import pytest
+import ranks
+import torch
+from test_distributed import batches, facts
+from test_finite import Bent
+from tiny import tiny
+
+from torch_lla_em import BlockCG, LinearisedLaplace
+from torch_lla_em.checkpoint import shared_log
+from torch_lla_em.problem.problem import Problem
+from torch_lla_em.runtime.compute import Compute
+from torch_lla_em.runtime.group import RankError, current_group
+
+
+class Failing:
+    """A loader that does something in the middle of its fourth pass."""
+
+    def __init__(self, act, passes=3):
+        self.act, self.passes = act, passes
+
+    def __iter__(self):
+        every = batches(tiny("classification"))
+        yield from every[:2]
+        if self.passes == 0:
+            self.act()
+        self.passes -= 1
+        yield from every[2:]
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail():
+    raise OSError("the disk is gone")
+
+
+def fit(loader=None, folder=None, model=None, shard="auto", **options):
+    case = tiny("classification")
+    loader = batches(case) if loader is None else loader
+    options = {"num_samples": 4, "compute": Compute(keep_data=False), **options}
+    la = LinearisedLaplace(model or case.model, "classification", **options)
+    return la.fit(loader, em_steps=3, progress_bar=False, checkpoint=folder, shard=shard)
+
+
+def fit_with_a_fault(rank, victim, act):
+    begin = time.monotonic()
+    try:
+        fit(Failing(act) if rank == victim else None)
+    except Exception as error:
+        return error, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_dies_is_named(victim, tmp_path):
+    results = ranks.run(3, fit_with_a_fault, tmp_path, victim, die)
+    assert results[victim] is None
+    for rank in {0, 1, 2} - {victim}:
+        error, seconds = results[rank]
+        assert isinstance(error, RankError)
+        assert f"Rank {victim} of 3 is gone" in str(error)
+        assert seconds < 30
+
+
+def test_a_rank_that_raises_is_named(tmp_path):
+    results = ranks.run(3, fit_with_a_fault, tmp_path, 1, fail)
+    for rank, (error, _) in enumerate(results):
+        assert type(error) is (OSError if rank == 1 else RankError)
+        assert "the disk is gone" in str(error)
+        assert rank == 1 or "Rank 1 of 3 failed: OSError" in str(error)
+
+
+def hang():
+    time.sleep(12)
+
+
+def meet_with_a_fault(rank):
+    def merge(values):
+        raise TypeError("no order")
+
+    current_group().meet("values", rank, merge)
+
+
+def test_what_fails_where_values_meet_ends_all_at_once(tmp_path):
+    begin = time.monotonic()
+    errors = ranks.run(2, meet_with_a_fault, tmp_path)
+    assert all(isinstance(error, RankError) for error in errors)
+    assert all("Rank 0 of 2 failed: TypeError: no order" in str(error) for error in errors)
+    assert time.monotonic() - begin < 50
+
+
+def test_a_rank_that_hangs_is_named(tmp_path):
+    results = ranks.run(3, fit_with_a_fault, tmp_path, 1, hang, timeout=3)
+    for rank in (0, 2):
+        error, seconds = results[rank]
+        assert "Rank 1 of 3 is gone" in str(error)
+        assert seconds < 11
+
+
+def differing(rank):
+    """What is said where rank 1 is given something else."""
+    case, own = tiny("classification"), rank == 1
+    bent = tiny("classification").model
+    with torch.no_grad():
+        bent[0].bias += 1e-6 * own
+    x = case.x + 1.0 * own
+    other_sampler = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(case.x[:20], case.y[:20]), sampler=range(rank, 20, 2)
+    )
+    whole = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, case.y), batch_size=10)
+    more = torch.utils.data.TensorDataset(case.x[: 30 - own], case.y[: 30 - own])
+    fits = {
+        "the model": lambda: fit(model=bent),
+        "the seed": lambda: fit(seed=rank),
+        "the solver": lambda: fit(solver=BlockCG() if own else None),
+        "the data": lambda: fit([(x, case.y)]),
+        "the dataset": lambda: fit(whole),
+        "the length": lambda: fit(torch.utils.data.DataLoader(more, batch_size=10)),
+        "the last batch": lambda: fit([(case.x, case.y), (case.x, case.y)][: 2 - own]),
+        "the sampler": lambda: fit(other_sampler),
+    }
+    said = {}
+    for name, start in fits.items():
+        try:
+            start()
+        except Exception as error:
+            said[name] = error
+    return said
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    return ranks.run(2, differing, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    {
+        "the model": "another network weights than rank 0",
+        "the seed": "Rank 1 has another seed than rank 0: '1' against '0'",
+        "the solver": "Rank 1 has another solver",
+        "the data": "Rank 1 sees other data than rank 0",
+        "the dataset": "Rank 1 sees other data than rank 0",
+        "the length": "29 rows against 30",
+        "the last batch": "loader of rank 1 yielded 30 rows, that of rank 0 60",
+        "the sampler": "not by a DistributedSampler",
+    }.items(),
+)
+def test_ranks_that_differ_are_refused(name, words, said):
+    for errors in said:
+        assert type(errors[name]) is ValueError
+        assert words in str(errors[name])
+
+
+def elsewhere(rank):
+    """What is said where ranks take different paths, devices or samplers."""
+    group, said = current_group(), []
+    attempts = [
+        lambda: group.meet(("a sum", "a gather")[rank], None, len),
+        lambda: fit(
+            torch.utils.data.DataLoader(
+                torch.utils.data.TensorDataset(torch.zeros(4, 2)),
+                sampler=torch.utils.data.DistributedSampler(range(4), 3, rank),
+            )
+        ),
+    ]
+    for attempt in attempts:
+        with pytest.raises(Exception) as caught:
+            attempt()
+        said.append(str(caught.value))
+    return said
+
+
+def test_other_paths_and_samplers_are_refused(tmp_path):
+    for paths, sampler in ranks.run(2, elsewhere, tmp_path):
+        assert "Rank 1 of 2 went another way than rank 0" in paths
+        assert "The DistributedSampler is of rank" in sampler
+
+
+def test_other_devices_are_refused(monkeypatch):
+    from torch_lla_em.distributed import compare_ranks
+    from torch_lla_em.runtime.group import Group
+
+    class Two(Group):
+        def meet(self, subject, value, merge):
+            return merge([value, {**value, "device": "cuda"}])
+
+    with pytest.raises(
+        ValueError, match="Rank 1 has another device than rank 0: 'cuda' against 'cpu'"
+    ):
+        compare_ranks(Two(), torch.device("cpu"), {})
+
+
+def fit_with_checkpoint(rank, folder, shard, act, passes):
+    shared_log._SMALL = 100  # bytes, so that vectors go as large ones do
+    return facts(fit(Failing(act, passes), folder, shard=shard))
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ((2, "data"), (3, "columns")),
+        ((3, "data"), (2, "data")),
+        ((1, "data"), (2, "weights")),
+        ((2, "columns"), (1, "data")),
+        ((3, "weights"), (2, "weights")),
+        ((2, "weights"), (1, "data")),
+    ],
+)
+def test_killed_runs_resume_with_other_ranks(before, after, tmp_path):
+    (before, shard), (after, other) = before, after
+    passes = 5 if shard != "weights" else 12
+    whole, folder = facts(fit()), tmp_path / "run"
+    broken = ranks.run(before, fit_with_checkpoint, tmp_path / "broken", folder, shard, die, passes)
+    assert broken == [None] * before
+    kept = len(list(folder.glob("pass-*.pt")))
+    assert kept >= 3
+    resumed = ranks.run(after, fit_with_checkpoint, tmp_path / "resumed", folder, other, fail, 999)
+    for fitted in resumed:
+        assert fitted["num_data"] == whole["num_data"]
+        for name, tensor in whole["state"].items():
+            torch.testing.assert_close(fitted["state"][name], tensor, rtol=1e-6, atol=1e-6)
+    # the finished run is there for any number of ranks, which read the data once
+    again = ranks.run(before, fit_with_checkpoint, tmp_path / "again", folder, shard, fail, 1)
+    for fitted in again:
+        assert torch.equal(fitted["state"]["w_lin"], resumed[0]["state"]["w_lin"])
+
+
+def test_a_damaged_last_pass_is_computed_again_by_all_ranks(tmp_path):
+    folder, passes = tmp_path / "run", (die, 5)
+    ranks.run(2, fit_with_checkpoint, tmp_path / "broken", folder, "data", *passes)
+    last = max(folder.glob("pass-*.pt"))
+    last.write_bytes(last.read_bytes()[:-100])
+    resumed = ranks.run(2, fit_with_checkpoint, tmp_path / "resumed", folder, "data", fail, 999)
+    for name, tensor in facts(fit())["state"].items():
+        torch.testing.assert_close(resumed[1]["state"][name], tensor, rtol=1e-6, atol=1e-6)
+
+
+def fit_with_memory(rank, folder, shard, ending, free):
+    Problem.free_memory = lambda self: free
+    return facts(fit(Failing(*ending), folder, shard=shard))
+
+
+def test_memory_may_be_another_at_a_restart(tmp_path):
+    folder, free, little = tmp_path / "run", 1e12, 4.0
+    ranks.run(2, fit_with_memory, tmp_path / "broken", folder, "weights", (die, 12), free)
+    assert len(list(folder.glob("pass-*.pt"))) >= 3
+    ending = fail, 999
+    whole = ranks.run(
+        2, fit_with_memory, tmp_path / "whole", tmp_path / "new", "weights", ending, free
+    )
+    resumed = ranks.run(2, fit_with_memory, tmp_path / "resumed", folder, "weights", ending, little)
+    assert torch.equal(resumed[1]["state"]["w_samples"], whole[0]["state"]["w_samples"])
+
+
+class Drawn:
+    """A loader with an order of its own, drawn anew at every pass."""
+
+    def __init__(self):
+        self.order = random.Random(0)
+
+    def __iter__(self):
+        every = batches(tiny("classification"))
+        return iter(self.order.sample(every, len(every)))
+
+
+def fit_in_an_order_of_its_own(rank, folder):
+    return facts(fit(Drawn(), folder, shard="data"))
+
+
+def test_a_checkpoint_reads_nothing_more_on_one_rank_alone(tmp_path):
+    for _ in range(2):  # and none does where the finished one comes back
+        found = ranks.run(2, fit_in_an_order_of_its_own, tmp_path / "ranks", tmp_path / "run")
+        shutil.rmtree(tmp_path / "ranks")
+        assert torch.equal(found[0]["state"]["w_samples"], found[1]["state"]["w_samples"])
+
+
+def fit_without_a_derivative(rank, shard):
+    every = [(x.clone(), y) for x, y in batches(tiny("classification"))]
+    every[-1][0][0, 0] = 0.0
+    try:
+        fit(every, model=Bent(tiny("classification").model, backwards_only=True), shard=shard)
+    except Exception as error:
+        return len(every) - 1, error
+
+
+@pytest.mark.parametrize("shard", ["data", "columns"])
+def test_a_derivative_that_is_not_finite_ends_all_ranks(shard, tmp_path):
+    results = ranks.run(2, fit_without_a_derivative, tmp_path, shard)
+    errors = [error for _, error in results]
+    assert any(isinstance(error, FloatingPointError) for error in errors)
+    for last, error in results:
+        assert f"outputs on batch {last} is not finite" in str(error)
+
+
+def fit_where_nothing_can_be_written(rank, folder):
+    fit(folder=folder)
+
+
+def test_unwritable_folders_end_all_ranks(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    results = ranks.run(2, fit_where_nothing_can_be_written, tmp_path, tmp_path / "file" / "run")
+    assert isinstance(results[0], OSError)
+    assert "Rank 0 of 2 failed: OSError: The checkpoint folder" in str(results[1])

@@ -1,0 +1,196 @@
+"""Data in parts equal data at once, and every refusal."""
+
+import copy
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import likelihood_of, tiny
+from torch.testing import assert_close
+
+from torch_lla_em import BlockCG, BlockKrylov, Compute, LinearisedLaplace, NotFittedError
+from torch_lla_em.problem.problem import EarlierRows
+
+CUTS = (0, 11, 19, 30)
+
+
+def parts(case, *cuts):
+    """Loaders of one batch each."""
+    return [[(case.x[a:b], case.y[a:b])] for a, b in zip(cuts, cuts[1:])]
+
+
+def posterior(case, likelihood=None, **options):
+    options = {"num_samples": 4, "tolerance": 1e-9, "solver": BlockKrylov(), **options}
+    return LinearisedLaplace(case.model, likelihood or likelihood_of(case.name), **options)
+
+
+FIXED = {"em_steps": 0, "prior_precision": 20.0, "progress_bar": False}
+
+
+@pytest.mark.parametrize("name", ["classification", "poisson"])
+@pytest.mark.parametrize(
+    "options", [{}, {"g_prior": False}, {"prior": "layerwise", "solver": BlockCG()}]
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_parts_equal_one_fit_of_all(name, options, first):
+    case = tiny(name)
+    loaders = parts(case, *CUTS)
+    whole = posterior(case, **options).fit([b for part in loaders for b in part], **FIXED)
+    la = posterior(case, **options)
+    la.fit(loaders[0], override=first, **FIXED)
+    for part in loaders[1:]:
+        la.fit(part, override=False, **FIXED)
+    assert la.num_data == whole.num_data == 30
+    assert_close(la.scale, whole.scale)
+    assert_close(la.w_samples, whole.w_samples, rtol=1e-6, atol=1e-8)
+    assert_close(la.w_lin, whole.w_lin, rtol=1e-6, atol=1e-8)
+    assert_close(la.log_marginal_likelihood().value, whole.log_marginal_likelihood().value)
+
+
+def test_parts_learn_what_all_data_teach():
+    case = tiny("classification")
+    whole = posterior(case).fit(
+        [b for p in parts(case, *CUTS) for b in p], progress_bar=False, em_steps=60
+    )
+    la = posterior(case)
+    for part in parts(case, *CUTS):
+        la.fit(part, override=False, progress_bar=False, em_steps=60)
+    # EM stops when λ moves by less than its own Monte Carlo error
+    ratio = la.prior_precision / whole.prior_precision
+    assert 0.7 < ratio < 1.4
+    later = la.fit(parts(case, 0, 1)[0], override=False, em_steps=0, progress_bar=False)
+    assert later.num_data == 31  # and λ stays where it was
+
+
+@pytest.mark.parametrize("sigma", [0.4, torch.tensor([0.4, 0.7, 0.2])])
+def test_noise_is_rescaled_to_what_was_learnt(sigma):
+    case = tiny("regression")
+    loaders = parts(case, *CUTS)
+    la = posterior(case, "regression", sigma_noise=sigma)
+    la.fit(loaders[0], override=False, em_steps=3, progress_bar=False)
+    learnt = la.sigma_noise
+    assert not torch.allclose(learnt, torch.as_tensor(sigma).double())
+    fixed = replace_em(la.prior_precision)
+    for part in loaders[1:]:
+        la.fit(part, override=False, **fixed)
+    whole = posterior(case, "regression", sigma_noise=learnt)
+    whole.fit([b for part in loaders for b in part], **fixed)
+    assert_close(la.sigma_noise, learnt)
+    assert_close(la.scale, whole.scale)
+    assert_close(la.w_samples, whole.w_samples, rtol=1e-6, atol=1e-8)
+    assert_close(la.w_lin, whole.w_lin, rtol=1e-6, atol=1e-8)
+
+
+def replace_em(precision):
+    return {**FIXED, "prior_precision": precision}
+
+
+def test_a_plain_fit_forgets():
+    case = tiny("regression")
+    loaders = parts(case, *CUTS)
+    la = posterior(case, "regression", sigma_noise=0.4)
+    la.fit(loaders[0], em_steps=3, progress_bar=False)
+    first, scale, precision = la.w_samples, la.scale, la.prior_precision
+    la.fit(loaders[1], override=False, **FIXED)
+    again = la.fit(loaders[0], em_steps=3, progress_bar=False)
+    assert again.num_data == 11
+    assert_close(again.w_samples, first)
+    # the g-prior's scale is in units of the noise it was drawn at: the one given, not learnt
+    assert_close(again.scale, scale)
+    assert_close(again.prior_precision, precision)
+
+
+def test_earlier_rows_pass_no_network_again():
+    case = tiny("classification")
+    calls = []
+    case.model.register_forward_hook(lambda model, args, f: calls.append(len(f)))
+    problem = case.problem(11, 19)
+    problem.noise_features(3, 0)
+    rows = sum(calls)
+    known = problem.noise_features(3, 0)
+    first = replace(case, x=case.x[:11], y=case.y[:11]).problem()
+    later = case.problem(11, 19)
+    later.earlier = EarlierRows(11, 33, first.noise_features(3, 0))
+    calls.clear()
+    features = later.noise_features(3, 0)
+    assert sum(calls) < rows
+    assert_close(features.eta, known.eta)
+    assert_close(features.squares, known.squares)
+    assert later.data.num_outputs == 90
+    assert later.cost.columns == pytest.approx(3 * 19 / 30)
+
+
+def test_a_loaded_posterior_has_no_data(tmp_path):
+    case = tiny("classification")
+    la = posterior(case, "classification").fit(parts(case, *CUTS)[0], **FIXED)
+    la.save(tmp_path / "posterior.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
+    with pytest.raises(NotFittedError, match="one loader of all data"):
+        loaded.fit(parts(case, *CUTS)[1], override=False, **FIXED)
+    la.load_state_dict(loaded.state_dict())
+    with pytest.raises(NotFittedError, match="one loader of all data"):
+        la.fit(parts(case, *CUTS)[1], override=False, **FIXED)
+
+
+def test_copies_share_data_and_pickles_leave_them_out():
+    case = tiny("classification")
+    loaders = parts(case, *CUTS)
+    la = posterior(case).fit(loaders[0], override=False, **FIXED)
+    other = copy.deepcopy(la._loaders)
+    assert other.loaders[0] is loaders[0]
+    buffer = io.BytesIO()
+    torch.save(la._loaders, buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=False).loaders == ()
+
+
+def test_no_earlier_fit_is_no_error():
+    case = tiny("classification")
+    la = posterior(case).fit(parts(case, *CUTS)[0], override=False, **FIXED)
+    assert la.num_data == 11
+
+
+class Dying:
+    """A loader of one batch that raises from some pass on."""
+
+    def __init__(self, batches, passes):
+        self.batches, self.passes = batches, passes
+
+    def __iter__(self):
+        self.passes -= 1
+        if self.passes < 0:
+            raise InterruptedError
+        yield from self.batches
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name, sigma", [("classification", 1.0), ("regression", 0.4)])
+def test_the_last_of_several_fits_may_be_killed(name, sigma, first, tmp_path):
+    case = tiny(name)
+
+    def run(folder, passes):
+        options = {"sigma_noise": sigma, "compute": Compute(keep_data=False)}
+        la, loaders = posterior(case, name, **options), parts(case, *CUTS)
+        loaders[2] = Dying(loaders[2], passes)
+        for number, loader in enumerate(loaders):
+            where = tmp_path / folder / str(number)
+            la.fit(
+                loader,
+                override=first and not number,
+                checkpoint=where,
+                em_steps=3,
+                progress_bar=False,
+            )
+        return la
+
+    whole = run("whole", 999)
+    with pytest.raises(InterruptedError):
+        run("broken", 4)
+    assert (tmp_path / "broken" / "1" / "posterior.pt").exists()
+    assert len(list((tmp_path / "broken" / "2").glob("pass-*.pt"))) > 1
+    resumed = run("broken", 999)
+    for key in ("w_samples", "w_lin", "scale", "prior_precision", "_log_evidence"):
+        assert torch.equal(getattr(resumed, key), getattr(whole, key)), key
+    assert torch.equal(resumed._earlier.rows.features.eta, whole._earlier.rows.features.eta)
+    assert [r["columns"] for r in resumed.history] == [r["columns"] for r in whole.history]

@@ -1,0 +1,329 @@
+"""Every stage and solver against the dense posterior; the noise is a basis, so nothing is random."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import LOG_PROBS, basis_noise, tiny
+from torch.testing import assert_close
+
+from torch_lla_em import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton, Regression
+from torch_lla_em.exact import gaussian_log_prob
+from torch_lla_em.inference.empirical_bayes import EmpiricalBayes, starting_precision
+from torch_lla_em.inference.evidence import sigma_of
+from torch_lla_em.inference.expectation import Hyperparameters, IterativeEStep
+from torch_lla_em.inference.krylov_e_step import KrylovEStep
+from torch_lla_em.inference.linear_mode import optimise_MAP
+from torch_lla_em.inference.mackay import (
+    em_noise,
+    em_update,
+    function_space_Mackay_update,
+    mackay_noise,
+)
+from torch_lla_em.inference.posterior_samples import optimise_samples
+
+NAMES = list(LOG_PROBS)
+SOLVERS = [BlockCG(1e-10), BlockKrylov(1e-10), FunctionSpace(1e-10)]
+PRIORS = [(False, False), (True, False), (False, True), (True, True)]
+
+
+def prior_precision(layerwise):
+    if layerwise:
+        return torch.tensor([3.0, 0.5, 8.0, 2.0], dtype=torch.float64)
+    return torch.tensor(2.5, dtype=torch.float64)
+
+
+def setting(name, g_prior, layerwise, cuts=(7, 8, 22)):
+    """The problem, its basis noise, λ, and the dense posterior with λ per weight."""
+    case = tiny(name)
+    problem = case.problem(*cuts)
+    noise = basis_noise(problem, g_prior, layerwise)
+    precision = prior_precision(layerwise) * (30 if g_prior else 1)
+    per_weight = noise.prior.layout.expand(precision) if layerwise else precision
+    return problem, noise, precision, case.exact(noise.prior.scale), per_weight
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("g_prior, layerwise", PRIORS)
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
+def test_samples_have_the_posterior_covariance(name, g_prior, layerwise, solver):
+    problem, noise, precision, exact, per_weight = setting(name, g_prior, layerwise)
+    samples = optimise_samples(problem, noise, precision, solver)
+    covariance = exact.covariance(per_weight)
+    assert samples.converged
+    assert_close(samples.w.T @ samples.w / len(samples.w), covariance)
+    assert_close(samples.w, noise.at(precision) * _precision(exact, per_weight) @ covariance)
+    gamma = exact.effective_dims(per_weight)
+    expected = noise.prior.layout.block_sums(gamma) if layerwise else gamma.sum()
+    assert_close(samples.effective_dims.mean(0), expected)
+    assert_close(samples.function_space_dims.mean(), gamma.sum())
+
+
+def _precision(exact, per_weight):
+    return per_weight / exact.scale**2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_half_of_the_estimator_has_the_mean(name):
+    problem, noise, precision, exact, _ = setting(name, True, False)
+    w = optimise_samples(problem, noise, precision, BlockCG(1e-10)).w
+    prior_draw = noise.prior.deviation(precision) * noise.xi
+    shrunk = noise.prior.squared_norm(prior_draw - w) * precision
+    assert_close(shrunk.mean(), exact.effective_dims(precision).sum())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("g_prior, layerwise", PRIORS)
+def test_mode_is_that_of_the_linear_model(name, g_prior, layerwise):
+    problem, noise, precision, exact, per_weight = setting(name, g_prior, layerwise)
+    mode = optimise_MAP(problem, noise.prior, precision, Newton(1e-9))
+    assert_close(mode.w, exact.mode(per_weight))
+    assert_close(mode.loss, exact.loss(exact.mode(per_weight)).item())
+    warm = optimise_MAP(problem, noise.prior, precision, Newton(1e-9), mode.w)
+    assert warm.passes == 1
+
+
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_sgd_finds_the_same_posterior(name):
+    problem, noise, precision, exact, per_weight = setting(name, True, False)
+    noise = noise._replace(xi=noise.xi[:6], eta=noise.eta[:6])
+    samples = optimise_samples(problem, noise, precision, SGD(2e-2, epochs=150))
+    dense = noise.at(precision) * _precision(exact, per_weight) @ exact.covariance(per_weight)
+    root = torch.linalg.cholesky(exact.ggn + torch.diag(_precision(exact, per_weight)))
+    assert samples.converged
+    error = ((samples.w - dense) @ root).norm(dim=1)
+    assert (error <= samples.certificate * (1 + 1e-9)).all()
+    mode = optimise_MAP(problem, noise.prior, precision, SGD(5e-2, epochs=150))
+    assert mode.converged
+    assert (mode.w - exact.mode(per_weight)).norm() < 0.05 * mode.w.norm()
+
+
+def test_sgd_does_not_take_a_negative_loss_for_divergence():
+    problem, noise, precision, *_ = setting("regression", True, False)
+    for sigma in (0.2, 0.3, 0.4):  # the loss at 0 passes through 0 with its constant
+        sharper = problem.with_likelihood(Regression(sigma))
+        optimise_MAP(sharper, noise.prior, precision, SGD(10.0, epochs=20))
+
+
+@pytest.mark.parametrize("averaging, clip", [(0.05, None), (None, 5.0)])
+def test_sgd_options_still_descend(averaging, clip):
+    problem, noise, precision, *_ = setting("classification", True, False)
+    noise = noise._replace(xi=noise.xi[:2], eta=noise.eta[:2])
+    solver = SGD(1.0, epochs=60, averaging=averaging, clip=clip)
+    assert optimise_samples(problem, noise, precision, solver).error < 0.5
+
+
+def test_certificate_bounds_every_prediction():
+    problem, noise, precision, exact, per_weight = setting("classification", True, False)
+    noise = noise._replace(xi=noise.xi[:8], eta=noise.eta[:8])
+    with pytest.warns(UserWarning, match="more passes"):
+        samples = optimise_samples(problem, noise, precision, BlockCG(1e-6, max_passes=3))
+    covariance = exact.covariance(per_weight)
+    dense = noise.at(precision) * _precision(exact, per_weight) @ covariance
+    features = torch.randn(500, len(covariance), dtype=torch.float64)
+    deviation = torch.einsum("fp,pq,fq->f", features, covariance, features).sqrt()
+    ratio = ((samples.w - dense) @ features.T).abs() / deviation
+    assert (ratio <= samples.certificate[:, None]).all()
+    error = samples.w - dense
+    hessian = torch.linalg.inv(covariance)
+    truth = torch.einsum("kp,pq,kq->k", error, hessian, error).sqrt()
+    assert (samples.certificate < 30 * truth).all()
+
+
+@pytest.mark.parametrize("g_prior, layerwise", PRIORS)
+@pytest.mark.parametrize("name", NAMES)
+def test_one_em_step_equals_the_dense_one(name, g_prior, layerwise):
+    problem, noise, precision, exact, per_weight = setting(name, g_prior, layerwise)
+    sigma = sigma_of(problem)
+    hyper = Hyperparameters(precision, sigma)
+    step = IterativeEStep(problem, noise, BlockCG(), 0).expect(hyper, 1e-10, 1e-9)
+    w, gamma = exact.mode(per_weight), exact.effective_dims(per_weight)
+    layout = noise.prior.layout
+    total = layout.block_sums if layerwise else torch.sum
+    assert_close(step.effective_dims.mean(0), total(gamma))
+    assert_close(step.squared_norm, total((w / exact.scale) ** 2))
+    if sigma is not None:
+        error = (exact.y - exact.J @ w).square().sum(0)
+        per_output = torch.einsum("ncp,pq,ncq->c", exact.J, exact.covariance(per_weight), exact.J)
+        dims = per_output / sigma**2
+        residual, dims = (error, dims) if sigma.dim() else (error.sum(), dims.sum())
+        # the mode is known to 1e-6 of its norm here
+        assert_close(step.residual, residual, rtol=1e-5, atol=0)
+        assert_close(step.noise_dims, dims)
+
+
+def dense_step(exact, precision, sigma, layout, layerwise, start=None):
+    """One step of MacKay's iteration on dense matrices; also γ of every weight, and the mode."""
+    if sigma is not None:
+        exact = exact.at_noise(gaussian_log_prob(sigma))
+    per_weight = layout.expand(precision) if layerwise else precision
+    covariance = exact.covariance(per_weight)
+    gamma, w = exact.effective_dims(per_weight), exact.mode(per_weight, start)
+    total = layout.block_sums if layerwise else torch.sum
+    new = total(gamma) / total((w / exact.scale) ** 2)
+    if sigma is not None:
+        error = (exact.y - exact.J @ w).square().sum(0)
+        dims = torch.einsum("ncp,pq,ncq->c", exact.J, covariance, exact.J) / sigma**2
+        if sigma.dim():
+            sigma = (error / (len(exact.y) - dims)).sqrt()
+        else:
+            sigma = (error.sum() / (exact.y.numel() - dims.sum())).sqrt()
+    return new, sigma, gamma, w
+
+
+def dense_fixed_point(exact, precision, sigma, layout, layerwise):
+    """MacKay's iteration on dense matrices to convergence, by secants where λ is all there is."""
+    w, before = None, None
+    for _ in range(300):
+        new, new_sigma, gamma, w = dense_step(exact, precision, sigma, layout, layerwise, w)
+        moved = new.log() - precision.log()
+        if moved.abs().max() < 1e-7:
+            break
+        here, step = precision, moved
+        if sigma is None and before is not None:
+            slope = (moved - before[1]) / (precision.log() - before[0].log())
+            if slope < 0:
+                step = (-moved / slope).clamp(-2, 2)
+        precision, sigma, before = (here.log() + step).exp(), new_sigma, (here, moved)
+    return precision, sigma, gamma
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("g_prior", [False, True])
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_em_follows_the_dense_path(name, g_prior, layerwise, monkeypatch):
+    monkeypatch.setattr("torch_lla_em.inference.empirical_bayes.SAMPLE_TOLERANCE", 1e-9)
+    monkeypatch.setattr("torch_lla_em.inference.empirical_bayes.MODE_TOLERANCE", 1e-9)
+    monkeypatch.setattr(EmpiricalBayes, "_accelerate", lambda self, old, proposed: proposed)
+    problem, noise, precision, exact, _ = setting(name, g_prior, layerwise)
+    sigma, layout = sigma_of(problem), noise.prior.layout
+    e_step = _BasisEStep(problem, noise, BlockCG(), 0)
+    em = EmpiricalBayes(problem, noise.prior, e_step, max_steps=5)
+    for state in em.steps(Hyperparameters(precision, sigma)):
+        precision, sigma, gamma, _ = dense_step(exact, precision, sigma, layout, layerwise)
+        # the mode is known to 1e-6, and pruned blocks are all but gone
+        assert_close(state.proposed.precision, precision, rtol=1e-3, atol=0)
+        assert_close(state.effective_dim.value.sum(), gamma.sum(), rtol=1e-4, atol=0)
+        if sigma is not None:
+            assert_close(state.proposed.sigma, sigma, rtol=1e-4, atol=0)
+
+
+class _BasisEStep(IterativeEStep):
+    """Draws no noise when σ of an output changes, but takes the basis again."""
+
+    def _at_noise(self, hyper):
+        if hyper.sigma is None or not hyper.sigma.dim():
+            return super()._at_noise(hyper)
+        problem = self._problem.with_likelihood(Regression(hyper.sigma))
+        g_prior = not (self._noise.prior.scale == 1).all()
+        noise = basis_noise(problem, g_prior, self._noise.prior.layerwise)
+        return problem, noise._replace(prior=self._noise.prior)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "regression per output"])
+@pytest.mark.parametrize("g_prior", [False, True])
+@pytest.mark.parametrize("solver", ["block Krylov", "block CG", "function space"])
+def test_em_settles_at_the_dense_fixed_point(name, g_prior, solver, monkeypatch):
+    # a basis has no Monte Carlo error for λ to stop at
+    allowed = lambda self, gamma, expectation: torch.full_like(gamma, 0.01)  # noqa: E731
+    monkeypatch.setattr(EmpiricalBayes, "_allowed", allowed)
+    problem, noise, precision, exact, _ = setting(name, g_prior, False)
+    e_step = {
+        "block Krylov": lambda: KrylovEStep(problem, noise, BlockKrylov()),
+        "block CG": lambda: IterativeEStep(problem, noise, BlockCG(), 0),
+        "function space": lambda: IterativeEStep(problem, noise, FunctionSpace(), 0),
+    }[solver]()
+    em = EmpiricalBayes(problem, noise.prior, e_step, max_steps=60)
+    sigma = sigma_of(problem)
+    *_, last = em.steps(Hyperparameters(precision, sigma))
+    start = last.proposed.precision * 1.5, sigma  # from aside, to save steps
+    expected, sigma, gamma = dense_fixed_point(exact, *start, noise.prior.layout, False)
+    # EM stops once λ moves by less than one per cent
+    assert_close(last.proposed.precision, expected, rtol=0.02, atol=0)
+    assert_close(last.effective_dim.value, gamma.sum(), rtol=0.02, atol=0)
+    if sigma is not None:
+        assert_close(last.proposed.sigma, sigma, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_em_by_sgd_settles_near_it(name):
+    problem, noise, precision, exact, _ = setting(name, True, False)
+    few = noise._replace(xi=noise.xi[::5], eta=noise.eta[::5])
+    states = []
+    for solver in (SGD(epochs=40), BlockCG()):
+        e_step = IterativeEStep(problem, few, solver, 0)
+        em = EmpiricalBayes(problem, noise.prior, e_step, max_steps=6)
+        *_, last = em.steps(Hyperparameters(precision, sigma_of(problem)))
+        states.append(last.proposed)
+    assert_close(states[0].precision, states[1].precision, rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("g_prior", [False, True])
+def test_precision_starts_at_g_along_the_gradient(name, g_prior):
+    problem, noise, _, exact, _ = setting(name, g_prior, False)
+    gradient = exact.scale * torch.func.grad(exact.loss)(torch.zeros(problem.size).double())
+    G, direction = exact.scale[:, None] * exact.ggn * exact.scale, gradient / gradient.norm()
+    mean = G.trace() / noise.prior.num_weights()
+    assert direction @ G @ direction > mean
+    assert_close(starting_precision(problem, noise), (direction @ G @ direction).item())
+    assert_close(starting_precision(problem, noise, layerwise=True), mean.item())
+
+
+def test_precision_starts_at_the_mean_where_zero_is_the_mode():
+    case = tiny("regression")
+    problem = replace(case, y=torch.zeros_like(case.y)).problem(10)
+    noise = basis_noise(problem, False, False)
+    assert_close(starting_precision(problem, noise), case.exact().ggn.diagonal().mean().item())
+
+
+def test_updates_are_their_formulas():
+    gamma, norm, precision = (torch.tensor(v).double() for v in (3.0, 2.0, 5.0))
+    assert_close(function_space_Mackay_update(gamma, norm, precision), gamma / norm)
+    count = torch.tensor(20.0).double()
+    # P / (‖w‖² + Tr Σ), with Tr Σ = (P - γ) / λ
+    assert_close(em_update(gamma, norm, precision, count), count / (norm + (count - gamma) / 5))
+    residual, sigma = torch.tensor(8.0).double(), torch.tensor(0.5).double()
+    assert_close(mackay_noise(residual, gamma, count), (residual / 17).sqrt())
+    assert_close(mackay_noise(residual, 6 * gamma, count), (residual / 2).sqrt())
+    assert_close(em_noise(residual, gamma, count, sigma), ((residual + 0.75) / 20).sqrt())
+
+
+def test_bounds_act_with_a_warning():
+    gamma = torch.tensor([1.0, 1.0, 0.0]).double()
+    norm = torch.tensor([1e-30, 1.0, 0.0]).double()
+    precision = torch.full((3,), 7.0).double()
+    with pytest.warns(UserWarning, match="bounds"):
+        updated = function_space_Mackay_update(gamma, norm, precision, (1e-3, 1e6))
+    assert_close(updated, torch.tensor([1e6, 1.0, 7.0]).double())
+    with pytest.warns(UserWarning, match="number of targets"):
+        mackay_noise(torch.tensor(1.0), torch.tensor(5.0), torch.tensor(4.0))
+
+
+def test_true_em_climbs_the_evidence():
+    problem, noise, precision, exact, _ = setting("regression", True, False)
+    e_step = KrylovEStep(problem, noise, BlockKrylov())
+    em = EmpiricalBayes(problem, noise.prior, e_step, "em", max_steps=40)
+    states = list(em.steps(Hyperparameters(precision * 100, sigma_of(problem))))
+    values = torch.stack([state.log_evidence.value for state in states])
+    assert (values.diff() > -1e-9).all()
+    assert len(states) > 2
+    assert values[-1] > values[0] + 1
+    dense = exact.at_noise(gaussian_log_prob(states[-1].hyper.sigma))
+    assert_close(values[-1], dense.log_evidence(states[-1].hyper.precision))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_curvature_at_the_mode_enters_the_posterior(name):
+    problem, noise, precision, exact, per_weight = setting(name, False, False)
+    w_lin = exact.mode(per_weight)
+    problem = problem.with_curvature_at(w_lin)
+    noise = basis_noise(problem, g_prior=False, layerwise=False)
+    samples = optimise_samples(problem, noise, precision, BlockCG(1e-10))
+    hessian = torch.func.hessian(exact.loss)(w_lin) + precision * torch.eye(len(w_lin))
+    assert_close(samples.w.T @ samples.w / len(samples.w), torch.linalg.inv(hessian))
+
+
+def test_scaled_solvers_keep_their_options():
+    solver = replace(BlockCG(max_passes=7), tolerance=0.5)
+    assert solver.max_passes == 7

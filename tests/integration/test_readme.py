@@ -1,0 +1,79 @@
+"""What the README says is true: its example runs, its figures are the committed ones."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_example_runs():
+    torch.manual_seed(0)
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
+    names = {}
+    exec(code, names)
+    assert names["probs"].shape == (200, 3)
+    assert names["doubt"].shape == (200,)
+    assert torch.isfinite(names["together"])
+
+
+def test_table_is_the_committed_result():
+    lines = (ROOT / "benchmarks/results/digits.jsonl").read_text().splitlines()
+    expected = table([json.loads(line) for line in lines])
+    shown = re.search(r"<!-- digits -->\n(.*?)<!-- /digits -->", README, re.DOTALL).group(1)
+    assert shown == expected
+
+
+def table(records):
+    columns = ["accuracy", "NLL", "joint NLL", "rotated", "noised", "shuffled"]
+    rows = [f"| | {' | '.join(columns)} |", "|---" * 7 + "|"]
+    for record in records:
+        figures = " | ".join(f"{record[column]:.3f}" for column in columns)
+        rows.append(f"| {record['method']} | {figures} |")
+    return "\n".join(rows) + "\n"
+
+
+def test_linked_files_exist():
+    for path in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / path).exists(), path
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) < 150
+
+
+def test_imports_only_go_down():
+    lines = re.findall(r"^\| (`[a-z_/` ]+`) \|", README.split("## Where to look")[1], re.MULTILINE)
+    level = {name: i for i, line in enumerate(lines) for name in re.findall(r"[a-z_]+", line)}
+    library = ROOT / "torch_lla_em"
+    own = {
+        path.stem if path.is_file() else path.name
+        for path in library.glob("[a-z]*")
+        if path.suffix in ("", ".py")
+    }
+    assert own == set(level)
+    for path in library.rglob("*.py"):
+        name = path.relative_to(library).parts[0].removesuffix(".py")
+        for other in re.findall(r"^from torch_lla_em\.([a-z_]+)", path.read_text(), re.MULTILINE):
+            assert name == "__init__" or level[other] <= level[name], f"{path} imports {other}"
+
+
+def test_import_needs_no_torchvision():
+    code = "import sys; sys.modules['torchvision'] = None; import torch_lla_em"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_demo_runs_with_another_solver(tmp_path):
+    command = [sys.executable, "benchmarks/digits.py", "--solver", "cg"]
+    command += ["--num-samples", "4", "--seed", "1", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert "linearised Laplace, calibrated" in done.stdout
+    assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".jsonl"}

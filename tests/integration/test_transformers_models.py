@@ -1,0 +1,170 @@
+"""transformers' models from tiny random configurations, with their default attention."""
+
+import pytest
+import torch
+from test_linear_model import check, linear_model
+
+transformers = pytest.importorskip("transformers")
+
+IDS = torch.tensor([[5, 6, 7, 1], [8, 9, 1, 1]])
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+TEXT = {"input_ids": IDS, "attention_mask": MASK}
+# LLaMA's RMSNorm computes in float32, whatever the weights are
+SINGLE = {"rtol": 1e-5}
+SMALL = {"vocab_size": 12, "pad_token_id": 1}
+BERT = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "max_position_embeddings": 8,
+    "num_labels": 2,
+}
+
+
+def gpt2(**options):
+    return transformers.GPT2Config(
+        n_embd=8,
+        n_layer=2,
+        n_head=2,
+        n_positions=8,
+        num_labels=2,
+        bos_token_id=0,
+        eos_token_id=2,
+        **SMALL,
+        **options,
+    )
+
+
+def llama(**options):
+    return transformers.LlamaConfig(
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=8,
+        num_labels=2,
+        bos_token_id=0,
+        eos_token_id=2,
+        **SMALL,
+        **options,
+    )
+
+
+def distilbert():
+    return transformers.DistilBertConfig(
+        dim=8,
+        hidden_dim=8,
+        n_layers=2,
+        n_heads=2,
+        max_position_embeddings=8,
+        num_labels=2,
+        **SMALL,
+    )
+
+
+def vit():
+    return transformers.ViTConfig(
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=8,
+        image_size=8,
+        patch_size=4,
+        num_labels=2,
+    )
+
+
+def build(name, config):
+    torch.manual_seed(0)
+    return getattr(transformers, name)(config).double().train()
+
+
+@pytest.mark.parametrize("name", ["GPT2ForSequenceClassification", "GPT2LMHeadModel"])
+def test_gpt2(name):
+    model = build(name, gpt2())
+    assert model.config._attn_implementation == "sdpa"
+    assert check(model, TEXT).path.forward
+    # the head of the language model is the embedding, which the trunk begins with
+    assert check(model, TEXT, "last_layer").last_layer == (name != "GPT2LMHeadModel")
+
+
+def test_bert():
+    model = build("BertForSequenceClassification", transformers.BertConfig(**BERT, **SMALL))
+    assert check(model, TEXT).path.forward
+    assert check(model, TEXT, "last_layer").last_layer
+
+
+def test_bert_of_masked_words_has_tied_padding_rows():
+    model = build("BertForMaskedLM", transformers.BertConfig(**BERT, **SMALL))
+    report = check(model, TEXT)
+    assert not report.path.forward and "tied padding_idx" in report.forward
+
+
+def test_distilbert():
+    model = build("DistilBertForSequenceClassification", distilbert())
+    assert check(model, TEXT).path.forward
+    assert check(model, TEXT, "last_layer").last_layer
+
+
+@pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "LlamaForCausalLM"])
+def test_llama(name):
+    model = build(name, llama())
+    assert check(model, TEXT, **SINGLE).path.forward
+    assert check(model, TEXT, "last_layer", **SINGLE).last_layer
+    assert not any("norm" in name for name in linear_model(model).layout.names)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_llama_with_gradient_checkpointing():
+    model = build("LlamaForCausalLM", llama(use_cache=False))
+    for reentrant in (False, True):  # transformers recomputes nothing in eval mode
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        report = check(model, TEXT, **SINGLE)
+    # its hook calls requires_grad_ on the embeddings, which torch.func forbids
+    assert not report.path.forward and "Embedding" in report.forward
+
+
+def test_vit():
+    model = build("ViTForImageClassification", vit())
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
+    assert check(model, x).path.forward
+    assert check(model, x, "last_layer").last_layer
+
+
+def test_batch_encoding():
+    model = build("DistilBertForSequenceClassification", distilbert())
+    assert check(model, transformers.BatchEncoding(TEXT)).path.forward
+
+
+peft_warns = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
+
+
+def lora(**options):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, lora_dropout=0.5, target_modules=["q_proj", "v_proj"], **options)
+    model = peft.get_peft_model(build("LlamaForSequenceClassification", llama()), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # zero at first, where A moves no output
+                parameter.normal_()
+    return model.double()
+
+
+@peft_warns
+def test_only_the_adapters_of_lora_are_random():
+    model = lora()
+    names = linear_model(model).layout.names
+    assert len(names) == 8 and all("lora_" in name for name in names)
+    assert check(model, TEXT, **SINGLE).path.forward
+
+
+@peft_warns
+def test_lora_with_a_trained_head():
+    model = lora(task_type="SEQ_CLS")
+    assert len(linear_model(model).layout.names) == 9
+    assert check(model, TEXT, **SINGLE).path.forward
+    assert check(model, TEXT, ["*score.modules_to_save*"], **SINGLE).last_layer

@@ -1,0 +1,102 @@
+"""Linear layers whose inputs are transposed: no product may grow by a factor of the length."""
+
+import copy
+
+import pytest
+import torch
+from test_linear_model import check, linear_model, mlp
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_lla_em.jacobian.intercepted import Intercepted
+from torch_lla_em.jacobian.network import Network
+
+BATCH, LENGTH, WIDTH = 4, 96, 32
+X = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+class Attention(nn.Module):
+    """Self-attention that transposes before it projects, as ``batch_first`` asks for."""
+
+    def __init__(self, **kind):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True, **kind)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0].mean(1)
+
+
+class Mixer(nn.Module):
+    """A linear layer over the tokens, as MLP-Mixer has it."""
+
+    def __init__(self, **kind):
+        super().__init__()
+        self.tokens = nn.Linear(LENGTH, LENGTH, **kind)
+
+    def forward(self, x):
+        return self.tokens(x.transpose(1, 2)).mean(1)
+
+
+class Largest(TorchDispatchMode):
+    """Records how many numbers the largest tensor has that any operation makes."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor) and not func._schema.name.startswith(
+                "aten::expand"
+            ):
+                # broadcast views hold no memory
+                self.size = max(
+                    self.size, tensor.untyped_storage().nbytes() // tensor.element_size()
+                )
+        return result
+
+
+def largest(model, count):
+    linear = linear_model(model)
+    linear.path = linear.path._replace(shared=True)
+    w = torch.randn(count, linear.layout.size)
+    total = torch.zeros_like(w)
+    with Largest() as seen, linear.network.guarded():
+        _, Jw, add_pullback = linear.jvp_and_vjp(X, w)
+        add_pullback(Jw, total)
+    return seen.size
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("make", [Attention, Mixer])
+def test_no_product_is_taken_row_by_row(make, count, monkeypatch):
+    """Without the copies, the largest tensor is a gradient of the weight for every row."""
+    monkeypatch.setattr("torch_lla_em.jacobian.own_tangents._LEAST", 1e9)  # ours take any layout
+    monkeypatch.setattr("torch_lla_em.jacobian.own_attention._LEAST_WIDTH", 1e9)
+    torch.manual_seed(0)
+    model = make().eval()
+    size = largest(model, count)
+    monkeypatch.setattr(Intercepted, "_contiguous", lambda self, args, count: args)
+    assert size <= largest(model, count) / 3
+    attention_maps = BATCH * 2 * LENGTH * LENGTH
+    weights = sum(p.numel() for p in model.parameters())
+    assert size <= count * max(weights, attention_maps)
+
+
+@pytest.mark.parametrize("make", [Attention, Mixer])
+def test_products_are_those_of_the_dense_jacobian(make):
+    torch.manual_seed(0)
+    check(make(dtype=torch.float64), X.double())
+
+
+def test_it_is_left_where_nothing_is_transposed():
+    network = Network(mlp())
+    network.call(torch.randn(2, 3).double())
+    assert network._intercepted is None
+    copy.deepcopy(network)
+
+
+def test_self_attention_is_told_by_one_tensor():
+    mode, x = Intercepted(F.scaled_dot_product_attention), X.transpose(0, 1)
+    query, key, value = mode._contiguous((x, x, x), 3)
+    assert query is key is value and query.is_contiguous() and mode.needed

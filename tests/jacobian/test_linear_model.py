@@ -1,0 +1,300 @@
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from torch_lla_em.jacobian.linear_model import LinearModel
+from torch_lla_em.jacobian.network import Network, default_forward
+from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
+
+pytestmark = pytest.mark.usefixtures("own_tangents_at_any_size")
+
+
+def linear_model(model, selection=None, forward_fn=None, class_dim=-1):
+    network = Network(model, forward_fn, class_dim)
+    names = select_parameters(network.module, selection)
+    return LinearModel(network, ParameterLayout.of(network.module, names))
+
+
+def products(linear, x, w, u):
+    """f, J w and Jᵀ u as a caller takes them: one preparation a batch."""
+    total = torch.zeros(len(u), linear.layout.size, dtype=w.dtype)
+    with linear.network.guarded():
+        x = linear.prepare(x)
+        f, Jw = linear.jvp(x, w)
+        again, add_pullback = linear.vjp(x)
+        add_pullback(u, total)
+        assert_close(f, linear.outputs(x), rtol=0, atol=0)
+        assert_close(f, again)
+    assert not (f.requires_grad or Jw.requires_grad or total.requires_grad)
+    return f, Jw, total
+
+
+def plain_products(model, names, forward, w, u):
+    """f, J w and Jᵀ u from the rows of J, each by one backward pass of the model itself."""
+    model = copy.deepcopy(model).eval().requires_grad_(False)
+    chosen = [dict(model.named_parameters())[name].requires_grad_() for name in names]
+    f = forward(model)
+    Jw, total = torch.zeros(len(w), f.numel()).to(f), torch.zeros(len(u), w.shape[1]).to(f)
+    for i, output in enumerate(f.reshape(-1)):
+        grads = torch.autograd.grad(output, chosen, retain_graph=True, allow_unused=True)
+        dense = [torch.zeros_like(p) if g is None else g.to_dense() for g, p in zip(grads, chosen)]
+        row = torch.cat([g.reshape(-1) for g in dense])
+        Jw[:, i] = w @ row
+        total += u.flatten(1)[:, i : i + 1] * row
+    return f.detach(), Jw.view(len(w), *f.shape), total
+
+
+def check(model, x, selection=None, forward_fn=None, class_dim=-1, rtol=1e-7):
+    """Compare one and three columns with plain reverse mode; return what the probe found."""
+    linear = linear_model(model, selection, forward_fn, class_dim)
+    module, names = linear.network.module, linear.layout.names
+    before = copy.deepcopy(module.state_dict())
+    report = linear.probe(x)
+
+    def forward(module):
+        return (forward_fn or default_forward)(module, x).movedim(class_dim, -1)
+
+    generator = torch.Generator().manual_seed(1)
+    with linear.network.guarded():
+        shape = linear.outputs(x).shape
+    w = torch.randn(3, linear.layout.size, generator=generator, dtype=torch.float64)
+    u = torch.randn(3, *shape, generator=generator, dtype=torch.float64)
+    expected = plain_products(module, names, forward, w, u)
+    for columns in (1, 3):
+        f, Jw, total = products(linear, x, w[:columns], u[:columns])
+        assert_close(f, expected[0], rtol=rtol, atol=rtol)
+        assert_close(Jw, expected[1][:columns], rtol=rtol, atol=rtol)
+        assert_close(total, expected[2][:columns], rtol=rtol, atol=rtol)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert report.adjoint_error < rtol
+    return report
+
+
+def mlp(*extra):
+    torch.manual_seed(0)
+    layers = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2), *extra
+    return nn.Sequential(*layers).double()
+
+
+X = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def test_products_equal_plain_reverse_mode():
+    report = check(mlp(), X)
+    assert report.path.forward and not report.forward and not report.last_layer
+
+
+def test_products_without_a_probe():
+    model = mlp()
+    linear = linear_model(model)
+    w, u = torch.randn(7, linear.layout.size).double(), torch.randn(7, 5, 2).double()
+    expected = plain_products(model, linear.layout.names, lambda m: m(X), w, u)
+    for actual, value in zip(products(linear, X, w, u), expected):
+        assert_close(actual, value)
+
+
+def test_two_reverse_passes_equal_forward_mode():
+    linear = linear_model(mlp())
+    w, u = torch.randn(3, linear.layout.size).double(), torch.randn(3, 5, 2).double()
+    forward = products(linear, X, w, u)
+    linear.path = linear.path._replace(forward=False)
+    for columns in (1, 3):
+        f, Jw, _ = products(linear, X, w[:columns], u[:columns])
+        assert_close((f, Jw), (forward[0], forward[1][:columns]))
+
+
+def test_large_outputs_are_pulled_one_by_one(caplog):
+    """Where temporaries of few columns are large, only J w takes several at once; nothing is wrong."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2)).double()
+    small, large = check(model, torch.randn(5, 3).double()), linear_model(model)
+    x = torch.randn(10_000, 3).double()
+    report = large.probe(x)
+    assert min(small.path.vjp_columns, small.path.jvp_columns) > 8
+    assert report.path.vjp_columns == 1
+    assert report.path.jvp_columns in range(2, 9)
+    assert not report.unbatched and all(entry.levelname == "INFO" for entry in caplog.records)
+    w, u = torch.randn(3, large.layout.size).double(), torch.randn(3, len(x), 2).double()
+    found = products(large, x, w, u)
+    large.path = large.path._replace(vjp_columns=None)
+    for one_by_one, at_once in zip(found, products(large, x, w, u)):
+        assert_close(one_by_one, at_once)
+
+
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("columns", [1, 2])
+def test_columns_in_chunks_equal_all_at_once(forward, columns):
+    linear = linear_model(mlp())
+    w, u = torch.randn(5, linear.layout.size).double(), torch.randn(5, 5, 2).double()
+    expected = products(linear, X, w, u)
+    linear.path = linear.path._replace(forward=forward, jvp_columns=columns, vjp_columns=columns)
+    for actual, value in zip(products(linear, X, w, u), expected):
+        assert_close(actual, value)
+
+
+def test_pullback_adds_to_the_total_and_can_be_called_again():
+    linear = linear_model(mlp())
+    u = torch.randn(2, 5, 2).double()
+    _, _, expected = products(linear, X, torch.ones(1, linear.layout.size).double(), u)
+    total = torch.ones(2, linear.layout.size).double()
+    with linear.network.guarded():
+        _, add_pullback = linear.vjp(X)
+        add_pullback(u, total)
+        add_pullback(u, total)
+    assert_close(total, 1 + 2 * expected)
+
+
+def test_w_MAP_is_the_trained_weights_in_order():
+    model = mlp()
+    linear = linear_model(model)
+    assert torch.equal(linear.w_MAP, nn.utils.parameters_to_vector(model.parameters()))
+    with torch.no_grad():
+        model[0].weight += 1  # between two blocks nothing is kept
+    assert torch.equal(linear.w_MAP, nn.utils.parameters_to_vector(model.parameters()))
+
+
+def test_weights_changed_between_guarded_blocks_are_seen():
+    model = mlp()
+    linear = linear_model(model)
+    linear.probe(X)
+    with linear.network.guarded():
+        linear.outputs(X)
+    with torch.no_grad():
+        model[4].bias += 1
+    with linear.network.guarded():
+        assert_close(linear.outputs(X), model(X))
+
+
+@pytest.mark.parametrize("selection", [None, ["4.*"]])
+def test_Jw_is_differentiable_in_x_on_request(selection):
+    linear = linear_model(mlp(nn.Softmax(-1)), selection)
+    linear.probe(X)
+    w = torch.randn(2, linear.layout.size).double()
+    for forward in (True, False):
+        linear.path = linear.path._replace(forward=forward)
+
+        def Jw(x):
+            with linear.network.guarded(), torch.enable_grad():
+                return linear.jvp(linear.prepare(x), w)[1]
+
+        torch.autograd.gradcheck(Jw, X.clone().requires_grad_())
+
+
+def test_float32_and_bfloat16_columns_against_float64():
+    model = mlp()
+    linear = linear_model(model)
+    w, u = torch.randn(3, linear.layout.size).double(), torch.randn(3, 5, 2).double()
+    _, Jw, total = products(linear, X, w, u)
+    for dtype, rtol in ((torch.float32, 1e-4), (torch.bfloat16, 0.1)):
+        rough = linear_model(copy.deepcopy(model).to(dtype))
+        assert rough.probe(X.to(dtype)).path.forward
+        _, rough_Jw, rough_total = products(rough, X.to(dtype), w.float(), u.float())
+        assert rough_Jw.dtype is dtype
+        assert (rough_Jw - Jw).norm() < rtol * Jw.norm()
+        assert (rough_total - total).norm() < rtol * total.norm()
+
+
+class TestLastLayer:
+    def test_trunk_runs_once_a_batch(self):
+        model, calls = mlp(), []
+        assert check(model, X, "last_layer").last_layer
+        linear = linear_model(model, "last_layer")
+        linear.probe(X)
+        model[0].register_forward_hook(lambda *_: calls.append(1))
+        products(linear, X, torch.ones(2, 10).double(), torch.ones(2, 5, 2).double())
+        assert len(calls) == 1
+
+    @pytest.mark.parametrize(
+        "after",
+        [
+            nn.Softmax(-1),
+            nn.ReLU(inplace=True),
+            nn.Unflatten(-1, (2, 1)),
+            nn.LayerNorm(2, elementwise_affine=False),
+        ],
+        ids=lambda layer: type(layer).__name__,
+    )
+    def test_head_is_not_the_output(self, after):
+        assert check(mlp(after), X, ["4.*"]).last_layer
+
+    def test_head_with_several_layers(self):
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.classifier = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+                self.body = mlp()[:4]
+
+            def forward(self, x):
+                return self.classifier(self.body(x))
+
+        assert check(Net().double(), X, ["classifier.*"]).last_layer
+
+    def test_class_dim_of_a_convolutional_head(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Conv2d(2, 3, 1)).double()
+        x = torch.randn(2, 1, 4, 4).double()
+        assert check(model, x, "last_layer", class_dim=1).last_layer
+
+    def test_middle_layer_takes_the_whole_network(self):
+        assert not check(mlp(), X, ["2.*"]).last_layer
+
+    def test_head_called_twice_takes_the_whole_network(self):
+        class Twice(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+            def forward(self, x):
+                return self.head(torch.tanh(self.head(self.b(self.a(x)))))
+
+        model = Twice().double()
+        assert not check(model, X, "last_layer").last_layer
+        linear = linear_model(model, "last_layer")
+        w, u = torch.randn(2, 12).double(), torch.randn(2, 5, 3).double()
+        expected = plain_products(model, linear.layout.names, lambda m: m(X), w, u)
+        assert_close(products(linear, X, w, u), expected)
+
+    def test_inputs_overwritten_after_the_head_take_the_whole_network(self):
+        class Overwrites(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body, self.head = mlp()[:4], nn.Linear(4, 4)
+
+            def forward(self, x):
+                h = self.body(x)
+                out = self.head(h)
+                h.zero_()
+                return out
+
+        assert not check(Overwrites().double(), X, ["head.bias"]).last_layer
+
+    def test_tail_without_second_derivative_takes_the_whole_network(self):
+        assert not check(mlp(nn.Hardsigmoid()), X, ["4.*"]).last_layer
+
+    def test_head_behind_no_grad_is_refused(self):
+        class NoGrad(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body, self.head = mlp(), nn.Linear(2, 2)
+
+            def forward(self, x):
+                with torch.no_grad():
+                    return self.head(self.body(x))
+
+        linear = linear_model(NoGrad().double(), "last_layer")
+        with pytest.raises(NotImplementedError, match="do not depend on the random weights"):
+            linear.probe(X)
+
+
+def test_choice_is_logged_once(caplog):
+    caplog.set_level(logging.INFO, logger="torch_lla_em")
+    linear = linear_model(mlp())
+    linear.probe(X)
+    products(linear, X, torch.ones(2, linear.layout.size).double(), torch.ones(2, 5, 2).double())
+    (entry,) = caplog.records
+    assert entry.levelname == "INFO" and "J w by forward mode, adjoint error" in entry.message

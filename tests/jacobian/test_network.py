@@ -1,0 +1,461 @@
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_linear_model import X, check, linear_model, mlp, products
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import profile
+from torch.testing import assert_close
+
+from torch_lla_em.jacobian.last_layer import called_last
+from torch_lla_em.jacobian.network import Network, default_forward
+from torch_lla_em.jacobian.parameters import select_parameters
+
+
+class Observer(nn.Module):
+    """A network that records what it runs under, and can fail."""
+
+    def __init__(self, *layers, fails=False):
+        super().__init__()
+        self.layers, self.fails = nn.ModuleList([nn.Linear(3, 2), *layers]), fails
+        self.seen = {}
+
+    def forward(self, x):
+        self.seen |= state(self)
+        self.last_output = self.layers[0](x)
+        if self.fails:
+            raise KeyError("inside")
+        return self.last_output
+
+
+def state(module):
+    return {
+        "training": [layer.training for layer in module.modules()],
+        "fastpath": torch.backends.mha.get_fastpath_enabled(),
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "math": torch.backends.cuda.math_sdp_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "cudnn": torch.backends.cudnn.enabled,
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+    }
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("outer", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_guard_restores_everything(fails, outer):
+    model = Observer(nn.Dropout(), nn.LSTM(1, 1), fails=fails)
+    model.layers[1].eval()
+    seen, attributes = model.seen, set(vars(model))
+    network = Network(model)
+    with outer(), torch.autocast("cpu", dtype=torch.bfloat16):
+        before = state(model)
+        try:
+            with network.guarded():
+                network.call(torch.ones(1, 3))
+        except KeyError:
+            assert fails
+        assert state(model) == before
+    assert set(vars(model)) == attributes
+    assert seen == {
+        "training": [False] * 5,
+        "fastpath": False,
+        "flash": False,
+        "math": True,
+        "autocast": False,
+        "mkldnn": False,
+        "cudnn": False,
+        "grad": False,
+        "inference": False,
+    }
+
+
+def test_rnn_kernels_stay_on_where_there_is_no_rnn():
+    model = Observer()
+    with Network(model).guarded():
+        model(torch.ones(1, 3))
+        assert model.seen["mkldnn"] and model.seen["cudnn"]
+
+
+def test_guards_nest():
+    network = Network(Observer())
+    network.module.train()
+    with network.guarded():
+        with torch.enable_grad(), network.guarded():
+            assert not torch.is_grad_enabled()
+        assert not network.module.training and not torch.backends.mha.get_fastpath_enabled()
+    assert network.module.training and torch.backends.mha.get_fastpath_enabled()
+
+
+def test_weights_stay_in_place_after_an_error_inside():
+    model = Observer(fails=True)
+    parameters = dict(model.named_parameters())
+    network = Network(model)
+    function = network.function(torch.ones(1, 3), ("layers.0.weight",))
+    with pytest.raises(KeyError):
+        function({"layers.0.weight": torch.zeros(2, 3)})
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+
+
+def test_one_module_under_two_names_keeps_its_weights():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(3, 3)
+            self.b, self.head = self.a, nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.head(self.b(torch.tanh(self.a(x))))
+
+    model = Twice().double()
+    before = dict(model.named_parameters(remove_duplicate=False))
+    values = {name: p.detach().clone() for name, p in before.items()}
+    assert len(linear_model(model).layout.names) == 4
+    check(model, X)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert parameter is before[name] and torch.equal(parameter, values[name])
+
+
+def test_random_state_modes_and_attributes_stay():
+    class Draws(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.unused = mlp(), torch.zeros(3)
+
+        def forward(self, x):
+            torch.rand(3)
+            self.unused, self.new = self.unused + 1, x
+            return self.body(x)
+
+    model = Draws().train()
+    model.body[0].eval()
+    modes, attributes = state(model), dict(vars(model))
+    random_state = torch.get_rng_state()
+    linear = linear_model(model)
+    linear.probe(X)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert state(model) == modes
+    assert vars(model).keys() == attributes.keys()
+    assert all(vars(model)[key] is value for key, value in attributes.items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_requires_grad_stays_also_of_frozen_random_weights():
+    model = mlp()
+    model[0].requires_grad_(False)
+    check(model, X, ["0.*", "4.bias"])
+    assert [p.requires_grad for p in model.parameters()] == [False, False, True, True, True, True]
+
+
+def test_probe_works_inside_a_guard_and_in_inference_mode():
+    linear = linear_model(mlp())
+    w, u = torch.ones(2, linear.layout.size).double(), torch.ones(2, 5, 2).double()
+    expected = products(linear, X, w, u)
+    with linear.network.guarded():
+        linear.probe(X)
+    with torch.inference_mode():
+        linear.probe(X.clone())
+        linear.probe(X.clone())
+        with linear.network.guarded():
+            x = {"input": X.clone()}
+            _, Jw = linear.jvp(linear.prepare(x), w)
+            _, add_pullback = linear.vjp([X.clone()])
+            total = torch.zeros_like(w)
+            add_pullback(u, total)
+    assert_close((Jw, total), expected[1:])
+
+
+class TestWrappers:
+    @pytest.fixture(autouse=True)
+    def names(self):
+        self.names = tuple(name for name, _ in mlp().named_parameters())
+
+    def test_data_parallel(self):
+        assert linear_model(nn.DataParallel(mlp())).layout.names == self.names
+        check(nn.DataParallel(mlp()), X)
+
+    def test_compiled(self):
+        model = torch.compile(mlp())
+        assert linear_model(model).layout.names == self.names
+        check(model, X)
+
+    def test_layers_compiled_in_place_or_inside_stay_eager(self):
+        def compile_nothing(graph, inputs):
+            raise AssertionError("compiled")
+
+        head = nn.Linear(2, 2).double()
+        in_place, inside = mlp(), torch.compile(mlp(), backend=compile_nothing)
+        in_place.compile(backend=compile_nothing)
+        plain = linear_model(nn.Sequential(mlp(), head))
+        w, u = torch.ones(2, plain.layout.size).double(), torch.ones(2, 5, 2).double()
+        for body in (in_place, inside):
+            linear = linear_model(nn.Sequential(body, head))
+            linear.probe(X)
+            assert_close(products(linear, X, w, u), products(plain, X, w, u))
+
+    def test_compiled_data_parallel(self):
+        check(torch.compile(nn.DataParallel(torch.compile(mlp()))), X)
+
+    @pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not built")
+    @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
+    def test_distributed_data_parallel(self, tmp_path):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+        try:
+            model = nn.parallel.DistributedDataParallel(mlp())
+            assert linear_model(model).layout.names == self.names
+            check(model, X)
+        finally:
+            dist.destroy_process_group()
+
+
+class InlineDropout(nn.Sequential):
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.5))
+
+
+class TestRefused:
+    """Each error names the module and the remedy."""
+
+    def refuse(self, model, *words, x=X, error=Exception, **kwargs):
+        with pytest.raises(error) as caught:
+            linear_model(model, **kwargs).probe(x)
+        for word in words:
+            assert word in str(caught.value)
+
+    def test_no_module(self):
+        self.refuse(lambda x: x, "pass the nn.Module", error=TypeError)
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit.:FutureWarning")
+    def test_scripted(self):
+        script = torch.jit.script(mlp())
+        self.refuse(script, "scripted", "pass the Python module", error=TypeError)
+        model = nn.Sequential(script, nn.Linear(2, 2).double())
+        self.refuse(model, "The module '0' is scripted", "leave '0.0.weight'", error=TypeError)
+        assert check(torch.nn.Sequential(mlp(), nn.Linear(2, 2).double()), X, ["1.*"]).last_layer
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit.:FutureWarning")
+    def test_scripted_trunk_is_fine(self):
+        trunk, head = mlp(), nn.Linear(2, 2).double()
+        w, u = torch.ones(2, 6).double(), torch.ones(2, 5, 2).double()
+        linear = linear_model(nn.Sequential(torch.jit.script(trunk), head), ["1.*"])
+        linear.probe(X)
+        assert all(layer.training for layer in linear.network.module.modules())
+        plain = linear_model(nn.Sequential(trunk, head), ["1.*"])
+        assert_close(products(linear, X, w, u), products(plain, X, w, u))
+
+    def test_lazy(self):
+        self.refuse(nn.LazyLinear(2), "'weight' has no shape yet", "call the model once")
+
+    def test_sharded(self):
+        model = mlp()
+        model[0].weight.__class__ = type("DTensor", (nn.Parameter,), {})
+        self.refuse(model, "'0.weight' is sharded", "pass the whole module", error=TypeError)
+
+    def test_scale_grad_by_freq(self):
+        model = nn.Sequential(nn.Embedding(3, 2, scale_grad_by_freq=True), nn.Linear(2, 2))
+        ids = torch.tensor([[0, 1]])
+        self.refuse(model, "Embedding '0'", "Set scale_grad_by_freq=False", x=ids)
+        linear_model(model, ["1.*"]).probe(ids)
+
+    def test_reentrant_checkpoint(self):
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body = mlp()
+
+            def forward(self, x):
+                return torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=True)
+
+        model = nn.Sequential(nn.Linear(3, 3).double(), Block())
+        self.refuse(model, "'1' (Block)", "reentrant", "use_reentrant=False")
+        model(X).sum().backward()  # which the model may go on to do
+        assert model[0].weight.grad.any()
+
+    def test_dropout_in_eval_mode(self):
+        class Noisy(nn.Module):
+            def forward(self, x):
+                return F.dropout(x, 0.5)
+
+        model = nn.Sequential(mlp()[:2], nn.Sequential(Noisy(), nn.Linear(4, 2))).double()
+        self.refuse(model, "disagree", "'1.0' (Noisy)", "training=self.training")
+        model = nn.Sequential(mlp()[:2], InlineDropout(nn.Linear(4, 2))).double()
+        self.refuse(model, "disagree", "'1' (InlineDropout)")
+
+    def test_not_finite(self):
+        model = mlp()
+        with torch.no_grad():
+            model[2].weight[0, 0] = torch.nan
+        self.refuse(model, "not finite", "'2' (Linear)", error=ValueError)
+
+    def test_integer_outputs(self):
+        decide = lambda model, x: model(x).argmax(-1)  # noqa: E731
+        self.refuse(mlp(), "not floating point", "logits", error=TypeError, forward_fn=decide)
+
+    def test_class_dim_out_of_range(self):
+        self.refuse(mlp(), "(5, 2)", "class_dim=2", "from -2 to 1", error=ValueError, class_dim=2)
+
+    def test_embedding_bag(self):
+        model = nn.Sequential(nn.Sequential(nn.EmbeddingBag(6, 3)), nn.Linear(3, 2))
+        ids = torch.tensor([[0, 1, 2]])
+        words = "'0.0' (EmbeddingBag)", "by forward mode", "by two reverse passes", "last_layer"
+        self.refuse(model, *words, x=ids, error=NotImplementedError)
+        check(model.double(), ids, "last_layer")
+
+    def test_both_directions_wrong(self):
+        class WrongBackward(torch.autograd.Function):
+            generate_vmap_rule = True
+
+            @staticmethod
+            def forward(x):
+                return x.sin()
+
+            @staticmethod
+            def setup_context(ctx, inputs, output):
+                ctx.save_for_backward(*inputs)
+                ctx.save_for_forward(*inputs)
+
+            @staticmethod
+            def backward(ctx, u):
+                return (u * ctx.saved_tensors[0].cos()).detach() + u * u
+
+            @staticmethod
+            def jvp(ctx, tangent):
+                return 2 * tangent
+
+        class Wrong(nn.Module):
+            def forward(self, x):
+                return WrongBackward.apply(x)
+
+        model = nn.Sequential(mlp(), Wrong())
+        self.refuse(model, "disagrees with backward", error=NotImplementedError)
+
+    def test_nothing_depends_on_the_weights(self):
+        class Detached(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = mlp(), mlp()
+
+            def forward(self, x):
+                return self.a(x).detach() + self.b(x)
+
+        words = "do not depend on the random weights", "'a.0.weight'"
+        self.refuse(Detached(), *words, selection=["a.*"], error=NotImplementedError)
+
+    def test_weights_kept_elsewhere(self):
+        class Hidden(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body = mlp()
+                self.kept = [self.body[0].weight]
+
+            def forward(self, x):
+                return self.body(x) * self.kept[0].sum()
+
+        self.refuse(Hidden(), "'body.0.weight'", "in a list, a closure", error=RuntimeError)
+
+    def test_writes_through_data(self):
+        class Writes(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.eye(3).double())
+
+            def forward(self, x):
+                self.weight.data[0, 0] += 1e-12
+                return x @ self.weight
+
+        self.refuse(nn.Sequential(mlp()[:0], Writes()), "writes to '1.weight'", "Write to a copy")
+
+    def test_outputs_that_are_no_tensor(self):
+        class Dict(nn.Module):
+            def forward(self, x):
+                return {"out": x}
+
+        words = "returned dict", "Pass forward_fn=lambda model, inputs"
+        self.refuse(nn.Sequential(mlp(), Dict()), *words, error=TypeError)
+
+
+def test_default_forward_takes_tensors_sequences_and_mappings():
+    class Sum(nn.Module):
+        def forward(self, a, b=0):
+            return a + b
+
+    a, b = torch.ones(2), torch.full((2,), 2.0)
+    for inputs, value in ((a, a), ((a, b), a + b), ([a, b], a + b), ({"a": a, "b": b}, a + b)):
+        assert torch.equal(default_forward(Sum(), inputs), value)
+
+
+def test_forward_fn_and_class_dim():
+    torch.manual_seed(0)
+    model = nn.Conv2d(1, 3, 2).double()
+    x = torch.randn(2, 1, 3, 3).double()
+    check(model, {"image": x}, forward_fn=lambda m, d: m(d["image"]), class_dim=1)
+    network = Network(model, class_dim=1)
+    with network.guarded():
+        assert network.function(x, ())({}).shape == (2, 2, 2, 3)
+
+
+class CalledInAnotherOrder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.body, self.norm = nn.Linear(3, 2), nn.Linear(3, 3), nn.LayerNorm(2)
+
+    def forward(self, x):
+        return self.norm(self.head(self.body(x)))
+
+
+def test_last_layer_is_the_last_called():
+    model = CalledInAnotherOrder().double()
+    assert select_parameters(model, "last_layer") == ("body.weight", "body.bias")
+    network = Network(model)
+    path = called_last(network, X)
+    assert path == "head"
+    names = select_parameters(model, "last_layer", path)
+    assert names == ("head.weight", "head.bias")
+    linear = linear_model(model, list(names))
+    assert not linear.probe(X).last_layer  # the affine LayerNorm comes after it
+
+
+def test_no_last_layer():
+    with pytest.raises(ValueError, match="no last layer"):
+        called_last(Network(nn.Sequential(nn.PReLU()).double()), X)
+
+
+def test_deep_copies_and_pickles_of_the_model_are_unaffected():
+    model = mlp()
+    linear_model(model).probe(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = copy.deepcopy(model)
+    assert_close(again(X), model(X))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_sizes_see_signs_and_places(device, monkeypatch):
+    monkeypatch.setattr("torch_lla_em.jacobian.weight_sums._CHUNK", 8)
+    model = nn.Conv2d(3, 4, 3).to(device, memory_format=torch.channels_last)
+    network = Network(model)
+    before, weights = network.sizes(), model.weight.detach().clone()
+    assert torch.equal(network.sizes(), before)
+    assert torch.equal(model.weight, weights)
+
+    def seen(changed):
+        model.weight.data.copy_(changed)
+        return not torch.equal(network.sizes(), before)
+
+    assert not seen(weights)
+    assert seen(-weights)
+    assert seen(weights.flip(0))
+    in_memory = weights.permute(0, 2, 3, 1).reshape(-1)
+    chunks = torch.cat([in_memory[8:16], in_memory[:8], in_memory[16:]])
+    assert seen(chunks.view(4, 3, 3, 3).permute(0, 3, 1, 2))
+
+
+def test_sizes_take_little_memory():
+    model = nn.Conv2d(512, 512, 4).to(memory_format=torch.channels_last)  # 17 MB
+    with profile(profile_memory=True) as seen:
+        Network(model).sizes()
+    assert 0 < max(event.cpu_memory_usage for event in seen.events()) < 8e6

@@ -1,0 +1,143 @@
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.PReLU(), nn.Linear(3, 2))
+
+
+def test_layout_flattens_and_unflattens(model):
+    names = ("0.weight", "2.weight", "3.bias")
+    layout = ParameterLayout.of(model, names)
+    assert layout.sizes == [6, 1, 2] and layout.size == 9
+    parameters = dict(model.named_parameters())
+    w = layout.flatten(parameters)
+    assert torch.equal(w, torch.cat([parameters[name].reshape(-1) for name in names]))
+    pieces = layout.unflatten(torch.stack([w, 2 * w]))
+    for name in names:
+        assert torch.equal(pieces[name], torch.stack([parameters[name], 2 * parameters[name]]))
+
+
+def test_layout_of_a_zero_dimensional_parameter():
+    layout = ParameterLayout(("a", "b"), (torch.Size([]), torch.Size([2])))
+    w = torch.arange(6.0).view(2, 3)
+    pieces = layout.unflatten(w)
+    assert torch.equal(pieces["a"], w[:, 0]) and torch.equal(pieces["b"], w[:, 1:])
+    assert torch.equal(layout.flatten(layout.unflatten(w[1])), w[1])
+
+
+def test_layout_adds_tensors_and_takes_absent_ones_for_zero():
+    layout = ParameterLayout(("a", "b"), (torch.Size([]), torch.Size([2, 1])))
+    total = torch.ones(2, 3)
+    layout.add_(total, {"b": torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])})
+    assert torch.equal(total, torch.tensor([[1.0, 2.0, 3.0], [1.0, 4.0, 5.0]]))
+    layout.add_(total, {"a": torch.tensor([5.0, 6.0])})
+    assert torch.equal(total[:, 0], torch.tensor([6.0, 7.0]))
+
+
+def test_layout_expands_and_sums_blocks():
+    layout = ParameterLayout(("a", "b"), (torch.Size([2]), torch.Size([1, 3])))
+    assert torch.equal(layout.expand(torch.tensor([1.0, 2.0])), torch.tensor([1.0, 1, 2, 2, 2]))
+    w = torch.randn(4, 5)
+    assert_close(layout.block_sums(w), torch.stack([w[:, :2].sum(1), w[:, 2:].sum(1)], 1))
+
+
+def test_layout_of_an_unknown_parameter(model):
+    with pytest.raises(ValueError, match="no parameter '9.weight'"):
+        ParameterLayout.of(model, ["9.weight"])
+
+
+def test_default_is_trainable_minus_normalisation(model):
+    model[3].bias.requires_grad_(False)
+    assert select_parameters(model) == ("0.weight", "0.bias", "2.weight", "3.weight")
+
+
+def test_normalisation_is_random_on_request(model):
+    model[3].bias.requires_grad_(False)
+    trainable = ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "3.weight")
+    assert select_parameters(model, "requires_grad") == trainable
+    assert select_parameters(model, "all") == (*trainable, "3.bias")
+    assert select_parameters(model, ["1.*"]) == ("1.weight", "1.bias")
+    assert select_parameters(model, lambda name, p: p.ndim > 1) == ("0.weight", "3.weight")
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm2d(4),
+        nn.SyncBatchNorm(4),
+        nn.InstanceNorm1d(4, affine=True),
+        nn.GroupNorm(2, 4),
+        nn.LayerNorm((4, 3)),
+        nn.RMSNorm(4),
+        type("LlamaRMSNorm", (nn.PReLU,), {})(4),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_normalisation_layers_are_known(layer):
+    assert select_parameters(nn.Sequential(nn.Linear(1, 1), layer)) == ("0.weight", "0.bias")
+
+
+def test_layers_with_norm_in_their_name_and_a_matrix_are_random():
+    layer = type("CosineNormLinear", (nn.Linear,), {})(2, 3)
+    assert select_parameters(layer) == ("weight", "bias")
+    block = type("PreNorm", (nn.Sequential,), {})(nn.LayerNorm(2), nn.Linear(2, 2))
+    assert select_parameters(block) == ("1.weight", "1.bias")
+
+
+def test_weight_normalised_layers_are_random():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+    assert len(select_parameters(model)) == 3
+
+
+class TiedHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(3, 2), nn.LayerNorm(2)
+        self.head = nn.Linear(2, 3, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_weights_count_once_under_any_of_their_names():
+    model = TiedHead()
+    for selection in (None, ["embed.*"], ["head.weight"], ["*.weight"], "last_layer"):
+        names = select_parameters(model, selection)
+        assert names[0] == "embed.weight" and "head.weight" not in names
+
+
+def test_last_layer_is_the_last_registered_with_weights(model):
+    assert select_parameters(model, "last_layer") == ("3.weight", "3.bias")
+    model = nn.Sequential(model, nn.LayerNorm(2), nn.PReLU())
+    assert select_parameters(model, "last_layer") == ("0.3.weight", "0.3.bias")
+    assert select_parameters(nn.PReLU(), "last_layer") == ("weight",)
+    head = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    assert len(select_parameters(nn.Sequential(nn.Linear(2, 2), head), "last_layer")) == 3
+
+
+def test_last_layer_is_the_one_said_to_be(model):
+    assert select_parameters(model, "last_layer", "0") == ("0.weight", "0.bias")
+
+
+def test_integer_and_empty_parameters_are_never_random():
+    model = nn.Linear(2, 2)
+    model.steps = nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
+    model.empty = nn.Parameter(torch.zeros(0, 2))
+    assert select_parameters(model, "all") == ("weight", "bias")
+
+
+def test_errors_say_what_to_pass(model):
+    with pytest.raises(ValueError, match='pass "last_layer", "requires_grad"'):
+        select_parameters(model, "head")
+    with pytest.raises(ValueError, match=r"'fc.\*' in `parameters` matches no parameter"):
+        select_parameters(model, ["0.*", "fc.*"])
+    for nothing in (lambda name, p: False, []):
+        with pytest.raises(ValueError, match="no random parameters"):
+            select_parameters(model, nothing)
+    with pytest.raises(ValueError, match="no random parameters"):
+        select_parameters(model.requires_grad_(False))

@@ -1,0 +1,182 @@
+"""Linear measurements of an image: the likelihood and its posterior against dense matrices."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import basis_noise
+from torch import nn
+from torch.testing import assert_close
+
+from torch_lla_em import (
+    BlockCG,
+    BlockKrylov,
+    FunctionSpace,
+    LinearisedLaplace,
+    LinearOperator,
+    LinearOperatorRegression,
+)
+from torch_lla_em.data.loader import Data
+from torch_lla_em.exact import ExactLaplace
+from torch_lla_em.inference.linear_mode import optimise_MAP
+from torch_lla_em.inference.posterior_samples import optimise_samples
+from torch_lla_em.jacobian.linear_model import LinearModel
+from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
+from torch_lla_em.problem.problem import Problem
+from torch_lla_em.solvers.newton import Newton
+
+SIDE, MEASURED, SIGMA = 12, 40, 0.3
+SHAPE = 1, SIDE, SIDE
+
+
+def operator_of(A, shape=SHAPE):
+    return LinearOperator(
+        lambda f: f.flatten(1) @ A.T, lambda v: (v @ A).unflatten(1, shape), shape
+    )
+
+
+@pytest.fixture
+def matrix():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(MEASURED, SIDE**2, generator=generator, dtype=torch.float64) / SIDE
+
+
+@pytest.fixture
+def likelihood(matrix):
+    return LinearOperatorRegression(operator_of(matrix), SIGMA)
+
+
+@pytest.fixture
+def setting(matrix):
+    """A network from image to image, one image, and its measurements."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 3, padding=1))
+    model, x = model.double(), torch.randn(1, *SHAPE, dtype=torch.float64)
+    with torch.no_grad():
+        y = model(x).flatten(1) @ matrix.T
+    return model, x, y + SIGMA * torch.randn(1, MEASURED).double()
+
+
+def dense_log_prob(A, sigma):
+    def log_prob(f, y):
+        return torch.distributions.Normal(A @ f, sigma, validate_args=False).log_prob(y).sum()
+
+    return log_prob
+
+
+def test_products_match_derivatives_of_the_density(likelihood, matrix):
+    f = torch.randn(3, *SHAPE).double()
+    y, u = torch.randn(3, MEASURED).double(), torch.randn(2, 3, *SHAPE).double()
+    expected = torch.stack([dense_log_prob(matrix, SIGMA)(a.flatten(), b) for a, b in zip(f, y)])
+    assert_close(likelihood.log_prob(f, y), expected)
+    leaf = f.clone().requires_grad_()
+    slope = torch.autograd.grad(-likelihood.log_prob(leaf, y).sum(), leaf)[0]
+    assert_close(likelihood.gradient(f, y), slope)
+    H = matrix.T @ matrix / SIGMA**2
+    assert_close(likelihood.hessian_product(f, u).flatten(2), u.flatten(2) @ H)
+    basis = torch.eye(SIDE**2).double().view(-1, 1, *SHAPE)
+    S = likelihood.hessian_sqrt_product(f[:1], basis).flatten(1).T
+    assert_close(S @ S.T, H)
+
+
+@pytest.mark.parametrize("solver", [BlockCG(1e-10), BlockKrylov(1e-10), FunctionSpace(1e-10)])
+@pytest.mark.parametrize("g_prior", [False, True])
+def test_posterior_is_the_dense_one(setting, likelihood, matrix, solver, g_prior):
+    model, x, y = setting
+    layout = ParameterLayout.of(model, select_parameters(model))
+    linear = LinearModel(Network(model), layout)
+    problem = Problem(linear, likelihood, Data([(x, y)], torch.device("cpu")))
+    noise = basis_noise(problem, g_prior, layerwise=False)
+    log_prob = dense_log_prob(matrix, SIGMA)
+    exact = ExactLaplace.of(model, x, y, log_prob, list(layout.names))
+    exact = replace(exact, scale=noise.prior.scale)
+    precision = torch.tensor(2.5).double()
+    samples = optimise_samples(problem, noise, precision, solver)
+    assert_close(samples.w.T @ samples.w / len(samples.w), exact.covariance(precision))
+    mode = optimise_MAP(problem, noise.prior, precision, Newton(1e-10), problem.zeros(1)[0])
+    assert_close(mode.w, exact.mode(precision))
+
+
+def test_fit_learns_noise_and_predicts_image_and_measurements(setting, matrix):
+    model, x, y = setting
+    likelihood = LinearOperatorRegression(operator_of(matrix), 1.0)
+    la = LinearisedLaplace(model, likelihood, g_prior=False, num_samples=400, tolerance=1e-8)
+    la.fit([(x, y)], progress_bar=False)
+    names = [name for name, _ in model.named_parameters()]
+    exact = ExactLaplace.of(model, x, y, dense_log_prob(matrix, la.sigma_noise), names)
+    covariance = exact.covariance(la.prior_precision)
+    gamma = exact.effective_dims(la.prior_precision).sum()
+    w_lin = exact.mode(la.prior_precision)
+    residual = (y[0] - matrix @ exact.J[0] @ w_lin).square().sum()
+    assert_close(la.w_lin, w_lin, rtol=1e-5, atol=1e-6)
+    # fixed points of EM, up to the error of γ over samples and the step at which EM stops
+    assert_close(la.sigma_noise**2, residual / (MEASURED - gamma), rtol=0.1, atol=0)
+    assert_close(la.prior_precision, gamma / w_lin.square().sum(), rtol=0.1, atol=0)
+    prediction = la.predict(x)
+    J = exact.J[0]
+    image = (J @ covariance * J).sum(1).view(SHAPE)
+    assert prediction.mean.shape == prediction.variance.shape == (1, *SHAPE)
+    assert_close(prediction.mean, model(x).detach())
+    spread = (2 / 400) ** 0.5 * image.max()
+    assert (prediction.variance[0] - image).abs().max() < 5 * spread
+    mean, variance = la(x)
+    measured = torch.einsum("mp,pq,mq->m", matrix @ J, covariance, matrix @ J)
+    assert mean.shape == variance.shape == (1, MEASURED)
+    assert_close(mean[0], matrix @ prediction.mean.flatten())
+    expected = measured + la.sigma_noise**2
+    assert ((variance[0] - expected).abs() < 5 * (2 / 400) ** 0.5 * measured.max()).all()
+
+
+def test_log_probabilities_are_those_of_measurements(setting, matrix):
+    model, x, y = setting
+    la = LinearisedLaplace(
+        model, LinearOperatorRegression(operator_of(matrix), SIGMA), num_samples=5
+    )
+    la.fit([(x, y)], em_steps=0, prior_precision=3.0, progress_bar=False)
+    prediction = la.predict(x)
+    mean, variance = prediction.moments()
+    marginal = torch.distributions.Normal(mean, variance.sqrt()).log_prob(y).sum(1)
+    assert_close(prediction.log_prob(y), marginal)
+    deviations = prediction.deviations.flatten(1) @ matrix.T
+    covariance = deviations.T @ deviations / 5 + SIGMA**2 * torch.eye(MEASURED)
+    joint = torch.distributions.MultivariateNormal(mean[0], covariance).log_prob(y[0])
+    assert_close(prediction.joint_log_prob(y), joint)
+
+
+def test_a_posterior_is_saved_and_loaded_with_its_operator(setting, likelihood, tmp_path):
+    model, x, y = setting
+    la = LinearisedLaplace(model, likelihood, num_samples=3).fit([(x, y)], progress_bar=False)
+    la.save(tmp_path / "la.pt")
+    again = LinearisedLaplace.load(tmp_path / "la.pt", model, likelihood=likelihood)
+    assert_close(again.predict(x).log_prob(y), la.predict(x).log_prob(y))
+    assert "0x" not in repr(vars(likelihood))  # checkpoints compare it over processes
+
+
+def test_samples_of_measurements_have_the_noise(likelihood):
+    f = torch.zeros(500, *SHAPE).double()
+    y = likelihood.sample(f, torch.Generator().manual_seed(0))
+    assert y.shape == (500, MEASURED) and abs(y.std() - SIGMA) < 5 * SIGMA / (2 * y.numel()) ** 0.5
+
+
+def test_what_does_not_fit_is_told(likelihood, matrix):
+    f, y = torch.zeros(2, *SHAPE).double(), torch.zeros(2, MEASURED).double()
+    likelihood.check(f, y)
+    with pytest.raises(ValueError, match="The operator takes outputs of shape"):
+        likelihood.check(f[:, 0], y)
+    with pytest.raises(ValueError, match="flatten what belongs to one output"):
+        likelihood.check(f, y[:, :, None])
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        likelihood.check(f, y / 0)
+    with pytest.raises(ValueError, match="one number for all measurements"):
+        LinearOperatorRegression(likelihood.operator, torch.ones(3))
+    tall = torch.randn(200, SIDE**2).double()
+    with pytest.raises(ValueError, match="let forward_fn return A f"):
+        LinearOperatorRegression(operator_of(tall)).check(f, torch.zeros(2, 200).double())
+    right = operator_of(matrix)
+    wrong = replace(right, adjoint=lambda v: 2 * right.adjoint(v))
+    with pytest.raises(ValueError, match="is not that of its forward map"):
+        LinearOperatorRegression(wrong).check(f, y)
+    flat = replace(right, forward=lambda f: right.forward(f).unflatten(1, (4, -1)))
+    with pytest.raises(ValueError, match=r"must return \(n, M\)"):
+        LinearOperatorRegression(flat).check(f, y)

@@ -1,0 +1,293 @@
+"""Densities over a network's features: what they say, and what they leave alone."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import MultivariateNormal
+
+from torch_lla_em.mixtures.feature_density import FeatureDensity
+from torch_lla_em.mixtures.mixture import GaussianMixture
+
+torch.set_num_threads(1)
+
+
+class Network(nn.Module):
+    """A network that minds its mode, and writes to itself as it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5))
+        self.head = nn.Linear(6, 3)
+        self.spare = nn.Linear(2, 2)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.seen = 0
+        self.log = []
+        self.fails = False
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen += 1
+        self.log.append(len(x))
+        self.last = x
+        setattr(self, f"call_{self.seen}", True)
+        if self.fails:
+            raise ArithmeticError("the network failed")
+        return self.head(self.body(x))
+
+
+@pytest.fixture
+def network():
+    torch.manual_seed(0)
+    network = Network()
+    network(torch.randn(50, 2))
+    return network.double()
+
+
+def data(n=240):
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(n) % 3
+    centres = torch.tensor([[0.0, 2.0], [2.0, -1.0], [-2.0, -1.0]])
+    x = centres[labels] + 0.4 * torch.randn(n, 2, generator=generator)
+    return x.double(), labels
+
+
+class Loader:
+    """Batches that count how often they are read."""
+
+    def __init__(self, *tensors, size=32):
+        self.tensors, self.size, self.passes = tensors, size, 0
+
+    def __iter__(self):
+        self.passes += 1
+        return zip(*(tensor.split(self.size) for tensor in self.tensors), strict=True)
+
+
+def features(network, x):
+    """The features of ``body``, by hand."""
+    still = copy.deepcopy(network).eval()
+    with torch.no_grad():
+        return still.body(x)
+
+
+def test_a_gaussian_for_each_class(network):
+    x, labels = data()
+    density = FeatureDensity(network, "body", GaussianMixture(1), by_label=True)
+    density.fit(Loader(x, labels))
+    z, log_joint = features(network, x), []
+    for label in range(3):
+        own = z[labels == label]
+        normal = MultivariateNormal(own.mean(0), own.T.cov(correction=0))
+        log_joint.append(normal.log_prob(z) + torch.tensor(len(own) / len(z)).double().log())
+    log_joint = torch.stack(log_joint, 1)
+    torch.testing.assert_close(density.class_scores(x), log_joint)
+    torch.testing.assert_close(density.score(x), log_joint.logsumexp(1))
+
+
+@pytest.mark.parametrize("by_label", [False, True])
+def test_unfamiliar_inputs_score_lower(network, by_label):
+    x, labels = data()
+    density = FeatureDensity(network, "body", by_label=by_label).fit(Loader(x, labels))
+    familiar, far = density.score(x), density.score(x[:60].flip(1) * 3)
+    assert far.max() < familiar.median()
+    assert ((familiar[:, None] > far).double().mean()) > 0.95
+
+
+def test_one_pass_for_each_step(network):
+    x, labels = data()
+    mixture = GaussianMixture(2, sample_size=50, max_steps=500)
+    loader = Loader(x, labels)
+    density = FeatureDensity(network, "body", mixture).fit(loader)
+    assert loader.passes == 1 + len(mixture.history)
+    z = features(network, x)
+    torch.testing.assert_close(density.score(x), mixture.log_prob(z))
+    held = Loader(x, labels)
+    FeatureDensity(network, "body", GaussianMixture(2, max_steps=500)).fit(held)
+    assert held.passes == 1
+
+
+def snapshot(network):
+    """All that a module holds, as values that can be compared."""
+    return {
+        name: {
+            key: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+            for key, value in vars(module).items()
+        }
+        for name, module in network.named_modules()
+    }
+
+
+def assert_same(before, network, state):
+    after = snapshot(network)
+    assert before.keys() == after.keys()
+    for name in before:
+        assert list(before[name]) == list(after[name])
+        for key, value in before[name].items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(value, after[name][key], rtol=0, atol=0)
+            elif key not in ("_parameters", "_buffers"):
+                assert value == after[name][key], (name, key)
+            else:
+                pairs = zip(value.values(), after[name][key].values(), strict=True)
+                assert all(a is b for a, b in pairs)
+    for key, value in network.state_dict().items():
+        torch.testing.assert_close(value, state[key], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_as_it_was(network, fails, training):
+    x, labels = data()
+    network.train(training)
+    network.body[1].eval()
+    network.fails = fails
+    calls = []
+    network.body.register_forward_hook(lambda module, args, out: calls.append(1))
+    state, before = copy.deepcopy(network.state_dict()), snapshot(network)
+    density = FeatureDensity(network, "body", by_label=True)
+    if fails:
+        with pytest.raises(ArithmeticError, match="the network failed"):
+            density.fit(Loader(x, labels))
+    else:
+        density.fit(Loader(x, labels))
+        density.score(x)
+        assert calls and network.head.weight.grad is None
+    assert_same(before, network, state)
+    assert "last" in vars(network) and len(network.last) == 50
+
+
+def test_the_mode_of_the_model_does_not_matter(network):
+    x, labels = data()
+    scores = []
+    for training in (True, False):
+        network.train(training)
+        density = FeatureDensity(network, "body", by_label=True).fit(Loader(x, labels))
+        scores.append(density.score(x))
+    torch.testing.assert_close(*scores, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layer", ["", "head", "body.0"])
+def test_any_layer_by_name_or_itself(network, layer):
+    x, labels = data()
+    module = network.get_submodule(layer)
+    still = copy.deepcopy(network).eval()
+    expected = {"": still, "head": still, "body.0": still.body[0]}[layer](x).detach()
+    for choice in (layer, module):
+        torch.testing.assert_close(FeatureDensity(network, choice).features(x), expected)
+
+
+class Echo(nn.Module):
+    """Hands its input out as it came, whatever the shape."""
+
+    def __init__(self, wrap=lambda x: x):
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, x):
+        return self.wrap(x)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "expected"),
+    [
+        ((5,), {}, lambda x: x[:, None]),
+        ((5, 4), {}, lambda x: x),
+        ((5, 4, 3), {}, lambda x: x.mean(2)),
+        ((5, 4, 3), {"feature_axis": -1}, lambda x: x.mean(1)),
+        ((5, 4, 3, 2), {}, lambda x: x.mean((2, 3))),
+        ((5, 4, 3, 2), {"feature_axis": -1}, lambda x: x.mean((1, 2))),
+        ((5, 4, 3, 2, 2), {}, lambda x: x.mean((2, 3, 4))),
+        ((5, 4, 3), {"pool": "flatten"}, lambda x: x.reshape(5, 12)),
+        ((5, 4, 3), {"pool": lambda x: x[:, 0]}, lambda x: x[:, 0]),
+    ],
+)
+def test_features_of_any_rank_become_rows(shape, options, expected):
+    x = torch.arange(float(torch.tensor(shape).prod())).reshape(shape)
+    torch.testing.assert_close(FeatureDensity(Echo(), "", **options).features(x), expected(x))
+
+
+def test_features_inside_tuples_and_mappings():
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    for wrap in (lambda x: (x, None), lambda x: [(x,)], lambda x: {"hidden": x, "rest": 0}):
+        torch.testing.assert_close(FeatureDensity(Echo(wrap), "").features(x), x)
+
+
+def test_no_graph_is_built():
+    grads = []
+    echo = Echo(lambda x: grads.append(torch.is_grad_enabled()) or x)
+    FeatureDensity(echo, "").features(torch.ones(3, 2, requires_grad=True))
+    assert grads == [False]
+
+
+def test_features_are_no_alias_of_the_input():
+    x = torch.ones(3, 2)
+    FeatureDensity(Echo(), "").features(x).zero_()
+    assert x.sum() == 6
+
+
+def test_dicts_and_forward_fn(network):
+    x, labels = data()
+    expected = FeatureDensity(network, "body", by_label=True).fit(Loader(x, labels)).score(x)
+    batches = [{"x": a, "labels": b} for a, b in zip(x.split(32), labels.split(32), strict=True)]
+    density = FeatureDensity(network, "body", by_label=True).fit(batches)
+    torch.testing.assert_close(density.score({"x": x}), expected)
+    scaled = FeatureDensity(
+        network, "body", by_label=True, forward_fn=lambda model, inputs: model(inputs / 2)
+    )
+    torch.testing.assert_close(scaled.fit(Loader(2 * x, labels)).score(2 * x), expected)
+
+
+def test_a_dataloader_of_single_precision(network):
+    x, labels = data()
+    network.float()
+    dataset = torch.utils.data.TensorDataset(x.float(), labels)
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=50, shuffle=True, generator=torch.Generator().manual_seed(0)
+    )
+    density = FeatureDensity(network, "body", by_label=True).fit(loader)
+    assert density.score(x.float()).dtype == torch.float32
+    assert torch.isfinite(density.score(x.float() * 1e3)).all()
+
+
+def test_more_features_than_rows_stay_finite():
+    x = torch.randn(30, 50, generator=torch.Generator().manual_seed(0))
+    density = FeatureDensity(Echo(), "", by_label=True).fit([(x, torch.arange(30) % 3)])
+    assert torch.isfinite(density.score(x)).all()
+    assert density.score(x).min() > density.score(x * 10).max()
+
+
+def test_what_is_refused(network):
+    x, labels = data()
+    with pytest.raises(ValueError, match=r"no layer 'tail'. It has: body, body.0"):
+        FeatureDensity(network, "tail")
+    with pytest.raises(ValueError, match="not a part of the model"):
+        FeatureDensity(network, nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="pool must be 'mean', 'flatten' or a callable"):
+        FeatureDensity(network, "body", pool="max")
+    with pytest.raises(RuntimeError, match="did not run in the forward pass"):
+        FeatureDensity(network, "spare").fit([x])
+    with pytest.raises(TypeError, match="output is a torch.int64 tensor"):
+        FeatureDensity(Echo(), "").features(labels)
+    with pytest.raises(TypeError, match="output is a str, not"):
+        FeatureDensity(Echo(lambda x: "no"), "").features(x)
+    with pytest.raises(TypeError, match="by_label needs labels"):
+        FeatureDensity(network, "body", by_label=True).fit([x])
+    with pytest.raises(TypeError, match="can be read again, not a Tensor"):
+        FeatureDensity(network, "body").fit(x)
+    with pytest.raises(TypeError, match="not a generator"):
+        FeatureDensity(network, "body").fit(part for part in x.split(32))
+    with pytest.raises(RuntimeError, match="Call fit"):
+        FeatureDensity(network, "body").score(x)
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        FeatureDensity(network, "body").fit([x * float("nan")])
+
+
+@pytest.mark.cuda
+def test_on_cuda(network):
+    x, labels = data()
+    here = FeatureDensity(network, "body", by_label=True).fit(Loader(x, labels)).score(x)
+    network.cuda()
+    density = FeatureDensity(network, "body", by_label=True).fit(Loader(x, labels))
+    assert density.score(x).is_cuda
+    torch.testing.assert_close(density.score(x).cpu(), here)

@@ -1,0 +1,660 @@
+"""Gaussian mixtures: closed forms, the bound, streaming, labels, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributions import Dirichlet, MultivariateNormal, Wishart
+
+from torch_lla_em.mixtures.blocks import STRUCTURES, Blocks
+from torch_lla_em.mixtures.kmeans import kmeans, plus_plus
+from torch_lla_em.mixtures.mixture import (
+    ConjugatePrior,
+    GaussianMixture,
+    Gaussians,
+    VariationalGaussianMixture,
+)
+from torch_lla_em.mixtures.rows import Rows, survey
+
+torch.set_num_threads(1)
+
+
+def draw(seed=0, n=300, dim=3, num_components=3, dtype=torch.float64):
+    """Overlapping clusters away from the origin, with columns of unlike scale."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = {"generator": generator, "dtype": torch.float64}
+    centres = 2 * torch.randn(num_components, dim, **normal)
+    roots = torch.randn(num_components, dim, dim, **normal)
+    owner = torch.randint(num_components, (n,), generator=generator)
+    noise = torch.randn(n, dim, 1, **normal)
+    x = centres[owner] + (roots[owner] @ noise)[..., 0]
+    return (x * torch.logspace(-1, 1, dim) + 7).to(dtype)
+
+
+def as_matrices(parameters, structure):
+    covariances, (num_components, dim) = parameters.covariances, parameters.means.shape
+    if structure == "full":
+        return covariances
+    if structure == "tied":
+        return covariances.expand(num_components, dim, dim)
+    if structure == "diagonal":
+        return torch.diag_embed(covariances)
+    return covariances[:, None, None] * torch.eye(dim).to(covariances)
+
+
+def path(mixture):
+    return torch.tensor(mixture.history, dtype=torch.float64)
+
+
+def log_joint(x, parameters, structure):
+    """log π_k + log N(x | μ_k, Σ_k), by torch.distributions."""
+    normal = MultivariateNormal(parameters.means, as_matrices(parameters, structure))
+    return normal.log_prob(x[:, None]) + parameters.weights.log()
+
+
+# Closed forms.
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("a", [0.3, 1.0, 2.5])
+def test_two_components_in_closed_form(structure, a):
+    """Data −1 and 1, equal components at −a and a with variance 1.
+
+    p(right | x = 1) = σ(2a), so the means move to ± tanh(a) and the variance of each
+    to 1 − tanh(a)²; the likelihood is ∏ exp(−(1 + a²)/2) cosh(a) / √2π.
+    """
+    x = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
+    shape = {"full": (2, 1, 1), "tied": (1, 1), "diagonal": (2, 1), "spherical": (2,)}[structure]
+    means = torch.tensor([[-a], [a]], dtype=torch.float64)
+    start = Gaussians(torch.tensor([0.5, 0.5]), means, torch.ones(shape))
+    mixture = GaussianMixture(2, covariance=structure)
+    next(mixture.steps(x, start=start))
+    mean = torch.tensor(math.tanh(a), dtype=torch.float64)
+    torch.testing.assert_close(mixture.parameters.means, torch.stack([-mean, mean])[:, None])
+    variance = (1 - mean**2).expand(shape)
+    torch.testing.assert_close(mixture.parameters.covariances, variance)
+    torch.testing.assert_close(mixture.parameters.weights, torch.tensor([0.5, 0.5]).double())
+    expected = 2 * (math.log(math.cosh(a)) - (1 + a**2) / 2 - math.log(2 * math.pi) / 2)
+    assert mixture.history[0].objective == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_density_and_responsibilities(structure, dtype):
+    x = draw(dtype=dtype)
+    mixture = GaussianMixture(3, covariance=structure, max_steps=500).fit(x)
+    expected = log_joint(x.double(), mixture.parameters, structure)
+    assert mixture.log_prob(x).dtype == mixture.responsibilities(x).dtype == dtype
+    torch.testing.assert_close(mixture.log_prob(x), expected.logsumexp(1).to(dtype))
+    torch.testing.assert_close(mixture.responsibilities(x), expected.softmax(1).to(dtype))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_one_component_has_the_moments_of_the_data(structure):
+    x = draw()
+    weights, means, covariances = GaussianMixture(1, covariance=structure).fit(x).parameters
+    torch.testing.assert_close(means[0], x.mean(0))
+    covariance = x.T.cov(correction=0)
+    expected = {
+        "full": covariance[None],
+        "tied": covariance,
+        "diagonal": covariance.diagonal()[None],
+        "spherical": covariance.diagonal().mean()[None],
+    }[structure]
+    torch.testing.assert_close(covariances, expected)
+    torch.testing.assert_close(weights, torch.ones(1).double())
+
+
+# The bound.
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_bound_and_divergence_add_up_to_the_evidence(structure):
+    x = draw()
+    mixture = GaussianMixture(3, covariance=structure)
+    states = mixture.steps(x)
+    next(states)
+    old = mixture.parameters
+    next(states)
+    q = log_joint(x, old, structure).softmax(1)
+    evidence = mixture.evidence(x, q)
+    log_evidence = log_joint(x, mixture.parameters, structure).logsumexp(1).sum()
+    torch.testing.assert_close(sum(evidence), log_evidence)
+    assert evidence.divergence > 0
+    # The history's bound is that of the step's own responsibilities,
+    assert mixture.history[1].lower_bound == pytest.approx(float(evidence.lower_bound))
+    # and the divergence is what the next objective adds to it.
+    next(states)
+    gap = mixture.history[2].objective - mixture.history[1].lower_bound
+    assert gap == pytest.approx(float(evidence.divergence), rel=1e-6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    n=st.integers(4, 60),
+    dim=st.integers(1, 4),
+    num_components=st.integers(1, 4),
+    structure=st.sampled_from(STRUCTURES),
+    kind=st.sampled_from(["ml", "map", "variational"]),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    distinct=st.integers(1, 60),
+)
+def test_the_bound_never_falls(seed, n, dim, num_components, structure, kind, dtype, distinct):
+    x = draw(seed, n, dim, num_components, dtype)
+    x = x[torch.arange(n) % distinct]
+    options = {"covariance": structure, "max_steps": 20, "tolerance": 0.0, "seed": seed % 1000}
+    if kind == "variational":
+        mixture = VariationalGaussianMixture(num_components, **options)
+    else:
+        prior = ConjugatePrior() if kind == "map" else None
+        mixture = GaussianMixture(num_components, prior=prior, **options)
+    for _ in mixture.steps(x):
+        pass
+    bounds = path(mixture).flatten()
+    assert torch.isfinite(bounds).all()
+    assert (bounds.diff() >= -1e-8 * bounds[1:].abs().clamp(min=1)).all()
+    assert torch.isfinite(mixture.log_prob(x)).all()
+
+
+# MAP: the prior, written with torch.distributions.
+
+
+def log_posterior(x, parameters, structure, prior):
+    """log p(X, π, μ, Σ), with the Wishart prior of each block turned to its covariance."""
+    alpha, mean, strength, dof, scale = prior
+    weights, means, covariances = parameters
+    num_components, dim = means.shape
+    value = log_joint(x, parameters, structure).logsumexp(1).sum()
+    value = value + Dirichlet(torch.full((num_components,), alpha).double()).log_prob(weights)
+    matrices = as_matrices(parameters, structure)
+    value = value + MultivariateNormal(mean, matrices / strength).log_prob(means).sum()
+    if structure in ("full", "tied"):
+        size, sigma = dim, covariances.reshape(-1, dim, dim)
+    else:
+        size, sigma = 1, covariances.reshape(-1, 1, 1)
+        scale = scale.diagonal()
+        scale = scale.mean() if structure == "spherical" else scale.repeat(num_components)
+        scale = scale.reshape(-1, 1, 1)
+    precision = sigma.inverse()
+    precision = (precision + precision.mT) / 2
+    wishart = Wishart(torch.tensor(dof, dtype=torch.float64), precision_matrix=scale)
+    jacobian = -(size + 1) * sigma.logdet()
+    return value + (wishart.log_prob(precision) + jacobian).sum()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_map_is_the_mode_of_the_posterior(structure):
+    x = draw(n=120)
+    scale = torch.diag(torch.tensor([0.5, 3.0, 90.0])).double()
+    if structure in ("full", "tied"):
+        scale[0, 1] = scale[1, 0] = 0.3
+    prior = ConjugatePrior(3.0, torch.tensor([6.0, 7, 8]).double(), 0.5, 6.0, scale)
+    mixture = GaussianMixture(
+        2, covariance=structure, prior=prior, tolerance=1e-14, max_steps=5000
+    ).fit(x)
+    weights, means, covariances = mixture.parameters
+    logits = weights.log().requires_grad_()
+    leaves = [logits, means.clone().requires_grad_(), covariances.clone().requires_grad_()]
+
+    def value(logits, means, covariances):
+        symmetric = covariances
+        if structure in ("full", "tied"):
+            symmetric = (covariances + covariances.mT) / 2
+        return log_posterior(x, Gaussians(logits.softmax(0), means, symmetric), structure, prior)
+
+    for leaf, gradient in zip(leaves, torch.autograd.grad(value(*leaves), leaves), strict=True):
+        unit = 1 / (1 + leaf.detach().abs())
+        torch.testing.assert_close(gradient * unit, torch.zeros_like(leaf), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_map_objective_is_the_posterior_up_to_a_constant(structure):
+    x = draw(n=80)
+    prior = ConjugatePrior(3.0, torch.full((3,), 7.0).double(), 0.5, 6.0, torch.ones(3).double())
+    mixture = GaussianMixture(2, covariance=structure, prior=prior, tolerance=0.0, max_steps=4)
+    expected = []
+    for _ in mixture.steps(x):
+        prior_matrix = prior._replace(scale=torch.eye(3).double())
+        expected.append(log_posterior(x, mixture.parameters, structure, prior_matrix))
+    objective = torch.tensor([step.objective for step in mixture.history[1:]], dtype=torch.float64)
+    torch.testing.assert_close(objective.diff(), torch.stack(expected)[:-1].diff())
+
+
+def test_a_prior_keeps_a_collapsing_component_finite():
+    x = torch.cat([draw(n=50), torch.full((1, 3), 400.0).double()])
+    for structure in STRUCTURES:
+        for prior in (None, ConjugatePrior()):
+            mixture = GaussianMixture(3, covariance=structure, prior=prior, max_steps=500).fit(x)
+            assert all(torch.isfinite(t).all() for t in mixture.parameters)
+            assert torch.isfinite(mixture.log_prob(x)).all()
+
+
+def test_the_floor_is_the_best_covariance_above_it():
+    blocks = Blocks("full", 1, 3)
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(1, 1, 3, 2, generator=generator).double()
+    scatter = root @ root.mT
+
+    def height(covariance):
+        return -torch.linalg.slogdet(covariance)[1] - (covariance.inverse() @ scatter).trace()
+
+    floored = blocks.floor(scatter, 0.1)
+    best, scatter = floored[0, 0], scatter[0, 0]
+    assert torch.linalg.eigvalsh(best).min() >= 0.1 - 1e-12
+    for _ in range(200):
+        direction = torch.randn(3, 3, generator=generator).double()
+        other = best + 0.05 * (direction + direction.T)
+        values, vectors = torch.linalg.eigh(other)
+        other = (vectors * values.clamp(min=0.1)) @ vectors.T
+        assert height(other) <= height(best) + 1e-12
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_component_without_rows_stays_where_it_is(structure):
+    x = draw()
+    start = GaussianMixture(2, covariance=structure, max_steps=500).fit(x).parameters
+    start = start._replace(weights=torch.tensor([1.0, 0.0]))
+    mixture = GaussianMixture(2, covariance=structure, max_steps=2, tolerance=0.0)
+    list(mixture.steps(x, start=start))
+    torch.testing.assert_close(mixture.parameters.means[0], x.mean(0))
+    torch.testing.assert_close(mixture.parameters.means[1], start.means[1])
+    if structure != "tied":
+        torch.testing.assert_close(mixture.parameters.covariances[1], start.covariances[1])
+    assert torch.isfinite(path(mixture)).all()
+
+
+@pytest.mark.parametrize("structure", ["full", "tied"])
+def test_many_columns_take_another_way_to_the_same_fit(structure, monkeypatch):
+    x = draw(n=200, dim=5)
+    start = GaussianMixture(3, covariance=structure, max_steps=500).fit(x[:100]).parameters
+    results = []
+    for wide in (64, 2):
+        monkeypatch.setattr("torch_lla_em.mixtures.gaussian.WIDE", wide)
+        mixture = GaussianMixture(3, covariance=structure, max_steps=4, tolerance=0.0)
+        list(mixture.steps(x, start=start))
+        results.append((*mixture.parameters, mixture.log_prob(x), path(mixture)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# Data that do not fit, and starts.
+
+
+class Batches(list):
+    """A list of batches that counts how often it is read."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_streaming_is_the_fit_in_memory(structure):
+    x = draw()
+    start = GaussianMixture(3, covariance=structure, max_steps=500, seed=3).fit(x).parameters
+    start = start._replace(means=start.means + 0.1)
+    options = {"covariance": structure, "max_steps": 5, "tolerance": 0.0}
+    whole, streamed = GaussianMixture(3, **options), GaussianMixture(3, sample_size=50, **options)
+    batches = Batches((part, None, "extra") for part in x.split(37))
+    assert len(list(whole.steps(x, start=start))) == 5
+    assert len(list(streamed.steps(batches, start=start))) == 5
+    assert batches.passes == 6
+    for a, b in zip(whole.parameters, streamed.parameters, strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(path(whole), path(streamed))
+
+
+def test_rows_that_fit_in_the_sample_are_read_once():
+    batches = Batches(draw().split(37))
+    GaussianMixture(2, max_steps=500).fit(batches)
+    assert batches.passes == 1
+
+
+def test_a_shuffling_loader():
+    x = draw()
+    data = torch.utils.data.TensorDataset(x, torch.zeros(len(x)))
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=64, shuffle=True, generator=torch.Generator().manual_seed(0)
+    )
+    mixture = GaussianMixture(3, sample_size=100, max_steps=500).fit(loader)
+    torch.testing.assert_close(
+        mixture.history[-1].objective, float(mixture.log_prob(x).sum()), rtol=1e-4, atol=0
+    )
+
+
+def test_the_seed_decides():
+    x = draw()
+    options = {"sample_size": 40, "max_steps": 3, "tolerance": 1e9}
+
+    def means(seed):
+        return GaussianMixture(3, seed=seed, **options).fit(x).parameters.means
+
+    torch.testing.assert_close(means(1), means(1), rtol=0, atol=0)
+    torch.testing.assert_close(means(1), means(torch.Generator().manual_seed(1)), rtol=0, atol=0)
+    assert not torch.equal(means(1), means(2))
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    means(0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_restarts_keep_the_highest():
+    x = draw(n=200, num_components=6)
+    ends = []
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        mixture = GaussianMixture(6, seed=generator, max_steps=500).fit(x)
+        ends.append(mixture.history[-1].lower_bound)
+    assert max(ends) - min(ends) > 1
+    best = GaussianMixture(6, restarts=8, max_steps=500).fit(x).history[-1].lower_bound
+    assert best > sum(ends) / 4
+
+
+def test_kmeans_finds_separate_clusters():
+    centres = torch.tensor([[0.0, 0], [10, 0], [0, 10]]).double()
+    x = (centres[:, None] + 0.1 * draw(n=60, dim=2).reshape(3, 20, 2) / 7).reshape(60, 2)
+    member = kmeans(x, 3, torch.Generator().manual_seed(0)).reshape(3, 20)
+    assert (member == member[:, :1]).all() and len(member[:, 0].unique()) == 3
+
+
+@pytest.mark.slow
+def test_plus_plus_draws_by_squared_distance():
+    """From a first centre at 0 the next is 1 or 3 with odds 1 to 9; from 1 or 3 likewise."""
+    x = torch.tensor([[0.0], [1.0], [3.0]]).double()
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.stack([plus_plus(x, 2, generator)[:, 0] for _ in range(4000)])
+    second = draws[draws[:, 0] == 0][:, 1]
+    share = (second == 3).double().mean()
+    assert abs(share - 0.9) < 5 * math.sqrt(0.09 / len(second))
+    assert (draws[:, 0] != draws[:, 1]).all()
+    # From centres at 0 and 10 the third is 1 or 13 with odds 1 to 9 as well.
+    x = torch.tensor([[0.0], [10.0], [1.0], [13.0]]).double()
+    draws = torch.stack([plus_plus(x, 3, generator)[:, 0] for _ in range(6000)])
+    third = draws[(draws[:, 0] == 0) & (draws[:, 1] == 10)][:, 2]
+    share = (third == 13).double().mean()
+    assert abs(share - 0.9) < 5 * math.sqrt(0.09 / len(third))
+
+
+@pytest.mark.slow
+def test_the_sample_is_uniform():
+    x = torch.arange(100.0)[:, None]
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.zeros(100)
+    for _ in range(400):
+        seen = survey(Rows(x.split(7)), 20, generator, lambda x: None)
+        assert len(seen.sample.x) == 20 and not seen.complete
+        counts[seen.sample.x[:, 0].long()] += 1
+    error = (counts / 400 - 0.2) / math.sqrt(0.16 / 400)
+    assert error.abs().max() < 5
+    torch.testing.assert_close(seen.mean, x.double().mean(0))
+    torch.testing.assert_close(seen.variance, x.double().var(0, correction=0))
+
+
+def test_parameters_can_be_taken_as_they_are():
+    x = draw()
+    for structure in STRUCTURES:
+        fitted = GaussianMixture(3, covariance=structure, max_steps=500).fit(x)
+        again = GaussianMixture(3, covariance=structure).use(fitted.parameters)
+        torch.testing.assert_close(again.log_prob(x), fitted.log_prob(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_samples_have_the_moments_of_the_mixture(structure):
+    mixture = GaussianMixture(2, covariance=structure, max_steps=500).fit(draw())
+    x, component = mixture.sample(20_000, torch.Generator().manual_seed(0))
+    covariances = as_matrices(mixture.parameters, structure)
+    for k in range(2):
+        rows, sigma = x[component == k], covariances[k]
+        share, weight = len(rows) / 20_000, float(mixture.parameters.weights[k])
+        assert abs(share - weight) < 5 * math.sqrt(weight * (1 - weight) / 20_000)
+        error = (rows.mean(0) - mixture.parameters.means[k]) / sigma.diagonal().sqrt()
+        assert error.abs().max() < 5 / math.sqrt(len(rows))
+        spread = (rows.T.cov() - sigma).abs()
+        variances = sigma.diagonal()
+        standard_error = ((sigma**2 + variances[:, None] * variances) / len(rows)).sqrt()
+        assert (spread < 5 * standard_error).all()
+
+
+# Labels.
+
+
+def test_by_label_is_one_mixture_for_each_class():
+    x, generator = draw(n=400), torch.Generator().manual_seed(0)
+    labels = torch.randint(2, (400,), generator=generator) * 4 + 1
+    options = {"num_components": 2, "max_steps": 3, "tolerance": 0.0}
+    joint = GaussianMixture(**options)
+    starts = []
+    for label in (1, 5):
+        mixture = GaussianMixture(2, max_steps=500, tolerance=1e-2).fit(x[labels == label])
+        starts.append(mixture.parameters)
+    share = [(labels == label).double().mean() for label in (1, 5)]
+    start = Gaussians(*(torch.cat(parts) for parts in zip(*starts, strict=True)))
+    start = start._replace(
+        weights=torch.cat([s * p.weights for s, p in zip(share, starts, strict=True)])
+    )
+    list(joint.steps([(x, labels)], start=start, by_label=True))
+    assert joint.classes.tolist() == [1, 1, 5, 5]
+    log_prob = []
+    for label, first, s in zip((1, 5), starts, share, strict=True):
+        mixture = GaussianMixture(**options)
+        list(mixture.steps(x[labels == label], start=first))
+        own = joint.classes == label
+        torch.testing.assert_close(joint.parameters.means[own], mixture.parameters.means)
+        torch.testing.assert_close(joint.parameters.weights[own], s * mixture.parameters.weights)
+        log_prob.append(mixture.log_prob(x) + s.log())
+    torch.testing.assert_close(joint.class_log_prob(x), torch.stack(log_prob, 1))
+    torch.testing.assert_close(joint.log_prob(x), torch.stack(log_prob, 1).logsumexp(1))
+
+
+def test_by_label_with_one_component_is_a_class_gaussian():
+    x = draw(n=90)
+    labels = torch.arange(90) % 3
+    mixture = GaussianMixture(1, sample_size=20).fit([(x, labels)], by_label=True)
+    for label in range(3):
+        torch.testing.assert_close(mixture.parameters.means[label], x[labels == label].mean(0))
+        covariance = x[labels == label].T.cov(correction=0)
+        torch.testing.assert_close(mixture.parameters.covariances[label], covariance)
+    again = GaussianMixture(1).use(mixture.parameters, mixture.classes)
+    torch.testing.assert_close(again.class_log_prob(x), mixture.class_log_prob(x))
+
+
+# Degenerate data.
+
+
+def makers():
+    for structure in STRUCTURES:
+        yield (
+            f"ml-{structure}",
+            lambda k, s=structure: GaussianMixture(k, covariance=s, max_steps=500),
+        )
+        yield (
+            f"map-{structure}",
+            lambda k, s=structure: GaussianMixture(
+                k, covariance=s, max_steps=500, prior=ConjugatePrior()
+            ),
+        )
+        yield (
+            f"vb-{structure}",
+            lambda k, s=structure: VariationalGaussianMixture(k, covariance=s, max_steps=500),
+        )
+
+
+MAKERS = dict(makers())
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.full((20, 3), 5.0),
+        torch.tensor([[0.0, 1.0, 2.0], [1.0, 0.0, 0.0]]).repeat(10, 1),
+        torch.cat([draw(n=40, dim=2), torch.full((40, 1), 1e6)], 1),
+        torch.cat([draw(n=40, dim=2), draw(n=40, dim=2)[:, :1]], 1),
+        draw(n=3),
+        draw(n=30) * 1e-8,
+        draw(n=30) * 1e8,
+        torch.cat([draw(n=40), torch.full((1, 3), 1e12)]),
+        draw(n=30, dtype=torch.float32) + 1e4,
+    ],
+    ids=["equal", "two points", "constant", "twins", "N=K", "tiny", "huge", "outlier", "off"],
+)
+def test_degenerate_data_end_finite(kind, x):
+    mixture = MAKERS[kind](3).fit(x)
+    assert all(torch.isfinite(t).all() for t in mixture.parameters)
+    assert torch.isfinite(mixture.log_prob(x)).all()
+    assert torch.isfinite(mixture.log_prob(x + 1)).all()
+    torch.testing.assert_close(mixture.responsibilities(x).sum(1), torch.ones(len(x)).to(x))
+
+
+def test_units_do_not_matter():
+    x = draw()
+    small = GaussianMixture(3, max_steps=500).fit(x)
+    large = GaussianMixture(3, max_steps=500).fit(x * 1e6)
+    torch.testing.assert_close(small.parameters.means * 1e6, large.parameters.means)
+    torch.testing.assert_close(small.parameters.covariances * 1e12, large.parameters.covariances)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (draw(n=2), ValueError, "The data have 2 rows for 3 components. Give at most one"),
+        (draw().index_fill(0, torch.tensor([4]), float("nan")), ValueError, "1 rows with NaN"),
+        (draw().index_fill(0, torch.tensor([4]), float("inf")), ValueError, "NaN or infinity"),
+        (draw()[:, 0], ValueError, r"shape \(300,\). Pass rows"),
+        (draw()[:, :0], ValueError, r"Pass rows, shape \(n, D\)"),
+        (draw().long(), TypeError, r"type torch.int64. Pass floats: x.float\(\)"),
+        ([], ValueError, "no rows. Is the loader empty"),
+        (iter([draw()]), TypeError, "iterator, which ends after one pass"),
+        ([draw().numpy()], TypeError, "Batch 0 holds a ndarray. Pass tensors"),
+        ([draw(), draw()[:, :2]], ValueError, "Batch 1 has 2 columns, those before 3"),
+    ],
+)
+def test_data_that_no_mixture_can_fit(data, error, message):
+    with pytest.raises(error, match=message):
+        GaussianMixture(3).fit(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (draw(), TypeError, r"needs labels: pass \[\(x, labels\)\]"),
+        ([draw()], TypeError, r"needs batches \(x, labels\)"),
+        ([(draw(), torch.zeros(300))], ValueError, "type torch.float32. Pass one integer per row"),
+        ([(draw(), torch.zeros(3).long())], ValueError, "Pass one integer per row"),
+        (
+            [(draw(n=5), torch.tensor([0, 0, 0, 0, 1]))],
+            ValueError,
+            "The smallest class has 1 rows for 2 components",
+        ),
+    ],
+)
+def test_labels_that_do_not_fit(data, error, message):
+    with pytest.raises(error, match=message):
+        GaussianMixture(2).fit(data, by_label=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_components": 0}, "num_components must be 1 or more, not 0"),
+        ({"max_steps": 0}, "max_steps must be 1 or more"),
+        ({"restarts": 0}, "restarts must be 1 or more"),
+        ({"sample_size": 0}, "sample_size must be 1 or more"),
+        ({"tolerance": -1.0}, "tolerance must be 0 or more"),
+        ({"covariance": "round"}, "covariance must be one of .*'tied'.* not 'round'"),
+        ({"min_variance": 0.0}, "min_variance must be between 0 and 1"),
+        ({"prior": ConjugatePrior(0.5)}, "weight_concentration must be at least 1, not 0.5"),
+        ({"prior": ConjugatePrior(strength=0.0)}, "strength must be above 0"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        GaussianMixture(**{"num_components": 2} | options)
+
+
+@pytest.mark.parametrize(
+    ("prior", "message"),
+    [
+        (ConjugatePrior(mean=torch.zeros(2)), r"prior's mean has shape \(2,\), not \(3,\)"),
+        (ConjugatePrior(dof=2.0), "dof must be above 2 here, not 2"),
+        (ConjugatePrior(scale=torch.ones(2)), r"scale must be a positive definite matrix \(3, 3\)"),
+        (ConjugatePrior(scale=-torch.ones(3)), "positive definite"),
+        (ConjugatePrior(scale=torch.ones(3, 3)), "positive definite"),
+    ],
+)
+def test_priors_are_checked(prior, message):
+    with pytest.raises(ValueError, match=message):
+        GaussianMixture(2, prior=prior).fit(draw())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": torch.ones(3) / 3}, r"weights have shape \(3,\), not \(2,\)"),
+        ({"weights": torch.tensor([0.5, 0.6])}, "weights must be at least 0 and sum to 1"),
+        ({"weights": torch.tensor([1.5, -0.5])}, "weights must be at least 0"),
+        ({"means": torch.zeros(2, 2)}, r"means have shape \(2, 2\), not \(2, 3\)"),
+        ({"means": torch.full((2, 3), float("nan"))}, "means hold NaN"),
+        ({"covariances": torch.ones(2, 3, 3)}, "covariances must be positive definite"),
+    ],
+)
+def test_a_start_is_checked(change, message):
+    start = Gaussians(torch.ones(2) / 2, torch.zeros(2, 3), torch.eye(3).expand(2, 3, 3))
+    with pytest.raises(ValueError, match=message):
+        GaussianMixture(2).fit(draw(), start=start._replace(**change))
+
+
+def test_questions_before_the_fit_say_what_to_call():
+    with pytest.raises(RuntimeError, match=r"no parameters yet. Call fit\(data\) first"):
+        GaussianMixture(2).log_prob(draw())
+    with pytest.raises(RuntimeError, match="Call fit"):
+        GaussianMixture(2).sample(3, torch.Generator())
+    mixture = GaussianMixture(2, max_steps=500).fit(draw())
+    with pytest.raises(RuntimeError, match="by_label=True"):
+        mixture.class_log_prob(draw())
+    with pytest.raises(ValueError, match=r"x has shape \(3,\), and the mixture takes \(n, 3\)"):
+        mixture.log_prob(draw()[0])
+
+
+def test_a_fit_that_has_not_settled_says_so():
+    mixture = GaussianMixture(3, max_steps=2, tolerance=0.0)
+    with pytest.warns(UserWarning, match="not settled after 2 steps. Increase max_steps"):
+        mixture.fit(draw())
+    assert not mixture.converged
+    assert GaussianMixture(3, max_steps=500).fit(draw()).converged
+
+
+def test_data_that_change_between_passes_are_noticed():
+    class Noisy:
+        scale = 1.0
+
+        def __iter__(self):
+            self.scale *= 3
+            return iter([draw() * self.scale])
+
+    with pytest.warns(UserWarning, match="The objective fell .* every pass sees the same data"):
+        list(GaussianMixture(2, sample_size=10, max_steps=4, tolerance=0.0).steps(Noisy()))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("kind", MAKERS)
+def test_cuda_agrees_with_the_cpu(kind):
+    x = draw()
+    here, there = MAKERS[kind](3).fit(x), MAKERS[kind](3).fit(x.cuda())
+    assert there.log_prob(x.cuda()).is_cuda
+    for a, b in zip(here.parameters, there.parameters, strict=True):
+        torch.testing.assert_close(a, b.cpu())
+    torch.testing.assert_close(here.log_prob(x), there.log_prob(x.cuda()).cpu())
+    labels = torch.arange(len(x)).cuda() % 2
+    mixture = MAKERS[kind](1).fit([(x.cuda(), labels)], by_label=True)
+    assert mixture.class_log_prob(x.cuda()).shape == (len(x), 2)

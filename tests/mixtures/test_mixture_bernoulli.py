@@ -1,0 +1,139 @@
+"""Mixtures of Bernoulli columns."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributions import Bernoulli, Beta, Dirichlet
+
+from torch_lla_em.mixtures.mixture import BernoulliMixture, Bernoullis, BetaPrior
+
+torch.set_num_threads(1)
+
+
+def draw(seed=0, n=200, dim=5, num_components=2):
+    generator = torch.Generator().manual_seed(seed)
+    p = torch.rand(num_components, dim, generator=generator)
+    owner = torch.randint(num_components, (n,), generator=generator)
+    return (torch.rand(n, dim, generator=generator) < p[owner]).double()
+
+
+def log_joint(x, parameters):
+    weights, p = parameters
+    return Bernoulli(p).log_prob(x[:, None]).sum(-1) + weights.log()
+
+
+def test_two_components_in_closed_form():
+    """One column, zeros and ones in equal number, equal components p and 1 − p.
+
+    A one belongs to the first with probability p, a zero with 1 − p, so the first step
+    leaves weights ½ and p₁ = p, p₂ = 1 − p: every such mixture fits as well.
+    """
+    x = torch.tensor([[0.0], [1.0]])
+    start = Bernoullis(torch.tensor([0.5, 0.5]), torch.tensor([[0.8], [0.2]]).double())
+    mixture = BernoulliMixture(2)
+    next(mixture.steps(x, start=start))
+    torch.testing.assert_close(mixture.parameters.means, start.means)
+    torch.testing.assert_close(mixture.parameters.weights, start.weights.double())
+    assert mixture.history[0].objective == pytest.approx(2 * math.log(0.5), rel=1e-12)
+
+
+def test_one_em_step_by_hand():
+    x = draw()
+    p = torch.linspace(0.1, 0.9, 10, dtype=torch.float64).reshape(5, 2).T
+    start = Bernoullis(torch.tensor([0.3, 0.7], dtype=torch.float64), p)
+    mixture = BernoulliMixture(2)
+    next(mixture.steps(x, start=start))
+    r = log_joint(x, start).softmax(1)
+    torch.testing.assert_close(mixture.parameters.weights, r.mean(0))
+    torch.testing.assert_close(mixture.parameters.means, r.T @ x / r.sum(0)[:, None])
+    expected = log_joint(x, mixture.parameters).logsumexp(1)
+    torch.testing.assert_close(mixture.log_prob(x), expected)
+    torch.testing.assert_close(sum(mixture.evidence(x, r)), expected.sum())
+
+
+def log_posterior(x, parameters, prior):
+    alpha = torch.full((2,), prior.weight_concentration, dtype=torch.float64)
+    beta = Beta(*torch.tensor(prior[1:], dtype=torch.float64))
+    return (
+        log_joint(x, parameters).logsumexp(1).sum()
+        + Dirichlet(alpha).log_prob(parameters.weights)
+        + beta.log_prob(parameters.means).sum()
+    )
+
+
+def test_map_is_the_mode_of_the_posterior():
+    x, prior = draw(), BetaPrior(2.5, 1.5, 3.0)
+    mixture = BernoulliMixture(2, prior=prior, tolerance=1e-14, max_steps=5000).fit(x)
+    weights, p = mixture.parameters
+    leaves = [weights.log().requires_grad_(), p.logit().requires_grad_()]
+
+    value = log_posterior(x, Bernoullis(leaves[0].softmax(0), leaves[1].sigmoid()), prior)
+    for gradient in torch.autograd.grad(value, leaves):
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-4, rtol=0)
+
+
+def test_map_objective_is_the_posterior_up_to_a_constant():
+    x, prior = draw(), BetaPrior(2.5, 1.5, 3.0)
+    mixture = BernoulliMixture(2, prior=prior, tolerance=0.0, max_steps=4)
+    expected = []
+    for _ in mixture.steps(x):
+        expected.append(log_posterior(x, mixture.parameters, prior))
+    objective = torch.tensor(mixture.history, dtype=torch.float64)[1:, 0]
+    torch.testing.assert_close(objective.diff(), torch.stack(expected)[:-1].diff())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    n=st.integers(3, 40),
+    dim=st.integers(1, 6),
+    num_components=st.integers(1, 3),
+    prior=st.sampled_from([None, BetaPrior(), BetaPrior(1.0, 1.0, 1.5)]),
+    distinct=st.integers(1, 40),
+)
+def test_the_bound_never_falls(seed, n, dim, num_components, prior, distinct):
+    x = draw(seed, n, dim)[torch.arange(n) % distinct]
+    mixture = BernoulliMixture(num_components, prior=prior, max_steps=15, tolerance=0.0)
+    for _ in mixture.steps(x):
+        pass
+    bounds = torch.tensor(mixture.history, dtype=torch.float64).flatten()
+    assert torch.isfinite(bounds).all()
+    assert (bounds.diff() >= -1e-8 * bounds[1:].abs().clamp(min=1)).all()
+    assert torch.isfinite(mixture.log_prob(1 - x)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.uint8])
+def test_any_type_of_zeros_and_ones(dtype):
+    x = draw()
+    mixture = BernoulliMixture(2, max_steps=500, sample_size=50).fit(x.to(dtype).split(30))
+    torch.testing.assert_close(
+        mixture.log_prob(x.to(dtype)).double(), mixture.log_prob(x), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_degenerate_data_end_finite():
+    for x in (torch.zeros(10, 3), torch.ones(10, 3), torch.eye(3), torch.ones(3, 1)):
+        for prior in (None, BetaPrior()):
+            mixture = BernoulliMixture(3, prior=prior, max_steps=500).fit(x)
+            assert torch.isfinite(mixture.log_prob(1 - x)).all()
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="zeros and ones only. Binarise"):
+        BernoulliMixture(2).fit(draw() * 0.5)
+    with pytest.raises(ValueError, match="zeros and ones only"):
+        BernoulliMixture(2).fit(draw() * float("nan"))
+    with pytest.raises(ValueError, match="min_probability must be between 0 and 0.5"):
+        BernoulliMixture(2, min_probability=0.5)
+    with pytest.raises(ValueError, match="BetaPrior must be at least 1"):
+        BernoulliMixture(2, prior=BetaPrior(ones=0.5))
+    start = Bernoullis(torch.ones(2) / 2, torch.full((2, 5), 1.5))
+    with pytest.raises(ValueError, match="must be between 0 and 1"):
+        BernoulliMixture(2).fit(draw(), start=start)
+    with pytest.raises(ValueError, match=r"means have shape \(2, 4\), not \(2, 5\)"):
+        BernoulliMixture(2).fit(draw(), start=start._replace(means=torch.ones(2, 4)))
+    with pytest.raises(RuntimeError, match="Call fit"):
+        BernoulliMixture(2).log_prob(draw())

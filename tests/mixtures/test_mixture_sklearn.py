@@ -1,0 +1,152 @@
+"""Gaussian mixtures next to scikit-learn's, from the same start."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from test_mixture import draw
+from torch.special import gammaln
+
+from torch_lla_em.mixtures.mixture import (
+    ConjugatePrior,
+    GaussianMixture,
+    Gaussians,
+    Posterior,
+    VariationalGaussianMixture,
+)
+
+sklearn_mixture = pytest.importorskip("sklearn.mixture")
+
+torch.set_num_threads(1)
+
+NAMES = {"full": "full", "tied": "tied", "diagonal": "diag", "spherical": "spherical"}
+STEPS = 25
+
+
+def tensors(*arrays):
+    return [torch.as_tensor(np.asarray(array), dtype=torch.float64) for array in arrays]
+
+
+def fit_quietly(mixture, x):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return mixture.fit(x.numpy())
+
+
+@pytest.mark.parametrize("structure", NAMES)
+def test_maximum_likelihood_path_and_end(structure):
+    x = draw(n=500)
+    begin = fit_quietly(
+        sklearn_mixture.GaussianMixture(3, covariance_type=NAMES[structure], max_iter=1), x
+    )
+    theirs = sklearn_mixture.GaussianMixture(
+        3,
+        covariance_type=NAMES[structure],
+        max_iter=STEPS,
+        tol=0.0,
+        reg_covar=0.0,
+        weights_init=begin.weights_,
+        means_init=begin.means_,
+        precisions_init=begin.precisions_,
+    )
+    fit_quietly(theirs, x)
+    ours = GaussianMixture(3, covariance=structure, max_steps=STEPS, tolerance=0.0)
+    start = Gaussians(*tensors(begin.weights_, begin.means_, begin.covariances_))
+    list(ours.steps(x, start=start))
+    expected = tensors(theirs.weights_, theirs.means_, theirs.covariances_)
+    close = {"rtol": 1e-6, "atol": 1e-6}
+    for name, a, b in zip(Gaussians._fields, ours.parameters, expected, strict=True):
+        torch.testing.assert_close(a, b, msg=lambda m, name=name: f"{name}: {m}", **close)
+    path = torch.tensor([step.objective / len(x) for step in ours.history], dtype=torch.float64)
+    (expected,) = tensors(theirs.lower_bounds_)
+    torch.testing.assert_close(path, expected, **close)
+    log_prob, responsibilities = tensors(
+        theirs.score_samples(x.numpy()), theirs.predict_proba(x.numpy())
+    )
+    torch.testing.assert_close(ours.log_prob(x), log_prob, **close)
+    torch.testing.assert_close(ours.responsibilities(x), responsibilities, **close)
+
+
+def variational_pair(structure, x, num_components):
+    """Return scikit-learn's mixture after STEPS + 1 steps, and ours from its first step."""
+    dim = x.shape[1]
+    covariance = x.T.cov().reshape(dim, dim)
+    theirs = sklearn_mixture.BayesianGaussianMixture(
+        n_components=num_components,
+        covariance_type=NAMES[structure],
+        weight_concentration_prior_type="dirichlet_distribution",
+        weight_concentration_prior=0.7,
+        mean_precision_prior=0.4,
+        degrees_of_freedom_prior=dim + 1.5,
+        covariance_prior={
+            "full": covariance.numpy(),
+            "tied": covariance.numpy(),
+            "diagonal": covariance.diagonal().numpy(),
+            "spherical": float(covariance.diagonal().mean()),
+        }[structure],
+        reg_covar=0.0,
+        tol=0.0,
+        max_iter=1,
+        warm_start=True,
+        random_state=0,
+    )
+    prior = ConjugatePrior(0.7, x.mean(0), 0.4, dim + 1.5, covariance)
+    fit_quietly(theirs, x)
+    start = posterior(theirs, structure)
+    theirs.max_iter = STEPS
+    fit_quietly(theirs, x)
+    ours = VariationalGaussianMixture(
+        num_components, covariance=structure, prior=prior, max_steps=STEPS, tolerance=0.0
+    )
+    list(ours.steps(x, start=start))
+    return theirs, ours
+
+
+def posterior(theirs, structure):
+    alpha, means, strength, dof, covariances = tensors(
+        theirs.weight_concentration_,
+        theirs.means_,
+        theirs.mean_precision_,
+        np.atleast_1d(theirs.degrees_of_freedom_),
+        theirs.covariances_,
+    )
+    return Posterior(
+        alpha, means, strength, dof, covariances * dof.reshape(-1, *[1] * (covariances.ndim - 1))
+    )
+
+
+def constant_left_out(x, num_components):
+    """What scikit-learn's bound lacks: the prior's normalisers and −½ N D log 2π."""
+    alpha, strength, dof = 0.7, 0.4, x.shape[1] + 1.5
+    dim = x.shape[1]
+    half = (dof - torch.arange(dim, dtype=torch.float64)) / 2
+    scale = x.T.cov().reshape(dim, dim)
+    wishart = dof / 2 * (scale.logdet() - dim * math.log(2)) - gammaln(half).sum()
+    concentration = torch.full((num_components,), alpha, dtype=torch.float64)
+    dirichlet = gammaln(concentration.sum()) - gammaln(concentration).sum()
+    means = dim / 2 * math.log(strength)
+    data = -len(x) * dim / 2 * math.log(2 * math.pi)
+    return float(num_components * (wishart + means) + dirichlet + data)
+
+
+@pytest.mark.parametrize(
+    ("structure", "dim", "num_components"),
+    # With several columns, or a tied covariance, scikit-learn's other updates are no mean-field EM.
+    [("full", 3, 4), ("full", 1, 2), ("diagonal", 1, 3), ("spherical", 1, 3)],
+)
+def test_variational_path_and_end(structure, dim, num_components):
+    x = draw(n=300, dim=dim)
+    theirs, ours = variational_pair(structure, x, num_components)
+    close = {"rtol": 1e-6, "atol": 1e-6}
+    for name, a, b in zip(
+        Posterior._fields, ours.parameters, posterior(theirs, structure), strict=True
+    ):
+        torch.testing.assert_close(a, b, msg=lambda m, name=name: f"{name}: {m}", **close)
+    path = torch.tensor([step.lower_bound for step in ours.history], dtype=torch.float64)
+    (expected,) = tensors(theirs.lower_bounds_[-STEPS:])
+    expected = expected + constant_left_out(x, num_components)
+    torch.testing.assert_close(path, expected, **close)
+    (score,) = tensors(theirs.score_samples(x.numpy()))
+    torch.testing.assert_close(ours.log_prob(x), score, **close)

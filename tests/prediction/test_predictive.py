@@ -1,0 +1,295 @@
+"""Every member of a Prediction against a direct formula."""
+
+from math import log
+
+import pytest
+import torch
+from tiny import Binomial
+from torch.distributions import (
+    Bernoulli as BernoulliDistribution,
+)
+from torch.distributions import (
+    Categorical,
+    MultivariateNormal,
+    Normal,
+)
+from torch.distributions import (
+    Poisson as PoissonDistribution,
+)
+from torch.testing import assert_close
+
+from torch_lla_em.likelihoods import (
+    Bernoulli,
+    BradleyTerry,
+    Classification,
+    HeteroscedasticRegression,
+    Poisson,
+    Regression,
+)
+from torch_lla_em.prediction.prediction import Prediction, mixed
+
+K, B, C = 9, 4, 3
+
+
+def draw(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def prediction(likelihood, *sites, outputs=C, class_dim=-1):
+    return Prediction(
+        likelihood, draw(B, *sites, outputs), draw(K, B, *sites, outputs, seed=1), class_dim
+    )
+
+
+@pytest.mark.parametrize("sites, class_dim", [((), -1), ((5,), -1), ((5, 2), 1), ((5, 2), -3)])
+def test_classes_come_back_where_the_model_has_them(sites, class_dim):
+    p = prediction(Regression(), *sites, class_dim=class_dim)
+    shape = p.centre.movedim(-1, class_dim).shape
+    for values in (p.mean, p.variance, p.aleatoric, p.epistemic, p.entropy, p.expectation):
+        assert values.shape == shape
+    assert all(end.shape == shape for end in p.credible_interval())
+    assert p.samples.shape == (K, *shape)
+    assert p.predictive_samples.shape == (K, *shape)
+    assert_close(p.samples[2], (p.centre + p.deviations[2]).movedim(-1, class_dim))
+    assert_close(p.mean.movedim(class_dim, -1), p.centre)
+
+
+@pytest.mark.parametrize("class_dim", [-1, 1])
+def test_moments_of_f(class_dim):
+    p = prediction(Classification(), 2, class_dim=class_dim)
+    zero_mean = (p.samples - p.mean).flatten(1)
+    assert_close(p.variance.flatten(), zero_mean.square().mean(0))
+    covariance = sum(torch.outer(row, row) for row in zero_mean) / K
+    assert_close(p.covariance, covariance)
+    assert_close(p.covariance.diagonal(), p.variance.flatten())
+
+
+def test_probabilities_average_over_functions():
+    p = prediction(Classification())
+    expected = torch.stack([s.softmax(-1) for s in p.functions]).mean(0)
+    assert_close(p.probs, expected)
+    assert_close(p.log_probs, expected.log())
+    assert_close(p.predictive_samples, p.samples.softmax(-1))
+    b = prediction(Bernoulli())
+    assert_close(b.probs, b.functions.sigmoid().mean(0))
+    assert_close(b.log_probs, b.probs.log())
+
+
+def test_log_probs_of_certain_outputs_are_finite():
+    centre = torch.tensor([[500.0, 0.0]])
+    for likelihood in (Classification(), Bernoulli()):
+        p = Prediction(likelihood, -centre, torch.zeros(2, 1, 2))
+        assert torch.isfinite(p.log_probs).all()
+        assert_close(p.log_probs[0, 0].item(), -500.0)
+
+
+def test_entropy_is_that_of_the_mixture():
+    p = prediction(Classification(), 2)
+    assert_close(p.entropy, Categorical(p.probs).entropy())
+    assert_close(p.aleatoric, Categorical(p.functions.softmax(-1)).entropy().mean(0))
+    assert_close(p.epistemic, p.entropy - p.aleatoric)
+    b = prediction(Bernoulli())
+    assert_close(b.entropy, BernoulliDistribution(b.probs).entropy())
+    assert_close(b.aleatoric, BernoulliDistribution(logits=b.functions).entropy().mean(0))
+    assert_close(b.epistemic, b.entropy - b.aleatoric)
+
+
+def test_entropy_of_counts_sums_over_counts():
+    p = prediction(Poisson())
+    counts = torch.arange(200.0, dtype=torch.float64).view(-1, 1, 1, 1)
+    mixture = PoissonDistribution(p.functions.exp()).log_prob(counts).exp().mean(1)
+    assert_close(p.entropy, -torch.special.xlogy(mixture, mixture).sum(0))
+    assert_close(p.aleatoric, p.functions.exp().mean(0))
+    assert_close(p.epistemic, p.functions.exp().var(0, correction=0))
+    with pytest.raises(ValueError, match="too many counts"):
+        Prediction(Poisson(), torch.full((1, 1), 20.0), torch.zeros(2, 1, 1)).entropy
+
+
+def test_real_values_have_moments():
+    sigma = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    p = prediction(Regression(sigma), 2, class_dim=1)
+    noise = (sigma**2).view(1, 3, 1).expand(B, 3, 2)
+    assert_close(p.aleatoric, noise)
+    assert_close(p.epistemic, p.variance)
+    assert_close(p.moments().mean, p.mean)
+    assert_close(p.moments().variance, p.variance + noise)
+    total = Normal(p.mean, (p.variance + noise).sqrt())
+    assert_close(p.entropy, total.entropy())
+    for level in (0.5, 0.95):
+        lower, upper = p.credible_interval(level)
+        assert_close(total.cdf(upper) - total.cdf(lower), torch.full_like(lower, level))
+        assert_close(lower + upper, 2 * p.mean)
+
+
+def test_predicted_noise_splits_the_variance():
+    p = prediction(HeteroscedasticRegression(), 2, outputs=4, class_dim=1)
+    assert p.samples.shape == (K, B, 4, 2)
+    samples = p.functions
+    mu, variance = samples[:, :, :2], samples[:, :, 2:].exp()
+    assert_close(p.expectation, p.mean[:, :2])
+    assert_close(p.aleatoric, variance.mean(0))
+    assert_close(p.epistemic, mu.var(0, correction=0))
+    assert_close(p.moments().variance, p.aleatoric + p.epistemic)
+    total = Normal(p.expectation, p.moments().variance.sqrt())
+    assert_close(p.entropy, total.entropy())
+    assert_close(p.credible_interval(0.9).upper, total.icdf(torch.tensor(0.95).double()))
+    y = draw(B, 2, 2, seed=3)
+    densities = Normal(mu, variance.sqrt()).log_prob(y).flatten(2).sum(2).exp()
+    assert_close(p.log_prob(y), densities.mean(0).log())
+    assert_close(p.joint_log_prob(y), densities.prod(1).mean().log())
+
+
+@pytest.mark.parametrize("likelihood", [Bernoulli(), Poisson()])
+def test_intervals_of_monotone_links_are_those_of_f(likelihood):
+    p = prediction(likelihood)
+    f = Normal(p.mean, p.variance.sqrt())
+    ends = [likelihood.mean(f.icdf(torch.tensor(q, dtype=torch.float64))) for q in (0.1, 0.9)]
+    for end, expected in zip(p.credible_interval(0.8), ends):
+        assert_close(end, expected)
+
+
+@pytest.mark.parametrize("likelihood", [Classification(), Binomial()])
+def test_intervals_of_other_links_are_quantiles(likelihood):
+    p = prediction(likelihood)
+    expected = likelihood.mean(p.functions).quantile(torch.tensor([0.1, 0.9]).double(), dim=0)
+    assert_close(torch.stack(p.credible_interval(0.8)), expected)
+    one = Prediction(likelihood, p.centre, p.deviations[:1])
+    ends = likelihood.mean(one.functions).sort(0).values
+    assert_close(
+        torch.stack(one.credible_interval(0.9)),
+        ends[:1].lerp(ends[1:], torch.tensor([0.05, 0.95]).double().view(2, 1, 1)),
+    )
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0, -1, 2])
+def test_levels_are_probabilities(level):
+    with pytest.raises(ValueError, match="level"):
+        prediction(Regression()).credible_interval(level)
+
+
+def test_rows_alone_are_mixtures():
+    y = torch.tensor([0, 2, 1, -100])
+    p = prediction(Classification())
+    kept = p.probs.gather(1, y.clamp_min(0)[:, None])[:, 0].log()
+    assert_close(p.log_prob(y), kept.where(y >= 0, 0))
+    pixels = prediction(Classification(), 5, class_dim=1)
+    labels = torch.arange(B * 5).view(B, 5) % C
+    functions = pixels.functions
+    index = labels.expand(len(functions), B, 5)[:, :, None]
+    each = functions.log_softmax(2).gather(2, index)[:, :, 0]
+    assert_close(pixels.log_prob(labels), each.sum(2).exp().mean(0).log())
+
+
+def test_real_rows_alone_are_gaussian():
+    p = prediction(Regression(0.7), 2, class_dim=1)
+    y = draw(B, C, 2, seed=2)
+    expected = Normal(p.mean, (p.variance + 0.49).sqrt()).log_prob(y).flatten(1).sum(1)
+    assert_close(p.log_prob(y), expected)
+
+
+@pytest.mark.parametrize("class_dim", [-1, 1])
+def test_joint_density_is_the_dense_gaussian(class_dim):
+    p = prediction(Regression(0.7), 2, class_dim=class_dim)
+    y = draw(*p.mean.shape, seed=2)
+    dense = p.covariance + 0.49 * torch.eye(B * C * 2).double()
+    expected = MultivariateNormal(p.mean.flatten(), dense).log_prob(y.flatten())
+    assert_close(p.joint_log_prob(y), expected)
+
+
+def test_joint_probability_is_the_average_of_products():
+    p = prediction(Classification())
+    y = torch.tensor([0, 2, 1, 1])
+    product = torch.ones(len(p.functions), dtype=torch.float64)
+    for row in range(B):
+        product *= p.functions[:, row].softmax(-1)[:, y[row]]
+    assert_close(p.joint_log_prob(y), product.mean().log())
+    counts = torch.tensor([[0.0, 1, 2]]).expand(B, 3).double()
+    q = prediction(Poisson())
+    densities = PoissonDistribution(q.functions.exp()).log_prob(counts).sum((1, 2)).exp()
+    assert_close(q.joint_log_prob(counts), densities.mean().log())
+
+
+def test_outputs_without_an_axis_of_their_own():
+    centre, deviations, y = draw(B), draw(K, B, seed=1), draw(B, seed=2)
+    p = Prediction(Regression(0.5), centre, deviations)
+    total = Normal(centre, (deviations.square().mean(0) + 0.25).sqrt())
+    assert_close(p.log_prob(y), total.log_prob(y))
+    assert_close(p.entropy, total.entropy())
+    assert p.joint_log_prob(y).shape == ()
+    assert p.covariance.shape == (B, B)
+
+
+def test_targets_are_checked():
+    p = prediction(Regression(0.5), 2, class_dim=1)
+    with pytest.raises(ValueError, match="reshape"):
+        p.log_prob(torch.zeros(B, 1))
+    with pytest.raises(ValueError, match="outside"):
+        prediction(Classification()).joint_log_prob(torch.full((B,), 7))
+
+
+def test_probit_uses_the_variance_alone():
+    p = prediction(Classification(), 2, class_dim=1)
+    scaled = p.mean / (1 + torch.pi / 8 * p.variance).sqrt()
+    assert_close(p.smoothed(), scaled.softmax(1))
+    q = prediction(Poisson())
+    assert_close(q.smoothed(), (q.mean + 0.5 * q.variance).exp())
+
+
+def test_a_shared_variance_keeps_the_most_probable_class():
+    p = prediction(Classification(), 50)
+    assert_close(p.smoothed(shared=True).argmax(-1), p.mean.argmax(-1))
+    assert (p.smoothed().argmax(-1) != p.mean.argmax(-1)).any()
+    pairs = [(i, j) for i in range(C) for j in range(i)]
+    differences = torch.stack([p.deviations[..., i] - p.deviations[..., j] for i, j in pairs])
+    shared = 0.5 * differences.square().mean((0, 1))
+    expected = (p.mean / (1 + torch.pi / 8 * shared).sqrt()[..., None]).softmax(-1)
+    assert_close(p.smoothed(shared=True), expected)
+    shifted = Prediction(p.likelihood, p.centre, p.deviations + draw(K, B, 50, 1, seed=5))
+    assert_close(shifted.smoothed(shared=True), p.smoothed(shared=True))
+    b = prediction(Bernoulli())
+    assert_close(b.smoothed(shared=True), b.smoothed())
+
+
+def test_two_classes_share_what_one_logit_has():
+    p = prediction(Classification(), outputs=2)
+    difference = p.mean[:, 1] - p.mean[:, 0]
+    variance = (p.deviations[..., 1] - p.deviations[..., 0]).square().mean(0) / 2
+    expected = (difference / (1 + torch.pi / 8 * variance).sqrt()).sigmoid()
+    assert_close(p.smoothed(shared=True)[:, 1], expected)
+
+
+@pytest.mark.parametrize("likelihood", [Regression(), Poisson(), HeteroscedasticRegression()])
+@pytest.mark.parametrize("name", ["probs", "log_probs"])
+def test_what_is_no_probability_is_not_called_so(likelihood, name):
+    with pytest.raises(TypeError, match="expectation"):
+        getattr(prediction(likelihood, outputs=4), name)
+
+
+def test_a_likelihood_without_an_entropy_says_so():
+    with pytest.raises(NotImplementedError, match="epistemic"):
+        prediction(Binomial()).entropy
+
+
+def test_one_reward_has_no_probability():
+    p = prediction(BradleyTerry(), outputs=1)
+    assert p.variance.shape == (B, 1)
+    with pytest.raises(ValueError, match="several candidates"):
+        p.probs
+
+
+def test_fresh_samples_keep_the_covariance():
+    p = prediction(Classification())
+    generator = torch.Generator().manual_seed(0)
+    many = torch.stack([mixed(p.deviations, generator) for _ in range(1000)]).flatten(0, 1)
+    products = many.flatten(1)[:, :, None] * many.flatten(1)[:, None]
+    error = products.std(0) / len(many) ** 0.5
+    assert ((products.mean(0) - p.covariance).abs() < 5 * error).all()
+
+
+def test_one_sample_is_enough_for_a_density():
+    p = prediction(Classification())
+    one = Prediction(p.likelihood, p.centre, torch.zeros_like(p.deviations[:1]))
+    y = torch.tensor([0, 2, 1, 1])
+    assert_close(one.log_prob(y), p.centre.log_softmax(-1).gather(1, y[:, None])[:, 0])
+    assert_close(one.log_prob(y).sum() - log(1), one.joint_log_prob(y))

@@ -1,0 +1,173 @@
+"""Numbers that are not finite end a fit with the batch that they come from."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import tiny
+from torch import nn
+
+from torch_lla_em import Compute, LinearisedLaplace
+from torch_lla_em.likelihoods import Classification
+from torch_lla_em.problem.finite import Finite
+
+CUTS = 7, 14, 21
+
+
+class Bent(nn.Module):
+    """A network with finite outputs, and no derivative where an input is 0: in one way, or both."""
+
+    def __init__(self, net, backwards_only=False, calls=0):
+        super().__init__()
+        self.net, self.weight = net, nn.Parameter(torch.ones(3).double())
+        self.backwards_only, self.calls = backwards_only, [calls]
+
+    def forward(self, x):
+        self.calls[0] -= 1
+        if self.calls[0] >= 0:
+            return self.net(x)
+        z = x[:, :1] * self.weight
+        if self.backwards_only:  # forward mode takes the other side, backward mode 0 times infinity
+            return self.net(x) + torch.where(z > 0, z.abs().sqrt(), 0.0 * z)
+        return self.net(x) + z.abs().sqrt()
+
+
+def bent(name, backwards_only=False):
+    """A case whose fourth batch has a row without derivatives."""
+    case = tiny(name)
+    x = case.x.clone()
+    x[23, 0] = 0
+    return replace(case, x=x, model=Bent(case.model, backwards_only))
+
+
+PASSES = {
+    "a product": lambda p, w: p.ggn_product(w),
+    "a gradient": lambda p, w: p.loss_and_gradient(w[0]),
+    "noise": lambda p, w: p.noise_features(3, 0),
+    "rows": lambda p, w: p.rows(),
+    "minibatch products": lambda p, w: [product(w) for _, product in p.minibatch_products()],
+    "minibatch gradients": lambda p, w: [product(w[:1]) for _, product in p.minibatch_gradients()],
+}
+
+
+@pytest.mark.parametrize("backwards_only", [False, True])
+@pytest.mark.parametrize("take", PASSES.values(), ids=PASSES)
+def test_a_derivative_that_is_not_finite_names_its_batch(take, backwards_only):
+    problem = bent("classification", backwards_only).problem(*CUTS)
+    w = torch.randn(2, problem.size, generator=torch.Generator().manual_seed(0)).double()
+    with pytest.raises(
+        FloatingPointError, match="derivative of the network's outputs on batch 3 is not"
+    ):
+        take(problem, w)
+
+
+def test_outputs_along_w_name_their_batch():
+    problem = bent("classification").problem(*CUTS)
+    with pytest.raises(FloatingPointError, match="derivative of the network's outputs on batch 3"):
+        list(problem.push_forward(torch.ones(2, problem.size).double()))
+
+
+@pytest.mark.parametrize("take", ["a product", "noise", "rows"])
+def test_a_likelihood_that_is_not_finite_names_its_batch(take, monkeypatch):
+    def wrong(self, f, u):
+        return u * torch.where((f - marked).norm(dim=-1, keepdim=True) < 1e-9, float("nan"), 1.0)
+
+    case = tiny("classification")
+    marked = case.model(case.x[15]).detach()
+    monkeypatch.setattr(Classification, "hessian_product", wrong)
+    monkeypatch.setattr(Classification, "hessian_sqrt_product", wrong)
+    problem = case.problem(*CUTS)
+    with pytest.raises(FloatingPointError, match="likelihood's curvature on batch 2 is not"):
+        PASSES[take](problem, torch.ones(2, problem.size).double())
+
+
+def test_steps_too_long_are_left_to_solvers():
+    problem = tiny("poisson").problem(*CUTS)
+    w = torch.full((problem.size,), 1e4).double()
+    loss, gradient = problem.loss_and_gradient(w)
+    assert not gradient.isfinite().all()
+    steps = [gradient(w[None]) for _, gradient in problem.minibatch_gradients()]
+    assert not sum(steps).isfinite().all()
+
+
+@pytest.mark.parametrize("size", [float("nan"), 1e308])
+def test_vectors_that_are_not_finite_are_left_to_solvers(size):
+    problem = tiny("classification").problem(*CUTS)
+    w = torch.full((2, problem.size), size, dtype=torch.float64)
+    assert not problem.ggn_product(w).isfinite().all()
+    assert not sum(product(w) for _, product in problem.minibatch_products()).isfinite().all()
+
+
+def test_a_fault_that_is_not_found_again_is_left_as_it_was(monkeypatch):
+    problem = tiny("classification").problem(*CUTS)
+    w = torch.ones(2, problem.size).double()
+    calls = []
+
+    def once(u, total, add):
+        add(u, total)
+        calls.append(1)
+        if len(calls) == 3:
+            total[0, 0] = float("nan")
+
+    jvp_and_vjp = problem.linear_model.jvp_and_vjp
+
+    def faulty(*args):
+        f, Jw, add = jvp_and_vjp(*args)
+        return f, Jw, lambda u, total: once(u, total, add)
+
+    monkeypatch.setattr(problem.linear_model, "jvp_and_vjp", faulty)
+    assert problem.ggn_product(w).isnan().any()
+    assert len(calls) == 9  # one to probe with, two passes
+    assert problem.ggn_product(w).isfinite().all()
+
+
+def test_nothing_is_read_inside_a_pass(monkeypatch):
+    reads = []
+    first_fault = Finite.first_fault
+    monkeypatch.setattr(Finite, "first_fault", lambda *args: reads.append(1) or first_fault(*args))
+
+    def reads_of(*cuts):
+        problem = tiny("classification").problem(*cuts)
+        reads.clear()
+        problem.ggn_product(torch.ones(2, problem.size).double())
+        return len(reads)
+
+    assert reads_of(15) == reads_of(*range(1, 29))
+
+
+def test_many_notes_are_kept_together():
+    finite = Finite()
+    for index in range(2000):
+        finite.note(index, "{}", torch.tensor(index != 1234))
+        finite.note(index, "other {}", torch.tensor(True))
+    assert finite.first_fault("{}") == 1234 and finite.first_fault("other {}") is None
+    assert max(len(flags) for _, flags in finite._notes.values()) < 300
+    with pytest.raises(FloatingPointError, match="1234"):
+        finite.refuse("other {}", "{}")
+    finite.clear()
+    finite.refuse("{}")
+
+
+@pytest.mark.parametrize("backwards_only", [False, True])
+def test_a_checkpoint_stays_good(backwards_only, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch_lla_em.checkpoint.partial_pass.INTERVAL", 0.0)
+    monkeypatch.setattr("torch_lla_em.checkpoint.partial_pass.WRITES", 0.0)
+    case = bent("classification")
+    batches = list(zip(case.x.tensor_split(CUTS), case.y.tensor_split(CUTS)))
+
+    def run(calls, folder):
+        model = Bent(tiny("classification").model, backwards_only, calls)
+        la = LinearisedLaplace(
+            model, "classification", num_samples=4, compute=Compute(keep_data=False)
+        )
+        return la.fit(batches, progress_bar=False, checkpoint=folder)
+
+    whole = run(10**9, tmp_path / "whole")
+    with pytest.raises(FloatingPointError, match="on batch 3"):
+        run(60, tmp_path / "broken")
+    files = {path.name: path for path in (tmp_path / "broken").glob("pa*.pt")}
+    assert len(files) > 2
+    for path in files.values():
+        entry = torch.load(path, weights_only=True)
+        assert all(tensor.isfinite().all() for tensor in entry.values())
+    assert torch.equal(run(10**9, tmp_path / "broken").w_samples, whole.w_samples)

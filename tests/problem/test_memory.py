@@ -1,0 +1,458 @@
+"""Where memory ends, the work goes on in smaller pieces, with the same result."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from allocator import Allocator
+from fresh import run_fresh
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_lla_em import SGD, BlockCG, BlockKrylov, FunctionSpace, LinearisedLaplace
+from torch_lla_em.data.loader import Data
+from torch_lla_em.likelihoods import Classification
+from torch_lla_em.problem.problem import Problem
+from torch_lla_em.runtime.memory import DoesNotFit, attempt, free_memory
+from torch_lla_em.solvers import space as blocks
+
+K = 8
+
+
+class PerBatch(nn.Module):
+    """A network whose rows are not alone: each batch is centred."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x):
+        return self.net(x - x.mean(0))
+
+
+def network(width=200):
+    torch.manual_seed(0)
+    first, last = nn.Linear(20, width), nn.Linear(50, 3)
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(width, 50), nn.Tanh(), last)
+
+
+def problem(model=None):
+    """A problem that has been probed, and takes all columns at once."""
+    torch.manual_seed(1)
+    x, y = torch.randn(300, 20), torch.randint(0, 3, (300,))
+    la = LinearisedLaplace(model or network(), "classification")
+    batches = list(zip(x.split(200), y.split(200)))
+    problem = Problem(la._linear_model, Classification(), Data(batches, torch.device("cpu")))
+    linear = problem.linear_model
+    linear.probe(x[:200])
+    linear.path = linear.path._replace(jvp_columns=None, vjp_columns=None)
+    return problem
+
+
+def product(problem):
+    generator = torch.Generator().manual_seed(2)
+    return problem.ggn_product(torch.randn(K, problem.size, generator=generator))
+
+
+def gradient(problem):
+    loss, gradient = problem.loss_and_gradient(torch.linspace(-0.1, 0.1, problem.size))
+    return torch.cat([gradient, torch.tensor([loss])])
+
+
+def noise(problem):
+    return problem.noise_features(K, seed=0).eta
+
+
+def outputs(problem):
+    w = torch.linspace(-1, 1, K * problem.size).view(K, -1)
+    return torch.cat([Jw for _, _, Jw in problem.push_forward(w)], dim=1)
+
+
+@pytest.mark.parametrize(
+    "work, least", [(product, 0.25), (gradient, 0.25), (noise, 0.7), (outputs, 0.25)]
+)
+def test_smaller_cards_give_the_same(work, least):
+    with Allocator() as unlimited:
+        expected = work(problem())
+    refused = []
+    for share in (0.9, 0.5 * (0.9 + least), least):
+        small = problem()
+        with Allocator(share * unlimited.peak) as allocator:
+            found = work(small)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        refused.append(allocator.refusals)
+    assert refused == sorted(refused) and refused[-1] > refused[0]
+
+
+def test_what_did_not_fit_is_remembered():
+    with Allocator() as unlimited:
+        product(problem())
+    small = problem()
+    with Allocator(0.4 * unlimited.peak) as allocator:
+        product(small)
+        assert small.linear_model.path.vjp_columns < K
+        refusals = allocator.refusals
+        product(small)
+    assert allocator.refusals == refusals
+
+
+def test_rows_are_split_once_single_columns_do_not_fit():
+    small = problem()
+    small.linear_model.path = small.linear_model.path._replace(jvp_columns=1, vjp_columns=1)
+    with Allocator() as unlimited:
+        expected = gradient(small)
+    smaller = problem()
+    with Allocator(0.6 * unlimited.peak):
+        found = gradient(smaller)
+    assert smaller.data.num_outputs == small.data.num_outputs == 900
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert smaller.linear_model.rows_at_once < 200
+
+
+@pytest.mark.parametrize("model, rows", [(network(5000), "1 row "), (PerBatch(), "200 rows ")])
+def test_what_cannot_be_made_smaller_is_said(model, rows):
+    small = problem(model)
+    with Allocator(2.9 * 4 * small.size), pytest.raises(DoesNotFit) as caught:
+        gradient(small)
+    message = str(caught.value)
+    assert f"One column of {rows}of batch 0 does not fit" in message
+    for knob in ("smaller batches", 'parameters="last_layer"', 'vectors="cpu"', "2 P numbers"):
+        assert knob in message
+
+
+def test_whole_fits_go_on_in_smaller_pieces():
+    def fit():
+        torch.manual_seed(1)
+        x, y = torch.randn(2000, 20), torch.randint(0, 3, (2000,))
+        options = {"num_samples": 2, "g_prior": False, "tolerance": 1e-3}
+        la = LinearisedLaplace(network(150), "classification", **options)
+        return la.fit([(x, y)], em_steps=0, prior_precision=1e3, progress_bar=False)
+
+    with Allocator() as unlimited:
+        whole = fit()
+    with Allocator(0.5 * unlimited.peak) as allocator:
+        small = fit()
+    assert allocator.refusals
+    torch.testing.assert_close(small.w_samples, whole.w_samples, rtol=1e-2, atol=1e-4)
+
+
+def test_nothing_is_added_twice_where_memory_ends_between_chunks(monkeypatch):
+    whole, small = problem(), problem()
+    expected = product(whole)
+    small.linear_model.path = small.linear_model.path._replace(vjp_columns=3)
+    pulls = []
+    adding = small.linear_model.layout.add_
+
+    def out_of_memory_once(total, tensors):
+        pulls.append(len(total))
+        return adding(total, tensors)
+
+    reshape, failures = torch.Tensor.reshape, [4]
+
+    def failing(self, *args):
+        failures[0] -= 1
+        if failures[0] == 0:
+            raise torch.OutOfMemoryError("while a gradient was made flat")
+        return reshape(self, *args)
+
+    monkeypatch.setattr(
+        type(small.linear_model.layout), "add_", lambda _, *a: out_of_memory_once(*a)
+    )
+    monkeypatch.setattr(torch.Tensor, "reshape", failing)
+    found = product(small)
+    monkeypatch.undo()
+    assert len(pulls) > 3
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+class EndsOnce(TorchDispatchMode):
+    """Refuses one operation, whatever it is."""
+
+    def __init__(self, refused):
+        super().__init__()
+        self.left = refused
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("none left")
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_shortage_is_no_property_of_the_network():
+    def prepared(refused=0):
+        fresh = problem_of_rows(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+        first = fresh.data.first()
+        with EndsOnce(refused) as operations:
+            fresh._measured(first, None)
+        return fresh.linear_model.report, -operations.left
+
+    expected, count = prepared()
+    assert expected.path.forward and count > 100
+    for refused in range(1, count, count // 10):
+        report, _ = prepared(refused)
+        assert report.path.forward and not report.unbatched and not report.forward
+
+
+def problem_of_rows(model):
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3), torch.randint(0, 3, (8,))
+    la = LinearisedLaplace(model, "classification")
+    return Problem(la._linear_model, Classification(), Data([(x, y)], torch.device("cpu")))
+
+
+def test_a_shortage_is_no_reason_to_take_rows_for_one():
+    small = problem()
+    network = small.linear_model.network
+    whole, calls = network.call, []
+
+    def refused_once(x):
+        calls.append(len(x))
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("none left")
+        return whole(x)
+
+    network.call = refused_once
+    with network.guarded():
+        assert small._rows_stand_alone(small.data.first(), 8)
+    assert calls == [16, 8, 8, 4]
+
+
+@pytest.mark.parametrize(
+    "words", ["shapes do not match", "could not create a primitive descriptor for a convolution"]
+)
+def test_other_errors_are_not_mistaken_for_shortage(words):
+    def fail():
+        raise RuntimeError(words)
+
+    with pytest.raises(RuntimeError, match=words):
+        attempt(fail)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "std::bad_alloc",
+        "could not create a primitive",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+        "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+        "cuFFT error: CUFFT_ALLOC_FAILED",
+        "GET was unable to find an engine to execute this computation",
+    ],
+)
+def test_libraries_have_words_of_their_own(words):
+    def fail():
+        raise RuntimeError(words)
+
+    assert attempt(fail) == (None, words)
+
+
+def field(name):
+    with open("/proc/self/status") as lines:
+        return int(dict(line.split(":", 1) for line in lines)[name].split()[0]) * 1024
+
+
+def convolve_without_room():
+    import resource
+
+    torch.set_num_threads(1)
+    layer = nn.Conv2d(3, 32, 3, padding=1)
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    x = torch.randn(128, 3, 32, 32)
+    resource.setrlimit(resource.RLIMIT_DATA, (field("VmData") + (8 << 20), limits[1]))
+    result, shortage = attempt(lambda: layer(x))  # whose result takes 16 MiB
+    resource.setrlimit(resource.RLIMIT_DATA, limits)
+    assert result is None and shortage
+    assert attempt(lambda: layer(x).shape)[0] == (128, 32, 32, 32)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux alone")
+def test_layers_that_run_out_of_memory_are_understood():
+    run_fresh(convolve_without_room)
+
+
+def test_free_memory_is_some():
+    assert free_memory(torch.device("cpu")) > 1e6
+
+
+def test_pageable_memory_is_taken_where_pinned_memory_ends(monkeypatch, caplog):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    whole, pins, zeros = problem(), [], torch.zeros
+    monkeypatch.undo()
+
+    def unpinned(*args, pin_memory=False, **options):
+        if pin_memory:
+            pins.append(args)
+            raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be")
+        return zeros(*args, **options)
+
+    whole._group = 3
+    monkeypatch.setattr(torch, "zeros", unpinned)
+    first, second = whole._whole_zeros(4), whole.with_curvature_at(None)._whole_zeros(4)
+    assert first.shape == second.shape == (4, whole.size) and not first.any()
+    assert len(pins) == 1 and caplog.text.count("(CUDA error: out of memory)") == 1
+
+
+@pytest.mark.parametrize("share, free", [(1.0, 40.0), (0.5, 30.0), (0.1, 20.0)])
+def test_a_share_of_a_card_is_all_that_is_free(share, free, monkeypatch):
+    told = {
+        "mem_get_info": (20, 100),
+        "memory_reserved": 40,
+        "memory_allocated": 20,
+        "get_per_process_memory_fraction": share,
+    }
+    for name, value in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value, raising=False)
+    assert free_memory(torch.device("cuda")) == free
+
+
+def measure_below(limit, name):
+    import resource
+
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (field(name) + (64 << 20), hard))
+    free = free_memory(torch.device("cpu"))
+    resource.setrlimit(limit, (soft, hard))
+    assert 32 << 20 < free <= 64 << 20, free
+    assert free_memory(torch.device("cpu")) > 64 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
+@pytest.mark.parametrize("limit, name", [("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")])
+def test_limits_of_the_process_are_what_is_free(limit, name):
+    import resource
+
+    run_fresh(measure_below, getattr(resource, limit), name)
+
+
+SCRIPT = """
+import resource, torch
+from torch_lla_em.runtime.memory import attempt
+torch.zeros(1)
+resource.setrlimit(resource.RLIMIT_DATA, (1 << 31, 1 << 31))
+result, shortage = attempt(lambda: torch.zeros(1 << 32))
+print("shortage:", shortage)
+assert result is None and attempt(lambda: 1) == (1, None)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux alone")
+def test_the_cpu_allocator_is_understood():
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0 and "allocate" in ended.stdout, ended.stderr
+
+
+ROWS = torch.randn(4, 1 << 14, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(
+    "work, outputs",
+    [
+        (lambda rows: blocks.gram(rows, rows), 0.0),
+        (lambda rows: blocks.gram(rows, rows, rows[0]), 0.0),
+        (lambda rows: blocks.gram(rows, rows.bfloat16()), 0.5),
+        (lambda rows: blocks.dots(rows, rows), 0.0),
+        (lambda rows: blocks.add_combined(rows, torch.eye(4).double(), ROWS, -0.5), 0.0),
+        (lambda rows: blocks.add_combined(rows, torch.eye(4), rows.bfloat16()), 0.5),
+        (lambda rows: blocks.orthonormalise(rows), 1.0),
+    ],
+)
+def test_work_on_blocks_takes_no_copies_of_them(work, outputs, monkeypatch):
+    """Beside what it returns, and the bfloat16 rows it is given."""
+    monkeypatch.setattr(blocks, "_ENTRIES", 1 << 10)
+    rows = ROWS.clone()
+    with Allocator() as allocator:
+        work(rows)
+    assert allocator.peak < (outputs + 0.3) * rows.nbytes
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+def test_pieces_are_orthonormalised_as_the_whole_is(dependent, monkeypatch):
+    rows = ROWS[:, :1000].double()
+    rows = torch.cat([rows, rows[:2] - rows[2:]]) if dependent else rows
+    whole = blocks.orthonormalise(rows)
+    monkeypatch.setattr(blocks, "_ENTRIES", 1)
+    basis, coefficients = blocks.orthonormalise(rows)
+    torch.testing.assert_close(basis @ basis.T, torch.eye(4).double())
+    torch.testing.assert_close(coefficients @ basis, rows)
+    torch.testing.assert_close((basis, coefficients), whole)
+
+
+# solver, prior, and a share of what a fit takes that is enough by smaller pieces
+SOLVERS = [
+    (BlockKrylov(), "scalar", 0.8),
+    (BlockCG(), "scalar", 0.7),
+    (BlockCG(deflate=False), "scalar", 0.9),
+    (SGD(epochs=10), "scalar", 0.9),
+    (FunctionSpace(), "scalar", 0.8),
+    (BlockCG(), "layerwise", 0.7),
+]
+
+
+@pytest.mark.parametrize("solver, prior, share", SOLVERS)
+@pytest.mark.filterwarnings("ignore:The samples are known", "ignore:The linear mode is known")
+def test_fits_on_smaller_cards_are_the_same(solver, prior, share, monkeypatch, caplog):
+    fit, x = small_fit(solver, prior, monkeypatch)
+    with Allocator() as unlimited:
+        whole = fit()
+    with Allocator(share * unlimited.peak) as allocator:
+        small = fit()
+    assert allocator.refusals and "Out of memory" in caplog.text
+    torch.testing.assert_close(small.prior_precision, whole.prior_precision, rtol=0.05, atol=0)
+    error = (small.functional_samples(x) - whole.functional_samples(x)).norm()
+    assert error < 0.05 * whole.functional_samples(x).norm()
+
+
+@pytest.mark.parametrize("solver, prior", [(BlockKrylov(), "scalar"), (BlockCG(), "layerwise")])
+def test_what_does_not_fit_on_a_card_is_said(solver, prior, monkeypatch):
+    fit, _ = small_fit(solver, prior, monkeypatch)
+    with Allocator(250_000), pytest.raises(DoesNotFit) as caught:
+        fit()
+    for knob in ("fewer samples", 'parameters="last_layer"', 'vectors="cpu"'):
+        assert knob in str(caught.value)
+
+
+def small_fit(solver, prior, monkeypatch):
+    """Return a fit of an hour's kind in seconds, and its inputs."""
+    # pieces as small beside P as they are on a real card
+    monkeypatch.setattr(blocks, "_ENTRIES", 1 << 12)
+    torch.manual_seed(1)
+    x, y = torch.randn(12, 20), torch.randint(0, 3, (12,))
+    batches, model = list(zip(x.split(8), y.split(8))), network(20)
+
+    def fit():
+        la = LinearisedLaplace(model, "classification", solver=solver, prior=prior, num_samples=3)
+        return la.fit(batches, em_steps=1, progress_bar=False)
+
+    return fit, x
+
+
+def test_what_a_fit_cannot_do_without_is_said(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr("torch_lla_em.inference.fitting.get_sto_samples", full)
+    la = LinearisedLaplace(network(), "classification", num_samples=K)
+    x, y = torch.randn(24, 20), torch.randint(0, 3, (24,))
+    with pytest.raises(DoesNotFit) as caught:
+        la.fit([(x, y)], progress_bar=False)
+    message = str(caught.value)
+    size = la._linear_model.layout.size
+    assert f"{K} samples of {size:,} weights take" in message and "(none left)" in message
+    for knob in ("num_samples", 'parameters="last_layer"', 'vectors="cpu"', "memory=", "storage="):
+        assert knob in message
+
+
+def test_smaller_pieces_that_were_tried_in_vain_are_forgotten():
+    small = problem()
+    w = torch.ones(K, small.size)
+    with Allocator((K + 1.5) * 4 * small.size) as allocator, pytest.raises(DoesNotFit):
+        small.ggn_product(w)
+    assert allocator.refusals > 5
+    assert small.linear_model.path.vjp_columns is None
+    assert small.linear_model.rows_at_once == float("inf")

@@ -1,0 +1,202 @@
+from contextlib import ExitStack
+
+import pytest
+import torch
+from tiny import LOG_PROBS, basis_noise, likelihood_of, tiny
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_lla_em.data.loader import Data
+from torch_lla_em.inference.prior import DAMPING, g_prior_scale, g_prior_squares
+from torch_lla_em.inference.stochastic_prior import get_sto_samples
+from torch_lla_em.jacobian.linear_model import LinearModel
+from torch_lla_em.jacobian.network import Network
+from torch_lla_em.problem.problem import Problem
+from torch_lla_em.runtime.compute import Compute
+
+NAMES = list(LOG_PROBS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("cuts", [(), (7, 8, 22)])
+def test_products_equal_the_dense_ones(name, cuts):
+    case = tiny(name)
+    problem, exact = case.problem(*cuts), case.exact()
+    w = torch.randn(5, problem.size, dtype=torch.float64)
+    assert_close(problem.ggn_product(w), w @ exact.ggn)
+    rows = problem.rows()
+    assert_close(rows.T @ rows, exact.ggn)
+    loss, gradient = problem.loss_and_gradient(0.1 * w[0])
+    assert_close(loss, exact.loss(0.1 * w[0]).item())
+    assert_close(gradient, torch.func.grad(exact.loss)(0.1 * w[0]))
+    at = problem.with_curvature_at(0.1 * w[0]).ggn_product(w)
+    assert_close(at, w @ torch.func.hessian(exact.loss)(0.1 * w[0]))
+
+
+def test_minibatches_sum_to_the_whole():
+    problem = tiny("classification").problem(7, 8, 22)
+    w = torch.randn(2, problem.size, dtype=torch.float64)
+    products = [(rows, product(w)) for rows, product in problem.minibatch_products()]
+    assert [rows for rows, _ in products] == [7, 1, 14, 8]
+    assert_close(sum(product for _, product in products), problem.ggn_product(w))
+    gradients = sum(gradient(w[:1]) for _, gradient in problem.minibatch_gradients())
+    assert_close(gradients[0], problem.loss_and_gradient(w[0])[1])
+
+
+def test_push_forward_yields_outputs_and_features():
+    case = tiny("regression")
+    w = torch.randn(2, case.layout.size, dtype=torch.float64)
+    parts = list(case.problem(7, 8).push_forward(w))
+    assert_close(torch.cat([f for _, f, _ in parts]), case.exact().f)
+    expected = torch.einsum("ncp,kp->knc", case.exact().J, w)
+    assert_close(torch.cat([Jw for _, _, Jw in parts], dim=1), expected)
+
+
+@pytest.mark.parametrize("name", ["classification", "regression per output"])
+def test_noise_does_not_depend_on_batches(name):
+    case = tiny(name)
+    whole, cut = (get_sto_samples(case.problem(*cuts), 4, 7) for cuts in ((), (7, 8, 22)))
+    assert_close(whole.xi, cut.xi)
+    assert_close(whole.eta, cut.eta)
+    other = get_sto_samples(case.problem(), 4, 8)
+    assert not torch.isclose(other.eta, whole.eta).any()
+
+
+def test_more_samples_keep_the_first_ones():
+    case = tiny("classification")
+    few, many = (get_sto_samples(case.problem(), k, 7, g_prior=False) for k in (2, 6))
+    assert_close(many.xi[:2], few.xi)
+    assert_close(many.eta[:2], few.eta)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_drawn_noise_has_the_stated_covariance(name):
+    case, count = tiny(name), 2000
+    noise, exact = get_sto_samples(case.problem(7, 8, 22), count, 3), case.exact()
+    for draws, covariance in ((noise.xi, torch.eye(len(exact.scale))), (noise.eta, exact.ggn)):
+        products = draws[:, :, None] * draws[:, None, :]
+        error = products.std(0) / count**0.5
+        assert ((products.mean(0) - covariance).abs() <= 5.5 * error + 1e-12).all()
+
+
+@pytest.mark.slow
+def test_scale_is_the_expected_feature():
+    case = tiny("classification")
+    x, y = case.x.repeat(20, 1), case.y.repeat(20)
+    big = type(case)(case.model, x, y, case.name)
+    noise = get_sto_samples(big.problem(*range(40, 600, 40)), 200, 3)
+    squared = noise.prior.scale**-2
+    expected = big.exact().expected_squared_features
+    expected = expected + DAMPING * expected.mean()
+    # chi-squared with at least one degree of freedom a group and sample
+    assert ((squared / expected - 1).abs() < 5 * (2 / (200 * 600 / 32)) ** 0.5).all()
+
+
+def test_rare_features_do_not_take_over():
+    squares = torch.tensor([4.0, 4.0, 1e-14, 0.0])
+    scale = g_prior_scale(squares)
+    assert scale[3] == 0
+    assert scale[2] < 15 * scale[0]
+    assert_close(g_prior_squares(scale), squares, rtol=1e-5, atol=1e-6)
+
+
+def test_dead_weights_have_no_scale():
+    case = tiny("classification")
+    with torch.no_grad():
+        case.model[2].weight[:, 1] = 0  # the second hidden unit moves no output
+    noise = get_sto_samples(case.problem(), 3)
+    dead = noise.prior.layout.unflatten(noise.prior.scale)["0.bias"][1]
+    assert dead == 0
+    assert (noise.xi[:, noise.prior.scale == 0] == 0).all()
+    assert torch.isfinite(noise.at(torch.tensor(2.0))).all()
+
+
+def test_basis_noise_is_what_it_claims():
+    problem = tiny("classification").problem()
+    noise = basis_noise(problem, g_prior=True, layerwise=False)
+    count = len(noise.xi)
+    assert_close(noise.eta.T @ noise.eta / count, tiny("classification").exact().ggn)
+    assert_close(noise.xi.T @ noise.eta, torch.zeros(problem.size, problem.size).double())
+
+
+def test_samples_must_be_counted():
+    with pytest.raises(ValueError, match="num_samples"):
+        get_sto_samples(tiny("regression").problem(), 0)
+
+
+class Unread(TorchDispatchMode):
+    """Refuses to read a number from a tensor, for which a card would have to be waited for.
+
+    Whole numbers may be read: those of the rows lie on the CPU.
+    """
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        reads = function is torch.ops.aten._local_scalar_dense.default
+        if (reads and args[0].dtype != torch.int64) or function is torch.ops.aten.nonzero.default:
+            raise AssertionError(f"{function} inside a pass")
+        return function(*args, **(kwargs or {}))
+
+
+def watched_product(problem, w, begin, end):
+    """G w, with ``begin`` called as the first of two batches comes, ``end`` after the second."""
+    batches = problem._batches
+
+    def watch(rows):
+        for number, batch in enumerate(batches(rows)):
+            if number == 0:
+                begin()
+            yield batch
+            if number == 1:
+                end()
+
+    problem._batches = watch
+    try:
+        return problem.ggn_product(w)
+    finally:
+        end()
+
+
+def unread_product(problem, w):
+    """G w of two batches that are kept, without a number read between them."""
+    problem.prepare(3, Compute())
+    for _ in range(4):
+        problem.ggn_product(w)
+    assert problem.data.kept
+    with ExitStack() as stack:
+        return watched_product(problem, w, lambda: stack.enter_context(Unread()), stack.close)
+
+
+@pytest.mark.parametrize("name", LOG_PROBS)
+@pytest.mark.parametrize("curved", [False, True])
+def test_nothing_is_read_inside_a_pass(name, curved):
+    problem = tiny(name).problem(17)
+    w = torch.randn(3, problem.size, dtype=torch.float64)
+    problem = problem.with_curvature_at(w[0]) if curved else problem
+    found = unread_product(problem, w)
+    assert_close(found, problem.ggn_product(w))
+
+
+def test_a_read_inside_a_pass_would_be_seen():
+    problem = tiny("classification").problem(17)
+    problem._inspect = lambda batch, f: bool(f.isfinite().all())
+    with pytest.raises(AssertionError, match="_local_scalar_dense"):
+        unread_product(problem, torch.ones(3, problem.size, dtype=torch.float64))
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_no_batch_waits_for_the_card(name):
+    case = tiny(name)
+    x, y = case.x.cuda(), case.y.cuda()
+    linear = LinearModel(Network(case.model.cuda()), case.layout)
+    batches = list(zip(x.tensor_split([17]), y.tensor_split([17])))
+    problem = Problem(linear, likelihood_of(name), Data(batches, torch.device("cuda")))
+    problem.prepare(3, Compute())
+    w = torch.randn(3, problem.size, dtype=torch.float64, device="cuda")
+    for _ in range(4):
+        problem.ggn_product(w)
+    assert problem.data.kept
+    switch = torch.cuda.set_sync_debug_mode
+    watched_product(problem, w, lambda: switch("error"), lambda: switch("default"))

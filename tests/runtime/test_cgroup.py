@@ -1,0 +1,68 @@
+"""Limits of containers, from files as the kernel writes them."""
+
+from math import inf
+
+import pytest
+
+from torch_lla_em.runtime.cgroup import room
+
+
+def write(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def second(folder, limit, used, cached=0):
+    stat = f"anon 5\nfile 7\ninactive_file {cached}\n"
+    write(folder, memory__max=f"{limit}\n", memory__current=f"{used}\n", memory__stat=stat)
+
+
+@pytest.fixture
+def groups(tmp_path):
+    path = tmp_path / "cgroup"
+    path.write_text("0::/pods/one\n")
+    return path
+
+
+def test_the_tightest_group_counts(tmp_path, groups):
+    mount = tmp_path / "fs"
+    second(mount / "pods" / "one", 1000, 400, cached=100)
+    assert room(groups, mount) == 700
+    second(mount / "pods", 2000, 1500)
+    assert room(groups, mount) == 500
+    second(mount / "pods", "max", 1500)
+    assert room(groups, mount) == 700
+
+
+def test_a_group_seen_as_the_root(tmp_path, groups):
+    second(tmp_path / "fs", 300, 100)
+    assert room(groups, tmp_path / "fs") == 200
+
+
+def test_the_first_version(tmp_path):
+    groups, mount = tmp_path / "cgroup", tmp_path / "fs"
+    groups.write_text("9:name=systemd:/\n4:hugetlb,memory:/job\n3:cpu:/job\n0::/\n")
+    stat = "cache 1\ntotal_inactive_file 30\n"
+    limits = {"memory__limit_in_bytes": "500\n", "memory__usage_in_bytes": "90\n"}
+    write(mount / "memory" / "job", **limits, memory__stat=stat)
+    assert room(groups, mount) == 440
+
+
+def test_more_than_is_allowed_is_no_room(tmp_path, groups):
+    second(tmp_path / "fs" / "pods" / "one", 100, 150)
+    assert room(groups, tmp_path / "fs") == 0
+
+
+def test_without_limits_there_is_no_end(tmp_path, groups):
+    assert room(groups, tmp_path / "nowhere") == inf
+    assert room(tmp_path / "nothing", tmp_path) == inf
+
+
+def test_a_limit_makes_less_memory_free(monkeypatch):
+    import torch
+
+    from torch_lla_em.runtime import memory
+
+    monkeypatch.setattr(memory, "room", lambda: 12345.0)
+    assert memory.free_memory(torch.device("cpu")) == 12345.0

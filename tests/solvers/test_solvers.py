@@ -1,0 +1,362 @@
+"""Solvers of (A + I) X = B against dense solves, and the faults they must find."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+
+from torch_lla_em.solvers import (
+    SGD,
+    BlockCG,
+    BlockKrylov,
+    DivergenceError,
+    FaultyProductError,
+    FunctionSpace,
+)
+
+P, K = 40, 5
+BLOCK_SOLVERS = [BlockCG, BlockKrylov]
+SOLVERS = [*BLOCK_SOLVERS, FunctionSpace]
+
+
+class Dense:
+    """A = RᵀR as solvers see it, with its products counted."""
+
+    def __init__(self, R, batches=1):
+        self.R, self.batches, self.passes = R, batches, 0
+        self.known = None
+
+    def __call__(self, x):
+        self.passes += 1
+        return x @ self.R.T @ self.R
+
+    def rows(self):
+        self.passes += 1
+        return self.R.clone()
+
+    def minibatches(self, state=None):
+        self.passes += 1
+        for part in self.R.chunk(self.batches):
+            yield len(part), lambda x, part=part: x @ part.T @ part
+
+    def kept(self, key, compute):
+        return compute()
+
+    def num_steps(self):
+        return self.known
+
+    @property
+    def matrix(self):
+        return self.R.T @ self.R
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def rooted(spectrum, seed=1, batches=1):
+    """A with the given eigenvalues and random eigenvectors."""
+    spectrum = torch.as_tensor(spectrum, dtype=torch.float64)
+    Q = torch.linalg.qr(randn(P, P, seed=seed)).Q[: len(spectrum)]
+    return Dense(spectrum.sqrt()[:, None] * Q, batches)
+
+
+@pytest.fixture(params=["flat", "decaying", "rank 6", "zero"])
+def A(request):
+    spectra = {
+        "flat": torch.linspace(1, 30, P),
+        "decaying": torch.logspace(4, -4, P),
+        "rank 6": torch.linspace(1, 100, 6),
+        "zero": torch.zeros(3),
+    }
+    return rooted(spectra[request.param])
+
+
+def exact(A, b):
+    return torch.linalg.solve(A.matrix + torch.eye(P).to(b), b.T).T
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_the_solution_is_the_dense_one(solver, A):
+    b = randn(K, P)
+    solution = solver(tolerance=1e-10).solve(A, b)
+    assert solution.converged
+    torch.testing.assert_close(solution.x, exact(A, b))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_what_is_reported_is_true(solver, A):
+    b = randn(K, P)
+    solution = solver(tolerance=1e-2).solve(A, b)
+    x = solution.x
+    residual = b - x - x @ A.matrix
+    torch.testing.assert_close(solution.certificate, residual.norm(dim=1), rtol=1e-5, atol=1e-10)
+    torch.testing.assert_close(solution.energy, (x @ A.matrix * x).sum(1), rtol=1e-5, atol=1e-10)
+    assert solution.relative_residual == pytest.approx(
+        (residual.norm() / b.norm()).item(), abs=1e-12
+    )
+    assert solution.passes == A.passes
+    assert solution.error <= 1e-2
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_the_certificate_bounds_every_input_and_output(solver, A):
+    b = randn(K, P)
+    solution = solver(tolerance=0.1).solve(A, b)
+    error = solution.x - exact(A, b)
+    covariance = torch.linalg.inv(A.matrix + torch.eye(P).to(b))
+    features = randn(500, P, seed=7)
+    deviations = (features @ covariance * features).sum(1).sqrt()
+    bound = solution.certificate[:, None] * deviations
+    assert ((error @ features.T).abs() <= bound + 1e-11).all()
+    # the supremum over all features is the error in the norm of A + I
+    true = ((error @ (A.matrix + torch.eye(P).to(b))) * error).sum(1).sqrt()
+    assert (true <= solution.certificate + 1e-11).all()
+
+
+@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
+@pytest.mark.parametrize("decay", [1, 2, 3])
+def test_the_certificate_is_within_a_factor_of_30_of_the_truth(solver, decay):
+    A, b = rooted(torch.logspace(decay, -2, P)), randn(K, P)
+    solution = solver(tolerance=0.1).solve(A, b)
+    error = solution.x - exact(A, b)
+    true = ((error @ (A.matrix + torch.eye(P).to(b))) * error).sum(1).sqrt()
+    assert (solution.certificate <= 30 * true).all()
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_dependent_duplicate_and_zero_columns(solver, A):
+    b = randn(3, P)
+    b = torch.cat([b, b[:1], torch.zeros(1, P).double(), 2 * b[1:2] - b[2:3]])
+    solution = solver(tolerance=1e-10).solve(A, b)
+    assert solution.converged
+    torch.testing.assert_close(solution.x, exact(A, b))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_zero_needs_no_product_with_a_basis(solver, A):
+    solution = solver().solve(A, torch.zeros(2, P, dtype=torch.float64))
+    assert solution.converged and not solution.x.any() and solution.relative_residual == 0
+
+
+@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
+def test_columns_of_very_different_sizes_converge_together(solver):
+    A = rooted(torch.logspace(3, -1, P))
+    eigenvectors = torch.linalg.eigh(A.matrix).eigenvectors.T
+    easy = eigenvectors[-1:]  # one product suffices
+    b = torch.cat([1e-6 * randn(1, P), easy, 1e3 * randn(1, P, seed=3), randn(2, P, seed=4)])
+    solution = solver(tolerance=1e-9).solve(A, b)
+    assert solution.converged
+    torch.testing.assert_close(solution.x, exact(A, b), atol=1e-8, rtol=1e-7)
+
+
+@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
+def test_a_good_start_saves_passes(solver):
+    A, b = rooted(torch.logspace(3, -1, P)), randn(2, P)
+    cold = solver(tolerance=1e-6).solve(A, b)
+    warm = solver(tolerance=1e-6).solve(A, b, exact(A, b) + 1e-4 * randn(2, P, seed=5))
+    assert warm.converged and warm.passes < cold.passes
+    torch.testing.assert_close(warm.x, exact(A, b), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
+def test_the_solution_itself_as_start_costs_one_product(solver, A):
+    b = randn(K, P)
+    start = exact(A, b)
+    solution = solver(tolerance=1e-6).solve(A, b, start)
+    assert solution.converged and solution.passes == 1
+    torch.testing.assert_close(start, exact(A, b))  # and is left alone
+
+
+@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
+def test_a_start_that_leaves_a_residual_of_low_rank(solver, A):
+    b = randn(K, P)
+    start = exact(A, b)
+    start[2:] += randn(K - 2, 1, seed=3) * randn(1, P, seed=4)
+    solution = solver(tolerance=1e-10).solve(A, b, start)
+    assert solution.converged
+    torch.testing.assert_close(solution.x, exact(A, b))
+
+
+@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
+def test_more_columns_need_fewer_passes(solver):
+    A = rooted(torch.logspace(4, -4, P))
+    passes = [solver(tolerance=1e-3).solve(A, randn(k, P)).passes for k in (1, 4, 16)]
+    assert passes[0] > passes[1] > passes[2]
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_float32_reaches_a_certificate_of_a_thousandth(solver, device):
+    A = rooted(torch.logspace(4, -4, P))
+    truth = exact(A, randn(K, P))
+    A.R = A.R.float().to(device)
+    solution = solver(tolerance=1e-3).solve(A, randn(K, P).float().to(device))
+    assert solution.converged and solution.error <= 1e-3
+    assert solution.x.dtype == torch.float32 and solution.x.device.type == device
+    error = solution.x.cpu().double() - truth
+    R = A.R.cpu().double()
+    assert (error @ R.T).norm() <= 2e-3 * (truth @ R.T).norm()
+
+
+@pytest.mark.parametrize("solver", [SGD, *BLOCK_SOLVERS])
+def test_too_few_passes_are_told_not_hidden(solver):
+    A, b = rooted(torch.logspace(5, -1, P)), randn(1, P)
+    options = {"epochs": 3} if solver is SGD else {"max_passes": 3}
+    solution = solver(tolerance=1e-8, **options).solve(A, b)
+    assert not solution.converged and solution.error > 1e-8
+    if solver is not SGD:
+        assert solution.passes <= 4
+
+
+@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
+def test_stagnation_is_logged_with_the_remedy(solver, caplog):
+    A = rooted(torch.logspace(6, 0, P))
+    A.R = A.R.float()
+    with caplog.at_level(logging.WARNING, "torch_lla_em"):
+        solution = solver(tolerance=1e-12, max_passes=2000).solve(A, randn(K, P).float())
+    assert not solution.converged
+    assert "stagnates" in caplog.text and "float64" in caplog.text
+
+
+@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
+def test_a_product_that_is_not_symmetric_is_refused(solver):
+    skewed = randn(P, P)
+    with pytest.raises(FaultyProductError, match="not symmetric.*Fix the model or the loader"):
+        solver().solve(lambda x: x @ skewed, randn(K, P))
+
+
+@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
+def test_a_product_that_changes_from_call_to_call_is_not_believed(solver):
+    """Dropout left on: each call is another A, symmetric or not."""
+    generator = torch.Generator().manual_seed(0)
+
+    def product(x):
+        kept = torch.rand(P, generator=generator) < 0.5
+        return 50 * (x * kept).flip(1)
+
+    with pytest.raises(FaultyProductError, match="changes? from call to call"):
+        solver(tolerance=1e-6).solve(product, randn(K, P))
+
+
+@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
+@pytest.mark.parametrize("columns", [1, K])
+def test_negative_curvature_is_refused(solver, columns):
+    A = rooted(torch.linspace(1, 50, P)).matrix
+    with pytest.raises(FaultyProductError, match="negative curvature"):
+        solver().solve(lambda x: -(x @ A), randn(columns, P))
+
+
+@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_product_that_is_not_finite_is_refused(solver, value):
+    with pytest.raises(DivergenceError, match="[Cc]heck"):
+        solver().solve(lambda x: x * value, randn(K, P))
+
+
+@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
+def test_growth_is_found_before_it_is_nan(solver):
+    """Each product is ten times the last: the error grows though every number is finite."""
+    calls = iter(range(10_000))
+    A = rooted(torch.linspace(1, 30, P)).matrix
+    with pytest.raises((DivergenceError, FaultyProductError)):
+        solver(tolerance=1e-9).solve(lambda x: 10.0 ** next(calls) * (x @ A), randn(K, P))
+
+
+def test_sgd_comes_near_the_dense_solution():
+    A, b = rooted(torch.linspace(1, 30, P), batches=3), randn(K, P)
+    solution = SGD(epochs=300, learning_rate=1e-2).solve(A, b)
+    assert solution.error < 0.3 and solution.passes == A.passes - 1  # sizes need no product
+    error = (solution.x - exact(A, b)) @ A.R.T
+    assert error.norm() <= solution.error * (exact(A, b) @ A.R.T).norm() * 1.01
+
+
+def test_sgd_counts_batches_only_where_they_are_not_known():
+    A, b = rooted(torch.linspace(1, 30, P), batches=3), randn(K, P)
+    counted, passes = SGD(epochs=4, learning_rate=1e-2).solve(A, b), A.passes
+    A.known = 3
+    known = SGD(epochs=4, learning_rate=1e-2).solve(A, b)
+    assert A.passes == 2 * passes - 1
+    assert torch.equal(known.x, counted.x)
+
+
+def test_sgd_finds_a_step_size_by_itself():
+    A, b = rooted(torch.linspace(1, 30, P), batches=2), randn(K, P)
+    assert SGD(epochs=300).solve(A, b).error < 0.1
+
+
+def test_sgd_averages_and_clips():
+    A, b = rooted(torch.linspace(1, 30, P), batches=2), randn(K, P)
+    plain = SGD(epochs=100, learning_rate=3e-3).solve(A, b)
+    averaged = SGD(epochs=100, learning_rate=3e-3, averaging=0.1).solve(A, b)
+    clipped = SGD(epochs=100, learning_rate=3e-3, clip=0.05).solve(A, b)
+    assert averaged.error < 1 and clipped.error > plain.error
+
+
+def test_sgd_from_a_start():
+    A, b = rooted(torch.linspace(1, 30, P)), randn(K, P)
+    start = exact(A, b)
+    solution = SGD(epochs=2, learning_rate=1e-3).solve(A, b, start)
+    assert solution.converged
+    torch.testing.assert_close(solution.x, start)
+
+
+def test_sgd_divergence_is_found_while_finite():
+    A, b = rooted(torch.linspace(1, 30, P)), randn(K, P)
+    with pytest.raises(DivergenceError, match="Lower its learning_rate"):
+        SGD(epochs=5, learning_rate=1.0).solve(A, b)
+
+
+@pytest.mark.parametrize(
+    "solver, options",
+    [
+        (BlockCG, {"tolerance": 0}),
+        (BlockCG, {"max_passes": 0}),
+        (BlockKrylov, {"tolerance": -1}),
+        (BlockKrylov, {"memory": 0}),
+        (FunctionSpace, {"tolerance": 0}),
+        (SGD, {"epochs": 0}),
+        (SGD, {"learning_rate": -1.0}),
+    ],
+)
+def test_options_are_checked_where_they_enter(solver, options):
+    with pytest.raises(
+        ValueError, match=f"{solver.__name__}: {next(iter(options))} must be above 0"
+    ):
+        solver(**options)
+
+
+def test_no_solver_warns_when_all_is_well(A):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for solver in SOLVERS:
+            solver(tolerance=1e-3).solve(A, randn(K, P))
+
+
+class OnCard(torch.Tensor):
+    """A number whose value can only be had by waiting for the device that holds it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def clone(self):
+        return super().clone().as_subclass(OnCard)
+
+    def cpu(self):
+        return super().clone().as_subclass(torch.Tensor)
+
+    def item(self):
+        raise AssertionError("a batch waits for the device")
+
+
+def test_counters_of_sgd_from_a_checkpoint_are_read_once():
+    A, b = rooted(torch.linspace(1, 30, P), batches=3), randn(K, P)
+    expected = SGD(epochs=4, learning_rate=1e-2).solve(A, b)
+
+    def kept(key, compute):
+        state = compute()
+        return {**state, "count": state["count"].as_subclass(OnCard)}
+
+    A.kept = kept
+    found = SGD(epochs=4, learning_rate=1e-2).solve(A, b)
+    assert torch.equal(found.x, expected.x)

@@ -1,0 +1,50 @@
+"""The house: a file imports its own room, or the face of one that stands earlier."""
+
+import ast
+from pathlib import Path
+
+import torch_lla_em
+
+PACKAGE = Path(torch_lla_em.__file__).parent
+ROOMS = (
+    "runtime data solvers likelihoods jacobian problem inference checkpoint prediction laplace"
+).split()
+BESIDE = {"mixtures": ("runtime", "data", "inference")}
+LONGEST = 320
+
+
+def _imports(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    return {
+        node.module if isinstance(node, ast.ImportFrom) else alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+        if (node.module if isinstance(node, ast.ImportFrom) else alias.name)
+        and (node.module if isinstance(node, ast.ImportFrom) else alias.name).startswith("torch_lla_em")
+    }
+
+
+def _room(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else "laplace"
+
+
+def test_imports_go_to_the_own_room_or_to_the_face_of_an_earlier_one():
+    faults = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        room = _room(path)
+        earlier = BESIDE.get(room) or ROOMS[: ROOMS.index(room)]
+        if room == "laplace":
+            earlier = [*earlier, *BESIDE]
+        for name in _imports(path):
+            _, *parts = name.split(".")
+            own = not parts or parts[0] == room or room == "laplace" and parts[0] not in ROOMS[:-1]
+            if not own and (parts[0] not in earlier or len(parts) > 1):
+                faults.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert not faults, faults
+
+
+def test_every_room_is_on_the_list():
+    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert rooms == {*ROOMS[:-1], *BESIDE}

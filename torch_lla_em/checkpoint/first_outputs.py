@@ -1,0 +1,87 @@
+"""What a network makes of its first batch: a checkpoint is refused where its code has changed."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.data import Batch, Data, Fingerprint, map_tensors, row_numbers
+from torch_lla_em.jacobian import LinearModel
+from torch_lla_em.runtime import attempt, is_shortage
+from torch_lla_em.runtime import records as persistence
+
+# rounding of one network on two machines, relative, at least; and in units of its own precision
+_ROUNDING = 1e-4
+_EPSILONS = 30
+
+
+class FirstOutputs(NamedTuple):
+    """A batch, by its fingerprint, and its rows' outputs, by two numbers each in their order."""
+
+    batch: Fingerprint
+
+    numbers: Tensor
+    """Sums of each row with fixed weights, and its norms, both sorted, (2, B)."""
+
+    rounding: float
+    """By how much numbers may differ, relative."""
+
+    @classmethod
+    def of(cls, linear_model: LinearModel, data: Data) -> FirstOutputs | None:
+        """Look at the batch that the next pass goes on from; None where there is no telling."""
+        first, rows = data.first(), linear_model.rows_at_once
+        part = first if rows == inf else next(first.split(int(rows)))
+        network = linear_model.network
+
+        def run() -> Tensor | None:
+            try:
+                with network.guarded(), network.computing("float32"):
+                    f = linear_model.outputs(part.inputs).detach()
+                    f = f.reshape(len(part.rows), -1)
+                    return torch.stack([row_numbers(f), f.norm(dim=1).double()])
+            except RuntimeError as error:
+                if part is first or is_shortage(error):
+                    raise
+                return None  # of shapes: inputs that only look as if they went by rows
+
+        numbers, shortage = attempt(run) if _is_known(part) else (None, None)
+        if numbers is None or not numbers.isfinite().all():
+            return None
+        fingerprint = Fingerprint()
+        fingerprint.add((part.inputs, part.targets))
+        dtypes = {parameter.dtype for parameter in network.module.parameters()}
+        epsilon = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+        rounding = max(_ROUNDING, _EPSILONS * epsilon)
+        return cls(fingerprint.on_cpu(), numbers.sort(dim=1).values.cpu(), rounding)
+
+    def contradicts(self, other: FirstOutputs) -> bool:
+        """Whether the batches are the same, but not what was made of them."""
+        if not self.batch.matches(other.batch):
+            return False
+        if self.numbers.shape != other.numbers.shape:
+            return True
+        size = max(self.numbers[1].norm(), other.numbers[1].norm())
+        return bool((self.numbers - other.numbers).norm() > self.rounding * size)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what ``known`` takes."""
+        return {"batch": persistence.to_bytes(self.batch.state()), "numbers": self.numbers}
+
+    def known(self, tensors: dict[str, Tensor]) -> FirstOutputs:
+        """Return those of a file."""
+        batch = Fingerprint.of(persistence.from_bytes(tensors["batch"]))
+        return self._replace(batch=batch, numbers=tensors["numbers"])
+
+
+def _is_known(batch: Batch) -> bool:
+    """Whether a fingerprint tells the inputs from others."""
+    tensors: list[bool] = []
+    map_tensors(
+        lambda tensor: tensors.append(bool(tensor.dim()) and tensor.layout == torch.strided),
+        batch.inputs,
+        lambda _: tensors.append(False),
+    )
+    return bool(tensors) and all(tensors)

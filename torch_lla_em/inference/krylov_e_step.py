@@ -1,0 +1,236 @@
+"""The E-step from one factorisation of G: no pass for γ and the evidence at a new λ."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from functools import partial
+from math import log
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.inference.curve import Modes
+from torch_lla_em.inference.evidence import gaussian_constant, sigma_of
+from torch_lla_em.inference.expectation import (
+    Expectation,
+    Hyperparameters,
+    at_scalar_sigma,
+    attainable,
+    first_mode,
+)
+from torch_lla_em.inference.linear_mode import LinearMode, optimise_MAP
+from torch_lla_em.inference.posterior_samples import PosteriorSamples, optimise_samples
+from torch_lla_em.inference.stochastic_prior import StochasticPrior
+from torch_lla_em.problem import Problem, WhitenedGGN
+from torch_lla_em.solvers import BlockCG, BlockKrylov, Newton, Shift, Spectrum
+
+_CURVE_POINTS = 241
+# the factorisation serves λ down to this part of EM's own: EM may fall, the curve goes on
+# below λ*, and as a preconditioner of the mode it saves more single columns than it costs
+_REACH = 0.3
+_NEIGHBOURS = 10**-0.5, 10**0.5
+_NEIGHBOUR_TOLERANCE = 0.1
+
+
+_MORE = (
+    "Raise max_passes of BlockKrylov, start from a larger prior_precision, or take more samples: "
+    "they share one Krylov space."
+)
+_ROUNDING = (
+    "What is missing is below the rounding of a product with G: convert the model and its data "
+    "to float64."
+)
+
+
+def _covers(ratio: float, factor: float) -> bool:
+    """Whether λ at ``ratio`` of the final one reaches most of the way to ``factor`` of it."""
+    return log(ratio) / log(factor) > 0.7
+
+
+class KrylovEStep:
+    """γ, the log det and the Gaussian mode from T; the softmax mode by Newton's method.
+
+    The factorisation grows until its certificate at the current λ holds, and no further.
+    """
+
+    def __init__(self, problem: Problem, noise: StochasticPrior, solver: BlockKrylov):
+        if solver.memory is None:
+            solver = replace(solver, memory=problem.room() / 2)
+        self._problem, self._noise, self._solver = problem, noise, solver
+        self._drawn_at = sigma_of(problem)
+        scale = noise.prior.scale
+        start = [noise.xi, scale * noise.eta]
+        self._gaussian = self._drawn_at is not None
+        if self._gaussian:
+            self._loss_at_zero, gradient = problem.loss_and_gradient(problem.zeros(1)[0])
+            start.append(-(scale * gradient)[None])
+        self.krylov = solver.factorise(WhitenedGGN(problem, scale), torch.cat(start), len(noise.xi))
+        self._earlier_mode: Tensor | None = None
+        self._visited: dict[float, LinearMode] = {}
+        self._warned = False
+
+    def expect(
+        self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
+    ) -> Expectation:
+        shift = self.shift(hyper)
+        self._extend(shift._replace(precision=_REACH * shift.precision), tolerance)
+        if self.krylov.lanczos.exhausted and not self._holds(shift, tolerance):
+            self._warn(shift, tolerance, _ROUNDING)
+        dims, residual, gamma = self.krylov.effective_dims(shift), None, None
+        if self._gaussian:
+            norms = self.krylov.mode_norms(shift)
+            residual, gamma = self._squared_residual(norms.fit), dims.mean()
+            loss = self._gaussian_loss(norms.fit, hyper)
+            squared_norm = dims.new_tensor(norms.squared_norm)
+            mode_error = self.krylov.mode_error(shift)
+        else:
+            mode = self.mode(hyper, mode_tolerance)
+            squared_norm = self._noise.prior.squared_norm(mode.w)
+            loss, mode_error = mode.loss, mode.error
+        return Expectation(
+            dims,
+            squared_norm,
+            loss,
+            residual,
+            gamma,
+            self.krylov.log_dets(shift),
+            mode_error,
+            self.krylov.error(shift),
+        )
+
+    def finish(
+        self, hyper: Hyperparameters, tolerance: float
+    ) -> tuple[LinearMode, PosteriorSamples, Tensor]:
+        """Return the posterior at these hyper-parameters, with the evidence's log dets."""
+        shift = self.shift(hyper)
+        self._extend(shift, 0.9 * tolerance)
+        mode, log_dets = self.mode(hyper, tolerance), self.krylov.log_dets(shift)
+        self.krylov.lanczos.end()
+        find_samples = partial(self._find_samples, hyper, tolerance)
+        return mode, self.krylov.lanczos.within_memory(find_samples), log_dets
+
+    def spectrum(self, hyper: Hyperparameters) -> Spectrum:
+        """Return what γ and the log det at any λ follow from, at this noise."""
+        return self.krylov.spectrum(self.shift(hyper).noise)
+
+    def modes(self, hyper: Hyperparameters) -> Modes:
+        """Return the mode's objective where it is known.
+
+        Anywhere if Gaussian; else where EM went, and near half a decade either side of λ.
+        """
+        if not self._gaussian:
+            here, visited = hyper.precision.item(), list(self._visited)
+            for factor in _NEIGHBOURS:
+                if not any(_covers(precision / here, factor) for precision in visited):
+                    there = hyper._replace(precision=factor * hyper.precision)
+                    self.mode(there, _NEIGHBOUR_TOLERANCE)
+            norm = self._noise.prior.squared_norm
+            points = [(p, mode.loss, norm(mode.w).item()) for p, mode in self._visited.items()]
+            return Modes.of(*torch.tensor(points, dtype=torch.float64).T)
+        grid = hyper.precision.cpu() * torch.logspace(-6, 6, _CURVE_POINTS, dtype=torch.float64)
+        points = []
+        for precision in grid:
+            norms = self.krylov.mode_norms(self.shift(hyper._replace(precision=precision)))
+            points.append((precision, self._gaussian_loss(norms.fit, hyper), norms.squared_norm))
+        return Modes.of(*torch.tensor(points, dtype=torch.float64).T)
+
+    def warm_start(self, w_lin: Tensor, w_samples: Tensor) -> None:
+        """Begin with the mode of an earlier posterior; the samples come from the factorisation."""
+        self._earlier_mode = w_lin
+
+    def shift(self, hyper: Hyperparameters) -> Shift:
+        """Return the hyper-parameters relative to the noise that G was built with."""
+        ratio = (hyper.sigma / self._drawn_at).item() if self._gaussian else 1.0
+        return Shift(hyper.precision.item(), ratio)
+
+    def _extend(self, shift: Shift, tolerance: float) -> None:
+        lanczos, limit = self.krylov.lanczos, self._solver.max_passes
+        while not self._holds(shift, tolerance):
+            if lanczos.exhausted:  # all that is left is below the rounding of a product
+                break
+            if lanczos.num_steps >= limit:
+                self._warn(shift, tolerance, _MORE)
+                break
+            lanczos.extend()
+
+    def _holds(self, shift: Shift, tolerance: float) -> bool:
+        """Whether the certificates at these hyper-parameters meet the tolerance."""
+        krylov = self.krylov
+        if not krylov.lanczos.num_steps or krylov.error(shift) > tolerance:
+            return False
+        return not self._gaussian or krylov.mode_error(shift) <= tolerance
+
+    def _warn(self, shift: Shift, tolerance: float, remedy: str) -> None:
+        """Say once that γ and the evidence are less exact than was asked."""
+        if self._warned:
+            return
+        self._warned = True
+        error = self.krylov.error(shift)
+        if self._gaussian:
+            error = max(error, self.krylov.mode_error(shift))
+        warnings.warn(
+            f"At λ = {shift.precision:.3g} the effective dimension is known to an error of "
+            f"{error:.1e} only, not {tolerance:.1e}, after {self.krylov.lanczos.num_steps} passes. "
+            f"{remedy}",
+            stacklevel=2,
+        )
+
+    def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
+        """Return w_lin at these hyper-parameters."""
+        mode = self.krylov.lanczos.within_memory(partial(self._find_mode, hyper, tolerance))
+        self._visited[hyper.precision.item()] = mode
+        return mode
+
+    def _find_mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
+        problem, noise = self._at_noise(hyper)
+        shift, start, precondition = self.shift(hyper), self._nearest_mode(hyper), None
+        if self._has_basis:
+            precondition = partial(self._precondition, shift=shift)
+            if self._gaussian:
+                start = noise.prior.scale * self.krylov.mode(shift).to(noise.xi)
+        if start is None:
+            start = first_mode(problem, noise.prior, hyper.precision)
+        solver = Newton(attainable(tolerance, problem))
+        return optimise_MAP(
+            problem, noise.prior, hyper.precision, solver, start, precondition=precondition
+        )
+
+    def _find_samples(self, hyper: Hyperparameters, tolerance: float) -> PosteriorSamples:
+        problem, noise = self._at_noise(hyper)
+        start = None
+        if self._has_basis:
+            start = self.krylov.samples(self.shift(hyper)).mul_(noise.prior.scale)
+        # one product recomputes the true residual; where rounding spoilt it, iterations mend it
+        polish = BlockCG(tolerance, self._solver.max_passes)
+        return optimise_samples(problem, noise, hyper.precision, polish, start)
+
+    @property
+    def _has_basis(self) -> bool:
+        lanczos = self.krylov.lanczos
+        return lanczos.has_basis and lanczos.num_steps > 0
+
+    def _nearest_mode(self, hyper: Hyperparameters) -> Tensor | None:
+        """Return the mode at the visited λ that is nearest, or of an earlier posterior."""
+        if not self._visited:
+            return self._earlier_mode
+        here = hyper.precision.item()
+        return self._visited[min(self._visited, key=lambda other: abs(log(other / here)))].w
+
+    def _precondition(self, rows: Tensor, shift: Shift) -> Tensor:
+        """Return an approximation of (A + I)⁻¹ rows in whitened coordinates."""
+        return shift.precision * self.krylov.precondition(rows, shift)
+
+    def _gaussian_loss(self, fit: float, hyper: Hyperparameters) -> float:
+        residual = self._squared_residual(fit) / hyper.sigma**2
+        return gaussian_constant(self._problem, hyper.sigma) + 0.5 * residual.item()
+
+    def _squared_residual(self, fit: float) -> Tensor:
+        sigma = self._drawn_at
+        at_zero = 2 * (self._loss_at_zero - gaussian_constant(self._problem, sigma))
+        return sigma**2 * max(at_zero - fit, 1e-12 * at_zero)
+
+    def _at_noise(self, hyper: Hyperparameters) -> tuple[Problem, StochasticPrior]:
+        if not self._gaussian:
+            return self._problem, self._noise
+        return at_scalar_sigma(self._problem, self._noise, hyper.sigma)

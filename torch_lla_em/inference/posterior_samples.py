@@ -1,0 +1,104 @@
+"""E-step, samples: w_k = argmin_w ½ ‖w - w0_k‖²_Λ + ½ Σ_n ‖J_n w‖²_{H_n} ~ N(0, (G + Λ)⁻¹)."""
+
+from __future__ import annotations
+
+import warnings
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from torch_lla_em.inference.prior import Prior
+from torch_lla_em.inference.stochastic_prior import StochasticPrior
+from torch_lla_em.problem import Problem, WhitenedGGN
+from torch_lla_em.solvers import BlockCG, DeflatedCG, Solution
+
+
+class Solver(Protocol):
+    """Anything that solves (A + I) X = B, from a start or from scratch."""
+
+    tolerance: float
+
+    def solve(self, product: WhitenedGGN, b: Tensor, start: Tensor | None = None) -> Solution: ...
+
+
+class PosteriorSamples(NamedTuple):
+    """Zero-mean samples of the posterior, how well they are known, and their γ."""
+
+    w: Tensor
+    """w_k, shape (K, P)."""
+
+    certificate: Tensor
+    """(K,): |J(x)(w_k - w_k*)| is at most this many posterior standard deviations at any x."""
+
+    effective_dims: Tensor
+    """γ of every sample, (K,) or (K, blocks)."""
+
+    function_space_dims: Tensor
+    """⟨w_k, G w_k⟩ of every sample, (K,): the seed estimator of γ."""
+
+    error: float
+    """√(mean certificate² / max(1, γ)), what ``tolerance`` bounds."""
+
+    relative_residual: float
+    """‖r‖ / ‖b‖ of the true residual."""
+
+    passes: int
+    """K-column passes over the data."""
+
+    converged: bool
+    """Whether the error met the solver's tolerance."""
+
+    Gw: Tensor
+    """G w_k, shape (K, P), which spares a pass to whoever starts from here."""
+
+
+def optimise_samples(
+    problem: Problem,
+    noise: StochasticPrior,
+    precision: Tensor,
+    solver: Solver = BlockCG(),
+    start: Tensor | PosteriorSamples | None = None,
+) -> PosteriorSamples:
+    """Turn the stochastic prior into posterior samples, from scratch or from a start.
+
+    Which is weights (K, P), or samples at another λ, whose G w is known.
+    """
+    prior, deviation = noise.prior, noise.prior.deviation(precision)
+    b = noise.right_hand_side(precision)
+    product = WhitenedGGN(problem, deviation)
+    if isinstance(start, PosteriorSamples) and isinstance(solver, (BlockCG, DeflatedCG)):
+        x = prior.whitened(start.w, precision)
+        solution = solver.solve(product, b, x, deviation * start.Gw)
+    else:
+        w = start.w if isinstance(start, PosteriorSamples) else start
+        x = None if w is None else prior.whitened(w, precision)
+        solution = solver.solve(product, b, x)
+    if not solution.converged:
+        warnings.warn(
+            f"The samples are known to an error of {solution.error:.1e} only, not "
+            f"{solver.tolerance:.1e}, after {solution.passes} passes. Give the solver "
+            f"({type(solver).__name__}) more passes, raise `tolerance`, or use float64.",
+            stacklevel=2,
+        )
+    return PosteriorSamples(
+        deviation * solution.x,
+        solution.certificate,
+        effective_dims(noise, solution),
+        solution.energy,
+        solution.error,
+        solution.relative_residual,
+        solution.passes,
+        solution.converged,
+        prior.whitened(solution.image, precision),
+    )
+
+
+def effective_dims(noise: StochasticPrior, solution: Solution) -> Tensor:
+    """Return γ of every sample, (K,), or of every sample and block, (K, blocks).
+
+    In all, ½(⟨w, G w⟩ + ‖Λ^{-1/2} ξ - w‖²_Λ): the two terms are independent and each has
+    mean γ. Per block the second alone, which cannot turn negative.
+    """
+    prior: Prior = noise.prior
+    shrunk = prior.sum_of_squares(noise.xi - solution.x)
+    return shrunk if prior.layerwise else 0.5 * (solution.energy + shrunk)

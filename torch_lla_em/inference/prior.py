@@ -1,0 +1,81 @@
+"""The prior N(0, Λ⁻¹): Λ = λ diag(scale)⁻², one λ for all weights or one per tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.jacobian import ParameterLayout
+from torch_lla_em.solvers import over_slices, own_dots
+
+DAMPING = 0.01
+"""Share of the mean squared feature that the g-prior adds to every weight's own."""
+
+
+@dataclass(frozen=True)
+class Prior:
+    """The prior's shape; its precision λ is passed to every method."""
+
+    layout: ParameterLayout
+    scale: Tensor
+    """(P,): the prior standard deviation at λ = 1; 0 for weights that move no output."""
+
+    layerwise: bool = False
+
+    def deviation(self, precision: Tensor) -> Tensor:
+        """Return the prior standard deviation scale / √λ, shape (P,)."""
+        return self.scale * self._per_weight(precision).rsqrt().to(self.scale)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over weights, (..., P): in all, (...), or per block, (..., blocks)."""
+        return over_slices(self.layout.block_sums(values) if self.layerwise else values.sum(-1))
+
+    def sum_of_squares(self, rows: Tensor) -> Tensor:
+        """Sum the squares of vectors (K, P) over weights, (K,), or per block, in float64."""
+        pieces = rows.split(self.layout.sizes, dim=1) if self.layerwise else (rows,)
+        sums = torch.stack([own_dots(piece, piece) for piece in pieces], dim=1)
+        return over_slices(sums if self.layerwise else sums[:, 0])
+
+    def squared_norm(self, w: Tensor) -> Tensor:
+        """Return ‖w / scale‖², in all or per block, in float64."""
+        return self.sum(self.unscaled(w).double().square())
+
+    def num_weights(self) -> Tensor:
+        """Return the number of live weights, in all or per block."""
+        return self.sum((self.scale > 0).double())
+
+    def unscaled(self, w: Tensor) -> Tensor:
+        """Return w / scale, 0 for dead weights."""
+        return w * _inverse(self.scale)
+
+    def whitened(self, w: Tensor, precision: Tensor) -> Tensor:
+        """Return x = Λ^{1/2} w, 0 for dead weights."""
+        return w * _inverse(self.deviation(precision))
+
+    def _per_weight(self, precision: Tensor) -> Tensor:
+        return self.layout.expand(precision) if precision.dim() else precision
+
+
+def g_prior_scale(squares: Tensor) -> Tensor:
+    """Return 1 / √(s² + 0.01 mean s²), and 0 where a weight moves no output.
+
+    Without the second term the weights that hardly any datum moves get prior deviations up
+    to millions of times the others', and nearly all of the predictive variance.
+    """
+    live = squares > 0
+    mean = over_slices(squares.sum()) / over_slices(live.sum()).clamp_min(1)
+    return _inverse(torch.where(live, squares + DAMPING * mean, 0).sqrt())
+
+
+def g_prior_squares(scale: Tensor) -> Tensor:
+    """Return s² of a scale that ``g_prior_scale`` made."""
+    live = scale > 0
+    damped = torch.where(live, scale**-2, 0)
+    mean = damped.sum() / live.sum().clamp_min(1) / (1 + DAMPING)
+    return torch.where(live, (damped - DAMPING * mean).clamp_min(1e-30), 0)
+
+
+def _inverse(x: Tensor) -> Tensor:
+    return torch.where(x > 0, 1 / x, 0)

@@ -1,0 +1,55 @@
+"""The stochastic prior: noise drawn once, which sampling then optimises."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.inference.prior import Prior, g_prior_scale
+from torch_lla_em.problem import Problem
+from torch_lla_em.runtime import normal
+
+_XI_STREAM = 0
+
+
+class StochasticPrior(NamedTuple):
+    """Noise ξ ~ N(0, I) and η ~ N(0, G), free of λ, and the prior they belong to."""
+
+    xi: Tensor
+    """(K, P)."""
+
+    eta: Tensor
+    """Σ_n J_nᵀ S_n ε_nk, shape (K, P)."""
+
+    prior: Prior
+    """The prior's shape."""
+
+    def at(self, precision: Tensor) -> Tensor:
+        """Return w0 = Λ^{-1/2} ξ + Λ⁻¹ η, shape (K, P): the centre each sample is pulled to."""
+        deviation = self.prior.deviation(precision)
+        return deviation * (self.xi + deviation * self.eta)
+
+    def right_hand_side(self, precision: Tensor) -> Tensor:
+        """Return ξ + Λ^{-1/2} η, shape (K, P): Λ w0 in whitened coordinates."""
+        return self.xi + self.prior.deviation(precision) * self.eta
+
+
+def get_sto_samples(
+    problem: Problem,
+    num_samples: int,
+    seed: int = 0,
+    g_prior: bool = True,
+    layerwise: bool = False,
+) -> StochasticPrior:
+    """Draw the stochastic prior in one pass over the data."""
+    if num_samples < 1:
+        raise ValueError(f"num_samples must be 1 or more, not {num_samples}.")
+    eta, squares = problem.noise_features(num_samples, seed)
+    scale = g_prior_scale(squares) if g_prior else torch.ones_like(squares)
+    row = torch.zeros(1, dtype=torch.long, device=eta.device)
+    size, own = problem.linear_model.layout.size, problem.spread.own
+    xi = [own(normal(seed, _XI_STREAM, k, row, size))[0].to(eta) for k in range(num_samples)]
+    xi = torch.stack(xi) * (scale > 0)
+    return StochasticPrior(xi, eta, Prior(problem.layout, scale, layerwise))

@@ -1,0 +1,306 @@
+"""The linear model h(x) = J(x) w, whose features are the network's own Jacobian."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import inf
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torch_lla_em.jacobian import products
+from torch_lla_em.jacobian.last_layer import HeadCall, LastLayer
+from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.parameters import ParameterLayout
+from torch_lla_em.jacobian.probe import Report, choose_path
+from torch_lla_em.runtime import DoesNotFit, attempt
+
+logger = logging.getLogger("torch_lla_em")
+
+# the certificate does not see it: beyond this it would rule the error of the samples
+_PRECISION_ERROR = 0.05
+
+T = TypeVar("T")
+AddPullback = Callable[[Tensor, Tensor], None]
+
+
+class LinearModel:
+    """Jacobian J(x) of a network at its trained weights w_MAP, never materialised.
+
+    Both products follow ``torch.func``: next to the product they return the outputs
+    f(x), which the same forward pass yields for free. Weights w carry a leading
+    sample axis, so that one pass serves all K samples; data are never vmapped over.
+    Call both inside ``network.guarded()``. Inside ``torch.enable_grad()`` as well, J w is
+    differentiable in x.
+    """
+
+    def __init__(self, network: Network, layout: ParameterLayout):
+        self.network = network
+        self.layout = layout
+        _refuse_scripted(network, layout)
+        self._padding = _padding_rows(network, layout)
+        # of a tied embedding, reverse mode leaves out the padding row in one use only
+        self.path = products.Path(forward=None not in self._padding.values())
+        self.report: Report | None = None
+        """What the probe found; None until it has run."""
+
+        self.precision_error = 0.0
+        """How far J w is from float32, relative, where ``Compute`` asks for less."""
+
+        self.rows_at_once = inf
+        """How many rows of a batch fit; found out where memory ends."""
+
+        self._last_layer: LastLayer | None = None
+        self._looked_for_last_layer = False
+
+    @property
+    def w_MAP(self) -> Tensor:
+        """The trained weights, shape (P,)."""
+        return self.layout.flatten(self._weights())
+
+    @property
+    def rounding(self) -> float:
+        """How far J w may be from exact, relative: by the model's own dtype, or by ``Compute``."""
+        dtypes = {p.dtype for p in self.network.module.parameters() if p.is_floating_point()}
+        return max([self.precision_error, *(torch.finfo(dtype).eps for dtype in dtypes)])
+
+    def probe(self, x: Any) -> Report:
+        """Check derivatives at one batch's inputs, choose how to take them, and log it.
+
+        Raises where neither direction is right, with the submodule and the remedy. The
+        model, its buffers and the random state stay as they are.
+        """
+        with self.network.guarded(), warnings.catch_warnings():
+            # torch's first forward-mode product loads parts of its own that it deprecates
+            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
+            with self.network.computing("float32"):
+                report = choose_path(self, x)
+            if self.network.precision != "float32":
+                self._measure_precision(x)
+        logger.log(logging.WARNING if report.unbatched else logging.INFO, "%s", report)
+        self.report = report
+        return report
+
+    def _measure_precision(self, x: Any) -> None:
+        """Log by how much the products differ from those in float32."""
+        generator = torch.Generator().manual_seed(0)
+        w = torch.randn(2, self.layout.size, generator=generator).to(self.network.device)
+        _, low = self.jvp(x, w)
+        with self.network.computing("float32"):
+            _, exact = self.jvp(x, w)
+        self.precision_error = ((low - exact).norm() / exact.norm().clamp_min(1e-300)).item()
+        level = logging.WARNING if self.precision_error > _PRECISION_ERROR else logging.INFO
+        logger.log(
+            level,
+            "In %s, J w is off by %.1e of its size.",
+            self.network.precision,
+            self.precision_error,
+        )
+
+    def take(self, columns: int | None, rows: int | None) -> None:
+        """Take at most so many columns, and rows of a batch, at once."""
+        if columns is not None:
+            self.path = self.path._replace(
+                jvp_columns=min(columns, self.path.jvp_columns or columns),
+                vjp_columns=min(columns, self.path.vjp_columns or columns),
+            )
+        self.rows_at_once = min(self.rows_at_once, rows or inf)
+
+    @contextmanager
+    def keeping_what_fits(self) -> Iterator[None]:
+        """Forget smaller pieces if they were tried in vain, since there may be more room later."""
+        before = self.path, self.rows_at_once
+        try:
+            yield
+        except DoesNotFit:
+            self.path, self.rows_at_once = before
+            raise
+
+    def prepare(self, x: Any) -> Any:
+        """Do once a batch what several products at x share; pass the result to them.
+
+        Where all random weights are the last layer's, that is the trunk.
+        """
+        if isinstance(x, HeadCall) or torch.is_grad_enabled():
+            return x
+        if not self._looked_for_last_layer:
+            self._last_layer = LastLayer.find(self.network, self.layout.names, x)
+            self._looked_for_last_layer = True
+        prepared = self._last_layer.run(x) if self._last_layer else None
+        return x if prepared is None else prepared
+
+    def forget_last_layer(self) -> None:
+        """Run the whole network for every product from now on."""
+        self._last_layer, self._looked_for_last_layer = None, True
+
+    def outputs(self, x: Any) -> Tensor:
+        """Return f(x), shape (B, ..., C)."""
+        if isinstance(x, HeadCall):
+            return x.f
+        return self.network.function(x, self.layout.names)(self._weights())
+
+    def jvp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Return f(x), shape (B, ..., C), and J(x) w, shape (K, B, ..., C)."""
+        while (result := self._attempt("jvp_columns", len(w), lambda: self._jvp(x, w))) is None:
+            pass
+        return result
+
+    def vjp(self, x: Any) -> tuple[Tensor, AddPullback]:
+        """Return f(x), shape (B, ..., C), and the map (u, total): total += J(x)ᵀ u.
+
+        u has shape (K, B, ..., C), total (K, P).
+        """
+        is_head = isinstance(x, HeadCall)
+        function = x.head if is_head else self.network.function(x, self.layout.names)
+        f, pullback = self._attempt("", 1, lambda: products.vjp(function, self._weights()))
+        if not is_head:
+            return f, self._adding(pullback)
+        if x.tail is None:
+            return x.f, self._adding(pullback)
+        return x.f, self._adding(lambda u: pullback(products.pull_through(x.tail, x.h, u)))
+
+    def jvp_and_vjp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor, AddPullback]:
+        """Return f(x), J(x) w and the map of ``vjp``; one column takes one forward pass."""
+        if self.path.shared and len(w) == 1 and not isinstance(x, HeadCall):
+            function, weights = self.network.function(x, self.layout.names), self._weights()
+            try:
+                with self.network.own_tangents.final():
+                    f, Jw, pullback = self._attempt(
+                        "", 1, lambda: products.jvp_and_vjp(function, weights, self._tangents(w))
+                    )
+                return f, Jw, self._adding(pullback)
+            except DoesNotFit:  # it holds two forward passes at once
+                self.path = self.path._replace(shared=False)
+        _, Jw = self.jvp(x, w)
+        f, add_pullback = self.vjp(x)
+        return f, Jw, add_pullback
+
+    def _jvp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
+        weights, tangents = self._weights(), self._tangents(w)
+        if not isinstance(x, HeadCall):
+            function = self.network.function(x, self.layout.names)
+            return products.jvp(function, weights, tangents, self.path)
+        _, Jw = products.jvp(x.head, weights, tangents, self.path)
+        if x.tail is not None:
+            Jw = products.push_through(x.tail, {"h": x.h}, {"h": Jw}, self.path.jvp_columns)
+        return x.f, Jw
+
+    def _adding(self, pullback: products.Pullback) -> AddPullback:
+        """Return the map (u, total): total += Jᵀ u, in as many columns at once as fit."""
+
+        def add_pullback(u: Tensor, total: Tensor) -> None:
+            def run() -> dict[str, Tensor]:
+                # whatever takes memory is done before the first number is added
+                flat = {name: grad.reshape(len(grad), -1) for name, grad in pullback(chunk).items()}
+                return {name: grad.to(total.device, total.dtype) for name, grad in flat.items()}
+
+            done = 0
+            while done < len(u):
+                chunk = u[done : done + (self.path.vjp_columns or len(u))]
+                try:
+                    pulled = self._attempt("vjp_columns", len(chunk), run)
+                except DoesNotFit as error:
+                    error.columns_done = done
+                    raise
+                if pulled is not None:
+                    self.layout.add_(total[done : done + len(chunk)], pulled)
+                    done += len(chunk)
+
+        return add_pullback
+
+    def pull_in_columns(
+        self,
+        u: Tensor,
+        add_pullback: AddPullback,
+        zeros: Callable[[int], Tensor],
+        take: Callable[[slice, Tensor], None],
+    ) -> None:
+        """Have Jᵀ u taken in as many columns at once as fit, each in vectors made by ``zeros``."""
+        done = 0
+        while done < len(u):
+            columns = slice(done, min(len(u), done + (self.path.vjp_columns or len(u))))
+            count, total = columns.stop - done, None
+            try:
+                total = self._attempt("vjp_columns", count, lambda: zeros(count))
+                if total is not None:
+                    add_pullback(u[columns], total)
+            except DoesNotFit as error:
+                if count > (self.path.vjp_columns or len(u)):
+                    continue  # with fewer of them held they may
+                error.columns_done = done
+                raise
+            if total is not None:
+                take(columns, total)
+                done = columns.stop
+
+    def weights_and_tangents(self, w: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the trained weights and directions (K, *shape) of w by name, where they are used."""
+        weights, tangents = self._weights(), self._tangents(w)
+        return weights, {name: tangents[name].to(weight) for name, weight in weights.items()}
+
+    def _attempt(self, side: str, columns: int, run: Callable[[], T]) -> T | None:
+        """Return ``run()``, or None where only fewer columns fit: half as many from now on."""
+        result, shortage = attempt(run)
+        if shortage is None:
+            return result
+        columns = min(getattr(self.path, side, None) or columns, columns)
+        if columns == 1:
+            raise DoesNotFit(shortage)
+        logger.warning("Out of memory: from now on %d columns at a time.", columns // 2)
+        self.path = self.path._replace(**{side: columns // 2})
+        return None
+
+    def _weights(self) -> dict[str, Tensor]:
+        return self.network.weights(self.layout.names)
+
+    def _tangents(self, w: Tensor) -> dict[str, Tensor]:
+        weights, tangents = self._weights(), self.layout.unflatten(w)
+        tangents = {name: tangents[name] for name in weights}
+        if self.path.forward:  # reverse mode leaves the padding rows out by itself
+            for name, rows in self._padding.items():
+                row = torch.tensor(rows or [], dtype=torch.long, device="cpu")
+                row = row.to(tangents[name].device, non_blocking=True)
+                tangents[name] = tangents[name].index_fill(-2, row, 0)
+        return tangents
+
+
+def _refuse_scripted(network: Network, layout: ParameterLayout) -> None:
+    for path, layer in network.module.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule):
+            own = [n for n in layout.names if n.startswith(f"{path}.")]
+            if own:
+                raise TypeError(
+                    f"The module {path!r} is scripted or traced (torch.jit), so its weights "
+                    "cannot be exchanged. Use the Python module it was made from, or leave "
+                    f"{own[0]!r} out of `parameters`."
+                )
+
+
+def _padding_rows(network: Network, layout: ParameterLayout) -> dict[str, list[int] | None]:
+    """Rows that no gradient reaches in training, by name; None for tied weights.
+
+    Reverse mode gives the row ``padding_idx`` of an embedding no gradient, forward mode
+    knows nothing of it.
+    """
+    rows: dict[str, list[int] | None] = {}
+    parameters = {id(p): name for name, p in network.module.named_parameters()}
+    for path, layer in network.module.named_modules():
+        if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        name = parameters.get(id(layer.weight))
+        if name not in layout.names:
+            continue
+        if layer.scale_grad_by_freq:
+            raise ValueError(
+                f"The {type(layer).__name__} {path!r} has scale_grad_by_freq=True, so its "
+                "gradient is not the derivative of its output and there is no Jacobian. Set "
+                f"scale_grad_by_freq=False, or leave {name!r} out of `parameters`."
+            )
+        if layer.padding_idx is not None:
+            tied = network.owner((name,)) != path
+            rows[name] = None if tied else [layer.padding_idx]
+    return rows

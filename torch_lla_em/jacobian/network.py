@@ -1,0 +1,290 @@
+"""A trained network as a pure function of its random weights."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from torch_lla_em.data import default_forward
+from torch_lla_em.jacobian.intercepted import Intercepted
+from torch_lla_em.jacobian.own_attention import OwnAttention
+from torch_lla_em.jacobian.own_tangents import OwnTangents
+from torch_lla_em.jacobian.weight_sums import WeightSums
+from torch_lla_em.runtime import tf32
+
+ForwardFn = Callable[[nn.Module, Any], Tensor]
+WeightFunction = Callable[[dict[str, Tensor]], Tensor]
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the network inside ``torch.compile``, ``DataParallel`` or DDP wrappers."""
+    while True:
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            module = module.module
+        elif isinstance(module, nn.Module) and "_orig_mod" in module._modules:
+            module = module._orig_mod
+        else:
+            return module
+
+
+class _Slot(NamedTuple):
+    """One place where a module keeps a tensor."""
+
+    holder: dict[str, Any]
+    """The module's parameters, buffers or plain attributes."""
+
+    key: str
+
+    place: str
+    """The path of the module, and the key."""
+
+    name: str
+    """The name of the tensor, one for all places of tied weights."""
+
+    tensor: Tensor
+
+
+class _State:
+    """Every tensor of a module, and the means to put others in their places.
+
+    ``torch.func.functional_call`` would do, but it goes through names, and one module
+    under two names is left with the substitutes in place of its weights
+    (pytorch#164759). Here each module is visited once and given back its own tensors.
+    """
+
+    def __init__(self, module: nn.Module):
+        parameters = {id(p): name for name, p in module.named_parameters()}
+        names = dict(parameters)
+        self.slots: list[_Slot] = []
+        self.fixed: dict[str, Tensor] = {}
+        self.written: dict[str, Tensor] = {}
+        for path, layer in module.named_modules():
+            if isinstance(layer, torch.jit.ScriptModule):
+                continue
+            for holder in (layer._parameters, layer._buffers, vars(layer)):
+                for key, tensor in holder.items():
+                    if not isinstance(tensor, Tensor):
+                        continue
+                    place = f"{path}.{key}" if path else key
+                    name = names.setdefault(id(tensor), place)
+                    self.slots.append(_Slot(holder, key, place, name, tensor))
+                    kind = self.fixed if id(tensor) in parameters else self.written
+                    kind.setdefault(name, tensor.detach())
+            # a lookup with max_norm shrinks the rows it reads, in the weights themselves
+            if getattr(layer, "max_norm", None) is not None and "weight" in layer._parameters:
+                name = names[id(layer.weight)]
+                self.written[name] = self.fixed[name]
+
+    def within(self, path: str) -> _State:
+        """Return the part of a state that a submodule holds."""
+        part = object.__new__(_State)
+        part.fixed, part.written = self.fixed, self.written
+        part.slots = [slot for slot in self.slots if slot.place.startswith(f"{path}.")]
+        return part
+
+    def owner(self, names: Collection[str]) -> str:
+        """Return the path of the smallest module that holds these tensors, and alone."""
+        places = [slot.place.split(".")[:-1] for slot in self.slots if slot.name in names]
+        shared = list(takewhile(lambda step: len(set(step)) == 1, zip(*places)))
+        return ".".join(step[0] for step in shared)
+
+    def call(self, run: Callable[[], Tensor], weights: Mapping[str, Tensor]) -> Tensor:
+        """Return ``run()``, made with these weights and with copies of what it may write."""
+        placed: dict[str, Tensor] = {}
+        try:
+            for holder, key, _, name, _ in self.slots:
+                if name not in placed:
+                    tensor = weights.get(name, self.fixed.get(name))
+                    if name in self.written:
+                        tensor = (self.written[name] if tensor is None else tensor).clone()
+                    placed[name] = tensor
+                holder[key] = placed[name]
+            return run()
+        finally:
+            for holder, key, _, _, tensor in self.slots:
+                holder[key] = tensor
+
+
+class Network:
+    """f(x; w) of a module whose weights, buffers, mode and attributes stay as they are.
+
+    The axis of the classes is moved last, so that outputs are (B, ..., C) throughout.
+    """
+
+    def __init__(self, module: nn.Module, forward_fn: ForwardFn | None = None, class_dim: int = -1):
+        self.module = unwrap(module)
+        self.forward_fn = forward_fn or default_forward
+        self.class_dim = class_dim
+        self.precision = "float32"
+        """Of matrix products: that of ``Compute``."""
+
+        self.own_tangents = OwnTangents()
+        self.own_attention = OwnAttention(self.own_tangents)
+        self._forwards: dict[nn.Module, Callable[..., Any]] = {}
+        self._held: _State | None = None
+        self._sums = WeightSums()
+        self._intercepted: Intercepted | None = Intercepted(self.own_attention)
+        _refuse(self.module)
+
+    def weights(self, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """Return the named parameters, detached."""
+        if self._held is not None:
+            return {name: self._held.fixed[name] for name in names}
+        parameters = dict(self.module.named_parameters())
+        return {name: parameters[name].detach() for name in names}
+
+    def call(self, x: Any) -> Tensor:
+        """Return the outputs of the module as it stands, their axes as they are."""
+        with self._intercepted or nullcontext():
+            outputs = self.forward_fn(self.module, _out_of_inference_mode(x))
+        if self._intercepted and not self._intercepted.needed:
+            self._intercepted = None  # it takes microseconds of every call
+        return outputs.float() if self.precision == "bfloat16" else outputs
+
+    def function(self, x: Any, names: tuple[str, ...]) -> WeightFunction:
+        """Return the map from the named weights to f(x), shape (B, ..., C)."""
+        return self.substituted(lambda: self.call(x).movedim(self.class_dim, -1))
+
+    def substituted(self, run: Callable[[], Tensor], within: str = "") -> WeightFunction:
+        """Return the map from named weights to ``run()``, made with them in the module.
+
+        ``run`` calls only the submodule at the path ``within``.
+        """
+        state = self._held or _State(self.module)
+        if within:
+            state = state.within(within)
+        return lambda weights: state.call(run, weights)
+
+    def owner(self, names: Collection[str]) -> str:
+        """Return the path of the smallest submodule that holds these weights, and alone."""
+        return (self._held or _State(self.module)).owner(names)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Make calls safe for torch.func, in eval mode; restore everything on exit.
+
+        Attributes that a forward pass sets on its modules are put back as well.
+        """
+        if self._held is not None:
+            with torch.no_grad():
+                yield
+            return
+        layers = list(self.module.modules())
+        with ExitStack() as stack:
+            # first in, last out: the modes are among the attributes
+            stack.callback(_restore_attributes, [(layer, dict(vars(layer))) for layer in layers])
+            stack.callback(_restore_modes, [(layer, layer.training) for layer in layers])
+            stack.callback(setattr, self, "_held", None)
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.callback(
+                torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
+            )
+            torch.backends.mha.set_fastpath_enabled(False)
+            stack.enter_context(self.computing(self.precision))
+            if "torch._dynamo" in sys.modules:  # a compiled layer has no second derivative
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if any(isinstance(layer, nn.RNNBase) for layer in layers):
+                for backend in (torch.backends.mkldnn, torch.backends.cudnn):
+                    stack.callback(setattr, backend, "enabled", backend.enabled)
+                    backend.enabled = False
+            for layer in layers:
+                layer.training = False
+                forward = self.own_tangents.forward_of(layer) or self.own_attention.forward_of(
+                    layer
+                )
+                if forward is not None:
+                    # always the same object: another one would be compiled anew
+                    layer.forward = self._forwards.setdefault(layer, forward)
+                if isinstance(layer, nn.Embedding):
+                    layer.sparse = False
+            self._held = _State(self.module)
+            yield
+
+    def sizes(self) -> Tensor:
+        """Return two sums over every parameter, which a change without a new version changes too."""
+        sums = [self._sums.of(p).to(self.device) for p in self.module.parameters()]
+        return torch.stack(sums).cpu()
+
+    @contextmanager
+    def computing(self, precision: str) -> Iterator[None]:
+        """Take matrix products in a precision, whatever holds outside."""
+        here = self.device.type
+        with ExitStack() as stack:
+            stack.enter_context(tf32(self.device, precision == "tf32"))
+            for device_type in {"cpu", here}:
+                if torch.amp.is_autocast_available(device_type):
+                    low = precision == "bfloat16" and device_type == here
+                    autocast = torch.autocast(device_type, torch.bfloat16, low, cache_enabled=False)
+                    stack.enter_context(autocast)
+            yield
+
+    def versions(self) -> dict[str, int]:
+        """Return a count by name that goes up with each change of a weight or a statistic.
+
+        Running statistics change without one, but the count of their batches has one.
+        """
+        marks = {name: parameter._version for name, parameter in self.module.named_parameters()}
+        for name, buffer in self.module.named_buffers():
+            if buffer.is_floating_point() or name.endswith("num_batches_tracked"):
+                marks[name] = buffer._version
+        return marks
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.module.parameters()).device
+
+
+def _refuse(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"The model is a {type(module).__name__}; pass the nn.Module itself.")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            "The model is a scripted or traced module (torch.jit), whose weights cannot be "
+            "exchanged; pass the Python module it was made from."
+        )
+    for name, parameter in module.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"The parameter {name!r} has no shape yet: call the model once on a batch."
+            )
+        if type(parameter).__name__ in ("DTensor", "FlatParameter"):
+            raise TypeError(
+                f"The parameter {name!r} is sharded over processes (FSDP); pass the whole "
+                "module, and give each process its share of the data."
+            )
+
+
+def _restore_attributes(attributes: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    for layer, before in attributes:
+        now = vars(layer)
+        if len(now) != len(before) or not all(map(operator.is_, now.values(), before.values())):
+            now.clear()
+            now.update(before)
+
+
+def _restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+    for layer, training in modes:
+        layer.training = training
+
+
+def _out_of_inference_mode(x: Any) -> Any:
+    """Copy inputs made in inference mode, which no derivative can be taken through."""
+    if isinstance(x, Tensor):
+        return x.clone() if x.is_inference() else x
+    if type(x) in (tuple, list):
+        return type(x)(map(_out_of_inference_mode, x))
+    if isinstance(x, Mapping):
+        copies = {key: _out_of_inference_mode(value) for key, value in x.items()}
+        return x if all(copies[key] is x[key] for key in copies) else copies
+    return x

@@ -1,0 +1,322 @@
+"""Whether a network's derivatives can be trusted, and by which direction to take them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from torch_lla_em.jacobian.blame import layer_at_fault, layer_of, name_layer
+from torch_lla_em.jacobian.checks import checked_outputs, distance, fingerprint, plain_gradient
+from torch_lla_em.jacobian.last_layer import floating_tensors, hooked
+from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.parameters import ParameterLayout
+from torch_lla_em.jacobian.products import Path
+from torch_lla_em.runtime import DoesNotFit, is_shortage
+
+AddPullback = Callable[[Tensor, Tensor], None]
+
+# rounding in a deep network in float32 or with TF32, well below what a wrong rule leaves
+_ROUNDING = 0.03
+
+# of the largest temporary on a CPU: beyond this every one is fetched anew from the system, which
+# takes as long as the arithmetic
+_FETCHED_BYTES = 2**24
+# where fewer columns than this fit a CPU's cache, Jᵀu is faster one by one: J w shares its
+# forward pass among columns, but their backward passes share nothing, and stacking costs
+_PULLED_ALONE = 8
+
+
+class Products(Protocol):
+    """What is checked: a linear model."""
+
+    network: Network
+    layout: ParameterLayout
+    path: Path
+
+    def prepare(self, x: Any) -> Any: ...
+    def forget_last_layer(self) -> None: ...
+    def outputs(self, x: Any) -> Tensor: ...
+    def jvp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]: ...
+    def vjp(self, x: Any) -> tuple[Tensor, AddPullback]: ...
+    def jvp_and_vjp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor, AddPullback]: ...
+
+
+class Report(NamedTuple):
+    """What the probe has found."""
+
+    path: Path
+    """The directions taken."""
+
+    adjoint_error: float
+    """|⟨u, J v⟩ - ⟨Jᵀu, v⟩| over ‖u‖ ‖J v‖, for one random u and v."""
+
+    forward: str
+    """Why J w is not taken by forward mode; empty if it is."""
+
+    last_layer: bool
+    """Whether the trunk runs once a batch and only the last layer is differentiated."""
+
+    unbatched: tuple[str, ...] = ()
+    """The products of which an operation cannot be batched over columns."""
+
+    own_left: bool = False
+    """Whether layers' own rules of forward mode were left for torch's, which do better."""
+
+    def __str__(self) -> str:
+        direction = "forward mode" if self.path.forward else "two reverse passes"
+        return "".join(
+            [
+                f"J w by {direction}, adjoint error {self.adjoint_error:.1e}",
+                f"; forward mode was left because it {self.forward}" if self.forward else "",
+                f"; the columns of {' and '.join(self.unbatched)} run one by one, since an "
+                "operation cannot be batched over them"
+                if self.unbatched
+                else "",
+                "; the trunk runs once a batch" if self.last_layer else "",
+                "; by torch's derivatives of every layer: the library's own failed"
+                if self.own_left
+                else "",
+            ]
+        )
+
+
+class _Columns(NamedTuple):
+    """Two random columns on each side of J, and the derivatives that are known."""
+
+    x: Any
+    v: Tensor
+    u: Tensor
+    JTu: Tensor
+    tolerance: float
+    largest: int | None
+    """Bytes of the largest temporary on a CPU."""
+
+    def at_once(self, bound: int) -> int | None:
+        """How many columns a CPU takes, at most, for temporaries of so many bytes."""
+        return None if self.largest is None else max(2, bound // self.largest)
+
+
+def choose_path(model: Products, x: Any) -> Report:
+    """Return the directions that agree with plain reverse mode; raise where none does."""
+    network, start = model.network, model.path
+    before = fingerprint(network.module)
+    devices = {p.device.index or 0 for p in network.module.parameters() if p.is_cuda}
+    with torch.random.fork_rng(devices=sorted(devices)):
+        try:
+            prepared, report = _checked_by_rules(model, x)
+        except Exception:  # perhaps of memory: with fewer rows all of it is tried again
+            model.path = start
+            raise
+    changed = [name for name, mark in fingerprint(network.module).items() if before[name] != mark]
+    if changed:
+        raise RuntimeError(
+            f"The forward pass writes to {changed[0]!r} through its memory (as `.data` does), "
+            "which would change the trained network. Write to a copy, or register a buffer "
+            "and assign to it."
+        )
+    return report._replace(last_layer=prepared is not x)
+
+
+def _checked_by_rules(model: Products, x: Any) -> tuple[Any, Report]:
+    """Try layers' own rules of forward mode, then torch's where those may be at fault."""
+    start, rules = model.path, model.network.own_tangents
+    try:
+        prepared, report = _checked(model, x)
+        if not (rules.used and start.forward and _falls_short(report)):
+            return prepared, report
+    except NoJacobianError:
+        if not rules.used:
+            raise
+    model.path, rules.allowed = start, False
+    prepared, report = _checked(model, x)
+    return prepared, report._replace(own_left=not _falls_short(report))
+
+
+def _falls_short(report: Report) -> bool:
+    return bool(report.forward) or "J w" in report.unbatched
+
+
+def _checked(model: Products, x: Any) -> tuple[Any, Report]:
+    """Return the inputs as products take them, and what holds there."""
+    start, reference, prepared = model.path, _reference(model, x), model.prepare(x)
+    try:
+        return prepared, _choose(model, prepared, reference)
+    except NoJacobianError:
+        if prepared is x:
+            raise
+    model.forget_last_layer()
+    model.path = start
+    return x, _choose(model, x, reference)
+
+
+class NoJacobianError(NotImplementedError):
+    """Neither direction of differentiation gives the Jacobian of a model."""
+
+
+def _reference(model: Products, x: Any) -> _Columns:
+    """Check the outputs, and take Jᵀu as training does: by backward, from the module itself."""
+    network, names = model.network, model.layout.names
+    f = checked_outputs(network, x)
+    generator = torch.Generator().manual_seed(0)
+    weights = network.weights(names)
+    w_MAP = model.layout.flatten(weights)
+    u = torch.randn(2, *f.shape, generator=generator, dtype=f.dtype).to(f)
+    v = torch.randn(2, len(w_MAP), generator=generator, dtype=w_MAP.dtype).to(w_MAP)
+    JTu = torch.zeros_like(v)
+    eps = max(torch.finfo(t.dtype).eps for t in (f, *weights.values()))
+    columns = _Columns(x, v, u, JTu, math.sqrt(eps), _largest_on_cpu(network, x))
+    model.layout.add_(JTu[0], plain_gradient(network, names, x, u[0]))
+    if not JTu[0].any():
+        raise NoJacobianError(
+            "The outputs do not depend on the random weights: nothing of the forward pass "
+            f"from {names[0]!r} on is recorded for backward. Look for no_grad, detach or "
+            "another copy of the model in the forward pass, or change `parameters`."
+        )
+    model.path = model.path._replace(jvp_columns=1, vjp_columns=1)
+    ours = torch.zeros_like(JTu[:1])
+    model.vjp(x)[1](u[:1], ours)
+    if distance(ours[0], JTu[0]) > columns.tolerance:
+        blocks = zip(names, model.layout.block_sums((ours[0] - JTu[0]).square()))
+        worst = max(blocks, key=lambda block: block[1])[0]
+        raise RuntimeError(
+            f"The parameter {worst!r} is used in a place where it cannot be exchanged: the "
+            "model, or forward_fn, also keeps it outside of the module's parameters (in a "
+            "list, a closure or a second model). Register it there, or leave it out of "
+            "`parameters`."
+        )
+    return columns
+
+
+def _choose(model: Products, x: Any, columns: _Columns) -> Report:
+    """Try forward mode, then two reverse passes; then all columns at once."""
+    start = model.path._replace(jvp_columns=1, vjp_columns=1)
+    directions = (True, False) if start.forward else (False,)
+    errors: dict[bool, float] = {}
+    reasons: dict[bool, str] = {}
+    for forward in directions:
+        model.path = start._replace(forward=forward)
+        try:
+            errors[forward] = _adjoint_error(model, x, columns)
+        except Exception as error:  # whatever a direction does not know how to do
+            _refuse_shortage(error)
+            reasons[forward] = _reason(model, columns.x, error)
+            continue
+        if errors[forward] <= columns.tolerance:
+            break
+        reasons[forward] = _disagreement(model, columns.x, errors[forward])
+    # near each other, both are at rounding: layers that compute in a lower precision
+    forward = min(errors, key=lambda side: errors[side] / (10 if side else 1), default=False)
+    if errors.get(forward, math.inf) > max(columns.tolerance, _ROUNDING):
+        raise NoJacobianError(_refusal(model, reasons))
+    model.path = start._replace(forward=forward)
+    unbatched, cached = [], columns.at_once(_FETCHED_BYTES)
+    pulled = 1 if cached is not None and cached <= _PULLED_ALONE else cached
+    for side, name, at_once in (("jvp_columns", "J w", cached), ("vjp_columns", "Jᵀu", pulled)):
+        if _vmap_works(model, x, columns, side):
+            model.path = model.path._replace(**{side: at_once})
+        else:
+            unbatched.append(name)
+    model.path = model.path._replace(shared=forward and _shares(model, x, columns))
+    why = "" if forward else reasons.get(True, "treats the rows of a tied padding_idx otherwise")
+    return Report(model.path, errors[forward], why, False, tuple(unbatched))
+
+
+def _refuse_shortage(error: Exception) -> None:
+    """Raise what says nothing of the network: with fewer rows the same may fit."""
+    if is_shortage(error):
+        raise error
+
+
+def _adjoint_error(model: Products, x: Any, columns: _Columns) -> float:
+    _, Jv = model.jvp(x, columns.v[:1])
+    left = (columns.u[0].double() * Jv[0].double()).sum()
+    right = (columns.JTu[0].double() * columns.v[0].double()).sum()
+    error = ((left - right).abs() / (columns.u[0].double().norm() * Jv[0].double().norm())).item()
+    return error if math.isfinite(error) else math.inf
+
+
+def _largest_on_cpu(network: Network, x: Any) -> int | None:
+    """Return the bytes of the largest output of a layer, or None on another device."""
+    if network.device.type != "cpu":
+        return None
+    sizes = [1]
+
+    def see(path: str, layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        sizes.extend(t.nbytes for t in floating_tensors(output))
+
+    with hooked(network.module, see):
+        network.substituted(lambda: network.call(x))({})
+    return max(sizes)
+
+
+def _vmap_works(model: Products, x: Any, columns: _Columns, side: str) -> bool:
+    """Whether two columns at once equal the same two one by one."""
+
+    def product() -> Tensor:
+        if side == "jvp_columns":
+            return model.jvp(x, columns.v)[1]
+        total = torch.zeros_like(columns.JTu)
+        model.vjp(x)[1](columns.u, total)
+        return total
+
+    start, one_by_one = model.path, product()
+    try:
+        model.path = start._replace(**{side: None})
+        return distance(product(), one_by_one) <= max(columns.tolerance, _ROUNDING)
+    except Exception as error:  # an operation that vmap does not know
+        _refuse_shortage(error)
+        return False
+    finally:
+        model.path = start
+
+
+def _shares(model: Products, x: Any, columns: _Columns) -> bool:
+    """Whether one forward pass gives J w and Jᵀu as two do."""
+    start, alone = model.path, model.jvp(x, columns.v[:1])[1]
+    model.path = start._replace(shared=True)
+    pulled = torch.zeros_like(columns.JTu[:1])
+    try:
+        _, Jv, add_pullback = model.jvp_and_vjp(x, columns.v[:1])
+        add_pullback(columns.u[:1], pulled)
+    except DoesNotFit:  # one column holds two forward passes at once
+        return False
+    except Exception as error:  # an operation without a second derivative
+        _refuse_shortage(error)
+        return False
+    finally:
+        model.path = start
+    error = max(distance(Jv, alone), distance(pulled[0], columns.JTu[0]))
+    return error <= columns.tolerance
+
+
+def _reason(model: Products, x: Any, error: Exception) -> str:
+    network = model.network
+    path = layer_of(error, network)
+    if not model.path.forward:
+        path = layer_at_fault(network, model.layout.names, x) or path
+    message = str(error).strip().split("\n")[0][:160].rstrip(".")
+    return f"fails in {name_layer(network, path)} ({type(error).__name__}: {message})"
+
+
+def _disagreement(model: Products, x: Any, error: float) -> str:
+    words = f"disagrees with backward (adjoint error {error:.1e})"
+    if model.path.forward:
+        return words
+    path = layer_at_fault(model.network, model.layout.names, x)
+    return f"{words}, first in {name_layer(model.network, path)}"
+
+
+def _refusal(model: Products, reasons: dict[bool, str]) -> str:
+    words = {True: "by forward mode it", False: "by two reverse passes it"}
+    tried = "; ".join(f"{words[forward]} {reason}" for forward, reason in reasons.items())
+    return (
+        f"The Jacobian of the model is not available: {tried}. Replace that layer by one made "
+        "of differentiable operations (nn.EmbeddingBag: nn.Embedding and a mean; fused "
+        'attention: attn_implementation="eager"; an own autograd.Function: give it a `jvp`, '
+        "or a backward that can be differentiated); or choose `parameters` that lie after "
+        'it, such as "last_layer".'
+    )

@@ -1,0 +1,44 @@
+"""Two sums that tell a tensor of weights from any other, at no memory of its size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_CHUNK = 1 << 18
+
+
+class WeightSums:
+    """‖p‖ and Σ c_i p_i, no two c_i alike: a sign or a change of places shows in the second."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Return both sums, shape (2,), where the parameter is."""
+        values = _in_memory_order(parameter.detach())
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        c = self._factors(min(_CHUNK, len(values)), dtype, values.device)
+        chunks = torch.stack(
+            [chunk.to(dtype).dot(c[: len(chunk)]) for chunk in values.split(_CHUNK)]
+        )
+        # and one a chunk, by which whole chunks differ
+        places = torch.arange(len(chunks), device=chunks.device)
+        total = chunks.double().dot(1 + (places.double() * 0.381966).frac())
+        return torch.stack([values.norm().double(), total])
+
+    def _factors(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return at least so many numbers between 0 and 1, made once."""
+        known = self._known.get((device, dtype))
+        if known is None or len(known) < count:
+            places = torch.arange(1, 1 + count, device=device).double()
+            known = self._known[device, dtype] = (places * 0.618034).frac().to(dtype)
+        return known
+
+
+def _in_memory_order(parameter: Tensor) -> Tensor:
+    """Return all entries in one row, without a copy unless they have gaps."""
+    if parameter.is_complex():
+        parameter = torch.view_as_real(parameter)
+    places = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    return parameter.permute(places).flatten()

@@ -1,0 +1,199 @@
+"""How familiar an input is: a density over a network's features.
+
+As in deep deterministic uncertainty (Mukhoti et al., 2023): a Gaussian for each class,
+or a mixture without labels, fitted to the outputs of one layer.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_lla_em.mixtures.mixture import ConjugatePrior, GaussianMixture, Mixture
+
+
+class FeatureDensity:
+    """A mixture over the outputs of ``layer``, the name of a submodule or the module itself.
+
+    With ``by_label`` every class of batches (inputs, labels) has components of its own.
+    ``mixture`` defaults to Gaussians with the conjugate prior: one for each class, or ten
+    without labels.
+
+    Features become rows (B, D): of an output with more axes, ``pool="mean"`` averages
+    over all but the first and ``feature_axis`` (1: channels of a convolution; −1: tokens
+    of a transformer), ``pool="flatten"`` keeps every number, and a callable may do as it
+    likes. Of a tuple or a mapping the first tensor is meant; of a layer that runs more than
+    once, the last run.
+
+    The model runs in evaluation mode and without gradients, and is afterwards as it was:
+    mode, hooks, buffers and attributes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layer: str | nn.Module,
+        mixture: Mixture | None = None,
+        *,
+        by_label: bool = False,
+        pool: str | Callable[[Tensor], Tensor] = "mean",
+        feature_axis: int = 1,
+        forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+    ):
+        if not callable(pool) and pool not in ("mean", "flatten"):
+            raise ValueError(f"pool must be 'mean', 'flatten' or a callable, not {pool!r}.")
+        self.model = model
+        self.layer = _find(model, layer)
+        self.by_label = by_label
+        self.mixture = mixture or GaussianMixture(1 if by_label else 10, prior=ConjugatePrior())
+        self.pool, self.feature_axis = pool, feature_axis
+        self.forward_fn = forward_fn or _forward
+
+    def fit(self, loader: Iterable) -> "FeatureDensity":
+        """Fit to a loader's batches, a pass over it for each EM step; return self.
+
+        Batches are inputs, tuples (inputs, labels, ...) or dicts with "labels". When all
+        rows fit in the mixture's ``sample_size``, the network runs over them only once.
+        """
+        if isinstance(loader, (Tensor, Iterator)):
+            raise TypeError(
+                f"fit takes a loader or a list of batches that can be read again, not a "
+                f"{type(loader).__name__}."
+            )
+        self.mixture.fit(_FeatureBatches(self, loader), by_label=self.by_label)
+        return self
+
+    def score(self, inputs: Any) -> Tensor:
+        """Return the log density of the inputs' features, shape (B,): higher is more familiar."""
+        return self.mixture.log_prob(self.features(inputs))
+
+    def class_scores(self, inputs: Any) -> Tensor:
+        """Return log p(features, label), shape (B, C), with labels in increasing order."""
+        return self.mixture.class_log_prob(self.features(inputs))
+
+    def features(self, inputs: Any) -> Tensor:
+        """Return the pooled outputs of the layer, shape (B, D)."""
+        with _untouched(self.model):
+            return self._rows(inputs)
+
+    def _rows(self, inputs: Any) -> Tensor:
+        caught: list[Any] = []
+        handle = self.layer.register_forward_hook(lambda module, args, out: caught.append(out))
+        try:
+            with torch.no_grad():
+                self.forward_fn(self.model, _to(inputs, _device(self.model)))
+        finally:
+            handle.remove()
+        if not caught:
+            raise RuntimeError("The layer did not run in the forward pass. Choose one that does.")
+        return self._pooled(caught[-1])
+
+    def _pooled(self, output: Any) -> Tensor:
+        while isinstance(output, (tuple, list, Mapping)) and output:
+            output = next(iter(output.values() if isinstance(output, Mapping) else output))
+        if callable(self.pool) and isinstance(output, Tensor):
+            output = self.pool(output)
+        if not isinstance(output, Tensor) or not output.is_floating_point() or output.ndim == 0:
+            what = f"{output.dtype} tensor" if isinstance(output, Tensor) else type(output).__name__
+            raise TypeError(
+                f"The layer's output is a {what}, not a floating-point tensor (B, ...). "
+                "Choose another layer."
+            )
+        # A layer without gradients may hand out the very tensor that it keeps.
+        output = output.detach().clone()
+        if output.ndim == 1:
+            return output[:, None]
+        if output.ndim == 2 or self.pool == "flatten":
+            return output.flatten(1)
+        return output.movedim(self.feature_axis, 1).flatten(2).mean(2)
+
+
+class _FeatureBatches:
+    """The batches (features, labels) of a loader, computed anew in every pass."""
+
+    def __init__(self, density: FeatureDensity, loader: Iterable):
+        self.density, self.loader = density, loader
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        for batch in self.loader:
+            inputs, labels = _split(batch)
+            features = self.density.features(inputs)
+            if not self.density.by_label:
+                yield (features,)
+            elif labels is None:
+                raise TypeError(
+                    "by_label needs labels: batches (inputs, labels), or dicts with 'labels'."
+                )
+            else:
+                yield features, labels
+
+
+def _split(batch: Any) -> tuple[Any, Any]:
+    """Return the inputs and the labels of a batch; None where it has no labels."""
+    if isinstance(batch, Mapping):
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        return inputs, batch.get("labels")
+    if isinstance(batch, (tuple, list)):
+        return batch[0], batch[1] if len(batch) > 1 else None
+    return batch, None
+
+
+def _forward(model: nn.Module, inputs: Any) -> Any:
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+
+
+def _to(inputs: Any, device: torch.device | None) -> Any:
+    if device is None:
+        return inputs
+    if isinstance(inputs, Mapping):
+        return {name: _to(value, device) for name, value in inputs.items()}
+    return inputs.to(device) if isinstance(inputs, Tensor) else inputs
+
+
+def _device(model: nn.Module) -> torch.device | None:
+    tensor = next(model.parameters(), next(model.buffers(), None))
+    return None if tensor is None else tensor.device
+
+
+def _find(model: nn.Module, layer: str | nn.Module) -> nn.Module:
+    modules = dict(model.named_modules())
+    if isinstance(layer, nn.Module):
+        if not any(module is layer for module in modules.values()):
+            raise ValueError("The layer is not a part of the model.")
+        return layer
+    if layer not in modules:
+        names = ", ".join(name for name in modules if name)
+        raise ValueError(f"The model has no layer {layer!r}. It has: {names}.")
+    return modules[layer]
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Run the model in evaluation mode; put back whatever changed, also after an error."""
+    modules = list(model.modules())
+    attributes = [dict(vars(module)) for module in modules]
+    contents = [
+        (value, value.copy())
+        for attribute in attributes
+        for value in attribute.values()
+        if isinstance(value, (dict, list, set))
+    ]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        for module in modules:
+            # Not .eval(): some models do more in it, such as merging adapters.
+            module.training = False
+        yield
+    finally:
+        for module, attribute in zip(modules, attributes, strict=True):
+            vars(module).clear()
+            vars(module).update(attribute)
+        for value, before in contents:
+            value.clear()
+            value.extend(before) if isinstance(value, list) else value.update(before)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)

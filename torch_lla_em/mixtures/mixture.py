@@ -1,0 +1,23 @@
+"""Mixtures by EM: Gaussian (ML, MAP, variational) and Bernoulli, in memory or streaming.
+
+mixture = GaussianMixture(8, prior=ConjugatePrior()).fit(loader)
+mixture.log_prob(x)
+"""
+
+from torch_lla_em.mixtures.base import Mixture
+from torch_lla_em.mixtures.bernoulli import BernoulliMixture, Bernoullis, BetaPrior
+from torch_lla_em.mixtures.conjugate import ConjugatePrior
+from torch_lla_em.mixtures.gaussian import GaussianMixture, Gaussians
+from torch_lla_em.mixtures.variational import Posterior, VariationalGaussianMixture
+
+__all__ = [
+    "BernoulliMixture",
+    "Bernoullis",
+    "BetaPrior",
+    "ConjugatePrior",
+    "GaussianMixture",
+    "Gaussians",
+    "Mixture",
+    "Posterior",
+    "VariationalGaussianMixture",
+]

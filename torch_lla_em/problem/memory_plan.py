@@ -1,0 +1,148 @@
+"""What a fit will hold, before it holds it: vectors, basis, one batch, and how many columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.jacobian import LinearModel
+from torch_lla_em.runtime import Compute, free_memory
+
+VECTORS = 20
+"""Vectors of length P per sample at the peak of a fit, without a Krylov basis."""
+
+# of what is left beside the vectors, for one batch
+_SHARE = 0.8
+# temporaries of an operation's derivative, in its own size
+_TEMPORARIES = 3
+
+
+class Activations(NamedTuple):
+    """What one forward pass takes, in bytes."""
+
+    kept: int
+    """All that it keeps for backward."""
+
+    largest: int
+    """The largest tensor among it."""
+
+    rows: int
+    """Of that many rows."""
+
+    @classmethod
+    def of(cls, linear_model: LinearModel, x: Any, rows: int) -> Activations:
+        """Measure by one forward pass inside the network's guard."""
+        sizes: dict[int, int] = {}
+
+        def see(tensor: Tensor) -> Tensor:
+            if tensor.layout == torch.strided and type(tensor) is Tensor:
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        def run() -> None:
+            with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+                linear_model.vjp(x)
+
+        run()
+        return cls(sum(sizes.values()), max(sizes.values(), default=0), rows)
+
+
+class Plan(NamedTuple):
+    """Where vectors live, and how much of a batch is taken at once."""
+
+    size: int
+    num_samples: int
+    vectors: float
+    """Bytes of the vectors at the peak, without a basis."""
+
+    vectors_on: torch.device
+    free: float
+    """Bytes free where the vectors live."""
+
+    activations: Activations
+    columns: int | None
+    """Columns of a product at once; None: all of them."""
+
+    rows: int | None
+    """Rows of a batch at once; None: all of them."""
+
+    group: int | None
+    """Columns on the device at once, where the vectors live elsewhere; None: all of them."""
+
+    @property
+    def tight(self) -> bool:
+        """Whether the vectors may not fit."""
+        return self.vectors > self.free
+
+    def __str__(self) -> str:
+        rows = self.rows or self.activations.rows
+        remedy = " This may not fit: take fewer samples (num_samples) or weights (parameters)."
+        return (
+            f"{self.num_samples} samples of {self.size:,} weights: vectors up to "
+            f"{size_of(self.vectors)} on {self.vectors_on} ({size_of(self.free)} free, half "
+            f"of which a Krylov basis may take); batches of {rows} rows keep "
+            f"{size_of(self.activations.kept * rows / max(1, self.activations.rows))} a forward "
+            f"pass, {self.columns or 'all'} columns at once.{remedy if self.tight else ''}"
+        )
+
+
+def make_plan(
+    linear_model: LinearModel,
+    num_samples: int,
+    compute: Compute,
+    activations: Activations,
+    free_on: Callable[[torch.device], float] = free_memory,
+) -> Plan:
+    """Decide by what is free on the model's device, for this process."""
+    P, w_MAP = linear_model.layout.size, linear_model.w_MAP
+    itemsize = torch.promote_types(w_MAP.dtype, torch.float32).itemsize
+    vectors, device = VECTORS * num_samples * P * itemsize, linear_model.network.device
+    free = free_on(device)
+    place = place_of_vectors(vectors, compute, device, free)
+    elsewhere = place.type != device.type
+    left = _SHARE * (free if elsewhere else max(free - vectors, 0.1 * free))
+    group = None
+    if elsewhere:
+        # directions, products and one chunk of gradients: a third of what is left
+        group = max(1, min(2 * num_samples, int(left / 3 / (3 * P * itemsize))))
+        left *= 2 / 3
+    rows = compute.rows
+    if rows is None and 2 * activations.kept > left:
+        rows = max(1, int(activations.rows * left / (2 * activations.kept)))
+    shrunk = 1.0 if rows is None else min(1.0, rows / activations.rows)
+    per_column = _TEMPORARIES * activations.largest * shrunk + 2 * P * itemsize
+    fitting = max(1, int((left - activations.kept * shrunk) / per_column))
+    known = [n for n in (compute.columns, linear_model.path.jvp_columns) if n is not None]
+    columns = min([fitting, *known])
+    if columns >= 2 * num_samples + 1:
+        columns = None
+    return Plan(
+        P,
+        num_samples,
+        vectors,
+        place,
+        free_on(place),
+        activations,
+        columns,
+        rows,
+        group,
+    )
+
+
+def place_of_vectors(
+    size: float, compute: Compute, device: torch.device, free: float
+) -> torch.device:
+    """Return where vectors of so many bytes live, with so many free on the model's device."""
+    fit = compute.vectors == "device" or (compute.vectors == "auto" and size <= _SHARE * free)
+    return device if fit else torch.device("cpu")
+
+
+def size_of(count: float) -> str:
+    """Return a number of bytes in words."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1e3:.3g} kB"

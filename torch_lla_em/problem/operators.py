@@ -1,0 +1,97 @@
+"""What solvers see: A = D G D in whitened coordinates x = w / D, as products of one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from torch import Tensor
+
+from torch_lla_em.problem.problem import BatchProduct, Problem, State
+
+T = TypeVar("T")
+
+
+class WhitenedGGN:
+    """A x = D G D x, where D is a prior standard deviation of every weight, (P,) or ().
+
+    With D the prior's own, w = D x turns G + Λ into A + I.
+    """
+
+    def __init__(self, problem: Problem, deviation: Tensor):
+        self.problem = problem
+        self.deviation = deviation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return A x, shape (K, P)."""
+        return self.problem.ggn_product(x * self.deviation).mul_(self.deviation)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank has to do what this one does."""
+        return self.problem.alone
+
+    @property
+    def rounding(self) -> float:
+        """How far J w may be from exact, relative."""
+        return self.problem.linear_model.rounding
+
+    def rows(self) -> Tensor:
+        """Return R D, shape (N C, P), with A = (R D)ᵀ R D."""
+        return self.problem.rows().mul_(self.deviation)
+
+    def minibatches(self, state: State = None) -> Iterator[tuple[int, BatchProduct]]:
+        """Yield every batch's rows and its own share of the product."""
+        for rows, product in self.problem.minibatch_products(state):
+            yield rows, self._whiten(product)
+
+    def num_steps(self) -> int | None:
+        """Return how many batches there are, if that is known without a pass."""
+        return self.problem.data.num_steps()
+
+    def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return what was computed at ``key``, from a checkpoint where it is there."""
+        return self.problem.kept(key, compute)
+
+    def with_room(self, run: Callable[[], T], make_room: Callable[[], bool]) -> T:
+        """Return the result of ``run``, again as often as memory ends and room can be made."""
+        return self.problem.with_room(run, make_room)
+
+    def _whiten(self, product: BatchProduct) -> BatchProduct:
+        return lambda x: product(x * self.deviation).mul_(self.deviation)
+
+
+class WhitenedLoss:
+    """The loss of the linear model in whitened coordinates, for the solvers of its mode."""
+
+    def __init__(self, problem: Problem, deviation: Tensor):
+        self.problem = problem
+        self.deviation = deviation
+
+    @property
+    def rounding(self) -> float:
+        """How far J w may be from exact, relative."""
+        return self.problem.linear_model.rounding
+
+    def value_and_gradient(self, x: Tensor) -> tuple[float, Tensor]:
+        """Return Σ_n loss(J_n D x, y_n) and its gradient in x, shape (P,)."""
+        loss, gradient = self.problem.loss_and_gradient(x * self.deviation)
+        return loss, gradient * self.deviation
+
+    def hessian(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return the Hessian at x as a product."""
+        problem = self.problem.with_curvature_at(x * self.deviation)
+        return WhitenedGGN(problem, self.deviation)
+
+    def minibatches(self, state: State = None) -> Iterator[tuple[int, BatchProduct]]:
+        """Yield every batch's rows and its own gradient."""
+        for rows, gradient in self.problem.minibatch_gradients(state):
+            yield rows, lambda x, g=gradient: g(x * self.deviation).mul_(self.deviation)
+
+    def num_steps(self) -> int | None:
+        """Return how many batches there are, if that is known without a pass."""
+        return self.problem.data.num_steps()
+
+    def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return what was computed at ``key``, from a checkpoint where it is there."""
+        return self.problem.kept(key, compute)

@@ -1,0 +1,38 @@
+"""What a process has: memory, precision, files, ranks, signals, keyed noise."""
+
+from torch_lla_em.runtime.compute import Compute, tf32
+from torch_lla_em.runtime.files import write_atomically
+from torch_lla_em.runtime.group import Group, current_group, first, group_of
+from torch_lla_em.runtime.leaving import Leaving, leaving_cleanly
+from torch_lla_em.runtime.memory import (
+    DoesNotFit,
+    attempt,
+    free_memory,
+    is_shortage,
+    least_share,
+    place_of,
+    unless_short,
+    with_room,
+)
+from torch_lla_em.runtime.noise import normal
+
+__all__ = [
+    "Compute",
+    "DoesNotFit",
+    "Group",
+    "Leaving",
+    "attempt",
+    "current_group",
+    "first",
+    "free_memory",
+    "group_of",
+    "is_shortage",
+    "least_share",
+    "leaving_cleanly",
+    "normal",
+    "place_of",
+    "tf32",
+    "unless_short",
+    "with_room",
+    "write_atomically",
+]

@@ -1,0 +1,162 @@
+"""Memory: how much is free, and what to make of its end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable
+from math import inf
+from typing import TypeVar
+
+import torch
+
+from torch_lla_em.runtime.cgroup import room
+
+T = TypeVar("T")
+
+# what is no OutOfMemoryError: of the CPU's allocator, of libraries with an allocator of their own
+_WORDS = (
+    "can't allocate memory",
+    "not enough memory",
+    "std::bad_alloc",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "DEVICE_ALLOCATION_FAILED",
+    "HOST_ALLOCATION_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+    # of a layer that is not supported they say the same, and still do when one row is tried
+    "unable to find an engine to execute this computation",
+    "could not create a primitive",
+)
+_UNSUPPORTED = "could not create a primitive descriptor"
+
+
+class DoesNotFit(MemoryError):
+    """One column of a batch takes more memory than there is."""
+
+    columns_done = 0
+    """How many columns before it were finished."""
+
+
+def attempt(run: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return the result of ``run``, or what the allocator said when memory ended.
+
+    What the failed attempt held is free again by then.
+    """
+    try:
+        return run(), None
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, DoesNotFit) or not is_shortage(error):
+            raise
+        shortage = str(error).split("\n")[0] or type(error).__name__
+    _release()
+    return None, shortage
+
+
+def with_room(run: Callable[[], T], make_room: Callable[[], bool]) -> T:
+    """Return the result of ``run``, again as often as memory ends and room can be made."""
+    while True:
+        try:
+            return run()
+        except (RuntimeError, MemoryError) as error:
+            if not is_shortage(error) or not make_room():
+                raise
+        _release()
+
+
+def unless_short(
+    run: Callable[[], T],
+    room: Callable[[Callable[[], T | None], Callable[[], bool]], T | None],
+    alone: bool,
+) -> tuple[T | None, bool]:
+    """Return the result of ``run`` and True, or None and False where memory ends.
+
+    Unless ``alone``, other ranks would have to do the same, and what ended memory is raised.
+    ``room`` is ``with_room``, or a checkpoint's, which goes the same way at a restart.
+    """
+    lasted = True
+
+    def give_up() -> bool:
+        nonlocal lasted
+        lasted = not alone
+        return alone
+
+    return room(lambda: run() if lasted else None, give_up), lasted
+
+
+def is_shortage(error: Exception) -> bool:
+    """Return whether an error says that memory has ended, and nothing else is wrong."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if not isinstance(error, RuntimeError) or _UNSUPPORTED in str(error):
+        return False
+    return any(words in str(error) for words in _WORDS)
+
+
+def _release() -> None:
+    gc.collect()  # graphs may be parts of cycles
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def free_memory(device: torch.device) -> float:
+    """Return the bytes that may still be allocated on a device."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        cached = reserved - torch.cuda.memory_allocated(device)
+        return max(0.0, min(free, _share_of(device) * total - reserved)) + cached
+    return min(_available(), room(), _below_limits())
+
+
+def _share_of(device: torch.device) -> float:
+    """Return the share of a card that this process is allowed, where torch tells."""
+    tell = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return 1.0 if tell is None else tell(None if device.index is None else device)
+
+
+def _below_limits() -> float:
+    """Return the bytes left below the limits of this process, on Linux; without any, infinity."""
+    try:
+        import resource
+
+        with open("/proc/self/status") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        limits = {"VmSize": resource.RLIMIT_AS, "VmData": resource.RLIMIT_DATA}
+        allowed = {name: resource.getrlimit(limit)[0] for name, limit in limits.items()}
+        held = {name: float(fields[name].split()[0]) * 1024 for name in limits}
+    except (ImportError, OSError, KeyError):
+        return inf
+    left = [allowed[n] - held[n] for n in limits if allowed[n] != resource.RLIM_INFINITY]
+    return max(0.0, min(left, default=inf))
+
+
+def _available() -> float:
+    """Return what the machine has left, or half of what it has where it does not tell."""
+    try:
+        with open("/proc/meminfo") as lines:
+            fields = dict(line.split(":") for line in lines)
+        return float(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2 if pages else 4e9
+
+
+def place_of(device: torch.device) -> tuple[str, str]:
+    """Return a name of the memory behind a device: its machine, and its card."""
+    if device.type == "cuda":
+        return socket.gethostname(), str(
+            getattr(torch.cuda.get_device_properties(device), "uuid", device)
+        )
+    return socket.gethostname(), device.type
+
+
+def least_share(every: list[tuple[tuple[str, str], float]]) -> float:
+    """Return what each of several processes may allocate, of (place, free bytes) of all."""
+    sharing = Counter(place for place, _ in every)
+    return min(free / sharing[place] for place, free in every)

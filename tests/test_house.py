@@ -21,7 +21,9 @@ def _imports(path: Path) -> set[str]:
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for alias in node.names
         if (node.module if isinstance(node, ast.ImportFrom) else alias.name)
-        and (node.module if isinstance(node, ast.ImportFrom) else alias.name).startswith("torch_lla_em")
+        and (node.module if isinstance(node, ast.ImportFrom) else alias.name).startswith(
+            "torch_lla_em"
+        )
     }
 
 

@@ -85,10 +85,3 @@ def test_a_small_share_of_the_card_is_enough(caplog, monkeypatch):
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "columns at a time" in caplog.text
     torch.testing.assert_close(small.w_samples.cpu(), whole.w_samples, rtol=2e-2, atol=2e-3)
-
-
-@pytest.mark.filterwarnings(
-    "ignore:TensorFloat32 tensor cores",
-    "ignore:.*TensorFloat32.*:UserWarning",
-    "ignore:Please use the new API settings",
-)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+pytest.register_assert_rewrite("jacobians")
 
 
 @pytest.hookimpl(tryfirst=True)

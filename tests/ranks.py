@@ -10,6 +10,11 @@ import torch
 from fresh import CONTEXT
 from torch import distributed as dist
 
+from torch_lla_em.solvers.block_krylov import Spectrum
+
+CUTS = 4, 11, 13, 20
+COORDINATES = "_eigenvalues", "_xi_coordinates", "_eta_coordinates"
+
 
 def run(size, function, folder, *arguments, timeout=60.0):
     """Return what ``function(rank, *arguments)`` returns or raises on each rank, None if killed."""
@@ -47,3 +52,17 @@ def _work(rank, size, name, folder, arguments, timeout):
         traceback.print_exc()
         result = error
     torch.save(result, folder / f"rank-{rank}.pt")
+
+
+def batches(case):
+    """Five uneven batches."""
+    return list(zip(case.x.tensor_split(CUTS), case.y.tensor_split(CUTS)))
+
+
+def facts(la):
+    state = {name: tensor for name, tensor in la.state_dict().items() if name != "record"}
+    records = [{k: v for k, v in record.items() if k != "seconds"} for record in la.history]
+    spectrum = [state.pop(name, None) for name in COORDINATES]
+    if spectrum[0] is not None:  # Ritz vectors are unique in what follows from them only
+        state["γ"] = torch.stack([Spectrum(*spectrum).effective_dims(p) for p in (0.1, 10.0)])
+    return {"state": state, "history": records, "num_data": la.num_data}

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import READ, SOLVERS, Fuse, Rationed, fit, fit_with_a_worker
 from fresh import CONTEXT
 from tiny import tiny
 from torch import nn
 from torch.utils.data import DataLoader
 
-from torch_lla_em import SGD, BlockCG, Compute, FunctionSpace, LinearisedLaplace
+from torch_lla_em import SGD, Compute, LinearisedLaplace
 from torch_lla_em.checkpoint.partial_pass import PartialPass
 from torch_lla_em.checkpoint.pass_log import PassLog
 from torch_lla_em.data import orders
@@ -33,41 +34,9 @@ sys.path.insert(0, {tests!r})
 import torch
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit it ignored
-from test_checkpoint import Fuse, fit
+from checkpoints import Fuse, fit
 fit(sys.argv[1], Fuse(int(sys.argv[3]), getattr(signal, sys.argv[4])), sys.argv[2])
 """
-
-
-class Fuse:
-    """A loader that kills its process, or raises, in the middle of some pass."""
-
-    def __init__(self, passes, with_signal=None):
-        self.passes_left = passes
-        self.with_signal = with_signal
-
-    def __iter__(self):
-        case = tiny("classification")
-        batches = list(zip(case.x.split(7), case.y.split(7)))
-        yield from batches[:2]
-        if self.passes_left == 0:
-            if self.with_signal is None:
-                raise InterruptedError
-            os.kill(os.getpid(), self.with_signal)
-        self.passes_left -= 1
-        yield from batches[2:]
-
-
-SOLVERS = {"krylov": None, "cg": BlockCG(), "function space": FunctionSpace()}
-
-
-READ = Compute(keep_data=False)  # at every pass, so that the loaders can break it
-
-
-def fit(solver, loader, folder, **options):
-    name = options.pop("likelihood", "classification")
-    options = {"num_samples": 4, "solver": SOLVERS[solver], "compute": READ, **options}
-    la = LinearisedLaplace(tiny(name).model, name, **options)
-    return la.fit(loader, progress_bar=False, checkpoint=folder)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -348,22 +317,6 @@ def test_atomic_writes_leave_the_old_file(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]
 
 
-class Rationed:
-    """A loader of five batches a pass that raises after so many batches in all."""
-
-    def __init__(self, batches, likelihood="classification", shuffled=False):
-        self.left, self.case, self.shuffled = batches, tiny(likelihood), shuffled
-
-    def __iter__(self):
-        x, y = self.case.x, self.case.y
-        order = torch.randperm(len(x)) if self.shuffled else torch.arange(len(x))
-        for rows in order.tensor_split(5):
-            if self.left == 0:
-                raise InterruptedError
-            self.left -= 1
-            yield x[rows], y[rows]
-
-
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 @pytest.mark.parametrize("solver", ["krylov", "cg"])
 def test_passes_go_on_in_their_middle(solver, likelihood, tmp_path, every_batch):
@@ -611,39 +564,12 @@ def test_not_a_number_names_its_batch_and_spares_the_checkpoint(tmp_path, every_
     assert torch.equal(run(10**9, tmp_path / "broken").w_samples, whole.w_samples)
 
 
-class DyingWorker(torch.utils.data.Dataset):
-    """A data set whose worker processes end when they are told to."""
-
-    def __init__(self, healthy_reads):
-        self.case, self.left = tiny("classification"), healthy_reads
-
-    def __len__(self):
-        return len(self.case.x)
-
-    def __getitem__(self, row):
-        if row == len(self) - 1 and self.left.value >= 0:
-            self.left.value -= 1
-            if self.left.value < 0:
-                os._exit(1)
-        return self.case.x[row], self.case.y[row]
-
-
-def fit_with_a_worker(passes, folder):
-    left = torch.multiprocessing.get_context("fork").Value("i", passes)
-    data = DyingWorker(left)
-    loader = torch.utils.data.DataLoader(
-        data, batch_size=7, num_workers=1, multiprocessing_context="fork"
-    )
-    la = LinearisedLaplace(data.case.model, "classification", num_samples=4, compute=READ)
-    return la.fit(loader, progress_bar=False, checkpoint=folder)
-
-
 WITH_A_WORKER = """
 import sys
 sys.path.insert(0, {tests!r})
 import torch
 torch.set_num_threads(1)
-from test_checkpoint import fit_with_a_worker
+from checkpoints import fit_with_a_worker
 fit_with_a_worker(4, sys.argv[1])
 """
 

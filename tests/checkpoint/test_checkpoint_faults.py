@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoint import Fuse, Rationed, fit
+from checkpoints import Fuse, Rationed, fit
 from tiny import tiny
 
 from torch_lla_em.checkpoint.pass_log import PassLog

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from test_checkpoint import READ, Fuse, fit
+from checkpoints import READ, Fuse, fit
 from tiny import tiny
 from torch import nn
 

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from test_checkpoint import SOLVERS, Fuse, fit
+from checkpoints import SOLVERS, Fuse, fit
 
 from torch_lla_em import BlockKrylov
 

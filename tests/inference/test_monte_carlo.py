@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_posterior import dense_fixed_point
+from dense import dense_fixed_point
 from tiny import likelihood_of, tiny
 from torch.testing import assert_close
 

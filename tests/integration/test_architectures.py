@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from test_linear_model import check, linear_model, products
+from jacobians import check, linear_model, products
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations

@@ -7,6 +7,7 @@ import pytest
 import torch
 from allocator import Allocator
 from fresh import run_fresh
+from models import images, small_cnn
 from tiny import tiny
 from torch import nn
 
@@ -53,18 +54,6 @@ def test_groups_of_columns_that_visit_the_device_change_nothing():
         )
     for one, other in zip(*results):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
-
-
-def small_cnn():
-    torch.manual_seed(0)
-    head = nn.Linear(4 * 9, 3)
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), head)
-
-
-def images(n=40):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(n, 1, 8, 8, generator=generator)
-    return [(x, torch.randint(0, 3, (n,), generator=generator))]
 
 
 @pytest.mark.parametrize("prior", ["scalar", "layerwise"])

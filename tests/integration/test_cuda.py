@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from test_compute import images, small_cnn
+from models import images, small_cnn
 from torch import nn
 
 from torch_lla_em import BlockCG, Compute, LinearisedLaplace

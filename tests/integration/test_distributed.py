@@ -6,6 +6,7 @@ import warnings
 import pytest
 import ranks
 import torch
+from ranks import batches, facts
 from tiny import Binomial, tiny
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -14,9 +15,7 @@ from torch_lla_em import SGD, BlockCG, FunctionSpace, LinearisedLaplace
 from torch_lla_em.data.loader import Data
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.runtime.group import current_group
-from torch_lla_em.solvers.block_krylov import Spectrum
 
-CUTS = 4, 11, 13, 20
 SIZES = 2, 3
 # cases whose shares differ where a rank is neither the first nor the last
 OF_THREE = {
@@ -31,7 +30,6 @@ OF_THREE = {
     "weights, layerwise",
     "weights, function space",
 }
-COORDINATES = "_eigenvalues", "_xi_coordinates", "_eta_coordinates"
 
 
 class Stream(IterableDataset):
@@ -40,11 +38,6 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         return iter(zip(self.case.x, self.case.y))
-
-
-def batches(case):
-    """Five uneven batches."""
-    return list(zip(case.x.tensor_split(CUTS), case.y.tensor_split(CUTS)))
 
 
 def in_one_batch(case):
@@ -148,15 +141,6 @@ def fit(name):
         return la, case
     la.fit(loader(case), progress_bar=False, em_steps=2, **fit_options)
     return la, case
-
-
-def facts(la):
-    state = {name: tensor for name, tensor in la.state_dict().items() if name != "record"}
-    records = [{k: v for k, v in record.items() if k != "seconds"} for record in la.history]
-    spectrum = [state.pop(name, None) for name in COORDINATES]
-    if spectrum[0] is not None:  # Ritz vectors are unique in what follows from them only
-        state["γ"] = torch.stack([Spectrum(*spectrum).effective_dims(p) for p in (0.1, 10.0)])
-    return {"state": state, "history": records, "num_data": la.num_data}
 
 
 def every_case(rank):

@@ -9,8 +9,8 @@ import time
 import pytest
 import ranks
 import torch
-from test_distributed import batches, facts
-from test_finite import Bent
+from models import Bent
+from ranks import batches, facts
 from tiny import tiny
 
 from torch_lla_em import BlockCG, LinearisedLaplace

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_linear_model import check
+from jacobians import check
 
 models = pytest.importorskip("torchvision.models")
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_linear_model import check, linear_model
+from jacobians import check, linear_model
 
 transformers = pytest.importorskip("transformers")
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from test_linear_model import check, linear_model, mlp
+from jacobians import check, linear_model, mlp
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode

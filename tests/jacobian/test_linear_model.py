@@ -3,85 +3,11 @@ import logging
 
 import pytest
 import torch
+from jacobians import X, check, linear_model, mlp, plain_products, products
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em.jacobian.linear_model import LinearModel
-from torch_lla_em.jacobian.network import Network, default_forward
-from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
-
 pytestmark = pytest.mark.usefixtures("own_tangents_at_any_size")
-
-
-def linear_model(model, selection=None, forward_fn=None, class_dim=-1):
-    network = Network(model, forward_fn, class_dim)
-    names = select_parameters(network.module, selection)
-    return LinearModel(network, ParameterLayout.of(network.module, names))
-
-
-def products(linear, x, w, u):
-    """f, J w and Jᵀ u as a caller takes them: one preparation a batch."""
-    total = torch.zeros(len(u), linear.layout.size, dtype=w.dtype)
-    with linear.network.guarded():
-        x = linear.prepare(x)
-        f, Jw = linear.jvp(x, w)
-        again, add_pullback = linear.vjp(x)
-        add_pullback(u, total)
-        assert_close(f, linear.outputs(x), rtol=0, atol=0)
-        assert_close(f, again)
-    assert not (f.requires_grad or Jw.requires_grad or total.requires_grad)
-    return f, Jw, total
-
-
-def plain_products(model, names, forward, w, u):
-    """f, J w and Jᵀ u from the rows of J, each by one backward pass of the model itself."""
-    model = copy.deepcopy(model).eval().requires_grad_(False)
-    chosen = [dict(model.named_parameters())[name].requires_grad_() for name in names]
-    f = forward(model)
-    Jw, total = torch.zeros(len(w), f.numel()).to(f), torch.zeros(len(u), w.shape[1]).to(f)
-    for i, output in enumerate(f.reshape(-1)):
-        grads = torch.autograd.grad(output, chosen, retain_graph=True, allow_unused=True)
-        dense = [torch.zeros_like(p) if g is None else g.to_dense() for g, p in zip(grads, chosen)]
-        row = torch.cat([g.reshape(-1) for g in dense])
-        Jw[:, i] = w @ row
-        total += u.flatten(1)[:, i : i + 1] * row
-    return f.detach(), Jw.view(len(w), *f.shape), total
-
-
-def check(model, x, selection=None, forward_fn=None, class_dim=-1, rtol=1e-7):
-    """Compare one and three columns with plain reverse mode; return what the probe found."""
-    linear = linear_model(model, selection, forward_fn, class_dim)
-    module, names = linear.network.module, linear.layout.names
-    before = copy.deepcopy(module.state_dict())
-    report = linear.probe(x)
-
-    def forward(module):
-        return (forward_fn or default_forward)(module, x).movedim(class_dim, -1)
-
-    generator = torch.Generator().manual_seed(1)
-    with linear.network.guarded():
-        shape = linear.outputs(x).shape
-    w = torch.randn(3, linear.layout.size, generator=generator, dtype=torch.float64)
-    u = torch.randn(3, *shape, generator=generator, dtype=torch.float64)
-    expected = plain_products(module, names, forward, w, u)
-    for columns in (1, 3):
-        f, Jw, total = products(linear, x, w[:columns], u[:columns])
-        assert_close(f, expected[0], rtol=rtol, atol=rtol)
-        assert_close(Jw, expected[1][:columns], rtol=rtol, atol=rtol)
-        assert_close(total, expected[2][:columns], rtol=rtol, atol=rtol)
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, before[name]), name
-    assert report.adjoint_error < rtol
-    return report
-
-
-def mlp(*extra):
-    torch.manual_seed(0)
-    layers = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2), *extra
-    return nn.Sequential(*layers).double()
-
-
-X = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def test_products_equal_plain_reverse_mode():

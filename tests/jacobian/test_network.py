@@ -4,7 +4,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from test_linear_model import X, check, linear_model, mlp, products
+from jacobians import X, check, linear_model, mlp, products
 from torch import nn
 from torch.nn import functional as F
 from torch.profiler import profile

@@ -2,8 +2,16 @@
 
 import pytest
 import torch
-from test_linear_model import check, linear_model
-from test_own_tangents import Written, check_bfloat16, choices, drawn, prepared, shared_pass
+from jacobians import (
+    Written,
+    check,
+    check_bfloat16,
+    choices,
+    drawn,
+    linear_model,
+    prepared,
+    shared_pass,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close

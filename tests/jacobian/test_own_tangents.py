@@ -6,10 +6,18 @@ import weakref
 
 import pytest
 import torch
-from test_linear_model import check, linear_model
+from jacobians import (
+    Written,
+    check,
+    check_bfloat16,
+    choices,
+    drawn,
+    linear_model,
+    prepared,
+    shared_pass,
+)
 from torch import nn
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_lla_em.jacobian import own_tangents
 from torch_lla_em.jacobian.own_tangents import _RULES, OwnTangents
@@ -21,20 +29,6 @@ def images(*layers):
     """A small residual network around some layers that keep 4 channels of 5 x 5."""
     body = nn.Sequential(nn.Conv2d(2, 4, 3), *layers, nn.ReLU(inplace=True), nn.Flatten())
     return prepared(nn.Sequential(body, nn.Linear(100, 3)))
-
-
-def prepared(model):
-    """In double precision, with weights and statistics that are not those of a fresh layer."""
-    generator = torch.Generator().manual_seed(2)
-    for name, tensor in model.double().state_dict().items():
-        if tensor.is_floating_point():
-            drawn = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) / 3
-            tensor.copy_(1 + drawn.abs() if name.endswith(("var", "norm.weight")) else drawn)
-    return model.eval()
-
-
-def drawn(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 class Named(nn.Module):
@@ -100,14 +94,6 @@ MODELS = {
 }
 
 
-def choices(model):
-    """Sets of random weights: the default, all, those of matrices, and the others."""
-    parameters = dict(model.named_parameters())
-    matrices = [name for name, p in parameters.items() if p.dim() > 1]
-    others = [name for name in parameters if name not in matrices]
-    return [names for names in (None, list(parameters), matrices, others) if names is None or names]
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_products_are_those_of_the_dense_jacobian(name):
     make, shape = MODELS[name]
@@ -142,19 +128,6 @@ def pixels():
 @pytest.fixture(params=["tokens", "pixels"])
 def network(request):
     return request.getfixturevalue(request.param)
-
-
-class Written(TorchDispatchMode):
-    """Counts the numbers that operations write."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        views = (a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
-        if isinstance(result, torch.Tensor) and not any(views):
-            self.numbers += result.numel()
-        return result
 
 
 def written(model, x, allowed):
@@ -246,15 +219,6 @@ def test_what_is_differentiated_in_x_takes_torchs(network):
     assert_close(*gradients)
 
 
-def shared_pass(model, x):
-    """The outputs and a tangent, as a graph is recorded for Jᵀ u, and the network."""
-    network = linear_model(model).network
-    weights = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
-    with network.guarded(), torch.enable_grad(), network.own_tangents.final():
-        function = network.function(x, tuple(weights))
-        return *torch.func.jvp(function, (weights,), (copy.deepcopy(weights),)), network
-
-
 def test_tangents_of_a_shared_pass_are_in_no_graph(tokens):
     f, tangent, _ = shared_pass(tokens[0][:3], tokens[1])
     assert f.requires_grad and not tangent.requires_grad
@@ -292,19 +256,6 @@ def test_inputs_may_have_columns_too(rows_inside, tokens):
         mapped = torch.vmap(torch.vmap(push, inner), outer)(x, tangents)
     assert network.own_tangents.used
     assert_close(mapped if rows_inside else mapped.transpose(0, 1), expected)
-
-
-def check_bfloat16(model, x):
-    """Compare products in bfloat16 with those in float32, of all weights."""
-    linear = linear_model(model, [name for name, _ in model.named_parameters()])
-    w = drawn(3, linear.layout.size).float()
-    with linear.network.guarded():
-        exact = linear.jvp(x, w)[1]
-        with linear.network.computing("bfloat16"):
-            low = [linear.jvp(x, w[:count])[1].float() for count in (1, 3)]
-    for product in low:
-        error = (product - exact[: len(product)]).norm() / exact[: len(product)].norm()
-        assert 1e-4 < error < 0.02
 
 
 def test_bfloat16_products_are_near(network):

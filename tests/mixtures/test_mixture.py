@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from clusters import draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Dirichlet, MultivariateNormal, Wishart
@@ -19,18 +20,6 @@ from torch_lla_em.mixtures.mixture import (
 from torch_lla_em.mixtures.rows import Rows, survey
 
 torch.set_num_threads(1)
-
-
-def draw(seed=0, n=300, dim=3, num_components=3, dtype=torch.float64):
-    """Overlapping clusters away from the origin, with columns of unlike scale."""
-    generator = torch.Generator().manual_seed(seed)
-    normal = {"generator": generator, "dtype": torch.float64}
-    centres = 2 * torch.randn(num_components, dim, **normal)
-    roots = torch.randn(num_components, dim, dim, **normal)
-    owner = torch.randint(num_components, (n,), generator=generator)
-    noise = torch.randn(n, dim, 1, **normal)
-    x = centres[owner] + (roots[owner] @ noise)[..., 0]
-    return (x * torch.logspace(-1, 1, dim) + 7).to(dtype)
 
 
 def as_matrices(parameters, structure):

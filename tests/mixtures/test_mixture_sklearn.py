@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from test_mixture import draw
+from clusters import draw
 from torch.special import gammaln
 
 from torch_lla_em.mixtures.mixture import (

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from test_mixture import draw
+from clusters import draw
 from torch.distributions import Dirichlet, MultivariateNormal, StudentT, Wishart
 
 from torch_lla_em.mixtures.blocks import STRUCTURES, Blocks

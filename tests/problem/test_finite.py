@@ -4,32 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from models import Bent
 from tiny import tiny
-from torch import nn
 
 from torch_lla_em import Compute, LinearisedLaplace
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem.finite import Finite
 
 CUTS = 7, 14, 21
-
-
-class Bent(nn.Module):
-    """A network with finite outputs, and no derivative where an input is 0: in one way, or both."""
-
-    def __init__(self, net, backwards_only=False, calls=0):
-        super().__init__()
-        self.net, self.weight = net, nn.Parameter(torch.ones(3).double())
-        self.backwards_only, self.calls = backwards_only, [calls]
-
-    def forward(self, x):
-        self.calls[0] -= 1
-        if self.calls[0] >= 0:
-            return self.net(x)
-        z = x[:, :1] * self.weight
-        if self.backwards_only:  # forward mode takes the other side, backward mode 0 times infinity
-            return self.net(x) + torch.where(z > 0, z.abs().sqrt(), 0.0 * z)
-        return self.net(x) + z.abs().sqrt()
 
 
 def bent(name, backwards_only=False):

@@ -1,0 +1,83 @@
+"""Fits whose loaders break off, kill their process or lose a worker."""
+
+import os
+
+import torch
+from tiny import tiny
+
+from torch_lla_em import BlockCG, Compute, FunctionSpace, LinearisedLaplace
+
+
+class Fuse:
+    """A loader that kills its process, or raises, in the middle of some pass."""
+
+    def __init__(self, passes, with_signal=None):
+        self.passes_left = passes
+        self.with_signal = with_signal
+
+    def __iter__(self):
+        case = tiny("classification")
+        batches = list(zip(case.x.split(7), case.y.split(7)))
+        yield from batches[:2]
+        if self.passes_left == 0:
+            if self.with_signal is None:
+                raise InterruptedError
+            os.kill(os.getpid(), self.with_signal)
+        self.passes_left -= 1
+        yield from batches[2:]
+
+
+SOLVERS = {"krylov": None, "cg": BlockCG(), "function space": FunctionSpace()}
+
+
+READ = Compute(keep_data=False)  # at every pass, so that the loaders can break it
+
+
+def fit(solver, loader, folder, **options):
+    name = options.pop("likelihood", "classification")
+    options = {"num_samples": 4, "solver": SOLVERS[solver], "compute": READ, **options}
+    la = LinearisedLaplace(tiny(name).model, name, **options)
+    return la.fit(loader, progress_bar=False, checkpoint=folder)
+
+
+class Rationed:
+    """A loader of five batches a pass that raises after so many batches in all."""
+
+    def __init__(self, batches, likelihood="classification", shuffled=False):
+        self.left, self.case, self.shuffled = batches, tiny(likelihood), shuffled
+
+    def __iter__(self):
+        x, y = self.case.x, self.case.y
+        order = torch.randperm(len(x)) if self.shuffled else torch.arange(len(x))
+        for rows in order.tensor_split(5):
+            if self.left == 0:
+                raise InterruptedError
+            self.left -= 1
+            yield x[rows], y[rows]
+
+
+class DyingWorker(torch.utils.data.Dataset):
+    """A data set whose worker processes end when they are told to."""
+
+    def __init__(self, healthy_reads):
+        self.case, self.left = tiny("classification"), healthy_reads
+
+    def __len__(self):
+        return len(self.case.x)
+
+    def __getitem__(self, row):
+        if row == len(self) - 1 and self.left.value >= 0:
+            self.left.value -= 1
+            if self.left.value < 0:
+                os._exit(1)
+        return self.case.x[row], self.case.y[row]
+
+
+def fit_with_a_worker(passes, folder):
+    left = torch.multiprocessing.get_context("fork").Value("i", passes)
+    data = DyingWorker(left)
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=7, num_workers=1, multiprocessing_context="fork"
+    )
+    la = LinearisedLaplace(data.case.model, "classification", num_samples=4, compute=READ)
+    return la.fit(loader, progress_bar=False, checkpoint=folder)

@@ -1,0 +1,140 @@
+"""Products of a network's Jacobian, and the same by plain reverse mode, row by row."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_lla_em.jacobian.linear_model import LinearModel
+from torch_lla_em.jacobian.network import Network, default_forward
+from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
+
+
+def linear_model(model, selection=None, forward_fn=None, class_dim=-1):
+    network = Network(model, forward_fn, class_dim)
+    names = select_parameters(network.module, selection)
+    return LinearModel(network, ParameterLayout.of(network.module, names))
+
+
+def products(linear, x, w, u):
+    """f, J w and Jᵀ u as a caller takes them: one preparation a batch."""
+    total = torch.zeros(len(u), linear.layout.size, dtype=w.dtype)
+    with linear.network.guarded():
+        x = linear.prepare(x)
+        f, Jw = linear.jvp(x, w)
+        again, add_pullback = linear.vjp(x)
+        add_pullback(u, total)
+        assert_close(f, linear.outputs(x), rtol=0, atol=0)
+        assert_close(f, again)
+    assert not (f.requires_grad or Jw.requires_grad or total.requires_grad)
+    return f, Jw, total
+
+
+def plain_products(model, names, forward, w, u):
+    """f, J w and Jᵀ u from the rows of J, each by one backward pass of the model itself."""
+    model = copy.deepcopy(model).eval().requires_grad_(False)
+    chosen = [dict(model.named_parameters())[name].requires_grad_() for name in names]
+    f = forward(model)
+    Jw, total = torch.zeros(len(w), f.numel()).to(f), torch.zeros(len(u), w.shape[1]).to(f)
+    for i, output in enumerate(f.reshape(-1)):
+        grads = torch.autograd.grad(output, chosen, retain_graph=True, allow_unused=True)
+        dense = [torch.zeros_like(p) if g is None else g.to_dense() for g, p in zip(grads, chosen)]
+        row = torch.cat([g.reshape(-1) for g in dense])
+        Jw[:, i] = w @ row
+        total += u.flatten(1)[:, i : i + 1] * row
+    return f.detach(), Jw.view(len(w), *f.shape), total
+
+
+def check(model, x, selection=None, forward_fn=None, class_dim=-1, rtol=1e-7):
+    """Compare one and three columns with plain reverse mode; return what the probe found."""
+    linear = linear_model(model, selection, forward_fn, class_dim)
+    module, names = linear.network.module, linear.layout.names
+    before = copy.deepcopy(module.state_dict())
+    report = linear.probe(x)
+
+    def forward(module):
+        return (forward_fn or default_forward)(module, x).movedim(class_dim, -1)
+
+    generator = torch.Generator().manual_seed(1)
+    with linear.network.guarded():
+        shape = linear.outputs(x).shape
+    w = torch.randn(3, linear.layout.size, generator=generator, dtype=torch.float64)
+    u = torch.randn(3, *shape, generator=generator, dtype=torch.float64)
+    expected = plain_products(module, names, forward, w, u)
+    for columns in (1, 3):
+        f, Jw, total = products(linear, x, w[:columns], u[:columns])
+        assert_close(f, expected[0], rtol=rtol, atol=rtol)
+        assert_close(Jw, expected[1][:columns], rtol=rtol, atol=rtol)
+        assert_close(total, expected[2][:columns], rtol=rtol, atol=rtol)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert report.adjoint_error < rtol
+    return report
+
+
+def mlp(*extra):
+    torch.manual_seed(0)
+    layers = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2), *extra
+    return nn.Sequential(*layers).double()
+
+
+X = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def prepared(model):
+    """In double precision, with weights and statistics that are not those of a fresh layer."""
+    generator = torch.Generator().manual_seed(2)
+    for name, tensor in model.double().state_dict().items():
+        if tensor.is_floating_point():
+            drawn = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) / 3
+            tensor.copy_(1 + drawn.abs() if name.endswith(("var", "norm.weight")) else drawn)
+    return model.eval()
+
+
+def drawn(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def choices(model):
+    """Sets of random weights: the default, all, those of matrices, and the others."""
+    parameters = dict(model.named_parameters())
+    matrices = [name for name, p in parameters.items() if p.dim() > 1]
+    others = [name for name in parameters if name not in matrices]
+    return [names for names in (None, list(parameters), matrices, others) if names is None or names]
+
+
+class Written(TorchDispatchMode):
+    """Counts the numbers that operations write."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        views = (a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
+        if isinstance(result, torch.Tensor) and not any(views):
+            self.numbers += result.numel()
+        return result
+
+
+def shared_pass(model, x):
+    """The outputs and a tangent, as a graph is recorded for Jᵀ u, and the network."""
+    network = linear_model(model).network
+    weights = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+    with network.guarded(), torch.enable_grad(), network.own_tangents.final():
+        function = network.function(x, tuple(weights))
+        return *torch.func.jvp(function, (weights,), (copy.deepcopy(weights),)), network
+
+
+def check_bfloat16(model, x):
+    """Compare products in bfloat16 with those in float32, of all weights."""
+    linear = linear_model(model, [name for name, _ in model.named_parameters()])
+    w = drawn(3, linear.layout.size).float()
+    with linear.network.guarded():
+        exact = linear.jvp(x, w)[1]
+        with linear.network.computing("bfloat16"):
+            low = [linear.jvp(x, w[:count])[1].float() for count in (1, 3)]
+    for product in low:
+        error = (product - exact[: len(product)]).norm() / exact[: len(product)].norm()
+        assert 1e-4 < error < 0.02

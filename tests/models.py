@@ -1,0 +1,34 @@
+"""Networks that several tests look at."""
+
+import torch
+from torch import nn
+
+
+def small_cnn():
+    torch.manual_seed(0)
+    head = nn.Linear(4 * 9, 3)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), head)
+
+
+def images(n=40):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 1, 8, 8, generator=generator)
+    return [(x, torch.randint(0, 3, (n,), generator=generator))]
+
+
+class Bent(nn.Module):
+    """A network with finite outputs, and no derivative where an input is 0: in one way, or both."""
+
+    def __init__(self, net, backwards_only=False, calls=0):
+        super().__init__()
+        self.net, self.weight = net, nn.Parameter(torch.ones(3).double())
+        self.backwards_only, self.calls = backwards_only, [calls]
+
+    def forward(self, x):
+        self.calls[0] -= 1
+        if self.calls[0] >= 0:
+            return self.net(x)
+        z = x[:, :1] * self.weight
+        if self.backwards_only:  # forward mode takes the other side, backward mode 0 times infinity
+            return self.net(x) + torch.where(z > 0, z.abs().sqrt(), 0.0 * z)
+        return self.net(x) + z.abs().sqrt()

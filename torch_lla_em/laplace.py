@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -12,10 +12,21 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import FORMAT, FirstOutputs, PassLog, RecordedProblem, SharedLog
-from torch_lla_em.data import Chain, Data, TargetFn
+from torch_lla_em.data import Chain, Data, TargetFn, inputs_of, map_tensors, to_device
 from torch_lla_em.distributed import SHARDS, compare_ranks, share_path, spread_of
 from torch_lla_em.history import record_of, summary_of
-from torch_lla_em.inference import Earlier, EMState, FitOptions, Solver, fit_posterior
+from torch_lla_em.inference import (
+    Curve,
+    Earlier,
+    EMState,
+    Estimate,
+    FitOptions,
+    Modes,
+    Posterior,
+    Solver,
+    curve,
+    fit_posterior,
+)
 from torch_lla_em.jacobian import (
     ForwardFn,
     LinearModel,
@@ -34,10 +45,11 @@ from torch_lla_em.likelihoods import (
     preferred,
     tempered,
 )
-from torch_lla_em.prediction import NotFittedError, PredictivePosterior, check_choice
-from torch_lla_em.problem import Problem
-from torch_lla_em.runtime import Compute, Group, group_of, leaving_cleanly, tf32
+from torch_lla_em.prediction import NotFittedError, Prediction, calibrated, mixed, stored
+from torch_lla_em.problem import Problem, place_of_vectors
+from torch_lla_em.runtime import Compute, Group, free_memory, group_of, leaving_cleanly, tf32
 from torch_lla_em.runtime import records as persistence
+from torch_lla_em.solvers import Spectrum
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -56,7 +68,7 @@ class _Wish(NamedTuple):
     override: bool
 
 
-class LinearisedLaplace(PredictivePosterior):
+class LinearisedLaplace(nn.Module):
     """The linearised Laplace posterior of a trained network, by samples.
 
     ``fit`` learns the prior precision (and the noise of a regression) by EM and draws
@@ -87,7 +99,10 @@ class LinearisedLaplace(PredictivePosterior):
     ):
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a trained nn.Module, not {type(model).__name__}.")
-        super().__init__(model)
+        super().__init__()
+        object.__setattr__(
+            self, "model", model
+        )  # its weights are the user's, no part of this state
         check_choice("prior", prior, ("scalar", "layerwise"))
         check_choice("curvature", curvature, ("network", "linear"))
         if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
@@ -105,6 +120,14 @@ class LinearisedLaplace(PredictivePosterior):
         self.prior, self.g_prior, self.curvature = prior, g_prior, curvature
         self.num_samples, self.tolerance, self.seed = num_samples, tolerance, seed
         self.solver, self.target_fn, self.compute = solver, target_fn, compute
+        self.history: list[dict[str, Any]] = []
+        self.mean = "network"
+        """What predictions are around: "network" or "linear", as ``calibrate`` found better."""
+
+        self.num_data: int | None = None
+        for name in stored.TENSORS:
+            self.register_buffer(name, None)
+        self._versions: dict[str, int] | None = {}
         self._shard: str | None = None
         self._loaders: Chain | None = None
         self._earlier: Earlier | None = None
@@ -239,12 +262,6 @@ class LinearisedLaplace(PredictivePosterior):
         if data.group.rank == 0:
             log.compare(outputs)
 
-    def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
-        """Take over a posterior; refused where the network is not the one it was fitted to."""
-        super().load_state_dict(state, strict)
-        self.num_samples = len(self.w_samples)
-        self._loaders = self._earlier = None
-
     def _start(
         self, prior_precision: float | Tensor | None, em_steps: int, more: bool
     ) -> Tensor | None:
@@ -309,6 +326,221 @@ class LinearisedLaplace(PredictivePosterior):
             **settings,
         }
 
+    def forward(
+        self, x: Any, link_approx: str = "mc", generator: torch.Generator | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return E[y] (probabilities, rates); for regression (mean, variance with the noise).
+
+        ``"mc"`` averages over the samples, or over as many fresh ones from a generator;
+        ``"probit"`` uses the variance alone, ``"probit_shared"`` one variance for all classes,
+        which keeps the most probable one.
+        """
+        check_choice("link_approx", link_approx, ("mc", "probit", "probit_shared"))
+        prediction = self.predict(x, generator=generator)
+        if self.likelihood.real_valued:
+            return tuple(prediction.moments())
+        if link_approx == "mc":
+            return prediction.expectation
+        return prediction.smoothed(shared=link_approx == "probit_shared")
+
+    def predict(
+        self, x: Any, mean: str | None = None, generator: torch.Generator | None = None
+    ) -> Prediction:
+        """Return the predictive distribution at x, around f(x) or around J(x) w_lin.
+
+        ``mean`` is "network", "linear", or what ``calibrate`` chose (the network, before it).
+        """
+        mean = mean or self.mean
+        check_choice("mean", mean, ("network", "linear"))
+        self._require_fit()
+        f, Jw = self._push_forward(x, torch.cat([self.w_lin[None], self.w_samples]))
+        deviations = self.posterior_scale.sqrt().to(Jw) * Jw[1:]
+        if generator is not None:
+            deviations = mixed(deviations, generator)
+        centre = f if mean == "network" else Jw[0]
+        if mean == self.mean:
+            centre = self.mean_factor.to(centre) * centre
+        class_dim = self._linear_model.network.class_dim
+        return Prediction(self.likelihood, centre, deviations, class_dim)
+
+    def functional_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
+        """Return the mean + √τ J(x) w_k, shape (K, B, C): joint over the inputs."""
+        return self.predict(x, generator=generator).samples
+
+    def predictive_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
+        """Return the functional samples after the link, shape (K, B, C)."""
+        return self.predict(x, generator=generator).predictive_samples
+
+    def function_sample(self, k: int) -> Callable[[Any], Tensor]:
+        """Return the k-th function of the posterior, x -> (B, C): the same at every call."""
+        self._require_fit()
+        if not -self.num_samples <= k < self.num_samples:
+            raise IndexError(f"There are {self.num_samples} samples: k runs from 0, not to {k}.")
+
+        linear, factor = self.mean == "linear", self.mean_factor.clone()
+        w = self.posterior_scale.sqrt().to(self.w_lin) * self.w_samples[k][None]
+        if linear:
+            w = w + factor.to(w) * self.w_lin
+
+        def sample(x: Any) -> Tensor:
+            f, Jw = self._push_forward(x, w)
+            class_dim = self._linear_model.network.class_dim
+            centre = torch.zeros_like(f) if linear else factor.to(f) * f
+            return Prediction(self.likelihood, centre, Jw, class_dim).samples[0]
+
+        return sample
+
+    def joint_log_prob(self, x: Any, y: Tensor, mean: str | None = None) -> Tensor:
+        """Return log p(y_1..y_B | x_1..x_B), shape ()."""
+        return self.predict(x, mean).joint_log_prob(y)
+
+    def calibrate(self, loader: Iterable[Any], mean: str | None = None) -> LinearisedLaplace:
+        """Fit the posterior scale τ to held-out data; one pass.
+
+        Where outputs are scores of classes, a factor of the mean goes with it. Unless a mean
+        is given, it is that of the linear model, or of the network where this is the better
+        one by more than four standard errors. Where several ranks have fitted together, all of
+        them call it together.
+        """
+        self._require_fit()
+        means = ("network", "linear") if mean is None else (mean,)
+        for name in means:
+            check_choice("mean", name, ("network", "linear"))
+        with group_of(self._shard).joined() as group:
+            data = Data(loader, self._device, self.target_fn, group)
+            problem = Problem(self._linear_model, self.likelihood, data)
+            columns = torch.cat([self.w_lin[None], self.w_samples])
+            self.mean, best = calibrated(problem, columns, means)
+        self.posterior_scale = torch.full_like(self.posterior_scale, best.scale)
+        self.mean_factor = torch.full_like(self.mean_factor, best.factor)
+        return self
+
+    def log_marginal_likelihood(self) -> Estimate:
+        """Return log p(y | λ, σ) of the linear model, with its standard error over samples."""
+        self._require_fit()
+        return Estimate(*self._log_evidence)
+
+    def curve(self, precisions: Iterable[float] | Tensor) -> Curve:
+        """Return γ and the log evidence over a grid of λ, without a pass over data.
+
+        The evidence of a non-Gaussian likelihood is known where EM went and half a decade
+        either side of λ*, and NaN beyond.
+        """
+        self._require_fit()
+        if self._eigenvalues is None:
+            raise ValueError(
+                "The curve needs one λ and the block-Krylov solver: fit with prior='scalar', one "
+                "sigma_noise and solver=None."
+            )
+        precisions = torch.as_tensor(precisions, dtype=torch.float64)
+        if precisions.dim() != 1 or not (precisions > 0).all():
+            raise ValueError("precisions must be a list of positive numbers.")
+        spectrum = Spectrum(self._eigenvalues, self._xi_coordinates, self._eta_coordinates)
+        spectrum = Spectrum(*(tensor.double().cpu() for tensor in spectrum))
+        gamma, evidence = curve(spectrum, Modes(*self._modes.double().cpu()), precisions)
+        path = torch.tensor([record["prior_precision"] for record in self.history])
+        return Curve(precisions, gamma, evidence, path, self.prior_precision.item())
+
+    def _push_forward(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
+        network = self._linear_model.network
+        x = to_device(inputs_of(x) if isinstance(x, Mapping) else x, network.device)
+        differentiate = torch.is_grad_enabled() and _requires_grad(x)
+        with network.guarded(), torch.set_grad_enabled(differentiate):
+            return self._linear_model.jvp(self._linear_model.prepare(x), w)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return the posterior as tensors, with a version and the network's fingerprint."""
+        self._require_fit()
+        record = {
+            "likelihood": type(self.likelihood).__name__,
+            "num_data": self.num_data,
+            "history": self.history,
+            "mean": self.mean,
+        }
+        tensors = {name: getattr(self, name) for name in stored.TENSORS}
+        return stored.state_of(tensors, record, self._linear_model)
+
+    def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
+        """Take over a posterior; refused where the network is not the one it was fitted to."""
+        tensors, record = stored.checked(state, self._linear_model, self.likelihood)
+        size = state["w_samples"].nbytes
+        place = place_of_vectors(size, self.compute, self._device, free_memory(self._device))
+        for name, tensor in tensors.items():
+            setattr(self, name, None if tensor is None else tensor.to(place, copy=True))
+        self.history, self.num_data = record["history"], record["num_data"]
+        self.mean = record.get("mean", "network")
+        if self.sigma_noise is not None:
+            self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
+        self.num_samples = len(self.w_samples)
+        self._loaders = self._earlier = None
+        self._versions = self._linear_model.network.versions()
+
+    def save(self, path: str | PathLike) -> None:
+        """Write the posterior to a file, without the network."""
+        options = {**self._options(), **stored.likelihood_option(self._given_likelihood)}
+        stored.write(self.state_dict(), path, options)
+
+    @classmethod
+    def load(cls, path: str | PathLike, model: nn.Module, **options: Any) -> LinearisedLaplace:
+        """Return a saved posterior on its network.
+
+        What tensors cannot hold (a likelihood of your own, forward_fn, target_fn, solver) is
+        passed again, as ``options``.
+        """
+        state, options = stored.read(path, model, options)
+        la = cls(model, options.pop("likelihood"), **options)
+        la.load_state_dict(state)
+        return la
+
+    def train(self, mode: bool = True) -> LinearisedLaplace:
+        """Set this object's own flag; predictions always run the network in eval mode."""
+        self.training = mode
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies of a network count their changes anew; say whether they are up to date."""
+        current = self._versions == self._linear_model.network.versions()
+        return {**self.__dict__, "_versions": None if current else self._versions}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._versions is None:
+            self._versions = self._linear_model.network.versions()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearisedLaplace:
+        """Move posterior and network together."""
+        super()._apply(fn, recurse)
+        self.model._apply(fn, recurse)
+        if self.w_lin is not None:
+            self._versions = self._linear_model.network.versions()
+        return self
+
+    def _store(self, posterior: Posterior, history: list[dict[str, Any]], num_data: int) -> None:
+        for name, tensor in stored.tensors_of(posterior).items():
+            setattr(self, name, tensor)
+        self.mean, self.history, self.num_data = "network", history, num_data
+        if self.sigma_noise is not None:
+            self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
+        elif isinstance(self._given_likelihood, Regression):  # tempered, so its noise stays
+            self.likelihood = self._given_likelihood
+            self.sigma_noise = self.likelihood.sigma_noise.to(self.w_lin.device)
+        self._versions = self._linear_model.network.versions()
+
+    def _require_fit(self) -> None:
+        if self.w_lin is None:
+            raise NotFittedError(
+                "There is no posterior yet: call la.fit(train_loader), or la.load_state_dict(state)."
+            )
+        if self._versions != self._linear_model.network.versions():
+            raise NotFittedError(
+                "The network's weights have changed since the fit, so the posterior is not theirs: "
+                "call la.fit(train_loader) again."
+            )
+
+    @property
+    def _device(self) -> torch.device:
+        return self._linear_model.network.device
+
 
 def _linear_model(
     network: Network, parameters: Selection, last_layer: str | None = None
@@ -322,3 +554,15 @@ def _likelihood(likelihood: str | Likelihood, sigma_noise: float | Tensor) -> Li
         return likelihood
     check_choice("likelihood", likelihood, tuple(LIKELIHOODS))
     return Regression(sigma_noise) if likelihood == "regression" else LIKELIHOODS[likelihood]()
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        expected = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name}={value!r} is not known: choose one of {expected}.")
+
+
+def _requires_grad(x: Any) -> bool:
+    found: list[bool] = []
+    map_tensors(lambda tensor: found.append(tensor.requires_grad), x)
+    return any(found)

@@ -16,6 +16,11 @@ from torchmetrics.functional.classification import (
 )
 
 _LABELS, _BATCHES = 10, 2000
+_NINETY = 1.6449
+"""Standard deviations on either side of the mean that hold 90 % of a Gaussian."""
+
+Groups = dict[str, Tensor]
+"""Name of a joint score -> the rows that are scored together."""
 
 
 @dataclass(frozen=True)
@@ -51,25 +56,25 @@ class Classes:
         """Return the mean NLL of single labels."""
         return F.nll_loss(self.log_probs, y).item()
 
-    def joint_dyadic(self, y: Tensor) -> float:
-        """Return the NLL per label of ten labels at two anchors."""
-        return _joint(self._per_sample(y)[:, _anchors(len(y))])
+    def joint(self, y: Tensor, groups: Tensor) -> float:
+        """Return the joint NLL per label of groups of rows, (G, labels)."""
+        index = y.expand(len(self.samples), -1)[..., None]
+        per_sample = self.samples.log_softmax(-1).gather(-1, index)[..., 0].double()
+        together = per_sample[:, groups].sum(-1).logsumexp(0) - log(len(per_sample))
+        return -together.mean().item() / groups.shape[-1]
 
-    def scores(self, y: Tensor) -> dict[str, float]:
+    def scores(self, y: Tensor, groups: Groups | None = None) -> dict[str, float]:
         """Return what the labels say of the predictions."""
         p, classes = self.log_probs.exp(), self.log_probs.shape[-1]
+        if groups is None:
+            groups = {"joint_dyadic": dyadic(len(y)), "joint_ten": _tens(len(y))}
         return {
             "accuracy": multiclass_accuracy(p, y, classes, average="micro").item(),
             "nll": self.nll(y),
             "ece": multiclass_calibration_error(p, y, classes, n_bins=15).item(),
             "brier": (p - F.one_hot(y, classes)).square().sum(-1).mean().item(),
-            "joint_dyadic": self.joint_dyadic(y),
-            "joint_ten": _joint(self._per_sample(y)[:, _tens(len(y))]),
+            **{name: self.joint(y, rows) for name, rows in groups.items()},
         }
-
-    def _per_sample(self, y: Tensor) -> Tensor:
-        index = y.expand(len(self.samples), -1)[..., None]
-        return self.samples.log_softmax(-1).gather(-1, index)[..., 0].double()
 
 
 @dataclass(frozen=True)
@@ -95,24 +100,25 @@ class Numbers:
     def unfamiliarity(self) -> Tensor:
         return self.covariance.diagonal()
 
-    def scores(self, y: Tensor) -> dict[str, float]:
+    def scores(self, y: Tensor, groups: Groups | None = None) -> dict[str, float]:
         """Return what the targets say of the predictions."""
-        y = y.flatten()
+        y, groups = y.flatten(), {"joint_ten": _tens(len(y))} if groups is None else groups
         variance = self.covariance.diagonal() + self.sigma**2
         terms = (y - self.mean) ** 2 / variance + variance.log() + log(2 * pi)
         return {
             "rmse": mean_squared_error(self.mean, y, squared=False).item(),
             "nll": 0.5 * terms.mean().item(),
-            "joint_ten": self._joint(y),
+            "coverage": ((y - self.mean) ** 2 < _NINETY**2 * variance).double().mean().item(),
+            **{name: self.joint(y, rows) for name, rows in groups.items()},
         }
 
-    def _joint(self, y: Tensor) -> float:
-        index = _tens(len(y))
-        eye = self.sigma**2 * torch.eye(_LABELS, dtype=torch.float64)
+    def joint(self, y: Tensor, index: Tensor) -> float:
+        """Return the joint NLL per target of groups of different rows, (G, targets)."""
+        eye = self.sigma**2 * torch.eye(index.shape[-1], dtype=torch.float64)
         blocks = self.covariance.double()[index[:, :, None], index[:, None]] + eye
         blocks = 0.5 * (blocks + blocks.mT)
         normal = torch.distributions.MultivariateNormal(self.mean.double()[index], blocks)
-        return -normal.log_prob(y.double()[index]).mean().item() / _LABELS
+        return -normal.log_prob(y.double()[index]).mean().item() / index.shape[-1]
 
 
 def auroc(familiar: Tensor, shifted: Tensor) -> float:
@@ -124,14 +130,15 @@ def auroc(familiar: Tensor, shifted: Tensor) -> float:
     return binary_auroc(ranks / ranks.max().clamp_min(1), target).item()
 
 
-def _joint(log_prob: Tensor) -> float:
-    """Return the NLL per label of (S, batches, labels)."""
-    joint = log_prob.sum(-1).logsumexp(0) - log(len(log_prob))
-    return -joint.mean().item() / log_prob.shape[-1]
+def neighbours(x: Tensor, count: int = 200) -> Tensor:
+    """Return groups of rows, each a random one and its nearest ones, (count, ten)."""
+    generator = torch.Generator().manual_seed(2)
+    anchors = torch.randperm(len(x), generator=generator)[:count]
+    return torch.cdist(x.flatten(1)[anchors], x.flatten(1)).argsort(1)[:, :_LABELS]
 
 
 @cache
-def _anchors(rows: int) -> Tensor:
+def dyadic(rows: int) -> Tensor:
     """Return ten labels drawn with replacement from two anchors (Osband et al., 2022)."""
     generator = torch.Generator().manual_seed(0)
     pairs = torch.rand(_BATCHES, rows, generator=generator).argsort(1)[:, :2]

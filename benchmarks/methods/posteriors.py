@@ -30,7 +30,7 @@ def laplace_torch(subset: str, structure: str, setting: Setting) -> dict[str, Pr
     )
     la.fit(setting.loader)
     if regression:
-        _tune_with_noise(la, 5 if setting.quick else 100)
+        tune_with_noise(la, 5 if setting.quick else 100)
     else:
         la.optimize_prior_precision(method="marglik", n_steps=5 if setting.quick else 100)
 
@@ -128,7 +128,7 @@ def _log_softmax(f: Tensor, y: Tensor) -> Tensor:
     return f.log_softmax(-1).gather(-1, y[None])[0]
 
 
-def _tune_with_noise(la, steps: int) -> None:
+def tune_with_noise(la, steps: int) -> None:
     """Tune prior and noise together, as laplace-torch's regression example does."""
     log_prior = torch.zeros(1, requires_grad=True)
     log_sigma = torch.zeros(1, requires_grad=True)

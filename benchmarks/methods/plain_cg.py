@@ -1,15 +1,15 @@
 """Conjugate gradients with a Krylov space for every system of its own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.solution import Solution, energies, relative_error
-from torch_lla_em.solvers.space import dots
+from torch_lla_em.solvers import Operator, Solution, Space
+from torch_lla_em.solvers.solution import Task, relative_error
 
-Product = Callable[[Tensor], Tensor]
+dots = Space().dots
 
 
 @dataclass(frozen=True)
@@ -19,20 +19,23 @@ class PlainCG:
     tolerance: float = 1e-2
     max_passes: int = 400
 
-    def solve(self, product: Product, b: Tensor, start: Tensor | None = None) -> Solution:
+    def solve(self, product: Operator, b: Tensor, start: Tensor | None = None) -> Solution:
         """Return X once the residual, by recursion, meets the tolerance; its true one is told."""
         x, passes = torch.zeros_like(b) if start is None else start, 0
         for passes, x, residual in iterates(product, b, start):
             sizes = dots(residual, residual).sqrt()
-            near = relative_error(sizes, energies(x, b, residual)) <= 0.9 * self.tolerance
+            near = (
+                relative_error(sizes, Task(product, b).energies(x, residual))
+                <= 0.9 * self.tolerance
+            )
             if near or passes >= self.max_passes:
                 break
-        residual = b - x - product(x)
-        return Solution.of(x, b, residual, passes + 1, self.tolerance)
+        task = Task(product, b)
+        return task.judge(x, task.residual(x), passes + 1, self.tolerance)
 
 
 def iterates(
-    product: Product, b: Tensor, start: Tensor | None = None
+    product: Operator, b: Tensor, start: Tensor | None = None
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield the number of products so far, x and its residual."""
     if start is None:

@@ -11,9 +11,8 @@ from methods.plain_cg import iterates
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem.operators import WhitenedGGN
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, DivergenceError
+from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, DivergenceError, Operator, Space
 from torch_lla_em.solvers.block_krylov import Shift
-from torch_lla_em.solvers.space import dots
 
 SOLVERS = "block_krylov", "block_cg", "plain_cg", "sgd"
 RATES = 0.03, 0.1, 0.2, 0.5
@@ -27,11 +26,11 @@ State = tuple[float, float, Tensor]
 """Passes of K columns, seconds, x."""
 
 
-class Remembered:
+class Remembered(Operator):
     """A product that knows what it answered, for solvers that ask the same again."""
 
     def __init__(self, product: Callable[[Tensor], Tensor]):
-        self._product = product
+        super().__init__(product)
         self._answers: list[tuple[Tensor, Tensor, float]] = []
         self.begin()
 
@@ -71,7 +70,7 @@ class Race:
         """Return √(Σ_k ‖J (w_k - w_k*)‖²_H / Σ_k ‖J w_k*‖²_H) of the first samples."""
         columns = len(x)
         e = x - self.truth.x[:columns]
-        square = dots(e, self.product(e)).clamp_min(0).sum()
+        square = Space().dots(e, self.product(e)).clamp_min(0).sum()
         return (square / self.truth.energy[:columns].sum()).sqrt().item()
 
     def dims_error(self, x: Tensor, averaged: bool = True) -> float:
@@ -84,7 +83,7 @@ class Race:
         return abs(found / true - 1)
 
     def _dims(self, x: Tensor, averaged: bool) -> float:
-        energy = dots(x, self.product(x)).mean()
+        energy = Space().dots(x, self.product(x)).mean()
         if not averaged:
             return energy.item()
         shrunk = (self.noise.xi[: len(x)] - x).double().square().sum(1).mean()

@@ -15,7 +15,7 @@ from torch_lla_em.inference.expectation import Hyperparameters, IterativeEStep, 
 from torch_lla_em.inference.krylov_e_step import KrylovEStep
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.problem.operators import WhitenedLoss
-from torch_lla_em.solvers import BlockCG, BlockKrylov
+from torch_lla_em.solvers import BlockCG, BlockKrylov, Operator
 from torch_lla_em.solvers.block_krylov import Shift
 from torch_lla_em.solvers.block_lanczos import BlockLanczos
 
@@ -210,7 +210,9 @@ def test_what_rounding_takes_away_is_in_the_certificate():
     G = Q @ (eigenvalues[:, None] * Q.T)
     noise = torch.randn(8, P, generator=generator, dtype=torch.float64)
     xi, eta = noise[:4], (noise[4:] * eigenvalues.sqrt()) @ Q.T
-    krylov = BlockKrylov().factorise(lambda w: w @ G.float(), torch.cat([xi, eta]).float(), 4)
+    krylov = BlockKrylov().factorise(
+        Operator(lambda w: w @ G.float()), torch.cat([xi, eta]).float(), 4
+    )
     while not krylov.lanczos.exhausted:
         krylov.lanczos.extend()
     shift = Shift(precision)
@@ -240,7 +242,7 @@ def test_blocks_that_are_stored_in_bfloat16_keep_the_basis_orthogonal():
     generator = torch.Generator().manual_seed(0)
     R = torch.randn(120, 2000, generator=generator) * torch.logspace(0, -3, 120)[:, None]
     start = torch.randn(8, 2000, generator=generator)
-    lanczos = BlockLanczos(lambda w: w @ R.T @ R, start, storage=torch.bfloat16)
+    lanczos = BlockLanczos(Operator(lambda w: w @ R.T @ R), start, storage=torch.bfloat16)
     for _ in range(8):
         lanczos.extend()
     assert [block.dtype for block in lanczos.basis[-3:]] == [torch.bfloat16] + 2 * [torch.float32]

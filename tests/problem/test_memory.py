@@ -347,19 +347,19 @@ def test_the_cpu_allocator_is_understood():
     assert ended.returncode == 0 and "allocate" in ended.stdout, ended.stderr
 
 
-ROWS = torch.randn(4, 1 << 14, generator=torch.Generator().manual_seed(3))
+SPACE, ROWS = blocks.Space(), torch.randn(4, 1 << 14, generator=torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize(
     "work, outputs",
     [
-        (lambda rows: blocks.gram(rows, rows), 0.0),
-        (lambda rows: blocks.gram(rows, rows, rows[0]), 0.0),
-        (lambda rows: blocks.gram(rows, rows.bfloat16()), 0.5),
-        (lambda rows: blocks.dots(rows, rows), 0.0),
+        (lambda rows: SPACE.gram(rows, rows), 0.0),
+        (lambda rows: SPACE.gram(rows, rows, rows[0]), 0.0),
+        (lambda rows: SPACE.gram(rows, rows.bfloat16()), 0.5),
+        (lambda rows: SPACE.dots(rows, rows), 0.0),
         (lambda rows: blocks.add_combined(rows, torch.eye(4).double(), ROWS, -0.5), 0.0),
         (lambda rows: blocks.add_combined(rows, torch.eye(4), rows.bfloat16()), 0.5),
-        (lambda rows: blocks.orthonormalise(rows), 1.0),
+        (lambda rows: SPACE.orthonormalise(rows), 1.0),
     ],
 )
 def test_work_on_blocks_takes_no_copies_of_them(work, outputs, monkeypatch):
@@ -375,9 +375,9 @@ def test_work_on_blocks_takes_no_copies_of_them(work, outputs, monkeypatch):
 def test_pieces_are_orthonormalised_as_the_whole_is(dependent, monkeypatch):
     rows = ROWS[:, :1000].double()
     rows = torch.cat([rows, rows[:2] - rows[2:]]) if dependent else rows
-    whole = blocks.orthonormalise(rows)
+    whole = SPACE.orthonormalise(rows)
     monkeypatch.setattr(blocks, "_ENTRIES", 1)
-    basis, coefficients = blocks.orthonormalise(rows)
+    basis, coefficients = SPACE.orthonormalise(rows)
     torch.testing.assert_close(basis @ basis.T, torch.eye(4).double())
     torch.testing.assert_close(coefficients @ basis, rows)
     torch.testing.assert_close((basis, coefficients), whole)

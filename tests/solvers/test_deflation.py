@@ -11,7 +11,7 @@ from torch_lla_em.inference.fitting import FitOptions, make_e_step
 from torch_lla_em.inference.posterior_samples import optimise_samples
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.solvers import BlockCG
+from torch_lla_em.solvers import BlockCG, Operator
 from torch_lla_em.solvers.block_lanczos import BlockLanczos
 from torch_lla_em.solvers.deflation import DeflatedCG, Preconditioner, nystrom_features
 
@@ -23,7 +23,7 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-class Whitened:
+class Whitened(Operator):
     """D G D with its products counted."""
 
     def __init__(self, G, deviation):
@@ -46,7 +46,7 @@ def G():
 
 @pytest.fixture
 def features(G):
-    lanczos = BlockLanczos(lambda x: x @ G, randn(2 * K, P))
+    lanczos = BlockLanczos(Operator(lambda x: x @ G), randn(2 * K, P))
     lanczos.extend()
     lanczos.extend()
     return nystrom_features(lanczos)
@@ -63,7 +63,7 @@ def exact(A, b):
 
 
 def test_nystrom_never_exceeds_G_and_is_it_on_the_krylov_space(G):
-    lanczos = BlockLanczos(lambda x: x @ G, randn(2 * K, P))
+    lanczos = BlockLanczos(Operator(lambda x: x @ G), randn(2 * K, P))
     for steps in (1, 2):
         lanczos.extend()
         F = nystrom_features(lanczos)

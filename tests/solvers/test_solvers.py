@@ -13,6 +13,7 @@ from torch_lla_em.solvers import (
     DivergenceError,
     FaultyProductError,
     FunctionSpace,
+    Operator,
 )
 
 P, K = 40, 5
@@ -20,7 +21,7 @@ BLOCK_SOLVERS = [BlockCG, BlockKrylov]
 SOLVERS = [*BLOCK_SOLVERS, FunctionSpace]
 
 
-class Dense:
+class Dense(Operator):
     """A = RᵀR as solvers see it, with its products counted."""
 
     def __init__(self, R, batches=1):
@@ -224,7 +225,7 @@ def test_stagnation_is_logged_with_the_remedy(solver, caplog):
 def test_a_product_that_is_not_symmetric_is_refused(solver):
     skewed = randn(P, P)
     with pytest.raises(FaultyProductError, match="not symmetric.*Fix the model or the loader"):
-        solver().solve(lambda x: x @ skewed, randn(K, P))
+        solver().solve(Operator(lambda x: x @ skewed), randn(K, P))
 
 
 @pytest.mark.parametrize("solver", BLOCK_SOLVERS)
@@ -237,7 +238,7 @@ def test_a_product_that_changes_from_call_to_call_is_not_believed(solver):
         return 50 * (x * kept).flip(1)
 
     with pytest.raises(FaultyProductError, match="changes? from call to call"):
-        solver(tolerance=1e-6).solve(product, randn(K, P))
+        solver(tolerance=1e-6).solve(Operator(product), randn(K, P))
 
 
 @pytest.mark.parametrize("solver", BLOCK_SOLVERS)
@@ -245,14 +246,14 @@ def test_a_product_that_changes_from_call_to_call_is_not_believed(solver):
 def test_negative_curvature_is_refused(solver, columns):
     A = rooted(torch.linspace(1, 50, P)).matrix
     with pytest.raises(FaultyProductError, match="negative curvature"):
-        solver().solve(lambda x: -(x @ A), randn(columns, P))
+        solver().solve(Operator(lambda x: -(x @ A)), randn(columns, P))
 
 
 @pytest.mark.parametrize("solver", BLOCK_SOLVERS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_product_that_is_not_finite_is_refused(solver, value):
     with pytest.raises(DivergenceError, match="[Cc]heck"):
-        solver().solve(lambda x: x * value, randn(K, P))
+        solver().solve(Operator(lambda x: x * value), randn(K, P))
 
 
 @pytest.mark.parametrize("solver", BLOCK_SOLVERS)
@@ -261,7 +262,7 @@ def test_growth_is_found_before_it_is_nan(solver):
     calls = iter(range(10_000))
     A = rooted(torch.linspace(1, 30, P)).matrix
     with pytest.raises((DivergenceError, FaultyProductError)):
-        solver(tolerance=1e-9).solve(lambda x: 10.0 ** next(calls) * (x @ A), randn(K, P))
+        solver(tolerance=1e-9).solve(Operator(lambda x: 10.0 ** next(calls) * (x @ A)), randn(K, P))
 
 
 def test_sgd_comes_near_the_dense_solution():

@@ -4,13 +4,17 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
-from torch_lla_em.solvers import DivergenceError, FaultyProductError, Newton
+from torch_lla_em.solvers import DivergenceError, FaultyProductError, Newton, Operator, Space
 from torch_lla_em.solvers.newton import conjugate_gradients
 
 N, P = 60, 12
 
 
-class Logistic:
+class Loss:
+    space, rounding = Space(), 0.0
+
+
+class Logistic(Loss):
     """Σ_n log(1 + exp(⟨r_n, x⟩)) - y_n ⟨r_n, x⟩, with its passes counted."""
 
     def __init__(self, R, y):
@@ -32,10 +36,10 @@ class Logistic:
             self.passes += 1
             return v @ matrix
 
-        return product
+        return Operator(product)
 
 
-class Quadratic:
+class Quadratic(Loss):
     """½ ⟨x, A x⟩ - ⟨b, x⟩."""
 
     def __init__(self, A, b):
@@ -45,7 +49,7 @@ class Quadratic:
         return (0.5 * x @ self.A @ x - self.b @ x).item(), self.A @ x - self.b
 
     def hessian(self, x):
-        return lambda v: v @ self.A
+        return Operator(lambda v: v @ self.A)
 
 
 @pytest.fixture(params=[0.3, 3.0, 30.0])
@@ -151,10 +155,12 @@ def test_negative_curvature_is_refused(loss):
 def test_conjugate_gradients_solve_and_stop():
     A = torch.diag(torch.arange(1.0, P + 1, dtype=torch.float64))
     b = torch.ones(P, dtype=torch.float64)
-    x, passes = conjugate_gradients(lambda v: v @ A, b, lambda x, size: size < 1e-12)
+    x, passes = conjugate_gradients(Operator(lambda v: v @ A), b, lambda x, size: size < 1e-12)
     torch.testing.assert_close(x, b / (A.diagonal() + 1))
     assert passes <= P
-    _, passes = conjugate_gradients(lambda v: v @ A, b, lambda x, size: False, max_passes=3)
+    _, passes = conjugate_gradients(
+        Operator(lambda v: v @ A), b, lambda x, size: False, max_passes=3
+    )
     assert passes == 3
 
 

@@ -15,7 +15,7 @@ from torch_lla_em.checkpoint.first_outputs import FirstOutputs
 from torch_lla_em.problem import is_finite, size_of
 from torch_lla_em.runtime import files, write_atomically
 from torch_lla_em.runtime import records as persistence
-from torch_lla_em.solvers import over_slices
+from torch_lla_em.solvers import Space
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -86,7 +86,7 @@ class PassLog:
 
         ``key`` is what the pass is taken at: a resumed run must ask the same questions.
         """
-        asked = self.asked = mark_of(key)
+        asked = self.asked = mark_of(key, Space())
         known = self._known(asked, key.device)
         return self._computed(asked, compute) if known is None else known
 
@@ -217,9 +217,9 @@ class PassLog:
                 )
 
 
-def mark_of(key: Tensor) -> Tensor:
+def mark_of(key: Tensor, space: Space) -> Tensor:
     """Return two numbers that tell one place where a pass is taken from another."""
     total = torch.stack([key.double().sum(), key.double().square().sum()])
     if key.is_floating_point():  # whole numbers are no vector, so that no rank has a slice of them
-        total = over_slices(total)
+        total = space.sum(total)
     return torch.stack([total[0], total[1].sqrt()]).cpu()

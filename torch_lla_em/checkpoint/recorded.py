@@ -88,11 +88,19 @@ class RecordedProblem(Problem):
         """Return what was computed at ``key``, from the log where it is there."""
         return self._recorded(key, compute)
 
-    def with_room(self, run: Callable[[], T], make_room: Callable[[], bool]) -> T:
-        """Return the result of ``run``, without what a run before this one had no room for."""
+    def lasts(self, run: Callable[[], object]) -> bool:
+        """Run something, and return whether memory lasted, and did in a run before this one."""
         if self.shortages is None:
-            return super().with_room(run, make_room)
-        return self.shortages.with_room(run, make_room)
+            return super().lasts(run)
+        lasted = True
+
+        def give_up() -> bool:
+            nonlocal lasted
+            lasted = False
+            return True
+
+        self.shortages.with_room(lambda: run() if lasted else None, give_up)
+        return lasted
 
     def room(self) -> float:
         """Return the bytes that were free when the fit first asked here, so that it chooses alike."""

@@ -38,7 +38,7 @@ class SharedLog(PassLog):
     def recorded(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return the pass at this position from rank 0's file, or compute and write it."""
         own = self._group.rank == 0
-        asked = self.asked = mark_of(key)
+        asked = self.asked = mark_of(key, self.spread.space)
         known = self._known(asked, torch.device("cpu")) if own else None
         there = self._group.meet("a recorded pass", known is not None, first)
         if there:

@@ -16,7 +16,6 @@ from torch_lla_em.inference.linear_mode import LinearMode, Precondition
 from torch_lla_em.inference.posterior_samples import PosteriorSamples
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, WhitenedGGN
-from torch_lla_em.runtime import unless_short
 from torch_lla_em.solvers import (
     BlockCG,
     BlockKrylov,
@@ -75,7 +74,8 @@ class DeflatedEStep(IterativeEStep):
         if self._features is None:
             return None
         deviation = self._noise.prior.deviation(hyper.precision)
-        return Preconditioner(self._features, deviation / self._relative_noise(hyper)).inverse
+        scaled = deviation / self._relative_noise(hyper)
+        return Preconditioner(self._features, scaled, self._problem.space).inverse
 
     def _samples(self, hyper: Hyperparameters, tolerance: float) -> PosteriorSamples:
         return self._from_here(partial(super()._samples, hyper, tolerance))
@@ -93,14 +93,14 @@ class DeflatedEStep(IterativeEStep):
     def _within_memory(self, run: Callable[[], T]) -> T:
         """Return the result of ``run``, if need be without the features."""
 
-        def make_room() -> bool:
-            if self._features is None or not self._problem.alone:
-                return False
+        found: list[T] = []
+        if self._features is None:
+            return run()
+        if not self._problem.lasts(lambda: found.append(run())):
             self._features = None
             logger.warning(_WITHOUT)
-            return True
-
-        return self._problem.with_room(run, make_room)
+            return run()
+        return found[0]
 
     def _relative_noise(self, hyper: Hyperparameters) -> float:
         """Return σ over the one that the features were built with."""
@@ -108,18 +108,16 @@ class DeflatedEStep(IterativeEStep):
 
     def _find_features(self, hyper: Hyperparameters) -> Tensor | None:
         """Return F with FᵀF ≤ G, or None where the basis does not fit."""
-        build = partial(self._build_features, hyper)
-        features, fits = unless_short(build, self._problem.with_room, self._problem.alone)
-        if not fits:
+        found: list[Tensor | None] = [None]
+        if not self._problem.lasts(lambda: found.append(self._build_features(hyper))):
             logger.warning(_WITHOUT)
-        return features
+        return found[-1]
 
     def _build_features(self, hyper: Hyperparameters) -> Tensor | None:
         prior, noise = self._noise.prior, self._noise
         start = torch.cat([noise.xi, prior.scale * noise.eta])
         solver = BlockKrylov(memory=self._problem.room() / 4)
         krylov = solver.factorise(WhitenedGGN(self._problem, prior.scale), start, len(noise.xi))
-        krylov.lanczos.expendable = False
         lanczos, shift = krylov.lanczos, Shift(hyper.precision.log().mean().exp().item())
         while lanczos.num_steps < _MAX_STEPS and not lanczos.exhausted:
             lanczos.extend()

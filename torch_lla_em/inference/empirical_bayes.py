@@ -24,7 +24,6 @@ from torch_lla_em.inference.mackay import (
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, WhitenedGGN, WhitenedLoss
-from torch_lla_em.solvers import dots, norm
 
 SAMPLE_TOLERANCE = 0.1
 MODE_TOLERANCE = 0.03
@@ -198,16 +197,18 @@ def starting_precision(problem: Problem, noise: StochasticPrior, layerwise: bool
     """
     scale = noise.prior.scale
     features = scale * noise.eta
-    mean = dots(features, features).mean() / noise.prior.num_weights().sum().clamp_min(1)
+    mean = problem.space.dots(
+        features, features
+    ).mean() / noise.prior.num_weights().sum().clamp_min(1)
     start = mean.clamp_min(1e-8).item()
     if layerwise:
         return start
     _, gradient = WhitenedLoss(problem, scale).value_and_gradient(problem.zeros(1)[0])
-    size = norm(gradient)
+    size = problem.space.norm(gradient)
     if not 0 < size < inf:
         return start
     direction = (gradient / size)[None]
-    return max(start, dots(direction, WhitenedGGN(problem, scale)(direction)).item())
+    return max(start, problem.space.dot(direction[0], WhitenedGGN(problem, scale)(direction)[0]))
 
 
 def _change(old: Hyperparameters, new: Hyperparameters, allowed: Tensor) -> float:

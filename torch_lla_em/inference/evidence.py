@@ -33,7 +33,7 @@ def log_dets(problem: Problem, noise: StochasticPrior, precision: Tensor) -> Ten
     lanczos = BlockLanczos(WhitenedGGN(problem, deviation), start, memory)
     krylov, unit = KrylovPosterior(lanczos, len(noise.xi)), Shift(1.0)
     for _ in range(_MAX_PASSES):
-        lanczos.extend()
+        lanczos.grow()
         # quadrature converges with the square of the certificate
         if lanczos.exhausted or krylov.error(unit) < 0.03:
             break

@@ -16,7 +16,7 @@ from torch_lla_em.inference.posterior_samples import PosteriorSamples, Solver, o
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, WhitenedLoss
-from torch_lla_em.solvers import SGD, Newton, Spectrum, dots, norm
+from torch_lla_em.solvers import SGD, Newton, Spectrum
 
 _FIRST_MODE_PASSES = 6
 
@@ -97,8 +97,8 @@ def first_mode(problem: Problem, prior: Prior, precision: Tensor) -> Tensor:
     for _ in range(_FIRST_MODE_PASSES):
         x = factor * direction
         value, gradient = loss.value_and_gradient(x)
-        best = min(best, (value + 0.5 * norm(x).square().item(), factor))
-        if dots(direction[None], (gradient + x)[None]).item() < 0:
+        best = min(best, (value + 0.5 * loss.space.norm(x) ** 2, factor))
+        if loss.space.dot(direction, gradient + x) < 0:
             low = factor
         else:
             high = factor

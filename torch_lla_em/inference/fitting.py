@@ -82,10 +82,7 @@ def fit_posterior(
     problem: Problem, options: FitOptions, report: Callable[[EMState], None]
 ) -> Posterior:
     """Run EM to its fixed point, then the last E-step; ``report`` sees every state."""
-    with problem.spread.slices():
-        posterior, shortage = attempt(
-            lambda: problem.spread.assembled(_fit(problem, options, report))
-        )
+    posterior, shortage = attempt(lambda: problem.spread.assembled(_fit(problem, options, report)))
     if shortage is not None:
         raise DoesNotFit(_no_room(problem, options.num_samples, shortage))
     return posterior

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import log
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +26,8 @@ from torch_lla_em.inference.posterior_samples import PosteriorSamples, optimise_
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, WhitenedGGN
 from torch_lla_em.solvers import BlockCG, BlockKrylov, Newton, Shift, Spectrum
+
+T = TypeVar("T")
 
 _CURVE_POINTS = 241
 # the factorisation serves λ down to this part of EM's own: EM may fall, the curve goes on
@@ -107,8 +111,7 @@ class KrylovEStep:
         self._extend(shift, 0.9 * tolerance)
         mode, log_dets = self.mode(hyper, tolerance), self.krylov.log_dets(shift)
         self.krylov.lanczos.end()
-        find_samples = partial(self._find_samples, hyper, tolerance)
-        return mode, self.krylov.lanczos.within_memory(find_samples), log_dets
+        return mode, self._within_memory(partial(self._find_samples, hyper, tolerance)), log_dets
 
     def spectrum(self, hyper: Hyperparameters) -> Spectrum:
         """Return what γ and the log det at any λ follow from, at this noise."""
@@ -152,7 +155,7 @@ class KrylovEStep:
             if lanczos.num_steps >= limit:
                 self._warn(shift, tolerance, _MORE)
                 break
-            lanczos.extend()
+            lanczos.grow()
 
     def _holds(self, shift: Shift, tolerance: float) -> bool:
         """Whether the certificates at these hyper-parameters meet the tolerance."""
@@ -178,7 +181,7 @@ class KrylovEStep:
 
     def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
         """Return w_lin at these hyper-parameters."""
-        mode = self.krylov.lanczos.within_memory(partial(self._find_mode, hyper, tolerance))
+        mode = self._within_memory(partial(self._find_mode, hyper, tolerance))
         self._visited[hyper.precision.item()] = mode
         return mode
 
@@ -204,6 +207,16 @@ class KrylovEStep:
         # one product recomputes the true residual; where rounding spoilt it, iterations mend it
         polish = BlockCG(tolerance, self._solver.max_passes)
         return optimise_samples(problem, noise, hyper.precision, polish, start)
+
+    def _within_memory(self, run: Callable[[], T]) -> T:
+        """Return the result of ``run``, if need be without the basis."""
+        found: list[T] = []
+        if not self._has_basis:
+            return run()
+        if not self._problem.lasts(lambda: found.append(run())):
+            self.krylov.lanczos.drop_basis()
+            return run()
+        return found[0]
 
     @property
     def _has_basis(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.problem import Problem, WhitenedLoss
-from torch_lla_em.solvers import SGD, Minimum, Newton, norm
+from torch_lla_em.solvers import SGD, Newton
 
 Precondition = Callable[[Tensor], Tensor]
 
@@ -49,10 +49,7 @@ def optimise_MAP(
     loss = WhitenedLoss(problem, deviation)
     x = problem.zeros(1)[0] if start is None else prior.whitened(start, precision)
     if isinstance(solver, SGD):
-        x, passes = solver.minimise(loss, x)
-        value, gradient = loss.value_and_gradient(x)
-        size, length = norm(gradient + x).item(), norm(x).item()
-        minimum = Minimum(x, value, size, passes + 1, size <= solver.tolerance * length)
+        minimum = solver.minimise(loss, x)
     else:
         quadratic = problem.likelihood.is_quadratic
         solver = replace(solver, forcing=0.0) if quadratic else solver

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.jacobian import ParameterLayout
-from torch_lla_em.solvers import over_slices, own_dots
+from torch_lla_em.solvers import Space
 
 DAMPING = 0.01
 """Share of the mean squared feature that the g-prior adds to every weight's own."""
@@ -24,19 +24,22 @@ class Prior:
 
     layerwise: bool = False
 
+    space: Space = Space()
+    """Where the weights lie."""
+
     def deviation(self, precision: Tensor) -> Tensor:
         """Return the prior standard deviation scale / √λ, shape (P,)."""
         return self.scale * self._per_weight(precision).rsqrt().to(self.scale)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over weights, (..., P): in all, (...), or per block, (..., blocks)."""
-        return over_slices(self.layout.block_sums(values) if self.layerwise else values.sum(-1))
+        return self.space.sum(self.layout.block_sums(values) if self.layerwise else values.sum(-1))
 
     def sum_of_squares(self, rows: Tensor) -> Tensor:
         """Sum the squares of vectors (K, P) over weights, (K,), or per block, in float64."""
         pieces = rows.split(self.layout.sizes, dim=1) if self.layerwise else (rows,)
-        sums = torch.stack([own_dots(piece, piece) for piece in pieces], dim=1)
-        return over_slices(sums if self.layerwise else sums[:, 0])
+        sums = torch.stack([Space().dots(piece, piece) for piece in pieces], dim=1)
+        return self.space.sum(sums if self.layerwise else sums[:, 0])
 
     def squared_norm(self, w: Tensor) -> Tensor:
         """Return ‖w / scale‖², in all or per block, in float64."""
@@ -58,14 +61,14 @@ class Prior:
         return self.layout.expand(precision) if precision.dim() else precision
 
 
-def g_prior_scale(squares: Tensor) -> Tensor:
+def g_prior_scale(squares: Tensor, space: Space = Space()) -> Tensor:
     """Return 1 / √(s² + 0.01 mean s²), and 0 where a weight moves no output.
 
     Without the second term the weights that hardly any datum moves get prior deviations up
     to millions of times the others', and nearly all of the predictive variance.
     """
     live = squares > 0
-    mean = over_slices(squares.sum()) / over_slices(live.sum()).clamp_min(1)
+    mean = space.sum(squares.sum()) / space.sum(live.sum()).clamp_min(1)
     return _inverse(torch.where(live, squares + DAMPING * mean, 0).sqrt())
 
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 from torch import Tensor
 
 from torch_lla_em.problem.problem import BatchProduct, Problem, State
+from torch_lla_em.solvers import Operator
 
-T = TypeVar("T")
 
-
-class WhitenedGGN:
+class WhitenedGGN(Operator):
     """A x = D G D x, where D is a prior standard deviation of every weight, (P,) or ().
 
     With D the prior's own, w = D x turns G + Λ into A + I.
     """
 
     def __init__(self, problem: Problem, deviation: Tensor):
+        super().__init__(problem.ggn_product, problem.space, problem.linear_model.rounding)
         self.problem = problem
         self.deviation = deviation
 
@@ -26,15 +25,9 @@ class WhitenedGGN:
         """Return A x, shape (K, P)."""
         return self.problem.ggn_product(x * self.deviation).mul_(self.deviation)
 
-    @property
-    def alone(self) -> bool:
-        """Whether no other rank has to do what this one does."""
-        return self.problem.alone
-
-    @property
-    def rounding(self) -> float:
-        """How far J w may be from exact, relative."""
-        return self.problem.linear_model.rounding
+    def lasts(self, run: Callable[[], object]) -> bool:
+        """Run something, and return whether memory lasted; a checkpoint knows at a restart."""
+        return self.problem.lasts(run)
 
     def rows(self) -> Tensor:
         """Return R D, shape (N C, P), with A = (R D)ᵀ R D."""
@@ -53,10 +46,6 @@ class WhitenedGGN:
         """Return what was computed at ``key``, from a checkpoint where it is there."""
         return self.problem.kept(key, compute)
 
-    def with_room(self, run: Callable[[], T], make_room: Callable[[], bool]) -> T:
-        """Return the result of ``run``, again as often as memory ends and room can be made."""
-        return self.problem.with_room(run, make_room)
-
     def _whiten(self, product: BatchProduct) -> BatchProduct:
         return lambda x: product(x * self.deviation).mul_(self.deviation)
 
@@ -67,11 +56,8 @@ class WhitenedLoss:
     def __init__(self, problem: Problem, deviation: Tensor):
         self.problem = problem
         self.deviation = deviation
-
-    @property
-    def rounding(self) -> float:
-        """How far J w may be from exact, relative."""
-        return self.problem.linear_model.rounding
+        self.space = problem.space
+        self.rounding = problem.linear_model.rounding
 
     def value_and_gradient(self, x: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n loss(J_n D x, y_n) and its gradient in x, shape (P,)."""

@@ -15,8 +15,8 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.batch_products import BatchProducts, Cotangent
 from torch_lla_em.problem.finite import DERIVATIVE, LIKELIHOOD, STEP, all_finite, is_moderate
 from torch_lla_em.problem.sweeps import Rows
-from torch_lla_em.runtime import normal, with_room
-from torch_lla_em.solvers import largest_slice
+from torch_lla_em.runtime import lasts, normal
+from torch_lla_em.solvers import Space
 
 _EPSILON_STREAM = 1
 _GROUP_ROWS = 32
@@ -150,7 +150,7 @@ class Problem(BatchProducts):
             self.data.num_outputs += known.num_outputs
         self.cost.columns += num_samples * (1 - skipped / self.data.num_rows)
         # what cancels up to rounding moves no output, and must not be scaled up to do so
-        largest = largest_slice(squares.max().item())
+        largest = self.space.largest(squares.max().item())
         squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * largest
         return NoiseFeatures(eta, squares / (num_samples * self.data.num_rows))
 
@@ -208,9 +208,17 @@ class Problem(BatchProducts):
         """Return what was computed at ``key``: here anew, from a checkpoint where there is one."""
         return compute()
 
-    def with_room(self, run: Callable[[], T], make_room: Callable[[], bool]) -> T:
-        """Return the result of ``run``, again as often as memory ends and room can be made."""
-        return with_room(run, make_room)
+    @property
+    def space(self) -> Space:
+        """Where vectors of weights lie: here, or in slices on all ranks."""
+        return self.spread.space
+
+    def lasts(self, run: Callable[[], object]) -> bool:
+        """Run something, and return whether memory lasted; with others, they would have to know."""
+        if self.alone:
+            return lasts(run)
+        run()
+        return True
 
     def _minibatches(
         self, cotangent: Cotangent, state: State = None, rows: Rows = Rows(in_step=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from torch_lla_em.jacobian import ParameterLayout
 from torch_lla_em.runtime import Group
-from torch_lla_em.solvers import sliced_over
+from torch_lla_em.solvers import Space
 
 Run = Callable[[Tensor, bool], Tensor]
 """(w, whole) -> the sum over this rank's batches, or over all of them, shape (K, P)."""
@@ -28,6 +27,8 @@ class DataSpread:
 
     def __init__(self, group: Group):
         self.group = group
+        self.space = Space(group) if self.is_sliced else Space()
+        """What an inner product is of vectors that lie so."""
 
     def sweep(self, run: Run, w: Tensor) -> Tensor:
         """Return the result of a pass at w, shape (K, P), the same on every rank."""
@@ -57,10 +58,6 @@ class DataSpread:
     def layout(self, layout: ParameterLayout) -> ParameterLayout:
         """Return the layout of what lies on this rank."""
         return layout
-
-    def slices(self) -> AbstractContextManager[None]:
-        """Return the context in which sums over entries are of whole vectors."""
-        return nullcontext()
 
     def assembled(self, posterior: Any) -> Any:
         """Return a posterior whose vectors are whole."""
@@ -155,10 +152,6 @@ class WeightSpread(DataSpread):
             shapes.append(torch.Size([max(0, part)]))
             begin += size
         return ParameterLayout(layout.names, tuple(shapes))
-
-    def slices(self) -> AbstractContextManager[None]:
-        """Return the context in which sums over entries are of whole vectors."""
-        return sliced_over(self.group)
 
     def assembled(self, posterior: Any) -> Any:
         """Return a posterior whose vectors are whole, without its noise."""

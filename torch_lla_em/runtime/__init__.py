@@ -9,9 +9,9 @@ from torch_lla_em.runtime.memory import (
     attempt,
     free_memory,
     is_shortage,
+    lasts,
     least_share,
     place_of,
-    unless_short,
     with_room,
 )
 from torch_lla_em.runtime.noise import normal
@@ -32,7 +32,7 @@ __all__ = [
     "normal",
     "place_of",
     "tf32",
-    "unless_short",
+    "lasts",
     "with_room",
     "write_atomically",
 ]

@@ -69,24 +69,16 @@ def with_room(run: Callable[[], T], make_room: Callable[[], bool]) -> T:
         _release()
 
 
-def unless_short(
-    run: Callable[[], T],
-    room: Callable[[Callable[[], T | None], Callable[[], bool]], T | None],
-    alone: bool,
-) -> tuple[T | None, bool]:
-    """Return the result of ``run`` and True, or None and False where memory ends.
-
-    Unless ``alone``, other ranks would have to do the same, and what ended memory is raised.
-    ``room`` is ``with_room``, or a checkpoint's, which goes the same way at a restart.
-    """
-    lasted = True
-
-    def give_up() -> bool:
-        nonlocal lasted
-        lasted = not alone
-        return alone
-
-    return room(lambda: run() if lasted else None, give_up), lasted
+def lasts(run: Callable[[], object]) -> bool:
+    """Run something, and return whether memory lasted."""
+    try:
+        run()
+        return True
+    except (RuntimeError, MemoryError) as error:
+        if not is_shortage(error):
+            raise
+    _release()
+    return False
 
 
 def is_shortage(error: Exception) -> bool:

@@ -6,10 +6,10 @@ from torch_lla_em.solvers.block_lanczos import BlockLanczos
 from torch_lla_em.solvers.deflation import DeflatedCG, Preconditioner, nystrom_features
 from torch_lla_em.solvers.function_space import FunctionSpace
 from torch_lla_em.solvers.newton import Minimum, Newton
+from torch_lla_em.solvers.operator import Operator, Product
 from torch_lla_em.solvers.sgd import SGD
-from torch_lla_em.solvers.slices import largest_slice, over_slices, sliced_over
 from torch_lla_em.solvers.solution import DivergenceError, FaultyProductError, Solution
-from torch_lla_em.solvers.space import dots, norm, own_dots
+from torch_lla_em.solvers.space import Space
 
 __all__ = [
     "SGD",
@@ -23,15 +23,12 @@ __all__ = [
     "KrylovPosterior",
     "Minimum",
     "Newton",
+    "Operator",
     "Preconditioner",
+    "Product",
     "Shift",
     "Solution",
+    "Space",
     "Spectrum",
-    "dots",
-    "largest_slice",
-    "norm",
     "nystrom_features",
-    "over_slices",
-    "own_dots",
-    "sliced_over",
 ]

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.restarts import Product, Task, solve_with_restarts
+from torch_lla_em.solvers.operator import Operator
 from torch_lla_em.solvers.solution import (
     DivergenceError,
     FaultyProductError,
     Solution,
-    allowed_asymmetry,
+    Task,
     check_positive,
     relative_error,
+    solve_with_restarts,
 )
-from torch_lla_em.solvers.space import add_combined, combine, gram, orthonormalise
+from torch_lla_em.solvers.space import add_combined, combine
 
 # products without a tenth off the residual: longer plateaus are rounding
 _PATIENCE = 50
@@ -45,7 +46,7 @@ class BlockCG:
 
     def solve(
         self,
-        product: Product,
+        product: Operator,
         b: Tensor,
         start: Tensor | None = None,
         image: Tensor | None = None,
@@ -57,19 +58,19 @@ class BlockCG:
 
     def descend(self, task: Task, solution: Solution, residual: Tensor) -> tuple[Tensor, int]:
         """Improve x until its residual, by recursion, meets the tolerance or ceases to fall."""
-        product, allowed = task.product, allowed_asymmetry(task.product)
+        product, space = task.product, task.product.space
         x, budget = solution.x.clone(), self.max_passes - solution.passes - 1
-        basis, coefficients = orthonormalise(residual)
+        basis, coefficients = space.orthonormalise(residual)
         directions, passes, best = basis, 0, (coefficients.norm(), 0)
         while len(basis) and passes < budget:
             image = directions + product(directions)
             passes += 1
-            curvature = _checked_curvature(gram(directions, image), directions, allowed)
+            curvature = _checked_curvature(space.gram(directions, image), directions, product)
             step = torch.linalg.inv(curvature)
             add_combined(x, coefficients @ step, directions)
             floor = torch.finfo(x.dtype).eps * curvature.diagonal().max().item() ** 0.5
             residual = torch.addmm(basis, step.to(basis), image, alpha=-1)
-            basis, turn = orthonormalise(residual, floor)
+            basis, turn = space.orthonormalise(residual, floor)
             coefficients = coefficients @ turn
             directions = torch.addmm(basis, turn.T.to(basis), directions)
             norms = coefficients.norm(dim=1)
@@ -83,13 +84,13 @@ class BlockCG:
         return x, passes
 
 
-def _checked_curvature(curvature: Tensor, directions: Tensor, allowed: float) -> Tensor:
+def _checked_curvature(curvature: Tensor, directions: Tensor, product: Operator) -> Tensor:
     """Return Dᵀ(A + I)D, made symmetric; raise if it cannot be the product of a symmetric A ≥ 0."""
     scale = curvature.abs().max()
     if not scale < float("inf"):
         raise DivergenceError("A product with G is not finite: check the model's outputs.")
     tolerance = 1e3 * torch.finfo(directions.dtype).eps * directions.shape[1] ** 0.5
-    if (curvature - curvature.T).abs().max() > max(tolerance, allowed) * scale:
+    if (curvature - curvature.T).abs().max() > max(tolerance, product.allowed_asymmetry) * scale:
         raise FaultyProductError(
             "The product with G is not symmetric: the model's J and Jᵀ disagree, or its "
             "outputs change from call to call (dropout, random augmentation). Fix the model "

@@ -9,11 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.runtime import free_memory, unless_short
+from torch_lla_em.runtime import free_memory
 from torch_lla_em.solvers.block_cg import BlockCG
-from torch_lla_em.solvers.block_lanczos import BlockLanczos, Product
-from torch_lla_em.solvers.restarts import Task, solve_with_restarts
-from torch_lla_em.solvers.solution import Solution, check_positive, relative_error
+from torch_lla_em.solvers.block_lanczos import BlockLanczos
+from torch_lla_em.solvers.operator import Operator
+from torch_lla_em.solvers.solution import (
+    Solution,
+    Task,
+    check_positive,
+    relative_error,
+    solve_with_restarts,
+)
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -171,25 +177,22 @@ class BlockKrylov:
         if self.memory is not None:
             check_positive("BlockKrylov", memory=self.memory)
 
-    def factorise(self, product: Product, start: Tensor, num_samples: int) -> KrylovPosterior:
+    def factorise(self, product: Operator, start: Tensor, num_samples: int) -> KrylovPosterior:
         """Return the factorisation of G for every λ, no product taken yet."""
         memory = free_memory(start.device) / 2 if self.memory is None else self.memory
         return KrylovPosterior(BlockLanczos(product, start, memory, self.storage), num_samples)
 
-    def solve(self, product: Product, b: Tensor, start: Tensor | None = None) -> Solution:
+    def solve(self, product: Operator, b: Tensor, start: Tensor | None = None) -> Solution:
         """Solve (A + I) X = B in the block Krylov space of the first residual."""
         limits = self.tolerance, self.max_passes
         return solve_with_restarts("Block Krylov", Task(product, b, start), limits, self._descend)
 
     def _descend(self, task: Task, solution: Solution, residual: Tensor) -> tuple[Tensor, int]:
         """Add the Galerkin correction in the Krylov space of the residual."""
-        lanczos, budget = (
-            BlockLanczos(task.product, residual),
-            self.max_passes - solution.passes - 1,
-        )
-        lanczos.expendable, room = False, True
+        lanczos = BlockLanczos(task.product, residual)
+        budget, room = self.max_passes - solution.passes - 1, True
         while lanczos.num_steps < budget and not lanczos.exhausted:
-            if not (room := self._grows(lanczos)):
+            if not (room := self._has_room(lanczos) and task.product.lasts(lanczos.extend)):
                 break
             y = lanczos.starting_coordinates() / (lanczos.eigenvalues + 1)
             norms = (y @ lanczos.residual_coordinates().T).norm(dim=1)
@@ -204,14 +207,10 @@ class BlockKrylov:
         del lanczos
         logger.warning("There is no room for more of the Krylov basis: block CG goes on without.")
         if used:
-            residual, used = task.b - x - task.product(x), used + 1
+            residual, used = task.residual(x), used + 1
         solution = solution._replace(x=x, passes=solution.passes + used)
         x, more = BlockCG(self.tolerance, self.max_passes).descend(task, solution, residual)
         return x, used + more
 
-    def _grows(self, lanczos: BlockLanczos) -> bool:
-        """Extend the basis, or return that there is no room for it."""
-        if self.memory is not None and lanczos.num_steps and lanczos.held > self.memory:
-            return False
-        _, grows = unless_short(lanczos.extend, lanczos.with_room, lanczos.alone)
-        return grows
+    def _has_room(self, lanczos: BlockLanczos) -> bool:
+        return self.memory is None or not lanczos.num_steps or lanczos.held <= self.memory

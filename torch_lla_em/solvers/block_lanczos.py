@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.runtime import with_room
-from torch_lla_em.solvers.slices import largest_slice
-from torch_lla_em.solvers.solution import (
-    DivergenceError,
-    FaultyProductError,
-    allowed_asymmetry,
-)
-from torch_lla_em.solvers.space import add_combined, gram, orthonormalise
+from torch_lla_em.solvers.operator import Operator
+from torch_lla_em.solvers.solution import DivergenceError, FaultyProductError
+from torch_lla_em.solvers.space import add_combined
 
 logger = logging.getLogger("torch_lla_em")
-
-T = TypeVar("T")
-Product = Callable[[Tensor], Tensor]
 
 # rounding of a product and of its orthogonalisation, in units of eps ‖G‖
 _NOISE = 30
@@ -39,27 +29,18 @@ class BlockLanczos:
 
     def __init__(
         self,
-        product: Product,
+        product: Operator,
         start: Tensor,
         memory: float = float("inf"),
         storage: torch.dtype | None = None,
     ):
         self._product = product
-        self._asymmetry = allowed_asymmetry(product)
+        self._space = product.space
         self._memory = memory
         self._storage = storage or start.dtype
         self.has_basis = True
-        self.alone = getattr(product, "alone", True)
-        """Whether no other rank has to do the same where memory ends."""
-
-        self.with_room = getattr(product, "with_room", with_room)
-        """How it is run again where memory ends; a checkpoint's goes the same way at a restart."""
-
         self._ended = False
-        self.expendable = True
-        """Whether the basis goes where memory ends, so that T alone goes on."""
-
-        block, self.start = orthonormalise(start)
+        block, self.start = self._space.orthonormalise(start)
         self.basis = [block]
         """Blocks of Q, each (r_j, P); the last one has no product with G yet. All but the last
         two are in the dtype of storage, and taken out of it one by one."""
@@ -78,50 +59,59 @@ class BlockLanczos:
     @property
     def held(self) -> float:
         """Bytes of the basis, where vectors are in slices that of the largest one."""
-        return largest_slice(sum(block.nbytes for block in self.basis))
+        return self._space.largest(sum(block.nbytes for block in self.basis))
 
     @property
     def exhausted(self) -> bool:
         """Whether the Krylov space is invariant: nothing is left to add."""
         return not len(self.basis[-1])
 
+    def grow(self) -> None:
+        """Take one more product; where memory ends, without what more than T needs of the basis."""
+        if not self.has_basis or len(self.basis) <= 2:
+            self.extend()
+        elif not self._product.lasts(self.extend):
+            logger.warning("Out of memory at %d blocks: %s", len(self.basis), _WITHOUT)
+            self.drop_basis()
+            self.extend()
+
     def extend(self) -> None:
         """Take one more product, and diagonalise T."""
         if self.exhausted:
             return
-        block = self.basis[-1]
-        image = self.within_memory(lambda: self._product(block))
-        diagonal = self.within_memory(lambda: gram(block, image))
+        block, gram = self.basis[-1], self._space.gram
+        image = self._product(block)
+        diagonal = gram(block, image)
         if not torch.isfinite(diagonal).all():
             raise DivergenceError("A product with G is not finite: check the model's outputs.")
         self._scale = max(self._scale, diagonal.abs().max().item())
         self._check_symmetry(diagonal)
-        image = self.within_memory(
-            lambda: torch.addmm(image, diagonal.T.to(image), block, alpha=-1)
-        )
+        image = torch.addmm(image, diagonal.T.to(image), block, alpha=-1)
         if len(self._coupling):
             add_combined(image, self._coupling[-1], self.basis[-2], -1)
         for _ in range(2):
-            self.within_memory(lambda: self._orthogonalise(image))
-        block, coupling = self.within_memory(lambda: self._next_block(image))
+            self._orthogonalise(image)
+        block, coupling = self._next_block(image)
         add_combined(image, coupling, block, -1)
-        lost = self.within_memory(lambda: gram(image, image))
+        lost = gram(image, image)
+        if len(self.basis) > 1:
+            self.basis[-2] = self.basis[-2].to(self._storage)
         self._lost.append(lost)
         self._diagonal.append(0.5 * (diagonal + diagonal.T))
         self._coupling.append(coupling.T)
         self.basis.append(block)
-        self.within_memory(self._make_room)
+        self._make_room()
         self.eigenvalues, self.vectors = torch.linalg.eigh(self.tridiagonal())
 
     def _next_block(self, image: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the image adds to the basis, (r, P), and its coefficients, (m, r)."""
         # below rounding of the product, directions are noise: the space is invariant
         floor = _NOISE * torch.finfo(image.dtype).eps * self._scale
-        block, coupling = orthonormalise(image, floor)
+        block, coupling = self._space.orthonormalise(image, floor)
         if len(block) and torch.linalg.svdvals(coupling)[-1] < 1e-2 * self._scale:
             # what was small has kept, relative to its length, more of the rounding
             self._orthogonalise(block)
-            block, turn = orthonormalise(block, 0.5)
+            block, turn = self._space.orthonormalise(block, 0.5)
             coupling = coupling @ turn
         return block, coupling
 
@@ -165,15 +155,14 @@ class BlockLanczos:
 
     def to_coordinates(self, rows: Tensor) -> Tensor:
         """Return Ritz coordinates (k, r) of vectors (k, P), projected; needs the basis."""
-        pieces = [gram(rows, block) for block in self.basis[: self.num_steps]]
+        pieces = [self._space.gram(rows, block) for block in self.basis[: self.num_steps]]
         return torch.cat(pieces, dim=1) @ self.vectors
 
-    def drop_basis(self) -> bool:
-        """Keep what the next step needs, and return whether that makes room."""
-        held, last = self.basis, self.basis[-1]
+    def drop_basis(self) -> None:
+        """Keep what the next step needs only."""
+        last = self.basis[-1]
         self.has_basis = False
-        self.basis = [last.new_empty(0, last.shape[1])] if self._ended else held[-2:]
-        return len(held) > len(self.basis)
+        self.basis = [last.new_empty(0, last.shape[1])] if self._ended else self.basis[-2:]
 
     def end(self) -> None:
         """Take no more steps: without a basis, T alone is left."""
@@ -183,24 +172,10 @@ class BlockLanczos:
 
     def _orthogonalise(self, rows: Tensor) -> None:
         for earlier in self.basis:
-            add_combined(rows, gram(rows, earlier), earlier, -1)
-
-    def within_memory(self, run: Callable[[], T]) -> T:
-        """Return the result of ``run``, if need be without the basis."""
-
-        def make_room() -> bool:
-            held = len(self.basis)
-            if not (self.alone and self.expendable and self.drop_basis()):
-                return False
-            logger.warning("Out of memory at %d blocks: %s", held, _WITHOUT)
-            return True
-
-        return self.with_room(run, make_room)
+            add_combined(rows, self._space.gram(rows, earlier), earlier, -1)
 
     def _make_room(self) -> None:
         """Keep the last two blocks only, once the basis has outgrown its memory."""
-        if len(self.basis) > 2:
-            self.basis[-3] = self.basis[-3].to(self._storage)
         if self.has_basis and self.held > self._memory:
             logger.info("The Krylov basis has outgrown %.1f GB: %s", self._memory / 1e9, _WITHOUT)
             self.has_basis = False
@@ -208,13 +183,14 @@ class BlockLanczos:
             self.drop_basis()
 
     def _check_symmetry(self, diagonal: Tensor) -> None:
-        if (diagonal - diagonal.T).abs().max() > self._asymmetry * self._scale:
+        allowed = self._product.allowed_asymmetry * self._scale
+        if (diagonal - diagonal.T).abs().max() > allowed:
             raise FaultyProductError(
                 "The product with G is not symmetric: the model's J and Jᵀ disagree, or its "
                 "outputs change from call to call (dropout, random augmentation). Fix the "
                 "model or the loader."
             )
-        if torch.linalg.eigvalsh(0.5 * (diagonal + diagonal.T))[0] < -self._asymmetry * self._scale:
+        if torch.linalg.eigvalsh(0.5 * (diagonal + diagonal.T))[0] < -allowed:
             raise FaultyProductError(
                 "The product with G has negative curvature: the likelihood's H is not positive "
                 "semi-definite, or the model changes from call to call."

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.solvers.block_cg import BlockCG
 from torch_lla_em.solvers.block_lanczos import BlockLanczos
-from torch_lla_em.solvers.restarts import Task, solve_with_restarts
-from torch_lla_em.solvers.solution import Solution, check_positive
-from torch_lla_em.solvers.space import add_combined, combine, gram
+from torch_lla_em.solvers.operator import Operator
+from torch_lla_em.solvers.solution import Solution, Task, check_positive, solve_with_restarts
+from torch_lla_em.solvers.space import Space, add_combined, combine
 
 # Ritz values below this part of the largest are rounding
 _SMALLEST = 1e-6
 
 
-class WhitenedProduct(Protocol):
+class Whitened(Operator):
     """A product x -> D G D x that tells D."""
 
     deviation: Tensor
-
-    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 def nystrom_features(lanczos: BlockLanczos) -> Tensor:
@@ -44,9 +41,9 @@ def nystrom_features(lanczos: BlockLanczos) -> Tensor:
 class Preconditioner:
     """Powers of M = I + D FᵀF D, which is at most I + D G D, in whitened coordinates."""
 
-    def __init__(self, features: Tensor, deviation: Tensor):
-        self._features, self._deviation = features, deviation
-        squares = gram(features, features, deviation.square())
+    def __init__(self, features: Tensor, deviation: Tensor, space: Space = Space()):
+        self._features, self._deviation, self._gram = features, deviation, space.gram
+        squares = space.gram(features, features, deviation.square())
         values, self._vectors = torch.linalg.eigh(squares)
         self._values = values.clamp_min(0)
 
@@ -68,7 +65,7 @@ class Preconditioner:
         change = torch.expm1(power * torch.log1p(values))
         small = 1e-12 * values[-1].clamp_min(1.0)
         change = torch.where(values > small, change / values.clamp_min(small), power)
-        within = gram(rows, self._features, self._deviation) @ self._vectors
+        within = self._gram(rows, self._features, self._deviation) @ self._vectors
         moved = combine(within * change @ self._vectors.T, self._features)
         return moved.mul_(self._deviation).add_(rows)
 
@@ -98,25 +95,25 @@ class DeflatedCG:
 
     def solve(
         self,
-        product: WhitenedProduct,
+        product: Whitened,
         b: Tensor,
         start: Tensor | None = None,
         image: Tensor | None = None,
     ) -> Solution:
         """Return X, found from ``start`` or 0; ``image``, A start where known, saves a product."""
-        M = Preconditioner(self.features, product.deviation / self.noise)
+        M = Preconditioner(self.features, product.deviation / self.noise, product.space)
 
         def preconditioned(y: Tensor) -> Tensor:
             x = M.inverse_root(y)
             return M.inverse_root(x + product(x)).sub_(y)
 
-        preconditioned.rounding = getattr(product, "rounding", 0.0)
+        operator = Operator(preconditioned, product.space, product.rounding)
         y, image_of_y = None, None
         if start is not None:
             y = M.root(start)
             if image is not None:
                 image_of_y = M.inverse_root(start + image) - y
-        task = Task(preconditioned, M.inverse_root(b), y, image_of_y, M.inverse_root)
+        task = Task(operator, M.inverse_root(b), y, image_of_y, M.inverse_root)
         solver = BlockCG(self.tolerance, self.max_passes)
         limits = self.tolerance, self.max_passes
         solved = solve_with_restarts("Deflated block CG", task, limits, solver.descend)

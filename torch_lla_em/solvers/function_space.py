@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.solution import Solution, check_positive
-from torch_lla_em.solvers.space import combine, gram
-
-
-class RootedProduct(Protocol):
-    """A product x -> A x that also gives R with A = RᵀR."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-    def rows(self) -> Tensor: ...
+from torch_lla_em.solvers.operator import Rooted
+from torch_lla_em.solvers.solution import Solution, Task, check_positive
+from torch_lla_em.solvers.space import combine
 
 
 @dataclass(frozen=True)
@@ -30,9 +22,9 @@ class FunctionSpace:
     def __post_init__(self) -> None:
         check_positive("FunctionSpace", tolerance=self.tolerance)
 
-    def solve(self, product: RootedProduct, b: Tensor, start: Tensor | None = None) -> Solution:
+    def solve(self, product: Rooted, b: Tensor, start: Tensor | None = None) -> Solution:
         """Return X; a start is not needed and not used."""
-        rows = product.rows()
+        rows, gram = product.rows(), product.space.gram
         identity = torch.eye(len(rows), dtype=torch.float64, device=rows.device)
         factor = torch.linalg.cholesky(gram(rows, rows) + identity)
 
@@ -42,5 +34,4 @@ class FunctionSpace:
 
         x = apply(b)
         x += apply(b - x - product(x))  # one refinement removes the rounding of the first
-        residual = b - x - product(x)
-        return Solution.of(x, b, residual, 3, self.tolerance)
+        return Task(product, b).judge(x, b - x - product(x), 3, self.tolerance)

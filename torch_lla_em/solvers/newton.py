@@ -10,8 +10,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from torch_lla_em.solvers.operator import Operator
 from torch_lla_em.solvers.solution import DivergenceError, FaultyProductError, check_positive
-from torch_lla_em.solvers.space import dots
+from torch_lla_em.solvers.space import Space
 
 Vectors = Callable[[Tensor], Tensor]
 
@@ -19,9 +20,12 @@ Vectors = Callable[[Tensor], Tensor]
 class Loss(Protocol):
     """A convex loss with its gradient, and its Hessian as a product."""
 
+    space: Space
+    rounding: float
+
     def value_and_gradient(self, x: Tensor) -> tuple[float, Tensor]: ...
 
-    def hessian(self, x: Tensor) -> Vectors: ...
+    def hessian(self, x: Tensor) -> Operator: ...
 
 
 class Minimum(NamedTuple):
@@ -36,6 +40,9 @@ class Minimum(NamedTuple):
     gradient_norm: float
     """‖∇‖ of the whole: a bound on ‖x - x*‖, since the quadratic is 1-strongly convex."""
 
+    norm: float
+    """‖x‖."""
+
     passes: int
     """Products and gradients that it took."""
 
@@ -45,7 +52,7 @@ class Minimum(NamedTuple):
     @property
     def error(self) -> float:
         """‖∇‖ / ‖x‖, a bound on the relative error of x."""
-        return self.gradient_norm / max(_norm(self.x), 1e-300)
+        return self.gradient_norm / max(self.norm, 1e-300)
 
 
 @dataclass(frozen=True)
@@ -66,13 +73,13 @@ class Newton:
 
     def minimise(self, loss: Loss, start: Tensor, precondition: Vectors | None = None) -> Minimum:
         """Return the minimum, found from ``start`` (P,)."""
-        x, passes = start, 1
-        noise = max(10 * torch.finfo(x.dtype).eps, getattr(loss, "rounding", 0.0))
+        x, passes, dot, norm = start, 1, loss.space.dot, loss.space.norm
+        noise = max(10 * torch.finfo(x.dtype).eps, loss.rounding)
         value, gradient = loss.value_and_gradient(x)
-        total = value + 0.5 * _norm(x) ** 2
+        total = value + 0.5 * norm(x) ** 2
         while True:
             slope = gradient + x
-            size, goal = _norm(slope), self.tolerance * _norm(x)
+            size, goal = norm(slope), self.tolerance * norm(x)
             if not size < float("inf"):
                 raise DivergenceError(
                     "The gradient of the linear model is not finite: check the model's outputs "
@@ -82,48 +89,48 @@ class Newton:
                 break
 
             def enough(step: Tensor, residual: float, x: Tensor = x, size: float = size) -> bool:
-                return residual <= max(self.forcing * size, 0.3 * self.tolerance * _norm(x + step))
+                return residual <= max(self.forcing * size, 0.3 * self.tolerance * norm(x + step))
 
             step, used = conjugate_gradients(loss.hessian(x), -slope, enough, precondition)
             passes += used
-            descent, fraction = _dot(slope, step), 1.0
+            descent, fraction = dot(slope, step), 1.0
             while True:
                 trial = x + fraction * step
                 value, gradient = loss.value_and_gradient(trial)
                 passes += 1
-                new_total = value + 0.5 * _norm(trial) ** 2
+                new_total = value + 0.5 * norm(trial) ** 2
                 if new_total <= total + 1e-4 * fraction * descent + noise * abs(total):
                     break
-                rise = (new_total - total, _dot(gradient + trial, step))
+                rise = (new_total - total, dot(gradient + trial, step))
                 fraction *= _shortening(fraction, descent, *rise)
                 if fraction < 1e-6:
                     raise DivergenceError(
                         "Newton's method found no descent: the likelihood's gradient and H do "
                         "not belong to its log_prob, or the model changes from call to call."
                     )
-            stuck = new_total >= total and _norm(gradient + trial) >= size
+            stuck = new_total >= total and norm(gradient + trial) >= size
             x, total = trial, new_total
             if stuck:
                 break
-        size = _norm(gradient + x)
-        return Minimum(x, value, size, passes, size <= self.tolerance * _norm(x))
+        size, length = norm(gradient + x), norm(x)
+        return Minimum(x, value, size, length, passes, size <= self.tolerance * length)
 
 
 def conjugate_gradients(
-    product: Vectors,
+    product: Operator,
     b: Tensor,
     enough: Callable[[Tensor, float], bool],
     precondition: Vectors | None = None,
     max_passes: int = 500,
 ) -> tuple[Tensor, int]:
     """Return x with (A + I) x ≈ b once ``enough(x, ‖residual‖)``, and the products taken."""
-    x, residual = torch.zeros_like(b), b.clone()
+    x, residual, dot, norm = torch.zeros_like(b), b.clone(), product.space.dot, product.space.norm
     z = residual if precondition is None else precondition(residual[None])[0]
-    direction, rho, passes = z.clone(), _dot(residual, z), 0
-    while passes < max_passes and not enough(x, _norm(residual)):
+    direction, rho, passes = z.clone(), dot(residual, z), 0
+    while passes < max_passes and not enough(x, norm(residual)):
         image = direction + product(direction[None])[0]
         passes += 1
-        curvature = _dot(direction, image)
+        curvature = dot(direction, image)
         if not curvature > 0:
             raise FaultyProductError(
                 "The Hessian has negative curvature: the likelihood's H is not positive "
@@ -132,7 +139,7 @@ def conjugate_gradients(
         x += rho / curvature * direction
         residual -= rho / curvature * image
         z = residual if precondition is None else precondition(residual[None])[0]
-        new = _dot(residual, z)
+        new = dot(residual, z)
         direction = z + new / rho * direction
         rho = new
     return x, passes
@@ -147,11 +154,3 @@ def _shortening(fraction: float, descent: float, rise: float, slope: float) -> f
     if not discriminant > 0 or b + sqrt(discriminant) == 0:
         return 0.5
     return min(0.5, max(0.05, -left / (b + sqrt(discriminant))))
-
-
-def _dot(a: Tensor, b: Tensor) -> float:
-    return dots(a[None], b[None]).item()
-
-
-def _norm(x: Tensor) -> float:
-    return _dot(x, x) ** 0.5

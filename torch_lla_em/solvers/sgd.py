@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -10,21 +10,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.solution import DivergenceError, Solution, check_positive
-from torch_lla_em.solvers.space import norm
+from torch_lla_em.solvers.newton import Loss, Minimum
+from torch_lla_em.solvers.operator import Minibatched, Operator, Product
+from torch_lla_em.solvers.solution import DivergenceError, Solution, Task, check_positive
 
-BatchProduct = Callable[[Tensor], Tensor]
-Gradient = Callable[[BatchProduct, float, Tensor], Tensor]
+Gradient = Callable[[Product, float, Tensor], Tensor]
 
 
-class Minibatches(Protocol):
-    """A product or a loss that can be taken batch by batch."""
-
-    def minibatches(
-        self, state: dict[str, Tensor] | None = None
-    ) -> Iterator[tuple[int, BatchProduct]]: ...
-
-    def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]: ...
+class MinibatchedLoss(Minibatched, Loss, Protocol):
+    """A loss whose gradient can be taken batch by batch."""
 
 
 @dataclass(frozen=True)
@@ -60,46 +54,52 @@ class SGD:
         if self.learning_rate is not None:
             check_positive("SGD", learning_rate=self.learning_rate)
 
-    def solve(self, product: Minibatches, b: Tensor, start: Tensor | None = None) -> Solution:
+    def solve(self, product: Minibatched, b: Tensor, start: Tensor | None = None) -> Solution:
         """Return X after the epochs, started from ``start`` or from b (the prior draw w0)."""
 
-        def gradient(batch_product: BatchProduct, weight: float, x: Tensor) -> Tensor:
+        def gradient(batch_product: Product, weight: float, x: Tensor) -> Tensor:
             return weight * batch_product(x) + x - b
 
         rate, passes = self._rate(product, b[:1])
         # (A + I)⁻¹ shrinks, so the solution is no longer than b
-        x = self._descend(product, gradient, b if start is None else start, rate, norm(b).item())
+        bound = product.space.norm(b)
+        x = self._descend(product, gradient, b if start is None else start, (rate, bound))
         residual = b - x - product(x)
-        return Solution.of(x, b, residual, passes + self.epochs + 1, self.tolerance)
+        return Task(product, b).judge(x, residual, passes + self.epochs + 1, self.tolerance)
 
-    def minimise(self, loss: Minibatches, start: Tensor) -> tuple[Tensor, int]:
-        """Return x (P,) near the minimum of loss(x) + ½‖x‖², and the passes it took."""
+    def minimise(self, loss: MinibatchedLoss, start: Tensor) -> Minimum:
+        """Return x (P,) near the minimum of loss(x) + ½‖x‖²."""
 
-        def gradient(batch_gradient: BatchProduct, weight: float, x: Tensor) -> Tensor:
+        def gradient(batch_gradient: Product, weight: float, x: Tensor) -> Tensor:
             return weight * batch_gradient(x) + x
 
         _, slope = loss.value_and_gradient(start)
         rate, passes = self._rate(loss.hessian(start), torch.ones_like(start)[None])
         # the whole is 1-strongly convex, so the minimum is no further than its gradient is long
-        bound = (norm(start) + norm(slope + start)).item()
-        x = self._descend(loss, gradient, start[None], rate, bound)
-        return x[0], passes + self.epochs + 1
+        norm = loss.space.norm
+        bound = norm(start) + norm(slope + start)
+        x = self._descend(loss, gradient, start[None], (rate, bound))[0]
+        value, slope = loss.value_and_gradient(x)
+        size, length = norm(slope + x), norm(x)
+        converged = size <= self.tolerance * length
+        return Minimum(x, value, size, length, passes + self.epochs + 2, converged)
 
     def _descend(
         self,
-        problem: Minibatches,
+        problem: Minibatched,
         gradient: Gradient,
         start: Tensor,
-        rate: float,
-        bound: float,
+        limits: tuple[float, float],
     ) -> Tensor:
+        """Return x after the epochs, of the first step size and a bound on ‖x‖."""
+        rate, bound = limits
         count = torch.zeros((), dtype=torch.int64)
         state = {"x": start, "velocity": torch.zeros_like(start), "average": start, "count": count}
         num_batches = _num_batches(problem)
         for _ in range(self.epochs):
             run = partial(self._epoch, problem, gradient, state, (num_batches, rate))
             state = problem.kept(state["x"], run)
-            size = norm(state["x"]).item()
+            size = problem.space.norm(state["x"])
             if not size <= 10 * bound + 1:
                 raise DivergenceError(
                     f"SGD diverged: ‖x‖ = {size:.1e}, where the solution has at most "
@@ -110,7 +110,7 @@ class SGD:
 
     def _epoch(
         self,
-        problem: Minibatches,
+        problem: Minibatched,
         gradient: Gradient,
         state: dict[str, Tensor],
         schedule: tuple[int, float],
@@ -138,16 +138,17 @@ class SGD:
                 average.lerp_(x, self.averaging)
         return state
 
-    def _rate(self, product: Callable[[Tensor], Tensor], v: Tensor) -> tuple[float, int]:
+    def _rate(self, product: Operator, v: Tensor) -> tuple[float, int]:
         """Return the step size, and the passes spent on its estimate."""
         if self.learning_rate is not None:
             return self.learning_rate, 0
+        norm = product.space.norm
         for _ in range(4):
-            v = product(v / norm(v).to(v))
-        return 0.1 / (norm(v).item() + 1), 4
+            v = product(v / norm(v))
+        return 0.1 / (norm(v) + 1), 4
 
 
-def _num_batches(problem: Minibatches) -> int:
+def _num_batches(problem: Minibatched) -> int:
     """Return the batches of an epoch: as the problem knows them, or counted in one more sweep."""
-    known = problem.num_steps() if hasattr(problem, "num_steps") else None
+    known = problem.num_steps()
     return sum(1 for _ in problem.minibatches()) if known is None else known

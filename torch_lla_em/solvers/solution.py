@@ -1,12 +1,25 @@
-"""What every solver returns, and how it fails."""
+"""What every solver is given and returns, how it fails, and how it starts again."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.space import dots
+from torch_lla_em.solvers.operator import Operator
+
+logger = logging.getLogger("torch_lla_em")
+
+
+class DivergenceError(ArithmeticError):
+    """A solve grew instead of settling; nothing of it is kept."""
+
+
+class FaultyProductError(ArithmeticError):
+    """The product is not symmetric or not positive semi-definite: J and Jᵀ disagree."""
 
 
 class Solution(NamedTuple):
@@ -38,35 +51,79 @@ class Solution(NamedTuple):
         """√(mean ‖r‖² / max(1, mean ⟨x, A x⟩)): bounds the relative error of J x on the data."""
         return relative_error(self.certificate, self.energy)
 
-    @classmethod
-    def of(cls, x: Tensor, b: Tensor, residual: Tensor, passes: int, tolerance: float) -> Solution:
+
+class Task(NamedTuple):
+    """(A + I) X = B, and where X starts (0 if None)."""
+
+    product: Operator
+    b: Tensor
+    start: Tensor | None = None
+
+    image: Tensor | None = None
+    """A times the start, where it is known."""
+
+    original: Callable[[Tensor], Tensor] | None = None
+    """Where x is preconditioned: the map back, since energies are those of what it stands for."""
+
+    def residual(self, x: Tensor) -> Tensor:
+        """Return B - (A + I) X, from a product."""
+        return (self.b - self.product(x)).sub_(x)
+
+    def energies(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Return ⟨x, A x⟩ in the original coordinates, shape (K,), without another product."""
+        dots = self.product.space.dots
+        before = x if self.original is None else self.original(x)
+        return (dots(x, self.b) - dots(x, residual) - dots(before, before)).clamp_min(0)
+
+    def judge(self, x: Tensor, residual: Tensor, passes: int, tolerance: float) -> Solution:
         """Return the record of x, with its true residual."""
-        certificate, energy = dots(residual, residual).sqrt(), energies(x, b, residual)
-        relative = certificate.norm() / dots(b, b).sum().sqrt()
+        dots = self.product.space.dots
+        certificate, energy = dots(residual, residual).sqrt(), self.energies(x, residual)
+        relative = (certificate.norm() / dots(self.b, self.b).sum().sqrt()).nan_to_num().item()
         converged = relative_error(certificate, energy) <= tolerance
-        relative, image = relative.nan_to_num().item(), (b - x).sub_(residual)
-        return cls(x, certificate, energy, relative, passes, converged, image)
+        image = (self.b - x).sub_(residual)
+        return Solution(x, certificate, energy, relative, passes, converged, image)
 
 
-class DivergenceError(ArithmeticError):
-    """A solve grew instead of settling; nothing of it is kept."""
+Descend = Callable[[Task, Solution, Tensor], tuple[Tensor, int]]
+"""(task, solution so far, its residual) -> a better x and the products it took."""
 
 
-class FaultyProductError(ArithmeticError):
-    """The product is not symmetric or not positive semi-definite: J and Jᵀ disagree."""
-
-
-def allowed_asymmetry(product: object) -> float:
-    """Return by how much ⟨x, A y⟩ and ⟨y, A x⟩ may differ, relative to the largest of them.
-
-    Products of less than single precision say by ``rounding`` how exact they are.
-    """
-    return max(1e-3, 4 * getattr(product, "rounding", 0.0))
-
-
-def energies(x: Tensor, b: Tensor, residual: Tensor) -> Tensor:
-    """Return ⟨x, A x⟩ = ⟨x, b - r⟩ - ‖x‖², shape (K,), without another product."""
-    return (dots(x, b) - dots(x, residual) - dots(x, x)).clamp_min(0)
+def solve_with_restarts(
+    name: str, task: Task, limits: tuple[float, int], descend: Descend
+) -> Solution:
+    """Improve x until its true residual meets the tolerance, stops falling, or passes run out."""
+    b, start, image = task.b, task.start, task.image
+    tolerance, max_passes = limits
+    x, residual, passes, last = torch.zeros_like(b), b, 0, float("inf")
+    if start is not None and image is not None:
+        x, residual = start, (b - start).sub_(image)
+    elif start is not None:
+        x, residual, passes = start, task.residual(start), 1
+    while True:
+        solution = task.judge(x, residual, passes, tolerance)
+        error = solution.error
+        if not error < float("inf") or error > 1e3 * max(1.0, last):
+            raise DivergenceError(
+                f"{name} diverged after {passes} passes: the error grew from {last:.1e} to "
+                f"{error:.1e}. Check that the model's outputs and weights are finite, and that "
+                "they are the same at every call."
+            )
+        if solution.converged or passes >= max_passes:
+            return solution
+        if error > 0.5 * last:
+            logger.warning(
+                "%s stagnates at an error of %.1e: %s arithmetic allows no better, or the model "
+                "changes from call to call. Loosen `tolerance`, or convert the model and its "
+                "data to float64.",
+                name,
+                error,
+                x.dtype,
+            )
+            return solution
+        last = error
+        x, used = descend(task, solution, residual)
+        residual, passes = task.residual(x), passes + used + 1
 
 
 def relative_error(certificate: Tensor, energy: Tensor) -> float:

@@ -114,20 +114,34 @@ def test_acquisition_values_have_gradients(la):
     assert (X.grad.abs().sum((1, 2)) > 0).all()
 
 
-def test_bayesian_optimisation_finds_the_best():
-    x = start()[0] / 2  # a corner without the best
-    y = objective(x)
-    assert y.max() < 0.6
-    torch.manual_seed(0)
-    for _ in range(5):
-        model = LaplaceModel(train(x, y))
-        acquisition = qLogExpectedImprovement(model, best_f=y.max())
-        candidates, _ = optimize_acqf(
-            acquisition, BOUNDS, q=2, num_restarts=2, raw_samples=32, options={"maxiter": 30}
-        )
-        x = torch.cat([x, candidates])
-        y = torch.cat([y, objective(candidates)])
-    assert y.max() > 0.98
+def test_the_best_of_a_plane_is_its_corner():
+    """UCB of a linear network is convex: where its slopes keep their signs, the corner is the best."""
+    model = nn.Linear(2, 1).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[2.0, -1.0]]))
+        model.bias.zero_()
+    x = torch.rand(20, 2, generator=torch.Generator().manual_seed(0)).double()
+    la = LinearisedLaplace(model, "regression", num_samples=8, sigma_noise=0.1)
+    la.fit([(x, model(x).detach())], em_steps=0, prior_precision=1.0, progress_bar=False)
+    corners = la.functional_samples(torch.tensor([[0, 0], [1, 0], [0, 1]]).double())[..., 0]
+    slopes = corners[:, 1:] - corners[:, :1]
+    beta = 0.1
+    spread = (beta * torch.pi / 2) ** 0.5 * (slopes - slopes.mean(0)).abs().mean(0)
+    assert (spread < slopes.mean(0).abs()).all()
+    acquisition = qUpperConfidenceBound(LaplaceModel(la), beta=beta)
+    best, _ = optimize_acqf(acquisition, BOUNDS, q=1, num_restarts=2, raw_samples=8)
+    assert_close(best, torch.tensor([[1.0, 0.0]]).double())
+
+
+def test_a_round_of_bayesian_optimisation_climbs(la):
+    """A search that only climbs ends no lower than at any of its starts."""
+    acquisition = qLogExpectedImprovement(LaplaceModel(la), best_f=start()[1].max())
+    starts = torch.rand(3, 2, 2, generator=torch.Generator().manual_seed(0)).double()
+    candidates, value = optimize_acqf(
+        acquisition, BOUNDS, q=2, num_restarts=3, batch_initial_conditions=starts
+    )
+    assert ((candidates >= 0) & (candidates <= 1)).all()
+    assert value >= acquisition(starts).max() - 1e-9
 
 
 def test_without_botorch_it_says_what_to_install(monkeypatch):

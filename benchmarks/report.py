@@ -64,7 +64,7 @@ def main() -> None:
     tables = load(args.results, "compare", "scale")
     pictures = args.docs / "benchmarks"
     pictures.mkdir(parents=True, exist_ok=True)
-    for (task, epochs), groups in tables.items():
+    for (task, _), groups in tables.items():
         if task == "gap":
             bands(groups, pictures / "gap.png")
         if task == "moons" and any("picture" in r for r in groups.get("deep ensemble of 5", [])):

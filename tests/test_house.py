@@ -41,7 +41,9 @@ def test_imports_go_to_the_own_room_or_to_the_face_of_an_earlier_one():
             earlier = [*earlier, *BESIDE]
         for name in _imports(path):
             _, *parts = name.split(".")
-            own = not parts or parts[0] == room or room == "laplace" and parts[0] not in ROOMS[:-1]
+            own = (
+                not parts or parts[0] == room or (room == "laplace" and parts[0] not in ROOMS[:-1])
+            )
             if not own and (parts[0] not in earlier or len(parts) > 1):
                 faults.append(f"{path.relative_to(PACKAGE)} imports {name}")
     assert not faults, faults

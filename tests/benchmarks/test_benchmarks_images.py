@@ -178,6 +178,7 @@ def test_augmentation_keeps_shape_and_moves_images():
     assert changed.shape == x.shape and not torch.equal(changed, x)
 
 
+@pytest.mark.slow
 def test_mnist_runs_whole_and_from_its_checkpoint(tmp_path, capsys):
     arguments = ["--synthetic", *TINY, "--device", "cpu", "--checkpoint", str(tmp_path / "kept")]
     arguments += ["--out", str(tmp_path), "--ensemble", "2", "--network", "lenet-small"]
@@ -231,6 +232,7 @@ def small_network(width):
     return lambda: nn.Sequential(*layers, nn.Flatten(), nn.Linear(16, width))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script, classes", [("cifar100", 100), ("imagenet", 1000)])
 def test_the_larger_rungs_run_whole_with_a_small_network(tmp_path, monkeypatch, script, classes):
     module = __import__(script)

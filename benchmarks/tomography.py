@@ -16,7 +16,7 @@ import argparse
 import copy
 import json
 import logging
-from math import pi
+from math import log, pi
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,8 +31,6 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from torch_lla_em import LinearisedLaplace, LinearOperator, LinearOperatorRegression, Prediction
-from torch_lla_em.prediction.calibration import best_scale
-from torch_lla_em.prediction.prediction import score
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -88,9 +86,13 @@ def held_out_scale(data: Scan, drawn: Reconstruction, sigma: Tensor) -> float:
     shape = tuple(data.image.shape[1:])
     between = LinearOperator(data.held_out.forward, data.held_out.adjoint, shape)
     likelihood = LinearOperatorRegression(between, sigma)
-    prediction = Prediction(likelihood, drawn.mean, drawn.deviations[:, None])
-    log_prob = score(prediction, data.y_held_out.to(drawn.mean))
-    return best_scale(lambda scale: log_prob(scale).sum().item())
+    y = data.y_held_out.to(drawn.mean)
+
+    def log_prob(scale: float) -> float:
+        prediction = Prediction(likelihood, drawn.mean, scale**0.5 * drawn.deviations[:, None])
+        return prediction.log_prob(y).sum().item() - 2 * log(scale) ** 2
+
+    return max((10 ** (exponent / 40) for exponent in range(-160, 81)), key=log_prob)
 
 
 def scaled(drawn: Reconstruction, scale: float) -> Reconstruction:

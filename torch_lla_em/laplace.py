@@ -45,7 +45,22 @@ from torch_lla_em.likelihoods import (
     preferred,
     tempered,
 )
-from torch_lla_em.prediction import NotFittedError, Prediction, calibrated, mixed, stored
+from torch_lla_em.prediction import (
+    MODE,
+    NETWORK,
+    SCALE,
+    WEIGHT,
+    Calibration,
+    NotFittedError,
+    Prediction,
+    calibrated,
+    mean_of,
+    mixed,
+    posterior_alone,
+    predicted,
+    slots,
+    stored,
+)
 from torch_lla_em.problem import Problem, place_of_vectors
 from torch_lla_em.runtime import Compute, Group, free_memory, group_of, leaving_cleanly, tf32
 from torch_lla_em.runtime import records as persistence
@@ -121,8 +136,8 @@ class LinearisedLaplace(nn.Module):
         self.num_samples, self.tolerance, self.seed = num_samples, tolerance, seed
         self.solver, self.target_fn, self.compute = solver, target_fn, compute
         self.history: list[dict[str, Any]] = []
-        self.mean = "network"
-        """What predictions are around: "network" or "linear", as ``calibrate`` found better."""
+        self.calibration: Calibration | None = None
+        """What the last ``calibrate`` gained on held-out rows."""
 
         self.num_data: int | None = None
         for name in stored.TENSORS:
@@ -344,24 +359,29 @@ class LinearisedLaplace(nn.Module):
         return prediction.smoothed(shared=link_approx == "probit_shared")
 
     def predict(
-        self, x: Any, mean: str | None = None, generator: torch.Generator | None = None
+        self,
+        x: Any,
+        mean: str | None = None,
+        generator: torch.Generator | None = None,
+        num_samples: int | None = None,
     ) -> Prediction:
-        """Return the predictive distribution at x, around f(x) or around J(x) w_lin.
+        """Return the predictive distribution at x: as fitted, or as calibrated.
 
-        ``mean`` is "network", "linear", or what ``calibrate`` chose (the network, before it).
+        ``mean`` takes the posterior alone, around f(x) ("network") or J(x) w_lin ("linear").
+        ``num_samples`` takes the first few samples only, which is faster and less exact: see
+        ``Prediction.standard_error``.
         """
-        mean = mean or self.mean
-        check_choice("mean", mean, ("network", "linear"))
-        self._require_fit()
-        f, Jw = self._push_forward(x, torch.cat([self.w_lin[None], self.w_samples]))
-        deviations = self.posterior_scale.sqrt().to(Jw) * Jw[1:]
+        if num_samples is not None and not 1 <= num_samples <= self.num_samples:
+            raise ValueError(
+                f"num_samples={num_samples}, but there are {self.num_samples} samples to choose from."
+            )
+        table = self._parts(mean)
+        columns = torch.cat([self.w_lin[None], self.w_samples[:num_samples]])
+        f, Jw = self._push_forward(x, columns)
         if generator is not None:
-            deviations = mixed(deviations, generator)
-        centre = f if mean == "network" else Jw[0]
-        if mean == self.mean:
-            centre = self.mean_factor.to(centre) * centre
+            Jw = torch.cat([Jw[:1], mixed(Jw[1:], generator)])
         class_dim = self._linear_model.network.class_dim
-        return Prediction(self.likelihood, centre, deviations, class_dim)
+        return predicted(self.likelihood, f, Jw, table, class_dim)
 
     def functional_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
         """Return the mean + √τ J(x) w_k, shape (K, B, C): joint over the inputs."""
@@ -377,15 +397,15 @@ class LinearisedLaplace(nn.Module):
         if not -self.num_samples <= k < self.num_samples:
             raise IndexError(f"There are {self.num_samples} samples: k runs from 0, not to {k}.")
 
-        linear, factor = self.mean == "linear", self.mean_factor.clone()
-        w = self.posterior_scale.sqrt().to(self.w_lin) * self.w_samples[k][None]
-        if linear:
-            w = w + factor.to(w) * self.w_lin
+        table, k = self._parts(None).clone(), k % self.num_samples
+        part = int(slots(table[:, WEIGHT], self.num_samples)[k])
+        alone = table[part].to(self.w_lin)
+        w = alone[MODE] * self.w_lin + alone[SCALE].sqrt() * self.w_samples[k]
 
         def sample(x: Any) -> Tensor:
-            f, Jw = self._push_forward(x, w)
+            f, Jw = self._push_forward(x, w[None])
             class_dim = self._linear_model.network.class_dim
-            centre = torch.zeros_like(f) if linear else factor.to(f) * f
+            centre = alone[NETWORK].to(f) * f
             return Prediction(self.likelihood, centre, Jw, class_dim).samples[0]
 
         return sample
@@ -395,25 +415,71 @@ class LinearisedLaplace(nn.Module):
         return self.predict(x, mean).joint_log_prob(y)
 
     def calibrate(self, loader: Iterable[Any], mean: str | None = None) -> LinearisedLaplace:
-        """Fit the posterior scale τ to held-out data; one pass.
+        """Fit how predictions go from the network to the posterior by held-out rows; one pass.
 
-        Where outputs are scores of classes, a factor of the mean goes with it. Unless a mean
-        is given, it is that of the linear model, or of the network where this is the better
-        one by more than four standard errors. Where several ranks have fitted together, all of
-        them call it together.
+        For classes and labels: a temperature of the network, a scale of the posterior, a factor
+        of the softmax at its mean, and the weights of the three; temperature scaling is a special
+        case. For real numbers: the scale, σ, and the share of the linear mode in the mean. All
+        are most probable under mild priors. ``calibration`` tells what was gained. ``mean``
+        keeps to the posterior around the "network" or the "linear" mode, beside the network.
+        Where several ranks have fitted together, all of them call it together.
         """
-        self._require_fit()
-        means = ("network", "linear") if mean is None else (mean,)
-        for name in means:
-            check_choice("mean", name, ("network", "linear"))
+        if mean is not None:
+            check_choice("mean", mean, ("network", "linear"))
+        table = self._parts(None)
         with group_of(self._shard).joined() as group:
             data = Data(loader, self._device, self.target_fn, group)
             problem = Problem(self._linear_model, self.likelihood, data)
             columns = torch.cat([self.w_lin[None], self.w_samples])
-            self.mean, best = calibrated(problem, columns, means)
-        self.posterior_scale = torch.full_like(self.posterior_scale, best.scale)
-        self.mean_factor = torch.full_like(self.mean_factor, best.factor)
+            found = calibrated(problem, columns, mean, table)
+        self.mixture, self.calibration = found.table.to(table), found.calibration
+        if isinstance(self.likelihood, Regression):
+            self.sigma_noise = self.sigma_noise * found.noise
+            self.likelihood = self.likelihood.at_noise(self.sigma_noise)
         return self
+
+    @property
+    def mean(self) -> str:
+        """What the posterior is around in predictions: "network" or "linear"."""
+        return "network" if self.mixture is None else mean_of(self.mixture)
+
+    @mean.setter
+    def mean(self, mean: str) -> None:
+        check_choice("mean", mean, ("network", "linear"))
+        self._set_alone(mean, self.mean_factor, self.posterior_scale)
+
+    @property
+    def posterior_scale(self) -> Tensor | None:
+        """τ, by which the posterior's variance is multiplied in predictions."""
+        return None if self.mixture is None else self.mixture[0, SCALE]
+
+    @posterior_scale.setter
+    def posterior_scale(self, scale: Tensor) -> None:
+        self._set_alone(self.mean, self.mean_factor, scale)
+
+    @property
+    def mean_factor(self) -> Tensor | None:
+        """What the posterior's mean is multiplied by in predictions."""
+        if self.mixture is None:
+            return None
+        return self.mixture[0, MODE if self.mean == "linear" else NETWORK]
+
+    @mean_factor.setter
+    def mean_factor(self, factor: Tensor) -> None:
+        self._set_alone(self.mean, factor, self.posterior_scale)
+
+    def _set_alone(self, mean: str, factor: Tensor, scale: Tensor) -> None:
+        """Have predictions be of the posterior alone."""
+        self.mixture = posterior_alone(mean, factor, scale).to(self.w_lin.device)
+
+    def _parts(self, mean: str | None) -> Tensor:
+        """Return the parts of predictions, of the posterior alone around a mean if it is given."""
+        self._require_fit()
+        if mean is None:
+            return self.mixture
+        check_choice("mean", mean, ("network", "linear"))
+        factor = self.mean_factor if mean == self.mean else 1.0
+        return posterior_alone(mean, factor, self.posterior_scale)
 
     def log_marginal_likelihood(self) -> Estimate:
         """Return log p(y | λ, σ) of the linear model, with its standard error over samples."""
@@ -455,7 +521,7 @@ class LinearisedLaplace(nn.Module):
             "likelihood": type(self.likelihood).__name__,
             "num_data": self.num_data,
             "history": self.history,
-            "mean": self.mean,
+            "calibration": self.calibration,
         }
         tensors = {name: getattr(self, name) for name in stored.TENSORS}
         return stored.state_of(tensors, record, self._linear_model)
@@ -468,7 +534,7 @@ class LinearisedLaplace(nn.Module):
         for name, tensor in tensors.items():
             setattr(self, name, None if tensor is None else tensor.to(place, copy=True))
         self.history, self.num_data = record["history"], record["num_data"]
-        self.mean = record.get("mean", "network")
+        self.calibration = record.get("calibration") and Calibration(*record["calibration"])
         if self.sigma_noise is not None:
             self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
         self.num_samples = len(self.w_samples)
@@ -518,7 +584,7 @@ class LinearisedLaplace(nn.Module):
     def _store(self, posterior: Posterior, history: list[dict[str, Any]], num_data: int) -> None:
         for name, tensor in stored.tensors_of(posterior).items():
             setattr(self, name, tensor)
-        self.mean, self.history, self.num_data = "network", history, num_data
+        self.history, self.num_data, self.calibration = history, num_data, None
         if self.sigma_noise is not None:
             self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
         elif isinstance(self._given_likelihood, Regression):  # tempered, so its noise stays

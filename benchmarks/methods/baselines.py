@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from methods.metrics import Classes, Numbers
 from methods.tasks import Loader, SharedDropout, Task, train
-from torch_lla_em.prediction.calibration import DEVIATION
+
+DEVIATION = 0.5
 
 Predictor = Callable[[Tensor], Classes | Numbers]
 

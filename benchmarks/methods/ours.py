@@ -7,6 +7,7 @@ import torch
 from methods.baselines import Predictor, Setting
 from methods.metrics import Classes, Numbers
 from torch_lla_em import Compute, LinearisedLaplace
+from torch_lla_em.prediction import posterior_alone
 
 READ = Compute(keep_data=False)  # at every pass, so that the loader can count them
 AROUND = {"network": "mean f", "linear": "mean J w_lin"}
@@ -41,7 +42,7 @@ def rows(la: LinearisedLaplace, name: str, setting: Setting) -> dict[str, Predic
     for mean in ("network", "linear", None):
         la.calibrate([tuple(setting.task.val)], mean)
         row = f"{name}, calibrated" + (f", {AROUND[mean]}" if mean else "")
-        table[row] = predictor(la, la.mean, la.posterior_scale.item(), la.mean_factor.item())
+        table[row] = predictor(la, la.mean, la.mixture.clone())
     return table
 
 
@@ -68,25 +69,23 @@ def fit(setting: Setting, variant: Variant) -> LinearisedLaplace:
     return la.fit(setting.loader, progress_bar=False, em_steps=2 if setting.quick else 20)
 
 
-def predictor(
-    la: LinearisedLaplace, mean: str, scale: float = 1.0, factor: float = 1.0
-) -> Predictor:
-    """Return predictions with posterior scale ``scale``, and the mean times ``factor``."""
+def predictor(la: LinearisedLaplace, mean: str, mixture: torch.Tensor | None = None) -> Predictor:
+    """Return predictions of the posterior alone around a mean, or of calibrated parts."""
     regression = la.sigma_noise is not None
-    chosen = mean, *(torch.tensor(number, dtype=torch.float64) for number in (scale, factor))
+    chosen = posterior_alone(mean) if mixture is None else mixture
+    sigma = la.sigma_noise.item() if regression else 0.0
 
     def predict(x: torch.Tensor) -> Classes | Numbers:
-        la.mean, la.posterior_scale, la.mean_factor = chosen
+        la.mixture = chosen
         prediction = la.predict(x)
         if regression:
-            sigma = la.sigma_noise.item()
             return Numbers(prediction.mean.flatten(), prediction.covariance, sigma)
         return Classes.of(prediction.functions)
 
     predict.details = {
         "mean": mean,
-        "scale": scale,
-        "factor": factor,
+        "scale": chosen[0, 3].item(),
+        "factor": chosen[0, 1:3].sum().item(),
         "prior_precision": la.prior_precision.tolist(),
         "effective_dim": la.effective_dim.sum().item(),
         "certificate": la.certificate.max().item(),

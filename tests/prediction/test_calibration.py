@@ -1,69 +1,140 @@
-"""The search for τ and the factor of the mean, on functions whose maximum is known."""
+"""What held-out rows call for, on rows whose answer is known."""
 
 import logging
-from math import exp, log
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.testing import assert_close
 
-from torch_lla_em.prediction.calibration import best_scale, calibration
+from torch_lla_em.data import Batch
+from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson, Regression
+from torch_lla_em.prediction.calibration import calibrated, numbers_of
+from torch_lla_em.prediction.parts import posterior_alone, predicted
+from torch_lla_em.runtime import Group
 
-
-class Counted:
-    """A quadratic in log τ and log c, and how often it was asked for."""
-
-    def __init__(self, scale, factor, weight, ridge):
-        self.scale, self.factor, self.weight, self.ridge, self.calls = (
-            scale,
-            factor,
-            weight,
-            ridge,
-            0,
-        )
-
-    def __call__(self, scale, factor):
-        self.calls += 1
-        a, b = log(scale / self.scale), log(factor / self.factor)
-        value = -self.weight * (a * a + b * b + 2 * self.ridge * a * b) / 2
-        prior = -0.5 * (log(scale) ** 2 + log(factor) ** 2) / 0.5**2
-        return value - prior  # so that the penalised function is the quadratic
+PLAIN = posterior_alone()
 
 
-@pytest.mark.parametrize("ridge", [0.0, 0.9, -0.99])
-@pytest.mark.parametrize("weight", [10.0, 1e5])
-def test_narrow_ridges_are_climbed(weight, ridge):
-    log_prob = Counted(0.02, 3.0, weight, ridge)
-    scale, factor = calibration(log_prob, with_factor=True)
-    assert scale == pytest.approx(0.02, rel=0.01) and factor == pytest.approx(3.0, rel=0.01)
-    assert log_prob.calls <= 120
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_without_data_the_prior_speaks():
-    assert calibration(lambda scale, factor: 0.0, with_factor=True) == pytest.approx((1.0, 1.0))
+class Rows:
+    """Held-out rows as a problem that pushes them forward, cut unevenly."""
+
+    def __init__(self, likelihood, f, Jw, y):
+        self.likelihood, self.parts = likelihood, (f, Jw, y)
+        self.data = SimpleNamespace(group=Group())
+
+    def push_forward(self, columns):
+        f, Jw, y = self.parts
+        for rows in (slice(0, 7), slice(7, None)):
+            yield Batch(0, torch.arange(len(y))[rows], None, y[rows]), f[rows], Jw[:, rows]
 
 
-def test_the_higher_of_two_peaks_wins():
-    def log_prob(scale):
-        low, high = (log(scale) + 6) ** 2, (log(scale) - 3) ** 2
-        return 1000 * max(exp(-low), 1.2 * exp(-high))
+def rows(likelihood=None, count=2000, K=8, C=3, temperature=1.0, deviation=1.0):
+    """Labels drawn from the network at a temperature, beside a posterior that knows nothing."""
+    likelihood = likelihood or Classification()
+    f, Jw = 2 * draw(count, C), deviation * draw(1 + K, count, C, seed=1)
+    y = likelihood.sample(f / temperature, torch.Generator().manual_seed(2))
+    return Rows(likelihood, f, Jw, y)
 
-    assert log(best_scale(log_prob)) == pytest.approx(3, abs=0.05)
+
+def fit(problem, mean=None, before=PLAIN):
+    return calibrated(problem, problem.parts[1][:, :1, 0], mean, before)
 
 
-@pytest.mark.parametrize(
-    ("slope", "end", "words"), [(-1e3, 1e-4, "no uncertainty"), (1e3, 1e2, "more")]
-)
-def test_the_edge_is_said(slope, end, words, caplog):
+@pytest.mark.parametrize("mean", [None, "network"])
+@pytest.mark.parametrize("likelihood", [Classification(), Bernoulli()])
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+def test_where_the_posterior_knows_nothing_a_temperature_is_found(likelihood, mean, temperature):
+    problem = rows(likelihood, temperature=temperature, deviation=4.0)
+    f, Jw, y = problem.parts
+    found = fit(problem, mean)
+    truth = likelihood.log_prob(f / temperature, y)
+    ours = predicted(likelihood, f, Jw, found.table).log_prob(y)
+    assert (truth - ours).mean() < 0.01
+    assert found.calibration.before > found.calibration.after
+
+
+def objective(likelihood, parts, mean, theta):
+    numbers = numbers_of(likelihood, mean)
+    f, Jw, y = parts
+    noise = 1.0 if numbers.noise is None else theta[numbers.noise].exp()
+    if numbers.noise is not None:
+        likelihood = likelihood.at_noise(likelihood.sigma_noise * noise)
+    rows = predicted(likelihood, f, Jw, numbers.table(theta)).log_prob(y).sum()
+    return rows - 0.5 * (theta / torch.tensor(numbers.deviations)).square().sum()
+
+
+@pytest.mark.parametrize("mean", [None, "network", "linear"])
+@pytest.mark.parametrize("likelihood", [Classification(), Regression(0.5), Poisson()])
+def test_nothing_near_is_more_probable(likelihood, mean, monkeypatch):
+    kept = {}
+    from torch_lla_em.prediction import calibration
+
+    search = calibration._most_probable
+    monkeypatch.setattr(
+        calibration, "_most_probable", lambda *a: kept.setdefault("theta", search(*a))
+    )
+    problem = rows(likelihood, count=300)
+    fit(problem, mean)
+    best = objective(likelihood, problem.parts, mean, kept["theta"])
+    for step in torch.eye(len(kept["theta"]), dtype=torch.float64):
+        for change in (0.03, -0.03):
+            moved = kept["theta"] + change * step
+            assert objective(likelihood, problem.parts, mean, moved) < best + 1e-6
+
+
+def test_few_rows_leave_the_prior():
+    found = fit(rows(count=8, deviation=1e-3))
+    weight, mode, network, scale = found.table.unbind(1)
+    assert (weight - 1 / 3).abs().max() < 0.3
+    assert 0.3 < scale[0] < 3 and 0.5 < mode[1] < 2 and 0.5 < network[2] < 2
+
+
+def test_scale_and_noise_of_real_numbers_are_found():
+    f, sd = draw(20_000, 1), 0.5 + draw(20_000, 1, seed=1).square()
+    signs = torch.cat([torch.zeros(1, 1, 1), torch.ones(1, 1, 1), -torch.ones(1, 1, 1)])
+    y = f + (0.3 * sd**2 + 0.6**2).sqrt() * draw(20_000, 1, seed=2)
+    Jw = signs.double() * sd + f * (signs == 0)
+    found = fit(Rows(Regression(2.0), f, Jw, y), "network")
+    assert_close(found.table[0, 3].item(), 0.3, rtol=0.1, atol=0)
+    assert_close(2.0 * found.noise, 0.6, rtol=0.05, atol=0)
+    before, after = found.calibration.coverage
+    assert before > 0.97 and abs(after - 0.9) < 5 * (0.09 / 20_000) ** 0.5
+
+
+def test_the_mean_lies_between_the_two():
+    f, h = draw(500, 2), draw(500, 2, seed=1)
+    y = 0.25 * h + 0.75 * f + 0.1 * draw(500, 2, seed=2)
+    Jw = torch.cat([h[None], 0.01 * draw(4, 500, 2, seed=3)])
+    found = fit(Rows(Regression(0.1), f, Jw, y))
+    assert_close(found.table[0, 1:3], torch.tensor([0.25, 0.75]).double(), rtol=0, atol=0.02)
+
+
+def test_what_fitting_gains_by_itself_is_taken_off():
+    problem = rows(count=200)
+    found = fit(problem)
+    f, Jw, y = problem.parts
+    inside = -predicted(problem.likelihood, f, Jw, found.table).log_prob(y).mean().item()
+    assert inside < found.calibration.after < inside + 6 / 200
+    assert found.calibration.num_rows == 200
+
+
+def test_nothing_gained_is_said(caplog):
+    problem = rows(count=400)
+    first = fit(problem)
     with caplog.at_level(logging.WARNING, logger="torch_lla_em"):
-        assert best_scale(lambda scale: slope * log(scale)) == pytest.approx(end)
-    assert words in caplog.text
+        again = fit(problem, before=first.table)
+    assert "nothing was gained" in caplog.text
+    assert_close(again.table, first.table)
 
 
-def test_hopeless_points_are_not_asked_for():
-    asked = []
-
-    def log_prob(scale, factor):
-        asked.append((scale, factor))
-        return -0.1
-
-    calibration(log_prob, with_factor=True)
-    assert len(asked) < 20
+def test_other_data_are_suspected(caplog):
+    f = 50 * draw(3000, 3)
+    y = Classification().sample(f / 50, torch.Generator().manual_seed(2))
+    with caplog.at_level(logging.WARNING, logger="torch_lla_em"):
+        fit(Rows(Classification(), f, 1e-9 * draw(5, 3000, 3, seed=1), y), "network")
+    assert "same source" in caplog.text

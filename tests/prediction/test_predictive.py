@@ -1,5 +1,6 @@
 """Every member of a Prediction against a direct formula."""
 
+from dataclasses import replace
 from math import log
 
 import pytest
@@ -26,7 +27,8 @@ from torch_lla_em.likelihoods import (
     Poisson,
     Regression,
 )
-from torch_lla_em.prediction.prediction import Prediction, mixed
+from torch_lla_em.prediction.functions import JOINT, functions_of, mixed, number_of_functions
+from torch_lla_em.prediction.prediction import Prediction
 
 K, B, C = 9, 4, 3
 
@@ -137,7 +139,10 @@ def test_predicted_noise_splits_the_variance():
     y = draw(B, 2, 2, seed=3)
     densities = Normal(mu, variance.sqrt()).log_prob(y).flatten(2).sum(2).exp()
     assert_close(p.log_prob(y), densities.mean(0).log())
-    assert_close(p.joint_log_prob(y), densities.prod(1).mean().log())
+    functions = (p.centre + functions_of(p.deviations, JOINT)).movedim(-1, 2)
+    mu, variance = functions[:, :, :2], functions[:, :, 2:].exp()
+    densities = Normal(mu, variance.sqrt()).log_prob(y).flatten(1).sum(1).exp()
+    assert_close(p.joint_log_prob(y), densities.mean().log())
 
 
 @pytest.mark.parametrize("likelihood", [Bernoulli(), Poisson()])
@@ -152,7 +157,9 @@ def test_intervals_of_monotone_links_are_those_of_f(likelihood):
 @pytest.mark.parametrize("likelihood", [Classification(), Binomial()])
 def test_intervals_of_other_links_are_quantiles(likelihood):
     p = prediction(likelihood)
-    expected = likelihood.mean(p.functions).quantile(torch.tensor([0.1, 0.9]).double(), dim=0)
+    expected = likelihood.mean(p.functions).quantile(
+        torch.tensor([0.1, 0.9], dtype=torch.float64), dim=0
+    )
     assert_close(torch.stack(p.credible_interval(0.8)), expected)
     one = Prediction(likelihood, p.centre, p.deviations[:1])
     ends = likelihood.mean(one.functions).sort(0).values
@@ -200,13 +207,15 @@ def test_joint_density_is_the_dense_gaussian(class_dim):
 def test_joint_probability_is_the_average_of_products():
     p = prediction(Classification())
     y = torch.tensor([0, 2, 1, 1])
-    product = torch.ones(len(p.functions), dtype=torch.float64)
+    functions = p.centre + functions_of(p.deviations, JOINT)
+    product = torch.ones(len(functions), dtype=torch.float64)
     for row in range(B):
-        product *= p.functions[:, row].softmax(-1)[:, y[row]]
+        product *= functions[:, row].softmax(-1)[:, y[row]]
     assert_close(p.joint_log_prob(y), product.mean().log())
     counts = torch.tensor([[0.0, 1, 2]]).expand(B, 3).double()
     q = prediction(Poisson())
-    densities = PoissonDistribution(q.functions.exp()).log_prob(counts).sum((1, 2)).exp()
+    functions = q.centre + functions_of(q.deviations, JOINT)
+    densities = PoissonDistribution(functions.exp()).log_prob(counts).sum((1, 2)).exp()
     assert_close(q.joint_log_prob(counts), densities.mean().log())
 
 
@@ -293,3 +302,102 @@ def test_one_sample_is_enough_for_a_density():
     y = torch.tensor([0, 2, 1, 1])
     assert_close(one.log_prob(y), p.centre.log_softmax(-1).gather(1, y[:, None])[:, 0])
     assert_close(one.log_prob(y).sum() - log(1), one.joint_log_prob(y))
+
+
+def mixture(likelihood, *sites, class_dim=-1):
+    plain = prediction(likelihood, *sites, class_dim=class_dim)
+    plain = replace(plain, deviations=draw(10, *plain.centre.shape, seed=1))
+    beside, weights = draw(2, B, *sites, C, seed=7), torch.tensor([0.5, 0.2, 0.3]).double()
+    return Prediction(likelihood, plain.centre, plain.deviations, class_dim, beside, weights)
+
+
+def as_list(p):
+    """The functions of a mixture of .5, .2 and .3: as many of each."""
+    functions = p.functions
+    assert len(functions) == 2 * number_of_functions(p.deviations)
+    return functions
+
+
+@pytest.mark.parametrize("class_dim", [-1, 1])
+def test_mixtures_of_classes_are_those_of_their_functions(class_dim):
+    p = mixture(Classification(), 2, class_dim=class_dim)
+    functions = as_list(p).movedim(class_dim if class_dim < 0 else class_dim + 1, -1)
+    probs = functions.softmax(-1)
+    assert_close(p.probs.movedim(class_dim, -1), probs.mean(0))
+    assert_close(p.log_probs, p.probs.log())
+    assert_close(p.entropy, Categorical(probs.mean(0)).entropy())
+    assert_close(p.aleatoric, Categorical(probs).entropy().mean(0))
+    assert_close(p.epistemic, p.entropy - p.aleatoric)
+    assert_close(p.mean.movedim(class_dim, -1), functions.mean(0))
+    assert_close(p.variance.movedim(class_dim, -1), functions.var(0, correction=0))
+    assert_close(p.covariance.diagonal(), p.variance.flatten())
+    y = torch.tensor([[0, 2], [1, 1], [2, 0], [0, 0]])
+    index = y.expand(len(functions), B, 2)[..., None]
+    each = functions.log_softmax(-1).gather(-1, index)[..., 0].sum(-1)
+    assert_close(p.log_prob(y), each.exp().mean(0).log())
+
+
+def test_mixtures_of_labels_and_counts():
+    b, q = mixture(Bernoulli()), mixture(Poisson())
+    functions = as_list(b)
+    assert_close(b.probs, functions.sigmoid().mean(0))
+    assert_close(b.entropy, BernoulliDistribution(b.probs).entropy())
+    assert_close(
+        b.epistemic, b.entropy - BernoulliDistribution(functions.sigmoid()).entropy().mean(0)
+    )
+    rates = as_list(q).exp()
+    assert_close(q.expectation, rates.mean(0))
+    assert_close(q.epistemic, rates.var(0, correction=0))
+    for p, link in ((b, torch.sigmoid), (q, torch.exp)):
+        for end, share in zip(p.credible_interval(0.8), (0.1, 0.9)):
+            below = (link(as_list(p)) <= end + 1e-9).double().mean(0)
+            assert ((below - share).abs() < 0.31).all()  # a function beside holds that much
+
+
+def test_joint_probabilities_of_mixtures_are_averages_of_products():
+    p, y = mixture(Classification()), torch.tensor([0, 2, 1, 1])
+    own = Prediction(p.likelihood, p.centre, p.deviations).joint_log_prob(y).exp()
+    beside = p.beside.log_softmax(-1).gather(-1, y.expand(2, B)[..., None]).sum((1, 2)).exp()
+    assert_close(p.joint_log_prob(y).exp(), 0.5 * own + 0.2 * beside[0] + 0.3 * beside[1])
+
+
+def test_samples_of_mixtures_come_in_its_shares():
+    plain = prediction(Classification())
+    deviations = draw(200, B, C, seed=1)
+    weights = torch.tensor([0.5, 0.2, 0.3]).double()
+    p = Prediction(plain.likelihood, plain.centre, deviations, -1, draw(2, B, C, seed=7), weights)
+    for first in (20, 200):
+        counts = [(p.samples[:first] == f).all(-1).all(-1).sum().item() for f in p.beside]
+        assert counts == pytest.approx([0.2 * first, 0.3 * first], abs=2)
+
+
+def test_smoothed_mixtures_average_the_parts():
+    p = mixture(Classification())
+    own = Prediction(p.likelihood, p.centre, p.deviations)
+    for shared in (False, True):
+        parts = [own.smoothed(shared), *p.beside.softmax(-1)]
+        expected = sum(w * part for w, part in zip(p.weights, parts))
+        assert_close(p.smoothed(shared), expected)
+
+
+def test_the_standard_error_is_that_of_the_samples():
+    """Of many draws of K samples the probabilities spread by it."""
+    centre, root = draw(30, 3), draw(6, 30, 3, seed=1)
+    drawn = []
+    for seed in range(2, 202):
+        drawn.append(
+            Prediction(Classification(), centre, torch.tensordot(draw(16, 6, seed=seed), root, 1))
+        )
+    spread = torch.stack([p.probs for p in drawn]).std(0)
+    said = torch.stack([p.standard_error for p in drawn]).square().mean(0).sqrt()
+    ratio = (said.square().mean() / spread.square().mean()).sqrt()
+    assert 0.9 < ratio < 1.3
+    one = Prediction(Classification(), centre, root[:1])
+    assert one.standard_error.isnan().all()
+    assert (prediction(Regression()).standard_error == 0).all()
+
+
+def test_functions_of_a_rare_posterior_stay_few():
+    p = replace(mixture(Classification()), weights=torch.tensor([0.01, 0.49, 0.5]).double())
+    assert_close(p.functions.softmax(-1).mean(0), p.probs, rtol=0, atol=0.01)
+    assert len(p.functions) < 1100

@@ -1,7 +1,7 @@
 """Likelihoods p(y | f): ``base``, ``classes``, ``elementwise``, ``linear_operator``,
 ``heteroscedastic``, ``tempered``."""
 
-from torch_lla_em.likelihoods.base import Likelihood, sum_rows
+from torch_lla_em.likelihoods.base import Likelihood, average, sum_rows
 from torch_lla_em.likelihoods.classes import BradleyTerry, Classification, entropy
 from torch_lla_em.likelihoods.elementwise import Bernoulli, Poisson, Regression
 from torch_lla_em.likelihoods.heteroscedastic import HeteroscedasticRegression
@@ -30,6 +30,7 @@ __all__ = [
     "Poisson",
     "Regression",
     "Tempered",
+    "average",
     "compare",
     "entropy",
     "preferred",

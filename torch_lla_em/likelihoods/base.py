@@ -64,13 +64,14 @@ class Likelihood:
             f"{type(self).__name__} must define variance(f) for aleatoric uncertainty."
         )
 
-    def uncertainties(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the aleatoric and the epistemic part of Var[y] over samples (K, ...)."""
+    def uncertainties(self, f: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the aleatoric and the epistemic part of Var[y] over functions (S, ...)."""
         mean, variance = self.mean(f), self.variance(f)
-        return variance.mean(0), mean.var(0, correction=0)
+        spread = (mean - average(mean, weights)).square()
+        return average(variance, weights), average(spread, weights)
 
-    def entropy(self, f: Tensor) -> Tensor:
-        """Return the entropy of y under the mixture over samples f, (K, B, ..., C)."""
+    def entropy(self, f: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return the entropy of y under the mixture over functions f, (S, B, ..., C)."""
         raise NotImplementedError(
             f"The entropy of {type(self).__name__} has no closed form: use .aleatoric and "
             ".epistemic, or define entropy(f)."
@@ -103,3 +104,10 @@ def sum_rows(terms: Tensor, y: Tensor) -> Tensor:
     """Sum (..., B, *sites, C) over all but the leading axes and the rows of y (B, ...)."""
     within = y.dim() - 1
     return terms.flatten(terms.dim() - within).sum(-1) if within else terms
+
+
+def average(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the mean of (S, ...) over functions of these weights (S,), of equal ones if None."""
+    if weights is None:
+        return values.mean(0)
+    return torch.tensordot(weights.to(values), values, dims=1)

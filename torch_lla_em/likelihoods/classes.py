@@ -7,7 +7,7 @@ from math import pi
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods.base import Likelihood, sum_rows
+from torch_lla_em.likelihoods.base import Likelihood, average, sum_rows
 
 
 class Classification(Likelihood):
@@ -46,14 +46,14 @@ class Classification(Likelihood):
     def log_mean(self, f: Tensor) -> Tensor:
         return f.log_softmax(-1)
 
-    def entropy(self, f: Tensor) -> Tensor:
-        return entropy(self.mean(f).mean(0))
+    def entropy(self, f: Tensor, weights: Tensor | None = None) -> Tensor:
+        return entropy(average(self.mean(f), weights))
 
-    def uncertainties(self, f: Tensor) -> tuple[Tensor, Tensor]:
+    def uncertainties(self, f: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the expected entropy and the mutual information, shape (B, *sites)."""
         p = self.mean(f)
-        expected = entropy(p).mean(0)
-        return expected, (entropy(p.mean(0)) - expected).clamp_min(0)
+        expected = average(entropy(p), weights)
+        return expected, (entropy(average(p, weights)) - expected).clamp_min(0)
 
     def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
         return (f / (1 + pi / 8 * variance).sqrt()).softmax(-1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from torch_lla_em.likelihoods.base import Likelihood, sum_rows
+from torch_lla_em.likelihoods.base import Likelihood, average, sum_rows
 
 _MOST_COUNTS = 100_000
 
@@ -116,8 +116,8 @@ class Bernoulli(ElementwiseLikelihood):
     def log_mean(self, f: Tensor) -> Tensor:
         return logsigmoid(f)
 
-    def entropy(self, f: Tensor) -> Tensor:
-        return _binary_entropy(f.sigmoid().mean(0))
+    def entropy(self, f: Tensor, weights: Tensor | None = None) -> Tensor:
+        return _binary_entropy(average(f.sigmoid(), weights))
 
     def curvature(self, f: Tensor) -> Tensor:
         return f.sigmoid() * (-f).sigmoid()
@@ -125,11 +125,11 @@ class Bernoulli(ElementwiseLikelihood):
     def mean(self, f: Tensor) -> Tensor:
         return f.sigmoid()
 
-    def uncertainties(self, f: Tensor) -> tuple[Tensor, Tensor]:
+    def uncertainties(self, f: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the expected entropy and the mutual information of every output."""
         p = f.sigmoid()
-        expected = _binary_entropy(p).mean(0)
-        return expected, (_binary_entropy(p.mean(0)) - expected).clamp_min(0)
+        expected = average(_binary_entropy(p), weights)
+        return expected, (_binary_entropy(average(p, weights)) - expected).clamp_min(0)
 
     def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
         return (f / (1 + pi / 8 * variance).sqrt()).sigmoid()
@@ -163,7 +163,7 @@ class Poisson(ElementwiseLikelihood):
     def variance(self, f: Tensor) -> Tensor:
         return f.exp()
 
-    def entropy(self, f: Tensor) -> Tensor:
+    def entropy(self, f: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return -Σ p(y) log p(y) of the mixture, over every count that may occur."""
         rates = f.exp()
         largest = rates.max().item()
@@ -175,8 +175,8 @@ class Poisson(ElementwiseLikelihood):
             )
         total = torch.zeros_like(f[0])
         for y in torch.arange(int(last) + 1, dtype=f.dtype, device=f.device):
-            log_p = (y * f - rates - torch.lgamma(y + 1)).logsumexp(0) - log(len(f))
-            total -= log_p.exp() * log_p
+            p = average((y * f - rates - torch.lgamma(y + 1)).exp(), weights)
+            total += torch.special.entr(p)
         return total
 
     def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:

@@ -1,8 +1,34 @@
-"""What a fitted posterior answers: ``functions``, ``prediction``, ``calibration``, ``stored``."""
+"""What a fitted posterior answers: ``functions``, ``mixture``, ``prediction``, ``parts``,
+``calibration``, ``stored``."""
 
 from torch_lla_em.prediction import stored
-from torch_lla_em.prediction.calibration import calibrated
-from torch_lla_em.prediction.prediction import Prediction, mixed
+from torch_lla_em.prediction.calibration import Calibration, calibrated
+from torch_lla_em.prediction.functions import mixed, slots
+from torch_lla_em.prediction.parts import (
+    MODE,
+    NETWORK,
+    SCALE,
+    WEIGHT,
+    mean_of,
+    posterior_alone,
+    predicted,
+)
+from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.stored import NotFittedError
 
-__all__ = ["NotFittedError", "Prediction", "calibrated", "mixed", "stored"]
+__all__ = [
+    "MODE",
+    "NETWORK",
+    "SCALE",
+    "WEIGHT",
+    "Calibration",
+    "NotFittedError",
+    "Prediction",
+    "calibrated",
+    "mean_of",
+    "mixed",
+    "posterior_alone",
+    "predicted",
+    "slots",
+    "stored",
+]

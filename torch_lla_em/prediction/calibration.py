@@ -1,195 +1,258 @@
-"""What held-out rows call for: the posterior's scale, a factor of its mean, and which mean."""
+"""What held-out rows call for: how far to go from the network towards the posterior.
+
+For classes and labels six numbers: a temperature of the network, a scale of the posterior, a
+factor of the softmax at its mean, and the weights of the three. Temperature scaling of the
+network is among them, so that rows without a use for the posterior leave that. For real numbers
+the scale, the noise, and the share of the linear mode in the mean. All are the most probable
+under mild priors, by gradients through predictions that one pass has stored.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from itertools import product
-from math import inf
+from collections.abc import Callable, Iterator
+from math import log
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.prediction.prediction import Prediction, score
+from torch_lla_em.likelihoods import Likelihood, Regression
+from torch_lla_em.prediction.parts import predicted
+from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import Group
 
 logger = logging.getLogger("torch_lla_em")
 
-_SCALES = 1e-4, 1e2
-_FACTORS = 0.1, 10.0
-DEVIATION = 0.5
-"""Prior standard deviation of log τ and log c around 0."""
+FACTOR, SCALE, WEIGHT = 0.5, 1.0, 1.0
+"""Prior standard deviations of logarithms of factors and of deviations, and of logits."""
 
-# all in logarithms: the grid's spacing, that of differences, and when a maximum is found
-_SPACING = 1.2
-_DIFFERENCE = 0.1
-_CLOSE = 0.005
-_ROUNDS = 20
+LEVEL = 0.9
+"""Of the intervals whose coverage is reported."""
 
-CLEARLY = 4.0
-"""Standard errors by which the network's mean is to be better than the linear mode."""
-
-LogProb = Callable[[float, float], float]
-"""(τ, c) -> Σ log p(y | x) of held-out data, with deviations √τ J w_k around c times the mean."""
-
-
-Scores = Callable[[float, float], Tensor]
-"""(τ, c) -> log p(y_n | x_n) of this rank's rows, (N,)."""
+# factors beyond which held-out rows are unlike those of the fit
+_EDGE = log(10)
+# functions times outputs that a step of the search holds
+_NUMBERS = 2**22
+_STEPS = 100
+_DIFFERENCE = 0.05
 
 
 class Calibration(NamedTuple):
-    """What held-out data say."""
+    """What the last ``calibrate`` has found."""
 
-    scale: float
-    """τ."""
+    num_rows: int
+    """Held-out rows."""
 
-    factor: float
-    """c, one over the temperature of the mean; 1 where outputs are no scores of classes."""
+    before: float
+    """Their mean negative log likelihood before."""
 
+    after: float
+    """And after, with what fitting to the same rows gains by itself taken off."""
 
-def calibration(log_prob: LogProb, with_factor: bool) -> Calibration:
-    """Return the most probable τ and c under log-normal priors of deviation ½ around 1.
+    standard_error: float
+    """Of the difference, over rows."""
 
-    Few held-out rows hold few errors, and their likelihood alone then asks for no
-    uncertainty at all; of many rows it overrules the prior. The average of softmaxes is
-    flatter than the softmax of the average, which the factor makes up for.
-    """
-
-    def objective(point: Tensor) -> float:
-        scale, *factor = point.exp().tolist()
-        return log_prob(scale, *factor or (1.0,)) + _log_prior(point)
-
-    bounds = torch.tensor([_SCALES, _FACTORS][: 1 + with_factor], dtype=torch.float64).log()
-    # classes have probabilities, whose logarithms are never positive
-    start, value = _best_of_grid(objective, bounds, 0.0 if with_factor else inf)
-    scale, *factor = _climbed(objective, bounds, start, value).exp().tolist()
-    if scale < 1.01 * _SCALES[0] or scale > 0.99 * _SCALES[1]:
-        logger.warning(
-            "The posterior scale lies at the edge of [%g, %g]: the held-out data %s. Check that "
-            "they come from the same source as the training data, and were not trained on.",
-            *_SCALES,
-            "ask for no uncertainty" if scale < 1 else "ask for more than the prior holds",
-        )
-    return Calibration(scale, *factor or (1.0,))
+    coverage: tuple[float, float] | None = None
+    """Of real numbers: the share of rows in intervals of 90 %, before and after."""
 
 
-def best_scale(log_prob: Callable[[float], float]) -> float:
-    """Return the most probable τ alone."""
-    return calibration(lambda scale, _: log_prob(scale), with_factor=False).scale
+class Numbers(NamedTuple):
+    """What is searched for."""
+
+    table: Callable[[Tensor], Tensor]
+    """θ, zeros where the search begins -> parts, as ``predicted`` takes them."""
+
+    deviations: tuple[float, ...]
+    """Prior standard deviations of θ."""
+
+    factors: tuple[int, ...]
+    """Places in θ of logarithms that are to stay moderate."""
+
+    noise: int | None = None
+    """The place of the logarithm of a factor of σ."""
 
 
-def _log_prior(point: Tensor) -> float:
-    return -0.5 * point.square().sum().item() / DEVIATION**2
+class Found(NamedTuple):
+    """The most probable numbers."""
+
+    table: Tensor
+    noise: float
+    calibration: Calibration
 
 
-def _best_of_grid(
-    objective: Callable[[Tensor], float], bounds: Tensor, ceiling: float
-) -> tuple[Tensor, float]:
-    """Return the best point of a grid, the likely ones first, and its value.
+class _Held(NamedTuple):
+    """Rows with what predictions of them are made of."""
 
-    The search ends where the prior alone is worse, as the likelihood is at most ``ceiling``.
-    """
-    axes = [
-        torch.linspace(
-            *ends.tolist(), 1 + round((ends[1] - ends[0]).item() / _SPACING), dtype=bounds.dtype
-        )
-        for ends in bounds
-    ]
-    points = sorted((torch.stack(point) for point in product(*axes)), key=_log_prior, reverse=True)
-    best, value = points[0], -inf
-    for point in points:
-        if _log_prior(point) + ceiling <= value:
-            break
-        found = objective(point)
-        if found > value:
-            best, value = point, found
-    return best, value
+    likelihood: Likelihood
+    f: Tensor
+    Jw: Tensor
+    y: Tensor
 
+    def pieces(self) -> Iterator[_Held]:
+        """Yield a few rows at a time."""
+        step = max(1, _NUMBERS // max(1, 64 * self.f[:1].numel()))
+        for start in range(0, len(self.f), step):
+            rows = slice(start, start + step)
+            f, Jw = self.f[rows].double(), self.Jw[:, rows].double()
+            yield _Held(self.likelihood, f, Jw, self.y[rows])
 
-def _climbed(
-    objective: Callable[[Tensor], float], bounds: Tensor, point: Tensor, value: float
-) -> Tensor:
-    """Return the maximum near a point: Newton's method with differences, never downhill."""
-    reach = _SPACING
-    for _ in range(_ROUNDS):
-        gradient, hessian = _differences(objective, point, value)
-        curvatures, axes = torch.linalg.eigh(hessian)
-        step = axes @ (axes.T @ gradient / curvatures.abs().clamp_min(1e-12))
-        step = step * min(1.0, reach / step.norm().clamp_min(1e-300).item())
-        candidate = torch.clamp(point + step, bounds[:, 0], bounds[:, 1])
-        found = objective(candidate)
-        moved = (candidate - point).norm().item()
-        if found > value:
-            point, value = candidate, found
-        else:
-            reach = 0.25 * moved
-        if moved < _CLOSE:
-            break
-    return point
+    def prediction(self, table: Tensor, noise: Tensor) -> Prediction:
+        """Return the prediction of all rows, with σ times ``noise``."""
+        likelihood = self.likelihood
+        if isinstance(likelihood, Regression):
+            likelihood = likelihood.at_noise(likelihood.sigma_noise.to(noise) * noise)
+        return predicted(likelihood, self.f, self.Jw, table)
+
+    def log_probs(self, table: Tensor, noise: Tensor) -> Tensor:
+        """Return log p(y_n | x_n), (N,)."""
+        parts = [piece.prediction(table, noise)._log_prob(piece.y) for piece in self.pieces()]
+        return torch.cat(parts) if parts else noise.new_zeros(0)
+
+    def covered(self, table: Tensor, noise: Tensor) -> Tensor:
+        """Return the number of targets within intervals, and of all."""
+        counts = torch.zeros(2, dtype=torch.float64, device=self.f.device)
+        for piece in self.pieces():
+            lower, upper = piece.prediction(table, noise).credible_interval(LEVEL)
+            inside = (piece.y >= lower) & (piece.y <= upper)
+            counts += torch.stack([inside.sum(), torch.tensor(inside.numel()).to(counts.device)])
+        return counts
 
 
-def _differences(
-    objective: Callable[[Tensor], float], point: Tensor, value: float
-) -> tuple[Tensor, Tensor]:
-    """Return gradient and Hessian by central differences."""
-    steps = _DIFFERENCE * torch.eye(len(point), dtype=point.dtype)
-    up = [objective(point + step) for step in steps]
-    down = [objective(point - step) for step in steps]
-    gradient = torch.tensor([(a - b) for a, b in zip(up, down)], dtype=point.dtype) / (
-        2 * _DIFFERENCE
-    )
-    hessian = torch.zeros(len(point), len(point), dtype=point.dtype)
-    for i in range(len(point)):
-        hessian[i, i] = up[i] - 2 * value + down[i]
-        for j in range(i):
-            both = objective(point + steps[i] + steps[j])
-            hessian[i, j] = hessian[j, i] = both - up[i] - up[j] + value
-    return gradient, hessian / _DIFFERENCE**2
+def calibrated(problem: Problem, columns: Tensor, mean: str | None, before: Tensor) -> Found:
+    """Return the numbers that the problem's data, held-out rows, call for; one pass.
 
-
-def calibrated(problem: Problem, columns: Tensor, means: Iterable[str]) -> tuple[str, Calibration]:
-    """Return the best mean, and scale and factor with it; one pass.
-
-    ``columns`` are w_lin and the samples, (1 + K, P); the data of the problem the held-out rows.
+    ``columns`` are w_lin and the samples, (1 + K, P); ``before`` the parts of predictions so far.
     """
     parts = [(f, Jw, batch.targets) for batch, f, Jw in problem.push_forward(columns)]
-    scores = {mean: _scores(problem, parts, mean) for mean in means}
-    group = problem.data.group
+    group, likelihood = problem.data.group, problem.likelihood
+    numbers = numbers_of(likelihood, mean)
+    held = _together(likelihood, parts, len(columns))
+    with torch.inference_mode(False):
+        theta = _most_probable(numbers, held, group)
+    table, noise = numbers.table(theta), _noise(numbers, theta)
+    _warn_at_edges(numbers, theta)
+    one = torch.ones_like(noise)
+    rows = held.log_probs(before, one), held.log_probs(table, noise)
+    count, *totals = group.sum(_moments(*rows)).tolist()
+    dof = _determined(numbers, theta, held, group)
+    mean_gain = (totals[1] - totals[0]) / count
+    spread = max(totals[2] / count - mean_gain**2, 0.0) ** 0.5
+    coverage = None
+    if isinstance(likelihood, Regression) and likelihood.elementwise:
+        inside = [group.sum(held.covered(*at)).tolist() for at in ((before, one), (table, noise))]
+        coverage = tuple(hits / total for hits, total in inside)
+    calibration = Calibration(
+        int(count), -totals[0] / count, (dof - totals[1]) / count, spread / count**0.5, coverage
+    )
+    _report(calibration, dof)
+    return Found(table, noise.item(), calibration)
 
-    def total(own: Scores, scale: float, factor: float) -> float:
-        return group.sum(own(scale, factor).sum().to(problem.device)).item()
 
-    with_factor = problem.likelihood.gives_probabilities
-    found = {
-        mean: calibration(lambda s, c, own=own: total(own, s, c), with_factor)
-        for mean, own in scores.items()
-    }
-    best = next(iter(found))
-    if len(found) > 1:
-        rows = {mean: own(*found[mean]) for mean, own in scores.items()}
-        best = _better((rows["network"] - rows["linear"]).to(problem.device), group)
-    return best, found[best]
+def numbers_of(likelihood: Likelihood, mean: str | None) -> Numbers:
+    """Return what is to be found for a likelihood, around one mean or as rows prefer it."""
+    if isinstance(likelihood, Regression):
+        share = {"network": 0.0, "linear": 1.0}.get(mean)
+
+        def mixed_mean(theta: Tensor) -> Tensor:
+            a = theta[2].sigmoid() if share is None else theta.new_tensor(share)
+            return _table([[theta[0].new_ones(()), a, 1 - a, (2 * theta[0]).exp()]])
+
+        return Numbers(mixed_mean, (SCALE, SCALE, 2 * WEIGHT)[: 2 + (share is None)], (0, 1), 1)
+    factors = likelihood.gives_probabilities
+
+    def around_network(theta: Tensor) -> Tensor:
+        t, w = theta[1].exp() if factors else theta.new_ones(()), theta[-2:].softmax(0)
+        zero = torch.zeros_like(t)
+        return _table([[w[0], zero, t, (2 * theta[0]).exp()], [w[1], zero, t, zero]])
+
+    def around_mode(theta: Tensor) -> Tensor:
+        one, w = theta.new_ones(()), theta[-3:].softmax(0)
+        zero, (t, c) = torch.zeros_like(one), theta[1:3].exp() if factors else (one, one)
+        posterior = [w[0], one, zero, (2 * theta[0]).exp()]
+        return _table([posterior, [w[1], c, zero, zero], [w[2], zero, t, zero]])
+
+    count = 1 if mean == "network" else 2
+    deviations = (SCALE, *(FACTOR,) * count * factors, *(WEIGHT,) * (count + 1))
+    places = tuple(range(1 + count * factors))
+    return Numbers(around_network if count == 1 else around_mode, deviations, places)
 
 
-def _scores(problem: Problem, parts: list[tuple[Tensor, Tensor, Tensor]], mean: str) -> Scores:
+def _table(rows: list[list[Tensor]]) -> Tensor:
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+def _noise(numbers: Numbers, theta: Tensor) -> Tensor:
+    return theta.new_ones(()) if numbers.noise is None else theta[numbers.noise].exp()
+
+
+def _together(likelihood: Likelihood, parts: list[tuple[Tensor, ...]], columns: int) -> _Held:
     if not parts:  # a rank without data
-        return lambda *_: torch.zeros(0, dtype=torch.float64)
+        return _Held(likelihood, torch.zeros(0, 1), torch.zeros(columns, 0, 1), torch.zeros(0))
     f, Jw, y = zip(*parts)
-    Jw = torch.cat(Jw, dim=1)
-    centre = torch.cat(f) if mean == "network" else Jw[0]
-    return score(Prediction(problem.likelihood, centre, Jw[1:]), torch.cat(y))
+    return _Held(likelihood, torch.cat(f), torch.cat(Jw, dim=1), torch.cat(y))
 
 
-def _better(gain: Tensor, group: Group) -> str:
-    """Return the mean to take, by how much more probable rows are by the network's, (N,).
+def _most_probable(numbers: Numbers, held: _Held, group: Group) -> Tensor:
+    """Return θ at the maximum of log p(y | x, θ) + log p(θ), by L-BFGS."""
+    deviations = torch.tensor(numbers.deviations, dtype=torch.float64, device=held.f.device)
+    theta = torch.zeros_like(deviations).requires_grad_()
+    search = torch.optim.LBFGS([theta], max_iter=_STEPS, line_search_fn="strong_wolfe")
 
-    The linear model's own mode goes with its posterior, and was the better mean on nearly
-    every data set of the benchmarks. Among a few hundred rows the gain is that of a handful,
-    whose spread says too little: gains of three standard errors turned into losses.
-    """
-    moments = torch.stack([torch.ones_like(gain), gain, gain.square()]).sum(1)
-    count, total, squares = group.sum(moments).tolist()
-    variance = max(squares - total**2 / count, 0.0) / max(count - 1, 1)
-    return "network" if total > CLEARLY * (count * variance) ** 0.5 else "linear"
+    def objective() -> Tensor:
+        data = torch.zeros(1 + len(theta), dtype=theta.dtype, device=theta.device)
+        for piece in held.pieces():
+            with torch.enable_grad():
+                prediction = piece.prediction(numbers.table(theta), _noise(numbers, theta))
+                loss = -prediction._log_prob(piece.y).sum()
+            data += torch.cat([loss.detach()[None], *torch.autograd.grad(loss, theta)])
+        loss, theta.grad = group.sum(data).split([1, len(theta)])
+        theta.grad = theta.grad + theta.detach() / deviations**2
+        return loss[0] + 0.5 * (theta.detach() / deviations).square().sum()
+
+    search.step(objective)
+    return theta.detach()
+
+
+def _determined(numbers: Numbers, theta: Tensor, held: _Held, group: Group) -> float:
+    """Return how many of the numbers the rows determine: what they gain by fitting alone."""
+    steps = _DIFFERENCE * torch.eye(len(theta), dtype=theta.dtype, device=theta.device)
+
+    def rows(at: Tensor) -> Tensor:
+        return held.log_probs(numbers.table(at), _noise(numbers, at))
+
+    slopes = [(rows(theta + step) - rows(theta - step)) / (2 * _DIFFERENCE) for step in steps]
+    scaled = torch.stack(slopes) * torch.tensor(numbers.deviations).to(theta)[:, None]
+    information = group.sum(scaled @ scaled.T)
+    known = torch.linalg.eigvalsh(information).clamp_min(0)
+    return (known / (1 + known)).sum().item()
+
+
+def _moments(before: Tensor, after: Tensor) -> Tensor:
+    """Return count, sums of both, and that of the squared differences."""
+    gain = after - before
+    return torch.stack([torch.ones_like(gain), before, after, gain.square()]).sum(1)
+
+
+def _warn_at_edges(numbers: Numbers, theta: Tensor) -> None:
+    beyond = [theta[place].item() for place in numbers.factors if abs(theta[place]) > _EDGE]
+    if beyond:
+        logger.warning(
+            "Held-out rows ask for a factor of %.3g of the posterior's deviations, its mean or the "
+            "noise. Check that they come from the same source as the training data, and were not "
+            "trained on.",
+            torch.tensor(beyond[0]).exp(),
+        )
+
+
+def _report(found: Calibration, dof: float) -> None:
+    gain = found.before - found.after
+    clear = gain > 2 * found.standard_error
+    logger.log(
+        logging.INFO if clear else logging.WARNING,
+        "Calibrated on %d held-out rows: negative log likelihood %.4g before, %.4g after (gain "
+        "%.2g ± %.2g, %.1f numbers determined)%s.",
+        *(found.num_rows, found.before, found.after, gain, found.standard_error, dof),
+        "" if clear else ": nothing was gained beyond noise",
+    )

@@ -1,8 +1,7 @@
-"""Predictions: f and its posterior deviations √τ J w_k, and what follows from them."""
+"""Predictions: f and its posterior deviations √τ J w_k, beside other functions, and what follows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import log, pi
 from typing import NamedTuple
@@ -10,11 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods import Likelihood, Regression, sum_rows
-from torch_lla_em.prediction.functions import functions_of, number_of_functions
-
-# numbers that averages over functions hold at a time
-_NUMBERS = 2**23
+from torch_lla_em.likelihoods import Likelihood, Regression, average, sum_rows
+from torch_lla_em.prediction.functions import (
+    JOINT,
+    log_mean,
+    number_of_functions,
+    pair_error,
+    quantile,
+)
+from torch_lla_em.prediction.mixture import Mixture
 
 
 class Interval(NamedTuple):
@@ -33,58 +36,89 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predictive distribution at B inputs; classes stay on the axis the model has them."""
+    """A predictive distribution at B inputs; classes stay on the axis the model has them.
+
+    It is that of functions: the posterior's, and where others stand beside them a mixture.
+    """
 
     likelihood: Likelihood
     centre: Tensor
-    """f, or J w_lin, shape (B, ..., C), classes last."""
+    """The mean of the posterior's functions, f or J w_lin, shape (B, ..., C), classes last."""
 
     deviations: Tensor
     """√τ J w_k, shape (K, B, ..., C): zero-mean, joint over inputs."""
 
     class_dim: int = -1
 
+    beside: Tensor | None = None
+    """Functions beside the posterior's, shape (M, B, ..., C)."""
+
+    weights: Tensor | None = None
+    """Of the posterior and of those beside it, shape (1 + M,); their sum is 1."""
+
     @property
     def mean(self) -> Tensor:
         """The mean of f."""
-        return self._out(self.centre)
+        return self._out(self._mixture.mean())
 
     @property
     def variance(self) -> Tensor:
         """The variance of f, without the noise of y."""
-        return self._out(self._variance())
+        return self._out(self._mixture.variance())
 
     @property
     def covariance(self) -> Tensor:
         """The covariance of ``mean.flatten()``, shape (B C, B C): all inputs and outputs."""
         flat = self._out(self.deviations, leading=1).flatten(1)
-        return flat.T @ flat / len(flat)
+        covariance = flat.T @ flat / len(flat)
+        if self.beside is None:
+            return covariance
+        apart = self._out(self._mixture.centres() - self._mixture.mean(), leading=1).flatten(1)
+        weights = self.weights.to(apart)
+        return weights[0] * covariance + apart.T @ (weights[:, None] * apart)
 
     @property
     def samples(self) -> Tensor:
-        """f + √τ J w_k, with the sample axis first."""
-        return self._out(self._samples(), leading=1)
+        """K functions, with the sample axis first: f + √τ J w_k, others in their share of them."""
+        return self._out(self._mixture.samples(), leading=1)
 
     @property
     def functions(self) -> Tensor:
         """The samples and more of their covariance, shape (S, B, ..., C), S at least 2 K.
 
         Averages, such as ``probs``, are taken over these: mirror images make their mean exact,
-        and rotations leave little but the error of the samples' covariance.
+        and rotations leave little but the error of the samples' covariance. Of those beside the
+        posterior there are as many copies as their weight says, up to rounding.
         """
-        return self._out(self._functions(slice(None)), leading=1)
+        return self._out(self._mixture.alike(), leading=1)
 
     @property
     def predictive_samples(self) -> Tensor:
         """E[y | f + √τ J w_k], the samples after the link, with the sample axis first."""
-        return self._out(self.likelihood.mean(self._samples()), leading=1)
+        return self._out(self.likelihood.mean(self._mixture.samples()), leading=1)
 
     @property
     def expectation(self) -> Tensor:
         """E[y] over ``functions``: probabilities for classes and labels, rates for counts."""
         if self.likelihood.real_valued:
-            return self._out(self.likelihood.mean(self.centre))
-        return self._out(self._averaged(lambda f, _: self.likelihood.mean(f).mean(0)))
+            return self._out(average(self.likelihood.mean(self._mixture.centres()), self.weights))
+        weights = self._mixture.each()
+        return self._out(
+            self._mixture.over_rows(lambda f, _: average(self.likelihood.mean(f), weights))
+        )
+
+    @property
+    def standard_error(self) -> Tensor:
+        """The Monte Carlo error of ``expectation`` that K samples leave; 0 where it is exact."""
+        if self.likelihood.real_valued:
+            return self._out(torch.zeros_like(self.likelihood.mean(self.centre)))
+        count, samples = number_of_functions(self.deviations), len(self.deviations)
+
+        def error(f: Tensor, _: slice) -> Tensor:
+            return pair_error(self.likelihood.mean(f[:count]), samples)
+
+        share = 1.0 if self.weights is None else self.weights[0].to(self.centre)
+        return self._out(share * self._mixture.over_rows(error))
 
     @property
     def probs(self) -> Tensor:
@@ -96,7 +130,11 @@ class Prediction:
     def log_probs(self) -> Tensor:
         """The logarithm of ``probs``, finite where they are too small to be told from 0."""
         self._require_probabilities("log_probs")
-        return self._out(self._averaged(lambda f, _: _log_mean(self.likelihood.log_mean(f))))
+        weights = self._mixture.each()
+        values = self._mixture.over_rows(
+            lambda f, _: log_mean(self.likelihood.log_mean(f), weights)
+        )
+        return self._out(values)
 
     @property
     def entropy(self) -> Tensor:
@@ -106,7 +144,10 @@ class Prediction:
         """
         if self.likelihood.real_valued:
             return self._out(0.5 * (2 * pi * sum(self._uncertainties())).log() + 0.5)
-        return self._site_values(self._averaged(lambda f, _: self.likelihood.entropy(f)))
+        weights = self._weighting()
+        return self._site_values(
+            self._mixture.over_rows(lambda f, _: self.likelihood.entropy(f, *weights))
+        )
 
     @property
     def aleatoric(self) -> Tensor:
@@ -132,18 +173,20 @@ class Prediction:
         tail = 0.5 - 0.5 * level
         z = -torch.special.ndtri(torch.tensor(tail, dtype=torch.float64)).item()
         if self.likelihood.real_valued:
-            centre, half = self.likelihood.mean(self.centre), z * sum(self._uncertainties()).sqrt()
+            centre = average(self.likelihood.mean(self._mixture.centres()), self.weights)
+            half = z * sum(self._uncertainties()).sqrt()
             ends = centre - half, centre + half
-        elif self.likelihood.monotone:
-            half = z * self._variance().sqrt()
+        elif self.likelihood.monotone and self.beside is None:
+            half = z * self._mixture.variance().sqrt()
             ends = tuple(map(self.likelihood.mean, (self.centre - half, self.centre + half)))
         else:
+            weights = self._mixture.each()
 
             def quantiles(f: Tensor, _: slice) -> Tensor:
-                values = self.likelihood.mean(f).sort(0).values
-                return torch.stack([_quantile(values, tail), _quantile(values, 1 - tail)])
+                values = self.likelihood.mean(f)
+                return torch.stack([quantile(values, q, weights) for q in (tail, 1 - tail)])
 
-            ends = self._averaged(quantiles, dim=1)
+            ends = self._mixture.over_rows(quantiles, dim=1)
         return Interval(*map(self._out, ends))
 
     def smoothed(self, shared: bool = False) -> Tensor:
@@ -152,8 +195,12 @@ class Prediction:
         ``shared`` gives all classes of an input one variance, so that the most probable
         class stays the network's.
         """
-        variance = self._shared_variance() if shared else self._variance()
-        return self._out(self.likelihood.smoothed_mean(self.centre, variance))
+        variance = self._shared_variance() if shared else self.deviations.square().mean(0)
+        smoothed = self.likelihood.smoothed_mean(self.centre, variance)[None]
+        if self.beside is not None:
+            certain = self.likelihood.smoothed_mean(self.beside, torch.zeros_like(variance))
+            smoothed = torch.cat([smoothed, certain])
+        return self._out(average(smoothed, self.weights))
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_n | x_n) of each row on its own, shape (B,)."""
@@ -166,19 +213,24 @@ class Prediction:
         Carlo error is far below that of averaging densities.
         """
         y = self._aligned(y)
-        if isinstance(self.likelihood, Regression):
+        if self._is_gaussian:
             return self._joint_gaussian(y)
-        every = self._averaged(lambda f, rows: self.likelihood.log_prob(f, y[rows]), dim=1)
-        return _log_mean(every.sum(1))
+        every = self._mixture.over_rows(
+            lambda f, rows: self.likelihood.log_prob(f, y[rows]), 1, JOINT
+        )
+        return log_mean(every.sum(1), self._mixture.each(JOINT))
 
     def _log_prob(self, y: Tensor) -> Tensor:
-        if isinstance(self.likelihood, Regression):
+        if self._is_gaussian:
             variance = sum(self._uncertainties())
             terms = -0.5 * (
                 (y - self.likelihood.mean(self.centre)) ** 2 / variance + (2 * pi * variance).log()
             )
             return sum_rows(terms, y)
-        return self._averaged(lambda f, rows: _log_mean(self.likelihood.log_prob(f, y[rows])))
+        weights = self._mixture.each()
+        return self._mixture.over_rows(
+            lambda f, rows: log_mean(self.likelihood.log_prob(f, y[rows]), weights)
+        )
 
     def _joint_gaussian(self, y: Tensor) -> Tensor:
         sigma = self.likelihood.variance(self.centre).sqrt().flatten().double()
@@ -210,37 +262,35 @@ class Prediction:
                 "no probability. Use .expectation, or log_prob(y) for the density of a target."
             )
 
-    def _samples(self) -> Tensor:
-        return self.centre + self.deviations
+    @property
+    def _is_gaussian(self) -> bool:
+        return isinstance(self.likelihood, Regression) and self.beside is None
 
-    def _functions(self, rows: slice) -> Tensor:
-        return self.centre[rows] + functions_of(self.deviations[:, rows])
+    @property
+    def _mixture(self) -> Mixture:
+        return Mixture(self.centre, self.deviations, self.beside, self.weights)
 
-    def _averaged(self, average: Callable[[Tensor, slice], Tensor], dim: int = 0) -> Tensor:
-        """Return what ``average`` makes of all functions (S, b, ..., C), a few rows at a time."""
-        count = len(self.centre)
-        row = number_of_functions(self.deviations) * self.centre[:1].numel()
-        step = max(1, _NUMBERS // max(row, 1))
-        chunks = [slice(start, start + step) for start in range(0, max(count, 1), step)]
-        parts = [average(self._functions(rows), rows) for rows in chunks]
-        return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
-
-    def _variance(self) -> Tensor:
-        return self.deviations.square().mean(0)
+    def _weighting(self) -> tuple[Tensor, ...]:
+        """Return the weights as an argument, none for likelihoods that take none."""
+        weights = self._mixture.each()
+        return () if weights is None else (weights,)
 
     def _shared_variance(self) -> Tensor:
         """Half the mean variance of a difference of two outputs, which a shift leaves alone."""
         count = self.centre.shape[-1]
         if self.likelihood.monotone or count == 1:
-            return self._variance()
+            return self.deviations.square().mean(0)
         contrasts = self.deviations - self.deviations.mean(-1, keepdim=True)
         return contrasts.square().mean(0).sum(-1, keepdim=True) / (count - 1)
 
     def _uncertainties(self) -> tuple[Tensor, Tensor]:
-        if isinstance(self.likelihood, Regression):  # E[y | f] is linear in f
+        if self._is_gaussian:  # E[y | f] is linear in f
             deviations = self.likelihood.mean(self.deviations)
             return self.likelihood.variance(self.centre), deviations.square().mean(0)
-        both = self._averaged(lambda f, _: torch.stack(self.likelihood.uncertainties(f)), dim=1)
+        weights = self._weighting()
+        both = self._mixture.over_rows(
+            lambda f, _: torch.stack(self.likelihood.uncertainties(f, *weights)), dim=1
+        )
         return both[0], both[1]
 
     def _site_values(self, values: Tensor) -> Tensor:
@@ -251,35 +301,3 @@ class Prediction:
         if self.class_dim < 0:
             return values.movedim(-1, self.class_dim)
         return values.movedim(-1, self.class_dim + leading)
-
-
-def mixed(deviations: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw K fresh Gaussian functions with the samples' own covariance."""
-    size = (len(deviations), len(deviations))
-    weights = torch.randn(size, generator=generator, device=generator.device)
-    weights = weights.to(deviations) / len(deviations) ** 0.5
-    return torch.einsum("jk,k...->j...", weights, deviations)
-
-
-def score(prediction: Prediction, y: Tensor) -> Callable[[float, float], Tensor]:
-    """Return the map (τ, c) -> log p(y_n | x_n) of every row, with deviations √τ times the
-    prediction's around c times its centre."""
-
-    def log_prob(scale: float, factor: float = 1.0) -> Tensor:
-        deviations = scale**0.5 * prediction.deviations
-        scaled = Prediction(prediction.likelihood, factor * prediction.centre, deviations)
-        return scaled._log_prob(y).double()
-
-    return log_prob
-
-
-def _log_mean(values: Tensor) -> Tensor:
-    """Return log mean exp over the leading axis."""
-    return values.logsumexp(0) - log(len(values))
-
-
-def _quantile(values: Tensor, share: float) -> Tensor:
-    """Return a quantile of sorted samples (K, ...), which torch.quantile limits in size."""
-    position = share * (len(values) - 1)
-    below = min(int(position), len(values) - 2) if len(values) > 1 else 0
-    return values[below].lerp(values[min(below + 1, len(values) - 1)], position - below)

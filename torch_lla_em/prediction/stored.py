@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch_lla_em.inference import Posterior
 from torch_lla_em.jacobian import LinearModel, Network, ParameterLayout
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood
+from torch_lla_em.prediction.parts import posterior_alone
 from torch_lla_em.runtime import files
 from torch_lla_em.runtime import records as persistence
 
@@ -21,8 +22,7 @@ TENSORS = (
     "scale",
     "prior_precision",
     "sigma_noise",
-    "posterior_scale",
-    "mean_factor",
+    "mixture",
     "effective_dim",
     "effective_dim_error",
     "certificate",
@@ -40,7 +40,6 @@ class NotFittedError(RuntimeError):
 
 def tensors_of(posterior: Posterior) -> dict[str, Tensor | None]:
     """Return what a fit has found, by the names of ``TENSORS``, not calibrated yet."""
-    one = torch.ones((), dtype=torch.float64, device=posterior.w_lin.device)
     spectrum = posterior.spectrum or (None, None, None)
     return {
         "w_lin": posterior.w_lin,
@@ -48,8 +47,7 @@ def tensors_of(posterior: Posterior) -> dict[str, Tensor | None]:
         "scale": posterior.scale,
         "prior_precision": posterior.hyper.precision,
         "sigma_noise": posterior.hyper.sigma,
-        "posterior_scale": one,
-        "mean_factor": one.clone(),
+        "mixture": posterior_alone().to(posterior.w_lin.device),
         "effective_dim": posterior.effective_dim.value,
         "effective_dim_error": posterior.effective_dim.standard_error,
         "certificate": posterior.certificate,
@@ -87,8 +85,9 @@ def checked(
             f"object has {type(likelihood).__name__}: construct it with the same one."
         )
     tensors = {name: state.get(name) for name in TENSORS}
-    if tensors["mean_factor"] is None:  # of an earlier release
-        tensors["mean_factor"] = torch.ones_like(state["posterior_scale"])
+    if tensors["mixture"] is None:  # of an earlier release
+        factor, scale = state.get("mean_factor", 1.0), state["posterior_scale"]
+        tensors["mixture"] = posterior_alone(record.get("mean", "network"), factor, scale)
     return tensors, record
 
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from torch_lla_em.runtime.files import Path_, tensors_of
 
-VERSION = 1
+VERSION = 2
+_READ = 1, 2
 
 _ADDRESS = re.compile("0x[0-9a-fA-F]+")
 
@@ -125,8 +126,8 @@ def check(state: Any) -> None:
             "LinearisedLaplace.save or state_dict() wrote."
         )
     version = int(state["torch_lla_em_version"])
-    if version != VERSION:
+    if version not in _READ:
         raise ValueError(
-            f"The posterior was saved in format {version}, but this release reads format "
-            f"{VERSION}. Load it with the release that wrote it, or fit again."
+            f"The posterior was saved in format {version}, but this release reads formats "
+            f"{_READ}. Load it with the release that wrote it, or fit again."
         )

@@ -1,0 +1,45 @@
+"""The parts of a prediction: a table of weights, means and scales, as fitted or calibrated.
+
+A row is a part of the mixture: its weight, how much of J w_lin and how much of f it is around, and
+the scale τ of the posterior's variance. The first has the samples' deviations, the others none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.prediction.prediction import Prediction
+
+WEIGHT, MODE, NETWORK, SCALE = range(4)
+"""The columns."""
+
+
+def posterior_alone(
+    mean: str = "network", factor: float | Tensor = 1.0, scale: float | Tensor = 1.0
+) -> Tensor:
+    """Return the table of √τ J w_k around one mean times a factor."""
+    row = torch.zeros(1, 4, dtype=torch.float64)
+    row[0, WEIGHT], row[0, SCALE] = 1.0, float(scale)
+    row[0, MODE if mean == "linear" else NETWORK] = float(factor)
+    return row
+
+
+def mean_of(table: Tensor) -> str:
+    """Return what the posterior's functions are mostly around."""
+    return "linear" if table[0, MODE].abs() > table[0, NETWORK].abs() else "network"
+
+
+def predicted(
+    likelihood: Likelihood, f: Tensor, Jw: Tensor, table: Tensor, class_dim: int = -1
+) -> Prediction:
+    """Return the prediction out of f, (B, ..., C), and J w of w_lin and the samples."""
+    table = table.to(f)
+    columns = table.view(*table.shape, *(1,) * f.dim()).unbind(1)
+    centres = columns[MODE] * Jw[0] + columns[NETWORK] * f
+    deviations = table[0, SCALE].sqrt() * Jw[1:]
+    if len(table) == 1:
+        return Prediction(likelihood, centres[0], deviations, class_dim)
+    weights = table[:, WEIGHT]
+    return Prediction(likelihood, centres[0], deviations, class_dim, centres[1:], weights)

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from methods import images, ladder
 from methods.shifts import corruptions
-from methods.training import Recipe, cropped_and_flipped
+from methods.training import Recipe, Rung, cropped_and_flipped
 from torch import nn
 from torchvision.models import resnet18
 
@@ -30,7 +30,7 @@ def small_resnet18() -> nn.Module:
     return network
 
 
-RUNG = ladder.Rung(
+RUNG = Rung(
     name="cifar100",
     source=images.Source((3, 32, 32), 100, images.cifar100),
     networks={"resnet18": small_resnet18},

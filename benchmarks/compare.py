@@ -8,10 +8,9 @@ temperature scaling, 0.065 of ours, calibrated (0.19 as fitted, as of the dense 
 NLL 0.068 of MAP, 0.025 of ours; AUROC of rotated digits 0.42 of MAP, 0.93 of ours.
 Data sets: digits, digits-conv, cancer, moons, diabetes, gap; all come with scikit-learn.
 
-    python benchmarks/compare.py digits --study scale
+    python benchmarks/compare.py digits --epochs 8 20 60 300 --methods map temperature ours
 
-trains for several lengths, from early-stopped to interpolating, with MAP, temperature scaling
-and the variants of our posterior alone.
+trains for several lengths, from early-stopped to interpolating. Lines go to results/compare.jsonl.
 """
 
 import argparse
@@ -22,44 +21,35 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
 
 import torch
-from methods import baselines, ours, posteriors
+from methods import baselines, markdown, ours, posteriors
 from methods.baselines import Setting
 from methods.measure import Meter
 from methods.metrics import auroc
 from methods.provenance import provenance
 from methods.tasks import TASKS, Loader, Task, make_task
 
-HERE = Path(__file__).parent
-LENGTHS = {
-    "digits": (8, 20, 300),
-    "digits-conv": (60,),
-    "cancer": (8, 20, 300),
-    "moons": (20, 1000),
-}
-SHOWN = ("accuracy", "rmse", "nll", "ece", "brier", "joint_dyadic", "joint_ten")
-COSTS = ("fit_seconds", "predict_seconds", "megabytes", "passes")
+SHOWN = "accuracy", "rmse", "nll", "ece", "brier", "joint_dyadic", "joint_ten"
 Method = Callable[[Setting], dict[str, baselines.Predictor]]
 
 
-def methods(task: Task, study: str) -> dict[str, Method]:
+def methods(task: Task) -> dict[str, Method]:
     """Return what is compared, in the order of the table."""
-    table: dict[str, Method] = {"map": baselines.map_estimate, "temperature": baselines.temperature}
-    if study == "compare":
-        table |= {
-            "dropout": baselines.dropout,
-            "variational": baselines.variational,
-            "ensemble": baselines.ensemble,
-        }
-        for subset in ("last_layer", "all"):
-            for structure in ("full", "diag", "kron"):
-                peer = partial(posteriors.laplace_torch, subset, structure)
-                table[f"laplace-torch: {subset}, {structure}"] = peer
-        for name, g_prior in (("dense: g-prior", True), ("dense: plain", False)):
-            table[name] = partial(posteriors.dense, g_prior)
-        table["familiarity"] = posteriors.familiarity
+    table: dict[str, Method] = {
+        "map": baselines.map_estimate,
+        "temperature": baselines.temperature,
+        "dropout": baselines.dropout,
+        "variational": baselines.variational,
+        "ensemble": baselines.ensemble,
+    }
+    for subset in ("last_layer", "all"):
+        for structure in ("full", "diag", "kron"):
+            peer = partial(posteriors.laplace_torch, subset, structure)
+            table[f"laplace-torch: {subset}, {structure}"] = peer
+    for name, g_prior in (("dense: g-prior", True), ("dense: plain", False)):
+        table[name] = partial(posteriors.dense, g_prior)
+    table["familiarity"] = posteriors.familiarity
     return table | {variant.name: variant for variant in ours.variants(task.regression)}
 
 
@@ -82,24 +72,7 @@ def measured(method: Method, setting: Setting) -> Iterator[dict]:
             score = predict(shifted).unfamiliarity
             record[f"auroc_{name}"] = auroc(prediction.unfamiliarity, score)
         record |= costs | {"predict_seconds": 1000 * clock.seconds / len(x)}
-        plain = not any(part in row for part in ("calibrat", "mean J"))
-        if setting.task.grid is not None and setting.seed == 0 and plain:
-            record |= picture(predict, setting.task)
         yield {"row": row} | record | getattr(predict, "details", {})
-
-
-def picture(predict: baselines.Predictor, task: Task) -> dict:
-    """Return what is drawn over the task's grid."""
-    prediction = predict(task.grid)
-    if not hasattr(prediction, "scores") or isinstance(prediction, posteriors.Familiarity):
-        return {}
-    if task.regression:
-        sd = prediction.covariance.diagonal().sqrt()
-        values = {"mean": prediction.mean, "sd": sd, "sigma": torch.tensor(prediction.sigma)}
-    else:
-        values = {"confidence": prediction.log_probs.exp().amax(-1)}
-    rounded = {key: (1e4 * value).round().div(1e4).tolist() for key, value in values.items()}
-    return {"picture": rounded}
 
 
 def run(task: Task, args: argparse.Namespace, epochs: int, seed: int) -> Iterator[dict]:
@@ -112,7 +85,6 @@ def run(task: Task, args: argparse.Namespace, epochs: int, seed: int) -> Iterato
         loss = task.loss(network(task.train.x), task.train.y).item()
     common = {
         "task": task.name,
-        "study": args.study,
         "seed": seed,
         "epochs": epochs,
         "train_seconds": seconds,
@@ -120,7 +92,7 @@ def run(task: Task, args: argparse.Namespace, epochs: int, seed: int) -> Iterato
         "weights": sum(p.numel() for p in network.parameters()),
     }
     setting = Setting(task, network, epochs, seed, Loader(task.train), args.quick)
-    for name, method in methods(task, args.study).items():
+    for name, method in methods(task).items():
         if args.methods and not any(name.startswith(chosen) for chosen in args.methods):
             continue
         state = {key: value.clone() for key, value in network.state_dict().items()}
@@ -137,31 +109,6 @@ def run(task: Task, args: argparse.Namespace, epochs: int, seed: int) -> Iterato
         network.eval()
 
 
-def show(records: list[dict]) -> None:
-    """Print mean ± standard error over seeds."""
-    groups: dict[tuple, list[dict]] = {}
-    for record in records:
-        groups.setdefault((record["task"], record["epochs"], record["row"]), []).append(record)
-    heading = None
-    for (task, epochs, row), group in groups.items():
-        keys = [key for key in group[0] if key in SHOWN + COSTS or key.startswith("auroc_")]
-        if (task, epochs) != heading:
-            heading = (task, epochs)
-            seeds = len({record["seed"] for record in group})
-            print(f"\n{task}, {epochs} epochs, {seeds} seed(s)")
-        failed = [record["error"] for record in group if "error" in record]
-        cells = failed[:1] or [f"{key} {summary([g[key] for g in group])}" for key in keys]
-        print(f"{row:58}", "  ".join(cells), flush=True)
-
-
-def summary(values: list[float | None]) -> str:
-    """Return mean ± standard error."""
-    if None in values:
-        return "–"
-    spread = stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return f"{mean(values):.3f}±{spread:.3f}"
-
-
 def _said(caught: list[warnings.WarningMessage]) -> dict[str, list[str]]:
     messages = sorted({str(warning.message).splitlines()[0] for warning in caught})
     return {"warnings": messages} if messages else {}
@@ -170,13 +117,12 @@ def _said(caught: list[warnings.WarningMessage]) -> dict[str, list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tasks", nargs="+", choices=TASKS)
-    parser.add_argument("--study", choices=["compare", "scale"], default="compare")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--epochs", type=int, nargs="+", help="training lengths")
     parser.add_argument("--methods", nargs="+", help="beginnings of names; default: all")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="few steps, to try the script")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
@@ -186,13 +132,14 @@ def main() -> None:
     for name in args.tasks:
         for seed in args.seeds:
             task = make_task(name, seed)
-            lengths = args.epochs or (LENGTHS.get(name) if args.study != "compare" else None)
-            for epochs in lengths or [task.epochs]:
+            for epochs in args.epochs or [task.epochs]:
                 for record in run(task, args, epochs, seed):
                     records.append(record)
-                    with open(args.out / f"{args.study}.jsonl", "a") as lines:
+                    with open(args.out / "compare.jsonl", "a") as lines:
                         lines.write(json.dumps(record | origin) + "\n")
-    show(records)
+    scores = [key for key in SHOWN if any(key in record for record in records)]
+    scores += sorted({key for record in records for key in record if key.startswith("auroc_")})
+    print(markdown.table(records, ("task", "epochs", "row"), [*scores, "fit_seconds", "error"]))
 
 
 if __name__ == "__main__":

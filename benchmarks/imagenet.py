@@ -16,10 +16,10 @@ from functools import partial
 
 import torch
 from methods import images, ladder
-from methods.training import Recipe, cropped_and_flipped
+from methods.training import Recipe, Rung, cropped_and_flipped
 from torchvision.models import resnet50
 
-RUNG = ladder.Rung(
+RUNG = Rung(
     name="imagenet",
     source=images.Source((3, 224, 224), 1000, images.imagenet),
     networks={"resnet50": resnet50},

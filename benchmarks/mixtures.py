@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
     parser.add_argument("--covariance", choices=NAMES, nargs="+", default=list(NAMES))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
@@ -91,7 +91,7 @@ def main() -> None:
         name: getattr(args, name)
         for name in ("rows", "columns", "components", "dtype", "threads", "seed")
     } | provenance(("torch", "scikit-learn"))
-    args.out.mkdir(exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     print(f"{'covariance':12}{'ours':>10}{'sklearn':>10}{'ratio':>8}{'difference':>14}")
     with threadpool_limits(args.threads), warnings.catch_warnings():
         # Both stop after --steps, settled or not.

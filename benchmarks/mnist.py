@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from methods import images, ladder
 from methods.shifts import rotations
-from methods.training import Recipe
+from methods.training import Recipe, Rung
 from torch import nn
 
 
@@ -37,7 +37,7 @@ def lenet(channels: tuple[int, int], widths: tuple[int, ...]) -> Callable[[], nn
     return make
 
 
-RUNG = ladder.Rung(
+RUNG = Rung(
     name="mnist",
     source=images.Source((1, 28, 28), 10, images.mnist),
     networks={

@@ -5,18 +5,17 @@
 
 takes about half an hour on one core. At the λ that dense algebra finds, the error of the
 samples and of γ over passes: of block Krylov and block CG; of the paper's stochastic gradient
-descent with its own settings; and of the same with the best of a grid of step sizes, for
-every number of epochs anew, for both losses L and L', two batch sizes and two starts. Then λ
-over the passes of the whole EM against the dense fixed point. Expect block Krylov at 1 % in
-about 12 passes and gradient descent, at its best, at 3 % in about 80. The table is in
-docs/passes.md, which `python benchmarks/passes.py --report` writes.
+descent with its own settings; and of the same with the best of a grid of step sizes, for every number of epochs
+anew and two batch sizes. The paper's gradients are clipped by their norm, its mode starts at
+zero and its loss is summed over the batch. Then λ over the passes of the whole EM against the
+dense fixed point. Expect block Krylov at 1 % in about 12 passes and gradient descent, at its
+best, at 3 % in about 80. Lines go to results/paper_sgd.jsonl.
 """
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from math import inf, isfinite, nan
 from pathlib import Path
 
@@ -24,20 +23,18 @@ import torch
 from methods.counted import Counted, problem_of
 from methods.fits import dense_fixed_point
 from methods.networks import PROBLEMS, Source, trained
-from methods.provenance import save
-from methods.race import Race
+from methods.provenance import provenance
+from methods.race import TARGETS, Race
 from methods.recipe import (
     CIFAR_MODE,
     CIFAR_PRECISION,
     CIFAR_SAMPLES,
     MNIST_SAMPLES,
     RATES,
-    NoisyTargets,
     Recipe,
     Task,
     batches_of,
     expectation_maximisation,
-    noise_shares,
     solve_samples,
     with_rate,
 )
@@ -48,7 +45,6 @@ from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.problem.operators import WhitenedGGN
 from torch_lla_em.solvers import BlockCG, BlockKrylov, DivergenceError
 
-HERE = Path(__file__).parent
 PARTS = "ours", "paper", "tuned", "em"
 EPOCHS = 5, 10, 20, 40, 80
 MODE_RATES = 0.003, 0.01, 0.03, 0.1
@@ -59,8 +55,6 @@ OWN = {"paper, CIFAR-100's settings": CIFAR_SAMPLES, "paper, MNIST's settings": 
 TUNED = {
     "L', batches of 100": Recipe(0.0, 100, 0, decay=1 / 330),
     "L', batches of 20": Recipe(0.0, 20, 0, decay=1 / 330),
-    "L', batches of 20, from 0": Recipe(0.0, 20, 0, decay=1 / 330, from_zero=True),
-    "L, batches of 100": Recipe(0.0, 100, 0, decay=1 / 330, noisy_targets=True),
 }
 
 
@@ -90,16 +84,9 @@ class Study:
         problem.loss_and_gradient(problem.zeros(1)[0])
         return problem
 
-    def product(self, recipe: Recipe) -> WhitenedGGN | NoisyTargets:
-        """Return the product in the recipe's batches, with their noise if it stays in them."""
-        problem = self.rebatched(recipe.batch_size)
-        product = WhitenedGGN(problem, self.race.product.deviation)
-        if not recipe.noisy_targets:
-            return product
-        batches = batches_of(self.batches, recipe.batch_size)
-        return NoisyTargets(
-            product, noise_shares(self.task, batches, partial(problem_of, self.model))
-        )
+    def product(self, recipe: Recipe) -> WhitenedGGN:
+        """Return the product in the recipe's batches."""
+        return WhitenedGGN(self.rebatched(recipe.batch_size), self.race.product.deviation)
 
     def ours(self, solver: str) -> Iterator[list[float]]:
         """Yield passes, error of samples and error of γ of one of our solvers."""
@@ -128,7 +115,7 @@ class Study:
             if best[1] < 0.01:
                 return
 
-    def judged(self, product: WhitenedGGN | NoisyTargets, recipe: Recipe) -> list[float]:
+    def judged(self, product: WhitenedGGN, recipe: Recipe) -> list[float]:
         try:
             x = solve_samples(self.task, product, recipe, self.precision, COLUMNS)
         except DivergenceError:
@@ -181,54 +168,52 @@ class Study:
         return error if error < inf else inf
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Run the wanted parts, and write the record after each of their methods."""
-    path = args.out / f"paper_sgd_{args.problem}_{args.num_samples}.jsonl"
+def held(errors: list[tuple[float, float]], target: float) -> str:
+    """Return the passes from which on the error stays below, or a dash and the last error."""
+    if not errors or not isfinite(errors[-1][1]):
+        return "diverges"
+    above = [i for i, (_, error) in enumerate(errors) if not error <= target]
+    first = above[-1] + 1 if above else 0
+    if first == len(errors):
+        return f"– ({errors[-1][1]:.2g} at {errors[-1][0]:.0f})"
+    return f"{errors[first][0]:.0f}"
+
+
+def measured(args: argparse.Namespace) -> Iterator[dict]:
+    """Yield a line of each method in the wanted parts."""
     study = Study(args)
-    record = json.loads(path.read_text()) if path.exists() else {"samples": {}, "em": {}}
-    record |= {
-        "problem": args.problem,
-        "weights": study.problem.size,
-        "rows": study.problem.data.num_rows,
-        "num_samples": args.num_samples,
-        "precision": study.precision.item(),
-        "dense": study.dense,
-    }
-
-    def keep(part: str, name: str, points: Callable[[], list]) -> None:
-        record[part][name] = [[v if isfinite(v) else None for v in p] for p in points()]
-        print(
-            f"  {name:32}",
-            *("/".join(str(v and float(f"{v:.3g}")) for v in p) for p in record[part][name]),
-            flush=True,
-        )
-        save(record, path)
-
-    if "ours" in args.parts:
-        for solver in ("block_krylov", "block_cg"):
-            keep("samples", solver.replace("_", " "), lambda: list(study.ours(solver)))
-    if "paper" in args.parts:
-        for name, recipe in OWN.items():
-            keep("samples", name, lambda: list(study.paper(recipe)))
-    if "tuned" in args.parts:
-        for name, recipe in TUNED.items():
-            keep("samples", name, lambda: list(study.tuned(recipe)))
+    samples: dict[str, list] = {}
+    wanted = {"ours": {"block krylov": None, "block cg": None}, "paper": OWN, "tuned": TUNED}
+    for part in (part for part in args.parts if part != "em"):
+        for name, recipe in wanted[part].items():
+            given = recipe or name.replace(" ", "_")
+            points = samples[name] = list(getattr(study, part)(given))
+            line = {"part": "samples", "method": name}
+            for i, what in enumerate(("samples", "γ"), 1):
+                errors = [(point[0], point[i]) for point in points]
+                line |= {f"{what}, {key}": held(errors, t) for key, t in TARGETS.items()}
+            yield line
     if "em" in args.parts:
-        for name, solver in (("block krylov", BlockKrylov()), ("block cg", BlockCG())):
-            keep("em", name, lambda: study.our_em(solver))
-        stages = CIFAR_SAMPLES, CIFAR_MODE
-        start = CIFAR_PRECISION * study.task.rows
-        keep("em", "paper, CIFAR-100's settings", lambda: study.paper_em(stages, start))
-        for name, points in study.tuned_em(tuned_samples(record["samples"])).items():
-            keep("em", name, lambda points=points: points)
+        stages, start = (CIFAR_SAMPLES, CIFAR_MODE), CIFAR_PRECISION * study.task.rows
+        paths = {"block krylov": study.our_em(BlockKrylov()), "block cg": study.our_em(BlockCG())}
+        paths["paper, CIFAR-100's settings"] = study.paper_em(stages, start)
+        for name, path in (paths | study.tuned_em(tuned_samples(samples))).items():
+            dense = study.dense["averaged" if name in ("block krylov", "block cg") else "function"]
+            errors = [(p + s / args.num_samples, abs(found / dense - 1)) for p, s, found in path]
+            line = {"part": "em", "method": name, "passes": path[-1][0], "single": path[-1][1]}
+            line |= {f"λ, {key}": held(errors, target) for key, target in TARGETS.items()}
+            yield line | {
+                "precision": path[-1][2],
+                "error": errors[-1][1],
+                "path": [p[2] for p in path],
+            }
 
 
 def tuned_samples(samples: dict[str, list]) -> Recipe:
     """Return the best of what was tuned for L' at the paper's number of epochs."""
     epochs, found = CIFAR_SAMPLES.epochs, []
     for name, recipe in TUNED.items():
-        points = samples.get(name, []) if not recipe.noisy_targets else []
-        points = [p for p in points if p[0] == epochs and p[1] is not None]
+        points = [p for p in samples.get(name, []) if p[0] == epochs and isfinite(p[1])]
         found += [(error, rate, recipe) for _, error, _, rate in points]
     _, rate, recipe = min(
         found, key=lambda f: f[0], default=(inf, 0.2, TUNED["L', batches of 100"])
@@ -248,10 +233,15 @@ def main() -> None:
         "--data", type=Path, default=Path("data"), help="where MNIST and CIFAR-10 are kept"
     )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    measure(args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for line in measured(args):
+        print(line, flush=True)
+        line |= {"problem": args.problem, "num_samples": args.num_samples}
+        with open(args.out / "paper_sgd.jsonl", "a") as file:
+            file.write(json.dumps(line | provenance(("torch",))) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,80 +1,165 @@
-"""Write docs/benchmarks.md and its pictures from benchmarks/results/*.jsonl.
+"""The tables of the pages, from benchmarks/results/*.jsonl.
 
-    python benchmarks/report.py
+    python benchmarks/report.py                          # fill the pages
+    python benchmarks/report.py results/tables.jsonl     # first put a run in the place of what is kept
 
-takes seconds. Of repeated runs of one row the last counts. What is said between the tables
-is in methods/words.md.
+takes a second. Scripts write JSON lines to results/, which git ignores; what is kept of them in
+benchmarks/results is a mean and a standard error a row. Of repeated runs of one row with one
+seed the last counts.
 """
 
 import argparse
+import json
 from pathlib import Path
+from typing import NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-from methods.compare_page import (
-    OURS,
-    TEMPERATURE,
-    Tables,
-    aims,
-    comparison,
-    lengths,
-    load,
-    provenance,
-)
-from methods.compare_pictures import bands, confidence, scales
-from methods.image_sections import sections
-from methods.tasks import TASKS
+from methods import markdown
 
 HERE = Path(__file__).parent
+ROOT = HERE.parent
+PROVENANCE = "machine", "versions", "command", "commit"
 
 
-def page(tables: Tables, fresh: Tables, words: dict[str, str], images: list[str]) -> str:
-    """Return docs/benchmarks.md; ``fresh`` are seeds that nothing was chosen by."""
-    text = [words.get("head", "# Benchmarks\n")]
-    for task in TASKS:
-        for (name, epochs), groups in tables.items():
-            if name == task and "deep ensemble of 5" in groups:
-                text += [comparison(task, epochs, groups), words.get(task, "")]
-    text += [words.get("scale", "## The scale of the posterior\n"), aims(tables)]
-    text += [words.get("found", ""), words.get("conv", ""), aims(tables, "digits-conv")]
-    if fresh:
-        text += [words.get("fresh", ""), aims(fresh)]
-    text.append(lengths(tables, lambda row: row == "MAP" or row.startswith((TEMPERATURE, OURS))))
-    text += [words.get("end", ""), *images]
-    text.append("## How it was run\n\nIf not said above:\n\n" + provenance(tables))
-    if fresh:
-        text.append("Other seeds:\n\n" + provenance(fresh))
-    return "\n".join(text).rstrip() + "\n"
+class Shown(NamedTuple):
+    """A table of a page."""
+
+    page: str
+    file: str
+    """Of benchmarks/results."""
+
+    rows: tuple[str, ...]
+    columns: dict[str, str]
+    """Key of a line -> title."""
+
+    where: dict = {}
+    """What lines of the file have."""
+
+    across: tuple[str, str] | None = None
+    """What names the columns, and what their cells hold; ``columns`` are then its values."""
 
 
-def _words(path: Path) -> dict[str, str]:
-    """Return what is said between the tables: sections of a file, each after its ``%% name``."""
-    if not path.exists():
-        return {}
-    parts = path.read_text().split("%% ")[1:]
-    return {part.split("\n", 1)[0].strip(): part.split("\n", 1)[1] for part in parts}
+BENCHMARKS = "docs/benchmarks.md"
+SCORES = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "joint_dyadic": "joint NLL"}
+COMPARED = SCORES | {
+    "auroc_rotated": "rotated",
+    "auroc_shuffled": "shuffled",
+    "auroc_unseen": "unseen",
+    "fit_seconds": "fit, s",
+}
+TASKS = {name: name for name in ("cancer", "moons", "diabetes", "gap")}
+LENGTHS = {str(epochs): f"{epochs} epochs" for epochs in (8, 20, 60, 300)}
+SHOWN = {"nll": "NLL", "auroc": "AUROC"}
+MNIST = SCORES | {
+    f"{key} rotation {level}": f"{SHOWN[key]}, {level}°"
+    for key in ("nll", "auroc")
+    for level in (15, 45)
+}
+TOMOGRAPHY = {
+    "psnr": "PSNR, dB",
+    "nll": "NLL",
+    "patch_nll": "NLL, patches",
+    "pearson": "Pearson",
+    "coverage": "95 % covers",
+    "mean_sd": "mean sd",
+}
+REACHED = {"10 %": "10 %", "3 %": "3 %", "1 %": "1 %"}
+FIT = {
+    "error": "certificate",
+    "passes": "sample passes",
+    "single": "single columns",
+    "seconds": "seconds",
+    "precision": "λ",
+    "gamma": "γ",
+}
+SAMPLES = {
+    f"{what}, {target}": f"{what}, {target}" for what in ("samples", "γ") for target in REACHED
+}
+EM = {f"λ, {target}": f"λ, {target}" for target in REACHED} | {
+    "passes": "sample passes",
+    "single": "single columns",
+    "precision": "last λ",
+    "error": "its error",
+}
+COLUMNS = {"1": "K = 1", "8": "K = 8", "32": "K = 32"}
+RANKS = {"seconds": "wall s", "own_seconds": "own s", "bytes": "bytes / K P 4"}
 
 
-def main() -> None:
+TABLES = {
+    "digits": Shown(
+        "README.md",
+        "digits",
+        ("method",),
+        {key: key for key in ("accuracy", "NLL", "joint NLL", "rotated", "noised", "shuffled")},
+    ),
+    "compare": Shown(BENCHMARKS, "compare", ("row",), COMPARED, {"task": "digits"}),
+    "tasks": Shown(BENCHMARKS, "compare", ("row",), TASKS, {}, ("task", "nll")),
+    "lengths": Shown(BENCHMARKS, "lengths", ("row",), LENGTHS, {}, ("epochs", "nll")),
+    "mnist": Shown(BENCHMARKS, "mnist", ("row",), MNIST),
+    "tomography": Shown(BENCHMARKS, "tomography", ("row",), TOMOGRAPHY),
+    "passes": Shown("docs/passes.md", "passes", ("problem", "solver"), REACHED, {"part": "solver"}),
+    "fits": Shown("docs/passes.md", "passes", ("problem", "fit"), FIT, {"part": "fit"}),
+    "deflation": Shown(
+        "docs/passes.md",
+        "passes",
+        ("precision",),
+        {key: key for key in ("block CG", "1 step", "2 steps", "3 steps")},
+        {"part": "deflation"},
+    ),
+    "paper samples": Shown(
+        "docs/passes.md", "paper_sgd", ("method",), SAMPLES, {"part": "samples"}
+    ),
+    "paper em": Shown("docs/passes.md", "paper_sgd", ("method",), EM, {"part": "em"}),
+    "speed": Shown(
+        "docs/speed.md", "speed", ("network", "rows", "means"), COLUMNS, {}, ("columns", "ratio")
+    ),
+    "scaling": Shown("docs/scaling.md", "scaling", ("kind", "ranks", "rows", "shard"), RANKS),
+}
+
+BY = {
+    "compare": ("task", "epochs", "row"),
+    "lengths": ("task", "epochs", "row"),
+    "tables": ("kind", "network", "row"),
+}
+"""What a kept line is a mean over the seeds of; of other files every line is kept."""
+
+
+def kept(path: Path) -> list[dict]:
+    """Return what is kept of a run: means over seeds, and where they come from."""
+    lines = markdown.read(path)
+    by = BY.get(path.stem)
+    if by is None:
+        return lines
+    last = {(*(line.get(key) for key in by), line.get("seed")): line for line in lines}
+    found = markdown.means(last.values(), by)
+    left_out = {"seed", *PROVENANCE[:3]}
+    return [{key: value for key, value in line.items() if key not in left_out} for line in found]
+
+
+def fill(results: Path, root: Path) -> None:
+    """Write every table whose lines are there into its page."""
+    for name, shown in TABLES.items():
+        lines = [
+            line
+            for line in markdown.read(results / f"{shown.file}.jsonl")
+            if all(line.get(key) == value for key, value in shown.where.items())
+        ]
+        if shown.across:
+            lines = markdown.across(lines, shown.rows, *shown.across)
+        if lines:
+            found = {k: v for k, v in shown.columns.items() if any(k in line for line in lines)}
+            markdown.insert(root / shown.page, name, markdown.table(lines, shown.rows, found))
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--docs", type=Path, default=HERE.parent / "docs")
-    args = parser.parse_args()
-    tables = load(args.results, "compare", "scale")
-    pictures = args.docs / "benchmarks"
-    pictures.mkdir(parents=True, exist_ok=True)
-    for (task, _), groups in tables.items():
-        if task == "gap":
-            bands(groups, pictures / "gap.png")
-        if task == "moons" and any("picture" in r for r in groups.get("deep ensemble of 5", [])):
-            confidence(groups, pictures / "moons.png")
-    if len([task for task, _ in tables if task == "digits"]) > 1:
-        scales(tables, pictures / "scale.png")
-    fresh = load(args.results, "scale_fresh")
-    words = _words(HERE / "methods" / "words.md")
-    images = list(sections(args.results, words))
-    (args.docs / "benchmarks.md").write_text(page(tables, fresh, words, images))
+    parser.add_argument("runs", nargs="*", type=Path, help="JSON lines to keep the means of")
+    parser.add_argument("--root", type=Path, default=ROOT, help="of the pages")
+    args = parser.parse_args(arguments)
+    results = args.root / "benchmarks" / "results"
+    for path in args.runs:
+        text = "".join(json.dumps(line) + "\n" for line in kept(path))
+        (results / path.name).write_text(text)
+    fill(results, args.root)
 
 
 if __name__ == "__main__":

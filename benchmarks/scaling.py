@@ -1,7 +1,6 @@
 """How a pass over the data scales with ranks: gloo processes on one machine, and a model of more.
 
-    python benchmarks/scaling.py                 # 1, 2 and 4 processes, then docs/scaling.md
-    python benchmarks/scaling.py --report        # only the page, from the results
+    python benchmarks/scaling.py                 # 1, 2 and 4 processes
 
 A pass of K columns ends with one sum of K P numbers over ranks. Expect the bytes that a rank
 sends to be 2 K P 4 (R - 1) / R, and seconds of computation a rank to fall as 1 / R where the
@@ -19,7 +18,6 @@ from pathlib import Path
 
 import torch
 from methods.provenance import provenance
-from methods.scaling_page import write_page
 from torch import distributed as dist
 from torch import nn
 
@@ -32,8 +30,6 @@ from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.runtime.group import current_group
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks/results/scaling.jsonl"
 SHARDS = "data", "columns", "weights"
 
 
@@ -94,20 +90,19 @@ def measured(rank, size, args, rows, folder):
     numbers = args.num_samples * problem.linear_model.layout.size
     sums = [timed(lambda: group.sum(torch.zeros(numbers)))[0] for _ in range(args.repeats)]
     meets = [timed(lambda: [group.meet("a test", 0, max) for _ in range(50)])[0] for _ in range(5)]
-    record = {
+    common = {
         "ranks": size,
         "rows": rows,
-        "weights": problem.linear_model.layout.size,
-        "num_samples": args.num_samples,
-        "vectors_bytes": 4 * numbers,
         "sum_seconds": min(sums),
         "meet_seconds": min(meets) / 50,
-        "passes": found,
-        "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
     }
+    lines = []
+    for shard, times in found.items():
+        # in units of the vectors that are summed
+        lines.append({**common, "shard": shard, **times, "bytes": times["bytes"] / (4 * numbers)})
     if rank == 0:
-        Path(folder, "record.json").write_text(json.dumps(record))
+        Path(folder, "lines.json").write_text(json.dumps(lines))
     if size > 1:
         dist.destroy_process_group()
 
@@ -121,7 +116,7 @@ def run(size, args, rows):
             process.start()
         for process in ranks:
             process.join()
-        return json.loads(Path(folder, "record.json").read_text())
+        return json.loads(Path(folder, "lines.json").read_text())
 
 
 def main():
@@ -132,19 +127,16 @@ def main():
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--num-samples", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--report", action="store_true", help="only write the page")
+    parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if not args.report:
-        records = []
-        for size in args.ranks:
-            for kind, rows in {"strong": args.rows, "weak": args.rows // 4 * size}.items():
-                record = {"kind": kind, **run(size, args, rows), **provenance(("torch",))}
-                records.append(record)
-                print(json.dumps({k: record[k] for k in ("kind", "ranks", "rows", "passes")}))
-        RESULTS.write_text("".join(json.dumps(record) + "\n" for record in records))
-    records = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    write_page(records, ROOT / "docs/scaling.md")
+    args.out.mkdir(parents=True, exist_ok=True)
+    for size in args.ranks:
+        for kind, rows in {"strong": args.rows, "weak": args.rows // 4 * size}.items():
+            for line in run(size, args, rows):
+                print(kind, line, flush=True)
+                with open(args.out / "scaling.jsonl", "a") as file:
+                    file.write(json.dumps({"kind": kind, **line, **provenance(("torch",))}) + "\n")
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def of_laplace_torch(case: Case, la, form: dict) -> Predictor:
         w = la.sample(64, generator=torch.Generator().manual_seed(case.seed)) - la.mean
         everything = form.get("subset_of_weights") == "all"
         jacobians = la.backend.jacobians if everything else la.backend.last_layer_jacobians
-        parts = [jacobians(part) for part in x.double().split(100)]
+        parts = [jacobians(part) for part in x.double().split(50)]
         moved = [torch.einsum("bcp,sp->sbc", J, w).detach() for J, _ in parts]
         together = [f.detach() + move for (_, f), move in zip(parts, moved)]
         return torch.cat(together, dim=1).float()
@@ -143,7 +143,9 @@ def of_laplace_torch(case: Case, la, form: dict) -> Predictor:
     def predict(x: Tensor) -> Classes | Numbers:
         with torch.no_grad():
             if case.table.classes:
-                return Classes(la(x.double()).log().float(), lambda: draws(x))
+                # all rows at once take tens of gigabytes
+                probs = torch.cat([la(part) for part in x.double().split(50)])
+                return Classes(probs.log().float(), lambda: draws(x))
             f, covariance = la(x.double(), joint=True)
             return Numbers(f.flatten().float(), covariance.float(), la.sigma_noise.item())
 

@@ -8,7 +8,7 @@ back-projection), and then the posterior of its weights under y = A f + noise. Î
 learnt by EM; the variance of every pixel is compared with the error of the reconstruction,
 beside one constant variance and Monte Carlo dropout. Five angles in between are held out:
 they set the variances' scale without a look at the true image, and the picture shows these.
-Records go to results/tomography.jsonl, the picture to docs/images/tomography.png. Expect a
+Records go to results/tomography.jsonl, the picture to results/tomography.png. Expect a
 correlation of 0.6 between error and predicted deviation, and about twenty minutes on one core.
 """
 
@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import matplotlib
 import torch
+from methods import markdown
 from methods.image_scores import Reconstruction, constant, scores
 from methods.measure import Meter
 from methods.provenance import provenance
@@ -35,7 +36,6 @@ from torch_lla_em import LinearisedLaplace, LinearOperator, LinearOperatorRegres
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-HERE = Path(__file__).parent
 COLUMNS = "psnr", "nll", "nll_scaled", "patch_nll", "pearson", "spearman", "coverage", "mean_sd"
 
 
@@ -186,8 +186,8 @@ def main(arguments: list[str] | None = None) -> None:
     choices = ["plain", "g-prior", "layerwise"]
     parser.add_argument("--priors", nargs="+", choices=choices, default=choices[:2])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--picture", type=Path, default=HERE.parent / "docs/images/tomography.png")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--picture", type=Path, default=Path("results/tomography.png"))
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
@@ -231,10 +231,7 @@ def main(arguments: list[str] | None = None) -> None:
         if name == "filtered back-projection":
             record = {key: value for key, value in record.items() if key not in COLUMNS[1:]}
         records.append(record | origin)
-    print(f"\n{'':34}" + "".join(f"{key:>11}" for key in COLUMNS))
-    for record in records:
-        cells = [f"{record[key]:11.3f}" if key in record else " " * 11 for key in COLUMNS]
-        print(f"{record['row']:34}" + "".join(cells))
+    print("\n" + markdown.table(records, ["row"], COLUMNS))
     for name, cost in costs.items():
         print(name, cost)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
 """What the scripts share.
 
-``compare.py``: ``tasks`` (data, networks, training), ``metrics``, ``measure``, ``baselines``,
-``posteriors`` (laplace-torch, the dense posterior, feature density), ``ours``. The ladder of
-images: ``images``, ``shifts``, ``training``, ``ranks``, ``ladder``. ``tomography.py``:
-``radon``, ``unet``, ``image_scores``. ``report.py``: ``image_sections``.
+Records: ``markdown`` (JSON lines to a table), ``provenance``, ``measure``, ``metrics``.
+Data and networks: ``keel`` (real tables), ``tasks``, ``images``, ``shifts``, ``networks``,
+``large_networks``, ``training``, ``ranks``, ``radon``, ``unet``. Peers: ``baselines``,
+``posteriors``, ``recipe`` (the paper's SGD), ``plain_cg``, ``plain_pass``. Studies: ``ours``,
+``ladder``, ``counted``, ``race``, ``fits``, ``image_scores``.
 """

@@ -4,7 +4,6 @@ import argparse
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,53 +11,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from methods import ranks
-from methods.images import MissingData, Sizes, Source, Splits, splits
+from methods import markdown, ranks
+from methods.images import MissingData, Sizes, Splits, splits
 from methods.measure import Meter
 from methods.metrics import Classes, auroc
 from methods.provenance import provenance
 from methods.shifts import Shift, unchanged
-from methods.training import Recipe, network_of, train
+from methods.training import Rung, network_of, train
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.prediction.functions import number_of_functions
 from torch_lla_em.prediction.prediction import Prediction
 
 PACKAGES = "torch", "torchvision", "torchmetrics"
-CLEAN = (
-    "accuracy",
-    "nll",
-    "ece",
-    "brier",
-    "joint_dyadic",
-    "fit_seconds",
-    "precision",
-    "gamma",
-    "columns",
-)
+CLEAN = "accuracy", "nll", "ece", "brier", "joint_dyadic", "fit_seconds", "gamma", "columns"
 SHIFTED = "accuracy", "nll", "ece", "joint_dyadic", "auroc"
 HELD = 2**28
 """Numbers that functions of all test images may take."""
 Method = Callable[[Iterable[Tensor], Tensor], dict[str, Classes]]
 """Batches of images and the network's outputs there -> predictions, by what the row adds."""
-
-
-@dataclass(frozen=True)
-class Rung:
-    """One step of the ladder: data, networks, how they are trained, and shifts."""
-
-    name: str
-    source: Source
-    networks: dict[str, Callable[[], nn.Module]]
-    recipe: Recipe
-    shifts: list[Shift]
-    mean: tuple[float, ...]
-    deviation: tuple[float, ...]
-    """Of pixels in [0, 1], by channel."""
-
-    sizes: Sizes
-    """Of synthetic data where nothing else is asked for."""
-
-    num_samples: int = 32
 
 
 def options(rung: Rung, description: str) -> argparse.ArgumentParser:
@@ -88,7 +58,7 @@ def options(rung: Rung, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0, help="processes that read images")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
+    parser.add_argument("--out", type=Path, default=Path("results"))
     return parser
 
 
@@ -108,7 +78,7 @@ def climb(rung: Rung, args: argparse.Namespace) -> None:
         except MissingData as error:
             raise SystemExit(str(error)) from None
         if ranks.is_first():
-            show(records)
+            show(rung, records)
             args.out.mkdir(parents=True, exist_ok=True)
             with open(args.out / f"{rung.name}.jsonl", "a") as lines:
                 lines.writelines(json.dumps(record | origin) + "\n" for record in records)
@@ -117,7 +87,7 @@ def climb(rung: Rung, args: argparse.Namespace) -> None:
 def measured(
     rung: Rung, args: argparse.Namespace, data: Splits, device: torch.device
 ) -> Iterator[dict]:
-    """Yield the records of all methods under all shifts."""
+    """Yield a record of every row: scores at clean images, costs, and scores under all shifts."""
     with Meter() as training:
         network = network_of(rung, args, data.train, device)
     common = {
@@ -148,17 +118,22 @@ def measured(
         }
     test = DataLoader(data.test, args.batch_size, num_workers=args.workers)
     labels = torch.cat([y for _, y in test])
+    lines: dict[str, dict] = {}
     familiar: dict[str, Tensor] = {}
     for shift in (unchanged(), *rung.shifts):
         images = Changed(test, shift, args.seed)
         logits = outputs(network, images)
         for name, method in methods.items():
             for suffix, prediction in method(images, logits).items():
-                record = {"row": name + suffix, "shift": shift.name, "level": shift.level}
-                score = prediction.unfamiliarity
-                record |= prediction.scores(labels)
-                record["auroc"] = auroc(familiar.setdefault(name + suffix, score), score)
-                yield common | record | (costs.get(name, {}) if not shift.level else {})
+                line = lines.setdefault(name + suffix, {"row": name + suffix})
+                found, score = prediction.scores(labels), prediction.unfamiliarity
+                found["auroc"] = auroc(familiar.setdefault(name + suffix, score), score)
+                if not shift.level:
+                    line |= {key: found[key] for key in found if key != "auroc"}
+                    line |= costs.get(name, {})
+                else:
+                    line |= {f"{key} {shift.name} {shift.level:g}": found[key] for key in SHIFTED}
+    yield from (common | line for line in lines.values())
 
 
 def baselines(
@@ -268,21 +243,14 @@ class Changed:
             yield self._shift(x, generator)
 
 
-def show(records: list[dict]) -> None:
-    """Print all columns at clean images, then each score over the levels of every shift."""
-    clean = [record for record in records if not record["level"]]
-    print(f"\n{'':30}" + "".join(f"{key:>13}" for key in CLEAN))
-    for record in clean:
-        cells = "".join(f"{_shown(record.get(key)):>13}" for key in CLEAN)
-        print(f"{record['row']:30}{cells}")
-    for name in dict.fromkeys(record["shift"] for record in records if record["level"]):
-        chosen = [record for record in records if record["shift"] == name]
-        levels = sorted({record["level"] for record in chosen})
+def show(rung: Rung, records: list[dict]) -> None:
+    """Print the scores at clean images, then each score over the levels of every shift."""
+    print("\n" + markdown.table(records, ["row"], CLEAN))
+    for name in dict.fromkeys(shift.name for shift in rung.shifts):
+        levels = [f"{shift.level:g}" for shift in rung.shifts if shift.name == name]
         for key in SHIFTED:
-            print(f"\n{f'{name}: {key}':30}" + "".join(f"{level:>9g}" for level in levels))
-            for row in dict.fromkeys(record["row"] for record in chosen):
-                at = {record["level"]: record[key] for record in chosen if record["row"] == row}
-                print(f"{row:30}" + "".join(f"{at[level]:9.3f}" for level in levels))
+            columns = {f"{key} {name} {level}": level for level in levels}
+            print(f"\n{name}: {key}\n\n{markdown.table(records, ['row'], columns)}")
 
 
 def network_line(record: dict) -> str:
@@ -297,7 +265,3 @@ def network_line(record: dict) -> str:
 def say(text: str) -> None:
     if ranks.is_first():
         print(text, flush=True)
-
-
-def _shown(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"

@@ -1,6 +1,5 @@
 """What a reader needs to repeat a run: machine, versions, commit and command."""
 
-import json
 import platform
 import shlex
 import subprocess
@@ -41,17 +40,6 @@ def _told(arguments: list[str]) -> list[str]:
     return [word for i, word in enumerate(arguments) if i not in left_out and i - 1 not in left_out]
 
 
-def save(record: dict, path: Path) -> None:
-    """Write a record that grows part by part, with what a reader needs to repeat it."""
-    origin = provenance(("torch", "scikit-learn"))
-    for key, one in (("commands", "command"), ("commits", "commit"), ("machines", "machine")):
-        earlier = record.get(key, [record[one]] if one in record else [])
-        record[key] = sorted({*earlier, origin.pop(one)})
-    record.pop("machine", None)  # of one run alone
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record | origin) + "\n")
-
-
 def processor() -> str:
     """Return the processor's name, where the system tells it."""
     try:
@@ -59,11 +47,3 @@ def processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")
-
-
-def source(record: dict) -> str:
-    """Return commands, machine, versions and commits of a record, in one sentence."""
-    commands = ", ".join(f"`{command}`" for command in record["commands"])
-    commits = ", ".join(record["commits"])
-    machines = " and ".join(record.get("machines") or [record["machine"]])
-    return f"{commands}; {machines}; {record['versions']}; commit {commits}."

@@ -16,6 +16,7 @@ from torch_lla_em.solvers.block_krylov import Shift
 
 SOLVERS = "block_krylov", "block_cg", "plain_cg", "sgd"
 RATES = 0.03, 0.1, 0.2, 0.5
+TARGETS = {"10 %": 0.1, "3 %": 0.03, "1 %": 0.01}
 LEVELS = 1.0, 0.5, 0.3, 0.2, 0.1, 0.06, 0.03, 0.02, 0.01
 EPOCHS = 10, 20, 40
 
@@ -24,6 +25,15 @@ Point = tuple[float, float, float]
 
 State = tuple[float, float, Tensor]
 """Passes of K columns, seconds, x."""
+
+
+def reached(points: list[Point], target: float) -> str:
+    """Return "passes (seconds)" at the first error below the target, or a dash and the last one."""
+    for passes, seconds, error in points:
+        if error <= target:
+            return f"{passes:g} ({seconds:.3g} s)"
+    passes, _, error = points[-1]
+    return f"– ({error:.2g} at {passes:g})"
 
 
 class Remembered(Operator):

@@ -4,7 +4,7 @@ Its step sizes belong to the mean over data and outputs of the loss, in coordina
 has a diagonal of ones; here they are carried over to the sum, in whitened coordinates.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,8 +16,6 @@ from torch_lla_em.problem.operators import WhitenedGGN, WhitenedLoss
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.solvers import SGD
 
-BatchProduct = Callable[[Tensor], Tensor]
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -27,6 +25,8 @@ class Recipe:
     batch_size: int
     epochs: int
     clip: float | None = None
+    """Of the norm of a step's gradient, all samples together."""
+
     averaging: float | None = None
     decay: float = 1.0
     """Last step size over the first."""
@@ -34,15 +34,12 @@ class Recipe:
     relative: bool = False
     """Whether the step size is in units of 1 / the largest eigenvalue of G + λ."""
 
-    noisy_targets: bool = False
-    """Whether the noise of the targets stays in every batch's loss (L), not in the centre (L')."""
-
-    from_zero: bool = False
-    """Whether it starts from 0, not from the centre."""
+    summed: bool = False
+    """Whether a step's gradient is the sum over its batch, not the mean."""
 
 
 CIFAR_SAMPLES = Recipe(1e-2, 100, 10, clip=1.0, decay=1 / 330)
-CIFAR_MODE = Recipe(5e-3, 2000, 25, clip=0.1, decay=1 / 33)
+CIFAR_MODE = Recipe(5e-3, 2000, 25, clip=0.1, decay=1 / 33, summed=True)
 CIFAR_PRECISION = 1000.0
 MNIST_SAMPLES = Recipe(200.0, 40, 20, averaging=0.01)
 """Of 2000 of 60 000 images a batch; of 40 of 1200 an epoch has as many steps."""
@@ -67,11 +64,14 @@ class Task:
         """Return the recipe in whitened coordinates at λ, for the sum over data."""
         # coordinates where the sum of squared features is 1 have a precision of λ / N
         paper_precision, count = precision / self.rows, self.rows * self.outputs
+        batch = min(recipe.batch_size, self.rows) if recipe.summed else 1
         if recipe.relative:
             rate = recipe.learning_rate / (self.largest / precision + 1)
         else:
-            rate = recipe.learning_rate * paper_precision / count
-        clip = None if recipe.clip is None else recipe.clip * count / paper_precision**0.5
+            rate = recipe.learning_rate * paper_precision / count * batch
+        clip = None
+        if recipe.clip is not None:
+            clip = recipe.clip * count / paper_precision**0.5 / batch
         return SGD(
             epochs=recipe.epochs,
             learning_rate=rate,
@@ -87,52 +87,12 @@ def batches_of(batches: list[tuple[Tensor, Tensor]], size: int) -> list[tuple[Te
     return list(zip(x.split(size), y.split(size)))
 
 
-class NoisyTargets:
-    """A x - D η batch by batch: with ξ for b, the paper's loss L, whose batches hold noise."""
-
-    def __init__(self, product: WhitenedGGN, shares: list[Tensor]):
-        self.product, self.shares = product, shares
-
-    def __call__(self, x: Tensor) -> Tensor:
-        eta = sum(self.shares)[: len(x)]
-        return self.product(x) - self.product.deviation * eta
-
-    def minibatches(
-        self, state: dict[str, Tensor] | None = None
-    ) -> Iterator[tuple[int, BatchProduct]]:
-        for (rows, product), eta in zip(self.product.minibatches(), self.shares):
-            share = self.product.deviation * eta
-
-            def affine(x: Tensor, product: BatchProduct = product, share: Tensor = share) -> Tensor:
-                return product(x) - share[: len(x)]
-
-            yield rows, affine
-
-    def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Return what is computed, since nothing is written down here."""
-        return compute()
-
-
-def noise_shares(
-    task: Task, batches: list[tuple[Tensor, Tensor]], problem_of: Callable
-) -> list[Tensor]:
-    """Return every batch's part of η, (K, P) each: differences of η over growing data."""
-    shares, before = [], torch.zeros_like(task.noise.eta)
-    for end in range(1, len(batches) + 1):
-        features = problem_of(batches[:end]).noise_features(len(before), 0)
-        shares.append(features.eta - before)
-        before = features.eta
-    return shares
-
-
 def solve_samples(
-    task: Task, product: WhitenedGGN | NoisyTargets, recipe: Recipe, precision: Tensor, columns: int
+    task: Task, product: WhitenedGGN, recipe: Recipe, precision: Tensor, columns: int
 ) -> Tensor:
-    """Return the samples in whitened coordinates."""
-    b = task.noise.right_hand_side(precision) if not recipe.noisy_targets else task.noise.xi
-    b = b[:columns]
-    start = torch.zeros_like(b) if recipe.from_zero else None
-    return task.solver(recipe, precision.item()).solve(product, b, start).x
+    """Return the samples in whitened coordinates, from the prior's."""
+    b = task.noise.right_hand_side(precision)[:columns]
+    return task.solver(recipe, precision.item()).solve(product, b).x
 
 
 def expectation_maximisation(
@@ -140,18 +100,18 @@ def expectation_maximisation(
 ) -> Iterator[tuple[float, float, float]]:
     """Yield (sample passes, single-column passes, λ) after each of ten EM steps.
 
-    Stages and problems (in batches) are of samples and mode; the mode starts at the trained
-    weights, where J w says what the network says. Passes are those of the epochs, and one
-    for γ; checks that this implementation makes beside them are not counted.
+    Stages and problems (in batches) are of samples and mode, which starts at zero. Passes are
+    those of the epochs, and one for γ; checks that this implementation makes beside them are
+    not counted.
     """
     prior, (samples, mode) = task.noise.prior, stages
-    w, w_lin = None, task.problem.linear_model.w_MAP * (prior.scale > 0)
+    w, w_lin = None, task.problem.zeros(1)[0]
     for step in range(1, EM_STEPS + 1):
         here = torch.tensor(precision, dtype=torch.float64)
         deviation = prior.deviation(here)
         loss = WhitenedLoss(problems[1], deviation)
-        x, _ = task.solver(mode, precision).minimise(loss, prior.whitened(w_lin, here))
-        w_lin = deviation * x
+        mode_found = task.solver(mode, precision).minimise(loss, prior.whitened(w_lin, here))
+        w_lin = deviation * mode_found.x
         b = task.noise.right_hand_side(here)
         start = None if w is None else prior.whitened(w, here)
         solution = task.solver(samples, precision).solve(

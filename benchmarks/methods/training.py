@@ -2,7 +2,8 @@
 
 import argparse
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from methods import ranks
-
-if TYPE_CHECKING:
-    from methods.ladder import Rung
+from methods.images import Sizes, Source
+from methods.shifts import Shift
 
 
 class Recipe(NamedTuple):
@@ -26,6 +26,25 @@ class Recipe(NamedTuple):
     epochs: int
     batch_size: int
     augment: Callable[[Tensor], Tensor] = lambda x: x
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of the ladder: data, networks, how they are trained, and shifts."""
+
+    name: str
+    source: Source
+    networks: dict[str, Callable[[], nn.Module]]
+    recipe: Recipe
+    shifts: list[Shift]
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+    """Of pixels in [0, 1], by channel."""
+
+    sizes: Sizes
+    """Of synthetic data where nothing else is asked for."""
+
+    num_samples: int = 32
 
 
 class Normalised(nn.Module):
@@ -42,7 +61,7 @@ class Normalised(nn.Module):
 
 
 def network_of(
-    rung: "Rung", args: argparse.Namespace, data: Dataset, device: torch.device
+    rung: Rung, args: argparse.Namespace, data: Dataset, device: torch.device
 ) -> nn.Module:
     """Return the network from ``--weights``, from the checkpoint's folder, or trained."""
     kept = args.checkpoint and args.checkpoint / "network.pt"
@@ -60,14 +79,14 @@ def network_of(
     return ranks.as_first(network.eval())
 
 
-def fresh(rung: "Rung", args: argparse.Namespace, device: torch.device) -> Normalised:
+def fresh(rung: Rung, args: argparse.Namespace, device: torch.device) -> Normalised:
     """Return an untrained network."""
     body = rung.networks[args.network]()
     return Normalised(body, rung.mean, rung.deviation).to(device)
 
 
 def train(
-    rung: "Rung", args: argparse.Namespace, data: Dataset, device: torch.device, seed: int
+    rung: Rung, args: argparse.Namespace, data: Dataset, device: torch.device, seed: int
 ) -> nn.Module:
     """Return a network trained on one cycle of the learning rate, in eval mode."""
     torch.manual_seed(seed)

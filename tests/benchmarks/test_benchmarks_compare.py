@@ -133,7 +133,7 @@ def run(monkeypatch):
 
 
 @pytest.mark.slow
-def test_compare_and_report_run_whole(run, tmp_path):
+def test_compare_runs_whole(run, tmp_path):
     chosen = ["map", "temperature", "dropout", "variational", "laplace-torch: last_layer, full"]
     chosen += ["dense", "familiarity", "ours: scalar, g-prior, K=8"]
     for task, methods in (("moons", chosen[:2] + chosen[-1:]), ("gap", chosen)):
@@ -155,9 +155,25 @@ def test_compare_and_report_run_whole(run, tmp_path):
     assert all(record["commit"] is not None and record["versions"] for record in records)
     ours = [record for record in records if record["row"].startswith("ours")]
     assert len(ours) == 5 + 5 and all("error" not in record for record in ours)
-    run(report, "--results", tmp_path, "--docs", tmp_path)
-    assert "temperature scaling" in (tmp_path / "benchmarks.md").read_text()
-    assert (tmp_path / "benchmarks" / "gap.png").stat().st_size > 1000
+
+
+def test_pages_are_filled_from_what_is_kept(tmp_path):
+    for path in (*ROOT.glob("docs/*.md"), ROOT / "README.md"):
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(path.read_text())
+    report.fill(ROOT / "benchmarks" / "results", tmp_path)
+    for path in tmp_path.rglob("*.md"):
+        assert path.read_text() == (ROOT / path.relative_to(tmp_path)).read_text(), path
+
+
+def test_what_is_kept_of_a_run_are_means_over_its_last_seeds(tmp_path):
+    seeds = [{"seed": 0, "nll": 9.0}, {"seed": 0, "nll": 1.0}, {"seed": 1, "nll": 3.0}]
+    lines = [{"task": "a", "epochs": 1, "row": "r", "commit": "c"} | line for line in seeds]
+    path = tmp_path / "compare.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (line,) = report.kept(path)
+    assert line == {"task": "a", "epochs": 1, "row": "r", "commit": "c", "nll": [2.0, 1.0]}
 
 
 def test_a_failing_peer_is_a_row_with_its_message(run, tmp_path, monkeypatch, capsys):

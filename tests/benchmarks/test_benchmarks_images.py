@@ -22,7 +22,6 @@ for package in ("torchvision", "torchmetrics"):
 import imagenet  # noqa: E402
 import mnist  # noqa: E402
 from methods import images, ladder, training  # noqa: E402
-from methods.image_sections import sections  # noqa: E402
 from methods.images import MissingData, Sizes, splits  # noqa: E402
 from methods.shifts import corruptions, rotations  # noqa: E402
 from torchvision import datasets  # noqa: E402
@@ -188,17 +187,14 @@ def test_mnist_runs_whole_and_from_its_checkpoint(tmp_path, capsys):
     mnist.main(arguments)
     records = [json.loads(line) for line in (tmp_path / "mnist.jsonl").read_text().splitlines()]
     first, again = records[: len(records) // 2], records[len(records) // 2 :]
-    assert len(first) == 13 * (3 + 6) and all(record["synthetic"] for record in records)
+    assert len(first) == 3 + 6 and all(record["synthetic"] for record in records)
     assert all(a["nll"] == b["nll"] for a, b in zip(first, again))
+    assert all(record["nll rotation 180"] > 0 for record in first)
     fits = [record for record in first if record.get("gamma")]
+    assert len(fits) == 6
     assert all(
         record["precision"] > 0 and record["columns"] > 1 and record["commit"] for record in fits
     )
-    assert {record["level"] for record in fits} == {0}
-    (section,) = sections(tmp_path, {"mnist": "What is said of it."})
-    assert "These are not MNIST's images" in section and section.endswith("What is said of it.")
-    assert section.count("| ours: g-prior, probit |") == 1 + 5  # once clean, once for each score
-    assert f"| {first[0]['nll']:.3f} |" in section.replace("**", "")
 
 
 def test_mnist_runs_on_files(tmp_path):
@@ -223,7 +219,7 @@ def test_of_two_processes_the_first_writes(tmp_path):
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "mnist.jsonl").read_text().splitlines()]
-    assert len(records) == 13 * 5 and {record["ranks"] for record in records} == {2}
+    assert len(records) == 5 and {record["ranks"] for record in records} == {2}
     assert done.stdout.count("rotation: nll") == 1
 
 
@@ -252,7 +248,8 @@ def test_the_larger_rungs_run_whole_with_a_small_network(tmp_path, monkeypatch, 
     ]
     module.main(arguments + (["--image-size", "32"] if script == "imagenet" else []))
     records = [json.loads(line) for line in (tmp_path / f"{script}.jsonl").read_text().splitlines()]
-    assert len(records) == 5 * (26 if script == "cifar100" else 1)
+    shifts = [key for key in records[0] if key.startswith("auroc ")]
+    assert len(records) == 5 and len(shifts) == (25 if script == "cifar100" else 0)
     assert records[0]["parameters"] == "last_layer" and records[0]["task"] == script
 
 

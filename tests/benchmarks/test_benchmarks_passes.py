@@ -1,6 +1,5 @@
 """The study of passes: what it counts and what it calls an error are right."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -15,11 +14,12 @@ for package in ("sklearn", "matplotlib"):
     pytest.importorskip(package)
 
 import passes  # noqa: E402
+from methods import markdown  # noqa: E402
 from methods.counted import problem_of  # noqa: E402
 from methods.fits import FITS, Fit, deflation, dense_fixed_point, whole_fit  # noqa: E402
 from methods.networks import PROBLEMS, Source, trained  # noqa: E402
 from methods.plain_cg import PlainCG  # noqa: E402
-from methods.race import Race, Remembered  # noqa: E402
+from methods.race import Race, Remembered, reached  # noqa: E402
 
 from torch_lla_em.inference.linear_mode import optimise_MAP  # noqa: E402
 from torch_lla_em.inference.stochastic_prior import get_sto_samples  # noqa: E402
@@ -158,11 +158,10 @@ def test_layerwise_fits_agree_and_deflation_counts(setting):
     assert ends[0]["gamma"] == pytest.approx(ends[1]["gamma"], rel=0.1)
     problem.spent["columns"] = 0.0
     rows = deflation(problem, noise, torch.tensor(4.0).double())
-    counted = sum(row["plain"] + sum(part[2] for part in row["deflated"]) for row in rows)
-    assert problem.spent["columns"] == pytest.approx(
-        K * (counted + rows[0]["deflated"][-1][1]), abs=2 * K
-    )
-    assert [part[:2] for part in rows[0]["deflated"]] == [[1, 2], [2, 4], [3, 6]]
+    parts = [row[f"{n} step" + "s" * (n > 1)].split(" + ") for row in rows for n in (1, 2, 3)]
+    assert [int(steps) for steps, _ in parts[:3]] == [2, 4, 6]
+    counted = sum(row["block CG"] for row in rows) + sum(int(solve) for _, solve in parts)
+    assert problem.spent["columns"] == pytest.approx(K * (counted + 6), abs=2 * K)
 
 
 def test_a_fit_that_fails_says_so(setting):
@@ -179,24 +178,17 @@ def test_networks_take_their_data(name):
     assert model(x).shape == (3, classes) and y.shape == (3,) and not model.training
 
 
-def test_the_command_writes_records_and_page(tmp_path, monkeypatch):
+def test_the_command_writes_lines(tmp_path, monkeypatch):
     command = "passes.py --rows 40 --epochs 2 --num-samples 2 --parts block_krylov traces --solvers"
-    arguments = [
-        *command.split(),
-        "block_krylov",
-        "block_cg",
-        "--out",
-        str(tmp_path),
-        "--docs",
-        str(tmp_path),
-    ]
+    arguments = [*command.split(), "block_krylov", "block_cg", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", arguments)
     passes.main()
-    record = json.loads((tmp_path / "passes_digits.jsonl").read_text())
-    assert set(record["traces"]) == {"block_krylov", "block_cg"} and set(record["fits"]) <= set(
-        FITS
-    )
-    assert len(record["machines"]) == 1
-    page = (tmp_path / "passes.md").read_text()
-    assert "| block krylov |" in page and "python benchmarks/passes.py" in page
-    assert (tmp_path / "passes.png").stat().st_size > 1000
+    fit, *solvers = markdown.read(tmp_path / "passes.jsonl")
+    assert fit["part"] == "fit" and fit["precision"] > 0 and fit["commit"]
+    assert [line["solver"] for line in solvers] == ["block krylov", "block cg"]
+
+
+def test_a_target_is_reached_at_the_first_error_below_it():
+    points = [(2, 1.5, 0.2), (4, 3.0, 0.02)]
+    assert [reached(points, t) for t in (0.5, 0.1)] == ["2 (1.5 s)", "4 (3 s)"]
+    assert reached(points, 0.01) == "– (0.02 at 4)"

@@ -1,4 +1,4 @@
-"""The benchmark of speed measures what it says, and writes its page."""
+"""The benchmark of speed measures what it says."""
 
 import json
 import sys
@@ -19,37 +19,15 @@ def speed(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_writes_a_record_and_a_page(speed, tmp_path, monkeypatch):
+def test_a_run_writes_lines(speed, tmp_path, monkeypatch):
     options = ["--networks", "lenet", "--batch", "4", "--columns", "1", "2", "--repeats", "1"]
     monkeypatch.setattr(sys, "argv", ["speed.py", *options, "--out", str(tmp_path)])
     speed.main()
-    run = json.loads((tmp_path / "speed.jsonl").read_text())
-    (record,) = run["records"]
-    assert record["weights"] == 61706 and record["rows"] == 4
-    for count, took in record["columns"].items():
-        assert took["ratio"] == pytest.approx(
-            took["product"] / took["forward"] / (1 + 4 * int(count))
-        )
-        assert took["peak_bytes"] > 1e8
-    speed.report(tmp_path, tmp_path / "speed.md")
-    page = (tmp_path / "speed.md").read_text()
-    assert "| lenet | 61,706 | 4 | eager | 2 |" in page and run["commit"] in page
-
-
-def test_failures_are_rows(speed):
-    (row,) = speed._rows({"network": "vit_s", "means": "tf32", "error": "no such card"})
-    assert "failed: no such card" in row
-
-
-def test_what_misses_the_aim_is_named(speed):
-    record = {
-        "network": "net",
-        "means": "eager",
-        "rows": 2,
-        "columns": {"1": {"ratio": 1.37}, "8": {"ratio": 1.204}},
-    }
-    runs = [{"records": [record, {"network": "vit_s", "means": "eager", "error": "no card"}]}]
-    assert speed._above_aim(runs).endswith("means: net with 2 rows, K = 1 (1.37).")
+    lines = [json.loads(line) for line in (tmp_path / "speed.jsonl").read_text().splitlines()]
+    for line, count in zip(lines, (1, 2), strict=True):
+        assert line["weights"] == 61706 and line["rows"] == 4 and line["columns"] == count
+        assert line["ratio"] == pytest.approx(line["product"] / line["forward"] / (1 + 4 * count))
+        assert line["peak_gb"] > 0.1 and line["commit"]
 
 
 def test_the_plain_pass_is_the_same_product(speed):

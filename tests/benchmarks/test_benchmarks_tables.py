@@ -19,13 +19,13 @@ from methods.metrics import Classes, neighbours  # noqa: E402
 def test_records_of_one_row_become_mean_and_standard_error():
     records = [{"row": "a", "nll": 0.1}, {"row": "b", "word": "no"}, {"row": "a", "nll": 0.3}]
     shown = markdown.table(records, ["row"], {"nll": "NLL", "word": ""}).splitlines()
-    assert shown[0] == "|  | NLL |  |" and shown[2] == "| a | 0.200 ± 0.1 |  |"
-    assert shown[3] == "| b |  | no |"
+    assert shown[0] == "| | NLL | |" and shown[2] == "| a | 0.200 ± 0.100 | |"
+    assert shown[3] == "| b | | no |"
 
 
 def test_numbers_keep_three_digits():
     found = [markdown.number(value) for value in (12, 0.0, 0.0123, 1.5, 12345.6, 2e-7)]
-    assert found == ["12", "0.00", "0.012", "1.50", "12,346", "2.00e-07"]
+    assert found == ["12", "0", "0.012", "1.500", "12,346", "2e-07"]
 
 
 @pytest.mark.parametrize("name", ["vowel", "german", "digits", "friedman2", "pima:5"])

@@ -15,7 +15,6 @@ pytest.importorskip("matplotlib")
 
 import tomography  # noqa: E402
 from methods.image_scores import Reconstruction, constant, scores  # noqa: E402
-from methods.image_sections import sections  # noqa: E402
 from methods.radon import Radon, phantom  # noqa: E402
 from methods.unet import UNet  # noqa: E402
 from tiny import basis_noise  # noqa: E402
@@ -143,8 +142,5 @@ def test_the_script_runs_whole(tmp_path, capsys):
     ours = [record for record in records if "gamma" in record]
     assert len(ours) == 2 and all(r["learnt_sigma"] > 0 and r["outputs"] == 256 for r in ours)
     assert (tmp_path / "picture.png").stat().st_size > 5000
-    (section,) = sections(tmp_path, {})
-    assert (
-        f"= {16 * 16} pixels" in section and section.count("| MC dropout |") == 2
-    )  # scores, costs
-    assert "coverage" in capsys.readouterr().out
+    assert {"psnr", "nll", "coverage"} <= set(ours[0])
+    assert "| MC dropout |" in capsys.readouterr().out

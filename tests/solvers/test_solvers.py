@@ -295,6 +295,13 @@ def test_sgd_averages_and_clips():
     assert averaged.error < 1 and clipped.error > plain.error
 
 
+def test_sgd_clips_by_the_norm_of_all_samples():
+    A, b = rooted(torch.linspace(1, 30, P)), randn(K, P)
+    moved = SGD(epochs=1, learning_rate=1e-3, clip=0.5, momentum=0.0).solve(A, b).x - b
+    gradient = A(b)
+    torch.testing.assert_close(moved, -1e-3 * gradient * (0.5 / gradient.norm()))
+
+
 def test_sgd_from_a_start():
     A, b = rooted(torch.linspace(1, 30, P)), randn(K, P)
     start = exact(A, b)

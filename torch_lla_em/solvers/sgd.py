@@ -44,7 +44,7 @@ class SGD:
     """Weight of the newest iterate in a running (Polyak) average; None: the last iterate."""
 
     clip: float | None = None
-    """Largest absolute entry of a gradient; None: no bound."""
+    """Largest norm of a gradient, that of all samples together; None: no bound."""
 
     decay: float = 1.0 / 330.0
     """Last step size over the first; linear in between."""
@@ -129,7 +129,7 @@ class SGD:
             # every batch comes once an epoch, so uneven ones weigh alike: not by N / B
             g = gradient(batch_product, num_batches, x + self.momentum * velocity)
             if self.clip is not None:
-                g = g.clamp(-self.clip, self.clip)
+                g = g * (self.clip / max(problem.space.norm(g), self.clip))
             fade = 1 - (1 - self.decay) * count.item() / last
             velocity.mul_(self.momentum).sub_(g, alpha=rate * fade)
             x.add_(velocity)

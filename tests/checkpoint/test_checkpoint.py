@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from torch_lla_em import SGD, Compute, LinearisedLaplace
 from torch_lla_em.checkpoint.partial_pass import PartialPass
 from torch_lla_em.checkpoint.pass_log import PassLog
-from torch_lla_em.data import orders
+from torch_lla_em.data import sources as orders
 from torch_lla_em.inference.fitting import fit_posterior
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem.problem import Problem

@@ -15,9 +15,9 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from torch_lla_em import SGD, Classification, LinearisedLaplace
-from torch_lla_em.data.batch import Batch
-from torch_lla_em.data.batches import cut, inputs_of, map_tensors, next_tokens, to_device
-from torch_lla_em.data.loader import Chain, Data
+from torch_lla_em.data.batch import Batch, cut, inputs_of, map_tensors, next_tokens, to_device
+from torch_lla_em.data.loader import Data
+from torch_lla_em.data.sources import Chain
 from torch_lla_em.problem.problem import Problem
 
 CPU = torch.device("cpu")

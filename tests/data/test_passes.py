@@ -11,8 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from torch_lla_em import Compute, LinearisedLaplace
-from torch_lla_em.data.contents import contents
-from torch_lla_em.data.identity import Fingerprint
+from torch_lla_em.data.identity import Identity, contents
 from torch_lla_em.data.loader import Data
 
 CPU = torch.device("cpu")
@@ -263,9 +262,9 @@ def test_it_is_said_once_that_nothing_is_compared(form, told, tmp_path, caplog):
 
 def test_pieces_of_a_pass_are_gone_on_with_in_their_order():
     def of(parts):
-        mark, start = Fingerprint(), 0
+        mark, start = Identity(), 0
         for x in parts:
-            mark.add(x, start)
+            mark.add(x, torch.arange(start, start + len(x)))
             start += len(x)
         return mark
 
@@ -277,9 +276,7 @@ def test_pieces_of_a_pass_are_gone_on_with_in_their_order():
     assert not of([x, x[:, :1]]).repeats(of([x, x[:, 1:]]))
     assert of([x, x[:, :1]]).agrees(of([x, x[:, 1:]]))
     state = of([x, x[:, :1]]).state()
-    assert (
-        Fingerprint.of(state).repeats(of([x, x[:, :1]])) and Fingerprint.of(state).state() == state
-    )
+    assert Identity.of(state).repeats(of([x, x[:, :1]])) and Identity.of(state).state() == state
 
 
 def test_contents_are_found_wherever_they_are():

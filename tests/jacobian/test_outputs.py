@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_lla_em import Bernoulli, BlockKrylov, Classification, LinearisedLaplace, Regression
-from torch_lla_em.data.batches import next_tokens
+from torch_lla_em.data.batch import next_tokens
 from torch_lla_em.data.loader import Data
 from torch_lla_em.exact import ExactLaplace, gaussian_log_prob
 from torch_lla_em.jacobian.linear_model import LinearModel

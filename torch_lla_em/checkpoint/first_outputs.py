@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Batch, Data, Fingerprint, map_tensors, row_numbers
+from torch_lla_em.data import Batch, Data, Identity, map_tensors
 from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.runtime import attempt, is_shortage
 from torch_lla_em.runtime import records as persistence
@@ -19,9 +19,9 @@ _EPSILONS = 30
 
 
 class FirstOutputs(NamedTuple):
-    """A batch, by its fingerprint, and its rows' outputs, by two numbers each in their order."""
+    """A batch, by its identity, and its rows' outputs, by two numbers each in their order."""
 
-    batch: Fingerprint
+    batch: Identity
 
     numbers: Tensor
     """Sums of each row with fixed weights, and its norms, both sorted, (2, B)."""
@@ -41,7 +41,7 @@ class FirstOutputs(NamedTuple):
                 with network.guarded(), network.computing("float32"):
                     f = linear_model.outputs(part.inputs).detach()
                     f = f.reshape(len(part.rows), -1)
-                    return torch.stack([row_numbers(f), f.norm(dim=1).double()])
+                    return torch.stack([_row_numbers(f), f.norm(dim=1).double()])
             except RuntimeError as error:
                 if part is first or is_shortage(error):
                     raise
@@ -50,12 +50,12 @@ class FirstOutputs(NamedTuple):
         numbers, shortage = attempt(run) if _is_known(part) else (None, None)
         if numbers is None or not numbers.isfinite().all():
             return None
-        fingerprint = Fingerprint()
-        fingerprint.add((part.inputs, part.targets))
+        identity = Identity()
+        identity.add((part.targets, part.inputs), part.rows)
         dtypes = {parameter.dtype for parameter in network.module.parameters()}
         epsilon = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
         rounding = max(_ROUNDING, _EPSILONS * epsilon)
-        return cls(fingerprint.on_cpu(), numbers.sort(dim=1).values.cpu(), rounding)
+        return cls(identity.on_cpu(), numbers.sort(dim=1).values.cpu(), rounding)
 
     def contradicts(self, other: FirstOutputs) -> bool:
         """Whether the batches are the same, but not what was made of them."""
@@ -72,12 +72,18 @@ class FirstOutputs(NamedTuple):
 
     def known(self, tensors: dict[str, Tensor]) -> FirstOutputs:
         """Return those of a file."""
-        batch = Fingerprint.of(persistence.from_bytes(tensors["batch"]))
+        batch = Identity.of(persistence.from_bytes(tensors["batch"]))
         return self._replace(batch=batch, numbers=tensors["numbers"])
 
 
+def _row_numbers(f: Tensor) -> Tensor:
+    """Return a weighted sum of each row, (B,), no two of its weights alike."""
+    places = torch.arange(1, f.shape[1] + 1, dtype=torch.float64, device=f.device)
+    return f.double() @ (places * 0.618034).frac()
+
+
 def _is_known(batch: Batch) -> bool:
-    """Whether a fingerprint tells the inputs from others."""
+    """Whether an identity tells the inputs from others."""
     tensors: list[bool] = []
     map_tensors(
         lambda tensor: tensors.append(bool(tensor.dim()) and tensor.layout == torch.strided),

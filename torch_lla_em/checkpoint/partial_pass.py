@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torch_lla_em.data import Data, Fingerprint
+from torch_lla_em.data import Data, Identity
 from torch_lla_em.problem import Rows
 from torch_lla_em.runtime import files, write_atomically
 from torch_lla_em.runtime import records as persistence
@@ -79,7 +79,7 @@ class PartialPass:
             _exchange(total, state[name])
         data.num_outputs = facts["num_outputs"]
         logger.info("The checkpoint goes on with this pass after %d rows.", facts["rows"])
-        return Kept(Rows(facts["rows"], prefix=Fingerprint.of(facts["prefix"])), state)
+        return Kept(Rows(facts["rows"], prefix=Identity.of(facts["prefix"])), state)
 
     def due(self) -> bool:
         """Whether it is time to write."""

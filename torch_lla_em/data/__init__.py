@@ -1,7 +1,7 @@
 """Batches, passes over a loader, and whether they are of the same data."""
 
-from torch_lla_em.data.batch import Batch
-from torch_lla_em.data.batches import (
+from torch_lla_em.data.batch import (
+    Batch,
     TargetFn,
     default_forward,
     default_targets,
@@ -11,21 +11,22 @@ from torch_lla_em.data.batches import (
     next_tokens,
     to_device,
 )
-from torch_lla_em.data.identity import Fingerprint, row_numbers
-from torch_lla_em.data.loader import Chain, Data
+from torch_lla_em.data.identity import Identity
+from torch_lla_em.data.loader import Data
+from torch_lla_em.data.sources import Chain, as_loader
 
 __all__ = [
     "Batch",
     "Chain",
     "Data",
-    "Fingerprint",
+    "Identity",
     "TargetFn",
+    "as_loader",
     "default_forward",
     "default_targets",
     "inputs_of",
     "is_sequence",
     "map_tensors",
     "next_tokens",
-    "row_numbers",
     "to_device",
 ]

@@ -1,199 +1,300 @@
-"""Whether two passes over a loader see the same data, in whatever order."""
+"""Whether two passes see the same rows: one 64-bit number of all the bytes of each row."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from torch_lla_em.data.contents import contents
+_BITS = 64
+_FACTORS = 1 << 16
+_AT_ONCE = 1 << 20
+_GOLDEN, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
-_CHUNK = 1 << 16
-# sums of float64 in another order agree to about 1e-13
-_AGREEMENT = 1e-9
 
+class Identity:
+    """Numbers of the rows of a pass, added up: equal of the same rows, whatever their order.
 
-class Fingerprint:
-    """Σ r, Σ r² and Σ c r over rows, for a number r that stands for everything in a row.
-
-    The order of rows leaves the first two alone. The sum of squares notices rows that are mixed,
-    the sum notices signs, and neither is blind to columns that change places. The third, whose
-    factors c go by the place in the pass, tells a pass that repeats another.
-
-    Passes are compared by tensors that have a row of one shape for every row of the data. Of
-    others, as where every batch is padded to its own length, or of graphs, the sums change with
-    the order: they are compared once it is known that they come again as they were.
+    A row's number is made of the bytes of its targets and inputs together, so that labels which
+    change places are other data. There is no tolerance: the bytes are those that the loader gave,
+    which no move to another device changes; a loader that computes its rows must do so alike.
+    Beside the sum over whole rows, each tensor has sums of its own, alone and with the targets.
+    They are what is compared where some tensors cannot be: where every batch is padded to its own
+    length, or in objects such as graphs, a tensor changes with the batch that a row is in. Those
+    are compared once it is known that they come again as they were, and all rows in their order
+    where a loader never changes it (``in_order``).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_order: bool = False) -> None:
+        self.in_order = in_order
         self._sums: dict[int, Tensor] = {}
-        self._shapes: dict[int, dict[torch.Size, int]] = {}
+        """By the number of tensors in a batch: whole rows, rows in order, what is no row in order,
+        each tensor beside the targets, each alone."""
+
+        self._shapes: dict[int, dict[tuple[int, ...], int]] = {}
         self._inside: set[int] = set()
         self._trusted: set[int] = set()
 
-    def add(self, batch: Any, start: int = 0) -> None:
-        """Take in one batch, which begins at this row of the pass."""
-        for position, (tensor, is_row) in enumerate(contents(batch)):
-            self._add(position, tensor, start)
-            if not is_row:
+    def add(self, batch: Any, rows: Tensor | None = None) -> None:
+        """Take in a batch (targets, inputs), and the numbers of its rows, shape (B,)."""
+        found = list(contents(batch))
+        if not found:
+            return
+        device, size = found[0][0].device, len(found[0][0])
+        rows = torch.arange(size, device="cpu") if rows is None else rows
+        places = rows.to(device, non_blocking=True) * _signed(_GOLDEN)
+        factors, numbers = _factors(device)[: len(found), None], []
+        others: dict[int, Tensor] = {}
+        for position, (tensor, is_row) in enumerate(found):
+            shapes, shape = self._shapes.setdefault(position, {}), tuple(tensor.shape[1:])
+            shapes[shape] = shapes.get(shape, 0) + len(tensor)
+            own = (row_hashes(tensor) + _factor(position)).to(device, non_blocking=True)
+            if not is_row or len(tensor) != size:
                 self._inside.add(position)
+                others[position] = _mixed(own)
+                own = places
+            numbers.append(own)
+        mixed, inside = _mixed(torch.stack(numbers)), torch.zeros_like(places[:1])
+        if others:
+            factors = factors.clone()
+        for position, own in others.items():
+            mixed[position], factors[position] = 0, 0
+            mixed[position, 0] = own.sum()
+            order = torch.arange(len(own), device=device) * _signed(_MIX)
+            inside = inside + _mixed(own + order + places[0]).sum()
+        whole = (mixed * factors).sum(0, keepdim=True)
+        beside = _mixed(torch.cat([whole, whole + places, mixed + 3 * mixed[:1]])).sum(1)
+        sums = torch.cat([beside[:2], inside, beside[2:], mixed.sum(1)])
+        known = self._sums.get(len(found))
+        self._sums[len(found)] = sums if known is None else known + sums
 
-    def agrees(self, other: Fingerprint) -> bool:
-        """Whether both may be of the same rows."""
-        return all(self._same(p, other) for p in self._common(other) if self._compared(p, other))
+    def agrees(self, other: Identity) -> bool:
+        """Whether both may be of the same rows; in the same order where both keep theirs."""
+        if self.in_order and other.in_order and self._shapes == other._shapes:
+            return self._equal(other, "ordered")
+        compared = {p for p in self._common(other) if self._compared(p, other)}
+        if compared == self._shapes.keys() == other._shapes.keys() and not (
+            self._inside | other._inside
+        ):
+            return self._equal(other, "whole")
+        kinds = ("alone", "beside") if 0 in compared else ("alone",)
+        return self._equal(other, *((kind, p) for p in compared for kind in kinds))
 
-    def matches(self, other: Fingerprint) -> bool:
+    def matches(self, other: Identity) -> bool:
         """Whether both may be of the same rows, with nothing left out for its shape."""
         return self._shapes == other._shapes and self.agrees(other)
 
-    def repeats(self, other: Fingerprint) -> bool:
+    def repeats(self, other: Identity) -> bool:
         """Whether both are of the same rows, in one order and in the same batches."""
-        return self._shapes == other._shapes and all(
-            self._same(p, other) and self._in_order(p, other) for p in self._sums
-        )
+        return self._shapes == other._shapes and self._equal(other, "ordered", "inside")
 
-    def learn(self, later: Fingerprint, is_next: bool) -> None:
+    def learn(self, later: Identity, is_next: bool) -> None:
         """Note which tensors a later pass, or the next, has shown to be the same every time.
 
         In passes after the next a loader that shuffles few rows might repeat the first by chance.
         """
         if is_next and later.repeats(self):
-            self._trusted = set(self._sums)
+            self._trusted = set(self._shapes)
         for p in self._common(later) - self._inside - later._inside:
             # padded otherwise, and yet the same: by zeros at the end
-            if self._shapes[p] != later._shapes[p] and self._same(p, later):
+            if self._shapes[p] != later._shapes[p] and self._equal(later, ("alone", p)):
                 self._trusted.add(p)
 
     def trust(self, rows: bool) -> None:
         """Take the rows to be the same every time, or nothing."""
-        self._trusted = self._sums.keys() - self._inside if rows else set()
+        self._trusted = self._shapes.keys() - self._inside if rows else set()
 
     def compared(self) -> set[int]:
         """Return the places in a batch of the tensors that another pass is compared by."""
-        return {p for p in self._sums if self._compared(p, self)}
+        return {p for p in self._shapes if self._compared(p, self)}
 
     @property
     def is_padded(self) -> bool:
         """Whether rows of a tensor have several shapes."""
         return any(len(shapes) > 1 for shapes in self._shapes.values())
 
-    def on_cpu(self) -> Fingerprint:
-        """Return the same, with all sums on the CPU."""
-        return Fingerprint.of(self.state())
+    def on_cpu(self) -> Identity:
+        """Return what it is now, as plain numbers: waits for the device."""
+        return Identity.of(self.state())
 
-    def merge(self, other: Fingerprint) -> None:
-        """Take in the rows of another fingerprint, beside this one's own."""
+    def merge(self, other: Identity) -> None:
+        """Take in the rows of another, beside this one's own."""
         self._inside |= other._inside
-        for position, sums in other._sums.items():
-            self._sums[position] = self._sums[position] + sums if position in self._sums else sums
-            shapes = self._shapes.setdefault(position, {})
-            for shape, rows in other._shapes[position].items():
-                shapes[shape] = shapes.get(shape, 0) + rows
+        for count, sums in other._sums.items():
+            self._sums[count] = self._sums[count] + sums if count in self._sums else sums
+        for position, shapes in other._shapes.items():
+            known = self._shapes.setdefault(position, {})
+            for shape, rows in shapes.items():
+                known[shape] = known.get(shape, 0) + rows
+
+    def so_far(self) -> Identity:
+        """Return what it is now, and stays; waits for nothing."""
+        copied = Identity(self.in_order)
+        copied.merge(self)
+        copied._trusted = set(self._trusted)
+        return copied
 
     def state(self) -> dict[str, Any]:
         """Return plain numbers that ``of`` restores."""
         return {
-            "sums": {str(position): sums.tolist() for position, sums in self._sums.items()},
+            "sums": {str(count): sums.tolist() for count, sums in self._sums.items()},
             "shapes": {
                 str(position): [[list(shape), rows] for shape, rows in shapes.items()]
                 for position, shapes in self._shapes.items()
             },
             "inside": sorted(self._inside),
             "trusted": sorted(self._trusted),
+            "in order": self.in_order,
         }
 
     @classmethod
-    def of(cls, state: dict[str, Any]) -> Fingerprint:
-        """Return the fingerprint of a state."""
-        fingerprint = cls()
-        for position, sums in state["sums"].items():
-            fingerprint._sums[int(position)] = torch.tensor(sums, dtype=torch.float64)
+    def of(cls, state: dict[str, Any]) -> Identity:
+        """Return the identity of a state."""
+        identity = cls(state["in order"])
+        identity._sums = {
+            int(count): torch.tensor(sums, device="cpu") for count, sums in state["sums"].items()
+        }
         for position, shapes in state["shapes"].items():
-            fingerprint._shapes[int(position)] = {torch.Size(shape): rows for shape, rows in shapes}
-        fingerprint._inside, fingerprint._trusted = set(state["inside"]), set(state["trusted"])
-        return fingerprint
+            identity._shapes[int(position)] = {tuple(shape): rows for shape, rows in shapes}
+        identity._inside, identity._trusted = set(state["inside"]), set(state["trusted"])
+        return identity
 
-    def _add(self, position: int, tensor: Tensor, start: int) -> None:
-        shapes = self._shapes.setdefault(position, {})
-        shapes[tensor.shape[1:]] = shapes.get(tensor.shape[1:], 0) + len(tensor)
-        r = row_numbers(tensor)
-        places = torch.arange(start + 1, start + 1 + len(r), device=r.device)
-        c = (places.double() * 0.6180339887498949).frac()
-        sums = torch.stack([r.sum(), r.square().sum(), r.dot(c)])
-        self._sums[position] = self._sums[position] + sums if position in self._sums else sums
+    def _totals(self) -> dict[Any, int]:
+        """Return every sum by its name: of batches with however many tensors together."""
+        totals: dict[Any, int] = {}
+        for count, sums in self._sums.items():
+            beside, alone = ([(kind, p) for p in range(count)] for kind in ("beside", "alone"))
+            for name, value in zip(("whole", "ordered", "inside", *beside, *alone), sums.tolist()):
+                totals[name] = (totals.get(name, 0) + value) % (1 << _BITS)
+        return totals
 
-    def _common(self, other: Fingerprint) -> set[int]:
-        return self._sums.keys() & other._sums.keys()
+    def _common(self, other: Identity) -> set[int]:
+        return self._shapes.keys() & other._shapes.keys()
 
-    def _compared(self, position: int, other: Fingerprint) -> bool:
+    def _compared(self, position: int, other: Identity) -> bool:
         if position in self._trusted | other._trusted:
             return True
         shapes = self._shapes[position].keys() | other._shapes[position].keys()
         return len(shapes) == 1 and position not in self._inside | other._inside
 
-    def _same(self, position: int, other: Fingerprint) -> bool:
-        """Whether the sums agree that no order changes."""
-        total, squares, _ = self._sums[position].tolist()
-        others, others_squares, _ = other._sums[position].tolist()
-        if abs(squares - others_squares) > _AGREEMENT * squares:
-            return False
-        return abs(total - others) <= _AGREEMENT * self._most(position)
-
-    def _in_order(self, position: int, other: Fingerprint) -> bool:
-        difference = self._sums[position][2] - other._sums[position][2]
-        return abs(difference.item()) <= _AGREEMENT * self._most(position)
-
-    def _most(self, position: int) -> float:
-        """Return what no sum of |r| is larger than, by Cauchy and Schwarz."""
-        count = sum(self._shapes[position].values())
-        return (count * self._sums[position][1].item()) ** 0.5
+    def _equal(self, other: Identity, *names: Any) -> bool:
+        own, others = self._totals(), other._totals()
+        return all(own.get(name) == others.get(name) for name in names)
 
 
-class Tally:
-    """What a rank has counted in a pass."""
+def row_hashes(tensor: Tensor) -> Tensor:
+    """Return Σ_j c_j word_j mod 2⁶⁴ of the words of each row, shape (B,), with odd factors c.
 
-    def __init__(self) -> None:
-        self.rows = self.targets = self.outputs = 0
-        self.reached = 0
-        """Rows that went by, whoever took them."""
-
-        self.fingerprint = Fingerprint()
-
-
-def together(every: list[Tally]) -> Tally:
-    """Return what ranks that shared a pass have counted."""
-    total = every[0]
-    for rank, tally in enumerate(every[1:], 1):
-        if tally.reached != total.reached:
-            raise ValueError(
-                f"The loader of rank {rank} yielded {tally.reached} rows, that of rank 0 "
-                f"{total.reached}: every rank must be given the same data."
-            )
-        total.rows, total.targets = total.rows + tally.rows, total.targets + tally.targets
-        total.outputs += tally.outputs
-        total.fingerprint.merge(tally.fingerprint)
+    Rows that differ have the same number with a probability of 2⁻³³ at most. Zeros at a row's end
+    change nothing, so that what they pad may be compared.
+    """
+    words = _words(tensor)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    step = min(_FACTORS, 1 << max(0, (_AT_ONCE // max(len(words), 1)).bit_length() - 1))
+    for start in range(0, max(words.shape[1], 1), step):
+        piece, (block, first) = words[:, start : start + step].long(), divmod(start, _FACTORS)
+        c = _factors(words.device)[first : first + piece.shape[1]]
+        c = c * _factor(block) if block else c
+        # integer matrix products are the faster way, which only CPUs know
+        total = total + (piece @ c if piece.device.type == "cpu" else (piece * c).sum(1))
     return total
 
 
-def same(every: list[Tally]) -> Tally:
-    """Return what ranks that each took the whole pass have counted, if it is the same."""
-    for rank, tally in enumerate(every):
-        if tally.rows != every[0].rows or not tally.fingerprint.agrees(every[0].fingerprint):
-            raise ValueError(
-                f"Rank {rank} saw other data than rank 0: every rank must be given the same."
-            )
-    return every[0]
+def contents(
+    tree: Any, inside: bool = False, above: tuple[int, ...] = ()
+) -> Iterator[tuple[Tensor, bool]]:
+    """Yield every tensor that a batch holds, and whether its rows may be those of the data.
+
+    Rows inside objects that move themselves (``.to``) may be of anything, as the nodes of
+    graphs. Lists of words or numbers come as hashes of them.
+    """
+    if isinstance(tree, np.ndarray) and tree.dtype.kind in "biufc":
+        plain = np.ascontiguousarray(tree)
+        if not tree.dtype.isnative or tree.dtype.kind == "c" or tree.dtype.itemsize > 8:
+            plain = plain.reshape(*plain.shape, 1).view(np.uint8)
+        tree = torch.from_numpy(plain)
+    if isinstance(tree, Tensor):
+        yield from ((part, whole and not inside) for part, whole in _strided(tree.detach()))
+    elif id(tree) not in above:
+        parts = list(_parts(tree))
+        if isinstance(tree, (tuple, list)) and parts:
+            words = all(isinstance(part, (str, bytes)) for part in parts)
+            if words or all(isinstance(part, (str, bytes, int, float)) for part in parts):
+                yield torch.tensor([*map(_word, parts)], device="cpu"), words and not inside
+                return
+        inside = inside or _moves_itself(tree)
+        for part in parts:
+            yield from contents(part, inside, (*above, id(tree)))
 
 
-def row_numbers(tensor: Tensor) -> Tensor:
-    """Return a weighted sum of each row, (B,), no two of its weights alike."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    columns = tensor.reshape(len(tensor), tensor.shape[1:].numel())
-    total = torch.zeros(len(columns), dtype=torch.float64, device=tensor.device)
-    for start in range(0, columns.shape[1], _CHUNK):
-        chunk = columns[:, start : start + _CHUNK].double()
-        places = torch.arange(start + 1, start + 1 + chunk.shape[1], device=tensor.device)
-        total += chunk @ (places.double() * 0.618034).frac()
-    return total
+def _strided(tensor: Tensor) -> Iterator[tuple[Tensor, bool]]:
+    if tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        return
+    if tensor.layout == torch.sparse_coo:
+        yield tensor._indices(), False
+        yield tensor._values(), False
+    elif tensor.layout == torch.strided:
+        yield (tensor, True) if tensor.dim() else (tensor[None], False)
+
+
+def _moves_itself(tree: Any) -> bool:
+    return callable(getattr(tree, "to", None)) and not isinstance(tree, (Mapping, type))
+
+
+def _parts(tree: Any) -> Iterable[Any]:
+    if isinstance(tree, Mapping):
+        return tree.values()
+    if isinstance(tree, (tuple, list)):
+        return tree
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return [getattr(tree, field.name) for field in fields(tree)]
+    return getattr(tree, "__dict__", {}).values() if _moves_itself(tree) else ()
+
+
+def _word(part: Any) -> int:
+    digest = hashlib.blake2b(repr(part).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return the bytes of each row as 32-bit words, (B, W), the last of them filled with zeros."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    rows = tensor.reshape(len(tensor), tensor.shape[1:].numel()).contiguous()
+    size = rows.element_size()
+    if rows.shape[1] * size % 4:
+        rows = pad(rows.view(torch.uint8), (0, -rows.shape[1] * size % 4))
+    elif rows.storage_offset() * size % 4:
+        rows = rows.clone()
+    return rows.view(torch.int32)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Return numbers whose sums are equal of equal numbers only: no linear map of x."""
+    x = x ^ (x >> 32)
+    x *= _signed(_MIX)
+    return x.bitwise_xor_(x >> 29)
+
+
+def _signed(number: int) -> int:
+    number %= 1 << _BITS
+    return number - (1 << _BITS) if number >> (_BITS - 1) else number
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _factor(index: int) -> int:
+    """Return one odd factor of many that have nothing to do with each other."""
+    return _factors(torch.device("cpu"))[-1 - index].item()
+
+
+@functools.lru_cache(maxsize=8)
+def _factors(device: torch.device) -> Tensor:
+    places = torch.arange(1, _FACTORS + 1, dtype=torch.int64, device=device)
+    return _mixed(_mixed(places * _signed(_GOLDEN))) | 1

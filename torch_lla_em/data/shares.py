@@ -1,10 +1,11 @@
-"""Each rank's share of a loader: which batches it takes, and which rows of the data they are."""
+"""Each rank's share of a loader: which batches it takes, which rows they are, in what order."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from itertools import count
+from collections.abc import Iterable, Iterator
+from itertools import chain, count
+from operator import index as as_index
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +19,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from torch_lla_em.data.identity import Identity
 from torch_lla_em.runtime import Group
-
-Describe = Callable[[Any], dict[str, Any]]
-Agrees = Callable[[dict[str, Any], dict[str, Any]], bool]
 
 # what a loader was built with and keeps under the same name
 _KEPT = (
@@ -41,7 +40,7 @@ class Turn(NamedTuple):
     """What comes next in a pass: a batch of this rank, or rows that others take."""
 
     batch: Any = None
-    """None where it is not this rank's, or where it need not be read at all."""
+    """None where it need not be read."""
 
     taken: bool = True
     """Whether it is this rank's."""
@@ -52,14 +51,8 @@ class Turn(NamedTuple):
     size: int | None = None
     """Rows, where they are known before the batch is read."""
 
-
-class Marks(NamedTuple):
-    """How to tell whether two ranks see the same data."""
-
-    describe: Describe
-    """A batch -> plain numbers."""
-
-    agrees: Agrees
+    peer: int | None = None
+    """The rank that reads the batch too, so that both can be compared."""
 
 
 class Share:
@@ -68,11 +61,11 @@ class Share:
     Of a plain loader, rank r of R takes the batches r, r + R, ...; where its rows can be
     listed beforehand, others are not loaded. A ``DistributedSampler`` has shared them out
     already: its rows are those of the dataset, and what it repeats to fill up is left out.
+    Where ranks are compared, each batch is read by one more rank, by every other in turn.
     """
 
-    def __init__(self, loader: Iterable[Any], group: Group, marks: Marks):
-        self._loader, self._group, self._marks = loader, group, marks
-        self._checked = False
+    def __init__(self, loader: Iterable[Any], group: Group):
+        self._loader, self._group = loader, group
         self._lists: list[list[Any]] | None = None
         self._own: DataLoader | None = None
         sampler = _sampler(loader)
@@ -93,16 +86,15 @@ class Share:
             return type(self._loader) in (list, tuple)
         return type(_sampler(self._loader)) is SequentialSampler
 
-    def turns(self, whole: bool) -> Iterator[Turn]:
+    def turns(self, whole: bool, compared: bool) -> Iterator[Turn]:
         """Yield the turns of one pass; ``whole``: this rank takes every batch."""
         if self._group.size == 1:
             yield from map(Turn, self._loader)
-        elif self._lists is None:
-            yield from self._by_reading(whole)
         elif self.is_shared_out:
-            yield from self._shared_out()
+            yield from self._shared_out(compared)
         else:
-            yield from self._by_listing(whole)
+            turns = self._by_reading if self._lists is None else self._by_listing
+            yield from turns(whole, compared)
 
     def num_batches(self) -> int | None:
         """Return the batches of a pass over all ranks, if that is known without one."""
@@ -121,77 +113,60 @@ class Share:
                 return None
         return len(self._loader)
 
-    def _by_reading(self, whole: bool) -> Iterator[Turn]:
+    def _turn(self, owner: int, number: int, whole: bool, compared: bool) -> Turn:
+        """Return this rank's part in another's batch, or its own, of this number."""
+        rank, size = self._group.rank, self._group.size
+        reader = (owner + 1 + number % (size - 1)) % size
+        peer = {owner: reader, reader: owner}.get(rank) if compared and not whole else None
+        return Turn(taken=whole or rank == owner, peer=peer)
+
+    def _by_reading(self, whole: bool, compared: bool) -> Iterator[Turn]:
         """Every rank reads everything and passes on what is not its own."""
-        rank, size = self._group.rank, self._group.size
+        size = self._group.size
         for index, batch in enumerate(self._loader):
-            if index == 0:
-                self._compare(batch)
-            yield Turn(batch, whole or index % size == rank)
+            turn = self._turn(index % size, index // size, whole, compared)
+            yield turn._replace(batch=batch)
 
-    def _by_listing(self, whole: bool) -> Iterator[Turn]:
-        rank, size = self._group.rank, self._group.size
-        lists = self._listed()
-        taken = [whole or index % size == rank for index in range(len(lists))]
-        self._lists[:] = [rows for rows, own in zip(lists, taken) if own]
+    def _by_listing(self, whole: bool, compared: bool) -> Iterator[Turn]:
+        size, lists = self._group.size, self._listed(compared)
+        turns = [self._turn(i % size, i // size, whole, compared) for i in range(len(lists))]
+        yield from self._loaded(turns, lists)
+
+    def _shared_out(self, compared: bool) -> Iterator[Turn]:
+        lists = [[_plain(row) for row in rows] for rows in self._loader.batch_sampler]
+        total = len(self._loader.dataset)
+        every = self._group.meet("the sampler's rows", [total, lists], _kept_once)
+        places = [(owner, n) for owner, own in enumerate(every) for n in range(len(own))]
+        read = [every[owner][n] for owner, n in places]
+        turns = [self._turn(owner, n, False, compared) for owner, n in places]
+        for turn, rows in zip(self._loaded(turns, read), read):
+            yield turn._replace(rows=torch.tensor(rows, device="cpu"))
+        yield Turn(taken=False, size=total - sum(map(len, read)))
+
+    def _loaded(self, turns: list[Turn], lists: list[list[Any]]) -> Iterator[Turn]:
+        """Yield these turns at batches of these rows, with those that this rank reads."""
+        read = [turn.taken or turn.peer is not None for turn in turns]
+        self._lists[:] = [rows for rows, needed in zip(lists, read) if needed]
         batches = iter(self._own)
-        for rows, own in zip(lists, taken):
-            yield Turn(next(batches) if own else None, own, size=len(rows))
+        for turn, rows, needed in zip(turns, lists, read):
+            yield turn._replace(batch=next(batches) if needed else None, size=len(rows))
 
-    def _shared_out(self) -> Iterator[Turn]:
-        lists = list(self._loader.batch_sampler)
-        self._compare_rows(lists[0] if lists else [])
-        repeated = self._group.meet("the sampler's rows", lists, _repeated)[self._group.rank]
-        places = count()
-        kept = [[row for row in rows if next(places) not in repeated] for rows in lists]
-        self._lists[:] = [rows for rows in kept if rows]
-        for rows, batch in zip(list(self._lists), self._own):
-            yield Turn(batch, rows=torch.tensor(rows), size=len(rows))
-        yield Turn(taken=False, size=len(self._loader.dataset) - sum(map(len, self._lists)))
-
-    def _listed(self) -> list[list[Any]]:
+    def _listed(self, compared: bool) -> list[list[Any]]:
         """Return every batch's rows, as rank 0 draws them."""
         batch_sampler = self._loader.batch_sampler
         # a loader draws a seed for its workers first, so that one process has this order too
-        torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
-        lists = list(batch_sampler)
+        own = self._loader.generator
+        device = torch.get_default_device() if own is None else own.device
+        torch.empty((), dtype=torch.int64, device=device).random_(generator=own)
+        lists = [[_plain(row) for row in rows] for rows in batch_sampler]
         order = type(_sampler(self._loader)) if type(batch_sampler) is BatchSampler else None
-        if order is not SequentialSampler:
-            same = None if order is RandomSampler or self._checked else _digest(lists)
-            told = None if self._group.rank else lists, same
-            lists = self._group.meet("the order of rows", told, _first_order)
-        self._compare_rows(lists[0] if lists else [])
-        return lists
-
-    def _compare_rows(self, rows: list[Any]) -> None:
-        """Compare the datasets of all ranks by their lengths and one batch of rank 0's."""
-        if self._checked:
-            return
-        dataset = self._loader.dataset
-        rows = self._group.meet("data", (len(dataset), rows), _first_rows)
-        if rows:
-            self._compare(self._loader.collate_fn([dataset[row] for row in rows]))
-
-    def _compare(self, batch: Any) -> None:
-        """Refuse ranks whose first batch is not rank 0's."""
-        if self._checked:
-            return
-        self._checked = True
-
-        def merge(values: list[Any]) -> None:
-            for rank, value in enumerate(values):
-                if not self._marks.agrees(value, values[0]):
-                    raise ValueError(_other_data(rank, "one first batch", "another"))
-
-        self._group.meet("the first batch", self._marks.describe(batch), merge)
-
-
-def _other_data(rank: int, own: str, others: str) -> str:
-    return (
-        f"Rank {rank} sees other data than rank 0 ({own} against {others}). Pass every rank the "
-        "same loader, in the same order and without random augmentation: fit shares it out. Or "
-        "give it a DistributedSampler."
-    )
+        if order is SequentialSampler and not compared:
+            return lists
+        drawn = order in (SequentialSampler, RandomSampler)
+        same = None if drawn or not compared else _digest(lists)
+        told = [len(self._loader.dataset), same, [] if self._group.rank else lists]
+        first = self._group.meet("the order of rows", told, _first_order)
+        return [[tuple(row) if type(row) is list else row for row in rows] for rows in first]
 
 
 def _sampler(loader: Any) -> Any:
@@ -228,39 +203,117 @@ def _lists_rows(loader: Any) -> bool:
     )
 
 
-def _first_order(values: list[tuple[list[list[Any]], str | None]]) -> list[list[Any]]:
-    for rank, (_, digest) in enumerate(values):
+def _plain(row: Any) -> Any:
+    """Return a row's index as a plain number, or as it is: other ranks are told of it."""
+    try:
+        return as_index(row)
+    except TypeError:
+        return row
+
+
+def _first_order(values: list[list[Any]]) -> list[list[Any]]:
+    for rank, (length, digest, _) in enumerate(values):
+        _same_length(rank, length, values[0][0])
         if digest != values[0][1]:
             raise ValueError(
                 f"The loader gives rank {rank} other rows than rank 0, and not by a "
                 "DistributedSampler: pass every rank the same loader, or one with a "
                 "torch.utils.data.DistributedSampler."
             )
-    return values[0][0]
+    return values[0][2]
 
 
-def _first_rows(values: list[tuple[int, list[Any]]]) -> list[Any]:
+def _same_length(rank: int, own: int, first: int) -> None:
+    if own != first:
+        raise _other(rank, 0, f"{own} rows against {first}")
+
+
+def _kept_once(values: list[list[Any]]) -> list[list[list[int]]]:
+    """Return each rank's batches, without rows that another has taken before in its order."""
     for rank, (length, _) in enumerate(values):
-        if length != values[0][0]:
-            raise ValueError(_other_data(rank, f"{length} rows", str(values[0][0])))
-    return values[0][1]
+        _same_length(rank, length, values[0][0])
+    takers: dict[int, tuple[int, int]] = {}
+    for rank, (_, lists) in enumerate(values):
+        for place, row in enumerate(chain.from_iterable(lists)):
+            takers[row] = min(takers.get(row, (place, rank)), (place, rank))
+    every = []
+    for rank, (_, lists) in enumerate(values):
+        places = count()
+        kept = [[row for row in rows if takers[row] == (next(places), rank)] for rows in lists]
+        every.append([rows for rows in kept if rows])
+    return every
 
 
-def _repeated(every: list[list[list[int]]]) -> list[set[int]]:
-    """Return, for each rank, the places in its order that repeat a row taken before."""
-    orders = [[row for batch in lists for row in batch] for lists in every]
-    seen: set[int] = set()
-    repeated: list[set[int]] = [set() for _ in orders]
-    for place in range(max(map(len, orders))):
-        for rank, order in enumerate(orders):
-            if place < len(order):
-                if order[place] in seen:
-                    repeated[rank].add(place)
-                seen.add(order[place])
-    return repeated
+def _other(rank: int, first: int, what: str) -> ValueError:
+    return ValueError(
+        f"Rank {rank} sees other data than rank {first}: {what}. Pass every rank the same loader, "
+        "in the same order and without random augmentation: fit shares it out. Or give it a "
+        "DistributedSampler."
+    )
 
 
 def _digest(lists: list[list[Any]]) -> str:
     """Return a mark of which rows there are, in whatever order."""
     rows = sorted(str(row) for batch in lists for row in batch)
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()
+
+
+class Tally:
+    """What a rank has counted in a pass."""
+
+    def __init__(self) -> None:
+        self.rows = self.targets = self.outputs = self.batches = 0
+        self.reached = 0
+        """Rows that went by, whoever took them."""
+
+        self.identity = Identity()
+        self._beside: dict[str, Identity] = {}
+        """Of what two ranks have read, by the one that took it and the other."""
+
+    def note(self, turn: Turn, batch: Any, rows: Tensor) -> None:
+        """Take in a batch that another rank reads too."""
+        key = f"to {turn.peer}" if turn.taken else f"of {turn.peer}"
+        self._beside.setdefault(key, Identity()).add(batch, rows)
+
+    def state(self) -> dict[str, Any]:
+        """Return plain numbers."""
+        beside = {key: identity.state() for key, identity in self._beside.items()}
+        identity = self.identity.state()
+        counts = {"rows": self.rows, "targets": self.targets, "outputs": self.outputs}
+        return {**counts, "reached": self.reached, "identity": identity, "beside": beside}
+
+
+def together(every: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what ranks that shared a pass have counted."""
+    whole = Identity.of(every[0]["identity"])
+    for rank, tally in enumerate(every[1:], 1):
+        if tally["reached"] != every[0]["reached"]:
+            raise ValueError(
+                f"The loader of rank {rank} yielded {tally['reached']} rows, that of rank 0 "
+                f"{every[0]['reached']}: every rank must be given the same data."
+            )
+        whole.merge(Identity.of(tally["identity"]))
+    for rank, tally in enumerate(every):
+        for other in range(rank):
+            for own, others in (("to", "of"), ("of", "to")):
+                pair = tally["beside"], f"{own} {other}", every[other]["beside"], f"{others} {rank}"
+                if not _repeats(pair[0].get(pair[1]), pair[2].get(pair[3])):
+                    raise _other(rank, other, "batches of other rows, or in another order")
+    counts = {key: sum(tally[key] for tally in every) for key in ("rows", "targets", "outputs")}
+    return {**counts, "identity": whole.state()}
+
+
+def same(every: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what ranks that each took the whole pass have counted, if it is the same."""
+    for rank, tally in enumerate(every):
+        if tally["rows"] != every[0]["rows"]:
+            raise _other(rank, 0, f"{tally['rows']} rows against {every[0]['rows']}")
+        if not _repeats(tally["identity"], every[0]["identity"]):
+            raise _other(rank, 0, "other rows, or in another order")
+    return {key: every[0][key] for key in ("rows", "targets", "outputs", "identity")}
+
+
+def _repeats(state: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
+    if state is None or other is None:
+        return state is other
+    return Identity.of(state).repeats(Identity.of(other))

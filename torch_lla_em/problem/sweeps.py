@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Batch, Data, Fingerprint, map_tensors
+from torch_lla_em.data import Batch, Data, Identity, map_tensors
 from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.finite import (
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
     at_most: float = inf
     """Rows of a batch at a time, where the network takes rows alone."""
 
-    prefix: Fingerprint | None = None
+    prefix: Identity | None = None
     """What the skipped rows must be."""
 
     whole: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ from torch_lla_em.prediction import (
     Calibration,
     NotFittedError,
     Prediction,
+    Standing,
     calibrated,
     mean_of,
     mixed,
@@ -64,7 +66,7 @@ from torch_lla_em.prediction import (
 from torch_lla_em.problem import Problem, place_of_vectors
 from torch_lla_em.runtime import Compute, Group, free_memory, group_of, leaving_cleanly, tf32
 from torch_lla_em.runtime import records as persistence
-from torch_lla_em.solvers import Spectrum
+from torch_lla_em.solvers import Newton, Spectrum
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -114,6 +116,11 @@ class LinearisedLaplace(nn.Module):
     ):
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a trained nn.Module, not {type(model).__name__}.")
+        if isinstance(solver, (type, Newton)):  # which finds modes
+            raise TypeError(
+                f"solver={solver!r} draws no samples: pass BlockKrylov(), BlockCG(), "
+                "FunctionSpace() or SGD(), an object and not its class, or None to have it chosen."
+            )
         super().__init__()
         object.__setattr__(
             self, "model", model
@@ -129,6 +136,7 @@ class LinearisedLaplace(nn.Module):
         if isinstance(self.likelihood, BradleyTerry):
             forward_fn, target_fn = forward_fn or compare, target_fn or preferred
         network = Network(model, forward_fn, class_dim)
+        network.precision = compute.precision
         self._parameters_asked = parameters
         self._linear_model = _linear_model(network, parameters)
         self.temperature = temperature
@@ -142,7 +150,7 @@ class LinearisedLaplace(nn.Module):
         self.num_data: int | None = None
         for name in stored.TENSORS:
             self.register_buffer(name, None)
-        self._versions: dict[str, int] | None = {}
+        self._standing: Standing | None = None
         self._shard: str | None = None
         self._loaders: Chain | None = None
         self._earlier: Earlier | None = None
@@ -342,16 +350,22 @@ class LinearisedLaplace(nn.Module):
         }
 
     def forward(
-        self, x: Any, link_approx: str = "mc", generator: torch.Generator | None = None
+        self,
+        x: Any = None,
+        link_approx: str = "mc",
+        generator: torch.Generator | None = None,
+        **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return E[y] (probabilities, rates); for regression (mean, variance with the noise).
+
+        A model of several inputs takes a tuple, a dict, or keywords: ``la(input_ids=...)``.
 
         ``"mc"`` averages over the samples, or over as many fresh ones from a generator;
         ``"probit"`` uses the variance alone, ``"probit_shared"`` one variance for all classes,
         which keeps the most probable one.
         """
         check_choice("link_approx", link_approx, ("mc", "probit", "probit_shared"))
-        prediction = self.predict(x, generator=generator)
+        prediction = self.predict(x, generator=generator, **inputs)
         if self.likelihood.real_valued:
             return tuple(prediction.moments())
         if link_approx == "mc":
@@ -360,10 +374,11 @@ class LinearisedLaplace(nn.Module):
 
     def predict(
         self,
-        x: Any,
+        x: Any = None,
         mean: str | None = None,
         generator: torch.Generator | None = None,
         num_samples: int | None = None,
+        **inputs: Any,
     ) -> Prediction:
         """Return the predictive distribution at x: as fitted, or as calibrated.
 
@@ -375,7 +390,9 @@ class LinearisedLaplace(nn.Module):
             raise ValueError(
                 f"num_samples={num_samples}, but there are {self.num_samples} samples to choose from."
             )
-        table = self._parts(mean)
+        if inputs and x is not None:
+            raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
+        x, table = inputs if x is None else x, self._parts(mean)
         columns = torch.cat([self.w_lin[None], self.w_samples[:num_samples]])
         f, Jw = self._push_forward(x, columns)
         if generator is not None:
@@ -426,8 +443,9 @@ class LinearisedLaplace(nn.Module):
         """
         if mean is not None:
             check_choice("mean", mean, ("network", "linear"))
+        self._require_fit(surely=True)
         table = self._parts(None)
-        with group_of(self._shard).joined() as group:
+        with torch.inference_mode(False), torch.no_grad(), group_of(self._shard).joined() as group:
             data = Data(loader, self._device, self.target_fn, group)
             problem = Problem(self._linear_model, self.likelihood, data)
             columns = torch.cat([self.w_lin[None], self.w_samples])
@@ -511,12 +529,18 @@ class LinearisedLaplace(nn.Module):
         network = self._linear_model.network
         x = to_device(inputs_of(x) if isinstance(x, Mapping) else x, network.device)
         differentiate = torch.is_grad_enabled() and _requires_grad(x)
-        with network.guarded(), torch.set_grad_enabled(differentiate):
-            return self._linear_model.jvp(self._linear_model.prepare(x), w)
+        try:
+            if self._linear_model.report is None:
+                self._linear_model.probe(map_tensors(Tensor.detach, x))
+            with network.guarded(), torch.set_grad_enabled(differentiate):
+                return self._linear_model.jvp(self._linear_model.prepare(x), w)
+        except RuntimeError as error:
+            _explain_dtype(error, x, network.module)
+            raise
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Return the posterior as tensors, with a version and the network's fingerprint."""
-        self._require_fit()
+        self._require_fit(surely=True)
         record = {
             "likelihood": type(self.likelihood).__name__,
             "num_data": self.num_data,
@@ -524,7 +548,8 @@ class LinearisedLaplace(nn.Module):
             "calibration": self.calibration,
         }
         tensors = {name: getattr(self, name) for name in stored.TENSORS}
-        return stored.state_of(tensors, record, self._linear_model)
+        layout = self._linear_model.layout
+        return stored.state_of(tensors, record, layout, self._standing.fingerprint)
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
         """Take over a posterior; refused where the network is not the one it was fitted to."""
@@ -539,7 +564,7 @@ class LinearisedLaplace(nn.Module):
             self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
         self.num_samples = len(self.w_samples)
         self._loaders = self._earlier = None
-        self._versions = self._linear_model.network.versions()
+        self._standing = Standing(self._linear_model.network.module)
 
     def save(self, path: str | PathLike) -> None:
         """Write the posterior to a file, without the network."""
@@ -553,9 +578,15 @@ class LinearisedLaplace(nn.Module):
         What tensors cannot hold (a likelihood of your own, forward_fn, target_fn, solver) is
         passed again, as ``options``.
         """
-        state, options = stored.read(path, model, options)
-        la = cls(model, options.pop("likelihood"), **options)
-        la.load_state_dict(state)
+        try:
+            state, options = stored.read(path, model, options)
+            unknown = [name for name in options if name not in signature(cls).parameters]
+            if unknown:
+                raise stored.DamagedError(f"there is no option {unknown[0]!r}.")
+            la = cls(model, options.pop("likelihood"), **options)
+            la.load_state_dict(state)
+        except stored.DamagedError as error:
+            raise stored.DamagedError(f"{str(path)!r} cannot be loaded: {error}") from None
         return la
 
     def train(self, mode: bool = True) -> LinearisedLaplace:
@@ -563,22 +594,16 @@ class LinearisedLaplace(nn.Module):
         self.training = mode
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies of a network count their changes anew; say whether they are up to date."""
-        current = self._versions == self._linear_model.network.versions()
-        return {**self.__dict__, "_versions": None if current else self._versions}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if self._versions is None:
-            self._versions = self._linear_model.network.versions()
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearisedLaplace:
         """Move posterior and network together."""
+        network = self._linear_model.network
+        stands = self.w_lin is not None and self._standing.holds(network.module)
         super()._apply(fn, recurse)
         self.model._apply(fn, recurse)
-        if self.w_lin is not None:
-            self._versions = self._linear_model.network.versions()
+        # what derivatives can be trusted is another question on another device
+        self._linear_model = LinearModel(network, self._linear_model.layout)
+        if stands:
+            self._standing = Standing(network.module)
         return self
 
     def _store(self, posterior: Posterior, history: list[dict[str, Any]], num_data: int) -> None:
@@ -590,14 +615,14 @@ class LinearisedLaplace(nn.Module):
         elif isinstance(self._given_likelihood, Regression):  # tempered, so its noise stays
             self.likelihood = self._given_likelihood
             self.sigma_noise = self.likelihood.sigma_noise.to(self.w_lin.device)
-        self._versions = self._linear_model.network.versions()
+        self._standing = Standing(self._linear_model.network.module)
 
-    def _require_fit(self) -> None:
+    def _require_fit(self, surely: bool = False) -> None:
         if self.w_lin is None:
             raise NotFittedError(
                 "There is no posterior yet: call la.fit(train_loader), or la.load_state_dict(state)."
             )
-        if self._versions != self._linear_model.network.versions():
+        if not self._standing.holds(self._linear_model.network.module, surely):
             raise NotFittedError(
                 "The network's weights have changed since the fit, so the posterior is not theirs: "
                 "call la.fit(train_loader) again."
@@ -626,6 +651,19 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         expected = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{name}={value!r} is not known: choose one of {expected}.")
+
+
+def _explain_dtype(error: RuntimeError, x: Any, module: nn.Module) -> None:
+    """Raise with what to do where inputs are of another precision than all weights."""
+    found: set[torch.dtype] = set()
+    map_tensors(lambda tensor: found.add(tensor.dtype), x)
+    own = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    other = {dtype for dtype in found - own if dtype.is_floating_point}
+    if other and len(own) == 1:
+        raise TypeError(
+            f"The inputs are {other.pop()}, but the network's weights {(*own,)[0]}, and it failed "
+            f"({str(error).splitlines()[0]}): pass inputs of the weights' dtype."
+        ) from error
 
 
 def _requires_grad(x: Any) -> bool:

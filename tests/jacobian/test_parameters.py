@@ -132,10 +132,13 @@ def test_integer_and_empty_parameters_are_never_random():
 
 
 def test_errors_say_what_to_pass(model):
-    with pytest.raises(ValueError, match='pass "last_layer", "requires_grad"'):
+    with pytest.raises(ValueError, match='there are "last_layer", "requires_grad"'):
         select_parameters(model, "head")
     with pytest.raises(ValueError, match=r"'fc.\*' in `parameters` matches no parameter"):
         select_parameters(model, ["0.*", "fc.*"])
+    with pytest.raises(ValueError, match="nearest names are .'3.weight'"):
+        select_parameters(model, "3.weigth")
+    assert select_parameters(model, "3.*") == ("3.weight", "3.bias")
     for nothing in (lambda name, p: False, []):
         with pytest.raises(ValueError, match="no random parameters"):
             select_parameters(model, nothing)

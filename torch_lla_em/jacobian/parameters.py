@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -79,7 +80,7 @@ def select_parameters(
     ``None`` takes all that require gradients, minus those of normalisation layers;
     ``"requires_grad"`` and ``"all"`` take those too; ``"last_layer"`` takes the layer at
     the path ``last_layer`` or, where it is not known which is called last, the last one
-    registered; a list of name patterns (``"encoder.*"``) or a predicate
+    registered; a name pattern (``"encoder.*"``), a list of them or a predicate
     ``(name, parameter) -> bool`` takes what it matches.
     """
     parameters = dict(module.named_parameters())
@@ -93,10 +94,7 @@ def select_parameters(
     elif selection == "last_layer":
         names = _layer_parameters(module, last_layer or _registered_last(module))
     elif isinstance(selection, str):
-        raise ValueError(
-            f'parameters={selection!r} is not known: pass "last_layer", "requires_grad", '
-            '"all", a list of name patterns, or a predicate (name, parameter) -> bool.'
-        )
+        names = _match_patterns(module, [selection])
     elif callable(selection):
         names = {n for n, p in parameters.items() if selection(n, p)}
     else:
@@ -129,9 +127,11 @@ def _match_patterns(module: nn.Module, patterns: Sequence[str]) -> set[str]:
     matched = {p: {first[n] for n in first if fnmatchcase(n, p)} for p in patterns}
     for pattern, hits in matched.items():
         if not hits:
+            near = get_close_matches(pattern, first, 3, 0.4) or list(first)[:5]
             raise ValueError(
-                f"The pattern {pattern!r} in `parameters` matches no parameter of the "
-                f"model; its first names are {list(first)[:5]}."
+                f"The pattern {pattern!r} in `parameters` matches no parameter of the model; the "
+                f'nearest names are {near}. Beside patterns there are "last_layer", '
+                '"requires_grad", "all", and predicates (name, parameter) -> bool.'
             )
     return set().union(*matched.values())
 

@@ -110,4 +110,5 @@ def average(values: Tensor, weights: Tensor | None) -> Tensor:
     """Return the mean of (S, ...) over functions of these weights (S,), of equal ones if None."""
     if weights is None:
         return values.mean(0)
-    return torch.tensordot(weights.to(values), values, dims=1)
+    weights = weights.to(values).view(-1, *(1,) * (values.dim() - 1))
+    return (weights * values).sum(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from math import pi
 
 import torch
@@ -71,6 +72,13 @@ class Classification(Likelihood):
                 f"Classification needs two classes or more, but the outputs have shape "
                 f'{tuple(f.shape)}. For one logit with 0/1 targets use likelihood="bernoulli"; '
                 "for classes on another axis pass class_dim."
+            )
+        sums = f.sum(-1)
+        if f.numel() and f.min() >= 0 and f.max() <= 1 and (sums - 1).abs().max() < 1e-3:
+            warnings.warn(
+                "The outputs look like probabilities: they lie between 0 and 1, and their sums are "
+                "1. Classification takes logits, before the softmax: leave it out of the network.",
+                stacklevel=2,
             )
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
             raise TypeError(

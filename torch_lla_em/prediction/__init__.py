@@ -1,5 +1,5 @@
 """What a fitted posterior answers: ``functions``, ``mixture``, ``prediction``, ``parts``,
-``calibration``, ``stored``."""
+``calibration``, ``standing``, ``stored``."""
 
 from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Calibration, calibrated
@@ -14,6 +14,7 @@ from torch_lla_em.prediction.parts import (
     predicted,
 )
 from torch_lla_em.prediction.prediction import Prediction
+from torch_lla_em.prediction.standing import Standing
 from torch_lla_em.prediction.stored import NotFittedError
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Calibration",
     "NotFittedError",
     "Prediction",
+    "Standing",
     "calibrated",
     "mean_of",
     "mixed",

@@ -129,8 +129,7 @@ def calibrated(problem: Problem, columns: Tensor, mean: str | None, before: Tens
     group, likelihood = problem.data.group, problem.likelihood
     numbers = numbers_of(likelihood, mean)
     held = _together(likelihood, parts, len(columns))
-    with torch.inference_mode(False):
-        theta = _most_probable(numbers, held, group)
+    theta = _most_probable(numbers, held, group)
     table, noise = numbers.table(theta), _noise(numbers, theta)
     _warn_at_edges(numbers, theta)
     one = torch.ones_like(noise)

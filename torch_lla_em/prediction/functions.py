@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from math import log
 
@@ -35,9 +37,21 @@ def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
     sets = _sets(deviations, at_least)
     if sets > 1:
         Q = _rotations(len(deviations), sets - 1)
-        turned = torch.tensordot(Q.to(deviations), deviations, dims=1)
+        with own_precision(deviations):
+            turned = torch.tensordot(Q.to(deviations), deviations, dims=1)
         deviations = torch.cat([deviations, turned])
     return torch.cat([deviations, -deviations])
+
+
+@contextmanager
+def own_precision(values: Tensor) -> Iterator[None]:
+    """Compute in the precision of the values, whatever autocast holds outside."""
+    device = values.device.type
+    if not torch.amp.is_autocast_available(device):
+        yield
+        return
+    with torch.autocast(device, enabled=False):
+        yield
 
 
 def number_of_functions(deviations: Tensor, at_least: int = FUNCTIONS) -> int:
@@ -65,7 +79,8 @@ def mixed(deviations: Tensor, generator: torch.Generator) -> Tensor:
     size = (len(deviations), len(deviations))
     weights = torch.randn(size, generator=generator, device=generator.device)
     weights = weights.to(deviations) / len(deviations) ** 0.5
-    return torch.einsum("jk,k...->j...", weights, deviations)
+    with own_precision(deviations):
+        return torch.einsum("jk,k...->j...", weights, deviations)
 
 
 def slots(weights: Tensor, count: int) -> Tensor:

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import average
-from torch_lla_em.prediction.functions import FUNCTIONS, functions_of, number_of_functions, slots
+from torch_lla_em.prediction.functions import (
+    FUNCTIONS,
+    functions_of,
+    number_of_functions,
+    own_precision,
+    slots,
+)
 
 # numbers that averages over functions hold at a time
 _NUMBERS = 2**23
@@ -93,5 +99,6 @@ class Mixture(NamedTuple):
         row = number_of_functions(self.deviations, at_least) * self.centre[:1].numel()
         step = max(1, _NUMBERS // max(row, 1))
         chunks = [slice(start, start + step) for start in range(0, max(count, 1), step)]
-        parts = [take(self.functions(rows, at_least), rows) for rows in chunks]
+        with own_precision(self.centre):
+            parts = [take(self.functions(rows, at_least), rows) for rows in chunks]
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0]

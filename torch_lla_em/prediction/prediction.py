@@ -14,6 +14,7 @@ from torch_lla_em.prediction.functions import (
     JOINT,
     log_mean,
     number_of_functions,
+    own_precision,
     pair_error,
     quantile,
 )
@@ -70,12 +71,14 @@ class Prediction:
     def covariance(self) -> Tensor:
         """The covariance of ``mean.flatten()``, shape (B C, B C): all inputs and outputs."""
         flat = self._out(self.deviations, leading=1).flatten(1)
-        covariance = flat.T @ flat / len(flat)
+        with own_precision(flat):
+            covariance = flat.T @ flat / len(flat)
         if self.beside is None:
             return covariance
         apart = self._out(self._mixture.centres() - self._mixture.mean(), leading=1).flatten(1)
         weights = self.weights.to(apart)
-        return weights[0] * covariance + apart.T @ (weights[:, None] * apart)
+        with own_precision(flat):
+            return weights[0] * covariance + apart.T @ (weights[:, None] * apart)
 
     @property
     def samples(self) -> Tensor:

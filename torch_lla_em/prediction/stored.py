@@ -34,6 +34,10 @@ TENSORS = (
 )
 
 
+class DamagedError(ValueError):
+    """A posterior lacks something, or holds what no fit leaves."""
+
+
 class NotFittedError(RuntimeError):
     """Something was asked of a posterior that is not there yet."""
 
@@ -58,13 +62,15 @@ def tensors_of(posterior: Posterior) -> dict[str, Tensor | None]:
 
 
 def state_of(
-    tensors: dict[str, Tensor | None], record: dict[str, Any], linear_model: LinearModel
+    tensors: dict[str, Tensor | None],
+    record: dict[str, Any],
+    layout: ParameterLayout,
+    fingerprint: Tensor,
 ) -> dict[str, Tensor]:
     """Return a posterior as tensors, with a version and the network's fingerprint."""
-    layout = linear_model.layout
     state = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     state["torch_lla_em_version"] = torch.tensor(persistence.VERSION)
-    state["fingerprint"] = persistence.fingerprint(linear_model.network.module)
+    state["fingerprint"] = fingerprint
     shapes = [list(shape) for shape in layout.shapes]
     record = {**record, "names": layout.names, "shapes": shapes}
     state["record"] = persistence.to_bytes(record)
@@ -76,7 +82,7 @@ def checked(
 ) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
     """Return tensors and record of a state; refused where it is not of this network."""
     persistence.check(state)
-    record = persistence.from_bytes(state["record"])
+    record = _record_of(state)
     _refuse_other_weights(record, linear_model.layout)
     _refuse_other_network(state["fingerprint"], linear_model.network.module)
     if record["likelihood"] != type(likelihood).__name__:
@@ -85,6 +91,7 @@ def checked(
             f"object has {type(likelihood).__name__}: construct it with the same one."
         )
     tensors = {name: state.get(name) for name in TENSORS}
+    _refuse_damaged(state, linear_model.layout)
     if tensors["mixture"] is None:  # of an earlier release
         factor, scale = state.get("mean_factor", 1.0), state["posterior_scale"]
         tensors["mixture"] = posterior_alone(record.get("mean", "network"), factor, scale)
@@ -118,7 +125,7 @@ def read(
             "own: pass likelihood=."
         )
     options["sigma_noise"] = torch.as_tensor(options["sigma_noise"], dtype=torch.float64)
-    record = persistence.from_bytes(state["record"])
+    record = _record_of(state)
     shapes = {name: list(p.shape) for name, p in Network(model).module.named_parameters()}
     missing = [n for n, s in zip(record["names"], record["shapes"]) if shapes.get(n) != s]
     if missing:
@@ -127,6 +134,60 @@ def read(
             "belongs to another architecture."
         )
     return state, options
+
+
+def _record_of(state: dict[str, Tensor]) -> dict[str, Any]:
+    try:
+        record = persistence.from_bytes(state["record"])
+        missing = {"names", "shapes", "likelihood", "history", "num_data"} - record.keys()
+    except (KeyError, ValueError, TypeError, AttributeError):
+        missing = {"itself"}
+    if missing:
+        raise DamagedError(f"'record' lacks {sorted(missing)[0]!r}, or cannot be read.")
+    return record
+
+
+def _refuse_damaged(state: dict[str, Tensor], layout: ParameterLayout) -> None:
+    """Refuse tensors of other shapes, kinds or values than a fit leaves."""
+    P, blocks = layout.size, len(layout.names)
+    samples = state.get("w_samples")
+    K = len(samples) if isinstance(samples, Tensor) and samples.dim() else 0
+    shapes = {
+        "w_lin": [(P,)],
+        "w_samples": [(K, P)] if K else [],
+        "scale": [(P,)],
+        "prior_precision": [(), (blocks,)],
+        "effective_dim": [(), (blocks,)],
+        "effective_dim_error": [(), (blocks,)],
+        "certificate": [(K,)],
+        "_log_evidence": [(2,)],
+    }
+    for name, allowed in shapes.items():
+        tensor = state.get(name)
+        if not isinstance(tensor, Tensor):
+            raise DamagedError(f"{name!r} is missing.")
+        if tuple(tensor.shape) not in allowed or not tensor.is_floating_point():
+            raise DamagedError(
+                f"{name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}, which is none of a "
+                f"posterior over {P} weights."
+            )
+    for name, tensor in state.items():
+        if tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise DamagedError(f"{name!r} claims to be larger than what is there.")
+    positive = {"prior_precision", "sigma_noise", "posterior_scale"}
+    for name in (*shapes, *positive, "mixture", "mean_factor"):
+        tensor = state.get(name)
+        if tensor is None or name == "_log_evidence":
+            continue
+        if not tensor.isfinite().all() or (name in positive and not (tensor > 0).all()):
+            raise DamagedError(f"{name!r} holds values that no fit leaves.")
+    if (state["scale"] < 0).any():
+        raise DamagedError("'scale' holds negative values.")
+    mixture = state.get("mixture")
+    if mixture is not None and (mixture.dim() != 2 or mixture.shape[1] != 4 or not len(mixture)):
+        raise DamagedError(f"'mixture' has shape {tuple(mixture.shape)}.")
+    if mixture is None and "posterior_scale" not in state:
+        raise DamagedError("'mixture' is missing.")
 
 
 def _refuse_other_weights(record: dict[str, Any], layout: ParameterLayout) -> None:

@@ -71,6 +71,11 @@ def _check_sums(file: IO[bytes]) -> None:
     """Compare a file's bytes with the checksums in it, which torch writes and does not read."""
     if torch.serialization.get_crc32_options():
         with ZipFile(file) as archive:
+            if (
+                sum(entry.file_size for entry in archive.infolist())
+                > os.fstat(file.fileno()).st_size
+            ):
+                raise BadZipFile("it claims to hold more than it does")
             damaged = archive.testzip()
         if damaged:
             raise BadZipFile(damaged)

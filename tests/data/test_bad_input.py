@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import BlockCG, LinearisedLaplace
+from torch_lla_em import BlockCG, Classification, LinearisedLaplace
 
 
 def network(outputs=3):
@@ -46,6 +46,12 @@ CASES = {
     "one logit": ("classification", [(X, LABELS.clamp(max=1))], 1, "bernoulli"),
     "label too large": ("classification", [(X, LABELS + 1)], 3, "outside of 0 to 2"),
     "label negative": ("classification", [(X, LABELS - 1)], 3, "outside of 0 to 2"),
+    "label of nobody": (
+        "classification",
+        [(X, torch.where(LABELS < 2, LABELS, 255))],
+        3,
+        r"pass Classification\(ignore_index=255\)",
+    ),
     "labels in columns": ("classification", [(X, LABELS[:, None])], 3, "ask for"),
     "fewer labels": ("classification", [(X, LABELS[:9])], 3, "10 inputs but 9 targets"),
     "broadcast targets": ("regression", [(X, REAL[:, 0])], 1, "reshape the targets"),
@@ -181,3 +187,15 @@ def test_loaders_that_change_are_noticed():
 def test_arrays_are_taken_as_tensors():
     la = fit("classification", [(X.numpy(), np.asarray(LABELS))], em_steps=2)
     assert la.num_data == 10
+
+
+def test_pairs_of_tensors_are_data():
+    la = fit("classification", (X, LABELS), em_steps=2)
+    assert_close(la.w_lin, fit("classification", [(X, LABELS)], em_steps=2).w_lin)
+
+
+def test_classes_before_places_name_class_dim():
+    f, y = torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, 4).long()
+    with pytest.raises(ValueError, match="pass class_dim=1"):
+        Classification().check(f, y)
+    Classification().check(f.movedim(1, -1), y)

@@ -167,10 +167,13 @@ def on_ranks(size, make, passes=2, **how):
     def run(rank):
         try:
             data = Data(make(rank), CPU, group=Threads(rank, shared))
-            found[rank] = [
-                [row for batch in data.batches(**how) for row in batch.rows.tolist()]
-                for _ in range(passes)
-            ], data
+            found[rank] = (
+                [
+                    [row for batch in data.batches(**how) for row in batch.rows.tolist()]
+                    for _ in range(passes)
+                ],
+                data,
+            )
         except ValueError as error:
             found[rank] = str(error)
 

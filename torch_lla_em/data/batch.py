@@ -46,6 +46,11 @@ class Batch(NamedTuple):
             inputs = cut(self.inputs, rows, piece)
             yield Batch(self.index, self.rows[piece], inputs, self.targets[piece])
 
+    def on(self, device: torch.device) -> tuple[Batch, Callable[[], None]]:
+        """Return the batch on a device, and a wait till what it left may be written to again."""
+        (inputs, targets), wait = sent((self.inputs, self.targets), device)
+        return self._replace(inputs=inputs, targets=targets), wait
+
 
 def inputs_of(batch: Any, targets: Tensor | None = None) -> Any:
     """Return what the network is called with: a batch without its targets.
@@ -87,14 +92,15 @@ def split(batch: Any, target_fn: TargetFn | None, device: torch.device) -> tuple
         batch = to_device(batch, device)
         targets = target_fn(batch)
         inputs = inputs_of(batch, targets)
-    targets = torch.as_tensor(targets)
+    if not isinstance(targets, Tensor):
+        targets = torch.as_tensor(targets, device=device)
     # of which torch knows little more than that they are there
     return inputs, targets.long() if targets.dtype in _UNSIGNED else targets
 
 
 def num_rows(batch: Any, target_fn: TargetFn | None) -> int:
     """Return the rows of a batch that stays where it is."""
-    return len(torch.as_tensor((target_fn or default_targets)(batch)))
+    return len((target_fn or default_targets)(batch))
 
 
 def check_rows(inputs: Any, targets: Tensor, index: int, listed: int | None) -> int:

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 
 from torch_lla_em.data import sources
-from torch_lla_em.data.batch import Batch, TargetFn, check_rows, num_rows, sent, split
+from torch_lla_em.data.batch import Batch, TargetFn, check_rows, num_rows, split
 from torch_lla_em.data.buffers import Joined, Kept
 from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.shares import Share, Tally, same, together
 from torch_lla_em.data.sources import Chain, as_loader
 from torch_lla_em.runtime import Group, free_memory
-
-_EMPTY = "The loader is empty: it yielded no rows."
 
 
 class Data:
@@ -43,7 +41,7 @@ class Data:
         self._device = device
         self._target_fn = target_fn
         self._first: Identity | None = None
-        self._read = self._restored = False
+        self._read = self._restored = self._in_step = False
         self._steps: set[int] = set()
         self._begun: tuple[Batch, Iterator[Batch]] | None = None
         self._begun_in: list[str] = []
@@ -87,15 +85,24 @@ class Data:
         Of several ranks, some may have none: there it is the loader's, read once more.
         """
         if self.group.size > 1:
-            if self._peeked is None:
-                drawn = sources.states(self._loader)
-                self._peeked = self._peek()
-                sources.restore(self._loader, drawn)
+            self._peeked = self._peeked or self.ahead()
             return self._peeked
         if self._begun is None:
             batches, self._begun_in = self._pass(False, False), self._orders()
             self._begun = next(batches), batches
         return self._begun[0]
+
+    def ahead(self, rows: int = 0) -> Batch:
+        """Return the loader's first rows: one batch, or up to so many rows of several.
+
+        The loader is read for it, once more, and its order put back.
+        """
+        alone = Data(self._loader, self._device, self._target_fn)
+        alone.merge_rows, self.num_reads = rows, self.num_reads + 1
+        drawn = sources.states(self._loader)
+        batch = next(iter(alone))
+        sources.restore(self._loader, drawn)
+        return batch
 
     def __iter__(self) -> Iterator[Batch]:
         return self.batches()
@@ -106,7 +113,7 @@ class Data:
         ``in_step``: as the loader gives them, and as many on every rank, the last of them empty
         where one has fewer.
         """
-        self._peeked = None
+        self._peeked, self._in_step = None, in_step
         if self._begun is None:
             return self._pass(whole, in_step)
         (batch, rest), self._begun = self._begun, None
@@ -116,11 +123,14 @@ class Data:
         if self.kept is not None and not self.kept.serves():
             self.kept = None
         # steps are taken in the loader's own order, which may be another every time
-        held, steps = None if in_step else self.kept, 0
+        held, steps, self.rows_seen = None if in_step else self.kept, 0, 0
         for batch in self._over(whole, in_step) if held is None else self._again(held):
             steps += 1
-            yield batch._replace(step_rows=self._step(len(batch.rows))) if in_step else batch
-        while in_step and (rows := self._step(0)):
+            if in_step:
+                rows = self.group.meet("a step", len(batch.rows), sum)
+                batch = batch._replace(step_rows=rows)
+            yield batch
+        while in_step and (rows := self.group.meet("a step", 0, sum)):
             steps += 1
             nothing = torch.zeros(0, device="cpu")
             yield Batch(-1, nothing.long(), None, nothing, rows)
@@ -136,24 +146,23 @@ class Data:
 
     def _over(self, whole: bool, in_step: bool) -> Iterator[Batch]:
         """Yield this rank's batches from the loader, joined, counted, and kept from the third pass."""
-        own, joined, self.rows_seen = Tally(), Joined(), 0
+        own, joined = Tally(), Joined()
         own.identity.in_order = all(share.keeps_order for share in self._shares)
         compared = self.num_passes == 0 or self._first is not None
         self.fingerprint = own.identity if compared else None
-        room = free_memory(self._device) / 4 if self._may_keep and compared else 0.0
-        candidate, drawn = Kept(room), self._orders()
+        keeps = compared and self.num_passes > 1 and not (in_step and self.merge_rows)
+        candidate, drawn = Kept(self._room() if keeps else 0.0), self._orders()
         again = [] if in_step or self.kept else self._kept_in  # as an unbroken run goes over them
         sources.restore(self._loader, again)
         self.num_reads += 1
-        at_most = 0 if in_step else self.merge_rows
-        turns = (b for one in self._taken(whole, own) for b in joined.take(one, at_most))
+        turns = (b for one in self._taken(whole, own) for b in joined.take(one, self._limit()))
         for batch in chain(turns, joined.rest()):
-            (inputs, targets), wait = sent((batch.inputs, batch.targets), self._device)
-            batch = batch._replace(inputs=inputs, targets=targets)
-            own.rows, own.targets = own.rows + len(batch.rows), own.targets + targets.numel()
+            batch, wait = batch.on(self._device)
+            own.rows += len(batch.rows)
+            own.targets += batch.targets.numel()
             self.rows_seen = int(batch.rows[-1]) + 1
             if self.fingerprint is not None:
-                self.fingerprint.add((targets, inputs), batch.rows)
+                self.fingerprint.add((batch.targets, batch.inputs), batch.rows)
                 candidate.see(batch, self.fingerprint)
             yield batch
             wait()
@@ -186,33 +195,22 @@ class Data:
                 rows = here if turn.rows is None else start + turn.rows
                 own.reached += size
                 if size and turn.peer is not None:
-                    own.note(turn, (targets, inputs), rows)
+                    own.note(turn, self.group.rank, (targets, inputs), rows)
                 if size and turn.taken:
                     own.batches += 1
                     yield Batch(index, rows, inputs, targets)
 
-    @property
-    def _may_keep(self) -> bool:
-        """Whether batches may be kept by now; ranks whose passes differ keep none."""
-        return self.keep and self.num_passes > 1 and self.group.size == 1
+    def _room(self) -> float:
+        """Return the bytes that batches may take; ranks whose passes differ keep none."""
+        return free_memory(self._device) / 4 if self.keep and self.group.size == 1 else 0.0
 
     def _orders(self) -> list[str]:
         """Return what the next pass draws its order from; of several ranks nothing is put back."""
         return sources.states(self._loader) if self.group.size == 1 else []
 
-    def _step(self, rows: int) -> int:
-        """Return the rows of all ranks' next batches."""
-        return self.group.meet("a step", rows, sum)
-
-    def _peek(self) -> Batch:
-        """Return the loader's first batch with any rows."""
-        self.num_reads += 1
-        for index, batch in enumerate(self._loader):
-            inputs, targets = split(batch, self._target_fn, self._device)
-            if size := check_rows(inputs, targets, index, None):
-                (inputs, targets), _ = sent((inputs, targets), self._device)
-                return Batch(0, torch.arange(size, device="cpu"), inputs, targets)
-        raise ValueError(_EMPTY)
+    def _limit(self) -> int:
+        """Return the rows up to which batches are joined by now."""
+        return 0 if self._in_step else self.merge_rows
 
     def num_batches(self) -> int | None:
         """Return the batches of a pass over all ranks, if that is known without one."""
@@ -289,7 +287,7 @@ class Data:
             self._refuse_other_data(rows, identity)
         if self.num_rows is None:
             if rows == 0:
-                raise ValueError(_EMPTY)
+                raise ValueError("The loader is empty: it yielded no rows.")
             self.num_rows, self._first = rows, identity
             if identity.in_order:
                 identity.trust(rows=True)

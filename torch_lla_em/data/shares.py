@@ -268,12 +268,12 @@ class Tally:
 
         self.identity = Identity()
         self._beside: dict[str, Identity] = {}
-        """Of what two ranks have read, by the one that took it and the other."""
+        """Of what two ranks have read, by who took it and who else did."""
 
-    def note(self, turn: Turn, batch: Any, rows: Tensor) -> None:
+    def note(self, turn: Turn, rank: int, batch: Any, rows: Tensor) -> None:
         """Take in a batch that another rank reads too."""
-        key = f"to {turn.peer}" if turn.taken else f"of {turn.peer}"
-        self._beside.setdefault(key, Identity()).add(batch, rows)
+        pair = f"{rank} {turn.peer}" if turn.taken else f"{turn.peer} {rank}"
+        self._beside.setdefault(pair, Identity()).add(batch, rows)
 
     def state(self) -> dict[str, Any]:
         """Return plain numbers."""
@@ -293,12 +293,14 @@ def together(every: list[dict[str, Any]]) -> dict[str, Any]:
                 f"{every[0]['reached']}: every rank must be given the same data."
             )
         whole.merge(Identity.of(tally["identity"]))
-    for rank, tally in enumerate(every):
-        for other in range(rank):
-            for own, others in (("to", "of"), ("of", "to")):
-                pair = tally["beside"], f"{own} {other}", every[other]["beside"], f"{others} {rank}"
-                if not _repeats(pair[0].get(pair[1]), pair[2].get(pair[3])):
-                    raise _other(rank, other, "batches of other rows, or in another order")
+    read: dict[str, list[Any]] = {}
+    for tally in every:
+        for pair, state in tally["beside"].items():
+            read.setdefault(pair, []).append(state)
+    for pair, states in read.items():
+        if len(states) < 2 or not _repeats(*states):
+            first, rank = sorted(map(int, pair.split()))
+            raise _other(rank, first, "batches of other rows, or in another order")
     counts = {key: sum(tally[key] for tally in every) for key in ("rows", "targets", "outputs")}
     return {**counts, "identity": whole.state()}
 
@@ -313,7 +315,5 @@ def same(every: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: every[0][key] for key in ("rows", "targets", "outputs", "identity")}
 
 
-def _repeats(state: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
-    if state is None or other is None:
-        return state is other
+def _repeats(state: dict[str, Any], other: dict[str, Any]) -> bool:
     return Identity.of(state).repeats(Identity.of(other))

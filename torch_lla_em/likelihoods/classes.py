@@ -86,15 +86,22 @@ class Classification(Likelihood):
                 'use likelihood="bernoulli" for 0/1 targets of several labels.'
             )
         if y.shape != f.shape[:-1]:
+            maps = f.dim() > 2 and y.shape == f.shape[:1] + f.shape[2:]
+            remedy = " Where the classes come before the places, pass class_dim=1." * maps
             raise ValueError(
                 f"Class labels have shape {tuple(y.shape)}, but the outputs "
-                f"{tuple(f.shape)} (classes last) ask for {tuple(f.shape[:-1])}."
+                f"{tuple(f.shape)} (classes last) ask for {tuple(f.shape[:-1])}.{remedy}"
             )
         kept = y[self._kept(y)]
-        if kept.numel() and (kept.min() < 0 or kept.max() >= f.shape[-1]):
+        outside = kept[(kept < 0) | (kept >= f.shape[-1])].unique()
+        if len(outside):
+            remedy = ""
+            if len(outside) == 1:
+                mark = f"ignore_index={outside.item()}"
+                remedy = f" If that marks what has no label, pass Classification({mark})."
             raise ValueError(
                 f"Class labels lie in [{kept.min()}, {kept.max()}], outside of 0 to "
-                f"{f.shape[-1] - 1}; give the network as many outputs as there are classes."
+                f"{f.shape[-1] - 1}; give the network as many outputs as there are classes.{remedy}"
             )
 
     def _kept(self, y: Tensor) -> Tensor:

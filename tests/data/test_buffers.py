@@ -1,0 +1,234 @@
+"""Batches that are joined or kept are the same rows under the same numbers."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from torch_lla_em.data.loader import Data
+
+CPU = torch.device("cpu")
+
+
+def rows(count=23):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, 2, generator=generator), torch.arange(count) % 3
+
+
+def one_by_one(x, y):
+    return list(zip(x.split(1), y.split(1)))
+
+
+def joined(loader, at_most=10, passes=1):
+    data = Data(loader, CPU)
+    data.merge_rows = at_most
+    for _ in range(passes):
+        batches = list(data)
+    return data, batches
+
+
+FORMS = {
+    "pairs": lambda x, y: (x, y),
+    "dicts": lambda x, y: {"x": x, "labels": y},
+    "several": lambda x, y: (x, 2 * x, y),
+    "nested": lambda x, y: ([x, {"a": x}], y),
+    "arrays": lambda x, y: (x.numpy(), y.numpy()),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_joined_rows_are_those_of_the_loader(form):
+    loader = [form(*batch) for batch in one_by_one(*rows())]
+    whole, (expected,) = joined([form(*rows())])
+    data, batches = joined(loader)
+    assert [len(batch.rows) for batch in batches] == [10, 10, 3]
+    assert [batch.index for batch in batches] == ["0 to 9", "10 to 19", "20 to 22"]
+    assert torch.cat([batch.rows for batch in batches]).tolist() == list(range(23))
+    assert torch.equal(torch.cat([batch.targets for batch in batches]), expected.targets)
+    assert data.fingerprint.repeats(whole.fingerprint)
+
+
+def test_batches_are_joined_as_far_as_they_fit():
+    x, y = rows()
+    _, batches = joined(list(zip(x.split([4, 4, 4, 9, 1, 1]), y.split([4, 4, 4, 9, 1, 1]))))
+    assert [len(batch.rows) for batch in batches] == [8, 4, 10, 1]
+    assert [batch.index for batch in batches] == ["0 to 1", 2, "3 to 4", 5]
+    data, batches = joined(one_by_one(x, y), at_most=0)
+    assert len(batches) == 23
+    data.merge_rows = 10
+    assert len(list(data.batches(in_step=True))) == 23  # steps stay the loader's
+    assert data.num_reads == 2 and data.num_steps() == 23
+
+
+@dataclass
+class Graph:
+    x: torch.Tensor
+
+    def to(self, device, **_):
+        return self
+
+
+x, y = torch.zeros(1, 2), torch.zeros(1)
+APART = {
+    "lengths": [(torch.zeros(1, n), y) for n in range(1, 6)],
+    "types": [(x.to(dtype), y) for dtype in (torch.half, torch.float, torch.double)],
+    "words": [(["a"], y)] * 3,
+    "objects": [(Graph(x), y)] * 3,
+    "nodes": [(x.new_zeros(2, 2), x, y)] * 3,
+    "sparse": [(x.to_sparse(), y)] * 3,
+    "numbers": [(torch.tensor(1.0), y)] * 3,
+    "keys": [{"x": x, "labels": y}, {"z": x, "labels": y}],
+}
+
+
+@pytest.mark.parametrize("loader", APART.values(), ids=APART)
+def test_what_does_not_go_by_rows_is_left_apart(loader):
+    target_fn = None if isinstance(loader[0], dict) else lambda batch: batch[-1]
+    data = Data(loader, CPU, target_fn)
+    data.merge_rows = 10
+    assert [len(batch.rows) for batch in data] == [1] * len(loader)
+
+
+class Refilling:
+    """A loader that fills the same memory again with every batch."""
+
+    def __init__(self, x, y, size=1):
+        self.batches, self.reads = list(zip(x.split(size), y.split(size))), 0
+        self.x, self.y = x[:size].clone(), y[:size].clone()
+
+    def __iter__(self):
+        self.reads += 1
+        for x, y in self.batches:
+            self.x[: len(x)], self.y[: len(y)] = x, y
+            yield self.x[: len(x)], self.y[: len(y)]
+
+
+def test_memory_that_is_filled_again_may_be_joined():
+    loader = Refilling(*rows())
+    data, batches = joined(loader, passes=4)
+    assert_close(torch.cat([batch.inputs for batch in batches]), rows()[0])
+    assert data.kept is not None  # in memory of its own
+    assert loader.reads == data.num_reads == 3
+
+
+def test_what_is_kept_is_not_read_for_its_identity_again(monkeypatch):
+    data, _ = joined(one_by_one(*rows()), passes=3)
+    expected = [data.fingerprint.state()]
+    monkeypatch.setattr("torch_lla_em.data.identity.row_hashes", None)
+    seen = [(data.fingerprint.so_far(), data.rows_seen) for _ in data]
+    assert seen[-1][0].state() == data.fingerprint.state() == expected[0]
+    assert [number for _, number in seen] == [10, 20, 23]
+    half = Data(one_by_one(*rows()), CPU)
+    half.merge_rows = 10
+    monkeypatch.undo()
+    next(iter(half))
+    assert half.fingerprint.repeats(seen[0][0])
+
+
+def test_kept_batches_that_somebody_changes_are_read_again():
+    x, y = rows()
+    data = Data([(x, y)], CPU)
+    for _ in range(3):
+        list(data)
+    assert data.kept is not None
+    x += 1
+    with pytest.warns(UserWarning, match="disagree"):
+        list(data)
+    assert data.kept is None and data.num_reads == 4
+
+
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_products_and_noise_are_those_of_single_rows(name):
+    case, ones = tiny(name), tiny(name).problem(1)
+    several = case.problem(1)
+    several.data.merge_rows = 8
+    w = torch.randn(3, ones.size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert_close(several.ggn_product(w), ones.ggn_product(w))
+    assert_close(several.noise_features(3, 0).eta, ones.noise_features(3, 0).eta)
+    assert_close(several.loss_and_gradient(w[0])[1], ones.loss_and_gradient(w[0])[1])
+
+
+def test_datasets_and_pairs_are_loaders():
+    x, y = rows()
+
+    class Rows(Dataset):
+        def __len__(self):
+            return 23
+
+        def __getitem__(self, row):
+            return x[row], int(y[row])
+
+    for loader in [(x, y), [x, y], {"x": x, "labels": y}, TensorDataset(x, y), Rows()]:
+        data = Data(loader, CPU)
+        assert torch.equal(torch.cat([batch.targets for batch in data]), y), loader
+        assert data.num_rows == 23
+    pair = Data((x.numpy(), y.numpy()), CPU)
+    assert torch.equal(next(iter(pair)).inputs, x)
+    with pytest.raises(TypeError, match="No targets"):
+        list(Data([x, y[:3]], CPU))
+    with pytest.raises(TypeError, match=r"as \[\(X, y\)\]"):
+        Data(3, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_labels_are_labels(dtype):
+    x, y = rows()
+    (batch,) = Data([(x, y.to(dtype))], CPU)
+    assert batch.targets.dtype == torch.int64 and torch.equal(batch.targets, y)
+    (batch,) = Data([(x, y.numpy().astype(np.dtype(str(dtype).removeprefix("torch."))))], CPU)
+    assert torch.equal(batch.targets, y)
+
+
+def test_a_loader_of_single_rows_costs_little_more_than_one_of_many():
+    """In calls of the loader's and of tensors' own functions, whose number is the cost."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counting(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.calls += 1
+            return function(*args, **(kwargs or {}))
+
+    x, y = rows(200)
+    counts = {}
+    for at_most in (0, 100):
+        data = Data(DataLoader(TensorDataset(x, y), 1), CPU)
+        data.merge_rows = at_most
+        with Counting() as counting:
+            list(data)
+        counts[at_most] = counting.calls
+    assert counts[100] < counts[0] / 2
+
+
+def test_rows_can_be_looked_at_ahead():
+    x, y = rows()
+    loader = DataLoader(TensorDataset(x, y), 1, shuffle=True)
+    torch.manual_seed(0)
+    expected = torch.cat([batch.targets for batch in Data(loader, CPU)])
+    torch.manual_seed(0)
+    data = Data(loader, CPU)
+    few, many = data.ahead(4), data.ahead(100)
+    assert len(few.rows) == 4 and len(many.rows) == 23
+    assert torch.equal(many.targets[:4], few.targets)
+    assert many.rows.tolist() == list(range(23))
+    assert torch.equal(torch.cat([batch.targets for batch in data]), expected)
+    assert len(data.ahead().rows) == 1 and data.num_reads == 4
+
+
+def test_every_factory_names_its_device():
+    """Where tensors are made on a device that holds nothing unless another is asked for."""
+    batches = one_by_one(*rows())
+    data = Data(batches, CPU)
+    data.merge_rows = 10
+    with torch.device("meta"):
+        found = [batch for _ in range(4) for batch in data]
+        data.restore(data.facts())
+        data.ahead(5)
+        labels = next(iter(Data([(torch.ones(2, 1, device="cpu"), [0, 1])], CPU))).targets
+    assert {batch.rows.device for batch in found} == {CPU} == {labels.device}
+    assert data.fingerprint.state()["sums"]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from inspect import signature
+from collections.abc import Iterable
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -13,19 +12,14 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import FORMAT, FirstOutputs, PassLog, RecordedProblem, SharedLog
-from torch_lla_em.data import Chain, Data, TargetFn, inputs_of, map_tensors, to_device
+from torch_lla_em.data import Chain, Data, TargetFn
 from torch_lla_em.distributed import SHARDS, compare_ranks, share_path, spread_of
 from torch_lla_em.history import record_of, summary_of
 from torch_lla_em.inference import (
-    Curve,
     Earlier,
     EMState,
-    Estimate,
     FitOptions,
-    Modes,
-    Posterior,
     Solver,
-    curve,
     fit_posterior,
 )
 from torch_lla_em.jacobian import (
@@ -46,27 +40,11 @@ from torch_lla_em.likelihoods import (
     preferred,
     tempered,
 )
-from torch_lla_em.prediction import (
-    MODE,
-    NETWORK,
-    SCALE,
-    WEIGHT,
-    Calibration,
-    NotFittedError,
-    Prediction,
-    Standing,
-    calibrated,
-    mean_of,
-    mixed,
-    posterior_alone,
-    predicted,
-    slots,
-    stored,
-)
-from torch_lla_em.problem import Problem, place_of_vectors
-from torch_lla_em.runtime import Compute, Group, free_memory, group_of, leaving_cleanly, tf32
+from torch_lla_em.prediction import Fitted, NotFittedError, check_choice
+from torch_lla_em.problem import Problem
+from torch_lla_em.runtime import Compute, Group, group_of, leaving_cleanly, tf32
 from torch_lla_em.runtime import records as persistence
-from torch_lla_em.solvers import Newton, Spectrum
+from torch_lla_em.solvers import Newton
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -85,7 +63,7 @@ class _Wish(NamedTuple):
     override: bool
 
 
-class LinearisedLaplace(nn.Module):
+class LinearisedLaplace(Fitted):
     """The linearised Laplace posterior of a trained network, by samples.
 
     ``fit`` learns the prior precision (and the noise of a regression) by EM and draws
@@ -121,10 +99,7 @@ class LinearisedLaplace(nn.Module):
                 f"solver={solver!r} draws no samples: pass BlockKrylov(), BlockCG(), "
                 "FunctionSpace() or SGD(), an object and not its class, or None to have it chosen."
             )
-        super().__init__()
-        object.__setattr__(
-            self, "model", model
-        )  # its weights are the user's, no part of this state
+        super().__init__(model)
         check_choice("prior", prior, ("scalar", "layerwise"))
         check_choice("curvature", curvature, ("network", "linear"))
         if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
@@ -143,15 +118,6 @@ class LinearisedLaplace(nn.Module):
         self.prior, self.g_prior, self.curvature = prior, g_prior, curvature
         self.num_samples, self.tolerance, self.seed = num_samples, tolerance, seed
         self.solver, self.target_fn, self.compute = solver, target_fn, compute
-        self.history: list[dict[str, Any]] = []
-        self.calibration: Calibration | None = None
-        """What the last ``calibrate`` gained on held-out rows."""
-
-        self.num_data: int | None = None
-        for name in stored.TENSORS:
-            self.register_buffer(name, None)
-        self._standing: Standing | None = None
-        self._shard: str | None = None
         self._loaders: Chain | None = None
         self._earlier: Earlier | None = None
 
@@ -285,6 +251,11 @@ class LinearisedLaplace(nn.Module):
         if data.group.rank == 0:
             log.compare(outputs)
 
+    def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
+        """Take over a posterior; refused where the network is not the one it was fitted to."""
+        super().load_state_dict(state, strict)
+        self._loaders = self._earlier = None
+
     def _start(
         self, prior_precision: float | Tensor | None, em_steps: int, more: bool
     ) -> Tensor | None:
@@ -349,289 +320,6 @@ class LinearisedLaplace(nn.Module):
             **settings,
         }
 
-    def forward(
-        self,
-        x: Any = None,
-        link_approx: str = "mc",
-        generator: torch.Generator | None = None,
-        **inputs: Any,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return E[y] (probabilities, rates); for regression (mean, variance with the noise).
-
-        A model of several inputs takes a tuple, a dict, or keywords: ``la(input_ids=...)``.
-
-        ``"mc"`` averages over the samples, or over as many fresh ones from a generator;
-        ``"probit"`` uses the variance alone, ``"probit_shared"`` one variance for all classes,
-        which keeps the most probable one.
-        """
-        check_choice("link_approx", link_approx, ("mc", "probit", "probit_shared"))
-        prediction = self.predict(x, generator=generator, **inputs)
-        if self.likelihood.real_valued:
-            return tuple(prediction.moments())
-        if link_approx == "mc":
-            return prediction.expectation
-        return prediction.smoothed(shared=link_approx == "probit_shared")
-
-    def predict(
-        self,
-        x: Any = None,
-        mean: str | None = None,
-        generator: torch.Generator | None = None,
-        num_samples: int | None = None,
-        **inputs: Any,
-    ) -> Prediction:
-        """Return the predictive distribution at x: as fitted, or as calibrated.
-
-        ``mean`` takes the posterior alone, around f(x) ("network") or J(x) w_lin ("linear").
-        ``num_samples`` takes the first few samples only, which is faster and less exact: see
-        ``Prediction.standard_error``.
-        """
-        if num_samples is not None and not 1 <= num_samples <= self.num_samples:
-            raise ValueError(
-                f"num_samples={num_samples}, but there are {self.num_samples} samples to choose from."
-            )
-        if inputs and x is not None:
-            raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
-        x, table = inputs if x is None else x, self._parts(mean)
-        columns = torch.cat([self.w_lin[None], self.w_samples[:num_samples]])
-        f, Jw = self._push_forward(x, columns)
-        if generator is not None:
-            Jw = torch.cat([Jw[:1], mixed(Jw[1:], generator)])
-        class_dim = self._linear_model.network.class_dim
-        return predicted(self.likelihood, f, Jw, table, class_dim)
-
-    def functional_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
-        """Return the mean + √τ J(x) w_k, shape (K, B, C): joint over the inputs."""
-        return self.predict(x, generator=generator).samples
-
-    def predictive_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
-        """Return the functional samples after the link, shape (K, B, C)."""
-        return self.predict(x, generator=generator).predictive_samples
-
-    def function_sample(self, k: int) -> Callable[[Any], Tensor]:
-        """Return the k-th function of the posterior, x -> (B, C): the same at every call."""
-        self._require_fit()
-        if not -self.num_samples <= k < self.num_samples:
-            raise IndexError(f"There are {self.num_samples} samples: k runs from 0, not to {k}.")
-
-        table, k = self._parts(None).clone(), k % self.num_samples
-        part = int(slots(table[:, WEIGHT], self.num_samples)[k])
-        alone = table[part].to(self.w_lin)
-        w = alone[MODE] * self.w_lin + alone[SCALE].sqrt() * self.w_samples[k]
-
-        def sample(x: Any) -> Tensor:
-            f, Jw = self._push_forward(x, w[None])
-            class_dim = self._linear_model.network.class_dim
-            centre = alone[NETWORK].to(f) * f
-            return Prediction(self.likelihood, centre, Jw, class_dim).samples[0]
-
-        return sample
-
-    def joint_log_prob(self, x: Any, y: Tensor, mean: str | None = None) -> Tensor:
-        """Return log p(y_1..y_B | x_1..x_B), shape ()."""
-        return self.predict(x, mean).joint_log_prob(y)
-
-    def calibrate(self, loader: Iterable[Any], mean: str | None = None) -> LinearisedLaplace:
-        """Fit how predictions go from the network to the posterior by held-out rows; one pass.
-
-        For classes and labels: a temperature of the network, a scale of the posterior, a factor
-        of the softmax at its mean, and the weights of the three; temperature scaling is a special
-        case. For real numbers: the scale, σ, and the share of the linear mode in the mean. All
-        are most probable under mild priors. ``calibration`` tells what was gained. ``mean``
-        keeps to the posterior around the "network" or the "linear" mode, beside the network.
-        Where several ranks have fitted together, all of them call it together.
-        """
-        if mean is not None:
-            check_choice("mean", mean, ("network", "linear"))
-        self._require_fit(surely=True)
-        table = self._parts(None)
-        with torch.inference_mode(False), torch.no_grad(), group_of(self._shard).joined() as group:
-            data = Data(loader, self._device, self.target_fn, group)
-            problem = Problem(self._linear_model, self.likelihood, data)
-            columns = torch.cat([self.w_lin[None], self.w_samples])
-            found = calibrated(problem, columns, mean, table)
-        self.mixture, self.calibration = found.table.to(table), found.calibration
-        if isinstance(self.likelihood, Regression):
-            self.sigma_noise = self.sigma_noise * found.noise
-            self.likelihood = self.likelihood.at_noise(self.sigma_noise)
-        return self
-
-    @property
-    def mean(self) -> str:
-        """What the posterior is around in predictions: "network" or "linear"."""
-        return "network" if self.mixture is None else mean_of(self.mixture)
-
-    @mean.setter
-    def mean(self, mean: str) -> None:
-        check_choice("mean", mean, ("network", "linear"))
-        self._set_alone(mean, self.mean_factor, self.posterior_scale)
-
-    @property
-    def posterior_scale(self) -> Tensor | None:
-        """τ, by which the posterior's variance is multiplied in predictions."""
-        return None if self.mixture is None else self.mixture[0, SCALE]
-
-    @posterior_scale.setter
-    def posterior_scale(self, scale: Tensor) -> None:
-        self._set_alone(self.mean, self.mean_factor, scale)
-
-    @property
-    def mean_factor(self) -> Tensor | None:
-        """What the posterior's mean is multiplied by in predictions."""
-        if self.mixture is None:
-            return None
-        return self.mixture[0, MODE if self.mean == "linear" else NETWORK]
-
-    @mean_factor.setter
-    def mean_factor(self, factor: Tensor) -> None:
-        self._set_alone(self.mean, factor, self.posterior_scale)
-
-    def _set_alone(self, mean: str, factor: Tensor, scale: Tensor) -> None:
-        """Have predictions be of the posterior alone."""
-        self.mixture = posterior_alone(mean, factor, scale).to(self.w_lin.device)
-
-    def _parts(self, mean: str | None) -> Tensor:
-        """Return the parts of predictions, of the posterior alone around a mean if it is given."""
-        self._require_fit()
-        if mean is None:
-            return self.mixture
-        check_choice("mean", mean, ("network", "linear"))
-        factor = self.mean_factor if mean == self.mean else 1.0
-        return posterior_alone(mean, factor, self.posterior_scale)
-
-    def log_marginal_likelihood(self) -> Estimate:
-        """Return log p(y | λ, σ) of the linear model, with its standard error over samples."""
-        self._require_fit()
-        return Estimate(*self._log_evidence)
-
-    def curve(self, precisions: Iterable[float] | Tensor) -> Curve:
-        """Return γ and the log evidence over a grid of λ, without a pass over data.
-
-        The evidence of a non-Gaussian likelihood is known where EM went and half a decade
-        either side of λ*, and NaN beyond.
-        """
-        self._require_fit()
-        if self._eigenvalues is None:
-            raise ValueError(
-                "The curve needs one λ and the block-Krylov solver: fit with prior='scalar', one "
-                "sigma_noise and solver=None."
-            )
-        precisions = torch.as_tensor(precisions, dtype=torch.float64)
-        if precisions.dim() != 1 or not (precisions > 0).all():
-            raise ValueError("precisions must be a list of positive numbers.")
-        spectrum = Spectrum(self._eigenvalues, self._xi_coordinates, self._eta_coordinates)
-        spectrum = Spectrum(*(tensor.double().cpu() for tensor in spectrum))
-        gamma, evidence = curve(spectrum, Modes(*self._modes.double().cpu()), precisions)
-        path = torch.tensor([record["prior_precision"] for record in self.history])
-        return Curve(precisions, gamma, evidence, path, self.prior_precision.item())
-
-    def _push_forward(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
-        network = self._linear_model.network
-        x = to_device(inputs_of(x) if isinstance(x, Mapping) else x, network.device)
-        differentiate = torch.is_grad_enabled() and _requires_grad(x)
-        try:
-            if self._linear_model.report is None:
-                self._linear_model.probe(map_tensors(Tensor.detach, x))
-            with network.guarded(), torch.set_grad_enabled(differentiate):
-                return self._linear_model.jvp(self._linear_model.prepare(x), w)
-        except RuntimeError as error:
-            _explain_dtype(error, x, network.module)
-            raise
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Return the posterior as tensors, with a version and the network's fingerprint."""
-        self._require_fit(surely=True)
-        record = {
-            "likelihood": type(self.likelihood).__name__,
-            "num_data": self.num_data,
-            "history": self.history,
-            "calibration": self.calibration,
-        }
-        tensors = {name: getattr(self, name) for name in stored.TENSORS}
-        layout = self._linear_model.layout
-        return stored.state_of(tensors, record, layout, self._standing.fingerprint)
-
-    def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
-        """Take over a posterior; refused where the network is not the one it was fitted to."""
-        tensors, record = stored.checked(state, self._linear_model, self.likelihood)
-        size = state["w_samples"].nbytes
-        place = place_of_vectors(size, self.compute, self._device, free_memory(self._device))
-        for name, tensor in tensors.items():
-            setattr(self, name, None if tensor is None else tensor.to(place, copy=True))
-        self.history, self.num_data = record["history"], record["num_data"]
-        self.calibration = record.get("calibration") and Calibration(*record["calibration"])
-        if self.sigma_noise is not None:
-            self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
-        self.num_samples = len(self.w_samples)
-        self._loaders = self._earlier = None
-        self._standing = Standing(self._linear_model.network.module)
-
-    def save(self, path: str | PathLike) -> None:
-        """Write the posterior to a file, without the network."""
-        options = {**self._options(), **stored.likelihood_option(self._given_likelihood)}
-        stored.write(self.state_dict(), path, options)
-
-    @classmethod
-    def load(cls, path: str | PathLike, model: nn.Module, **options: Any) -> LinearisedLaplace:
-        """Return a saved posterior on its network.
-
-        What tensors cannot hold (a likelihood of your own, forward_fn, target_fn, solver) is
-        passed again, as ``options``.
-        """
-        try:
-            state, options = stored.read(path, model, options)
-            unknown = [name for name in options if name not in signature(cls).parameters]
-            if unknown:
-                raise stored.DamagedError(f"there is no option {unknown[0]!r}.")
-            la = cls(model, options.pop("likelihood"), **options)
-            la.load_state_dict(state)
-        except stored.DamagedError as error:
-            raise stored.DamagedError(f"{str(path)!r} cannot be loaded: {error}") from None
-        return la
-
-    def train(self, mode: bool = True) -> LinearisedLaplace:
-        """Set this object's own flag; predictions always run the network in eval mode."""
-        self.training = mode
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearisedLaplace:
-        """Move posterior and network together."""
-        network = self._linear_model.network
-        stands = self.w_lin is not None and self._standing.holds(network.module)
-        super()._apply(fn, recurse)
-        self.model._apply(fn, recurse)
-        # what derivatives can be trusted is another question on another device
-        self._linear_model = LinearModel(network, self._linear_model.layout)
-        if stands:
-            self._standing = Standing(network.module)
-        return self
-
-    def _store(self, posterior: Posterior, history: list[dict[str, Any]], num_data: int) -> None:
-        for name, tensor in stored.tensors_of(posterior).items():
-            setattr(self, name, tensor)
-        self.history, self.num_data, self.calibration = history, num_data, None
-        if self.sigma_noise is not None:
-            self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
-        elif isinstance(self._given_likelihood, Regression):  # tempered, so its noise stays
-            self.likelihood = self._given_likelihood
-            self.sigma_noise = self.likelihood.sigma_noise.to(self.w_lin.device)
-        self._standing = Standing(self._linear_model.network.module)
-
-    def _require_fit(self, surely: bool = False) -> None:
-        if self.w_lin is None:
-            raise NotFittedError(
-                "There is no posterior yet: call la.fit(train_loader), or la.load_state_dict(state)."
-            )
-        if not self._standing.holds(self._linear_model.network.module, surely):
-            raise NotFittedError(
-                "The network's weights have changed since the fit, so the posterior is not theirs: "
-                "call la.fit(train_loader) again."
-            )
-
-    @property
-    def _device(self) -> torch.device:
-        return self._linear_model.network.device
-
 
 def _linear_model(
     network: Network, parameters: Selection, last_layer: str | None = None
@@ -645,28 +333,3 @@ def _likelihood(likelihood: str | Likelihood, sigma_noise: float | Tensor) -> Li
         return likelihood
     check_choice("likelihood", likelihood, tuple(LIKELIHOODS))
     return Regression(sigma_noise) if likelihood == "regression" else LIKELIHOODS[likelihood]()
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        expected = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{name}={value!r} is not known: choose one of {expected}.")
-
-
-def _explain_dtype(error: RuntimeError, x: Any, module: nn.Module) -> None:
-    """Raise with what to do where inputs are of another precision than all weights."""
-    found: set[torch.dtype] = set()
-    map_tensors(lambda tensor: found.add(tensor.dtype), x)
-    own = {p.dtype for p in module.parameters() if p.is_floating_point()}
-    other = {dtype for dtype in found - own if dtype.is_floating_point}
-    if other and len(own) == 1:
-        raise TypeError(
-            f"The inputs are {other.pop()}, but the network's weights {(*own,)[0]}, and it failed "
-            f"({str(error).splitlines()[0]}): pass inputs of the weights' dtype."
-        ) from error
-
-
-def _requires_grad(x: Any) -> bool:
-    found: list[bool] = []
-    map_tensors(lambda tensor: found.append(tensor.requires_grad), x)
-    return any(found)

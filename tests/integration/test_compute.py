@@ -313,7 +313,7 @@ def test_a_loaded_posterior_lies_where_its_vectors_would(vectors, free, place, m
     case = tiny("classification")
     state = fit(case, Compute()).state_dict()
     la = LinearisedLaplace(case.model, case.name, compute=Compute(vectors=vectors))
-    monkeypatch.setattr("torch_lla_em.laplace.free_memory", lambda _: free)
+    monkeypatch.setattr("torch_lla_em.prediction.fitted.free_memory", lambda _: free)
     monkeypatch.setattr(Network, "device", torch.device("meta"))
     la.load_state_dict(state)
     assert {la.w_lin.device.type, la.w_samples.device.type, la.scale.device.type} == {place}

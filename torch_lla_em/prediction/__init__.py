@@ -1,36 +1,17 @@
 """What a fitted posterior answers: ``functions``, ``mixture``, ``prediction``, ``parts``,
-``calibration``, ``standing``, ``stored``."""
+``calibration``, ``standing``, ``stored``, ``fitted``."""
 
-from torch_lla_em.prediction import stored
-from torch_lla_em.prediction.calibration import Calibration, calibrated
-from torch_lla_em.prediction.functions import mixed, slots
-from torch_lla_em.prediction.parts import (
-    MODE,
-    NETWORK,
-    SCALE,
-    WEIGHT,
-    mean_of,
-    posterior_alone,
-    predicted,
-)
+from torch_lla_em.prediction.calibration import Calibration
+from torch_lla_em.prediction.fitted import Fitted, check_choice
+from torch_lla_em.prediction.parts import posterior_alone
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.standing import Standing
 from torch_lla_em.prediction.stored import NotFittedError
 
 __all__ = [
-    "MODE",
-    "NETWORK",
-    "SCALE",
-    "WEIGHT",
     "Calibration",
+    "Fitted",
     "NotFittedError",
     "Prediction",
-    "Standing",
-    "calibrated",
-    "mean_of",
-    "mixed",
+    "check_choice",
     "posterior_alone",
-    "predicted",
-    "slots",
-    "stored",
 ]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.inference import Posterior
+from torch_lla_em.inference import Curve, Modes, Posterior, curve
 from torch_lla_em.jacobian import LinearModel, Network, ParameterLayout
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood
 from torch_lla_em.prediction.parts import posterior_alone
 from torch_lla_em.runtime import files
 from torch_lla_em.runtime import records as persistence
+from torch_lla_em.solvers import Spectrum
 
 # what a posterior is, as buffers; the private ones serve evidence and curve
 TENSORS = (
@@ -96,6 +98,21 @@ def checked(
         factor, scale = state.get("mean_factor", 1.0), state["posterior_scale"]
         tensors["mixture"] = posterior_alone(record.get("mean", "network"), factor, scale)
     return tensors, record
+
+
+def curve_of(
+    tensors: dict[str, Tensor], path: list[float], precisions: Iterable[float] | Tensor
+) -> Curve:
+    """Return γ and evidence over a grid of λ; ``path`` is where EM went."""
+    precisions = torch.as_tensor(precisions, dtype=torch.float64)
+    if precisions.dim() != 1 or not (precisions > 0).all():
+        raise ValueError("precisions must be a list of positive numbers.")
+    names = "_eigenvalues", "_xi_coordinates", "_eta_coordinates"
+    spectrum = Spectrum(*(tensors[name].double().cpu() for name in names))
+    modes = Modes(*tensors["_modes"].double().cpu())
+    gamma, evidence = curve(spectrum, modes, precisions)
+    found = tensors["prior_precision"].item()
+    return Curve(precisions, gamma, evidence, torch.tensor(path), found)
 
 
 def write(state: dict[str, Tensor], path: str | PathLike, options: dict[str, Any]) -> None:

@@ -1,0 +1,335 @@
+"""A posterior on its network: what it answers, and how it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from inspect import signature
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_lla_em.data import Data, TargetFn
+from torch_lla_em.inference import Curve, Estimate, Posterior
+from torch_lla_em.jacobian import LinearModel
+from torch_lla_em.likelihoods import Likelihood, Regression
+from torch_lla_em.prediction import stored
+from torch_lla_em.prediction.calibration import Calibration, calibrated
+from torch_lla_em.prediction.functions import mixed, slots
+from torch_lla_em.prediction.parts import (
+    MODE,
+    NETWORK,
+    SCALE,
+    WEIGHT,
+    mean_of,
+    posterior_alone,
+    predicted,
+)
+from torch_lla_em.prediction.prediction import Prediction
+from torch_lla_em.prediction.pushing import push_forward
+from torch_lla_em.prediction.standing import Standing
+from torch_lla_em.prediction.stored import NotFittedError
+from torch_lla_em.problem import Problem, place_of_vectors
+from torch_lla_em.runtime import Compute, free_memory, group_of
+
+
+class Fitted(nn.Module):
+    """What a fit leaves, as buffers of a module that a network is beside, not inside.
+
+    The network is no submodule: its weights are the user's, and no part of this state.
+    """
+
+    model: nn.Module
+    likelihood: Likelihood
+    compute: Compute
+    num_samples: int
+    target_fn: TargetFn | None
+    _linear_model: LinearModel
+    _given_likelihood: Likelihood
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        object.__setattr__(self, "model", model)
+        self.history: list[dict[str, Any]] = []
+        self.calibration: Calibration | None = None
+        """What the last ``calibrate`` gained on held-out rows."""
+
+        self.num_data: int | None = None
+        for name in stored.TENSORS:
+            self.register_buffer(name, None)
+        self._standing: Standing | None = None
+        self._shard: str | None = None
+
+    def forward(
+        self,
+        x: Any = None,
+        link_approx: str = "mc",
+        generator: torch.Generator | None = None,
+        **inputs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return E[y] (probabilities, rates); for regression (mean, variance with the noise).
+
+        A model of several inputs takes a tuple, a dict, or keywords: ``la(input_ids=...)``.
+
+        ``"mc"`` averages over the samples, or over as many fresh ones from a generator;
+        ``"probit"`` uses the variance alone, ``"probit_shared"`` one variance for all classes,
+        which keeps the most probable one.
+        """
+        check_choice("link_approx", link_approx, ("mc", "probit", "probit_shared"))
+        prediction = self.predict(x, generator=generator, **inputs)
+        if self.likelihood.real_valued:
+            return tuple(prediction.moments())
+        if link_approx == "mc":
+            return prediction.expectation
+        return prediction.smoothed(shared=link_approx == "probit_shared")
+
+    def predict(
+        self,
+        x: Any = None,
+        mean: str | None = None,
+        generator: torch.Generator | None = None,
+        num_samples: int | None = None,
+        **inputs: Any,
+    ) -> Prediction:
+        """Return the predictive distribution at x: as fitted, or as calibrated.
+
+        ``mean`` takes the posterior alone, around f(x) ("network") or J(x) w_lin ("linear").
+        ``num_samples`` takes the first few samples only, which is faster and less exact: see
+        ``Prediction.standard_error``.
+        """
+        if num_samples is not None and not 1 <= num_samples <= self.num_samples:
+            raise ValueError(
+                f"num_samples={num_samples}, but there are {self.num_samples} samples to choose from."
+            )
+        if inputs and x is not None:
+            raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
+        x, table = inputs if x is None else x, self._parts(mean)
+        columns = torch.cat([self.w_lin[None], self.w_samples[:num_samples]])
+        f, Jw = push_forward(self._linear_model, x, columns)
+        if generator is not None:
+            Jw = torch.cat([Jw[:1], mixed(Jw[1:], generator)])
+        class_dim = self._linear_model.network.class_dim
+        return predicted(self.likelihood, f, Jw, table, class_dim)
+
+    def functional_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
+        """Return the mean + √τ J(x) w_k, shape (K, B, C): joint over the inputs."""
+        return self.predict(x, generator=generator).samples
+
+    def predictive_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
+        """Return the functional samples after the link, shape (K, B, C)."""
+        return self.predict(x, generator=generator).predictive_samples
+
+    def function_sample(self, k: int) -> Callable[[Any], Tensor]:
+        """Return the k-th function of the posterior, x -> (B, C): the same at every call."""
+        self._require_fit()
+        if not -self.num_samples <= k < self.num_samples:
+            raise IndexError(f"There are {self.num_samples} samples: k runs from 0, not to {k}.")
+
+        table, k = self._parts(None).clone(), k % self.num_samples
+        part = int(slots(table[:, WEIGHT], self.num_samples)[k])
+        alone = table[part].to(self.w_lin)
+        w = alone[MODE] * self.w_lin + alone[SCALE].sqrt() * self.w_samples[k]
+
+        def sample(x: Any) -> Tensor:
+            f, Jw = push_forward(self._linear_model, x, w[None])
+            class_dim = self._linear_model.network.class_dim
+            centre = alone[NETWORK].to(f) * f
+            return Prediction(self.likelihood, centre, Jw, class_dim).samples[0]
+
+        return sample
+
+    def joint_log_prob(self, x: Any, y: Tensor, mean: str | None = None) -> Tensor:
+        """Return log p(y_1..y_B | x_1..x_B), shape ()."""
+        return self.predict(x, mean).joint_log_prob(y)
+
+    def calibrate(self, loader: Iterable[Any], mean: str | None = None) -> Fitted:
+        """Fit how predictions go from the network to the posterior by held-out rows; one pass.
+
+        For classes and labels: a temperature of the network, a scale of the posterior, a factor
+        of the softmax at its mean, and the weights of the three; temperature scaling is a special
+        case. For real numbers: the scale, σ, and the share of the linear mode in the mean. All
+        are most probable under mild priors. ``calibration`` tells what was gained. ``mean``
+        keeps to the posterior around the "network" or the "linear" mode, beside the network.
+        Where several ranks have fitted together, all of them call it together.
+        """
+        if mean is not None:
+            check_choice("mean", mean, ("network", "linear"))
+        self._require_fit(surely=True)
+        table = self._parts(None)
+        with torch.inference_mode(False), torch.no_grad(), group_of(self._shard).joined() as group:
+            data = Data(loader, self._device, self.target_fn, group)
+            problem = Problem(self._linear_model, self.likelihood, data)
+            columns = torch.cat([self.w_lin[None], self.w_samples])
+            found = calibrated(problem, columns, mean, table)
+        self.mixture, self.calibration = found.table.to(table), found.calibration
+        if isinstance(self.likelihood, Regression):
+            self.sigma_noise = self.sigma_noise * found.noise
+            self.likelihood = self.likelihood.at_noise(self.sigma_noise)
+        return self
+
+    @property
+    def mean(self) -> str:
+        """What the posterior is around in predictions: "network" or "linear"."""
+        return "network" if self.mixture is None else mean_of(self.mixture)
+
+    @mean.setter
+    def mean(self, mean: str) -> None:
+        check_choice("mean", mean, ("network", "linear"))
+        self._set_alone(mean, self.mean_factor, self.posterior_scale)
+
+    @property
+    def posterior_scale(self) -> Tensor | None:
+        """τ, by which the posterior's variance is multiplied in predictions."""
+        return None if self.mixture is None else self.mixture[0, SCALE]
+
+    @posterior_scale.setter
+    def posterior_scale(self, scale: Tensor) -> None:
+        self._set_alone(self.mean, self.mean_factor, scale)
+
+    @property
+    def mean_factor(self) -> Tensor | None:
+        """What the posterior's mean is multiplied by in predictions."""
+        if self.mixture is None:
+            return None
+        return self.mixture[0, MODE if self.mean == "linear" else NETWORK]
+
+    @mean_factor.setter
+    def mean_factor(self, factor: Tensor) -> None:
+        self._set_alone(self.mean, factor, self.posterior_scale)
+
+    def _set_alone(self, mean: str, factor: Tensor, scale: Tensor) -> None:
+        """Have predictions be of the posterior alone."""
+        self.mixture = posterior_alone(mean, factor, scale).to(self.w_lin.device)
+
+    def _parts(self, mean: str | None) -> Tensor:
+        """Return the parts of predictions, of the posterior alone around a mean if it is given."""
+        self._require_fit()
+        if mean is None:
+            return self.mixture
+        check_choice("mean", mean, ("network", "linear"))
+        factor = self.mean_factor if mean == self.mean else 1.0
+        return posterior_alone(mean, factor, self.posterior_scale)
+
+    def log_marginal_likelihood(self) -> Estimate:
+        """Return log p(y | λ, σ) of the linear model, with its standard error over samples."""
+        self._require_fit()
+        return Estimate(*self._log_evidence)
+
+    def curve(self, precisions: Iterable[float] | Tensor) -> Curve:
+        """Return γ and the log evidence over a grid of λ, without a pass over data.
+
+        The evidence of a non-Gaussian likelihood is known where EM went and half a decade
+        either side of λ*, and NaN beyond.
+        """
+        self._require_fit()
+        if self._eigenvalues is None:
+            raise ValueError(
+                "The curve needs one λ and the block-Krylov solver: fit with prior='scalar', one "
+                "sigma_noise and solver=None."
+            )
+        path = [record["prior_precision"] for record in self.history]
+        return stored.curve_of(dict(self.named_buffers()), path, precisions)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return the posterior as tensors, with a version and the network's fingerprint."""
+        self._require_fit(surely=True)
+        record = {
+            "likelihood": type(self.likelihood).__name__,
+            "num_data": self.num_data,
+            "history": self.history,
+            "calibration": self.calibration,
+        }
+        tensors = {name: getattr(self, name) for name in stored.TENSORS}
+        layout = self._linear_model.layout
+        return stored.state_of(tensors, record, layout, self._standing.fingerprint)
+
+    def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
+        """Take over a posterior; refused where the network is not the one it was fitted to."""
+        tensors, record = stored.checked(state, self._linear_model, self.likelihood)
+        size = state["w_samples"].nbytes
+        place = place_of_vectors(size, self.compute, self._device, free_memory(self._device))
+        for name, tensor in tensors.items():
+            setattr(self, name, None if tensor is None else tensor.to(place, copy=True))
+        self.history, self.num_data = record["history"], record["num_data"]
+        self.calibration = record.get("calibration") and Calibration(*record["calibration"])
+        if self.sigma_noise is not None:
+            self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
+        self.num_samples = len(self.w_samples)
+        self._standing = Standing(self._linear_model.network.module)
+
+    def _options(self) -> dict[str, Any]:
+        """Return the constructor's plain arguments, for ``save``."""
+        raise NotImplementedError
+
+    def save(self, path: str | PathLike) -> None:
+        """Write the posterior to a file, without the network."""
+        options = {**self._options(), **stored.likelihood_option(self._given_likelihood)}
+        stored.write(self.state_dict(), path, options)
+
+    @classmethod
+    def load(cls, path: str | PathLike, model: nn.Module, **options: Any) -> Fitted:
+        """Return a saved posterior on its network.
+
+        What tensors cannot hold (a likelihood of your own, forward_fn, target_fn, solver) is
+        passed again, as ``options``.
+        """
+        try:
+            state, options = stored.read(path, model, options)
+            unknown = [name for name in options if name not in signature(cls).parameters]
+            if unknown:
+                raise stored.DamagedError(f"there is no option {unknown[0]!r}.")
+            la = cls(model, options.pop("likelihood"), **options)
+            la.load_state_dict(state)
+        except stored.DamagedError as error:
+            raise stored.DamagedError(f"{str(path)!r} cannot be loaded: {error}") from None
+        return la
+
+    def train(self, mode: bool = True) -> Fitted:
+        """Set this object's own flag; predictions always run the network in eval mode."""
+        self.training = mode
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fitted:
+        """Move posterior and network together."""
+        network = self._linear_model.network
+        stands = self.w_lin is not None and self._standing.holds(network.module)
+        super()._apply(fn, recurse)
+        self.model._apply(fn, recurse)
+        # what derivatives can be trusted is another question on another device
+        self._linear_model = LinearModel(network, self._linear_model.layout)
+        if stands:
+            self._standing = Standing(network.module)
+        return self
+
+    def _store(self, posterior: Posterior, history: list[dict[str, Any]], num_data: int) -> None:
+        for name, tensor in stored.tensors_of(posterior).items():
+            setattr(self, name, tensor)
+        self.history, self.num_data, self.calibration = history, num_data, None
+        if self.sigma_noise is not None:
+            self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
+        elif isinstance(self._given_likelihood, Regression):  # tempered, so its noise stays
+            self.likelihood = self._given_likelihood
+            self.sigma_noise = self.likelihood.sigma_noise.to(self.w_lin.device)
+        self._standing = Standing(self._linear_model.network.module)
+
+    def _require_fit(self, surely: bool = False) -> None:
+        if self.w_lin is None:
+            raise NotFittedError(
+                "There is no posterior yet: call la.fit(train_loader), or la.load_state_dict(state)."
+            )
+        if not self._standing.holds(self._linear_model.network.module, surely):
+            raise NotFittedError(
+                "The network's weights have changed since the fit, so the posterior is not theirs: "
+                "call la.fit(train_loader) again."
+            )
+
+    @property
+    def _device(self) -> torch.device:
+        return self._linear_model.network.device
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        expected = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name}={value!r} is not known: choose one of {expected}.")

@@ -1,0 +1,46 @@
+"""Inputs as people pass them, pushed through the linear model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_lla_em.data import inputs_of, map_tensors, to_device
+from torch_lla_em.jacobian import LinearModel
+
+
+def push_forward(linear_model: LinearModel, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return f(x), shape (B, ..., C), and J(x) w, (K, B, ..., C); in x differentiable, if asked."""
+    network = linear_model.network
+    x = to_device(inputs_of(x) if isinstance(x, Mapping) else x, network.device)
+    differentiate = torch.is_grad_enabled() and _requires_grad(x)
+    try:
+        if linear_model.report is None:
+            linear_model.probe(map_tensors(Tensor.detach, x))
+        with network.guarded(), torch.set_grad_enabled(differentiate):
+            return linear_model.jvp(linear_model.prepare(x), w)
+    except RuntimeError as error:
+        _explain_dtype(error, x, network.module)
+        raise
+
+
+def _explain_dtype(error: RuntimeError, x: Any, module: nn.Module) -> None:
+    """Raise with what to do where inputs are of another precision than all weights."""
+    found: set[torch.dtype] = set()
+    map_tensors(lambda tensor: found.add(tensor.dtype), x)
+    own = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    other = {dtype for dtype in found - own if dtype.is_floating_point}
+    if other and len(own) == 1:
+        raise TypeError(
+            f"The inputs are {other.pop()}, but the network's weights {(*own,)[0]}, and it failed "
+            f"({str(error).splitlines()[0]}): pass inputs of the weights' dtype."
+        ) from error
+
+
+def _requires_grad(x: Any) -> bool:
+    found: list[bool] = []
+    map_tensors(lambda tensor: found.append(tensor.requires_grad), x)
+    return any(found)

@@ -117,9 +117,7 @@ class Study:
 
     def judged(self, product: WhitenedGGN, recipe: Recipe) -> list[float]:
         try:
-            # the norm that clips is that of all samples together
-            columns = COLUMNS if recipe.clip is None else self.args.num_samples
-            x = solve_samples(self.task, product, recipe, self.precision, columns)
+            x = solve_samples(self.task, product, recipe, self.precision, COLUMNS)
         except DivergenceError:
             return [recipe.epochs, inf, inf, recipe.learning_rate]
         errors = self.race.error(x), self.race.dims_error(x, averaged=False)

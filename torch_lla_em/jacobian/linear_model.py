@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em.jacobian import products
+from torch_lla_em.jacobian.factored import Factored, Factors
 from torch_lla_em.jacobian.last_layer import HeadCall, LastLayer
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
@@ -53,6 +54,9 @@ class LinearModel:
 
         self.rows_at_once = inf
         """How many rows of a batch fit; found out where memory ends."""
+
+        self.factored: Factored | None = None
+        """The weights whose Jacobian is taken by factors where that is faster."""
 
         self._last_layer: LastLayer | None = None
         self._looked_for_last_layer = False
@@ -120,18 +124,33 @@ class LinearModel:
             self.path, self.rows_at_once = before
             raise
 
-    def prepare(self, x: Any) -> Any:
+    def prepare(self, x: Any, columns: int = 0, keep: bool = False) -> Any:
         """Do once a batch what several products at x share; pass the result to them.
 
-        Where all random weights are the last layer's, that is the trunk.
+        That is the Jacobian's factors, where as many columns as will be taken pay for them, or
+        where the result is to be kept over passes (it then has ``nbytes``); or the trunk, where
+        all random weights are the last layer's.
         """
-        if isinstance(x, HeadCall) or torch.is_grad_enabled():
+        if isinstance(x, (HeadCall, Factors)) or torch.is_grad_enabled():
             return x
+        factored = self.factored
+        if factored is not None and (keep or columns >= factored.least_columns):
+            factors, shortage = attempt(lambda: factored.run(x, keep))
+            if factors is not None:
+                return factors
+            if shortage is not None:
+                self._leave_factors()
         if not self._looked_for_last_layer:
             self._last_layer = LastLayer.find(self.network, self.layout.names, x)
             self._looked_for_last_layer = True
         prepared = self._last_layer.run(x) if self._last_layer else None
         return x if prepared is None else prepared
+
+    def _leave_factors(self) -> None:
+        """Take no more factors where memory ends: torch.func can do with less."""
+        if self.factored is not None:
+            logger.warning("Out of memory: from now on J is taken without factors.")
+            self.factored = None
 
     def forget_last_layer(self) -> None:
         """Run the whole network for every product from now on."""
@@ -139,7 +158,7 @@ class LinearModel:
 
     def outputs(self, x: Any) -> Tensor:
         """Return f(x), shape (B, ..., C)."""
-        if isinstance(x, HeadCall):
+        if isinstance(x, (HeadCall, Factors)):
             return x.f
         return self.network.function(x, self.layout.names)(self._weights())
 
@@ -154,6 +173,8 @@ class LinearModel:
 
         u has shape (K, B, ..., C), total (K, P).
         """
+        if isinstance(x, Factors):
+            return x.f, self._adding(self._pull_by_factors(x), at_once=True)
         is_head = isinstance(x, HeadCall)
         function = x.head if is_head else self.network.function(x, self.layout.names)
         f, pullback = self._attempt("", 1, lambda: products.vjp(function, self._weights()))
@@ -165,7 +186,7 @@ class LinearModel:
 
     def jvp_and_vjp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor, AddPullback]:
         """Return f(x), J(x) w and the map of ``vjp``; one column takes one forward pass."""
-        if self.path.shared and len(w) == 1 and not isinstance(x, HeadCall):
+        if self.path.shared and len(w) == 1 and not isinstance(x, (HeadCall, Factors)):
             function, weights = self.network.function(x, self.layout.names), self._weights()
             try:
                 with self.network.own_tangents.final():
@@ -181,6 +202,14 @@ class LinearModel:
 
     def _jvp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
         weights, tangents = self._weights(), self._tangents(w)
+        if isinstance(x, Factors):
+            Jw = x.push({name: tangents[name].to(weights[name]) for name in x.weights})
+            rest = {name: weight for name, weight in weights.items() if name not in x.weights}
+            if rest:
+                function = self.network.function(x.x, tuple(rest))
+                tangents = {name: tangents[name] for name in rest}
+                Jw = Jw + products.jvp(function, rest, tangents, self.path)[1]
+            return x.f, Jw
         if not isinstance(x, HeadCall):
             function = self.network.function(x, self.layout.names)
             return products.jvp(function, weights, tangents, self.path)
@@ -189,7 +218,14 @@ class LinearModel:
             Jw = products.push_through(x.tail, {"h": x.h}, {"h": Jw}, self.path.jvp_columns)
         return x.f, Jw
 
-    def _adding(self, pullback: products.Pullback) -> AddPullback:
+    def _pull_by_factors(self, x: Factors) -> products.Pullback:
+        rest = {n: weight for n, weight in self._weights().items() if n not in x.weights}
+        if not rest:
+            return x.pull
+        _, others = products.vjp(self.network.function(x.x, tuple(rest)), rest)
+        return lambda u: {**x.pull(u), **others(u)}
+
+    def _adding(self, pullback: products.Pullback, at_once: bool = False) -> AddPullback:
         """Return the map (u, total): total += Jᵀ u, in as many columns at once as fit."""
 
         def add_pullback(u: Tensor, total: Tensor) -> None:
@@ -200,7 +236,8 @@ class LinearModel:
 
             done = 0
             while done < len(u):
-                chunk = u[done : done + (self.path.vjp_columns or len(u))]
+                step = None if at_once else self.path.vjp_columns
+                chunk = u[done : done + (step or len(u))]
                 try:
                     pulled = self._attempt("vjp_columns", len(chunk), run)
                 except DoesNotFit as error:
@@ -247,6 +284,7 @@ class LinearModel:
         result, shortage = attempt(run)
         if shortage is None:
             return result
+        self._leave_factors()
         columns = min(getattr(self.path, side, None) or columns, columns)
         if columns == 1:
             raise DoesNotFit(shortage)

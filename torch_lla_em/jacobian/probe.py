@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from torch_lla_em.jacobian.blame import layer_at_fault, layer_of, name_layer
 from torch_lla_em.jacobian.checks import checked_outputs, distance, fingerprint, plain_gradient
+from torch_lla_em.jacobian.factored import Factored
 from torch_lla_em.jacobian.last_layer import floating_tensors, hooked
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
@@ -25,6 +27,11 @@ _ROUNDING = 0.03
 # of the largest temporary on a CPU: beyond this every one is fetched anew from the system, which
 # takes as long as the arithmetic
 _FETCHED_BYTES = 2**24
+# of the largest output of a layer, times the outputs of a row: as long as these fit into a CPU's
+# cache, their backward passes are sooner taken together than one after the other
+_STACKED_BYTES = 2**20
+_SLOWER = 1.5
+
 # where fewer columns than this fit a CPU's cache, Jᵀu is faster one by one: J w shares its
 # forward pass among columns, but their backward passes share nothing, and stacking costs
 _PULLED_ALONE = 8
@@ -36,6 +43,7 @@ class Products(Protocol):
     network: Network
     layout: ParameterLayout
     path: Path
+    factored: Factored | None
 
     def prepare(self, x: Any) -> Any: ...
     def forget_last_layer(self) -> None: ...
@@ -66,6 +74,9 @@ class Report(NamedTuple):
     own_left: bool = False
     """Whether layers' own rules of forward mode were left for torch's, which do better."""
 
+    factors: str = ""
+    """How many of the weights have a Jacobian in factors, and what that gives."""
+
     def __str__(self) -> str:
         direction = "forward mode" if self.path.forward else "two reverse passes"
         return "".join(
@@ -77,6 +88,7 @@ class Report(NamedTuple):
                 if self.unbatched
                 else "",
                 "; the trunk runs once a batch" if self.last_layer else "",
+                f"; {self.factors}" if self.factors else "",
                 "; by torch's derivatives of every layer: the library's own failed"
                 if self.own_left
                 else "",
@@ -108,6 +120,7 @@ def choose_path(model: Products, x: Any) -> Report:
     with torch.random.fork_rng(devices=sorted(devices)):
         try:
             prepared, report = _checked_by_rules(model, x)
+            model.factored = _agreeing_factors(model, x, prepared, report)
         except Exception:  # perhaps of memory: with fewer rows all of it is tried again
             model.path = start
             raise
@@ -118,7 +131,19 @@ def choose_path(model: Products, x: Any) -> Report:
             "which would change the trained network. Write to a copy, or register a buffer "
             "and assign to it."
         )
-    return report._replace(last_layer=prepared is not x)
+    return report._replace(last_layer=prepared is not x, factors=_factors(model))
+
+
+def _factors(model: Products) -> str:
+    if model.factored is None:
+        return ""
+    of = dict(zip(model.layout.names, model.layout.sizes))
+    number = sum(of[name] for name in model.factored.names)
+    seconds, otherwise = model.factored.seconds
+    return (
+        f"{number} of {model.layout.size} weights have factors, by which a column takes "
+        f"{seconds:.1e} s, {otherwise:.1e} s without"
+    )
 
 
 def _checked_by_rules(model: Products, x: Any) -> tuple[Any, Report]:
@@ -223,6 +248,67 @@ def _choose(model: Products, x: Any, columns: _Columns) -> Report:
     model.path = model.path._replace(shared=forward and _shares(model, x, columns))
     why = "" if forward else reasons.get(True, "treats the rows of a tied padding_idx otherwise")
     return Report(model.path, errors[forward], why, False, tuple(unbatched))
+
+
+def _agreeing_factors(model: Products, x: Any, prepared: Any, report: Report) -> Factored | None:
+    """Return how to take J by factors, and how long they take, where all products agree."""
+    network, names = model.network, model.layout.names
+    if network.precision == "bfloat16":
+        return None
+    try:
+        factored = Factored.find(network, names, x)
+        if factored is None:
+            return None
+        outputs, largest = (
+            network.function(x, names)(network.weights(names)),
+            _largest_on_cpu(network, x),
+        )
+        if largest is None or largest * outputs[0].numel() <= _STACKED_BYTES:
+            factored.at_once = outputs[0].numel()
+        factors = factored.run(x)
+    except Exception as error:  # whatever a network does that has no factors
+        _refuse_shortage(error)
+        return None
+    if factors is None:
+        return None
+    generator = torch.Generator().manual_seed(1)
+    w = torch.randn(2, model.layout.size, generator=generator).to(
+        model.layout.flatten(network.weights(names))
+    )
+    u = torch.randn(2, *outputs.shape, generator=generator).to(outputs)
+
+    def product(x: Any) -> tuple[float, Tensor, Tensor]:
+        total, start = torch.zeros_like(w), _now(network)
+        _, Jw, add_pullback = model.jvp_and_vjp(x, w)
+        add_pullback(u, total)
+        return (_now(network) - start) / len(w), Jw, total
+
+    otherwise, Jw, total = product(prepared)
+    seconds, again, pulled = product(factors)
+    eps = max(torch.finfo(t.dtype).eps for t in (outputs, w))
+    blocks = zip(*(t.split(model.layout.sizes, -1) for t in (pulled, total)))
+    floor = math.sqrt(eps) * total.norm().item() / 100
+    close = [
+        (a - b).norm().item() <= max(floor, 100 * math.sqrt(eps) * b.norm().item())
+        for a, b in blocks
+    ]
+    if not all(close) or distance(again, Jw) > math.sqrt(eps):
+        return None
+    # by the clock only where it is plain: a run that is taken up again has to choose alike
+    if seconds > _SLOWER * otherwise:
+        return None
+    factored.seconds = seconds, otherwise
+    others = len(factored.names) < len(names)
+    factored.least_columns = outputs[0].numel() * (2 if others else 1)
+    return factored
+
+
+def _now(network: Network) -> float:
+    """Return the seconds of work so far; on a CPU those of others do not count."""
+    if network.device.type == "cpu":
+        return time.process_time()
+    torch.accelerator.synchronize(network.device)
+    return time.perf_counter()
 
 
 def _refuse_shortage(error: Exception) -> None:

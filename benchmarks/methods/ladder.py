@@ -34,7 +34,7 @@ Method = Callable[[Iterable[Tensor], Tensor], dict[str, Classes]]
 def options(rung: Rung, description: str) -> argparse.ArgumentParser:
     """Return what every script of the ladder can be asked."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    data = parser.add_mutually_exclusive_group(required=True)
+    data = parser.add_mutually_exclusive_group(required=rung.source.packaged is None)
     data.add_argument("--data-dir", type=Path, help="where the data set lies; never downloaded")
     data.add_argument("--synthetic", action="store_true", help="made-up images of the same shape")
     parser.add_argument("--network", choices=rung.networks, default=next(iter(rung.networks)))
@@ -73,7 +73,10 @@ def climb(rung: Rung, args: argparse.Namespace) -> None:
         given = [size if size is not None else other for size, other in zip(given, default)]
     with ranks.ranks(args.device) as device:
         try:
-            data = splits(rung.source, None if args.synthetic else args.data_dir, Sizes(*given))
+            source, folder = rung.source, args.data_dir
+            if folder is None and not args.synthetic:
+                source, folder = source._replace(load=lambda *_: rung.source.packaged()), Path()
+            data = splits(source, folder, Sizes(*given))
             records = list(measured(rung, args, data, device))
         except MissingData as error:
             raise SystemExit(str(error)) from None

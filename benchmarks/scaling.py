@@ -20,9 +20,9 @@ import torch
 from methods.provenance import provenance
 from torch import distributed as dist
 from torch import nn
+from torch_lla_em.distributed import spread_of
 
 from torch_lla_em.data.loader import Data
-from torch_lla_em.distributed import spread_of
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch_lla_em import Compute, LinearisedLaplace
 from torch_lla_em.data.loader import Data
 from torch_lla_em.likelihoods import Classification
+from torch_lla_em.problem import prepare
 from torch_lla_em.problem.problem import Problem
 
 MEANS = {
@@ -73,7 +74,7 @@ def measure(args: argparse.Namespace, name: str, means: str) -> list[dict]:
     for count in args.columns:
         la = LinearisedLaplace(model, "classification")
         problem = Problem(la._linear_model, Classification(), Data([(x, y)], device))
-        problem.prepare(count, MEANS[means] or Compute())
+        prepare(problem, count, MEANS[means] or Compute())
         names = problem.linear_model.layout.names
         product = problem.ggn_product if MEANS[means] else plain_product(model, names, x)
         w = torch.randn(count, problem.size, device=device)

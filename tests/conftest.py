@@ -58,5 +58,5 @@ def own_tangents_at_any_size(monkeypatch):
 @pytest.fixture
 def every_batch(monkeypatch):
     """Have what a pass has summed written after every batch."""
-    monkeypatch.setattr("torch_lla_em.checkpoint.partial_pass.INTERVAL", 0.0)
-    monkeypatch.setattr("torch_lla_em.checkpoint.partial_pass.WRITES", 0.0)
+    monkeypatch.setattr("torch_lla_em.checkpoint.partial.INTERVAL", 0.0)
+    monkeypatch.setattr("torch_lla_em.checkpoint.partial.WRITES", 0.0)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
-from torch_lla_em.checkpoint import FORMAT, FirstOutputs, PassLog, RecordedProblem, SharedLog
+from torch_lla_em.checkpoint import FORMAT
 from torch_lla_em.data import Chain, Data, TargetFn
-from torch_lla_em.distributed import SHARDS, compare_ranks, share_path, spread_of
-from torch_lla_em.history import record_of, summary_of
 from torch_lla_em.inference import (
     Earlier,
-    EMState,
     FitOptions,
     Solver,
     fit_posterior,
@@ -41,26 +36,14 @@ from torch_lla_em.likelihoods import (
     tempered,
 )
 from torch_lla_em.prediction import Fitted, NotFittedError, check_choice
-from torch_lla_em.problem import Problem
-from torch_lla_em.runtime import Compute, Group, group_of, leaving_cleanly, tf32
+from torch_lla_em.problem import EarlierRows, Problem
+from torch_lla_em.runtime import Compute, Group, group_of
 from torch_lla_em.runtime import records as persistence
+from torch_lla_em.session import SHARDS, Session, Wish
 from torch_lla_em.solvers import Newton
-
-logger = logging.getLogger("torch_lla_em")
 
 # beside the posterior in a finished checkpoint: what the fit of later data adds to
 _ETA = "eta"
-
-
-class _Wish(NamedTuple):
-    """What a call of ``fit`` asks for."""
-
-    em_steps: int
-    prior_precision: float | Tensor | None
-    progress_bar: bool
-    checkpoint: str | PathLike | None
-    update: str
-    override: bool
 
 
 class LinearisedLaplace(Fitted):
@@ -147,24 +130,40 @@ class LinearisedLaplace(Fitted):
         ``"auto"``, which logs its choice; ``"weights"`` slices all vectors over the ranks as
         well, where they do not fit on one; ``None`` lets each rank fit on its own.
         """
+        wish = Wish(em_steps, prior_precision, progress_bar, checkpoint, update, override, shard)
         check_choice("shard", shard, SHARDS)
-        self._shard = shard
-        wish = _Wish(em_steps, prior_precision, progress_bar, checkpoint, update, override)
-        with group_of(shard).joined() as group:
-            return self._fit(loader, wish, group)
-
-    def _fit(self, loader: Iterable[Any], wish: _Wish, group: Group) -> LinearisedLaplace:
-        em_steps, prior_precision, progress_bar, checkpoint, update, override = wish
         check_choice("update", update, ("mackay", "em"))
         if em_steps < 0:
             raise ValueError(f"em_steps must be 0 or more, not {em_steps}.")
-        more = not override and self.w_lin is not None
-        start = self._start(prior_precision, em_steps, more)
+        self._shard = shard
+        with group_of(shard).joined() as group:
+            return self._fit(loader, wish, group)
+
+    def _fit(self, loader: Iterable[Any], wish: Wish, group: Group) -> LinearisedLaplace:
+        more = not wish.override and self.w_lin is not None
         loaders, data = self._open(loader, more, group)
         fitted = self.likelihood if more else self._given_likelihood
-        likelihood = tempered(fitted, self.temperature)
-        earlier = self._earlier.at(likelihood) if more and self._earlier else None
-        options = FitOptions(
+        problem = Problem(self._linear_model, tempered(fitted, self.temperature), data)
+        problem.earlier = self._earlier.at(problem.likelihood) if more and self._earlier else None
+        options = self._fit_options(wish, problem.earlier, more)
+        with Session(problem, wish, self._header(options, fitted)) as run:
+            state = run.finished()
+            if state is not None:
+                self.load_state_dict(state)
+            else:
+                run.begin(self.num_samples, self.compute)
+                posterior = fit_posterior(problem, options, run.on_step)
+                run.end()
+                self._store(posterior, run.history, data.num_rows)
+                state = {} if posterior.noise is None else {_ETA: posterior.noise.eta}
+                run.keep({**self.state_dict(), **state})
+        self._loaders, self._earlier = loaders, None
+        if _ETA in state:
+            self._earlier = Earlier.of(state[_ETA], self.scale, problem.likelihood, data)
+        return self
+
+    def _fit_options(self, wish: Wish, earlier: EarlierRows | None, more: bool) -> FitOptions:
+        return FitOptions(
             self.num_samples,
             self.seed,
             self.g_prior,
@@ -172,84 +171,13 @@ class LinearisedLaplace(Fitted):
             self.solver,
             self.tolerance,
             self.curvature,
-            update,
-            em_steps,
-            start,
+            wish.update,
+            wish.em_steps,
+            self._start(wish.prior_precision, wish.em_steps, more),
             earlier.num_rows if earlier else 0,
-            keep_noise=not override,
+            keep_noise=not wish.override,
             warm=(self.w_lin, self.w_samples) if more else None,
         )
-        header = self._header(options, fitted) if checkpoint is not None or group.size > 1 else {}
-        shared = {"shard": self._shard, "checkpoint": checkpoint is not None}
-        compare_ranks(group, self._device, {**shared, **header})
-        problem = Problem(self._linear_model, likelihood, data)
-        if checkpoint is not None:
-            log = (
-                PassLog(checkpoint, header)
-                if group.size == 1
-                else SharedLog(checkpoint, header, group)
-            )
-            if self._comes_back(log, data, likelihood):
-                self._loaders = loaders
-                return self
-            if group.rank == 0:
-                log.require_room(2 * self.num_samples * problem.size * problem.dtype.itemsize)
-            problem = RecordedProblem(self._linear_model, likelihood, data)
-        problem.spread = spread_of(problem, self._shard, self.num_samples)
-        if checkpoint is not None and group.size > 1:
-            log.spread = problem.spread
-        problem.earlier = earlier
-        history: list[dict[str, Any]] = []
-        with (
-            leaving_cleanly(at_once=checkpoint is None) as leaving,
-            tqdm(total=em_steps, desc="EM", disable=group.rank > 0 or not progress_bar) as bar,
-        ):
-            if checkpoint is not None:
-                problem.record(log, leaving)
-            plan = problem.prepare(self.num_samples, self.compute)
-            if checkpoint is not None:
-                self._compare_outputs(log, data)
-            logger.log(logging.WARNING if plan.tight else logging.INFO, "%s", plan)
-            if progress_bar and group.rank == 0:
-                bar.write(str(plan))
-
-            def report(state: EMState) -> None:
-                history.append(record_of(state, data.num_passes))
-                bar.update()
-                bar.set_postfix(summary_of(history[-1]))
-
-            # for the solvers; the network has a precision of its own
-            with tf32(self._device, False):
-                posterior = fit_posterior(problem, options, report)
-        data.confirm()
-        problem.refuse_changed_weights()
-        share_path(problem)
-        self._store(posterior, history, data.num_rows)
-        self._loaders = loaders
-        kept = {} if posterior.noise is None else {_ETA: posterior.noise.eta}
-        self._earlier = Earlier.of(kept[_ETA], self.scale, likelihood, data) if kept else None
-        if checkpoint is not None:
-            log.finish({**self.state_dict(), **kept}, data.facts())
-        return self
-
-    def _comes_back(self, log: PassLog, data: Data, likelihood: Likelihood) -> bool:
-        """Take over the posterior of a finished checkpoint, if it is one and of these data."""
-        state = log.posterior(self._device)
-        if state is None:
-            return False
-        self._compare_outputs(log, data)
-        data.restore(persistence.from_bytes(state["facts"]))
-        data.confirm()
-        self.load_state_dict(state)
-        if _ETA in state:
-            self._earlier = Earlier.of(state[_ETA], self.scale, likelihood, data)
-        return True
-
-    def _compare_outputs(self, log: PassLog, data: Data) -> None:
-        """Refuse a checkpoint of other outputs; every rank reads a batch, so that all go on alike."""
-        outputs = FirstOutputs.of(self._linear_model, data)
-        if data.group.rank == 0:
-            log.compare(outputs)
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
         """Take over a posterior; refused where the network is not the one it was fitted to."""

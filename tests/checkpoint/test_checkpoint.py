@@ -17,12 +17,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from torch_lla_em import SGD, Compute, LinearisedLaplace
-from torch_lla_em.checkpoint.partial_pass import PartialPass
-from torch_lla_em.checkpoint.pass_log import PassLog
+from torch_lla_em.checkpoint.log import Log as PassLog
+from torch_lla_em.checkpoint.partial import Partial
 from torch_lla_em.data import sources as orders
 from torch_lla_em.inference.fitting import fit_posterior
 from torch_lla_em.likelihoods import Classification
-from torch_lla_em.problem.problem import Problem
 from torch_lla_em.runtime import records as persistence
 from torch_lla_em.runtime.files import write_atomically
 
@@ -104,7 +103,7 @@ def interrupted(tmp_path):
 def test_memory_may_be_another_at_a_restart(
     solver, prior, first, later, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(Problem, "free_memory", lambda self: first)
+    monkeypatch.setattr("torch_lla_em.problem.setting.memory_for_vectors", lambda _: first)
     whole = fit(solver, Fuse(10**6), tmp_path / "whole", prior=prior)
     broken = 0
     while True:
@@ -112,7 +111,7 @@ def test_memory_may_be_another_at_a_restart(
             la = fit(solver, Fuse(5), tmp_path / "broken", prior=prior)
             break
         except InterruptedError:
-            monkeypatch.setattr(Problem, "free_memory", lambda self: later)
+            monkeypatch.setattr("torch_lla_em.problem.setting.memory_for_vectors", lambda _: later)
             broken += 1
     assert broken > 1
     assert torch.equal(la.w_samples, whole.w_samples)
@@ -268,7 +267,7 @@ def test_a_disk_that_fills_up_costs_nothing_but_the_checkpoint(tmp_path, monkeyp
         write_atomically(state, path)
 
     whole = fit("krylov", Fuse(10**6), tmp_path / "whole")
-    monkeypatch.setattr("torch_lla_em.checkpoint.pass_log.write_atomically", failing)
+    monkeypatch.setattr("torch_lla_em.runtime.files.write_atomically", failing)
     with pytest.raises(InterruptedError):
         fit("krylov", Fuse(8), tmp_path / "full")
     assert "cannot be written any more" in caplog.text
@@ -412,12 +411,12 @@ def test_batches_that_are_kept_come_in_their_order_at_a_restart(tmp_path, monkey
     """An unbroken run goes over them as in the third pass; a restart has to read them so."""
     recorded, left = PassLog.recorded, [0]
 
-    def counted(log, key, compute):
+    def counted(log, key, device, compute):
         if not log.next_pass.exists():
             if not left[0]:
                 raise InterruptedError
             left[0] -= 1
-        return recorded(log, key, compute)
+        return recorded(log, key, device, compute)
 
     def run(passes, folder):
         torch.manual_seed(0)
@@ -511,10 +510,10 @@ class Clock:
 
 def writes_of_parts(monkeypatch, clock):
     """Return a list that grows with every part of a pass that is written, by this clock."""
-    written, write = [], PartialPass.write
-    monkeypatch.setattr("torch_lla_em.checkpoint.partial_pass.time", clock)
-    monkeypatch.setattr("torch_lla_em.checkpoint.partial_pass.WRITES", 1.0)
-    monkeypatch.setattr(PartialPass, "write", lambda *args: written.append(1) or write(*args))
+    written, write = [], Partial._write
+    monkeypatch.setattr("torch_lla_em.checkpoint.partial.time", clock)
+    monkeypatch.setattr("torch_lla_em.checkpoint.partial.WRITES", 1.0)
+    monkeypatch.setattr(Partial, "_write", lambda *args: written.append(1) or write(*args))
     return written
 
 
@@ -612,7 +611,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_posterior(tmp_path, monkeypatch
         write_atomically(state, path)
 
     whole = fit("krylov", Fuse(10**6), tmp_path / "whole")
-    monkeypatch.setattr("torch_lla_em.checkpoint.pass_log.write_atomically", full)
+    monkeypatch.setattr("torch_lla_em.runtime.files.write_atomically", full)
     la = fit("krylov", Fuse(10**6), tmp_path / "full")
     assert "cannot be written any more" in caplog.text
     assert torch.equal(la.w_samples, whole.w_samples)
@@ -868,9 +867,9 @@ def test_a_pass_that_failed_is_asked_again_in_its_place(tmp_path):
     def fails():
         raise torch.OutOfMemoryError("none left")
 
-    log.recorded(key, lambda: entry)
+    log.recorded(key, "cpu", lambda: entry)
     with pytest.raises(torch.OutOfMemoryError):
-        log.recorded(key, fails)
-    log.recorded(key, lambda: entry)
+        log.recorded(key, "cpu", fails)
+    log.recorded(key, "cpu", lambda: entry)
     assert log.position == 2 == len(list(tmp_path.glob("pass-*.pt")))
     assert all((tmp_path / f"pass-0000{number}.pt").exists() for number in range(2))

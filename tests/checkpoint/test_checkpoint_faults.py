@@ -14,7 +14,7 @@ import torch
 from checkpoints import Fuse, Rationed, fit
 from tiny import tiny
 
-from torch_lla_em.checkpoint.pass_log import PassLog
+from torch_lla_em.checkpoint.log import Log as PassLog
 from torch_lla_em.runtime import files
 
 
@@ -112,8 +112,8 @@ def left(tmp_path_factory):
     """A folder of a run that was left inside its third pass, and what an unbroken one gives."""
     folder = tmp_path_factory.mktemp("left")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_lla_em.checkpoint.partial_pass.INTERVAL", 0.0)
-        patch.setattr("torch_lla_em.checkpoint.partial_pass.WRITES", 0.0)
+        patch.setattr("torch_lla_em.checkpoint.partial.INTERVAL", 0.0)
+        patch.setattr("torch_lla_em.checkpoint.partial.WRITES", 0.0)
         with pytest.raises(InterruptedError):
             fit("krylov", Rationed(13), folder / "run")
     return folder / "run", fit("krylov", Rationed(10**6), folder / "whole")
@@ -199,7 +199,7 @@ def test_a_fit_goes_on_from_its_passes_without_room_for_more(left, tmp_path, mon
 AT_WORK = """
 import sys, time
 from pathlib import Path
-from torch_lla_em.checkpoint.pass_log import PassLog
+from torch_lla_em.checkpoint.log import Log as PassLog
 PassLog(Path(sys.argv[1]), {})
 print("begun", flush=True)
 time.sleep(600)
@@ -231,11 +231,11 @@ def test_folders_without_locks_are_fine(tmp_path, monkeypatch, caplog):
 
 def test_a_pass_that_another_run_removes_is_computed(tmp_path, monkeypatch):
     entry = {"Gw": torch.ones(2)}
-    PassLog(tmp_path, {}).recorded(torch.ones(3), lambda: entry)
+    PassLog(tmp_path, {}).recorded(torch.ones(3), "cpu", lambda: entry)
 
     def removed(path, *_):
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
 
     log = PassLog(tmp_path, {})
     monkeypatch.setattr(files, "tensors_of", removed)
-    assert log.recorded(torch.ones(3), lambda: entry) is entry
+    assert log.recorded(torch.ones(3), "cpu", lambda: entry) is entry

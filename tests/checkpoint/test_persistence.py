@@ -53,12 +53,13 @@ def test_files_have_ordinary_modes(mask, tmp_path):
     assert stat.S_IMODE((tmp_path / "state.pt").stat().st_mode) == 0o666 & ~mask
 
 
-def test_links_stay_links(tmp_path):
+def test_links_are_replaced_and_never_written_through(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     link = tmp_path / "latest.pt"
     link.symlink_to(tmp_path / "elsewhere" / "state.pt")
     write_atomically({"a": torch.ones(1)}, link)
-    assert link.is_symlink() and (tmp_path / "elsewhere" / "state.pt").is_file()
+    assert link.is_file() and not link.is_symlink()
+    assert not (tmp_path / "elsewhere" / "state.pt").exists()
 
 
 def test_folders_that_are_not_there_are_named(tmp_path):

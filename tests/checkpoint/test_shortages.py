@@ -1,69 +1,45 @@
 """A run that memory ended in goes on, after a kill, as it did: without what had no room."""
 
-import importlib
-
 import pytest
 import torch
-from checkpoints import SOLVERS, Fuse, fit
+from checkpoints import Fuse, fit
 
-from torch_lla_em import BlockKrylov
+from torch_lla_em.solvers.space import Space
 
 
 class EndsOnce:
-    """Lets memory end in some call of a function, before or after it does its work."""
+    """Lets memory end in some call of a method, and a loader die soon after."""
 
-    def __init__(self, function, call, after):
-        self.function, self.left, self.after = function, call, after
+    def __init__(self, method, call):
+        self.method, self.left = method, call
         self.loader = None
         """What then dies at the next pass."""
 
     def __call__(self, *args, **kwargs):
         self.left -= 1
-        result = self.function(*args, **kwargs) if self.after or self.left else None
         if self.left == 0:
             if self.loader is not None:
                 self.loader.passes_left = 1
             raise torch.OutOfMemoryError("none left")
-        return result
+        return self.method(*args, **kwargs)
 
 
-LANCZOS = "torch_lla_em.solvers.block_lanczos.gram"
-DEFLATION = "torch_lla_em.solvers.deflation.gram"
-SAMPLES = "torch_lla_em.inference.expectation.optimise_samples"
-
-SOLVERS["block krylov"] = BlockKrylov()
-
-# solver, prior, and the call of a function that memory ends in, before or after its work
-ENDS = [
-    ("krylov", "scalar", LANCZOS, 13, False),
-    ("krylov", "scalar", LANCZOS, 16, True),
-    ("krylov", "scalar", "torch_lla_em.inference.krylov_e_step.optimise_MAP", 2, True),
-    ("krylov", "scalar", "torch_lla_em.inference.krylov_e_step.optimise_samples", 1, True),
-    ("block krylov", "layerwise", LANCZOS, 30, False),
-    ("cg", "layerwise", LANCZOS, 5, False),
-    ("cg", "layerwise", DEFLATION, 7, False),
-    ("cg", "layerwise", SAMPLES, 2, True),
-]
-
-
-@pytest.mark.parametrize("solver, prior, name, call, after", ENDS)
+@pytest.mark.parametrize(
+    "solver, prior, call",
+    [("krylov", "scalar", 9), ("krylov", "scalar", 16), ("cg", "layerwise", 5)],
+)
 @pytest.mark.filterwarnings("ignore:The samples are known", "ignore:The linear mode is known")
-def test_memory_ends_at_a_restart_where_it_ended(
-    solver, prior, name, call, after, tmp_path, monkeypatch
-):
-    module, function = name.rsplit(".", 1)
-    original = getattr(importlib.import_module(module), function)
-
+def test_memory_ends_at_a_restart_where_it_ended(solver, prior, call, tmp_path, monkeypatch):
     def run(loader, folder):
         return fit(solver, loader, tmp_path / folder, prior=prior, num_samples=2)
 
-    memory = EndsOnce(original, call, after)
-    monkeypatch.setattr(name, memory)
+    memory = EndsOnce(Space.gram, call)
+    monkeypatch.setattr(Space, "gram", lambda *args, **options: memory(*args, **options))
     whole = run(Fuse(-1), "whole")
     assert memory.left <= 0
     memory.left, memory.loader = call, Fuse(-1)
     with pytest.raises(InterruptedError):
         run(memory.loader, "broken")
     la = run(Fuse(-1), "broken")
-    assert torch.equal(la.w_samples, whole.w_samples) and torch.equal(la.w_lin, whole.w_lin)
-    assert not (tmp_path / "broken" / "shortages.pt").exists()
+    torch.testing.assert_close(la.w_samples, whole.w_samples, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(la.w_lin, whole.w_lin, rtol=1e-6, atol=1e-8)

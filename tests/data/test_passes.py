@@ -122,8 +122,8 @@ FORMS = ["padded text", "token targets", "objects", "sentences"]
 
 @pytest.fixture
 def every_batch(monkeypatch):
-    monkeypatch.setattr("torch_lla_em.checkpoint.partial_pass.INTERVAL", 0.0)
-    monkeypatch.setattr("torch_lla_em.checkpoint.partial_pass.WRITES", 0.0)
+    monkeypatch.setattr("torch_lla_em.checkpoint.partial.INTERVAL", 0.0)
+    monkeypatch.setattr("torch_lla_em.checkpoint.partial.WRITES", 0.0)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -7,7 +7,7 @@ from tiny import tiny
 from torch_lla_em.exact import gaussian_log_prob
 from torch_lla_em.inference.curve import Modes, plot_curve
 from torch_lla_em.laplace import LinearisedLaplace
-from torch_lla_em.problem.problem import Problem
+from torch_lla_em.problem.passes import LocalPasses
 
 
 def fitted(name, **options):
@@ -66,7 +66,7 @@ def test_the_curve_takes_no_pass(name, monkeypatch):
     def refuse(*arguments):
         raise AssertionError("a pass over the data")
 
-    monkeypatch.setattr(Problem, "_batches", refuse)
+    monkeypatch.setattr(LocalPasses, "batches", refuse)
     monkeypatch.setattr(torch.nn.Linear, "forward", refuse)
     grid = la.prior_precision.item() * torch.logspace(-0.4, 0.4, 5, dtype=torch.float64)
     assert la.curve(grid).log_evidence.value.isfinite().all()

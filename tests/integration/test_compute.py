@@ -14,6 +14,7 @@ from torch import nn
 from torch_lla_em import BlockKrylov, Compute, LinearisedLaplace
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.likelihoods import Classification
+from torch_lla_em.problem import prepare
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.runtime.compute import tf32
 from torch_lla_em.runtime.group import Group
@@ -183,7 +184,7 @@ def test_the_estimate_is_what_a_fit_takes():
     x, y = torch.randn(64, 20), torch.randint(0, 3, (64,))
     la = LinearisedLaplace(wide(), "classification", num_samples=8, solver=solver)
     problem = Problem(la._linear_model, Classification(), _data([(x, y)]))
-    plan = problem.prepare(8, Compute())
+    plan = prepare(problem, 8, Compute())
     with Allocator() as allocator:
         la.fit([(x, y)], progress_bar=False, em_steps=3)
     assert 0.6 < allocator.peak / plan.vectors < 1.3
@@ -209,7 +210,7 @@ def test_processes_on_one_device_share_its_memory(monkeypatch):
     alone = case.problem().prepare(4, Compute())
     problem = case.problem()
     problem.data.group = Pair()
-    shared = problem.prepare(4, Compute())
+    shared = prepare(problem, 4, Compute())
     assert (alone.free, shared.free) == (8e6, 4e6)
 
 

@@ -186,8 +186,8 @@ def test_other_paths_and_samplers_are_refused(tmp_path):
 
 
 def test_other_devices_are_refused(monkeypatch):
-    from torch_lla_em.distributed import compare_ranks
     from torch_lla_em.runtime.group import Group
+    from torch_lla_em.session import compare_ranks
 
     class Two(Group):
         def meet(self, subject, value, merge):

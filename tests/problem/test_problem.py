@@ -11,6 +11,7 @@ from torch_lla_em.inference.prior import DAMPING, g_prior_scale, g_prior_squares
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
+from torch_lla_em.problem import prepare
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.runtime.compute import Compute
 
@@ -140,17 +141,17 @@ class Unread(TorchDispatchMode):
 
 def watched_product(problem, w, begin, end):
     """G w, with ``begin`` called as the first of two batches comes, ``end`` after the second."""
-    batches = problem._batches
+    batches = problem.local.batches
 
-    def watch(rows):
-        for number, batch in enumerate(batches(rows)):
+    def watch(*rows):
+        for number, batch in enumerate(batches(*rows)):
             if number == 0:
                 begin()
             yield batch
             if number == 1:
                 end()
 
-    problem._batches = watch
+    problem.local.batches = watch
     try:
         return problem.ggn_product(w)
     finally:
@@ -159,7 +160,7 @@ def watched_product(problem, w, begin, end):
 
 def unread_product(problem, w):
     """G w of two batches that are kept, without a number read between them."""
-    problem.prepare(3, Compute())
+    prepare(problem, 3, Compute())
     for _ in range(4):
         problem.ggn_product(w)
     assert problem.data.kept
@@ -179,7 +180,7 @@ def test_nothing_is_read_inside_a_pass(name, curved):
 
 def test_a_read_inside_a_pass_would_be_seen():
     problem = tiny("classification").problem(17)
-    problem._inspect = lambda batch, f: bool(f.isfinite().all())
+    problem.work.inspect = lambda batch, f: bool(f.isfinite().all())
     with pytest.raises(AssertionError, match="_local_scalar_dense"):
         unread_product(problem, torch.ones(3, problem.size, dtype=torch.float64))
 
@@ -193,7 +194,7 @@ def test_no_batch_waits_for_the_card(name):
     linear = LinearModel(Network(case.model.cuda()), case.layout)
     batches = list(zip(x.tensor_split([17]), y.tensor_split([17])))
     problem = Problem(linear, likelihood_of(name), Data(batches, torch.device("cuda")))
-    problem.prepare(3, Compute())
+    prepare(problem, 3, Compute())
     w = torch.randn(3, problem.size, dtype=torch.float64, device="cuda")
     for _ in range(4):
         problem.ggn_product(w)

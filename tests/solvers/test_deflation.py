@@ -10,7 +10,6 @@ from torch_lla_em.inference.expectation import Hyperparameters, IterativeEStep
 from torch_lla_em.inference.fitting import FitOptions, make_e_step
 from torch_lla_em.inference.posterior_samples import optimise_samples
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
-from torch_lla_em.problem.problem import Problem
 from torch_lla_em.solvers import BlockCG, Operator
 from torch_lla_em.solvers.block_lanczos import BlockLanczos
 from torch_lla_em.solvers.deflation import DeflatedCG, Preconditioner, nystrom_features
@@ -185,7 +184,7 @@ def test_going_on_at_another_precision_needs_no_product_for_its_residual(precisi
 
 
 def test_without_room_for_a_basis_solves_are_plain(monkeypatch):
-    monkeypatch.setattr(Problem, "free_memory", lambda self: 4.0)
+    monkeypatch.setattr("torch_lla_em.problem.setting.free_memory", lambda device: 4.0)
     problem = tiny("classification").problem(7, 18)
     noise = get_sto_samples(problem, 3, layerwise=True)
     e_step = DeflatedEStep(problem, noise, BlockCG(), 0)

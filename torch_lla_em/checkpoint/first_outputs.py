@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Batch, Data, Identity, map_tensors
-from torch_lla_em.jacobian import LinearModel
-from torch_lla_em.runtime import attempt, is_shortage
-from torch_lla_em.runtime import records as persistence
+from torch_lla_em.data import Batch, Identity, map_tensors
+from torch_lla_em.problem import Problem
+from torch_lla_em.runtime import attempt, is_shortage, records
 
 # rounding of one network on two machines, relative, at least; and in units of its own precision
 _ROUNDING = 1e-4
@@ -30,10 +29,11 @@ class FirstOutputs(NamedTuple):
     """By how much numbers may differ, relative."""
 
     @classmethod
-    def of(cls, linear_model: LinearModel, data: Data) -> FirstOutputs | None:
+    def of(cls, problem: Problem) -> FirstOutputs | None:
         """Look at the batch that the next pass goes on from; None where there is no telling."""
-        first, rows = data.first(), linear_model.rows_at_once
+        first, rows = problem.data.first(), problem.fitting.rows
         part = first if rows == inf else next(first.split(int(rows)))
+        linear_model = problem.linear_model
         network = linear_model.network
 
         def run() -> Tensor | None:
@@ -68,11 +68,11 @@ class FirstOutputs(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what ``known`` takes."""
-        return {"batch": persistence.to_bytes(self.batch.state()), "numbers": self.numbers}
+        return {"batch": records.to_bytes(self.batch.state()), "numbers": self.numbers}
 
     def known(self, tensors: dict[str, Tensor]) -> FirstOutputs:
         """Return those of a file."""
-        batch = Identity.of(persistence.from_bytes(tensors["batch"]))
+        batch = Identity.of(records.from_bytes(tensors["batch"]))
         return self._replace(batch=batch, numbers=tensors["numbers"])
 
 

@@ -15,7 +15,7 @@ from torch_lla_em.inference.expectation import Expectation, Hyperparameters, Ite
 from torch_lla_em.inference.linear_mode import LinearMode, Precondition
 from torch_lla_em.inference.posterior_samples import PosteriorSamples
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
-from torch_lla_em.problem import Problem, WhitenedGGN
+from torch_lla_em.problem import Problem, WhitenedGGN, room
 from torch_lla_em.solvers import (
     BlockCG,
     BlockKrylov,
@@ -116,7 +116,7 @@ class DeflatedEStep(IterativeEStep):
     def _build_features(self, hyper: Hyperparameters) -> Tensor | None:
         prior, noise = self._noise.prior, self._noise
         start = torch.cat([noise.xi, prior.scale * noise.eta])
-        solver = BlockKrylov(memory=self._problem.room() / 4)
+        solver = BlockKrylov(memory=room(self._problem) / 4)
         krylov = solver.factorise(WhitenedGGN(self._problem, prior.scale), start, len(noise.xi))
         lanczos, shift = krylov.lanczos, Shift(hyper.precision.log().mean().exp().item())
         while lanczos.num_steps < _MAX_STEPS and not lanczos.exhausted:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.likelihoods import Regression
-from torch_lla_em.problem import Problem, WhitenedGGN
+from torch_lla_em.problem import Problem, WhitenedGGN, room
 from torch_lla_em.solvers import BlockLanczos, KrylovPosterior, Shift
 
 _MAX_PASSES = 60
@@ -29,7 +29,7 @@ def log_dets(problem: Problem, noise: StochasticPrior, precision: Tensor) -> Ten
     deviation = noise.prior.deviation(precision)
     start = torch.cat([noise.xi, deviation * noise.eta])
     # the basis is kept for orthogonality alone: nothing is lost where it does not fit
-    memory = problem.room() / 2
+    memory = room(problem) / 2
     lanczos = BlockLanczos(WhitenedGGN(problem, deviation), start, memory)
     krylov, unit = KrylovPosterior(lanczos, len(noise.xi)), Shift(1.0)
     for _ in range(_MAX_PASSES):

@@ -19,7 +19,7 @@ from torch_lla_em.inference.mackay import Estimate
 from torch_lla_em.inference.posterior_samples import Solver
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples
-from torch_lla_em.problem import VECTORS, Problem, size_of
+from torch_lla_em.problem import VECTORS, Problem, columns_held, size_of
 from torch_lla_em.runtime import DoesNotFit, attempt
 from torch_lla_em.solvers import BlockCG, BlockKrylov, FunctionSpace, Spectrum
 
@@ -82,14 +82,27 @@ def fit_posterior(
     problem: Problem, options: FitOptions, report: Callable[[EMState], None]
 ) -> Posterior:
     """Run EM to its fixed point, then the last E-step; ``report`` sees every state."""
-    posterior, shortage = attempt(lambda: problem.spread.assembled(_fit(problem, options, report)))
+    posterior, shortage = attempt(lambda: _whole(problem, _fit(problem, options, report)))
     if shortage is not None:
         raise DoesNotFit(_no_room(problem, options.num_samples, shortage))
     return posterior
 
 
+def _whole(problem: Problem, posterior: Posterior) -> Posterior:
+    """Return a posterior whose vectors are whole; where they were in slices, without its noise."""
+    if problem.vectors.group is None:
+        return posterior
+    whole = problem.vectors.whole
+    return posterior._replace(
+        noise=None,
+        w_lin=whole(posterior.w_lin[None])[0],
+        w_samples=whole(posterior.w_samples),
+        scale=whole(posterior.scale[None])[0],
+    )
+
+
 def _no_room(problem: Problem, num_samples: int, shortage: str) -> str:
-    columns = problem.spread.columns_held(num_samples)
+    columns = columns_held(problem, num_samples)
     block = columns * problem.linear_model.layout.size * problem.dtype.itemsize
     outputs = problem.data.num_outputs
     return (
@@ -140,7 +153,7 @@ def make_e_step(problem: Problem, noise: StochasticPrior, options: FitOptions) -
     else:
         e_step = IterativeEStep(problem, noise, solver, options.seed)
     if options.warm is not None:
-        e_step.warm_start(*(problem.spread.own(w.to(problem.device)) for w in options.warm))
+        e_step.warm_start(*(problem.vectors.own(w.to(problem.device)) for w in options.warm))
     return e_step
 
 

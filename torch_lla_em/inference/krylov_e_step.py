@@ -24,7 +24,7 @@ from torch_lla_em.inference.expectation import (
 from torch_lla_em.inference.linear_mode import LinearMode, optimise_MAP
 from torch_lla_em.inference.posterior_samples import PosteriorSamples, optimise_samples
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
-from torch_lla_em.problem import Problem, WhitenedGGN
+from torch_lla_em.problem import Problem, WhitenedGGN, room
 from torch_lla_em.solvers import BlockCG, BlockKrylov, Newton, Shift, Spectrum
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class KrylovEStep:
 
     def __init__(self, problem: Problem, noise: StochasticPrior, solver: BlockKrylov):
         if solver.memory is None:
-            solver = replace(solver, memory=problem.room() / 2)
+            solver = replace(solver, memory=room(problem) / 2)
         self._problem, self._noise, self._solver = problem, noise, solver
         self._drawn_at = sigma_of(problem)
         scale = noise.prior.scale

@@ -49,7 +49,7 @@ def get_sto_samples(
     eta, squares = problem.noise_features(num_samples, seed)
     scale = g_prior_scale(squares, problem.space) if g_prior else torch.ones_like(squares)
     row = torch.zeros(1, dtype=torch.long, device=eta.device)
-    size, own = problem.linear_model.layout.size, problem.spread.own
+    size, own = problem.linear_model.layout.size, problem.vectors.own
     xi = [own(normal(seed, _XI_STREAM, k, row, size))[0].to(eta) for k in range(num_samples)]
     xi = torch.stack(xi) * (scale > 0)
     return StochasticPrior(xi, eta, Prior(problem.layout, scale, layerwise, problem.space))

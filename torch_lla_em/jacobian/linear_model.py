@@ -6,8 +6,8 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import inf
-from typing import Any, TypeVar
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,14 @@ from torch_lla_em.jacobian.last_layer import HeadCall, LastLayer
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.probe import Report, choose_path
-from torch_lla_em.runtime import DoesNotFit, attempt
+from torch_lla_em.runtime import Interrupted, is_shortage, words_of
 
 logger = logging.getLogger("torch_lla_em")
 
 # the certificate does not see it: beyond this it would rule the error of the samples
 _PRECISION_ERROR = 0.05
 
-T = TypeVar("T")
+_ALL = 1 << 30
 AddPullback = Callable[[Tensor, Tensor], None]
 
 
@@ -52,8 +52,8 @@ class LinearModel:
         self.precision_error = 0.0
         """How far J w is from float32, relative, where ``Compute`` asks for less."""
 
-        self.rows_at_once = inf
-        """How many rows of a batch fit; found out where memory ends."""
+        self.columns: int | None = None
+        """How many columns fit at once, where memory ends; None: all."""
 
         self.factored: Factored | None = None
         """The weights whose Jacobian is taken by factors where that is faster."""
@@ -105,24 +105,29 @@ class LinearModel:
             self.precision_error,
         )
 
-    def take(self, columns: int | None, rows: int | None) -> None:
-        """Take at most so many columns, and rows of a batch, at once."""
-        if columns is not None:
-            self.path = self.path._replace(
-                jvp_columns=min(columns, self.path.jvp_columns or columns),
-                vjp_columns=min(columns, self.path.vjp_columns or columns),
-            )
-        self.rows_at_once = min(self.rows_at_once, rows or inf)
+    @property
+    def columns_at_once(self) -> int:
+        """How many columns a product takes at once, at most, on either side."""
+        sides = self.path.jvp_columns, self.path.vjp_columns
+        widest = max(side or _ALL for side in sides)
+        return min(widest, self.columns or _ALL)
 
-    @contextmanager
-    def keeping_what_fits(self) -> Iterator[None]:
-        """Forget smaller pieces if they were tried in vain, since there may be more room later."""
-        before = self.path, self.rows_at_once
-        try:
-            yield
-        except DoesNotFit:
-            self.path, self.rows_at_once = before
-            raise
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of vectors in weight space: single precision at least."""
+        dtypes = {weight.dtype for weight in self._weights().values()}
+        return reduce(torch.promote_types, dtypes, torch.float32)
+
+    def way(self) -> list[Any]:
+        """Return how products are taken, as plain values that ``take_way`` takes."""
+        return [list(self.path), list(self.report)[1:], self.network.own_tangents.allowed]
+
+    def take_way(self, way: list[Any]) -> None:
+        """Take products as another process has found that they are to be taken."""
+        path, report, self.network.own_tangents.allowed = way
+        self.path = products.Path(*path)
+        error, forward, last_layer, unbatched, own_left = report
+        self.report = Report(self.path, error, forward, last_layer, tuple(unbatched), own_left)
 
     def prepare(self, x: Any, columns: int = 0, keep: bool = False) -> Any:
         """Do once a batch what several products at x share; pass the result to them.
@@ -135,18 +140,16 @@ class LinearModel:
             return x
         factored = self.factored
         if factored is not None and (keep or columns >= factored.least_columns):
-            factors, shortage = attempt(lambda: factored.run(x, keep))
+            factors = factored.run(x, keep)
             if factors is not None:
                 return factors
-            if shortage is not None:
-                self._leave_factors()
         if not self._looked_for_last_layer:
             self._last_layer = LastLayer.find(self.network, self.layout.names, x)
             self._looked_for_last_layer = True
         prepared = self._last_layer.run(x) if self._last_layer else None
         return x if prepared is None else prepared
 
-    def _leave_factors(self) -> None:
+    def leave_factors(self) -> None:
         """Take no more factors where memory ends: torch.func can do with less."""
         if self.factored is not None:
             logger.warning("Out of memory: from now on J is taken without factors.")
@@ -164,9 +167,17 @@ class LinearModel:
 
     def jvp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
         """Return f(x), shape (B, ..., C), and J(x) w, shape (K, B, ..., C)."""
-        while (result := self._attempt("jvp_columns", len(w), lambda: self._jvp(x, w))) is None:
-            pass
-        return result
+        if isinstance(x, Factors):
+            return x.f, self._push_by_factors(x, w)
+        weights, tangents = self._weights(), self._tangents(w)
+        path = self.path._replace(jvp_columns=self._at_once(self.path.jvp_columns))
+        if not isinstance(x, HeadCall):
+            function = self.network.function(x, self.layout.names)
+            return products.jvp(function, weights, tangents, path)
+        _, Jw = products.jvp(x.head, weights, tangents, path)
+        if x.tail is not None:
+            Jw = products.push_through(x.tail, {"h": x.h}, {"h": Jw}, path.jvp_columns)
+        return x.f, Jw
 
     def vjp(self, x: Any) -> tuple[Tensor, AddPullback]:
         """Return f(x), shape (B, ..., C), and the map (u, total): total += J(x)ᵀ u.
@@ -177,7 +188,7 @@ class LinearModel:
             return x.f, self._adding(self._pull_by_factors(x), at_once=True)
         is_head = isinstance(x, HeadCall)
         function = x.head if is_head else self.network.function(x, self.layout.names)
-        f, pullback = self._attempt("", 1, lambda: products.vjp(function, self._weights()))
+        f, pullback = products.vjp(function, self._weights())
         if not is_head:
             return f, self._adding(pullback)
         if x.tail is None:
@@ -188,35 +199,23 @@ class LinearModel:
         """Return f(x), J(x) w and the map of ``vjp``; one column takes one forward pass."""
         if self.path.shared and len(w) == 1 and not isinstance(x, (HeadCall, Factors)):
             function, weights = self.network.function(x, self.layout.names), self._weights()
-            try:
-                with self.network.own_tangents.final():
-                    f, Jw, pullback = self._attempt(
-                        "", 1, lambda: products.jvp_and_vjp(function, weights, self._tangents(w))
-                    )
-                return f, Jw, self._adding(pullback)
-            except DoesNotFit:  # it holds two forward passes at once
-                self.path = self.path._replace(shared=False)
+            with self.network.own_tangents.final():
+                f, Jw, pullback = products.jvp_and_vjp(function, weights, self._tangents(w))
+            return f, Jw, self._adding(pullback)
         _, Jw = self.jvp(x, w)
         f, add_pullback = self.vjp(x)
         return f, Jw, add_pullback
 
-    def _jvp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
-        weights, tangents = self._weights(), self._tangents(w)
-        if isinstance(x, Factors):
-            Jw = x.push({name: tangents[name].to(weights[name]) for name in x.weights})
-            rest = {name: weight for name, weight in weights.items() if name not in x.weights}
-            if rest:
-                function = self.network.function(x.x, tuple(rest))
-                tangents = {name: tangents[name] for name in rest}
-                Jw = Jw + products.jvp(function, rest, tangents, self.path)[1]
-            return x.f, Jw
-        if not isinstance(x, HeadCall):
-            function = self.network.function(x, self.layout.names)
-            return products.jvp(function, weights, tangents, self.path)
-        _, Jw = products.jvp(x.head, weights, tangents, self.path)
-        if x.tail is not None:
-            Jw = products.push_through(x.tail, {"h": x.h}, {"h": Jw}, self.path.jvp_columns)
-        return x.f, Jw
+    def pulled(self, u: Tensor, add_pullback: AddPullback) -> Iterator[tuple[slice, Tensor]]:
+        """Yield columns and their Jᵀ u, (k, P), in as many at once as are taken."""
+        step = self._at_once(self.path.vjp_columns) or len(u)
+        for start in range(0, len(u), step):
+            columns = slice(start, min(len(u), start + step))
+            size = columns.stop - start, self.layout.size
+            with _after_columns(start):
+                total = torch.zeros(size, dtype=self.dtype, device=self.network.device)
+                add_pullback(u[columns], total)
+            yield columns, total
 
     def _pull_by_factors(self, x: Factors) -> products.Pullback:
         rest = {n: weight for n, weight in self._weights().items() if n not in x.weights}
@@ -225,72 +224,37 @@ class LinearModel:
         _, others = products.vjp(self.network.function(x.x, tuple(rest)), rest)
         return lambda u: {**x.pull(u), **others(u)}
 
+    def _push_by_factors(self, x: Factors, w: Tensor) -> Tensor:
+        weights, tangents = self._weights(), self._tangents(w)
+        Jw = x.push({name: tangents[name].to(weights[name]) for name in x.weights})
+        rest = {name: weight for name, weight in weights.items() if name not in x.weights}
+        if rest:
+            function = self.network.function(x.x, tuple(rest))
+            tangents = {name: tangents[name] for name in rest}
+            Jw = Jw + products.jvp(function, rest, tangents, self.path)[1]
+        return Jw
+
     def _adding(self, pullback: products.Pullback, at_once: bool = False) -> AddPullback:
-        """Return the map (u, total): total += Jᵀ u, in as many columns at once as fit."""
+        """Return the map (u, total): total += Jᵀ u, in as many columns at once as are taken."""
 
         def add_pullback(u: Tensor, total: Tensor) -> None:
-            def run() -> dict[str, Tensor]:
-                # whatever takes memory is done before the first number is added
-                flat = {name: grad.reshape(len(grad), -1) for name, grad in pullback(chunk).items()}
-                return {name: grad.to(total.device, total.dtype) for name, grad in flat.items()}
-
-            done = 0
-            while done < len(u):
-                step = None if at_once else self.path.vjp_columns
-                chunk = u[done : done + (step or len(u))]
-                try:
-                    pulled = self._attempt("vjp_columns", len(chunk), run)
-                except DoesNotFit as error:
-                    error.columns_done = done
-                    raise
-                if pulled is not None:
-                    self.layout.add_(total[done : done + len(chunk)], pulled)
-                    done += len(chunk)
+            step = None if at_once else self._at_once(self.path.vjp_columns)
+            step = step or len(u)
+            for start in range(0, len(u), step):
+                chunk = slice(start, start + step)
+                with _after_columns(start):
+                    grads = pullback(u[chunk])
+                    # whatever takes memory is done before the first number is added
+                    flat = {name: grad.reshape(len(grad), -1) for name, grad in grads.items()}
+                    flat = {name: grad.to(total.device, total.dtype) for name, grad in flat.items()}
+                self.layout.add_(total[chunk], flat)
 
         return add_pullback
 
-    def pull_in_columns(
-        self,
-        u: Tensor,
-        add_pullback: AddPullback,
-        zeros: Callable[[int], Tensor],
-        take: Callable[[slice, Tensor], None],
-    ) -> None:
-        """Have Jᵀ u taken in as many columns at once as fit, each in vectors made by ``zeros``."""
-        done = 0
-        while done < len(u):
-            columns = slice(done, min(len(u), done + (self.path.vjp_columns or len(u))))
-            count, total = columns.stop - done, None
-            try:
-                total = self._attempt("vjp_columns", count, lambda: zeros(count))
-                if total is not None:
-                    add_pullback(u[columns], total)
-            except DoesNotFit as error:
-                if count > (self.path.vjp_columns or len(u)):
-                    continue  # with fewer of them held they may
-                error.columns_done = done
-                raise
-            if total is not None:
-                take(columns, total)
-                done = columns.stop
-
-    def weights_and_tangents(self, w: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the trained weights and directions (K, *shape) of w by name, where they are used."""
-        weights, tangents = self._weights(), self._tangents(w)
-        return weights, {name: tangents[name].to(weight) for name, weight in weights.items()}
-
-    def _attempt(self, side: str, columns: int, run: Callable[[], T]) -> T | None:
-        """Return ``run()``, or None where only fewer columns fit: half as many from now on."""
-        result, shortage = attempt(run)
-        if shortage is None:
-            return result
-        self._leave_factors()
-        columns = min(getattr(self.path, side, None) or columns, columns)
-        if columns == 1:
-            raise DoesNotFit(shortage)
-        logger.warning("Out of memory: from now on %d columns at a time.", columns // 2)
-        self.path = self.path._replace(**{side: columns // 2})
-        return None
+    def _at_once(self, side: int | None) -> int | None:
+        """Return how many columns one side takes at once."""
+        known = [columns for columns in (side, self.columns) if columns is not None]
+        return min(known, default=None)
 
     def _weights(self) -> dict[str, Tensor]:
         return self.network.weights(self.layout.names)
@@ -304,6 +268,18 @@ class LinearModel:
                 row = row.to(tangents[name].device, non_blocking=True)
                 tangents[name] = tangents[name].index_fill(-2, row, 0)
         return tangents
+
+
+@contextmanager
+def _after_columns(done: int) -> Iterator[None]:
+    """Say after how many columns memory ended, if it does."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_shortage(error):
+            raise
+        more = error.columns_done if isinstance(error, Interrupted) else 0
+        raise Interrupted(words_of(error), done + more) from error
 
 
 def _refuse_scripted(network: Network, layout: ParameterLayout) -> None:

@@ -17,7 +17,7 @@ from torch_lla_em.jacobian.last_layer import floating_tensors, hooked
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.products import Path
-from torch_lla_em.runtime import DoesNotFit, is_shortage
+from torch_lla_em.runtime import is_shortage
 
 AddPullback = Callable[[Tensor, Tensor], None]
 
@@ -368,10 +368,7 @@ def _shares(model: Products, x: Any, columns: _Columns) -> bool:
     try:
         _, Jv, add_pullback = model.jvp_and_vjp(x, columns.v[:1])
         add_pullback(columns.u[:1], pulled)
-    except DoesNotFit:  # one column holds two forward passes at once
-        return False
-    except Exception as error:  # an operation without a second derivative
-        _refuse_shortage(error)
+    except Exception:  # an operation without a second derivative, or no room for both
         return False
     finally:
         model.path = start

@@ -91,6 +91,18 @@ class Likelihood:
         """Return which sites count, shape (B, *sites), or None if all do."""
         return None
 
+    def align(self, y: Tensor, class_dim: int) -> Tensor:
+        """Return targets with the axis of the outputs last, where there is one.
+
+        Small integers become int64, and truth values numbers where every output has one.
+        """
+        small = (torch.uint8, torch.int8, torch.int16, torch.int32)
+        if y.dtype in small or y.dtype == torch.bool and self.elementwise:
+            y = y.long()
+        if self.elementwise and -y.dim() <= class_dim < y.dim():
+            return y.movedim(class_dim, -1)
+        return y
+
     def check(self, f: Tensor, y: Tensor) -> None:
         """Raise where outputs or targets do not fit this likelihood."""
 

@@ -1,31 +1,38 @@
 """Σ loss(J w, y) and G = Σ Jᵀ H J over the data, as products of one pass."""
 
-from torch_lla_em.problem.batch_products import Cotangent
 from torch_lla_em.problem.finite import OUTPUTS, is_finite
-from torch_lla_em.problem.memory_plan import VECTORS, place_of_vectors, size_of
 from torch_lla_em.problem.operators import WhitenedGGN, WhitenedLoss
-from torch_lla_em.problem.problem import BatchProduct, EarlierRows, NoiseFeatures, Problem, State
-from torch_lla_em.problem.spread import ColumnSpread, DataSpread, WeightSpread
-from torch_lla_em.problem.sweeps import OtherOrderError, Rows, Work
+from torch_lla_em.problem.passes import Fold, Layer, LocalPasses, Pass, Passes, State, Step, Sums
+from torch_lla_em.problem.placement import Vectors
+from torch_lla_em.problem.plan import VECTORS, Plan, place_of_vectors, size_of
+from torch_lla_em.problem.problem import BatchProduct, Cost, EarlierRows, NoiseFeatures, Problem
+from torch_lla_em.problem.setting import columns_held, memory_for_vectors, prepare, room
 
 __all__ = [
     "OUTPUTS",
     "VECTORS",
     "BatchProduct",
-    "ColumnSpread",
-    "Cotangent",
-    "DataSpread",
+    "Cost",
     "EarlierRows",
+    "Fold",
+    "Layer",
+    "LocalPasses",
     "NoiseFeatures",
-    "OtherOrderError",
+    "Pass",
+    "Passes",
+    "Plan",
     "Problem",
-    "Rows",
     "State",
-    "WeightSpread",
+    "Step",
+    "Sums",
+    "Vectors",
     "WhitenedGGN",
     "WhitenedLoss",
-    "Work",
+    "columns_held",
     "is_finite",
+    "memory_for_vectors",
     "place_of_vectors",
+    "prepare",
+    "room",
     "size_of",
 ]

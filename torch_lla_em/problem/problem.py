@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data
-from torch_lla_em.jacobian import LinearModel
+from torch_lla_em.jacobian import LinearModel, ParameterLayout
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.problem.batch_products import BatchProducts, Cotangent
-from torch_lla_em.problem.finite import DERIVATIVE, LIKELIHOOD, STEP, all_finite, is_moderate
-from torch_lla_em.problem.sweeps import Rows
-from torch_lla_em.runtime import lasts, normal
+from torch_lla_em.problem.batch_work import BatchWork, Cotangent
+from torch_lla_em.problem.curvature import Curvature
+from torch_lla_em.problem.finite import DERIVATIVE, LIKELIHOOD, all_finite, is_moderate
+from torch_lla_em.problem.fitting import Fitting
+from torch_lla_em.problem.passes import (
+    BLOCK,
+    SCALAR,
+    VECTOR,
+    Add,
+    LocalPasses,
+    Pass,
+    Passes,
+    Rows,
+    State,
+    Step,
+    Sums,
+)
+from torch_lla_em.problem.placement import Vectors
+from torch_lla_em.runtime import normals
 from torch_lla_em.solvers import Space
 
 _EPSILON_STREAM = 1
 _GROUP_ROWS = 32
 
-T = TypeVar("T")
-State = dict[str, Tensor] | None
 BatchProduct = Callable[[Tensor], Tensor]
 
 
 class Cost:
     """What has been spent, in columns pushed through the data (K for a K-column pass)."""
 
-    def __init__(self) -> None:
-        self.columns = 0
+    columns = 0.0
 
 
 class NoiseFeatures(NamedTuple):
@@ -53,67 +65,55 @@ class EarlierRows(NamedTuple):
     """Theirs, under the same seed and likelihood."""
 
 
-class Problem(BatchProducts):
+class Problem:
     """Σ_n loss(J_n w, y_n) over the data, its gradient, and products with G = Σ_n J_nᵀ H_n J_n.
 
-    H is taken at the network's outputs, or at J w for the ``curvature_point`` w. All
-    vectors here are in weight space; solvers see them through ``operators.py``.
+    All vectors here are in weight space; solvers see them through ``operators.py``. What goes on
+    around a pass (the end of memory, vectors beside the card, ranks, checkpoints) is in the layers
+    of ``passes``.
     """
 
     def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
-        super().__init__(linear_model, likelihood, data)
+        self.linear_model, self.likelihood, self.data = linear_model, likelihood, data
+        self.local = LocalPasses(linear_model, likelihood, data)
+        self.fitting = Fitting(self.local, self.local)
+        self.passes: Passes = self.fitting
+        self.vectors = Vectors(linear_model)
+        self.work = BatchWork(self.local, likelihood, Curvature())
         self.earlier: EarlierRows | None = None
         self.cost = Cost()
+
+    # the method
 
     def ggn_product(self, w: Tensor) -> Tensor:
         """Return G w, shape (K, P)."""
 
-        def run(w: Tensor, whole: bool) -> Tensor:
-            total = self._whole_zeros(len(w))
-            for group in self._groups(len(w)):
-                columns, sums = self._near(w[group]), self._near(total[group])
+        def add(batch: Batch, w: Tensor, sums: Sums) -> None:
+            self.work.add_product(batch, self.work.curved, w, sums["Gw"])
 
-                def add(batch: Batch, done: int) -> None:
-                    if len(columns):
-                        self._add_product(batch, self._curvature, columns[done:], sums[done:])
-
-                self._summed({f"Gw {group.start}": sums}, add, Rows(whole=whole), columns)
-                self._put(sums, total[group])
-            return total
-
-        with self.linear_model.keeping_what_fits():
-            total = self.spread.sweep(run, w)
+        total = self.passes.fold(w, Pass({"Gw": BLOCK}, add))["Gw"]
         self.cost.columns += len(w)
         return total
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n -log p(y_n | J_n w) and its gradient, shape (P,)."""
-        loss = torch.zeros((), dtype=torch.float64, device=self.linear_model.network.device)
-        problem = self.with_curvature_at(None)
+        work = self.with_curvature_at(None).work
 
-        def run(w: Tensor, whole: bool) -> Tensor:
-            gradient, column = self._near_zeros(1), self._near(w)
+        def add(batch: Batch, w: Tensor, sums: Sums) -> None:
+            found = []
 
-            def add(batch: Batch, _: int) -> None:
-                log_prob = torch.zeros_like(loss)
+            def sloped(batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
+                log_prob = self.likelihood.log_prob(Jw, batch.targets)
+                found.append(log_prob.sum(dtype=torch.float64))
+                return work.sloped(batch, at, Jw)
 
-                def cotangent(batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
-                    log_prob.copy_(
-                        self.likelihood.log_prob(Jw, batch.targets).sum(dtype=loss.dtype)
-                    )
-                    return self._gradient(batch, at, Jw)
+            work.add_product(batch, sloped, w, sums["gradient"])
+            sums["loss"] -= found[0]
 
-                problem._add_product(batch, cotangent, column, gradient)
-                loss.sub_(log_prob)
-
-            named = {"loss": loss, "gradient": gradient}
-            problem._summed(named, add, Rows(whole=whole), column, may_overflow=True)
-            return gradient.to(self.device)
-
-        with self.linear_model.keeping_what_fits():
-            gradient = self.spread.sweep(run, w[None])
+        kinds = {"loss": SCALAR, "gradient": BLOCK}
+        sums = self.passes.fold(w[None], Pass(kinds, add, may_overflow=True))
         self.cost.columns += 1
-        return self.data.group.sum(loss).item(), gradient[0]
+        return sums["loss"].item(), sums["gradient"][0]
 
     def noise_features(self, num_samples: int, seed: int) -> NoiseFeatures:
         """Return η and s² from one pass, whose noise is keyed by (seed, row).
@@ -121,32 +121,26 @@ class Problem(BatchProducts):
         s² takes squares of sums over groups of rows: the same expectation as squares per
         row, without per-row gradients.
         """
-        known = self.earlier if self.curvature_point is None else None
+        known = self.earlier if self.curvature.points is None else None
         skipped = 0 if known is None else known.num_rows
 
-        def run(samples: range, whole: bool) -> tuple[Tensor, Tensor]:
-            eta, squares = self._whole_zeros(len(samples)), self._near_zeros(1)[0]
-            for group in self._groups(len(samples)):
-                drawn, sums = samples[group], self._near(eta[group])
+        def add(batch: Batch, samples: Tensor, sums: Sums) -> None:
+            def draw(at: Tensor) -> Tensor:
+                return _draw(seed, samples, batch.rows, at)
 
-                def add(batch: Batch, done: int) -> None:
-                    def take(columns: slice, product: Tensor) -> None:
-                        sums[done:][columns].add_(product)
-                        for row in product:
-                            squares.addcmul_(row, row)
+            u, pull = self.work.noise_outputs(batch, draw)
+            for columns, product in self.linear_model.pulled(u, pull):
+                sums["eta"][columns] += product
+                for row in product:
+                    sums["squares"].addcmul_(row, row)
 
-                    if len(drawn) > done:
-                        self._root_products(batch, partial(_draw, seed, drawn[done:]), take)
-
-                named = {f"eta {group.start}": sums, "squares": squares}
-                self._summed(named, add, Rows(skipped, _GROUP_ROWS, whole=whole))
-                self._put(sums, eta[group])
-            return eta, squares.to(self.device)
-
-        eta, squares = self.spread.draw(run, num_samples)
+        task = Pass({"eta": BLOCK, "squares": VECTOR}, add, Rows(skipped, _GROUP_ROWS))
+        eta, squares = self.passes.fold(torch.arange(num_samples, device="cpu"), task).values()
         if known is not None:
-            eta += self.spread.own(known.features.eta.to(eta))
-            squares += self.spread.own(known.features.squares.to(squares)) * (num_samples * skipped)
+            eta += self.vectors.own(known.features.eta.to(eta))
+            squares += self.vectors.own(known.features.squares.to(squares)) * (
+                num_samples * skipped
+            )
             self.data.num_outputs += known.num_outputs
         self.cost.columns += num_samples * (1 - skipped / self.data.num_rows)
         # what cancels up to rounding moves no output, and must not be scaled up to do so
@@ -157,40 +151,51 @@ class Problem(BatchProducts):
     def rows(self) -> Tensor:
         """Return R, shape (N C, P), with G = RᵀR: all of J, so for few data only."""
 
-        def identity(_: Tensor, f: Tensor) -> Tensor:
-            return torch.eye(f.numel(), dtype=f.dtype, device=f.device).view(-1, *f.shape)
+        def identity(at: Tensor) -> Tensor:
+            size = at.numel()
+            return torch.eye(size, dtype=at.dtype, device=at.device).view(-1, *at.shape)
 
-        def block(batch: Batch, _: int) -> Tensor:
-            rows = self._root_product(batch, identity)
-            self._finite.note(batch.index, DERIVATIVE, all_finite(rows))
-            return rows.to(self.device)
+        def compute() -> Sums:
+            known = self.data.num_outputs if self.alone and self.data.num_passes else 0
+            known *= 1 if self.curvature.points is None else len(self.curvature.points)
+            R, parts = self.vectors.zeros(known), []
+            done = 0
 
-        blocks = self._over(block)
-        if self.data.group.size == 1 and self.data.num_passes:
-            rows, done = self._whole_zeros(self.data.num_outputs), 0
-            for own in blocks:
-                rows[done : done + len(own)] = own
-                done += len(own)
-        else:
-            rows = self.data.group.gather(torch.cat([self._whole_zeros(0), *blocks]))
-        self._finite.refuse(LIKELIHOOD, DERIVATIVE)
+            def add(batch: Batch, _: Tensor, sums: Sums) -> None:
+                nonlocal done
+                u, pull = self.work.noise_outputs(batch, identity)
+                rows = R[done : done + len(u)] if known else self.vectors.zeros(len(u))
+                fine = torch.ones((), dtype=torch.bool, device=u.device)
+                for columns, product in self.linear_model.pulled(u, pull):
+                    fine &= all_finite(product)
+                    rows[columns] = product
+                self.work.note(batch, DERIVATIVE, fine)
+                parts.append(rows if not known else rows[:0])
+                done += len(u)
+
+            self._visit(add, columns=1 << 16)
+            self.local.finite.refuse(LIKELIHOOD, DERIVATIVE)
+            return {"R": R if known else self.data.group.gather(torch.cat([R, *parts]))}
+
+        rows = self.kept(torch.zeros(1, device=self.device), compute)["R"]
         self.cost.columns += len(rows) // self.data.num_rows
-        return self.spread.own(rows)
+        return self.vectors.own(rows)
 
-    def push_forward(self, w: Tensor) -> Iterator[tuple[Batch, Tensor, Tensor]]:
-        """Yield each of this rank's batches with f, (B, ..., C), and J w, (K, B, ..., C)."""
-        w = self.spread.whole(w)
-
-        def push(batch: Batch, _: int) -> tuple[Batch, Tensor, Tensor]:
-            f, Jw = self.linear_model.jvp(batch.inputs, w)
-            self._inspect(batch, f)
-            self._finite.note(batch.index, DERIVATIVE, all_finite(Jw) | ~moderate)
-            return batch, f, Jw
-
+    def push_forward(self, w: Tensor) -> list[tuple[Batch, Tensor, Tensor]]:
+        """Return each of this rank's batches with f, (B, ..., C), and J w, (K, B, ..., C)."""
+        w, found = self.vectors.whole(w), []
         moderate = is_moderate(w).to(self.linear_model.network.device)
-        yield from self._over(push)
-        self._finite.refuse(DERIVATIVE)
+
+        def add(batch: Batch, _: Tensor, sums: Sums) -> None:
+            f, Jw = self.linear_model.jvp(batch.inputs, w)
+            self.work.inspect(batch, f)
+            self.work.note(batch, DERIVATIVE, all_finite(Jw) | ~moderate)
+            found.append((batch, f, Jw))
+
+        self._visit(add, len(w))
+        self.local.finite.refuse(DERIVATIVE)
         self.cost.columns += len(w)
+        return found
 
     def minibatch_products(self, state: State = None) -> Iterator[tuple[int, BatchProduct]]:
         """Yield every batch's rows and its own product w -> J_bᵀ H_b J_b w.
@@ -198,60 +203,115 @@ class Problem(BatchProducts):
         ``state`` is what is changed in place after every batch: a checkpoint keeps it, and a run
         that goes on begins with what it was, and with the next batch.
         """
-        return self._minibatches(self._curvature, state)
+        return self._minibatches(self.work.curved, state)
 
     def minibatch_gradients(self, state: State = None) -> Iterator[tuple[int, BatchProduct]]:
         """Yield every batch's rows and its own gradient w -> J_bᵀ ∇loss(J_b w)."""
-        return self.with_curvature_at(None)._minibatches(self._gradient, state)
+        problem = self.with_curvature_at(None)
+        return problem._minibatches(problem.work.sloped, state)
 
-    def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Return what was computed at ``key``: here anew, from a checkpoint where there is one."""
-        return compute()
+    # the same problem, otherwise
+
+    def with_likelihood(self, likelihood: Likelihood) -> Problem:
+        """Return the same problem under another likelihood."""
+        other = copy.copy(self)
+        other.likelihood = likelihood
+        other.work = BatchWork(self.local, likelihood, self.curvature)
+        return other
+
+    def with_curvature_at(self, w: Tensor | None) -> Problem:
+        """Return the same problem with H at the network's outputs, or at J w: (P,) or (M, P)."""
+        other = copy.copy(self)
+        # beside the network, which takes them again with every batch
+        near = self.linear_model.network.device
+        points = None if w is None else self.vectors.whole(w.view(-1, w.shape[-1])).to(near)
+        other.work = BatchWork(self.local, self.likelihood, Curvature(points))
+        return other
+
+    # vectors, memory, checkpoints
+
+    @property
+    def curvature(self) -> Curvature:
+        """Where H is taken."""
+        return self.work.curvature
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank has to do what this one does."""
+        return self.data.group.size == 1
 
     @property
     def space(self) -> Space:
-        """Where vectors of weights lie: here, or in slices on all ranks."""
-        return self.spread.space
+        """What an inner product is here: of slices, a sum over ranks."""
+        return Space() if self.vectors.group is None else Space(self.vectors.group)
 
-    def lasts(self, run: Callable[[], object]) -> bool:
-        """Run something, and return whether memory lasted; with others, they would have to know."""
-        if self.alone:
-            return lasts(run)
-        run()
-        return True
+    @property
+    def layout(self) -> ParameterLayout:
+        """The random weights, or what of them lies on this rank."""
+        return self.vectors.layout
+
+    @property
+    def size(self) -> int:
+        """P, or how many of the weights lie on this rank."""
+        return self.layout.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where vectors live."""
+        return self.vectors.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of vectors: single precision at least."""
+        return self.vectors.dtype
+
+    @property
+    def w_MAP(self) -> Tensor:
+        """The trained weights, shape (P,), where vectors live."""
+        return self.vectors.own(self.linear_model.w_MAP.to(self.device, self.dtype))
+
+    def zeros(self, num_vectors: int) -> Tensor:
+        """Return vectors in weight space, shape (num_vectors, P)."""
+        return self.vectors.zeros(num_vectors)
+
+    def kept(self, key: Tensor, compute: Callable[[], Sums]) -> Sums:
+        """Return what was computed at ``key``: here anew, from a checkpoint where there is one."""
+        return self.passes.kept(key, compute)
+
+    def lasts(self, run: Callable[[], None]) -> bool:
+        """Run, and return whether memory lasted; where a fit goes on, as it did at first."""
+        return self.passes.lasts(run)
+
+    def refuse_changed_weights(self) -> None:
+        """Raise where the weights are no longer those that the fit began with."""
+        self.local.refuse_changed_weights()
+
+    def _visit(self, add: Add, columns: int) -> None:
+        """Have every batch of this rank seen once, by so many columns."""
+        self.fitting.fold(torch.arange(columns, device="cpu"), Pass({}, add))
 
     def _minibatches(
-        self, cotangent: Cotangent, state: State = None, rows: Rows = Rows(in_step=True)
+        self, cotangent: Cotangent, state: State
     ) -> Iterator[tuple[int, BatchProduct]]:
-        """Yield steps of one batch of every rank that has one left."""
-        for batch in self._batches(rows):
-            count = batch.step_rows or len(batch.rows)
+        for step in self.passes.steps(state):
 
-            def product(w: Tensor, batch: Batch = batch, count: int = count) -> Tensor:
-                total, w = self._whole_zeros(len(w)), self.spread.whole(w)
+            def product(w: Tensor, step: Step = step) -> Tensor:
+                def add(batch: Batch, w: Tensor, sums: Sums) -> None:
+                    self.work.add_product(batch, cotangent, w, sums["sum"])
 
-                def add(part: Batch, done: int) -> None:
-                    self._add_product(part, cotangent, w[done:], total[done:])
+                self.cost.columns += len(w) * step.num_rows / (self.data.num_rows or 1)
+                return step.fold(w, Pass({"sum": BLOCK}, add))["sum"]
 
-                if len(batch.rows):
-                    for _ in self._worked(batch, add):
-                        pass
-                    fine = all_finite(total) | ~is_moderate(w)
-                    self._finite.note(batch.index, STEP, fine)
-                self.cost.columns += len(w) * count / (self.data.num_rows or 1)
-                return self.spread.sum(total)
-
-            yield count, product
-        step = self._finite.first_fault(STEP)
-        # a likelihood that overflows alone is a step size too large
-        pushed, bent = map(self._finite.first_fault, (DERIVATIVE, LIKELIHOOD))
-        if step is not None and (step == pushed or step != bent):
-            raise FloatingPointError(DERIVATIVE.format(step))
+            yield step.num_rows, product
 
 
-def _draw(seed: int, samples: range, rows: Tensor, f: Tensor) -> Tensor:
-    """Return ε, shape (K, *f.shape), keyed by (seed, sample, row)."""
-    entries = f[0].numel()
-    rows = rows.to(f.device)
-    noise = [normal(seed, _EPSILON_STREAM, k, rows, entries) for k in samples]
-    return torch.stack(noise).to(f.dtype).view(len(samples), *f.shape)
+def _draw(seed: int, samples: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+    """Return ε, shape (K, M, B, ..., C), keyed by (seed, sample, row)."""
+    entries = at[:, 0].numel()
+    noise = normals(seed, _EPSILON_STREAM, samples.tolist(), rows.to(at.device), entries)
+    return (
+        noise.to(at.dtype)
+        .view(len(samples), len(rows), len(at), -1)
+        .transpose(1, 2)
+        .reshape(len(samples), *at.shape)
+    )

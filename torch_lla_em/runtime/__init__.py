@@ -6,20 +6,23 @@ from torch_lla_em.runtime.group import Group, current_group, first, group_of
 from torch_lla_em.runtime.leaving import Leaving, leaving_cleanly
 from torch_lla_em.runtime.memory import (
     DoesNotFit,
+    Interrupted,
     attempt,
     free_memory,
     is_shortage,
     lasts,
     least_share,
     place_of,
-    with_room,
+    release,
+    words_of,
 )
-from torch_lla_em.runtime.noise import normal
+from torch_lla_em.runtime.noise import normal, normals
 
 __all__ = [
     "Compute",
     "DoesNotFit",
     "Group",
+    "Interrupted",
     "Leaving",
     "attempt",
     "current_group",
@@ -30,9 +33,11 @@ __all__ = [
     "least_share",
     "leaving_cleanly",
     "normal",
+    "normals",
     "place_of",
+    "release",
     "tf32",
     "lasts",
-    "with_room",
+    "words_of",
     "write_atomically",
 ]

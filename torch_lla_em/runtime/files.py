@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import socket
 import time
@@ -34,6 +35,7 @@ Path_ = str | PathLike
 _WRITING = ".writing-"
 _TOKEN = uuid.uuid4().hex[:12]
 _writes = count()
+_STUMP = re.compile(re.escape(_WRITING) + r".+-\d+-[0-9a-f]{12}-\d+")
 
 # what this process has taken, by its open handle
 _taken: dict[Path, int] = {}
@@ -84,7 +86,7 @@ def _check_sums(file: IO[bytes]) -> None:
 
 def write_atomically(state: dict[str, Tensor], path: Path_) -> None:
     """Write tensors so that the file is there whole or not at all, also after a power failure."""
-    path = Path(path).resolve()  # of a link, the file that it is for
+    path = Path(path)  # a link is replaced, not written through
     try:
         _write(state, path)
     except FileNotFoundError:
@@ -95,7 +97,7 @@ def write_atomically(state: dict[str, Tensor], path: Path_) -> None:
 
 
 def _write(state: dict[str, Tensor], path: Path) -> None:
-    name = path.parent / f"{_WRITING}{'-'.join(map(str, (*_process(), next(_writes))))}"
+    name = _stump(path.parent)
     try:
         handle = os.open(
             name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666
@@ -116,14 +118,23 @@ def _write(state: dict[str, Tensor], path: Path) -> None:
         raise
 
 
-def _process() -> tuple[str, int, str]:
-    return socket.gethostname(), os.getpid(), _TOKEN
+def _stump(folder: Path) -> Path:
+    """Return a name for a file that is being written, which tells by whom."""
+    parts = socket.gethostname(), os.getpid(), _TOKEN, next(_writes)
+    return folder / f"{_WRITING}{'-'.join(map(str, parts))}"
+
+
+def try_to_write(folder: Path) -> None:
+    """Raise where no file can be written."""
+    name = _stump(folder)
+    _write({"nothing": torch.zeros(1)}, name)
+    remove(name)
 
 
 def remove_stumps(folder: Path) -> None:
     """Remove what was half written by processes that are gone, or a day ago."""
     for path in folder.glob(f"{_WRITING}*"):
-        if not _may_be_at_work(path):
+        if _STUMP.fullmatch(path.name) and not _may_be_at_work(path):
             remove(path)
 
 
@@ -133,8 +144,6 @@ def _may_be_at_work(path: Path) -> bool:
     with suppress(OSError):
         if time.time() - path.stat().st_mtime > _LONG_AGO:
             return False
-    if not number.isdecimal():  # of an earlier release
-        return False
     if host != socket.gethostname():
         return True
     if int(number) == os.getpid():  # in containers, that of a process before may be the same

@@ -1,14 +1,14 @@
 """The ranks of a process group: sums over them, and an end for all where one fails.
 
 Tensors go through ``torch.distributed`` as it is. Beside it, ranks meet: each tells rank 0
-where it is and how it fares, and rank 0 tells all how they go on. Every collective begins
-with a meeting, so that a rank that raises, dies or has gone another way is named by all.
+where it is and how it fares, in JSON, and rank 0 tells all. Every collective begins with a
+meeting, so that a rank that raises, dies or has gone another way is named by all.
 """
 
 from __future__ import annotations
 
 import functools
-import pickle
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -44,9 +44,9 @@ class Group:
     """What this rank has handed to collectives of tensors."""
 
     def meet(self, subject: str, value: Any, merge: Merge) -> Any:
-        """Return ``merge`` of the values of all ranks, made by rank 0.
+        """Return ``merge`` of the values of all ranks, which are what JSON holds.
 
-        What it raises as ValueError, all raise.
+        Every rank merges the same values, so what it raises, all raise.
         """
         return merge([value])
 
@@ -80,13 +80,15 @@ class ProcessGroup(Group):
         self._channels = _open_channels(dist.group.WORLD)
 
     def meet(self, subject: str, value: Any, merge: Merge) -> Any:
-        """Return ``merge`` of the values of all ranks, made by rank 0."""
-        verdict, answer = self._meet(("well", subject, value), merge)
-        if verdict == "ended":
-            raise RankError(answer)
-        if verdict == "refused":
-            raise ValueError(answer)
-        return answer
+        """Return ``merge`` of the values of all ranks."""
+        words = self._meet(["well", subject, value])
+        try:
+            return merge([value for _, _, value in words])
+        except ValueError:
+            raise
+        except Exception as error:  # of rank 0's, whose values they all are
+            fault = f"Rank 0 of {self.size} failed: {type(error).__name__}: {error}"
+            raise RankError(fault) from error
 
     def sum(self, total: Tensor) -> Tensor:
         """Return the sum over ranks, with the same bits on every rank."""
@@ -129,7 +131,7 @@ class ProcessGroup(Group):
             raise
         except BaseException as error:
             with suppress(Exception):  # nobody may be left to be told
-                self._meet(("failed", f"{type(error).__name__}: {error}", None), len)
+                self._meet(["failed", f"{type(error).__name__}: {error}", None])
             raise
 
     def _collect(self, subject: str, tensor: Tensor, run: Callable[[], Any]) -> None:
@@ -138,21 +140,31 @@ class ProcessGroup(Group):
         try:
             run()
         except RuntimeError as error:
-            _, answer = self._meet(("failed", f"{type(error).__name__}: {error}", None), len)
-            raise RankError(answer) from error
+            self._meet(["failed", f"{type(error).__name__}: {error}", None])
+            raise
 
-    def _meet(self, word: tuple[str, str, Any], merge: Merge) -> tuple[str, Any]:
-        """Return rank 0's verdict on what all ranks say: ok, refused or ended."""
+    def _meet(self, word: list[Any]) -> list[list[Any]]:
+        """Return what all ranks say; raise where one has failed, is gone or elsewhere."""
         up, down, timeout = self._channels
         if self.rank:
             with suppress(RuntimeError):  # rank 0 may have given up waiting, and still answer
                 _send(word, 0, up, timeout)
             try:
                 # rank 0 may itself wait for somebody that long, from later on
-                return _receive(0, down, 2 * timeout)
+                words, gone = _receive(0, down, 2 * timeout)
             except RuntimeError as error:
-                return "ended", _gone(0, self.size, error)
-        words, gone = [word], {}
+                raise RankError(_gone(0, self.size, error)) from error
+        else:
+            words, gone = self._gathered(word)
+        fault = gone or _fault(words)
+        if fault:
+            raise RankError(fault)
+        return words
+
+    def _gathered(self, word: list[Any]) -> tuple[list[list[Any]], str | None]:
+        """Hear all ranks, and tell them what all have said, or who is gone."""
+        up, down, timeout = self._channels
+        words, gone = json.loads(json.dumps([word])), {}
         for rank in range(1, self.size):
             try:
                 words.append(_receive(rank, up, timeout))
@@ -160,12 +172,11 @@ class ProcessGroup(Group):
                 gone[rank] = _gone(rank, self.size, error)
         # the first that was waited for in vain takes the connections of the others with it
         named = next(iter(gone), None)
-        verdict = ("ended", gone[named]) if gone else _verdict(words, merge)
         for rank in range(1, self.size):
             if rank != named:
                 with suppress(RuntimeError):
-                    _send(verdict, rank, down, timeout)
-        return verdict
+                    _send([words, gone.get(named)], rank, down, timeout)
+        return words, gone.get(named)
 
 
 def current_group() -> Group:
@@ -185,25 +196,22 @@ def first(values: list[Any]) -> Any:
     return values[0]
 
 
-def _verdict(words: list[tuple[str, str, Any]], merge: Merge) -> tuple[str, Any]:
+def _fault(words: list[list[Any]]) -> str | None:
+    """Return what is wrong with what ranks say, if anything is."""
+    count = len(words)
     failures = [
-        f"Rank {r} of {len(words)} failed: {w[1]}" for r, w in enumerate(words) if w[0] == "failed"
+        f"Rank {r} of {count} failed: {w[1]}" for r, w in enumerate(words) if w[0] == "failed"
     ]
     if failures:
-        return "ended", " ".join(failures)
+        return " ".join(failures)
     for rank, (_, subject, _) in enumerate(words):
         if subject != words[0][1]:
-            return "ended", (
-                f"Rank {rank} of {len(words)} went another way than rank 0: it came with "
+            return (
+                f"Rank {rank} of {count} went another way than rank 0: it came with "
                 f"{subject}, rank 0 with {words[0][1]}. Give all ranks the same model, loader and "
                 "settings, on machines of one kind."
             )
-    try:
-        return "ok", merge([value for _, _, value in words])
-    except ValueError as error:
-        return "refused", str(error)
-    except Exception as error:  # the others wait for an answer
-        return "ended", f"Rank 0 of {len(words)} failed: {type(error).__name__}: {error}"
+    return None
 
 
 def _gone(rank: int, size: int, error: RuntimeError) -> str:
@@ -222,7 +230,7 @@ def _open_channels(world: Any) -> _Channels:
 
 def _send(message: Any, rank: int, channel: Any, timeout: timedelta) -> None:
     """Send a message whose first part tells how long the rest is: mostly there is none."""
-    body = pickle.dumps(message)
+    body = json.dumps(message).encode()
     head = len(body).to_bytes(8, "big") + body[: _HEAD - 8]
     parts = [head.ljust(_HEAD, b"\0"), body[_HEAD - 8 :]]
     for part in filter(None, parts):
@@ -238,4 +246,4 @@ def _receive(rank: int, channel: Any, timeout: timedelta) -> Any:
     rest = torch.zeros(max(0, length - _HEAD + 8), dtype=torch.uint8)
     if len(rest):
         dist.irecv(rest, rank, group=channel).wait(timeout)
-    return pickle.loads(head[8 : 8 + length] + rest.numpy().tobytes())
+    return json.loads((head[8:] + rest.numpy().tobytes())[:length])

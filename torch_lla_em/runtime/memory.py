@@ -39,8 +39,13 @@ _UNSUPPORTED = "could not create a primitive descriptor"
 class DoesNotFit(MemoryError):
     """One column of a batch takes more memory than there is."""
 
-    columns_done = 0
-    """How many columns before it were finished."""
+
+class Interrupted(MemoryError):
+    """Memory ended between two columns of a product."""
+
+    def __init__(self, shortage: str, columns_done: int):
+        super().__init__(shortage)
+        self.columns_done = columns_done
 
 
 def attempt(run: Callable[[], T]) -> tuple[T | None, str | None]:
@@ -53,20 +58,14 @@ def attempt(run: Callable[[], T]) -> tuple[T | None, str | None]:
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, DoesNotFit) or not is_shortage(error):
             raise
-        shortage = str(error).split("\n")[0] or type(error).__name__
-    _release()
+        shortage = words_of(error)
+    release()
     return None, shortage
 
 
-def with_room(run: Callable[[], T], make_room: Callable[[], bool]) -> T:
-    """Return the result of ``run``, again as often as memory ends and room can be made."""
-    while True:
-        try:
-            return run()
-        except (RuntimeError, MemoryError) as error:
-            if not is_shortage(error) or not make_room():
-                raise
-        _release()
+def words_of(error: Exception) -> str:
+    """Return what the allocator said."""
+    return str(error).split("\n")[0] or type(error).__name__
 
 
 def lasts(run: Callable[[], object]) -> bool:
@@ -77,7 +76,7 @@ def lasts(run: Callable[[], object]) -> bool:
     except (RuntimeError, MemoryError) as error:
         if not is_shortage(error):
             raise
-    _release()
+    release()
     return False
 
 
@@ -90,7 +89,8 @@ def is_shortage(error: Exception) -> bool:
     return any(words in str(error) for words in _WORDS)
 
 
-def _release() -> None:
+def release() -> None:
+    """Hand back what is held by nothing but cycles and caches."""
     gc.collect()  # graphs may be parts of cycles
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -148,7 +148,7 @@ def place_of(device: torch.device) -> tuple[str, str]:
     return socket.gethostname(), device.type
 
 
-def least_share(every: list[tuple[tuple[str, str], float]]) -> float:
-    """Return what each of several processes may allocate, of (place, free bytes) of all."""
-    sharing = Counter(place for place, _ in every)
-    return min(free / sharing[place] for place, free in every)
+def least_share(every: list[list]) -> float:
+    """Return what each of several processes may allocate, of [machine, memory, free bytes] of all."""
+    sharing = Counter((machine, memory) for machine, memory, _ in every)
+    return min(free / sharing[machine, memory] for machine, memory, free in every)

@@ -6,6 +6,7 @@ sizes and devices nor on the number of processes, and any part can be drawn agai
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import pi
 
 import torch
@@ -18,12 +19,20 @@ _CHUNK = 1 << 22
 
 def normal(seed: int, stream: int, sample: int, rows: Tensor, entries: int) -> Tensor:
     """Return float64 noise of one sample, shape (rows, entries)."""
-    key = _mix_int(_mix_int(_mix_int(seed) + stream) + sample)
-    row_keys = _mix(_mix(rows.long() * _signed(_GOLDEN) + _signed(key)))[:, None]
+    return normals(seed, stream, [sample], rows, entries)[0]
+
+
+def normals(seed: int, stream: int, samples: Sequence[int], rows: Tensor, entries: int) -> Tensor:
+    """Return float64 noise of several samples, shape (samples, rows, entries)."""
+    stream_key = _mix_int(_mix_int(seed) + stream)
+    keys = [_signed(_mix_int(stream_key + sample)) for sample in samples]
+    keys = torch.tensor(keys, device="cpu").to(rows.device, non_blocking=True)
+    row_keys = _mix(_mix(rows.long() * _signed(_GOLDEN) + keys[:, None])).view(-1, 1)
     counters = torch.arange((entries + 1) // 2, device=rows.device) * _signed(_GOLDEN)
-    per_chunk = max(1, _CHUNK // max(1, len(rows)))
+    per_chunk = max(1, _CHUNK // max(1, len(row_keys)))
     pieces = [_gaussian_pairs(row_keys + c) for c in counters.split(per_chunk)]
-    return torch.cat(pieces, dim=1)[:, :entries]
+    noise = torch.cat(pieces, dim=1)[:, :entries]
+    return noise.view(len(samples), len(rows), entries)
 
 
 def _gaussian_pairs(counters: Tensor) -> Tensor:

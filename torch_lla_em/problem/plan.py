@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import LinearModel
-from torch_lla_em.runtime import Compute, free_memory
+from torch_lla_em.problem.fitting import no_room
+from torch_lla_em.problem.passes import LocalPasses
+from torch_lla_em.runtime import Compute, DoesNotFit, attempt, free_memory
 
 VECTORS = 20
 """Vectors of length P per sample at the peak of a fit, without a Krylov basis."""
@@ -89,6 +92,26 @@ class Plan(NamedTuple):
         )
 
 
+def measured(passes: LocalPasses, first: Batch, rows: int | None) -> tuple[Batch, Activations]:
+    """Probe the network on as many rows of a batch as fit, and measure a forward pass."""
+    model = passes.linear_model
+    part = first if rows is None else next(first.split(rows))
+
+    def measure() -> Activations:
+        with model.network.guarded():
+            passes.probe(part)
+            return Activations.of(model, model.prepare(part.inputs), len(part.rows))
+
+    while True:
+        activations, shortage = attempt(measure)
+        if shortage is None:
+            return part, activations
+        half = next(part.split(max(1, len(part.rows) // 2)))
+        if len(half.rows) == len(part.rows):
+            raise DoesNotFit(no_room(part, model.layout.size, shortage))
+        part = half
+
+
 def make_plan(
     linear_model: LinearModel,
     num_samples: int,
@@ -97,8 +120,7 @@ def make_plan(
     free_on: Callable[[torch.device], float] = free_memory,
 ) -> Plan:
     """Decide by what is free on the model's device, for this process."""
-    P, w_MAP = linear_model.layout.size, linear_model.w_MAP
-    itemsize = torch.promote_types(w_MAP.dtype, torch.float32).itemsize
+    P, itemsize = linear_model.layout.size, linear_model.dtype.itemsize
     vectors, device = VECTORS * num_samples * P * itemsize, linear_model.network.device
     free = free_on(device)
     place = place_of_vectors(vectors, compute, device, free)
@@ -115,21 +137,10 @@ def make_plan(
     shrunk = 1.0 if rows is None else min(1.0, rows / activations.rows)
     per_column = _TEMPORARIES * activations.largest * shrunk + 2 * P * itemsize
     fitting = max(1, int((left - activations.kept * shrunk) / per_column))
-    known = [n for n in (compute.columns, linear_model.path.jvp_columns) if n is not None]
-    columns = min([fitting, *known])
+    columns = min(fitting, compute.columns or fitting)
     if columns >= 2 * num_samples + 1:
         columns = None
-    return Plan(
-        P,
-        num_samples,
-        vectors,
-        place,
-        free_on(place),
-        activations,
-        columns,
-        rows,
-        group,
-    )
+    return Plan(P, num_samples, vectors, place, free_on(place), activations, columns, rows, group)
 
 
 def place_of_vectors(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,41 +14,46 @@ from torch import Tensor
 
 from torch_lla_em.checkpoint.first_outputs import FirstOutputs
 from torch_lla_em.problem import is_finite, size_of
-from torch_lla_em.runtime import files, write_atomically
-from torch_lla_em.runtime import records as persistence
-from torch_lla_em.solvers import Space
+from torch_lla_em.runtime import files, records
 
 logger = logging.getLogger("torch_lla_em")
 
-FORMAT = 2
+FORMAT = 3
 """Of the files of a folder."""
 
+_HEADER, _FINISHED, _OUTPUTS, PARTIAL = "header.pt", "posterior.pt", "outputs.pt", "partial.pt"
+_PASS = re.compile(r"pass-\d{5}\.pt")
 
-class PassLog:
+
+class Log:
     """A folder with one file per pass, in order, and a header of what they belong to."""
 
-    warned = False
-    """Whether it was said that other inputs would not be noticed."""
+    writes = True
+    """Whether this process keeps the folder, as rank 0 does."""
 
     def __init__(self, folder: str | os.PathLike, header: dict[str, Any]):
+        if not os.fspath(folder):
+            raise ValueError("checkpoint='' names no folder: pass the name of one, or None.")
         self.folder = Path(folder)
         self.position = 0
-        self.writing = True
-        self.asked = torch.zeros(2)
-        """Where the pass at hand is taken."""
+        self.warned = False
+        """Whether it was said that other inputs would not be noticed."""
 
+        if self.writes:
+            self._open(header)
+
+    def _open(self, header: dict[str, Any]) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             files.remove_stumps(self.folder)
-            write_atomically({"probe": torch.zeros(1)}, self.folder / "probe")
-            files.remove(self.folder / "probe")
+            files.try_to_write(self.folder)
         except OSError as error:
             raise OSError(
                 f"The checkpoint folder {str(self.folder)!r} cannot be written to ({error}): free "
                 "space there, or pass another folder."
             ) from error
         self._check_header(header)
-        if not os.path.exists(self.finished) and not files.take(self._header):
+        if not self.finished.exists() and not files.take(self.folder / _HEADER):
             logger.warning(
                 "Another process is at work in the checkpoint folder %r: end one of them, since two "
                 "runs replace each other's passes, or give this one another folder.",
@@ -55,17 +61,9 @@ class PassLog:
             )
 
     @property
-    def _header(self) -> Path:
-        return self.folder / "header.pt"
-
-    @property
-    def _shortages(self) -> Path:
-        return self.folder / "shortages.pt"
-
-    @property
     def finished(self) -> Path:
         """Where the posterior of a finished run lies."""
-        return self.folder / "posterior.pt"
+        return self.folder / _FINISHED
 
     @property
     def next_pass(self) -> Path:
@@ -79,19 +77,20 @@ class PassLog:
         """Return the posterior of a finished run, or None if it is not finished."""
         if not os.path.exists(self.finished):
             return None
-        return persistence.read(self.finished, ("facts",), "Delete it to fit again.")
+        return records.read(self.finished, ("facts",), "Delete it to fit again.")
 
-    def recorded(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the pass at this position from its file, or compute and write it.
+    def recorded(
+        self, asked: Tensor, device: torch.device, compute: Callable[[], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Return the entry at this position from its file, or compute and write it.
 
-        ``key`` is what the pass is taken at: a resumed run must ask the same questions.
+        ``asked`` are numbers that tell where a pass is taken: a run that goes on asks alike.
         """
-        asked = self.asked = mark_of(key, Space())
-        known = self._known(asked, key.device)
+        known = self._known(asked, device)
         return self._computed(asked, compute) if known is None else known
 
-    def _known(self, asked: Tensor, device: torch.device) -> dict[str, Tensor] | None:
-        """Return the pass at this position from its file, if it is there and good."""
+    def _known(self, asked: Tensor, device: torch.device | str) -> dict[str, Tensor] | None:
+        """Return the entry at this position from its file, if it is there and good."""
         path = self.next_pass
         if not os.path.exists(path):
             return None
@@ -120,7 +119,7 @@ class PassLog:
     def _computed(
         self, asked: Tensor, compute: Callable[[], dict[str, Tensor]]
     ) -> dict[str, Tensor]:
-        """Compute the pass at this position and write it."""
+        """Compute the entry at this position and write it."""
         path, position = self.next_pass, self.position
         self.position += 1
         try:
@@ -128,17 +127,20 @@ class PassLog:
         except Exception:  # perhaps of memory: then it is asked once more
             self.position = position
             raise
-        if all(map(is_finite, entry.values())):
-            self._write({**entry, "asked": asked}, path)
+        self._keep(entry, asked, path)
         return entry
+
+    def _keep(self, entry: dict[str, Tensor], asked: Tensor, path: Path) -> None:
+        if all(map(is_finite, entry.values())):
+            self.write({**entry, "asked": asked}, path)
 
     def compare(self, outputs: FirstOutputs | None) -> None:
         """Keep what the network made of its first batch, or refuse another network's."""
-        if outputs is None:
+        if outputs is None or not self.writes:
             return
-        path = self.folder / "outputs.pt"
+        path = self.folder / _OUTPUTS
         if not os.path.exists(path):
-            self._write(outputs.tensors(), path)
+            self.write(outputs.tensors(), path)
             return
         remedy = "Delete it; then the next run is compared with the outputs of this one."
         if outputs.contradicts(outputs.known(files.tensors_of(path, ("batch", "numbers"), remedy))):
@@ -148,49 +150,32 @@ class PassLog:
                 "code or buffers have changed. Bring them back, or pass another folder."
             )
 
-    def read_shortages(self) -> list[list[int]]:
-        """Return where memory ended between passes, as far as it is known."""
-        if not os.path.exists(self._shortages):
-            return []
-        remedy = "Delete the folder to start anew, or pass another."
-        return files.tensors_of(self._shortages, ("shortages",), remedy)["shortages"].tolist()
-
-    def write_shortages(self, known: list[list[int]]) -> None:
-        """Keep where memory ended between passes, unless the passes that are there had more of it."""
-        if not os.path.exists(self.next_pass):
-            self._write({"shortages": torch.tensor(known)}, self._shortages)
-
-    def _write(self, state: dict[str, Tensor], path: Path) -> None:
-        if self.writing:
-            try:
-                write_atomically(state, path)
-            except OSError as error:
-                self.give_up(error)
-
-    def give_up(self, error: OSError) -> None:
-        """Write no more, and say so; what was written stays good."""
-        self.writing = False
-        logger.warning(
-            "The checkpoint cannot be written any more (%s); the fit goes on without, and "
-            "the passes before this one stay good.",
-            error,
-        )
+    def write(self, state: dict[str, Tensor], path: Path) -> None:
+        """Write a file, unless one could not be written before; what was written stays good."""
+        if not self.writes:
+            return
+        try:
+            files.write_atomically(state, path)
+        except OSError as error:
+            self.writes = False
+            logger.warning(
+                "The checkpoint cannot be written any more (%s); the fit goes on without, and "
+                "the passes before this one stay good.",
+                error,
+            )
 
     def finish(self, posterior: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Put the posterior, and what is known of its data, in the place of the passes."""
-        files.leave(self._header)
-        try:
-            write_atomically({**posterior, "facts": persistence.to_bytes(facts)}, self.finished)
-        except OSError as error:
-            self.give_up(error)
-            return
-        for name in ("pass-*.pt", "partial.pt", "shortages.pt"):
-            for path in self.folder.glob(name):
-                files.remove(path)
+        files.leave(self.folder / _HEADER)
+        self.write({**posterior, "facts": records.to_bytes(facts)}, self.finished)
+        if self.writes:
+            for path in self.folder.iterdir():
+                if _PASS.fullmatch(path.name) or path.name == PARTIAL:
+                    files.remove(path)
 
     def require_room(self, passes: int) -> None:
         """Refuse to begin where two passes, of so many bytes, have no room; but go on."""
-        free = files.room_in(self.folder)
+        free = files.room_in(self.folder) if self.writes else float("inf")
         if free >= passes:
             return
         fault = (
@@ -202,12 +187,13 @@ class PassLog:
         logger.warning("%s", fault)
 
     def _check_header(self, header: dict[str, Any]) -> None:
-        path = self._header
+        path = self.folder / _HEADER
         if not path.exists():
-            write_atomically({"header": persistence.to_bytes(header)}, path)
+            self._refuse_files_of_others()
+            files.write_atomically({"header": records.to_bytes(header)}, path)
             return
         remedy = "Delete the folder to start anew, or pass another."
-        known = persistence.from_bytes(files.tensors_of(path, ("header",), remedy)["header"])
+        known = records.from_bytes(files.tensors_of(path, ("header",), remedy)["header"])
         for name in sorted(known.keys() | header.keys()):
             if known.get(name) != header.get(name):
                 raise ValueError(
@@ -216,10 +202,12 @@ class PassLog:
                     "pass another."
                 )
 
-
-def mark_of(key: Tensor, space: Space) -> Tensor:
-    """Return two numbers that tell one place where a pass is taken from another."""
-    total = torch.stack([key.double().sum(), key.double().square().sum()])
-    if key.is_floating_point():  # whole numbers are no vector, so that no rank has a slice of them
-        total = space.sum(total)
-    return torch.stack([total[0], total[1].sqrt()]).cpu()
+    def _refuse_files_of_others(self) -> None:
+        """Raise where files have the names of ours, but no header says that they are."""
+        ours = {_FINISHED, _OUTPUTS, PARTIAL}
+        for path in sorted(self.folder.iterdir()):
+            if path.name in ours or _PASS.fullmatch(path.name):
+                raise ValueError(
+                    f"{str(path)!r} is not of a checkpoint, but has the name of a file of one: "
+                    "pass a folder of its own as checkpoint."
+                )

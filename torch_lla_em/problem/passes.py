@@ -1,0 +1,301 @@
+"""Passes over the data: one verb, ``fold``, and the plain loop that everything else wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import inf
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.data import Batch, Data, map_tensors
+from torch_lla_em.jacobian import LinearModel
+from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.problem.finite import (
+    DERIVATIVE,
+    LIKELIHOOD,
+    OUTPUTS,
+    STEP,
+    Finite,
+    all_finite,
+    is_finite,
+    is_moderate,
+)
+from torch_lla_em.runtime import attempt, is_shortage, lasts
+
+# rounding of a batch against its pieces, well below what another batch does to a row
+_SPLIT_ERROR = 1e-2
+
+BLOCK, VECTOR, SCALAR = "block", "vector", "scalar"
+"""What is summed: a vector a column, (K, P); one vector, (P,); a number in float64."""
+
+Sums = dict[str, Tensor]
+State = dict[str, Tensor] | None
+Add = Callable[[Batch, Tensor, Sums], None]
+"""(batch, columns w, sums): add what the batch has to say of these columns."""
+
+T = TypeVar("T")
+
+
+class Rows(NamedTuple):
+    """Which rows of a pass are worked on, and how many at once."""
+
+    skipped: int = 0
+    """Rows at the start that are only counted."""
+
+    at_most: float = inf
+    """Rows of a batch at a time, where the network takes rows alone."""
+
+    whole: bool = False
+    """Whether this rank takes the batches of all."""
+
+
+class Pass(NamedTuple):
+    """One pass: what is summed, and how a batch adds to it."""
+
+    kinds: dict[str, str]
+    """BLOCK, VECTOR or SCALAR, by name."""
+
+    add: Add
+    rows: Rows = Rows()
+
+    may_overflow: bool = False
+    """Whether a likelihood that is not finite is a step too long, which solvers know."""
+
+
+Fold = Callable[[Tensor, Pass], Sums]
+
+
+class Step(NamedTuple):
+    """One batch of every rank that has one left."""
+
+    num_rows: int
+
+    fold: Fold
+    """The verb of ``Passes``, over this batch alone."""
+
+
+class Passes(Protocol):
+    """What is asked of data. Layers around the plain loop keep these verbs."""
+
+    def fold(self, w: Tensor, task: Pass) -> Sums:
+        """Return the sums over all batches, for columns w: (K, P), or (K,) numbers of samples."""
+        ...
+
+    def steps(self, state: State = None) -> Iterator[Step]:
+        """Yield the batches of an epoch; ``state`` is what changes in place between them."""
+        ...
+
+    def kept(self, key: Tensor, compute: Callable[[], Sums]) -> Sums:
+        """Return what was computed at ``key``: here anew, from a checkpoint where it is there."""
+        ...
+
+    def lasts(self, run: Callable[[], None]) -> bool:
+        """Run, and return whether memory lasted; a checkpoint answers as the fit began."""
+        ...
+
+
+class Layer:
+    """Something around a fold, over all batches or over one."""
+
+    def __init__(self, inner: Passes):
+        self.inner = inner
+
+    def around(self, fold: Fold, w: Tensor, task: Pass) -> Sums:
+        """Return ``fold(w, task)``, with whatever this layer is for."""
+        raise NotImplementedError
+
+    def fold(self, w: Tensor, task: Pass) -> Sums:
+        """Return the sums over all batches."""
+        return self.around(self.inner.fold, w, task)
+
+    def steps(self, state: State = None) -> Iterator[Step]:
+        """Yield the batches of an epoch."""
+        for step in self.inner.steps(state):
+            yield step._replace(fold=partial(self.around, step.fold))
+
+    def kept(self, key: Tensor, compute: Callable[[], Sums]) -> Sums:
+        """Return what was computed at ``key``."""
+        return self.inner.kept(key, compute)
+
+    def lasts(self, run: Callable[[], None]) -> bool:
+        """Run, and return whether memory lasted."""
+        return self.inner.lasts(run)
+
+
+class LocalPasses:
+    """The loop over this process's batches, inside the network's guard, and what it checks."""
+
+    def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
+        self.linear_model, self.data = linear_model, data
+        self._likelihood = likelihood
+        self.finite = Finite()
+        """What of the pass under way is finite."""
+
+        self._versions = linear_model.network.versions()
+        self._sizes = linear_model.network.sizes()
+        self._splits: bool | None = None
+
+    def fold(self, w: Tensor, task: Pass) -> Sums:
+        """Return the sums over all batches, where the network is."""
+        sums = self.zeros(len(w), task.kinds)
+        for batch in self.batches(task.rows):
+            task.add(batch, w, sums)
+        self._name_fault(w, task, sums)
+        return sums
+
+    def steps(self, state: State = None) -> Iterator[Step]:
+        """Yield the batches of an epoch; of several ranks, all go together."""
+
+        def fold(batch: Batch, w: Tensor, task: Pass) -> Sums:
+            sums = self.zeros(len(w), task.kinds)
+            if len(batch.rows):
+                task.add(batch, w, sums)
+                fine = [all_finite(total) | ~is_moderate(w) for total in sums.values()]
+                self.finite.note(batch.index, STEP, torch.stack(fine).all())
+            return sums
+
+        for batch in self.batches(Rows(), in_step=True):
+            yield Step(batch.step_rows or len(batch.rows), partial(fold, batch))
+        step = self.finite.first_fault(STEP)
+        # a likelihood that overflows alone is a step size too large
+        pushed, bent = map(self.finite.first_fault, (DERIVATIVE, LIKELIHOOD))
+        if step is not None and (step == pushed or step != bent):
+            raise FloatingPointError(DERIVATIVE.format(step))
+
+    def kept(self, key: Tensor, compute: Callable[[], Sums]) -> Sums:
+        """Return what ``compute`` does: nothing is kept here."""
+        return compute()
+
+    def lasts(self, run: Callable[[], None]) -> bool:
+        """Run, and return whether memory lasted; where it must on all ranks alike, it is raised."""
+        if self.data.group.size > 1:
+            run()
+            return True
+        return lasts(run)
+
+    def zeros(self, columns: int, kinds: dict[str, str]) -> Sums:
+        """Return sums of nothing, where the network is."""
+        model = self.linear_model
+        device, P = model.network.device, model.layout.size
+        shapes = {BLOCK: (columns, P), VECTOR: (P,), SCALAR: ()}
+        return {
+            name: torch.zeros(
+                shapes[kind], dtype=torch.float64 if kind == SCALAR else model.dtype, device=device
+            )
+            for name, kind in kinds.items()
+        }
+
+    def batches(self, rows: Rows = Rows(), in_step: bool = False) -> Iterator[Batch]:
+        """Yield the batches of one pass after the skipped rows, inside the network's guard."""
+        self.finite.clear()
+        self._refuse_new_versions()
+        with self.linear_model.network.guarded():
+            for whole in self.data.batches(rows.whole, in_step):
+                if in_step and not len(whole.rows):
+                    yield whole
+                    continue
+                self.probe(whole)
+                if int(whole.rows[-1]) < rows.skipped:
+                    continue
+                for batch in self.pieces(whole, rows.at_most):
+                    if self.data.num_passes == 0:
+                        _check_finite(batch)
+                    class_dim = self.linear_model.network.class_dim
+                    targets = self._likelihood.align(batch.targets, class_dim)
+                    yield batch._replace(targets=targets)
+        self.refuse_changed_weights()
+        self.finite.refuse(OUTPUTS)
+
+    def probe(self, batch: Batch) -> None:
+        """Have the network's derivatives checked, the first time."""
+        if self.linear_model.report is None:
+            _check_finite(batch)
+            self.linear_model.probe(batch.inputs)
+
+    def pieces(self, whole: Batch, at_most: float) -> list[Batch]:
+        """Return the batch in pieces, or whole where the network does not take rows alone."""
+        if len(whole.rows) <= at_most:
+            return [whole]
+        pieces = list(whole.split(int(at_most)))
+        if len(pieces) > 1 and self._splits is None:
+            self._splits = self.rows_stand_alone(whole, int(at_most))
+        return pieces if self._splits else [whole]
+
+    def rows_stand_alone(self, whole: Batch, size: int) -> bool:
+        """Whether rows have the same outputs with as many others, or half as many, beside them."""
+
+        def compare() -> bool:
+            piece, more = next(whole.split(size)), next(whole.split(2 * size))
+            f = self.linear_model.outputs(more.inputs)[: len(piece.rows)]
+            try:
+                alone = self.linear_model.outputs(piece.inputs)
+            except RuntimeError as error:
+                if is_shortage(error):
+                    raise
+                return False  # of shapes: inputs that only look as if they went by rows
+            if alone.shape != f.shape:
+                return False
+            return bool((alone - f).norm() <= _SPLIT_ERROR * f.norm() or not f.isfinite().all())
+
+        answer, shortage = attempt(compare)
+        if shortage is not None and size > 1:
+            return self.rows_stand_alone(whole, size // 2)
+        return bool(answer)
+
+    def refuse_changed_weights(self) -> None:
+        """Raise where the weights are no longer those that the fit began with.
+
+        It reads all of them, and waits for the device: to be asked before anything is kept.
+        """
+        self._refuse_new_versions()
+        if not torch.equal(self.linear_model.network.sizes(), self._sizes):
+            raise RuntimeError(
+                "The network's weights were changed through `.data`, or exchanged, while it was "
+                "being fitted: leave the network alone until fit returns."
+            )
+
+    def _refuse_new_versions(self) -> None:
+        for name, version in self.linear_model.network.versions().items():
+            if version != self._versions.get(name):
+                raise RuntimeError(
+                    f"The network's {name!r} was changed while it was being fitted: leave the "
+                    "network alone until fit returns, or fit a copy.deepcopy of it."
+                )
+
+    def _name_fault(self, w: Tensor, task: Pass, sums: Sums) -> None:
+        """Name the batch where sums are not finite; where w is beyond all measure, solvers know."""
+        hidden = False
+        known = not w.is_floating_point() or is_moderate(w)
+        if not all(map(is_finite, _vectors(sums))) and known:
+            self.finite.refuse(DERIVATIVE)
+            if not task.may_overflow:
+                self.finite.refuse(LIKELIHOOD)
+            hidden = self.finite.first_fault(LIKELIHOOD) is None
+        if self.data.group.meet("sums that are not finite", bool(hidden), any):
+            self._search(w, task)
+
+    def _search(self, w: Tensor, task: Pass) -> None:
+        """Run a pass once more, to find the batch whose Jᵀ u is not finite."""
+        sums = self.zeros(len(w), task.kinds)
+        for batch in self.batches(task.rows):
+            task.add(batch, w, sums)
+            fine = all(map(is_finite, _vectors(sums)))
+            if not fine and self.finite.first_fault(LIKELIHOOD) is None:
+                raise FloatingPointError(DERIVATIVE.format(batch.index))
+
+
+def _vectors(sums: Sums) -> list[Tensor]:
+    return [total for total in sums.values() if total.dim()]
+
+
+def _check_finite(batch: Batch) -> None:
+    def check(tensor: Tensor) -> None:
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"The inputs of batch {batch.index} hold NaN or infinite values: remove those rows."
+            )
+
+    map_tensors(check, batch.inputs)

@@ -1,0 +1,95 @@
+"""Before anything is allocated: the network probed, memory planned, ranks and host in place."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import inf
+
+import torch
+
+from torch_lla_em.problem.placement import Placed
+from torch_lla_em.problem.plan import Plan, make_plan, measured
+from torch_lla_em.problem.problem import Problem
+from torch_lla_em.problem.spread import spread
+from torch_lla_em.runtime import Compute, free_memory, least_share, place_of
+
+logger = logging.getLogger("torch_lla_em")
+
+
+def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "data") -> Plan:
+    """Look at the first batch, plan memory, and lay around passes what the plan asks for.
+
+    ``shard`` is what ranks share out: "data", "columns" or "weights".
+    """
+    model, data, group = problem.linear_model, problem.data, problem.data.group
+    if shard == "weights":
+        problem.vectors.group = group
+    model.network.precision = compute.precision
+    data.keep = compute.keep_data
+    first = data.first()
+    part, activations = measured(problem.local, first, compute.rows)
+    if len(part.rows) < min(compute.rows or inf, len(first.rows)):
+        problem.fitting.take(None, len(part.rows))
+    held, free_on = columns_held(problem, num_samples), _share_of_memory(problem)
+    plan_for = partial(make_plan, model, held, activations=activations, free_on=free_on)
+    plan = plan_for(compute)
+    elsewhere = plan.group is not None
+    if group.meet("where vectors live", elsewhere, any) and not elsewhere:
+        plan = plan_for(replace(compute, vectors="cpu"))
+    plan = plan._replace(group=group.meet("columns at once", plan.group, _least))
+    problem.fitting.take(plan.columns, plan.rows)
+    problem.vectors.device = plan.vectors_on
+    if plan.group is not None:
+        problem.passes = Placed(problem.passes, problem.vectors, plan.group, group)
+    if group.size > 1:
+        problem.passes = spread(problem.passes, shard, problem.vectors, group)
+    return plan
+
+
+def columns_held(problem: Problem, num_samples: int) -> int:
+    """Return how many whole columns a rank holds in the place of K."""
+    group = problem.vectors.group
+    return num_samples if group is None else -(-num_samples // group.size)
+
+
+def memory_for_vectors(problem: Problem) -> float:
+    """Return the bytes that every rank may still allocate for vectors."""
+    here = [*place_of(problem.device), free_memory(problem.device)]
+    return problem.data.group.meet("free memory", here, least_share)
+
+
+def room(problem: Problem) -> float:
+    """Return the bytes that choices between solvers go by: those that were free at first."""
+    free = memory_for_vectors(problem)
+    key = torch.zeros(1, device=problem.device)
+    begun = problem.kept(key, lambda: {"bytes": torch.tensor(free, dtype=torch.float64)})
+    then = begun["bytes"].item()
+    if free < then / 2:
+        logger.warning(
+            "The fit had %.2g GB free here, half of which a Krylov basis may take, and goes on "
+            "so; now there are %.2g GB. If memory ends, go on where there is as much, or begin "
+            "anew in another folder.",
+            then / 1e9,
+            free / 1e9,
+        )
+    return then
+
+
+def _share_of_memory(problem: Problem) -> Callable[[torch.device], float]:
+    """Return the map from a device to the bytes free there for each process that uses it."""
+    devices = {torch.device("cpu"), problem.linear_model.network.device}
+    here = sorted({"/".join(place_of(device)) for device in devices})
+    sharing = problem.data.group.meet("devices", here, _counted)
+    return lambda device: free_memory(device) / sharing["/".join(place_of(device))]
+
+
+def _least(every: list[int | None]) -> int | None:
+    return min((number for number in every if number is not None), default=None)
+
+
+def _counted(every: list[list[str]]) -> dict[str, int]:
+    return Counter(place for places in every for place in places)

@@ -1,0 +1,234 @@
+"""Around a fit: ranks, folder, signals, the bar, and what is kept of every step."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from math import ceil
+from os import PathLike
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from torch_lla_em.checkpoint import FirstOutputs, Log, Partial, Recorded, SharedLog
+from torch_lla_em.data import Data
+from torch_lla_em.inference import EMState
+from torch_lla_em.problem import VECTORS, Problem, memory_for_vectors, prepare
+from torch_lla_em.runtime import Compute, Group, Leaving, leaving_cleanly, records, tf32
+
+logger = logging.getLogger("torch_lla_em")
+
+SHARDS = "auto", "data", "columns", "weights", None
+"""What ranks share out; None: each fits on its own."""
+
+
+class Wish(NamedTuple):
+    """What a call of ``fit`` asks for, beside the data."""
+
+    em_steps: int
+    prior_precision: float | Tensor | None
+    progress_bar: bool
+    checkpoint: str | PathLike | None
+    update: str
+    override: bool
+    shard: str | None
+
+
+class Session:
+    """One fit on its problem: opened before anything is computed, closed whatever happens."""
+
+    def __init__(self, problem: Problem, wish: Wish, header: dict[str, Any]):
+        self.problem, self._wish = problem, wish
+        self._group, self._device = problem.data.group, problem.device
+        self.history: list[dict[str, Any]] = []
+        """Of every EM step so far."""
+
+        self._stack = ExitStack()
+        settings = {"shard": wish.shard, "checkpoint": wish.checkpoint is not None, **header}
+        compare_ranks(self._group, self._device, settings)
+        self._log: Log | None = None
+        if wish.checkpoint is not None:
+            alone = self._group.size == 1
+            several = () if alone else (self._group,)
+            self._log = (Log if alone else SharedLog)(wish.checkpoint, header, *several)
+
+    def __enter__(self) -> Session:
+        wish = self._wish
+        silent = self._group.rank > 0 or not wish.progress_bar
+        self._leaving: Leaving = self._stack.enter_context(leaving_cleanly(self._log is None))
+        self._bar = self._stack.enter_context(tqdm(total=wish.em_steps, desc="EM", disable=silent))
+        for device in {"cpu", self._device.type}:
+            if torch.amp.is_autocast_available(device):
+                self._stack.enter_context(torch.autocast(device, enabled=False))
+        self._stack.enter_context(torch.inference_mode(False))
+        self._stack.enter_context(torch.no_grad())
+        # for the solvers; the network has a precision of its own
+        self._stack.enter_context(tf32(self._device, False))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        return self._stack.__exit__(kind, error, trace)
+
+    def finished(self) -> dict[str, Tensor] | None:
+        """Return the posterior of a finished checkpoint, if it is one and of these data."""
+        state = None if self._log is None else self._log.posterior(self._device)
+        if state is not None:
+            self._log.compare(FirstOutputs.of(self.problem))
+            self.problem.data.restore(records.from_bytes(state["facts"]))
+            self.problem.data.confirm()
+        return state
+
+    def begin(self, num_samples: int, compute: Compute) -> None:
+        """Plan memory, share passes out, and lay a checkpoint around them."""
+        problem, log = self.problem, self._log
+        if log is not None:
+            log.require_room(2 * num_samples * problem.size * problem.dtype.itemsize)
+            partial = Partial(problem.local, log, self._leaving, problem.cost)
+            problem.fitting.inner = partial
+        plan = prepare(problem, num_samples, compute, self._shard(num_samples))
+        if log is not None:
+            if isinstance(log, SharedLog) and problem.vectors.group is not None:
+                log.vectors = problem.vectors
+            log.compare(FirstOutputs.of(problem))
+            problem.passes = Recorded(problem, log, partial)
+        logger.log(logging.WARNING if plan.tight else logging.INFO, "%s", plan)
+        if not self._bar.disable:
+            self._bar.write(str(plan))
+
+    def on_step(self, state: EMState) -> None:
+        """Take note of an EM step."""
+        self.history.append(record_of(state, self.problem.data.num_passes))
+        self._bar.update()
+        self._bar.set_postfix(summary_of(self.history[-1]))
+
+    def end(self) -> None:
+        """Refuse data that are not those of the checkpoint, and weights that have changed."""
+        self.problem.data.confirm()
+        self.problem.local.refuse_changed_weights()
+        share_path(self.problem)
+
+    def keep(self, state: dict[str, Tensor]) -> None:
+        """Put the posterior in the place of the checkpoint's passes."""
+        if self._log is not None:
+            self._log.finish(state, self.problem.data.facts())
+
+    def _shard(self, num_samples: int) -> str:
+        """Return what ranks share out, chosen by the cost of a pass in forward passes.
+
+        A pass of K columns costs 1 + 4 K forward passes a batch.
+        """
+        data, group, shard = self.problem.data, self._group, self._wish.shard
+        if group.size == 1 or shard is None:
+            return "data"
+        if shard == "columns" and data.is_shared_out:
+            raise ValueError(
+                'shard="columns" gives every rank all data, but a DistributedSampler has shared '
+                'them out: pass a loader without one, or shard="data".'
+            )
+        batches = group.meet("the number of batches", data.num_batches(), lambda each: each[0])
+        if shard == "auto":
+            large = _too_large(self.problem, num_samples)
+            shard, why = large or _cheaper(data, batches, num_samples)
+            if group.rank == 0:
+                logger.info("%d ranks share out the %s: %s.", group.size, shard, why)
+        return shard
+
+
+def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) -> None:
+    """Refuse ranks with other models, settings or devices than rank 0, naming what differs."""
+    group.meet("the settings", {"device": device.type, **settings}, _same)
+    if group.size > 1:  # where a backend lacks the device, say so before anything is computed
+        group.sum(torch.zeros(1, device=device))
+
+
+def share_path(problem: Problem) -> None:
+    """Give ranks that saw no data the way of differentiating that the others have found."""
+    model, group = problem.linear_model, problem.data.group
+    if group.size == 1:
+        return
+    found = model.way() if model.report is not None else None
+    way = group.meet("the path", found, lambda every: next(filter(None, every), None))
+    if model.report is None and way is not None:
+        model.take_way(way)
+
+
+def _too_large(problem: Problem, num_samples: int) -> tuple[str, str] | None:
+    """Return the choice where whole vectors do not fit, and why."""
+    needed = VECTORS * num_samples * problem.size * problem.dtype.itemsize
+    free = memory_for_vectors(problem)
+    if needed <= free:
+        return None
+    return "weights", f"vectors take {needed / 1e9:.1f} GB, and each rank has {free / 1e9:.1f} free"
+
+
+def _cheaper(data: Data, batches: int | None, num_samples: int) -> tuple[str, str]:
+    size = data.group.size
+    if data.is_shared_out:
+        return "data", "a DistributedSampler has done so"
+    if not batches:
+        return "data", "the number of batches is not known"
+    by_data = (1 + 4 * num_samples) * ceil(batches / size)
+    by_columns = (1 + 4 * ceil(num_samples / size)) * batches
+    costs = f"a pass takes {by_data} forward passes of a batch by data, {by_columns} by columns"
+    return ("columns" if by_columns < by_data else "data"), costs
+
+
+def _same(every: list[dict[str, Any]]) -> None:
+    for rank, settings in enumerate(every):
+        for name in sorted(every[0].keys() | settings.keys()):
+            own, first = settings.get(name), every[0].get(name)
+            if own != first:
+                raise ValueError(
+                    f"Rank {rank} has another {name} than rank 0: {_short(own)} against "
+                    f"{_short(first)}. Construct and fit the same object on every rank; to fit each "
+                    "on its own, pass shard=None."
+                )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def record_of(state: EMState, data_passes: int) -> dict[str, Any]:
+    """Return what ``history`` keeps of a step: plain numbers, and lists where there are blocks."""
+    sigma = state.hyper.sigma
+    return {
+        "step": state.step,
+        "prior_precision": state.hyper.precision.tolist(),
+        "sigma_noise": None if sigma is None else sigma.tolist(),
+        "effective_dim": state.effective_dim.value.tolist(),
+        "effective_dim_error": state.effective_dim.standard_error.tolist(),
+        "squared_norm": state.squared_norm.tolist(),
+        "loss": state.loss,
+        "mode_residual": state.mode_error,
+        "sample_residual": state.sample_error,
+        "log_evidence": state.log_evidence.value.item(),
+        "log_evidence_error": state.log_evidence.standard_error.item(),
+        "data_passes": data_passes,
+        "columns": state.columns,
+        "seconds": state.seconds,
+    }
+
+
+def summary_of(record: dict[str, Any]) -> dict[str, str]:
+    """Return what the progress bar shows of a record; of blocks, the sum of γ and the mean log λ."""
+    precision, gamma, error = (
+        torch.tensor(record[name], device="cpu")
+        for name in ("prior_precision", "effective_dim", "effective_dim_error")
+    )
+    shown = {"λ": f"{precision.log().mean().exp().item():.3g}"}
+    if record["sigma_noise"] is not None:
+        shown["σ"] = f"{torch.tensor(record['sigma_noise'], device='cpu').mean().item():.3g}"
+    shown["γ"] = f"{gamma.sum().item():.1f}±{error.square().sum().sqrt().item():.1f}"
+    shown["residual"] = f"{max(record['sample_residual'], record['mode_residual']):.0e}"
+    shown["passes"] = str(record["data_passes"])
+    return shown

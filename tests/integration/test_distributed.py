@@ -17,6 +17,8 @@ from torch_lla_em.problem.problem import Problem
 from torch_lla_em.runtime.group import current_group
 
 SIZES = 2, 3
+# each way to share the work and each form of loader once; the others are slow
+DAILY = {"krylov", "cg, layerwise", "sampler", "parts", "columns, shuffled", "weights"}
 # cases whose shares differ where a rank is neither the first nor the last
 OF_THREE = {
     "krylov",
@@ -121,11 +123,27 @@ CASES = {
 }
 
 
-assert CASES.keys() >= OF_THREE
+assert CASES.keys() >= OF_THREE | DAILY
 
 
-def cases_of(size):
-    return [name for name in CASES if size < 3 or name in OF_THREE]
+def cases_of(size, daily):
+    names = [name for name in CASES if size < 3 or name in OF_THREE]
+    return [name for name in names if (size == 2 and name in DAILY) == daily]
+
+
+def every(values):
+    """(size, value) of all sizes, those of three slow."""
+    slow = {2: (), 3: pytest.mark.slow}
+    return [pytest.param(n, value, marks=slow[n]) for n in SIZES for value in values]
+
+
+def every_fit():
+    return [
+        pytest.param(size, name, daily, marks=() if daily else pytest.mark.slow)
+        for size in SIZES
+        for daily in (True, False)
+        for name in cases_of(size, daily)
+    ]
 
 
 def fit(name):
@@ -143,19 +161,23 @@ def fit(name):
     return la, case
 
 
-def every_case(rank):
-    """Each case's posterior, some with a scale by held-out data."""
-    fitted = {}
-    for name in cases_of(current_group().size):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            la, case = fit(name)
-            if name in ("krylov", "columns"):
-                la.calibrate(batches(case))
-        fitted[name] = facts(la)
-    fitted["passes"] = {loader.__name__: one_pass(loader) for loader in LOADERS}
-    fitted["sgd"] = by_sgd(batches(tiny("classification")))
-    return fitted
+def fitted(name):
+    """A case's posterior, of some with a scale by held-out data."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la, case = fit(name)
+        if name in ("krylov", "columns"):
+            la.calibrate(batches(case))
+    return facts(la)
+
+
+def every_case(rank, daily):
+    return {name: fitted(name) for name in cases_of(current_group().size, daily)}
+
+
+def every_pass(rank):
+    passes = {loader.__name__: one_pass(loader) for loader in LOADERS}
+    return {"passes": passes, "sgd": by_sgd(batches(tiny("classification")))}
 
 
 LOADERS = batches, in_one_batch, listed, shuffled, streamed, sampled
@@ -187,50 +209,57 @@ def by_sgd(loader):
     return facts(la)
 
 
-alone = functools.cache(lambda: every_case(0))
+alone = functools.cache(fitted)
 
 
 @pytest.fixture(scope="module")
-def fitted_by(tmp_path_factory):
-    """size -> what each rank of a group of that size fitted."""
-    return functools.cache(
-        lambda size: ranks.run(size, every_case, tmp_path_factory.mktemp("ranks"))
-    )
+def together(tmp_path_factory):
+    """size, function, its arguments -> what it returned on each rank of a group of that size."""
+
+    def run(size, function, *arguments):
+        return ranks.run(size, function, tmp_path_factory.mktemp("ranks"), *arguments)
+
+    return functools.cache(run)
 
 
-@pytest.mark.parametrize(("size", "name"), [(n, name) for n in SIZES for name in cases_of(n)])
-def test_ranks_fit_what_one_process_fits(size, name, fitted_by):
-    expected, together = alone()[name], fitted_by(size)
-    for fitted in together:
-        assert fitted[name]["num_data"] == expected["num_data"]
+@pytest.mark.parametrize(("size", "name", "daily"), every_fit())
+def test_ranks_fit_what_one_process_fits(size, name, daily, together):
+    expected, every_rank = alone(name), together(size, every_case, daily)
+    for found in every_rank:
+        assert found[name]["num_data"] == expected["num_data"]
         for key, tensor in expected["state"].items():
-            assert torch.equal(fitted[name]["state"][key], together[0][name]["state"][key]), key
-            torch.testing.assert_close(fitted[name]["state"][key], tensor, rtol=1e-6, atol=1e-6)
+            assert torch.equal(found[name]["state"][key], every_rank[0][name]["state"][key]), key
+            torch.testing.assert_close(found[name]["state"][key], tensor, rtol=1e-6, atol=1e-6)
         # slices are made whole in chunks, each of which reads the data; their noise is not kept
         for key in ("step",) if "weights" in name else ("columns", "data_passes", "step"):
             asked = [record[key] for record in expected["history"]]
-            assert [record[key] for record in fitted[name]["history"]] == pytest.approx(asked)
+            assert [record[key] for record in found[name]["history"]] == pytest.approx(asked)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", [loader.__name__ for loader in LOADERS])
-def test_ranks_share_out_rows_by_their_numbers(size, name, fitted_by):
+@pytest.mark.parametrize(("size", "name"), every([loader.__name__ for loader in LOADERS]))
+def test_ranks_share_out_rows_by_their_numbers(size, name, together):
     """A rank may have none; together they have each once."""
-    (expected, counts), together = alone()["passes"][name], fitted_by(size)
-    shares = [fitted["passes"][name][0] for fitted in together]
+    expected, counts = every_pass_alone()[name]
+    every_rank = together(size, every_pass)
+    shares = [found["passes"][name][0] for found in every_rank]
     assert sum(map(len, shares)) == len(expected)
     assert {n: x for share in shares for n, x in share.items()} == expected
-    assert all(fitted["passes"][name][1] == counts for fitted in together)
+    assert all(found["passes"][name][1] == counts for found in every_rank)
     if name == "in_one_batch":
         assert not shares[1]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_sgd_takes_one_batch_of_every_rank_a_step(size, fitted_by):
-    case, together = tiny("classification"), fitted_by(size)
-    every = batches(case)
+@functools.cache
+def every_pass_alone():
+    return {loader.__name__: one_pass(loader) for loader in LOADERS}
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_sgd_takes_one_batch_of_every_rank_a_step(size, together):
+    every = batches(tiny("classification"))
     steps = [every[i : i + size] for i in range(0, len(every), size)]
     unions = [(torch.cat([x for x, _ in step]), torch.cat([y for _, y in step])) for step in steps]
-    for fitted in together:
-        for name, tensor in by_sgd(unions)["state"].items():
-            torch.testing.assert_close(fitted["sgd"]["state"][name], tensor, rtol=1e-6, atol=1e-6)
+    expected = by_sgd(unions)["state"]
+    for found in together(size, every_pass):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found["sgd"]["state"][name], tensor, rtol=1e-6, atol=1e-6)

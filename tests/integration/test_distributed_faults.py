@@ -59,6 +59,7 @@ def fit_with_a_fault(rank, victim, act):
         return error, time.monotonic() - begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_dies_is_named(victim, tmp_path):
     results = ranks.run(3, fit_with_a_fault, tmp_path, victim, die)
@@ -89,6 +90,7 @@ def meet_with_a_fault(rank):
     current_group().meet("values", rank, merge)
 
 
+@pytest.mark.slow
 def test_what_fails_where_values_meet_ends_all_at_once(tmp_path):
     begin = time.monotonic()
     errors = ranks.run(2, meet_with_a_fault, tmp_path)
@@ -97,6 +99,7 @@ def test_what_fails_where_values_meet_ends_all_at_once(tmp_path):
     assert time.monotonic() - begin < 50
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named(tmp_path):
     results = ranks.run(3, fit_with_a_fault, tmp_path, 1, hang, timeout=3)
     for rank in (0, 2):
@@ -207,12 +210,17 @@ def fit_with_checkpoint(rank, folder, shard, act, passes):
 @pytest.mark.parametrize(
     "before, after",
     [
-        ((2, "data"), (3, "columns")),
-        ((3, "data"), (2, "data")),
-        ((1, "data"), (2, "weights")),
         ((2, "columns"), (1, "data")),
-        ((3, "weights"), (2, "weights")),
-        ((2, "weights"), (1, "data")),
+        *(
+            pytest.param(*change, marks=pytest.mark.slow)
+            for change in [
+                ((2, "data"), (3, "columns")),
+                ((3, "data"), (2, "data")),
+                ((1, "data"), (2, "weights")),
+                ((3, "weights"), (2, "weights")),
+                ((2, "weights"), (1, "data")),
+            ]
+        ),
     ],
 )
 def test_killed_runs_resume_with_other_ranks(before, after, tmp_path):
@@ -234,6 +242,7 @@ def test_killed_runs_resume_with_other_ranks(before, after, tmp_path):
         assert torch.equal(fitted["state"]["w_lin"], resumed[0]["state"]["w_lin"])
 
 
+@pytest.mark.slow
 def test_a_damaged_last_pass_is_computed_again_by_all_ranks(tmp_path):
     folder, passes = tmp_path / "run", (die, 5)
     ranks.run(2, fit_with_checkpoint, tmp_path / "broken", folder, "data", *passes)
@@ -249,6 +258,7 @@ def fit_with_memory(rank, folder, shard, ending, free):
     return facts(fit(Failing(*ending), folder, shard=shard))
 
 
+@pytest.mark.slow
 def test_memory_may_be_another_at_a_restart(tmp_path):
     folder, free, little = tmp_path / "run", 1e12, 4.0
     ranks.run(2, fit_with_memory, tmp_path / "broken", folder, "weights", (die, 12), free)
@@ -276,6 +286,7 @@ def fit_in_an_order_of_its_own(rank, folder):
     return facts(fit(Drawn(), folder, shard="data"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_reads_nothing_more_on_one_rank_alone(tmp_path):
     for _ in range(2):  # and none does where the finished one comes back
         found = ranks.run(2, fit_in_an_order_of_its_own, tmp_path / "ranks", tmp_path / "run")
@@ -292,6 +303,7 @@ def fit_without_a_derivative(rank, shard):
         return len(every) - 1, error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["data", "columns"])
 def test_a_derivative_that_is_not_finite_ends_all_ranks(shard, tmp_path):
     results = ranks.run(2, fit_without_a_derivative, tmp_path, shard)

@@ -197,6 +197,7 @@ def test_mnist_runs_whole_and_from_its_checkpoint(tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_mnist_runs_on_files(tmp_path):
     write_mnist(tmp_path, (50, 20))
     arguments = ["--data-dir", str(tmp_path), *TINY, "--device", "cpu", "--priors", "plain"]

@@ -78,6 +78,7 @@ def test_a_summed_step_is_the_papers(setting):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_enough_epochs_find_its_minimum(setting):
     _, task, race = setting
     recipe = Recipe(0.5, ROWS, 400, relative=True)
@@ -97,6 +98,7 @@ def test_enough_epochs_find_the_dense_precision(setting):
     assert path[-1][2] == pytest.approx(dense, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_the_command_writes_every_part(tmp_path, monkeypatch):
     small = tiny("classification")

@@ -115,6 +115,7 @@ def test_scores_know_a_perfect_model_of_the_error():
     assert abs(flat["spearman"]) < 0.1
 
 
+@pytest.mark.slow
 def test_the_script_runs_whole(tmp_path, capsys):
     arguments = [
         "--size",

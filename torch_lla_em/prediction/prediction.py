@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood, Regression, average, sum_rows
+from torch_lla_em.prediction import tables
 from torch_lla_em.prediction.functions import (
     JOINT,
     log_mean,
@@ -35,7 +36,7 @@ class Moments(NamedTuple):
     variance: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
     """A predictive distribution at B inputs; classes stay on the axis the model has them.
 
@@ -264,6 +265,15 @@ class Prediction:
                 f"A prediction under {type(self.likelihood).__name__} has no .{name}: its E[y] is "
                 "no probability. Use .expectation, or log_prob(y) for the density of a target."
             )
+
+    def __repr__(self) -> str:
+        return tables.as_text(*self._table())
+
+    def _repr_html_(self) -> str:
+        return tables.as_html(*self._table())
+
+    def _table(self) -> tuple[str, tables.Rows]:
+        return f"Prediction under {type(self.likelihood).__name__}", tables.of_prediction(self)
 
     @property
     def _is_gaussian(self) -> bool:

@@ -7,13 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from torch_lla_em.data import inputs_of, map_tensors, to_device
 from torch_lla_em.jacobian import LinearModel
 
 
 def push_forward(linear_model: LinearModel, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Return f(x), shape (B, ..., C), and J(x) w, (K, B, ..., C); in x differentiable, if asked."""
+    """Return f(x), shape (B, ..., C), and J(x) w, (K, B, ..., C); differentiable in x, if asked.
+
+    A DataLoader is run through, batch by batch, and its targets are left out.
+    """
+    if isinstance(x, DataLoader):
+        parts = [push_forward(linear_model, inputs_of(batch), w) for batch in x]
+        f, Jw = zip(*parts)
+        return torch.cat(f), torch.cat(Jw, dim=1)
     network = linear_model.network
     x = to_device(inputs_of(x) if isinstance(x, Mapping) else x, network.device)
     differentiate = torch.is_grad_enabled() and _requires_grad(x)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
@@ -128,8 +129,17 @@ def likelihood_option(given: Likelihood) -> dict[str, str]:
     return {"likelihood": name} if named else {}
 
 
+@contextmanager
+def naming(path: str | PathLike) -> Iterator[None]:
+    """Say which file is damaged."""
+    try:
+        yield
+    except DamagedError as error:
+        raise DamagedError(f"{str(path)!r} cannot be loaded: {error}") from None
+
+
 def read(
-    path: str | PathLike, model: nn.Module, given: dict[str, Any]
+    path: str | PathLike, model: nn.Module, given: dict[str, Any], known: Iterable[str]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return state and options of a saved posterior, with ``given`` in the place of those saved."""
     state = persistence.read(path)
@@ -141,6 +151,9 @@ def read(
             "The file was written with a likelihood of your own, or with arguments of your "
             "own: pass likelihood=."
         )
+    unknown = options.keys() - set(known)
+    if unknown:
+        raise DamagedError(f"there is no option {min(unknown)!r}.")
     options["sigma_noise"] = torch.as_tensor(options["sigma_noise"], dtype=torch.float64)
     record = _record_of(state)
     shapes = {name: list(p.shape) for name, p in Network(model).module.named_parameters()}

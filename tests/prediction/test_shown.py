@@ -1,0 +1,116 @@
+"""What is shown of a fit and of a prediction, what is warned about, and held-out evidence."""
+
+import logging
+from math import log
+
+import pytest
+import torch
+from tiny import LOG_PROBS, likelihood_of, tiny
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from torch_lla_em import LinearisedLaplace, Prediction
+from torch_lla_em.inference import Estimate
+from torch_lla_em.likelihoods import Bernoulli, Classification, Regression
+from torch_lla_em.prediction import collapse
+
+
+def fitted(name, **fit):
+    case = tiny(name)
+    la = LinearisedLaplace(case.model, likelihood_of(name), num_samples=6)
+    fit = {"em_steps": 0, "prior_precision": 5.0, "progress_bar": False, **fit}
+    return case, la.fit([(case.x, case.y)], **fit)
+
+
+@pytest.mark.parametrize("name", LOG_PROBS)
+def test_everything_is_shown(name):
+    case, la = fitted(name)
+    assert "call la.fit" in repr(LinearisedLaplace(case.model, likelihood_of(name)))
+    before, prediction = repr(la), repr(la.predict(case.x))
+    assert "27 of 27, 6 samples" in before and "held-out" not in before
+    assert len(prediction.splitlines()) == 9 and "of 30" in prediction
+    la.calibrate([(case.x, case.y)])
+    shown = repr(la)
+    assert f"{la.calibration.before:.4g} → {la.calibration.after:.4g}" in shown
+    assert ("coverage" in shown) == name.startswith("regression")
+    for html in (la._repr_html_(), la.predict(case.x)._repr_html_()):
+        assert html.startswith("<table>") and html.count("<tr>") == html.count("</tr>") > 5
+
+
+def test_predictions_of_any_shape_are_shown():
+    empty = Prediction(Classification(), torch.zeros(0, 3), torch.zeros(2, 0, 3))
+    pixels = Prediction(Classification(), torch.zeros(2, 5, 5, 3), torch.zeros(2, 2, 5, 5, 3), 1)
+    assert "(0, 3)" in repr(empty) and "(2, 3, 5, 5)" in repr(pixels)
+
+
+def test_the_steps_of_em_are_shown():
+    _, la = fitted("classification", em_steps=2)
+    assert "EM" in repr(la) and "passes" in repr(la)
+
+
+def test_loaders_are_run_through():
+    case, la = fitted("classification")
+    for rows in (TensorDataset(case.x, case.y), TensorDataset(case.x)):
+        assert_close(la.predict(DataLoader(rows, 7)).probs, la(case.x))
+
+
+@pytest.mark.parametrize("name", ["classification", "regression", "poisson"])
+def test_held_out_evidence_is_that_of_groups(name):
+    case, la = fitted(name)
+    x, y = case.x[:23], case.y[:23]
+    found = la.held_out_evidence([(x[:20], y[:20]), (x[20:], y[20:])], together=8)
+    groups = [slice(0, 8), slice(8, 16), slice(16, 20), slice(20, 23)]
+    values = torch.stack([la.joint_log_prob(x[rows], y[rows]) for rows in groups])
+    assert_close(found.value, values.sum())
+    assert_close(found.standard_error, 2 * values.std(correction=0))
+    alone = la.held_out_evidence([(x, y)], together=1)
+    if name != "regression":  # whose outputs have errors in common
+        assert_close(alone.value, la.predict(x).log_prob(y).sum(), rtol=0.02, atol=0)
+    with pytest.raises(ValueError, match="together"):
+        la.held_out_evidence([(x, y)], together=0)
+
+
+def estimate(value, error=0.0):
+    return Estimate(torch.tensor(value), torch.tensor(error))
+
+
+def test_a_posterior_that_is_the_prior_is_noticed():
+    assert any("the prior" in s for s in collapse.of_weights(estimate(0.1), 32))
+    assert any("the prior" in s for s in collapse.of_weights(estimate(10.0, 6.0), 32))
+    assert not list(collapse.of_weights(estimate(3.0, 0.5), 32))
+
+
+def test_evidence_of_guessing_is_noticed():
+    y = torch.zeros(4, dtype=torch.long)
+    p = Prediction(Classification(), torch.zeros(4, 3), torch.zeros(2, 4, 3))
+    guess = -100 * log(3)
+    assert list(collapse.of_evidence(estimate(guess - 1), p, y, 100))
+    assert not list(collapse.of_evidence(estimate(guess + 1), p, y, 100))
+    labels = Prediction(Bernoulli(), torch.zeros(4, 3), torch.zeros(2, 4, 3))
+    guess = -300 * log(2)
+    assert list(collapse.of_evidence(estimate(guess - 1), labels, torch.zeros(4, 3), 100))
+    assert not list(collapse.of_evidence(estimate(guess + 1), labels, torch.zeros(4, 3), 100))
+
+
+@pytest.mark.parametrize("spread, said", [(8.0, True), (0.1, False)])
+def test_predictions_far_less_certain_than_right_are_noticed(spread, said):
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(200) % 5
+    centre = 4.0 * torch.nn.functional.one_hot(y, 5)
+    deviations = spread * torch.randn(16, 200, 5, generator=generator)
+    p = Prediction(Classification(), centre, deviations)
+    assert bool(list(collapse.of_certainty(p, y))) == said
+    b = Prediction(Bernoulli(), centre - 2, deviations)
+    assert bool(list(collapse.of_certainty(b, (centre > 0).float()))) == said
+    r = Prediction(Regression(0.1), centre, deviations)
+    assert bool(list(collapse.of_certainty(r, centre + 0.1))) == (spread == 8.0)
+
+
+def test_a_fit_says_what_is_amiss(caplog):
+    with caplog.at_level(logging.WARNING, logger="torch_lla_em"):
+        fitted("classification", prior_precision=1e9)
+    assert "next to none of the weights" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="torch_lla_em"):
+        fitted("regression")
+    assert "the prior" not in caplog.text

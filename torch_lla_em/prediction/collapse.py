@@ -1,0 +1,96 @@
+"""Signs that a fit has gone to one end, each with what helps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import log
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.inference import Estimate
+from torch_lla_em.prediction.prediction import Prediction
+
+# of probabilities, by which training rows are more often right than predictions say
+_GAP = 0.2
+# of the variance of real predictions, that residuals have at least
+_SHARE = 0.1
+
+
+def signs(
+    prediction: Prediction, y: Tensor, num_data: int, found: tuple[Estimate, Estimate]
+) -> Iterator[str]:
+    """Yield what is amiss with a fit, by predictions of a batch it was fitted to, and γ and
+    evidence, which are ``found``."""
+    if not y.is_floating_point():
+        y = y.long()
+    if prediction.likelihood.elementwise and y.dim() == prediction.centre.dim():
+        y = y.to(prediction.centre)
+    yield from of_weights(found[0], len(prediction.deviations))
+    yield from of_evidence(found[1], prediction, y, num_data)
+    yield from of_certainty(prediction, y)
+
+
+def of_weights(effective_dim: Estimate, num_samples: int) -> Iterator[str]:
+    """Yield what is amiss with γ: below 4 / K, its error is half of it or more."""
+    gamma, error = effective_dim.value.sum().item(), effective_dim.standard_error.norm().item()
+    if gamma < max(4 / num_samples, 2 * error):
+        yield (
+            f"The data determine next to none of the weights (γ = {gamma:.2g} ± {error:.1g}): the "
+            "posterior is the prior. Where the network fits its data, another prior does better: "
+            "try g_prior=False, a smaller prior_precision to start from, or parameters that lie "
+            "nearer to the outputs."
+        )
+
+
+def of_evidence(
+    evidence: Estimate, prediction: Prediction, y: Tensor, num_data: int
+) -> Iterator[str]:
+    """Yield what is amiss with the evidence; y are one batch's targets."""
+    likelihood, classes = prediction.likelihood, prediction.centre.shape[-1]
+    if not likelihood.gives_probabilities or not len(y):
+        return
+    each = log(2) if likelihood.elementwise else log(classes)
+    guessing = -num_data * y[0].numel() * each
+    if evidence.value.item() <= guessing:
+        yield (
+            f"The log evidence ({evidence.value:.4g}) is no better than guessing ({guessing:.4g}): "
+            "the linear model has learnt nothing from these data. See whether targets belong to "
+            "their rows, and whether the network was trained; g_prior=False may find another prior."
+        )
+
+
+def of_certainty(prediction: Prediction, y: Tensor) -> Iterator[str]:
+    """Yield what is amiss with predictions of rows that were trained on."""
+    if prediction.likelihood.real_valued:
+        mean, variance = prediction.moments()
+        if y.shape != mean.shape or not len(y):
+            return
+        share = ((y - mean).square() / variance).mean().item()
+        if share < _SHARE:
+            yield (
+                f"Predictions of training rows are off by {share**0.5:.0%} of what they state: the "
+                f"posterior is far too wide for them. {_REMEDY}"
+            )
+        return
+    if not prediction.likelihood.gives_probabilities or not len(y):
+        return
+    p = prediction.probs.movedim(prediction.class_dim, -1)
+    if prediction.likelihood.elementwise:
+        stated, right = torch.maximum(p, 1 - p), (p > 0.5) == (y > 0.5)
+    else:
+        best, mask = p.max(-1), prediction.likelihood.mask(y)
+        kept = torch.ones_like(y, dtype=torch.bool) if mask is None else mask
+        stated, right = best.values[kept], (best.indices == y)[kept]
+    if not right.numel():
+        return
+    accuracy, said = right.double().mean().item(), stated.double().mean().item()
+    if accuracy - said > _GAP + 1 / right.numel() ** 0.5:
+        yield (
+            f"Training rows are predicted right in {accuracy:.0%} of cases with a mean probability "
+            f"of {said:.0%}: as fitted, predictions are far less certain than they could be. "
+            f"{_REMEDY}"
+        )
+
+
+_REMEDY = 'What helps: la.calibrate(held_out_loader), or fit(..., validation=loader); a curvature="linear".'

@@ -1,0 +1,77 @@
+"""What is shown of a fit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from torch_lla_em.prediction.calibration import Calibration
+from torch_lla_em.prediction.parts import MODE, NETWORK, SCALE, WEIGHT
+from torch_lla_em.prediction.tables import Rows
+
+if TYPE_CHECKING:
+    from torch_lla_em.prediction.fitted import Fitted
+
+
+def of_fit(la: Fitted) -> tuple[str, Rows]:
+    """Return a title, and name and value of what is fitted."""
+    layout, module = la._linear_model.layout, la._linear_model.network.module
+    title = f"{type(la).__name__} of {type(module).__name__}"
+    rows: Rows = [("likelihood", type(la.likelihood).__name__)]
+    random = f"{layout.size:,} of {sum(p.numel() for p in module.parameters()):,}"
+    if la.w_samples is None:
+        rows += [("random weights", random), ("posterior", "none yet: call la.fit(loader)")]
+        return title, rows
+    gamma, error = la.effective_dim.sum(), la.effective_dim_error.norm()
+    rows += [
+        ("random weights", f"{random}, {len(la.w_samples)} samples"),
+        ("rows", f"{la.num_data:,}"),
+        ("prior precision λ", _several(la.prior_precision)),
+        ("effective dimension γ", f"{gamma:.4g} ± {error:.2g}"),
+    ]
+    if la.sigma_noise is not None:
+        rows.append(("noise σ", _several(la.sigma_noise)))
+    evidence, spread = la._log_evidence.tolist()
+    rows += [
+        ("log evidence", f"{evidence:.6g} ± {spread:.2g}"),
+        ("certificate", f"{la.certificate.max():.2g} posterior deviations at most"),
+        ("predictions", _parts(la.mixture)),
+    ]
+    rows += _of_calibration(la.calibration)
+    if la.history:
+        last = la.history[-1]
+        seconds = f", {last['seconds']:.3g} s" if "seconds" in last else ""
+        rows.append(("EM", f"{last['step']} steps, {last['data_passes']} passes{seconds}"))
+    return title, rows
+
+
+def _of_calibration(found: Calibration | None) -> Rows:
+    if found is None:
+        return []
+    gain = f"{found.before:.4g} → {found.after:.4g} (± {found.standard_error:.2g})"
+    rows: Rows = [("held-out −log p", f"{gain} over {found.num_rows:,} rows")]
+    if found.coverage is not None:
+        before, after = found.coverage
+        rows.append(("held-out coverage", f"{before:.1%} → {after:.1%} of intervals of 90 %"))
+    return rows
+
+
+def _parts(table: Tensor) -> str:
+    words = []
+    for row in table.tolist():
+        around = [
+            name if abs(row[i] - 1) < 1e-9 else f"{row[i]:.3g} × {name}"
+            for name, i in (("linear mode", MODE), ("network", NETWORK))
+            if row[i]
+        ]
+        posterior = f"posterior (τ = {row[SCALE]:.3g}) around " if row[SCALE] else ""
+        weight = f"{row[WEIGHT]:.2f} " if len(table) > 1 else ""
+        words.append(f"{weight}{posterior}{' + '.join(around)}")
+    return ", ".join(words)
+
+
+def _several(values: Tensor) -> str:
+    if not values.dim():
+        return f"{values:.4g}"
+    return f"{values.min():.3g} to {values.max():.3g} ({len(values)} of them)"

@@ -5,8 +5,8 @@
 
 takes about half an hour on one core. At the λ that dense algebra finds, the error of the
 samples and of γ over passes: of block Krylov and block CG; of the paper's stochastic gradient
-descent with its own settings; and of the same with the best of a grid of step sizes, for every number of epochs
-anew and two batch sizes. The paper's gradients are clipped by their norm, its mode starts at
+descent with its own settings; and of the same with the best of a grid of step sizes, for every
+number of epochs anew and two batch sizes. The paper's gradients are clipped by their norm, its mode starts at
 zero and its loss is summed over the batch. Then λ over the passes of the whole EM against the
 dense fixed point. Expect block Krylov at 1 % in about 12 passes and gradient descent, at its
 best, at 3 % in about 80. Lines go to results/paper_sgd.jsonl.

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import READ, SOLVERS, Fuse, Rationed, fit, fit_with_a_worker
+from daily import daily
 from fresh import CONTEXT
 from tiny import tiny
 from torch import nn
@@ -38,7 +39,7 @@ fit(sys.argv[1], Fuse(int(sys.argv[3]), getattr(signal, sys.argv[4])), sys.argv[
 """
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", daily("krylov", "cg", rest=["function space"]))
 def test_broken_runs_end_like_whole_ones(solver, tmp_path):
     whole = fit(solver, Fuse(10**6), tmp_path / "whole")
     broken = 0
@@ -98,8 +99,8 @@ def interrupted(tmp_path):
         fit("krylov", Fuse(2), tmp_path)
 
 
-@pytest.mark.parametrize("first, later", [(1e12, 4.0), (4.0, 1e12)])
-@pytest.mark.parametrize("solver, prior", [("krylov", "scalar"), ("cg", "layerwise")])
+@pytest.mark.parametrize("first, later", daily((1e12, 4.0), rest=[(4.0, 1e12)]))
+@pytest.mark.parametrize("solver, prior", daily(("krylov", "scalar"), rest=[("cg", "layerwise")]))
 def test_memory_may_be_another_at_a_restart(
     solver, prior, first, later, tmp_path, monkeypatch, caplog
 ):
@@ -316,8 +317,8 @@ def test_atomic_writes_leave_the_old_file(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]
 
 
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
-@pytest.mark.parametrize("solver", ["krylov", "cg"])
+@pytest.mark.parametrize("likelihood", daily("regression", rest=["classification"]))
+@pytest.mark.parametrize("solver", daily("krylov", rest=["cg"]))
 def test_passes_go_on_in_their_middle(solver, likelihood, tmp_path, every_batch):
     options = {"likelihood": likelihood}
     whole = fit(solver, Rationed(10**6, likelihood), tmp_path / "whole", **options)
@@ -379,8 +380,8 @@ class Shuffled(DataLoader):
             yield batch
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["global generator", "own generator"])
-@pytest.mark.parametrize("solver", ["krylov", "sgd"])
+@pytest.mark.parametrize("own", daily(False, rest=[True]))
+@pytest.mark.parametrize("solver", daily("krylov", rest=["sgd"]))
 @pytest.mark.filterwarnings("ignore:The linear mode", "ignore:The samples")
 def test_a_restart_sees_the_order_of_an_unbroken_run(solver, own, tmp_path, every_batch):
     """Also where noise is drawn again at the linear mode, and where steps follow the order."""
@@ -517,8 +518,8 @@ def writes_of_parts(monkeypatch, clock):
     return written
 
 
-@pytest.mark.parametrize("jump", [1e9, -1e9])
-@pytest.mark.parametrize("at", [5, 6])  # while the first part is written, and after it
+@pytest.mark.parametrize("jump", daily(1e9, rest=[-1e9]))
+@pytest.mark.parametrize("at", daily(5, rest=[6]))  # while the first part is written, and after it
 def test_clocks_may_jump(jump, at, tmp_path, monkeypatch):
     whole = fit("krylov", Rationed(10**6), tmp_path / "whole")
     counts = []
@@ -715,6 +716,7 @@ def told_in_the_middle_of_a_batch(told):
     Classification.hessian_product = telling
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number, row, persistent",
     [
@@ -805,8 +807,8 @@ class Meddling:
         return la.fit(self, progress_bar=False, checkpoint=folder)
 
 
-@pytest.mark.parametrize("change", ["one other sign", "in place"])
-@pytest.mark.parametrize("at, batch", [(1, 0), (3, 0), ("last", 4)])
+@pytest.mark.parametrize("change", daily("one other sign", rest=["in place"]))
+@pytest.mark.parametrize("at, batch", daily((3, 0), rest=[(1, 0), ("last", 4)]))
 def test_no_pass_with_changed_weights_is_kept(at, batch, change, tmp_path, every_batch):
     whole = Meddling(0, 0, None)
     expected = whole.fit(tmp_path / "whole")

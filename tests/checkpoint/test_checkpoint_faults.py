@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import Fuse, Rationed, fit
+from daily import daily
 from tiny import tiny
 
 from torch_lla_em.checkpoint.log import Log as PassLog
@@ -36,7 +37,7 @@ class BrokenFolder:
         return changed
 
 
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("number", daily(errno.EIO, rest=[errno.EROFS, errno.EACCES]))
 def test_folders_that_break_during_a_fit_cost_no_fit(
     number, tmp_path, monkeypatch, caplog, every_batch
 ):

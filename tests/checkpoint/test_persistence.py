@@ -192,6 +192,7 @@ def test_settings_are_the_same_text_in_every_process(name):
     assert name == "text" or "0x" not in plain(kept)
 
 
+@pytest.mark.slow
 def test_sets_have_an_order_of_their_own():
     script = (
         "from torch_lla_em.runtime.records import plain; print(plain({'a', 'b', 'c', 'd', 'e'}))"

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from allocator import Allocator
+from daily import daily
 from fresh import run_fresh
 from models import images, small_cnn
 from tiny import tiny
@@ -27,7 +28,9 @@ def fit(case, compute, loader=None, **options):
     return la.fit(loader or batches, progress_bar=False)
 
 
-@pytest.mark.parametrize("name", ["classification", "regression", "regression per output"])
+@pytest.mark.parametrize(
+    "name", daily("classification", "regression per output", rest=["regression"])
+)
 @pytest.mark.parametrize("means", [{"columns": 1}, {"columns": 3, "rows": 4}, {"keep_data": False}])
 def test_pieces_change_nothing(name, means):
     case = tiny(name)
@@ -57,7 +60,7 @@ def test_groups_of_columns_that_visit_the_device_change_nothing():
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("prior", ["scalar", "layerwise"])
+@pytest.mark.parametrize("prior", daily("scalar", rest=["layerwise"]))
 def test_bfloat16_products_say_how_wrong_they_are(prior, caplog):
     caplog.set_level(logging.INFO)
     fits = []
@@ -74,8 +77,8 @@ def test_bfloat16_products_say_how_wrong_they_are(prior, caplog):
     assert fits[1].w_samples.dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("prior", ["scalar", "layerwise"])
+@pytest.mark.parametrize("dtype", daily(torch.bfloat16, rest=[torch.float16]))
+@pytest.mark.parametrize("prior", daily("scalar", rest=["layerwise"]))
 def test_models_of_half_precision_are_taken_as_they_are(dtype, prior):
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(60, 5, generator=generator), torch.randint(0, 3, (60,), generator=generator)
@@ -84,7 +87,7 @@ def test_models_of_half_precision_are_taken_as_they_are(dtype, prior):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).to(kind)
         la = LinearisedLaplace(model, "classification", prior=prior, num_samples=16)
-        la.fit(list(zip(x.to(kind).split(10), y.split(10))), progress_bar=False)
+        la.fit(list(zip(x.to(kind).split(30), y.split(30))), progress_bar=False)
         assert la.w_samples.dtype == torch.float32
         variances.append(la.functional_samples(x.to(kind)).float().var(0))
     exact, found = variances

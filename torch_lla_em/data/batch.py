@@ -200,7 +200,7 @@ def sent(tree: Any, device: torch.device) -> tuple[Any, Callable[[], None]]:
         nonlocal pinned
         # the other way, the host would read what has not arrived yet
         ahead = device.type == "cuda" and tensor.device.type == "cpu"
-        pinned = pinned or ahead and tensor.layout == torch.strided and tensor.is_pinned()
+        pinned = pinned or (ahead and tensor.layout == torch.strided and tensor.is_pinned())
         return tensor.to(device, non_blocking=ahead)
 
     moved = map_tensors(move, tree, lambda other: other.to(device))

@@ -40,7 +40,7 @@ def as_loader(data: Any, target_fn: TargetFn | None = None) -> Iterable[Any]:
             "The loader is a generator or an iterator, which is exhausted after one pass; "
             "fitting takes several. Pass a DataLoader, or a list of its batches."
         )
-    if target_fn is None and (_is_pair(data) or isinstance(data, Mapping) and "labels" in data):
+    if target_fn is None and (_is_pair(data) or (isinstance(data, Mapping) and "labels" in data)):
         return [data]
     if isinstance(data, Dataset) and not isinstance(data, Iterable):
         return DataLoader(data, _ROWS_AT_ONCE)

@@ -97,7 +97,7 @@ class Likelihood:
         Small integers become int64, and truth values numbers where every output has one.
         """
         small = (torch.uint8, torch.int8, torch.int16, torch.int32)
-        if y.dtype in small or y.dtype == torch.bool and self.elementwise:
+        if y.dtype in small or (y.dtype == torch.bool and self.elementwise):
             y = y.long()
         if self.elementwise and -y.dim() <= class_dim < y.dim():
             return y.movedim(class_dim, -1)

@@ -30,6 +30,7 @@ __all__ = [
     "free_memory",
     "group_of",
     "is_shortage",
+    "lasts",
     "least_share",
     "leaving_cleanly",
     "normal",
@@ -37,7 +38,6 @@ __all__ = [
     "place_of",
     "release",
     "tf32",
-    "lasts",
     "words_of",
     "write_atomically",
 ]

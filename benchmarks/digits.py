@@ -4,7 +4,8 @@
 
 trains a small convolutional network on scikit-learn's handwritten digits (they come with
 the package), fits ``LinearisedLaplace``, and prints a table against the network itself and
-against temperature scaling; pictures go to ``results/digits/``. Expect, once calibrated, a
+against temperature scaling; pictures go to ``results/digits/``, and with ``--readme`` the
+table into the README. Expect, once calibrated, a
 joint NLL of a third of the network's, and shifted digits told from clean ones more often.
 """
 
@@ -16,15 +17,13 @@ from typing import NamedTuple
 
 import matplotlib
 import torch
+from methods import markdown
+from methods.metrics import Classes, auroc
+from methods.peers import Predictor, of_ours
 from methods.provenance import provenance
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics.functional.classification import (
-    binary_auroc,
-    multiclass_accuracy,
-    multiclass_calibration_error,
-)
 
 from torch_lla_em import SGD, BlockCG, BlockKrylov, FunctionSpace, LinearisedLaplace
 
@@ -32,7 +31,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 SOLVERS = {"krylov": BlockKrylov, "cg": BlockCG, "sgd": SGD, "function_space": FunctionSpace}
-COLUMNS = "accuracy", "NLL", "ECE", "Brier", "joint NLL", "rotated", "noised", "shuffled"
+SCORES = {
+    "accuracy": "accuracy",
+    "NLL": "nll",
+    "ECE": "ece",
+    "Brier": "brier",
+    "joint NLL": "joint_dyadic",
+}
 
 
 class Split(NamedTuple):
@@ -40,16 +45,6 @@ class Split(NamedTuple):
 
     x: Tensor
     y: Tensor
-
-
-class Output(NamedTuple):
-    """What a method says of a set of images."""
-
-    log_probs: Tensor
-    """(K, N, 10): one function a row; K = 1 where a method has only one."""
-
-    unfamiliarity: Tensor
-    """(N,): higher where the method is less at home."""
 
 
 def load(device: torch.device) -> tuple[Split, Split, Split]:
@@ -97,60 +92,19 @@ def shifts(x: Tensor) -> dict[str, Tensor]:
     }
 
 
-def dyadic_nll(log_probs: Tensor, y: Tensor) -> float:
-    """Return the joint NLL per label of ten labels drawn from pairs of inputs."""
-    generator = torch.Generator().manual_seed(0)
-    per_input = log_probs.gather(2, y.expand(len(log_probs), -1)[..., None])[..., 0]
-    first, step = (
-        torch.randint(size, (2000,), generator=generator) for size in (len(y), len(y) - 1)
-    )
-    pairs = torch.stack([first, (first + 1 + step) % len(y)], dim=1).to(
-        y.device
-    )  # two different ones
-    counts = torch.binomial(torch.full((2000,), 10.0), torch.tensor(0.5), generator=generator)
-    counts = torch.stack([counts, 10 - counts], dim=1).to(log_probs)
-    joint = (per_input[:, pairs] * counts).sum(-1)
-    return -(joint.logsumexp(0) - torch.tensor(len(joint)).log()).mean().item() / 10
-
-
-def evaluate(method, test: Split) -> dict[str, float]:
-    """Return a row of the table: ``method`` maps images to an Output."""
+def evaluate(method: Predictor, test: Split) -> dict[str, float]:
+    """Return a row of the table; the last three columns are AUROC of clean against shifted."""
     clean = method(test.x)
-    probs = clean.log_probs.exp().mean(0)
-    one_hot = functional.one_hot(test.y, 10)
-    row = {
-        "accuracy": multiclass_accuracy(probs, test.y, 10, average="micro").item(),
-        "NLL": functional.nll_loss(probs.log(), test.y).item(),
-        "ECE": multiclass_calibration_error(probs, test.y, 10).item(),
-        "Brier": (probs - one_hot).square().sum(1).mean().item(),
-        "joint NLL": dyadic_nll(clean.log_probs, test.y),
-    }
+    scores = clean.scores(test.y)
+    row = {name: scores[key] for name, key in SCORES.items()}
     for name, x in shifts(test.x).items():
-        scores = torch.cat([clean.unfamiliarity, method(x).unfamiliarity])
-        shifted = torch.arange(len(scores), device=scores.device) >= len(test.y)
-        row[name] = binary_auroc(scores, shifted.long()).item()
+        row[name] = auroc(clean.unfamiliarity.cpu(), method(x).unfamiliarity.cpu())
     return row
 
 
-def of_network(network: nn.Module, temperature: float):
+def of_network(network: nn.Module, temperature: float) -> Predictor:
     """Return the method that trusts the network, at a temperature."""
-
-    def method(x: Tensor) -> Output:
-        with torch.no_grad():
-            log_probs = (network(x) / temperature).log_softmax(-1)
-        return Output(log_probs[None], torch.special.entr(log_probs.exp()).sum(-1))
-
-    return method
-
-
-def of_laplace(la: LinearisedLaplace, mean: str | None = None):
-    """Return the method that averages over posterior functions."""
-
-    def method(x: Tensor) -> Output:
-        prediction = la.predict(x, mean=mean)
-        return Output(prediction.functions.log_softmax(-1), prediction.epistemic)
-
-    return method
+    return torch.no_grad()(lambda x: Classes.of(network(x)[None] / temperature))
 
 
 def draw_reliability(axes, outputs: dict[str, Tensor], y: Tensor) -> None:
@@ -198,21 +152,17 @@ def draw_digits(la: LinearisedLaplace, test: Split, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def print_table(rows: dict[str, dict[str, float]]) -> None:
-    """Print the table; the last three columns are AUROC of clean against shifted."""
-    print(f"\n{'':34}" + "".join(f"{column:>10}" for column in COLUMNS))
-    for name, row in rows.items():
-        print(f"{name:34}" + "".join(f"{row[column]:10.3f}" for column in COLUMNS))
-
-
-def write_results(rows: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
-    """Write one JSON line a method, with what it was measured on."""
+def write_results(lines: list[dict], options: argparse.Namespace) -> None:
+    """Write one JSON line a method, with what it was measured on; into the README where asked."""
     stamp = provenance(("torch", "torchmetrics", "scikit-learn")) | {"seed": options.seed}
     if options.device != "cpu":
         stamp["machine"] = torch.cuda.get_device_name()
     with open(options.out / "digits.jsonl", "w") as file:
-        for name, row in rows.items():
-            file.write(json.dumps({"method": name, **row, **stamp}) + "\n")
+        file.writelines(json.dumps(line | stamp) + "\n" for line in lines)
+    if options.readme:
+        import report
+
+        report.main([str(options.out / "digits.jsonl")])
 
 
 def main() -> None:
@@ -222,6 +172,7 @@ def main() -> None:
     parser.add_argument("--solver", choices=SOLVERS, help="default: chosen by the library")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("results/digits"))
+    parser.add_argument("--readme", action="store_true", help="keep the table, and show it there")
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)  # kernels this small lose by sharing
@@ -251,20 +202,21 @@ def main() -> None:
     methods = {
         "network (MAP)": of_network(network, 1.0),
         f"temperature {temperature:.2f}": of_network(network, temperature),
-        "linearised Laplace": of_laplace(la),
-        "linearised Laplace, linear mean": of_laplace(la, "linear"),
+        "linearised Laplace": of_ours(la),
+        "linearised Laplace, linear mean": of_ours(la, "linear"),
     }
     rows = {name: evaluate(method, test) for name, method in methods.items()}
-    reliability = {name: method(test.x).log_probs.exp().mean(0) for name, method in methods.items()}
+    reliability = {name: method(test.x).log_probs.exp() for name, method in methods.items()}
     la.calibrate([held_out])
     calibrated = "linearised Laplace, calibrated"
     print(f"Calibrated: {la.mean} mean times {la.mean_factor:.2f}, τ = {la.posterior_scale:.2g}.")
-    rows[calibrated] = evaluate(of_laplace(la), test)
+    rows[calibrated] = evaluate(of_ours(la), test)
     reliability[calibrated] = la(test.x)
-    print_table(rows)
+    lines = [{"method": name, **row} for name, row in rows.items()]
+    print("\n" + markdown.table(lines, ["method"], list(rows[calibrated])))
 
     options.out.mkdir(parents=True, exist_ok=True)
-    write_results(rows, options)
+    write_results(lines, options)
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
     draw_reliability(axes[0], reliability, test.y)
     draw_trace(axes[1], la)

@@ -15,7 +15,7 @@ from torchmetrics.functional.classification import (
     multiclass_calibration_error,
 )
 
-_LABELS, _BATCHES = 10, 2000
+_LABELS, _BATCHES = 10, 500
 _NINETY = 1.6449
 """Standard deviations on either side of the mean that hold 90 % of a Gaussian."""
 

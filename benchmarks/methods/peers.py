@@ -234,9 +234,9 @@ def ours(case: Case) -> Found:
         la = LinearisedLaplace(case.networks[0], case.likelihood, **options)
         la.fit(loader, progress_bar=False, **({"em_steps": 2} if case.quick else {}))
         name = f"ours ({text})" if text else "ours"
-        yield f"{name}, as fitted", _of_ours(la)
+        yield f"{name}, as fitted", of_ours(la)
         la.calibrate([tuple(case.task.held_out)])
-        yield f"{name}, calibrated", _of_ours(la)
+        yield f"{name}, calibrated", of_ours(la)
 
 
 def parsed(text: str) -> dict[str, object]:
@@ -255,8 +255,9 @@ def parsed(text: str) -> dict[str, object]:
 class Ours(Classes):
     """Predictions whose joint scores are the library's own."""
 
-    la: LinearisedLaplace
-    x: Tensor
+    log_joint: Callable[[Tensor, Tensor], Tensor]
+    """Rows and their labels -> log p of them together."""
+
     doubt: Tensor
 
     @property
@@ -264,17 +265,18 @@ class Ours(Classes):
         return self.doubt
 
     def joint(self, y: Tensor, groups: Tensor) -> float:
-        values = [self.la.joint_log_prob(self.x[rows], y[rows]).item() for rows in groups[:200]]
+        values = [self.log_joint(rows, y[rows]).item() for rows in groups]
         return -mean(values) / groups.shape[-1]
 
 
-def _of_ours(la: LinearisedLaplace) -> Predictor:
-    """Return the library's own predictions."""
+def of_ours(la: LinearisedLaplace, mean: str | None = None) -> Predictor:
+    """Return the library's own predictions, around a mean of one's own or the fitted one."""
 
     def predict(x: Tensor) -> Classes | Numbers:
-        found = la.predict(x)
+        found = la.predict(x, mean=mean)
         if la.sigma_noise is None:
-            return Ours(found.log_probs, lambda: found.functions, la, x, found.epistemic)
+            joint = lambda rows, y: la.joint_log_prob(x[rows], y, mean=mean)  # noqa: E731
+            return Ours(found.log_probs, lambda: found.functions, joint, found.epistemic)
         sigma = found.aleatoric.mean().sqrt().item()
         return Numbers(found.mean.flatten(), found.covariance, sigma)
 

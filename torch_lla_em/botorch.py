@@ -25,6 +25,8 @@ class LaplaceModel(EnsembleModel):
     differentiable in X. New observations need a new fit: there is no fantasising.
     """
 
+    la: LinearisedLaplace
+
     def __init__(self, la: LinearisedLaplace, num_outputs: int = 1):
         super().__init__()
         # not a submodule: ``eval`` and ``to`` here are not the posterior's

@@ -20,7 +20,7 @@ _UNSIGNED = torch.uint16, torch.uint32, torch.uint64
 class Batch(NamedTuple):
     """One batch of a pass."""
 
-    index: int | str
+    index: int | str  # type: ignore[assignment]
     """Position in the pass, from 0; "0 to 9" where several were joined."""
 
     rows: Tensor

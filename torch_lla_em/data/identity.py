@@ -291,7 +291,7 @@ def _signed(number: int) -> int:
 @functools.lru_cache(maxsize=1 << 10)
 def _factor(index: int) -> int:
     """Return one odd factor of many that have nothing to do with each other."""
-    return _factors(torch.device("cpu"))[-1 - index].item()
+    return int(_factors(torch.device("cpu"))[-1 - index])
 
 
 @functools.lru_cache(maxsize=8)

@@ -33,8 +33,8 @@ class Data:
         target_fn: TargetFn | None = None,
         group: Group = Group(),
     ):
-        parts = loader.loaders if isinstance(loader, Chain) else (loader,)
-        parts = [as_loader(part, target_fn) for part in parts]
+        given = loader.loaders if isinstance(loader, Chain) else (loader,)
+        parts = [as_loader(part, target_fn) for part in given]
         self.group = group
         self._loader = Chain(parts) if isinstance(loader, Chain) else parts[0]
         self._shares = [Share(part, group) for part in parts]

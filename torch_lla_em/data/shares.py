@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain, count
 from operator import index as as_index
 from typing import Any, NamedTuple
@@ -64,7 +64,7 @@ class Share:
     Where ranks are compared, each batch is read by one more rank, by every other in turn.
     """
 
-    def __init__(self, loader: Iterable[Any], group: Group):
+    def __init__(self, loader: Any, group: Group):
         self._loader, self._group = loader, group
         self._lists: list[list[Any]] | None = None
         self._own: DataLoader | None = None

@@ -116,7 +116,7 @@ def _drops_random_rows(loader: Any) -> bool:
     if not isinstance(loader, DataLoader) or not loader.drop_last:
         return False
     try:
-        drops = len(loader.dataset) % loader.batch_size != 0
+        drops = len(loader.dataset) % loader.batch_size != 0  # type: ignore[arg-type]
     except TypeError:  # an iterable dataset without a length
         return False
     return drops and not isinstance(loader.sampler, SequentialSampler)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ def curve(spectrum: Spectrum, modes: Modes, precisions: Tensor) -> tuple[Estimat
     return Estimate.of(dims), Estimate.of(evidences)
 
 
-def plot_curve(curve: Curve, axes: object | None = None) -> object:
+def plot_curve(curve: Curve, axes: Any = None) -> Any:
     """Plot γ and the log evidence over λ, with the path of EM and λ* marked; needs matplotlib."""
     import matplotlib.pyplot as plt
 

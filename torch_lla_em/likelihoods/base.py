@@ -55,7 +55,7 @@ class Likelihood:
     def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
         """Return H(f) u; by default S(Sᵀ u), with Sᵀ from reverse mode."""
         f = f.expand_as(u)
-        _, transpose = torch.func.vjp(lambda e: self.hessian_sqrt_product(f, e), u)
+        transpose = torch.func.vjp(lambda e: self.hessian_sqrt_product(f, e), u)[1]
         return self.hessian_sqrt_product(f, transpose(u)[0])
 
     def variance(self, f: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -199,9 +199,9 @@ class Mixture(ABC):
         return split_evidence(self.log_joint(x), q.double())
 
 
-def check_shapes(parameters: Any, shapes: Any) -> None:
+def check_shapes(parameters: Any, *shapes: Sequence[int]) -> None:
     """Refuse parameters whose shapes differ, or that are not finite."""
-    for name, tensor, shape in zip(shapes._fields, parameters, shapes, strict=True):
+    for name, tensor, shape in zip(parameters._fields, parameters, shapes, strict=True):
         if tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"The {name} have shape {tuple(tensor.shape)}, not {tuple(shape)}.")
         if not torch.isfinite(tensor).all():

@@ -110,7 +110,7 @@ class BernoulliMixture(Mixture):
         return mean, mean * (1 - mean)
 
     def _checked(self, parameters: Bernoullis, num_components: int, dim: int) -> Bernoullis:
-        check_shapes(parameters, Bernoullis((num_components,), (num_components, dim)))
+        check_shapes(parameters, (num_components,), (num_components, dim))
         check_weights(parameters.weights)
         if (parameters.means < 0).any() or (parameters.means > 1).any():
             raise ValueError("The means of a Bernoulli mixture must be between 0 and 1.")

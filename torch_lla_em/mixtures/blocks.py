@@ -91,7 +91,8 @@ class Blocks:
 
     def upper(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the rows and columns of the products in φ, of dense blocks."""
-        return torch.triu_indices(self.dim, self.dim, device=device).unbind()
+        row, column = torch.triu_indices(self.dim, self.dim, device=device)
+        return row, column
 
     def symmetric(self, products: Tensor) -> Tensor:
         """Return the matrix A (D, D) with xᵀ A x = products · (products of columns of x)."""

@@ -107,7 +107,7 @@ class Problem(NamedTuple):
 
     family: Family
     batches: Iterable[Batch]
-    count: int
+    count: int  # type: ignore[assignment]
     """N, the number of rows."""
 
     classes: Tensor | None
@@ -169,11 +169,11 @@ class Problem(NamedTuple):
                 own, rows = (self.classes == label).nonzero()[:, 0], labels == label
                 if rows.any():
                     member[rows] = own[kmeans(x[rows], len(own), generator)]
-        sums, size = 0.0, rows_per_chunk(self.family, x.device)
+        size, parts = rows_per_chunk(self.family, x.device), []
         for part, k in zip(columns.split(size, 1), member.split(size), strict=True):
             belongs = torch.nn.functional.one_hot(k, self.family.num_components).T.to(x)
-            sums = sums + self.family.features(part).sum(belongs)
-        return self.family.first(sums)
+            parts.append(self.family.features(part).sum(belongs))
+        return self.family.first(torch.stack(parts).sum(0))
 
 
 def rows_per_chunk(family: Family, device: torch.device) -> int:

@@ -190,9 +190,9 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         for module, attribute in zip(modules, attributes, strict=True):
             vars(module).clear()
             vars(module).update(attribute)
-        for value, before in contents:
-            value.clear()
-            value.extend(before) if isinstance(value, list) else value.update(before)
+        for held, content in contents:
+            held.clear()
+            held.extend(content) if isinstance(held, list) else held.update(content)
         with torch.no_grad():
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):

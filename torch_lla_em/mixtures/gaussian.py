@@ -177,8 +177,7 @@ class GaussianMixture(Mixture):
 
     def _checked(self, parameters: Gaussians, num_components: int, dim: int) -> Gaussians:
         blocks = Blocks(self.covariance, num_components, dim)
-        shapes = Gaussians((num_components,), (num_components, dim), blocks.user_shape)
-        check_shapes(parameters, shapes)
+        check_shapes(parameters, (num_components,), (num_components, dim), blocks.user_shape)
         check_weights(parameters.weights)
         blocks.check_positive(parameters.covariances, "covariances")
         return parameters

@@ -55,7 +55,7 @@ class Rows:
 class Survey(NamedTuple):
     """What one pass learns of the data before EM begins."""
 
-    count: int
+    count: int  # type: ignore[assignment]
     """Rows seen."""
 
     mean: Tensor
@@ -80,7 +80,8 @@ def survey(
     rows: Rows, sample_size: int, generator: torch.Generator, check: Callable[[Tensor], None]
 ) -> Survey:
     """Count, average and sample the rows in one pass; refuse what no mixture can fit."""
-    count, mean, squares, class_counts = 0, torch.zeros(()), torch.zeros(()), {}
+    count, mean, squares = 0, torch.zeros(()), torch.zeros(())
+    class_counts: dict[int, int] = {}
     reservoir = _Reservoir(sample_size, generator)
     for number, batch in enumerate(rows):
         _check_batch(batch, number, expected=mean.shape if count else None)

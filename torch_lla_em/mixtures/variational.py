@@ -109,7 +109,7 @@ class VariationalGaussianMixture(Mixture):
     def _checked(self, parameters: Posterior, num_components: int, dim: int) -> Posterior:
         blocks = Blocks(self.covariance, num_components, dim)
         each, tied = (num_components,), blocks.shape[:1]
-        check_shapes(parameters, Posterior(each, (*each, dim), each, tied, blocks.user_shape))
+        check_shapes(parameters, each, (*each, dim), each, tied, blocks.user_shape)
         blocks.check_positive(parameters.scale, "scale")
         if min(float(t.min()) for t in parameters[:1] + parameters[2:3]) <= 0:
             raise ValueError("The concentration and the strength must be above 0.")

@@ -26,13 +26,13 @@ class Finite:
     """Whether this and that of a batch is finite; nothing is waited for until somebody asks."""
 
     def __init__(self) -> None:
-        self._notes: dict[str, tuple[list[int], list[Tensor]]] = {}
+        self._notes: dict[str, tuple[list[int | str], list[Tensor]]] = {}
 
     def clear(self) -> None:
         """Forget the pass before."""
         self._notes.clear()
 
-    def note(self, index: int, what: str, fine: Tensor) -> None:
+    def note(self, index: int | str, what: str, fine: Tensor) -> None:
         """Note whether something of a batch is fine."""
         indices, flags = self._notes.setdefault(what, ([], []))
         indices.append(index)

@@ -36,7 +36,7 @@ class WhitenedGGN(Operator):
     def minibatches(self, state: State = None) -> Iterator[tuple[int, BatchProduct]]:
         """Yield every batch's rows and its own share of the product."""
         for rows, product in self.problem.minibatch_products(state):
-            yield rows, self._whiten(product)
+            yield rows, _whitened(product, self.deviation)
 
     def num_steps(self) -> int | None:
         """Return how many batches there are, if that is known without a pass."""
@@ -45,9 +45,6 @@ class WhitenedGGN(Operator):
     def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return what was computed at ``key``, from a checkpoint where it is there."""
         return self.problem.kept(key, compute)
-
-    def _whiten(self, product: BatchProduct) -> BatchProduct:
-        return lambda x: product(x * self.deviation).mul_(self.deviation)
 
 
 class WhitenedLoss:
@@ -64,7 +61,7 @@ class WhitenedLoss:
         loss, gradient = self.problem.loss_and_gradient(x * self.deviation)
         return loss, gradient * self.deviation
 
-    def hessian(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+    def hessian(self, x: Tensor) -> WhitenedGGN:
         """Return the Hessian at x as a product."""
         problem = self.problem.with_curvature_at(x * self.deviation)
         return WhitenedGGN(problem, self.deviation)
@@ -72,7 +69,7 @@ class WhitenedLoss:
     def minibatches(self, state: State = None) -> Iterator[tuple[int, BatchProduct]]:
         """Yield every batch's rows and its own gradient."""
         for rows, gradient in self.problem.minibatch_gradients(state):
-            yield rows, lambda x, g=gradient: g(x * self.deviation).mul_(self.deviation)
+            yield rows, _whitened(gradient, self.deviation)
 
     def num_steps(self) -> int | None:
         """Return how many batches there are, if that is known without a pass."""
@@ -81,3 +78,7 @@ class WhitenedLoss:
     def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return what was computed at ``key``, from a checkpoint where it is there."""
         return self.problem.kept(key, compute)
+
+
+def _whitened(product: BatchProduct, deviation: Tensor) -> BatchProduct:
+    return lambda x: product(x * deviation).mul_(deviation)

@@ -92,7 +92,7 @@ class Passes(Protocol):
         """Return what was computed at ``key``: here anew, from a checkpoint where it is there."""
         ...
 
-    def lasts(self, run: Callable[[], None]) -> bool:
+    def lasts(self, run: Callable[[], object]) -> bool:
         """Run, and return whether memory lasted; a checkpoint answers as the fit began."""
         ...
 
@@ -120,7 +120,7 @@ class Layer:
         """Return what was computed at ``key``."""
         return self.inner.kept(key, compute)
 
-    def lasts(self, run: Callable[[], None]) -> bool:
+    def lasts(self, run: Callable[[], object]) -> bool:
         """Run, and return whether memory lasted."""
         return self.inner.lasts(run)
 
@@ -169,7 +169,7 @@ class LocalPasses:
         """Return what ``compute`` does: nothing is kept here."""
         return compute()
 
-    def lasts(self, run: Callable[[], None]) -> bool:
+    def lasts(self, run: Callable[[], object]) -> bool:
         """Run, and return whether memory lasted; where it must on all ranks alike, it is raised."""
         if self.data.group.size > 1:
             run()

@@ -278,7 +278,7 @@ class Problem:
         """Return what was computed at ``key``: here anew, from a checkpoint where there is one."""
         return self.passes.kept(key, compute)
 
-    def lasts(self, run: Callable[[], None]) -> bool:
+    def lasts(self, run: Callable[[], object]) -> bool:
         """Run, and return whether memory lasted; where a fit goes on, as it did at first."""
         return self.passes.lasts(run)
 

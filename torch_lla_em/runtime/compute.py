@@ -71,7 +71,8 @@ def _flags() -> list[tuple[Any, Any]]:
     """Return what TF32 is allowed by since torch 2.9, each with what it inherits from."""
     if not hasattr(torch.backends, "fp32_precision"):
         return []
-    cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
+    cudnn: Any = torch.backends.cudnn
+    mkldnn: Any = torch.backends.mkldnn
     cuda = [(flag, cudnn) for flag in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)]
     return [*cuda, (mkldnn.matmul, mkldnn)]  # which goes with CUDA's where the older names are used
 
@@ -93,7 +94,7 @@ def _legacy() -> tuple[str, bool]:
         with _silently():
             return matmul, torch.backends.cudnn.allow_tf32
     except RuntimeError:
-        return matmul, torch.backends.cudnn.conv.fp32_precision != "tf32"
+        return matmul, _flags()[1][0].fp32_precision != "tf32"
 
 
 def _set_legacy(matmul: str, convolutions: bool) -> None:

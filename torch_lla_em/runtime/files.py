@@ -23,7 +23,7 @@ from torch import Tensor
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None
 
 from torch_lla_em.runtime.memory import is_shortage
 

@@ -224,8 +224,8 @@ def _open_channels(world: Any) -> _Channels:
     timeout = _DEFAULT_TIMEOUT
     with suppress(AttributeError, RuntimeError):  # not every backend tells
         timeout = world._get_backend(torch.device("cpu")).options._timeout
-    groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
-    return _Channels(*groups, timeout)
+    first, second = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    return _Channels(first, second, timeout)
 
 
 def _send(message: Any, rank: int, channel: Any, timeout: timedelta) -> None:
@@ -239,9 +239,9 @@ def _send(message: Any, rank: int, channel: Any, timeout: timedelta) -> None:
 
 
 def _receive(rank: int, channel: Any, timeout: timedelta) -> Any:
-    head = torch.zeros(_HEAD, dtype=torch.uint8)
-    dist.irecv(head, rank, group=channel).wait(timeout)
-    head = head.numpy().tobytes()
+    first = torch.zeros(_HEAD, dtype=torch.uint8)
+    dist.irecv(first, rank, group=channel).wait(timeout)
+    head = first.numpy().tobytes()
     length = int.from_bytes(head[:8], "big")
     rest = torch.zeros(max(0, length - _HEAD + 8), dtype=torch.uint8)
     if len(rest):

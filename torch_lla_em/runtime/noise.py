@@ -25,8 +25,8 @@ def normal(seed: int, stream: int, sample: int, rows: Tensor, entries: int) -> T
 def normals(seed: int, stream: int, samples: Sequence[int], rows: Tensor, entries: int) -> Tensor:
     """Return float64 noise of several samples, shape (samples, rows, entries)."""
     stream_key = _mix_int(_mix_int(seed) + stream)
-    keys = [_signed(_mix_int(stream_key + sample)) for sample in samples]
-    keys = torch.tensor(keys, device="cpu").to(rows.device, non_blocking=True)
+    signed = [_signed(_mix_int(stream_key + sample)) for sample in samples]
+    keys = torch.tensor(signed, device="cpu").to(rows.device, non_blocking=True)
     row_keys = _mix(_mix(rows.long() * _signed(_GOLDEN) + keys[:, None])).view(-1, 1)
     counters = torch.arange((entries + 1) // 2, device=rows.device) * _signed(_GOLDEN)
     per_chunk = max(1, _CHUNK // max(1, len(row_keys)))

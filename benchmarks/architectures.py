@@ -334,7 +334,9 @@ def main():
         for name, make in cases.items():
             lines.append(row(name, make))
             print(lines[-1], flush=True)
-    out.write_text("\n".join(lines) + "\n")
+    # what is written by hand stays
+    by_hand = out.read_text().partition("\n## What of torch") if out.exists() else ("", "", "")
+    out.write_text("\n".join(lines) + "\n" + "".join(by_hand[1:]))
 
 
 if __name__ == "__main__":

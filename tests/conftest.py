@@ -46,16 +46,6 @@ def logging_as_it_was():
 
 
 @pytest.fixture
-def own_tangents_at_any_size(monkeypatch):
-    for least in (
-        "own_tangents._LEAST",
-        "own_attention._LEAST_WIDTH",
-        "own_attention._LEAST_SCORES",
-    ):
-        monkeypatch.setattr(f"torch_lla_em.jacobian.{least}", 0)
-
-
-@pytest.fixture
 def every_batch(monkeypatch):
     """Have what a pass has summed written after every batch."""
     monkeypatch.setattr("torch_lla_em.checkpoint.partial.INTERVAL", 0.0)

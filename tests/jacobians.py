@@ -5,7 +5,6 @@ import copy
 import torch
 from torch import nn
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network, default_forward
@@ -95,46 +94,3 @@ def prepared(model):
 
 def drawn(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
-def choices(model):
-    """Sets of random weights: the default, all, those of matrices, and the others."""
-    parameters = dict(model.named_parameters())
-    matrices = [name for name, p in parameters.items() if p.dim() > 1]
-    others = [name for name in parameters if name not in matrices]
-    return [names for names in (None, list(parameters), matrices, others) if names is None or names]
-
-
-class Written(TorchDispatchMode):
-    """Counts the numbers that operations write."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        views = (a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
-        if isinstance(result, torch.Tensor) and not any(views):
-            self.numbers += result.numel()
-        return result
-
-
-def shared_pass(model, x):
-    """The outputs and a tangent, as a graph is recorded for Jᵀ u, and the network."""
-    network = linear_model(model).network
-    weights = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
-    with network.guarded(), torch.enable_grad(), network.own_tangents.final():
-        function = network.function(x, tuple(weights))
-        return *torch.func.jvp(function, (weights,), (copy.deepcopy(weights),)), network
-
-
-def check_bfloat16(model, x):
-    """Compare products in bfloat16 with those in float32, of all weights."""
-    linear = linear_model(model, [name for name, _ in model.named_parameters()])
-    w = drawn(3, linear.layout.size).float()
-    with linear.network.guarded():
-        exact = linear.jvp(x, w)[1]
-        with linear.network.computing("bfloat16"):
-            low = [linear.jvp(x, w[:count])[1].float() for count in (1, 3)]
-    for product in low:
-        error = (product - exact[: len(product)]).norm() / exact[: len(product)].norm()
-        assert 1e-4 < error < 0.02

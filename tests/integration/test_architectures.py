@@ -13,8 +13,6 @@ from torch.testing import assert_close
 
 from torch_lla_em.jacobian.probe import NoJacobianError
 
-pytestmark = pytest.mark.usefixtures("own_tangents_at_any_size")
-
 IDS = torch.tensor([[0, 1, 2, 0], [3, 3, 0, 0]])
 FALLBACK = "ignore:There is a performance drop because we have not yet implemented:UserWarning"
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from jacobians import check, linear_model, mlp
 from torch import nn
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_lla_em.jacobian.intercepted import Intercepted
+from torch_lla_em.jacobian.contiguous import ContiguousInputs
 from torch_lla_em.jacobian.network import Network
 
 BATCH, LENGTH, WIDTH = 4, 96, 32
@@ -71,12 +70,10 @@ def largest(model, count):
 @pytest.mark.parametrize("make", [Attention, Mixer])
 def test_no_product_is_taken_row_by_row(make, count, monkeypatch):
     """Without the copies, the largest tensor is a gradient of the weight for every row."""
-    monkeypatch.setattr("torch_lla_em.jacobian.own_tangents._LEAST", 1e9)  # ours take any layout
-    monkeypatch.setattr("torch_lla_em.jacobian.own_attention._LEAST_WIDTH", 1e9)
     torch.manual_seed(0)
     model = make().eval()
     size = largest(model, count)
-    monkeypatch.setattr(Intercepted, "_contiguous", lambda self, args, count: args)
+    monkeypatch.setattr(ContiguousInputs, "_contiguous", lambda self, args, count: args)
     assert size <= largest(model, count) / 3
     attention_maps = BATCH * 2 * LENGTH * LENGTH
     weights = sum(p.numel() for p in model.parameters())
@@ -92,11 +89,11 @@ def test_products_are_those_of_the_dense_jacobian(make):
 def test_it_is_left_where_nothing_is_transposed():
     network = Network(mlp())
     network.call(torch.randn(2, 3).double())
-    assert network._intercepted is None
+    assert network._contiguous is None
     copy.deepcopy(network)
 
 
 def test_self_attention_is_told_by_one_tensor():
-    mode, x = Intercepted(F.scaled_dot_product_attention), X.transpose(0, 1)
+    mode, x = ContiguousInputs(), X.transpose(0, 1)
     query, key, value = mode._contiguous((x, x, x), 3)
     assert query is key is value and query.is_contiguous() and mode.needed

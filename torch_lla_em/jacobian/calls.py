@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, NamedTuple
 
@@ -252,16 +252,19 @@ def recorded(network: Network, names: tuple[str, ...], x: Any) -> Recorded:
     return Recorded(f, seen.calls, others)
 
 
-def _reached(f: Tensor, leaves: dict[int, str]) -> set[str]:
-    """Return the names of leaves in the graph of f."""
-    nodes, seen, found = [f.grad_fn], set(), set()
+def nodes_of(f: Tensor) -> Iterator[Any]:
+    """Yield every node of the graph of f."""
+    nodes, seen = [f.grad_fn], set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if id(variable) in leaves:
-            found.add(leaves[id(variable)])
+        yield node
         nodes.extend(following for following, _ in node.next_functions)
-    return found
+
+
+def _reached(f: Tensor, leaves: dict[int, str]) -> set[str]:
+    """Return the names of leaves in the graph of f."""
+    found = (leaves.get(id(getattr(node, "variable", None))) for node in nodes_of(f))
+    return {name for name in found if name is not None}

@@ -165,6 +165,18 @@ class Factored:
         self.seconds = 0.0, 0.0
         """What a column takes, by kept factors and without."""
 
+    def way(self) -> list[Any]:
+        """Return what has been found, as plain values."""
+        return [list(self.names), self._second, self.at_once, self.least_columns, *self.seconds]
+
+    @classmethod
+    def by_way(cls, network: Network, way: list[Any]) -> Factored:
+        """Return factors as another process has found them."""
+        names, second, at_once, least_columns, *seconds = way
+        factored = cls(network, tuple(names), second)
+        factored.at_once, factored.least_columns, factored.seconds = at_once, least_columns, seconds
+        return factored
+
     @classmethod
     def find(cls, network: Network, names: tuple[str, ...], x: Any) -> Factored | None:
         """Return what has factors at x, or None; of one row it cannot be told."""

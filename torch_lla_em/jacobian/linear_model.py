@@ -120,14 +120,15 @@ class LinearModel:
 
     def way(self) -> list[Any]:
         """Return how products are taken, as plain values that ``take_way`` takes."""
-        return [list(self.path), list(self.report)[1:], self.network.own_tangents.allowed]
+        factors = None if self.factored is None else self.factored.way()
+        return [list(self.path), list(self.report)[1:], factors]
 
     def take_way(self, way: list[Any]) -> None:
         """Take products as another process has found that they are to be taken."""
-        path, report, self.network.own_tangents.allowed = way
+        path, (error, forward, last_layer, unbatched, words), factors = way
         self.path = products.Path(*path)
-        error, forward, last_layer, unbatched, own_left = report
-        self.report = Report(self.path, error, forward, last_layer, tuple(unbatched), own_left)
+        self.report = Report(self.path, error, forward, last_layer, tuple(unbatched), words)
+        self.factored = None if factors is None else Factored.by_way(self.network, factors)
 
     def prepare(self, x: Any, columns: int = 0, keep: bool = False) -> Any:
         """Do once a batch what several products at x share; pass the result to them.
@@ -199,8 +200,7 @@ class LinearModel:
         """Return f(x), J(x) w and the map of ``vjp``; one column takes one forward pass."""
         if self.path.shared and len(w) == 1 and not isinstance(x, (HeadCall, Factors)):
             function, weights = self.network.function(x, self.layout.names), self._weights()
-            with self.network.own_tangents.final():
-                f, Jw, pullback = products.jvp_and_vjp(function, weights, self._tangents(w))
+            f, Jw, pullback = products.jvp_and_vjp(function, weights, self._tangents(w))
             return f, Jw, self._adding(pullback)
         _, Jw = self.jvp(x, w)
         f, add_pullback = self.vjp(x)

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_lla_em.data import default_forward
-from torch_lla_em.jacobian.intercepted import Intercepted
-from torch_lla_em.jacobian.own_attention import OwnAttention
-from torch_lla_em.jacobian.own_tangents import OwnTangents
+from torch_lla_em.jacobian.contiguous import ContiguousInputs
 from torch_lla_em.jacobian.weight_sums import WeightSums
 from torch_lla_em.runtime import tf32
 
@@ -126,12 +124,9 @@ class Network:
         self.precision = "float32"
         """Of matrix products: that of ``Compute``."""
 
-        self.own_tangents = OwnTangents()
-        self.own_attention = OwnAttention(self.own_tangents)
-        self._forwards: dict[nn.Module, Callable[..., Any]] = {}
         self._held: _State | None = None
         self._sums = WeightSums()
-        self._intercepted: Intercepted | None = Intercepted(self.own_attention)
+        self._contiguous: ContiguousInputs | None = ContiguousInputs()
         _refuse(self.module)
 
     def weights(self, names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -143,10 +138,10 @@ class Network:
 
     def call(self, x: Any) -> Tensor:
         """Return the outputs of the module as it stands, their axes as they are."""
-        with self._intercepted or nullcontext():
+        with self._contiguous or nullcontext():
             outputs = self.forward_fn(self.module, _out_of_inference_mode(x))
-        if self._intercepted and not self._intercepted.needed:
-            self._intercepted = None  # it takes microseconds of every call
+        if self._contiguous and not self._contiguous.needed:
+            self._contiguous = None  # it takes microseconds of every call
         return outputs.float() if self.precision == "bfloat16" else outputs
 
     def function(self, x: Any, names: tuple[str, ...]) -> WeightFunction:
@@ -199,12 +194,6 @@ class Network:
                     backend.enabled = False
             for layer in layers:
                 layer.training = False
-                forward = self.own_tangents.forward_of(layer) or self.own_attention.forward_of(
-                    layer
-                )
-                if forward is not None:
-                    # always the same object: another one would be compiled anew
-                    layer.forward = self._forwards.setdefault(layer, forward)
                 if isinstance(layer, nn.Embedding):
                     layer.sparse = False
             self._held = _State(self.module)

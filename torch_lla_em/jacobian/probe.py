@@ -10,9 +10,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.jacobian.blame import layer_at_fault, layer_of, name_layer
-from torch_lla_em.jacobian.checks import checked_outputs, distance, fingerprint, plain_gradient
 from torch_lla_em.jacobian.factored import Factored
+from torch_lla_em.jacobian.faults import (
+    checked_outputs,
+    distance,
+    fingerprint,
+    layer_at_fault,
+    layer_of,
+    name_layer,
+    plain_gradient,
+)
 from torch_lla_em.jacobian.last_layer import floating_tensors, hooked
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
@@ -45,7 +52,7 @@ class Products(Protocol):
     path: Path
     factored: Factored | None
 
-    def prepare(self, x: Any) -> Any: ...
+    def prepare(self, x: Any, columns: int = 0) -> Any: ...
     def forget_last_layer(self) -> None: ...
     def outputs(self, x: Any) -> Tensor: ...
     def jvp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]: ...
@@ -71,9 +78,6 @@ class Report(NamedTuple):
     unbatched: tuple[str, ...] = ()
     """The products of which an operation cannot be batched over columns."""
 
-    own_left: bool = False
-    """Whether layers' own rules of forward mode were left for torch's, which do better."""
-
     factors: str = ""
     """How many of the weights have a Jacobian in factors, and what that gives."""
 
@@ -89,9 +93,6 @@ class Report(NamedTuple):
                 else "",
                 "; the trunk runs once a batch" if self.last_layer else "",
                 f"; {self.factors}" if self.factors else "",
-                "; by torch's derivatives of every layer: the library's own failed"
-                if self.own_left
-                else "",
             ]
         )
 
@@ -119,7 +120,7 @@ def choose_path(model: Products, x: Any) -> Report:
     devices = {p.device.index or 0 for p in network.module.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)):
         try:
-            prepared, report = _checked_by_rules(model, x)
+            prepared, report = _checked(model, x)
             model.factored = _agreeing_factors(model, x, prepared, report)
         except Exception:  # perhaps of memory: with fewer rows all of it is tried again
             model.path = start
@@ -131,7 +132,11 @@ def choose_path(model: Products, x: Any) -> Report:
             "which would change the trained network. Write to a copy, or register a buffer "
             "and assign to it."
         )
-    return report._replace(last_layer=prepared is not x, factors=_factors(model))
+    if model.factored is not None and len(model.factored.names) == len(model.layout.names):
+        # there is nothing whose columns a cache would have to hold
+        model.path = model.path._replace(jvp_columns=None, vjp_columns=None)
+    last_layer, factors = prepared is not x, _factors(model)
+    return report._replace(path=model.path, last_layer=last_layer, factors=factors)
 
 
 def _factors(model: Products) -> str:
@@ -144,25 +149,6 @@ def _factors(model: Products) -> str:
         f"{number} of {model.layout.size} weights have factors, by which a column takes "
         f"{seconds:.1e} s, {otherwise:.1e} s without"
     )
-
-
-def _checked_by_rules(model: Products, x: Any) -> tuple[Any, Report]:
-    """Try layers' own rules of forward mode, then torch's where those may be at fault."""
-    start, rules = model.path, model.network.own_tangents
-    try:
-        prepared, report = _checked(model, x)
-        if not (rules.used and start.forward and _falls_short(report)):
-            return prepared, report
-    except NoJacobianError:
-        if not rules.used:
-            raise
-    model.path, rules.allowed = start, False
-    prepared, report = _checked(model, x)
-    return prepared, report._replace(own_left=not _falls_short(report))
-
-
-def _falls_short(report: Report) -> bool:
-    return bool(report.forward) or "J w" in report.unbatched
 
 
 def _checked(model: Products, x: Any) -> tuple[Any, Report]:

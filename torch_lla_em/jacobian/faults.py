@@ -1,0 +1,206 @@
+"""What a forward pass must be before derivatives of it can be trusted, and which layer is at fault."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_lla_em.data import map_tensors
+from torch_lla_em.jacobian.calls import nodes_of
+from torch_lla_em.jacobian.last_layer import floating_tensors, hooked
+from torch_lla_em.jacobian.network import Network
+from torch_lla_em.runtime import is_shortage
+
+
+def checked_outputs(network: Network, x: Any) -> Tensor:
+    """Return f(x), shape (B, ..., C), if it is what derivatives can be taken of."""
+    _refuse_reentrant_checkpoints(network, x)
+    outputs = network.substituted(lambda: network.call(x))({})
+    if not -outputs.ndim <= network.class_dim < outputs.ndim:
+        raise ValueError(
+            f"The outputs have shape {tuple(outputs.shape)}, so class_dim={network.class_dim} "
+            f"is no axis of theirs; pass one from {-outputs.ndim} to {outputs.ndim - 1}."
+        )
+    if not outputs.is_floating_point():
+        raise TypeError(
+            f"The outputs are {outputs.dtype}, not floating point: let the model, or "
+            "forward_fn, return the logits, not the decision."
+        )
+    if not outputs.isfinite().all():
+        path = first_layer(network, x, lambda a, _: not a.isfinite().all())
+        raise ValueError(
+            f"The outputs are not finite on the first batch, first in "
+            f"{name_layer(network, path)}. Look at the inputs and the weights there."
+        )
+    again = network.substituted(lambda: network.call(x))({})
+    if distance(outputs, again) > math.sqrt(torch.finfo(outputs.dtype).eps):
+        path = first_layer(network, x, lambda a, b: distance(a, b) > 0)
+        raise ValueError(
+            f"Two forward passes over the same inputs disagree, first in "
+            f"{name_layer(network, path)}: it draws random numbers, or remembers, in eval "
+            "mode too. F.dropout(x) needs training=self.training."
+        )
+    return outputs.movedim(network.class_dim, -1)
+
+
+def _refuse_reentrant_checkpoints(network: Network, x: Any) -> None:
+    """Raise where the graph of f(x) holds one; it hides what its inputs do not ask for."""
+    weights = {
+        name: p.detach().requires_grad_()
+        for name, p in network.module.named_parameters()
+        if p.is_floating_point()
+    }
+    x = map_tensors(_asking, x)
+    found: list[str] = []
+
+    def see(path: str, layer: Any, *call: Any) -> None:
+        if any(_holds_checkpoint(t) for t in floating_tensors(call[2])):
+            found.append(path)
+
+    with torch.enable_grad():
+        if _holds_checkpoint(network.substituted(lambda: network.call(x))(weights)):
+            with hooked(network.module, see):
+                network.substituted(lambda: network.call(x))(weights)
+            raise NotImplementedError(
+                f"{name_layer(network, found[0] if found else None)} uses reentrant activation "
+                "checkpointing, whose derivatives leave out weights without a word. Pass "
+                "use_reentrant=False to torch.utils.checkpoint, or switch it off."
+            )
+
+
+def _asking(tensor: Tensor) -> Tensor:
+    """Return a tensor that gradients are asked for, and that may be written to."""
+    return tensor.clone().requires_grad_().clone() if tensor.is_floating_point() else tensor
+
+
+def _holds_checkpoint(f: Tensor) -> bool:
+    return any(node.name() == "CheckpointFunctionBackward" for node in nodes_of(f))
+
+
+def plain_gradient(
+    network: Network, names: tuple[str, ...], x: Any, u: Tensor
+) -> dict[str, Tensor]:
+    """Return Jᵀu by name as training takes it: by backward to the module's own parameters."""
+    parameters = dict(network.module.named_parameters())
+    flags = {name: p.requires_grad for name, p in parameters.items()}
+    try:
+        with torch.enable_grad():
+            for name, parameter in parameters.items():
+                parameter.requires_grad_(name in names)
+            # the parameters stay in place; only what a forward pass may write is copied
+            f = network.substituted(lambda: network.call(x))(parameters)
+            if not f.requires_grad:
+                return {}
+            f = f.movedim(network.class_dim, -1)
+            chosen = [parameters[name] for name in names]
+            grads = torch.autograd.grad(f, chosen, u, allow_unused=True)
+    finally:
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(flags[name])
+    return {name: g.to_dense() for name, g in zip(names, grads) if g is not None}
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """‖a - b‖ / ‖b‖."""
+    a, b = a.detach().double(), b.detach().double()
+    return ((a - b).norm() / b.norm().clamp(min=1e-300)).item()
+
+
+def fingerprint(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """A mark of each tensor that any write to it changes: its version and its bits' sum."""
+    marks = {}
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        version = -1 if tensor.is_inference() else tensor._version
+        bits = tensor.detach()
+        if bits.element_size() in integers and bits.layout is torch.strided:
+            bits = bits.contiguous().view(integers[bits.element_size()])
+            marks[name] = (version, bits.sum(dtype=torch.int64).item())
+        else:
+            marks[name] = (version, 0)
+    return marks
+
+
+def name_layer(network: Network, path: str | None) -> str:
+    """Return how a message names the submodule at a path: its path and its class."""
+    if not path:
+        return f"the model's own forward ({type(network.module).__name__})"
+    return f"{path!r} ({type(network.module.get_submodule(path)).__name__})"
+
+
+def layer_of(error: BaseException, network: Network) -> str | None:
+    """Return the path of the innermost submodule whose call raised an error."""
+    paths = {id(layer): path for path, layer in network.module.named_modules()}
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        found = paths.get(id(frame.f_locals.get("self")), found)
+    return found
+
+
+def first_layer(network: Network, x: Any, differs: Callable[[Tensor, Tensor], bool]) -> str | None:
+    """Return the first submodule to finish whose outputs in two passes satisfy a test.
+
+    One whose inputs satisfy it already is not at fault.
+    """
+    for (path, given, got), (_, *again) in zip(_record(network, x), _record(network, x)):
+        at_fault = [
+            any(a.shape == b.shape and differs(a, b) for a, b in zip(*pair))
+            for pair in zip((given, got), again)
+        ]
+        if at_fault == [False, True]:
+            return path
+    return None
+
+
+def _record(network: Network, x: Any) -> list[tuple[str, list[Tensor], list[Tensor]]]:
+    """Return what each submodule's call in f(x) was given and returned, as they finished."""
+    calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
+
+    def see(path: str, layer: Any, *call: Any) -> None:
+        given, got = floating_tensors(call[:2]), floating_tensors(call[2])
+        calls.append((path, [t.clone() for t in given], [t.clone() for t in got]))
+
+    with hooked(network.module, see):
+        network.substituted(lambda: network.call(x))({})
+    return calls
+
+
+def layer_at_fault(network: Network, names: tuple[str, ...], x: Any) -> str | None:
+    """Return the first submodule to finish that two reverse passes do not go through."""
+    calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
+    leaves = {n: w.detach().requires_grad_() for n, w in network.weights(names).items()}
+
+    def see(path: str, layer: Any, args: tuple, kwargs: dict, output: Any) -> None:
+        inputs = [t for t in floating_tensors((args, kwargs)) if t.requires_grad]
+        outputs = [t for t in floating_tensors(output) if t.requires_grad]
+        calls.append((path, [*inputs, *leaves.values()], outputs))
+
+    with torch.enable_grad(), hooked(network.module, see):
+        network.substituted(lambda: network.call(x))(leaves)
+        for path, inputs, outputs in calls:
+            if outputs and not _twice_differentiable(outputs, inputs):
+                return path
+    return None
+
+
+def _twice_differentiable(outputs: list[Tensor], inputs: list[Tensor]) -> bool:
+    """Whether u -> Jᵀu can be differentiated in u, and its derivative is J."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        u = [torch.randn(f.shape, generator=generator).to(f).requires_grad_() for f in outputs]
+        grads = torch.autograd.grad(outputs, inputs, u, create_graph=True, allow_unused=True)
+        known = [g for g in grads if g is not None]
+        v = [torch.randn(g.shape, generator=generator).to(g) for g in known]
+        Jv = torch.autograd.grad(known, u, v, retain_graph=True, allow_unused=True)
+    except Exception as error:  # whatever the layer's backward does not know how to do
+        if is_shortage(error):
+            raise
+        return False
+    left = sum((a * b).sum() for a, b in zip(u, Jv) if b is not None)
+    right = sum((a * b).sum() for a, b in zip(known, v))
+    return bool(abs(left - right) <= 1e-2 * abs(right))

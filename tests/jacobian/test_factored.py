@@ -17,7 +17,7 @@ def agree(model, x, selection=None, factored=None, class_dim=-1, batches=()):
     report = linear.probe(x)
     names = linear.layout.names if factored is None else factored
     assert linear.factored is not None and set(linear.factored.names) == set(names), report
-    for once in (1, 3):
+    for once in {1, linear.factored.at_once}:
         linear.factored.at_once = once
         for batch in (x, *batches):
             with linear.network.guarded():

@@ -156,6 +156,9 @@ class Factored:
         self.network = network
         self.names = names
         self._second = second
+        self.outputs = 0
+        """Of a row."""
+
         self.at_once = 1
         """How many outputs' backward passes are taken at once."""
 
@@ -201,7 +204,9 @@ class Factored:
             fits = [way.second for way in ways if way.first_row_alone(z[None], len(f))]
             if not fits or second.setdefault(call.weight or call.bias, fits[0]) not in fits:
                 return None
-        return cls(network, names, second)
+        found = cls(network, names, second)
+        found.outputs = f[0].numel()
+        return found
 
     def run(self, x: Any, keep: bool = False) -> Factors | None:
         """Return the factors at x, or None where a weight acts otherwise than it did.

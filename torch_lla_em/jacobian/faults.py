@@ -14,6 +14,7 @@ from torch_lla_em.data import map_tensors
 from torch_lla_em.jacobian.calls import nodes_of
 from torch_lla_em.jacobian.last_layer import floating_tensors, hooked
 from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.runtime import is_shortage
 
 
@@ -109,6 +110,19 @@ def distance(a: Tensor, b: Tensor) -> float:
     """‖a - b‖ / ‖b‖."""
     a, b = a.detach().double(), b.detach().double()
     return ((a - b).norm() / b.norm().clamp(min=1e-300)).item()
+
+
+def worst_block(layout: ParameterLayout, ours: Tensor, truth: Tensor, eps: float) -> str | None:
+    """Return the block that differs most on its own size, (..., P), or None where all agree.
+
+    What rounding leaves of a block is told by the size of them all.
+    """
+    floor = 100 * eps * truth.double().norm()
+    error = layout.block_sums((ours.double() - truth.double()).square()).sqrt()
+    size = layout.block_sums(truth.double().square()).sqrt()
+    excess = (error / (eps**0.5 * size + floor).clamp_min(1e-300)).reshape(-1, len(layout.names))
+    worst = excess.amax(0)
+    return layout.names[int(worst.argmax())] if worst.max() > 1 else None
 
 
 def fingerprint(module: nn.Module) -> dict[str, tuple[int, int]]:

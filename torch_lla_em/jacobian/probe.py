@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_lla_em.jacobian.factored import Factored
 from torch_lla_em.jacobian.faults import (
@@ -20,10 +19,10 @@ from torch_lla_em.jacobian.faults import (
     name_layer,
     plain_gradient,
 )
-from torch_lla_em.jacobian.last_layer import floating_tensors, hooked
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.products import Path
+from torch_lla_em.jacobian.trial import find_factors, largest_on_cpu, words_of
 from torch_lla_em.runtime import is_shortage
 
 AddPullback = Callable[[Tensor, Tensor], None]
@@ -34,11 +33,6 @@ _ROUNDING = 0.03
 # of the largest temporary on a CPU: beyond this every one is fetched anew from the system, which
 # takes as long as the arithmetic
 _FETCHED_BYTES = 2**24
-# of the largest output of a layer, times the outputs of a row: as long as these fit into a CPU's
-# cache, their backward passes are sooner taken together than one after the other
-_STACKED_BYTES = 2**20
-_SLOWER = 1.5
-
 # where fewer columns than this fit a CPU's cache, Jᵀu is faster one by one: J w shares its
 # forward pass among columns, but their backward passes share nothing, and stacking costs
 _PULLED_ALONE = 8
@@ -121,7 +115,7 @@ def choose_path(model: Products, x: Any) -> Report:
     with torch.random.fork_rng(devices=sorted(devices)):
         try:
             prepared, report = _checked(model, x)
-            model.factored = _agreeing_factors(model, x, prepared, report)
+            model.factored = find_factors(model, x, prepared)
         except Exception:  # perhaps of memory: with fewer rows all of it is tried again
             model.path = start
             raise
@@ -132,23 +126,12 @@ def choose_path(model: Products, x: Any) -> Report:
             "which would change the trained network. Write to a copy, or register a buffer "
             "and assign to it."
         )
-    if model.factored is not None and len(model.factored.names) == len(model.layout.names):
+    factored = () if model.factored is None else model.factored.names
+    if len(factored) == len(model.layout.names) and not report.unbatched:
         # there is nothing whose columns a cache would have to hold
         model.path = model.path._replace(jvp_columns=None, vjp_columns=None)
-    last_layer, factors = prepared is not x, _factors(model)
+    last_layer, factors = prepared is not x, words_of(model)
     return report._replace(path=model.path, last_layer=last_layer, factors=factors)
-
-
-def _factors(model: Products) -> str:
-    if model.factored is None:
-        return ""
-    of = dict(zip(model.layout.names, model.layout.sizes))
-    number = sum(of[name] for name in model.factored.names)
-    seconds, otherwise = model.factored.seconds
-    return (
-        f"{number} of {model.layout.size} weights have factors, by which a column takes "
-        f"{seconds:.1e} s, {otherwise:.1e} s without"
-    )
 
 
 def _checked(model: Products, x: Any) -> tuple[Any, Report]:
@@ -179,7 +162,7 @@ def _reference(model: Products, x: Any) -> _Columns:
     v = torch.randn(2, len(w_MAP), generator=generator, dtype=w_MAP.dtype).to(w_MAP)
     JTu = torch.zeros_like(v)
     eps = max(torch.finfo(t.dtype).eps for t in (f, *weights.values()))
-    columns = _Columns(x, v, u, JTu, math.sqrt(eps), _largest_on_cpu(network, x))
+    columns = _Columns(x, v, u, JTu, math.sqrt(eps), largest_on_cpu(network, x))
     model.layout.add_(JTu[0], plain_gradient(network, names, x, u[0]))
     if not JTu[0].any():
         raise NoJacobianError(
@@ -236,67 +219,6 @@ def _choose(model: Products, x: Any, columns: _Columns) -> Report:
     return Report(model.path, errors[forward], why, False, tuple(unbatched))
 
 
-def _agreeing_factors(model: Products, x: Any, prepared: Any, report: Report) -> Factored | None:
-    """Return how to take J by factors, and how long they take, where all products agree."""
-    network, names = model.network, model.layout.names
-    if network.precision == "bfloat16":
-        return None
-    try:
-        factored = Factored.find(network, names, x)
-        if factored is None:
-            return None
-        outputs, largest = (
-            network.function(x, names)(network.weights(names)),
-            _largest_on_cpu(network, x),
-        )
-        if largest is None or largest * outputs[0].numel() <= _STACKED_BYTES:
-            factored.at_once = outputs[0].numel()
-        factors = factored.run(x)
-    except Exception as error:  # whatever a network does that has no factors
-        _refuse_shortage(error)
-        return None
-    if factors is None:
-        return None
-    generator = torch.Generator().manual_seed(1)
-    w = torch.randn(2, model.layout.size, generator=generator).to(
-        model.layout.flatten(network.weights(names))
-    )
-    u = torch.randn(2, *outputs.shape, generator=generator).to(outputs)
-
-    def product(x: Any) -> tuple[float, Tensor, Tensor]:
-        total, start = torch.zeros_like(w), _now(network)
-        _, Jw, add_pullback = model.jvp_and_vjp(x, w)
-        add_pullback(u, total)
-        return (_now(network) - start) / len(w), Jw, total
-
-    otherwise, Jw, total = product(prepared)
-    seconds, again, pulled = product(factors)
-    eps = max(torch.finfo(t.dtype).eps for t in (outputs, w))
-    blocks = zip(*(t.split(model.layout.sizes, -1) for t in (pulled, total)))
-    floor = math.sqrt(eps) * total.norm().item() / 100
-    close = [
-        (a - b).norm().item() <= max(floor, 100 * math.sqrt(eps) * b.norm().item())
-        for a, b in blocks
-    ]
-    if not all(close) or distance(again, Jw) > math.sqrt(eps):
-        return None
-    # by the clock only where it is plain: a run that is taken up again has to choose alike
-    if seconds > _SLOWER * otherwise:
-        return None
-    factored.seconds = seconds, otherwise
-    others = len(factored.names) < len(names)
-    factored.least_columns = outputs[0].numel() * (2 if others else 1)
-    return factored
-
-
-def _now(network: Network) -> float:
-    """Return the seconds of work so far; on a CPU those of others do not count."""
-    if network.device.type == "cpu":
-        return time.process_time()
-    torch.accelerator.synchronize(network.device)
-    return time.perf_counter()
-
-
 def _refuse_shortage(error: Exception) -> None:
     """Raise what says nothing of the network: with fewer rows the same may fit."""
     if is_shortage(error):
@@ -309,20 +231,6 @@ def _adjoint_error(model: Products, x: Any, columns: _Columns) -> float:
     right = (columns.JTu[0].double() * columns.v[0].double()).sum()
     error = ((left - right).abs() / (columns.u[0].double().norm() * Jv[0].double().norm())).item()
     return error if math.isfinite(error) else math.inf
-
-
-def _largest_on_cpu(network: Network, x: Any) -> int | None:
-    """Return the bytes of the largest output of a layer, or None on another device."""
-    if network.device.type != "cpu":
-        return None
-    sizes = [1]
-
-    def see(path: str, layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        sizes.extend(t.nbytes for t in floating_tensors(output))
-
-    with hooked(network.module, see):
-        network.substituted(lambda: network.call(x))({})
-    return max(sizes)
 
 
 def _vmap_works(model: Products, x: Any, columns: _Columns, side: str) -> bool:

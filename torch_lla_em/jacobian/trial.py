@@ -1,0 +1,110 @@
+"""Whether factors give the Jacobian that torch.func gives, and how soon."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_lla_em.jacobian.factored import Factored, Factors
+from torch_lla_em.jacobian.faults import distance, worst_block
+from torch_lla_em.jacobian.last_layer import floating_tensors, hooked
+from torch_lla_em.jacobian.network import Network
+from torch_lla_em.runtime import is_shortage
+
+# of the largest output of a layer, times the outputs of a row: as long as these fit into a CPU's
+# cache, their backward passes are sooner taken together than one after the other
+_STACKED_BYTES = 2**20
+# by the clock only where it is plain: a run that is taken up again has to choose alike
+_SLOWER = 1.5
+
+
+def find_factors(model: Any, x: Any, prepared: Any) -> Factored | None:
+    """Return how to take J by factors where that agrees with torch.func, and is not slower."""
+    network, names = model.network, model.layout.names
+    if network.precision == "bfloat16":
+        return None
+    try:
+        factored = Factored.find(network, names, x)
+        factors = None if factored is None else _made(factored, x)
+    except Exception as error:  # whatever a network does that has no factors
+        if is_shortage(error):
+            raise
+        return None
+    if factors is None:
+        return None
+    generator = torch.Generator().manual_seed(1)
+    w = torch.randn(2, model.layout.size, generator=generator).to(model.w_MAP)
+    u = torch.randn(2, *factors.f.shape, generator=generator).to(factors.f)
+
+    def product(x: Any) -> tuple[float, Tensor, Tensor]:
+        total, start = torch.zeros_like(w), _now(network)
+        _, Jw, add_pullback = model.jvp_and_vjp(x, w)
+        add_pullback(u, total)
+        return (_now(network) - start) / len(w), Jw, total
+
+    otherwise, Jw, total = product(prepared)
+    seconds, again, pulled = product(factors)
+    eps = max(torch.finfo(t.dtype).eps for t in (factors.f, w, *factors.weights.values()))
+    if distance(again, Jw) > eps**0.5 or worst_block(model.layout, pulled, total, eps):
+        return None
+    if seconds > _SLOWER * otherwise:
+        return None
+    factored.seconds = seconds, otherwise
+    others = len(factored.names) < len(names)
+    factored.least_columns = factors.f[0].numel() * (2 if others else 1)
+    return factored
+
+
+def _made(factored: Factored, x: Any) -> Factors | None:
+    """Return the factors at x, and settle how many backward passes are taken at once."""
+    largest, outputs = largest_on_cpu(factored.network, x), factored.outputs
+    if largest is None or largest * outputs <= _STACKED_BYTES:
+        factored.at_once = outputs
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # torch warns of what it takes one by one
+                return factored.run(x)
+        except Exception as error:  # an operation whose backward cannot be batched
+            if is_shortage(error):
+                raise
+        factored.at_once = 1
+    return factored.run(x)
+
+
+def words_of(model: Any) -> str:
+    """Return what a report says of a model's factors."""
+    if model.factored is None:
+        return ""
+    of = dict(zip(model.layout.names, model.layout.sizes))
+    number = sum(of[name] for name in model.factored.names)
+    seconds, otherwise = model.factored.seconds
+    return (
+        f"{number} of {model.layout.size} weights have factors, by which a column takes "
+        f"{seconds:.1e} s, {otherwise:.1e} s without"
+    )
+
+
+def _now(network: Network) -> float:
+    """Return the seconds of work so far; on a CPU those of others do not count."""
+    if network.device.type == "cpu":
+        return time.process_time()
+    torch.accelerator.synchronize(network.device)
+    return time.perf_counter()
+
+
+def largest_on_cpu(network: Network, x: Any) -> int | None:
+    """Return the bytes of the largest output of a layer, or None on another device."""
+    if network.device.type != "cpu":
+        return None
+    sizes = [1]
+
+    def see(path: str, layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        sizes.extend(t.nbytes for t in floating_tensors(output))
+
+    with hooked(network.module, see):
+        network.substituted(lambda: network.call(x))({})
+    return max(sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import signature
 from os import PathLike
 from typing import Any
 
@@ -35,9 +36,9 @@ from torch_lla_em.likelihoods import (
     preferred,
     tempered,
 )
-from torch_lla_em.prediction import Fitted, NotFittedError, check_choice
+from torch_lla_em.prediction import Fitted, NotFittedError, stored
 from torch_lla_em.problem import EarlierRows, Problem
-from torch_lla_em.runtime import Compute, Group, group_of
+from torch_lla_em.runtime import Compute, Group, check_choice, group_of
 from torch_lla_em.runtime import records as persistence
 from torch_lla_em.session import SHARDS, Session, Wish
 from torch_lla_em.solvers import Newton
@@ -214,6 +215,24 @@ class LinearisedLaplace(Fitted):
         """Take over a posterior; refused where the network is not the one it was fitted to."""
         super().load_state_dict(state, strict)
         self._loaders = self._earlier = None
+
+    def save(self, path: str | PathLike) -> None:
+        """Write the posterior to a file, without the network."""
+        options = {**self._options(), **stored.likelihood_option(self._given_likelihood)}
+        stored.write(self.state_dict(), path, options)
+
+    @classmethod
+    def load(cls, path: str | PathLike, model: nn.Module, **options: Any) -> LinearisedLaplace:
+        """Return a saved posterior on its network.
+
+        What tensors cannot hold (a likelihood of your own, forward_fn, target_fn, solver) is
+        passed again, as ``options``.
+        """
+        with stored.naming(path):
+            state, options = stored.read(path, model, options, signature(cls).parameters)
+            la = cls(model, options.pop("likelihood"), **options)
+            la.load_state_dict(state)
+        return la
 
     def _start(
         self, prior_precision: float | Tensor | None, em_steps: int, more: bool

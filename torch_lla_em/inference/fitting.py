@@ -77,6 +77,10 @@ class Posterior(NamedTuple):
     noise: StochasticPrior | None = None
     """As drawn, at the network's outputs and the first σ, if it is to be kept."""
 
+    mixture: Tensor | None = None
+    """What predictions are made of, as fitted: rows of weight, share of J w_lin, share of f, and
+    scale of the samples' variance, (parts, 4); None: the samples around f."""
+
 
 def fit_posterior(
     problem: Problem, options: FitOptions, report: Callable[[EMState], None]

@@ -1,8 +1,9 @@
 """What a fitted posterior answers: ``functions``, ``mixture``, ``prediction``, ``parts``,
 ``calibration``, ``standing``, ``stored``, ``fitted``."""
 
+from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Calibration
-from torch_lla_em.prediction.fitted import Fitted, check_choice
+from torch_lla_em.prediction.fitted import Fitted
 from torch_lla_em.prediction.parts import posterior_alone
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.stored import NotFittedError
@@ -12,6 +13,6 @@ __all__ = [
     "Fitted",
     "NotFittedError",
     "Prediction",
-    "check_choice",
     "posterior_alone",
+    "stored",
 ]

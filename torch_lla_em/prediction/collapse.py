@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import log
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,23 +12,31 @@ from torch import Tensor
 from torch_lla_em.inference import Estimate
 from torch_lla_em.prediction.prediction import Prediction
 
+ROWS = 256
+"""Of a batch, that a fit is looked at by."""
+
 # of probabilities, by which training rows are more often right than predictions say
 _GAP = 0.2
 # of the variance of real predictions, that residuals have at least
 _SHARE = 0.1
 
 
-def signs(
-    prediction: Prediction, y: Tensor, num_data: int, found: tuple[Estimate, Estimate]
-) -> Iterator[str]:
-    """Yield what is amiss with a fit, by predictions of a batch it was fitted to, and γ and
-    evidence, which are ``found``."""
+class Found(NamedTuple):
+    """What a fit says of itself."""
+
+    effective_dim: Estimate
+    evidence: Estimate
+    num_data: int
+
+
+def signs(prediction: Prediction, y: Tensor, found: Found) -> Iterator[str]:
+    """Yield what is amiss with a fit, also by predictions of a batch it was fitted to."""
     if not y.is_floating_point():
         y = y.long()
     if prediction.likelihood.elementwise and y.dim() == prediction.centre.dim():
         y = y.to(prediction.centre)
-    yield from of_weights(found[0], len(prediction.deviations))
-    yield from of_evidence(found[1], prediction, y, num_data)
+    yield from of_weights(found.effective_dim, len(prediction.deviations))
+    yield from of_evidence(found.evidence, prediction, y, found.num_data)
     yield from of_certainty(prediction, y)
 
 
@@ -75,11 +84,11 @@ def of_certainty(prediction: Prediction, y: Tensor) -> Iterator[str]:
         return
     if not prediction.likelihood.gives_probabilities or not len(y):
         return
-    p = prediction.probs.movedim(prediction.class_dim, -1)
+    p = prediction.probs
     if prediction.likelihood.elementwise:
         stated, right = torch.maximum(p, 1 - p), (p > 0.5) == (y > 0.5)
     else:
-        best, mask = p.max(-1), prediction.likelihood.mask(y)
+        best, mask = p.max(prediction.class_dim), prediction.likelihood.mask(y)
         kept = torch.ones_like(y, dtype=torch.bool) if mask is None else mask
         stated, right = best.values[kept], (best.indices == y)[kept]
     if not right.numel():

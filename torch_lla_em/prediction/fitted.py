@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from inspect import signature
-from os import PathLike
 from typing import Any
 
 import torch
@@ -26,10 +24,7 @@ from torch_lla_em.prediction.pushing import push_forward
 from torch_lla_em.prediction.standing import Standing
 from torch_lla_em.prediction.stored import NotFittedError
 from torch_lla_em.problem import Problem, place_of_vectors
-from torch_lla_em.runtime import Compute, free_memory, group_of
-
-# rows of the first batch that a fit is looked at by
-_EXAMINED = 256
+from torch_lla_em.runtime import Compute, check_choice, free_memory, group_of
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -71,7 +66,6 @@ class Fitted(nn.Module):
         """Return E[y] (probabilities, rates); for regression (mean, variance with the noise).
 
         A model of several inputs takes a tuple, a dict, or keywords: ``la(input_ids=...)``.
-
         ``"mc"`` averages over the samples, or over as many fresh ones from a generator;
         ``"probit"`` uses the variance alone, ``"probit_shared"`` one variance for all classes,
         which keeps the most probable one.
@@ -105,7 +99,7 @@ class Fitted(nn.Module):
         if inputs and x is not None:
             raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
         x, table = inputs if x is None else x, self._parts(mean)
-        prediction = self._predicted(x, table, self._columns(num_samples))
+        prediction = self._predicted(x, table, num_samples)
         if generator is None:
             return prediction
         return replace(prediction, deviations=mixed(prediction.deviations, generator))
@@ -123,7 +117,6 @@ class Fitted(nn.Module):
         self._require_fit()
         if not -self.num_samples <= k < self.num_samples:
             raise IndexError(f"There are {self.num_samples} samples: k runs from 0, not to {k}.")
-
         table, k = self._parts(None).clone(), k % self.num_samples
         part = int(slots(table[:, parts.WEIGHT], self.num_samples)[k])
         alone = table[part].to(self.w_lin)
@@ -147,9 +140,8 @@ class Fitted(nn.Module):
         For classes and labels: a temperature of the network, a scale of the posterior, a factor
         of the softmax at its mean, and the weights of the three; temperature scaling is a special
         case. For real numbers: the scale, σ, and the share of the linear mode in the mean. All
-        are most probable under mild priors. ``calibration`` tells what was gained. ``mean``
-        keeps to the posterior around the "network" or the "linear" mode, beside the network.
-        Where several ranks have fitted together, all of them call it together.
+        are most probable under mild priors; ``calibration`` tells what was gained. ``mean`` keeps
+        to the posterior around the "network" or the "linear" mode. Ranks call it together.
         """
         if mean is not None:
             check_choice("mean", mean, ("network", "linear"))
@@ -220,7 +212,7 @@ class Fitted(nn.Module):
             yield Problem(self._linear_model, self.likelihood, data)
 
     def _columns(self, num_samples: int | None = None) -> Tensor:
-        """Return w_lin and the samples, (1 + K, P)."""
+        """Return w_lin and samples, (1 + K, P)."""
         return torch.cat([self.w_lin[None], self.w_samples[:num_samples]])
 
     def curve(self, precisions: Iterable[float] | Tensor) -> Curve:
@@ -230,13 +222,8 @@ class Fitted(nn.Module):
         either side of λ*, and NaN beyond.
         """
         self._require_fit()
-        if self._eigenvalues is None:
-            raise ValueError(
-                "The curve needs one λ and the block-Krylov solver: fit with prior='scalar', one "
-                "sigma_noise and solver=None."
-            )
         path = [record["prior_precision"] for record in self.history]
-        return stored.curve_of(dict(self.named_buffers()), path, precisions)
+        return stored.curve_of(dict(self._buffers), path, precisions)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Return the posterior as tensors, with a version and the network's fingerprint."""
@@ -264,28 +251,6 @@ class Fitted(nn.Module):
             self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
         self.num_samples = len(self.w_samples)
         self._standing = Standing(self._linear_model.network.module)
-
-    def _options(self) -> dict[str, Any]:
-        """Return the constructor's plain arguments, for ``save``."""
-        raise NotImplementedError
-
-    def save(self, path: str | PathLike) -> None:
-        """Write the posterior to a file, without the network."""
-        options = {**self._options(), **stored.likelihood_option(self._given_likelihood)}
-        stored.write(self.state_dict(), path, options)
-
-    @classmethod
-    def load(cls, path: str | PathLike, model: nn.Module, **options: Any) -> Fitted:
-        """Return a saved posterior on its network.
-
-        What tensors cannot hold (a likelihood of your own, forward_fn, target_fn, solver) is
-        passed again, as ``options``.
-        """
-        with stored.naming(path):
-            state, options = stored.read(path, model, options, signature(cls).parameters)
-            la = cls(model, options.pop("likelihood"), **options)
-            la.load_state_dict(state)
-        return la
 
     def train(self, mode: bool = True) -> Fitted:
         """Set this object's own flag; predictions always run the network in eval mode."""
@@ -317,15 +282,19 @@ class Fitted(nn.Module):
 
     def _examine(self, batch: Batch) -> None:
         """Warn of a fit that has gone to one end, by predictions of rows it was fitted to."""
-        batch = next(batch.split(_EXAMINED))
-        prediction = self._predicted(batch.inputs, self.mixture, self._columns())
+        batch = next(batch.split(collapse.ROWS))
+        prediction = self._predicted(batch.inputs, self.mixture)
         gamma = Estimate(self.effective_dim, self.effective_dim_error)
-        found = gamma, Estimate(*self._log_evidence)
-        for sign in collapse.signs(prediction, batch.targets, self.num_data, found):
+        found = collapse.Found(gamma, Estimate(*self._log_evidence), self.num_data)
+        for sign in collapse.signs(prediction, batch.targets, found):
             logger.warning("%s", sign)
 
-    def _predicted(self, x: Any, table: Tensor, columns: Tensor) -> Prediction:
-        f, Jw = push_forward(self._linear_model, x, columns)
+    def _predicted(self, x: Any, table: Tensor, num_samples: int | None = None) -> Prediction:
+        if table[:, parts.MODE].any():
+            f, Jw = push_forward(self._linear_model, x, self._columns(num_samples))
+        else:  # where w_lin is not asked for, no vectors are copied to be beside it
+            f, Jw = push_forward(self._linear_model, x, self.w_samples[:num_samples])
+            Jw = torch.cat([torch.zeros_like(Jw[:1]), Jw])
         class_dim = self._linear_model.network.class_dim
         return parts.predicted(self.likelihood, f, Jw, table, class_dim)
 
@@ -349,9 +318,3 @@ class Fitted(nn.Module):
     @property
     def _device(self) -> torch.device:
         return self._linear_model.network.device
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        expected = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{name}={value!r} is not known: choose one of {expected}.")

@@ -47,14 +47,14 @@ class NotFittedError(RuntimeError):
 
 def tensors_of(posterior: Posterior) -> dict[str, Tensor | None]:
     """Return what a fit has found, by the names of ``TENSORS``, not calibrated yet."""
-    spectrum = posterior.spectrum or (None, None, None)
+    spectrum, mixture = posterior.spectrum or (None, None, None), posterior.mixture
     return {
         "w_lin": posterior.w_lin,
         "w_samples": posterior.w_samples,
         "scale": posterior.scale,
         "prior_precision": posterior.hyper.precision,
         "sigma_noise": posterior.hyper.sigma,
-        "mixture": posterior_alone().to(posterior.w_lin.device),
+        "mixture": (posterior_alone() if mixture is None else mixture).to(posterior.w_lin.device),
         "effective_dim": posterior.effective_dim.value,
         "effective_dim_error": posterior.effective_dim.standard_error,
         "certificate": posterior.certificate,
@@ -102,9 +102,14 @@ def checked(
 
 
 def curve_of(
-    tensors: dict[str, Tensor], path: list[float], precisions: Iterable[float] | Tensor
+    tensors: dict[str, Tensor | None], path: list[float], precisions: Iterable[float] | Tensor
 ) -> Curve:
     """Return γ and evidence over a grid of λ; ``path`` is where EM went."""
+    if tensors["_eigenvalues"] is None:
+        raise ValueError(
+            "The curve needs one λ and the block-Krylov solver: fit with prior='scalar', one "
+            "sigma_noise and solver=None."
+        )
     precisions = torch.as_tensor(precisions, dtype=torch.float64)
     if precisions.dim() != 1 or not (precisions > 0).all():
         raise ValueError("precisions must be a list of positive numbers.")

@@ -1,6 +1,6 @@
 """What a process has: memory, precision, files, ranks, signals, keyed noise."""
 
-from torch_lla_em.runtime.compute import Compute, tf32
+from torch_lla_em.runtime.compute import Compute, check_choice, tf32
 from torch_lla_em.runtime.files import write_atomically
 from torch_lla_em.runtime.group import Group, current_group, first, group_of
 from torch_lla_em.runtime.leaving import Leaving, leaving_cleanly
@@ -25,6 +25,7 @@ __all__ = [
     "Interrupted",
     "Leaving",
     "attempt",
+    "check_choice",
     "current_group",
     "first",
     "free_memory",

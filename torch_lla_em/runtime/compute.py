@@ -40,13 +40,18 @@ class Compute:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                expected = ", ".join(map(repr, choices))
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {expected}.")
+            check_choice(name, getattr(self, name), choices)
         for name in ("columns", "rows"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a whole number of 1 or more, not {value!r}.")
+
+
+def check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
+    """Refuse what is none of the choices."""
+    if value not in choices:
+        expected = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name}={value!r} is not known: choose one of {expected}.")
 
 
 @contextmanager

@@ -127,7 +127,8 @@ def recovery(args: argparse.Namespace) -> Lines:
         return [free | {"of": "as it is"}]
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
-    left = torch.cuda.memory_allocated() + free["peak_gb"] * 1e9 / 3
+    # the network, its data and the allocator's own grain come on top
+    left = torch.cuda.memory_allocated() + free["peak_gb"] * 1e9 / 3 + 128e6
     torch.cuda.set_per_process_memory_fraction(left / total)
     try:
         (short,) = fit("lenet", args)

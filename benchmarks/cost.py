@@ -243,7 +243,7 @@ def fits(args: argparse.Namespace) -> Iterator[dict]:
 
 def loaders(args: argparse.Namespace) -> Iterator[dict]:
     """Yield a line of every batch size that a loader may have."""
-    for name in ("mlp", "cnn"):
+    for name in args.problems or ("mlp", "cnn"):
         problem = made(PROBLEMS[name])
         epoch = train(problem)
         for batch in (100, 1, 8, 64, 1024):

@@ -52,6 +52,19 @@ def test_the_sets_of_tables_do_not_meet():
     assert not set(tasks.TUNING) & set(tasks.KEPT)
 
 
+def test_a_summary_is_relative_to_a_temperature():
+    score = {"network": "on", "auroc": 0.6, "fit_seconds": 1.0, "accuracy": 0.8, "ece": 0.1}
+    records = []
+    for table, seed, ratio in (("a", 0, 4.0), ("a", 1, 1.0), ("b", 0, 0.5)):
+        for row, factor in ((peers.REFERENCE, 1.0), ("other", ratio)):
+            values = {name: 0.3 * factor for name in tables.RATIOS}
+            records.append(score | values | {"table": table, "seed": seed, "row": row})
+    reference, other = tables.lines(records)
+    assert reference["nll"] == reference["worst"] == 1
+    assert other["nll"] == pytest.approx(2 ** (1 / 3)) and other["worst"] == pytest.approx(2.0)
+    assert other["tables"] == "a, b" and other["accuracy"] == 0
+
+
 def test_neighbours_begin_with_the_row_itself():
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
     groups = neighbours(x, 5)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -288,9 +289,24 @@ def test_a_disk_that_torch_finds_full_is_an_os_error(tmp_path, monkeypatch):
 
 
 def test_files_half_written_by_a_killed_run_are_removed(tmp_path):
-    (tmp_path / ".writing-abc").write_bytes(b"half")
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    ours = f".writing-{socket.gethostname()}-{process.pid}-{12 * '0'}-3"
+    users = ".writing-abc", "probe", "pass-words.pt"
+    for name in (ours, *users):
+        (tmp_path / name).write_bytes(b"half")
     fit("krylov", Fuse(10**6), tmp_path)
-    assert not list(tmp_path.glob(".writing-*"))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert ours not in left and left >= set(users)
+
+
+def test_files_with_names_of_ours_are_never_overwritten(tmp_path):
+    (tmp_path / "partial.pt").write_bytes(b"somebody's")
+    with pytest.raises(ValueError, match="folder of its own"):
+        fit("krylov", Fuse(10**6), tmp_path)
+    assert (tmp_path / "partial.pt").read_bytes() == b"somebody's"
+    with pytest.raises(ValueError, match="names no folder"):
+        fit("krylov", Fuse(10**6), "")
 
 
 def test_not_a_number_is_never_recorded(tmp_path, monkeypatch):

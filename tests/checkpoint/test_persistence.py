@@ -114,13 +114,13 @@ HERE = socket.gethostname()
 @pytest.mark.parametrize(
     "host, process, token, age, stays",
     [
-        (HERE, os.getppid(), "0", 0.0, True),
-        (HERE, os.getppid(), "0", 1e6, False),
-        (HERE, dead_process(), "0", 0.0, False),
-        (HERE, os.getpid(), "0", 0.0, False),
+        (HERE, os.getppid(), 12 * "0", 0.0, True),
+        (HERE, os.getppid(), 12 * "0", 1e6, False),
+        (HERE, dead_process(), 12 * "0", 0.0, False),
+        (HERE, os.getpid(), 12 * "0", 0.0, False),
         (HERE, os.getpid(), files._TOKEN, 0.0, True),
-        ("another-host", 1, "0", 0.0, True),
-        ("another-host", 1, "0", 1e6, False),
+        ("another-host", 1, 12 * "0", 0.0, True),
+        ("another-host", 1, 12 * "0", 1e6, False),
     ],
     ids=["alive", "a day ago", "gone", "a container's", "own", "elsewhere", "elsewhere, a day ago"],
 )

@@ -8,14 +8,14 @@ the data, and ends bitwise where an unbroken one would.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.checkpoint.log import Log
 from torch_lla_em.checkpoint.partial import Partial
-from torch_lla_em.problem import Layer, Pass, Problem, Sums
+from torch_lla_em.problem import Layer, Pass, Problem, State, Step, Sums
 from torch_lla_em.runtime import records
 
 logger = logging.getLogger("torch_lla_em")
@@ -33,6 +33,10 @@ class Recorded(Layer):
     def fold(self, w: Tensor, task: Pass) -> Sums:
         """Return the sums over all batches."""
         return self.kept(w, lambda: self.inner.fold(w, task))
+
+    def steps(self, state: State = None) -> Iterator[Step]:
+        """Yield the batches of an epoch, whose state the epoch's own entry keeps."""
+        yield from self.inner.steps(state)
 
     def kept(self, key: Tensor, compute: Callable[[], Sums]) -> Sums:
         """Return what was computed at ``key``, from the log where it is there."""

@@ -58,7 +58,7 @@ class Recorded(Layer):
         self._data.restore(facts)
         return entry
 
-    def lasts(self, run: Callable[[], None]) -> bool:
+    def lasts(self, run: Callable[[], object]) -> bool:
         """Run, and return whether memory lasted; if it did not at first, it is not tried again."""
         tried = False
 

@@ -186,7 +186,9 @@ def _noise(numbers: Numbers, theta: Tensor) -> Tensor:
     return theta.new_ones(()) if numbers.noise is None else theta[numbers.noise].exp()
 
 
-def _together(likelihood: Likelihood, parts: list[tuple[Tensor, ...]], columns: int) -> _Held:
+def _together(
+    likelihood: Likelihood, parts: list[tuple[Tensor, Tensor, Tensor]], columns: int
+) -> _Held:
     if not parts:  # a rank without data
         return _Held(likelihood, torch.zeros(0, 1), torch.zeros(columns, 0, 1), torch.zeros(0))
     f, Jw, y = zip(*parts)

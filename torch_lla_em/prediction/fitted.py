@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from torch_lla_em.runtime import Compute, check_choice, free_memory, group_of
 
 logger = logging.getLogger("torch_lla_em")
 
+T = TypeVar("T", bound="Fitted")
+
 
 class Fitted(nn.Module):
     """What a fit leaves, as buffers of a module that a network is beside, not inside.
@@ -40,8 +42,18 @@ class Fitted(nn.Module):
     compute: Compute
     num_samples: int
     target_fn: TargetFn | None
+    w_lin: Tensor
+    w_samples: Tensor
+    scale: Tensor
+    prior_precision: Tensor
+    effective_dim: Tensor
+    effective_dim_error: Tensor
+    certificate: Tensor
+    sigma_noise: Tensor
+    mixture: Tensor
+    _log_evidence: Tensor
     _linear_model: LinearModel
-    _given_likelihood: Likelihood
+    _given_likelihood: Any
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -73,7 +85,8 @@ class Fitted(nn.Module):
         check_choice("link_approx", link_approx, ("mc", "probit", "probit_shared"))
         prediction = self.predict(x, generator=generator, **inputs)
         if self.likelihood.real_valued:
-            return tuple(prediction.moments())
+            mean, variance = prediction.moments()
+            return mean, variance
         if link_approx == "mc":
             return prediction.expectation
         return prediction.smoothed(shared=link_approx == "probit_shared")
@@ -134,7 +147,7 @@ class Fitted(nn.Module):
         """Return log p(y_1..y_B | x_1..x_B), shape ()."""
         return self.predict(x, mean).joint_log_prob(y)
 
-    def calibrate(self, loader: Iterable[Any], mean: str | None = None) -> Fitted:
+    def calibrate(self: T, loader: Iterable[Any], mean: str | None = None) -> T:
         """Fit how predictions go from the network to the posterior by held-out rows; one pass.
 
         For classes and labels: a temperature of the network, a scale of the posterior, a factor

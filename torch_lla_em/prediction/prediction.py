@@ -147,7 +147,7 @@ class Prediction:
         Of real y it is that of a Gaussian with the same mean and variance.
         """
         if self.likelihood.real_valued:
-            return self._out(0.5 * (2 * pi * sum(self._uncertainties())).log() + 0.5)
+            return self._out(0.5 * (2 * pi * self._variance()).log() + 0.5)
         weights = self._weighting()
         return self._site_values(
             self._mixture.over_rows(lambda f, _: self.likelihood.entropy(f, *weights))
@@ -178,11 +178,12 @@ class Prediction:
         z = -torch.special.ndtri(torch.tensor(tail, dtype=torch.float64)).item()
         if self.likelihood.real_valued:
             centre = average(self.likelihood.mean(self._mixture.centres()), self.weights)
-            half = z * sum(self._uncertainties()).sqrt()
-            ends = centre - half, centre + half
+            half = z * self._variance().sqrt()
+            lower, upper = centre - half, centre + half
         elif self.likelihood.monotone and self.beside is None:
             half = z * self._mixture.variance().sqrt()
-            ends = tuple(map(self.likelihood.mean, (self.centre - half, self.centre + half)))
+            lower = self.likelihood.mean(self.centre - half)
+            upper = self.likelihood.mean(self.centre + half)
         else:
             weights = self._mixture.each()
 
@@ -190,8 +191,8 @@ class Prediction:
                 values = self.likelihood.mean(f)
                 return torch.stack([quantile(values, q, weights) for q in (tail, 1 - tail)])
 
-            ends = self._mixture.over_rows(quantiles, dim=1)
-        return Interval(*map(self._out, ends))
+            lower, upper = self._mixture.over_rows(quantiles, dim=1)
+        return Interval(self._out(lower), self._out(upper))
 
     def smoothed(self, shared: bool = False) -> Tensor:
         """Return E[y] in closed form from mean and variance of f (the probit link).
@@ -226,7 +227,7 @@ class Prediction:
 
     def _log_prob(self, y: Tensor) -> Tensor:
         if self._is_gaussian:
-            variance = sum(self._uncertainties())
+            variance = self._variance()
             terms = -0.5 * (
                 (y - self.likelihood.mean(self.centre)) ** 2 / variance + (2 * pi * variance).log()
             )
@@ -295,6 +296,10 @@ class Prediction:
             return self.deviations.square().mean(0)
         contrasts = self.deviations - self.deviations.mean(-1, keepdim=True)
         return contrasts.square().mean(0).sum(-1, keepdim=True) / (count - 1)
+
+    def _variance(self) -> Tensor:
+        aleatoric, epistemic = self._uncertainties()
+        return aleatoric + epistemic
 
     def _uncertainties(self) -> tuple[Tensor, Tensor]:
         if self._is_gaussian:  # E[y | f] is linear in f

@@ -187,7 +187,7 @@ def _refuse_damaged(state: dict[str, Tensor], layout: ParameterLayout) -> None:
     P, blocks = layout.size, len(layout.names)
     samples = state.get("w_samples")
     K = len(samples) if isinstance(samples, Tensor) and samples.dim() else 0
-    shapes = {
+    shapes: dict[str, list[tuple[int, ...]]] = {
         "w_lin": [(P,)],
         "w_samples": [(K, P)] if K else [],
         "scale": [(P,)],

@@ -40,7 +40,7 @@ class Finite:
         if len(flags) == _TOGETHER:  # many small tensors take more room than one
             flags[:] = [torch.cat(flags)]
 
-    def first_fault(self, what: str) -> int | None:
+    def first_fault(self, what: str) -> int | str | None:
         """Return the first batch of which something is not fine, or None."""
         indices, flags = self._notes.get(what, ((), ()))
         fine = torch.cat(flags).tolist() if flags else ()

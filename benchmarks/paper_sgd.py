@@ -39,8 +39,8 @@ from methods.recipe import (
     with_rate,
 )
 
-from torch_lla_em.inference.empirical_bayes import starting_precision
-from torch_lla_em.inference.fitting import FitOptions, fit_posterior
+from torch_lla_em.inference import Info
+from torch_lla_em.inference.learn import FitOptions, learn, starting_precision
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.problem.operators import WhitenedGGN
 from torch_lla_em.solvers import BlockCG, BlockKrylov, DivergenceError
@@ -129,12 +129,12 @@ class Study:
         """Return sample passes, single columns and λ after every EM step of a whole fit."""
         problem, path, K = problem_of(self.model, self.batches), [], self.args.num_samples
 
-        def note(state: object) -> None:
+        def note(info: Info) -> None:
             spent = problem.spent["columns"] / K, problem.spent["single"]
-            path.append([*spent, state.proposed.precision.item()])
+            path.append([*spent, info.hyper.precision.item()])
 
         options = FitOptions(K, 0, True, False, solver, 0.05, "network", "mackay", 20, None)
-        fit_posterior(problem, options, note)
+        learn(problem, options, note)
         return path
 
     def paper_em(self, stages: tuple[Recipe, Recipe], precision: float) -> list[list[float]]:

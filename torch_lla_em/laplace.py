@@ -16,7 +16,7 @@ from torch_lla_em.inference import (
     Earlier,
     FitOptions,
     Solver,
-    fit_posterior,
+    learn,
 )
 from torch_lla_em.jacobian import (
     ForwardFn,
@@ -183,7 +183,7 @@ class LinearisedLaplace(Fitted):
                 self.load_state_dict(state)
             else:
                 run.begin(self.num_samples, self.compute)
-                posterior = fit_posterior(problem, options, run.on_step)
+                posterior = learn(problem, options, run.on_step)
                 run.end()
                 self._store(posterior, run.history, data.num_rows)
                 state = {} if posterior.noise is None else {_ETA: posterior.noise.eta}

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import FirstOutputs, Log, Partial, Recorded, SharedLog
 from torch_lla_em.data import Data
-from torch_lla_em.inference import EMState
+from torch_lla_em.inference import Info
 from torch_lla_em.problem import VECTORS, Problem, memory_for_vectors, prepare
 from torch_lla_em.runtime import Compute, Group, Leaving, leaving_cleanly, records, tf32
 
@@ -103,9 +103,9 @@ class Session:
         if not self._bar.disable:
             self._bar.write(str(plan))
 
-    def on_step(self, state: EMState) -> None:
+    def on_step(self, info: Info) -> None:
         """Take note of an EM step."""
-        self.history.append(record_of(state, self.problem.data.num_passes))
+        self.history.append(record_of(info, self.problem.data.num_passes))
         self._bar.update()
         self._bar.set_postfix(summary_of(self.history[-1]))
 
@@ -198,24 +198,24 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def record_of(state: EMState, data_passes: int) -> dict[str, Any]:
+def record_of(info: Info, data_passes: int) -> dict[str, Any]:
     """Return what ``history`` keeps of a step: plain numbers, and lists where there are blocks."""
-    sigma = state.hyper.sigma
+    sigma = info.hyper.sigma
     return {
-        "step": state.step,
-        "prior_precision": state.hyper.precision.tolist(),
+        "step": info.step,
+        "prior_precision": info.hyper.precision.tolist(),
         "sigma_noise": None if sigma is None else sigma.tolist(),
-        "effective_dim": state.effective_dim.value.tolist(),
-        "effective_dim_error": state.effective_dim.standard_error.tolist(),
-        "squared_norm": state.squared_norm.tolist(),
-        "loss": state.loss,
-        "mode_residual": state.mode_error,
-        "sample_residual": state.sample_error,
-        "log_evidence": state.log_evidence.value.item(),
-        "log_evidence_error": state.log_evidence.standard_error.item(),
+        "effective_dim": info.effective_dim.value.tolist(),
+        "effective_dim_error": info.effective_dim.standard_error.tolist(),
+        "squared_norm": info.squared_norm.tolist(),
+        "loss": info.loss,
+        "mode_residual": info.mode_error,
+        "sample_residual": info.sample_error,
+        "log_evidence": info.log_evidence.value.item(),
+        "log_evidence_error": info.log_evidence.standard_error.item(),
         "data_passes": data_passes,
-        "columns": state.columns,
-        "seconds": state.seconds,
+        "columns": info.columns,
+        "seconds": info.seconds,
     }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from methods.counted import Counted
 from methods.plain_cg import PlainCG
-from torch_lla_em.inference.fitting import FitOptions, fit_posterior
+from torch_lla_em.inference.learn import FitOptions, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.posterior_samples import Solver
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
@@ -61,9 +61,7 @@ def whole_fit(problem: Counted, num_samples: int, fit: Fit) -> dict:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            posterior = fit_posterior(
-                problem, options, lambda s: path.append(s.hyper.precision.tolist())
-            )
+            posterior = learn(problem, options, lambda s: path.append(s.hyper.precision.tolist()))
         except DivergenceError as error:
             passes = problem.spent["columns"] / num_samples
             return {"failed": str(error).split(":")[0], "passes": passes}

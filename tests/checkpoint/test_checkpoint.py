@@ -22,7 +22,7 @@ from torch_lla_em import SGD, Compute, LinearisedLaplace
 from torch_lla_em.checkpoint.log import Log as PassLog
 from torch_lla_em.checkpoint.partial import Partial
 from torch_lla_em.data import sources as orders
-from torch_lla_em.inference.fitting import fit_posterior
+from torch_lla_em.inference.learn import learn
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.runtime import records as persistence
 from torch_lla_em.runtime.files import write_atomically
@@ -849,11 +849,11 @@ def test_weights_may_not_change_after_the_last_pass(monkeypatch):
     case = tiny("classification")
 
     def and_train(*args):
-        posterior = fit_posterior(*args)
+        posterior = learn(*args)
         CHANGES["in place"](case.model[0])
         return posterior
 
-    monkeypatch.setattr("torch_lla_em.laplace.fit_posterior", and_train)
+    monkeypatch.setattr("torch_lla_em.laplace.learn", and_train)
     la = LinearisedLaplace(case.model, "classification", num_samples=4)
     with pytest.raises(RuntimeError, match="was changed"):
         la.fit([(case.x, case.y)], progress_bar=False)

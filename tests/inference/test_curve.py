@@ -5,7 +5,7 @@ import torch
 from tiny import tiny
 
 from torch_lla_em.exact import gaussian_log_prob
-from torch_lla_em.inference.curve import Modes, plot_curve
+from torch_lla_em.inference.evidence import Modes, plot_curve
 from torch_lla_em.laplace import LinearisedLaplace
 from torch_lla_em.problem.passes import LocalPasses
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from steps import krylov_e_step
 from tiny import basis_noise, tiny
 
 from torch_lla_em.exact import gaussian_log_prob
+from torch_lla_em.inference.e_step import Hyperparameters
 from torch_lla_em.inference.evidence import log_dets, log_evidences, sigma_of
-from torch_lla_em.inference.expectation import Hyperparameters
-from torch_lla_em.inference.krylov_e_step import KrylovEStep
 from torch_lla_em.inference.mackay import Estimate
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.solvers import BlockKrylov
@@ -26,7 +26,7 @@ def evidences(e_step, noise, hyper):
 def setting(name, draw=None):
     problem = tiny(name).problem(7, 18)
     noise = basis_noise(problem, True, False) if draw is None else get_sto_samples(problem, draw)
-    return problem, noise, KrylovEStep(problem, noise, BlockKrylov())
+    return problem, noise, krylov_e_step(problem, noise, BlockKrylov())
 
 
 def hyper_of(problem, precision):

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import LinearisedLaplace, NotFittedError
-from torch_lla_em.inference.weight_decay import prior_precision_from_weight_decay
+from torch_lla_em.inference.prior import prior_precision_from_weight_decay
 
 
 def draw(*shape, seed=0):

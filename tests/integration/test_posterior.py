@@ -5,15 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 from dense import dense_fixed_point, dense_step
+from steps import iterative_e_step, krylov_e_step, states_of_em
 from tiny import LOG_PROBS, basis_noise, tiny
 from torch.testing import assert_close
 
 from torch_lla_em import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton, Regression
 from torch_lla_em.exact import gaussian_log_prob
-from torch_lla_em.inference.empirical_bayes import EmpiricalBayes, starting_precision
+from torch_lla_em.inference.e_step import Hyperparameters, IterativeEStep
+from torch_lla_em.inference.em import MStep
 from torch_lla_em.inference.evidence import sigma_of
-from torch_lla_em.inference.expectation import Hyperparameters, IterativeEStep
-from torch_lla_em.inference.krylov_e_step import KrylovEStep
+from torch_lla_em.inference.learn import starting_precision
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import (
     em_noise,
@@ -137,7 +138,7 @@ def test_one_em_step_equals_the_dense_one(name, g_prior, layerwise):
     problem, noise, precision, exact, per_weight = setting(name, g_prior, layerwise)
     sigma = sigma_of(problem)
     hyper = Hyperparameters(precision, sigma)
-    step = IterativeEStep(problem, noise, BlockCG(), 0).expect(hyper, 1e-10, 1e-9)
+    step = iterative_e_step(problem, noise, BlockCG()).expect(hyper, 1e-10, 1e-9)
     w, gamma = exact.mode(per_weight), exact.effective_dims(per_weight)
     layout = noise.prior.layout
     total = layout.block_sums if layerwise else torch.sum
@@ -157,20 +158,20 @@ def test_one_em_step_equals_the_dense_one(name, g_prior, layerwise):
 @pytest.mark.parametrize("g_prior", [False, True])
 @pytest.mark.parametrize("layerwise", [False, True])
 def test_em_follows_the_dense_path(name, g_prior, layerwise, monkeypatch):
-    monkeypatch.setattr("torch_lla_em.inference.empirical_bayes.SAMPLE_TOLERANCE", 1e-9)
-    monkeypatch.setattr("torch_lla_em.inference.empirical_bayes.MODE_TOLERANCE", 1e-9)
-    monkeypatch.setattr(EmpiricalBayes, "_accelerate", lambda self, old, proposed: proposed)
+    monkeypatch.setattr("torch_lla_em.inference.em.SAMPLE_TOLERANCE", 1e-9)
+    monkeypatch.setattr("torch_lla_em.inference.em.MODE_TOLERANCE", 1e-9)
+    monkeypatch.setattr(MStep, "accelerate", lambda self, old, proposed: proposed)
     problem, noise, precision, exact, _ = setting(name, g_prior, layerwise)
     sigma, layout = sigma_of(problem), noise.prior.layout
-    e_step = _BasisEStep(problem, noise, BlockCG(), 0)
-    em = EmpiricalBayes(problem, noise.prior, e_step, max_steps=5)
-    for state in em.steps(Hyperparameters(precision, sigma)):
+    e_step = iterative_e_step(problem, noise, BlockCG(), kind=_BasisEStep)
+    hyper = Hyperparameters(precision, sigma)
+    for state in states_of_em(problem, noise.prior, e_step, hyper, max_steps=5):
         precision, sigma, gamma, _ = dense_step(exact, precision, sigma, layout, layerwise)
         # the mode is known to 1e-6, and pruned blocks are all but gone
-        assert_close(state.proposed.precision, precision, rtol=1e-3, atol=0)
-        assert_close(state.effective_dim.value.sum(), gamma.sum(), rtol=1e-4, atol=0)
+        assert_close(state.hyper.precision, precision, rtol=1e-3, atol=0)
+        assert_close(state.info.effective_dim.value.sum(), gamma.sum(), rtol=1e-4, atol=0)
         if sigma is not None:
-            assert_close(state.proposed.sigma, sigma, rtol=1e-4, atol=0)
+            assert_close(state.hyper.sigma, sigma, rtol=1e-4, atol=0)
 
 
 class _BasisEStep(IterativeEStep):
@@ -191,23 +192,25 @@ class _BasisEStep(IterativeEStep):
 def test_em_settles_at_the_dense_fixed_point(name, g_prior, solver, monkeypatch):
     # a basis has no Monte Carlo error for λ to stop at
     allowed = lambda self, gamma, expectation: torch.full_like(gamma, 0.01)  # noqa: E731
-    monkeypatch.setattr(EmpiricalBayes, "_allowed", allowed)
+    monkeypatch.setattr(MStep, "allowed", allowed)
+    # nor does it say how exact γ has to be
+    monkeypatch.setattr("torch_lla_em.inference.em.SAMPLE_TOLERANCE", 0.01)
     problem, noise, precision, exact, _ = setting(name, g_prior, False)
     e_step = {
-        "block Krylov": lambda: KrylovEStep(problem, noise, BlockKrylov()),
-        "block CG": lambda: IterativeEStep(problem, noise, BlockCG(), 0),
-        "function space": lambda: IterativeEStep(problem, noise, FunctionSpace(), 0),
+        "block Krylov": lambda: krylov_e_step(problem, noise, BlockKrylov()),
+        "block CG": lambda: iterative_e_step(problem, noise, BlockCG()),
+        "function space": lambda: iterative_e_step(problem, noise, FunctionSpace()),
     }[solver]()
-    em = EmpiricalBayes(problem, noise.prior, e_step, max_steps=60)
     sigma = sigma_of(problem)
-    *_, last = em.steps(Hyperparameters(precision, sigma))
-    start = last.proposed.precision * 1.5, sigma  # from aside, to save steps
+    hyper = Hyperparameters(precision, sigma)
+    *_, last = states_of_em(problem, noise.prior, e_step, hyper, max_steps=60)
+    start = last.hyper.precision * 1.5, sigma  # from aside, to save steps
     expected, sigma, gamma = dense_fixed_point(exact, *start, noise.prior.layout, False)
     # EM stops once λ moves by less than one per cent
-    assert_close(last.proposed.precision, expected, rtol=0.02, atol=0)
-    assert_close(last.effective_dim.value, gamma.sum(), rtol=0.02, atol=0)
+    assert_close(last.hyper.precision, expected, rtol=0.02, atol=0)
+    assert_close(last.info.effective_dim.value, gamma.sum(), rtol=0.02, atol=0)
     if sigma is not None:
-        assert_close(last.proposed.sigma, sigma, rtol=0.01, atol=0)
+        assert_close(last.hyper.sigma, sigma, rtol=0.01, atol=0)
 
 
 @pytest.mark.parametrize("name", ["classification", "regression"])
@@ -216,10 +219,10 @@ def test_em_by_sgd_settles_near_it(name):
     few = noise._replace(xi=noise.xi[::5], eta=noise.eta[::5])
     states = []
     for solver in (SGD(epochs=40), BlockCG()):
-        e_step = IterativeEStep(problem, few, solver, 0)
-        em = EmpiricalBayes(problem, noise.prior, e_step, max_steps=6)
-        *_, last = em.steps(Hyperparameters(precision, sigma_of(problem)))
-        states.append(last.proposed)
+        e_step = iterative_e_step(problem, few, solver)
+        hyper = Hyperparameters(precision, sigma_of(problem))
+        *_, last = states_of_em(problem, noise.prior, e_step, hyper, max_steps=6)
+        states.append(last.hyper)
     assert_close(states[0].precision, states[1].precision, rtol=0.1, atol=0)
 
 
@@ -267,9 +270,10 @@ def test_bounds_act_with_a_warning():
 
 def test_true_em_climbs_the_evidence():
     problem, noise, precision, exact, _ = setting("regression", True, False)
-    e_step = KrylovEStep(problem, noise, BlockKrylov())
-    em = EmpiricalBayes(problem, noise.prior, e_step, "em", max_steps=40)
-    states = list(em.steps(Hyperparameters(precision * 100, sigma_of(problem))))
+    e_step = krylov_e_step(problem, noise, BlockKrylov())
+    hyper = Hyperparameters(precision * 100, sigma_of(problem))
+    states = states_of_em(problem, noise.prior, e_step, hyper, update="em", max_steps=40)
+    states = [state.info for state in states]
     values = torch.stack([state.log_evidence.value for state in states])
     assert (values.diff() > -1e-9).all()
     assert len(states) > 2

@@ -11,7 +11,7 @@ from torch_lla_em import Classification, Likelihood, LinearisedLaplace, Regressi
 from torch_lla_em.data.loader import Data
 from torch_lla_em.exact import ExactLaplace
 from torch_lla_em.inference.linear_mode import optimise_MAP
-from torch_lla_em.inference.weight_decay import prior_precision_from_weight_decay
+from torch_lla_em.inference.prior import prior_precision_from_weight_decay
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from steps import iterative_e_step
 from tiny import basis_noise, tiny
 
-from torch_lla_em.inference.deflated_e_step import DeflatedEStep
+from torch_lla_em.inference.e_step import Deflation, Hyperparameters
 from torch_lla_em.inference.evidence import sigma_of
-from torch_lla_em.inference.expectation import Hyperparameters, IterativeEStep
-from torch_lla_em.inference.fitting import FitOptions, make_e_step
+from torch_lla_em.inference.learn import FitOptions, make_e_step
 from torch_lla_em.inference.posterior_samples import optimise_samples
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.solvers import BlockCG, Operator
@@ -152,8 +152,9 @@ def hyper_of(problem, *precisions):
 def test_the_e_step_is_that_of_plain_solves(name):
     problem = tiny(name).problem(7, 18)
     noise = basis_noise(problem, True, True)
-    plain = IterativeEStep(problem, noise, BlockCG(max_passes=2000), 0)
-    deflated = DeflatedEStep(problem, noise, BlockCG(max_passes=2000), 0)
+    plain = iterative_e_step(problem, noise, BlockCG(max_passes=2000))
+    first = torch.tensor([1.0, 30.0, 5.0, 2.0]).double()
+    deflated = iterative_e_step(problem, noise, BlockCG(max_passes=2000), deflated_at=first)
     for precisions in ((1.0, 30.0, 5.0, 2.0), (3.0, 9.0, 50.0, 1.0)):
         hyper = hyper_of(problem, *precisions)
         if name == "regression":
@@ -187,24 +188,22 @@ def test_without_room_for_a_basis_solves_are_plain(monkeypatch):
     monkeypatch.setattr("torch_lla_em.problem.setting.free_memory", lambda device: 4.0)
     problem = tiny("classification").problem(7, 18)
     noise = get_sto_samples(problem, 3, layerwise=True)
-    e_step = DeflatedEStep(problem, noise, BlockCG(), 0)
     hyper = hyper_of(problem, 1.0, 3.0, 5.0, 2.0)
-    e_step.expect(hyper, 1e-3, 1e-3)
-    assert isinstance(e_step.sample_solver(hyper, 0.1), BlockCG)
-    assert e_step.preconditioner(hyper) is None
+    assert Deflation.of(problem, noise, hyper.precision) is None
 
 
 @pytest.mark.parametrize(
-    "name, deflate, kind",
+    "name, deflate, deflates",
     [
-        ("classification", True, DeflatedEStep),
-        ("classification", False, IterativeEStep),
-        ("regression per output", True, IterativeEStep),
+        ("classification", True, True),
+        ("classification", False, False),
+        ("regression per output", True, False),
     ],
 )
-def test_layerwise_fits_deflate_where_noise_only_scales_G(name, deflate, kind):
+def test_layerwise_fits_deflate_where_noise_only_scales_G(name, deflate, deflates):
     problem = tiny(name).problem(7, 18)
     noise = get_sto_samples(problem, 3, layerwise=True)
     solver = BlockCG(deflate=deflate)
     options = FitOptions(3, 0, True, True, solver, 0.05, "network", "mackay", 20, None)
-    assert type(make_e_step(problem, noise, options)) is kind
+    e_step = make_e_step(problem, noise, options, hyper_of(problem, 1.0, 3.0, 5.0, 2.0))
+    assert (e_step._deflation is not None) == deflates

@@ -15,7 +15,7 @@ from torch_lla_em.runtime import Group, first
 
 _SMALL = 1 << 16
 # what of a pass is no vector in weight space
-_NO_VECTORS = {"loss", "facts", "count", "sums", "bytes", "lasted"}
+_NO_VECTORS = {"loss", "facts", "count", "sums", "bytes", "lasted", "f", "targets", "Jw"}
 
 
 class SharedLog(Log):

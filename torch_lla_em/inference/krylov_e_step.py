@@ -6,25 +6,18 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from math import log
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.curve import Modes
-from torch_lla_em.inference.evidence import gaussian_constant, sigma_of
-from torch_lla_em.inference.expectation import (
-    Expectation,
-    Hyperparameters,
-    at_scalar_sigma,
-    attainable,
-    first_mode,
-)
+from torch_lla_em.inference.e_step import Expectation, Hyperparameters, at_scalar_sigma
+from torch_lla_em.inference.evidence import Modes, gaussian_constant, sigma_of
 from torch_lla_em.inference.linear_mode import LinearMode, optimise_MAP
+from torch_lla_em.inference.mode_search import ModeSearch
 from torch_lla_em.inference.posterior_samples import PosteriorSamples, optimise_samples
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
-from torch_lla_em.problem import Problem, WhitenedGGN, room
+from torch_lla_em.problem import ImagedGGN, Problem, WhitenedGGN, room
 from torch_lla_em.solvers import BlockCG, BlockKrylov, Newton, Shift, Spectrum
 
 T = TypeVar("T")
@@ -34,9 +27,6 @@ _CURVE_POINTS = 241
 # below λ*, and as a preconditioner of the mode it saves more single columns than it costs
 _REACH = 0.3
 _NEIGHBOURS = 10**-0.5, 10**0.5
-_NEIGHBOUR_TOLERANCE = 0.1
-
-
 _MORE = (
     "Raise max_passes of BlockKrylov, start from a larger prior_precision, or take more samples: "
     "they share one Krylov space."
@@ -47,21 +37,21 @@ _ROUNDING = (
 )
 
 
-def _covers(ratio: float, factor: float) -> bool:
-    """Whether λ at ``ratio`` of the final one reaches most of the way to ``factor`` of it."""
-    return log(ratio) / log(factor) > 0.7
-
-
 class KrylovEStep:
     """γ, the log det and the Gaussian mode from T; the softmax mode by Newton's method.
 
     The factorisation grows until its certificate at the current λ holds, and no further.
     """
 
-    def __init__(self, problem: Problem, noise: StochasticPrior, solver: BlockKrylov):
+    knows_evidence = True
+
+    def __init__(
+        self, problem: Problem, noise: StochasticPrior, solver: BlockKrylov, search: ModeSearch
+    ):
         if solver.memory is None:
             solver = replace(solver, memory=room(problem) / 2)
         self._problem, self._noise, self._solver = problem, noise, solver
+        self._search = search
         self._drawn_at = sigma_of(problem)
         scale = noise.prior.scale
         start = [noise.xi, scale * noise.eta]
@@ -69,9 +59,12 @@ class KrylovEStep:
         if self._gaussian:
             self._loss_at_zero, gradient = problem.loss_and_gradient(problem.zeros(1)[0])
             start.append(-(scale * gradient)[None])
-        self.krylov = solver.factorise(WhitenedGGN(problem, scale), torch.cat(start), len(noise.xi))
-        self._earlier_mode: Tensor | None = None
-        self._visited: dict[float, LinearMode] = {}
+        product = WhitenedGGN(problem, scale)
+        if not self._gaussian:
+            product = ImagedGGN(problem, scale, search.memory)
+        self.krylov = solver.factorise(product, torch.cat(start), len(noise.xi))
+        if isinstance(product, ImagedGGN):
+            search.follow(self.krylov.lanczos, product)
         self._warned = False
 
     def expect(
@@ -120,16 +113,16 @@ class KrylovEStep:
     def modes(self, hyper: Hyperparameters) -> Modes:
         """Return the mode's objective where it is known.
 
-        Anywhere if Gaussian; else where EM went, and near half a decade either side of λ.
+        Anywhere if Gaussian; else where EM went, and over what is known of J half a decade
+        either side of λ.
         """
         if not self._gaussian:
-            here, visited = hyper.precision.item(), list(self._visited)
+            norm, visited = self._noise.prior.squared_norm, self._search.visited
+            points = [(p, mode.loss, norm(mode.w).item()) for p, mode in visited.items()]
             for factor in _NEIGHBOURS:
-                if not any(_covers(precision / here, factor) for precision in visited):
-                    there = hyper._replace(precision=factor * hyper.precision)
-                    self.mode(there, _NEIGHBOUR_TOLERANCE)
-            norm = self._noise.prior.squared_norm
-            points = [(p, mode.loss, norm(mode.w).item()) for p, mode in self._visited.items()]
+                there = factor * hyper.precision
+                known = self._search.objective(self._problem, there)
+                points += [] if known is None else [(there.item(), *known)]
             return Modes.of(*torch.tensor(points, dtype=torch.float64).T)
         grid = hyper.precision.cpu() * torch.logspace(-6, 6, _CURVE_POINTS, dtype=torch.float64)
         points = []
@@ -137,10 +130,6 @@ class KrylovEStep:
             norms = self.krylov.mode_norms(self.shift(hyper._replace(precision=precision)))
             points.append((precision, self._gaussian_loss(norms.fit, hyper), norms.squared_norm))
         return Modes.of(*torch.tensor(points, dtype=torch.float64).T)
-
-    def warm_start(self, w_lin: Tensor, w_samples: Tensor) -> None:
-        """Begin with the mode of an earlier posterior; the samples come from the factorisation."""
-        self._earlier_mode = w_lin
 
     def shift(self, hyper: Hyperparameters) -> Shift:
         """Return the hyper-parameters relative to the noise that G was built with."""
@@ -181,20 +170,17 @@ class KrylovEStep:
 
     def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
         """Return w_lin at these hyper-parameters."""
-        mode = self._within_memory(partial(self._find_mode, hyper, tolerance))
-        self._visited[hyper.precision.item()] = mode
-        return mode
+        return self._within_memory(partial(self._find_mode, hyper, tolerance))
 
     def _find_mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
         problem, noise = self._at_noise(hyper)
-        shift, start, precondition = self.shift(hyper), self._nearest_mode(hyper), None
+        shift, precondition = self.shift(hyper), None
         if self._has_basis:
             precondition = partial(self._precondition, shift=shift)
-            if self._gaussian:
-                start = noise.prior.scale * self.krylov.mode(shift).to(noise.xi)
-        if start is None:
-            start = first_mode(problem, noise.prior, hyper.precision)
-        solver = Newton(attainable(tolerance, problem))
+        if not (self._gaussian and self._has_basis):
+            return self._search.find(problem, hyper.precision, tolerance, precondition)
+        start = noise.prior.scale * self.krylov.mode(shift).to(noise.xi)
+        solver = Newton(max(tolerance, 10 * torch.finfo(problem.dtype).eps))
         return optimise_MAP(
             problem, noise.prior, hyper.precision, solver, start, precondition=precondition
         )
@@ -222,13 +208,6 @@ class KrylovEStep:
     def _has_basis(self) -> bool:
         lanczos = self.krylov.lanczos
         return lanczos.has_basis and lanczos.num_steps > 0
-
-    def _nearest_mode(self, hyper: Hyperparameters) -> Tensor | None:
-        """Return the mode at the visited λ that is nearest, or of an earlier posterior."""
-        if not self._visited:
-            return self._earlier_mode
-        here = hyper.precision.item()
-        return self._visited[min(self._visited, key=lambda other: abs(log(other / here)))].w
 
     def _precondition(self, rows: Tensor, shift: Shift) -> Tensor:
         """Return an approximation of (A + I)⁻¹ rows in whitened coordinates."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf, sqrt
 from typing import NamedTuple
 
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch_lla_em.problem import Problem, WhitenedLoss
 from torch_lla_em.solvers import SGD, Newton
 
 Precondition = Callable[[Tensor], Tensor]
+
+_FIRST_MODE_PASSES = 6
 
 
 class LinearMode(NamedTuple):
@@ -28,7 +31,7 @@ class LinearMode(NamedTuple):
     error: float
     """A bound on ‖w - w*‖_Λ / ‖w‖_Λ: the gradient of the whole over the norm."""
 
-    passes: int
+    passes: float
     """Single-column passes over the data."""
 
     converged: bool
@@ -54,17 +57,47 @@ def optimise_MAP(
         quadratic = problem.likelihood.is_quadratic
         solver = replace(solver, forcing=0.0) if quadratic else solver
         minimum = solver.minimise(loss, x, precondition)
-    if not minimum.converged:
-        warnings.warn(
-            f"The linear mode is known to a relative error of {minimum.error:.1e} only, not "
-            f"{solver.tolerance:.1e}, after {minimum.passes} passes. {_remedy(solver)}",
-            stacklevel=2,
-        )
     w = deviation * minimum.x
-    return LinearMode(w, minimum.loss, minimum.error, minimum.passes, minimum.converged)
+    mode = LinearMode(w, minimum.loss, minimum.error, minimum.passes, minimum.converged)
+    if not mode.converged:
+        warn_of(mode, solver)
+    return mode
 
 
-def _remedy(solver: Newton | SGD) -> str:
+def first_mode(problem: Problem, prior: Prior, precision: Tensor) -> Tensor:
+    """Return a start for the mode, (P,): the best of multiples of the trained weights.
+
+    J w_MAP nearly says what the network says (exactly, up to a factor, where the network is
+    homogeneous in its weights), so that H there is near the one G is made of: the mode then
+    takes a third of the passes that it takes from 0, where the softmax is undecided.
+    """
+    if problem.likelihood.is_quadratic:
+        return problem.zeros(1)[0]
+    loss = WhitenedLoss(problem, prior.deviation(precision))
+    direction = prior.whitened(problem.w_MAP, precision)
+    low, high, factor = 0.0, inf, 1.0
+    best = inf, 0.0
+    for _ in range(_FIRST_MODE_PASSES):
+        x = factor * direction
+        value, gradient = loss.value_and_gradient(x)
+        best = min(best, (value + 0.5 * loss.space.norm(x) ** 2, factor))
+        if loss.space.dot(direction, gradient + x) < 0:
+            low = factor
+        else:
+            high = factor
+        factor = 3 * low if high == inf else high / 3 if low == 0 else sqrt(low * high)
+        if high < 2 * low:
+            break
+    return best[1] * problem.w_MAP * (prior.scale > 0)
+
+
+def warn_of(mode: LinearMode, solver: Newton | SGD) -> None:
+    """Say that the mode is less exact than was asked, and what helps."""
+    remedy = "Raise `tolerance`, or convert the model and its data to float64."
     if isinstance(solver, SGD):
-        return "Give SGD more epochs, another learning_rate, or use the default solver."
-    return "Raise `tolerance`, or convert the model and its data to float64."
+        remedy = "Give SGD more epochs, another learning_rate, or use the default solver."
+    warnings.warn(
+        f"The linear mode is known to a relative error of {mode.error:.1e} only, not "
+        f"{solver.tolerance:.1e}, after {mode.passes:g} passes. {remedy}",
+        stacklevel=3,
+    )

@@ -1,7 +1,8 @@
 """Σ loss(J w, y) and G = Σ Jᵀ H J over the data, as products of one pass."""
 
 from torch_lla_em.problem.finite import OUTPUTS, is_finite
-from torch_lla_em.problem.operators import WhitenedGGN, WhitenedLoss
+from torch_lla_em.problem.operators import ImagedGGN, WhitenedGGN, WhitenedLoss
+from torch_lla_em.problem.outputs import Outputs, ggn_product_and_outputs, outputs, pull_back
 from torch_lla_em.problem.passes import Fold, Layer, LocalPasses, Pass, Passes, State, Step, Sums
 from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.problem.plan import VECTORS, Plan, place_of_vectors, size_of
@@ -16,8 +17,10 @@ __all__ = [
     "EarlierRows",
     "Fold",
     "Layer",
+    "ImagedGGN",
     "LocalPasses",
     "NoiseFeatures",
+    "Outputs",
     "Pass",
     "Passes",
     "Plan",
@@ -29,10 +32,13 @@ __all__ = [
     "WhitenedGGN",
     "WhitenedLoss",
     "columns_held",
+    "ggn_product_and_outputs",
     "is_finite",
     "memory_for_vectors",
+    "outputs",
     "place_of_vectors",
     "prepare",
+    "pull_back",
     "room",
     "size_of",
 ]

@@ -8,7 +8,7 @@ from math import inf
 from torch import Tensor
 
 from torch_lla_em.data import Batch
-from torch_lla_em.problem.passes import BLOCK, Add, Fold, Layer, LocalPasses, Pass, Passes, Sums
+from torch_lla_em.problem.passes import BY_COLUMN, Add, Fold, Layer, LocalPasses, Pass, Passes, Sums
 from torch_lla_em.runtime import DoesNotFit, Interrupted, is_shortage, release, words_of
 
 logger = logging.getLogger("torch_lla_em")
@@ -35,7 +35,7 @@ class Fitting(Layer):
 
     def around(self, fold: Fold, w: Tensor, task: Pass) -> Sums:
         """Return the sums, of each batch in pieces that fit."""
-        blocks = [name for name, kind in task.kinds.items() if kind == BLOCK]
+        blocks = [name for name, kind in task.kinds.items() if kind in BY_COLUMN]
 
         def add(batch: Batch, w: Tensor, sums: Sums) -> None:
             for piece in self._local.pieces(batch, self.rows):

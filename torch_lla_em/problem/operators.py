@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
+from torch_lla_em.problem.outputs import ggn_product_and_outputs
 from torch_lla_em.problem.problem import BatchProduct, Problem, State
 from torch_lla_em.solvers import Operator
 
@@ -45,6 +46,33 @@ class WhitenedGGN(Operator):
     def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return what was computed at ``key``, from a checkpoint where it is there."""
         return self.problem.kept(key, compute)
+
+
+class ImagedGGN(WhitenedGGN):
+    """A x that keeps J D x of every product, for as long as there is use for them."""
+
+    def __init__(self, problem: Problem, deviation: Tensor, memory: float):
+        super().__init__(problem, deviation)
+        self._memory = memory
+        self.keeps = True
+        """Whether there is use and room for them."""
+
+        self.images: list[Tensor] = []
+        """J D x over all rows, (K, N C), of every product."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return A x, shape (K, P)."""
+        if not self.keeps:
+            return super().__call__(x)
+        Gw, image = ggn_product_and_outputs(self.problem, x * self.deviation)
+        self.images.append(image)
+        if sum(image.nbytes for image in self.images) > self._memory:
+            self.stop()
+        return Gw.mul_(self.deviation)
+
+    def stop(self) -> None:
+        """Keep no more, and let go of what was kept."""
+        self.keeps, self.images = False, []
 
 
 class WhitenedLoss:

@@ -28,8 +28,11 @@ from torch_lla_em.runtime import attempt, is_shortage, lasts
 # rounding of a batch against its pieces, well below what another batch does to a row
 _SPLIT_ERROR = 1e-2
 
-BLOCK, VECTOR, SCALAR = "block", "vector", "scalar"
-"""What is summed: a vector a column, (K, P); one vector, (P,); a number in float64."""
+BLOCK, VECTOR, SCALAR, OF_ROWS = "block", "vector", "scalar", "of rows"
+"""What is summed: a vector a column, (K, P); one vector, (P,); a number in float64; or what
+a column says of every row, (K, N C), each row's own once."""
+
+BY_COLUMN = BLOCK, OF_ROWS
 
 Sums = dict[str, Tensor]
 State = dict[str, Tensor] | None
@@ -180,7 +183,12 @@ class LocalPasses:
         """Return sums of nothing, where the network is."""
         model = self.linear_model
         device, P = model.network.device, model.layout.size
-        shapes = {BLOCK: (columns, P), VECTOR: (P,), SCALAR: ()}
+        shapes = {
+            BLOCK: (columns, P),
+            VECTOR: (P,),
+            SCALAR: (),
+            OF_ROWS: (columns, self.data.num_outputs),
+        }
         return {
             name: torch.zeros(
                 shapes[kind], dtype=torch.float64 if kind == SCALAR else model.dtype, device=device

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.jacobian import LinearModel, ParameterLayout
-from torch_lla_em.problem.passes import BLOCK, Fold, Layer, Pass, Passes, Sums
+from torch_lla_em.problem.passes import BLOCK, OF_ROWS, Fold, Layer, Pass, Passes, Sums
 from torch_lla_em.runtime import Group
 
 logger = logging.getLogger("torch_lla_em")
@@ -108,7 +108,10 @@ class Placed(Layer):
             if near.is_floating_point():
                 near = near.to(self._vectors.near, copy=True)
             for name, own in fold(near, task).items():
-                if task.kinds[name] == BLOCK:
+                if task.kinds[name] == OF_ROWS:
+                    own = own.to(self._vectors.device)
+                    home[name] = torch.cat([home[name], own]) if name in home else own
+                elif task.kinds[name] == BLOCK:
                     if name not in home:
                         home[name] = self._vectors.host_zeros(len(w))
                     home[name][columns] = own

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torch_lla_em.problem.passes import (
     BLOCK,
+    BY_COLUMN,
     VECTOR,
     Fold,
     Layer,
@@ -50,7 +51,7 @@ class ColumnSpread(DataSpread):
         found = self.inner.fold(
             self._agreed(w)[own], task._replace(rows=task.rows._replace(whole=True))
         )
-        join = {name: kind == BLOCK for name, kind in task.kinds.items()}
+        join = {name: kind in BY_COLUMN for name, kind in task.kinds.items()}
         return {
             name: self._group.gather(part) if join[name] else self._group.sum(part)
             for name, part in found.items()
@@ -76,7 +77,7 @@ class WeightSpread(Layer):
             for name, own in fold(columns, task).items():
                 parts[name].append(self._summed(own, task.kinds[name]))
         return {
-            name: torch.cat(found) if task.kinds[name] == BLOCK else torch.stack(found).sum(0)
+            name: torch.cat(found) if task.kinds[name] in BY_COLUMN else torch.stack(found).sum(0)
             for name, found in parts.items()
         }
 

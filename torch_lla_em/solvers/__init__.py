@@ -9,7 +9,7 @@ from torch_lla_em.solvers.newton import Minimum, Newton
 from torch_lla_em.solvers.operator import Operator, Product
 from torch_lla_em.solvers.sgd import SGD
 from torch_lla_em.solvers.solution import DivergenceError, FaultyProductError, Solution
-from torch_lla_em.solvers.space import Space
+from torch_lla_em.solvers.space import Space, combine
 
 __all__ = [
     "SGD",
@@ -30,5 +30,6 @@ __all__ = [
     "Solution",
     "Space",
     "Spectrum",
+    "combine",
     "nystrom_features",
 ]

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from math import inf
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.deflated_e_step import DeflatedEStep
-from torch_lla_em.inference.empirical_bayes import EmpiricalBayes, EMState, starting_precision
+from torch_lla_em.inference.e_step import Deflation, EStep, Hyperparameters, IterativeEStep
+from torch_lla_em.inference.em import Info, MStep, em
 from torch_lla_em.inference.evidence import log_evidences, sigma_of
-from torch_lla_em.inference.expectation import EStep, Hyperparameters, IterativeEStep
 from torch_lla_em.inference.krylov_e_step import KrylovEStep
 from torch_lla_em.inference.mackay import Estimate
+from torch_lla_em.inference.mode_search import ModeSearch
+from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.posterior_samples import Solver
-from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples
-from torch_lla_em.problem import VECTORS, Problem, columns_held, size_of
+from torch_lla_em.problem import (
+    VECTORS,
+    Problem,
+    WhitenedGGN,
+    WhitenedLoss,
+    columns_held,
+    size_of,
+)
 from torch_lla_em.runtime import DoesNotFit, attempt
-from torch_lla_em.solvers import BlockCG, BlockKrylov, FunctionSpace, Spectrum
+from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -55,54 +62,46 @@ class FitOptions:
     """Mode and samples to start from."""
 
 
-class Posterior(NamedTuple):
-    """What a fit has found."""
-
-    hyper: Hyperparameters
-    w_lin: Tensor
-    w_samples: Tensor
-    scale: Tensor
-    effective_dim: Estimate
-    certificate: Tensor
-    log_evidence: Estimate
-    loss: float
-    mode_error: float
-    sample_error: float
-    spectrum: Spectrum | None
-    """Of scalar priors solved by block Krylov, at the final noise."""
-
-    modes: Tensor
-    """log λ, objective and slope of the linear mode where it is known, shape (3, M)."""
-
-    noise: StochasticPrior | None = None
-    """As drawn, at the network's outputs and the first σ, if it is to be kept."""
-
-    mixture: Tensor | None = None
-    """What predictions are made of, as fitted: rows of weight, share of J w_lin, share of f, and
-    scale of the samples' variance, (parts, 4); None: the samples around f."""
+Observe = Callable[[Info], None]
 
 
-def fit_posterior(
-    problem: Problem, options: FitOptions, report: Callable[[EMState], None]
-) -> Posterior:
-    """Run EM to its fixed point, then the last E-step; ``report`` sees every state."""
-    posterior, shortage = attempt(lambda: _whole(problem, _fit(problem, options, report)))
+def learn(problem: Problem, options: FitOptions, on_step: Observe) -> Posterior:
+    """Run EM to its fixed point, then the last E-step; ``on_step`` is told of every step."""
+    posterior, shortage = attempt(lambda: _learn(problem, options, on_step).assembled(problem))
     if shortage is not None:
         raise DoesNotFit(_no_room(problem, options.num_samples, shortage))
     return posterior
 
 
-def _whole(problem: Problem, posterior: Posterior) -> Posterior:
-    """Return a posterior whose vectors are whole; where they were in slices, without its noise."""
-    if problem.vectors.group is None:
-        return posterior
-    whole = problem.vectors.whole
-    return posterior._replace(
-        noise=None,
-        w_lin=whole(posterior.w_lin[None])[0],
-        w_samples=whole(posterior.w_samples),
-        scale=whole(posterior.scale[None])[0],
+def _learn(problem: Problem, options: FitOptions, on_step: Observe) -> Posterior:
+    noise = get_sto_samples(
+        problem, options.num_samples, options.seed, options.g_prior, options.layerwise
     )
+    hyper = Hyperparameters(_starting_point(problem, noise, options), sigma_of(problem))
+    e_step, drawn, told = make_e_step(problem, noise, options, hyper), noise, 0
+
+    def climb(e_step: EStep, hyper: Hyperparameters) -> Hyperparameters:
+        nonlocal told
+        before = told
+        m_step = MStep(problem, noise.prior, options.update)
+        for state in em(e_step, m_step, hyper, options.em_steps):
+            hyper, told = state.hyper, before + state.info.step
+            on_step(state.info._replace(step=told))
+        return hyper
+
+    hyper = climb(e_step, hyper)
+    if options.curvature == "linear" and not problem.likelihood.is_quadratic:
+        # a loss with several modes would wander from one to the next
+        for _ in range(_LINEAR_ROUNDS if problem.likelihood.convex else 1):
+            before = hyper.precision.log()
+            bent = problem.with_curvature_at(e_step.mode(hyper, options.tolerance).w)
+            noise = noise.drawn_again(bent)
+            e_step = make_e_step(bent, noise, options, hyper)
+            hyper = climb(e_step, hyper)
+            if (hyper.precision.log() - before).abs().max() < _LINEAR_CHANGE:
+                break
+    found = _posterior(e_step, noise, hyper, options.tolerance)
+    return found._replace(noise=drawn) if options.keep_noise else found
 
 
 def _no_room(problem: Problem, num_samples: int, shortage: str) -> str:
@@ -120,44 +119,22 @@ def _no_room(problem: Problem, num_samples: int, shortage: str) -> str:
     )
 
 
-def _fit(problem: Problem, options: FitOptions, report: Callable[[EMState], None]) -> Posterior:
-    noise = get_sto_samples(
-        problem, options.num_samples, options.seed, options.g_prior, options.layerwise
-    )
-    drawn = noise if options.keep_noise else None
-    hyper = Hyperparameters(_start(problem, noise, options), sigma_of(problem))
-    e_step = make_e_step(problem, noise, options)
-    steps = 0
-    for state in _learn(problem, noise.prior, e_step, hyper, options):
-        hyper, steps = state.proposed, state.step
-        report(state)
-    if options.curvature == "linear" and not problem.likelihood.is_quadratic:
-        # a loss with several modes would wander from one to the next
-        for _ in range(_LINEAR_ROUNDS if problem.likelihood.convex else 1):
-            before = hyper.precision.log()
-            problem = problem.with_curvature_at(e_step.mode(hyper, options.tolerance).w)
-            eta = problem.noise_features(options.num_samples, options.seed).eta
-            noise = noise._replace(eta=eta)
-            e_step, done = make_e_step(problem, noise, options), steps
-            for state in _learn(problem, noise.prior, e_step, hyper, options):
-                hyper, steps = state.proposed, done + state.step
-                report(state._replace(step=steps))
-            if (hyper.precision.log() - before).abs().max() < _LINEAR_CHANGE:
-                break
-    return _finish(e_step, noise, hyper, options.tolerance)._replace(noise=drawn)
-
-
-def make_e_step(problem: Problem, noise: StochasticPrior, options: FitOptions) -> EStep:
+def make_e_step(
+    problem: Problem, noise: StochasticPrior, options: FitOptions, hyper: Hyperparameters
+) -> EStep:
     """Return the E-step of the solver asked for, or of one chosen by size."""
     solver = options.solver or choose_solver(problem, options.layerwise)
+    of_mode = solver if isinstance(solver, SGD) else Newton()
+    own = [problem.vectors.own(w.to(problem.device)) for w in options.warm or ()]
+    search = ModeSearch(problem, noise.prior, of_mode, own[0] if own else None)
     if isinstance(solver, BlockKrylov) and _shifts(problem, options.layerwise):
-        e_step = KrylovEStep(problem, noise, solver)
-    elif isinstance(solver, BlockCG) and _has_one_noise(problem) and solver.deflate:
-        e_step = DeflatedEStep(problem, noise, solver, options.seed)
-    else:
-        e_step = IterativeEStep(problem, noise, solver, options.seed)
-    if options.warm is not None:
-        e_step.warm_start(*(problem.vectors.own(w.to(problem.device)) for w in options.warm))
+        return KrylovEStep(problem, noise, solver, search)
+    deflation = None
+    if isinstance(solver, BlockCG) and _has_one_noise(problem) and solver.deflate:
+        deflation = Deflation.of(problem, noise, hyper.precision)
+    e_step = IterativeEStep(problem, noise, solver, search, deflation)
+    if own:
+        e_step.warm_start(own[1])
     return e_step
 
 
@@ -190,7 +167,7 @@ def _has_one_noise(problem: Problem) -> bool:
     return sigma is None or not sigma.dim()
 
 
-def _start(problem: Problem, noise: StochasticPrior, options: FitOptions) -> Tensor:
+def _starting_point(problem: Problem, noise: StochasticPrior, options: FitOptions) -> Tensor:
     blocks = len(noise.prior.layout.names)
     start = options.prior_precision
     if start is None:
@@ -208,19 +185,29 @@ def _start(problem: Problem, noise: StochasticPrior, options: FitOptions) -> Ten
     return start
 
 
-def _learn(
-    problem: Problem,
-    prior: Prior,
-    e_step: EStep,
-    hyper: Hyperparameters,
-    options: FitOptions,
-) -> Iterator[EMState]:
-    """Yield the states of EM."""
-    em = EmpiricalBayes(problem, prior, e_step, options.update, options.em_steps)
-    return em.steps(hyper)
+def starting_precision(problem: Problem, noise: StochasticPrior, layerwise: bool = False) -> float:
+    """Return a λ at which the mode and γ are cheap, and the fixed point is near.
+
+    G along the gradient at w = 0, in the prior's scaled coordinates: above it, the data
+    hardly move the mode even where it would go first. Layerwise, the mean of diag(G).
+    """
+    scale = noise.prior.scale
+    features = scale * noise.eta
+    mean = problem.space.dots(
+        features, features
+    ).mean() / noise.prior.num_weights().sum().clamp_min(1)
+    start = mean.clamp_min(1e-8).item()
+    if layerwise:
+        return start
+    _, gradient = WhitenedLoss(problem, scale).value_and_gradient(problem.zeros(1)[0])
+    size = problem.space.norm(gradient)
+    if not 0 < size < inf:
+        return start
+    direction = (gradient / size)[None]
+    return max(start, problem.space.dot(direction[0], WhitenedGGN(problem, scale)(direction)[0]))
 
 
-def _finish(
+def _posterior(
     e_step: EStep, noise: StochasticPrior, hyper: Hyperparameters, tolerance: float
 ) -> Posterior:
     mode, samples, log_dets = e_step.finish(hyper, tolerance)

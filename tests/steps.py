@@ -1,0 +1,19 @@
+"""E-steps and EM of a problem, made as a fit makes them."""
+
+from torch_lla_em.inference.e_step import Deflation, IterativeEStep
+from torch_lla_em.inference.em import MStep, em
+from torch_lla_em.inference.krylov_e_step import KrylovEStep
+from torch_lla_em.inference.mode_search import ModeSearch
+
+
+def krylov_e_step(problem, noise, solver):
+    return KrylovEStep(problem, noise, solver, ModeSearch(problem, noise.prior))
+
+
+def iterative_e_step(problem, noise, solver, *, deflated_at=None, kind=IterativeEStep):
+    known = None if deflated_at is None else Deflation.of(problem, noise, deflated_at)
+    return kind(problem, noise, solver, ModeSearch(problem, noise.prior), known)
+
+
+def states_of_em(problem, prior, e_step, hyper, *, update="mackay", max_steps=20):
+    return em(e_step, MStep(problem, prior, update), hyper, max_steps)

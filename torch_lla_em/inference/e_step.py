@@ -1,0 +1,276 @@
+"""The E-step as EM sees it: γ, ‖w_lin‖² and the data term at any λ; here by a solve at each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.inference.evidence import Modes, log_dets, sigma_of, squared_residual
+from torch_lla_em.inference.linear_mode import LinearMode, Precondition
+from torch_lla_em.inference.mode_search import ModeSearch
+from torch_lla_em.inference.posterior_samples import PosteriorSamples, Solver, optimise_samples
+from torch_lla_em.inference.stochastic_prior import StochasticPrior
+from torch_lla_em.problem import Problem, WhitenedGGN, room
+from torch_lla_em.solvers import (
+    BlockCG,
+    BlockKrylov,
+    DeflatedCG,
+    Preconditioner,
+    Shift,
+    Spectrum,
+    nystrom_features,
+)
+
+# of the certificate at the first λ; the basis need not be exact, only know the large end of G
+_ENOUGH = 0.1
+_MAX_STEPS = 4
+_WITHOUT = "Out of memory: block CG goes on without a preconditioner."
+
+logger = logging.getLogger("torch_lla_em")
+
+T = TypeVar("T")
+
+
+class Hyperparameters(NamedTuple):
+    """What EM learns."""
+
+    precision: Tensor
+    """λ, () or (blocks,), in float64."""
+
+    sigma: Tensor | None = None
+    """σ of a Gaussian likelihood, () or (C,), in float64."""
+
+
+class Expectation(NamedTuple):
+    """What the M-step needs."""
+
+    effective_dims: Tensor
+    """γ of every sample, (K,) or (K, blocks)."""
+
+    squared_norm: Tensor
+    """‖w_lin / scale‖², () or (blocks,)."""
+
+    loss: float
+    """Σ_n -log p(y_n | J_n w_lin)."""
+
+    residual: Tensor | None
+    """Σ_n (y_n - J_n w_lin)², the shape of σ; None if the likelihood is not Gaussian."""
+
+    noise_dims: Tensor | None
+    """γ by output, the shape of σ."""
+
+    log_dets: Tensor
+    """log det(I + Λ^{-1/2} G Λ^{-1/2}) of every sample, (K,); NaN where it costs passes."""
+
+    mode_error: float
+    sample_error: float
+
+
+class EStep(Protocol):
+    """Expectations at any hyper-parameters, and the posterior at the last ones."""
+
+    knows_evidence: bool
+    """Whether an expectation comes with log dets."""
+
+    def expect(
+        self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
+    ) -> Expectation: ...
+
+    def finish(
+        self, hyper: Hyperparameters, tolerance: float
+    ) -> tuple[LinearMode, PosteriorSamples, Tensor]: ...
+
+    def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode: ...
+
+    def spectrum(self, hyper: Hyperparameters) -> Spectrum | None: ...
+
+    def modes(self, hyper: Hyperparameters) -> Modes: ...
+
+
+class Deflation(NamedTuple):
+    """What one Krylov basis of G knows: a preconditioner of the mode and of the samples."""
+
+    features: Tensor
+    """F, shape (r, P), with FᵀF ≤ G."""
+
+    sigma: Tensor | None
+    """σ that G was built with."""
+
+    @classmethod
+    def of(cls, problem: Problem, noise: StochasticPrior, precision: Tensor) -> Deflation | None:
+        """Return what a few block Lanczos steps find, or None where the basis does not fit."""
+        found: list[Deflation | None] = [None]
+        if not problem.lasts(lambda: found.append(_deflation(problem, noise, precision))):
+            logger.warning(_WITHOUT)
+        return found[-1]
+
+    def relative(self, sigma: Tensor | None) -> float:
+        """Return σ over the one of G."""
+        return 1.0 if sigma is None else (sigma / self.sigma).item()
+
+
+def _deflation(problem: Problem, noise: StochasticPrior, precision: Tensor) -> Deflation | None:
+    scale = noise.prior.scale
+    start = torch.cat([noise.xi, scale * noise.eta])
+    solver = BlockKrylov(memory=room(problem) / 4)
+    krylov = solver.factorise(WhitenedGGN(problem, scale), start, len(noise.xi))
+    lanczos, shift = krylov.lanczos, Shift(precision.log().mean().exp().item())
+    while lanczos.num_steps < _MAX_STEPS and not lanczos.exhausted:
+        lanczos.extend()
+        if krylov.error(shift) <= _ENOUGH:
+            break
+    if not lanczos.has_basis:
+        return None
+    features = nystrom_features(lanczos)
+    features *= noise.prior.unscaled(torch.ones_like(features[0]))
+    return Deflation(features, sigma_of(problem))
+
+
+class IterativeEStep:
+    """One solve for the mode and one for the samples at every λ, from the last ones."""
+
+    knows_evidence = False
+
+    def __init__(
+        self,
+        problem: Problem,
+        noise: StochasticPrior,
+        solver: Solver,
+        search: ModeSearch,
+        deflation: Deflation | None = None,
+    ):
+        self._problem, self._noise = problem, noise
+        self._solver, self._search, self._deflation = solver, search, deflation
+        self._last: Tensor | PosteriorSamples | None = None
+
+    def expect(
+        self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
+    ) -> Expectation:
+        problem, _ = self._at_noise(hyper)
+        mode, samples = self.mode(hyper, mode_tolerance), self._samples(hyper, tolerance)
+        residual, noise_dims = noise_sums(problem, hyper, mode, samples)
+        return Expectation(
+            samples.effective_dims,
+            self._noise.prior.squared_norm(mode.w),
+            mode.loss,
+            residual,
+            noise_dims,
+            torch.full_like(samples.function_space_dims, float("nan")),
+            mode.error,
+            samples.error,
+        )
+
+    def finish(
+        self, hyper: Hyperparameters, tolerance: float
+    ) -> tuple[LinearMode, PosteriorSamples, Tensor]:
+        """Return the posterior at these hyper-parameters, with the evidence's log det."""
+        problem, noise = self._at_noise(hyper)
+        mode, samples = self.mode(hyper, tolerance), self._samples(hyper, tolerance)
+        return mode, samples, log_dets(problem, noise, hyper.precision)
+
+    def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
+        """Return w_lin at these hyper-parameters."""
+        problem, _ = self._at_noise(hyper)
+        return self._within_memory(
+            lambda: self._search.find(
+                problem, hyper.precision, tolerance, self._preconditioner(hyper)
+            )
+        )
+
+    def warm_start(self, w_samples: Tensor) -> None:
+        """Begin with the samples of an earlier posterior."""
+        self._last = w_samples
+
+    def spectrum(self, hyper: Hyperparameters) -> None:
+        """Solves at single λ leave no spectrum."""
+
+    def modes(self, hyper: Hyperparameters) -> Modes:
+        """Return no modes, since there is no curve to draw through them."""
+        return Modes(*torch.zeros(3, 0, dtype=torch.float64))
+
+    def _samples(self, hyper: Hyperparameters, tolerance: float) -> PosteriorSamples:
+        problem, noise = self._at_noise(hyper)
+        samples = self._within_memory(
+            lambda: optimise_samples(
+                problem, noise, hyper.precision, self._sample_solver(hyper, tolerance), self._last
+            )
+        )
+        # G changes with σ: only without it is G w still that at the next step
+        self._last = samples if hyper.sigma is None else samples.w
+        return samples
+
+    def _sample_solver(self, hyper: Hyperparameters, tolerance: float) -> Solver:
+        known, solver = self._deflation, replace(self._solver, tolerance=tolerance)
+        if known is None or not isinstance(solver, BlockCG):
+            return solver
+        limits = tolerance, solver.max_passes
+        return DeflatedCG(known.features, *limits, known.relative(hyper.sigma))
+
+    def _preconditioner(self, hyper: Hyperparameters) -> Precondition | None:
+        known, prior = self._deflation, self._noise.prior
+        if known is None:
+            return None
+        deviation = prior.deviation(hyper.precision) / known.relative(hyper.sigma)
+        return Preconditioner(known.features, deviation, prior.space).inverse
+
+    def _within_memory(self, run: Callable[[], T]) -> T:
+        """Return the result of ``run``, if need be without a preconditioner."""
+        found: list[T] = []
+        if self._deflation is None:
+            return run()
+        if not self._problem.lasts(lambda: found.append(run())):
+            logger.warning(_WITHOUT)
+            self._deflation = None
+            return run()
+        return found[0]
+
+    def _at_noise(self, hyper: Hyperparameters) -> tuple[Problem, StochasticPrior]:
+        """Return problem and noise at σ; η is drawn again where σ has one value per output."""
+        if hyper.sigma is None or torch.equal(hyper.sigma, sigma_of(self._problem)):
+            return self._problem, self._noise
+        if hyper.sigma.dim():
+            self._problem = at_sigma(self._problem, hyper.sigma)
+            self._noise = self._noise.drawn_again(self._problem)
+            return self._problem, self._noise
+        return at_scalar_sigma(self._problem, self._noise, hyper.sigma)
+
+
+def at_sigma(problem: Problem, sigma: Tensor) -> Problem:
+    """Return the problem of a Gaussian likelihood at another noise."""
+    return problem.with_likelihood(problem.likelihood.at_noise(sigma))
+
+
+def at_scalar_sigma(
+    problem: Problem, noise: StochasticPrior, sigma: Tensor
+) -> tuple[Problem, StochasticPrior]:
+    """Return problem and noise at another scalar σ than η was drawn at: η scales with 1 / σ."""
+    ratio = (sigma / sigma_of(problem)).item()
+    return at_sigma(problem, sigma), noise._replace(eta=noise.eta / ratio)
+
+
+def noise_sums(
+    problem: Problem, hyper: Hyperparameters, mode: LinearMode, samples: PosteriorSamples
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return Σ_n (y_n - J_n w_lin)² and γ by output, the shape of σ; None without a σ."""
+    if hyper.sigma is None:
+        return None, None
+    if not hyper.sigma.dim():
+        gamma = samples.effective_dims.mean(0).sum()
+        return squared_residual(problem, mode.loss), gamma
+    columns = torch.cat([mode.w[None], samples.w])
+
+    def sums() -> dict[str, Tensor]:
+        shape = len(columns), len(hyper.sigma)
+        total = torch.zeros(shape, dtype=torch.float64, device=columns.device)
+        for batch, _, Jw in problem.push_forward(columns):
+            squares = torch.cat([batch.targets.to(Jw) - Jw[:1], Jw[1:]]).double().square()
+            total += squares.flatten(1, -2).sum(1).to(total.device)
+        return {"sums": problem.data.group.sum(total)}
+
+    total = problem.kept(columns, sums)["sums"].to(hyper.sigma.device)
+    return total[0], total[1:].mean(0) / hyper.sigma**2

@@ -1,0 +1,100 @@
+"""What the linear model says of all rows at once, where they come in the same order every pass."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.data import Batch
+from torch_lla_em.problem.passes import BLOCK, OF_ROWS, Pass, Sums
+from torch_lla_em.problem.problem import Problem
+
+
+class Outputs(NamedTuple):
+    """f and J w of all rows, with their targets."""
+
+    f: Tensor
+    """(N, ..., C)."""
+
+    targets: Tensor
+    """(N, ...)."""
+
+    Jw: Tensor
+    """(K, N, ..., C)."""
+
+
+def outputs(problem: Problem, w: Tensor) -> Outputs | None:
+    """Return what is said of all rows, from half a pass; None where rows differ in shape."""
+    found = problem.kept(w, lambda: _outputs(problem, w))
+    return Outputs(**found) if len(found) > 1 else None
+
+
+def pull_back(problem: Problem, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Jᵀ u, shape (P,), for u (N, ..., C), and the f (N C,) that go with it."""
+
+    def add(batch: Batch, _: Tensor, sums: Sums) -> None:
+        f, pull = problem.linear_model.vjp(batch.inputs)
+        problem.work.inspect(batch, f)
+        _place(problem, batch, f[None], sums["f"])
+        pull(u[batch.rows.to(u.device)].view(1, *f.shape).to(f), sums["Ju"])
+
+    task = Pass({"Ju": BLOCK, "f": OF_ROWS}, add)
+    sums = problem.passes.fold(torch.zeros(1, dtype=torch.int64, device="cpu"), task)
+    problem.cost.columns += 0.5
+    return sums["Ju"][0], sums["f"][0]
+
+
+def ggn_product_and_outputs(problem: Problem, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return G w, shape (K, P), and J w of all rows, (K, N C)."""
+
+    def add(batch: Batch, w: Tensor, sums: Sums) -> None:
+        def curved(batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
+            _place(problem, batch, Jw, sums["Jw"])
+            return problem.work.curved(batch, at, Jw)
+
+        problem.work.add_product(batch, curved, w, sums["Gw"])
+
+    sums = problem.passes.fold(w, Pass({"Gw": BLOCK, "Jw": OF_ROWS}, add))
+    problem.cost.columns += len(w)
+    return sums["Gw"], sums["Jw"]
+
+
+def _outputs(problem: Problem, w: Tensor) -> Sums:
+    spent, group, like = problem.cost.columns, problem.data.group, problem.zeros(1)
+    pushed = problem.push_forward(w)
+    problem.cost.columns = spent + 0.5 * len(w)
+    seen = [
+        [str(b.targets.dtype), list(b.targets.shape[1:]), list(f.shape[1:])] for b, f, _ in pushed
+    ]
+    dtype, of_targets, of_f = group.meet("shapes of outputs", seen, _the_same)
+    if dtype is None:
+        return {"f": torch.zeros(0)}
+    N = problem.data.num_rows
+    found = {
+        "f": like.new_zeros(N, *of_f),
+        "targets": like.new_zeros(N, *of_targets, dtype=getattr(torch, dtype.split(".")[1])),
+        "Jw": like.new_zeros(len(w), N, *of_f),
+    }
+    for batch, f, Jw in pushed:
+        rows = batch.rows.to(like.device)
+        found["f"][rows] = f.to(like)
+        found["targets"][rows] = batch.targets.to(like.device)
+        found["Jw"][:, rows] = Jw.to(like)
+    return {name: group.sum(part) for name, part in found.items()}
+
+
+def _place(problem: Problem, batch: Batch, outputs: Tensor, total: Tensor) -> None:
+    """Put a batch's outputs (K, B, ..., C) where they belong among all, (K, N C)."""
+    rows, entries = problem.data.num_rows, outputs[:, :1].numel() // len(outputs)
+    if entries * rows != total.shape[1]:  # there is no place for them, as ``outputs`` has said
+        return
+    every = total.view(len(total), rows, entries)
+    every[:, batch.rows.to(total.device)] = outputs.reshape(*outputs.shape[:2], -1).to(total)
+
+
+def _the_same(every: list[list[list[Any]]]) -> list[Any]:
+    """Return dtype and shapes where all batches of all ranks have the same."""
+    seen = [one for rank in every for one in rank]
+    return seen[0] if all(one == seen[0] for one in seen) else [None, None, None]

@@ -419,3 +419,24 @@ def test_gradients_pass_two_reverse_passes():
     assert not la._linear_model.path.forward
     x = case.x[:2].clone().requires_grad_()
     assert torch.autograd.gradcheck(la.functional_samples, x)
+
+
+@pytest.mark.parametrize("margin", [1.0, 20.0, 60.0])
+def test_certain_softmax_keeps_its_digits(margin):
+    """Where p is near 1, H u, S ε and the gradient are as exact as their entries, in float32."""
+    generator = torch.Generator().manual_seed(0)
+    f, u = torch.randn(2, 50, 4, generator=generator)
+    f[torch.arange(50), torch.arange(50) % 4] += margin
+    y, likelihood = torch.arange(50) % 4, Classification()
+    p = f.double().softmax(-1)
+    rest = p.scatter(-1, y[:, None], 0).sum(-1, keepdim=True)  # 1 - p without a difference
+    v = (u - u.gather(-1, y[:, None])).double()
+    H = p * (v - (p * v).sum(-1, keepdim=True))
+    torch.testing.assert_close(likelihood.hessian_product(f, u).double(), H, rtol=1e-4, atol=0)
+    gradient = p.scatter(-1, y[:, None], -rest)
+    torch.testing.assert_close(likelihood.gradient(f, y).double(), gradient, rtol=1e-4, atol=0)
+    S = likelihood.hessian_sqrt_product(f[:, None], torch.eye(4).expand(50, 4, 4)).double()
+    H = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    at = torch.arange(50)
+    H[at, y, y] = (p.gather(-1, y[:, None]) * rest)[:, 0]
+    torch.testing.assert_close(S.mT @ S, H, rtol=1e-3, atol=1e-6 * rest.max().item())

@@ -218,3 +218,41 @@ def _twice_differentiable(outputs: list[Tensor], inputs: list[Tensor]) -> bool:
     left = sum((a * b).sum() for a, b in zip(u, Jv) if b is not None)
     right = sum((a * b).sum() for a, b in zip(known, v))
     return bool(abs(left - right) <= 1e-2 * abs(right))
+
+
+def refuse_scripted(network: Network, layout: ParameterLayout) -> None:
+    for path, layer in network.module.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule):
+            own = [n for n in layout.names if n.startswith(f"{path}.")]
+            if own:
+                raise TypeError(
+                    f"The module {path!r} is scripted or traced (torch.jit), so its weights "
+                    "cannot be exchanged. Use the Python module it was made from, or leave "
+                    f"{own[0]!r} out of `parameters`."
+                )
+
+
+def padding_rows(network: Network, layout: ParameterLayout) -> dict[str, list[int] | None]:
+    """Rows that no gradient reaches in training, by name; None for tied weights.
+
+    Reverse mode gives the row ``padding_idx`` of an embedding no gradient, forward mode
+    knows nothing of it.
+    """
+    rows: dict[str, list[int] | None] = {}
+    parameters = {id(p): name for name, p in network.module.named_parameters()}
+    for path, layer in network.module.named_modules():
+        if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        name = parameters.get(id(layer.weight))
+        if name not in layout.names:
+            continue
+        if layer.scale_grad_by_freq:
+            raise ValueError(
+                f"The {type(layer).__name__} {path!r} has scale_grad_by_freq=True, so its "
+                "gradient is not the derivative of its output and there is no Jacobian. Set "
+                f"scale_grad_by_freq=False, or leave {name!r} out of `parameters`."
+            )
+        if layer.padding_idx is not None:
+            tied = network.owner((name,)) != path
+            rows[name] = None if tied else [layer.padding_idx]
+    return rows

@@ -10,14 +10,16 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_lla_em.jacobian import products
 from torch_lla_em.jacobian.factored import Factored, Factors
+from torch_lla_em.jacobian.faults import padding_rows, refuse_scripted
 from torch_lla_em.jacobian.last_layer import HeadCall, LastLayer
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
-from torch_lla_em.jacobian.probe import Report, choose_path
+from torch_lla_em.jacobian.probe import choose_path
+from torch_lla_em.jacobian.products import Report
 from torch_lla_em.runtime import Interrupted, is_shortage, words_of
 
 logger = logging.getLogger("torch_lla_em")
@@ -42,24 +44,35 @@ class LinearModel:
     def __init__(self, network: Network, layout: ParameterLayout):
         self.network = network
         self.layout = layout
-        _refuse_scripted(network, layout)
-        self._padding = _padding_rows(network, layout)
-        # of a tied embedding, reverse mode leaves out the padding row in one use only
-        self.path = products.Path(forward=None not in self._padding.values())
-        self.report: Report | None = None
-        """What the probe found; None until it has run."""
-
-        self.precision_error = 0.0
-        """How far J w is from float32, relative, where ``Compute`` asks for less."""
-
+        refuse_scripted(network, layout)
+        self._padding = padding_rows(network, layout)
         self.columns: int | None = None
         """How many columns fit at once, where memory ends; None: all."""
+
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what the probe has found, which may not hold of other weights or elsewhere."""
+        # of a tied embedding, reverse mode leaves out the padding row in one use only
+        self.path = products.Path(forward=None not in self._padding.values())
+        self._report: Report | None = None
+        self._probed: tuple | None = None
+        self.precision_error = 0.0
+        """How far J w is from float32, relative, where ``Compute`` asks for less."""
 
         self.factored: Factored | None = None
         """The weights whose Jacobian is taken by factors where that is faster."""
 
         self._last_layer: LastLayer | None = None
         self._looked_for_last_layer = False
+
+    @property
+    def report(self) -> Report | None:
+        """What the probe found; None until it has run where the weights are, in their dtype."""
+        return self._report if self._probed == self._where() else None
+
+    def _where(self) -> tuple:
+        return self.network.device, self.dtype
 
     @property
     def w_MAP(self) -> Tensor:
@@ -72,21 +85,27 @@ class LinearModel:
         dtypes = {p.dtype for p in self.network.module.parameters() if p.is_floating_point()}
         return max([self.precision_error, *(torch.finfo(dtype).eps for dtype in dtypes)])
 
-    def probe(self, x: Any) -> Report:
+    def probe(self, x: Any) -> Report | None:
         """Check derivatives at one batch's inputs, choose how to take them, and log it.
 
-        Raises where neither direction is right, with the submodule and the remedy. The
-        model, its buffers and the random state stay as they are.
+        Raises where neither direction is right, with the submodule and the remedy; None where
+        J is zero at these inputs, and others have to tell. The model, its buffers and the
+        random state stay as they are.
         """
+        if self._probed not in (None, self._where()):
+            self.forget()
         with self.network.guarded(), warnings.catch_warnings():
             # torch's first forward-mode product loads parts of its own that it deprecates
             warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
             with self.network.computing("float32"):
                 report = choose_path(self, x)
+            if report is None:
+                logger.info("J is zero on these rows: derivatives are checked on later ones.")
+                return None
             if self.network.precision != "float32":
                 self._measure_precision(x)
         logger.log(logging.WARNING if report.unbatched else logging.INFO, "%s", report)
-        self.report = report
+        self._report, self._probed = report, self._where()
         return report
 
     def _measure_precision(self, x: Any) -> None:
@@ -127,7 +146,8 @@ class LinearModel:
         """Take products as another process has found that they are to be taken."""
         path, (error, forward, last_layer, unbatched, words), factors = way
         self.path = products.Path(*path)
-        self.report = Report(self.path, error, forward, last_layer, tuple(unbatched), words)
+        self._report = Report(self.path, error, forward, last_layer, tuple(unbatched), words)
+        self._probed = self._where()
         self.factored = None if factors is None else Factored.by_way(self.network, factors)
 
     def prepare(self, x: Any, columns: int = 0, keep: bool = False) -> Any:
@@ -280,41 +300,3 @@ def _after_columns(done: int) -> Iterator[None]:
             raise
         more = error.columns_done if isinstance(error, Interrupted) else 0
         raise Interrupted(words_of(error), done + more) from error
-
-
-def _refuse_scripted(network: Network, layout: ParameterLayout) -> None:
-    for path, layer in network.module.named_modules():
-        if isinstance(layer, torch.jit.ScriptModule):
-            own = [n for n in layout.names if n.startswith(f"{path}.")]
-            if own:
-                raise TypeError(
-                    f"The module {path!r} is scripted or traced (torch.jit), so its weights "
-                    "cannot be exchanged. Use the Python module it was made from, or leave "
-                    f"{own[0]!r} out of `parameters`."
-                )
-
-
-def _padding_rows(network: Network, layout: ParameterLayout) -> dict[str, list[int] | None]:
-    """Rows that no gradient reaches in training, by name; None for tied weights.
-
-    Reverse mode gives the row ``padding_idx`` of an embedding no gradient, forward mode
-    knows nothing of it.
-    """
-    rows: dict[str, list[int] | None] = {}
-    parameters = {id(p): name for name, p in network.module.named_parameters()}
-    for path, layer in network.module.named_modules():
-        if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
-            continue
-        name = parameters.get(id(layer.weight))
-        if name not in layout.names:
-            continue
-        if layer.scale_grad_by_freq:
-            raise ValueError(
-                f"The {type(layer).__name__} {path!r} has scale_grad_by_freq=True, so its "
-                "gradient is not the derivative of its output and there is no Jacobian. Set "
-                f"scale_grad_by_freq=False, or leave {name!r} out of `parameters`."
-            )
-        if layer.padding_idx is not None:
-            tied = network.owner((name,)) != path
-            rows[name] = None if tied else [layer.padding_idx]
-    return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import takewhile
@@ -17,6 +18,9 @@ from torch_lla_em.data import default_forward
 from torch_lla_em.jacobian.contiguous import ContiguousInputs
 from torch_lla_em.jacobian.weight_sums import WeightSums
 from torch_lla_em.runtime import tf32
+
+# flags of torch's are the whole process's
+_ONE_AT_A_TIME = threading.RLock()
 
 ForwardFn = Callable[[nn.Module, Any], Tensor]
 WeightFunction = Callable[[dict[str, Tensor]], Tensor]
@@ -166,14 +170,16 @@ class Network:
     def guarded(self) -> Iterator[None]:
         """Make calls safe for torch.func, in eval mode; restore everything on exit.
 
-        Attributes that a forward pass sets on its modules are put back as well.
+        Attributes that a forward pass sets on its modules are put back as well. One thread at a
+        time: what is set is the module's and the process's own.
         """
-        if self._held is not None:
-            with torch.no_grad():
-                yield
-            return
-        layers = list(self.module.modules())
         with ExitStack() as stack:
+            stack.enter_context(_ONE_AT_A_TIME)
+            if self._held is not None:
+                stack.enter_context(torch.no_grad())
+                yield
+                return
+            layers = list(self.module.modules())
             # first in, last out: the modes are among the attributes
             stack.callback(_restore_attributes, [(layer, dict(vars(layer))) for layer in layers])
             stack.callback(_restore_modes, [(layer, layer.training) for layer in layers])
@@ -246,6 +252,11 @@ def _refuse(module: nn.Module) -> None:
         if torch.nn.parameter.is_lazy(parameter):
             raise ValueError(
                 f"The parameter {name!r} has no shape yet: call the model once on a batch."
+            )
+        if parameter.is_inference():
+            raise ValueError(
+                f"The parameter {name!r} was made in torch.inference_mode, of which "
+                "nothing can be differentiated: pass copy.deepcopy(model), made outside of it."
             )
         if type(parameter).__name__ in ("DTensor", "FlatParameter"):
             raise TypeError(

@@ -99,6 +99,13 @@ def select_parameters(
         names = {n for n, p in parameters.items() if selection(n, p)}
     else:
         names = _match_patterns(module, selection)
+    for name, parameter in parameters.items():
+        if name in names and parameter.is_complex():
+            raise TypeError(
+                f"The parameter {name!r} is complex, and posteriors are of real weights: keep it as "
+                "two reals (torch.view_as_real) and join them in forward, or leave it out of "
+                "`parameters`."
+            )
     chosen = tuple(
         name
         for name, parameter in parameters.items()

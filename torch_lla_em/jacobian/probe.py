@@ -18,10 +18,11 @@ from torch_lla_em.jacobian.faults import (
     layer_of,
     name_layer,
     plain_gradient,
+    worst_block,
 )
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
-from torch_lla_em.jacobian.products import Path
+from torch_lla_em.jacobian.products import Path, Report
 from torch_lla_em.jacobian.trial import find_factors, largest_on_cpu, words_of
 from torch_lla_em.runtime import is_shortage
 
@@ -36,6 +37,10 @@ _FETCHED_BYTES = 2**24
 # where fewer columns than this fit a CPU's cache, Jᵀu is faster one by one: J w shares its
 # forward pass among columns, but their backward passes share nothing, and stacking costs
 _PULLED_ALONE = 8
+
+
+# blocks whose gradient is smaller than this share of the largest count for less: rounding
+_SMALL = 1e-3
 
 
 class Products(Protocol):
@@ -54,43 +59,6 @@ class Products(Protocol):
     def jvp_and_vjp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor, AddPullback]: ...
 
 
-class Report(NamedTuple):
-    """What the probe has found."""
-
-    path: Path
-    """The directions taken."""
-
-    adjoint_error: float
-    """|⟨u, J v⟩ - ⟨Jᵀu, v⟩| over ‖u‖ ‖J v‖, for one random u and v."""
-
-    forward: str
-    """Why J w is not taken by forward mode; empty if it is."""
-
-    last_layer: bool
-    """Whether the trunk runs once a batch and only the last layer is differentiated."""
-
-    unbatched: tuple[str, ...] = ()
-    """The products of which an operation cannot be batched over columns."""
-
-    factors: str = ""
-    """How many of the weights have a Jacobian in factors, and what that gives."""
-
-    def __str__(self) -> str:
-        direction = "forward mode" if self.path.forward else "two reverse passes"
-        return "".join(
-            [
-                f"J w by {direction}, adjoint error {self.adjoint_error:.1e}",
-                f"; forward mode was left because it {self.forward}" if self.forward else "",
-                f"; the columns of {' and '.join(self.unbatched)} run one by one, since an "
-                "operation cannot be batched over them"
-                if self.unbatched
-                else "",
-                "; the trunk runs once a batch" if self.last_layer else "",
-                f"; {self.factors}" if self.factors else "",
-            ]
-        )
-
-
 class _Columns(NamedTuple):
     """Two random columns on each side of J, and the derivatives that are known."""
 
@@ -107,14 +75,21 @@ class _Columns(NamedTuple):
         return None if self.largest is None else max(2, bound // self.largest)
 
 
-def choose_path(model: Products, x: Any) -> Report:
-    """Return the directions that agree with plain reverse mode; raise where none does."""
+def choose_path(model: Products, x: Any) -> Report | None:
+    """Return the directions that agree with plain reverse mode; raise where none does.
+
+    None where J is zero at these inputs, by which nothing can be told.
+    """
     network, start = model.network, model.path
     before = fingerprint(network.module)
     devices = {p.device.index or 0 for p in network.module.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)):
         try:
-            prepared, report = _checked(model, x)
+            reference = _reference(model, x)
+            if reference is None:
+                model.path = start
+                return None
+            prepared, report = _checked(model, x, reference)
             model.factored = find_factors(model, x, prepared)
         except Exception:  # perhaps of memory: with fewer rows all of it is tried again
             model.path = start
@@ -134,9 +109,9 @@ def choose_path(model: Products, x: Any) -> Report:
     return report._replace(path=model.path, last_layer=last_layer, factors=factors)
 
 
-def _checked(model: Products, x: Any) -> tuple[Any, Report]:
+def _checked(model: Products, x: Any, reference: _Columns) -> tuple[Any, Report]:
     """Return the inputs as products take them, and what holds there."""
-    start, reference, prepared = model.path, _reference(model, x), model.prepare(x)
+    start, prepared = model.path, model.prepare(x)
     try:
         return prepared, _choose(model, prepared, reference)
     except NoJacobianError:
@@ -151,8 +126,11 @@ class NoJacobianError(NotImplementedError):
     """Neither direction of differentiation gives the Jacobian of a model."""
 
 
-def _reference(model: Products, x: Any) -> _Columns:
-    """Check the outputs, and take Jᵀu as training does: by backward, from the module itself."""
+def _reference(model: Products, x: Any) -> _Columns | None:
+    """Check the outputs, and take Jᵀu as training does: by backward, from the module itself.
+
+    None where it is zero, as of inputs that are, or of units that none of them wakes.
+    """
     network, names = model.network, model.layout.names
     f = checked_outputs(network, x)
     generator = torch.Generator().manual_seed(0)
@@ -163,19 +141,21 @@ def _reference(model: Products, x: Any) -> _Columns:
     JTu = torch.zeros_like(v)
     eps = max(torch.finfo(t.dtype).eps for t in (f, *weights.values()))
     columns = _Columns(x, v, u, JTu, math.sqrt(eps), largest_on_cpu(network, x))
-    model.layout.add_(JTu[0], plain_gradient(network, names, x, u[0]))
-    if not JTu[0].any():
+    grads = plain_gradient(network, names, x, u[0])
+    if not grads:
         raise NoJacobianError(
             "The outputs do not depend on the random weights: nothing of the forward pass "
             f"from {names[0]!r} on is recorded for backward. Look for no_grad, detach or "
             "another copy of the model in the forward pass, or change `parameters`."
         )
+    model.layout.add_(JTu[0], grads)
+    if not JTu[0].any():
+        return None
     model.path = model.path._replace(jvp_columns=1, vjp_columns=1)
     ours = torch.zeros_like(JTu[:1])
     model.vjp(x)[1](u[:1], ours)
-    if distance(ours[0], JTu[0]) > columns.tolerance:
-        blocks = zip(names, model.layout.block_sums((ours[0] - JTu[0]).square()))
-        worst = max(blocks, key=lambda block: block[1])[0]
+    worst = worst_block(model.layout, ours[0], JTu[0], eps)
+    if worst is not None:
         raise RuntimeError(
             f"The parameter {worst!r} is used in a place where it cannot be exchanged: the "
             "model, or forward_fn, also keeps it outside of the module's parameters (in a "
@@ -226,10 +206,22 @@ def _refuse_shortage(error: Exception) -> None:
 
 
 def _adjoint_error(model: Products, x: Any, columns: _Columns) -> float:
-    _, Jv = model.jvp(x, columns.v[:1])
-    left = (columns.u[0].double() * Jv[0].double()).sum()
-    right = (columns.JTu[0].double() * columns.v[0].double()).sum()
-    error = ((left - right).abs() / (columns.u[0].double().norm() * Jv[0].double().norm())).item()
+    """How far ⟨u, J v⟩ is from ⟨Jᵀu, v⟩ where no number of outputs can hide it.
+
+    v = Jᵀu, of blocks of one size, shows what J lacks; u = J v what it has too much.
+    """
+    layout, JTu = model.layout, columns.JTu[0].double()
+    squares = layout.block_sums(JTu.square())
+    sizes = squares.clamp_min(_SMALL**2 * squares.max())
+    v = torch.stack([(JTu / layout.expand(sizes)).to(columns.v), columns.v[0]])
+    known, Jv = (squares / sizes).sum(), model.jvp(x, v)[1].double()
+    lacking = ((columns.u[0].double() * Jv[0]).sum() - known).abs() / known
+    size = Jv[1].norm()
+    pulled = torch.zeros_like(v[1])
+    u = (Jv[1] / size).to(columns.u)
+    layout.add_(pulled, plain_gradient(model.network, layout.names, columns.x, u))
+    beyond = (size - (pulled.double() * v[1].double()).sum()).abs() / size
+    error = torch.stack([lacking, beyond.to(lacking)]).max().item()
     return error if math.isfinite(error) else math.inf
 
 

@@ -28,6 +28,43 @@ class Path(NamedTuple):
     """Whether one column takes J w and Jᵀ u from one forward pass."""
 
 
+class Report(NamedTuple):
+    """What the probe has found."""
+
+    path: Path
+    """The directions taken."""
+
+    adjoint_error: float
+    """Relative difference of ⟨u, J v⟩ and ⟨Jᵀu, v⟩, for v = Jᵀu and for u = J v."""
+
+    forward: str
+    """Why J w is not taken by forward mode; empty if it is."""
+
+    last_layer: bool
+    """Whether the trunk runs once a batch and only the last layer is differentiated."""
+
+    unbatched: tuple[str, ...] = ()
+    """The products of which an operation cannot be batched over columns."""
+
+    factors: str = ""
+    """How many of the weights have a Jacobian in factors, and what that gives."""
+
+    def __str__(self) -> str:
+        direction = "forward mode" if self.path.forward else "two reverse passes"
+        return "".join(
+            [
+                f"J w by {direction}, adjoint error {self.adjoint_error:.1e}",
+                f"; forward mode was left because it {self.forward}" if self.forward else "",
+                f"; the columns of {' and '.join(self.unbatched)} run one by one, since an "
+                "operation cannot be batched over them"
+                if self.unbatched
+                else "",
+                "; the trunk runs once a batch" if self.last_layer else "",
+                f"; {self.factors}" if self.factors else "",
+            ]
+        )
+
+
 def jvp(
     function: WeightFunction, weights: dict[str, Tensor], tangents: dict[str, Tensor], path: Path
 ) -> tuple[Tensor, Tensor]:

@@ -28,18 +28,27 @@ class Classification(Likelihood):
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         kept = self._kept(y)
         index = y.where(kept, 0).expand(f.shape[:-1]).unsqueeze(-1)
-        p = f.softmax(-1)
-        return p.scatter_add(-1, index, -torch.ones_like(p[..., :1])) * kept.unsqueeze(-1)
+        others = f.softmax(-1).scatter(-1, index, 0)
+        return others.scatter(-1, index, -others.sum(-1, keepdim=True)) * kept.unsqueeze(-1)
 
     def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
         p = f.softmax(-1)
+        # H has no constant part; against the likeliest class nothing cancels where p is near 1
+        u = u - u.gather(-1, f.argmax(-1, keepdim=True).expand(*u.shape[:-1], 1))
         pu = p * u
         return pu - p * pu.sum(-1, keepdim=True)
 
     def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
-        log_p = f.log_softmax(-1)
-        root_noise = (0.5 * log_p).exp() * noise
-        return root_noise - log_p.exp() * root_noise.sum(-1, keepdim=True)
+        log_p, shape = f.log_softmax(-1), torch.broadcast_shapes(f.shape, noise.shape)
+        root_noise, p = (0.5 * log_p).exp() * noise, log_p.exp()
+        likeliest = f.argmax(-1, keepdim=True).expand(*shape[:-1], 1)
+        own = root_noise.gather(-1, likeliest)
+        others = root_noise.scatter(-1, likeliest, 0).sum(-1, keepdim=True)
+        product = root_noise - p * (own + others)
+        # there √p ε - p √p ε = √p ε Σ p of the others, without a difference
+        p = p.expand(shape)
+        rest = p.scatter(-1, likeliest, 0).sum(-1, keepdim=True)
+        return product.scatter(-1, likeliest, own * rest - p.gather(-1, likeliest) * others)
 
     def mean(self, f: Tensor) -> Tensor:
         return f.softmax(-1)

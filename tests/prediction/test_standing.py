@@ -10,6 +10,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import LinearisedLaplace, Newton, NotFittedError
+from torch_lla_em.inference import Estimate, Posterior
+from torch_lla_em.inference.e_step import Hyperparameters
 from torch_lla_em.solvers import BlockCG
 
 
@@ -180,3 +182,19 @@ def test_a_softmax_at_the_end_is_said():
     la = LinearisedLaplace(model, "classification", num_samples=2)
     with pytest.warns(UserWarning, match="before the softmax"):
         la.fit([(case.x, case.y)], em_steps=0, prior_precision=5.0, progress_bar=False)
+
+
+def test_a_fit_may_say_what_predictions_are_made_of(original):
+    case, la = original
+    third = torch.tensor([[1 / 3, 1, 0, 1], [1 / 3, 1, 0, 0], [1 / 3, 0, 1, 0]]).double()
+    hyper = Hyperparameters(la.prior_precision, None)
+    gamma = Estimate(la.effective_dim, la.effective_dim_error)
+    found = Posterior(
+        hyper, la.w_lin, la.w_samples, la.scale, gamma, la.certificate, gamma, 0.0, 0.0, 0.0, None,
+        la._modes, mixture=third,
+    )  # fmt: skip
+    other = LinearisedLaplace(case.model, "classification", num_samples=3)
+    other._store(found, [], 30)
+    mode, posterior = la.predict(case.x, "linear").mean, la.predict(case.x, "linear").probs
+    expected = (posterior + mode.softmax(-1) + case.model(case.x).detach().softmax(-1)) / 3
+    assert_close(other(case.x), expected)

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.data import Batch, Data, TargetFn
+from torch_lla_em.data import Batch, TargetFn
 from torch_lla_em.inference import Curve, Estimate, Posterior
 from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction import collapse, parts, stored, summary, tables
 from torch_lla_em.prediction.calibration import Calibration, calibrated
 from torch_lla_em.prediction.functions import mixed, slots
-from torch_lla_em.prediction.held_out import held_out_evidence
+from torch_lla_em.prediction.held_out import held_out_evidence, over
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushing import push_forward
 from torch_lla_em.prediction.standing import Standing
 from torch_lla_em.prediction.stored import NotFittedError
-from torch_lla_em.problem import Problem, place_of_vectors
-from torch_lla_em.runtime import Compute, check_choice, free_memory, group_of
+from torch_lla_em.problem import place_of_vectors
+from torch_lla_em.runtime import Compute, check_choice, free_memory
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -85,8 +84,7 @@ class Fitted(nn.Module):
         check_choice("link_approx", link_approx, ("mc", "probit", "probit_shared"))
         prediction = self.predict(x, generator=generator, **inputs)
         if self.likelihood.real_valued:
-            mean, variance = prediction.moments()
-            return mean, variance
+            return prediction.expectation, prediction.moments().variance
         if link_approx == "mc":
             return prediction.expectation
         return prediction.smoothed(shared=link_approx == "probit_shared")
@@ -107,12 +105,12 @@ class Fitted(nn.Module):
         """
         if num_samples is not None and not 1 <= num_samples <= self.num_samples:
             raise ValueError(
-                f"num_samples={num_samples}, but there are {self.num_samples} samples to choose from."
+                f"num_samples={num_samples}, but there are {self.num_samples} samples."
             )
         if inputs and x is not None:
             raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
-        x, table = inputs if x is None else x, self._parts(mean)
-        prediction = self._predicted(x, table, num_samples)
+        x = inputs if x is None else x
+        prediction = self._predicted(x, self._parts(mean), num_samples)
         if generator is None:
             return prediction
         return replace(prediction, deviations=mixed(prediction.deviations, generator))
@@ -130,9 +128,8 @@ class Fitted(nn.Module):
         self._require_fit()
         if not -self.num_samples <= k < self.num_samples:
             raise IndexError(f"There are {self.num_samples} samples: k runs from 0, not to {k}.")
-        table, k = self._parts(None).clone(), k % self.num_samples
-        part = int(slots(table[:, parts.WEIGHT], self.num_samples)[k])
-        alone = table[part].to(self.w_lin)
+        part = slots(self.mixture[:, parts.WEIGHT], self.num_samples)[k]
+        alone = self.mixture[part].to(self.w_lin, copy=True)
         w = alone[parts.MODE] * self.w_lin + alone[parts.SCALE].sqrt() * self.w_samples[k]
 
         def sample(x: Any) -> Tensor:
@@ -156,13 +153,11 @@ class Fitted(nn.Module):
         are most probable under mild priors; ``calibration`` tells what was gained. ``mean`` keeps
         to the posterior around the "network" or the "linear" mode. Ranks call it together.
         """
-        if mean is not None:
-            check_choice("mean", mean, ("network", "linear"))
+        check_choice("mean", mean, (None, "network", "linear"))
         self._require_fit(surely=True)
-        table = self._parts(None)
-        with self._pass_over(loader) as problem:
-            found = calibrated(problem, self._columns(), mean, table)
-        self.mixture, self.calibration = found.table.to(table), found.calibration
+        with over(self, loader) as problem:
+            found = calibrated(problem, self._columns(), mean, self.mixture)
+        self.mixture, self.calibration = found.table.to(self.mixture), found.calibration
         if isinstance(self.likelihood, Regression):
             self.sigma_noise = self.sigma_noise * found.noise
             self.likelihood = self.likelihood.at_noise(self.sigma_noise)
@@ -188,9 +183,9 @@ class Fitted(nn.Module):
     def _parts(self, mean: str | None) -> Tensor:
         """Return the parts of predictions, of the posterior alone around a mean if it is given."""
         self._require_fit()
+        check_choice("mean", mean, (None, "network", "linear"))
         if mean is None:
             return self.mixture
-        check_choice("mean", mean, ("network", "linear"))
         factor = self.mean_factor if mean == self.mean else 1.0
         return parts.posterior_alone(mean, factor, self.posterior_scale)
 
@@ -214,15 +209,8 @@ class Fitted(nn.Module):
         if together < 1:
             raise ValueError(f"together must be 1 or more, not {together}.")
         self._require_fit(surely=True)
-        with self._pass_over(loader) as problem:
+        with over(self, loader) as problem:
             return held_out_evidence(problem, self._columns(), self.mixture, together)
-
-    @contextmanager
-    def _pass_over(self, loader: Iterable[Any]) -> Iterator[Problem]:
-        """Open a pass over other data, which all ranks that have fitted together take together."""
-        with torch.inference_mode(False), torch.no_grad(), group_of(self._shard).joined() as group:
-            data = Data(loader, self._device, self.target_fn, group)
-            yield Problem(self._linear_model, self.likelihood, data)
 
     def _columns(self, num_samples: int | None = None) -> Tensor:
         """Return w_lin and samples, (1 + K, P)."""
@@ -266,7 +254,7 @@ class Fitted(nn.Module):
         self._standing = Standing(self._linear_model.network.module)
 
     def train(self, mode: bool = True) -> Fitted:
-        """Set this object's own flag; predictions always run the network in eval mode."""
+        """Set this object's own flag; predictions run the network in eval mode."""
         self.training = mode
         return self
 
@@ -276,8 +264,7 @@ class Fitted(nn.Module):
         stands = self.w_lin is not None and self._standing.holds(network.module)
         super()._apply(fn, recurse)
         self.model._apply(fn, recurse)
-        # what derivatives can be trusted is another question on another device
-        self._linear_model = LinearModel(network, self._linear_model.layout)
+        self._linear_model = LinearModel(network, self._linear_model.layout)  # to be probed there
         if stands:
             self._standing = Standing(network.module)
         return self

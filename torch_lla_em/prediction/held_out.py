@@ -1,13 +1,31 @@
-"""The log predictive of rows that were not trained on, jointly in small groups."""
+"""Passes over rows that were not trained on, and their log predictive, jointly in groups."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from torch_lla_em.data import Data
 from torch_lla_em.inference import Estimate
 from torch_lla_em.prediction.parts import predicted
 from torch_lla_em.problem import Problem
+from torch_lla_em.runtime import group_of
+
+if TYPE_CHECKING:
+    from torch_lla_em.prediction.fitted import Fitted
+
+
+@contextmanager
+def over(fitted: Fitted, loader: Iterable[Any]) -> Iterator[Problem]:
+    """Open a pass over other data, which ranks that have fitted together take together."""
+    model = fitted._linear_model
+    with torch.inference_mode(False), torch.no_grad(), group_of(fitted._shard).joined() as group:
+        data = Data(loader, model.network.device, fitted.target_fn, group)
+        yield Problem(model, fitted.likelihood, data)
 
 
 def held_out_evidence(problem: Problem, columns: Tensor, table: Tensor, together: int) -> Estimate:

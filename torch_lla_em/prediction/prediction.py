@@ -268,13 +268,10 @@ class Prediction:
             )
 
     def __repr__(self) -> str:
-        return tables.as_text(*self._table())
+        return tables.as_text(*tables.of_prediction(self))
 
     def _repr_html_(self) -> str:
-        return tables.as_html(*self._table())
-
-    def _table(self) -> tuple[str, tables.Rows]:
-        return f"Prediction under {type(self.likelihood).__name__}", tables.of_prediction(self)
+        return tables.as_html(*tables.of_prediction(self))
 
     @property
     def _is_gaussian(self) -> bool:

@@ -17,12 +17,13 @@ _ROWS = 6
 Rows = list[tuple[str, ...]]
 
 
-def of_prediction(prediction: Prediction) -> Rows:
-    """Return a table of the first rows, its heading first."""
+def of_prediction(prediction: Prediction) -> tuple[str, Rows]:
+    """Return a title, and a table of the first rows, its heading first."""
+    title = f"Prediction under {type(prediction.likelihood).__name__}"
     count, few = len(prediction.centre), _first(prediction)
     if prediction.centre.dim() != 2 or not count:
         shape = tuple(prediction.mean.shape)
-        return [("Prediction", f"outputs of shape {shape}, {len(prediction.deviations)} samples")]
+        return title, [("outputs", f" of shape {shape}, {len(prediction.deviations)} samples")]
     if prediction.likelihood.real_valued:
         mean, variance = few.moments()
         columns = {"mean": mean, "± σ": variance.sqrt(), "of it epistemic": few.epistemic.sqrt()}
@@ -37,7 +38,7 @@ def of_prediction(prediction: Prediction) -> Rows:
             columns |= {"epistemic": few.epistemic}
     cells = [[_cell(values[row]) for values in columns.values()] for row in range(len(few.centre))]
     table: Rows = [("row", *columns), *((str(i), *row) for i, row in enumerate(cells))]
-    return table if count <= _ROWS else [*table, (f"of {count}", *("…" for _ in columns))]
+    return title, table if count <= _ROWS else [*table, (f"of {count}", *("…" for _ in columns))]
 
 
 def as_text(title: str, rows: Rows) -> str:

@@ -136,7 +136,7 @@ class Data:
 
     def _over(self, whole: bool, in_step: bool) -> Iterator[Batch]:
         """Yield this rank's batches from the loader, joined, counted, and kept from the third pass."""
-        own, joined = Tally(), Joined()
+        own = Tally()
         own.identity.in_order = all(share.keeps_order for share in self._shares)
         compared = self.num_passes == 0 or self._first is not None
         self.fingerprint = own.identity if compared else None
@@ -145,8 +145,7 @@ class Data:
         again = [] if in_step or self.kept else self._kept_in  # as an unbroken run goes over them
         sources.restore(self._loader, again)
         self.num_reads += 1
-        turns = (b for one in self._taken(whole, own) for b in joined.take(one, self._limit()))
-        for batch in chain(turns, joined.rest()):
+        for batch in chain.from_iterable(self._joined(s, whole, own) for s in self._shares):
             batch, wait = batch.on(self._device)
             own.rows += len(batch.rows)
             own.targets += batch.targets.numel()
@@ -171,27 +170,32 @@ class Data:
         if self._first is not None and self.kept is None and candidate.serves():
             self.kept, self._kept_in = candidate, self._kept_in if again else drawn
 
-    def _taken(self, whole: bool, own: Tally) -> Iterator[Batch]:
+    def _joined(self, share: Share, whole: bool, own: Tally) -> Iterator[Batch]:
+        """Yield batches joined as far as wanted by now, none of them of two loaders."""
+        joined = Joined()
+        for batch in self._taken(share, whole, own):
+            yield from joined.take(batch, 0 if self._in_step else self.merge_rows)
+        yield from joined.rest()
+
+    def _taken(self, share: Share, whole: bool, own: Tally) -> Iterator[Batch]:
         """Yield this rank's batches as they are; note those that another rank reads too."""
-        index, compared = -1, self.group.size > 1 and not self._read
-        for share in self._shares:
-            start = own.reached
-            for turn in share.turns(whole, compared):
-                index += 1
-                if not turn.taken and turn.peer is None:
-                    size = turn.size
-                    own.reached += num_rows(turn.batch, self._target_fn) if size is None else size
-                    continue
-                inputs, targets = split(turn.batch, self._target_fn, self._device)
-                size = check_rows(inputs, targets, index, turn.size)
-                here = torch.arange(own.reached, own.reached + size, device="cpu")
-                rows = here if turn.rows is None else start + turn.rows
-                own.reached += size
-                if size and turn.peer is not None:
-                    own.note(turn, self.group.rank, (targets, inputs), rows)
-                if size and turn.taken:
-                    own.batches += 1
-                    yield Batch(index, rows, inputs, targets)
+        start, compared = own.reached, self.group.size > 1 and not self._read
+        for turn in share.turns(whole, compared):
+            own.turns += 1
+            if not turn.taken and turn.peer is None:
+                size = turn.size
+                own.reached += num_rows(turn.batch, self._target_fn) if size is None else size
+                continue
+            inputs, targets = split(turn.batch, self._target_fn, self._device)
+            size = check_rows(inputs, targets, own.turns - 1, turn.size)
+            here = torch.arange(own.reached, own.reached + size, device="cpu")
+            rows = here if turn.rows is None else start + turn.rows
+            own.reached += size
+            if size and turn.peer is not None:
+                own.note(turn, self.group.rank, (targets, inputs), rows)
+            if size and turn.taken:
+                own.batches += 1
+                yield Batch(own.turns - 1, rows, inputs, targets)
 
     def _room(self) -> float:
         """Return the bytes that batches may take; ranks whose passes differ keep none."""
@@ -204,10 +208,6 @@ class Data:
     def _step(self, rows: int) -> int:
         """Return the rows of all ranks' next batches."""
         return self.group.meet("a step", rows, sum)
-
-    def _limit(self) -> int:
-        """Return the rows up to which batches are joined by now."""
-        return 0 if self._in_step else self.merge_rows
 
     def num_batches(self) -> int | None:
         """Return the batches of a pass over all ranks, if that is known without one."""

@@ -262,7 +262,7 @@ class Tally:
     """What a rank has counted in a pass."""
 
     def __init__(self) -> None:
-        self.rows = self.targets = self.outputs = self.batches = 0
+        self.rows = self.targets = self.outputs = self.batches = self.turns = 0
         self.reached = 0
         """Rows that went by, whoever took them."""
 

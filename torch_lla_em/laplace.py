@@ -112,7 +112,9 @@ class LinearisedLaplace(Fitted):
             )
         super().__init__(model)
         check_choice("prior", prior, ("scalar", "layerwise"))
-        check_choice("curvature", curvature, ("network", "linear"))
+        check_choice("curvature", curvature, ("network", "linear", "variational"))
+        if prior == "layerwise" and curvature == "variational":
+            raise ValueError('curvature="variational" has one precision: use prior="scalar".')
         if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
             raise ValueError(f"num_samples must be a whole number of 1 or more, not {num_samples}.")
         if not tolerance > 0:

@@ -19,6 +19,7 @@ from torch_lla_em.inference.mode_search import ModeSearch
 from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.posterior_samples import Solver
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples
+from torch_lla_em.inference.variational import Wanted, variational
 from torch_lla_em.problem import (
     VECTORS,
     Problem,
@@ -38,6 +39,13 @@ _FUNCTION_SPACE_BYTES = 1e9
 # H at the linear mode moves λ, and λ the mode, but little after the first time
 _LINEAR_ROUNDS = 5
 _LINEAR_CHANGE = 0.05
+
+
+_NO_ROWS = (
+    'curvature="variational" keeps what single directions say of all rows, for which there is '
+    'no memory, or which come in another order at every pass: curvature="linear" goes on in its '
+    "place. Give a loader that does not shuffle, fewer samples, or more memory."
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,12 @@ def _learn(problem: Problem, options: FitOptions, on_step: Observe) -> Posterior
     noise = get_sto_samples(
         problem, options.num_samples, options.seed, options.g_prior, options.layerwise
     )
+    if options.curvature == "variational" and not problem.likelihood.is_quadratic:
+        wanted = Wanted(options.tolerance, options.em_steps, options.prior_precision)
+        found = variational(problem, noise, wanted, on_step)
+        if found is not None:
+            return found._replace(noise=noise) if options.keep_noise else found
+        logger.warning(_NO_ROWS)
     hyper = Hyperparameters(_starting_point(problem, noise, options), sigma_of(problem))
     e_step, drawn, told = make_e_step(problem, noise, options, hyper), noise, 0
 
@@ -90,7 +104,7 @@ def _learn(problem: Problem, options: FitOptions, on_step: Observe) -> Posterior
         return hyper
 
     hyper = climb(e_step, hyper)
-    if options.curvature == "linear" and not problem.likelihood.is_quadratic:
+    if options.curvature != "network" and not problem.likelihood.is_quadratic:
         # a loss with several modes would wander from one to the next
         for _ in range(_LINEAR_ROUNDS if problem.likelihood.convex else 1):
             before = hyper.precision.log()

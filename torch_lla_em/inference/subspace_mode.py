@@ -71,7 +71,7 @@ class SubspaceMode:
         deviation = prior.deviation(precision)
         while True:
             value, u = self.minimise(problem, precision, tolerance)
-            g, f = pull_back(problem, u)
+            (g,), f = pull_back(problem, u[None])
             passes += 0.5
             if not self._is_known(f):
                 self.ready = False

@@ -32,18 +32,19 @@ def outputs(problem: Problem, w: Tensor) -> Outputs | None:
 
 
 def pull_back(problem: Problem, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Jᵀ u, shape (P,), for u (N, ..., C), and the f (N C,) that go with it."""
+    """Return Jᵀ u, shape (K, P), for u (K, N, ..., C), and the f (N C,) that go with it."""
 
-    def add(batch: Batch, _: Tensor, sums: Sums) -> None:
+    def add(batch: Batch, columns: Tensor, sums: Sums) -> None:
         f, pull = problem.linear_model.vjp(batch.inputs)
         problem.work.inspect(batch, f)
-        _place(problem, batch, f[None], sums["f"])
-        pull(u[batch.rows.to(u.device)].view(1, *f.shape).to(f), sums["Ju"])
+        _place(problem, batch, f.expand(len(columns), *f.shape), sums["f"])
+        own = u[columns.to(u.device)][:, batch.rows.to(u.device)]
+        pull(own.view(-1, *f.shape).to(f), sums["Ju"])
 
     task = Pass({"Ju": BLOCK, "f": OF_ROWS}, add)
-    sums = problem.passes.fold(torch.zeros(1, dtype=torch.int64, device="cpu"), task)
-    problem.cost.columns += 0.5
-    return sums["Ju"][0], sums["f"][0]
+    sums = problem.passes.fold(torch.arange(len(u), device="cpu"), task)
+    problem.cost.columns += 0.5 * len(u)
+    return sums["Ju"], sums["f"][0]
 
 
 def ggn_product_and_outputs(problem: Problem, w: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,287 @@
+import math
+import warnings
+
+import numpy
+import pytest
+import torch
+from tiny import Binomial, basis_noise, likelihood_of, tiny
+from torch import nn
+
+from torch_lla_em import LinearisedLaplace
+from torch_lla_em.inference.ascent import SMALL, Variational
+from torch_lla_em.inference.draws import Draws, root_of
+from torch_lla_em.inference.search_space import SearchSpace
+from torch_lla_em.inference.stochastic_prior import get_sto_samples
+from torch_lla_em.inference.variational import Wanted, variational
+from torch_lla_em.likelihoods import HeteroscedasticRegression
+
+VARIATIONAL = {"curvature": "variational"}
+KINDS = ["classification", "bernoulli", "poisson", "binomial"]
+NODES = 8
+
+
+def quadrature(C):
+    """Nodes (S, C) and weights (S,) of a standard normal in C dimensions."""
+    x, w = (torch.tensor(part) for part in numpy.polynomial.hermite_e.hermegauss(NODES))
+    grids = torch.meshgrid(*[x] * C, indexing="ij")
+    weights = torch.meshgrid(*[w / w.sum()] * C, indexing="ij")
+    return torch.stack(grids, -1).reshape(-1, C), torch.stack(weights).prod(0).reshape(-1)
+
+
+class Dense:
+    """The bound of any Gaussian over the weights, by quadrature, and its maximum."""
+
+    def __init__(self, problem, scale):
+        batches = problem.push_forward(torch.diag(scale))
+        self.J = torch.cat([Jw for _, _, Jw in batches], 1).permute(1, 2, 0)
+        self.y = torch.cat([batch.targets for batch, _, _ in batches])
+        self.likelihood = problem.likelihood
+        # of outputs on their own only the variances matter
+        C = 1 if self.likelihood.elementwise else self.J.shape[1]
+        self.nodes, self.weights = quadrature(C)
+
+    def outputs(self, mean, covariance):
+        """(S, N, C)"""
+        of_outputs = self.J @ covariance @ self.J.mT
+        if self.likelihood.elementwise:
+            deviations = of_outputs.diagonal(dim1=1, dim2=2).sqrt()
+            return self.J @ mean + deviations * self.nodes[:, None]
+        root = torch.linalg.cholesky(of_outputs)
+        return self.J @ mean + torch.einsum("ncd,sd->snc", root, self.nodes)
+
+    def bound(self, mean, covariance, precision):
+        log_prob = self.likelihood.log_prob(self.outputs(mean, covariance), self.y).sum(1)
+        trace = precision * (covariance.trace() + mean @ mean) - len(mean)
+        log_det = -torch.logdet(precision * covariance)
+        return self.weights @ log_prob - 0.5 * (trace + log_det)
+
+    def best(self, precision=None):
+        """Return the largest bound, at this λ or at the best."""
+        P = self.J.shape[2]
+        log_lam = torch.zeros(()).double() if precision is None else precision.log()
+        learnt = [torch.zeros(P).double(), 0.3 * torch.eye(P).double(), log_lam.clone()]
+        for part in learnt[: 3 if precision is None else 2]:
+            part.requires_grad_()
+        mean, root, log_lam = learnt
+        free = [part for part in learnt if part.requires_grad]
+        search = torch.optim.LBFGS(free, max_iter=100, line_search_fn="strong_wolfe")
+
+        def objective():
+            search.zero_grad()
+            L = root.tril()
+            loss = -self.bound(mean, L @ L.T, log_lam.exp())
+            loss.backward()
+            return loss
+
+        search.step(objective)
+        return -objective().item(), log_lam.exp().item()
+
+
+def with_basis(name, draws):
+    """A variational posterior whose noise is a basis, over all of weight space."""
+    problem = tiny(name).problem(9, 20)
+    noise = basis_noise(problem, g_prior=False, layerwise=False)
+    space = SearchSpace(problem, noise.prior, noise.xi, math.inf)
+    assert space.widen(torch.eye(problem.size).double())
+    f, targets, _ = space.rows
+    K, P = noise.xi.shape
+    epsilon = torch.cat([torch.zeros(P, f.numel()), K**0.5 * torch.eye(K - P)]).double()
+    expected = Draws(problem.likelihood, targets, f, 0, draws)
+    return problem, noise, Variational(space, expected, epsilon.view(K, *f.shape))
+
+
+def begun(steps, precision):
+    H = steps.draws.curvature(torch.zeros(steps.draws.shape).double(), None)
+    start = torch.zeros(steps.space.size).double()
+    return steps.at(steps.spectrum(H), precision, start)
+
+
+def settled(steps, q, least):
+    for _ in range(10):
+        q = steps.ascend(q, least)
+    return q
+
+
+def in_weights(steps, q):
+    w = steps.space.weights(torch.cat([q.mean[None], q.samples]))
+    return w[0], w[1:].T @ w[1:] / len(q.samples)
+
+
+@pytest.mark.parametrize("name", KINDS[:3])
+def test_it_is_the_dense_variational_posterior(name):
+    problem, noise, steps = with_basis(name, draws=100)
+    q = settled(steps, begun(steps, 3.0), math.inf)
+    mean, covariance = in_weights(steps, q)
+    dense = Dense(problem, noise.prior.scale)
+    best, _ = dense.best(torch.tensor(3.0).double())
+    ours = dense.bound(mean, covariance, torch.tensor(3.0).double()).item()
+    assert best - 2 * SMALL < ours <= best + 1e-6
+    # with the noise as a basis the samples are exact at their own curvature
+    J = dense.J
+    G = torch.einsum("ncp,ncd,ndq->pq", J, q.spectrum.curvature, J)
+    exact = torch.linalg.inv(G + 3 * torch.eye(len(G)))
+    torch.testing.assert_close(covariance, exact, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["classification", "bernoulli"])
+def test_lambda_is_where_the_bound_is_largest(name):
+    problem, noise, steps = with_basis(name, draws=100)
+    q = settled(steps, begun(steps, 30.0), 0.0)
+    mean, covariance = in_weights(steps, q)
+    dense = Dense(problem, noise.prior.scale)
+    best, _ = dense.best()
+    ours = dense.bound(mean, covariance, torch.tensor(q.precision).double()).item()
+    assert best - 2 * SMALL < ours <= best + 1e-6
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_step_lowers_the_bound(name):
+    _, _, steps = with_basis(name, draws=8)
+    q = begun(steps, 100.0)
+    for _ in range(6):
+        new = steps.ascend(q, q.precision / 3)
+        again = steps.at(new.spectrum, new.precision, new.mean)
+        assert new.bound >= q.bound and again.bound >= new.bound - 1e-9
+        q = new
+
+
+def test_the_bound_is_that_of_its_samples():
+    problem, noise, steps = with_basis("bernoulli", draws=300)
+    q = settled(steps, begun(steps, 3.0), math.inf)
+    mean, covariance = in_weights(steps, q)
+    dense = Dense(problem, noise.prior.scale)
+    exact = dense.bound(mean, covariance, torch.tensor(3.0).double()).item()
+    f = dense.outputs(mean, covariance)
+    log_prob = dense.likelihood.log_prob(f, dense.y)
+    spread = (dense.weights @ (log_prob - dense.weights @ log_prob) ** 2).sum().sqrt().item()
+    assert abs(q.bound - exact) < 5 * spread / 300**0.5
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_draws_without_a_root_are_the_likelihood(name):
+    case = tiny(name)
+    f = torch.randn(30, 3).double()
+    draws = Draws(likelihood_of(name), case.y, f, 0, 2)
+    likelihood = likelihood_of(name)
+    u = torch.randn(30, 3).double()
+    product = (draws.curvature(f, None) @ u.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(product, likelihood.hessian_product(f, u))
+    torch.testing.assert_close(draws.slope(f, None), likelihood.gradient(f, case.y))
+    assert draws.loss(f, None) == pytest.approx(-likelihood.log_prob(f, case.y).sum().item())
+
+
+def test_draws_do_not_depend_on_pieces(monkeypatch):
+    case = tiny("classification")
+    mean, root = torch.randn(30, 3).double(), torch.randn(30, 3, 3).double()
+    draws = Draws(likelihood_of("classification"), case.y, mean, 0, 5)
+    whole = draws.curvature(mean, root), draws.slope(mean, root)
+    monkeypatch.setattr("torch_lla_em.inference.draws._NUMBERS", 700)
+    torch.testing.assert_close((draws.curvature(mean, root), draws.slope(mean, root)), whole)
+
+
+def test_singular_blocks_have_roots():
+    u = torch.randn(4, 3, 1).double()
+    R = root_of(u @ u.mT)
+    torch.testing.assert_close(R @ R.mT, u @ u.mT, rtol=1e-6, atol=1e-6)
+    assert not root_of(torch.zeros(1, 2, 2)).isnan().any()
+
+
+def fitted(name, **options):
+    case = tiny(name)
+    likelihood = Binomial() if name == "binomial" else name
+    la = LinearisedLaplace(case.model, likelihood, curvature="variational", **options)
+    return case, la.fit(
+        [(case.x[:13], case.y[:13]), (case.x[13:], case.y[13:])], progress_bar=False
+    )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_fit_is_as_exact_as_was_asked(name):
+    case, la = fitted(name, num_samples=16)
+    assert la.history[-1]["log_evidence"] <= la.log_marginal_likelihood().value + 1
+    error = la.certificate.square().mean().sqrt() / la.effective_dim.sqrt()
+    assert error <= 1e-2 and la(case.x).isfinite().all()
+
+
+def test_its_evidence_is_known_to_its_standard_error():
+    problem, noise, steps = with_basis("classification", draws=64)
+    exact = settled(steps, begun(steps, 3.0), math.inf)
+    found = []
+    for seed in range(8):
+        few = get_sto_samples(problem, 32, seed, g_prior=False)
+        wanted = Wanted(1e-3, 0, torch.tensor(3.0).double())
+        found.append(variational(problem, few, wanted, lambda _: None).log_evidence)
+    values = torch.stack([one.value for one in found])
+    error = values.std().item() / len(values) ** 0.5
+    # 32 samples know a variance to a quarter, which bends the curvature a little
+    assert abs(values.mean().item() - exact.bound) < 5 * error + 2 * SMALL
+    reported = torch.stack([one.standard_error for one in found]).mean().item()
+    assert 0.5 < reported / values.std().item() < 2
+
+
+def test_predictions_are_averages_with_the_network():
+    case, la = fitted("classification", num_samples=8)
+    own, alone = case.model(case.x).softmax(-1), la.predict(case.x, mean="linear")
+    average = (alone.expectation + alone.mean.softmax(-1) + own) / 3
+    torch.testing.assert_close(la(case.x), average.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_given_precision_is_kept():
+    case = tiny("bernoulli")
+    la = LinearisedLaplace(case.model, "bernoulli", curvature="variational", num_samples=8)
+    la.fit([(case.x, case.y)], em_steps=0, prior_precision=7.0, progress_bar=False)
+    assert la.prior_precision == 7.0
+
+
+def test_a_precision_for_each_tensor_is_refused():
+    with pytest.raises(ValueError, match="one precision"):
+        LinearisedLaplace(nn.Linear(2, 2), "classification", prior="layerwise", **VARIATIONAL)
+
+
+def test_regression_is_as_without():
+    case = tiny("regression")
+    fits = [
+        LinearisedLaplace(case.model, "regression", curvature=kind, num_samples=4).fit(
+            [(case.x, case.y)], progress_bar=False
+        )
+        for kind in ("network", "variational")
+    ]
+    assert torch.equal(fits[0].w_samples, fits[1].w_samples)
+
+
+def test_means_and_variances_are_learnt_together():
+    torch.manual_seed(0)
+    x = torch.randn(40, 2).double()
+    y = x[:, :1] + 0.3 * torch.randn(40, 1).double()
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    la = LinearisedLaplace(
+        model, HeteroscedasticRegression(), curvature="variational", num_samples=8
+    )
+    la.fit([(x, y)], progress_bar=False)
+    assert all(part.isfinite().all() for part in la(x))
+
+
+def test_sites_that_do_not_count_say_nothing():
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 5, 2).double(), torch.randint(3, (12, 5))
+    y[:, 3:] = -100
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    kept = []
+    for width in (5, 3):
+        la = LinearisedLaplace(model, "classification", curvature="variational", num_samples=8)
+        la.fit([(x[:, :width], y[:, :width])], em_steps=0, prior_precision=5.0, progress_bar=False)
+        kept.append(la.log_marginal_likelihood())
+    error = sum(one.standard_error**2 for one in kept) ** 0.5
+    assert (kept[0].value - kept[1].value).abs() < 5 * error
+
+
+def test_rows_in_another_order_are_told(caplog):
+    case = tiny("classification")
+    data = torch.utils.data.TensorDataset(case.x, case.y)
+    loader = torch.utils.data.DataLoader(data, 7, shuffle=True)
+    la = LinearisedLaplace(case.model, "classification", curvature="variational", num_samples=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la.compute = la.compute.__class__(keep_data=False)
+        la.fit(loader, em_steps=1, progress_bar=False)
+    assert "another order" in caplog.text and la.prior_precision > 0

@@ -1,0 +1,195 @@
+"""The Gaussian whose curvature and mean are expectations under itself, and its ascent.
+
+q = N(m, (G + Λ)⁻¹), G = Σ_n J_nᵀ E_q[H_n] J_n, with Σ_n J_nᵀ E_q[∇loss] + Λ m = 0, is where
+
+    L = E_q[log p(y | J w)] − KL(q ‖ N(0, Λ⁻¹)),   KL = ½ (‖m‖²_Λ − γ + log det(I + Λ⁻¹ G)),
+
+is stationary, and dL / d log λ = ½ (γ − λ ‖m‖²): MacKay's fixed point is that of the bound. Over
+directions whose J v is kept, all of it takes no pass; what the passes add are the residuals of
+the samples and of the mean. A step that would lower the bound is not taken.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.inference.draws import Draws, root_of
+from torch_lla_em.inference.mackay import PRECISION_BOUNDS
+from torch_lla_em.inference.search_space import SearchSpace
+
+_ROUNDS = 4
+SMALL = 0.05
+"""Nats: two rounds in a row that gain no more are the last."""
+
+_NEAR = 1e-4
+"""The step of the mean that ends Newton's method, relative."""
+
+
+class Spectrum(NamedTuple):
+    """G over the space, from one curvature: what follows at every λ."""
+
+    curvature: Tensor
+    """E[H], (N, ..., C, C)."""
+
+    values: Tensor
+    """(m,)."""
+
+    vectors: Tensor
+    """(m, m)."""
+
+    xi: Tensor
+    """Of ξ, (K, m), in the eigenvectors."""
+
+    eta: Tensor
+    """Of η, (K, m)."""
+
+
+class Q(NamedTuple):
+    """The variational posterior over the space."""
+
+    precision: float
+    spectrum: Spectrum
+    mean: Tensor
+    """m, (m,), in float64, as the others."""
+
+    samples: Tensor
+    """(K, m)."""
+
+    root: Tensor
+    """Of the covariance of every row's outputs, (N, ..., C, C)."""
+
+    bounds: Tensor
+    """L by the γ and the log det of every sample, (K,)."""
+
+    effective_dims: Tensor
+    """γ of every sample, (K,)."""
+
+    @property
+    def bound(self) -> float:
+        """L."""
+        return self.bounds.mean().item()
+
+    @property
+    def ratio(self) -> float:
+        """log γ / λ ‖m‖²: the step of log λ that MacKay's update takes."""
+        norm = self.precision * self.mean.square().sum().item()
+        return math.log(max(self.effective_dims.mean().item(), 1e-300) / max(norm, 1e-300))
+
+
+class Variational:
+    """q over a search space, and the rounds by which it ascends the bound."""
+
+    def __init__(self, space: SearchSpace, draws: Draws, epsilon: Tensor):
+        self.space, self.draws, self._epsilon = space, draws, epsilon
+
+    def spectrum(self, curvature: Tensor) -> Spectrum:
+        """Return G and the noise over the space."""
+        J = self.space.J
+        shape = *self.draws.shape, J.shape[1]
+        curved = self.draws.masked((curvature @ J.view(shape)).movedim(-1, 0)).flatten(1)
+        noise = self.noise(curvature).flatten(1)
+        G = (curved @ J).double()
+        values, vectors = torch.linalg.eigh(0.5 * (G + G.T))
+        xi, eta = self.space.xi @ vectors, (noise @ J).double() @ vectors
+        return Spectrum(curvature, values.clamp_min(0), vectors, xi, eta)
+
+    def noise(self, curvature: Tensor) -> Tensor:
+        """Return S ε, (K, N, ..., C)."""
+        S = root_of(curvature)
+        return self.draws.masked((S @ self._epsilon.unsqueeze(-1)).squeeze(-1))
+
+    def at(self, spectrum: Spectrum, precision: float, mean: Tensor, steps: int = 1) -> Q:
+        """Return q at this λ and curvature, with its mean some steps of Newton on."""
+        values, xi = spectrum.values, spectrum.xi
+        x = (math.sqrt(precision) * xi + spectrum.eta) / (values + precision)
+        shrunk = (xi - math.sqrt(precision) * x).square().sum(1)
+        gamma = 0.5 * ((values * x.square()).sum(1) + shrunk)
+        log_dets = (xi.square() * (values / precision).log1p()).sum(1)
+        samples = x @ spectrum.vectors.T
+        root = self._root(samples)
+        for _ in range(steps):
+            before = mean
+            mean, loss = self._moved(spectrum, precision, mean, root)
+            if (mean - before).norm() <= _NEAR * mean.norm():
+                break
+        norm = precision * mean.square().sum()
+        bounds = -loss - 0.5 * (norm - gamma + log_dets)
+        return Q(precision, spectrum, mean, samples, root, bounds, gamma)
+
+    def widened(self, q: Q, steps: int = 1) -> Q:
+        """Return q over the space as it is now, at the same λ and curvature."""
+        mean = q.mean.new_zeros(self.space.size)
+        mean[: len(q.mean)] = q.mean
+        return self.at(self.spectrum(q.spectrum.curvature), q.precision, mean, steps)
+
+    def ascend(self, q: Q, least: float) -> Q:
+        """Return q after a few rounds of λ, curvature and mean, none of which lowers the bound.
+
+        ``least`` is the smallest λ, or the only one where it is infinite.
+        """
+        damping, stride, small, refused = 0.7, 2.0, 0, 0
+        for _ in range(_ROUNDS):
+            precision = q.precision
+            if least < math.inf:
+                step = max(-1.0, min(1.0, stride * q.ratio))
+                precision = min(max(precision * math.exp(step), least), PRECISION_BOUNDS[1])
+            tried = self.at(q.spectrum, precision, q.mean)
+            H = self.draws.curvature(self.outputs(tried.mean), tried.root)
+            H = q.spectrum.curvature + damping * (H - q.spectrum.curvature)
+            new = self.at(self.spectrum(H), precision, tried.mean)
+            if new.bound > q.bound:
+                small = small + 1 if new.bound < q.bound + SMALL else 0
+                damping, stride, refused = min(1.0, 1.3 * damping), min(4.0, 1.3 * stride), 0
+                q = new
+            else:
+                damping, stride, refused = damping / 2, stride / 3, refused + 1
+            if small > 1 or refused > 3:
+                break
+        return q
+
+    def residuals(self, q: Q) -> tuple[Tensor, Tensor] | None:
+        """Return those of the samples, (K, P), and of the mean, (1, P); None where rows moved."""
+        J, shape = self.space.J, self.draws.shape
+        pushed = (q.samples.to(J) @ J.T).view(-1, *shape)
+        curved = (q.spectrum.curvature @ pushed.unsqueeze(-1)).squeeze(-1)
+        of_samples = self.noise(q.spectrum.curvature) - self.draws.masked(curved)
+        of_mean = -self.draws.slope(self.outputs(q.mean), q.root)
+        pulled = self.space.pulled(torch.cat([of_samples, of_mean[None]]))
+        if pulled is None:
+            return None
+        pulled -= q.precision * self.space.scaled(torch.cat([q.samples, q.mean[None]]))
+        pulled[:-1] += math.sqrt(q.precision) * self.space.noise
+        return pulled[:-1], pulled[-1:]
+
+    def outputs(self, mean: Tensor) -> Tensor:
+        """Return J m, (N, ..., C)."""
+        return (self.space.J @ mean.to(self.space.J)).view(self.draws.shape)
+
+    def _root(self, samples: Tensor) -> Tensor:
+        """Return a root of the samples' covariance of every row's outputs."""
+        pushed = (self.space.J @ samples.T.to(self.space.J)).view(*self.draws.shape, -1)
+        return root_of(pushed @ pushed.mT / pushed.shape[-1])
+
+    def _moved(
+        self, spectrum: Spectrum, precision: float, mean: Tensor, root: Tensor
+    ) -> tuple[Tensor, float]:
+        """Return the mean after a step of Newton that lowers E[loss] + ½ λ ‖m‖², and E[loss]."""
+        h = self.outputs(mean)
+        pulled = self.draws.slope(h, root).flatten() @ self.space.J
+        slope = pulled.double() + precision * mean
+        V = spectrum.vectors
+        step = -(V @ ((V.T @ slope) / (spectrum.values + precision)))
+        moved, loss, fall = self.outputs(step), self.draws.loss(h, root), (slope @ step).item()
+        length = 1.0
+        while length > 1e-3:
+            new = mean + length * step
+            there = self.draws.loss(h + length * moved, root)
+            gained = loss - there + 0.5 * precision * (mean @ mean - new @ new).item()
+            if gained >= -1e-4 * length * fall:
+                return new, there
+            length /= 2
+        return mean, loss

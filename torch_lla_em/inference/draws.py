@@ -1,0 +1,88 @@
+"""Expectations under Gaussian outputs h_n ~ N(m_n, R_n R_nᵀ), by draws of every row's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.runtime import normals
+
+_STREAM = 2
+# functions times outputs times classes that are held at once
+_NUMBERS = 1 << 22
+_JITTER = 1e-9
+
+
+class Draws:
+    """The loss, its slope and its H at all rows, averaged over S draws and their mirror images.
+
+    Each row has noise of its own, the same at every call: what a few draws of all rows have in
+    common cannot be fitted, and two means can be compared.
+    """
+
+    def __init__(self, likelihood: Likelihood, targets: Tensor, like: Tensor, seed: int, num: int):
+        self._likelihood, self._targets = likelihood, targets
+        self.shape = like.shape
+        """(N, ..., C)."""
+
+        mask = likelihood.mask(targets)
+        self._mask = None if mask is None else mask.unsqueeze(-1).to(like)
+        rows = torch.arange(len(like), device=like.device)
+        noise = normals(seed, _STREAM, range(num), rows, like[0].numel())
+        self._noise = noise.to(like).view(num, *like.shape)
+
+    def loss(self, mean: Tensor, root: Tensor | None) -> float:
+        """Return Σ E[-log p(y | h)], for means (N, ..., C) and roots (N, ..., C, C) or 0."""
+        total = 0.0
+        for rows, f in self._pieces(mean, root):
+            log_prob = self._likelihood.log_prob(f, self._targets[rows])
+            total -= log_prob.sum(dtype=torch.float64).item() / len(f)
+        return total
+
+    def slope(self, mean: Tensor, root: Tensor | None) -> Tensor:
+        """Return E[∇loss], (N, ..., C)."""
+        parts = [
+            self._likelihood.gradient(f, self._targets[rows]).mean(0)
+            for rows, f in self._pieces(mean, root)
+        ]
+        return self.masked(torch.cat(parts))
+
+    def curvature(self, mean: Tensor, root: Tensor | None) -> Tensor:
+        """Return E[H], (N, ..., C, C)."""
+        return torch.cat([self._blocks(f) for _, f in self._pieces(mean, root)])
+
+    def masked(self, u: Tensor) -> Tensor:
+        """Return u with 0 at sites that do not count."""
+        return u if self._mask is None else u * self._mask
+
+    def _blocks(self, f: Tensor) -> Tensor:
+        C = f.shape[-1]
+        unit = torch.eye(C).to(f).view(C, *(1,) * (f.dim() - 2), C)
+        total = f.new_zeros(C, *f.shape[1:])
+        for part in f:
+            u = unit.expand(C, *part.shape)
+            total += self._likelihood.hessian_product(part, u)
+        return (total / len(f)).movedim(0, -1)
+
+    def _pieces(self, mean: Tensor, root: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+        """Yield rows and their draws, (2 S, n, ..., C), or their means where there is no root."""
+        entries = 2 * len(self._noise) * self.shape[1:].numel() * self.shape[-1]
+        step = max(1, _NUMBERS // entries)
+        for start in range(0, len(mean), step):
+            rows = slice(start, start + step)
+            if root is None:
+                yield rows, mean[None, rows]
+                continue
+            moved = (root[rows] @ self._noise[:, rows].unsqueeze(-1)).squeeze(-1)
+            yield rows, torch.cat([mean[rows] + moved, mean[rows] - moved])
+
+
+def root_of(blocks: Tensor) -> Tensor:
+    """Return lower triangles R with R Rᵀ = blocks (..., C, C), which may be singular."""
+    exact = 0.5 * (blocks + blocks.mT).double()
+    size = exact.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(1e-300)
+    jitter = _JITTER * size[..., None, None] * torch.eye(exact.shape[-1]).to(exact)
+    return torch.linalg.cholesky_ex(exact + jitter)[0].to(blocks)

@@ -1,0 +1,82 @@
+"""Directions of weight space with their J v over all rows: what is minimised over them takes no pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.inference.prior import Prior
+from torch_lla_em.problem import Outputs, Problem, outputs, pull_back
+from torch_lla_em.solvers import combine
+
+# of a direction, once the space is taken out: what is left is rounding
+_NEW = 1e-4
+
+
+class SearchSpace:
+    """An orthonormal basis V of scaled weights z = w / scale, beside J V; it only grows."""
+
+    def __init__(self, problem: Problem, prior: Prior, xi: Tensor, memory: float):
+        self._problem, self._prior, self._memory = problem, prior, memory
+        self.noise = xi
+        """ξ, shape (K, P)."""
+
+        self.rows: Outputs | None = None
+        """f and targets of all rows, and J w of the first directions; None where rows differ."""
+
+        self._basis = xi[:0]
+        self.J = xi.new_zeros(0, 0)
+        """J V, shape (N C, m)."""
+
+        self.xi = xi.new_zeros(len(xi), 0)
+        """The coordinates of ξ, shape (K, m)."""
+
+    @property
+    def size(self) -> int:
+        """m."""
+        return len(self._basis)
+
+    def weights(self, coordinates: Tensor) -> Tensor:
+        """Return the weights (k, P) of coordinates (k, m)."""
+        return self._prior.scale * self.scaled(coordinates)
+
+    def scaled(self, coordinates: Tensor) -> Tensor:
+        """Return Vᵀ c, shape (k, P)."""
+        return combine(coordinates, self._basis)
+
+    def widen(self, z: Tensor) -> bool:
+        """Take in directions (k, P); return whether any was new, and rows and memory allow it."""
+        space = self._problem.space
+        z = z / space.dots(z, z).sqrt().clamp_min(1e-300)[:, None].to(z)
+        for _ in range(2):
+            z = self._beside(z)
+            z = z[space.dots(z, z).sqrt() > _NEW]
+            z, _ = space.orthonormalise(z, _NEW)
+        if not len(z):
+            return False
+        entries = len(self._basis) + len(z)
+        held = entries * (z.shape[1] + len(self.J)) * z.element_size()
+        found = outputs(self._problem, self._prior.scale * z) if held < self._memory else None
+        if found is None or not self._in_order(found.f):
+            return False
+        self.rows = self.rows or found
+        J = found.Jw.flatten(1).T
+        self.J = torch.cat([self.J, J], dim=1) if self.size else J.contiguous()
+        self._basis = torch.cat([self._basis, z])
+        self.xi = space.gram(self.noise, self._basis)
+        return True
+
+    def pulled(self, u: Tensor) -> Tensor | None:
+        """Return Jᵀ u in scaled weights, (k, P), for u (k, N, ..., C), by half a pass."""
+        Ju, f = pull_back(self._problem, u)
+        return self._prior.scale * Ju if self._in_order(f.view_as(self.rows.f)) else None
+
+    def _beside(self, z: Tensor) -> Tensor:
+        if not self.size:
+            return z
+        return z - combine(self._problem.space.gram(z, self._basis), self._basis)
+
+    def _in_order(self, f: Tensor) -> bool:
+        if self.rows is None:
+            return True
+        return bool((f - self.rows.f).norm() <= 1e-2 * self.rows.f.norm())

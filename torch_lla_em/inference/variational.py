@@ -1,0 +1,170 @@
+"""Variational EM: λ and the posterior that ascend one bound, by one K-column pass a step."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.inference.ascent import Q, Variational
+from torch_lla_em.inference.draws import Draws
+from torch_lla_em.inference.e_step import Hyperparameters
+from torch_lla_em.inference.em import Info
+from torch_lla_em.inference.mackay import Estimate
+from torch_lla_em.inference.posterior import Posterior
+from torch_lla_em.inference.search_space import SearchSpace
+from torch_lla_em.inference.stochastic_prior import StochasticPrior
+from torch_lla_em.problem import Problem, room
+from torch_lla_em.runtime import normals
+
+_DRAWS = 16
+_FALL = 3.0
+"""λ may fall by this factor before the space is widened: narrow spaces ask for too much of it."""
+
+_SETTLED = 0.3, 0.1
+"""Errors of the samples and of the mean at which λ is taken as found."""
+
+_START = 0.1
+"""λ over the mean squared output of the prior at λ = 1."""
+
+_STEPS = 10
+"""Of Newton's method for the mean, once λ is found."""
+
+_EPSILON_STREAM = 1
+
+
+# q, its mean alone, and the network are wrong in different places: rows of weight, share of J w_lin,
+# share of f and scale of the samples' variance
+_AVERAGE = [[1 / 3, 1, 0, 1], [1 / 3, 1, 0, 0], [1 / 3, 0, 1, 0]]
+
+
+class Wanted(NamedTuple):
+    """What is asked of a variational posterior."""
+
+    tolerance: float
+    max_steps: int = 20
+    """Of λ; 0 keeps it."""
+
+    precision: Tensor | None = None
+    """Where λ begins; None has it chosen."""
+
+
+def variational(
+    problem: Problem, noise: StochasticPrior, wanted: Wanted, on_step: Callable[[Info], None]
+) -> Posterior | None:
+    """Return the variational posterior; None where J w over all rows cannot be kept."""
+    steps = _begin(problem, noise)
+    if steps is None:
+        return None
+    q, learns, number = _first(steps, wanted.precision), wanted.max_steps > 0, 0
+    settled = ended = False
+    began = time.monotonic()
+    while True:
+        before = q.precision
+        if not settled:
+            q = steps.ascend(q, before / _FALL if learns else math.inf)
+        residuals = steps.residuals(q)
+        if residuals is None:
+            return None
+        certificate, told = _told(problem, steps, q, residuals)
+        if not settled:
+            number += 1
+            on_step(told._replace(step=number, seconds=time.monotonic() - began))
+            settled = number >= max(1, wanted.max_steps) or _has_settled(before, q, told)
+        if settled and max(told.sample_error, told.mode_error) <= wanted.tolerance:
+            break
+        wider = steps.space.widen(torch.cat(residuals))
+        if not wider and ended:
+            _warn(told, wanted.tolerance)
+            break
+        ended = not wider
+        q = steps.widened(q, _STEPS if settled or ended else 1)
+    columns = steps.space.weights(torch.cat([q.mean[None], q.samples]))
+    return Posterior(
+        told.hyper,
+        columns[0],
+        columns[1:].clone(),
+        noise.prior.scale,
+        told.effective_dim,
+        certificate,
+        told.log_evidence,
+        told.loss,
+        told.mode_error,
+        told.sample_error,
+        None,
+        torch.zeros(3, 0, dtype=torch.float64, device=columns.device),
+        mixture=torch.tensor(_AVERAGE, dtype=torch.float64, device=columns.device),
+    )
+
+
+def _begin(problem: Problem, noise: StochasticPrior) -> Variational | None:
+    """Return a space of the noise, the network's weights and the first gradient."""
+    prior, seed = noise.prior, noise.seed
+    space = SearchSpace(problem, prior, noise.xi, room(problem) / 2)
+    _, gradient = problem.loss_and_gradient(problem.zeros(1)[0])
+    pulls = torch.stack([prior.scale * gradient, prior.unscaled(problem.w_MAP)])
+    if not space.widen(torch.cat([noise.xi, prior.scale * noise.eta, pulls])):
+        return None
+    f, targets, _ = space.rows
+    rows, K = torch.arange(len(f), device=f.device), len(noise.xi)
+    epsilon = normals(seed, _EPSILON_STREAM, range(K), rows, f[0].numel())
+    draws = Draws(problem.likelihood, targets, f, seed, _DRAWS)
+    return Variational(space, draws, epsilon.to(f).view(K, *f.shape))
+
+
+def _first(steps: Variational, precision: Tensor | None) -> Q:
+    """Return q at the curvature of undecided outputs and of the network's."""
+    space, draws = steps.space, steps.draws
+    f = space.rows.f
+    H = 0.5 * (draws.curvature(0 * f, None) + draws.curvature(f, None))
+    if precision is None:
+        start = _START * (space.J @ space.xi.T.to(space.J)).square().mean().item()
+    else:
+        start = precision.item()
+    return steps.at(steps.spectrum(H), start, torch.zeros_like(space.xi[0]))
+
+
+def _told(
+    problem: Problem, steps: Variational, q: Q, residuals: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Info]:
+    """Return the certificates of samples, (K,), and what is told of a step."""
+    dots, gamma = problem.space.dots, q.effective_dims.mean().clamp_min(1)
+    of_samples, of_mean = (dots(r, r) / q.precision for r in residuals)
+    norm = q.mean.square().sum()
+    precision = torch.tensor(q.precision, dtype=torch.float64).to(norm)
+    return of_samples.sqrt(), Info(
+        0,
+        Hyperparameters(precision),
+        Estimate.of(q.effective_dims),
+        norm,
+        steps.draws.loss(steps.outputs(q.mean), None),
+        Estimate.of(q.bounds),
+        (of_mean / (precision * norm).clamp_min(1e-300)).sqrt().item(),
+        (of_samples.mean() / gamma).sqrt().item(),
+        problem.cost.columns,
+        0.0,
+    )
+
+
+def _has_settled(before: float, q: Q, told: Info) -> bool:
+    """Whether λ has moved by less than its Monte Carlo error, in a space that is wide enough."""
+    count = len(q.effective_dims) * q.effective_dims.mean().item()
+    allowed = max(0.01, max(count, 1e-12) ** -0.5)
+    still = abs(math.log(q.precision / before)) < allowed
+    return still and told.sample_error < _SETTLED[0] and told.mode_error < _SETTLED[1]
+
+
+def _warn(told: Info, tolerance: float) -> None:
+    error = max(told.sample_error, told.mode_error)
+    if error > tolerance:
+        warnings.warn(
+            f"The variational posterior is known to an error of {error:.1e} only, not "
+            f"{tolerance:.1e}: the directions it is sought in had no more room, or rounding allows no more. Take "
+            "fewer samples, raise `tolerance`, or convert the model and its data to float64.",
+            stacklevel=2,
+        )

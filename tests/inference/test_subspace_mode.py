@@ -36,9 +36,9 @@ def test_what_is_said_of_all_rows_is_the_dense_jacobian():
     Gw, Jw = ggn_product_and_outputs(problem, w)
     torch.testing.assert_close(Jw.view_as(said.Jw), said.Jw)
     torch.testing.assert_close(Gw, problem.ggn_product(w))
-    u = torch.randn(said.f.shape).double()
+    u = torch.randn(2, *said.f.shape).double()
     g, f = pull_back(problem, u)
-    torch.testing.assert_close(g, torch.einsum("ncp,nc->p", J, u))
+    torch.testing.assert_close(g, torch.einsum("ncp,knc->kp", J, u))
     torch.testing.assert_close(f, said.f.flatten())
 
 

@@ -102,4 +102,4 @@ def of_certainty(prediction: Prediction, y: Tensor) -> Iterator[str]:
         )
 
 
-_REMEDY = 'What helps: la.calibrate(held_out_loader), or fit(..., validation=loader); a curvature="linear".'
+_REMEDY = 'What helps: la.calibrate(held_out_loader), or fit(..., validation=loader); curvature="variational".'

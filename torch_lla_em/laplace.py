@@ -170,7 +170,9 @@ class LinearisedLaplace(Fitted):
         self._shard = shard
         with group_of(shard).joined() as group:
             self._fit(loader, wish, group)
-        return self if validation is None else self.calibrate(validation)
+        if validation is not None:
+            self.calibrate(validation)
+        return self
 
     def _fit(self, loader: Iterable[Any], wish: Wish, group: Group) -> None:
         more = not wish.override and self.w_lin is not None

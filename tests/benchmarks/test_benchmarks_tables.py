@@ -57,7 +57,7 @@ def test_a_summary_is_relative_to_a_temperature():
     records = []
     for table, seed, ratio in (("a", 0, 4.0), ("a", 1, 1.0), ("b", 0, 0.5)):
         for row, factor in ((peers.REFERENCE, 1.0), ("other", ratio)):
-            values = {name: 0.3 * factor for name in tables.RATIOS}
+            values = dict.fromkeys(tables.RATIOS, 0.3 * factor)
             records.append(score | values | {"table": table, "seed": seed, "row": row})
     reference, other = tables.lines(records)
     assert reference["nll"] == reference["worst"] == 1

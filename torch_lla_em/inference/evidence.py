@@ -57,7 +57,7 @@ def sigma_of(problem: Problem) -> Tensor | None:
 
 def squared_residual(problem: Problem, loss: float) -> Tensor:
     """Return Σ_n ‖y_n - J_n w‖² of the loss at w, for a scalar σ."""
-    sigma = problem.likelihood.sigma_noise
+    sigma = sigma_of(problem)
     # a difference of large numbers, which rounding may take below zero
     least = torch.finfo(problem.dtype).eps * problem.data.num_targets
     return sigma**2 * max(2 * (loss - gaussian_constant(problem, sigma)), least)

@@ -16,7 +16,8 @@ from torch_lla_em.solvers import BlockCG, DeflatedCG, Solution
 class Solver(Protocol):
     """Anything that solves (A + I) X = B, from a start or from scratch."""
 
-    tolerance: float
+    @property
+    def tolerance(self) -> float: ...
 
     def solve(self, product: WhitenedGGN, b: Tensor, start: Tensor | None = None) -> Solution: ...
 

@@ -120,7 +120,8 @@ class _Seen(TorchFunctionMode):
         # they require gradients, so that there is a graph from the first of them on
         self._aliases = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
         self.calls: list[Call] = []
-        self._seen = {F.linear: self._linear, F.embedding: self._embedding}
+        self._seen: dict[Callable, Callable] = {F.linear: self._linear}
+        self._seen[F.embedding] = self._embedding
         self._seen[F.multi_head_attention_forward] = self._attention
         for n, conv in enumerate((F.conv1d, F.conv2d, F.conv3d), start=1):
             self._seen[conv] = lambda *args, f=conv, n=n, **kwargs: self._conv(
@@ -195,7 +196,7 @@ class _Seen(TorchFunctionMode):
         """Project here, and leave the rest to torch's function with identities for weights."""
         apart = [others.pop(f"{name}_proj_weight", None) for name in "qkv"]
         others.pop("use_separate_proj_weight", None)
-        given = []
+        given: Any = []
         for i, (x, weight) in enumerate(zip((query, key, value), apart)):
             part = slice(i * width, (i + 1) * width)
             if packed is None:
@@ -206,10 +207,10 @@ class _Seen(TorchFunctionMode):
         one = torch.eye(width, dtype=query.dtype, device=query.device)
         for name in "qkv":
             others[f"{name}_proj_weight"] = one
-        rest = (bias_k, bias_v, add_zero, dropout, one, None)
-        y, attended = F.multi_head_attention_forward(
-            *given, width, heads, None, None, *rest, use_separate_proj_weight=True, **others
-        )
+        rest: Any = (bias_k, bias_v, add_zero, dropout, one, None)
+        plain: Any = (*given, width, heads, None, None, *rest)
+        others["use_separate_proj_weight"] = True
+        y, attended = F.multi_head_attention_forward(*plain, **others)
         return self._linear(y, out_weight, out_bias), attended
 
     def _note(

@@ -165,7 +165,7 @@ class Factored:
         self.least_columns = 0.0
         """From how many columns on factors pay that are not kept."""
 
-        self.seconds = 0.0, 0.0
+        self.seconds: tuple[float, ...] = (0.0, 0.0)
         """What a column takes, by kept factors and without."""
 
     def way(self) -> list[Any]:
@@ -177,7 +177,8 @@ class Factored:
         """Return factors as another process has found them."""
         names, second, at_once, least_columns, *seconds = way
         factored = cls(network, tuple(names), second)
-        factored.at_once, factored.least_columns, factored.seconds = at_once, least_columns, seconds
+        factored.at_once, factored.least_columns = at_once, least_columns
+        factored.seconds = tuple(seconds)
         return factored
 
     @classmethod

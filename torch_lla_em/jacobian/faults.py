@@ -87,7 +87,7 @@ def plain_gradient(
     network: Network, names: tuple[str, ...], x: Any, u: Tensor
 ) -> dict[str, Tensor]:
     """Return Jᵀu by name as training takes it: by backward to the module's own parameters."""
-    parameters = dict(network.module.named_parameters())
+    parameters: dict[str, Tensor] = dict(network.module.named_parameters())
     flags = {name: p.requires_grad for name, p in parameters.items()}
     try:
         with torch.enable_grad():
@@ -134,7 +134,7 @@ def fingerprint(module: nn.Module) -> dict[str, tuple[int, int]]:
         bits = tensor.detach()
         if bits.element_size() in integers and bits.layout is torch.strided:
             bits = bits.contiguous().view(integers[bits.element_size()])
-            marks[name] = (version, bits.sum(dtype=torch.int64).item())
+            marks[name] = (version, int(bits.sum(dtype=torch.int64)))
         else:
             marks[name] = (version, 0)
     return marks

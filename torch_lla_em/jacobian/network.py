@@ -32,7 +32,7 @@ def unwrap(module: nn.Module) -> nn.Module:
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             module = module.module
         elif isinstance(module, nn.Module) and "_orig_mod" in module._modules:
-            module = module._orig_mod
+            module = module.get_submodule("_orig_mod")
         else:
             return module
 
@@ -195,7 +195,8 @@ class Network:
             if "torch._dynamo" in sys.modules:  # a compiled layer has no second derivative
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             if any(isinstance(layer, nn.RNNBase) for layer in layers):
-                for backend in (torch.backends.mkldnn, torch.backends.cudnn):
+                backends: tuple[Any, ...] = torch.backends.mkldnn, torch.backends.cudnn
+                for backend in backends:
                     stack.callback(setattr, backend, "enabled", backend.enabled)
                     backend.enabled = False
             for layer in layers:

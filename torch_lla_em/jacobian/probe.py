@@ -191,7 +191,7 @@ def _choose(model: Products, x: Any, columns: _Columns) -> Report:
     pulled = 1 if cached is not None and cached <= _PULLED_ALONE else cached
     for side, name, at_once in (("jvp_columns", "J w", cached), ("vjp_columns", "Jᵀu", pulled)):
         if _vmap_works(model, x, columns, side):
-            model.path = model.path._replace(**{side: at_once})
+            model.path = model.path._replace(**{side: at_once})  # type: ignore[arg-type]
         else:
             unbatched.append(name)
     model.path = model.path._replace(shared=forward and _shares(model, x, columns))

@@ -73,7 +73,8 @@ def jvp(
         return _jvp_by_reverse(function, weights, tangents, path.jvp_columns)
 
     def push(tangent: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return torch.func.jvp(function, (weights,), (tangent,))
+        f, Jw = torch.func.jvp(function, (weights,), (tangent,))[:2]
+        return f, Jw
 
     num_columns, chunks = _num_columns(tangents), []
     step = path.jvp_columns or num_columns
@@ -150,7 +151,7 @@ def jvp_and_vjp(
     chunk = _columns(tangents, weights, slice(0, 1), copy=True)
     column = {name: tangent[0] for name, tangent in chunk.items()}
     with torch.enable_grad():
-        f, Jw = torch.func.jvp(function, (leaves,), (column,))
+        f, Jw = torch.func.jvp(function, (leaves,), (column,))[:2]
     return f.detach(), Jw.detach()[None], _pullback(f, leaves)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,6 @@ from torch_lla_em.runtime import Compute, check_choice, free_memory
 
 logger = logging.getLogger("torch_lla_em")
 
-T = TypeVar("T", bound="Fitted")
-
 
 class Fitted(nn.Module):
     """What a fit leaves, as buffers of a module that a network is beside, not inside.
@@ -41,18 +39,9 @@ class Fitted(nn.Module):
     compute: Compute
     num_samples: int
     target_fn: TargetFn | None
-    w_lin: Tensor
-    w_samples: Tensor
-    scale: Tensor
-    prior_precision: Tensor
-    effective_dim: Tensor
-    effective_dim_error: Tensor
-    certificate: Tensor
-    sigma_noise: Tensor
-    mixture: Tensor
-    _log_evidence: Tensor
     _linear_model: LinearModel
     _given_likelihood: Any
+    sigma_noise: Tensor
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -144,7 +133,7 @@ class Fitted(nn.Module):
         """Return log p(y_1..y_B | x_1..x_B), shape ()."""
         return self.predict(x, mean).joint_log_prob(y)
 
-    def calibrate(self: T, loader: Iterable[Any], mean: str | None = None) -> T:
+    def calibrate(self, loader: Iterable[Any], mean: str | None = None) -> Fitted:
         """Fit how predictions go from the network to the posterior by held-out rows; one pass.
 
         For classes and labels: a temperature of the network, a scale of the posterior, a factor
@@ -253,10 +242,9 @@ class Fitted(nn.Module):
         self.num_samples = len(self.w_samples)
         self._standing = Standing(self._linear_model.network.module)
 
-    def train(self, mode: bool = True) -> Fitted:
-        """Set this object's own flag; predictions run the network in eval mode."""
-        self.training = mode
-        return self
+    def __getattr__(self, name: str) -> Any:
+        """Return a buffer."""
+        return super().__getattr__(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fitted:
         """Move posterior and network together."""

@@ -295,8 +295,7 @@ class Prediction:
         return contrasts.square().mean(0).sum(-1, keepdim=True) / (count - 1)
 
     def _variance(self) -> Tensor:
-        aleatoric, epistemic = self._uncertainties()
-        return aleatoric + epistemic
+        return torch.stack(self._uncertainties()).sum(0)
 
     def _uncertainties(self) -> tuple[Tensor, Tensor]:
         if self._is_gaussian:  # E[y | f] is linear in f

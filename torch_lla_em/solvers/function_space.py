@@ -34,4 +34,4 @@ class FunctionSpace:
 
         x = apply(b)
         x += apply(b - x - product(x))  # one refinement removes the rounding of the first
-        return Task(product, b).judge(x, b - x - product(x), 3, self.tolerance)
+        return Task(product, b).judge(x, b - x - product(x), 3, self.tolerance)  # type: ignore[arg-type]

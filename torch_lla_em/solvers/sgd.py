@@ -60,12 +60,12 @@ class SGD:
         def gradient(batch_product: Product, weight: float, x: Tensor) -> Tensor:
             return weight * batch_product(x) + x - b
 
-        rate, passes = self._rate(product, b[:1])
+        rate, passes = self._rate(product, b[:1])  # type: ignore[arg-type]
         # (A + I)⁻¹ shrinks, so the solution is no longer than b
         bound = product.space.norm(b)
         x = self._descend(product, gradient, b if start is None else start, (rate, bound))
-        residual = b - x - product(x)
-        return Task(product, b).judge(x, residual, passes + self.epochs + 1, self.tolerance)
+        residual = b - x - product(x)  # type: ignore[operator]
+        return Task(product, b).judge(x, residual, passes + self.epochs + 1, self.tolerance)  # type: ignore[arg-type]
 
     def minimise(self, loss: MinibatchedLoss, start: Tensor) -> Minimum:
         """Return x (P,) near the minimum of loss(x) + ½‖x‖²."""

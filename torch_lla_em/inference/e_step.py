@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -205,11 +205,13 @@ class IterativeEStep:
         return samples
 
     def _sample_solver(self, hyper: Hyperparameters, tolerance: float) -> Solver:
-        known, solver = self._deflation, replace(self._solver, tolerance=tolerance)
+        own: Any = self._solver
+        known, solver = self._deflation, replace(own, tolerance=tolerance)
         if known is None or not isinstance(solver, BlockCG):
             return solver
         limits = tolerance, solver.max_passes
-        return DeflatedCG(known.features, *limits, known.relative(hyper.sigma))
+        noise = known.relative(hyper.sigma)
+        return DeflatedCG(known.features, *limits, noise)  # type: ignore[return-value]
 
     def _preconditioner(self, hyper: Hyperparameters) -> Precondition | None:
         known, prior = self._deflation, self._noise.prior
@@ -242,7 +244,8 @@ class IterativeEStep:
 
 def at_sigma(problem: Problem, sigma: Tensor) -> Problem:
     """Return the problem of a Gaussian likelihood at another noise."""
-    return problem.with_likelihood(problem.likelihood.at_noise(sigma))
+    gaussian: Any = problem.likelihood
+    return problem.with_likelihood(gaussian.at_noise(sigma))
 
 
 def at_scalar_sigma(

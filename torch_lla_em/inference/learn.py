@@ -157,7 +157,8 @@ def choose_solver(problem: Problem, layerwise: bool) -> Solver:
     outputs = problem.data.num_outputs
     bytes_of_rows = outputs * problem.linear_model.layout.size * problem.dtype.itemsize
     if _shifts(problem, layerwise):
-        solver, why = BlockKrylov(), "one factorisation serves every λ"
+        solver: Solver = BlockKrylov()
+        why = "one factorisation serves every λ"
     elif outputs <= _FUNCTION_SPACE_OUTPUTS and bytes_of_rows <= _FUNCTION_SPACE_BYTES:
         solver, why = FunctionSpace(), f"there are only {outputs} outputs in all"
     else:

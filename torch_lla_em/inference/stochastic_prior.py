@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Earlier(NamedTuple):
     """The noise features of all data so far, and the likelihood that they were drawn under."""
 
     rows: EarlierRows
-    likelihood: Likelihood
+    likelihood: Any
 
     @classmethod
     def of(cls, eta: Tensor, scale: Tensor, likelihood: Likelihood, data: Data) -> Earlier:
@@ -81,6 +81,6 @@ def get_sto_samples(
     scale = g_prior_scale(squares, problem.space) if g_prior else torch.ones_like(squares)
     row = torch.zeros(1, dtype=torch.long, device=eta.device)
     size, own = problem.linear_model.layout.size, problem.vectors.own
-    xi = [own(normal(seed, _XI_STREAM, k, row, size))[0].to(eta) for k in range(num_samples)]
-    xi = torch.stack(xi) * (scale > 0)
+    drawn = [own(normal(seed, _XI_STREAM, k, row, size))[0].to(eta) for k in range(num_samples)]
+    xi = torch.stack(drawn) * (scale > 0)
     return StochasticPrior(xi, eta, Prior(problem.layout, scale, layerwise, problem.space), seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -261,7 +262,8 @@ class _SpanLoss:
     def _push(self, x: Tensor) -> Tensor:
         """Return J w over all rows, (k, N C)."""
         parts = (x.view(-1, x.shape[-1]) @ self.turn).split(self._sizes, dim=1)
-        return sum(combine(c, block) for c, block in zip(parts, self._blocks))
+        total: Any = sum(combine(c, block) for c, block in zip(parts, self._blocks))
+        return total
 
     def _pull(self, u: Tensor) -> Tensor:
         """Return Jᵀ u in the coordinates, (k, m)."""

@@ -215,9 +215,9 @@ def _twice_differentiable(outputs: list[Tensor], inputs: list[Tensor]) -> bool:
         if is_shortage(error):
             raise
         return False
-    left = sum((a * b).sum() for a, b in zip(u, Jv) if b is not None)
-    right = sum((a * b).sum() for a, b in zip(known, v))
-    return bool(abs(left - right) <= 1e-2 * abs(right))
+    left = sum(float((a * b).detach().sum()) for a, b in zip(u, Jv) if b is not None)
+    right = sum(float((a * b).detach().sum()) for a, b in zip(known, v))
+    return abs(left - right) <= 1e-2 * abs(right)
 
 
 def refuse_scripted(network: Network, layout: ParameterLayout) -> None:

@@ -42,6 +42,7 @@ class Fitted(nn.Module):
     _linear_model: LinearModel
     _given_likelihood: Any
     sigma_noise: Tensor
+    mixture: Tensor
 
     def __init__(self, model: nn.Module):
         super().__init__()

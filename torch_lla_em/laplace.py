@@ -193,7 +193,7 @@ class LinearisedLaplace(Fitted):
                 state = {} if posterior.noise is None else {_ETA: posterior.noise.eta}
                 run.keep({**self.state_dict(), **state})
                 if group.size == 1:
-                    self._examine(data.first())
+                    self._examine(data)
         self._loaders, self._earlier = loaders, None
         if _ETA in state:
             self._earlier = Earlier.of(state[_ETA], self.scale, problem.likelihood, data)

@@ -2,6 +2,7 @@
 
 import logging
 from math import log
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import LinearisedLaplace, Prediction
+from torch_lla_em.data import Batch
 from torch_lla_em.inference import Estimate
 from torch_lla_em.likelihoods import Bernoulli, Classification, Regression
 from torch_lla_em.prediction import collapse
@@ -114,3 +116,11 @@ def test_a_fit_says_what_is_amiss(caplog):
     with caplog.at_level(logging.WARNING, logger="torch_lla_em"):
         fitted("regression")
     assert "the prior" not in caplog.text
+
+
+def test_large_rows_are_not_looked_at():
+    batch = Batch(0, torch.arange(9), torch.zeros(9, 2), torch.zeros(9))
+    data = SimpleNamespace(num_rows=9, num_outputs=9 * 10**6, first=lambda: batch)
+    assert collapse.few_rows(data, 32) is None
+    data.num_outputs = 9 * 2**15
+    assert len(collapse.few_rows(data, 32).rows) == 4

@@ -9,16 +9,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_lla_em.data import Batch, Data
 from torch_lla_em.inference import Estimate
 from torch_lla_em.prediction.prediction import Prediction
 
-ROWS = 256
-"""Of a batch, that a fit is looked at by."""
+# rows of a batch that a fit is looked at by, and numbers that their samples may take
+_ROWS = 256
+_NUMBERS = 2**22
 
 # of probabilities, by which training rows are more often right than predictions say
 _GAP = 0.2
 # of the variance of real predictions, that residuals have at least
 _SHARE = 0.1
+
+
+def few_rows(data: Data, num_samples: int) -> Batch | None:
+    """Return some rows that were fitted to, or None where one takes too much."""
+    rows = min(_ROWS, int(_NUMBERS * data.num_rows / (num_samples * max(data.num_outputs, 1))))
+    batch = next(data.first().split(rows)) if rows else None
+    return batch if batch is not None and len(batch.rows) <= rows else None
 
 
 class Found(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.data import Batch, TargetFn
+from torch_lla_em.data import Data, TargetFn
 from torch_lla_em.inference import Curve, Estimate, Posterior
 from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.likelihoods import Likelihood, Regression
@@ -189,12 +189,11 @@ class Fitted(nn.Module):
         self._require_fit()
         return Estimate(*self._log_evidence)
 
-    def held_out_evidence(self, loader: Iterable[Any], together: int = 10) -> Estimate:
+    def held_out_evidence(self, loader: Iterable[Any], together: int = 1) -> Estimate:
         """Return the log predictive of held-out rows given the fit, with its standard error.
 
-        Rows are predicted jointly, so many ``together`` as follow each other in a batch. It
-        compares networks, and posteriors on them, by rows that neither has seen: the larger, the
-        better. One pass.
+        It compares networks, each with its posterior, by rows that none has seen: the larger, the
+        better. ``together`` predicts so many rows of a batch jointly. One pass.
         """
         if together < 1:
             raise ValueError(f"together must be 1 or more, not {together}.")
@@ -269,14 +268,15 @@ class Fitted(nn.Module):
             self.sigma_noise = self.likelihood.sigma_noise.to(self.w_lin.device)
         self._standing = Standing(self._linear_model.network.module)
 
-    def _examine(self, batch: Batch) -> None:
+    def _examine(self, data: Data) -> None:
         """Warn of a fit that has gone to one end, by predictions of rows it was fitted to."""
-        batch = next(batch.split(collapse.ROWS))
-        prediction = self._predicted(batch.inputs, self.mixture)
-        gamma = Estimate(self.effective_dim, self.effective_dim_error)
-        found = collapse.Found(gamma, Estimate(*self._log_evidence), self.num_data)
-        for sign in collapse.signs(prediction, batch.targets, found):
-            logger.warning("%s", sign)
+        batch = collapse.few_rows(data, self.num_samples)
+        if batch is not None:
+            prediction = self._predicted(batch.inputs, self.mixture)
+            gamma = Estimate(self.effective_dim, self.effective_dim_error)
+            found = collapse.Found(gamma, Estimate(*self._log_evidence), self.num_data)
+            for sign in collapse.signs(prediction, batch.targets, found):
+                logger.warning("%s", sign)
 
     def _predicted(self, x: Any, table: Tensor, num_samples: int | None = None) -> Prediction:
         if table[:, parts.MODE].any():

@@ -97,6 +97,9 @@ class Data:
 
         The loader is read for it, once more, and its order put back.
         """
+        if self._begun is not None:  # a loader may fill the memory of its batch again
+            sources.restore(self._loader, self._begun_in)
+            self._begun = None
         alone = Data(self._loader, self._device, self._target_fn)
         alone.merge_rows, self.num_reads = rows, self.num_reads + 1
         drawn = sources.states(self._loader)

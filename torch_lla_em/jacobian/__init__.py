@@ -1,5 +1,6 @@
 """A network as a function of its weights, and its Jacobian as products."""
 
+from torch_lla_em.jacobian.factored import Factors
 from torch_lla_em.jacobian.last_layer import called_last
 from torch_lla_em.jacobian.linear_model import AddPullback, LinearModel
 from torch_lla_em.jacobian.network import ForwardFn, Network
@@ -7,6 +8,7 @@ from torch_lla_em.jacobian.parameters import ParameterLayout, Selection, select_
 
 __all__ = [
     "AddPullback",
+    "Factors",
     "ForwardFn",
     "LinearModel",
     "Network",

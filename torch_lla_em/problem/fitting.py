@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from math import inf
+from typing import Any
 
 from torch import Tensor
 
 from torch_lla_em.data import Batch
+from torch_lla_em.jacobian import Factors
 from torch_lla_em.problem.passes import BY_COLUMN, Add, Fold, Layer, LocalPasses, Pass, Passes, Sums
 from torch_lla_em.runtime import DoesNotFit, Interrupted, is_shortage, release, words_of
 
@@ -26,6 +28,12 @@ class Fitting(Layer):
         self._local, self._model = local, local.linear_model
         self.rows = inf
         """Rows of a batch at once."""
+
+        self.room = 0.0
+        """Bytes that factors of the Jacobian may take, while their batches are kept."""
+
+        self._factors: dict[tuple[int, int], Factors] = {}
+        self._of: object = None
 
     def take(self, columns: int | None, rows: int | None) -> None:
         """Take at most so many columns, and rows of a batch, at once."""
@@ -65,7 +73,7 @@ class Fitting(Layer):
         counted = self._local.data.num_outputs
         try:
             if len(w):
-                add(piece._replace(inputs=self._model.prepare(piece.inputs, len(w))), w, sums)
+                add(piece._replace(inputs=self._prepared(piece, len(w))), w, sums)
             return len(w), None
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, DoesNotFit) or not is_shortage(error):
@@ -76,8 +84,25 @@ class Fitting(Layer):
         self._local.data.num_outputs = counted
         return done, shortage
 
+    def _prepared(self, piece: Batch, columns: int) -> Any:
+        """Return what several products at a piece share; factors are kept as its batch is."""
+        kept = self._local.data.kept
+        if kept is not self._of:
+            self._factors, self._of = {}, kept
+        place = int(piece.rows[:1].sum()), len(piece.rows)
+        if place in self._factors:
+            return self._factors[place]
+        keep = kept is not None and self.room > 0
+        inputs = self._model.prepare(piece.inputs, columns, keep)
+        if keep and isinstance(inputs, Factors):
+            self.room -= inputs.nbytes
+            if self.room > 0:
+                self._factors[place] = inputs
+        return inputs
+
     def _halves_columns(self, left: int) -> bool:
         if self._model.factored is not None:
+            self._factors, self.room = {}, 0.0
             self._model.leave_factors()
             return True
         columns = min(self._model.columns_at_once, left)

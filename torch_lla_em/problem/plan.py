@@ -19,6 +19,8 @@ VECTORS = 20
 
 # of what is left beside the vectors, for one batch
 _SHARE = 0.8
+# of that, for factors of the Jacobian that are kept
+_FACTORS = 0.25
 # temporaries of an operation's derivative, in its own size
 _TEMPORARIES = 3
 
@@ -75,6 +77,9 @@ class Plan(NamedTuple):
     group: int | None
     """Columns on the device at once, where the vectors live elsewhere; None: all of them."""
 
+    factors: float = 0.0
+    """Bytes that factors of the Jacobian may take, kept from pass to pass with their batches."""
+
     @property
     def tight(self) -> bool:
         """Whether the vectors may not fit."""
@@ -88,7 +93,8 @@ class Plan(NamedTuple):
             f"{size_of(self.vectors)} on {self.vectors_on} ({size_of(self.free)} free, half "
             f"of which a Krylov basis may take); batches of {rows} rows keep "
             f"{size_of(self.activations.kept * rows / max(1, self.activations.rows))} a forward "
-            f"pass, {self.columns or 'all'} columns at once.{remedy if self.tight else ''}"
+            f"pass, {self.columns or 'all'} columns at once; factors of J may keep "
+            f"{size_of(self.factors)} where batches are kept.{remedy if self.tight else ''}"
         )
 
 
@@ -140,7 +146,10 @@ def make_plan(
     columns = min(fitting, compute.columns or fitting)
     if columns >= 2 * num_samples + 1:
         columns = None
-    return Plan(P, num_samples, vectors, place, free_on(place), activations, columns, rows, group)
+    kept = 0.0 if elsewhere or not compute.keep_data else _FACTORS * left
+    return Plan(
+        P, num_samples, vectors, place, free_on(place), activations, columns, rows, group, kept
+    )
 
 
 def place_of_vectors(

@@ -11,13 +11,18 @@ from math import inf
 
 import torch
 
+from torch_lla_em.data import Batch
 from torch_lla_em.problem.placement import Placed
-from torch_lla_em.problem.plan import Plan, make_plan, measured
+from torch_lla_em.problem.plan import Activations, Plan, make_plan, measured
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.spread import spread
 from torch_lla_em.runtime import Compute, free_memory, least_share, place_of
 
 logger = logging.getLogger("torch_lla_em")
+
+# up to which small batches are joined: beyond them a batch is no cheaper a row
+_JOINED_ROWS = 1024
+_JOINED_BYTES = 1 << 26
 
 
 def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "data") -> Plan:
@@ -32,6 +37,7 @@ def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "
     data.keep = compute.keep_data
     first = data.first()
     part, activations = measured(problem.local, first, compute.rows)
+    activations = _joined(problem, part, activations) if part is first else activations
     if len(part.rows) < min(compute.rows or inf, len(first.rows)):
         problem.fitting.take(None, len(part.rows))
     held, free_on = columns_held(problem, num_samples), _share_of_memory(problem)
@@ -42,12 +48,30 @@ def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "
         plan = plan_for(replace(compute, vectors="cpu"))
     plan = plan._replace(group=group.meet("columns at once", plan.group, _least))
     problem.fitting.take(plan.columns, plan.rows)
+    problem.fitting.room = plan.factors
     problem.vectors.device = plan.vectors_on
     if plan.group is not None:
         problem.passes = Placed(problem.passes, problem.vectors, plan.group, group)
     if group.size > 1:
         problem.passes = spread(problem.passes, shard, problem.vectors, group)
     return plan
+
+
+def _joined(problem: Problem, first: Batch, activations: Activations) -> Activations:
+    """Have small batches joined where rows stand alone; return what a joined one takes."""
+    data, per_row = problem.data, activations.kept / max(1, activations.rows)
+    rows = int(min(_JOINED_ROWS, _JOINED_BYTES // max(1.0, per_row)))
+    if not problem.alone or rows < 2 * len(first.rows) or data.num_batches() == 1:
+        return activations
+    several = data.ahead(rows)
+    if len(several.rows) < 2 * len(first.rows):
+        return activations
+    with problem.linear_model.network.guarded():
+        if not problem.local.rows_stand_alone(several, len(first.rows)):
+            return activations
+    data.merge_rows = rows
+    more = rows / max(1, activations.rows)
+    return Activations(int(activations.kept * more), int(activations.largest * more), rows)
 
 
 def columns_held(problem: Problem, num_samples: int) -> int:

@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -210,7 +211,13 @@ def posterior(la: LinearisedLaplace) -> Method:
         parts = [la.predict(x) for x in images]
         centre = torch.cat([part.centre.cpu() for part in parts])
         deviations = torch.cat([part.deviations.cpu() for part in parts], dim=1)
-        calibrated = Prediction(la.likelihood, centre, deviations)
+        beside = [part.beside.cpu() for part in parts if part.beside is not None]
+        calibrated = replace(
+            parts[0],
+            centre=centre,
+            deviations=deviations,
+            beside=torch.cat(beside, dim=1) if beside else None,
+        )
         fitted = Prediction(la.likelihood, f, deviations / la.posterior_scale.sqrt().to(deviations))
         return {
             ", Monte Carlo": Classes(fitted.log_probs, partial(functions, fitted)),

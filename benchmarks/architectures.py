@@ -307,8 +307,8 @@ def main():
         "How J(x) w is computed for each architecture, and how well it agrees with J(x)ᵀ: the "
         "adjoint error is the relative difference of ⟨u, J v⟩ and ⟨Jᵀu, v⟩, for v = Jᵀu and for "
         "u = J v, where Jᵀu is what `backward` gives on the model as it is. *Forward* is one "
-        "forward-mode pass; *reverse* two reverse passes, where forward mode is missing or does not differentiate "
-        "what training did. A *refused* model ends in the error that is quoted. The probe that "
+        "forward-mode pass; *reverse* two reverse passes, where forward mode is missing or does "
+        "not differentiate what training did. A *refused* model ends in the error that is quoted. The probe that "
         "decides runs on the first batch of every fit.",
         "",
         "Made by `python benchmarks/architectures.py` on a CPU with Python "

@@ -28,6 +28,7 @@ def test_networks_take_their_data(name):
         assert len(counts) > 1 and counts.max() < 0.8 * counts.sum()
 
 
+@pytest.mark.slow
 def test_parts_write_what_fits_cost(tmp_path, monkeypatch):
     small = partial(cost.mlp, rows=60, width=5)
     monkeypatch.setattr(cost, "PROBLEMS", {"mlp": small, "cnn": small})

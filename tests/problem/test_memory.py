@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from allocator import Allocator
+from daily import daily
 from fresh import run_fresh
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -394,7 +395,7 @@ SOLVERS = [
 ]
 
 
-@pytest.mark.parametrize("solver, prior, share", SOLVERS)
+@pytest.mark.parametrize("solver, prior, share", daily(SOLVERS[0], rest=SOLVERS[1:]))
 @pytest.mark.filterwarnings("ignore:The samples are known", "ignore:The linear mode is known")
 def test_fits_on_smaller_cards_are_the_same(solver, prior, share, monkeypatch, caplog):
     fit, x = small_fit(solver, prior, monkeypatch)

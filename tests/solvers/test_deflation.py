@@ -8,11 +8,16 @@ from tiny import basis_noise, tiny
 from torch_lla_em.inference.e_step import Deflation, Hyperparameters
 from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.learn import FitOptions, make_e_step
-from torch_lla_em.inference.posterior_samples import optimise_samples
+from torch_lla_em.inference.posterior_samples import Start, optimise_samples
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.solvers import BlockCG, Operator
 from torch_lla_em.solvers.block_lanczos import BlockLanczos
-from torch_lla_em.solvers.deflation import DeflatedCG, Preconditioner, nystrom_features
+from torch_lla_em.solvers.deflation import (
+    DeflatedCG,
+    FeaturePreconditioner,
+    KrylovPreconditioner,
+    nystrom_features,
+)
 
 P, K = 40, 4
 
@@ -80,21 +85,34 @@ def test_powers_of_the_preconditioner_are_the_dense_ones(A, features, method, po
     values, vectors = torch.linalg.eigh(M)
     rows = randn(3, P, seed=2)
     dense = rows @ (vectors * values**power) @ vectors.T
-    torch.testing.assert_close(getattr(Preconditioner(features, A.deviation), method)(rows), dense)
+    torch.testing.assert_close(
+        getattr(FeaturePreconditioner(features, A.deviation), method)(rows), dense
+    )
+
+
+def test_a_krylov_basis_preconditions_as_its_features_do(G):
+    lanczos = BlockLanczos(Operator(lambda x: x @ G), randn(2 * K, P))
+    lanczos.extend()
+    lanczos.extend()
+    known = KrylovPreconditioner(lanczos, 0.3)
+    deviation = torch.full((P,), 0.3**-0.5).double()
+    asked, rows = FeaturePreconditioner(nystrom_features(lanczos), deviation), randn(3, P, seed=2)
+    torch.testing.assert_close(known.inverse(rows), asked.inverse(rows))
+    torch.testing.assert_close(known.root(known.inverse_root(rows)), rows)
 
 
 def test_features_of_rank_zero_and_repeated_ones_are_harmless(features):
     rows = randn(3, P, seed=2)
-    M = Preconditioner(torch.zeros(2, P).double(), torch.ones(P).double())
+    M = FeaturePreconditioner(torch.zeros(2, P).double(), torch.ones(P).double())
     torch.testing.assert_close(M.inverse(rows), rows)
-    twice = Preconditioner(torch.cat([features, features]), torch.ones(P).double())
+    twice = FeaturePreconditioner(torch.cat([features, features]), torch.ones(P).double())
     torch.testing.assert_close(twice.root(twice.inverse_root(rows)), rows)
 
 
 @pytest.mark.parametrize("tolerance", [0.1, 1e-3, 1e-9])
 def test_the_solution_is_the_dense_one_and_the_certificate_bounds_it(A, features, tolerance):
     b = randn(K, P, seed=3)
-    solution = DeflatedCG(features, tolerance).solve(A, b)
+    solution = DeflatedCG(FeaturePreconditioner(features, A.deviation), tolerance).solve(A, b)
     assert solution.converged and solution.passes == A.passes and solution.error <= tolerance
     x, error = solution.x, solution.x - exact(A, b)
     assert (error @ A.matrix * error).sum() <= (tolerance**2 + 1e-15) * (x @ A.matrix * x).sum()
@@ -105,20 +123,29 @@ def test_the_solution_is_the_dense_one_and_the_certificate_bounds_it(A, features
 
 
 def test_energies_are_those_of_the_problem_not_of_the_preconditioned_one(A, features):
-    solution = DeflatedCG(features, 1e-9).solve(A, randn(K, P, seed=3))
+    solution = DeflatedCG(FeaturePreconditioner(features, A.deviation), 1e-9).solve(
+        A, randn(K, P, seed=3)
+    )
     energy = (solution.x @ A.matrix * solution.x).sum(1)
     torch.testing.assert_close(solution.energy, energy, rtol=1e-6, atol=1e-8)
 
 
 def test_it_takes_fewer_passes_than_plain_block_cg(A, features):
     b = randn(K, P, seed=3)
-    plain, deflated = BlockCG(1e-3).solve(A, b), DeflatedCG(features, 1e-3).solve(A, b)
+    plain, deflated = (
+        BlockCG(1e-3).solve(A, b),
+        DeflatedCG(FeaturePreconditioner(features, A.deviation), 1e-3).solve(A, b),
+    )
     assert deflated.passes < plain.passes
 
 
 @pytest.mark.parametrize("deflated", [False, True])
 def test_a_start_whose_image_is_known_saves_a_product(A, features, deflated):
-    solver = DeflatedCG(features, 1e-4) if deflated else BlockCG(1e-4)
+    solver = (
+        DeflatedCG(FeaturePreconditioner(features, A.deviation), 1e-4)
+        if deflated
+        else BlockCG(1e-4)
+    )
     b = randn(K, P, seed=3)
     start = exact(A, b)
     assert solver.solve(A, b, start).passes == 1
@@ -132,7 +159,9 @@ def test_float32_keeps_the_bound(A, features):
     b = randn(K, P, seed=3)
     truth, exact_matrix = exact(A, b), A.matrix
     A.G, A.deviation = A.G.float(), A.deviation.float()
-    solution = DeflatedCG(features.float(), 1e-3).solve(A, b.float())
+    solution = DeflatedCG(FeaturePreconditioner(features.float(), A.deviation), 1e-3).solve(
+        A, b.float()
+    )
     error = solution.x.double() - truth
     true = ((error @ (exact_matrix + torch.eye(P).to(b))) * error).sum(1).sqrt()
     assert solution.converged and (true <= 1.1 * solution.certificate + 1e-5).all()
@@ -141,7 +170,7 @@ def test_float32_keeps_the_bound(A, features):
 @pytest.mark.parametrize("option", ["tolerance", "max_passes"])
 def test_options_are_checked(features, option):
     with pytest.raises(ValueError, match=f"DeflatedCG: {option} must be above 0"):
-        DeflatedCG(features, **{option: 0})
+        DeflatedCG(None, **{option: 0})
 
 
 def hyper_of(problem, *precisions):
@@ -178,7 +207,7 @@ def test_going_on_at_another_precision_needs_no_product_for_its_residual(precisi
     earlier = optimise_samples(problem, noise, first, BlockCG(1e-9))
     torch.testing.assert_close(earlier.Gw, problem.ggn_product(earlier.w), rtol=1e-6, atol=1e-6)
     there = precision * first
-    known = optimise_samples(problem, noise, there, BlockCG(1e-9), earlier)
+    known = optimise_samples(problem, noise, there, BlockCG(1e-9), Start(earlier.w, earlier.Gw))
     asked = optimise_samples(problem, noise, there, BlockCG(1e-9), earlier.w)
     assert known.passes == asked.passes - 1
     torch.testing.assert_close(known.w, asked.w, rtol=1e-6, atol=1e-7)

@@ -11,16 +11,21 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.evidence import Modes, log_dets, sigma_of, squared_residual
-from torch_lla_em.inference.linear_mode import LinearMode, Precondition
+from torch_lla_em.inference.linear_mode import LinearMode
 from torch_lla_em.inference.mode_search import ModeSearch
-from torch_lla_em.inference.posterior_samples import PosteriorSamples, Solver, optimise_samples
+from torch_lla_em.inference.posterior_samples import (
+    PosteriorSamples,
+    Solver,
+    Start,
+    optimise_samples,
+)
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, WhitenedGGN, room
 from torch_lla_em.solvers import (
     BlockCG,
     BlockKrylov,
     DeflatedCG,
-    Preconditioner,
+    FeaturePreconditioner,
     Shift,
     Spectrum,
     nystrom_features,
@@ -146,7 +151,7 @@ class IterativeEStep:
     ):
         self._problem, self._noise = problem, noise
         self._solver, self._search, self._deflation = solver, search, deflation
-        self._last: Tensor | PosteriorSamples | None = None
+        self._last: Tensor | Start | None = None
 
     def expect(
         self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
@@ -176,11 +181,13 @@ class IterativeEStep:
     def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
         """Return w_lin at these hyper-parameters."""
         problem, _ = self._at_noise(hyper)
-        return self._within_memory(
-            lambda: self._search.find(
-                problem, hyper.precision, tolerance, self._preconditioner(hyper)
-            )
-        )
+
+        def run() -> LinearMode:
+            known = self._preconditioner(hyper)
+            inverse = None if known is None else known.inverse
+            return self._search.find(problem, hyper.precision, tolerance, inverse)
+
+        return self._within_memory(run)
 
     def warm_start(self, w_samples: Tensor) -> None:
         """Begin with the samples of an earlier posterior."""
@@ -201,24 +208,22 @@ class IterativeEStep:
             )
         )
         # G changes with σ: only without it is G w still that at the next step
-        self._last = samples if hyper.sigma is None else samples.w
+        self._last = Start(samples.w, samples.Gw) if hyper.sigma is None else samples.w
         return samples
 
     def _sample_solver(self, hyper: Hyperparameters, tolerance: float) -> Solver:
         own: Any = self._solver
-        known, solver = self._deflation, replace(own, tolerance=tolerance)
+        known, solver = self._preconditioner(hyper), replace(own, tolerance=tolerance)
         if known is None or not isinstance(solver, BlockCG):
             return solver
-        limits = tolerance, solver.max_passes
-        noise = known.relative(hyper.sigma)
-        return DeflatedCG(known.features, *limits, noise)  # type: ignore[return-value]
+        return DeflatedCG(known, tolerance, solver.max_passes)  # type: ignore[return-value]
 
-    def _preconditioner(self, hyper: Hyperparameters) -> Precondition | None:
+    def _preconditioner(self, hyper: Hyperparameters) -> FeaturePreconditioner | None:
         known, prior = self._deflation, self._noise.prior
         if known is None:
             return None
         deviation = prior.deviation(hyper.precision) / known.relative(hyper.sigma)
-        return Preconditioner(known.features, deviation, prior.space).inverse
+        return FeaturePreconditioner(known.features, deviation, prior.space)
 
     def _within_memory(self, run: Callable[[], T]) -> T:
         """Return the result of ``run``, if need be without a preconditioner."""

@@ -15,17 +15,24 @@ from torch_lla_em.inference.e_step import Expectation, Hyperparameters, at_scala
 from torch_lla_em.inference.evidence import Modes, gaussian_constant, sigma_of
 from torch_lla_em.inference.linear_mode import LinearMode, optimise_MAP
 from torch_lla_em.inference.mode_search import ModeSearch
-from torch_lla_em.inference.posterior_samples import PosteriorSamples, optimise_samples
+from torch_lla_em.inference.posterior_samples import PosteriorSamples, Start, optimise_samples
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import ImagedGGN, Problem, WhitenedGGN, room
-from torch_lla_em.solvers import BlockCG, BlockKrylov, Newton, Shift, Spectrum
+from torch_lla_em.solvers import (
+    BlockCG,
+    BlockKrylov,
+    DeflatedCG,
+    KrylovPreconditioner,
+    Newton,
+    Shift,
+    Spectrum,
+)
 
 T = TypeVar("T")
 
 _CURVE_POINTS = 241
-# the factorisation serves λ down to this part of EM's own: EM may fall, the curve goes on
-# below λ*, and as a preconditioner of the mode it saves more single columns than it costs
-_REACH = 0.3
+# certificate of the basis at the last λ: γ errs by a twentieth of its square
+_COARSE = 0.1
 _NEIGHBOURS = 10**-0.5, 10**0.5
 _MORE = (
     "Raise max_passes of BlockKrylov, start from a larger prior_precision, or take more samples: "
@@ -38,9 +45,10 @@ _ROUNDING = (
 
 
 class KrylovEStep:
-    """γ, the log det and the Gaussian mode from T; the softmax mode by Newton's method.
+    """γ, the log det and the Gaussian mode from T; the mode of other losses over a subspace.
 
-    The factorisation grows until its certificate at the current λ holds, and no further.
+    The factorisation grows until its certificate at the current λ tells γ, and no further; at
+    the last λ samples are polished by passes of K columns, preconditioned by its basis.
     """
 
     knows_evidence = True
@@ -71,7 +79,7 @@ class KrylovEStep:
         self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
     ) -> Expectation:
         shift = self.shift(hyper)
-        self._extend(shift._replace(precision=_REACH * shift.precision), tolerance)
+        self._extend(shift, tolerance)
         if self.krylov.lanczos.exhausted and not self._holds(shift, tolerance):
             self._warn(shift, tolerance, _ROUNDING)
         dims, residual, gamma = self.krylov.effective_dims(shift), None, None
@@ -101,7 +109,8 @@ class KrylovEStep:
     ) -> tuple[LinearMode, PosteriorSamples, Tensor]:
         """Return the posterior at these hyper-parameters, with the evidence's log dets."""
         shift = self.shift(hyper)
-        self._extend(shift, 0.9 * tolerance)
+        # γ and the log det err with the square of the certificate
+        self._extend(shift, max(tolerance, min(_COARSE, tolerance**0.5)))
         mode, log_dets = self.mode(hyper, tolerance), self.krylov.log_dets(shift)
         self.krylov.lanczos.end()
         return mode, self._within_memory(partial(self._find_samples, hyper, tolerance)), log_dets
@@ -187,12 +196,19 @@ class KrylovEStep:
 
     def _find_samples(self, hyper: Hyperparameters, tolerance: float) -> PosteriorSamples:
         problem, noise = self._at_noise(hyper)
-        start = None
+        start: Tensor | Start | None = None
+        limits = tolerance, self._solver.max_passes
+        solver: BlockCG | DeflatedCG = BlockCG(*limits)
         if self._has_basis:
-            start = self.krylov.samples(self.shift(hyper)).mul_(noise.prior.scale)
-        # one product recomputes the true residual; where rounding spoilt it, iterations mend it
-        polish = BlockCG(tolerance, self._solver.max_passes)
-        return optimise_samples(problem, noise, hyper.precision, polish, start)
+            shift = self.shift(hyper)
+            start = self.krylov.samples(shift).mul_(noise.prior.scale)
+            if self.krylov.error(shift) > tolerance:  # else a product tells the true residual
+                images = noise.prior.unscaled(self.krylov.sample_images(shift))
+                start = Start(start, images)
+            # K columns a pass, from where the basis of 2 K has come
+            known = KrylovPreconditioner(self.krylov.lanczos, shift.precision * shift.noise**2)
+            solver = DeflatedCG(known, *limits)
+        return optimise_samples(problem, noise, hyper.precision, solver, start)
 
     def _within_memory(self, run: Callable[[], T]) -> T:
         """Return the result of ``run``, if need be without the basis."""

@@ -53,25 +53,35 @@ class PosteriorSamples(NamedTuple):
     """G w_k, shape (K, P), which spares a pass to whoever starts from here."""
 
 
+class Start(NamedTuple):
+    """Weights to start from, whose G w is known."""
+
+    w: Tensor
+    """(K, P)."""
+
+    Gw: Tensor
+    """(K, P)."""
+
+
 def optimise_samples(
     problem: Problem,
     noise: StochasticPrior,
     precision: Tensor,
     solver: Solver = BlockCG(),
-    start: Tensor | PosteriorSamples | None = None,
+    start: Tensor | Start | None = None,
 ) -> PosteriorSamples:
     """Turn the stochastic prior into posterior samples, from scratch or from a start.
 
-    Which is weights (K, P), or samples at another λ, whose G w is known.
+    Which is weights (K, P), with their G w where that is known.
     """
     prior, deviation = noise.prior, noise.prior.deviation(precision)
     b = noise.right_hand_side(precision)
     product = WhitenedGGN(problem, deviation)
-    if isinstance(start, PosteriorSamples) and isinstance(solver, (BlockCG, DeflatedCG)):
+    if isinstance(start, Start) and isinstance(solver, (BlockCG, DeflatedCG)):
         x = prior.whitened(start.w, precision)
         solution = solver.solve(product, b, x, deviation * start.Gw)
     else:
-        w = start.w if isinstance(start, PosteriorSamples) else start
+        w = start.w if isinstance(start, Start) else start
         x = None if w is None else prior.whitened(w, precision)
         solution = solver.solve(product, b, x)
     if not solution.converged:

@@ -3,7 +3,12 @@
 from torch_lla_em.solvers.block_cg import BlockCG
 from torch_lla_em.solvers.block_krylov import BlockKrylov, KrylovPosterior, Shift, Spectrum
 from torch_lla_em.solvers.block_lanczos import BlockLanczos
-from torch_lla_em.solvers.deflation import DeflatedCG, Preconditioner, nystrom_features
+from torch_lla_em.solvers.deflation import (
+    DeflatedCG,
+    FeaturePreconditioner,
+    KrylovPreconditioner,
+    nystrom_features,
+)
 from torch_lla_em.solvers.function_space import FunctionSpace
 from torch_lla_em.solvers.newton import Minimum, Newton
 from torch_lla_em.solvers.operator import Operator, Product
@@ -19,12 +24,13 @@ __all__ = [
     "DeflatedCG",
     "DivergenceError",
     "FaultyProductError",
+    "FeaturePreconditioner",
     "FunctionSpace",
     "KrylovPosterior",
+    "KrylovPreconditioner",
     "Minimum",
     "Newton",
     "Operator",
-    "Preconditioner",
     "Product",
     "Shift",
     "Solution",

@@ -20,6 +20,7 @@ from torch_lla_em.solvers.solution import (
     relative_error,
     solve_with_restarts,
 )
+from torch_lla_em.solvers.space import add_combined
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -116,6 +117,13 @@ class KrylovPosterior:
     def samples(self, shift: Shift) -> Tensor:
         """Return (G + λ)⁻¹(√λ ξ + η), shape (K, P), by Galerkin projection."""
         return self.lanczos.to_weights(self._solution(shift))
+
+    def sample_images(self, shift: Shift) -> Tensor:
+        """Return G / noise² of the samples, (K, P), as the factorisation knows it."""
+        y, lanczos = self._solution(shift), self.lanczos
+        total = lanczos.to_weights(y * lanczos.eigenvalues)
+        add_combined(total, y @ lanczos.residual_coordinates().T, lanczos.basis[-1])
+        return total / shift.noise**2
 
     def mode(self, shift: Shift) -> Tensor:
         """Return the linear mode of a Gaussian likelihood, shape (P,)."""

@@ -35,12 +35,12 @@ class BlockLanczos:
         storage: torch.dtype | None = None,
     ):
         self._product = product
-        self._space = product.space
+        self.space = product.space
         self._memory = memory
         self._storage = storage or start.dtype
         self.has_basis = True
         self._ended = False
-        block, self.start = self._space.orthonormalise(start)
+        block, self.start = self.space.orthonormalise(start)
         self.basis = [block]
         """Blocks of Q, each (r_j, P); the last one has no product with G yet. All but the last
         two are in the dtype of storage, and taken out of it one by one."""
@@ -59,7 +59,7 @@ class BlockLanczos:
     @property
     def held(self) -> float:
         """Bytes of the basis, where vectors are in slices that of the largest one."""
-        return self._space.largest(sum(block.nbytes for block in self.basis))
+        return self.space.largest(sum(block.nbytes for block in self.basis))
 
     @property
     def exhausted(self) -> bool:
@@ -79,7 +79,7 @@ class BlockLanczos:
         """Take one more product, and diagonalise T."""
         if self.exhausted:
             return
-        block, gram = self.basis[-1], self._space.gram
+        block, gram = self.basis[-1], self.space.gram
         image = self._product(block)
         diagonal = gram(block, image)
         if not torch.isfinite(diagonal).all():
@@ -107,11 +107,11 @@ class BlockLanczos:
         """Return what the image adds to the basis, (r, P), and its coefficients, (m, r)."""
         # below rounding of the product, directions are noise: the space is invariant
         floor = _NOISE * torch.finfo(image.dtype).eps * self._scale
-        block, coupling = self._space.orthonormalise(image, floor)
+        block, coupling = self.space.orthonormalise(image, floor)
         if len(block) and torch.linalg.svdvals(coupling)[-1] < 1e-2 * self._scale:
             # what was small has kept, relative to its length, more of the rounding
             self._orthogonalise(block)
-            block, turn = self._space.orthonormalise(block, 0.5)
+            block, turn = self.space.orthonormalise(block, 0.5)
             coupling = coupling @ turn
         return block, coupling
 
@@ -155,7 +155,7 @@ class BlockLanczos:
 
     def to_coordinates(self, rows: Tensor) -> Tensor:
         """Return Ritz coordinates (k, r) of vectors (k, P), projected; needs the basis."""
-        pieces = [self._space.gram(rows, block) for block in self.basis[: self.num_steps]]
+        pieces = [self.space.gram(rows, block) for block in self.basis[: self.num_steps]]
         return torch.cat(pieces, dim=1) @ self.vectors
 
     def drop_basis(self) -> None:
@@ -172,7 +172,7 @@ class BlockLanczos:
 
     def _orthogonalise(self, rows: Tensor) -> None:
         for earlier in self.basis:
-            add_combined(rows, self._space.gram(rows, earlier), earlier, -1)
+            add_combined(rows, self.space.gram(rows, earlier), earlier, -1)
 
     def _make_room(self) -> None:
         """Keep the last two blocks only, once the basis has outgrown its memory."""

@@ -17,12 +17,6 @@ from torch_lla_em.solvers.space import Space, add_combined, combine
 _SMALLEST = 1e-6
 
 
-class Whitened(Operator):
-    """A product x -> D G D x that tells D."""
-
-    deviation: Tensor
-
-
 def nystrom_features(lanczos: BlockLanczos) -> Tensor:
     """Return F, shape (r, P), with FᵀF ≤ G: Nyström's approximation, equal on the Ritz vectors.
 
@@ -39,13 +33,7 @@ def nystrom_features(lanczos: BlockLanczos) -> Tensor:
 
 
 class Preconditioner:
-    """Powers of M = I + D FᵀF D, which is at most I + D G D, in whitened coordinates."""
-
-    def __init__(self, features: Tensor, deviation: Tensor, space: Space = Space()):
-        self._features, self._deviation, self._gram = features, deviation, space.gram
-        squares = space.gram(features, features, deviation.square())
-        values, self._vectors = torch.linalg.eigh(squares)
-        self._values = values.clamp_min(0)
+    """Powers of M = I + Vᵀ B V ≤ I + A, with V orthonormal after a turn of some given rows."""
 
     def inverse(self, rows: Tensor) -> Tensor:
         """Return M⁻¹ rows, (k, P)."""
@@ -60,6 +48,19 @@ class Preconditioner:
         return self._power(rows, 0.5)
 
     def _power(self, rows: Tensor, power: float) -> Tensor:
+        raise NotImplementedError
+
+
+class FeaturePreconditioner(Preconditioner):
+    """M = I + D FᵀF D, in coordinates whitened by D."""
+
+    def __init__(self, features: Tensor, deviation: Tensor, space: Space = Space()):
+        self._features, self._deviation, self._gram = features, deviation, space.gram
+        squares = space.gram(features, features, deviation.square())
+        values, self._vectors = torch.linalg.eigh(squares)
+        self._values = values.clamp_min(0)
+
+    def _power(self, rows: Tensor, power: float) -> Tensor:
         # D Fᵀ V has columns of squared length ``values``: one division for each unit vector
         values = self._values
         change = torch.expm1(power * torch.log1p(values))
@@ -70,16 +71,42 @@ class Preconditioner:
         return moved.mul_(self._deviation).add_(rows)
 
 
+class KrylovPreconditioner(Preconditioner):
+    """M = I + N / λ, with Nyström's N ≤ G of a Krylov basis and of the block that comes next.
+
+    G Qᵀ = Qᵀ T + (next)ᵀ C, so that N is a small matrix between rows that are there already.
+    """
+
+    def __init__(self, lanczos: BlockLanczos, precision: float):
+        self._basis, self._gram = lanczos.basis, lanczos.space.gram
+        theta = lanczos.eigenvalues
+        live = theta > _SMALLEST * theta[-1]
+        roots = theta[live].sqrt()
+        # of √θ⁻¹ G u, what is in Q, and in the next block
+        within = lanczos.vectors[:, live] * roots
+        beyond = lanczos.residual_coordinates()[:, live] / roots
+        u, singular, _ = torch.linalg.svd(torch.cat([within, beyond]), full_matrices=False)
+        self._vectors, self._values = u, singular.square() / precision
+
+    def _power(self, rows: Tensor, power: float) -> Tensor:
+        within = torch.cat([self._gram(rows, block) for block in self._basis], dim=1)
+        change = within @ self._vectors * torch.expm1(power * torch.log1p(self._values))
+        moved, sizes = rows.clone(), [len(block) for block in self._basis]
+        for part, block in zip((change @ self._vectors.T).split(sizes, dim=1), self._basis):
+            add_combined(moved, part, block)
+        return moved
+
+
 @dataclass(frozen=True)
 class DeflatedCG:
-    """Block CG on M^{-1/2} (A + I) M^{-1/2}, with M from Nyström features of G.
+    """Block CG on M^{-1/2} (A + I) M^{-1/2}, with a given M.
 
     Since I ≤ M ≤ A + I, the residual in the norm of M⁻¹ bounds the error as the plain one
     does, and is nearer to it: the certificate is that one.
     """
 
-    features: Tensor
-    """F, shape (r, P), in the coordinates of G, with FᵀF ≤ G."""
+    preconditioner: Preconditioner
+    """Powers of M."""
 
     tolerance: float = 1e-2
     """Bound on √(mean ‖r‖² / max(1, mean ⟨x, A x⟩)), with r in the norm of M⁻¹."""
@@ -87,21 +114,18 @@ class DeflatedCG:
     max_passes: int = 200
     """Products with A after which it stops, with a warning."""
 
-    noise: float = 1.0
-    """σ of a Gaussian likelihood, relative to the one F was built with."""
-
     def __post_init__(self) -> None:
         check_positive("DeflatedCG", tolerance=self.tolerance, max_passes=self.max_passes)
 
     def solve(
         self,
-        product: Whitened,
+        product: Operator,
         b: Tensor,
         start: Tensor | None = None,
         image: Tensor | None = None,
     ) -> Solution:
         """Return X, found from ``start`` or 0; ``image``, A start where known, saves a product."""
-        M = Preconditioner(self.features, product.deviation / self.noise, product.space)
+        M = self.preconditioner
 
         def preconditioned(y: Tensor) -> Tensor:
             x = M.inverse_root(y)

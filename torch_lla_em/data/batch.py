@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,25 @@ class Batch(NamedTuple):
 
     step_rows: int = 0
     """Rows of all ranks' batches, where they go step by step."""
+
+    read: tuple[int, ...] = ()
+    """Rows of each of the loader's batches, where several were joined."""
+
+    def apart(self) -> Iterator[Batch]:
+        """Yield the loader's own batches, with those of single rows joined as they are."""
+        sizes: list[int] = []
+        for before, size in zip((0, *self.read), self.read):
+            if before == size == 1:
+                sizes[-1] += 1
+            else:
+                sizes.append(size)
+        ends = [*accumulate(sizes)]
+        for start, end in zip([0, *ends], ends or [len(self.rows)]):
+            inputs = cut(self.inputs, len(self.rows), slice(start, end)) if ends else self.inputs
+            piece = slice(start, end)
+            yield self._replace(
+                rows=self.rows[piece], inputs=inputs, targets=self.targets[piece], read=()
+            )
 
     def split(self, size: int) -> Iterator[Batch]:
         """Yield the batch in pieces of at most ``size`` rows, or whole if it has no rows to cut."""

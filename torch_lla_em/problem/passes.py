@@ -208,7 +208,9 @@ class LocalPasses:
                 self.probe(whole)
                 if int(whole.rows[-1]) < rows.skipped:
                     continue
-                for batch in self.pieces(whole, rows.at_most):
+                # groups of rows are the same, however batches were joined
+                parts = [whole] if rows.at_most == inf else whole.apart()
+                for batch in (b for part in parts for b in self.pieces(part, rows.at_most)):
                     if self.data.num_passes == 0:
                         _check_finite(batch)
                     class_dim = self.linear_model.network.class_dim

@@ -287,7 +287,7 @@ def row(name, make):
         else []
     )
     notes += ["the trunk runs once a batch"] if double.last_layer else []
-    notes += ["one column at a time"] if 1 in double.path[1:] else []
+    notes += ["one column at a time"] if double.unbatched else []
     errors = f"{double.adjoint_error:.0e} | {single.adjoint_error:.0e}"
     note = "; ".join(note for note in notes if note)
     return f"| {name} | {direction} | {errors} | {note[:1].upper()}{note[1:]} |"

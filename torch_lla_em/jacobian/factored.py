@@ -15,6 +15,9 @@ from torch.nn import functional as F
 from torch_lla_em.jacobian.calls import Call, recorded
 from torch_lla_em.jacobian.network import Network
 
+# of the largest temporary on a CPU: beyond this every one is fetched anew from the system, which
+# takes as long as the arithmetic
+FETCHED_BYTES = 2**24
 # outputs of a row beyond which their backward passes cost more than they can save
 _MOST_OUTPUTS = 512
 
@@ -67,9 +70,11 @@ class Outer(NamedTuple):
             )
         else:
             groups = self.a.shape[1]
-            z = torch.einsum(
-                "kgoi,bgit->bkgot", weight.reshape(K, groups, -1, self.a.shape[2]), self.a
-            )
+            weight = weight.reshape(K, groups, -1, self.a.shape[2])
+            if groups == 1:  # einsum copies the sum of all columns once more
+                z = (weight.flatten(0, 2) @ self.a[:, 0]).unflatten(1, weight.shape[:2] + (-1,))
+            else:
+                z = torch.einsum("kgoi,bgit->bkgot", weight, self.a)
             if bias is not None:
                 z = z + bias.view(K, groups, -1, 1)
         z = z.flatten(2)
@@ -113,6 +118,14 @@ class Factors(NamedTuple):
         """Bytes of all that is kept, but for the inputs."""
         dense = 0 if self.dense is None else self.dense.nbytes
         return self.f.nbytes + dense + sum(term.nbytes for term in self.outer)
+
+    @property
+    def columns_at_once(self) -> int | None:
+        """How many columns have temporaries that a CPU does not fetch anew each time."""
+        if self.f.device.type != "cpu":
+            return None
+        widths = [term.a.shape[0] * term.b.shape[2] for term in self.outer if term.b is not None]
+        return max(1, FETCHED_BYTES // (max(widths, default=1) * self.f.itemsize))
 
     def push(self, tangents: dict[str, Tensor]) -> Tensor:
         """Return J w, (K, B, ..., C), from directions (K, *shape)."""

@@ -206,7 +206,7 @@ class LinearModel:
         u has shape (K, B, ..., C), total (K, P).
         """
         if isinstance(x, Factors):
-            return x.f, self._adding(self._pull_by_factors(x), at_once=True)
+            return x.f, self._adding(self._pull_by_factors(x), x.columns_at_once)
         is_head = isinstance(x, HeadCall)
         function = x.head if is_head else self.network.function(x, self.layout.names)
         f, pullback = products.vjp(function, self._weights())
@@ -246,20 +246,22 @@ class LinearModel:
 
     def _push_by_factors(self, x: Factors, w: Tensor) -> Tensor:
         weights, tangents = self._weights(), self._tangents(w)
-        Jw = x.push({name: tangents[name].to(weights[name]) for name in x.weights})
         rest = {name: weight for name, weight in weights.items() if name not in x.weights}
+        own = {name: tangents[name].to(weights[name]) for name in x.weights}
+        step = self._at_once(x.columns_at_once) or len(w)
+        chunks = (slice(start, start + step) for start in range(0, len(w), step))
+        Jw = torch.cat([x.push({name: t[chunk] for name, t in own.items()}) for chunk in chunks])
         if rest:
             function = self.network.function(x.x, tuple(rest))
             tangents = {name: tangents[name] for name in rest}
             Jw = Jw + products.jvp(function, rest, tangents, self.path)[1]
         return Jw
 
-    def _adding(self, pullback: products.Pullback, at_once: bool = False) -> AddPullback:
+    def _adding(self, pullback: products.Pullback, columns: int | None = None) -> AddPullback:
         """Return the map (u, total): total += Jᵀ u, in as many columns at once as are taken."""
 
         def add_pullback(u: Tensor, total: Tensor) -> None:
-            step = None if at_once else self._at_once(self.path.vjp_columns)
-            step = step or len(u)
+            step = self._at_once(columns or self.path.vjp_columns) or len(u)
             for start in range(0, len(u), step):
                 chunk = slice(start, start + step)
                 with _after_columns(start):

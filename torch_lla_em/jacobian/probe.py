@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torch_lla_em.jacobian.factored import Factored
+from torch_lla_em.jacobian.factored import FETCHED_BYTES, Factored
 from torch_lla_em.jacobian.faults import (
     checked_outputs,
     distance,
@@ -31,9 +31,6 @@ AddPullback = Callable[[Tensor, Tensor], None]
 # rounding in a deep network in float32 or with TF32, well below what a wrong rule leaves
 _ROUNDING = 0.03
 
-# of the largest temporary on a CPU: beyond this every one is fetched anew from the system, which
-# takes as long as the arithmetic
-_FETCHED_BYTES = 2**24
 # where fewer columns than this fit a CPU's cache, Jᵀu is faster one by one: J w shares its
 # forward pass among columns, but their backward passes share nothing, and stacking costs
 _PULLED_ALONE = 8
@@ -187,7 +184,7 @@ def _choose(model: Products, x: Any, columns: _Columns) -> Report:
     if errors.get(forward, math.inf) > max(columns.tolerance, _ROUNDING):
         raise NoJacobianError(_refusal(model, reasons))
     model.path = start._replace(forward=forward)
-    unbatched, cached = [], columns.at_once(_FETCHED_BYTES)
+    unbatched, cached = [], columns.at_once(FETCHED_BYTES)
     pulled = 1 if cached is not None and cached <= _PULLED_ALONE else cached
     for side, name, at_once in (("jvp_columns", "J w", cached), ("vjp_columns", "Jᵀu", pulled)):
         if _vmap_works(model, x, columns, side):

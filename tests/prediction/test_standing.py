@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -198,3 +200,35 @@ def test_a_fit_may_say_what_predictions_are_made_of(original):
     mode, posterior = la.predict(case.x, "linear").mean, la.predict(case.x, "linear").probs
     expected = (posterior + mode.softmax(-1) + case.model(case.x).detach().softmax(-1)) / 3
     assert_close(other(case.x), expected)
+
+
+class Scaled(nn.Module):
+    """A network with a weight that acts by no matrix product."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale, self.last = (
+            nn.Linear(2, 8),
+            nn.Parameter(torch.ones(8)),
+            nn.Linear(8, 3),
+        )
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)) * self.scale)
+
+
+def test_threads_predict_alike():
+    torch.manual_seed(0)
+    model, x = Scaled(), torch.randn(20, 2)
+    la = LinearisedLaplace(model, "classification", num_samples=3)
+    la.fit([(x, torch.arange(20) % 3)], em_steps=0, prior_precision=5.0, progress_bar=False)
+    model.train()
+    expected, interval = la(x), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda _: la(x), range(40)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(torch.equal(answer, expected) for answer in answers)
+    assert all(layer.training for layer in model.modules())

@@ -167,6 +167,12 @@ class Network:
         return (self._held or _State(self.module)).owner(names)
 
     @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other threads from exchanging the module's tensors meanwhile."""
+        with _ONE_AT_A_TIME:
+            yield
+
+    @contextmanager
     def guarded(self) -> Iterator[None]:
         """Make calls safe for torch.func, in eval mode; restore everything on exit.
 

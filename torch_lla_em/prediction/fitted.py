@@ -240,7 +240,7 @@ class Fitted(nn.Module):
         if self.sigma_noise is not None:
             self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
         self.num_samples = len(self.w_samples)
-        self._standing = Standing(self._linear_model.network.module)
+        self._standing = Standing(self._linear_model.network)
 
     def __getattr__(self, name: str) -> Any:
         """Return a buffer."""
@@ -249,12 +249,12 @@ class Fitted(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fitted:
         """Move posterior and network together."""
         network = self._linear_model.network
-        stands = self.w_lin is not None and self._standing.holds(network.module)
+        stands = self.w_lin is not None and self._standing.holds(network)
         super()._apply(fn, recurse)
         self.model._apply(fn, recurse)
         self._linear_model = LinearModel(network, self._linear_model.layout)  # to be probed there
         if stands:
-            self._standing = Standing(network.module)
+            self._standing = Standing(network)
         return self
 
     def _store(self, posterior: Posterior, history: list[dict[str, Any]], num_data: int) -> None:
@@ -266,7 +266,7 @@ class Fitted(nn.Module):
         elif isinstance(self._given_likelihood, Regression):  # tempered, so its noise stays
             self.likelihood = self._given_likelihood
             self.sigma_noise = self.likelihood.sigma_noise.to(self.w_lin.device)
-        self._standing = Standing(self._linear_model.network.module)
+        self._standing = Standing(self._linear_model.network)
 
     def _examine(self, data: Data) -> None:
         """Warn of a fit that has gone to one end, by predictions of rows it was fitted to."""
@@ -298,7 +298,7 @@ class Fitted(nn.Module):
             raise NotFittedError(
                 "There is no posterior yet: call la.fit(train_loader), or la.load_state_dict(state)."
             )
-        if not self._standing.holds(self._linear_model.network.module, surely):
+        if not self._standing.holds(self._linear_model.network, surely):
             raise NotFittedError(
                 "The network's weights have changed since the fit, so the posterior is not theirs: "
                 "call la.fit(train_loader) again."

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_lla_em.jacobian import Network
 from torch_lla_em.runtime import records
 
 # entries of a tensor that are looked at in every call
@@ -21,16 +22,22 @@ class Standing:
     uncounted. Where any of it has changed, or where it is asked for, every bit is compared.
     """
 
-    def __init__(self, module: nn.Module):
-        self.fingerprint = records.fingerprint(module)
-        """Of every bit."""
+    def __init__(self, network: Network):
+        module = network.module
+        with network.alone():
+            self.fingerprint = records.fingerprint(module)
+            """Of every bit."""
 
-        self._kinds = _kinds(module)
-        self._marks: list[Any] | None = _marks(module)
-        self._numbers: Tensor | None = _numbers(module)
+            self._kinds = _kinds(module)
+            self._marks: list[Any] | None = _marks(module)
+            self._numbers: Tensor | None = _numbers(module)
 
-    def holds(self, module: nn.Module, surely: bool = False) -> bool:
+    def holds(self, network: Network, surely: bool = False) -> bool:
         """Whether the network is as it was: ``surely`` looks at every bit."""
+        with network.alone():
+            return self._holds(network.module, surely)
+
+    def _holds(self, module: nn.Module, surely: bool) -> bool:
         if not surely and self._marks == _marks(module):
             numbers = _numbers(module)
             if torch.equal(numbers.nan_to_num(), self._numbers.nan_to_num()):

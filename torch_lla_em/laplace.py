@@ -72,8 +72,9 @@ class LinearisedLaplace(Fitted):
     ``sigma_noise`` (1.0): where the noise of a regression starts, one number, or one per output to
     learn them apart.
     ``tolerance`` (0.01): error of the samples, in posterior standard deviations; .1 is faster.
-    ``curvature`` ("network"): where the Hessian is taken: at the network's outputs, or at the
-    "linear" mode, better for networks that know their training data by heart.
+    ``curvature`` ("network"): where the Hessian is taken: at the network's outputs, at the
+    "linear" mode, or in expectation under the posterior itself ("variational"), best where no
+    held-out data are at hand; it chooses its own solver.
     ``solver`` (None): chosen by size and logged; BlockKrylov(), BlockCG(), FunctionSpace(), SGD().
     ``class_dim`` (-1): the axis of the outputs that classes are on; 1 for maps (B, C, H, W).
     ``forward_fn``: (model, inputs) -> outputs, where calling the model on them does not do it.

@@ -275,6 +275,30 @@ def test_sites_that_do_not_count_say_nothing():
     assert (kept[0].value - kept[1].value).abs() < 5 * error
 
 
+def test_a_fit_that_was_stopped_goes_on(tmp_path, monkeypatch):
+    case = tiny("classification")
+    loader = [(case.x[:13], case.y[:13]), (case.x[13:], case.y[13:])]
+
+    def fit():
+        la = LinearisedLaplace(case.model, "classification", num_samples=4, **VARIATIONAL)
+        return la.fit(loader, progress_bar=False, checkpoint=tmp_path)
+
+    residuals, asked = Variational.residuals, []
+
+    def stopped(steps, q):
+        asked.append(q)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return residuals(steps, q)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Variational, "residuals", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            fit()
+    _, whole = fitted("classification", num_samples=4)
+    assert torch.equal(fit().w_samples, whole.w_samples)
+
+
 def test_rows_in_another_order_are_told(caplog):
     case = tiny("classification")
     data = torch.utils.data.TensorDataset(case.x, case.y)

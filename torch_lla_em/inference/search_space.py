@@ -1,4 +1,4 @@
-"""Directions of weight space with their J v over all rows: what is minimised over them takes no pass."""
+"""Directions of weight space beside their J v over all rows: over their span nothing takes a pass."""
 
 from __future__ import annotations
 

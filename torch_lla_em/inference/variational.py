@@ -29,6 +29,9 @@ _FALL = 3.0
 _SETTLED = 0.3, 0.1
 """Errors of the samples and of the mean at which λ is taken as found."""
 
+_GAIN = 0.3
+"""Nats of a few rounds that are worth another pass; the bound itself is known to some."""
+
 _START = 0.1
 """λ over the mean squared output of the prior at λ = 1."""
 
@@ -38,8 +41,8 @@ _STEPS = 10
 _EPSILON_STREAM = 1
 
 
-# q, its mean alone, and the network are wrong in different places: rows of weight, share of J w_lin,
-# share of f and scale of the samples' variance
+# q, its mean alone and the network are wrong in different places: rows of weight, share of
+# J w_lin, share of f and scale of the samples' variance
 _AVERAGE = [[1 / 3, 1, 0, 1], [1 / 3, 1, 0, 0], [1 / 3, 0, 1, 0]]
 
 
@@ -65,9 +68,9 @@ def variational(
     settled = ended = False
     began = time.monotonic()
     while True:
-        before = q.precision
+        before = q
         if not settled:
-            q = steps.ascend(q, before / _FALL if learns else math.inf)
+            q = steps.ascend(q, q.precision / _FALL if learns else math.inf)
         residuals = steps.residuals(q)
         if residuals is None:
             return None
@@ -151,11 +154,12 @@ def _told(
     )
 
 
-def _has_settled(before: float, q: Q, told: Info) -> bool:
-    """Whether λ has moved by less than its Monte Carlo error, in a space that is wide enough."""
+def _has_settled(before: Q, q: Q, told: Info) -> bool:
+    """Whether λ has moved by less than its Monte Carlo error, or in vain, in a wide space."""
     count = len(q.effective_dims) * q.effective_dims.mean().item()
     allowed = max(0.01, max(count, 1e-12) ** -0.5)
-    still = abs(math.log(q.precision / before)) < allowed
+    still = abs(math.log(q.precision / before.precision)) < allowed
+    still |= q.bound - before.bound < _GAIN
     return still and told.sample_error < _SETTLED[0] and told.mode_error < _SETTLED[1]
 
 
@@ -164,7 +168,7 @@ def _warn(told: Info, tolerance: float) -> None:
     if error > tolerance:
         warnings.warn(
             f"The variational posterior is known to an error of {error:.1e} only, not "
-            f"{tolerance:.1e}: the directions it is sought in had no more room, or rounding allows no more. Take "
-            "fewer samples, raise `tolerance`, or convert the model and its data to float64.",
+            f"{tolerance:.1e}: there was no room for more directions, or rounding allows no more. "
+            "Take fewer samples, raise `tolerance`, or convert the model and its data to float64.",
             stacklevel=2,
         )

@@ -191,10 +191,10 @@ class LinearisedLaplace(Fitted):
                 posterior = learn(problem, options, run.on_step)
                 run.end()
                 self._store(posterior, run.history, data.num_rows)
-                state = {} if posterior.noise is None else {_ETA: posterior.noise.eta}
-                run.keep({**self.state_dict(), **state})
                 if group.size == 1:
                     self._examine(data)
+                state = {} if posterior.noise is None else {_ETA: posterior.noise.eta}
+                run.keep({**self.state_dict(), **state})
         self._loaders, self._earlier = loaders, None
         if _ETA in state:
             self._earlier = Earlier.of(state[_ETA], self.scale, problem.likelihood, data)

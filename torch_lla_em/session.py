@@ -97,7 +97,9 @@ class Session:
         if log is not None:
             if isinstance(log, SharedLog) and problem.vectors.group is not None:
                 log.vectors = problem.vectors
-            log.compare(FirstOutputs.of(problem))
+            outputs = FirstOutputs.of(problem)
+            problem.local.refuse_changed_weights()
+            log.compare(outputs)
             problem.passes = Recorded(problem, log, partial)
         logger.log(logging.WARNING if plan.tight else logging.INFO, "%s", plan)
         if not self._bar.disable:
@@ -117,6 +119,7 @@ class Session:
 
     def keep(self, state: dict[str, Tensor]) -> None:
         """Put the posterior in the place of the checkpoint's passes."""
+        self.problem.local.refuse_changed_weights()
         if self._log is not None:
             self._log.finish(state, self.problem.data.facts())
 

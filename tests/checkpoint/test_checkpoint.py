@@ -413,7 +413,7 @@ def test_a_restart_sees_the_order_of_an_unbroken_run(solver, own, tmp_path, ever
     after = torch.rand(1)
     while la is None:
         try:
-            la = run(Shuffled(20 if solver == "sgd" else 50, own), tmp_path / "broken")
+            la = run(Shuffled(30 if solver == "sgd" else 50, own), tmp_path / "broken")
         except InterruptedError:
             runs += 1
             assert runs < 40
@@ -810,6 +810,9 @@ class Meddling:
 
     def __init__(self, at, batch, change):
         self.case, self.passes = tiny("classification"), 0
+        self.last = 0
+        """The last pass that went to its end: a fit may look at the first rows once more."""
+
         self.at, self.batch, self.change = at, batch, change
 
     def __iter__(self):
@@ -818,6 +821,7 @@ class Meddling:
             yield x, y
             if (self.passes, index) == (self.at, self.batch):
                 self.change(self.case.model[0])
+        self.last = self.passes
 
     def fit(self, folder):
         la = LinearisedLaplace(self.case.model, "classification", num_samples=4, compute=READ)
@@ -825,11 +829,11 @@ class Meddling:
 
 
 @pytest.mark.parametrize("change", daily("one other sign", rest=["in place"]))
-@pytest.mark.parametrize("at, batch", daily((3, 0), rest=[(1, 0), ("last", 4)]))
+@pytest.mark.parametrize("at, batch", daily((3, 0), rest=[(2, 0), ("last", 4)]))
 def test_no_pass_with_changed_weights_is_kept(at, batch, change, tmp_path, every_batch):
     whole = Meddling(0, 0, None)
     expected = whole.fit(tmp_path / "whole")
-    at = whole.passes if at == "last" else at
+    at = whole.last if at == "last" else at
     with pytest.raises(RuntimeError, match="chang"):
         Meddling(at, batch, CHANGES[change]).fit(tmp_path / "broken")
     assert not (tmp_path / "broken" / "posterior.pt").exists()
@@ -843,7 +847,7 @@ def test_weights_may_not_change_in_the_last_pass(change):
     whole = Meddling(0, 0, None)
     whole.fit(None)
     with pytest.raises(RuntimeError, match="chang"):
-        Meddling(whole.passes, 4, change).fit(None)
+        Meddling(whole.last, 4, change).fit(None)
 
 
 def test_weights_may_not_change_after_the_last_pass(monkeypatch):

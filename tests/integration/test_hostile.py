@@ -354,7 +354,13 @@ for number, (what, change, entry) in FILES.items():
 @case("14", "messages between ranks were unpickled", "they are JSON and tensors")
 def _(folder):
     source = [path.read_text() for path in Path(torch_lla_em.__file__).parent.rglob("*.py")]
-    calls = "import pickle", "pickle.load", "weights_only=False", "all_gather_object", "broadcast_object_list"
+    calls = (
+        "import pickle",
+        "pickle.load",
+        "weights_only=False",
+        "all_gather_object",
+        "broadcast_object_list",
+    )
     assert not [call for call in calls for text in source if call in text]
 
 

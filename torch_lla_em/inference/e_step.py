@@ -216,7 +216,7 @@ class IterativeEStep:
         known, solver = self._preconditioner(hyper), replace(own, tolerance=tolerance)
         if known is None or not isinstance(solver, BlockCG):
             return solver
-        return DeflatedCG(known, tolerance, solver.max_passes)  # type: ignore[return-value]
+        return DeflatedCG(known, tolerance, solver.max_passes)
 
     def _preconditioner(self, hyper: Hyperparameters) -> FeaturePreconditioner | None:
         known, prior = self._deflation, self._noise.prior

@@ -208,22 +208,6 @@ def test_hooks():
     agree(model, drawn(4, 3))
 
 
-class Own(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.T @ x
-
-    @staticmethod
-    def jvp(ctx, x, weight):
-        raise NotImplementedError
-
-
 def without_factors(model, x):
     linear = linear_model(model)
     linear.probe(x)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import takewhile
@@ -16,11 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_lla_em.data import default_forward
 from torch_lla_em.jacobian.contiguous import ContiguousInputs
+from torch_lla_em.jacobian.parameters import ONE_AT_A_TIME
 from torch_lla_em.jacobian.weight_sums import WeightSums
 from torch_lla_em.runtime import tf32
-
-# flags of torch's are the whole process's
-_ONE_AT_A_TIME = threading.RLock()
 
 ForwardFn = Callable[[nn.Module, Any], Tensor]
 WeightFunction = Callable[[dict[str, Tensor]], Tensor]
@@ -137,8 +134,9 @@ class Network:
         """Return the named parameters, detached."""
         if self._held is not None:
             return {name: self._held.fixed[name] for name in names}
-        parameters = dict(self.module.named_parameters())
-        return {name: parameters[name].detach() for name in names}
+        with ONE_AT_A_TIME:
+            parameters = dict(self.module.named_parameters())
+            return {name: parameters[name].detach() for name in names}
 
     def call(self, x: Any) -> Tensor:
         """Return the outputs of the module as it stands, their axes as they are."""
@@ -169,7 +167,7 @@ class Network:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Keep other threads from exchanging the module's tensors meanwhile."""
-        with _ONE_AT_A_TIME:
+        with ONE_AT_A_TIME:
             yield
 
     @contextmanager
@@ -180,7 +178,7 @@ class Network:
         time: what is set is the module's and the process's own.
         """
         with ExitStack() as stack:
-            stack.enter_context(_ONE_AT_A_TIME)
+            stack.enter_context(ONE_AT_A_TIME)
             if self._held is not None:
                 stack.enter_context(torch.no_grad())
                 yield
@@ -214,8 +212,9 @@ class Network:
 
     def sizes(self) -> Tensor:
         """Return two sums over every parameter, which a change without a new version changes too."""
-        sums = [self._sums.of(p).to(self.device) for p in self.module.parameters()]
-        return torch.stack(sums).cpu()
+        with ONE_AT_A_TIME:
+            sums = [self._sums.of(p).to(self.device) for p in self.module.parameters()]
+            return torch.stack(sums).cpu()
 
     @contextmanager
     def computing(self, precision: str) -> Iterator[None]:
@@ -235,11 +234,12 @@ class Network:
 
         Running statistics change without one, but the count of their batches has one.
         """
-        marks = {name: parameter._version for name, parameter in self.module.named_parameters()}
-        for name, buffer in self.module.named_buffers():
-            if buffer.is_floating_point() or name.endswith("num_batches_tracked"):
-                marks[name] = buffer._version
-        return marks
+        with ONE_AT_A_TIME:
+            marks = {name: p._version for name, p in self.module.named_parameters()}
+            for name, buffer in self.module.named_buffers():
+                if buffer.is_floating_point() or name.endswith("num_batches_tracked"):
+                    marks[name] = buffer._version
+            return marks
 
     @property
     def device(self) -> torch.device:

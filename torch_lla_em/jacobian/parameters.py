@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -10,6 +11,9 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
+
+# inside of a network, others would see its substitutes, and flags are the whole process's
+ONE_AT_A_TIME = threading.RLock()
 
 Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None
 
@@ -83,6 +87,11 @@ def select_parameters(
     registered; a name pattern (``"encoder.*"``), a list of them or a predicate
     ``(name, parameter) -> bool`` takes what it matches.
     """
+    with ONE_AT_A_TIME:
+        return _selected(module, selection, last_layer)
+
+
+def _selected(module: nn.Module, selection: Selection, last_layer: str | None) -> tuple[str, ...]:
     parameters = dict(module.named_parameters())
     if selection is None:
         fixed = _normalisation_parameters(module)

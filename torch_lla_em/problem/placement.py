@@ -55,6 +55,11 @@ class Vectors:
         size = self.layout.size
         return torch.zeros(num_vectors, size, dtype=self.dtype, device=self.device)
 
+    def whole_zeros(self, num_vectors: int) -> Tensor:
+        """Return whole vectors (num_vectors, P)."""
+        shape = num_vectors, self.whole_layout.size
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
     def host_zeros(self, num_vectors: int) -> Tensor:
         """Return whole vectors beside a card: pinned, which copies fast, while there is any."""
         shape = num_vectors, self.whole_layout.size

@@ -158,13 +158,13 @@ class Problem:
         def compute() -> Sums:
             known = self.data.num_outputs if self.alone and self.data.num_passes else 0
             known *= 1 if self.curvature.points is None else len(self.curvature.points)
-            R, parts = self.vectors.zeros(known), []
+            R, parts = self.vectors.whole_zeros(known), []
             done = 0
 
             def add(batch: Batch, _: Tensor, sums: Sums) -> None:
                 nonlocal done
                 u, pull = self.work.noise_outputs(batch, identity)
-                rows = R[done : done + len(u)] if known else self.vectors.zeros(len(u))
+                rows = R[done : done + len(u)] if known else self.vectors.whole_zeros(len(u))
                 fine = torch.ones((), dtype=torch.bool, device=u.device)
                 for columns, product in self.linear_model.pulled(u, pull):
                     fine &= all_finite(product)
@@ -175,11 +175,12 @@ class Problem:
 
             self._visit(add, columns=1 << 16)
             self.local.finite.refuse(LIKELIHOOD, DERIVATIVE)
-            return {"R": R if known else self.data.group.gather(torch.cat([R, *parts]))}
+            whole = R if known else self.data.group.gather(torch.cat([R, *parts]))
+            return {"R": self.vectors.own(whole)}
 
         rows = self.kept(torch.zeros(1, device=self.device), compute)["R"]
         self.cost.columns += len(rows) // self.data.num_rows
-        return self.vectors.own(rows)
+        return rows
 
     def push_forward(self, w: Tensor) -> list[tuple[Batch, Tensor, Tensor]]:
         """Return each of this rank's batches with f, (B, ..., C), and J w, (K, B, ..., C)."""

@@ -6,7 +6,7 @@ trains a small convolutional network on scikit-learn's handwritten digits (they 
 the package), fits ``LinearisedLaplace``, and prints a table against the network itself and
 against temperature scaling; pictures go to ``results/digits/``, and with ``--readme`` the
 table into the README. Expect, once calibrated, a
-joint NLL of a third of the network's, and shifted digits told from clean ones more often.
+joint NLL of six tenths of the network's, and shifted digits told from clean ones more often.
 """
 
 import argparse

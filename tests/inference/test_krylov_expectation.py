@@ -250,3 +250,14 @@ def test_blocks_that_are_stored_in_bfloat16_keep_the_basis_orthogonal():
     exact = torch.linalg.svdvals(R.double())[:20].square()
     found = lanczos.eigenvalues.flip(0)[:20]
     torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("precision", [1e6, 1e12])
+def test_an_effective_dimension_far_below_one_is_not_lost_to_rounding(precision):
+    case = tiny("classification")
+    dense = case.exact()
+    la = LinearisedLaplace(case.model.float(), "classification", num_samples=64, g_prior=False)
+    la.fit([(case.x.float(), case.y)], em_steps=0, prior_precision=precision, progress_bar=False)
+    truth = dense.effective_dims(torch.tensor(precision).double()).sum().item()
+    error = la.effective_dim_error.item()
+    assert 0 < error < 0.2 * truth and abs(la.effective_dim.item() - truth) < 5 * error

@@ -198,7 +198,7 @@ class IterativeEStep:
 
     def modes(self, hyper: Hyperparameters) -> Modes:
         """Return no modes, since there is no curve to draw through them."""
-        return Modes(*torch.zeros(3, 0, dtype=torch.float64))
+        return Modes(*torch.zeros(3, 0, dtype=torch.float64, device="cpu"))
 
     def _samples(self, hyper: Hyperparameters, tolerance: float) -> PosteriorSamples:
         problem, noise = self._at_noise(hyper)

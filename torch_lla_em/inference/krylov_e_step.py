@@ -113,7 +113,9 @@ class KrylovEStep:
         self._extend(shift, max(tolerance, min(_COARSE, tolerance**0.5)))
         mode, log_dets = self.mode(hyper, tolerance), self.krylov.log_dets(shift)
         self.krylov.lanczos.end()
-        return mode, self._within_memory(partial(self._find_samples, hyper, tolerance)), log_dets
+        samples = self._within_memory(partial(self._find_samples, hyper, tolerance))
+        # of samples that hardly differ from the prior's, rounding would leave no γ
+        return mode, samples._replace(effective_dims=self.krylov.effective_dims(shift)), log_dets
 
     def spectrum(self, hyper: Hyperparameters) -> Spectrum:
         """Return what γ and the log det at any λ follow from, at this noise."""
@@ -132,13 +134,15 @@ class KrylovEStep:
                 there = factor * hyper.precision
                 known = self._search.objective(self._problem, there)
                 points += [] if known is None else [(there.item(), *known)]
-            return Modes.of(*torch.tensor(points, dtype=torch.float64).T)
-        grid = hyper.precision.cpu() * torch.logspace(-6, 6, _CURVE_POINTS, dtype=torch.float64)
+            return Modes.of(*torch.tensor(points, dtype=torch.float64, device="cpu").T)
+        grid = hyper.precision.cpu() * torch.logspace(
+            -6, 6, _CURVE_POINTS, dtype=torch.float64, device="cpu"
+        )
         points = []
         for precision in grid:
             norms = self.krylov.mode_norms(self.shift(hyper._replace(precision=precision)))
             points.append((precision, self._gaussian_loss(norms.fit, hyper), norms.squared_norm))
-        return Modes.of(*torch.tensor(points, dtype=torch.float64).T)
+        return Modes.of(*torch.tensor(points, dtype=torch.float64, device="cpu").T)
 
     def shift(self, hyper: Hyperparameters) -> Shift:
         """Return the hyper-parameters relative to the noise that G was built with."""

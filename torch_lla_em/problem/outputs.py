@@ -71,7 +71,7 @@ def _outputs(problem: Problem, w: Tensor) -> Sums:
     ]
     dtype, of_targets, of_f = group.meet("shapes of outputs", seen, _the_same)
     if dtype is None:
-        return {"f": torch.zeros(0)}
+        return {"f": torch.zeros(0, device="cpu")}
     N = problem.data.num_rows
     found = {
         "f": like.new_zeros(N, *of_f),

@@ -52,3 +52,9 @@ def test_imports_go_to_the_own_room_or_to_the_face_of_an_earlier_one():
 def test_every_room_is_on_the_list():
     rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert rooms == {*ROOMS[:-1], *BESIDE}
+
+
+def test_no_file_is_too_long():
+    lengths = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert not {path.name: n for path, n in lengths.items() if n > LONGEST}
+    assert len([*PACKAGE.glob("*.py")]) <= 8

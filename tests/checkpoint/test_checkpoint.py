@@ -451,7 +451,8 @@ def test_batches_that_are_kept_come_in_their_order_at_a_restart(tmp_path, monkey
             runs += 1
             assert runs < 40
     assert runs > 2
-    assert torch.equal(la.w_samples, whole.w_samples)
+    # what is kept of J, where its batches are, rounds otherwise than what is computed anew
+    torch.testing.assert_close(la.w_samples, whole.w_samples, rtol=1e-6, atol=1e-8)
     assert torch.equal(torch.rand(1), after)
 
 

@@ -72,7 +72,7 @@ def outputs(problem):
 
 
 @pytest.mark.parametrize(
-    "work, least", [(product, 0.25), (gradient, 0.25), (noise, 0.7), (outputs, 0.25)]
+    "work, least", [(product, 0.35), (gradient, 0.25), (noise, 0.4), (outputs, 0.25)]
 )
 def test_smaller_cards_give_the_same(work, least):
     with Allocator() as unlimited:
@@ -386,7 +386,7 @@ def test_pieces_are_orthonormalised_as_the_whole_is(dependent, monkeypatch):
 
 # solver, prior, and a share of what a fit takes that is enough by smaller pieces
 SOLVERS = [
-    (BlockKrylov(), "scalar", 0.8),
+    (BlockKrylov(), "scalar", 0.65),
     (BlockCG(), "scalar", 0.7),
     (BlockCG(deflate=False), "scalar", 0.9),
     (SGD(epochs=10), "scalar", 0.9),
@@ -437,7 +437,7 @@ def test_what_a_fit_cannot_do_without_is_said(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr("torch_lla_em.inference.learn.get_sto_samples", full)
+    monkeypatch.setattr(sys.modules["torch_lla_em.inference.learn"], "get_sto_samples", full)
     la = LinearisedLaplace(network(), "classification", num_samples=K)
     x, y = torch.randn(24, 20), torch.randint(0, 3, (24,))
     with pytest.raises(DoesNotFit) as caught:

@@ -232,7 +232,7 @@ def test_where_memory_ends_the_basis_goes(ends_at, monkeypatch, caplog):
 
     lanczos._product._product = failing(lanczos._product._product)
     for name in ("gram", "orthonormalise"):
-        monkeypatch.setattr(lanczos._space, name, failing(getattr(lanczos._space, name)))
+        monkeypatch.setattr(lanczos.space, name, failing(getattr(lanczos.space, name)))
     for _ in range(2):
         lanczos.grow()
     assert not lanczos.has_basis and caplog.text.count("Out of memory at 3 blocks") == 1

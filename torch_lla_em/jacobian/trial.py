@@ -47,7 +47,12 @@ def find_factors(model: Any, x: Any, prepared: Any) -> Factored | None:
         return (_now(network) - start) / len(w), Jw, total
 
     otherwise, Jw, total = product(prepared)
-    seconds, again, pulled = product(factors)
+    try:
+        seconds, again, pulled = product(factors)
+    except RuntimeError as error:  # of dtypes, as of a layer that computes in another one
+        if is_shortage(error):
+            raise
+        return None
     eps = max(torch.finfo(t.dtype).eps for t in (factors.f, w, *factors.weights.values()))
     if distance(again, Jw) > eps**0.5 or worst_block(model.layout, pulled, total, eps):
         return None

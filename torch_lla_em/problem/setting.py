@@ -37,7 +37,8 @@ def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "
     data.keep = compute.keep_data
     first = data.first()
     part, activations = measured(problem.local, first, compute.rows)
-    activations = _joined(problem, part, activations) if part is first else activations
+    if part is first and compute.keep_data:
+        activations = _joined(problem, part, activations)
     if len(part.rows) < min(compute.rows or inf, len(first.rows)):
         problem.fitting.take(None, len(part.rows))
     held, free_on = columns_held(problem, num_samples), _share_of_memory(problem)

@@ -36,7 +36,8 @@ class Compute:
     """Rows of a batch at once, at most; None: as many as fit."""
 
     keep_data: bool = True
-    """Keep the batches on the device after the third pass, if a quarter of its memory holds them."""
+    """Join small batches, and keep them on the device after the third pass, if a quarter of its
+    memory holds them. False takes every batch from the loader, as it comes, at every pass."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -44,12 +44,12 @@ def bounds(la, exact, precision, sigma, layout):
     e is what a step may be off by: five standard errors of γ in γ / |w|² and in
     residual / (outputs − γ), and the move of λ below which EM stops.
     """
-    x = torch.stack([precision.log()] + [sigma.log()] * (sigma is not None))
+    x = torch.stack([precision.log()] + ([] if sigma is None else [sigma.log()]))
 
     def step(x):
         given = x[1].exp() if len(x) > 1 else None
         new, new_sigma, _, _ = dense_step(exact, x[0].exp(), given, layout, False)
-        return torch.stack([new.log()] + [new_sigma.log()] * (len(x) > 1))
+        return torch.stack([new.log()] + ([new_sigma.log()] if len(x) > 1 else []))
 
     moves = 1e-4 * torch.eye(len(x)).double()
     slopes = torch.stack([(step(x + move) - step(x - move)) / 2e-4 for move in moves], 1)

@@ -77,7 +77,7 @@ CASES = {
     "krylov, linear curvature": ("classification", batches, {"curvature": "linear"}, {}),
     "krylov, regression": ("regression", batches, {}, {}),
     "krylov, poisson": ("poisson", listed, {"g_prior": False}, {}),
-    "krylov, bernoulli": ("bernoulli", shuffled, {}, {}),
+    "krylov, bernoulli": ("bernoulli", batches, {}, {}),
     "cg, layerwise": ("classification", streamed, {"solver": BlockCG(), "prior": "layerwise"}, {}),
     "cg, noise by output": (
         "regression per output",

@@ -2,7 +2,7 @@
 
 Passes over the data are nearly all of the cost, and everything between them is a function
 of their results. A run that is started again reads the passes that are there instead of
-the data, and ends bitwise where an unbroken one would.
+the data, and ends where an unbroken one would: to rounding, where factors of J were kept.
 """
 
 from __future__ import annotations

@@ -39,6 +39,11 @@ class Batch(NamedTuple):
     read: tuple[int, ...] = ()
     """Rows of each of the loader's batches, where several were joined."""
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The first of its rows, and how many: the same at every pass over kept batches."""
+        return int(self.rows[:1].sum()), len(self.rows)
+
     def apart(self) -> Iterator[Batch]:
         """Yield the loader's own batches, with those of single rows joined as they are."""
         sizes: list[int] = []

@@ -26,16 +26,16 @@ class Curvature:
 
     def columns(self, batch: Batch) -> int:
         """Return how many columns a product at this batch needs for H."""
-        return 0 if self.points is None or _place(batch) in self._known else len(self.points)
+        return 0 if self.points is None or batch.place in self._known else len(self.points)
 
     def outputs(self, batch: Batch) -> Tensor | None:
         """Return J w at the points, (M, B, ..., C), where it is known."""
-        return self._known.get(_place(batch))
+        return self._known.get(batch.place)
 
     def know(self, batch: Batch, outputs: Tensor) -> None:
         """Keep J w at the points, (M, B, ..., C), for batches that come again."""
         if sum(map(torch.numel, self._known.values())) + outputs.numel() <= _OUTPUTS_KEPT:
-            self._known[_place(batch)] = outputs.clone()
+            self._known[batch.place] = outputs.clone()
 
 
 def hessian_product(likelihood: Likelihood, at: Tensor, u: Tensor) -> Tensor:
@@ -52,7 +52,3 @@ def hessian_sqrt_product(likelihood: Likelihood, at: Tensor, noise: Tensor) -> T
     for m in range(1, len(at)):
         total = total + likelihood.hessian_sqrt_product(at[m], noise[:, m])
     return total / len(at) ** 0.5 if len(at) > 1 else total
-
-
-def _place(batch: Batch) -> tuple[int, int]:
-    return int(batch.rows[:1].sum()), len(batch.rows)

@@ -89,15 +89,14 @@ class Fitting(Layer):
         kept = self._local.data.kept
         if kept is not self._of:
             self._factors, self._of = {}, kept
-        place = int(piece.rows[:1].sum()), len(piece.rows)
-        if place in self._factors:
-            return self._factors[place]
+        if piece.place in self._factors:
+            return self._factors[piece.place]
         keep = kept is not None and self.room > 0
         inputs = self._model.prepare(piece.inputs, columns, keep)
         if keep and isinstance(inputs, Factors):
             self.room -= inputs.nbytes
             if self.room > 0:
-                self._factors[place] = inputs
+                self._factors[piece.place] = inputs
         return inputs
 
     def _halves_columns(self, left: int) -> bool:

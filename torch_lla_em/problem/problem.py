@@ -283,10 +283,6 @@ class Problem:
         """Run, and return whether memory lasted; where a fit goes on, as it did at first."""
         return self.passes.lasts(run)
 
-    def refuse_changed_weights(self) -> None:
-        """Raise where the weights are no longer those that the fit began with."""
-        self.local.refuse_changed_weights()
-
     def _visit(self, add: Add, columns: int) -> None:
         """Have every batch of this rank seen once, by so many columns."""
         self.fitting.fold(torch.arange(columns, device="cpu"), Pass({}, add))

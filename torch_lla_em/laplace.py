@@ -12,12 +12,7 @@ from torch import Tensor, nn
 
 from torch_lla_em.checkpoint import FORMAT
 from torch_lla_em.data import Chain, Data, TargetFn
-from torch_lla_em.inference import (
-    Earlier,
-    FitOptions,
-    Solver,
-    learn,
-)
+from torch_lla_em.inference import Earlier, FitOptions, Solver, learn
 from torch_lla_em.jacobian import (
     ForwardFn,
     LinearModel,
@@ -137,7 +132,8 @@ class LinearisedLaplace(Fitted):
 
     def fit(
         self,
-        loader: Iterable[Any],
+        loader: Any,
+        targets: Tensor | None = None,
         *,
         validation: Iterable[Any] | None = None,
         em_steps: int = 20,
@@ -150,6 +146,7 @@ class LinearisedLaplace(Fitted):
     ) -> LinearisedLaplace:
         """Learn λ (and σ) by EM from ``prior_precision``, then find mode and samples.
 
+        ``loader`` is a DataLoader, a Dataset or a list of batches; or inputs, with ``targets``.
         ``validation`` is a loader of held-out rows, by which predictions are calibrated.
         ``em_steps=0`` keeps ``prior_precision``. ``update="em"`` takes the slower steps
         that never lower the evidence. ``checkpoint`` is a folder that keeps every pass: the
@@ -163,6 +160,7 @@ class LinearisedLaplace(Fitted):
         ``"auto"``, which logs its choice; ``"weights"`` slices all vectors over the ranks as
         well, where they do not fit on one; ``None`` lets each rank fit on its own.
         """
+        loader = loader if targets is None else [(loader, targets)]
         wish = Wish(em_steps, prior_precision, progress_bar, checkpoint, update, override, shard)
         check_choice("shard", shard, SHARDS)
         check_choice("update", update, ("mackay", "em"))

@@ -54,6 +54,22 @@ def test_loaders_are_run_through():
     case, la = fitted("classification")
     for rows in (TensorDataset(case.x, case.y), TensorDataset(case.x)):
         assert_close(la.predict(DataLoader(rows, 7)).probs, la(case.x))
+        assert_close(la.predict(rows).probs, la(case.x))
+
+
+def test_inputs_and_targets_are_data_too():
+    case, la = fitted("classification")
+    fit = {"em_steps": 0, "prior_precision": 5.0, "progress_bar": False}
+    again = LinearisedLaplace(case.model, "classification", num_samples=6)
+    assert_close(again.fit(case.x, case.y, **fit)(case.x), la(case.x))
+    assert_close(again.calibrate(case.x, case.y)(case.x), la.calibrate([(case.x, case.y)])(case.x))
+
+
+def test_fewer_samples_are_the_first_ones():
+    case, la = fitted("regression")
+    few = la.predict(case.x, num_samples=3)
+    assert_close(few.samples, la.predict(case.x).samples[:3])
+    assert_close(few.variance, (few.samples - few.mean).square().mean(0))
 
 
 @pytest.mark.parametrize("name", ["classification", "regression", "poisson"])

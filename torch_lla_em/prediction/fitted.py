@@ -134,17 +134,21 @@ class Fitted(nn.Module):
         """Return log p(y_1..y_B | x_1..x_B), shape ()."""
         return self.predict(x, mean).joint_log_prob(y)
 
-    def calibrate(self, loader: Iterable[Any], mean: str | None = None) -> Fitted:
+    def calibrate(
+        self, loader: Any, targets: Tensor | None = None, *, mean: str | None = None
+    ) -> Fitted:
         """Fit how predictions go from the network to the posterior by held-out rows; one pass.
 
         For classes and labels: a temperature of the network, a scale of the posterior, a factor
         of the softmax at its mean, and the weights of the three; temperature scaling is a special
         case. For real numbers: the scale, σ, and the share of the linear mode in the mean. All
         are most probable under mild priors; ``calibration`` tells what was gained. ``mean`` keeps
-        to the posterior around the "network" or the "linear" mode. Ranks call it together.
+        to the posterior around the "network" or the "linear" mode. Inputs come with ``targets``, or
+        as a loader of both. Ranks call it together.
         """
         check_choice("mean", mean, (None, "network", "linear"))
         self._require_fit(surely=True)
+        loader = loader if targets is None else [(loader, targets)]
         with over(self, loader) as problem:
             found = calibrated(problem, self._columns(), mean, self.mixture)
         self.mixture, self.calibration = found.table.to(self.mixture), found.calibration

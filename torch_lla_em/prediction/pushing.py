@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from torch_lla_em.data import inputs_of, map_tensors, to_device
+from torch_lla_em.data import as_loader, inputs_of, map_tensors, to_device
 from torch_lla_em.jacobian import LinearModel
 
 
 def push_forward(linear_model: LinearModel, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
     """Return f(x), shape (B, ..., C), and J(x) w, (K, B, ..., C); differentiable in x, if asked.
 
-    A DataLoader is run through, batch by batch, and its targets are left out.
+    A DataLoader or a Dataset is run through, batch by batch, and its targets are left out.
     """
-    if isinstance(x, DataLoader):
-        parts = [push_forward(linear_model, inputs_of(batch), w) for batch in x]
+    if isinstance(x, (DataLoader, Dataset)):
+        parts = [push_forward(linear_model, inputs_of(batch), w) for batch in as_loader(x)]
         f, Jw = zip(*parts)
         return torch.cat(f), torch.cat(Jw, dim=1)
     network = linear_model.network

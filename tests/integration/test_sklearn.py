@@ -1,0 +1,87 @@
+"""Estimators of scikit-learn, and what scikit-learn itself checks of them."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("sklearn")
+
+from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
+
+from torch_lla_em.sklearn import LaplaceClassifier, LaplaceRegressor
+
+FAST = {"epochs": 20, "num_samples": 4, "hidden": (8,), "random_state": 0}
+
+
+@pytest.fixture(autouse=True)
+def fewer_steps(monkeypatch):
+    monkeypatch.setattr("torch_lla_em.sklearn._LEAST_STEPS", 200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", [LaplaceClassifier, LaplaceRegressor])
+@pytest.mark.filterwarnings("ignore")
+def test_scikit_learn_has_nothing_to_say(estimator):
+    found = check_estimator(estimator(**{**FAST, "hidden": (20,)}), on_fail=None)
+    failed = [(r["check_name"], r["exception"]) for r in found if r["status"] == "failed"]
+    assert len(found) > 40 and not failed, failed
+
+
+def rows(count=150):
+    x = np.random.default_rng(0).normal(size=(count, 3))
+    return x, np.where(x[:, 0] * x[:, 1] > 0, "same", "other")
+
+
+def test_classifiers_go_where_others_do():
+    x, y = rows()
+    pipeline = make_pipeline(StandardScaler(), LaplaceClassifier(**FAST))
+    assert cross_val_score(pipeline, x, y, cv=2).mean() > 0.7
+    own = clone(pipeline).fit(x, y)
+    assert list(own.classes_) == ["other", "same"]
+    probs = own.predict_proba(x)
+    assert probs.shape == (150, 2) and np.allclose(probs.sum(1), 1)
+    assert (own.predict(x) == y).mean() > 0.8
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(own)).predict_proba(x), probs)
+
+
+def test_the_posterior_is_that_of_the_network():
+    x, y = rows()
+    with pytest.raises(NotFittedError):
+        LaplaceClassifier().predict(x)
+    before = torch.get_rng_state()
+    fitted = LaplaceClassifier(**FAST, validation_fraction=0.2).fit(x, y)
+    assert torch.equal(before, torch.get_rng_state())
+    la = fitted.laplace_
+    assert la.num_data == 120 and la.calibration.num_rows == 30
+    np.testing.assert_allclose(fitted.predict_proba(x), la(x).numpy())
+    again = LaplaceClassifier(**FAST, validation_fraction=0.2).fit(x, y)
+    np.testing.assert_array_equal(again.predict_proba(x), fitted.predict_proba(x))
+    assert fitted.predict_proba(x.astype("float32")).dtype == "float64"
+
+
+def linear(features, outputs):
+    return nn.Linear(features, outputs)
+
+
+def test_regressors_tell_how_sure_they_are():
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(400, 2)).astype("float32")
+    y = 100 + 30 * x[:, 0] + generator.normal(size=400) * 5
+    fitted = LaplaceRegressor(linear, **FAST).fit(x[:200], y[:200])
+    assert type(fitted.laplace_.model[1]) is nn.Linear
+    mean, std = fitted.predict(x[200:], return_std=True)
+    assert mean.shape == std.shape == (200,) and mean.dtype == "float32"
+    assert abs(std.mean() - 5) < 1
+    inside = (np.abs(y[200:] - mean) < 1.645 * std).mean()
+    assert abs(inside - 0.9) < 5 * (0.9 * 0.1 * (1 / 200 + 1 / 180)) ** 0.5
+    both = LaplaceRegressor(**FAST, options={"curvature": "linear"}).fit(x, np.stack([y, -y], 1))
+    assert both.predict(x).shape == (400, 2) and both.laplace_.curvature == "linear"
+    assert both.score(x, np.stack([y, -y], 1)) > 0.9

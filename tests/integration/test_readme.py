@@ -45,12 +45,11 @@ def test_linked_files_exist():
 
 
 def test_readme_is_short():
-    assert len(README.splitlines()) < 150
+    assert len(README.splitlines()) <= 70
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
-def test_every_room_has_a_line(page):
-    rooms = re.findall(r"^\| `([a-z]+)` \|", (ROOT / page).read_text(), re.MULTILINE)
+def test_every_room_has_a_line():
+    rooms = re.findall(r"^\| `([a-z]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     faces = (ROOT / "torch_lla_em").glob("*/__init__.py")
     assert sorted(rooms) == sorted(face.parent.name for face in faces)
 

@@ -1,0 +1,42 @@
+"""What the pages show runs: the quickstart, and every example, small."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def test_quickstart_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/index.md").read_text(), re.DOTALL):
+        exec(code, names)
+    assert names["probs"].shape == (200, 3)
+    assert (tmp_path / "posterior.pt").exists()
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_code_cell_has_its_output(path):
+    shown = json.loads((path.parent / "shown" / f"{path.stem}.json").read_text())
+    code = re.findall(r"^# %%$", path.read_text(), re.MULTILINE)
+    assert len(shown["outputs"]) == len(code), f"run: python docs/pages.py {path.stem}"
+    for output in shown["outputs"]:
+        assert all((path.parent / "shown" / picture).exists() for picture in output["pictures"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run(path, tmp_path):
+    environment = {**os.environ, "TINY": "1", "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(path)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr

@@ -74,7 +74,7 @@ class SearchSpace:
     def _beside(self, z: Tensor) -> Tensor:
         if not self.size:
             return z
-        return z - combine(self._problem.space.gram(z, self._basis), self._basis)
+        return z - combine(self._problem.space.overlap(z, self._basis), self._basis)
 
     def _in_order(self, f: Tensor) -> bool:
         if self.rows is None:

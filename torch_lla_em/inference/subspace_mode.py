@@ -147,7 +147,7 @@ class SubspaceMode:
         own, images = self._own.clone(), self._images.clone()
         krylov, rest = self._coordinates.split([self._num_krylov, len(own)])
         for block, image in zip(lanczos.basis[self._met :], imaged.images[self._met :]):
-            within = self._space.gram(own, block)
+            within = self._space.overlap(own, block)
             own -= combine(within, block)
             images -= combine(within, image)
             krylov = torch.cat([krylov, rest @ within])
@@ -190,7 +190,7 @@ class SubspaceMode:
         z = z / max(self._space.norm(z), 1e-300)
         for _ in range(2):
             for block in [*self._krylov_basis(), self._own]:
-                z = z - combine(self._space.gram(z, block), block)
+                z = z - combine(self._space.overlap(z, block), block)
             length = self._space.norm(z)
             if length < _NEW**2:
                 return False

@@ -22,7 +22,7 @@ class BlockLanczos:
     """G Qᵀ ≈ Qᵀ T on the Krylov space of the rows of a block; one product a step.
 
     T is block tridiagonal, kept in float64. While the basis fits in ``memory`` bytes, every
-    new block is orthogonalised against all of it, twice; beyond that, and where memory ends
+    new block is orthogonalised against all of it; beyond that, and where memory ends
     before, against the last two, as the recurrence asks, and only what T alone gives is
     available. Rows that become dependent leave.
     """
@@ -89,8 +89,8 @@ class BlockLanczos:
         image = torch.addmm(image, diagonal.T.to(image), block, alpha=-1)
         if len(self._coupling):
             add_combined(image, self._coupling[-1], self.basis[-2], -1)
-        for _ in range(2):
-            self._orthogonalise(image)
+        # of the last two blocks the recurrence has left rounding alone, as of all others
+        self._orthogonalise(image)
         block, coupling = self._next_block(image)
         add_combined(image, coupling, block, -1)
         lost = gram(image, image)
@@ -155,7 +155,7 @@ class BlockLanczos:
 
     def to_coordinates(self, rows: Tensor) -> Tensor:
         """Return Ritz coordinates (k, r) of vectors (k, P), projected; needs the basis."""
-        pieces = [self.space.gram(rows, block) for block in self.basis[: self.num_steps]]
+        pieces = [self.space.overlap(rows, block) for block in self.basis[: self.num_steps]]
         return torch.cat(pieces, dim=1) @ self.vectors
 
     def drop_basis(self) -> None:
@@ -172,7 +172,7 @@ class BlockLanczos:
 
     def _orthogonalise(self, rows: Tensor) -> None:
         for earlier in self.basis:
-            add_combined(rows, self.space.gram(rows, earlier), earlier, -1)
+            add_combined(rows, self.space.overlap(rows, earlier), earlier, -1)
 
     def _make_room(self) -> None:
         """Keep the last two blocks only, once the basis has outgrown its memory."""

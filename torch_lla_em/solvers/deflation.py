@@ -78,7 +78,7 @@ class KrylovPreconditioner(Preconditioner):
     """
 
     def __init__(self, lanczos: BlockLanczos, precision: float):
-        self._basis, self._gram = lanczos.basis, lanczos.space.gram
+        self._basis, self._overlap = lanczos.basis, lanczos.space.overlap
         theta = lanczos.eigenvalues
         live = theta > _SMALLEST * theta[-1]
         roots = theta[live].sqrt()
@@ -89,7 +89,7 @@ class KrylovPreconditioner(Preconditioner):
         self._vectors, self._values = u, singular.square() / precision
 
     def _power(self, rows: Tensor, power: float) -> Tensor:
-        within = torch.cat([self._gram(rows, block) for block in self._basis], dim=1)
+        within = torch.cat([self._overlap(rows, block) for block in self._basis], dim=1)
         change = within @ self._vectors * torch.expm1(power * torch.log1p(self._values))
         moved, sizes = rows.clone(), [len(block) for block in self._basis]
         for part, block in zip((change @ self._vectors.T).split(sizes, dim=1), self._basis):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from torch_lla_em.inference.prior import Prior
@@ -108,8 +109,12 @@ def effective_dims(noise: StochasticPrior, solution: Solution) -> Tensor:
     """Return γ of every sample, (K,), or of every sample and block, (K, blocks).
 
     In all, ½(⟨w, G w⟩ + ‖Λ^{-1/2} ξ - w‖²_Λ): the two terms are independent and each has
-    mean γ. Per block the second alone, which cannot turn negative.
+    mean γ. Per block the second alone, which cannot turn negative; so too where the first,
+    a difference of numbers near ‖Λ^½ w‖², drowns in their rounding.
     """
     prior: Prior = noise.prior
     shrunk = prior.sum_of_squares(noise.xi - solution.x)
-    return shrunk if prior.layerwise else 0.5 * (solution.energy + shrunk)
+    if prior.layerwise:
+        return shrunk
+    rounding = torch.finfo(solution.x.dtype).eps * prior.sum_of_squares(solution.x)
+    return torch.where(solution.energy > rounding, 0.5 * (solution.energy + shrunk), shrunk)

@@ -277,6 +277,22 @@ def _(folder):
     assert (la.effective_dim - gamma).abs() <= 5 * la.effective_dim_error
 
 
+class InAList(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.layer, self.bias, self.size = nn.Linear(2, 3), nn.Parameter(torch.ones(3)), size
+        self.kept = [self.bias]
+
+    def forward(self, x):
+        return self.layer(x) + self.size * self.kept[0]
+
+
+@case("10b", "a parameter in a list with a small gradient went unseen", "it is refused")
+def _(folder):
+    with pytest.raises(RuntimeError, match="'bias'.*list"):
+        fit(model=InAList(1e-9).double())
+
+
 @case("11", "files of the user's in the folder were deleted", "they are left alone")
 def _(folder):
     names = "probe", "partial.pt", "pass-words.pt", ".writing-anything"

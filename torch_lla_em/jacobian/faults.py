@@ -87,14 +87,26 @@ def plain_gradient(
     network: Network, names: tuple[str, ...], x: Any, u: Tensor
 ) -> dict[str, Tensor]:
     """Return Jᵀu by name as training takes it: by backward to the module's own parameters."""
-    parameters: dict[str, Tensor] = dict(network.module.named_parameters())
+    # the parameters stay in place; only what a forward pass may write is copied
+    return _gradient(network, names, x, u, dict(network.module.named_parameters()))
+
+
+def used_elsewhere(network: Network, names: tuple[str, ...], x: Any, u: Tensor) -> str | None:
+    """Return a parameter that the outputs depend on though it has been exchanged, if any."""
+    return next(iter(_gradient(network, names, x, u, {})), None)
+
+
+def _gradient(
+    network: Network, names: tuple[str, ...], x: Any, u: Tensor, weights: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the gradients of ⟨u, f(x)⟩ to the module's own parameters, called with others."""
+    parameters = dict(network.module.named_parameters())
     flags = {name: p.requires_grad for name, p in parameters.items()}
     try:
         with torch.enable_grad():
             for name, parameter in parameters.items():
                 parameter.requires_grad_(name in names)
-            # the parameters stay in place; only what a forward pass may write is copied
-            f = network.substituted(lambda: network.call(x))(parameters)
+            f = network.substituted(lambda: network.call(x))(weights)
             if not f.requires_grad:
                 return {}
             f = f.movedim(network.class_dim, -1)

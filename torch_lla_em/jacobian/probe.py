@@ -18,7 +18,7 @@ from torch_lla_em.jacobian.faults import (
     layer_of,
     name_layer,
     plain_gradient,
-    worst_block,
+    used_elsewhere,
 )
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
@@ -148,13 +148,10 @@ def _reference(model: Products, x: Any) -> _Columns | None:
     model.layout.add_(JTu[0], grads)
     if not JTu[0].any():
         return None
-    model.path = model.path._replace(jvp_columns=1, vjp_columns=1)
-    ours = torch.zeros_like(JTu[:1])
-    model.vjp(x)[1](u[:1], ours)
-    worst = worst_block(model.layout, ours[0], JTu[0], eps)
-    if worst is not None:
+    elsewhere = used_elsewhere(network, names, x, u[0])
+    if elsewhere is not None:
         raise RuntimeError(
-            f"The parameter {worst!r} is used in a place where it cannot be exchanged: the "
+            f"The parameter {elsewhere!r} is used in a place where it cannot be exchanged: the "
             "model, or forward_fn, also keeps it outside of the module's parameters (in a "
             "list, a closure or a second model). Register it there, or leave it out of "
             "`parameters`."

@@ -494,9 +494,30 @@ def _(folder):
         fit([(data.x[:0], data.y[:0])])
 
 
+class Late(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(x[0, 0] < 50)):
+            return self.layer(x)
+
+
+def late_batches():
+    data = tiny("classification")
+    far = data.x.index_fill(0, torch.tensor([0]), 100.0)
+    return [(data.x, data.y), (far, data.y)]
+
+
+def seeded(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
 def refused(error, match, call):
     def run(folder):
-        with pytest.raises(error, match=match):
+        with warnings.catch_warnings(), pytest.raises(error, match=match):
+            warnings.simplefilter("ignore")
             call()
 
     return run
@@ -521,6 +542,41 @@ def pair():
         assert re.search(r"\[\(", str(error))
 
 
+case("20a", "inputs × 1e6 were blamed on the likelihood", "their scale is named")(
+    refused(
+        ArithmeticError,
+        "inputs scaled as in training",
+        lambda: fit(
+            [(1e6 * tiny("classification").x, torch.arange(30) % 3)],
+            nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3)).double(),
+            curvature="network",
+        ),
+    )
+)
+case("20b", "λ = 1e-12 ended inside torch.linalg", "the prior precision is named")(
+    refused(
+        ArithmeticError,
+        "larger `prior_precision`",
+        lambda: fit(
+            [(seeded(200, 8), torch.arange(200) % 3)],
+            nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3)),
+            em_steps=0,
+            prior_precision=1e-12,
+        ),
+    )
+)
+for number, layer in (("20c", "0"), ("20d", "1")):
+    case(number, "no_grad in later batches was blamed on J", "no_grad is named")(
+        refused(
+            (NotImplementedError, ArithmeticError),
+            "no_grad",
+            lambda layer=layer: fit(
+                late_batches(),
+                Late(nn.Sequential(nn.Linear(2, 3), nn.PReLU(3))).double(),
+                parameters=[f"*.{layer}.*"],
+            ),
+        )
+    )
 case("21a", "solver=Newton() failed in the fit", "the constructor refuses")(
     refused(
         REFUSED,

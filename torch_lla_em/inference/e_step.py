@@ -132,6 +132,8 @@ def _deflation(problem: Problem, noise: StochasticPrior, precision: Tensor) -> D
     if not lanczos.has_basis:
         return None
     features = nystrom_features(lanczos)
+    if not len(features):  # G is 0
+        return None
     features *= noise.prior.unscaled(torch.ones_like(features[0]))
     return Deflation(features, sigma_of(problem))
 

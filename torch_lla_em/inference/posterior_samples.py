@@ -11,7 +11,10 @@ from torch import Tensor
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, WhitenedGGN
-from torch_lla_em.solvers import BlockCG, DeflatedCG, Solution
+from torch_lla_em.solvers import BlockCG, DeflatedCG, DivergenceError, Solution
+
+# an error of so many posterior standard deviations
+_NOTHING = 1e3
 
 
 class Solver(Protocol):
@@ -85,6 +88,7 @@ def optimise_samples(
         w = start.w if isinstance(start, Start) else start
         x = None if w is None else prior.whitened(w, precision)
         solution = solver.solve(product, b, x)
+    refuse_noise(solution.error, precision)
     if not solution.converged:
         warnings.warn(
             f"The samples are known to an error of {solution.error:.1e} only, not "
@@ -103,6 +107,17 @@ def optimise_samples(
         solution.converged,
         prior.whitened(solution.image, precision),
     )
+
+
+def refuse_noise(error: float, precision: Tensor) -> None:
+    """Raise where nothing of a posterior is left beside its error."""
+    if error > _NOTHING:
+        raise DivergenceError(
+            f"The posterior at a prior precision of {precision.min().item():.1e} is known to an "
+            f"error of {error:.1e} only, which leaves nothing of it: the prior is so wide, or "
+            f"the outputs are so large, that rounding swallows the smaller. Use a larger "
+            "`prior_precision`, inputs scaled as in training, or a model and data in float64."
+        )
 
 
 def effective_dims(noise: StochasticPrior, solution: Solution) -> Tensor:

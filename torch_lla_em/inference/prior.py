@@ -62,13 +62,16 @@ class Prior:
 
 
 def g_prior_scale(squares: Tensor, space: Space = Space()) -> Tensor:
-    """Return 1 / √(s² + 0.01 mean s²), and 0 where a weight moves no output.
+    """Return 1 / √(s² + 0.01 mean s²), and 0 where a weight moves no output; 1 where none does.
 
     Without the second term the weights that hardly any datum moves get prior deviations up
     to millions of times the others', and nearly all of the predictive variance.
     """
     live = squares > 0
-    mean = space.sum(squares.sum()) / space.sum(live.sum()).clamp_min(1)
+    count = space.sum(live.sum())
+    if not count:  # the curvature is 0 at every row: nothing tells one weight from another
+        return torch.ones_like(squares)
+    mean = space.sum(squares.sum()) / count
     return _inverse(torch.where(live, squares + DAMPING * mean, 0).sqrt())
 
 

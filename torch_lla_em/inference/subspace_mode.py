@@ -250,8 +250,9 @@ class _SpanLoss:
         if self._mode._num_krylov:
             G = torch.block_diag(self._mode._lanczos.tridiagonal(), G)
         matrix = self.turn @ (0.5 * (G + G.T)) @ self.turn.T
-        factor = torch.linalg.cholesky(matrix + torch.eye(len(matrix)).to(matrix))
-        return lambda rows: torch.cholesky_solve(rows.T, factor).T
+        values, vectors = torch.linalg.eigh(matrix)
+        inverse = vectors / (1 + values.clamp_min(0)) @ vectors.T  # rounding may bring θ < 0
+        return lambda rows: rows @ inverse
 
     def _curved(self, f: Tensor, u: Tensor) -> Tensor:
         return self._masked(self._likelihood.hessian_product(f, u.view(-1, *self._shape)))

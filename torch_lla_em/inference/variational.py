@@ -17,6 +17,7 @@ from torch_lla_em.inference.e_step import Hyperparameters
 from torch_lla_em.inference.em import Info
 from torch_lla_em.inference.mackay import Estimate
 from torch_lla_em.inference.posterior import Posterior
+from torch_lla_em.inference.posterior_samples import refuse_noise
 from torch_lla_em.inference.search_space import SearchSpace
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, room
@@ -165,6 +166,7 @@ def _has_settled(before: Q, q: Q, told: Info) -> bool:
 
 def _warn(told: Info, tolerance: float) -> None:
     error = max(told.sample_error, told.mode_error)
+    refuse_noise(error, told.hyper.precision)
     if error > tolerance:
         warnings.warn(
             f"The variational posterior is known to an error of {error:.1e} only, not "

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.network import Network, NoJacobianError
 
 # what a network may do to its last layer's outputs without changing them
 _VIEWS = "PermuteBackward0", "ViewBackward0", "AliasBackward0"
@@ -223,6 +223,12 @@ class _Seen(TorchFunctionMode):
         version = given._version
         z = run(*(self._aliases.get(n, t) for n, t in zip((weight, bias), weights)))
         part = kind.pop("part", None)
+        if not z.requires_grad:
+            raise NoJacobianError(
+                f"A batch keeps no record of what {weight or bias!r} does, as batches before it "
+                "did: the forward pass runs under no_grad or inference_mode for some inputs. "
+                "Run it alike for all of them, or leave that weight out of `parameters`."
+            )
         edge = get_gradient_edge(z)
         self.calls.append(Call(weight, bias, part, given, version, edge, z.shape, **kind))
         return z

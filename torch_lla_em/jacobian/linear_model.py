@@ -241,7 +241,7 @@ class LinearModel:
         rest = {n: weight for n, weight in self._weights().items() if n not in x.weights}
         if not rest:
             return x.pull
-        _, others = products.vjp(self.network.function(x.x, tuple(rest)), rest)
+        _, others = products.vjp(self.network.function(x.x, tuple(rest)), rest, some=True)
         return lambda u: {**x.pull(u), **others(u)}
 
     def _push_by_factors(self, x: Factors, w: Tensor) -> Tensor:

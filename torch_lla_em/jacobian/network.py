@@ -112,6 +112,10 @@ class _State:
                 holder[key] = tensor
 
 
+class NoJacobianError(NotImplementedError):
+    """Neither direction of differentiation gives the Jacobian of a model."""
+
+
 class Network:
     """f(x; w) of a module whose weights, buffers, mode and attributes stay as they are.
 

@@ -20,7 +20,7 @@ from torch_lla_em.jacobian.faults import (
     plain_gradient,
     used_elsewhere,
 )
-from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.network import Network, NoJacobianError
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.products import Path, Report
 from torch_lla_em.jacobian.trial import find_factors, largest_on_cpu, words_of
@@ -117,10 +117,6 @@ def _checked(model: Products, x: Any, reference: _Columns) -> tuple[Any, Report]
     model.forget_last_layer()
     model.path = start
     return x, _choose(model, x, reference)
-
-
-class NoJacobianError(NotImplementedError):
-    """Neither direction of differentiation gives the Jacobian of a model."""
 
 
 def _reference(model: Products, x: Any) -> _Columns | None:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_lla_em.jacobian.network import NoJacobianError
+
 WeightFunction = Callable[[dict[str, Tensor]], Tensor]
 Pullback = Callable[[Tensor], dict[str, Tensor]]
 
@@ -129,14 +131,23 @@ def pull_through(f: Tensor, leaf: Tensor, u: Tensor) -> Tensor:
     return _pull([f], [leaf], [u.to(f)])[0]
 
 
-def vjp(function: WeightFunction, weights: dict[str, Tensor]) -> tuple[Tensor, Pullback]:
+def vjp(
+    function: WeightFunction, weights: dict[str, Tensor], some: bool = False
+) -> tuple[Tensor, Pullback]:
     """Return f, shape (B, ..., C), and the map u -> Jᵀ u, (K, B, ..., C) to (K, *shape).
 
-    Weights that f does not depend on are left out of the answer.
+    Weights that f does not depend on are left out of the answer; all only if they are ``some``.
     """
     leaves = _leaves(weights)
     with torch.enable_grad():
         f = function(leaves)
+    if not (f.requires_grad or some):
+        raise NoJacobianError(
+            "The outputs of a batch do not depend on the random weights, as those of batches "
+            "before it did: the forward pass runs under no_grad or inference_mode, or takes "
+            "another branch, for some inputs. Run it alike for all of them, or choose "
+            "`parameters` that all of them use."
+        )
     return f.detach(), _pullback(f, leaves)
 
 

@@ -84,6 +84,12 @@ class BlockCG:
         return x, passes
 
 
+_OR_ROUNDING = (
+    "where the data are sound, use a larger `prior_precision`, inputs scaled as in training, or "
+    "a model and data in float64."
+)
+
+
 def _checked_curvature(curvature: Tensor, directions: Tensor, product: Operator) -> Tensor:
     """Return Dᵀ(A + I)D, made symmetric; raise if it cannot be the product of a symmetric A ≥ 0."""
     scale = curvature.abs().max()
@@ -93,13 +99,14 @@ def _checked_curvature(curvature: Tensor, directions: Tensor, product: Operator)
     if (curvature - curvature.T).abs().max() > max(tolerance, product.allowed_asymmetry) * scale:
         raise FaultyProductError(
             "The product with G is not symmetric: the model's J and Jᵀ disagree, or its "
-            "outputs change from call to call (dropout, random augmentation). Fix the model "
-            "or the loader."
+            "outputs change from call to call (dropout, random augmentation); or rounding hides "
+            f"the prior. Fix the model or the loader; {_OR_ROUNDING}"
         )
     symmetric = 0.5 * (curvature + curvature.T)
     if torch.linalg.eigvalsh(symmetric)[0] <= 0:
         raise FaultyProductError(
             "The product with G has negative curvature: the likelihood's H is not positive "
-            "semi-definite, or the model changes from call to call."
+            "semi-definite, or the model changes from call to call; or rounding hides the "
+            f"prior: {_OR_ROUNDING}"
         )
     return symmetric

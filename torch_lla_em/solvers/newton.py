@@ -105,8 +105,10 @@ class Newton:
                 fraction *= _shortening(fraction, descent, *rise)
                 if fraction < 1e-6:
                     raise DivergenceError(
-                        "Newton's method found no descent: the likelihood's gradient and H do "
-                        "not belong to its log_prob, or the model changes from call to call."
+                        "Newton's method found no descent: outputs so large that rounding hides "
+                        "the loss (are the inputs scaled as in training?), a likelihood whose "
+                        "gradient and H do not belong to its log_prob, or a model that changes "
+                        "from call to call."
                     )
             stuck = new_total >= total and norm(gradient + trial) >= size
             x, total = trial, new_total

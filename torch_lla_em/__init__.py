@@ -13,7 +13,6 @@ from torch_lla_em.inference import (
     get_sto_samples,
     optimise_MAP,
     optimise_samples,
-    plot_curve,
     prior_precision_from_weight_decay,
 )
 from torch_lla_em.laplace import LinearisedLaplace, NotFittedError
@@ -29,6 +28,7 @@ from torch_lla_em.likelihoods import (
     Regression,
 )
 from torch_lla_em.mixtures import FeatureDensity
+from torch_lla_em.plot import plot_curve
 from torch_lla_em.prediction import Prediction
 from torch_lla_em.runtime import Compute
 from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton

@@ -5,7 +5,7 @@ import torch
 from tiny import tiny
 
 from torch_lla_em.exact import gaussian_log_prob
-from torch_lla_em.inference.evidence import Modes, plot_curve
+from torch_lla_em.inference.evidence import Modes
 from torch_lla_em.laplace import LinearisedLaplace
 from torch_lla_em.problem.passes import LocalPasses
 
@@ -90,15 +90,3 @@ def test_the_evidence_ends_where_no_mode_was_visited():
     curve = la.curve([1e-6, la.prior_precision.item(), 1e9])
     assert curve.log_evidence.value.isnan().tolist() == [True, False, True]
     assert curve.effective_dim.value.isfinite().all()
-
-
-def test_the_plot_marks_the_path_and_the_best():
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    la = fitted("regression")
-    axes = plot_curve(la.curve(la.prior_precision.item() * torch.logspace(-1, 1, 9).double()))
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert any(label.startswith("λ* =") for label in labels) and "EM" in labels
-    assert "log evidence" in labels and "effective dimension γ" in labels
-    assert axes.get_xscale() == "log"
-    matplotlib.pyplot.close("all")

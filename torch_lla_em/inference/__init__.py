@@ -1,7 +1,7 @@
 """The four stages, and EM over them."""
 
 from torch_lla_em.inference.em import Evidence, Info, iterate, split_evidence
-from torch_lla_em.inference.evidence import Curve, Modes, curve, plot_curve
+from torch_lla_em.inference.evidence import Curve, Modes, curve
 from torch_lla_em.inference.learn import FitOptions, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import Estimate, function_space_Mackay_update
@@ -27,7 +27,6 @@ __all__ = [
     "learn",
     "optimise_MAP",
     "optimise_samples",
-    "plot_curve",
     "prior_precision_from_weight_decay",
     "split_evidence",
 ]

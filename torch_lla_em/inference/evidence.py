@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from math import log, pi
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,24 +131,3 @@ def curve(spectrum: Spectrum, modes: Modes, precisions: Tensor) -> tuple[Estimat
     log_dets = torch.stack([spectrum.log_dets(p) for p in precisions.tolist()], dim=1)
     evidences = -modes.at(precisions.log()) - 0.5 * log_dets
     return Estimate.of(dims), Estimate.of(evidences)
-
-
-def plot_curve(curve: Curve, axes: Any = None) -> Any:
-    """Plot γ and the log evidence over λ, with the path of EM and λ* marked; needs matplotlib."""
-    import matplotlib.pyplot as plt
-
-    axes = plt.subplots()[1] if axes is None else axes
-    x, evidence = curve.precisions, curve.log_evidence
-    axes.plot(x, evidence.value, color="C0", label="log evidence")
-    band = evidence.value - evidence.standard_error, evidence.value + evidence.standard_error
-    axes.fill_between(x, *band, color="C0", alpha=0.25, linewidth=0)
-    axes.axvline(curve.best, color="black", linestyle=":", label=f"λ* = {curve.best:.3g}")
-    for i, precision in enumerate(curve.path.tolist()):
-        axes.axvline(precision, color="C3", alpha=0.4, linewidth=1, label="EM" if i == 0 else None)
-    axes.set(xscale="log", xlabel="prior precision λ", ylabel="log evidence")
-    other = axes.twinx()
-    other.plot(x, curve.effective_dim.value, color="C1", label="effective dimension γ")
-    other.set_ylabel("effective dimension γ")
-    lines = [*axes.get_lines(), *other.get_lines()]
-    axes.legend(handles=[line for line in lines if not line.get_label().startswith("_")])
-    return axes

@@ -3,7 +3,9 @@
 
 from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Calibration
+from torch_lla_em.prediction.collapse import stated_and_right
 from torch_lla_em.prediction.fitted import Fitted
+from torch_lla_em.prediction.held_out import Rows, rows_of
 from torch_lla_em.prediction.parts import posterior_alone
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.stored import NotFittedError
@@ -13,6 +15,9 @@ __all__ = [
     "Fitted",
     "NotFittedError",
     "Prediction",
+    "Rows",
     "posterior_alone",
+    "rows_of",
+    "stated_and_right",
     "stored",
 ]

@@ -93,13 +93,7 @@ def of_certainty(prediction: Prediction, y: Tensor) -> Iterator[str]:
         return
     if not prediction.likelihood.gives_probabilities or not len(y):
         return
-    p = prediction.probs
-    if prediction.likelihood.elementwise:
-        stated, right = torch.maximum(p, 1 - p), (p > 0.5) == (y > 0.5)
-    else:
-        best, mask = p.max(prediction.class_dim), prediction.likelihood.mask(y)
-        kept = torch.ones_like(y, dtype=torch.bool) if mask is None else mask
-        stated, right = best.values[kept], (best.indices == y)[kept]
+    stated, right = stated_and_right(prediction, y)
     if not right.numel():
         return
     accuracy, said = right.double().mean().item(), stated.double().mean().item()
@@ -109,6 +103,16 @@ def of_certainty(prediction: Prediction, y: Tensor) -> Iterator[str]:
             f"of {said:.0%}: as fitted, predictions are far less certain than they could be. "
             f"{_REMEDY}"
         )
+
+
+def stated_and_right(prediction: Prediction, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the probability of what is predicted, and whether it is so, of all that has a label."""
+    p = prediction.probs
+    if prediction.likelihood.elementwise:
+        return torch.maximum(p, 1 - p).flatten(), ((p > 0.5) == (y > 0.5)).flatten()
+    best, mask = p.max(prediction.class_dim), prediction.likelihood.mask(y)
+    kept = torch.ones_like(y, dtype=torch.bool) if mask is None else mask
+    return best.values[kept], (best.indices == y)[kept]
 
 
 _REMEDY = 'What helps: la.calibrate(held_out_loader), or fit(..., validation=loader); curvature="variational".'

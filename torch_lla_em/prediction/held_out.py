@@ -4,19 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.data import Data
 from torch_lla_em.inference import Estimate
-from torch_lla_em.prediction.parts import predicted
+from torch_lla_em.prediction.parts import posterior_alone, predicted
+from torch_lla_em.prediction.prediction import Prediction
+from torch_lla_em.prediction.pushing import push_forward
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import group_of
 
 if TYPE_CHECKING:
     from torch_lla_em.prediction.fitted import Fitted
+
+
+class Rows(NamedTuple):
+    """Rows of a loader, and what is said of them, classes last."""
+
+    inputs: Any
+    """One tensor, where batches are tensors of one shape; else None."""
+
+    targets: Tensor
+    network: Prediction
+    """Of the network alone."""
+
+    posterior: Prediction
+    """As fitted, or as calibrated."""
+
+
+def rows_of(fitted: Fitted, loader: Iterable[Any]) -> Rows:
+    """Return all rows of a loader, of this rank alone; one pass."""
+    fitted._require_fit(surely=True)
+    model, likelihood, columns = fitted._linear_model, fitted.likelihood, fitted._columns()
+    inputs, targets, parts = [], [], []
+    with torch.no_grad():
+        for batch in Data(loader, model.network.device, fitted.target_fn):
+            f, Jw = push_forward(model, batch.inputs, columns)
+            y = likelihood.align(batch.targets, model.network.class_dim)
+            likelihood.check(f, y)
+            inputs.append(batch.inputs)
+            targets.append(y)
+            parts.append((f, Jw))
+    f, Jw = (torch.cat(each, dim) for dim, each in enumerate(zip(*parts)))
+    shapes = {x.shape[1:] if isinstance(x, Tensor) else None for x in inputs}
+    whole = torch.cat(inputs) if len(shapes) == 1 and None not in shapes else None
+    tables = posterior_alone(scale=0.0), fitted.mixture
+    each = (predicted(likelihood, f, Jw, table) for table in tables)
+    return Rows(whole, torch.cat(targets), *each)
 
 
 @contextmanager

@@ -1,0 +1,153 @@
+"""Pictures: what is drawn is what the posterior says."""
+
+import pytest
+import torch
+from tiny import LOG_PROBS, likelihood_of, tiny
+from torch.testing import assert_close
+
+pytest.importorskip("matplotlib")
+
+from matplotlib import pyplot
+from torch import nn
+
+from torch_lla_em import LinearisedLaplace, plot, plot_curve
+from torch_lla_em.prediction import rows_of
+
+
+def fitted(name, **options):
+    case = tiny(name)
+    la = LinearisedLaplace(case.model, likelihood_of(name), num_samples=6, **options)
+    return case, la.fit(case.x, case.y, em_steps=3, progress_bar=False)
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    pyplot.switch_backend("Agg")
+    yield
+    pyplot.close("all")
+
+
+def labels(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+@pytest.mark.parametrize("name", LOG_PROBS)
+def test_rows_are_what_is_predicted(name):
+    case, la = fitted(name)
+    rows = rows_of(la, [(case.x[:11], case.y[:11]), (case.x[11:], case.y[11:])])
+    assert_close(rows.inputs, case.x)
+    assert_close(rows.targets, case.y)
+    assert_close(rows.posterior.expectation, la.predict(case.x).expectation)
+    assert_close(rows.network.mean, case.model(case.x).detach())
+    assert rows.network.variance.abs().max() == 0
+
+
+@pytest.mark.parametrize("name", ["classification", "bernoulli"])
+def test_reliability_is_of_the_network_and_of_the_posterior(name):
+    case, la = fitted(name)
+    axes = plot.reliability(la, [(case.x, case.y)], bins=1)
+    p = la.predict(case.x).probs
+    if name == "classification":
+        said, right = p.max(1).values, p.argmax(1) == case.y
+    else:
+        said, right = torch.maximum(p, 1 - p), (p > 0.5) == (case.y > 0.5)
+    gap = (said.mean() - right.double().mean()).abs()
+    assert labels(axes)[1] == f"posterior: ECE {gap:.3f}"
+    assert labels(axes)[0].startswith("network: ECE")
+    assert_close(
+        torch.tensor(axes.collections[1].get_offsets()[0].data),
+        torch.stack([said.mean(), right.double().mean()]),
+    )
+
+
+def test_coverage_grows_with_the_level():
+    case, la = fitted("regression per output")
+    axes = plot.coverage(la, [(case.x, case.y)])
+    for line in axes.get_lines()[1:]:
+        share = torch.tensor(line.get_ydata())
+        assert (share.diff() >= 0).all() and share[-1] <= 1
+    lower, upper = la.predict(case.x).credible_interval(0.5)
+    expected = ((case.y >= lower) & (case.y <= upper)).double().mean()
+    assert share[24].item() == pytest.approx(expected.item())
+
+
+def test_bands_are_over_one_input_or_over_predictions():
+    x = torch.linspace(-1, 1, 20).double()[:, None]
+    network = nn.Linear(1, 1).double()
+    la = LinearisedLaplace(network, "regression", num_samples=4)
+    la.fit(x, 2 * x, em_steps=1, progress_bar=False)
+    axes = plot.bands(la, [(x, 2 * x)])
+    low, high = axes.get_lines()[0].get_xdata()[[0, -1]]
+    assert (low, high) == pytest.approx((-1.6, 1.6)) and axes.get_xlabel() == "input"
+    case, la = fitted("regression")
+    assert plot.bands(la, [(case.x, case.y)], output=1).get_xlabel() == "prediction"
+
+
+@pytest.mark.parametrize("kind", ["classification", "bernoulli", "regression"])
+def test_confidence_is_over_two_inputs(kind):
+    x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0)).double()
+    y = x[:, :1] if kind == "regression" else (x[:, :1] > 0).double()
+    outputs, y = (2, y[:, 0].long()) if kind == "classification" else (1, y)
+    la = LinearisedLaplace(nn.Linear(2, outputs).double(), kind, num_samples=4)
+    la.fit(x, y, em_steps=1, progress_bar=False)
+    assert plot.confidence(la, [(x, y)]).get_xlim()[0] < x[:, 0].min()
+    rows = rows_of(la, [(x, y)])
+    with pytest.raises(ValueError, match="two numbers"):
+        plot.confidence(la, rows._replace(inputs=x[:, :1]))
+
+
+@pytest.mark.parametrize("name", LOG_PROBS)
+def test_extremes_are_ordered_by_doubt(name):
+    case, la = fitted(name)
+    if name == "binomial":
+        return  # of a likelihood without variance nothing is known but its samples
+    axes = plot.extremes(la, [(case.x, case.y)], count=3)
+    assert len(axes.images) == 6
+    if name == "classification":
+        said = [float(text.get_text().split(": ")[1]) for text in axes.texts]
+        assert min(said[:3]) >= max(said[3:])
+        entropy = la.predict(case.x).entropy
+        red = [text.get_color() == "C3" for text in axes.texts]
+        order = [*entropy.argsort()[:3], *entropy.argsort(descending=True)[:3]]
+        best = la(case.x).argmax(1)
+        assert red == [bool(best[row] != case.y[row]) for row in order]
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 4), (3, 4, 4), (4, 4), (16,), (5,)])
+def test_images_are_shown_as_such(shape):
+    images = plot._images(torch.randn(6, *shape))
+    assert images.min() == 0 and images.max() == 1
+    assert images.shape[1:] == {3: (4, 4, 3), 1: (4, 4), 4: (4, 4), 16: (4, 4), 5: (5, 1)}[shape[0]]
+
+
+def test_two_sets_part():
+    case, la = fitted("classification")
+    far = plot.unfamiliarity(la, [(case.x, case.y)], 10 * case.x)
+    assert float(far.get_title().split()[1]) > 0.5
+    same = plot.unfamiliarity(la, rows_of(la, [(case.x, case.y)]), [(case.x, case.y)])
+    assert same.get_title() == "AUROC 0.500"
+
+
+def test_the_path_is_over_the_curve_where_it_is_known():
+    for options in ({}, {"prior": "layerwise"}):
+        _, la = fitted("regression", **options)
+        axes = plot.em_path(la)
+        assert (axes.get_ylabel() == "log evidence") == (not options)
+
+
+def test_the_plot_marks_the_path_and_the_best():
+    _, la = fitted("regression")
+    axes = plot_curve(la.curve(la.prior_precision.item() * torch.logspace(-1, 1, 9).double()))
+    assert any(label.startswith("λ* =") for label in labels(axes)) and "EM" in labels(axes)
+    assert "log evidence" in labels(axes) and "effective dimension γ" in labels(axes)
+    assert axes.get_xscale() == "log"
+
+
+def test_pictures_say_what_they_are_of():
+    case, la = fitted("classification")
+    for draw in (plot.coverage, plot.bands):
+        with pytest.raises(TypeError, match="reliability"):
+            draw(la, [(case.x, case.y)])
+    case, la = fitted("regression")
+    with pytest.raises(TypeError, match="coverage"):
+        plot.reliability(la, [(case.x, case.y)])

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from torch_lla_em.inference.em import BoundWarning, iterate, split_evidence
+from torch_lla_em.inference.e_step import Hyperparameters
+from torch_lla_em.inference.em import BoundWarning, MStep, State, iterate, split_evidence
 
 torch.set_num_threads(1)
 
@@ -137,3 +138,22 @@ def test_the_posterior_closes_the_gap():
     evidence = split_evidence(log_joint, log_joint.softmax(-1))
     torch.testing.assert_close(evidence.divergence, torch.zeros((), dtype=torch.float64))
     torch.testing.assert_close(evidence.lower_bound, log_joint.logsumexp(-1).sum())
+
+
+@pytest.mark.parametrize("slope", [0.6, -0.6])
+def test_a_secant_step_ends_a_geometric_approach_from_one_side_or_both(slope):
+    def mapped(log_precision: float) -> Hyperparameters:
+        there = torch.tensor(3 + slope * (log_precision - 3), dtype=torch.float64)
+        return Hyperparameters(there.exp())
+
+    first, second = mapped(5.0), mapped(mapped(5.0).precision.log().item())
+    before = Told(Hyperparameters(torch.tensor(5.0, dtype=torch.float64).exp()))
+    old = State(first, first.precision.log(), info=before)
+    step = MStep(None, None).accelerate(old, second)
+    assert step.precision.log().item() == pytest.approx(3.0)
+
+
+class Told(NamedTuple):
+    """What a secant step asks of the E-step before."""
+
+    hyper: Hyperparameters

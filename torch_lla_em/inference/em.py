@@ -188,13 +188,13 @@ class MStep:
         return (num_samples * gamma.clamp_min(1e-12)).rsqrt().clamp_min(0.01)
 
     def accelerate(self, old: State, proposed: Hyperparameters) -> Hyperparameters:
-        """Go on along the fixed point's own contraction (a secant step in log λ)."""
+        """Go on along the fixed point's own contraction or oscillation (a secant step in log λ)."""
         here = old.hyper.precision.log()
         if self.update == "em" or here.dim() or proposed.sigma is not None or old.info is None:
             return proposed
         plain, before = proposed.precision.log(), old.info.hyper.precision.log()
         slope = (plain - old.plain) / (here - before)
-        if not 0 < slope < 0.9:
+        if not -1 < slope < 0.9:  # below 0 the fixed point is overshot from either side
             return proposed
         return proposed._replace(precision=(here + (plain - here) / (1 - slope)).exp())
 

@@ -31,8 +31,11 @@ from torch_lla_em.solvers import (
 T = TypeVar("T")
 
 _CURVE_POINTS = 241
-# certificate of the basis at the last λ: γ errs by a twentieth of its square
-_COARSE = 0.1
+# γ errs by at most so much of the squared certificate of the basis, and may by a third of its
+# Monte Carlo error, but no more than that
+_ERROR, _SHARE, _SHARE_AT_LAST, _MOST = 0.04, 1 / 3, 1 / 2, 0.01
+# residual of a Gaussian's mode in EM: its squared norm errs by a tenth of it
+_OF_MODE = 0.1
 _NEIGHBOURS = 10**-0.5, 10**0.5
 _MORE = (
     "Raise max_passes of BlockKrylov, start from a larger prior_precision, or take more samples: "
@@ -47,8 +50,9 @@ _ROUNDING = (
 class KrylovEStep:
     """γ, the log det and the Gaussian mode from T; the mode of other losses over a subspace.
 
-    The factorisation grows until its certificate at the current λ tells γ, and no further; at
-    the last λ samples are polished by passes of K columns, preconditioned by its basis.
+    The factorisation grows until γ at the current λ is known to a part of its own Monte Carlo
+    error, and no further; at the last λ samples are polished by passes of K columns,
+    preconditioned by its basis.
     """
 
     knows_evidence = True
@@ -109,8 +113,8 @@ class KrylovEStep:
     ) -> tuple[LinearMode, PosteriorSamples, Tensor]:
         """Return the posterior at these hyper-parameters, with the evidence's log dets."""
         shift = self.shift(hyper)
-        # γ and the log det err with the square of the certificate
-        self._extend(shift, max(tolerance, min(_COARSE, tolerance**0.5)))
+        # a last step of λ, less than its own error, is not to cost a pass
+        self._extend(shift, tolerance, _SHARE_AT_LAST)
         mode, log_dets = self.mode(hyper, tolerance), self.krylov.log_dets(shift)
         self.krylov.lanczos.end()
         samples = self._within_memory(partial(self._find_samples, hyper, tolerance))
@@ -149,9 +153,9 @@ class KrylovEStep:
         ratio = (hyper.sigma / self._drawn_at).item() if self._gaussian else 1.0
         return Shift(hyper.precision.item(), ratio)
 
-    def _extend(self, shift: Shift, tolerance: float) -> None:
+    def _extend(self, shift: Shift, tolerance: float, share: float = _SHARE) -> None:
         lanczos, limit = self.krylov.lanczos, self._solver.max_passes
-        while not self._holds(shift, tolerance):
+        while not self._holds(shift, tolerance, share):
             if lanczos.exhausted:  # all that is left is below the rounding of a product
                 break
             if lanczos.num_steps >= limit:
@@ -159,12 +163,21 @@ class KrylovEStep:
                 break
             lanczos.grow()
 
-    def _holds(self, shift: Shift, tolerance: float) -> bool:
-        """Whether the certificates at these hyper-parameters meet the tolerance."""
+    def _holds(self, shift: Shift, tolerance: float, share: float = _SHARE) -> bool:
+        """Whether γ and the mode's norm at these hyper-parameters are as exact as they need be."""
         krylov = self.krylov
-        if not krylov.lanczos.num_steps or krylov.error(shift) > tolerance:
+        if not krylov.lanczos.num_steps:
             return False
-        return not self._gaussian or krylov.mode_error(shift) <= tolerance
+        if krylov.error(shift) > self._enough(shift, tolerance, share):
+            return False
+        of_mode = max(tolerance, min(_OF_MODE, tolerance**0.5))
+        return not self._gaussian or krylov.mode_error(shift) <= of_mode
+
+    def _enough(self, shift: Shift, tolerance: float, share: float) -> float:
+        """Return the certificate at which γ is known, for samples that will meet the tolerance."""
+        dims = self.krylov.effective_dims(shift)
+        allowed = min(_MOST, share * max(dims.sum().item(), 1e-12) ** -0.5)
+        return min((allowed / _ERROR) ** 0.5, (10 * tolerance) ** 0.5)
 
     def _warn(self, shift: Shift, tolerance: float, remedy: str) -> None:
         """Say once that γ and the evidence are less exact than was asked."""

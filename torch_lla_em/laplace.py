@@ -33,9 +33,10 @@ from torch_lla_em.likelihoods import (
 )
 from torch_lla_em.prediction import Fitted, NotFittedError, stored
 from torch_lla_em.problem import EarlierRows, Problem
+from torch_lla_em.report import write_report
 from torch_lla_em.runtime import Compute, Group, check_choice, group_of
 from torch_lla_em.runtime import records as persistence
-from torch_lla_em.session import SHARDS, Session, Wish
+from torch_lla_em.session import Session, Wish
 from torch_lla_em.solvers import Newton
 
 # beside the posterior in a finished checkpoint: what the fit of later data adds to
@@ -166,10 +167,7 @@ class LinearisedLaplace(Fitted):
         """
         loader = loader if targets is None else [(loader, targets)]
         wish = Wish(em_steps, prior_precision, progress_bar, checkpoint, update, override, shard)
-        check_choice("shard", shard, SHARDS)
-        check_choice("update", update, ("mackay", "em"))
-        if em_steps < 0:
-            raise ValueError(f"em_steps must be 0 or more, not {em_steps}.")
+        wish.check()
         self._shard = shard
         with group_of(shard).joined() as group:
             self._fit(loader, wish, group)
@@ -195,6 +193,7 @@ class LinearisedLaplace(Fitted):
                 self._store(posterior, run.history, data.num_rows)
                 if group.size == 1:
                     self._examine(data)
+                self.said = run.said
                 state = {} if posterior.noise is None else {_ETA: posterior.noise.eta}
                 run.keep({**self.state_dict(), **state})
         self._loaders, self._earlier = loaders, None
@@ -240,6 +239,10 @@ class LinearisedLaplace(Fitted):
             la = cls(model, options.pop("likelihood"), **options)
             la.load_state_dict(state)
         return la
+
+    def report(self, loader: Any, path: str | PathLike = "report.html", other: Any = None) -> None:
+        """Write one page about a loader's rows; ``other`` are inputs that should be unfamiliar."""
+        write_report(self, loader, path, other)
 
     def _start(
         self, prior_precision: float | Tensor | None, em_steps: int, more: bool
@@ -288,8 +291,7 @@ class LinearisedLaplace(Fitted):
 
     def _header(self, options: FitOptions, likelihood: Likelihood) -> dict[str, Any]:
         """Return what a checkpoint must agree with, by name."""
-        layout = self._linear_model.layout
-        network = self._linear_model.network
+        layout, network = self._linear_model.layout, self._linear_model.network
         weights = persistence.fingerprint(network.module)
         settings = {name: persistence.plain(value) for name, value in vars(options).items()}
         return {
@@ -306,10 +308,8 @@ class LinearisedLaplace(Fitted):
         }
 
 
-def _linear_model(
-    network: Network, parameters: Selection, last_layer: str | None = None
-) -> LinearModel:
-    names = select_parameters(network.module, parameters, last_layer)
+def _linear_model(network: Network, parameters: Selection, last: str | None = None) -> LinearModel:
+    names = select_parameters(network.module, parameters, last)
     return LinearModel(network, ParameterLayout.of(network.module, names))
 
 

@@ -17,7 +17,16 @@ from torch_lla_em.checkpoint import FirstOutputs, Log, Partial, Recorded, Shared
 from torch_lla_em.data import Data
 from torch_lla_em.inference import Info
 from torch_lla_em.problem import VECTORS, Problem, memory_for_vectors, prepare
-from torch_lla_em.runtime import Compute, Group, Leaving, leaving_cleanly, records, tf32
+from torch_lla_em.runtime import (
+    Compute,
+    Group,
+    Leaving,
+    check_choice,
+    heard,
+    leaving_cleanly,
+    records,
+    tf32,
+)
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -36,6 +45,13 @@ class Wish(NamedTuple):
     override: bool
     shard: str | None
 
+    def check(self) -> None:
+        """Refuse what is not known."""
+        check_choice("shard", self.shard, SHARDS)
+        check_choice("update", self.update, ("mackay", "em"))
+        if self.em_steps < 0:
+            raise ValueError(f"em_steps must be 0 or more, not {self.em_steps}.")
+
 
 class Session:
     """One fit on its problem: opened before anything is computed, closed whatever happens."""
@@ -45,6 +61,9 @@ class Session:
         self._group, self._device = problem.data.group, problem.device
         self.history: list[dict[str, Any]] = []
         """Of every EM step so far."""
+
+        self.said: list[str] = []
+        """The plan, and what was warned of."""
 
         self._stack = ExitStack()
         settings = {"shard": wish.shard, "checkpoint": wish.checkpoint is not None, **header}
@@ -58,6 +77,7 @@ class Session:
     def __enter__(self) -> Session:
         wish = self._wish
         silent = self._group.rank > 0 or not wish.progress_bar
+        self._stack.enter_context(heard(self.said))
         self._leaving: Leaving = self._stack.enter_context(leaving_cleanly(self._log is None))
         self._bar = self._stack.enter_context(tqdm(total=wish.em_steps, desc="EM", disable=silent))
         for device in {"cpu", self._device.type}:
@@ -101,6 +121,7 @@ class Session:
             problem.local.refuse_changed_weights()
             log.compare(outputs)
             problem.passes = Recorded(problem, log, partial)
+        self.said.insert(0, str(plan))
         logger.log(logging.WARNING if plan.tight else logging.INFO, "%s", plan)
         if not self._bar.disable:
             self._bar.write(str(plan))

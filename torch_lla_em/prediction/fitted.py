@@ -23,7 +23,7 @@ from torch_lla_em.prediction.pushing import push_forward
 from torch_lla_em.prediction.standing import Standing
 from torch_lla_em.prediction.stored import NotFittedError
 from torch_lla_em.problem import place_of_vectors
-from torch_lla_em.runtime import Compute, check_choice, free_memory
+from torch_lla_em.runtime import Compute, check_choice, free_memory, heard
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -50,6 +50,9 @@ class Fitted(nn.Module):
         self.history: list[dict[str, Any]] = []
         self.calibration: Calibration | None = None
         """What the last ``calibrate`` gained on held-out rows."""
+
+        self.said: list[str] = []
+        """The plan of the fit, and what it and ``calibrate`` have warned of."""
 
         self.num_data: int | None = None
         for name in stored.TENSORS:
@@ -149,7 +152,7 @@ class Fitted(nn.Module):
         check_choice("mean", mean, (None, "network", "linear"))
         self._require_fit(surely=True)
         loader = loader if targets is None else [(loader, targets)]
-        with over(self, loader) as problem:
+        with heard(self.said), over(self, loader) as problem:
             found = calibrated(problem, self._columns(), mean, self.mixture)
         self.mixture, self.calibration = found.table.to(self.mixture), found.calibration
         if isinstance(self.likelihood, Regression):
@@ -227,6 +230,7 @@ class Fitted(nn.Module):
             "num_data": self.num_data,
             "history": self.history,
             "calibration": self.calibration,
+            "said": self.said,
         }
         tensors = {name: getattr(self, name) for name in stored.TENSORS}
         layout = self._linear_model.layout
@@ -241,6 +245,7 @@ class Fitted(nn.Module):
             setattr(self, name, None if tensor is None else tensor.to(place, copy=True))
         self.history, self.num_data = record["history"], record["num_data"]
         self.calibration = record.get("calibration") and Calibration(*record["calibration"])
+        self.said = record.get("said", ["The plan was not kept."])
         if self.sigma_noise is not None:
             self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
         self.num_samples = len(self.w_samples)

@@ -3,6 +3,7 @@
 from torch_lla_em.runtime.compute import Compute, check_choice, tf32
 from torch_lla_em.runtime.files import write_atomically
 from torch_lla_em.runtime.group import Group, current_group, first, group_of
+from torch_lla_em.runtime.heard import heard
 from torch_lla_em.runtime.leaving import Leaving, leaving_cleanly
 from torch_lla_em.runtime.memory import (
     DoesNotFit,
@@ -30,6 +31,7 @@ __all__ = [
     "first",
     "free_memory",
     "group_of",
+    "heard",
     "is_shortage",
     "lasts",
     "least_share",

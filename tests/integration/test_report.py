@@ -1,0 +1,134 @@
+"""The page about a fit: what is on it, and that a browser shows it."""
+
+import logging
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from tiny import LOG_PROBS, likelihood_of, tiny
+from torch import nn
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("torchmetrics")
+
+from torch_lla_em import LinearisedLaplace
+from torch_lla_em.prediction import rows_of
+from torch_lla_em.report import advice, metrics
+
+# what torchmetrics says of itself where it is imported first
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+class Page(HTMLParser):
+    """What a page holds: open tags, pictures, and words."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.open, self.pictures, self.words = [], [], []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "img":
+            self.pictures.append(dict(attributes))
+        elif tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def fitted(name):
+    case = tiny(name)
+    la = LinearisedLaplace(case.model, likelihood_of(name), num_samples=6)
+    return case, la.fit(case.x, case.y, em_steps=2, progress_bar=False)
+
+
+@pytest.mark.parametrize("name", LOG_PROBS)
+def test_a_page_holds_everything_itself(name, tmp_path):
+    case, la = fitted(name)
+    if name == "binomial":
+        return  # without a variance there is nothing to be uncertain of
+    la.report([(case.x, case.y)], tmp_path / "report.html", 5 * case.x)
+    page = Page(tmp_path / "report.html")
+    assert not page.open
+    text = " ".join(page.words)
+    assert "−log p" in text and "samples of 27 weights" in text and "random weights" in text
+    assert len(page.pictures) == {"classification": 5, "bernoulli": 5, "poisson": 4}.get(name, 6)
+    assert all(p["src"].startswith("data:image/png;base64,") and p["alt"] for p in page.pictures)
+    assert not re.search(r"https?://", (tmp_path / "report.html").read_text())
+
+
+def test_metrics_are_those_of_the_predictions():
+    case, la = fitted("classification")
+    rows = rows_of(la, [(case.x, case.y)])
+    found = metrics(rows.posterior, rows)
+    assert found["accuracy"] == pytest.approx(
+        (la(case.x).argmax(1) == case.y).double().mean().item()
+    )
+    assert found["−log p of a row"] == pytest.approx(
+        -la.predict(case.x).log_prob(case.y).mean().item()
+    )
+    case, la = fitted("regression")
+    rows = rows_of(la, [(case.x, case.y)])
+    error = (rows.network.mean - case.y).square().mean().sqrt().item()
+    assert metrics(rows.network, rows)["root of mean squared error"] == pytest.approx(error)
+
+
+def test_what_was_warned_of_is_kept(tmp_path, caplog):
+    case = tiny("classification")
+    la = LinearisedLaplace(case.model, "classification", num_samples=4)
+    with caplog.at_level(logging.WARNING, logger="torch_lla_em"):
+        la.fit(case.x, case.y, em_steps=0, prior_precision=1e9, progress_bar=False)
+    assert "samples of 27 weights" in la.said[0] and len(la.said) == 2
+    assert la.said[1] in caplog.text and not logging.getLogger("torch_lla_em").filters
+    la.save(tmp_path / "posterior.pt")
+    again = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
+    assert again.said == la.said
+    again.report([(case.x, case.y)], tmp_path / "report.html")
+    assert "next to none of the weights" in (tmp_path / "report.html").read_text()
+
+
+def test_advice_follows_the_numbers():
+    case, la = fitted("classification")
+    rows = rows_of(la, [(case.x, case.y)])
+    worse = rows._replace(network=rows.posterior, posterior=rows.network)
+    certain = 30.0 * nn.functional.one_hot(case.y, 3).double()
+    sure = rows._replace(network=type(rows.network)(la.likelihood, certain, certain[None] * 0))
+    assert any("worse than the network alone" in line for line in advice(la, sure))
+    assert not any(
+        "network alone" in line for line in advice(la, worse._replace(posterior=sure[2]))
+    )
+    assert not any("known to an error" in line for line in advice(la, rows))
+    la.certificate = torch.full_like(la.certificate, 0.5)
+    assert any("known to an error" in line for line in advice(la, rows))
+    la.calibrate(case.x, case.y)
+    assert not any("as fitted" in line for line in advice(la, rows))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser is at hand")
+def test_a_browser_shows_it(tmp_path):
+    case, la = fitted("classification")
+    la.report([(case.x, case.y)], tmp_path / "report.html", 5 * case.x)
+    quiet = "--disable-quic --no-first-run --disable-background-networking --disable-sync".split()
+    quiet += ["--disable-component-update", f"--user-data-dir={tmp_path / 'browser'}"]
+    headless = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", *quiet]
+    page = f"file://{tmp_path / 'report.html'}"
+    shot = f"--screenshot={tmp_path / 'page.png'}"
+    subprocess.run([*headless, shot, page], check=True, timeout=120, capture_output=True)
+    assert (tmp_path / "page.png").stat().st_size > 10_000
+    count = (
+        "<script>document.title=[...document.images].filter(i=>i.naturalWidth>200).length</script>"
+    )
+    with (tmp_path / "report.html").open("a") as file:
+        file.write(count)
+    dom = subprocess.run(
+        [*headless, "--dump-dom", page], check=True, timeout=120, capture_output=True, text=True
+    ).stdout
+    assert re.search(r"<title>5</title>", dom)

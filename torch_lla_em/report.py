@@ -1,0 +1,157 @@
+"""One page about a fitted posterior: metrics, pictures, plan, warnings, and what to do about them.
+
+Needs matplotlib and torchmetrics: ``pip install torch_lla_em[report]``.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Iterator
+from html import escape
+from io import BytesIO
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_lla_em import plot
+from torch_lla_em.likelihoods import BradleyTerry, Likelihood
+from torch_lla_em.prediction import Fitted, Prediction, Rows, rows_of
+
+_STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:62rem;padding:0 1rem;color:#222}
+table{border-collapse:collapse;margin:1rem 0;display:block;overflow-x:auto}
+td,th{padding:.2rem .8rem .2rem 0;border-bottom:1px solid #ddd;text-align:left}
+caption{text-align:left;font-weight:bold}
+div{display:grid;grid-template-columns:repeat(auto-fit,minmax(20rem,1fr));gap:1.5rem}
+figure{margin:0}img{width:100%}figcaption{font-size:.85rem}
+li{margin:.4rem 0}
+"""
+_EDGE = 2.0
+"""Standard errors by which a posterior is worse than its network."""
+
+
+def write_report(la: Fitted, loader: Iterable[Any], path: str | PathLike, other: Any) -> None:
+    """Write a page about predictions of a loader's rows; ``other`` are unfamiliar inputs."""
+    rows = rows_of(la, loader)
+    plan, *said = la.said
+    parts = [
+        la._repr_html_(),
+        f"<h2>How well {len(rows.targets):,} rows are predicted</h2>",
+        _table(rows),
+        "<h2>What to do</h2>",
+        _list(advice(la, rows), "Nothing stands out."),
+        "<h2>Pictures</h2>",
+        f"<div>{''.join(_figure(*each) for each in _pictures(la, rows, other))}</div>",
+        "<h2>What the fit said</h2>",
+        f"<p>{escape(plan)}</p>",
+        _list(said, "It gave no warning."),
+    ]
+    title = escape(f"Posterior of {type(la.model).__name__}")
+    page = (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        '<meta name="viewport" content="width=device-width">'
+        f"<style>{_STYLE}</style><h1>{title}</h1>{''.join(parts)}</html>\n"
+    )
+    Path(path).write_text(page, encoding="utf-8")
+
+
+def metrics(prediction: Prediction, rows: Rows) -> dict[str, float]:
+    """Return what torchmetrics, and the likelihood, say of predictions."""
+    from torchmetrics import functional as tm
+
+    y, likelihood = rows.targets, prediction.likelihood
+    found: dict[str, Any] = {"−log p of a row": -prediction.log_prob(y).double().mean().item()}
+    if likelihood.real_valued:
+        mean, (lower, upper) = prediction.moments().mean, prediction.credible_interval(0.9)
+        if mean.shape == y.shape:
+            mean, real = mean.flatten(), y.to(mean).flatten()
+            found["root of mean squared error"] = tm.mean_squared_error(mean, real, squared=False)
+            found["mean absolute error"] = tm.mean_absolute_error(mean, real)
+            found["R²"] = tm.r2_score(mean, real)
+            found["targets inside 90 %"] = ((y >= lower) & (y <= upper)).double().mean()
+    elif likelihood.gives_probabilities and likelihood.elementwise:
+        p, labels = prediction.probs.flatten(), y.flatten().long()
+        found["accuracy"] = tm.classification.binary_accuracy(p, labels)
+        found["calibration error"] = tm.classification.binary_calibration_error(p, labels)
+        found["AUROC"] = tm.classification.binary_auroc(p, labels)
+    elif likelihood.gives_probabilities:
+        mask, classes = likelihood.mask(y), prediction.centre.shape[-1]
+        kept = torch.ones_like(y, dtype=torch.bool) if mask is None else mask
+        p, labels, error = prediction.probs[kept], y[kept], "calibration error"
+        found["accuracy"] = tm.classification.multiclass_accuracy(p, labels, classes, "micro")
+        found[error] = tm.classification.multiclass_calibration_error(p, labels, classes)
+    return {name: float(value) for name, value in found.items()}
+
+
+def advice(la: Fitted, rows: Rows) -> Iterator[str]:
+    """Yield what the numbers call for."""
+    gain = rows.network.log_prob(rows.targets) - rows.posterior.log_prob(rows.targets)
+    error = gain.double().std() / len(gain) ** 0.5
+    if gain.double().mean() > _EDGE * error:
+        yield (
+            f"The posterior predicts these rows worse than the network alone, by {gain.mean():.2g} ± "
+            f"{error:.1g} nats a row: la.calibrate(held_out_loader), "
+            'or fit with curvature="variational".'
+        )
+    elif la.calibration is None and not la.likelihood.is_quadratic:
+        yield "Predictions are as fitted: la.calibrate(held_out_loader) usually improves them."
+    missed = (la.certificate.square().mean() / la.effective_dim.sum()).sqrt()
+    if missed > 1.1 * la.tolerance:
+        yield (
+            f"Samples are known to an error of {missed:.1g}, not of {la.tolerance:.1g}: a solver "
+            "with more passes, or float64, brings them there."
+        )
+    if la.effective_dim_error.norm() > 0.1 * la.effective_dim.sum():
+        yield "γ is known to no more than 10 %: larger num_samples tells it better."
+
+
+def _table(rows: Rows) -> str:
+    each = [metrics(prediction, rows) for prediction in (rows.network, rows.posterior)]
+    body = "".join(
+        f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{m[name]:.4g}</td>" for m in each) + "</tr>"
+        for name in each[0]
+    )
+    return f"<table><tr><th></th><th>network</th><th>posterior</th></tr>{body}</table>"
+
+
+def _pictures(la: Fitted, rows: Rows, other: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    likelihood, x = la.likelihood, rows.inputs
+    if likelihood.gives_probabilities:
+        yield "How often predictions come true", lambda axes: plot.reliability(la, rows, axes)
+    if _is_plain_regression(likelihood, rows):
+        yield "Regression", lambda axes: plot.bands(la, rows, axes)
+        yield "Coverage of intervals", lambda axes: plot.coverage(la, rows, axes)
+    if x is not None and x.is_floating_point():
+        if x.shape[1:] == (2,):
+            yield "Over the two inputs", lambda axes: plot.confidence(la, rows, axes)
+        if not isinstance(likelihood, BradleyTerry):
+            yield "Most and least certain", lambda axes: plot.extremes(la, rows, axes)
+    if other is not None:
+        yield "Unfamiliar inputs", lambda axes: plot.unfamiliarity(la, rows, other, axes)
+    if la.history:
+        yield "Path of EM", lambda axes: plot.em_path(la, axes)
+
+
+def _is_plain_regression(likelihood: Likelihood, rows: Rows) -> bool:
+    return likelihood.real_valued and rows.posterior.expectation.shape == rows.targets.shape
+
+
+def _figure(caption: str, draw: Callable[[Any], Any]) -> str:
+    from matplotlib.figure import Figure
+
+    figure, png = Figure(figsize=(5, 3.6), layout="constrained"), BytesIO()
+    draw(figure.add_subplot())
+    figure.savefig(png, format="png", dpi=110, bbox_inches="tight")
+    data = b64encode(png.getvalue()).decode()
+    words = escape(caption)
+    return (
+        f'<figure><img alt="{words}" src="data:image/png;base64,{data}">'
+        f"<figcaption>{words}</figcaption></figure>"
+    )
+
+
+def _list(lines: Iterable[str], otherwise: str) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<ul>{items}</ul>" if items else f"<p>{otherwise}</p>"

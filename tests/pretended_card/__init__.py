@@ -1,0 +1,122 @@
+"""A card that is not there: torch's own CUDA code over host memory, with CPU kernels below it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+
+VERSIONS = "2.14", "2.15"
+"""Of torch, whose private names are known."""
+
+MEMORY = 8 << 30
+_SOURCE = Path(__file__).with_name("runtime.c")
+
+library: ctypes.CDLL | None = None
+"""The runtime, once it stands in."""
+
+absent: str | None = "no CUDA device: see tests/pretended_card"
+"""Why there is none."""
+
+replays: list[Callable[[], None]] = []
+"""Kernels that graphs have recorded, by their numbers."""
+
+_watchers: list[Callable[[str], None]] = []
+_callbacks: list[object] = []
+
+
+def install() -> None:
+    """Put the runtime in the place of CUDA's, before torch is imported; say why where it cannot."""
+    global library, absent
+    version = metadata.version("torch")
+    headers = _headers()
+    if not version.startswith(tuple(f"{known}." for known in VERSIONS)):
+        absent = f"the pretended card knows torch {' and '.join(VERSIONS)}, not {version}"
+    elif headers is None or not (compiler := shutil.which("cc") or shutil.which("gcc")):
+        absent = "the pretended card takes a C compiler, and CUDA's headers, which triton has"
+    else:
+        library = ctypes.CDLL(str(_built(compiler, headers)), ctypes.RTLD_GLOBAL)
+        see = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_see)
+        replay = ctypes.CFUNCTYPE(None, ctypes.c_long)(lambda number: replays[number]())
+        _callbacks.extend((see, replay))
+        library.card_setup(ctypes.c_size_t(MEMORY), see, replay)
+        from pretended_card import kernels  # which imports torch
+
+        kernels.stand_in()
+        absent = None
+
+
+def _headers() -> Path | None:
+    triton = importlib.util.find_spec("triton")  # found, not imported
+    found = Path(triton.origin).parent / "backends/nvidia/include" if triton else None
+    return found if found and (found / "cuda_runtime_api.h").exists() else None
+
+
+def _built(compiler: str, headers: Path) -> Path:
+    mark = hashlib.sha256(_SOURCE.read_bytes() + str(headers).encode()).hexdigest()[:16]
+    built = Path(tempfile.gettempdir()) / f"pretended_card_{os.getuid()}_{mark}.so"
+    if not built.exists():
+        made = f"{built}.{os.getpid()}"
+        command = [compiler, "-shared", "-fPIC", "-O2", "-w", f"-I{headers}", str(_SOURCE)]
+        named = "-Wl,-soname,libcuda.so.1"
+        subprocess.run([*command, named, "-o", made, "-lpthread"], check=True)
+        os.replace(made, built)
+    return built
+
+
+def _see(what: bytes) -> None:
+    for watcher in list(_watchers):
+        watcher(what.decode())
+
+
+@contextmanager
+def watched() -> Iterator[Counter[tuple[str, str]]]:
+    """Count what the runtime tells (waits of the host, races, graphs), by line of the library."""
+    counts: Counter[tuple[str, str]] = Counter()
+
+    def watch(what: str) -> None:
+        own = [f for f in traceback.extract_stack() if re.search(r"/torch_lla_em/", f.filename)]
+        place = [f"{f.filename.rpartition('/torch_lla_em/')[2]}:{f.lineno}" for f in own[-1:]]
+        counts[what, "".join(place) or "elsewhere"] += 1
+
+    _watchers.append(watch)
+    try:
+        yield counts
+    finally:
+        _watchers.remove(watch)
+
+
+def waits(counts: Counter[tuple[str, str]]) -> int:
+    """Return how often the host has waited."""
+    return sum(n for (what, _), n in counts.items() if what.endswith(("Synchronize", "Memcpy")))
+
+
+def fail_at_malloc(count: int) -> int:
+    """Let memory end once, at the so-manieth time that the card is asked for some from now on.
+
+    Returns how often it still had to be asked for the end that was ordered before.
+    """
+    ordered = ctypes.c_long.in_dll(library, "card_fail_malloc")
+    left, ordered.value = ordered.value, count
+    return left
+
+
+def races() -> int:
+    """Return how often the host has written to pinned memory under a copy."""
+    return ctypes.c_long.in_dll(library, "card_races").value
+
+
+def pinned() -> int:
+    """Return the bytes of pinned memory that the runtime has given out."""
+    return ctypes.c_long.in_dll(library, "card_pinned").value

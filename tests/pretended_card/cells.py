@@ -1,0 +1,106 @@
+"""What the CPU has under another name, and the fused cells of CUDA's recurrent layers."""
+
+import torch
+
+aten = torch.ops.aten
+
+
+def _nothing(dtype=torch.float32):
+    return torch.empty(0, dtype=dtype, device="cpu")
+
+
+def convolution(x, weight, padding, stride, dilation, groups, *flags):
+    return aten.convolution(
+        x, weight, None, stride, padding, dilation, False, [0] * len(padding), groups
+    )
+
+
+def transposed(x, weight, padding, output_padding, stride, dilation, groups, *flags):
+    return aten.convolution(
+        x, weight, None, stride, padding, dilation, True, output_padding, groups
+    )
+
+
+def depthwise(x, weight, kernel_size, bias, stride, padding, dilation):
+    zeros, channels = [0] * len(padding), x.shape[1]
+    return aten.convolution(x, weight, bias, stride, padding, dilation, False, zeros, channels)
+
+
+def batch_norm(*arguments):
+    return *aten.native_batch_norm(*arguments), _nothing(torch.uint8)
+
+
+def batch_norm_backward(x, grad, weight, mean, var, save_mean, save_var, eps, reserve):
+    wanted = [True, True, True]
+    return aten.native_batch_norm_backward(
+        grad, x, weight, mean, var, save_mean, save_var, True, eps, wanted
+    )
+
+
+def _with_bias(gates, bias):
+    return gates if bias is None else gates + bias
+
+
+def lstm_cell(inputs, hidden, cx, input_bias=None, hidden_bias=None):
+    gates = _with_bias(inputs, input_bias) + _with_bias(hidden, hidden_bias)
+    i, f, g, o = gates.chunk(4, 1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    cy = f * cx + i * g
+    return o * cy.tanh(), cy, torch.cat([i, f, g, o], 1)
+
+
+def lstm_cell_backward(grad_hy, grad_cy, cx, cy, workspace, has_bias):
+    i, f, g, o = workspace.chunk(4, 1)
+    grad_hy = torch.zeros_like(cy) if grad_hy is None else grad_hy
+    grad_c = grad_hy * o * (1 - cy.tanh() ** 2) + (0 if grad_cy is None else grad_cy)
+    parts = (
+        grad_c * g * i * (1 - i),
+        grad_c * cx * f * (1 - f),
+        grad_c * i * (1 - g**2),
+        grad_hy * cy.tanh() * o * (1 - o),
+    )
+    gates = torch.cat(parts, 1)
+    return gates, grad_c * f, gates.sum(0) if has_bias else _nothing()
+
+
+def gru_cell(inputs, hidden, hx, input_bias=None, hidden_bias=None):
+    inputs, hidden = _with_bias(inputs, input_bias), _with_bias(hidden, hidden_bias)
+    (ir, iz, inew), (hr, hz, hnew) = inputs.chunk(3, 1), hidden.chunk(3, 1)
+    r, z = (ir + hr).sigmoid(), (iz + hz).sigmoid()
+    n = (inew + r * hnew).tanh()
+    return n + z * (hx - n), torch.cat([r, z, n, hx, hnew], 1)
+
+
+def gru_cell_backward(grad, workspace, has_bias):
+    r, z, n, hx, hnew = workspace.chunk(5, 1)
+    gz, gn = grad * (hx - n) * z * (1 - z), grad * (1 - z) * (1 - n**2)
+    gr = gn * hnew * r * (1 - r)
+    inputs, hidden = torch.cat([gr, gz, gn], 1), torch.cat([gr, gz, gn * r], 1)
+    sums = (inputs.sum(0), hidden.sum(0)) if has_bias else (_nothing(), _nothing())
+    return inputs, hidden, grad * z, *sums
+
+
+def rnn(x, weight, stride, buffer, hx, cx, mode, hidden, proj, layers, first, *others):
+    """cuDNN's forward pass; its derivative is absent, as its second is of the real one."""
+    dropout, train, both, sizes, _ = others
+    if sizes or (dropout and train):
+        raise NotImplementedError("The pretended cuDNN has no dropout and no packed sequences.")
+    run = (torch.rnn_relu, torch.rnn_tanh, torch.lstm, torch.gru)[mode]
+    state = (hx, cx) if mode == 2 else hx
+    out = run(x, state, weight, stride > 2, layers, 0.0, False, both, first)
+    return out[0], out[1], out[2] if mode == 2 else _nothing(), _nothing(torch.uint8), _nothing()
+
+
+OTHERWISE = {
+    "cudnn_convolution": convolution,
+    "cudnn_convolution_transpose": transposed,
+    "_conv_depthwise2d": depthwise,
+    "conv_depthwise3d": depthwise,
+    "cudnn_batch_norm": batch_norm,
+    "cudnn_batch_norm_backward": batch_norm_backward,
+    "_thnn_fused_lstm_cell": lstm_cell,
+    "_thnn_fused_lstm_cell_backward_impl": lstm_cell_backward,
+    "_thnn_fused_gru_cell": gru_cell,
+    "_thnn_fused_gru_cell_backward": gru_cell_backward,
+    "_cudnn_rnn": rnn,
+}

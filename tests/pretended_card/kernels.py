@@ -1,0 +1,265 @@
+"""Stand-ins for all kernels of CUDA: they look where their arguments are, and run the CPU's."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchgen
+from torch import Tensor
+
+import pretended_card
+from pretended_card import cells
+
+CPU = torch.device("cpu")
+
+# they look at sizes alone, or do no more than the runtime can
+NATIVE = """empty.memory_format empty_strided as_strided view view_as_real view_as_complex unfold
+    _reshape_alias resize_ set_ set_.source_Storage set_.source_Storage_storage_offset
+    set_.source_Tensor is_set_to record_stream _local_scalar_dense _efficientzerotensor
+    _fused_sdp_choice _nested_view_from_buffer""".split()
+
+# the host waits for sizes, for an answer, or for an error code of linear algebra
+WAITING = """nonzero nonzero.out masked_select masked_select.out _unique _unique2 unique_dim
+    unique_consecutive unique_dim_consecutive repeat_interleave.Tensor bincount equal _linalg_eigh
+    _linalg_eigh.eigenvalues _linalg_svd _linalg_svd.U linalg_eig linalg_eig.out linalg_lstsq.out
+    _ctc_loss""".split()
+
+# cuBLAS has none of integers
+PRODUCTS = "mm bmm addmm baddbmm addmv addr dot vdot".split()
+
+_kept: list[object] = []
+
+
+def stand_in() -> None:
+    """Replace what is registered under the dispatch key of CUDA."""
+    library = torch.library.Library("aten", "IMPL")
+    _kept.append(library)
+    between = torch.library.get_kernel(torch.ops.aten.copy_.default, "CUDA")
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
+    lenient = _lenient()
+    for name in (n.removeprefix("aten::") for n in names if n.startswith("aten::")):
+        if name in (*NATIVE, "copy_", "_cudnn_rnn_flatten_weight"):
+            continue
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        library.impl(name, Kernel(name, op, name in lenient), "CUDA", allow_override=True)
+    within = Kernel("copy_", torch.ops.aten.copy_.default, True)
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+
+    def copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+        """Copy on the card; to and from it torch's own code does, which may have to wait."""
+        if self.is_cuda and src.is_cuda:
+            return within(self, src, non_blocking)
+        between.call_boxed(keys, self, src, non_blocking)
+        return self
+
+    def flatten(weights: list[Tensor], *shape: Any) -> Tensor:
+        """Make the weights views of one buffer, as cuDNN wants them."""
+        buffer = torch.cat([w.reshape(-1) for w in weights])
+        for weight, part in zip(weights, buffer.split([w.numel() for w in weights])):
+            weight.set_(part.view(weight.shape))
+        return buffer
+
+    library.impl("copy_", copy_, "CUDA", allow_override=True)
+    library.impl("_cudnn_rnn_flatten_weight", flatten, "CUDA", allow_override=True)
+
+
+def _lenient() -> set[str]:
+    """Return the operations that take a number on the CPU among tensors on a card."""
+    text = (
+        Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
+    ).read_text()
+    entries = re.split(r"^- func: ", text, flags=re.MULTILINE)
+    return {e.partition("(")[0] for e in entries if re.search(r"^  device_check: NoCheck", e, re.M)}
+
+
+class Kernel:
+    """The stand-in for one operation."""
+
+    def __init__(self, name: str, op: Any, lenient: bool):
+        self.name, self.lenient = name, lenient
+        self.run = cells.OTHERWISE.get(name, op)
+        self.arguments = op._schema.arguments
+        self.tensors = {a.name for a in self.arguments if "Tensor" in str(a.type)}
+        self.written = {a.name for a in self.arguments if a.alias_info and a.alias_info.is_write}
+        places = {a.name: i for i, a in enumerate(self.arguments)}
+        self.generator = places.get("generator")
+        self.draws = torch.Tag.nondeterministic_seeded in op.tags or self.generator is not None
+        self.indexes = name.startswith(("index.", "index_put", "_index_put_impl_", "_unsafe_index"))
+        self.is_product = name.partition(".")[0].rstrip("_") in PRODUCTS
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            call = Call(self)
+            given = [call.inward(value, a.name) for value, a in zip(args, self.arguments)]
+            named = {key: call.inward(value, key) for key, value in kwargs.items()}
+            call.check(named)
+            if "device" in named:
+                named["device"] = CPU
+            return call.done(
+                lambda: self._drawn(given, named) if self.draws else self.run(*given, **named)
+            )
+
+    def _drawn(self, args: list, kwargs: dict) -> Any:
+        """Run with numbers that follow from the card's generator, and move that on."""
+        place = self.generator
+        given = kwargs.get("generator")
+        if place is not None and place < len(args):
+            given = args[place]
+        source = given or torch.cuda.default_generators[0]
+        mark = f"{source.initial_seed()} {source.get_offset()}".encode()
+        source.set_offset(source.get_offset() + 4)
+        seed = int.from_bytes(hashlib.sha256(mark).digest()[:8], "little") >> 1
+        if given is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(seed)
+                return self.run(*args, **kwargs)
+        own = torch.Generator("cpu").manual_seed(seed)
+        if "generator" in kwargs:
+            return self.run(*args, **{**kwargs, "generator": own})
+        return self.run(*args[:place], own, *args[place + 1 :], **kwargs)
+
+
+class Call:
+    """The tensors of one call: those on the card, and the same memory as the CPU sees it."""
+
+    def __init__(self, kernel: Kernel):
+        self.kernel = kernel
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.empty: list[tuple[Tensor, Tensor]] = []
+        self.written: list[Tensor] = []
+        self.numbers, self.stray, self.waits = 0, False, kernel.name in WAITING
+        self.dtype: torch.dtype | None = None
+
+    def inward(self, value: Any, name: str) -> Any:
+        """Return an argument as the CPU's kernel takes it."""
+        if isinstance(value, (list, tuple)):
+            return [self.inward(v, name) for v in value]
+        if isinstance(value, torch.Generator) and value.device.type != "cuda":
+            raise RuntimeError(
+                f"Expected a 'cuda' device type for generator but found '{value.device.type}'"
+            )
+        if isinstance(value, (int, float)) and name in self.kernel.tensors:
+            return self._number(value)
+        if not isinstance(value, Tensor):
+            return value
+        picks = self.kernel.indexes and name == "indices"
+        written = name in self.kernel.written
+        if not value.is_cuda:
+            if picks:  # copied to the card, by a copy that waits
+                self.waits |= bool(value.numel())
+            elif value.dim() or written or not self.kernel.lenient:
+                self.stray = True
+            else:
+                self.numbers += 1
+            return value
+        if value.layout != torch.strided:
+            raise NotImplementedError(f"The pretended card has no {value.layout} tensors.")
+        self.waits |= picks and value.dtype in (torch.bool, torch.uint8)
+        self.dtype = self.dtype or value.dtype
+        if written and not value.numel():
+            host = torch.empty(value.shape, dtype=value.dtype, device=CPU)
+            self.empty.append((value, host))
+        else:
+            host = seen_by_cpu(value)
+        self.pairs.append((value, host))
+        if written:
+            self.written.append(host)
+        return host
+
+    def _number(self, value: float) -> Tensor:
+        """Return what arrives unwrapped as a tensor again, of the dtype that promotion finds."""
+        dtype = self.dtype
+        whole = dtype is None or not (dtype.is_floating_point or dtype.is_complex)
+        if whole and isinstance(value, float):
+            dtype = torch.get_default_dtype()
+        elif dtype in (None, torch.bool):
+            dtype = torch.int64
+        return torch.tensor(value, dtype=dtype, device=CPU)
+
+    def check(self, named: dict[str, Any]) -> None:
+        """Refuse what the real kernel would, and wait where it does."""
+        name = self.kernel.name
+        if (self.stray and self.pairs) or (self.numbers > 1 and not name.startswith("where")):
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"cuda:0 and cpu! (when checking arguments of {name})"
+            )
+        if self.kernel.is_product and not (self.dtype.is_floating_point or self.dtype.is_complex):
+            raise NotImplementedError(f'"{name}_cuda" not implemented for {self.dtype}')
+        if self.waits or named.get("check_errors"):
+            torch.cuda.current_stream().synchronize()
+
+    def done(self, run: Callable[[], Any]) -> Any:
+        """Return the results on the card; while a graph is captured, have it make them later."""
+        library, found = pretended_card.library, []
+        if not library.card_captures():
+            return self._outward(run(), found)
+        before = [(host, host.clone()) for host in self.written]
+        on_card = self._outward(run(), found)
+        for host, own in before:
+            host.copy_(own)
+        places = [None if card is None else seen_by_cpu(card) for card in found]
+        for place in places:
+            if place is not None and place.numel():
+                place.untyped_storage().fill_(0xFF)
+
+        def again() -> None:
+            with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_ABOVE):
+                for place, value in zip(places, _tensors(run())):
+                    if place is not None:
+                        place.copy_(value)
+
+        library.card_kernel(len(pretended_card.replays))
+        pretended_card.replays.append(again)
+        return on_card
+
+    def _outward(self, value: Any, found: list) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._outward(v, found) for v in value)
+        if not isinstance(value, Tensor):
+            return value
+        for card, host in self.empty:
+            if value is host:
+                card.resize_(host.shape)
+                seen_by_cpu(card).copy_(host)
+                found.append(card)
+                return card
+        memory = value.untyped_storage().data_ptr()
+        for card, host in self.pairs:
+            own = memory and memory == host.untyped_storage().data_ptr()
+            if value is host or (own and value.dtype == card.dtype):
+                found.append(None)  # written where it is
+                if value is host:
+                    return card
+                shape = value.shape, value.stride(), value.storage_offset()
+                return torch.ops.aten.as_strided(card, *shape)
+        value = value.contiguous() if 0 in value.stride() else value
+        card = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+        if value.numel():
+            seen_by_cpu(card).copy_(value)
+        found.append(card)
+        return card
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, (list, tuple)):
+        return [tensor for part in tree for tensor in _tensors(part)]
+    return [tree] if isinstance(tree, Tensor) else []
+
+
+# a graph is replayed inside of whatever calls it
+_ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+
+
+def seen_by_cpu(tensor: Tensor) -> Tensor:
+    """Return a tensor on the CPU over the memory of one on the card."""
+    own = tensor.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(own.data_ptr(), CPU, own.nbytes())
+    empty = torch.empty(0, dtype=tensor.dtype, device=CPU)
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,6 +1,7 @@
 """Fits whose loaders break off, kill their process or lose a worker."""
 
 import os
+import time
 
 import torch
 from tiny import tiny
@@ -38,6 +39,20 @@ def fit(solver, loader, folder, **options):
     options = {"num_samples": 4, "solver": SOLVERS[solver], "compute": READ, **options}
     la = LinearisedLaplace(tiny(name).model, name, **options)
     return la.fit(loader, progress_bar=False, checkpoint=folder)
+
+
+class Slow(Fuse):
+    """A loader that takes its time, so that a signal from outside hits any place of a fit."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            time.sleep(0.002)
+            yield batch
+
+
+def fit_slowly(folder):
+    torch.set_num_threads(1)
+    fit("krylov", Slow(10**6), folder)
 
 
 class Rationed:

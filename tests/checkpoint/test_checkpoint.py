@@ -1,6 +1,7 @@
 """A fit that is killed at any pass ends, when started again, where an unbroken one does."""
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import READ, SOLVERS, Fuse, Rationed, fit, fit_with_a_worker
+from checkpoints import READ, SOLVERS, Fuse, Rationed, fit, fit_slowly, fit_with_a_worker
 from daily import daily
 from fresh import CONTEXT
 from tiny import tiny
@@ -71,6 +72,27 @@ def test_killed_processes_resume(number, passes, tmp_path):
     resumed = fit("krylov", Fuse(10**6), tmp_path / "run")
     whole = fit("krylov", Fuse(10**6), tmp_path / "whole")
     assert torch.equal(resumed.w_samples, whole.w_samples)
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments_leave_the_posterior_alone(tmp_path):
+    whole, moment = fit("krylov", Fuse(10**6), tmp_path / "whole"), random.Random(0)
+    kills = finished = 0
+    while kills < 20 or not finished:
+        folder = tmp_path / f"run {finished}"
+        process = CONTEXT.Process(target=fit_slowly, args=(folder,))
+        process.start()
+        process.join(moment.uniform(0.5, 3.0) if kills < 20 else 120)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            kills += 1
+            continue
+        assert process.exitcode == 0
+        resumed = fit("krylov", Fuse(1), folder)
+        assert torch.equal(resumed.w_samples, whole.w_samples)
+        assert torch.equal(resumed.w_lin, whole.w_lin)
+        finished += 1
 
 
 def test_finished_runs_return_at_once(tmp_path):

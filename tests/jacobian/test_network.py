@@ -95,7 +95,7 @@ def test_weights_stay_in_place_after_an_error_inside():
     model = Observer(fails=True)
     parameters = dict(model.named_parameters())
     network = Network(model)
-    function = network.function(torch.ones(1, 3), ("layers.0.weight",))
+    function = network.function(torch.ones(1, 3))
     with pytest.raises(KeyError):
         function({"layers.0.weight": torch.zeros(2, 3)})
     assert all(p is parameters[name] for name, p in model.named_parameters())
@@ -395,7 +395,7 @@ def test_forward_fn_and_class_dim():
     check(model, {"image": x}, forward_fn=lambda m, d: m(d["image"]), class_dim=1)
     network = Network(model, class_dim=1)
     with network.guarded():
-        assert network.function(x, ())({}).shape == (2, 2, 2, 3)
+        assert network.function(x)({}).shape == (2, 2, 2, 3)
 
 
 class CalledInAnotherOrder(nn.Module):

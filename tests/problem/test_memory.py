@@ -209,11 +209,11 @@ def test_a_shortage_is_no_reason_to_take_rows_for_one():
     network = small.linear_model.network
     whole, calls = network.call, []
 
-    def refused_once(x):
+    def refused_once(x, **wish):
         calls.append(len(x))
         if len(calls) == 2:
             raise torch.OutOfMemoryError("none left")
-        return whole(x)
+        return whole(x, **wish)
 
     network.call = refused_once
     with network.guarded():

@@ -28,7 +28,7 @@ from torch_lla_em.problem import (
     columns_held,
     size_of,
 )
-from torch_lla_em.runtime import DoesNotFit, attempt
+from torch_lla_em.runtime import DoesNotFit, is_shortage, words_of
 from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton
 
 logger = logging.getLogger("torch_lla_em")
@@ -75,10 +75,12 @@ Observe = Callable[[Info], None]
 
 def learn(problem: Problem, options: FitOptions, on_step: Observe) -> Posterior:
     """Run EM to its fixed point, then the last E-step; ``on_step`` is told of every step."""
-    posterior, shortage = attempt(lambda: _learn(problem, options, on_step).assembled(problem))
-    if shortage is not None:
-        raise DoesNotFit(_no_room(problem, options.num_samples, shortage))
-    return posterior
+    try:
+        return _learn(problem, options, on_step).assembled(problem)
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, DoesNotFit) or not is_shortage(error):
+            raise
+        raise DoesNotFit(_no_room(problem, options.num_samples, words_of(error))) from None
 
 
 def _learn(problem: Problem, options: FitOptions, on_step: Observe) -> Posterior:

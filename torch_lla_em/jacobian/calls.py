@@ -254,7 +254,7 @@ def recorded(network: Network, names: tuple[str, ...], x: Any) -> Recorded:
     """Run f(x) once, and look at the named weights."""
     leaves = {name: w.detach().requires_grad_() for name, w in network.weights(names).items()}
     with torch.enable_grad(), _Seen(leaves) as seen:
-        f = network.function(x, names)(leaves)
+        f = network.function(x)(leaves)
     others = _reached(f, {id(leaf): name for name, leaf in leaves.items()})
     return Recorded(f, seen.calls, others)
 

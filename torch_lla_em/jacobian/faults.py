@@ -21,7 +21,7 @@ from torch_lla_em.runtime import is_shortage
 def checked_outputs(network: Network, x: Any) -> Tensor:
     """Return f(x), shape (B, ..., C), if it is what derivatives can be taken of."""
     _refuse_reentrant_checkpoints(network, x)
-    outputs = network.substituted(lambda: network.call(x))({})
+    outputs = network.outputs(x)
     if not -outputs.ndim <= network.class_dim < outputs.ndim:
         raise ValueError(
             f"The outputs have shape {tuple(outputs.shape)}, so class_dim={network.class_dim} "
@@ -38,7 +38,7 @@ def checked_outputs(network: Network, x: Any) -> Tensor:
             f"The outputs are not finite on the first batch, first in "
             f"{name_layer(network, path)}. Look at the inputs and the weights there."
         )
-    again = network.substituted(lambda: network.call(x))({})
+    again = network.outputs(x)
     if distance(outputs, again) > math.sqrt(torch.finfo(outputs.dtype).eps):
         path = first_layer(network, x, lambda a, b: distance(a, b) > 0)
         raise ValueError(
@@ -64,9 +64,9 @@ def _refuse_reentrant_checkpoints(network: Network, x: Any) -> None:
             found.append(path)
 
     with torch.enable_grad():
-        if _holds_checkpoint(network.substituted(lambda: network.call(x))(weights)):
+        if _holds_checkpoint(network.outputs(x, weights)):
             with hooked(network.module, see):
-                network.substituted(lambda: network.call(x))(weights)
+                network.outputs(x, weights)
             raise NotImplementedError(
                 f"{name_layer(network, found[0] if found else None)} uses reentrant activation "
                 "checkpointing, whose derivatives leave out weights without a word. Pass "
@@ -106,7 +106,7 @@ def _gradient(
         with torch.enable_grad():
             for name, parameter in parameters.items():
                 parameter.requires_grad_(name in names)
-            f = network.substituted(lambda: network.call(x))(weights)
+            f = network.outputs(x, weights)
             if not f.requires_grad:
                 return {}
             f = f.movedim(network.class_dim, -1)
@@ -192,7 +192,7 @@ def _record(network: Network, x: Any) -> list[tuple[str, list[Tensor], list[Tens
         calls.append((path, [t.clone() for t in given], [t.clone() for t in got]))
 
     with hooked(network.module, see):
-        network.substituted(lambda: network.call(x))({})
+        network.outputs(x)
     return calls
 
 
@@ -207,7 +207,7 @@ def layer_at_fault(network: Network, names: tuple[str, ...], x: Any) -> str | No
         calls.append((path, [*inputs, *leaves.values()], outputs))
 
     with torch.enable_grad(), hooked(network.module, see):
-        network.substituted(lambda: network.call(x))(leaves)
+        network.outputs(x, leaves)
         for path, inputs, outputs in calls:
             if outputs and not _twice_differentiable(outputs, inputs):
                 return path

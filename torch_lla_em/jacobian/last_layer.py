@@ -44,7 +44,7 @@ def _calls(network: Network, x: Any) -> list[str]:
             if owns and "parametrizations" not in path and not isinstance(layer, _Script):
                 see = lambda *_, path=path: calls.append(path)  # noqa: E731
                 handles.append(layer.register_forward_pre_hook(see))
-        network.substituted(lambda: network.call(x))({})
+        network.outputs(x)
     finally:
         for handle in handles:
             handle.remove()

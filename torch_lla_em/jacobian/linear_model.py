@@ -184,7 +184,7 @@ class LinearModel:
         """Return f(x), shape (B, ..., C)."""
         if isinstance(x, (HeadCall, Factors)):
             return x.f
-        return self.network.function(x, self.layout.names)(self._weights())
+        return self.network.function(x)(self._weights())
 
     def jvp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
         """Return f(x), shape (B, ..., C), and J(x) w, shape (K, B, ..., C)."""
@@ -193,7 +193,7 @@ class LinearModel:
         weights, tangents = self._weights(), self._tangents(w)
         path = self.path._replace(jvp_columns=self._at_once(self.path.jvp_columns))
         if not isinstance(x, HeadCall):
-            function = self.network.function(x, self.layout.names)
+            function = self.network.function(x)
             return products.jvp(function, weights, tangents, path)
         _, Jw = products.jvp(x.head, weights, tangents, path)
         if x.tail is not None:
@@ -208,7 +208,7 @@ class LinearModel:
         if isinstance(x, Factors):
             return x.f, self._adding(self._pull_by_factors(x), x.columns_at_once)
         is_head = isinstance(x, HeadCall)
-        function = x.head if is_head else self.network.function(x, self.layout.names)
+        function = x.head if is_head else self.network.function(x)
         f, pullback = products.vjp(function, self._weights())
         if not is_head:
             return f, self._adding(pullback)
@@ -219,7 +219,7 @@ class LinearModel:
     def jvp_and_vjp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor, AddPullback]:
         """Return f(x), J(x) w and the map of ``vjp``; one column takes one forward pass."""
         if self.path.shared and len(w) == 1 and not isinstance(x, (HeadCall, Factors)):
-            function, weights = self.network.function(x, self.layout.names), self._weights()
+            function, weights = self.network.function(x), self._weights()
             f, Jw, pullback = products.jvp_and_vjp(function, weights, self._tangents(w))
             return f, Jw, self._adding(pullback)
         _, Jw = self.jvp(x, w)
@@ -241,7 +241,7 @@ class LinearModel:
         rest = {n: weight for n, weight in self._weights().items() if n not in x.weights}
         if not rest:
             return x.pull
-        _, others = products.vjp(self.network.function(x.x, tuple(rest)), rest, some=True)
+        _, others = products.vjp(self.network.function(x.x), rest, some=True)
         return lambda u: {**x.pull(u), **others(u)}
 
     def _push_by_factors(self, x: Factors, w: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ class LinearModel:
         chunks = (slice(start, start + step) for start in range(0, len(w), step))
         Jw = torch.cat([x.push({name: t[chunk] for name, t in own.items()}) for chunk in chunks])
         if rest:
-            function = self.network.function(x.x, tuple(rest))
+            function = self.network.function(x.x)
             tangents = {name: tangents[name] for name in rest}
             Jw = Jw + products.jvp(function, rest, tangents, self.path)[1]
         return Jw

@@ -6,6 +6,7 @@ import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -142,17 +143,22 @@ class Network:
             parameters = dict(self.module.named_parameters())
             return {name: parameters[name].detach() for name in names}
 
-    def call(self, x: Any) -> Tensor:
-        """Return the outputs of the module as it stands, their axes as they are."""
+    def call(self, x: Any, in_order: bool = False) -> Tensor:
+        """Return the outputs of the module as it stands; ``in_order`` with the classes last."""
         with self._contiguous or nullcontext():
             outputs = self.forward_fn(self.module, _out_of_inference_mode(x))
         if self._contiguous and not self._contiguous.needed:
             self._contiguous = None  # it takes microseconds of every call
-        return outputs.float() if self.precision == "bfloat16" else outputs
+        outputs = outputs.float() if self.precision == "bfloat16" else outputs
+        return outputs.movedim(self.class_dim, -1) if in_order else outputs
 
-    def function(self, x: Any, names: tuple[str, ...]) -> WeightFunction:
-        """Return the map from the named weights to f(x), shape (B, ..., C)."""
-        return self.substituted(lambda: self.call(x).movedim(self.class_dim, -1))
+    def function(self, x: Any) -> WeightFunction:
+        """Return the map from named weights to f(x), shape (B, ..., C)."""
+        return self.substituted(partial(self.call, x, in_order=True))
+
+    def outputs(self, x: Any, weights: dict[str, Tensor] | None = None) -> Tensor:
+        """Return the outputs with some weights exchanged, their axes as they are."""
+        return self.substituted(partial(self.call, x))(weights or {})
 
     def substituted(self, run: Callable[[], Tensor], within: str = "") -> WeightFunction:
         """Return the map from named weights to ``run()``, made with them in the module.
@@ -162,7 +168,7 @@ class Network:
         state = self._held or _State(self.module)
         if within:
             state = state.within(within)
-        return lambda weights: state.call(run, weights)
+        return partial(state.call, run)
 
     def owner(self, names: Collection[str]) -> str:
         """Return the path of the smallest submodule that holds these weights, and alone."""

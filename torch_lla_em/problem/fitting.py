@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import Factors
-from torch_lla_em.problem.passes import BY_COLUMN, Add, Fold, Layer, LocalPasses, Pass, Passes, Sums
+from torch_lla_em.problem.passes import BY_COLUMN, Fold, Layer, LocalPasses, Pass, Passes, Sums
 from torch_lla_em.runtime import DoesNotFit, Interrupted, is_shortage, release, words_of
 
 logger = logging.getLogger("torch_lla_em")
@@ -35,6 +36,10 @@ class Fitting(Layer):
         self._factors: dict[tuple[int, int], Factors] = {}
         self._of: object = None
 
+    @property
+    def _keeps(self) -> bool:
+        return self._of is not None and self.room > 0
+
     def take(self, columns: int | None, rows: int | None) -> None:
         """Take at most so many columns, and rows of a batch, at once."""
         if columns is not None:
@@ -43,83 +48,67 @@ class Fitting(Layer):
 
     def around(self, fold: Fold, w: Tensor, task: Pass) -> Sums:
         """Return the sums, of each batch in pieces that fit."""
-        blocks = [name for name, kind in task.kinds.items() if kind in BY_COLUMN]
-
-        def add(batch: Batch, w: Tensor, sums: Sums) -> None:
-            for piece in self._local.pieces(batch, self.rows):
-                add_piece(piece, w, sums)
-
-        def add_piece(piece: Batch, w: Tensor, sums: Sums) -> None:
-            done, shortage = self._attempt(task.add, piece, w, sums)
-            if shortage is None:
-                return
-            done = done if blocks else 0
-            w, sums = w[done:], {**sums, **{name: sums[name][done:] for name in blocks}}
-            if self._halves_columns(len(w)):
-                add_piece(piece, w, sums)
-            else:
-                self._halve_rows(piece, shortage)
-                add(piece, w, sums)
-
         before = self._model.columns, self.rows
         try:
-            return fold(w, task._replace(add=add))
+            return fold(w, task._replace(add=partial(self._add, task)))
         except DoesNotFit:
             self._model.columns, self.rows = before
             raise
 
-    def _attempt(self, add: Add, piece: Batch, w: Tensor, sums: Sums) -> tuple[int, str | None]:
-        """Return the columns that were added, and what the allocator said if not all were."""
-        counted = self._local.data.num_outputs
-        try:
-            if len(w):
-                add(piece._replace(inputs=self._prepared(piece, len(w))), w, sums)
-            return len(w), None
-        except (RuntimeError, MemoryError) as error:
-            if isinstance(error, DoesNotFit) or not is_shortage(error):
-                raise
-            done = error.columns_done if isinstance(error, Interrupted) else 0
-            shortage = words_of(error)
-        release()  # what the failed attempt held is free only outside of the handler
-        self._local.data.num_outputs = counted
-        return done, shortage
+    def _add(self, task: Pass, batch: Batch, w: Tensor, sums: Sums) -> None:
+        """Add a batch in pieces; where memory ends, take less at once and add the rest."""
+        blocks = [name for name, kind in task.kinds.items() if kind in BY_COLUMN]
+        for piece in self._local.pieces(batch, self.rows):
+            counted = self._local.data.num_outputs
+            try:
+                inputs = self._known(piece)
+                if inputs is None:
+                    inputs = self._model.prepare(piece.inputs, len(w), self._keeps)
+                    self._keep(piece, inputs)
+                task.add(piece._replace(inputs=inputs), w, sums)
+                continue
+            except (RuntimeError, MemoryError) as error:
+                if isinstance(error, DoesNotFit) or not is_shortage(error):
+                    raise
+                done = error.columns_done if blocks and isinstance(error, Interrupted) else 0
+                shortage = words_of(error)
+            release()  # what the failed attempt held is free only outside of the handler
+            self._local.data.num_outputs = counted
+            if done < len(w):
+                self._halve(piece, len(w) - done, shortage)
+                rest = {**sums, **{name: sums[name][done:] for name in blocks}}
+                self._add(task, piece, w[done:], rest)
 
-    def _prepared(self, piece: Batch, columns: int) -> Any:
-        """Return what several products at a piece share; factors are kept as its batch is."""
+    def _known(self, piece: Batch) -> Factors | None:
+        """Return the factors that are kept beside a kept batch."""
         kept = self._local.data.kept
         if kept is not self._of:
             self._factors, self._of = {}, kept
-        if piece.place in self._factors:
-            return self._factors[piece.place]
-        keep = kept is not None and self.room > 0
-        inputs = self._model.prepare(piece.inputs, columns, keep)
-        if keep and isinstance(inputs, Factors):
+        return self._factors.get(piece.place)
+
+    def _keep(self, piece: Batch, inputs: Any) -> None:
+        if isinstance(inputs, Factors) and self._keeps:
             self.room -= inputs.nbytes
             if self.room > 0:
                 self._factors[piece.place] = inputs
-        return inputs
 
-    def _halves_columns(self, left: int) -> bool:
-        if self._model.factored is not None:
+    def _halve(self, piece: Batch, columns: int, shortage: str) -> None:
+        """Take less at once from now on: factors, columns, then rows; raise where it is one."""
+        model, at_once = self._model, min(self._model.columns_at_once, columns)
+        if model.factored is not None:
             self._factors, self.room = {}, 0.0
-            self._model.leave_factors()
-            return True
-        columns = min(self._model.columns_at_once, left)
-        if columns == 1 and not self._model.path.shared:
-            return False
-        if columns == 1:  # a shared forward pass holds two at once
-            self._model.path = self._model.path._replace(shared=False)
-            return True
-        logger.warning("Out of memory: from now on %d columns at a time.", columns // 2)
-        self._model.columns = columns // 2
-        return True
-
-    def _halve_rows(self, piece: Batch, shortage: str) -> None:
-        size = (len(piece.rows) + 1) // 2
-        if len(self._local.pieces(piece, size)) == 1:
-            raise DoesNotFit(no_room(piece, self._model.layout.size, shortage))
-        logger.warning("Out of memory: from now on at most %d rows of a batch at a time.", size)
-        self.rows = size
+            model.leave_factors()
+        elif at_once > 1:
+            logger.warning("Out of memory: from now on %d columns at a time.", at_once // 2)
+            model.columns = at_once // 2
+        elif model.path.shared:  # a shared forward pass holds two at once
+            model.path = model.path._replace(shared=False)
+        else:
+            size = (len(piece.rows) + 1) // 2
+            if len(self._local.pieces(piece, size)) == 1:
+                raise DoesNotFit(no_room(piece, model.layout.size, shortage))
+            logger.warning("Out of memory: from now on at most %d rows of a batch at a time.", size)
+            self.rows = size
 
 
 def no_room(piece: Batch, P: int, shortage: str) -> str:

@@ -61,7 +61,7 @@ def measured(case: Case, name: str) -> Iterator[dict]:
 
 def run(name: str, seed: int, args: argparse.Namespace) -> Iterator[dict]:
     """Train on one table and yield the records of all methods on both networks."""
-    task, clock = tasks.task(name, seed), time.process_time()
+    task, clock = tasks.task(name, seed, args.rows), time.process_time()
     count = MEMBERS if "ensemble" in args.methods else 1
     epochs = 5 if args.quick else args.epochs or task.epochs
     members = [train(task, 1000 * seed + i, epochs) for i in range(count)]
@@ -147,6 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
     asked = f"beginnings of names; where asked for: {', '.join(MORE)}"
     parser.add_argument("--methods", nargs="+", default=list(METHODS), help=asked)
     parser.add_argument("--epochs", type=int, help="of training; default: each task's own")
+    parser.add_argument("--rows", type=int, default=1500, help="to train on, at most")
     parser.add_argument("--ours", nargs="+", default=[""], help="options, as name=value,...")
     parser.add_argument("--quick", action="store_true", help="few steps, to try the script")
     parser.add_argument("--report", action="store_true", help="only print the summary")

@@ -36,7 +36,8 @@ READ = Compute(keep_data=False)  # at every pass, so that the loaders can break 
 
 def fit(solver, loader, folder, **options):
     name = options.pop("likelihood", "classification")
-    options = {"num_samples": 4, "solver": SOLVERS[solver], "compute": READ, **options}
+    known = {"num_samples": 4, "solver": SOLVERS[solver], "curvature": "network"}
+    options = {**known, "compute": READ, **options}
     la = LinearisedLaplace(tiny(name).model, name, **options)
     return la.fit(loader, progress_bar=False, checkpoint=folder)
 
@@ -94,5 +95,6 @@ def fit_with_a_worker(passes, folder):
     loader = torch.utils.data.DataLoader(
         data, batch_size=7, num_workers=1, multiprocessing_context="fork"
     )
-    la = LinearisedLaplace(data.case.model, "classification", num_samples=4, compute=READ)
+    options = {"num_samples": 4, "curvature": "network", "compute": READ}
+    la = LinearisedLaplace(data.case.model, "classification", **options)
     return la.fit(loader, progress_bar=False, checkpoint=folder)

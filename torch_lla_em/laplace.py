@@ -71,9 +71,10 @@ class LinearisedLaplace(Fitted):
     learn them apart.
     ``tolerance`` (None): error of the samples, in posterior standard deviations; None is a quarter
     of what K samples leave open of a standard deviation: .03 at 32.
-    ``curvature`` ("network"): where the Hessian is taken: at the network's outputs, at the
-    "linear" mode, or in expectation under the posterior itself ("variational"), best where no
-    held-out data are at hand; it chooses its own solver.
+    ``curvature`` (None): where the Hessian is taken: in expectation under the posterior itself
+    ("variational"), at the "linear" mode, or at the "network"'s outputs, as in the paper and for
+    ``curve``. None is "variational" for all but Gaussian likelihoods, with the default ``prior``,
+    ``solver`` and ``update``, up to 256 classes, where memory allows; else "network".
     ``solver`` (None): chosen by size and logged; BlockKrylov(), BlockCG(), FunctionSpace(), SGD().
     ``class_dim`` (-1): the axis of the outputs that classes are on; 1 for maps (B, C, H, W).
     ``forward_fn``: (model, inputs) -> outputs, where calling the model on them does not do it.
@@ -94,7 +95,7 @@ class LinearisedLaplace(Fitted):
         parameters: Selection = None,
         sigma_noise: float | Tensor = 1.0,
         tolerance: float | None = None,
-        curvature: str = "network",
+        curvature: str | None = None,
         solver: Solver | None = None,
         class_dim: int = -1,
         forward_fn: ForwardFn | None = None,
@@ -112,7 +113,7 @@ class LinearisedLaplace(Fitted):
             )
         super().__init__(model)
         check_choice("prior", prior, ("scalar", "layerwise"))
-        check_choice("curvature", curvature, ("network", "linear", "variational"))
+        check_choice("curvature", curvature, (None, "network", "linear", "variational"))
         if prior == "layerwise" and curvature == "variational":
             raise ValueError('curvature="variational" has one precision: use prior="scalar".')
         if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
@@ -191,8 +192,7 @@ class LinearisedLaplace(Fitted):
                 posterior = learn(problem, options, run.on_step)
                 run.end()
                 self._store(posterior, run.history, data.num_rows)
-                if group.size == 1:
-                    self._examine(data)
+                self._examine(data)
                 self.said = run.said
                 state = {} if posterior.noise is None else {_ETA: posterior.noise.eta}
                 run.keep({**self.state_dict(), **state})

@@ -3,7 +3,7 @@
 import ast
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from statistics import mean
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from methods.metrics import Classes, Numbers
 from methods.tasks import Rows, SharedDropout, Task
-from torch_lla_em import LinearisedLaplace
+from torch_lla_em import LinearisedLaplace, Prediction
 
 REFERENCE = "temperature"
 _DRAWS = 32
@@ -275,12 +275,19 @@ def of_ours(la: LinearisedLaplace, mean: str | None = None) -> Predictor:
     def predict(x: Tensor) -> Classes | Numbers:
         found = la.predict(x, mean=mean)
         if la.sigma_noise is None:
-            joint = lambda rows, y: la.joint_log_prob(x[rows], y, mean=mean)  # noqa: E731
+            joint = lambda rows, y: _at(found, rows).joint_log_prob(y)  # noqa: E731
             return Ours(found.log_probs, lambda: found.functions, joint, found.epistemic)
         sigma = found.aleatoric.mean().sqrt().item()
         return Numbers(found.mean.flatten(), found.covariance, sigma)
 
     return predict
+
+
+def _at(found: Prediction, rows: Tensor) -> Prediction:
+    """Return the prediction at some of its inputs."""
+    beside = None if found.beside is None else found.beside[:, rows]
+    deviations = found.deviations[:, rows]
+    return replace(found, centre=found.centre[rows], deviations=deviations, beside=beside)
 
 
 METHODS: dict[str, Callable[[Case], Found]] = {

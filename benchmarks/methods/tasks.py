@@ -58,13 +58,13 @@ class Task(NamedTuple):
     epochs: int = 100
 
 
-def task(name: str, seed: int) -> Task:
-    """Return a toy, or at most 1,500 rows of a table to train on, 500 held out, 1,500 to test on."""
+def task(name: str, seed: int, rows: int = 1500) -> Task:
+    """Return a toy, or at most so many rows of a table to train on, 500 held out, 1,500 to test on."""
     if name in TOYS:
         return TOYS[name](torch.Generator().manual_seed(seed))
     x, y, classes = _read(name)
     order = np.random.default_rng(50 + seed).permutation(len(x))
-    sizes = min(1500, int(0.6 * len(x))), min(500, len(x) // 5), min(1500, len(x) // 5)
+    sizes = min(rows, int(0.6 * len(x))), min(500, len(x) // 5), min(1500, len(x) // 5)
     train, held_out = order[: sizes[0]], order[sizes[0] : sizes[0] + sizes[1]]
     x = _standardised(x, train).clip(-20, 20)
     y = y if classes else _standardised(y[:, None], train)

@@ -155,7 +155,9 @@ def test_other_weights_are_refused(tmp_path):
     case = tiny("classification")
     with torch.no_grad():
         case.model[0].bias += 1e-6
-    la = LinearisedLaplace(case.model, "classification", num_samples=4, compute=READ)
+    la = LinearisedLaplace(
+        case.model, "classification", num_samples=4, curvature="network", compute=READ
+    )
     with pytest.raises(ValueError, match="network weights"):
         la.fit(Fuse(10**6), progress_bar=False, checkpoint=tmp_path)
 
@@ -200,7 +202,9 @@ def test_another_code_of_a_layer_is_refused(tmp_path, monkeypatch):
     case, batches = tiny("classification"), [*Rationed(5)]
 
     def run():
-        la = LinearisedLaplace(case.model, "classification", num_samples=4, compute=READ)
+        la = LinearisedLaplace(
+            case.model, "classification", num_samples=4, curvature="network", compute=READ
+        )
         la.fit(batches, progress_bar=False, checkpoint=tmp_path)
 
     run()
@@ -219,7 +223,9 @@ def test_rows_in_another_order_are_no_other_forward(batches, tmp_path):
 def test_other_data_are_refused(tmp_path):
     interrupted(tmp_path)
     case = tiny("classification")
-    la = LinearisedLaplace(case.model, "classification", num_samples=4, compute=READ)
+    la = LinearisedLaplace(
+        case.model, "classification", num_samples=4, curvature="network", compute=READ
+    )
     with pytest.raises(ValueError, match="of other data"):
         la.fit([(case.x + 1.0, case.y)], progress_bar=False, checkpoint=tmp_path)
 
@@ -384,7 +390,9 @@ def test_rows_that_are_summed_are_not_run_again(tmp_path, every_batch):
     def calls(folder):
         model, seen = tiny("classification").model, []
         model.register_forward_pre_hook(lambda *_: seen.append(1))
-        la = LinearisedLaplace(model, "classification", num_samples=4, compute=READ)
+        la = LinearisedLaplace(
+            model, "classification", num_samples=4, curvature="network", compute=READ
+        )
         with pytest.raises(InterruptedError):
             la.fit(Rationed(6), progress_bar=False, checkpoint=folder)
         return len(seen)
@@ -491,7 +499,11 @@ def test_what_others_call_loaders_is_left_alone(loaders):
 def descend(loader, folder, epochs=8, em_steps=0):
     solver = SGD(epochs=epochs, averaging=0.1)
     la = LinearisedLaplace(
-        tiny("classification").model, "classification", solver=solver, compute=READ
+        tiny("classification").model,
+        "classification",
+        solver=solver,
+        curvature="network",
+        compute=READ,
     )
     settings = {"em_steps": em_steps, "prior_precision": 30.0, "checkpoint": folder}
     return la.fit(loader, progress_bar=False, **settings)
@@ -594,7 +606,9 @@ def test_not_a_number_names_its_batch_and_spares_the_checkpoint(tmp_path, every_
 
     def run(calls, folder):
         model = Poisoned(case.model, calls)
-        la = LinearisedLaplace(model, "classification", num_samples=4, compute=READ)
+        la = LinearisedLaplace(
+            model, "classification", num_samples=4, curvature="network", compute=READ
+        )
         return la.fit(batches, progress_bar=False, checkpoint=folder)
 
     whole = run(10**9, tmp_path / "whole")
@@ -671,7 +685,9 @@ def test_asked_to_leave_it_leaves_at_the_next_batch(solver, tmp_path):
     loader = Signalling(10**6)
     model = tiny("classification").model
     given = SOLVERS.get(solver) if isinstance(solver, str) else solver
-    la = LinearisedLaplace(model, "classification", num_samples=4, solver=given, compute=READ)
+    la = LinearisedLaplace(
+        model, "classification", num_samples=4, solver=given, curvature="network", compute=READ
+    )
     with pytest.raises(SystemExit):
         la.fit(loader, progress_bar=False, checkpoint=tmp_path, em_steps=0, prior_precision=30.0)
     assert loader.asked - loader.left <= 2
@@ -823,7 +839,9 @@ def test_weights_may_not_change_during_a_fit(tmp_path):
         def __iter__(self):
             return batches()
 
-    la = LinearisedLaplace(case.model, "classification", num_samples=4, compute=READ)
+    la = LinearisedLaplace(
+        case.model, "classification", num_samples=4, curvature="network", compute=READ
+    )
     with pytest.raises(RuntimeError, match="'0.bias' was changed"):
         la.fit(Training(), progress_bar=False)
 
@@ -847,7 +865,9 @@ class Meddling:
         self.last = self.passes
 
     def fit(self, folder):
-        la = LinearisedLaplace(self.case.model, "classification", num_samples=4, compute=READ)
+        la = LinearisedLaplace(
+            self.case.model, "classification", num_samples=4, curvature="network", compute=READ
+        )
         return la.fit(self, progress_bar=False, checkpoint=folder)
 
 

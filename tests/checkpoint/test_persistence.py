@@ -218,7 +218,9 @@ def test_fits_with_a_likelihood_of_ones_own_go_on(tmp_path):
     case = tiny("classification")
 
     def run(passes):
-        la = LinearisedLaplace(case.model, Tempered(), num_samples=4, compute=READ)
+        la = LinearisedLaplace(
+            case.model, Tempered(), num_samples=4, curvature="network", compute=READ
+        )
         return la.fit(Fuse(passes), progress_bar=False, checkpoint=tmp_path)
 
     with pytest.raises(InterruptedError):
@@ -257,7 +259,9 @@ OTHER = {
 @pytest.mark.parametrize("name", OTHER)
 def test_every_buffer_is_part_of_the_weights(name, tmp_path):
     def run(model, passes):
-        la = LinearisedLaplace(model, "classification", num_samples=4, compute=READ)
+        la = LinearisedLaplace(
+            model, "classification", num_samples=4, curvature="network", compute=READ
+        )
         return la.fit(Fuse(passes), progress_bar=False, checkpoint=tmp_path / "run")
 
     other = Masked(**{name: OTHER[name]})

@@ -15,7 +15,8 @@ def fitted(name, **options):
     likelihood = "regression" if name == "regression" else name
     if name == "regression":
         options["sigma_noise"] = 0.4
-    la = LinearisedLaplace(problem.model, likelihood, num_samples=16, tolerance=1e-3, **options)
+    options = {"num_samples": 16, "tolerance": 1e-3, "curvature": "network", **options}
+    la = LinearisedLaplace(problem.model, likelihood, **options)
     return la.fit([(problem.x, problem.y)], progress_bar=False)
 
 

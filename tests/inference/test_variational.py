@@ -7,7 +7,7 @@ import torch
 from tiny import Binomial, basis_noise, likelihood_of, tiny
 from torch import nn
 
-from torch_lla_em import LinearisedLaplace
+from torch_lla_em import BlockKrylov, LinearisedLaplace
 from torch_lla_em.inference.ascent import SMALL, Variational
 from torch_lla_em.inference.draws import Draws, root_of
 from torch_lla_em.inference.search_space import SearchSpace
@@ -299,6 +299,60 @@ def test_a_fit_that_was_stopped_goes_on(tmp_path, monkeypatch):
             fit()
     _, whole = fitted("classification", num_samples=4, tolerance=1e-2)
     assert torch.equal(fit().w_samples, whole.w_samples)
+
+
+@pytest.mark.parametrize(
+    "name, options, fit, expected",
+    [
+        ("classification", {}, {}, "linear"),
+        ("poisson", {}, {}, "linear"),
+        ("classification", {"prior": "layerwise"}, {}, "network"),
+        ("classification", {"solver": BlockKrylov()}, {}, "network"),
+        ("bernoulli", {}, {"update": "em"}, "network"),
+        ("regression", {}, {}, "network"),
+    ],
+)
+def test_it_is_the_default_where_it_applies(name, options, fit, expected):
+    case = tiny(name)
+    la = LinearisedLaplace(case.model, name, num_samples=4, **options)
+    la.fit([(case.x, case.y)], progress_bar=False, em_steps=2, **fit)
+    assert la.mean == expected
+
+
+def test_many_classes_are_not_for_it():
+    model = nn.Linear(2, 300)
+    x, y = torch.randn(6, 2), torch.arange(6)
+    la = LinearisedLaplace(model, "classification", num_samples=2)
+    la.fit([(x, y)], em_steps=0, prior_precision=1.0, progress_bar=False)
+    assert la.mean == "network"
+
+
+def test_where_memory_ends_the_network_is_gone_on_with(monkeypatch):
+    def ends(*_):
+        raise torch.OutOfMemoryError("none left")
+
+    case = tiny("bernoulli")
+    la = LinearisedLaplace(case.model, "bernoulli", num_samples=4)
+    plain = LinearisedLaplace(case.model, "bernoulli", num_samples=4, curvature="network")
+    monkeypatch.setattr(Variational, "residuals", ends)
+    for one in (la, plain):
+        one.fit([(case.x, case.y)], progress_bar=False)
+    torch.testing.assert_close(la.w_samples, plain.w_samples)
+    assert [step["step"] for step in la.history] == list(range(1, len(la.history) + 1))
+
+
+def test_its_curve_is_refused():
+    _, la = fitted("bernoulli", num_samples=4)
+    with pytest.raises(ValueError, match="curvature='network'"):
+        la.curve([1.0, 2.0])
+
+
+def test_saved_and_loaded_it_predicts_the_same(tmp_path):
+    case = tiny("classification")
+    la = LinearisedLaplace(case.model, "classification", num_samples=4)
+    la.fit([(case.x, case.y)], progress_bar=False).save(tmp_path / "la.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
+    assert loaded.curvature is None and torch.equal(loaded(case.x), la(case.x))
 
 
 def test_rows_in_another_order_are_told(caplog):

@@ -18,10 +18,14 @@ from torch_lla_em.runtime.group import current_group
 
 SIZES = 2, 3
 # each way to share the work and each form of loader once; the others are slow
-DAILY = {"krylov", "cg, layerwise", "sampler", "parts", "columns, shuffled", "weights"}
+DAILY = {
+    *("krylov", "cg, layerwise", "sampler", "parts", "columns, shuffled", "weights"),
+    *("variational", "weights, variational"),
+}
 # cases whose shares differ where a rank is neither the first nor the last
 OF_THREE = {
     "krylov",
+    "variational",
     "cg, layerwise",
     "function space, regression",
     "sampler",
@@ -78,6 +82,9 @@ CASES = {
     "krylov, regression": ("regression", batches, {}, {}),
     "krylov, poisson": ("poisson", listed, {"g_prior": False}, {}),
     "krylov, bernoulli": ("bernoulli", batches, {}, {}),
+    "variational": ("classification", batches, {"curvature": "variational"}, {}),
+    "columns, variational": ("poisson", listed, {"curvature": None}, {"shard": "columns"}),
+    "weights, variational": ("bernoulli", batches, {"curvature": None}, {"shard": "weights"}),
     "cg, layerwise": ("classification", streamed, {"solver": BlockCG(), "prior": "layerwise"}, {}),
     "cg, noise by output": (
         "regression per output",
@@ -151,6 +158,7 @@ def fit(name):
     case = tiny(likelihood)
     likelihood = LIKELIHOODS.get(likelihood, likelihood)
     likelihood = likelihood if isinstance(likelihood, str) else likelihood()
+    options = {"curvature": "network", **options}
     la = LinearisedLaplace(case.model, likelihood, num_samples=4, **options)
     if "parts" in name:
         for rows in (slice(0, 13), slice(13, 30)):

@@ -46,8 +46,8 @@ def fail():
 def fit(loader=None, folder=None, model=None, shard="auto", **options):
     case = tiny("classification")
     loader = batches(case) if loader is None else loader
-    options = {"num_samples": 4, "compute": Compute(keep_data=False), **options}
-    la = LinearisedLaplace(model or case.model, "classification", **options)
+    known = {"num_samples": 4, "curvature": "network", "compute": Compute(keep_data=False)}
+    la = LinearisedLaplace(model or case.model, "classification", **{**known, **options})
     return la.fit(loader, em_steps=3, progress_bar=False, checkpoint=folder, shard=shard)
 
 
@@ -202,17 +202,17 @@ def test_other_devices_are_refused(monkeypatch):
         compare_ranks(Two(), torch.device("cpu"), {})
 
 
-def fit_with_checkpoint(rank, folder, shard, act, passes):
+def fit_with_checkpoint(rank, folder, shard, act, passes, curvature="network"):
     shared_log._SMALL = 100  # bytes, so that vectors go as large ones do
-    return facts(fit(Failing(act, passes), folder, shard=shard))
+    return facts(fit(Failing(act, passes), folder, shard=shard, curvature=curvature))
 
 
 @pytest.mark.parametrize(
-    "before, after",
+    "before, after, curvature",
     [
-        ((2, "columns"), (1, "data")),
+        ((2, "columns"), (1, "data"), "variational"),
         *(
-            pytest.param(*change, marks=pytest.mark.slow)
+            pytest.param(*change, "network", marks=pytest.mark.slow)
             for change in [
                 ((2, "data"), (3, "columns")),
                 ((3, "data"), (2, "data")),
@@ -223,21 +223,26 @@ def fit_with_checkpoint(rank, folder, shard, act, passes):
         ),
     ],
 )
-def test_killed_runs_resume_with_other_ranks(before, after, tmp_path):
+def test_killed_runs_resume_with_other_ranks(before, after, curvature, tmp_path):
     (before, shard), (after, other) = before, after
     passes = 5 if shard != "weights" else 12
-    whole, folder = facts(fit()), tmp_path / "run"
-    broken = ranks.run(before, fit_with_checkpoint, tmp_path / "broken", folder, shard, die, passes)
+    whole, folder = facts(fit(curvature=curvature)), tmp_path / "run"
+
+    def run(size, name, *arguments):
+        given = folder, *arguments, curvature
+        return ranks.run(size, fit_with_checkpoint, tmp_path / name, *given)
+
+    broken = run(before, "broken", shard, die, passes)
     assert broken == [None] * before
     kept = len(list(folder.glob("pass-*.pt")))
     assert kept >= 3
-    resumed = ranks.run(after, fit_with_checkpoint, tmp_path / "resumed", folder, other, fail, 999)
+    resumed = run(after, "resumed", other, fail, 999)
     for fitted in resumed:
         assert fitted["num_data"] == whole["num_data"]
         for name, tensor in whole["state"].items():
             torch.testing.assert_close(fitted["state"][name], tensor, rtol=1e-6, atol=1e-6)
     # the finished run is there for any number of ranks, which read the data once
-    again = ranks.run(before, fit_with_checkpoint, tmp_path / "again", folder, shard, fail, 1)
+    again = run(before, "again", shard, fail, 1)
     for fitted in again:
         assert torch.equal(fitted["state"]["w_lin"], resumed[0]["state"]["w_lin"])
 

@@ -468,7 +468,8 @@ def _(folder):
     y = torch.arange(30) % 3
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        la = fit([(x, y)], model, em_steps=0, prior_precision=4.0, g_prior=False, num_samples=200)
+        options = {"curvature": "network", "g_prior": False, "num_samples": 200}
+        la = fit([(x, y)], model, em_steps=0, prior_precision=4.0, **options)
     assert (la.effective_dim - 0).abs() <= 5 * la.effective_dim_error + 1e-6
     assert torch.isfinite(la.w_samples).all()
 

@@ -23,6 +23,7 @@ def parts(case, *cuts):
 
 def posterior(case, likelihood=None, **options):
     options = {"num_samples": 4, "tolerance": 1e-9, "solver": BlockKrylov(), **options}
+    options = {"curvature": "network", **options}
     return LinearisedLaplace(case.model, likelihood or likelihood_of(case.name), **options)
 
 

@@ -34,6 +34,7 @@ def fitted(name="classification", loader=None, **options):
     fit = {"progress_bar": False, "prior_precision": options.pop("prior_precision", None)}
     fit["em_steps"] = options.pop("em_steps", 20)
     options = {"num_samples": 6, "tolerance": 1e-8, **options}
+    options = {"curvature": "network", **options}
     la = LinearisedLaplace(case.model, likelihood_of(name), **options)
     return case, la.fit([(case.x, case.y)] if loader is None else loader(case), **fit)
 
@@ -211,9 +212,8 @@ def test_network_comes_back_bitwise():
 def test_float32_agrees_with_float64():
     options = {"em_steps": 0, "prior_precision": 30.0}
     case, double = fitted(**options)
-    single = LinearisedLaplace(
-        copy.deepcopy(case.model).float(), "classification", num_samples=6, tolerance=1e-3
-    )
+    asked = {"num_samples": 6, "tolerance": 1e-3, "curvature": "network"}
+    single = LinearisedLaplace(copy.deepcopy(case.model).float(), "classification", **asked)
     single.fit([(case.x.float(), case.y)], progress_bar=False, **options)
     assert single.w_samples.dtype == torch.float32
     assert_close(single.w_samples.double(), double.w_samples, rtol=1e-2, atol=5e-3)
@@ -257,7 +257,8 @@ def test_validation_rows_calibrate_the_fit():
     case, la = fitted()
     surprising = [(case.x, (case.y + 1) % 3)]
     expected = la.calibrate(surprising)(case.x)
-    again = LinearisedLaplace(case.model, "classification", num_samples=6, tolerance=1e-8)
+    options = {"num_samples": 6, "tolerance": 1e-8, "curvature": "network"}
+    again = LinearisedLaplace(case.model, "classification", **options)
     again.fit([(case.x, case.y)], validation=surprising, progress_bar=False)
     assert_close(again(case.x), expected)
 
@@ -296,7 +297,8 @@ def test_joint_log_prob_is_that_of_the_functions():
 
 def test_last_layer_posterior_is_dense_laplace_of_that_layer():
     case = tiny("classification")
-    la = LinearisedLaplace(case.model, "classification", parameters="last_layer", num_samples=4)
+    options = {"parameters": "last_layer", "num_samples": 4, "curvature": "network"}
+    la = LinearisedLaplace(case.model, "classification", **options)
     la.fit([(case.x, case.y)], em_steps=0, prior_precision=3.0, progress_bar=False)
     assert la.w_lin.shape == (15,)
     exact = case.exact().__class__.of(

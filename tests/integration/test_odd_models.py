@@ -332,7 +332,7 @@ def test_the_posterior_is_the_dense_one(name):
     was_training = model.training
     allowed = ROUNDING.get(name, 1e-6)
     options = {"num_samples": 3, "g_prior": False, "tolerance": allowed / 10, **options}
-    la = LinearisedLaplace(model, likelihood_of(likelihood), **options)
+    la = LinearisedLaplace(model, likelihood_of(likelihood), **{"curvature": "network", **options})
     la.fit([(x, y)], em_steps=0, prior_precision=LAMBDA, progress_bar=False)
     assert model.training == was_training
     for key, value in model.state_dict().items():

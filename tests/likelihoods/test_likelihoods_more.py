@@ -132,7 +132,9 @@ def test_heads_may_be_channels():
     torch.manual_seed(0)
     model = nn.Conv2d(1, 4, 3, padding=1).double()
     x, y = draw(6, 1, 4, 4), draw(6, 2, 4, 4, seed=1)
-    la = LinearisedLaplace(model, "heteroscedastic", num_samples=3, class_dim=1)
+    la = LinearisedLaplace(
+        model, "heteroscedastic", curvature="network", num_samples=3, class_dim=1
+    )
     la.fit([(x, y)], **FIXED)
     mean, variance = la(x)
     assert mean.shape == variance.shape == (6, 2, 4, 4)
@@ -167,11 +169,14 @@ def pairs():
 def test_preferences_are_bernoulli_in_the_difference():
     a, b, y = pairs()
     model = net(3, 1)
-    la = LinearisedLaplace(model, "reward_modeling", num_samples=4, tolerance=1e-9, g_prior=False)
+    la = LinearisedLaplace(
+        model, "reward_modeling", curvature="network", num_samples=4, tolerance=1e-9, g_prior=False
+    )
     la.fit([(a, b, y)], **FIXED)
     difference = LinearisedLaplace(
         model,
         "bernoulli",
+        curvature="network",
         num_samples=4,
         tolerance=1e-9,
         g_prior=False,
@@ -189,7 +194,7 @@ def test_preferences_are_bernoulli_in_the_difference():
 def test_a_reward_alone_has_a_variance():
     a, b, y = pairs()
     model = net(3, 1)
-    la = LinearisedLaplace(model, BradleyTerry(), num_samples=8).fit(
+    la = LinearisedLaplace(model, BradleyTerry(), curvature="network", num_samples=8).fit(
         [((a, b), y)], progress_bar=False
     )
     prediction = la.predict(a)
@@ -215,9 +220,13 @@ def test_what_no_preference_tells_keeps_its_size(dtype):
 def test_chosen_and_rejected_are_a_pair():
     a, b, _ = pairs()
     model = net(3, 1)
-    by_name = LinearisedLaplace(model, "reward_modeling", num_samples=2, tolerance=1e-9)
+    by_name = LinearisedLaplace(
+        model, "reward_modeling", curvature="network", num_samples=2, tolerance=1e-9
+    )
     by_name.fit([{"chosen": a, "rejected": b}], **FIXED)
-    by_place = LinearisedLaplace(model, "reward_modeling", num_samples=2, tolerance=1e-9)
+    by_place = LinearisedLaplace(
+        model, "reward_modeling", curvature="network", num_samples=2, tolerance=1e-9
+    )
     by_place.fit([((a, b), torch.zeros(30).long())], **FIXED)
     assert_close(by_name.w_lin, by_place.w_lin)
     assert torch.equal(preferred((a, torch.ones(2))), torch.ones(2))
@@ -226,10 +235,14 @@ def test_chosen_and_rejected_are_a_pair():
 def test_the_last_layer_compares_too():
     a, b, y = pairs()
     model = net(3, 1)
-    la = LinearisedLaplace(model, "reward_modeling", num_samples=4, parameters="last_layer")
+    la = LinearisedLaplace(
+        model, "reward_modeling", curvature="network", num_samples=4, parameters="last_layer"
+    )
     la.fit([(a, b, y)], progress_bar=False)
     assert_close(la.predict((a, b)).mean, torch.cat([model(a), model(b)], 1))
-    full = LinearisedLaplace(model, "reward_modeling", num_samples=4, parameters=["2.*"])
+    full = LinearisedLaplace(
+        model, "reward_modeling", curvature="network", num_samples=4, parameters=["2.*"]
+    )
     full.fit([(a, b, y)], progress_bar=False)
     assert_close(la.w_samples, full.w_samples)
 
@@ -279,7 +292,7 @@ def test_temperature_divides_the_curvature(temperature):
 def test_temperature_is_a_scale_at_another_precision():
     """(G / T + Λ)⁻¹ = T (G + T Λ)⁻¹."""
     case, T = tiny("classification"), 0.25
-    options = {"num_samples": 6, "tolerance": 1e-9, "g_prior": False}
+    options = {"curvature": "network", "num_samples": 6, "tolerance": 1e-9, "g_prior": False}
     cold = LinearisedLaplace(case.model, "classification", temperature=T, **options)
     cold.fit([(case.x, case.y)], **FIXED)
     plain = LinearisedLaplace(case.model, "classification", **options)
@@ -348,7 +361,9 @@ def test_weight_decay_is_a_prior_precision(kind):
         optimiser.zero_grad()
         loss(model(x), y).backward()
         optimiser.step()
-    la = LinearisedLaplace(model, likelihood, g_prior=False, num_samples=2, tolerance=1e-7)
+    la = LinearisedLaplace(
+        model, likelihood, g_prior=False, curvature="network", num_samples=2, tolerance=1e-7
+    )
     la.fit([(x, y)], em_steps=0, prior_precision=precision, progress_bar=False)
     assert_close(la.w_lin, model.weight.detach().flatten(), rtol=1e-4, atol=1e-6)
 

@@ -98,6 +98,21 @@ def test_a_posterior_that_is_the_prior_is_noticed():
     assert not list(collapse.of_weights(estimate(3.0, 0.5), 32))
 
 
+@pytest.mark.parametrize(
+    "path, said",
+    [
+        ([1.0, 2.0, 1e15], "wall"),
+        ([[1.0, 1.0], [1.0, 1e-10]], "wall"),
+        ([2.0**k for k in range(8)], "runs away"),
+        ([1.0, 4.0], None),
+        ([2.0**k for k in range(8)] + [130.0], None),
+    ],
+)
+def test_a_precision_without_an_end_is_noticed(path, said):
+    signs = list(collapse.of_precision(torch.tensor(path)))
+    assert len(signs) == (said is not None) and all(said in sign for sign in signs)
+
+
 def test_evidence_of_guessing_is_noticed():
     y = torch.zeros(4, dtype=torch.long)
     p = Prediction(Classification(), torch.zeros(4, 3), torch.zeros(2, 4, 3))

@@ -139,9 +139,8 @@ def test_a_checkpoint_stays_good(backwards_only, tmp_path, monkeypatch):
 
     def run(calls, folder):
         model = Bent(tiny("classification").model, backwards_only, calls)
-        la = LinearisedLaplace(
-            model, "classification", num_samples=4, compute=Compute(keep_data=False)
-        )
+        options = {"curvature": "network", "compute": Compute(keep_data=False)}
+        la = LinearisedLaplace(model, "classification", num_samples=4, **options)
         return la.fit(batches, progress_bar=False, checkpoint=folder)
 
     whole = run(10**9, tmp_path / "whole")

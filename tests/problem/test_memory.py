@@ -127,7 +127,7 @@ def test_whole_fits_go_on_in_smaller_pieces():
     def fit():
         torch.manual_seed(1)
         x, y = torch.randn(2000, 20), torch.randint(0, 3, (2000,))
-        options = {"num_samples": 2, "g_prior": False, "tolerance": 1e-3}
+        options = {"num_samples": 2, "g_prior": False, "tolerance": 1e-3, "curvature": "network"}
         la = LinearisedLaplace(network(150), "classification", **options)
         return la.fit([(x, y)], em_steps=0, prior_precision=1e3, progress_bar=False)
 

@@ -21,7 +21,8 @@ from torch_lla_em import LinearisedLaplace
 )
 def test_a_fit_is_the_dense_posterior(name, prior):
     case = tiny(name)
-    la = LinearisedLaplace(case.model, name, prior=prior, num_samples=64, tolerance=1e-5)
+    options = {"prior": prior, "num_samples": 64, "tolerance": 1e-5, "curvature": "network"}
+    la = LinearisedLaplace(case.model, name, **options)
     la.fit([(case.x[:17], case.y[:17]), (case.x[17:], case.y[17:])], progress_bar=False)
     precision, layout = la.prior_precision, la._linear_model.layout
     if precision.dim():

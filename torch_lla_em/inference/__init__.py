@@ -4,13 +4,18 @@ from torch_lla_em.inference.em import Evidence, Info, iterate, split_evidence
 from torch_lla_em.inference.evidence import Curve, Modes, curve
 from torch_lla_em.inference.learn import FitOptions, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
-from torch_lla_em.inference.mackay import Estimate, function_space_Mackay_update
+from torch_lla_em.inference.mackay import (
+    PRECISION_BOUNDS,
+    Estimate,
+    function_space_Mackay_update,
+)
 from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.posterior_samples import Solver, optimise_samples
 from torch_lla_em.inference.prior import prior_precision_from_weight_decay
 from torch_lla_em.inference.stochastic_prior import Earlier, get_sto_samples
 
 __all__ = [
+    "PRECISION_BOUNDS",
     "Curve",
     "Earlier",
     "Estimate",

@@ -19,7 +19,7 @@ from torch_lla_em.inference.mode_search import ModeSearch
 from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.posterior_samples import Solver
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples
-from torch_lla_em.inference.variational import Wanted, variational
+from torch_lla_em.inference.variational import MOST_OUTPUTS, Wanted, variational
 from torch_lla_em.problem import (
     VECTORS,
     Problem,
@@ -43,8 +43,9 @@ _LINEAR_CHANGE = 0.05
 
 _NO_ROWS = (
     'curvature="variational" keeps what single directions say of all rows, for which there is '
-    'no memory, or which come in another order at every pass: curvature="linear" goes on in its '
-    "place. Give a loader that does not shuffle, fewer samples, or more memory."
+    'no memory, or which come in another order at every pass: curvature="%s" goes on in its '
+    "place. Give a loader that does not shuffle, fewer samples, or more memory; where it has to "
+    "stay so, calibrate."
 )
 
 
@@ -58,7 +59,7 @@ class FitOptions:
     layerwise: bool
     solver: Solver | None
     tolerance: float
-    curvature: str
+    curvature: str | None
     update: str
     em_steps: int
     prior_precision: Tensor | None
@@ -87,26 +88,36 @@ def _learn(problem: Problem, options: FitOptions, on_step: Observe) -> Posterior
     noise = get_sto_samples(
         problem, options.num_samples, options.seed, options.g_prior, options.layerwise
     )
-    if options.curvature == "variational" and not problem.likelihood.is_quadratic:
+    _check_start(options.prior_precision, options, len(noise.prior.layout.names))
+    curvature, told = options.curvature or choose_curvature(problem, options), 0
+
+    def tell(info: Info) -> None:
+        nonlocal told
+        told += 1
+        on_step(info._replace(step=told))
+
+    if curvature == "variational" and not problem.likelihood.is_quadratic:
         wanted = Wanted(options.tolerance, options.em_steps, options.prior_precision)
-        found = variational(problem, noise, wanted, on_step)
-        if found is not None:
-            return found._replace(noise=noise) if options.keep_noise else found
-        logger.warning(_NO_ROWS)
+        found: list[Posterior | None] = []
+        if problem.lasts(lambda: found.append(variational(problem, noise, wanted, tell))):
+            posterior = found[0]
+            if posterior is not None:
+                return posterior._replace(noise=noise) if options.keep_noise else posterior
+        asked = options.curvature is not None
+        curvature = "linear" if asked else "network"
+        logger.log(logging.WARNING if asked else logging.INFO, _NO_ROWS, curvature)
     hyper = Hyperparameters(_starting_point(problem, noise, options), sigma_of(problem))
-    e_step, drawn, told = make_e_step(problem, noise, options, hyper), noise, 0
+    e_step, drawn = make_e_step(problem, noise, options, hyper), noise
 
     def climb(e_step: EStep, hyper: Hyperparameters) -> Hyperparameters:
-        nonlocal told
-        before = told
         m_step = MStep(problem, noise.prior, options.update)
         for state in em(e_step, m_step, hyper, options.em_steps):
-            hyper, told = state.hyper, before + state.info.step
-            on_step(state.info._replace(step=told))
+            hyper = state.hyper
+            tell(state.info)
         return hyper
 
     hyper = climb(e_step, hyper)
-    if options.curvature != "network" and not problem.likelihood.is_quadratic:
+    if curvature != "network" and not problem.likelihood.is_quadratic:
         # a loss with several modes would wander from one to the next
         for _ in range(_LINEAR_ROUNDS if problem.likelihood.convex else 1):
             before = hyper.precision.log()
@@ -116,8 +127,8 @@ def _learn(problem: Problem, options: FitOptions, on_step: Observe) -> Posterior
             hyper = climb(e_step, hyper)
             if (hyper.precision.log() - before).abs().max() < _LINEAR_CHANGE:
                 break
-    found = _posterior(e_step, noise, hyper, options.tolerance)
-    return found._replace(noise=drawn) if options.keep_noise else found
+    last = _posterior(e_step, noise, hyper, options.tolerance)
+    return last._replace(noise=drawn) if options.keep_noise else last
 
 
 def _no_room(problem: Problem, num_samples: int, shortage: str) -> str:
@@ -152,6 +163,23 @@ def make_e_step(
     if own:
         e_step.warm_start(own[1])
     return e_step
+
+
+def choose_curvature(problem: Problem, options: FitOptions) -> str:
+    """Return "variational" where one λ, an H that moves, and nothing asked of EM allow it."""
+    data, likelihood = problem.data, problem.likelihood
+    sites = data.num_rows if likelihood.elementwise else data.num_targets
+    reasons = {
+        "a Gaussian likelihood has one H everywhere": likelihood.is_quadratic,
+        "there is a precision for each tensor": options.layerwise,
+        "a solver was chosen": options.solver is not None,
+        'update="em" was chosen': options.update == "em",
+        "outputs are many": data.num_outputs > MOST_OUTPUTS * max(sites, 1),
+    }
+    against = [why for why, holds in reasons.items() if holds]
+    curvature = "network" if against else "variational"
+    logger.info("Curvature %s: %s.", curvature, *against[:1] or ("it predicts best as fitted",))
+    return curvature
 
 
 def choose_solver(problem: Problem, layerwise: bool) -> Solver:
@@ -191,15 +219,17 @@ def _starting_point(problem: Problem, noise: StochasticPrior, options: FitOption
         number = starting_precision(problem, noise, options.layerwise)
         start = torch.tensor(number, dtype=torch.float64)
     start = start.to(device=noise.eta.device, dtype=torch.float64)
-    if options.layerwise and not start.dim():
-        return start.expand(blocks).clone()
-    if start.shape != ((blocks,) if options.layerwise else ()):
+    return start.expand(blocks).clone() if options.layerwise and not start.dim() else start
+
+
+def _check_start(start: Tensor | None, options: FitOptions, blocks: int) -> None:
+    shapes = ((), (blocks,)) if options.layerwise else ((),)
+    if start is not None and start.shape not in shapes:
         raise ValueError(
             f"prior_precision has shape {tuple(start.shape)}, but the prior has "
             f"{f'{blocks} tensors' if options.layerwise else 'one precision'}: pass one number"
             f"{', or one per tensor' if options.layerwise else ''}."
         )
-    return start
 
 
 def starting_precision(problem: Problem, noise: StochasticPrior, layerwise: bool = False) -> float:

@@ -29,7 +29,7 @@ class Posterior(NamedTuple):
     spectrum: Spectrum | None
     """Of scalar priors solved by block Krylov, at the final noise."""
 
-    modes: Tensor
+    modes: Tensor | None
     """log λ, objective and slope of the linear mode where it is known, shape (3, M)."""
 
     noise: StochasticPrior | None = None

@@ -36,6 +36,11 @@ class SearchSpace:
         """m."""
         return len(self._basis)
 
+    def bytes_of(self, directions: int) -> float:
+        """Return what so many directions take, beside their J v."""
+        entries = self.noise.shape[1] + self._problem.data.num_outputs
+        return float(directions * entries * self.noise.element_size())
+
     def weights(self, coordinates: Tensor) -> Tensor:
         """Return the weights (k, P) of coordinates (k, m)."""
         return self._prior.scale * self.scaled(coordinates)
@@ -54,9 +59,8 @@ class SearchSpace:
             z, _ = space.orthonormalise(z, _NEW)
         if not len(z):
             return False
-        entries = len(self._basis) + len(z)
-        held = entries * (z.shape[1] + len(self.J)) * z.element_size()
-        found = outputs(self._problem, self._prior.scale * z) if held < self._memory else None
+        room = self.bytes_of(len(self._basis) + len(z)) < self._memory
+        found = outputs(self._problem, self._prior.scale * z) if room else None
         if found is None or not self._in_order(found.f):
             return False
         self.rows = self.rows or found

@@ -41,10 +41,15 @@ _STEPS = 10
 
 _EPSILON_STREAM = 1
 
+MOST_OUTPUTS = 256
+"""Of a row, up to which roots of its blocks (C, C) take no more than passes."""
 
-# q, its mean alone and the network are wrong in different places: rows of weight, share of
-# J w_lin, share of f and scale of the samples' variance
-_AVERAGE = [[1 / 3, 1, 0, 1], [1 / 3, 1, 0, 0], [1 / 3, 0, 1, 0]]
+_DIRECTIONS, _BLOCKS = 10, 12
+"""Directions a sample, and blocks (C, C) a row, that a fit comes to hold."""
+
+
+_TRUST = 4
+"""Power of what is kept of f, by which the network is trusted in predictions."""
 
 
 class Wanted(NamedTuple):
@@ -101,9 +106,23 @@ def variational(
         told.mode_error,
         told.sample_error,
         None,
-        torch.zeros(3, 0, dtype=torch.float64, device=columns.device),
-        mixture=torch.tensor(_AVERAGE, dtype=torch.float64, device=columns.device),
+        None,
+        mixture=_average(steps, q).to(columns.device),
     )
+
+
+def _average(steps: Variational, q: Q) -> Tensor:
+    """Return the parts of predictions: q, and in some measure its mean alone and the network.
+
+    They are wrong in different places, and equal weights do best, but where the network has learnt
+    noise by heart: its mean then keeps less than the whole of the network's f, and so do they.
+    """
+    f = steps.space.rows.f
+    curved = steps.draws.masked((q.spectrum.curvature @ f.unsqueeze(-1)).squeeze(-1))
+    kept = (curved * steps.outputs(q.mean)).sum() / (curved * f).sum().clamp_min(1e-30)
+    w = kept.clamp(0, 1).item() ** _TRUST / 3
+    parts = [[1 - 2 * w, 1, 0, 1], [w, 1, 0, 0], [w, 0, 1, 0]]
+    return torch.tensor(parts, dtype=torch.float64)
 
 
 def _begin(problem: Problem, noise: StochasticPrior) -> Variational | None:
@@ -115,6 +134,10 @@ def _begin(problem: Problem, noise: StochasticPrior) -> Variational | None:
     if not space.widen(torch.cat([noise.xi, prior.scale * noise.eta, pulls])):
         return None
     f, targets, _ = space.rows
+    blocks = f.numel() * f.shape[-1] * f.element_size()
+    # J v is held thrice where G is taken
+    if 3 * space.bytes_of(_DIRECTIONS * len(noise.xi)) + _BLOCKS * blocks > room(problem) / 2:
+        return None
     rows, K = torch.arange(len(f), device=f.device), len(noise.xi)
     epsilon = normals(seed, _EPSILON_STREAM, range(K), rows, f[0].numel())
     draws = Draws(problem.likelihood, targets, f, seed, _DRAWS)
@@ -148,7 +171,7 @@ def _told(
         norm,
         steps.draws.loss(steps.outputs(q.mean), None),
         Estimate.of(q.bounds),
-        (of_mean / (precision * norm).clamp_min(1e-300)).sqrt().item(),
+        (of_mean / (precision * norm).clamp_min(1)).sqrt().item(),
         (of_samples.mean() / gamma).sqrt().item(),
         problem.cost.columns,
         0.0,

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data
-from torch_lla_em.inference import Estimate
+from torch_lla_em.inference import PRECISION_BOUNDS, Estimate
 from torch_lla_em.prediction.prediction import Prediction
 
 # rows of a batch that a fit is looked at by, and numbers that their samples may take
 _ROWS = 256
 _NUMBERS = 2**22
+
+# steps of EM after which λ is near its end, and the factor it may still move by
+_STEPS, _RUNS = 5, 1.5
 
 # of probabilities, by which training rows are more often right than predictions say
 _GAP = 0.2
@@ -36,6 +39,8 @@ class Found(NamedTuple):
     effective_dim: Estimate
     evidence: Estimate
     num_data: int
+    path: Tensor
+    """λ of every step of EM and of the end, (steps + 1,) or (steps + 1, blocks)."""
 
 
 def signs(prediction: Prediction, y: Tensor, found: Found) -> Iterator[str]:
@@ -44,9 +49,30 @@ def signs(prediction: Prediction, y: Tensor, found: Found) -> Iterator[str]:
         y = y.long()
     if prediction.likelihood.elementwise and y.dim() == prediction.centre.dim():
         y = y.to(prediction.centre)
+    yield from of_precision(found.path)
     yield from of_weights(found.effective_dim, len(prediction.deviations))
     yield from of_evidence(found.evidence, prediction, y, found.num_data)
     yield from of_certainty(prediction, y)
+
+
+def of_precision(path: Tensor) -> Iterator[str]:
+    """Yield what is amiss with λ: at a wall, or far from settled after several steps."""
+    last = path[-1].double()
+    low, high = PRECISION_BOUNDS
+    if (last <= 2 * low).any() or (last >= high / 2).any():
+        yield (
+            f"The prior precision ended at the wall of [{low:g}, {high:g}]: the data want no prior, "
+            "or no weights. See whether the network was trained on these targets; g_prior=False, "
+            "fewer parameters, or em_steps=0 with a prior_precision of your own give another."
+        )
+    elif len(path) > _STEPS:
+        factor = (last / path[-2].double()).log().abs().max().exp().item()
+        if factor > _RUNS:
+            yield (
+                f"The prior precision still moves by a factor of {factor:.3g} a step after "
+                f"{len(path) - 1} steps: it runs away, or EM was stopped early. Raise em_steps; if "
+                "it goes on, try g_prior=False, or em_steps=0 with a prior_precision of your own."
+            )
 
 
 def of_weights(effective_dim: Estimate, num_samples: int) -> Iterator[str]:

@@ -279,11 +279,13 @@ class Fitted(nn.Module):
 
     def _examine(self, data: Data) -> None:
         """Warn of a fit that has gone to one end, by predictions of rows it was fitted to."""
-        batch = collapse.few_rows(data, self.num_samples)
+        batch = collapse.few_rows(data, self.num_samples) if data.group.rank == 0 else None
         if batch is not None:
             prediction = self._predicted(batch.inputs, self.mixture)
             gamma = Estimate(self.effective_dim, self.effective_dim_error)
-            found = collapse.Found(gamma, Estimate(*self._log_evidence), self.num_data)
+            path = [record["prior_precision"] for record in self.history]
+            path = torch.tensor([*path, self.prior_precision.tolist()], device="cpu")
+            found = collapse.Found(gamma, Estimate(*self._log_evidence), self.num_data, path)
             for sign in collapse.signs(prediction, batch.targets, found):
                 logger.warning("%s", sign)
 

@@ -105,14 +105,14 @@ def curve_of(
     tensors: dict[str, Tensor | None], path: list[float], precisions: Iterable[float] | Tensor
 ) -> Curve:
     """Return γ and evidence over a grid of λ; ``path`` is where EM went."""
-    if tensors["_eigenvalues"] is None:
-        raise ValueError(
-            "The curve needs one λ and the block-Krylov solver: fit with prior='scalar', one "
-            "sigma_noise and solver=None."
-        )
     precisions = torch.as_tensor(precisions, dtype=torch.float64)
     if precisions.dim() != 1 or not (precisions > 0).all():
         raise ValueError("precisions must be a list of positive numbers.")
+    if tensors["_eigenvalues"] is None:
+        raise ValueError(
+            "The curve needs one λ, one curvature for all of them and the block-Krylov solver: fit "
+            "with curvature='network' (or 'linear'), prior='scalar', one sigma_noise, solver=None."
+        )
     names = "_eigenvalues", "_xi_coordinates", "_eta_coordinates"
     spectrum = Spectrum(*(tensors[name].double().cpu() for name in names))
     modes = Modes(*tensors["_modes"].double().cpu())

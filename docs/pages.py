@@ -146,7 +146,8 @@ def record(name: str) -> None:
     SHOWN.mkdir(exist_ok=True)
     for old in SHOWN.glob(f"{name}-*.png"):
         old.unlink()
-    path, names, outputs = EXAMPLES / f"{name}.py", {"__name__": "__main__"}, []
+    path, outputs = EXAMPLES / f"{name}.py", []
+    names = {"__name__": "__main__", "__file__": str(path)}
     began = time.process_time()
     for number, cell in enumerate(cell for cell in cells(path) if cell.is_code):
         printed = io.StringIO()

@@ -226,6 +226,18 @@ def test_predictions_are_averages_with_the_network():
     torch.testing.assert_close(la(case.x), average.detach(), rtol=1e-5, atol=1e-5)
 
 
+def test_networks_more_certain_than_their_features_are_trusted_less():
+    case, weights = tiny("classification"), []
+    for factor in (1.0, 30.0):
+        with torch.no_grad():
+            case.model[2].weight *= factor
+        la = LinearisedLaplace(case.model, "classification", num_samples=8)
+        la.fit([(case.x, case.y)], progress_bar=False)
+        weights.append(la.mixture[2, 0].item())
+        assert la.mixture[:, 0].sum() == pytest.approx(1)
+    assert weights[1] < 0.05 < weights[0]
+
+
 def test_a_given_precision_is_kept():
     case = tiny("bernoulli")
     la = LinearisedLaplace(case.model, "bernoulli", curvature="variational", num_samples=8)

@@ -120,7 +120,8 @@ def _average(steps: Variational, q: Q) -> Tensor:
     f = steps.space.rows.f
     curved = steps.draws.masked((q.spectrum.curvature @ f.unsqueeze(-1)).squeeze(-1))
     kept = (curved * steps.outputs(q.mean)).sum() / (curved * f).sum().clamp_min(1e-30)
-    w = kept.clamp(0, 1).item() ** _TRUST / 3
+    collapsed = q.effective_dims.mean() < 4 / len(q.effective_dims)  # to a prior that keeps nothing
+    w = (1 / 3) if collapsed else kept.clamp(0, 1).item() ** _TRUST / 3
     parts = [[1 - 2 * w, 1, 0, 1], [w, 1, 0, 0], [w, 0, 1, 0]]
     return torch.tensor(parts, dtype=torch.float64)
 

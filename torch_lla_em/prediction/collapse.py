@@ -141,4 +141,4 @@ def stated_and_right(prediction: Prediction, y: Tensor) -> tuple[Tensor, Tensor]
     return best.values[kept], (best.indices == y)[kept]
 
 
-_REMEDY = 'What helps: la.calibrate(held_out_loader), or fit(..., validation=loader); curvature="variational".'
+_REMEDY = "What helps: la.calibrate(held_out_loader), or fit(..., validation=loader); the default curvature."

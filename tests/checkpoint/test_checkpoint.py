@@ -678,7 +678,7 @@ def test_asked_to_leave_it_leaves_at_the_next_batch(solver, tmp_path):
         def __iter__(self):
             for batch in super().__iter__():
                 yield batch
-                if self.left == 10**6 - 40:
+                if self.left == 10**6 - 20:
                     self.asked = self.left
                     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -61,7 +61,8 @@ def batches(case):
 
 def facts(la):
     state = {name: tensor for name, tensor in la.state_dict().items() if name != "record"}
-    records = [{k: v for k, v in record.items() if k != "seconds"} for record in la.history]
+    own = "seconds", "stages"
+    records = [{k: v for k, v in record.items() if k not in own} for record in la.history]
     spectrum = [state.pop(name, None) for name in COORDINATES]
     if spectrum[0] is not None:  # Ritz vectors are unique in what follows from them only
         state["γ"] = torch.stack([Spectrum(*spectrum).effective_dims(p) for p in (0.1, 10.0)])

@@ -7,7 +7,6 @@ from inspect import signature
 from os import PathLike
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torch_lla_em.checkpoint import FORMAT
@@ -32,7 +31,7 @@ from torch_lla_em.likelihoods import (
     tempered,
 )
 from torch_lla_em.prediction import Fitted, NotFittedError, stored
-from torch_lla_em.problem import EarlierRows, Problem
+from torch_lla_em.problem import EarlierRows, Plan, Problem
 from torch_lla_em.report import write_report
 from torch_lla_em.runtime import Compute, Group, check_choice, group_of
 from torch_lla_em.runtime import records as persistence
@@ -176,6 +175,14 @@ class LinearisedLaplace(Fitted):
             self.calibrate(validation)
         return self
 
+    def plan(self, loader: Any, targets: Tensor | None = None) -> Plan:
+        """Return what ``fit`` of this loader will take, by one look at it: print it."""
+        _, data = self._open(loader if targets is None else [(loader, targets)], False, Group())
+        likelihood = tempered(self._given_likelihood, self.temperature)
+        wish = Wish(0, None, False, None, "mackay", True, None)
+        with Session(Problem(self._linear_model, likelihood, data), wish, {}) as run:
+            return run.plan(self.num_samples, self.compute)
+
     def _fit(self, loader: Iterable[Any], wish: Wish, group: Group) -> None:
         more = not wish.override and self.w_lin is not None
         loaders, data = self._open(loader, more, group)
@@ -211,7 +218,7 @@ class LinearisedLaplace(Fitted):
             self.curvature,
             wish.update,
             wish.em_steps,
-            self._start(wish.prior_precision, wish.em_steps, more),
+            wish.start(self.prior_precision if more else None),
             earlier.num_rows if earlier else 0,
             keep_noise=not wish.override,
             warm=(self.w_lin, self.w_samples) if more else None,
@@ -243,19 +250,6 @@ class LinearisedLaplace(Fitted):
     def report(self, loader: Any, path: str | PathLike = "report.html", other: Any = None) -> None:
         """Write one page about a loader's rows; ``other`` are inputs that should be unfamiliar."""
         write_report(self, loader, path, other)
-
-    def _start(
-        self, prior_precision: float | Tensor | None, em_steps: int, more: bool
-    ) -> Tensor | None:
-        """Return λ where EM starts, or None to have it chosen."""
-        if prior_precision is not None:
-            start = torch.as_tensor(prior_precision, dtype=torch.float64).detach().clone()
-            if not (start > 0).all() or start.isinf().any():
-                raise ValueError(f"prior_precision must be positive, not {prior_precision}.")
-            return start
-        if em_steps == 0 and not more:
-            raise ValueError("em_steps=0 keeps the prior precision: pass prior_precision too.")
-        return self.prior_precision if more else None
 
     def _open(self, loader: Iterable[Any], more: bool, group: Group) -> tuple[Chain, Data]:
         """Return the loaders to fit on, as they are and as data; settle which layer is last."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import ExitStack
-from math import ceil
+from math import ceil, inf
 from os import PathLike
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -15,8 +16,16 @@ from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import FirstOutputs, Log, Partial, Recorded, SharedLog
 from torch_lla_em.data import Data
-from torch_lla_em.inference import Info
-from torch_lla_em.problem import VECTORS, Problem, memory_for_vectors, prepare
+from torch_lla_em.inference import Info, record_of, summary_of
+from torch_lla_em.problem import (
+    VECTORS,
+    Forecast,
+    Plan,
+    Problem,
+    Watched,
+    memory_for_vectors,
+    prepare,
+)
 from torch_lla_em.runtime import (
     Compute,
     Group,
@@ -33,6 +42,10 @@ logger = logging.getLogger("torch_lla_em")
 SHARDS = "auto", "data", "columns", "weights", None
 """What ranks share out; None: each fits on its own."""
 
+# seconds between two updates of the bar
+_UPDATE = 0.2
+_BAR = "{desc} |{bar}| {elapsed}{postfix}"
+
 
 class Wish(NamedTuple):
     """What a call of ``fit`` asks for, beside the data."""
@@ -44,6 +57,17 @@ class Wish(NamedTuple):
     update: str
     override: bool
     shard: str | None
+
+    def start(self, learnt: Tensor | None) -> Tensor | None:
+        """Return λ where EM starts, or None to have it chosen; ``learnt`` is an earlier fit's."""
+        if self.prior_precision is not None:
+            start = torch.as_tensor(self.prior_precision, dtype=torch.float64).detach().clone()
+            if not (start > 0).all() or start.isinf().any():
+                raise ValueError(f"prior_precision must be positive, not {self.prior_precision}.")
+            return start
+        if self.em_steps == 0 and learnt is None:
+            raise ValueError("em_steps=0 keeps the prior precision: pass prior_precision too.")
+        return learnt
 
     def check(self) -> None:
         """Refuse what is not known."""
@@ -79,7 +103,10 @@ class Session:
         silent = self._group.rank > 0 or not wish.progress_bar
         self._stack.enter_context(heard(self.said))
         self._leaving: Leaving = self._stack.enter_context(leaving_cleanly(self._log is None))
-        self._bar = self._stack.enter_context(tqdm(total=wish.em_steps, desc="EM", disable=silent))
+        self._bar = self._stack.enter_context(
+            tqdm(total=1.0, desc="noise", bar_format=_BAR, disable=silent)
+        )
+        self._drawn = self._began = time.monotonic()
         for device in {"cpu", self._device.type}:
             if torch.amp.is_autocast_available(device):
                 self._stack.enter_context(torch.autocast(device, enabled=False))
@@ -106,9 +133,14 @@ class Session:
             self.problem.data.confirm()
         return state
 
+    def plan(self, num_samples: int, compute: Compute) -> Plan:
+        """Plan memory, time one product and look at the loader."""
+        plan = prepare(self.problem, num_samples, compute)
+        return plan._replace(forecast=Forecast.of(self.problem, num_samples))
+
     def begin(self, num_samples: int, compute: Compute) -> None:
         """Plan memory, share passes out, and lay a checkpoint around them."""
-        problem, log = self.problem, self._log
+        problem, log, self._num_samples = self.problem, self._log, num_samples
         if log is not None:
             log.require_room(2 * num_samples * problem.size * problem.dtype.itemsize)
             partial = Partial(problem.local, log, self._leaving, problem.cost)
@@ -121,19 +153,49 @@ class Session:
             problem.local.refuse_changed_weights()
             log.compare(outputs)
             problem.passes = Recorded(problem, log, partial)
-        self.said.insert(0, str(plan))
-        logger.log(logging.WARNING if plan.tight else logging.INFO, "%s", plan)
         if not self._bar.disable:
+            plan = plan._replace(forecast=Forecast.of(problem, num_samples))
+            reading = plan.forecast.reading
+            rows = inf if reading is None else reading.rows
+            if reading is not None:
+                problem.cost.column = plan.forecast.seconds / plan.forecast.columns
+            problem.passes = Watched(problem.passes, problem.cost, rows, self._draw)
             self._bar.write(str(plan))
+        self.said.insert(0, str(plan))
+        grave = plan.tight or (plan.forecast is not None and plan.forecast.reads_slowly)
+        logger.log(logging.WARNING if grave else logging.INFO, "%s", plan)
 
     def on_step(self, info: Info) -> None:
         """Take note of an EM step."""
         self.history.append(record_of(info, self.problem.data.num_passes))
-        self._bar.update()
-        self._bar.set_postfix(summary_of(self.history[-1]))
+        self._note_stages()
+        self._bar.set_description_str(f"EM step {info.step}", refresh=False)
+        self._draw()
+
+    def _note_stages(self) -> None:
+        spent = self.problem.cost.stages()
+        self.history[-1]["stages"] = {name: list(stage) for name, stage in spent.items()}
+
+    def _draw(self) -> None:
+        """Draw how far the fit is, by columns that are left as its errors have fallen so far."""
+        now, cost = time.monotonic(), self.problem.cost
+        if self._bar.disable or now - self._drawn < _UPDATE:
+            return
+        self._drawn, left = now, cost.seconds_left(self._num_samples)
+        shown = summary_of(self.history[-1]) if self.history else {}
+        shown["columns"] = f"{cost.columns + cost.begun:.0f}"
+        if left is not None:
+            self._bar.n = (now - self._began) / max(now - self._began + left, 1e-9)
+            shown["left"] = f"about {tqdm.format_interval(left)}"
+        self._bar.set_postfix(shown)
 
     def end(self) -> None:
         """Refuse data that are not those of the checkpoint, and weights that have changed."""
+        if self.history:
+            self._note_stages()
+        if not self._bar.disable:
+            self._bar.n = 1.0
+            self._bar.refresh()
         self.problem.data.confirm()
         self.problem.local.refuse_changed_weights()
         share_path(self.problem)
@@ -220,39 +282,3 @@ def _same(every: list[dict[str, Any]]) -> None:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def record_of(info: Info, data_passes: int) -> dict[str, Any]:
-    """Return what ``history`` keeps of a step: plain numbers, and lists where there are blocks."""
-    sigma = info.hyper.sigma
-    return {
-        "step": info.step,
-        "prior_precision": info.hyper.precision.tolist(),
-        "sigma_noise": None if sigma is None else sigma.tolist(),
-        "effective_dim": info.effective_dim.value.tolist(),
-        "effective_dim_error": info.effective_dim.standard_error.tolist(),
-        "squared_norm": info.squared_norm.tolist(),
-        "loss": info.loss,
-        "mode_residual": info.mode_error,
-        "sample_residual": info.sample_error,
-        "log_evidence": info.log_evidence.value.item(),
-        "log_evidence_error": info.log_evidence.standard_error.item(),
-        "data_passes": data_passes,
-        "columns": info.columns,
-        "seconds": info.seconds,
-    }
-
-
-def summary_of(record: dict[str, Any]) -> dict[str, str]:
-    """Return what the progress bar shows of a record; of blocks, the sum of γ and the mean log λ."""
-    precision, gamma, error = (
-        torch.tensor(record[name], device="cpu")
-        for name in ("prior_precision", "effective_dim", "effective_dim_error")
-    )
-    shown = {"λ": f"{precision.log().mean().exp().item():.3g}"}
-    if record["sigma_noise"] is not None:
-        shown["σ"] = f"{torch.tensor(record['sigma_noise'], device='cpu').mean().item():.3g}"
-    shown["γ"] = f"{gamma.sum().item():.1f}±{error.square().sum().sqrt().item():.1f}"
-    shown["residual"] = f"{max(record['sample_residual'], record['mode_residual']):.0e}"
-    shown["passes"] = str(record["data_passes"])
-    return shown

@@ -2,6 +2,7 @@
 
 from torch_lla_em.inference.em import Evidence, Info, iterate, split_evidence
 from torch_lla_em.inference.evidence import Curve, Modes, curve
+from torch_lla_em.inference.history import record_of, summary_of
 from torch_lla_em.inference.learn import FitOptions, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import (
@@ -33,5 +34,7 @@ __all__ = [
     "optimise_MAP",
     "optimise_samples",
     "prior_precision_from_weight_decay",
+    "record_of",
     "split_evidence",
+    "summary_of",
 ]

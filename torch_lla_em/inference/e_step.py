@@ -90,6 +90,8 @@ class EStep(Protocol):
         self, hyper: Hyperparameters, tolerance: float
     ) -> tuple[LinearMode, PosteriorSamples, Tensor]: ...
 
+    def foresee(self, hyper: Hyperparameters, tolerance: float) -> None: ...
+
     def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode: ...
 
     def spectrum(self, hyper: Hyperparameters) -> Spectrum | None: ...
@@ -180,6 +182,9 @@ class IterativeEStep:
         mode, samples = self.mode(hyper, tolerance), self._samples(hyper, tolerance)
         return mode, samples, log_dets(problem, noise, hyper.precision)
 
+    def foresee(self, hyper: Hyperparameters, tolerance: float) -> None:
+        """Forecast nothing: what a solve takes at another λ is not known."""
+
     def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
         """Return w_lin at these hyper-parameters."""
         problem, _ = self._at_noise(hyper)
@@ -189,7 +194,8 @@ class IterativeEStep:
             inverse = None if known is None else known.inverse
             return self._search.find(problem, hyper.precision, tolerance, inverse)
 
-        return self._within_memory(run)
+        with self._problem.cost.stage("mode"):
+            return self._within_memory(run)
 
     def warm_start(self, w_samples: Tensor) -> None:
         """Begin with the samples of an earlier posterior."""
@@ -204,11 +210,16 @@ class IterativeEStep:
 
     def _samples(self, hyper: Hyperparameters, tolerance: float) -> PosteriorSamples:
         problem, noise = self._at_noise(hyper)
-        samples = self._within_memory(
-            lambda: optimise_samples(
-                problem, noise, hyper.precision, self._sample_solver(hyper, tolerance), self._last
+        with problem.cost.stage("samples"):
+            samples = self._within_memory(
+                lambda: optimise_samples(
+                    problem,
+                    noise,
+                    hyper.precision,
+                    self._sample_solver(hyper, tolerance),
+                    self._last,
+                )
             )
-        )
         # G changes with σ: only without it is G w still that at the next step
         self._last = Start(samples.w, samples.Gw) if hyper.sigma is None else samples.w
         return samples

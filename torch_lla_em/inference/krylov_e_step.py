@@ -36,6 +36,8 @@ _CURVE_POINTS = 241
 _ERROR, _SHARE, _SHARE_AT_LAST, _MOST = 0.04, 1 / 3, 1 / 2, 0.01
 # residual of a Gaussian's mode in EM: its squared norm errs by a tenth of it
 _OF_MODE = 0.1
+# passes of K columns that the last samples usually take
+_POLISH = 3
 _NEIGHBOURS = 10**-0.5, 10**0.5
 _MORE = (
     "Raise max_passes of BlockKrylov, start from a larger prior_precision, or take more samples: "
@@ -78,12 +80,14 @@ class KrylovEStep:
         if isinstance(product, ImagedGGN):
             search.follow(self.krylov.lanczos, product)
         self._warned = False
+        self._foreseen: Shift | None = None
 
     def expect(
         self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
     ) -> Expectation:
         shift = self.shift(hyper)
-        self._extend(shift, tolerance)
+        with self._problem.cost.stage("basis"):
+            self._extend(shift, tolerance)
         if self.krylov.lanczos.exhausted and not self._holds(shift, tolerance):
             self._warn(shift, tolerance, _ROUNDING)
         dims, residual, gamma = self.krylov.effective_dims(shift), None, None
@@ -114,10 +118,14 @@ class KrylovEStep:
         """Return the posterior at these hyper-parameters, with the evidence's log dets."""
         shift = self.shift(hyper)
         # a last step of λ, less than its own error, is not to cost a pass
-        self._extend(shift, tolerance, _SHARE_AT_LAST)
+        with self._problem.cost.stage("basis"):
+            self._extend(shift, tolerance, _SHARE_AT_LAST)
         mode, log_dets = self.mode(hyper, tolerance), self.krylov.log_dets(shift)
         self.krylov.lanczos.end()
-        samples = self._within_memory(partial(self._find_samples, hyper, tolerance))
+        K = self.krylov.num_samples
+        self._problem.cost.approach(self.krylov.error(shift), tolerance, K, K)
+        with self._problem.cost.stage("samples"):
+            samples = self._within_memory(partial(self._find_samples, hyper, tolerance))
         # of samples that hardly differ from the prior's, rounding would leave no γ
         return mode, samples._replace(effective_dims=self.krylov.effective_dims(shift)), log_dets
 
@@ -161,7 +169,22 @@ class KrylovEStep:
             if lanczos.num_steps >= limit:
                 self._warn(shift, tolerance, _MORE)
                 break
+            before = self.krylov.error(shift) if lanczos.num_steps else 0.0
             lanczos.grow()
+            self._problem.cost.falls(before, self.krylov.error(shift))
+            self._forecast(self._foreseen or shift, tolerance, share)
+
+    def foresee(self, hyper: Hyperparameters, tolerance: float) -> None:
+        """Forecast the columns that are left if EM ends at these hyper-parameters."""
+        self._foreseen = self.shift(hyper)
+        self._forecast(self._foreseen, tolerance, _SHARE)
+
+    def _forecast(self, shift: Shift, tolerance: float, share: float) -> None:
+        K, columns = self.krylov.num_samples, len(self.krylov.lanczos.basis[-1])
+        error, goal = self.krylov.error(shift), self._enough(shift, tolerance, share)
+        if self._gaussian:
+            error = max(error, self.krylov.mode_error(shift) * goal / _OF_MODE)
+        self._problem.cost.approach(error, goal, columns, _POLISH * K)
 
     def _holds(self, shift: Shift, tolerance: float, share: float = _SHARE) -> bool:
         """Whether γ and the mode's norm at these hyper-parameters are as exact as they need be."""
@@ -176,7 +199,9 @@ class KrylovEStep:
     def _enough(self, shift: Shift, tolerance: float, share: float) -> float:
         """Return the certificate at which γ is known, for samples that will meet the tolerance."""
         dims = self.krylov.effective_dims(shift)
-        allowed = min(_MOST, share * max(dims.sum().item(), 1e-12) ** -0.5)
+        # λ is not told from one that is a hundredth away
+        own = max(_MOST, max(dims.sum().item(), 1e-12) ** -0.5)
+        allowed = min(_MOST, share * own)
         return min((allowed / _ERROR) ** 0.5, (10 * tolerance) ** 0.5)
 
     def _warn(self, shift: Shift, tolerance: float, remedy: str) -> None:
@@ -196,7 +221,8 @@ class KrylovEStep:
 
     def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
         """Return w_lin at these hyper-parameters."""
-        return self._within_memory(partial(self._find_mode, hyper, tolerance))
+        with self._problem.cost.stage("mode"):
+            return self._within_memory(partial(self._find_mode, hyper, tolerance))
 
     def _find_mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
         problem, noise = self._at_noise(hyper)

@@ -85,9 +85,10 @@ def learn(problem: Problem, options: FitOptions, on_step: Observe) -> Posterior:
 
 
 def _learn(problem: Problem, options: FitOptions, on_step: Observe) -> Posterior:
-    noise = get_sto_samples(
-        problem, options.num_samples, options.seed, options.g_prior, options.layerwise
-    )
+    with problem.cost.stage("noise"):
+        noise = get_sto_samples(
+            problem, options.num_samples, options.seed, options.g_prior, options.layerwise
+        )
     _check_start(options.prior_precision, options, len(noise.prior.layout.names))
     curvature, told = options.curvature or choose_curvature(problem, options), 0
 
@@ -99,7 +100,9 @@ def _learn(problem: Problem, options: FitOptions, on_step: Observe) -> Posterior
     if curvature == "variational" and not problem.likelihood.is_quadratic:
         wanted = Wanted(options.tolerance, options.em_steps, options.prior_precision)
         found: list[Posterior | None] = []
-        if problem.lasts(lambda: found.append(variational(problem, noise, wanted, tell))):
+        with problem.cost.stage("ascent"):
+            lasted = problem.lasts(lambda: found.append(variational(problem, noise, wanted, tell)))
+        if lasted:
             posterior = found[0]
             if posterior is not None:
                 return posterior._replace(noise=noise) if options.keep_noise else posterior

@@ -72,6 +72,7 @@ def variational(
         return None
     q, learns, number = _first(steps, wanted.precision), wanted.max_steps > 0, 0
     settled = ended = False
+    fallen = 0.0
     began = time.monotonic()
     while True:
         before = q
@@ -81,11 +82,15 @@ def variational(
         if residuals is None:
             return None
         certificate, told = _told(problem, steps, q, residuals)
+        error, cost = max(told.sample_error, told.mode_error), problem.cost
+        cost.falls(fallen, error)
+        cost.approach(error, wanted.tolerance, len(noise.xi) + 1)
+        fallen = error
         if not settled:
             number += 1
             on_step(told._replace(step=number, seconds=time.monotonic() - began))
             settled = number >= max(1, wanted.max_steps) or _has_settled(before, q, told)
-        if settled and max(told.sample_error, told.mode_error) <= wanted.tolerance:
+        if settled and error <= wanted.tolerance:
             break
         wider = steps.space.widen(torch.cat(residuals))
         if not wider and ended:

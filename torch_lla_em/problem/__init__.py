@@ -1,12 +1,14 @@
 """Σ loss(J w, y) and G = Σ Jᵀ H J over the data, as products of one pass."""
 
+from torch_lla_em.problem.cost import Cost, Watched
 from torch_lla_em.problem.finite import OUTPUTS, is_finite
+from torch_lla_em.problem.forecast import Forecast
 from torch_lla_em.problem.operators import ImagedGGN, WhitenedGGN, WhitenedLoss
 from torch_lla_em.problem.outputs import Outputs, ggn_product_and_outputs, outputs, pull_back
 from torch_lla_em.problem.passes import Fold, Layer, LocalPasses, Pass, Passes, State, Step, Sums
 from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.problem.plan import VECTORS, Plan, place_of_vectors, size_of
-from torch_lla_em.problem.problem import BatchProduct, Cost, EarlierRows, NoiseFeatures, Problem
+from torch_lla_em.problem.problem import BatchProduct, EarlierRows, NoiseFeatures, Problem
 from torch_lla_em.problem.setting import columns_held, memory_for_vectors, prepare, room
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "Cost",
     "EarlierRows",
     "Fold",
+    "Forecast",
     "ImagedGGN",
     "Layer",
     "LocalPasses",
@@ -29,6 +32,7 @@ __all__ = [
     "Step",
     "Sums",
     "Vectors",
+    "Watched",
     "WhitenedGGN",
     "WhitenedLoss",
     "columns_held",

@@ -13,6 +13,7 @@ from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, ParameterLayout
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.batch_work import BatchWork, Cotangent
+from torch_lla_em.problem.cost import Cost
 from torch_lla_em.problem.curvature import Curvature
 from torch_lla_em.problem.finite import DERIVATIVE, LIKELIHOOD, all_finite, is_moderate
 from torch_lla_em.problem.fitting import Fitting
@@ -37,12 +38,6 @@ _EPSILON_STREAM = 1
 _GROUP_ROWS = 32
 
 BatchProduct = Callable[[Tensor], Tensor]
-
-
-class Cost:
-    """What has been spent, in columns pushed through the data (K for a K-column pass)."""
-
-    columns = 0.0
 
 
 class NoiseFeatures(NamedTuple):

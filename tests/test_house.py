@@ -58,3 +58,21 @@ def test_no_file_is_too_long():
     lengths = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
     assert not {path.name: n for path, n in lengths.items() if n > LONGEST}
     assert len([*PACKAGE.glob("*.py")]) <= 8
+
+
+FACTORIES = """arange as_tensor empty eye full linspace logspace ones rand randint randn randperm
+    tensor zeros""".split()
+
+
+def test_every_factory_names_its_device():
+    """Or ``torch.set_default_device`` would choose it; estimators make data as their user does."""
+    unnamed = []
+    for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / "sklearn.py"}:
+        for call in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)):
+            owner, _, name = ast.unparse(call.func).rpartition(".")
+            named = {"device", None} & {keyword.arg for keyword in call.keywords}
+            if owner == "torch" and (name in FACTORIES and not named):
+                unnamed.append(f"{path.name}:{call.lineno}")
+            if owner == "torch" and name == "Generator" and not (call.args or named):
+                unnamed.append(f"{path.name}:{call.lineno}")
+    assert not unnamed

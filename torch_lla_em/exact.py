@@ -104,7 +104,9 @@ class ExactLaplace:
         w = self.mode(precision)
         Lambda = precision / self.scale**2 * torch.ones_like(self.scale)
         root = Lambda.rsqrt()
-        whitened = root[:, None] * self.ggn * root + torch.eye(len(root)).to(root)
+        whitened = root[:, None] * self.ggn * root + torch.eye(
+            len(root), dtype=root.dtype, device=root.device
+        )
         return -self.loss(w) - 0.5 * (Lambda * w**2).sum() - 0.5 * torch.logdet(whitened)
 
     def at_noise(self, log_prob: LogProb) -> ExactLaplace:

@@ -38,7 +38,9 @@ def reliability(
         stated, right = stated_and_right(prediction, rows.targets)
         place = (bins * stated).long().clamp_max(bins - 1)
         count, said, true = (
-            torch.zeros(bins).to(stated).index_add(0, place, values.to(stated))
+            torch.zeros(bins, dtype=stated.dtype, device=stated.device).index_add(
+                0, place, values.to(stated)
+            )
             for values in (torch.ones_like(stated), stated, right)
         )
         ece, kept = (true - said).abs().sum() / len(stated), count > 0
@@ -53,10 +55,14 @@ def reliability(
 
 def em_path(la: Fitted, axes: Axes | None = None) -> Axes:
     """Plot the path of EM, over the curve of the evidence where it is known."""
-    path = torch.tensor([record["prior_precision"] for record in la.history], dtype=torch.float64)
-    around = la.prior_precision.cpu().flatten() * torch.tensor([[0.32], [3.2]])
+    path = torch.tensor(
+        [record["prior_precision"] for record in la.history], dtype=torch.float64, device="cpu"
+    )
+    around = la.prior_precision.cpu().flatten() * torch.tensor([[0.32], [3.2]], device="cpu")
     ends = torch.cat([path.flatten(), around.flatten()]).log10()
-    grid = torch.logspace(ends.min().item(), ends.max().item(), _GRID, dtype=torch.float64)
+    grid = torch.logspace(
+        ends.min().item(), ends.max().item(), _GRID, dtype=torch.float64, device="cpu"
+    )
     try:
         return plot_curve(la.curve(grid), axes)
     except ValueError:  # of several precisions, and after other solvers, it is not known
@@ -83,7 +89,7 @@ def bands(
         return _finished(axes, "prediction", "target")
     ends = x.min(), x.max()
     margin = 0.3 * (ends[1] - ends[0])
-    grid = torch.linspace(ends[0] - margin, ends[1] + margin, 4 * _GRID).to(x)
+    grid = torch.linspace(ends[0] - margin, ends[1] + margin, 4 * _GRID, device="cpu").to(x)
     mean, inner, outer = _intervals(la.predict(grid.view(-1, *x.shape[1:])), output)
     places = _plain(grid)
     for half, alpha, label in ((outer, 0.2, "90 % of targets"), (inner, 0.35, "90 % of means")):
@@ -102,7 +108,10 @@ def confidence(la: Fitted, loader: Iterable[Any] | Rows, axes: Axes | None = Non
         raise ValueError("confidence is drawn over inputs of two numbers, (N, 2).")
     ends = torch.stack([x.amin(0), x.amax(0)])
     margin = 0.4 * (ends[1] - ends[0])
-    sides = [torch.linspace(a, b, _GRID) for a, b in zip(ends[0] - margin, ends[1] + margin)]
+    sides = [
+        torch.linspace(a, b, _GRID, device="cpu")
+        for a, b in zip(ends[0] - margin, ends[1] + margin)
+    ]
     grid = torch.cartesian_prod(*sides).to(x)
     prediction = la.predict(grid)
     if prediction.likelihood.gives_probabilities:
@@ -149,7 +158,7 @@ def extremes(
 def coverage(la: Fitted, loader: Iterable[Any] | Rows, axes: Axes | None = None) -> Axes:
     """Plot the share of real targets inside intervals, against the share that belongs there."""
     rows, axes = _real_rows(la, loader), _axes(axes)
-    levels = torch.linspace(0.02, 0.98, 49).tolist()
+    levels = torch.linspace(0.02, 0.98, 49, device="cpu").tolist()
     axes.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle=":")
     for name, colour, prediction in _before_and_after(rows):
         shares = []

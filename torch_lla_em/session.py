@@ -61,7 +61,11 @@ class Wish(NamedTuple):
     def start(self, learnt: Tensor | None) -> Tensor | None:
         """Return λ where EM starts, or None to have it chosen; ``learnt`` is an earlier fit's."""
         if self.prior_precision is not None:
-            start = torch.as_tensor(self.prior_precision, dtype=torch.float64).detach().clone()
+            start = (
+                torch.as_tensor(self.prior_precision, dtype=torch.float64, device="cpu")
+                .detach()
+                .clone()
+            )
             if not (start > 0).all() or start.isinf().any():
                 raise ValueError(f"prior_precision must be positive, not {self.prior_precision}.")
             return start

@@ -97,7 +97,7 @@ class Partial(Layer):
         spent, before = self._cost.columns, {}
         kept: Sums = {}
         if state is not None:
-            kept = {**state, "columns": torch.zeros((), dtype=torch.float64)}
+            kept = {**state, "columns": torch.zeros((), dtype=torch.float64, device="cpu")}
         known = self._begun(kept) if kept else None
         if known is not None:
             before = {name: tensor.cpu().clone() for name, tensor in kept.items()}

@@ -65,10 +65,10 @@ class Recorded(Layer):
         def compute() -> Sums:
             nonlocal tried
             tried = True
-            return {"lasted": torch.tensor(self.inner.lasts(run))}
+            return {"lasted": torch.tensor(self.inner.lasts(run), device="cpu")}
 
         place = self._log.position
-        lasted = bool(self.kept(torch.zeros(1), compute)["lasted"])
+        lasted = bool(self.kept(torch.zeros(1, device="cpu"), compute)["lasted"])
         if lasted and not tried:
             self._log.position = place + 1  # where the passes in it begin
             run()

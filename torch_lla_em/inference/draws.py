@@ -60,7 +60,7 @@ class Draws:
 
     def _blocks(self, f: Tensor) -> Tensor:
         C = f.shape[-1]
-        unit = torch.eye(C).to(f).view(C, *(1,) * (f.dim() - 2), C)
+        unit = torch.eye(C, dtype=f.dtype, device=f.device).view(C, *(1,) * (f.dim() - 2), C)
         total = f.new_zeros(C, *f.shape[1:])
         for part in f:
             u = unit.expand(C, *part.shape)
@@ -84,5 +84,9 @@ def root_of(blocks: Tensor) -> Tensor:
     """Return lower triangles R with R Rᵀ = blocks (..., C, C), which may be singular."""
     exact = 0.5 * (blocks + blocks.mT).double()
     size = exact.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(1e-300)
-    jitter = _JITTER * size[..., None, None] * torch.eye(exact.shape[-1]).to(exact)
+    jitter = (
+        _JITTER
+        * size[..., None, None]
+        * torch.eye(exact.shape[-1], dtype=exact.dtype, device=exact.device)
+    )
     return torch.linalg.cholesky_ex(exact + jitter)[0].to(blocks)

@@ -220,7 +220,7 @@ def _starting_point(problem: Problem, noise: StochasticPrior, options: FitOption
     start = options.prior_precision
     if start is None:
         number = starting_precision(problem, noise, options.layerwise)
-        start = torch.tensor(number, dtype=torch.float64)
+        start = torch.tensor(number, dtype=torch.float64, device="cpu")
     start = start.to(device=noise.eta.device, dtype=torch.float64)
     return start.expand(blocks).clone() if options.layerwise and not start.dim() else start
 

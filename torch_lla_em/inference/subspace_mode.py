@@ -218,9 +218,11 @@ class _SpanLoss:
             weights = mode._prior.layout.expand(precision)
             metric = mode._space.gram(mode._own, mode._own, weights)
         else:
-            metric = precision * torch.eye(sum(self._sizes)).to(mode._coordinates)
+            metric = precision * torch.eye(
+                sum(self._sizes), dtype=mode._coordinates.dtype, device=mode._coordinates.device
+            )
         self._root = torch.linalg.cholesky(metric)
-        identity = torch.eye(len(metric)).to(metric)
+        identity = torch.eye(len(metric), dtype=metric.dtype, device=metric.device)
         self.turn = torch.linalg.solve_triangular(self._root, identity, upper=False)
 
     def start(self) -> Tensor:

@@ -128,7 +128,7 @@ def _average(steps: Variational, q: Q) -> Tensor:
     collapsed = q.effective_dims.mean() < 4 / len(q.effective_dims)  # to a prior that keeps nothing
     w = (1 / 3) if collapsed else kept.clamp(0, 1).item() ** _TRUST / 3
     parts = [[1 - 2 * w, 1, 0, 1], [w, 1, 0, 0], [w, 0, 1, 0]]
-    return torch.tensor(parts, dtype=torch.float64)
+    return torch.tensor(parts, dtype=torch.float64, device="cpu")
 
 
 def _begin(problem: Problem, noise: StochasticPrior) -> Variational | None:
@@ -169,7 +169,7 @@ def _told(
     dots, gamma = problem.space.dots, q.effective_dims.mean().clamp_min(1)
     of_samples, of_mean = (dots(r, r) / q.precision for r in residuals)
     norm = q.mean.square().sum()
-    precision = torch.tensor(q.precision, dtype=torch.float64).to(norm)
+    precision = torch.tensor(q.precision, dtype=torch.float64, device="cpu").to(norm)
     return of_samples.sqrt(), Info(
         0,
         Hyperparameters(precision),

@@ -208,7 +208,9 @@ class Factored:
         if f[0].numel() > _MOST_OUTPUTS and not all(call.is_output(f) for call in calls):
             return None
         u = torch.zeros_like(f)
-        u[0] = torch.randn(f[0].shape, generator=torch.Generator().manual_seed(0)).to(f)
+        u[0] = torch.randn(
+            f[0].shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu"
+        ).to(f)
         grads = torch.autograd.grad(f, [call.edge for call in calls], u, allow_unused=True)
         second: dict[str, bool] = {}
         for call, z in zip(calls, grads):

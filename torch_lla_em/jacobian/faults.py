@@ -216,12 +216,15 @@ def layer_at_fault(network: Network, names: tuple[str, ...], x: Any) -> str | No
 
 def _twice_differentiable(outputs: list[Tensor], inputs: list[Tensor]) -> bool:
     """Whether u -> Jᵀu can be differentiated in u, and its derivative is J."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     try:
-        u = [torch.randn(f.shape, generator=generator).to(f).requires_grad_() for f in outputs]
+        u = [
+            torch.randn(f.shape, generator=generator, device="cpu").to(f).requires_grad_()
+            for f in outputs
+        ]
         grads = torch.autograd.grad(outputs, inputs, u, create_graph=True, allow_unused=True)
         known = [g for g in grads if g is not None]
-        v = [torch.randn(g.shape, generator=generator).to(g) for g in known]
+        v = [torch.randn(g.shape, generator=generator, device="cpu").to(g) for g in known]
         Jv = torch.autograd.grad(known, u, v, retain_graph=True, allow_unused=True)
     except Exception as error:  # whatever the layer's backward does not know how to do
         if is_shortage(error):

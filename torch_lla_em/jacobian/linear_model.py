@@ -110,8 +110,10 @@ class LinearModel:
 
     def _measure_precision(self, x: Any) -> None:
         """Log by how much the products differ from those in float32."""
-        generator = torch.Generator().manual_seed(0)
-        w = torch.randn(2, self.layout.size, generator=generator).to(self.network.device)
+        generator = torch.Generator("cpu").manual_seed(0)
+        w = torch.randn(2, self.layout.size, generator=generator, device="cpu").to(
+            self.network.device
+        )
         _, low = self.jvp(x, w)
         with self.network.computing("float32"):
             _, exact = self.jvp(x, w)

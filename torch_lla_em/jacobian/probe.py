@@ -126,11 +126,11 @@ def _reference(model: Products, x: Any) -> _Columns | None:
     """
     network, names = model.network, model.layout.names
     f = checked_outputs(network, x)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     weights = network.weights(names)
     w_MAP = model.layout.flatten(weights)
-    u = torch.randn(2, *f.shape, generator=generator, dtype=f.dtype).to(f)
-    v = torch.randn(2, len(w_MAP), generator=generator, dtype=w_MAP.dtype).to(w_MAP)
+    u = torch.randn(2, *f.shape, generator=generator, dtype=f.dtype, device="cpu").to(f)
+    v = torch.randn(2, len(w_MAP), generator=generator, dtype=w_MAP.dtype, device="cpu").to(w_MAP)
     JTu = torch.zeros_like(v)
     eps = max(torch.finfo(t.dtype).eps for t in (f, *weights.values()))
     columns = _Columns(x, v, u, JTu, math.sqrt(eps), largest_on_cpu(network, x))

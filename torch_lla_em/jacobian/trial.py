@@ -36,9 +36,9 @@ def find_factors(model: Any, x: Any, prepared: Any) -> Factored | None:
         return None
     if factors is None:
         return None
-    generator = torch.Generator().manual_seed(1)
-    w = torch.randn(2, model.layout.size, generator=generator).to(model.w_MAP)
-    u = torch.randn(2, *factors.f.shape, generator=generator).to(factors.f)
+    generator = torch.Generator("cpu").manual_seed(1)
+    w = torch.randn(2, model.layout.size, generator=generator, device="cpu").to(model.w_MAP)
+    u = torch.randn(2, *factors.f.shape, generator=generator, device="cpu").to(factors.f)
 
     def product(x: Any) -> tuple[float, Tensor, Tensor]:
         total, start = torch.zeros_like(w), _now(network)

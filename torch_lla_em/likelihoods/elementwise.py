@@ -48,7 +48,7 @@ class Regression(ElementwiseLikelihood):
     real_valued = True
 
     def __init__(self, sigma_noise: float | Tensor = 1.0):
-        sigma_noise = torch.as_tensor(sigma_noise, dtype=torch.float64)
+        sigma_noise = torch.as_tensor(sigma_noise, dtype=torch.float64, device="cpu")
         if sigma_noise.dim() > 1 or not (sigma_noise > 0).all() or sigma_noise.isinf().any():
             raise ValueError(
                 f"sigma_noise must be a positive number or one per output, not {sigma_noise}."

@@ -124,7 +124,9 @@ class LinearOperatorRegression(Regression):
         v = normal(0, 0, 1, row, Au.shape[-1]).to(f.dtype)
         back = self.operator.apply_adjoint(v)
         gap = (
-            (Au * v).sum() - (u * back).sum() if back.shape == u.shape else torch.tensor(torch.inf)
+            (Au * v).sum() - (u * back).sum()
+            if back.shape == u.shape
+            else torch.tensor(torch.inf, device="cpu")
         )
         if gap.abs() > _ADJOINT_ERROR * (Au.norm() * v.norm()):
             raise ValueError(

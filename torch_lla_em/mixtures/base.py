@@ -219,4 +219,4 @@ def _real(x: Tensor) -> torch.dtype:
 
 
 def _generator(seed: int | torch.Generator) -> torch.Generator:
-    return seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
+    return seed if isinstance(seed, torch.Generator) else torch.Generator("cpu").manual_seed(seed)

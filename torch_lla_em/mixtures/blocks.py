@@ -143,7 +143,7 @@ class Blocks:
         """
         if self.size == 1:
             return blocks.clamp(min=least)
-        identity = torch.eye(self.size).to(blocks)
+        identity = torch.eye(self.size, dtype=blocks.dtype, device=blocks.device)
         if not torch.linalg.cholesky_ex(blocks - least * identity).info.any():
             return blocks
         values, vectors = torch.linalg.eigh(blocks)

@@ -91,7 +91,7 @@ class NormalWishart(NamedTuple):
     def expected_log_dets(self, blocks: Blocks) -> Tensor:
         """Return E log|Λ| of each block, shape (K or 1, number of blocks)."""
         d = blocks.size
-        half = (self.dof[..., None] - torch.arange(d).to(self.dof)) / 2
+        half = (self.dof[..., None] - torch.arange(d, device="cpu").to(self.dof)) / 2
         return half.digamma().sum(-1) + d * math.log(2) - blocks.log_dets(self.scale)
 
     def divergence(self, prior: "NormalWishart", blocks: Blocks) -> Tensor:
@@ -175,18 +175,22 @@ class ConjugatePrior(NamedTuple):
     def resolve(self, blocks: Blocks, concentration: float, like: Tensor) -> NormalWishart:
         """Return the prior of every component, in coordinates where None is 0 and 1."""
         num_components, dim = blocks.num_components, blocks.dim
-        identity = torch.eye(dim).to(like)
-        mean = torch.zeros(dim).to(like) if self.mean is None else self.mean
+        identity = torch.eye(dim, dtype=like.dtype, device=like.device)
+        mean = (
+            torch.zeros(dim, dtype=like.dtype, device=like.device)
+            if self.mean is None
+            else self.mean
+        )
         dof = blocks.size + 2 if self.dof is None else self.dof
         if dof <= blocks.size - 1:
             raise ValueError(f"dof must be above {blocks.size - 1} here, not {dof}.")
         scale = identity * num_components ** (-2 / dim) if self.scale is None else self.scale
         alpha = concentration if self.weight_concentration is None else self.weight_concentration
-        ones = torch.ones(num_components).to(like)
+        ones = torch.ones(num_components, dtype=like.dtype, device=like.device)
         return NormalWishart(
             alpha * ones,
             mean.expand(num_components, dim),
             self.strength * ones,
-            torch.full((blocks.shape[0], 1), float(dof)).to(like),
+            torch.full((blocks.shape[0], 1), float(dof), dtype=like.dtype, device=like.device),
             blocks.from_matrix(scale).expand(blocks.shape),
         )

@@ -126,7 +126,7 @@ class GaussianFamily(Family):
 
     def log_prior(self, parameters: Components) -> Tensor:
         if self.prior is None:
-            return torch.zeros(())
+            return torch.zeros((), device="cpu")
         return self.prior.log_density(parameters, self.blocks)
 
     def enter(self, parameters: Gaussians) -> Components:

@@ -80,7 +80,7 @@ def survey(
     rows: Rows, sample_size: int, generator: torch.Generator, check: Callable[[Tensor], None]
 ) -> Survey:
     """Count, average and sample the rows in one pass; refuse what no mixture can fit."""
-    count, mean, squares = 0, torch.zeros(()), torch.zeros(())
+    count, mean, squares = 0, torch.zeros((), device="cpu"), torch.zeros((), device="cpu")
     class_counts: dict[int, int] = {}
     reservoir = _Reservoir(sample_size, generator)
     for number, batch in enumerate(rows):

@@ -116,7 +116,9 @@ class _Held(NamedTuple):
         for piece in self.pieces():
             lower, upper = piece.prediction(table, noise).credible_interval(LEVEL)
             inside = (piece.y >= lower) & (piece.y <= upper)
-            counts += torch.stack([inside.sum(), torch.tensor(inside.numel()).to(counts.device)])
+            counts += torch.stack(
+                [inside.sum(), torch.tensor(inside.numel(), device="cpu").to(counts.device)]
+            )
         return counts
 
 
@@ -190,7 +192,12 @@ def _together(
     likelihood: Likelihood, parts: list[tuple[Tensor, Tensor, Tensor]], columns: int
 ) -> _Held:
     if not parts:  # a rank without data
-        return _Held(likelihood, torch.zeros(0, 1), torch.zeros(columns, 0, 1), torch.zeros(0))
+        return _Held(
+            likelihood,
+            torch.zeros(0, 1, device="cpu"),
+            torch.zeros(columns, 0, 1, device="cpu"),
+            torch.zeros(0, device="cpu"),
+        )
     f, Jw, y = zip(*parts)
     return _Held(likelihood, torch.cat(f), torch.cat(Jw, dim=1), torch.cat(y))
 
@@ -224,7 +231,7 @@ def _determined(numbers: Numbers, theta: Tensor, held: _Held, group: Group) -> f
         return held.log_probs(numbers.table(at), _noise(numbers, at))
 
     slopes = [(rows(theta + step) - rows(theta - step)) / (2 * _DIFFERENCE) for step in steps]
-    scaled = torch.stack(slopes) * torch.tensor(numbers.deviations).to(theta)[:, None]
+    scaled = torch.stack(slopes) * torch.tensor(numbers.deviations, device="cpu").to(theta)[:, None]
     information = group.sum(scaled @ scaled.T)
     known = torch.linalg.eigvalsh(information).clamp_min(0)
     return (known / (1 + known)).sum().item()
@@ -243,7 +250,7 @@ def _warn_at_edges(numbers: Numbers, theta: Tensor) -> None:
             "Held-out rows ask for a factor of %.3g of the posterior's deviations, its mean or the "
             "noise. Check that they come from the same source as the training data, and were not "
             "trained on.",
-            torch.tensor(beyond[0]).exp(),
+            torch.tensor(beyond[0], device="cpu").exp(),
         )
 
 

@@ -69,8 +69,8 @@ def _sets(deviations: Tensor, at_least: int) -> int:
 @lru_cache(maxsize=8)
 def _rotations(count: int, sets: int) -> Tensor:
     """Return random orthogonal matrices, stacked to (sets × K, K)."""
-    generator = torch.Generator().manual_seed(0)
-    normal = torch.randn(sets, count, count, generator=generator, dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(0)
+    normal = torch.randn(sets, count, count, generator=generator, dtype=torch.float64, device="cpu")
     return torch.linalg.qr(normal).Q.flatten(0, 1)
 
 
@@ -88,7 +88,9 @@ def slots(weights: Tensor, count: int) -> Tensor:
 
     Any first few are in these shares too, as nearly as their number allows.
     """
-    places = ((torch.arange(count, dtype=torch.float64) + 0.5) * 0.6180339887498949).frac()
+    places = (
+        (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) * 0.6180339887498949
+    ).frac()
     ends = weights.detach().double().cpu().cumsum(0)
     return torch.searchsorted(ends / ends[-1], places).clamp(max=len(weights) - 1)
 

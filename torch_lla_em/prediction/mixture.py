@@ -60,7 +60,7 @@ class Mixture(NamedTuple):
         samples = self.centre + self.deviations
         if self.beside is None:
             return samples
-        part, own = slots(self.weights, len(samples)), torch.arange(len(samples))
+        part, own = slots(self.weights, len(samples)), torch.arange(len(samples), device="cpu")
         chosen = torch.where(part > 0, len(samples) + part - 1, own)
         return torch.cat([samples, self.beside])[chosen.to(samples.device)]
 

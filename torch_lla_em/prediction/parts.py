@@ -20,7 +20,7 @@ def posterior_alone(
     mean: str = "network", factor: float | Tensor = 1.0, scale: float | Tensor = 1.0
 ) -> Tensor:
     """Return the table of √τ J w_k around one mean times a factor."""
-    row = torch.zeros(1, 4, dtype=torch.float64)
+    row = torch.zeros(1, 4, dtype=torch.float64, device="cpu")
     row[0, WEIGHT], row[0, SCALE] = 1.0, float(scale)
     row[0, MODE if mean == "linear" else NETWORK] = float(factor)
     return row

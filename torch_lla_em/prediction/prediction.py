@@ -175,7 +175,7 @@ class Prediction:
         if not 0 < level < 1:
             raise ValueError(f"level must lie between 0 and 1, not {level}.")
         tail = 0.5 - 0.5 * level
-        z = -torch.special.ndtri(torch.tensor(tail, dtype=torch.float64)).item()
+        z = -torch.special.ndtri(torch.tensor(tail, dtype=torch.float64, device="cpu")).item()
         if self.likelihood.real_valued:
             centre = average(self.likelihood.mean(self._mixture.centres()), self.weights)
             half = z * self._variance().sqrt()

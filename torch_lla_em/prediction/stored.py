@@ -72,7 +72,7 @@ def state_of(
 ) -> dict[str, Tensor]:
     """Return a posterior as tensors, with a version and the network's fingerprint."""
     state = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    state["torch_lla_em_version"] = torch.tensor(persistence.VERSION)
+    state["torch_lla_em_version"] = torch.tensor(persistence.VERSION, device="cpu")
     state["fingerprint"] = fingerprint
     shapes = [list(shape) for shape in layout.shapes]
     record = {**record, "names": layout.names, "shapes": shapes}
@@ -105,7 +105,7 @@ def curve_of(
     tensors: dict[str, Tensor | None], path: list[float], precisions: Iterable[float] | Tensor
 ) -> Curve:
     """Return γ and evidence over a grid of λ; ``path`` is where EM went."""
-    precisions = torch.as_tensor(precisions, dtype=torch.float64)
+    precisions = torch.as_tensor(precisions, dtype=torch.float64, device="cpu")
     if precisions.dim() != 1 or not (precisions > 0).all():
         raise ValueError("precisions must be a list of positive numbers.")
     if tensors["_eigenvalues"] is None:
@@ -118,7 +118,7 @@ def curve_of(
     modes = Modes(*tensors["_modes"].double().cpu())
     gamma, evidence = curve(spectrum, modes, precisions)
     found = tensors["prior_precision"].item()
-    return Curve(precisions, gamma, evidence, torch.tensor(path), found)
+    return Curve(precisions, gamma, evidence, torch.tensor(path, device="cpu"), found)
 
 
 def write(state: dict[str, Tensor], path: str | PathLike, options: dict[str, Any]) -> None:
@@ -159,7 +159,9 @@ def read(
     unknown = options.keys() - set(known)
     if unknown:
         raise DamagedError(f"there is no option {min(unknown)!r}.")
-    options["sigma_noise"] = torch.as_tensor(options["sigma_noise"], dtype=torch.float64)
+    options["sigma_noise"] = torch.as_tensor(
+        options["sigma_noise"], dtype=torch.float64, device="cpu"
+    )
     record = _record_of(state)
     shapes = {name: list(p.shape) for name, p in Network(model).module.named_parameters()}
     missing = [n for n, s in zip(record["names"], record["shapes"]) if shapes.get(n) != s]

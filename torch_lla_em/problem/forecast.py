@@ -104,13 +104,15 @@ def _seconds_of_a_column(problem: Problem, num_samples: int) -> float:
     columns = min(num_samples, _COLUMNS)
     with model.network.guarded():
         x = model.prepare(batch.inputs, 2 * num_samples)
-        w = torch.zeros(columns, model.layout.size, dtype=model.dtype)
+        w = torch.zeros(columns, model.layout.size, dtype=model.dtype, device="cpu")
         w = w.to(model.network.device)
         times = []
         for _ in range(2):
             began = time.monotonic()
             f, _, pull = model.jvp_and_vjp(x, w)
-            pull(torch.zeros(columns, *f.shape).to(f), torch.zeros_like(w))
+            pull(
+                torch.zeros(columns, *f.shape, dtype=f.dtype, device=f.device), torch.zeros_like(w)
+            )
             float(w[0, 0])  # waits for the device
             times.append(time.monotonic() - began)
     return _BESIDE * min(times) / columns / len(batch.rows)

@@ -127,7 +127,7 @@ def _stump(folder: Path) -> Path:
 def try_to_write(folder: Path) -> None:
     """Raise where no file can be written."""
     name = _stump(folder)
-    _write({"nothing": torch.zeros(1)}, name)
+    _write({"nothing": torch.zeros(1, device="cpu")}, name)
     remove(name)
 
 

@@ -239,11 +239,11 @@ def _send(message: Any, rank: int, channel: Any, timeout: timedelta) -> None:
 
 
 def _receive(rank: int, channel: Any, timeout: timedelta) -> Any:
-    first = torch.zeros(_HEAD, dtype=torch.uint8)
+    first = torch.zeros(_HEAD, dtype=torch.uint8, device="cpu")
     dist.irecv(first, rank, group=channel).wait(timeout)
     head = first.numpy().tobytes()
     length = int.from_bytes(head[:8], "big")
-    rest = torch.zeros(max(0, length - _HEAD + 8), dtype=torch.uint8)
+    rest = torch.zeros(max(0, length - _HEAD + 8), dtype=torch.uint8, device="cpu")
     if len(rest):
         dist.irecv(rest, rank, group=channel).wait(timeout)
     return json.loads((head[8:] + rest.numpy().tobytes())[:length])

@@ -34,7 +34,7 @@ def fingerprint(model: nn.Module, earlier: bool = False) -> Tensor:
         if tensor.is_floating_point() or not (earlier or counts):
             digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
             digest.update(_raw(tensor))
-    return torch.tensor(list(digest.digest()), dtype=torch.uint8)
+    return torch.tensor(list(digest.digest()), dtype=torch.uint8, device="cpu")
 
 
 def _raw(tensor: Tensor) -> bytes:
@@ -58,7 +58,7 @@ def _raw(tensor: Tensor) -> bytes:
 
 def to_bytes(record: Any) -> Tensor:
     """Return a JSON record as a tensor of bytes."""
-    return torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)
+    return torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8, device="cpu")
 
 
 def plain(value: Any, around: tuple[int, ...] = ()) -> str:

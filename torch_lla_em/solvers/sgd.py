@@ -93,7 +93,7 @@ class SGD:
     ) -> Tensor:
         """Return x after the epochs, of the first step size and a bound on ‖x‖."""
         rate, bound = limits
-        count = torch.zeros((), dtype=torch.int64)
+        count = torch.zeros((), dtype=torch.int64, device="cpu")
         state = {"x": start, "velocity": torch.zeros_like(start), "average": start, "count": count}
         num_batches = _num_batches(problem)
         for _ in range(self.epochs):

@@ -129,7 +129,11 @@ class Space:
         """
         group, own = self._group, torch.cat(factors)
         if group.size == 1:
-            return (torch.eye(len(own)).to(own), own) if len(factors) == 1 else torch.linalg.qr(own)
+            return (
+                (torch.eye(len(own), dtype=own.dtype, device=own.device), own)
+                if len(factors) == 1
+                else torch.linalg.qr(own)
+            )
         columns, below = own.shape[1], None
         if len(factors) > 1:
             below, own = torch.linalg.qr(own)

@@ -1,0 +1,183 @@
+"""Everything public on a card, equal to the CPU to rounding."""
+
+import pytest
+import torch
+from tiny import likelihood_of, tiny
+from torch import nn
+from torch.testing import assert_close
+
+from torch_lla_em import (
+    SGD,
+    BlockCG,
+    BlockKrylov,
+    Compute,
+    FunctionSpace,
+    HeteroscedasticRegression,
+    LinearisedLaplace,
+)
+
+pytestmark = pytest.mark.cuda
+
+CARD = torch.device("cuda")
+
+
+def fitted(model, likelihood, batches, em_steps=3, **options):
+    settings = {"num_samples": 3, "tolerance": 1e-4, **options}
+    la = LinearisedLaplace(model, likelihood, **settings)
+    start = {} if em_steps else {"prior_precision": 3.0}
+    return la.fit(batches, em_steps=em_steps, progress_bar=False, **start)
+
+
+def both(name="classification", **options):
+    """Return the posterior on the CPU and that on the card, and their inputs and targets."""
+    found = []
+    for device in ("cpu", CARD):
+        case = tiny(name)
+        x, y = case.x.to(device), case.y.to(device)
+        batches = list(zip(x.tensor_split([17]), y.tensor_split([17])))
+        found.append(fitted(case.model.to(device), likelihood_of(name), batches, **options))
+    return *found, case.x, case.y
+
+
+def the_same(there, here, **tolerances):
+    assert_close(
+        there.cpu(), here.cpu(), **{"rtol": 1e-5, "atol": 1e-7, "equal_nan": True, **tolerances}
+    )
+
+
+LIKELIHOODS = ["classification", "regression", "bernoulli", "poisson", "binomial"]
+CASES = {
+    **{name: {"name": name} for name in [*LIKELIHOODS, "regression per output"]},
+    "layerwise": {"prior": "layerwise"},
+    "layerwise, a noise per output": {"name": "regression per output", "prior": "layerwise"},
+    "plain prior": {"g_prior": False},
+    "block CG": {"solver": BlockCG()},
+    "function space": {"solver": FunctionSpace()},
+    "SGD": {"solver": SGD(epochs=8, tolerance=0.5), "tolerance": 0.5},
+    "basis in single precision": {"solver": BlockKrylov(storage=torch.float32)},
+    "linear curvature": {"curvature": "linear"},
+    "variational curvature": {"curvature": "variational"},
+    "last layer": {"parameters": "last_layer"},
+    "tempered": {"temperature": 0.3},
+    "vectors on the CPU": {"compute": Compute(vectors="cpu")},
+    "one column, five rows at once": {"compute": Compute(columns=1, rows=5)},
+    "data from the loader": {"compute": Compute(keep_data=False)},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* SGD more epochs", "ignore:SGD", "ignore:The samples")
+@pytest.mark.parametrize("case", CASES)
+def test_a_fit_is_that_of_the_cpu(case):
+    here, there, x, _ = both(**CASES[case])
+    loose = {"rtol": 1e-3, "atol": 1e-4} if "single" in case or case == "SGD" else {}
+    assert there.w_samples.device.type == ("cpu" if "vectors" in case else "cuda")
+    for name in ("prior_precision", "effective_dim", "w_lin", "w_samples"):
+        the_same(getattr(there, name), getattr(here, name), **loose)
+    predicted, expected = there.predict(x.cuda()), here.predict(x)
+    for name in ("mean", "variance", "covariance", "samples"):
+        assert getattr(predicted, name).is_cuda
+        the_same(getattr(predicted, name), getattr(expected, name), **loose)
+
+
+def test_what_a_posterior_tells_is_that_of_the_cpu(tmp_path):
+    here, there, x, y = both()
+    loader = list(zip(x.split(10), y.split(10)))
+    cases = {
+        "link": lambda la, x, y: la(x),
+        "probit": lambda la, x, y: la(x, link_approx="probit"),
+        "linear": lambda la, x, y: la.predict(x, mean="linear").probs,
+        "entropy": lambda la, x, y: la.predict(x).entropy,
+        "epistemic": lambda la, x, y: la.predict(x).epistemic,
+        "interval": lambda la, x, y: torch.stack([*la.predict(x).credible_interval(0.9)]),
+        "functions": lambda la, x, y: la.functional_samples(x),
+        "predictions": lambda la, x, y: la.predictive_samples(x),
+        "one function": lambda la, x, y: la.function_sample(1)(x),
+        "joint": lambda la, x, y: la.joint_log_prob(x, y),
+        "evidence": lambda la, x, y: la.log_marginal_likelihood().value,
+        "held out": lambda la, x, y: la.held_out_evidence(loader).value,
+        "curve": lambda la, x, y: la.curve(torch.tensor([1.0, 9.0]).to(x)).effective_dim.value,
+        "list": lambda la, x, y: la.curve([1.0, 9.0]).log_evidence.value,
+        "calibrated": lambda la, x, y: la.calibrate(loader)(x),
+    }
+    for tell in cases.values():
+        the_same(
+            torch.as_tensor(tell(there, x.cuda(), y.cuda())), torch.as_tensor(tell(here, x, y))
+        )
+    assert str(there).rpartition(",")[0] == str(here).rpartition(",")[0]  # but for the seconds
+    there.save(tmp_path / "la.pt")
+    case = tiny("classification")
+    moved = LinearisedLaplace.load(tmp_path / "la.pt", case.model, likelihood="classification")
+    the_same(there(x.cuda()), moved(x))
+    back = LinearisedLaplace.load(tmp_path / "la.pt", case.model.cuda())
+    the_same(back(x.cuda()), there(x))
+
+
+def test_a_fit_goes_on_across_devices(tmp_path):
+    for start, end in (("cpu", CARD), (CARD, "cpu")):
+        folder, las = tmp_path / str(start), []
+        for device, kept in ((start, folder), (end, folder), (end, None)):
+            case = tiny("classification")
+            la = LinearisedLaplace(case.model.to(device), "classification", num_samples=3)
+            loader = [(case.x, case.y)]
+            las.append(la.fit(loader, em_steps=2, progress_bar=False, checkpoint=kept))
+        assert las[1].w_samples.device.type == torch.device(end).type
+        the_same(las[1].w_samples, las[2].w_samples)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = kind(2, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.body(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_networks_predict_once_they_are_moved(kind, tmp_path):
+    x = torch.randn(12, 4, 2, generator=torch.Generator().manual_seed(0))
+    batches = [(x, torch.arange(12) % 2)]
+    here = fitted(Recurrent(kind), "classification", batches, tolerance=0.1)
+    expected, loose = here(x), {"rtol": 1e-3, "atol": 1e-4}
+    here.save(tmp_path / "la.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "la.pt", Recurrent(kind).cuda())
+    the_same(loaded(x.cuda()), expected, **loose)
+    the_same(here.cuda()(x.cuda()), expected, **loose)
+    there = fitted(Recurrent(kind).cuda(), "classification", batches, tolerance=0.1)
+    the_same(there(x.cuda()), expected, **loose)
+
+
+@pytest.mark.parametrize("way", ["set", "with"])
+def test_a_default_device_changes_nothing(way):
+    here, _, x, y = both()
+    case = tiny("classification")
+    batches = list(zip(x.tensor_split([17]), y.tensor_split([17])))
+    try:
+        if way == "set":
+            torch.set_default_device(CARD)
+            la = fitted(case.model, "classification", batches)
+        else:
+            with CARD:
+                la = fitted(case.model, "classification", batches)
+        the_same(la.w_samples, here.w_samples)
+        assert not la.w_samples.is_cuda
+        la.calibrate(batches)
+        there = fitted(case.model.cuda(), "classification", batches)
+        assert there.calibrate(batches)(x.cuda()).is_cuda
+        the_same(there.w_samples, here.w_samples)
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.filterwarnings("ignore:The linear mode is known")
+def test_two_outputs_a_row_with_a_noise_of_its_own():
+    x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    las = []
+    for device in ("cpu", CARD):
+        batches = [(x, x.sum(1, keepdim=True))]
+        las.append(fitted(model.to(device), HeteroscedasticRegression(), batches))
+        las[-1](x.to(device))
+    the_same(las[1].w_samples, las[0].w_samples)

@@ -201,3 +201,32 @@ def test_no_batch_waits_for_the_card(name):
     assert problem.data.kept
     switch = torch.cuda.set_sync_debug_mode
     watched_product(problem, w, lambda: switch("error"), lambda: switch("default"))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_the_host_waits_for_the_end_of_a_pass_alone(name, pretended):
+    """And in the first pass once a batch, for what is wrong with its targets."""
+    case = tiny(name)
+    linear = LinearModel(Network(case.model.cuda()), case.layout)
+    batches = list(zip(case.x.split(3), case.y.split(3)))
+    problem = Problem(linear, likelihood_of(name), Data(batches, torch.device("cuda")))
+    prepare(problem, 3, Compute())
+    problem.data.merge_rows = 0
+    w = torch.randn(3, problem.size, dtype=torch.float64, device="cuda")
+    limits = [len(batches) + 5, 5, 5]
+    for limit in limits:
+        with pretended.watched() as seen:
+            problem.ggn_product(w)
+        assert pretended.waits(seen) <= limit, seen
+    assert problem.data.kept
+    for run in (
+        lambda: problem.ggn_product(w),
+        lambda: problem.ggn_product(w[:1]),
+        lambda: problem.noise_features(3, 0),
+        lambda: problem.loss_and_gradient(w[0]),
+        lambda: problem.push_forward(w),
+    ):
+        with pretended.watched() as seen:
+            run()
+        assert 0 < pretended.waits(seen) <= 5, seen

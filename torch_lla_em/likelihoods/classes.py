@@ -82,13 +82,6 @@ class Classification(Likelihood):
                 f'{tuple(f.shape)}. For one logit with 0/1 targets use likelihood="bernoulli"; '
                 "for classes on another axis pass class_dim."
             )
-        sums = f.sum(-1)
-        if f.numel() and f.min() >= 0 and f.max() <= 1 and (sums - 1).abs().max() < 1e-3:
-            warnings.warn(
-                "The outputs look like probabilities: they lie between 0 and 1, and their sums are "
-                "1. Classification takes logits, before the softmax: leave it out of the network.",
-                stacklevel=2,
-            )
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
             raise TypeError(
                 f"Class labels must be integers, not {y.dtype}: convert them with .long(), or "
@@ -101,10 +94,18 @@ class Classification(Likelihood):
                 f"Class labels have shape {tuple(y.shape)}, but the outputs "
                 f"{tuple(f.shape)} (classes last) ask for {tuple(f.shape[:-1])}.{remedy}"
             )
-        kept = y[self._kept(y)]
-        outside = kept[(kept < 0) | (kept >= f.shape[-1])].unique()
-        if len(outside):
-            remedy = ""
+        beyond = self._kept(y) & ((y < 0) | (y >= f.shape[-1]))
+        inside = (f >= 0).all() & (f <= 1).all() & ((f.sum(-1) - 1).abs() < 1e-3).all()
+        # together: the host waits for it
+        looks_like_probabilities, is_beyond = torch.stack([inside, beyond.any()]).tolist()
+        if looks_like_probabilities and f.numel():
+            warnings.warn(
+                "The outputs look like probabilities: they lie between 0 and 1, and their sums are "
+                "1. Classification takes logits, before the softmax: leave it out of the network.",
+                stacklevel=2,
+            )
+        if is_beyond:
+            kept, outside, remedy = y[self._kept(y)], y[beyond].unique(), ""
             if len(outside) == 1:
                 mark = f"ignore_index={outside.item()}"
                 remedy = f" If that marks what has no label, pass Classification({mark})."

@@ -79,11 +79,11 @@ class BatchWork:
         self.note(batch, OUTPUTS, finite)
         if self._data.num_passes == 0:
             self._data.num_outputs += f.numel()
-        if self._data.num_passes == 0 and finite:
             try:
                 self.likelihood.check(f, batch.targets)
             except (TypeError, ValueError) as error:
-                raise type(error)(f"Batch {batch.index}: {error}") from None
+                if finite:  # else that is refused when the pass has ended
+                    raise type(error)(f"Batch {batch.index}: {error}") from None
 
     def note(self, batch: Batch, what: str, fine: Tensor) -> None:
         self._finite.note(batch.index, what, fine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+INPUTS = "The inputs of batch {} hold NaN or infinite values: remove those rows."
 OUTPUTS = "The network's outputs on batch {} are not finite."
 DERIVATIVE = (
     "The derivative of the network's outputs on batch {} is not finite, though the outputs are: "
@@ -51,7 +52,8 @@ class Finite:
         for what in whats:
             index = self.first_fault(what)
             if index is not None:
-                raise FloatingPointError(what.format(index))
+                kind = ValueError if what == INPUTS else FloatingPointError
+                raise kind(what.format(index))
 
 
 def all_finite(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.finite import (
     DERIVATIVE,
+    INPUTS,
     LIKELIHOOD,
     OUTPUTS,
     STEP,
@@ -212,18 +213,26 @@ class LocalPasses:
                 parts = [whole] if rows.at_most == inf else whole.apart()
                 for batch in (b for part in parts for b in self.pieces(part, rows.at_most)):
                     if self.data.num_passes == 0:
-                        _check_finite(batch)
+                        self._note_inputs(batch)
                     class_dim = self.linear_model.network.class_dim
                     targets = self._likelihood.align(batch.targets, class_dim)
                     yield batch._replace(targets=targets)
         self.refuse_changed_weights()
-        self.finite.refuse(OUTPUTS)
+        self.finite.refuse(INPUTS, OUTPUTS)
 
     def probe(self, batch: Batch) -> None:
         """Have the network's derivatives checked, the first time."""
         if self.linear_model.report is None:
-            _check_finite(batch)
+            self._note_inputs(batch)
+            self.finite.refuse(INPUTS)
             self.linear_model.probe(batch.inputs)
+
+    def _note_inputs(self, batch: Batch) -> None:
+        def note(tensor: Tensor) -> None:
+            if tensor.is_floating_point():
+                self.finite.note(batch.index, INPUTS, tensor.isfinite().all())
+
+        map_tensors(note, batch.inputs)
 
     def pieces(self, whole: Batch, at_most: float) -> list[Batch]:
         """Return the batch in pieces, or whole where the network does not take rows alone."""
@@ -299,13 +308,3 @@ class LocalPasses:
 
 def _vectors(sums: Sums) -> list[Tensor]:
     return [total for total in sums.values() if total.dim()]
-
-
-def _check_finite(batch: Batch) -> None:
-    def check(tensor: Tensor) -> None:
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ValueError(
-                f"The inputs of batch {batch.index} hold NaN or infinite values: remove those rows."
-            )
-
-    map_tensors(check, batch.inputs)

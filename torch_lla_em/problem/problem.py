@@ -300,7 +300,9 @@ class Problem:
 def _draw(seed: int, samples: Tensor, rows: Tensor, at: Tensor) -> Tensor:
     """Return ε, shape (K, M, B, ..., C), keyed by (seed, sample, row)."""
     entries = at[:, 0].numel()
-    noise = normals(seed, _EPSILON_STREAM, samples.tolist(), rows.to(at.device), entries)
+    noise = normals(
+        seed, _EPSILON_STREAM, samples.tolist(), rows.to(at.device, non_blocking=True), entries
+    )
     return (
         noise.to(at.dtype)
         .view(len(samples), len(rows), len(at), -1)

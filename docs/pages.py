@@ -28,11 +28,20 @@ def on_files(files: Any, config: Any) -> Any:
     """Add a page for each room and each example."""
     from mkdocs.structure.files import File
 
-    made: dict[str, str | bytes] = {**api_pages(), **tutorial_pages()}
+    nav = {title: pages for part in config.nav for title, pages in part.items()}
+    examples = [Path(page).stem for page in nav["Tutorials"][1:]]
+    pages = [Path(page).stem for part in nav["API"][1:] for page in part.values()]
+    rooms = [page for page in pages if (PACKAGE / page).is_dir()]
+    made: dict[str, str | bytes] = {**api_pages(rooms), **tutorial_pages(examples)}
     made |= {f"tutorials/{path.name}": path.read_bytes() for path in SHOWN.glob("*.png")}
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Keep the errors of a table's figures on their line."""
+    return re.sub(r"(?m)^\|.* ± .*", lambda row: row[0].replace(" ± ", "\u00a0±\u00a0"), markdown)
 
 
 class Listed(griffe.Extension):
@@ -46,11 +55,12 @@ class Listed(griffe.Extension):
             obj.docstring.value = re.sub(r'"\*\w+\*"', r"`\g<0>`", listed)
 
 
-def api_pages() -> dict[str, str]:
+def api_pages(rooms: list[str]) -> dict[str, str]:
     """Return the page of every room by its path: all that its face shows, from docstrings."""
     rows, pages = [], {}
-    for face in sorted(PACKAGE.glob("*/__init__.py")):
-        room, names = face.parent.name, public_names(face)
+    for room in rooms:
+        face = PACKAGE / room / "__init__.py"
+        names = public_names(face)
         purpose = (ast.get_docstring(ast.parse(face.read_text())) or "").splitlines()[0]
         blocks = "".join(f"\n::: torch_lla_em.{room}.{name}\n" for name in names)
         pages[f"api/{room}.md"] = f"# {room}\n\n{purpose}\n{blocks}"
@@ -66,7 +76,9 @@ shapes; most are `torch_lla_em.NAME` too. Sizes: N data, B batch, C outputs, P w
 
 | page | what is on it |
 |---|---|
-| [the root](laplace.md) | `LinearisedLaplace`, what a fit leaves, and the modules beside it |
+| [the root](laplace.md) | `LinearisedLaplace`, what a fit leaves, `botorch`, `exact` |
+| [plot](plot.md) | pictures of a posterior |
+| [sklearn](sklearn.md) | estimators of scikit-learn |
 """
 
 
@@ -98,11 +110,11 @@ def cells(path: Path) -> list[Cell]:
     return found
 
 
-def tutorial_pages() -> dict[str, str]:
+def tutorial_pages(names: list[str]) -> dict[str, str]:
     """Return the page of every example, and the list of all, by path."""
     rows, pages = [], {}
-    for path in sorted(EXAMPLES.glob("*.py")):
-        name = path.stem
+    for name in names:
+        path = EXAMPLES / f"{name}.py"
         shown = json.loads((SHOWN / f"{name}.json").read_text())
         head = f"\n*`examples/{path.name}`; {shown['seconds']:.0f} s on one core.*\n"
         parts = [head]
@@ -115,7 +127,7 @@ def tutorial_pages() -> dict[str, str]:
         pages[f"tutorials/{name}.md"] = (
             title + "\n" + head + parts[1].replace(title, "", 1) + "".join(parts[2:])
         )
-        rows.append(f"| [{title[2:]}]({name}.md) | `{path.name}` | {shown['seconds']:.0f} |")
+        rows.append(f"| [{title[2:]}]({name}.md) | {shown['seconds']:.0f} |")
     pages["tutorials/index.md"] = TUTORIALS + "\n".join(rows) + "\n"
     return pages
 
@@ -126,8 +138,8 @@ Each is a script: real data where there are some, one idea, no network of more t
 training. Run one whole with `python examples/NAME.py`, or cell by cell in an editor that knows
 `# %%`. `pip install -e ".[examples]"` brings what they need.
 
-| | | seconds, one core |
-|---|---|---|
+| | CPU seconds |
+|---|---|
 """
 
 

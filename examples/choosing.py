@@ -2,8 +2,8 @@
 # # Choosing a prior, and choosing a network
 #
 # Two questions that look alike. On *one* network, which prior or likelihood? The evidence answers, with
-# the training data alone. *Which* network? The evidence does not say: every network's features were
-# learnt from the very targets that it would explain. Held-out rows do.
+# the training data alone. *Which* network? The evidence is no judge of that: every network's features were
+# learnt from the very targets that it would explain. Held-out rows are.
 
 # %%
 import os
@@ -58,7 +58,8 @@ for name, options in priors.items():
     print(f", γ {la.effective_dim.sum():.1f}")
 
 # %% [markdown]
-# With one precision, the whole curve over λ follows without another pass over the data. EM stops at its
+# With a precision for each tensor, the precision of one may grow without bound, which prunes the tensor;
+# here `fit` warns that one does. With one precision, the whole curve over λ follows without another pass over the data. EM stops at its
 # maximum.
 
 # %%
@@ -95,5 +96,7 @@ for name, (width, epochs) in networks.items():
     print(f"{unseen.value:10.1f} ± {unseen.standard_error:.1f}{ours:12.3f}{alone:9.3f}")
 
 # %% [markdown]
-# The evidence keeps rising with training, whatever it does to unseen rows. The standard error of
-# `held_out_evidence` is over rows: with a hundred of them, networks closer than that are not told apart.
+# Hardly trained or trained too long, a network predicts much better with its posterior than alone. The
+# evidence orders these four much as the held-out rows do; it need not, as it never saw other rows than
+# training did. The standard error of `held_out_evidence` is over rows: with a hundred of them, the last
+# three are not told apart.

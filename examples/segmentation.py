@@ -36,7 +36,7 @@ def scenes(count, kinds):
 
 
 KNOWN = [0, 1, 2, 3]
-train, held_out, test = (scenes(n, KNOWN) for n in ((20, 10, 10) if TINY else (60, 20, 50)))
+train, held_out, test = (scenes(n, KNOWN) for n in ((20, 10, 10) if TINY else (40, 20, 50)))
 
 # %%
 model = nn.Sequential(

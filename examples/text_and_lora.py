@@ -176,7 +176,8 @@ for name, parameters in {"last layer": "last_layer", "encoder and head": "*[re]r
 # %% [markdown]
 # ## LoRA adapters
 #
-# Freeze the network, train adapters, and take the posterior over the adapters alone: a name pattern
+# Averaging over functions mends the likelihood of an overconfident network, not its accuracy. For
+# adapters: freeze the network, train them, and take the posterior over the adapters alone: a name pattern
 # finds them.
 
 # %%

@@ -1,10 +1,8 @@
 """Sampling-based linearised Laplace with EM: error bars for trained networks.
 
-Reading order, lowest level first: ``parameters``, ``likelihoods``, ``data``, ``network``,
-``linear_model``, ``problem``, ``prior``, ``stochastic_prior``, ``solvers``,
-``linear_mode``, ``posterior_samples``, ``mackay``, ``evidence``, ``expectation``,
-``empirical_bayes``, ``fitting``, ``predictive``, ``laplace``. Beside them, the same EM for
-densities over features: ``em``, ``mixture``, ``feature_density``.
+Reading order, lowest level first, by room: ``runtime``, ``data``, ``solvers``, ``likelihoods``,
+``jacobian``, ``problem``, ``inference``, ``checkpoint``, ``prediction``, ``laplace``. Beside them, the
+same EM for densities over features: ``mixtures``.
 """
 
 from torch_lla_em.inference import (

@@ -40,3 +40,11 @@ def test_examples_run(path, tmp_path):
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_every_room_and_example_is_in_the_contents():
+    contents = (ROOT / "mkdocs.yml").read_text()
+    for face in (ROOT / "torch_lla_em").glob("*/__init__.py"):
+        assert f"api/{face.parent.name}.md" in contents
+    for path in EXAMPLES:
+        assert f"tutorials/{path.stem}.md" in contents

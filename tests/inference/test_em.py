@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
+from torch_lla_em import LinearisedLaplace
 from torch_lla_em.inference.e_step import Hyperparameters
 from torch_lla_em.inference.em import BoundWarning, MStep, State, iterate, split_evidence
 
@@ -157,3 +159,22 @@ class Told(NamedTuple):
     """What a secant step asks of the E-step before."""
 
     hyper: Hyperparameters
+
+
+def test_where_the_g_prior_keeps_nothing_the_plain_one_is_taken(caplog):
+    torch.manual_seed(0)
+    model = nn.Linear(300, 260)
+    x, y = 0.5 * torch.randn(16, 300).relu(), torch.randint(260, (16,))
+    with torch.no_grad():
+        model.weight[y] += 0.1 * x
+    la = LinearisedLaplace(model, "classification", num_samples=8, curvature="network")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la.fit([(x, y)], progress_bar=False)
+        plain = LinearisedLaplace(
+            model, "classification", num_samples=8, curvature="network", g_prior=False
+        ).fit([(x, y)], progress_bar=False)
+    assert "The plain prior has a log evidence" in caplog.text
+    torch.testing.assert_close(la.prior_precision, plain.prior_precision, rtol=1e-3, atol=0)
+    assert (la.scale == 1).all()
+    assert [step["step"] for step in la.history] == list(range(1, len(la.history) + 1))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from math import inf
 
 import torch
@@ -39,6 +40,10 @@ _FUNCTION_SPACE_BYTES = 1e9
 # H at the linear mode moves λ, and λ the mode, but little after the first time
 _LINEAR_ROUNDS = 5
 _LINEAR_CHANGE = 0.05
+
+
+# of γ, at or below which the g-prior has kept nothing: a tenth of a weight
+_KEPT = 0.1
 
 
 _NO_ROWS = (
@@ -76,27 +81,50 @@ Observe = Callable[[Info], None]
 
 def learn(problem: Problem, options: FitOptions, on_step: Observe) -> Posterior:
     """Run EM to its fixed point, then the last E-step; ``on_step`` is told of every step."""
+    steps = count(1)
+
+    def tell(info: Info) -> None:
+        on_step(info._replace(step=next(steps)))
+
     try:
-        return _learn(problem, options, on_step).assembled(problem)
+        found = _learn(problem, options, tell)
+        if _collapsed(found, options):
+            other = replace(options, g_prior=False, prior_precision=None, warm=None)
+            found = _better(found, _learn(problem, other, tell))
+        return found.assembled(problem)
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, DoesNotFit) or not is_shortage(error):
             raise
         raise DoesNotFit(_no_room(problem, options.num_samples, words_of(error))) from None
 
 
-def _learn(problem: Problem, options: FitOptions, on_step: Observe) -> Posterior:
+def _collapsed(found: Posterior, options: FitOptions) -> bool:
+    """Whether a g-prior has kept nothing of the data, where another may be tried."""
+    later = options.keep_noise or options.earlier_rows > 0 or not options.em_steps
+    if later or options.layerwise or not options.g_prior:
+        return False
+    return found.effective_dim.value.sum().item() < _KEPT
+
+
+def _better(found: Posterior, plain: Posterior) -> Posterior:
+    """Return the posterior of the larger evidence, and tell both."""
+    before, after = found.log_evidence.value.item(), plain.log_evidence.value.item()
+    logger.warning(
+        "With g_prior=True the posterior was the prior (γ = %.2g). The plain prior has a log evidence "
+        "of %.5g against %.5g, and is %s.",
+        *(found.effective_dim.value.item(), after, before),
+        "taken" if after > before else "no better",
+    )
+    return plain if after > before else found
+
+
+def _learn(problem: Problem, options: FitOptions, tell: Observe) -> Posterior:
     with problem.cost.stage("noise"):
         noise = get_sto_samples(
             problem, options.num_samples, options.seed, options.g_prior, options.layerwise
         )
     _check_start(options.prior_precision, options, len(noise.prior.layout.names))
-    curvature, told = options.curvature or choose_curvature(problem, options), 0
-
-    def tell(info: Info) -> None:
-        nonlocal told
-        told += 1
-        on_step(info._replace(step=told))
-
+    curvature = options.curvature or choose_curvature(problem, options)
     if curvature == "variational" and not problem.likelihood.is_quadratic:
         wanted = Wanted(options.tolerance, options.em_steps, options.prior_precision)
         found: list[Posterior | None] = []

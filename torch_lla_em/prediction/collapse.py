@@ -64,8 +64,9 @@ def signs(prediction: Prediction, y: Tensor, found: Found) -> Iterator[str]:
         y = y.long()
     if prediction.likelihood.elementwise and y.dim() == prediction.centre.dim():
         y = y.to(prediction.centre)
-    yield from of_precision(found.path)
-    yield from of_weights(found.effective_dim, len(prediction.deviations))
+    # a λ that nothing depends on may be anywhere
+    of_prior = list(of_weights(found.effective_dim, len(prediction.deviations)))
+    yield from of_prior or of_precision(found.path)
     yield from of_evidence(found.evidence, prediction, y, found.num_data)
     yield from of_certainty(prediction, y)
 

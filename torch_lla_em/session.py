@@ -34,6 +34,7 @@ from torch_lla_em.runtime import (
     heard,
     leaving_cleanly,
     records,
+    release_pinned,
     tf32,
 )
 
@@ -118,6 +119,8 @@ class Session:
         self._stack.enter_context(torch.no_grad())
         # for the solvers; the network has a precision of its own
         self._stack.enter_context(tf32(self._device, False))
+        if self._device.type == "cuda":
+            self._stack.callback(release_pinned)
         return self
 
     def __exit__(

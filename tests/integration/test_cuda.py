@@ -105,3 +105,16 @@ def test_memory_that_ends_once_changes_nothing(count, pretended):
     short = fit(model, rows(), tolerance=1e-2)
     assert not pretended.fail_at_malloc(0)
     torch.testing.assert_close(short.w_samples.cpu(), whole.w_samples, rtol=2e-2, atol=2e-3)
+
+
+def test_pinned_memory_is_counted_and_handed_back(pretended, caplog):
+    caplog.set_level(logging.INFO)
+    torch._C._host_emptyCache()
+    before, size = pretended.pinned(), sum(p.numel() for p in wide(300).parameters())
+    la = fit(wide(300).cuda(), rows(), compute=Compute(vectors="cpu"), tolerance=1e-2)
+    assert pretended.pinned() - before <= 2 * 4 * (2 * K + 1) * size
+    # a block of K vectors of 21,653 weights, 1.39 MB, takes 2.1
+    assert f"vectors up to {20 * 2**21 / 1e6:.3g} MB on cpu" in caplog.text
+    del la
+    torch._C._host_emptyCache()
+    assert pretended.pinned() == before

@@ -454,6 +454,13 @@ def test_sizes_see_signs_and_places(device, monkeypatch):
     assert seen(chunks.view(4, 3, 3, 3).permute(0, 3, 1, 2))
 
 
+def test_sizes_are_summed_in_one_order():
+    """As products of cuBLAS are not where other streams are at work."""
+    with profile() as seen:
+        Network(mlp()).sizes()
+    assert not {"aten::dot", "aten::mv", "aten::mm"} & {event.name for event in seen.events()}
+
+
 def test_sizes_take_little_memory():
     model = nn.Conv2d(512, 512, 4).to(memory_format=torch.channels_last)  # 17 MB
     with profile(profile_memory=True) as seen:

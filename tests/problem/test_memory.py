@@ -241,6 +241,9 @@ def test_other_errors_are_not_mistaken_for_shortage(words):
         "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
         "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
         "cuFFT error: CUFFT_ALLOC_FAILED",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+        "cusolver error: CUSOLVER_STATUS_NOT_INITIALIZED, when calling `cusolverDnCreate(handle)`",
         "GET was unable to find an engine to execute this computation",
     ],
 )

@@ -19,12 +19,13 @@ class WeightSums:
         values = _in_memory_order(parameter.detach())
         dtype = torch.promote_types(values.dtype, torch.float32)
         c = self._factors(min(_CHUNK, len(values)), dtype, values.device)
+        # not by dot, whose order of summation another stream may change on a card
         chunks = torch.stack(
-            [chunk.to(dtype).dot(c[: len(chunk)]) for chunk in values.split(_CHUNK)]
+            [(chunk.to(dtype) * c[: len(chunk)]).sum() for chunk in values.split(_CHUNK)]
         )
         # and one a chunk, by which whole chunks differ
         places = torch.arange(len(chunks), device=chunks.device)
-        total = chunks.double().dot(1 + (places.double() * 0.381966).frac())
+        total = (chunks.double() * (1 + (places.double() * 0.381966).frac())).sum()
         return torch.stack([values.norm().double(), total])
 
     def _factors(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.problem.fitting import no_room
 from torch_lla_em.problem.passes import LocalPasses
-from torch_lla_em.runtime import Compute, DoesNotFit, attempt, free_memory
+from torch_lla_em.runtime import Compute, DoesNotFit, attempt, free_memory, pinned_bytes
 
 VECTORS = 20
 """Vectors of length P per sample at the peak of a fit, without a Krylov basis."""
@@ -138,6 +138,8 @@ def make_plan(
     left = _SHARE * (free if elsewhere else max(free - vectors, 0.1 * free))
     group = None
     if elsewhere:
+        block = num_samples * P * itemsize
+        vectors = int(vectors * pinned_bytes(block) / block)
         # directions, products and one chunk of gradients: a third of what is left
         group = max(1, min(2 * num_samples, int(left / 3 / (3 * P * itemsize))))
         left *= 2 / 3

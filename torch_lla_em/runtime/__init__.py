@@ -13,8 +13,10 @@ from torch_lla_em.runtime.memory import (
     is_shortage,
     lasts,
     least_share,
+    pinned_bytes,
     place_of,
     release,
+    release_pinned,
     words_of,
 )
 from torch_lla_em.runtime.noise import normal, normals
@@ -38,8 +40,10 @@ __all__ = [
     "leaving_cleanly",
     "normal",
     "normals",
+    "pinned_bytes",
     "place_of",
     "release",
+    "release_pinned",
     "tf32",
     "words_of",
     "write_atomically",

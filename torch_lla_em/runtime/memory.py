@@ -7,7 +7,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable
-from math import inf
+from math import ceil, inf, log2
 from typing import TypeVar
 
 import torch
@@ -29,6 +29,8 @@ _WORDS = (
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "CUSPARSE_STATUS_ALLOC_FAILED",
     "CUFFT_ALLOC_FAILED",
+    # of handles, which take memory of the card when they are first made
+    "_STATUS_NOT_INITIALIZED",
     # of a layer that is not supported they say the same, and still do when one row is tried
     "unable to find an engine to execute this computation",
     "could not create a primitive",
@@ -94,6 +96,17 @@ def release() -> None:
     gc.collect()  # graphs may be parts of cycles
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+        release_pinned()
+
+
+def release_pinned() -> None:
+    """Hand back pinned memory that nothing holds, which torch keeps by powers of two."""
+    torch._C._host_emptyCache()
+
+
+def pinned_bytes(size: float) -> float:
+    """Return what so many bytes of pinned memory take."""
+    return 2.0 ** ceil(log2(max(1.0, size)))
 
 
 def free_memory(device: torch.device) -> float:

@@ -5,7 +5,8 @@
     python benchmarks/cost.py --parts loaders growth       # batch sizes; N, P, C and K
     python benchmarks/cost.py --before old.jsonl           # another version's lines beside these
 
-One thread, processor seconds. An epoch is one of the training that went before, by Adam in
+One thread, processor seconds. Classifiers are fitted as a user fits them, and by the curvature of
+the network's outputs. An epoch is one of the training that went before, by Adam in
 batches of 100; F is one forward pass over the training data in eval mode, without gradients; of
 predictions, over the rows that are predicted. The ensemble costs four further trainings;
 laplace-torch is Kronecker factors of all layers, tuned by its marginal likelihood, on the same
@@ -100,7 +101,7 @@ def lenet() -> Problem:
     return Problem(nn.Sequential(*layers), *images(1000, 1, 28), 10)
 
 
-def residual(rows: int = 100) -> Problem:
+def residual(rows: int = 200) -> Problem:
     """ResNet-20 on images of 32 × 32."""
     return Problem(resnet20(), *images(rows, 3, 32), 8)
 
@@ -136,6 +137,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "bert": transformer,
     "bert, last_layer": partial(transformer, parameters="last_layer"),
 }
+NETWORK = {"curvature": "network"}
 GROWTH: dict[str, list[tuple[dict, int]]] = {
     "N": [({"rows": rows}, 16) for rows in (750, 3000, 12000)],
     "P": [({"width": width}, 16) for width in (50, 200, 400)],
@@ -204,6 +206,7 @@ def line(problem: Problem, epoch: float, num_samples: int, batch: int = BATCH) -
         "predict F": ahead,
         "columns": last["columns"],
         "em_steps": len(la.history),
+        "stages": {name: round(spent[0], 3) for name, spent in last["stages"].items()},
         "precision": la.prior_precision.sum().item(),
         "gamma": la.effective_dim.sum().item(),
         "certificate": la.certificate.max().item(),
@@ -231,6 +234,10 @@ def fits(args: argparse.Namespace) -> Iterator[dict]:
     for name in args.problems or PROBLEMS:
         problem = made(PROBLEMS[name])
         epoch = train(problem)
+        if not problem.regression:
+            by_network = problem._replace(options={**problem.options, **NETWORK})
+            taken = line(by_network, epoch, args.num_samples)
+            yield {"part": "fits", "problem": f"{name}, by the network's curvature"} | taken
         found = {"part": "fits", "problem": name} | line(problem, epoch, args.num_samples)
         found["ensemble"] = 4 * problem.epochs * epoch
         if not problem.options:

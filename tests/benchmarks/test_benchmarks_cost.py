@@ -36,10 +36,10 @@ def test_parts_write_what_fits_cost(tmp_path, monkeypatch):
     cost.main(["--num-samples", "2", "--out", str(tmp_path)])
     lines = markdown.read(tmp_path / "cost.jsonl")
     parts = [line["part"] for line in lines]
-    assert parts == 2 * ["fits"] + 10 * ["loaders"] + ["growth"]
+    assert parts == 4 * ["fits"] + 10 * ["loaders"] + ["growth"]
     for line in lines:
         assert line["epochs"] == pytest.approx(line["seconds"] / line["epoch_seconds"])
-    assert lines[0]["laplace_torch"] > 0 and lines[0]["ensemble"] > 0
+    assert lines[1]["laplace_torch"] > 0 and lines[1]["ensemble"] > 0
     again = ["--parts", "fits", "--problems", "mlp", "--before", str(tmp_path / "cost.jsonl")]
     cost.main([*again, "--num-samples", "2", "--out", str(tmp_path / "again")])
     (line,) = markdown.read(tmp_path / "again" / "cost.jsonl")

@@ -23,7 +23,9 @@ from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, room
 from torch_lla_em.runtime import normals
 
-_DRAWS = 16
+_DRAWS, _FEWEST, _IN_ALL = 16, 4, 16_000
+"""Of every row at most and at least, and of all rows together: sums over rows average them."""
+
 _FALL = 3.0
 """λ may fall by this factor before the space is widened: narrow spaces ask for too much of it."""
 
@@ -146,7 +148,8 @@ def _begin(problem: Problem, noise: StochasticPrior) -> Variational | None:
         return None
     rows, K = torch.arange(len(f), device=f.device), len(noise.xi)
     epsilon = normals(seed, _EPSILON_STREAM, range(K), rows, f[0].numel())
-    draws = Draws(problem.likelihood, targets, f, seed, _DRAWS)
+    number = min(_DRAWS, max(_FEWEST, -(-_IN_ALL // len(f))))
+    draws = Draws(problem.likelihood, targets, f, seed, number)
     return Variational(space, draws, epsilon.to(f).view(K, *f.shape))
 
 

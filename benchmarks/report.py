@@ -53,10 +53,12 @@ RELATIVE = {
     "near": "neighbours",
     "dyadic": "dyadic",
     "brier": "Brier",
+    "ece": "ECE",
     "accuracy": "accuracy",
     "gain": "AUROC",
     "seconds": "seconds",
 }
+TESTED = {"network": "network", "fitted": "ours, as fitted", "calibrated": "ours, calibrated"}
 NUMBERS = {"nll": "NLL", "worst": "worst", "coverage": "90 % covers", "rmse": "RMSE"}
 COSTS = {
     "before": "before",
@@ -113,8 +115,15 @@ TABLES = {
         {key: key for key in ("accuracy", "NLL", "joint NLL", "rotated", "noised", "shuffled")},
     ),
     "compare": Shown(BENCHMARKS, "compare", ("row",), COMPARED, {"task": "digits"}),
-    "tables": Shown(BENCHMARKS, "tables", ("network", "row"), RELATIVE, {"kind": "classes"}),
-    "regression": Shown(BENCHMARKS, "tables", ("network", "row"), NUMBERS, {"kind": "regression"}),
+    "tuning": Shown(BENCHMARKS, "tables", ("network", "row"), RELATIVE, {"set": "tuning"}),
+    "kept": Shown(BENCHMARKS, "tables", ("network", "row"), RELATIVE, {"set": "kept"}),
+    "regression": Shown(BENCHMARKS, "tables", ("network", "row"), NUMBERS, {"set": "regression"}),
+    "ranking": Shown(
+        BENCHMARKS,
+        "ranking",
+        ("score",),
+        {f"with {name}": title for name, title in TESTED.items()},
+    ),
     "lengths": Shown(BENCHMARKS, "lengths", ("row",), LENGTHS, {}, ("epochs", "nll")),
     "mnist": Shown(BENCHMARKS, "mnist", ("row",), MNIST),
     "tomography": Shown(BENCHMARKS, "tomography", ("row",), TOMOGRAPHY),
@@ -148,7 +157,7 @@ TABLES = {
     "scaling": Shown("docs/scaling.md", "scaling", ("kind", "ranks", "rows", "shard"), RANKS),
 }
 
-BY = {"mnist": ("task", "network", "row"), "tomography": ("row",)}
+BY = {"ranking": ("score",), "mnist": ("task", "network", "row"), "tomography": ("row",)}
 """What a kept line is a mean over the seeds of; of other files every line is kept."""
 
 

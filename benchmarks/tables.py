@@ -10,7 +10,7 @@
 A ReLU network of 50 and 50 units is trained by Adam on at most 1,500 rows; it is looked at where
 its held-out loss was least ("early") and at the end ("on"). At most 500 held-out rows fit what
 is fitted there: a temperature, the scale of laplace-torch's last layer, our ``calibrate``. The
-summary holds geometric means over tables and seeds of ratios to temperature scaling (for
+summary of a set holds geometric means over tables and seeds of ratios to temperature scaling (for
 regression, differences to the network with held-out noise), the worst table's, and what an
 AUROC of rows with permuted columns gains on the network's.
 """
@@ -94,6 +94,7 @@ def compared(records: list[dict]) -> Iterator[dict]:
             continue
         classes = "coverage" not in record
         found = {name: record[name] for name in ("row", "network", "table", "auroc")}
+        found["set"] = next((s for s, names in SETS.items() if record["table"] in names), "other")
         found |= {"seconds": record["fit_seconds"], "kind": "classes" if classes else "regression"}
         for score in RATIOS if classes else RATIOS[:2]:
             ours, theirs = record[score], base[score]
@@ -110,30 +111,32 @@ def lines(records: list[dict]) -> list[dict]:
     """Return means over tables and seeds, one line a network and method."""
     groups: dict[tuple, list[dict]] = {}
     for record in compared(records):
-        key = record["kind"], record["network"], record["row"]
+        key = record["kind"], record["set"], record["network"], record["row"]
         groups.setdefault(key, []).append(record)
     found = []
-    for (kind, network, row), group in sorted(groups.items(), key=lambda item: item[0][:2]):
+    for (kind, of, network, row), group in sorted(groups.items(), key=lambda item: item[0][:3]):
         turn = exp if kind == "classes" else float
         tables = dict.fromkeys(record["table"] for record in group)
-        line = {"kind": kind, "network": network, "row": row, "tables": ", ".join(tables)}
+        line = {"kind": kind, "set": of, "network": network, "row": row}
+        line |= {"tables": ", ".join(tables), "runs": len(group)}
         for score in (*RATIOS, *SHOWN):
             values = [record[score] for record in group if score in record]
             if values:
                 line[score] = turn(mean(values)) if score in RATIOS else mean(values)
-        of = [[r["nll"] for r in group if r["table"] == table] for table in tables]
-        found.append(line | {"worst": turn(max(map(mean, of)))})
+        each = [[r["nll"] for r in group if r["table"] == table] for table in tables]
+        found.append(line | {"worst": turn(max(map(mean, each)))})
     return found
 
 
 def summary(records: list[dict]) -> str:
-    """Return the tables of means, of classes and of regression."""
+    """Return a table of means for each set of tables."""
     parts = []
-    for kind in ("classes", "regression"):
-        chosen = [line for line in lines(records) if line["kind"] == kind]
+    every = lines(records)
+    for of in dict.fromkeys((line["kind"], line["set"]) for line in every):
+        chosen = [line for line in every if (line["kind"], line["set"]) == of]
         keys = [key for key in ("worst", *RATIOS, *SHOWN) if any(key in line for line in chosen)]
         if chosen:
-            parts.append(f"{kind}: {chosen[0]['tables']}\n")
+            parts.append(f"{' '.join(of)}: {chosen[0]['tables']}\n")
             parts.append(markdown.table(chosen, ("network", "row"), keys) + "\n")
     return "\n".join(parts)
 

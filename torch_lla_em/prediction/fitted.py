@@ -206,8 +206,8 @@ class Fitted(nn.Module):
     def held_out_evidence(self, loader: Iterable[Any], together: int = 1) -> Estimate:
         """Return the log predictive of held-out rows given the fit, with its standard error.
 
-        It compares networks, each with its posterior, by rows that none has seen: the larger, the
-        better. ``together`` predicts so many rows of a batch jointly. One pass.
+        It compares what networks predict with their posteriors, the larger the better; what they
+        predict alone is ranked by validation loss. ``together`` predicts so many rows jointly.
         """
         if together < 1:
             raise ValueError(f"together must be 1 or more, not {together}.")

@@ -31,7 +31,7 @@ from torch_lla_em.prediction import Prediction
 from torch_lla_em.runtime import Compute
 from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "SGD",

@@ -1,0 +1,162 @@
+"""Requests a second and the slowest in a hundred, of one image each, by threads of clients.
+
+A posterior, whole, with fewer samples, of the last layer and exported, against the network alone
+and an ensemble of five. Alone: every client calls the predictor itself. Batched: a thread of the
+server joins what is waiting, up to 16 requests.
+
+    python benchmarks/serving.py            # a LeNet, two minutes on one core
+    python benchmarks/serving.py --tiny     # to see that it runs
+"""
+
+import argparse
+import json
+import logging
+import queue
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from torch_lla_em import LinearisedLaplace
+
+ROWS = 16
+Predictor = Callable[[Tensor], Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument(
+        "--requests", type=int, default=160, help="of each predictor, way and round"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="of which the median counts")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("results/serving.jsonl"))
+    given = parser.parse_args()
+    logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    size, requests, rounds = (16, 24, 1) if given.tiny else (28, given.requests, given.rounds)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    x = torch.randn(64, 1, size, size, generator=torch.Generator().manual_seed(0))
+    ways = {
+        (name, way): answer
+        for name, (one, many) in predictors(x).items()
+        for way, answer in (("alone", one), ("batched", batched(many)))
+    }
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in ways}
+    for _ in range(rounds):
+        for key, answer in ways.items():
+            found[key].append(measured(answer, x, given.clients, requests))
+    with given.out.open("w") as file:
+        for (name, way), each in found.items():
+            rate, slow = torch.tensor(each).median(0).values.tolist()
+            record = {"predictor": name, "way": way, "requests/s": rate, "p99 ms": slow}
+            print(json.dumps(record), file=file)
+            print(f"{name:32s} {way:8s} {rate:8.0f} requests/s, p99 {slow:7.1f} ms")
+
+
+def predictors(x: Tensor) -> dict[str, tuple[Predictor, Predictor]]:
+    """Return what answers one row, and what answers up to ROWS of them."""
+    y = torch.arange(len(x)) % 10
+    networks = [lenet(x.shape[-1], seed) for seed in range(5)]
+    for network in networks:
+        optimiser = torch.optim.Adam(network.parameters(), 1e-3)
+        for _ in range(30):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(network(x), y).backward()
+            optimiser.step()
+        network.eval()
+
+    @torch.no_grad()
+    def ensemble(x: Tensor) -> Tensor:
+        return torch.stack([network(x).softmax(1) for network in networks]).mean(0)
+
+    @torch.no_grad()
+    def alone(x: Tensor) -> Tensor:
+        return networks[0](x).softmax(1)
+
+    fit = {"em_steps": 0, "prior_precision": 1e3, "progress_bar": False}
+    la = LinearisedLaplace(networks[0], "classification").fit(x, y, **fit)
+    last = LinearisedLaplace(networks[0], "classification", parameters="last_layer")
+    last.fit(x, y, **fit)
+    one, many = (la.export(x[:rows], num_samples=8).module() for rows in (1, ROWS))
+    return {
+        "network": (alone, alone),
+        "ensemble of five": (ensemble, ensemble),
+        "posterior, 32 samples": (la, la),
+        "posterior, 8 samples": (
+            lambda x: la.predict(x, num_samples=8).probs,
+            lambda x: la.predict(x, num_samples=8).probs,
+        ),
+        "posterior, 8 samples, exported": (one, lambda x: many(padded(x))[: len(x)]),
+        "posterior of the last layer": (last, last),
+    }
+
+
+def lenet(size: int, seed: int) -> nn.Module:
+    """LeNet-5 with ReLU."""
+    torch.manual_seed(seed)
+    side = ((size - 4) // 2 - 4) // 2
+    trunk = nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU()
+    head = nn.Linear(16 * side**2, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)
+    return nn.Sequential(*trunk, nn.MaxPool2d(2), nn.Flatten(), *head)
+
+
+def padded(x: Tensor) -> Tensor:
+    """Return ROWS rows, the last of x repeated: an exported program takes no other number."""
+    return torch.cat([x, x[-1:].expand(ROWS - len(x), *x.shape[1:])])
+
+
+def batched(answer: Predictor) -> Predictor:
+    """Return a predictor of one row, of which a thread answers many at once."""
+    waiting: queue.Queue[tuple[Tensor, Future]] = queue.Queue()
+
+    def serve() -> None:
+        while True:
+            jobs = [waiting.get()]
+            while len(jobs) < ROWS and not waiting.empty():
+                jobs.append(waiting.get())
+            rows = answer(torch.cat([x for x, _ in jobs]))
+            for row, (_, future) in zip(rows, jobs):
+                future.set_result(row)
+
+    threading.Thread(target=serve, daemon=True).start()
+
+    def ask(x: Tensor) -> Tensor:
+        future: Future = Future()
+        waiting.put((x, future))
+        return future.result()
+
+    return ask
+
+
+def measured(answer: Predictor, x: Tensor, clients: int, requests: int) -> tuple[float, float]:
+    """Return requests a second, and the 99th percentile of their times in milliseconds."""
+    times: list[float] = []
+
+    def client(number: int) -> None:
+        for i in range(requests // clients):
+            row = (number + i * clients) % len(x)
+            start = time.perf_counter()
+            answer(x[row : row + 1])
+            times.append(time.perf_counter() - start)
+
+    answer(x[:1])
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    rate = len(times) / (time.perf_counter() - start)
+    return rate, 1e3 * torch.tensor(times).quantile(0.99).item()
+
+
+if __name__ == "__main__":
+    main()

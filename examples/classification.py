@@ -61,7 +61,7 @@ print(la)
 # since the posterior took its curvature where it predicts itself.
 
 # %%
-la.calibrate([(x[held_out], y[held_out])])
+la.calibrate(x[held_out], y[held_out])
 calibrated = la.predict(x[test])
 network = model(x[test]).detach().log_softmax(-1)
 before, after = la.calibration.before, la.calibration.after

@@ -85,7 +85,7 @@ for _ in range(20 if TINY else 400):
 
 la = LinearisedLaplace(model, likelihood, num_samples=4 if TINY else 32)
 la.fit(x[train], y[train], progress_bar=False)
-la.calibrate([(x[held_out], y[held_out])])
+la.calibrate(x[held_out], y[held_out])
 print(la)
 
 # %% [markdown]

@@ -35,7 +35,7 @@ for _ in range(10 if TINY else 150):
     optimiser.step()
 la = LinearisedLaplace(model, "classification", num_samples=4 if TINY else 16)
 la.fit(x[:1000], y[:1000], progress_bar=False)
-la.calibrate([(x[1000:1300], y[1000:1300])])
+la.calibrate(x[1000:1300], y[1000:1300])
 la.save("posterior.pt")  # a server loads it beside the network's own checkpoint
 
 # %% [markdown]
@@ -112,6 +112,19 @@ for path in ("/network", "/posterior"):
 
 server.should_exit = True
 thread.join()
+
+# %% [markdown]
+# ## Without this library
+#
+# `export` writes `la(x)` for a number of rows as a program of torch alone: a server then needs neither this
+# library nor the network's code.
+
+# %%
+rows = x[1300:1308]
+posterior.export(rows, "posterior.pt2")
+program = torch.export.load("posterior.pt2").module()
+os.remove("posterior.pt2")
+print(f"exported and not: apart by {(program(rows) - posterior(rows)).abs().max():.0e} at most")
 
 # %% [markdown]
 # The posterior holds a lock only where a fit runs beside predictions; batching requests pays, as it does

@@ -169,9 +169,9 @@ def kept(path: Path) -> list[dict]:
     by = BY.get(path.stem)
     if by is None:
         return lines
-    last = {(*(line.get(key) for key in by), line.get("seed")): line for line in lines}
+    last = {tuple(line.get(key) for key in (*by, "table", "seed")): line for line in lines}
     found = markdown.means(last.values(), by)
-    left_out = {"seed", *PROVENANCE[:3]}
+    left_out = {"seed", "table", *PROVENANCE[:3]}
     return [{key: value for key, value in line.items() if key not in left_out} for line in found]
 
 

@@ -127,21 +127,4 @@ os.remove("posterior.pt2")
 print(f"exported and not: apart by {(program(rows) - posterior(rows)).abs().max():.0e} at most")
 
 # %% [markdown]
-# ## Without this library
-#
-# `export` writes `la(x)` for a number of rows as a program of torch alone: a server then needs neither this
-# library nor the network's code.
-
-# %%
-rows = x[1300:1308]
-posterior.export(rows, "posterior.pt2")
-program = torch.export.load("posterior.pt2").module()
-os.remove("posterior.pt2")
-print(f"exported and not: apart by {(program(rows) - posterior(rows)).abs().max():.0e} at most")
-
-# %% [markdown]
-# The posterior holds a lock only where a fit runs beside predictions; batching requests pays, as it does
-# for the network.
-
-# %% [markdown]
 # How many requests a second that makes, batched and not, beside an ensemble: [serving](../serving.md).

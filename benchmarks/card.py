@@ -100,7 +100,8 @@ def fit(name: str, args: argparse.Namespace, **options: object) -> Lines:
         _seconds(lambda: [_forward(model, part) for part, _ in batches], args) for _ in "123"
     )
     K = 2 if args.tiny else 8
-    la = LinearisedLaplace(model, "classification", num_samples=K, **{"tolerance": 1e-3, **options})
+    options = {"tolerance": 1e-3, "curvature": "network", **options}
+    la = LinearisedLaplace(model, "classification", num_samples=K, **options)
     said = Said()
     logging.getLogger("torch_lla_em").addHandler(said)
     before = torch.cuda.memory_allocated() if args.device == "cuda" else 0

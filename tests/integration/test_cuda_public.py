@@ -80,7 +80,7 @@ def test_a_fit_is_that_of_the_cpu(case):
 
 
 def test_what_a_posterior_tells_is_that_of_the_cpu(tmp_path):
-    here, there, x, y = both()
+    here, there, x, y = both(curvature="network")
     loader = list(zip(x.split(10), y.split(10)))
     cases = {
         "link": lambda la, x, y: la(x),
@@ -178,6 +178,15 @@ def test_two_outputs_a_row_with_a_noise_of_its_own():
     las = []
     for device in ("cpu", CARD):
         batches = [(x, x.sum(1, keepdim=True))]
-        las.append(fitted(model.to(device), HeteroscedasticRegression(), batches))
+        las.append(
+            fitted(
+                model.to(device),
+                HeteroscedasticRegression(),
+                batches,
+                curvature="network",
+                em_steps=1,
+                tolerance=0.1,
+            )
+        )
         las[-1](x.to(device))
-    the_same(las[1].w_samples, las[0].w_samples)
+    the_same(las[1].w_samples, las[0].w_samples, rtol=1e-3, atol=1e-4)

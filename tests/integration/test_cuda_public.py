@@ -1,6 +1,7 @@
 """Everything public on a card, equal to the CPU to rounding."""
 
 import pytest
+import ranks
 import torch
 from tiny import likelihood_of, tiny
 from torch import nn
@@ -190,3 +191,26 @@ def test_two_outputs_a_row_with_a_noise_of_its_own():
         )
         las[-1](x.to(device))
     the_same(las[1].w_samples, las[0].w_samples, rtol=1e-3, atol=1e-4)
+
+
+def _on_a_card(rank):
+    case = tiny("classification")
+    la = fitted(case.model.cuda(), "classification", ranks.batches(case), curvature="network")
+    return la.w_samples.is_cuda, la.w_samples.cpu()
+
+
+def test_ranks_have_a_card_each(tmp_path, pretended):
+    case = tiny("classification")
+    here = fitted(case.model, "classification", ranks.batches(case), curvature="network")
+    for is_cuda, w_samples in ranks.run(2, _on_a_card, tmp_path):
+        assert is_cuda
+        the_same(w_samples, here.w_samples, rtol=1e-3, atol=1e-4)
+
+
+def test_botorch_takes_inputs_on_a_card():
+    adapter = pytest.importorskip("torch_lla_em.botorch")
+    here, there, x, _ = both("regression")
+    models = [adapter.LaplaceModel(la, num_outputs=3) for la in (here, there)]
+    expected, found = (m(x.to(d)) for m, d in zip(models, ("cpu", CARD)))
+    assert found.is_cuda
+    the_same(found, expected)

@@ -85,6 +85,7 @@ def variational(
             return None
         certificate, told = _told(problem, steps, q, residuals)
         error, cost = max(told.sample_error, told.mode_error), problem.cost
+        cost.near = settled
         cost.falls(fallen, error)
         cost.approach(error, wanted.tolerance, len(noise.xi) + 1)
         fallen = error

@@ -18,6 +18,8 @@ USUAL = 12
 
 _BEFORE = "setting up", "noise"
 _OF_NOISE = 2.5
+# K-fold columns that are still to come while λ is far from its end
+_AT_LEAST = 4
 
 # of an error from one pass to the next, and what it is taken for at first
 _RATES, _RATE = (0.1, 0.75), 0.4
@@ -73,7 +75,8 @@ class Cost:
     def falls(self, before: float, error: float) -> None:
         """Take note of how far one pass has brought an error down."""
         if 0 < error < math.inf and 0 < before < math.inf:
-            self._rate = min(max(error / before, _RATES[0]), _RATES[1])
+            now = min(max(error / before, _RATES[0]), _RATES[1])
+            self._rate = (now * self._rate) ** 0.5
 
     def approach(self, error: float, goal: float, columns: float, after: float = 0.0) -> None:
         """Forecast passes of so many columns from an error to its goal, and others ``after``."""
@@ -91,7 +94,8 @@ class Cost:
             return None
         usual = (1 + USUAL) * num_samples
         whole = usual if self.whole is None else self.whole
-        whole = whole if self.near else (whole * usual) ** 0.5
+        if not self.near:
+            whole = max(whole, usual, done + _AT_LEAST * num_samples)
         # the noise comes in small groups of rows
         noise = (_OF_NOISE - 1) * max(0.0, num_samples - done)
         return each * (max(whole - done, 0.1 * num_samples) + noise)

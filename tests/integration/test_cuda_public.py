@@ -208,9 +208,11 @@ def test_ranks_have_a_card_each(tmp_path, pretended):
 
 
 def test_botorch_takes_inputs_on_a_card():
-    adapter = pytest.importorskip("torch_lla_em.botorch")
+    pytest.importorskip("botorch")
+    from torch_lla_em.botorch import LaplaceModel
+
     here, there, x, _ = both("regression")
-    models = [adapter.LaplaceModel(la, num_outputs=3) for la in (here, there)]
+    models = [LaplaceModel(la, num_outputs=3) for la in (here, there)]
     expected, found = (m(x.to(d)) for m, d in zip(models, ("cpu", CARD)))
     assert found.is_cuda
     the_same(found, expected)

@@ -29,6 +29,7 @@ class Bent(nn.Module):
         if self.calls[0] >= 0:
             return self.net(x)
         z = x[:, :1] * self.weight
+        root = z.abs().sqrt()
         if self.backwards_only:  # forward mode takes the other side, backward mode 0 times infinity
-            return self.net(x) + torch.where(z > 0, z.abs().sqrt(), 0.0 * z)
-        return self.net(x) + z.abs().sqrt()
+            root = torch.where(z > 0, root, 0.0 * z)
+        return self.net(x) + torch.where(x[:, :1] == 0, root, 0.0)  # nothing, elsewhere

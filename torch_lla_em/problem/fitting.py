@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from math import inf
 from typing import Any
@@ -54,6 +55,13 @@ class Fitting(Layer):
         except DoesNotFit:
             self._model.columns, self.rows = before
             raise
+
+    def lasts(self, run: Callable[[], object]) -> bool:
+        """Run, and return whether memory lasted; if not, what is kept for speed is given up."""
+        lasted = self.inner.lasts(run)
+        if not lasted:
+            self._factors, self.room = {}, 0.0
+        return lasted
 
     def _add(self, task: Pass, batch: Batch, w: Tensor, sums: Sums) -> None:
         """Add a batch in pieces; where memory ends, take less at once and add the rest."""

@@ -389,7 +389,7 @@ def test_pieces_are_orthonormalised_as_the_whole_is(dependent, monkeypatch):
 
 # solver, prior, and a share of what a fit takes that is enough by smaller pieces
 SOLVERS = [
-    (BlockKrylov(), "scalar", 0.8),
+    (BlockKrylov(), "scalar", 0.75),
     (BlockCG(), "scalar", 0.7),
     (BlockCG(deflate=False), "scalar", 0.97),
     (SGD(epochs=10), "scalar", 0.9),
@@ -402,6 +402,7 @@ SOLVERS = [
 @pytest.mark.filterwarnings("ignore:The samples are known", "ignore:The linear mode is known")
 def test_fits_on_smaller_cards_are_the_same(solver, prior, share, monkeypatch, caplog):
     fit, x = small_fit(solver, prior, monkeypatch)
+    fit()  # what is made once a process counts for none
     with Allocator() as unlimited:
         whole = fit()
     with Allocator(share * unlimited.peak) as allocator:

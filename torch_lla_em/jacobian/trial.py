@@ -56,6 +56,8 @@ def find_factors(model: Any, x: Any, prepared: Any) -> Factored | None:
     eps = max(torch.finfo(t.dtype).eps for t in (factors.f, w, *factors.weights.values()))
     if distance(again, Jw) > eps**0.5 or worst_block(model.layout, pulled, total, eps):
         return None
+    if seconds > _SLOWER * otherwise:  # or the process was held up
+        seconds, otherwise = min(seconds, product(factors)[0]), min(otherwise, product(prepared)[0])
     if seconds > _SLOWER * otherwise:
         return None
     factored.seconds = seconds, otherwise

@@ -24,6 +24,9 @@ if dist.is_torchelastic_launched():
     dist.init_process_group("gloo")  # "nccl" on cards
 first = not dist.is_initialized() or dist.get_rank() == 0
 
+torch.set_num_threads(
+    1
+)  # so that all processes train the very same network, as loading one would give
 torch.manual_seed(0)
 x, y = load_digits(return_X_y=True)
 rows = TensorDataset(torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y))

@@ -99,7 +99,7 @@ def test_tables_run_whole(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert (
         "ours (num_samples=8), calibrated" in shown
-        and "regression: gap" in shown
+        and "regression other: gap" in shown
         and "MC dropout" in shown
     )
     reference = next(r for r in tables.compared(records) if r["row"] == peers.REFERENCE)

@@ -764,7 +764,7 @@ def told_in_the_middle_of_a_batch(told):
 
     def telling(self, *args):
         calls.append(1)
-        if len(calls) == 13:
+        if len(calls) == 8:
             told.set()
             time.sleep(0.5)
         return product(self, *args)

@@ -16,7 +16,7 @@ def fit(name, **options):
     fit_options = {
         key: options.pop(key) for key in ("em_steps", "prior_precision") if key in options
     }
-    options = {"num_samples": COUNT, "tolerance": 1e-8, **options}
+    options = {"num_samples": COUNT, "tolerance": 1e-8, "curvature": "network", **options}
     la = LinearisedLaplace(case.model, likelihood_of(name), **options)
     loader = list(zip(case.x.split(8), case.y.split(8)))
     return case, la.fit(loader, progress_bar=False, **fit_options)

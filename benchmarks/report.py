@@ -40,6 +40,7 @@ class Shown(NamedTuple):
 
 
 BENCHMARKS = "docs/benchmarks.md"
+MORE = "docs/more_benchmarks.md"
 SCORES = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "joint_dyadic": "joint NLL"}
 COMPARED = SCORES | {
     "auroc_rotated": "rotated",
@@ -114,8 +115,8 @@ TABLES = {
         ("method",),
         {key: key for key in ("accuracy", "NLL", "joint NLL", "rotated", "noised", "shuffled")},
     ),
-    "compare": Shown(BENCHMARKS, "compare", ("row",), COMPARED, {"task": "digits"}),
-    "tuning": Shown(BENCHMARKS, "tables", ("network", "row"), RELATIVE, {"set": "tuning"}),
+    "compare": Shown(MORE, "compare", ("row",), COMPARED, {"task": "digits"}),
+    "tuning": Shown(MORE, "tables", ("network", "row"), RELATIVE, {"set": "tuning"}),
     "kept": Shown(BENCHMARKS, "tables", ("network", "row"), RELATIVE, {"set": "kept"}),
     "regression": Shown(BENCHMARKS, "tables", ("network", "row"), NUMBERS, {"set": "regression"}),
     "ranking": Shown(
@@ -124,9 +125,9 @@ TABLES = {
         ("score",),
         {f"with {name}": title for name, title in TESTED.items()},
     ),
-    "lengths": Shown(BENCHMARKS, "lengths", ("row",), LENGTHS, {}, ("epochs", "nll")),
-    "mnist": Shown(BENCHMARKS, "mnist", ("row",), MNIST),
-    "tomography": Shown(BENCHMARKS, "tomography", ("row",), TOMOGRAPHY),
+    "lengths": Shown(MORE, "lengths", ("row",), LENGTHS, {}, ("epochs", "nll")),
+    "mnist": Shown(MORE, "mnist", ("row",), MNIST),
+    "tomography": Shown(MORE, "tomography", ("row",), TOMOGRAPHY),
     "passes": Shown("docs/passes.md", "passes", ("problem", "solver"), REACHED, {"part": "solver"}),
     "fits": Shown("docs/passes.md", "passes", ("problem", "fit"), FIT, {"part": "fit"}),
     "deflation": Shown(

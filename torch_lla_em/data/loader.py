@@ -144,7 +144,7 @@ class Data:
         compared = self.num_passes == 0 or self._first is not None
         self.fingerprint = own.identity if compared else None
         keeps = compared and self.num_passes > 1 and not (in_step and self.merge_rows)
-        candidate, drawn = Kept(self._room() if keeps else 0.0), self._orders()
+        candidate, drawn = Kept(self.room_to_keep() if keeps else 0.0), self._orders()
         again = [] if in_step or self.kept else self._kept_in  # as an unbroken run goes over them
         sources.restore(self._loader, again)
         self.num_reads += 1
@@ -200,7 +200,7 @@ class Data:
                 own.batches += 1
                 yield Batch(own.turns - 1, rows, inputs, targets)
 
-    def _room(self) -> float:
+    def room_to_keep(self) -> float:
         """Return the bytes that batches may take; ranks whose passes differ keep none."""
         return free_memory(self._device) / 4 if self.keep and self.group.size == 1 else 0.0
 

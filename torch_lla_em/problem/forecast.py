@@ -10,7 +10,6 @@ import torch
 from torch_lla_em.data import Data, map_tensors
 from torch_lla_em.problem.cost import USUAL
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.runtime import free_memory
 
 _PASSES = 25
 # readings of a loader whose batches are kept then
@@ -36,7 +35,7 @@ class Reading(NamedTuple):
         number, sizes, times = data.num_batches(), [], []
         if number is None:
             return None
-        first = data.ahead()
+        first = data.ahead()  # not timed: it meets cold files, which later batches do not
         for rows in (0, _BATCHES * len(first.rows)):
             began = time.monotonic()
             sizes.append(len(data.ahead(rows).rows))
@@ -69,8 +68,7 @@ class Forecast(NamedTuple):
         """Return the forecast of a problem whose memory is planned."""
         data, columns = problem.data, (USUAL + 1) * num_samples
         reading = Reading.of(data)
-        room = free_memory(problem.linear_model.network.device) / 4
-        kept = data.keep and problem.alone and reading is not None and reading.bytes <= room
+        kept = reading is not None and reading.bytes <= data.room_to_keep()
         seconds = _seconds_of_a_column(problem, num_samples) * columns
         seconds *= 1 if reading is None else reading.rows
         return cls(columns, _PASSES, seconds, _READS if kept else _PASSES, reading)
@@ -104,8 +102,7 @@ def _seconds_of_a_column(problem: Problem, num_samples: int) -> float:
     columns = min(num_samples, _COLUMNS)
     with model.network.guarded():
         x = model.prepare(batch.inputs, 2 * num_samples)
-        w = torch.zeros(columns, model.layout.size, dtype=model.dtype, device="cpu")
-        w = w.to(model.network.device)
+        w = torch.zeros(columns, model.layout.size, dtype=model.dtype, device=model.network.device)
         times = []
         for _ in range(2):
             began = time.monotonic()

@@ -29,7 +29,7 @@ from torch_lla_em.problem import (
     columns_held,
     size_of,
 )
-from torch_lla_em.runtime import DoesNotFit, is_shortage, words_of
+from torch_lla_em.runtime import DoesNotFit, shortage_of
 from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton
 
 logger = logging.getLogger("torch_lla_em")
@@ -93,9 +93,7 @@ def learn(problem: Problem, options: FitOptions, on_step: Observe) -> Posterior:
             found = _better(found, _learn(problem, other, tell))
         return found.assembled(problem)
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, DoesNotFit) or not is_shortage(error):
-            raise
-        raise DoesNotFit(_no_room(problem, options.num_samples, words_of(error))) from None
+        raise DoesNotFit(_no_room(problem, options.num_samples, shortage_of(error))) from None
 
 
 def _collapsed(found: Posterior, options: FitOptions) -> bool:

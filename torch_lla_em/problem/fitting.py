@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import Factors
 from torch_lla_em.problem.passes import BY_COLUMN, Fold, Layer, LocalPasses, Pass, Passes, Sums
-from torch_lla_em.runtime import DoesNotFit, Interrupted, is_shortage, release, words_of
+from torch_lla_em.runtime import DoesNotFit, Interrupted, release, shortage_of
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -76,10 +76,8 @@ class Fitting(Layer):
                 task.add(piece._replace(inputs=inputs), w, sums)
                 continue
             except (RuntimeError, MemoryError) as error:
-                if isinstance(error, DoesNotFit) or not is_shortage(error):
-                    raise
+                shortage = shortage_of(error)
                 done = error.columns_done if blocks and isinstance(error, Interrupted) else 0
-                shortage = words_of(error)
             release()  # what the failed attempt held is free only outside of the handler
             self._local.data.num_outputs = counted
             if done < len(w):

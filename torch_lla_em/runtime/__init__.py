@@ -17,6 +17,7 @@ from torch_lla_em.runtime.memory import (
     place_of,
     release,
     release_pinned,
+    shortage_of,
     words_of,
 )
 from torch_lla_em.runtime.noise import normal, normals
@@ -44,6 +45,7 @@ __all__ = [
     "place_of",
     "release",
     "release_pinned",
+    "shortage_of",
     "tf32",
     "words_of",
     "write_atomically",

@@ -58,11 +58,16 @@ def attempt(run: Callable[[], T]) -> tuple[T | None, str | None]:
     try:
         return run(), None
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, DoesNotFit) or not is_shortage(error):
-            raise
-        shortage = words_of(error)
+        shortage = shortage_of(error)
     release()
     return None, shortage
+
+
+def shortage_of(error: Exception) -> str:
+    """Return what the allocator said; raise what is no shortage, or one that nothing helps."""
+    if isinstance(error, DoesNotFit) or not is_shortage(error):
+        raise error
+    return words_of(error)
 
 
 def words_of(error: Exception) -> str:

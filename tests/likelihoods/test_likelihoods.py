@@ -27,6 +27,14 @@ def test_derivatives_equal_those_of_the_loss(name):
     assert_close(torch.einsum("kni,knj->nij", root, root), H)
 
 
+@pytest.mark.parametrize("classes", [2, 15, 16])
+def test_probabilities_are_a_softmax_of_any_number_of_classes(classes):
+    f = torch.randn(4, 5, classes, generator=torch.Generator().manual_seed(0)).double()
+    powers = f.exp()
+    assert_close(Classification().mean(f), powers / powers.sum(-1, keepdim=True))
+    assert_close(Classification().log_mean(f), f - powers.sum(-1, keepdim=True).log())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_log_prob_broadcasts_over_samples(name):
     likelihood, f, y = example(name)

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods.base import Likelihood, average, sum_rows
 
+# classes over which, where they are the last axis, a CPU takes softmax a number at a time
+_FEW = 16
+
 
 class Classification(Likelihood):
     """Softmax over the last axis; y are class indices, (B, *sites)."""
@@ -22,24 +25,24 @@ class Classification(Likelihood):
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         kept = self._kept(y)
         index = y.where(kept, 0).expand(f.shape[:-1]).unsqueeze(-1)
-        chosen = f.log_softmax(-1).gather(-1, index).squeeze(-1)
+        chosen = _log_softmax(f).gather(-1, index).squeeze(-1)
         return sum_rows(chosen.where(kept, 0), y)
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         kept = self._kept(y)
         index = y.where(kept, 0).expand(f.shape[:-1]).unsqueeze(-1)
-        others = f.softmax(-1).scatter(-1, index, 0)
+        others = _softmax(f).scatter(-1, index, 0)
         return others.scatter(-1, index, -others.sum(-1, keepdim=True)) * kept.unsqueeze(-1)
 
     def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
-        p = f.softmax(-1)
+        p = _softmax(f)
         # H has no constant part; against the likeliest class nothing cancels where p is near 1
         u = u - u.gather(-1, f.argmax(-1, keepdim=True).expand(*u.shape[:-1], 1))
         pu = p * u
         return pu - p * pu.sum(-1, keepdim=True)
 
     def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
-        log_p, shape = f.log_softmax(-1), torch.broadcast_shapes(f.shape, noise.shape)
+        log_p, shape = _log_softmax(f), torch.broadcast_shapes(f.shape, noise.shape)
         root_noise, p = (0.5 * log_p).exp() * noise, log_p.exp()
         likeliest = f.argmax(-1, keepdim=True).expand(*shape[:-1], 1)
         own = root_noise.gather(-1, likeliest)
@@ -51,10 +54,10 @@ class Classification(Likelihood):
         return product.scatter(-1, likeliest, own * rest - p.gather(-1, likeliest) * others)
 
     def mean(self, f: Tensor) -> Tensor:
-        return f.softmax(-1)
+        return _softmax(f)
 
     def log_mean(self, f: Tensor) -> Tensor:
-        return f.log_softmax(-1)
+        return _log_softmax(f)
 
     def entropy(self, f: Tensor, weights: Tensor | None = None) -> Tensor:
         return entropy(average(self.mean(f), weights))
@@ -66,7 +69,7 @@ class Classification(Likelihood):
         return expected, (entropy(average(p, weights)) - expected).clamp_min(0)
 
     def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
-        return (f / (1 + pi / 8 * variance).sqrt()).softmax(-1)
+        return _softmax(f / (1 + pi / 8 * variance).sqrt())
 
     def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
         p = f.softmax(-1)
@@ -147,3 +150,13 @@ class BradleyTerry(Classification):
 def entropy(p: Tensor) -> Tensor:
     """Return -Σ p log p over the last axis."""
     return torch.special.entr(p).sum(-1)
+
+
+def _softmax(f: Tensor) -> Tensor:
+    return f.softmax(-1) if f.shape[-1] >= _FEW else f.movedim(-1, 0).softmax(0).movedim(0, -1)
+
+
+def _log_softmax(f: Tensor) -> Tensor:
+    if f.shape[-1] >= _FEW:
+        return f.log_softmax(-1)
+    return f.movedim(-1, 0).log_softmax(0).movedim(0, -1)

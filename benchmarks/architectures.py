@@ -286,7 +286,6 @@ def row(name, make):
         if direction != single_direction
         else []
     )
-    notes += ["the trunk runs once a batch"] if double.last_layer else []
     notes += ["one column at a time"] if double.unbatched else []
     errors = f"{double.adjoint_error:.0e} | {single.adjoint_error:.0e}"
     note = "; ".join(note for note in notes if note)

@@ -21,7 +21,7 @@ def products(linear, x, w, u):
     """f, J w and Jᵀ u as a caller takes them: one preparation a batch."""
     total = torch.zeros(len(u), linear.layout.size, dtype=w.dtype)
     with linear.network.guarded():
-        x = linear.prepare(x)
+        x = linear.prepare(x, len(w))
         f, Jw = linear.jvp(x, w)
         again, add_pullback = linear.vjp(x)
         add_pullback(u, total)

@@ -54,7 +54,7 @@ def swin():
 def test_torchvision(build, size, selection):
     torch.manual_seed(0)
     report = check(build().double().train(), inputs(size), selection)
-    assert report.path.forward and report.last_layer == (selection == "last_layer")
+    assert report.path.forward and report.factors
 
 
 @pytest.mark.slow

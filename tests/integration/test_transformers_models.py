@@ -86,14 +86,13 @@ def test_gpt2(name):
     model = build(name, gpt2())
     assert model.config._attn_implementation == "sdpa"
     assert check(model, TEXT).path.forward
-    # the head of the language model is the embedding, which the trunk begins with
-    assert check(model, TEXT, "last_layer").last_layer == (name != "GPT2LMHeadModel")
+    assert check(model, TEXT, "last_layer").factors
 
 
 def test_bert():
     model = build("BertForSequenceClassification", transformers.BertConfig(**BERT, **SMALL))
     assert check(model, TEXT).path.forward
-    assert check(model, TEXT, "last_layer").last_layer
+    assert check(model, TEXT, "last_layer").factors
 
 
 def test_bert_of_masked_words_has_tied_padding_rows():
@@ -105,14 +104,14 @@ def test_bert_of_masked_words_has_tied_padding_rows():
 def test_distilbert():
     model = build("DistilBertForSequenceClassification", distilbert())
     assert check(model, TEXT).path.forward
-    assert check(model, TEXT, "last_layer").last_layer
+    assert check(model, TEXT, "last_layer").factors
 
 
 @pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "LlamaForCausalLM"])
 def test_llama(name):
     model = build(name, llama())
     assert check(model, TEXT, **SINGLE).path.forward
-    assert check(model, TEXT, "last_layer", **SINGLE).last_layer
+    assert check(model, TEXT, "last_layer", **SINGLE).factors
     assert not any("norm" in name for name in linear_model(model).layout.names)
 
 
@@ -130,7 +129,7 @@ def test_vit():
     model = build("ViTForImageClassification", vit())
     x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
     assert check(model, x).path.forward
-    assert check(model, x, "last_layer").last_layer
+    assert check(model, x, "last_layer").factors
 
 
 def test_batch_encoding():
@@ -167,4 +166,4 @@ def test_lora_with_a_trained_head():
     model = lora(task_type="SEQ_CLS")
     assert len(linear_model(model).layout.names) == 9
     assert check(model, TEXT, **SINGLE).path.forward
-    assert check(model, TEXT, ["*score.modules_to_save*"], **SINGLE).last_layer
+    assert check(model, TEXT, ["*score.modules_to_save*"], **SINGLE).factors

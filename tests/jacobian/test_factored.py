@@ -21,7 +21,7 @@ def agree(model, x, selection=None, factored=None, class_dim=-1, batches=()):
         linear.factored.at_once = once
         for batch in (x, *batches):
             with linear.network.guarded():
-                factors = linear.prepare(batch, keep=True)
+                factors = linear.prepare(batch, 0, keep=True)
                 assert isinstance(factors, Factors)
                 w = drawn(3, linear.layout.size)
                 f, Jw = linear.jvp(batch, w)
@@ -213,7 +213,7 @@ def without_factors(model, x):
     linear.probe(x)
     assert linear.factored is None
     with linear.network.guarded():
-        assert not isinstance(linear.prepare(x, keep=True), Factors)
+        assert not isinstance(linear.prepare(x, 0, keep=True), Factors)
 
 
 def test_rows_that_hang_together_have_no_factors():
@@ -243,12 +243,12 @@ def test_a_weight_that_acts_otherwise_later_is_left_to_torch_func():
     linear, x = linear_model(model), -drawn(4, 3).abs()
     linear.probe(x)
     with linear.network.guarded():
-        assert isinstance(linear.prepare(x, keep=True), Factors)
-        assert linear.prepare(-x, keep=True).__class__ is torch.Tensor
+        assert isinstance(linear.prepare(x, 0, keep=True), Factors)
+        assert linear.prepare(-x, 0, keep=True).__class__ is torch.Tensor
 
 
 def test_gradients_in_the_inputs_are_torch_funcs():
     linear, x = linear_model(net(nn.Linear(3, 2))), drawn(4, 3).requires_grad_()
     linear.probe(x.detach())
     with linear.network.guarded(), torch.enable_grad():
-        assert linear.prepare(x, keep=True) is x
+        assert linear.prepare(x, 0, keep=True) is x

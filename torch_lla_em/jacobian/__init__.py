@@ -1,7 +1,7 @@
 """A network as a function of its weights, and its Jacobian as products."""
 
 from torch_lla_em.jacobian.factored import Factors
-from torch_lla_em.jacobian.last_layer import called_last
+from torch_lla_em.jacobian.layers import called_last
 from torch_lla_em.jacobian.linear_model import AddPullback, LinearModel
 from torch_lla_em.jacobian.network import ForwardFn, Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, Selection, select_parameters

@@ -201,8 +201,9 @@ class Factored:
         if f.dim() < 2 or len(f) < 2:
             return None
         own = {name for call in calls for name in (call.weight, call.bias)} - others
-        names = tuple(name for name in names if name in own)
-        f, calls, others = recorded(network, names, x)
+        if own != set(names):
+            names = tuple(name for name in names if name in own)
+            f, calls, others = recorded(network, names, x)
         if not names or others or not f.requires_grad:
             return None
         if f[0].numel() > _MOST_OUTPUTS and not all(call.is_output(f) for call in calls):

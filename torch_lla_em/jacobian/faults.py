@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,15 +14,15 @@ from torch import Tensor, nn
 
 from torch_lla_em.data import map_tensors
 from torch_lla_em.jacobian.calls import nodes_of
-from torch_lla_em.jacobian.last_layer import floating_tensors, hooked
+from torch_lla_em.jacobian.layers import floating_tensors, hooked
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.runtime import is_shortage
 
 
-def checked_outputs(network: Network, x: Any) -> Tensor:
+def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
     """Return f(x), shape (B, ..., C), if it is what derivatives can be taken of."""
-    _refuse_reentrant_checkpoints(network, x)
+    _refuse_hidden(network, names, x)
     outputs = network.outputs(x)
     if not -outputs.ndim <= network.class_dim < outputs.ndim:
         raise ValueError(
@@ -49,73 +51,86 @@ def checked_outputs(network: Network, x: Any) -> Tensor:
     return outputs.movedim(network.class_dim, -1)
 
 
-def _refuse_reentrant_checkpoints(network: Network, x: Any) -> None:
-    """Raise where the graph of f(x) holds one; it hides what its inputs do not ask for."""
+def _refuse_hidden(network: Network, names: tuple[str, ...], x: Any) -> None:
+    """Raise where the graph of f(x) hides weights in reentrant checkpoints, or in other places."""
+    parameters = dict(network.module.named_parameters())
+    own = {id(parameters[name]): name for name in names}
     weights = {
-        name: p.detach().requires_grad_()
-        for name, p in network.module.named_parameters()
-        if p.is_floating_point()
+        name: p.detach().requires_grad_() for name, p in parameters.items() if p.is_floating_point()
     }
-    x = map_tensors(_asking, x)
-    found: list[str] = []
-
-    def see(path: str, layer: Any, *call: Any) -> None:
-        if any(_holds_checkpoint(t) for t in floating_tensors(call[2])):
-            found.append(path)
-
-    with torch.enable_grad():
-        if _holds_checkpoint(network.outputs(x, weights)):
-            with hooked(network.module, see):
-                network.outputs(x, weights)
+    x = map_tensors(_differentiable, x)  # checkpoints hide what their inputs do not ask for
+    with _asking(parameters, names):
+        nodes = list(nodes_of(network.outputs(x, weights)))
+        if any(map(_is_checkpoint, nodes)):
             raise NotImplementedError(
-                f"{name_layer(network, found[0] if found else None)} uses reentrant activation "
-                "checkpointing, whose derivatives leave out weights without a word. Pass "
-                "use_reentrant=False to torch.utils.checkpoint, or switch it off."
+                f"{name_layer(network, _layer_of_checkpoint(network, x, weights))} uses reentrant "
+                "activation checkpointing, whose derivatives leave out weights without a word. "
+                "Pass use_reentrant=False to torch.utils.checkpoint, or switch it off."
             )
+    elsewhere = [own[id(n.variable)] for n in nodes if id(getattr(n, "variable", None)) in own]
+    if elsewhere:
+        raise RuntimeError(
+            f"The parameter {elsewhere[0]!r} is used in a place where it cannot be exchanged: the "
+            "model, or forward_fn, also keeps it outside of the module's parameters (in a "
+            "list, a closure or a second model). Register it there, or leave it out of "
+            "`parameters`."
+        )
 
 
-def _asking(tensor: Tensor) -> Tensor:
+def _differentiable(tensor: Tensor) -> Tensor:
     """Return a tensor that gradients are asked for, and that may be written to."""
     return tensor.clone().requires_grad_().clone() if tensor.is_floating_point() else tensor
 
 
-def _holds_checkpoint(f: Tensor) -> bool:
-    return any(node.name() == "CheckpointFunctionBackward" for node in nodes_of(f))
+def _is_checkpoint(node: Any) -> bool:
+    return node.name() == "CheckpointFunctionBackward"
 
 
-def plain_gradient(
-    network: Network, names: tuple[str, ...], x: Any, u: Tensor
-) -> dict[str, Tensor]:
-    """Return Jᵀu by name as training takes it: by backward to the module's own parameters."""
-    # the parameters stay in place; only what a forward pass may write is copied
-    return _gradient(network, names, x, u, dict(network.module.named_parameters()))
+def _layer_of_checkpoint(network: Network, x: Any, weights: dict[str, Tensor]) -> str | None:
+    found: list[str | None] = []
+
+    def see(path: str, layer: Any, *call: Any) -> None:
+        if any(_is_checkpoint(node) for t in floating_tensors(call[2]) for node in nodes_of(t)):
+            found.append(path)
+
+    with hooked(network.module, see):
+        network.outputs(x, weights)
+    return next(iter(found), None)
 
 
-def used_elsewhere(network: Network, names: tuple[str, ...], x: Any, u: Tensor) -> str | None:
-    """Return a parameter that the outputs depend on though it has been exchanged, if any."""
-    return next(iter(_gradient(network, names, x, u, {})), None)
-
-
-def _gradient(
-    network: Network, names: tuple[str, ...], x: Any, u: Tensor, weights: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return the gradients of ⟨u, f(x)⟩ to the module's own parameters, called with others."""
-    parameters = dict(network.module.named_parameters())
+@contextmanager
+def _asking(parameters: dict[str, nn.Parameter], names: tuple[str, ...]) -> Iterator[None]:
+    """Ask for gradients of the module's own parameters of these names alone."""
     flags = {name: p.requires_grad for name, p in parameters.items()}
     try:
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name in names)
         with torch.enable_grad():
-            for name, parameter in parameters.items():
-                parameter.requires_grad_(name in names)
-            f = network.outputs(x, weights)
-            if not f.requires_grad:
-                return {}
-            f = f.movedim(network.class_dim, -1)
-            chosen = [parameters[name] for name in names]
-            grads = torch.autograd.grad(f, chosen, u, allow_unused=True)
+            yield
     finally:
         for name, parameter in parameters.items():
             parameter.requires_grad_(flags[name])
-    return {name: g.to_dense() for name, g in zip(names, grads) if g is not None}
+
+
+def plain_gradients(
+    network: Network, names: tuple[str, ...], x: Any, u: Tensor
+) -> list[dict[str, Tensor]]:
+    """Return Jᵀu by name for each of several u, (K, B, ..., C), as training takes it.
+
+    That is by backward from the module itself, to its own parameters.
+    """
+    parameters = dict(network.module.named_parameters())
+    with _asking(parameters, names):
+        # the parameters stay in place; only what a forward pass may write is copied
+        f = network.outputs(x, dict(parameters)).movedim(network.class_dim, -1)
+        if not f.requires_grad:
+            return [{} for _ in u]
+        chosen = [parameters[name] for name in names]
+        several = [
+            torch.autograd.grad(f, chosen, column, retain_graph=True, allow_unused=True)
+            for column in u
+        ]
+    return [{n: g.to_dense() for n, g in zip(names, grads) if g is not None} for grads in several]
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -255,6 +270,7 @@ def padding_rows(network: Network, layout: ParameterLayout) -> dict[str, list[in
     """
     rows: dict[str, list[int] | None] = {}
     parameters = {id(p): name for name, p in network.module.named_parameters()}
+    uses = Counter(id(p) for m in network.module.modules() for p in m.parameters(recurse=False))
     for path, layer in network.module.named_modules():
         if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
             continue
@@ -268,6 +284,5 @@ def padding_rows(network: Network, layout: ParameterLayout) -> dict[str, list[in
                 f"scale_grad_by_freq=False, or leave {name!r} out of `parameters`."
             )
         if layer.padding_idx is not None:
-            tied = network.owner((name,)) != path
-            rows[name] = None if tied else [layer.padding_idx]
+            rows[name] = None if uses[id(layer.weight)] > 1 else [layer.padding_idx]
     return rows

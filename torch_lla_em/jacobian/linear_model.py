@@ -15,7 +15,6 @@ from torch import Tensor
 from torch_lla_em.jacobian import products
 from torch_lla_em.jacobian.factored import Factored, Factors
 from torch_lla_em.jacobian.faults import padding_rows, refuse_scripted
-from torch_lla_em.jacobian.last_layer import HeadCall, LastLayer
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.probe import choose_path
@@ -62,9 +61,6 @@ class LinearModel:
 
         self.factored: Factored | None = None
         """The weights whose Jacobian is taken by factors where that is faster."""
-
-        self._last_layer: LastLayer | None = None
-        self._looked_for_last_layer = False
 
     @property
     def report(self) -> Report | None:
@@ -146,31 +142,25 @@ class LinearModel:
 
     def take_way(self, way: list[Any]) -> None:
         """Take products as another process has found that they are to be taken."""
-        path, (error, forward, last_layer, unbatched, words), factors = way
+        path, (error, forward, unbatched, words), factors = way
         self.path = products.Path(*path)
-        self._report = Report(self.path, error, forward, last_layer, tuple(unbatched), words)
+        self._report = Report(self.path, error, forward, tuple(unbatched), words)
         self._probed = self._where()
         self.factored = None if factors is None else Factored.by_way(self.network, factors)
 
-    def prepare(self, x: Any, columns: int = 0, keep: bool = False) -> Any:
+    def prepare(self, x: Any, columns: int, keep: bool = False) -> Any:
         """Do once a batch what several products at x share; pass the result to them.
 
         That is the Jacobian's factors, where as many columns as will be taken pay for them, or
-        where the result is to be kept over passes (it then has ``nbytes``); or the trunk, where
-        all random weights are the last layer's.
+        where the result is to be kept over passes (it then has ``nbytes``).
         """
-        if isinstance(x, (HeadCall, Factors)) or torch.is_grad_enabled():
-            return x
         factored = self.factored
-        if factored is not None and (keep or columns >= factored.least_columns):
-            factors = factored.run(x, keep)
-            if factors is not None:
-                return factors
-        if not self._looked_for_last_layer:
-            self._last_layer = LastLayer.find(self.network, self.layout.names, x)
-            self._looked_for_last_layer = True
-        prepared = self._last_layer.run(x) if self._last_layer else None
-        return x if prepared is None else prepared
+        if factored is None or torch.is_grad_enabled():
+            return x
+        if not keep and columns < factored.least_columns:
+            return x
+        factors = factored.run(x, keep)
+        return x if factors is None else factors
 
     def leave_factors(self) -> None:
         """Take no more factors where memory ends: torch.func can do with less."""
@@ -178,29 +168,16 @@ class LinearModel:
             logger.warning("Out of memory: from now on J is taken without factors.")
             self.factored = None
 
-    def forget_last_layer(self) -> None:
-        """Run the whole network for every product from now on."""
-        self._last_layer, self._looked_for_last_layer = None, True
-
     def outputs(self, x: Any) -> Tensor:
         """Return f(x), shape (B, ..., C)."""
-        if isinstance(x, (HeadCall, Factors)):
-            return x.f
-        return self.network.function(x)(self._weights())
+        return x.f if isinstance(x, Factors) else self.network.function(x)(self._weights())
 
     def jvp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
         """Return f(x), shape (B, ..., C), and J(x) w, shape (K, B, ..., C)."""
         if isinstance(x, Factors):
             return x.f, self._push_by_factors(x, w)
-        weights, tangents = self._weights(), self._tangents(w)
         path = self.path._replace(jvp_columns=self._at_once(self.path.jvp_columns))
-        if not isinstance(x, HeadCall):
-            function = self.network.function(x)
-            return products.jvp(function, weights, tangents, path)
-        _, Jw = products.jvp(x.head, weights, tangents, path)
-        if x.tail is not None:
-            Jw = products.push_through(x.tail, {"h": x.h}, {"h": Jw}, path.jvp_columns)
-        return x.f, Jw
+        return products.jvp(self.network.function(x), self._weights(), self._tangents(w), path)
 
     def vjp(self, x: Any) -> tuple[Tensor, AddPullback]:
         """Return f(x), shape (B, ..., C), and the map (u, total): total += J(x)ᵀ u.
@@ -209,18 +186,12 @@ class LinearModel:
         """
         if isinstance(x, Factors):
             return x.f, self._adding(self._pull_by_factors(x), x.columns_at_once)
-        is_head = isinstance(x, HeadCall)
-        function = x.head if is_head else self.network.function(x)
-        f, pullback = products.vjp(function, self._weights())
-        if not is_head:
-            return f, self._adding(pullback)
-        if x.tail is None:
-            return x.f, self._adding(pullback)
-        return x.f, self._adding(lambda u: pullback(products.pull_through(x.tail, x.h, u)))
+        f, pullback = products.vjp(self.network.function(x), self._weights())
+        return f, self._adding(pullback)
 
     def jvp_and_vjp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor, AddPullback]:
         """Return f(x), J(x) w and the map of ``vjp``; one column takes one forward pass."""
-        if self.path.shared and len(w) == 1 and not isinstance(x, (HeadCall, Factors)):
+        if self.path.shared and len(w) == 1 and not isinstance(x, Factors):
             function, weights = self.network.function(x), self._weights()
             f, Jw, pullback = products.jvp_and_vjp(function, weights, self._tangents(w))
             return f, Jw, self._adding(pullback)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -83,19 +82,6 @@ class _State:
                 name = names[id(layer.weight)]
                 self.written[name] = self.fixed[name]
 
-    def within(self, path: str) -> _State:
-        """Return the part of a state that a submodule holds."""
-        part = object.__new__(_State)
-        part.fixed, part.written = self.fixed, self.written
-        part.slots = [slot for slot in self.slots if slot.place.startswith(f"{path}.")]
-        return part
-
-    def owner(self, names: Collection[str]) -> str:
-        """Return the path of the smallest module that holds these tensors, and alone."""
-        places = [slot.place.split(".")[:-1] for slot in self.slots if slot.name in names]
-        shared = list(takewhile(lambda step: len(set(step)) == 1, zip(*places)))
-        return ".".join(step[0] for step in shared)
-
     def call(self, run: Callable[[], Tensor], weights: Mapping[str, Tensor]) -> Tensor:
         """Return ``run()``, made with these weights and with copies of what it may write."""
         placed: dict[str, Tensor] = {}
@@ -154,25 +140,13 @@ class Network:
 
     def function(self, x: Any) -> WeightFunction:
         """Return the map from named weights to f(x), shape (B, ..., C)."""
-        return self.substituted(partial(self.call, x, in_order=True))
+        state = self._held or _State(self.module)
+        return partial(state.call, partial(self.call, x, in_order=True))
 
     def outputs(self, x: Any, weights: dict[str, Tensor] | None = None) -> Tensor:
         """Return the outputs with some weights exchanged, their axes as they are."""
-        return self.substituted(partial(self.call, x))(weights or {})
-
-    def substituted(self, run: Callable[[], Tensor], within: str = "") -> WeightFunction:
-        """Return the map from named weights to ``run()``, made with them in the module.
-
-        ``run`` calls only the submodule at the path ``within``.
-        """
         state = self._held or _State(self.module)
-        if within:
-            state = state.within(within)
-        return partial(state.call, run)
-
-    def owner(self, names: Collection[str]) -> str:
-        """Return the path of the smallest submodule that holds these weights, and alone."""
-        return (self._held or _State(self.module)).owner(names)
+        return state.call(partial(self.call, x), weights or {})
 
     @contextmanager
     def alone(self) -> Iterator[None]:

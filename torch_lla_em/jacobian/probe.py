@@ -17,13 +17,13 @@ from torch_lla_em.jacobian.faults import (
     layer_at_fault,
     layer_of,
     name_layer,
-    plain_gradient,
-    used_elsewhere,
+    plain_gradients,
 )
+from torch_lla_em.jacobian.layers import floating_tensors, hooked
 from torch_lla_em.jacobian.network import Network, NoJacobianError
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.products import Path, Report
-from torch_lla_em.jacobian.trial import find_factors, largest_on_cpu, words_of
+from torch_lla_em.jacobian.trial import find_factors, words_of
 from torch_lla_em.runtime import is_shortage
 
 AddPullback = Callable[[Tensor, Tensor], None]
@@ -48,24 +48,29 @@ class Products(Protocol):
     path: Path
     factored: Factored | None
 
-    def prepare(self, x: Any, columns: int = 0) -> Any: ...
-    def forget_last_layer(self) -> None: ...
-    def outputs(self, x: Any) -> Tensor: ...
     def jvp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]: ...
     def vjp(self, x: Any) -> tuple[Tensor, AddPullback]: ...
     def jvp_and_vjp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor, AddPullback]: ...
 
 
 class _Columns(NamedTuple):
-    """Two random columns on each side of J, and the derivatives that are known."""
+    """Two columns on each side of J, and what is known of their derivatives."""
 
-    x: Any
     v: Tensor
+    """Jᵀu, of blocks of one size, and a random one: (2, P)."""
+
+    known: Tensor
+    """⟨u, J v⟩ of the first."""
+
     u: Tensor
+    """(2, B, ..., C)."""
+
     JTu: Tensor
+    """(2, P)."""
+
     tolerance: float
     largest: int | None
-    """Bytes of the largest temporary on a CPU."""
+    """Bytes of the largest output of a layer, on a CPU."""
 
     def at_once(self, bound: int) -> int | None:
         """How many columns a CPU takes, at most, for temporaries of so many bytes."""
@@ -82,12 +87,11 @@ def choose_path(model: Products, x: Any) -> Report | None:
     devices = {p.device.index or 0 for p in network.module.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)):
         try:
-            reference = _reference(model, x)
-            if reference is None:
-                model.path = start
-                return None
-            prepared, report = _checked(model, x, reference)
-            model.factored = find_factors(model, x, prepared)
+            columns = _columns(model, x)
+            report = None
+            if columns is not None:
+                report = _choose(model, x, columns)
+                model.factored = find_factors(model, x, columns.largest)
         except Exception:  # perhaps of memory: with fewer rows all of it is tried again
             model.path = start
             raise
@@ -98,61 +102,50 @@ def choose_path(model: Products, x: Any) -> Report | None:
             "which would change the trained network. Write to a copy, or register a buffer "
             "and assign to it."
         )
+    if report is None:
+        model.path = start
+        return None
     factored = () if model.factored is None else model.factored.names
     if len(factored) == len(model.layout.names) and not report.unbatched:
         # there is nothing whose columns a cache would have to hold
         model.path = model.path._replace(jvp_columns=None, vjp_columns=None)
-    last_layer, factors = prepared is not x, words_of(model)
-    return report._replace(path=model.path, last_layer=last_layer, factors=factors)
+    return report._replace(path=model.path, factors=words_of(model))
 
 
-def _checked(model: Products, x: Any, reference: _Columns) -> tuple[Any, Report]:
-    """Return the inputs as products take them, and what holds there."""
-    start, prepared = model.path, model.prepare(x)
-    try:
-        return prepared, _choose(model, prepared, reference)
-    except NoJacobianError:
-        if prepared is x:
-            raise
-    model.forget_last_layer()
-    model.path = start
-    return x, _choose(model, x, reference)
-
-
-def _reference(model: Products, x: Any) -> _Columns | None:
+def _columns(model: Products, x: Any) -> _Columns | None:
     """Check the outputs, and take Jᵀu as training does: by backward, from the module itself.
 
     None where it is zero, as of inputs that are, or of units that none of them wakes.
     """
-    network, names = model.network, model.layout.names
-    f = checked_outputs(network, x)
+    network, layout, sizes = model.network, model.layout, [1]
+
+    def see(path: str, layer: Any, args: tuple, kwargs: dict, output: Any) -> None:
+        sizes.extend(t.nbytes for t in floating_tensors(output))
+
+    with hooked(network.module, see):
+        f = checked_outputs(network, layout.names, x)
     generator = torch.Generator("cpu").manual_seed(0)
-    weights = network.weights(names)
-    w_MAP = model.layout.flatten(weights)
+    weights = network.weights(layout.names)
+    w_MAP = layout.flatten(weights)
     u = torch.randn(2, *f.shape, generator=generator, dtype=f.dtype, device="cpu").to(f)
     v = torch.randn(2, len(w_MAP), generator=generator, dtype=w_MAP.dtype, device="cpu").to(w_MAP)
     JTu = torch.zeros_like(v)
-    eps = max(torch.finfo(t.dtype).eps for t in (f, *weights.values()))
-    columns = _Columns(x, v, u, JTu, math.sqrt(eps), largest_on_cpu(network, x))
-    grads = plain_gradient(network, names, x, u[0])
-    if not grads:
-        raise NoJacobianError(
-            "The outputs do not depend on the random weights: nothing of the forward pass "
-            f"from {names[0]!r} on is recorded for backward. Look for no_grad, detach or "
-            "another copy of the model in the forward pass, or change `parameters`."
-        )
-    model.layout.add_(JTu[0], grads)
+    for total, grads in zip(JTu, plain_gradients(network, layout.names, x, u)):
+        if not grads:
+            raise NoJacobianError(
+                "The outputs do not depend on the random weights: nothing of the forward pass "
+                f"from {layout.names[0]!r} on is recorded for backward. Look for no_grad, detach "
+                "or another copy of the model in the forward pass, or change `parameters`."
+            )
+        layout.add_(total, grads)
     if not JTu[0].any():
         return None
-    elsewhere = used_elsewhere(network, names, x, u[0])
-    if elsewhere is not None:
-        raise RuntimeError(
-            f"The parameter {elsewhere!r} is used in a place where it cannot be exchanged: the "
-            "model, or forward_fn, also keeps it outside of the module's parameters (in a "
-            "list, a closure or a second model). Register it there, or leave it out of "
-            "`parameters`."
-        )
-    return columns
+    squares = layout.block_sums(JTu[0].double().square())
+    norms = squares.clamp_min(_SMALL**2 * squares.max())
+    v[0] = JTu[0].double() / layout.expand(norms)
+    eps = max(torch.finfo(t.dtype).eps for t in (f, *weights.values()))
+    largest = max(sizes) if network.device.type == "cpu" else None
+    return _Columns(v, (squares / norms).sum(), u, JTu, math.sqrt(eps), largest)
 
 
 def _choose(model: Products, x: Any, columns: _Columns) -> Report:
@@ -160,18 +153,19 @@ def _choose(model: Products, x: Any, columns: _Columns) -> Report:
     start = model.path._replace(jvp_columns=1, vjp_columns=1)
     directions = (True, False) if start.forward else (False,)
     errors: dict[bool, float] = {}
+    Jv: dict[bool, Tensor] = {}
     reasons: dict[bool, str] = {}
     for forward in directions:
         model.path = start._replace(forward=forward)
         try:
-            errors[forward] = _adjoint_error(model, x, columns)
+            errors[forward], Jv[forward] = _adjoint_error(model, x, columns)
         except Exception as error:  # whatever a direction does not know how to do
             _refuse_shortage(error)
-            reasons[forward] = _reason(model, columns.x, error)
+            reasons[forward] = _reason(model, x, error)
             continue
         if errors[forward] <= columns.tolerance:
             break
-        reasons[forward] = _disagreement(model, columns.x, errors[forward])
+        reasons[forward] = _disagreement(model, x, errors[forward])
     # near each other, both are at rounding: layers that compute in a lower precision
     forward = min(errors, key=lambda side: errors[side] / (10 if side else 1), default=False)
     if errors.get(forward, math.inf) > max(columns.tolerance, _ROUNDING):
@@ -180,13 +174,13 @@ def _choose(model: Products, x: Any, columns: _Columns) -> Report:
     unbatched, cached = [], columns.at_once(FETCHED_BYTES)
     pulled = 1 if cached is not None and cached <= _PULLED_ALONE else cached
     for side, name, at_once in (("jvp_columns", "J w", cached), ("vjp_columns", "Jᵀu", pulled)):
-        if _vmap_works(model, x, columns, side):
+        if _vmap_works(model, x, columns, side, Jv[forward]):
             model.path = model.path._replace(**{side: at_once})  # type: ignore[arg-type]
         else:
             unbatched.append(name)
-    model.path = model.path._replace(shared=forward and _shares(model, x, columns))
+    model.path = model.path._replace(shared=forward and _shares(model, x, columns, Jv[forward]))
     why = "" if forward else reasons.get(True, "treats the rows of a tied padding_idx otherwise")
-    return Report(model.path, errors[forward], why, False, tuple(unbatched))
+    return Report(model.path, errors[forward], why, tuple(unbatched))
 
 
 def _refuse_shortage(error: Exception) -> None:
@@ -195,40 +189,35 @@ def _refuse_shortage(error: Exception) -> None:
         raise error
 
 
-def _adjoint_error(model: Products, x: Any, columns: _Columns) -> float:
-    """How far ⟨u, J v⟩ is from ⟨Jᵀu, v⟩ where no number of outputs can hide it.
+def _adjoint_error(model: Products, x: Any, columns: _Columns) -> tuple[float, Tensor]:
+    """How far ⟨u, J v⟩ is from ⟨Jᵀu, v⟩ where no number of outputs can hide it; and J v.
 
     v = Jᵀu, of blocks of one size, shows what J lacks; u = J v what it has too much.
     """
-    layout, JTu = model.layout, columns.JTu[0].double()
-    squares = layout.block_sums(JTu.square())
-    sizes = squares.clamp_min(_SMALL**2 * squares.max())
-    v = torch.stack([(JTu / layout.expand(sizes)).to(columns.v), columns.v[0]])
-    known, Jv = (squares / sizes).sum(), model.jvp(x, v)[1].double()
-    lacking = ((columns.u[0].double() * Jv[0]).sum() - known).abs() / known
-    size = Jv[1].norm()
-    pulled = torch.zeros_like(v[1])
-    u = (Jv[1] / size).to(columns.u)
-    layout.add_(pulled, plain_gradient(model.network, layout.names, columns.x, u))
-    beyond = (size - (pulled.double() * v[1].double()).sum()).abs() / size
+    layout, known, Jv = model.layout, columns.known, model.jvp(x, columns.v)[1]
+    lacking = ((columns.u[0].double() * Jv[0].double()).sum() - known).abs() / known
+    size = Jv[1].double().norm()
+    pulled = torch.zeros_like(columns.v[1])
+    u = (Jv[1:].double() / size).to(columns.u)
+    layout.add_(pulled, plain_gradients(model.network, layout.names, x, u)[0])
+    beyond = (size - (pulled.double() * columns.v[1].double()).sum()).abs() / size
     error = torch.stack([lacking, beyond.to(lacking)]).max().item()
-    return error if math.isfinite(error) else math.inf
+    return error if math.isfinite(error) else math.inf, Jv
 
 
-def _vmap_works(model: Products, x: Any, columns: _Columns, side: str) -> bool:
+def _vmap_works(model: Products, x: Any, columns: _Columns, side: str, Jv: Tensor) -> bool:
     """Whether two columns at once equal the same two one by one."""
-
-    def product() -> Tensor:
-        if side == "jvp_columns":
-            return model.jvp(x, columns.v)[1]
-        total = torch.zeros_like(columns.JTu)
-        model.vjp(x)[1](columns.u, total)
-        return total
-
-    start, one_by_one = model.path, product()
+    start = model.path
     try:
         model.path = start._replace(**{side: None})
-        return distance(product(), one_by_one) <= max(columns.tolerance, _ROUNDING)
+        if side == "jvp_columns":
+            known, found = Jv, model.jvp(x, columns.v)[1]
+        else:
+            known, found = columns.JTu, torch.zeros_like(columns.JTu)
+            model.vjp(x)[1](columns.u, found)
+        return all(
+            distance(*pair) <= max(columns.tolerance, _ROUNDING) for pair in zip(found, known)
+        )
     except Exception as error:  # an operation that vmap does not know
         _refuse_shortage(error)
         return False
@@ -236,19 +225,19 @@ def _vmap_works(model: Products, x: Any, columns: _Columns, side: str) -> bool:
         model.path = start
 
 
-def _shares(model: Products, x: Any, columns: _Columns) -> bool:
+def _shares(model: Products, x: Any, columns: _Columns, Jv: Tensor) -> bool:
     """Whether one forward pass gives J w and Jᵀu as two do."""
-    start, alone = model.path, model.jvp(x, columns.v[:1])[1]
+    start = model.path
     model.path = start._replace(shared=True)
     pulled = torch.zeros_like(columns.JTu[:1])
     try:
-        _, Jv, add_pullback = model.jvp_and_vjp(x, columns.v[:1])
+        _, found, add_pullback = model.jvp_and_vjp(x, columns.v[:1])
         add_pullback(columns.u[:1], pulled)
     except Exception:  # an operation without a second derivative, or no room for both
         return False
     finally:
         model.path = start
-    error = max(distance(Jv, alone), distance(pulled[0], columns.JTu[0]))
+    error = max(distance(found[0], Jv[0]), distance(pulled[0], columns.JTu[0]))
     return error <= columns.tolerance
 
 

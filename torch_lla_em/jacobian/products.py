@@ -42,9 +42,6 @@ class Report(NamedTuple):
     forward: str
     """Why J w is not taken by forward mode; empty if it is."""
 
-    last_layer: bool
-    """Whether the trunk runs once a batch and only the last layer is differentiated."""
-
     unbatched: tuple[str, ...] = ()
     """The products of which an operation cannot be batched over columns."""
 
@@ -61,7 +58,6 @@ class Report(NamedTuple):
                 "operation cannot be batched over them"
                 if self.unbatched
                 else "",
-                "; the trunk runs once a batch" if self.last_layer else "",
                 f"; {self.factors}" if self.factors else "",
             ]
         )
@@ -98,37 +94,22 @@ def _jvp_by_reverse(
     columns: int | None,
 ) -> tuple[Tensor, Tensor]:
     """J w as the derivative of u -> Jᵀ u, which is linear, so u may stay 0."""
-    leaves = _leaves(weights)
+    leaves, num_columns = _leaves(weights), _num_columns(tangents)
+    known, chunks = [], []
     with torch.enable_grad():
         f = function(leaves)
-    Jw = push_through(f, leaves, tangents, columns)
-    return f if torch.is_grad_enabled() else f.detach(), Jw
-
-
-def push_through(
-    f: Tensor, leaves: dict[str, Tensor], tangents: dict[str, Tensor], columns: int | None
-) -> Tensor:
-    """Return J w, shape (K, *f.shape), along a graph from leaves to f."""
-    num_columns, known, chunks = _num_columns(tangents), [], []
-    if f.requires_grad:
-        u = torch.zeros_like(f, requires_grad=True)
-        with torch.enable_grad():
+        if f.requires_grad:
+            u = torch.zeros_like(f, requires_grad=True)
             grads = torch.autograd.grad(
                 f, list(leaves.values()), u, create_graph=True, allow_unused=True
             )
-        known = [(name, g) for name, g in zip(leaves, grads) if g is not None and g.requires_grad]
-    if not known:
-        return f.new_zeros(num_columns, *f.shape)
+            known = [(n, g) for n, g in zip(leaves, grads) if g is not None and g.requires_grad]
     step = columns or num_columns
-    for start in range(0, num_columns, step):
+    for start in range(0, num_columns if known else 0, step):
         chunk = _columns(tangents, leaves, slice(start, start + step))
         chunks.append(_pull([g for _, g in known], [u], [chunk[name] for name, _ in known])[0])
-    return torch.cat(chunks) if len(chunks) > 1 else chunks[0]
-
-
-def pull_through(f: Tensor, leaf: Tensor, u: Tensor) -> Tensor:
-    """Return Jᵀ u, shape (K, *leaf.shape), along a graph from one leaf to f."""
-    return _pull([f], [leaf], [u.to(f)])[0]
+    Jw = torch.cat(chunks) if chunks else f.new_zeros(num_columns, *f.shape)
+    return f if torch.is_grad_enabled() else f.detach(), Jw
 
 
 def vjp(

@@ -7,11 +7,10 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_lla_em.jacobian.factored import Factored, Factors
 from torch_lla_em.jacobian.faults import distance, worst_block
-from torch_lla_em.jacobian.last_layer import floating_tensors, hooked
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.runtime import is_shortage
 
@@ -22,14 +21,17 @@ _STACKED_BYTES = 2**20
 _SLOWER = 1.5
 
 
-def find_factors(model: Any, x: Any, prepared: Any) -> Factored | None:
-    """Return how to take J by factors where that agrees with torch.func, and is not slower."""
+def find_factors(model: Any, x: Any, largest: int | None) -> Factored | None:
+    """Return how to take J by factors where that agrees with torch.func, and is not slower.
+
+    ``largest``: bytes of the largest output of a layer, on a CPU.
+    """
     network, names = model.network, model.layout.names
     if network.precision == "bfloat16":
         return None
     try:
         factored = Factored.find(network, names, x)
-        factors = None if factored is None else _made(factored, x)
+        factors = None if factored is None else _made(factored, x, largest)
     except Exception as error:  # whatever a network does that has no factors
         if is_shortage(error):
             raise
@@ -46,7 +48,7 @@ def find_factors(model: Any, x: Any, prepared: Any) -> Factored | None:
         add_pullback(u, total)
         return (_now(network) - start) / len(w), Jw, total
 
-    otherwise, Jw, total = product(prepared)
+    otherwise, Jw, total = product(x)
     try:
         seconds, again, pulled = product(factors)
     except RuntimeError as error:  # of dtypes, as of a layer that computes in another one
@@ -57,18 +59,19 @@ def find_factors(model: Any, x: Any, prepared: Any) -> Factored | None:
     if distance(again, Jw) > eps**0.5 or worst_block(model.layout, pulled, total, eps):
         return None
     if seconds > _SLOWER * otherwise:  # or the process was held up
-        seconds, otherwise = min(seconds, product(factors)[0]), min(otherwise, product(prepared)[0])
+        seconds, otherwise = min(seconds, product(factors)[0]), min(otherwise, product(x)[0])
     if seconds > _SLOWER * otherwise:
         return None
     factored.seconds = seconds, otherwise
-    others = len(factored.names) < len(names)
-    factored.least_columns = factors.f[0].numel() * (2 if others else 1)
+    is_free = factors.dense is None and all(term.b is None for term in factors.outer)
+    passes = 0 if is_free else factors.f[0].numel()
+    factored.least_columns = max(1, passes * (2 if len(factored.names) < len(names) else 1))
     return factored
 
 
-def _made(factored: Factored, x: Any) -> Factors | None:
+def _made(factored: Factored, x: Any, largest: int | None) -> Factors | None:
     """Return the factors at x, and settle how many backward passes are taken at once."""
-    largest, outputs = largest_on_cpu(factored.network, x), factored.outputs
+    outputs = factored.outputs
     if largest is None or largest * outputs <= _STACKED_BYTES:
         factored.at_once = outputs
         try:
@@ -101,17 +104,3 @@ def _now(network: Network) -> float:
         return time.process_time()
     torch.accelerator.synchronize(network.device)
     return time.perf_counter()
-
-
-def largest_on_cpu(network: Network, x: Any) -> int | None:
-    """Return the bytes of the largest output of a layer, or None on another device."""
-    if network.device.type != "cpu":
-        return None
-    sizes = [1]
-
-    def see(path: str, layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        sizes.extend(t.nbytes for t in floating_tensors(output))
-
-    with hooked(network.module, see):
-        network.outputs(x)
-    return max(sizes)

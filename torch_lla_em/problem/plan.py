@@ -110,7 +110,7 @@ def measured(passes: LocalPasses, first: Batch, rows: int | None) -> tuple[Batch
     def measure() -> Activations:
         with model.network.guarded():
             passes.probe(part)
-            return Activations.of(model, model.prepare(part.inputs), len(part.rows))
+            return Activations.of(model, part.inputs, len(part.rows))
 
     while True:
         activations, shortage = attempt(measure)

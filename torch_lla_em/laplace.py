@@ -181,7 +181,7 @@ class LinearisedLaplace(Fitted):
         likelihood = tempered(self._given_likelihood, self.temperature)
         wish = Wish(0, None, False, None, "mackay", True, None)
         with Session(Problem(self._linear_model, likelihood, data), wish, {}) as run:
-            return run.plan(self.num_samples, self.compute)
+            return run.plan(self.num_samples, self.compute, self.prior == "layerwise")
 
     def _fit(self, loader: Iterable[Any], wish: Wish, group: Group) -> None:
         more = not wish.override and self.w_lin is not None
@@ -195,7 +195,7 @@ class LinearisedLaplace(Fitted):
             if state is not None:
                 self.load_state_dict(state)
             else:
-                run.begin(self.num_samples, self.compute)
+                run.begin(self.num_samples, self.compute, options.layerwise)
                 posterior = learn(problem, options, run.on_step)
                 run.end()
                 self._store(posterior, run.history, data.num_rows)

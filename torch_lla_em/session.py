@@ -111,7 +111,7 @@ class Session:
         self._bar = self._stack.enter_context(
             tqdm(total=1.0, desc="noise", bar_format=_BAR, disable=silent)
         )
-        self._drawn = self._began = time.monotonic()
+        self._drawn, self._doing = 0.0, "noise"
         for device in {"cpu", self._device.type}:
             if torch.amp.is_autocast_available(device):
                 self._stack.enter_context(torch.autocast(device, enabled=False))
@@ -140,14 +140,14 @@ class Session:
             self.problem.data.confirm()
         return state
 
-    def plan(self, num_samples: int, compute: Compute) -> Plan:
+    def plan(self, num_samples: int, compute: Compute, layerwise: bool) -> Plan:
         """Plan memory, time one product and look at the loader."""
         plan = prepare(self.problem, num_samples, compute)
-        return plan._replace(forecast=Forecast.of(self.problem, num_samples))
+        return plan._replace(forecast=Forecast.of(self.problem, num_samples, layerwise))
 
-    def begin(self, num_samples: int, compute: Compute) -> None:
+    def begin(self, num_samples: int, compute: Compute, layerwise: bool) -> None:
         """Plan memory, share passes out, and lay a checkpoint around them."""
-        problem, log, self._num_samples = self.problem, self._log, num_samples
+        problem, log = self.problem, self._log
         if log is not None:
             log.require_room(2 * num_samples * problem.size * problem.dtype.itemsize)
             partial = Partial(problem.local, log, self._leaving, problem.cost)
@@ -161,12 +161,10 @@ class Session:
             log.compare(outputs)
             problem.passes = Recorded(problem, log, partial)
         if not self._bar.disable:
-            plan = plan._replace(forecast=Forecast.of(problem, num_samples))
+            plan = plan._replace(forecast=Forecast.of(problem, num_samples, layerwise))
             reading = plan.forecast.reading
             rows = inf if reading is None else reading.rows
-            if reading is not None:
-                problem.cost.column = plan.forecast.seconds / plan.forecast.columns
-            problem.passes = Watched(problem.passes, problem.cost, rows, self._draw)
+            problem.passes = Watched(problem.passes, rows, self._draw)
             self._bar.write(str(plan))
         self.said.insert(0, str(plan))
         grave = plan.tight or (plan.forecast is not None and plan.forecast.reads_slowly)
@@ -176,25 +174,22 @@ class Session:
         """Take note of an EM step."""
         self.history.append(record_of(info, self.problem.data.num_passes))
         self._note_stages()
-        self._bar.set_description_str(f"EM step {info.step}", refresh=False)
-        self._draw()
+        self._doing = f"EM step {info.step}"
 
     def _note_stages(self) -> None:
         spent = self.problem.cost.stages()
         self.history[-1]["stages"] = {name: list(stage) for name, stage in spent.items()}
 
-    def _draw(self) -> None:
-        """Draw how far the fit is, by columns that are left as its errors have fallen so far."""
-        now, cost = time.monotonic(), self.problem.cost
-        if self._bar.disable or now - self._drawn < _UPDATE:
+    def _draw(self, done: float, columns: int) -> None:
+        """Draw how far the pass under way is, and what all of them have found."""
+        now = time.monotonic()
+        if now - self._drawn < _UPDATE:
             return
-        self._drawn, left = now, cost.seconds_left(self._num_samples)
+        self._drawn, self._bar.n = now, min(1.0, done / columns)
+        number = self.problem.data.num_passes + 1
+        self._bar.set_description_str(f"{self._doing}, pass {number}", refresh=False)
         shown = summary_of(self.history[-1]) if self.history else {}
-        shown["columns"] = f"{cost.columns + cost.begun:.0f}"
-        if left is not None:
-            self._bar.n = (now - self._began) / max(now - self._began + left, 1e-9)
-            shown["left"] = f"about {tqdm.format_interval(left)}"
-        self._bar.set_postfix(shown)
+        self._bar.set_postfix({"columns": f"{self.problem.cost.columns + done:.0f}", **shown})
 
     def end(self) -> None:
         """Refuse data that are not those of the checkpoint, and weights that have changed."""

@@ -30,17 +30,6 @@ def test_stages_hold_their_own_columns_and_add_up():
     assert all(spent.seconds >= 0 for spent in stages.values())
 
 
-def test_passes_are_forecast_by_how_fast_an_error_falls():
-    cost = Cost()
-    for _ in range(20):
-        cost.falls(0.8, 0.4)
-    cost.approach(0.41, 0.1, columns=10, after=5)
-    assert cost.whole == 3 * 10 + 5
-    cost.columns = 100
-    cost.approach(0.05, 0.1, columns=10)
-    assert cost.whole == 100
-
-
 def test_history_tells_seconds_and_columns_by_stage():
     case, la = made()
     la.fit([(case.x, case.y)], progress_bar=False)
@@ -61,6 +50,13 @@ def test_a_plan_tells_passes_seconds_and_memory_and_runs_nothing():
     la.fit(loader, progress_bar=False)
     plan = la.plan(loader)  # and leaves what is fitted as it is
     assert la.w_lin is not None and "columns in" in str(plan)
+
+
+def test_a_precision_for_each_tensor_is_known_to_take_many_passes():
+    case, la = made(prior="layerwise")
+    _, plain = made()
+    loader = [(case.x, case.y)]
+    assert la.plan(loader).forecast.columns == 5 * plain.plan(loader).forecast.columns
 
 
 class Slow(Dataset):
@@ -95,12 +91,18 @@ def test_a_loader_without_a_length_is_planned_for():
 
 
 @pytest.mark.parametrize("curvature", ["network", "variational"])
-def test_the_bar_counts_columns_and_tells_what_is_left(curvature, capsys, monkeypatch):
+def test_the_bar_counts_passes_and_columns_within_them(curvature, capsys, monkeypatch):
     monkeypatch.setattr("torch_lla_em.session._UPDATE", 0.0)
     case, la = made(curvature=curvature)
-    whole = la.fit([(case.x, case.y)], progress_bar=False).w_samples
-    la.fit([(case.x, case.y)])
+    loader, K = list(zip(case.x.split(5), case.y.split(5))), la.num_samples
+    whole = la.fit(loader, progress_bar=False).w_samples
+    la.fit(loader)
     shown = capsys.readouterr().err
-    assert "noise" in shown and "EM step 1" in shown and "left=about" in shown
-    assert "columns=" in shown
+    assert "EM step 1, pass" in shown and "residual=" in shown
+    # the noise is drawn in the first pass, batch by batch
+    drawn = [part for part in shown.split("\r") if "noise, pass 1 " in part]
+    columns = [
+        float(part.split("columns=")[1].split("]")[0]) for part in drawn if "columns=" in part
+    ]
+    assert columns[-1] == K and columns == sorted(columns)
     assert torch.equal(la.w_samples, whole)

@@ -90,8 +90,6 @@ class EStep(Protocol):
         self, hyper: Hyperparameters, tolerance: float
     ) -> tuple[LinearMode, PosteriorSamples, Tensor]: ...
 
-    def foresee(self, hyper: Hyperparameters, tolerance: float) -> None: ...
-
     def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode: ...
 
     def spectrum(self, hyper: Hyperparameters) -> Spectrum | None: ...
@@ -181,9 +179,6 @@ class IterativeEStep:
         problem, noise = self._at_noise(hyper)
         mode, samples = self.mode(hyper, tolerance), self._samples(hyper, tolerance)
         return mode, samples, log_dets(problem, noise, hyper.precision)
-
-    def foresee(self, hyper: Hyperparameters, tolerance: float) -> None:
-        """Forecast nothing: what a solve takes at another λ is not known."""
 
     def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
         """Return w_lin at these hyper-parameters."""

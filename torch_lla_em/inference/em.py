@@ -230,11 +230,6 @@ def em(
             time.monotonic() - begin,
         )
         allowed = m_step.allowed(gamma.value, len(found.effective_dims))
-        # a geometric approach has about as far to go again; the first step is none yet
-        ratio = (new.precision / at.precision).clamp(0.1, 1.0)
-        further = new.precision * (1.0 if old.info is None else ratio)
-        cost.near = old.info is not None
-        e_step.foresee(new._replace(precision=further), SAMPLE_TOLERANCE)
         return State(new, plain.precision.log(), _change(at, new, allowed), info)
 
     return iterate(

@@ -41,5 +41,4 @@ def summary_of(record: dict[str, Any]) -> dict[str, str]:
         shown["σ"] = f"{torch.tensor(record['sigma_noise'], device='cpu').mean().item():.3g}"
     shown["γ"] = f"{gamma.sum().item():.1f}±{error.square().sum().sqrt().item():.1f}"
     shown["residual"] = f"{max(record['sample_residual'], record['mode_residual']):.0e}"
-    shown["passes"] = str(record["data_passes"])
     return shown

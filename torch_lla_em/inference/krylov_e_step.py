@@ -36,8 +36,6 @@ _CURVE_POINTS = 241
 _ERROR, _SHARE, _SHARE_AT_LAST, _MOST = 0.04, 1 / 3, 1 / 2, 0.01
 # residual of a Gaussian's mode in EM: its squared norm errs by a tenth of it
 _OF_MODE = 0.1
-# passes of K columns that the last samples usually take
-_POLISH = 3
 _NEIGHBOURS = 10**-0.5, 10**0.5
 _MORE = (
     "Raise max_passes of BlockKrylov, start from a larger prior_precision, or take more samples: "
@@ -80,7 +78,6 @@ class KrylovEStep:
         if isinstance(product, ImagedGGN):
             search.follow(self.krylov.lanczos, product)
         self._warned = False
-        self._foreseen: Shift | None = None
 
     def expect(
         self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
@@ -122,8 +119,6 @@ class KrylovEStep:
             self._extend(shift, tolerance, _SHARE_AT_LAST)
         mode, log_dets = self.mode(hyper, tolerance), self.krylov.log_dets(shift)
         self.krylov.lanczos.end()
-        K = self.krylov.num_samples
-        self._problem.cost.approach(self.krylov.error(shift), tolerance, K, K)
         with self._problem.cost.stage("samples"):
             samples = self._within_memory(partial(self._find_samples, hyper, tolerance))
         # of samples that hardly differ from the prior's, rounding would leave no γ
@@ -169,22 +164,7 @@ class KrylovEStep:
             if lanczos.num_steps >= limit:
                 self._warn(shift, tolerance, _MORE)
                 break
-            before = self.krylov.error(shift) if lanczos.num_steps else 0.0
             lanczos.grow()
-            self._problem.cost.falls(before, self.krylov.error(shift))
-            self._forecast(self._foreseen or shift, tolerance, share)
-
-    def foresee(self, hyper: Hyperparameters, tolerance: float) -> None:
-        """Forecast the columns that are left if EM ends at these hyper-parameters."""
-        self._foreseen = self.shift(hyper)
-        self._forecast(self._foreseen, tolerance, _SHARE)
-
-    def _forecast(self, shift: Shift, tolerance: float, share: float) -> None:
-        K, columns = self.krylov.num_samples, len(self.krylov.lanczos.basis[-1])
-        error, goal = self.krylov.error(shift), self._enough(shift, tolerance, share)
-        if self._gaussian:
-            error = max(error, self.krylov.mode_error(shift) * goal / _OF_MODE)
-        self._problem.cost.approach(error, goal, columns, _POLISH * K)
 
     def _holds(self, shift: Shift, tolerance: float, share: float = _SHARE) -> bool:
         """Whether γ and the mode's norm at these hyper-parameters are as exact as they need be."""

@@ -74,7 +74,6 @@ def variational(
         return None
     q, learns, number = _first(steps, wanted.precision), wanted.max_steps > 0, 0
     settled = ended = False
-    fallen = 0.0
     began = time.monotonic()
     while True:
         before = q
@@ -84,11 +83,7 @@ def variational(
         if residuals is None:
             return None
         certificate, told = _told(problem, steps, q, residuals)
-        error, cost = max(told.sample_error, told.mode_error), problem.cost
-        cost.near = settled
-        cost.falls(fallen, error)
-        cost.approach(error, wanted.tolerance, len(noise.xi) + 1)
-        fallen = error
+        error = max(told.sample_error, told.mode_error)
         if not settled:
             number += 1
             on_step(told._replace(step=number, seconds=time.monotonic() - began))

@@ -8,16 +8,16 @@ from typing import NamedTuple
 import torch
 
 from torch_lla_em.data import Data, map_tensors
-from torch_lla_em.problem.cost import USUAL
 from torch_lla_em.problem.problem import Problem
 
-_PASSES = 25
+# of a fit, and of one with a precision for each tensor: K-fold columns, and passes
+_USUAL, _LAYERWISE = (13, 25), (65, 130)
 # readings of a loader whose batches are kept then
 _READS = 3
 _BATCHES = 8
 _COLUMNS = 8
 # all that a fit does, over its products
-_BESIDE = 2
+_BESIDE = 3
 # of the time that products take, from which on reading is worth a word
 _SLOW = 0.5
 
@@ -32,26 +32,25 @@ class Reading(NamedTuple):
     @classmethod
     def of(cls, data: Data) -> Reading | None:
         """Time the loader's first batches; None where its length is not known."""
-        number, sizes, times = data.num_batches(), [], []
+        number = data.num_batches()
         if number is None:
             return None
         first = data.ahead()  # not timed: it meets cold files, which later batches do not
-        for rows in (0, _BATCHES * len(first.rows)):
-            began = time.monotonic()
-            sizes.append(len(data.ahead(rows).rows))
-            times.append(time.monotonic() - began)
-        each = len(first.rows)
-        more = (
-            (times[1] - times[0]) / max(1, sizes[1] - each) * each if sizes[1] > each else times[0]
-        )
+        size, began = len(first.rows), time.monotonic()
+        data.ahead()
+        one = time.monotonic() - began
+        several = len(data.ahead(_BATCHES * size).rows) / size
+        all_of_them = time.monotonic() - began - one
+        # workers are started once
+        each = (all_of_them - one) / (several - 1) if several > 1 else one
         held: list[int] = []
         map_tensors(lambda t: held.append(t.nbytes), (first.inputs, first.targets))
-        seconds = times[0] + max(more, 0.0) * (number - 1)
-        return cls(number * each, number * sum(held), seconds)
+        seconds = one + max(each, 0.0) * (number - 1)
+        return cls(number * size, number * sum(held), seconds)
 
 
 class Forecast(NamedTuple):
-    """What a fit will take; fits differ in columns by a factor of two either way."""
+    """What a fit will take; fits differ by a factor of two either way."""
 
     columns: int
     passes: int
@@ -64,14 +63,14 @@ class Forecast(NamedTuple):
     reading: Reading | None
 
     @classmethod
-    def of(cls, problem: Problem, num_samples: int) -> Forecast:
+    def of(cls, problem: Problem, num_samples: int, layerwise: bool = False) -> Forecast:
         """Return the forecast of a problem whose memory is planned."""
-        data, columns = problem.data, (USUAL + 1) * num_samples
-        reading = Reading.of(data)
-        kept = reading is not None and reading.bytes <= data.room_to_keep()
-        seconds = _seconds_of_a_column(problem, num_samples) * columns
-        seconds *= 1 if reading is None else reading.rows
-        return cls(columns, _PASSES, seconds, _READS if kept else _PASSES, reading)
+        reading = Reading.of(problem.data)
+        kept = reading is not None and reading.bytes <= problem.data.room_to_keep()
+        each, passes = _LAYERWISE if layerwise else _USUAL
+        columns, rows = each * num_samples, 1 if reading is None else reading.rows
+        seconds = _BESIDE * columns * rows * _seconds_of_a_column(problem, num_samples)
+        return cls(columns, passes, seconds, _READS if kept else passes, reading)
 
     @property
     def reads_slowly(self) -> bool:
@@ -90,7 +89,7 @@ class Forecast(NamedTuple):
         )
         return (
             f"About {self.columns} columns in {self.passes} passes over {self.reading.rows:,} rows: "
-            f"{self.seconds:.2g} s, within a factor of two. The loader is read "
+            f"{self.seconds / 2:.2g} to {2 * self.seconds:.2g} s. The loader is read "
             f"{self.reads} times, {self.reading.seconds:.2g} s each{often}."
             f"{remedy if self.reads_slowly else ''}"
         )
@@ -106,10 +105,8 @@ def _seconds_of_a_column(problem: Problem, num_samples: int) -> float:
         times = []
         for _ in range(2):
             began = time.monotonic()
-            f, _, pull = model.jvp_and_vjp(x, w)
-            pull(
-                torch.zeros(columns, *f.shape, dtype=f.dtype, device=f.device), torch.zeros_like(w)
-            )
+            _, Jw, pull = model.jvp_and_vjp(x, w)
+            pull(Jw, w)
             float(w[0, 0])  # waits for the device
             times.append(time.monotonic() - began)
-    return _BESIDE * min(times) / columns / len(batch.rows)
+    return min(times) / columns / len(batch.rows)

@@ -195,10 +195,10 @@ class Network:
             yield
 
     def sizes(self) -> Tensor:
-        """Return two sums over every parameter, which a change without a new version changes too."""
+        """Return sums over every parameter, which a change without a new version changes too."""
         with ONE_AT_A_TIME:
             sums = [self._sums.of(p).to(self.device) for p in self.module.parameters()]
-            return torch.stack(sums).cpu()
+            return torch.cat(sums).cpu()
 
     @contextmanager
     def computing(self, precision: str) -> Iterator[None]:

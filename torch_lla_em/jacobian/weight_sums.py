@@ -1,4 +1,4 @@
-"""Two sums that tell a tensor of weights from any other, at no memory of its size."""
+"""Sums that tell a tensor of weights from any other, at no memory of its size."""
 
 from __future__ import annotations
 
@@ -9,24 +9,19 @@ _CHUNK = 1 << 18
 
 
 class WeightSums:
-    """‖p‖ and Σ c_i p_i, no two c_i alike: a sign or a change of places shows in the second."""
+    """‖p‖ and Σ c_i p_i by chunks, no two c_i alike: signs and changes of places show in these."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Return both sums, shape (2,), where the parameter is."""
+        """Return ‖p‖ and the sum of every chunk, where the parameter is."""
         values = _in_memory_order(parameter.detach())
         dtype = torch.promote_types(values.dtype, torch.float32)
         c = self._factors(min(_CHUNK, len(values)), dtype, values.device)
         # not by dot, whose order of summation another stream may change on a card
-        chunks = torch.stack(
-            [(chunk.to(dtype) * c[: len(chunk)]).sum() for chunk in values.split(_CHUNK)]
-        )
-        # and one a chunk, by which whole chunks differ
-        places = torch.arange(len(chunks), device=chunks.device)
-        total = (chunks.double() * (1 + (places.double() * 0.381966).frac())).sum()
-        return torch.stack([values.norm().double(), total])
+        sums = [(chunk.to(dtype) * c[: len(chunk)]).sum() for chunk in values.split(_CHUNK)]
+        return torch.stack([values.norm().to(dtype), *sums])
 
     def _factors(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return at least so many numbers between 0 and 1, made once."""

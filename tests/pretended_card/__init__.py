@@ -32,6 +32,9 @@ absent: str | None = "no CUDA device: see tests/pretended_card"
 replays: list[Callable[[], None]] = []
 """Kernels that graphs have recorded, by their numbers."""
 
+captured: list[Callable[[], None]] = []
+"""What puts memory back as it was, for each kernel of the capture under way."""
+
 _watchers: list[Callable[[str], None]] = []
 _callbacks: list[object] = []
 
@@ -48,7 +51,7 @@ def install() -> None:
     else:
         library = ctypes.CDLL(str(_built(compiler, headers)), ctypes.RTLD_GLOBAL)
         see = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_see)
-        replay = ctypes.CFUNCTYPE(None, ctypes.c_long)(lambda number: replays[number]())
+        replay = ctypes.CFUNCTYPE(None, ctypes.c_long)(_replay)
         _callbacks.extend((see, replay))
         library.card_setup(ctypes.c_size_t(MEMORY), see, replay)
         from pretended_card import kernels  # which imports torch
@@ -73,6 +76,13 @@ def _built(compiler: str, headers: Path) -> Path:
         subprocess.run([*command, named, "-o", made, "-lpthread"], check=True)
         os.replace(made, built)
     return built
+
+
+def _replay(number: int) -> None:
+    if number >= 0:
+        replays[number]()
+    while number < 0 and captured:  # a capture has ended, in which nothing is to have happened
+        captured.pop()()
 
 
 def _see(what: bytes) -> None:

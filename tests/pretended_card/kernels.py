@@ -200,23 +200,25 @@ class Call:
         library, found = pretended_card.library, []
         if not library.card_captures():
             return self._outward(run(), found)
-        before = [(host, host.clone()) for host in self.written]
+        before = [(host, host.clone()) for host in self.written if host.numel()]
         on_card = self._outward(run(), found)
-        for host, own in before:
-            host.copy_(own)
         places = [None if card is None else seen_by_cpu(card) for card in found]
-        for place in places:
-            if place is not None and place.numel():
-                place.untyped_storage().fill_(0xFF)
+
+        def undo() -> None:
+            for host, own in before:
+                host.copy_(own)
+            for place in places:
+                if place is not None and place.numel():
+                    place.untyped_storage().fill_(0xFF)
 
         def again() -> None:
-            with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_ABOVE):
-                for place, value in zip(places, _tensors(run())):
-                    if place is not None:
-                        place.copy_(value)
+            for place, value in zip(places, _tensors(run())):
+                if place is not None:
+                    place.copy_(value)
 
         library.card_kernel(len(pretended_card.replays))
-        pretended_card.replays.append(again)
+        pretended_card.replays.append(_beneath(again))
+        pretended_card.captured.append(_beneath(undo))
         return on_card
 
     def _outward(self, value: Any, found: list) -> Any:
@@ -253,8 +255,19 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [tree] if isinstance(tree, Tensor) else []
 
 
-# a graph is replayed inside of whatever calls it
-_ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+def _beneath(run: Callable[[], None]) -> Callable[[], None]:
+    """Have this run inside of whatever calls a graph, and unseen by it."""
+    above = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+
+    def unseen() -> None:
+        with (
+            torch._C.DisableTorchFunction(),
+            torch._C._DisableTorchDispatch(),
+            torch._C._ExcludeDispatchKeyGuard(above),
+        ):
+            run()
+
+    return unseen
 
 
 def seen_by_cpu(tensor: Tensor) -> Tensor:

@@ -165,7 +165,7 @@ E cudaStreamBeginCapture(S s, enum cudaStreamCaptureMode m) {
     captured = NEW(graph, NULL); captured->last = &captured->first; capturing = s; broken = 0; return OK;
 }
 E cudaStreamEndCapture(S s, cudaGraph_t *g) {
-    *g = broken ? NULL : (cudaGraph_t)captured; captured = NULL;
+    *g = broken ? NULL : (cudaGraph_t)captured; captured = NULL; run(-1);
     return broken ? fail(cudaErrorStreamCaptureInvalidated) : OK;
 }
 static enum cudaStreamCaptureStatus status(S s) {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -22,12 +25,14 @@ _TOGETHER = 256
 # beyond this, what is not finite is blamed on w, as of a solver that diverges
 _MODERATE = 1e12
 
+Notes = dict[str, tuple[list[int | str], list[Tensor]]]
+
 
 class Finite:
     """Whether this and that of a batch is finite; nothing is waited for until somebody asks."""
 
     def __init__(self) -> None:
-        self._notes: dict[str, tuple[list[int | str], list[Tensor]]] = {}
+        self._notes: Notes = {}
 
     def clear(self) -> None:
         """Forget the pass before."""
@@ -40,6 +45,21 @@ class Finite:
         flags.append(fine.reshape(1))
         if len(flags) == _TOGETHER:  # many small tensors take more room than one
             flags[:] = [torch.cat(flags)]
+
+    @contextmanager
+    def aside(self) -> Iterator[Notes]:
+        """Take what is noted meanwhile apart."""
+        before, self._notes = self._notes, {}
+        try:
+            yield self._notes
+        finally:
+            self._notes = before
+
+    def take(self, notes: Notes) -> None:
+        """Note what was noted apart."""
+        for what, noted in notes.items():
+            for index, fine in zip(*noted):
+                self.note(index, what, fine)
 
     def first_fault(self, what: str) -> int | str | None:
         """Return the first batch of which something is not fine, or None."""

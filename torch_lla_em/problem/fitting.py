@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import Factors
+from torch_lla_em.problem.graphs import Graphs
 from torch_lla_em.problem.passes import BY_COLUMN, Fold, Layer, LocalPasses, Pass, Passes, Sums
 from torch_lla_em.runtime import DoesNotFit, Interrupted, release, shortage_of
 
@@ -33,6 +34,9 @@ class Fitting(Layer):
 
         self.room = 0.0
         """Bytes that factors of the Jacobian may take, while their batches are kept."""
+
+        self.graphs: Graphs | None = None
+        """Of what kept batches add, where they are asked for."""
 
         self._factors: dict[tuple[int, int], Factors] = {}
         self._of: object = None
@@ -60,7 +64,7 @@ class Fitting(Layer):
         """Run, and return whether memory lasted; if not, what is kept for speed is given up."""
         lasted = self.inner.lasts(run)
         if not lasted:
-            self._factors, self.room = {}, 0.0
+            self._factors, self.room, self.graphs = {}, 0.0, None
         return lasted
 
     def _add(self, task: Pass, batch: Batch, w: Tensor, sums: Sums) -> None:
@@ -69,11 +73,17 @@ class Fitting(Layer):
         for piece in self._local.pieces(batch, self.rows):
             counted = self._local.data.num_outputs
             try:
-                inputs = self._known(piece)
-                if inputs is None:
+                inputs = known = self._known(piece)
+                if known is None:
                     inputs = self._model.prepare(piece.inputs, len(w), self._keeps)
                     self._keep(piece, inputs)
-                task.add(piece._replace(inputs=inputs), w, sums)
+                # what is made anew with every pass lies elsewhere every time
+                stays = self._of is not None and (known is not None or inputs is piece.inputs)
+                piece_of = piece._replace(inputs=inputs)
+                if self.graphs is None or task.fixed is None or not stays:
+                    task.add(piece_of, w, sums)
+                else:
+                    self.graphs.add(task, piece_of, w, sums)
                 continue
             except (RuntimeError, MemoryError) as error:
                 shortage = shortage_of(error)
@@ -90,6 +100,8 @@ class Fitting(Layer):
         kept = self._local.data.kept
         if kept is not self._of:
             self._factors, self._of = {}, kept
+            if self.graphs is not None:
+                self.graphs.clear()
         return self._factors.get(piece.place)
 
     def _keep(self, piece: Batch, inputs: Any) -> None:
@@ -101,7 +113,10 @@ class Fitting(Layer):
     def _halve(self, piece: Batch, columns: int, shortage: str) -> None:
         """Take less at once from now on: factors, columns, then rows; raise where it is one."""
         model, at_once = self._model, min(self._model.columns_at_once, columns)
-        if model.factored is not None:
+        if self.graphs is not None:
+            logger.warning("Out of memory: from now on without CUDA graphs.")
+            self.graphs = None
+        elif model.factored is not None:
             self._factors, self.room = {}, 0.0
             model.leave_factors()
         elif at_once > 1:

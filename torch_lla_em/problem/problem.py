@@ -86,7 +86,7 @@ class Problem:
         def add(batch: Batch, w: Tensor, sums: Sums) -> None:
             self.work.add_product(batch, self.work.curved, w, sums["Gw"])
 
-        total = self.passes.fold(w, Pass({"Gw": BLOCK}, add))["Gw"]
+        total = self.passes.fold(w, Pass({"Gw": BLOCK}, add, fixed=self.work))["Gw"]
         self.cost.columns += len(w)
         return total
 

@@ -12,6 +12,7 @@ from math import inf
 import torch
 
 from torch_lla_em.data import Batch
+from torch_lla_em.problem.graphs import Graphs
 from torch_lla_em.problem.placement import Placed
 from torch_lla_em.problem.plan import Activations, Plan, make_plan, measured
 from torch_lla_em.problem.problem import Problem
@@ -50,6 +51,8 @@ def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "
     plan = plan._replace(group=group.meet("columns at once", plan.group, _least))
     problem.fitting.take(plan.columns, plan.rows)
     problem.fitting.room = plan.factors
+    if compute.graphs and model.network.device.type == "cuda":
+        problem.fitting.graphs = Graphs(problem.local.finite)
     problem.vectors.device = plan.vectors_on
     if plan.group is not None:
         problem.passes = Placed(problem.passes, problem.vectors, plan.group, group)

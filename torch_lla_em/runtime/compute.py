@@ -39,6 +39,10 @@ class Compute:
     """Join small batches, and keep them on the device after the third pass, if a quarter of its
     memory holds them. False takes every batch from the loader, as it comes, at every pass."""
 
+    graphs: bool = False
+    """Record what a kept batch adds to a product in a CUDA graph, and replay it: for networks so
+    small that a card waits for the next launch. Left where it cannot be captured."""
+
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)

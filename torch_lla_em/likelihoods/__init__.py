@@ -2,7 +2,7 @@
 ``heteroscedastic``, ``tempered``."""
 
 from torch_lla_em.likelihoods.base import Likelihood, average, sum_rows
-from torch_lla_em.likelihoods.classes import BradleyTerry, Classification, entropy
+from torch_lla_em.likelihoods.classes import BradleyTerry, Classification
 from torch_lla_em.likelihoods.elementwise import Bernoulli, Poisson, Regression
 from torch_lla_em.likelihoods.heteroscedastic import HeteroscedasticRegression
 from torch_lla_em.likelihoods.linear_operator import LinearOperator, LinearOperatorRegression
@@ -32,7 +32,6 @@ __all__ = [
     "Tempered",
     "average",
     "compare",
-    "entropy",
     "preferred",
     "sum_rows",
     "tempered",

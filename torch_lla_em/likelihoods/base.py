@@ -7,6 +7,8 @@ A likelihood of your own needs ``log_prob``, ``hessian_sqrt_product`` and ``mean
 
 from __future__ import annotations
 
+from math import pi
+
 import torch
 from torch import Tensor
 
@@ -110,6 +112,42 @@ class Likelihood:
     def is_quadratic(self) -> bool:
         """Whether -log p is quadratic in f, so that the mode is one linear solve."""
         return False
+
+
+class Labels(Likelihood):
+    """Whose E[y | f] are probabilities, with an entropy that is concave in them."""
+
+    gives_probabilities = True
+
+    def entropy_of(self, p: Tensor) -> Tensor:
+        """Return the entropy of y of these probabilities."""
+        raise NotImplementedError
+
+    def entropy(self, f: Tensor, weights: Tensor | None = None) -> Tensor:
+        return self.entropy_of(average(self.mean(f), weights))
+
+    def uncertainties(self, f: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the expected entropy and the mutual information."""
+        p = self.mean(f)
+        expected = average(self.entropy_of(p), weights)
+        return expected, (self.entropy_of(average(p, weights)) - expected).clamp_min(0)
+
+    def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
+        return self.mean(f / (1 + pi / 8 * variance).sqrt())
+
+
+class Gaussian(Likelihood):
+    """Of real y that are normal around their mean."""
+
+    real_valued = True
+
+    def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
+        return self.mean(f)
+
+    def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        mean = self.mean(f)
+        noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
+        return mean + self.variance(f).sqrt() * noise
 
 
 def sum_rows(terms: Tensor, y: Tensor) -> Tensor:

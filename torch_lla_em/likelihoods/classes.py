@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import warnings
-from math import pi
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods.base import Likelihood, average, sum_rows
+from torch_lla_em.likelihoods.base import Labels, sum_rows
 
 # classes over which, where they are the last axis, a CPU takes softmax a number at a time
 _FEW = 16
 
 
-class Classification(Likelihood):
+class Classification(Labels):
     """Softmax over the last axis; y are class indices, (B, *sites)."""
-
-    gives_probabilities = True
 
     def __init__(self, ignore_index: int = -100):
         self.ignore_index = ignore_index
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        kept = self._kept(y)
-        index = y.where(kept, 0).expand(f.shape[:-1]).unsqueeze(-1)
+        kept, index = self._chosen(f, y)
         chosen = _log_softmax(f).gather(-1, index).squeeze(-1)
         return sum_rows(chosen.where(kept, 0), y)
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        kept = self._kept(y)
-        index = y.where(kept, 0).expand(f.shape[:-1]).unsqueeze(-1)
+        kept, index = self._chosen(f, y)
         others = _softmax(f).scatter(-1, index, 0)
         return others.scatter(-1, index, -others.sum(-1, keepdim=True)) * kept.unsqueeze(-1)
 
@@ -59,24 +54,16 @@ class Classification(Likelihood):
     def log_mean(self, f: Tensor) -> Tensor:
         return _log_softmax(f)
 
-    def entropy(self, f: Tensor, weights: Tensor | None = None) -> Tensor:
-        return entropy(average(self.mean(f), weights))
-
-    def uncertainties(self, f: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the expected entropy and the mutual information, shape (B, *sites)."""
-        p = self.mean(f)
-        expected = average(entropy(p), weights)
-        return expected, (entropy(average(p, weights)) - expected).clamp_min(0)
-
-    def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
-        return _softmax(f / (1 + pi / 8 * variance).sqrt())
+    def entropy_of(self, p: Tensor) -> Tensor:
+        """Return -Σ p log p over the last axis."""
+        return torch.special.entr(p).sum(-1)
 
     def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
         p = f.softmax(-1)
         return torch.multinomial(p.flatten(0, -2), 1, generator=generator).view(p.shape[:-1])
 
-    def mask(self, y: Tensor) -> Tensor | None:
-        return self._kept(y)
+    def mask(self, y: Tensor) -> Tensor:
+        return y != self.ignore_index
 
     def check(self, f: Tensor, y: Tensor) -> None:
         if f.dim() < 2 or f.shape[-1] < 2:
@@ -97,7 +84,7 @@ class Classification(Likelihood):
                 f"Class labels have shape {tuple(y.shape)}, but the outputs "
                 f"{tuple(f.shape)} (classes last) ask for {tuple(f.shape[:-1])}.{remedy}"
             )
-        beyond = self._kept(y) & ((y < 0) | (y >= f.shape[-1]))
+        beyond = self.mask(y) & ((y < 0) | (y >= f.shape[-1]))
         inside = (f >= 0).all() & (f <= 1).all() & ((f.sum(-1) - 1).abs() < 1e-3).all()
         # together: the host waits for it
         looks_like_probabilities, is_beyond = torch.stack([inside, beyond.any()]).tolist()
@@ -108,7 +95,7 @@ class Classification(Likelihood):
                 stacklevel=2,
             )
         if is_beyond:
-            kept, outside, remedy = y[self._kept(y)], y[beyond].unique(), ""
+            kept, outside, remedy = y[self.mask(y)], y[beyond].unique(), ""
             if len(outside) == 1:
                 mark = f"ignore_index={outside.item()}"
                 remedy = f" If that marks what has no label, pass Classification({mark})."
@@ -117,8 +104,10 @@ class Classification(Likelihood):
                 f"{f.shape[-1] - 1}; give the network as many outputs as there are classes.{remedy}"
             )
 
-    def _kept(self, y: Tensor) -> Tensor:
-        return y != self.ignore_index
+    def _chosen(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which sites count, and the places of their classes in f."""
+        kept = self.mask(y)
+        return kept, y.where(kept, 0).expand(f.shape[:-1]).unsqueeze(-1)
 
 
 class BradleyTerry(Classification):
@@ -145,11 +134,6 @@ class BradleyTerry(Classification):
                 "and the network return one reward per row."
             )
         super().check(f, y)
-
-
-def entropy(p: Tensor) -> Tensor:
-    """Return -Σ p log p over the last axis."""
-    return torch.special.entr(p).sum(-1)
 
 
 def _softmax(f: Tensor) -> Tensor:

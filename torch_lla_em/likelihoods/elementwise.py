@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from torch_lla_em.likelihoods.base import Likelihood, average, sum_rows
+from torch_lla_em.likelihoods.base import Gaussian, Labels, Likelihood, average, sum_rows
 
 _MOST_COUNTS = 100_000
 
@@ -42,10 +42,8 @@ class ElementwiseLikelihood(Likelihood):
             raise ValueError("Targets hold NaN or infinite values: remove those rows.")
 
 
-class Regression(ElementwiseLikelihood):
+class Regression(Gaussian, ElementwiseLikelihood):
     """Gaussian noise of standard deviation ``sigma_noise``, () or one per output (C,)."""
-
-    real_valued = True
 
     def __init__(self, sigma_noise: float | Tensor = 1.0):
         sigma_noise = torch.as_tensor(sigma_noise, dtype=torch.float64, device="cpu")
@@ -63,7 +61,7 @@ class Regression(ElementwiseLikelihood):
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         sigma = self._sigma(f)
-        terms = -0.5 * ((y - f) / sigma) ** 2 - sigma.log() - 0.5 * log(2 * pi)
+        terms = -0.5 * ((y - self.mean(f)) / sigma) ** 2 - sigma.log() - 0.5 * log(2 * pi)
         return sum_rows(terms, y)
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
@@ -76,14 +74,7 @@ class Regression(ElementwiseLikelihood):
         return f
 
     def variance(self, f: Tensor) -> Tensor:
-        return (self._sigma(f) ** 2).expand_as(f)
-
-    def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
-        return f
-
-    def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        noise = torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)
-        return f + self._sigma(f) * noise
+        return (self._sigma(f) ** 2).expand_as(self.mean(f))
 
     def check(self, f: Tensor, y: Tensor) -> None:
         super().check(f, y)
@@ -101,10 +92,9 @@ class Regression(ElementwiseLikelihood):
         return self.sigma_noise.to(f, non_blocking=f.is_cuda)  # a batch waits for nothing
 
 
-class Bernoulli(ElementwiseLikelihood):
+class Bernoulli(Labels, ElementwiseLikelihood):
     """Independent 0/1 targets of logits f: one output, or several labels."""
 
-    gives_probabilities = True
     monotone = True
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
@@ -116,23 +106,15 @@ class Bernoulli(ElementwiseLikelihood):
     def log_mean(self, f: Tensor) -> Tensor:
         return logsigmoid(f)
 
-    def entropy(self, f: Tensor, weights: Tensor | None = None) -> Tensor:
-        return _binary_entropy(average(f.sigmoid(), weights))
+    def entropy_of(self, p: Tensor) -> Tensor:
+        """Return that of every output."""
+        return torch.special.entr(p) + torch.special.entr(1 - p)
 
     def curvature(self, f: Tensor) -> Tensor:
         return f.sigmoid() * (-f).sigmoid()
 
     def mean(self, f: Tensor) -> Tensor:
         return f.sigmoid()
-
-    def uncertainties(self, f: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the expected entropy and the mutual information of every output."""
-        p = f.sigmoid()
-        expected = average(_binary_entropy(p), weights)
-        return expected, (_binary_entropy(average(p, weights)) - expected).clamp_min(0)
-
-    def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
-        return (f / (1 + pi / 8 * variance).sqrt()).sigmoid()
 
     def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.bernoulli(f.sigmoid(), generator=generator)
@@ -189,7 +171,3 @@ class Poisson(ElementwiseLikelihood):
         super().check(f, y)
         if ((y < 0) | (y != y.round())).any():
             raise ValueError("Poisson targets must be counts: 0, 1, 2, ...")
-
-
-def _binary_entropy(p: Tensor) -> Tensor:
-    return torch.special.entr(p) + torch.special.entr(1 - p)

@@ -7,10 +7,10 @@ from math import log, pi
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods.base import Likelihood, sum_rows
+from torch_lla_em.likelihoods.base import Gaussian, sum_rows
 
 
-class HeteroscedasticRegression(Likelihood):
+class HeteroscedasticRegression(Gaussian):
     """y ~ N(μ, exp(s)): of 2 C outputs the first C are means μ, the others log variances s.
 
     -log p = ½ s + ½ (y - μ)² exp(-s) is not convex in (μ, s) together. H is its expectation
@@ -23,7 +23,6 @@ class HeteroscedasticRegression(Likelihood):
     convex = False
 
     elementwise = True
-    real_valued = True
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         mu, s = f.chunk(2, -1)
@@ -47,14 +46,6 @@ class HeteroscedasticRegression(Likelihood):
     def variance(self, f: Tensor) -> Tensor:
         """Return exp(s), half the outputs."""
         return f.chunk(2, -1)[1].exp()
-
-    def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
-        return self.mean(f)
-
-    def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        mu, s = f.chunk(2, -1)
-        noise = torch.randn(mu.shape, generator=generator, dtype=f.dtype, device=f.device)
-        return mu + (0.5 * s).exp() * noise
 
     def check(self, f: Tensor, y: Tensor) -> None:
         if f.dim() < 2 or f.shape[-1] % 2 or y.shape != (*f.shape[:-1], f.shape[-1] // 2):

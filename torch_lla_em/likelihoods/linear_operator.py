@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import log, pi, prod
+from math import prod
 
 import torch
 from torch import Tensor
@@ -59,11 +59,6 @@ class LinearOperatorRegression(Regression):
             raise ValueError("sigma_noise must be one number for all measurements.")
         self.operator = operator
 
-    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        sigma = self._sigma(f)
-        terms = ((y - self.mean(f)) / sigma).square() + 2 * sigma.log() + log(2 * pi)
-        return -0.5 * terms.sum(-1)
-
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return self.operator.apply_adjoint(self.mean(f) - y) / self._sigma(f) ** 2
 
@@ -78,17 +73,6 @@ class LinearOperatorRegression(Regression):
     def mean(self, f: Tensor) -> Tensor:
         """Return E[y | f] = A f, shape (..., B, M)."""
         return self.operator.apply(f)
-
-    def variance(self, f: Tensor) -> Tensor:
-        return (self._sigma(f) ** 2).expand_as(self.mean(f))
-
-    def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
-        return self.mean(f)
-
-    def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        y = self.mean(f)
-        noise = torch.randn(y.shape, generator=generator, dtype=y.dtype, device=y.device)
-        return y + self._sigma(f) * noise
 
     def check(self, f: Tensor, y: Tensor) -> None:
         shape = tuple(self.operator.shape)

@@ -5,6 +5,7 @@ import time
 
 import torch
 from tiny import tiny
+from torch.utils.data import DataLoader
 
 from torch_lla_em import BlockCG, Compute, FunctionSpace, LinearisedLaplace
 
@@ -70,6 +71,23 @@ class Rationed:
                 raise InterruptedError
             self.left -= 1
             yield x[rows], y[rows]
+
+
+class Shuffled(DataLoader):
+    """A shuffling loader that raises after so many batches in all."""
+
+    def __init__(self, batches, own):
+        case, generator = tiny("classification"), torch.Generator().manual_seed(5) if own else None
+        rows = list(zip(case.x, case.y))
+        super().__init__(rows, batch_size=5, shuffle=True, generator=generator)
+        self.__dict__["left"] = [batches]
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            if self.left[0] == 0:
+                raise InterruptedError
+            self.left[0] -= 1
+            yield batch
 
 
 class DyingWorker(torch.utils.data.Dataset):

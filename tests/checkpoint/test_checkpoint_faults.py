@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import Fuse, Rationed, fit
-from daily import daily
+from faked_passes import FakeFit
 from tiny import tiny
 
-from torch_lla_em.checkpoint.log import Log as PassLog
+from torch_lla_em.checkpoint import FirstOutputs, Log
+from torch_lla_em.data import Identity
 from torch_lla_em.runtime import files
+
+ENOUGH = 10**6
+
+
+def faked(folder):
+    return FakeFit(Rationed(ENOUGH)).run(folder)
 
 
 class BrokenFolder:
@@ -37,26 +45,21 @@ class BrokenFolder:
         return changed
 
 
-@pytest.mark.parametrize("number", daily(errno.EIO, rest=[errno.EROFS, errno.EACCES]))
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EACCES])
 def test_folders_that_break_during_a_fit_cost_no_fit(
     number, tmp_path, monkeypatch, caplog, every_batch
 ):
-    whole = fit("krylov", Rationed(10**6), tmp_path / "whole")
-    folder = BrokenFolder(monkeypatch, number)
+    expected, folder = faked(tmp_path / "whole"), BrokenFolder(monkeypatch, number)
 
-    class Breaking(Rationed):
-        def __iter__(self):
-            for batch in super().__iter__():
-                folder.broken |= self.left == 10**6 - 13
-                yield batch
+    def breaking(worked, sums):
+        folder.broken |= worked == 13
 
-    la = fit("krylov", Breaking(10**6), tmp_path / "broken")
+    found = FakeFit(Rationed(ENOUGH), breaking).run(tmp_path / "broken")
     assert "cannot be written any more" in caplog.text
-    assert torch.equal(la.w_samples, whole.w_samples)
+    assert torch.equal(found, expected)
     folder.broken = False
     assert (tmp_path / "broken" / "partial.pt").exists()
-    resumed = fit("krylov", Rationed(10**6), tmp_path / "broken")
-    assert torch.equal(resumed.w_samples, whole.w_samples)
+    assert torch.equal(faked(tmp_path / "broken"), expected)
 
 
 def test_passes_that_cannot_be_removed_are_no_fault(tmp_path, monkeypatch):
@@ -67,11 +70,77 @@ def test_passes_that_cannot_be_removed_are_no_fault(tmp_path, monkeypatch):
         folder.broken = Path(path).name == "posterior.pt"
 
     monkeypatch.setattr(os, "replace", breaking)
-    first = fit("krylov", Fuse(10**6), tmp_path)
+    first = faked(tmp_path)
     assert list(tmp_path.glob("pass-*.pt"))
     folder.broken = False
-    again = fit("krylov", Fuse(1), tmp_path)
-    assert torch.equal(again.w_samples, first.w_samples)
+    assert torch.equal(faked(tmp_path), first)
+
+
+@pytest.mark.parametrize("first", ["pass-00002.pt", "posterior.pt"])
+def test_a_disk_that_fills_up_costs_nothing_but_the_checkpoint(
+    first, tmp_path, monkeypatch, caplog
+):
+    write = files.write_atomically
+
+    def failing(state, path):
+        if path.name == first:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(state, path)
+
+    expected = faked(tmp_path / "whole")
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "write_atomically", failing)
+        assert torch.equal(faked(tmp_path / "full"), expected)
+    assert "cannot be written any more" in caplog.text
+    again = FakeFit(Rationed(ENOUGH))
+    assert torch.equal(again.run(tmp_path / "full"), expected)
+    assert again.local.worked == (15 if first.startswith("pass") else 0)
+
+
+def test_unwritable_folders_are_found_at_the_start(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match="cannot be written to"):
+        Log(tmp_path / "file" / "run", {})
+
+
+def test_files_half_written_by_a_killed_run_are_removed(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    ours = f".writing-{socket.gethostname()}-{process.pid}-{12 * '0'}-3"
+    users = ".writing-abc", "probe", "pass-words.pt"
+    for name in (ours, *users):
+        (tmp_path / name).write_bytes(b"half")
+    faked(tmp_path)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert ours not in left and left >= set(users)
+
+
+def test_files_with_names_of_ours_are_never_overwritten(tmp_path):
+    (tmp_path / "partial.pt").write_bytes(b"somebody's")
+    with pytest.raises(ValueError, match="folder of its own"):
+        Log(tmp_path, {})
+    assert (tmp_path / "partial.pt").read_bytes() == b"somebody's"
+    with pytest.raises(ValueError, match="names no folder"):
+        Log("", {})
+
+
+def test_a_disk_that_torch_finds_full_is_an_os_error(tmp_path, monkeypatch):
+    def full(*_):
+        raise RuntimeError("unexpected pos 896 vs 790")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="could not be written"):
+        files.write_atomically({"x": torch.zeros(1)}, tmp_path / "state.pt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_atomic_writes_leave_the_old_file(tmp_path):
+    path = tmp_path / "state.pt"
+    files.write_atomically({"a": torch.ones(1)}, path)
+    with pytest.raises(Exception):
+        files.write_atomically({"a": lambda: None}, path)
+    assert torch.load(path, weights_only=True)["a"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]
 
 
 def test_a_write_that_fails_says_why_even_if_its_rest_stays(tmp_path, monkeypatch):
@@ -108,6 +177,9 @@ def damaged(path, damage):
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
 
 
+OUTPUTS = FirstOutputs(Identity(), torch.ones(2, 3), 1e-4)
+
+
 @pytest.fixture(scope="module")
 def left(tmp_path_factory):
     """A folder of a run that was left inside its third pass, and what an unbroken one gives."""
@@ -115,9 +187,11 @@ def left(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch_lla_em.checkpoint.partial.INTERVAL", 0.0)
         patch.setattr("torch_lla_em.checkpoint.partial.WRITES", 0.0)
+        fit = FakeFit(Rationed(13))
         with pytest.raises(InterruptedError):
-            fit("krylov", Rationed(13), folder / "run")
-    return folder / "run", fit("krylov", Rationed(10**6), folder / "whole")
+            fit.run(folder / "run")
+        fit.log.compare(OUTPUTS)
+    return folder / "run", faked(folder / "whole")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -126,9 +200,8 @@ def test_damaged_parts_and_last_passes_are_computed_again(last, damage, left, tm
     folder = shutil.copytree(left[0], tmp_path / "run")
     name = max(path.name for path in folder.glob("pass-*.pt")) if last else "partial.pt"
     damaged(folder / name, damage)
-    resumed = fit("krylov", Rationed(10**6), folder)
+    assert torch.equal(faked(folder), left[1])
     assert [name in record.message for record in caplog.records] == [True]
-    assert torch.equal(resumed.w_samples, left[1].w_samples)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -139,7 +212,8 @@ def test_damaged_files_are_named(name, damage, left, tmp_path):
         shutil.copy(folder / "outputs.pt", folder / name)
     damaged(folder / name, damage)
     with pytest.raises(ValueError, match=f"{name}' cannot be read.*Delete") as caught:
-        fit("krylov", Rationed(10**6), folder)
+        FakeFit(Rationed(ENOUGH)).open(folder).log.compare(OUTPUTS)
+        faked(folder)
     assert caught.value.__context__ is None  # torch's advice is to let code run
 
 
@@ -149,7 +223,7 @@ def test_files_that_may_not_be_read_are_named(left, tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "open", denied, raising=False)
     with pytest.raises(PermissionError, match="header.pt"):
-        fit("krylov", Rationed(10**6), shutil.copytree(left[0], tmp_path / "run"))
+        Log(shutil.copytree(left[0], tmp_path / "run"), {"seed": 0})
 
 
 def test_memory_that_ends_is_no_damage(left, tmp_path, monkeypatch):
@@ -166,17 +240,13 @@ def disk(monkeypatch, free, total=10**9):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
 
 
-def bytes_of_two_passes():
-    return (
-        2 * 4 * sum(p.numel() * p.element_size() for p in tiny("classification").model.parameters())
-    )
-
-
 def test_disks_without_room_for_passes_are_found_at_the_start(tmp_path, monkeypatch):
-    disk(monkeypatch, bytes_of_two_passes() - 1)
+    model = tiny("classification").model
+    two_passes = 2 * 4 * sum(p.numel() * p.element_size() for p in model.parameters())
+    disk(monkeypatch, two_passes - 1)
     with pytest.raises(OSError, match="kB free, but two passes take .* kB: free space"):
         fit("krylov", Fuse(0), tmp_path)
-    disk(monkeypatch, bytes_of_two_passes())
+    disk(monkeypatch, two_passes)
     fit("krylov", Fuse(10**6), tmp_path)
     disk(monkeypatch, 0)
     fit("krylov", Fuse(1), tmp_path)  # a finished one takes no more
@@ -187,21 +257,20 @@ def test_disks_that_do_not_tell_are_tried(total, tmp_path, monkeypatch):
     disk(monkeypatch, 0, total)
     if total is None:
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: os.stat(tmp_path / "nowhere"))
-    fit("krylov", Fuse(10**6), tmp_path)
+    Log(tmp_path, {}).require_room(10**9)
 
 
 def test_a_fit_goes_on_from_its_passes_without_room_for_more(left, tmp_path, monkeypatch, caplog):
     disk(monkeypatch, 100)
-    resumed = fit("krylov", Rationed(10**6), shutil.copytree(left[0], tmp_path / "run"))
+    Log(shutil.copytree(left[0], tmp_path / "run"), {"seed": 0}).require_room(10**9)
     assert "0.1 kB free" in caplog.text
-    assert torch.equal(resumed.w_samples, left[1].w_samples)
 
 
 AT_WORK = """
 import sys, time
 from pathlib import Path
-from torch_lla_em.checkpoint.log import Log as PassLog
-PassLog(Path(sys.argv[1]), {})
+from torch_lla_em.checkpoint import Log
+Log(Path(sys.argv[1]), {})
 print("begun", flush=True)
 time.sleep(600)
 """
@@ -213,30 +282,30 @@ def test_a_second_run_in_a_folder_is_told(tmp_path, caplog):
     other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout.readline() == "begun\n"
-        PassLog(tmp_path, {})
+        Log(tmp_path, {})
         assert "Another process is at work in the checkpoint folder" in caplog.text
     finally:
         other.kill()
         other.communicate()
     caplog.clear()
     for _ in range(2):  # one process may begin again
-        PassLog(tmp_path, {})
+        Log(tmp_path, {})
     assert not caplog.records
 
 
 def test_folders_without_locks_are_fine(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(files, "fcntl", None)
-    PassLog(tmp_path, {}).finish({}, {})
+    Log(tmp_path, {}).finish({}, {})
     assert not caplog.records
 
 
 def test_a_pass_that_another_run_removes_is_computed(tmp_path, monkeypatch):
     entry = {"Gw": torch.ones(2)}
-    PassLog(tmp_path, {}).recorded(torch.ones(3), "cpu", lambda: entry)
+    Log(tmp_path, {}).recorded(torch.ones(3), "cpu", lambda: entry)
 
     def removed(path, *_):
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
 
-    log = PassLog(tmp_path, {})
+    log = Log(tmp_path, {})
     monkeypatch.setattr(files, "tensors_of", removed)
     assert log.recorded(torch.ones(3), "cpu", lambda: entry) is entry

@@ -12,7 +12,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from checkpoints import READ, Fuse, fit
+from checkpoints import READ, Fuse, Rationed, fit
+from faked_passes import FakeFit
 from tiny import tiny
 from torch import nn
 
@@ -83,7 +84,7 @@ def test_a_posterior_is_safe_before_its_passes_are_removed(tmp_path, monkeypatch
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", renamed)
     monkeypatch.setattr(files, "remove", lambda path: calls.append("removed") or remove(path))
-    fit("krylov", Fuse(10**6), tmp_path)
+    FakeFit(Rationed(10**6)).run(tmp_path)
     last = calls.index("posterior.pt")
     assert calls[last : last + 3] == ["posterior.pt", "synced", "removed"]
 
@@ -148,7 +149,7 @@ def test_a_second_run_costs_the_first_no_checkpoint(remove, tmp_path, monkeypatc
         replace(source, path)
 
     monkeypatch.setattr(os, "replace", meanwhile)
-    fit("krylov", Fuse(10**6), tmp_path)
+    FakeFit(Rationed(10**6)).run(tmp_path)
     assert (tmp_path / "posterior.pt").exists() and not caplog.records
 
 
@@ -257,14 +258,19 @@ OTHER = {
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_every_buffer_is_part_of_the_weights(name, tmp_path):
+def test_every_buffer_is_part_of_the_weights(name):
+    other = fingerprint(Masked(**{name: OTHER[name]}))
+    assert not torch.equal(other, fingerprint(Masked()))
+
+
+def test_other_buffers_are_refused_and_counts_of_batches_are_not(tmp_path):
     def run(model, passes):
         la = LinearisedLaplace(
             model, "classification", num_samples=4, curvature="network", compute=READ
         )
         return la.fit(Fuse(passes), progress_bar=False, checkpoint=tmp_path / "run")
 
-    other = Masked(**{name: OTHER[name]})
+    other = Masked(mask=OTHER["mask"])
     with pytest.raises(InterruptedError):
         run(Masked(), 3)
     with pytest.raises(ValueError, match="network weights"):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from checkpoints import Fuse, fit
+from daily import daily
 
 from torch_lla_em.solvers.space import Space
 
@@ -26,7 +27,7 @@ class EndsOnce:
 
 @pytest.mark.parametrize(
     "solver, prior, call",
-    [("krylov", "scalar", 14), ("krylov", "scalar", 18), ("cg", "layerwise", 5)],
+    daily(("krylov", "scalar", 14), rest=[("krylov", "scalar", 18), ("cg", "layerwise", 5)]),
 )
 @pytest.mark.filterwarnings("ignore:The samples are known", "ignore:The linear mode is known")
 def test_memory_ends_at_a_restart_where_it_ended(solver, prior, call, tmp_path, monkeypatch):

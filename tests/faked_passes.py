@@ -6,10 +6,10 @@ import torch
 
 from torch_lla_em.checkpoint import Log, Partial, Recorded
 from torch_lla_em.data import Data
-from torch_lla_em.problem import OUTPUTS, Cost, Pass, Step, is_finite
+from torch_lla_em.problem import OUTPUTS, Cost, Pass, Record, Step, is_finite
 from torch_lla_em.problem.finite import Finite
 from torch_lla_em.problem.passes import BLOCK, SCALAR
-from torch_lla_em.runtime import Leaving, lasts, records
+from torch_lla_em.runtime import Group, Leaving, records
 from torch_lla_em.solvers.space import Space
 
 CPU = torch.device("cpu")
@@ -56,12 +56,6 @@ class FakePasses:
 
             yield Step(len(batch.rows), fold)
 
-    def kept(self, key, compute):
-        return compute()
-
-    def lasts(self, run):
-        return lasts(run)
-
 
 class FakeFit:
     """What a session does around a method, with ``meanwhile(batches worked on, sums)`` inside."""
@@ -70,6 +64,7 @@ class FakeFit:
         self.data, self.cost = Data(loader, CPU), Cost()
         self.data.keep = keep
         self.local = self.passes = FakePasses(self.data, meanwhile)
+        self.record = Record(Group())
         self.leaving, self.log = Leaving(), None
 
     def open(self, folder):
@@ -78,7 +73,7 @@ class FakeFit:
         partial = Partial(self.local, self.log, self.leaving, self.cost)
         inside = {"passes": partial, "data": self.data, "cost": self.cost}
         problem = SimpleNamespace(**inside, space=Space(), device=CPU)
-        self.passes = Recorded(problem, self.log, partial)
+        self.passes = self.record = Recorded(problem, self.log, partial)
         return self
 
     def run(self, folder, method=None):
@@ -125,5 +120,5 @@ def descend(fit, epochs=4):
 
     for _ in range(epochs):
         before = state
-        state = fit.passes.kept(before["x"], lambda: epoch(before))
+        state = fit.record.kept(before["x"], lambda: epoch(before))
     return state["x"]

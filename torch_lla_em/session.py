@@ -159,7 +159,7 @@ class Session:
             outputs = FirstOutputs.of(problem)
             problem.local.refuse_changed_weights()
             log.compare(outputs)
-            problem.passes = Recorded(problem, log, partial)
+            problem.passes = problem.record = Recorded(problem, log, partial)
         if not self._bar.disable:
             plan = plan._replace(forecast=Forecast.of(problem, num_samples, layerwise))
             reading = plan.forecast.reading

@@ -24,15 +24,15 @@ def quick_disk(monkeypatch):
 
 def frugal(fit):
     """Power, from what was found on the way if memory lasted there."""
-    found = []
 
     def run():
-        found.append(power(fit, 2))
+        found = power(fit, 2)
         fit.room()
+        return found
 
     fit.room = getattr(fit, "room", lambda: None)
-    lasted = fit.passes.lasts(run)
-    return power(fit, 2) + (found[0] if lasted else 0.0)
+    found, shortage = fit.record.attempt(run)
+    return power(fit, 2) + (0.0 if shortage else found)
 
 
 METHODS = {"passes": power, "epochs": descend, "decisions": frugal}

@@ -241,9 +241,8 @@ def test_where_memory_ends_the_basis_goes(ends_at, monkeypatch, caplog):
 
 def test_a_basis_that_others_keep_is_kept():
     class Shared(Operator):
-        def lasts(self, run):
-            run()
-            return True
+        def attempt(self, run):
+            return run(), None
 
     def product(x):
         if len(lanczos.basis) > 1:

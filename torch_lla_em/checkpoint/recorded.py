@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.checkpoint.log import Log
 from torch_lla_em.checkpoint.partial import Partial
-from torch_lla_em.problem import Layer, Pass, Problem, State, Step, Sums
+from torch_lla_em.problem import Layer, Pass, Problem, Record, State, Step, Sums
 from torch_lla_em.runtime import records
 
 logger = logging.getLogger("torch_lla_em")
 
+T = TypeVar("T")
 
-class Recorded(Layer):
+
+class Recorded(Layer, Record):
     """Looks every pass up in a log, else has it made and writes it."""
 
     def __init__(self, problem: Problem, log: Log, partial: Partial):
         super().__init__(problem.passes)
         self._log, self._partial = log, partial
         self._data, self._cost, self._space = problem.data, problem.cost, problem.space
-        self._device = problem.device
+        self._device, self._group = problem.device, problem.data.group
 
     def fold(self, w: Tensor, task: Pass) -> Sums:
         """Return the sums over all batches."""
@@ -58,21 +61,20 @@ class Recorded(Layer):
         self._data.restore(facts)
         return entry
 
-    def lasts(self, run: Callable[[], object]) -> bool:
-        """Run, and return whether memory lasted; if it did not at first, it is not tried again."""
-        tried = False
+    def attempt(self, run: Callable[[], T]) -> tuple[T | None, str | None]:
+        """Return the result, or that memory ended; if it did at first, it is not tried again."""
+        tried: list[tuple[T | None, str | None]] = []
 
         def compute() -> Sums:
-            nonlocal tried
-            tried = True
-            return {"lasted": torch.tensor(self.inner.lasts(run), device="cpu")}
+            tried.append(super(Recorded, self).attempt(run))
+            return {"lasted": torch.tensor(tried[0][1] is None, device="cpu")}
 
         place = self._log.position
         lasted = bool(self.kept(torch.zeros(1, device="cpu"), compute)["lasted"])
         if lasted and not tried:
             self._log.position = place + 1  # where the passes in it begin
-            run()
-        return lasted
+            return run(), None
+        return tried[0] if tried else (None, "as it did at first")
 
     def _mark(self, key: Tensor) -> Tensor:
         """Return two numbers that tell one place where a pass is taken from another."""

@@ -109,10 +109,10 @@ class Deflation(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, noise: StochasticPrior, precision: Tensor) -> Deflation | None:
         """Return what a few block Lanczos steps find, or None where the basis does not fit."""
-        found: list[Deflation | None] = [None]
-        if not problem.lasts(lambda: found.append(_deflation(problem, noise, precision))):
+        found, shortage = problem.attempt(lambda: _deflation(problem, noise, precision))
+        if shortage:
             logger.warning(_WITHOUT)
-        return found[-1]
+        return found
 
     def relative(self, sigma: Tensor | None) -> float:
         """Return σ over the one of G."""
@@ -235,14 +235,14 @@ class IterativeEStep:
 
     def _within_memory(self, run: Callable[[], T]) -> T:
         """Return the result of ``run``, if need be without a preconditioner."""
-        found: list[T] = []
         if self._deflation is None:
             return run()
-        if not self._problem.lasts(lambda: found.append(run())):
-            logger.warning(_WITHOUT)
-            self._deflation = None
-            return run()
-        return found[0]
+        found, _ = self._problem.attempt(run)
+        if found is not None:
+            return found
+        logger.warning(_WITHOUT)
+        self._deflation = None
+        return run()
 
     def _at_noise(self, hyper: Hyperparameters) -> tuple[Problem, StochasticPrior]:
         """Return problem and noise at σ; η is drawn again where σ has one value per output."""
@@ -288,5 +288,5 @@ def noise_sums(
             total += squares.flatten(1, -2).sum(1).to(total.device)
         return {"sums": problem.data.group.sum(total)}
 
-    total = problem.kept(columns, sums)["sums"].to(hyper.sigma.device)
+    total = problem.record.kept(columns, sums)["sums"].to(hyper.sigma.device)
     return total[0], total[1:].mean(0) / hyper.sigma**2

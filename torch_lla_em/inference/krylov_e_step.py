@@ -235,13 +235,13 @@ class KrylovEStep:
 
     def _within_memory(self, run: Callable[[], T]) -> T:
         """Return the result of ``run``, if need be without the basis."""
-        found: list[T] = []
         if not self._has_basis:
             return run()
-        if not self._problem.lasts(lambda: found.append(run())):
-            self.krylov.lanczos.drop_basis()
-            return run()
-        return found[0]
+        found, _ = self._problem.attempt(run)
+        if found is not None:
+            return found
+        self.krylov.lanczos.drop_basis()
+        return run()
 
     @property
     def _has_basis(self) -> bool:

@@ -125,13 +125,10 @@ def _learn(problem: Problem, options: FitOptions, tell: Observe) -> Posterior:
     curvature = options.curvature or choose_curvature(problem, options)
     if curvature == "variational" and not problem.likelihood.is_quadratic:
         wanted = Wanted(options.tolerance, options.em_steps, options.prior_precision)
-        found: list[Posterior | None] = []
         with problem.cost.stage("ascent"):
-            lasted = problem.lasts(lambda: found.append(variational(problem, noise, wanted, tell)))
-        if lasted:
-            posterior = found[0]
-            if posterior is not None:
-                return posterior._replace(noise=noise) if options.keep_noise else posterior
+            found, _ = problem.attempt(lambda: variational(problem, noise, wanted, tell))
+        if found is not None:
+            return found._replace(noise=noise) if options.keep_noise else found
         asked = options.curvature is not None
         curvature = "linear" if asked else "network"
         logger.log(logging.WARNING if asked else logging.INFO, _NO_ROWS, curvature)

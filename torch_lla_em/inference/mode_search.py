@@ -86,11 +86,10 @@ class ModeSearch:
     def _begun(self) -> SubspaceMode | None:
         """The span, with w_MAP in it the first time; None where there is none."""
         if not self._tried:
-            self._tried, found = True, []
+            self._tried = True
             start = self._problem.w_MAP if self._earlier is None else self._earlier
             wish = self._problem, self._prior, start, self.memory
-            if self._problem.lasts(lambda: found.append(SubspaceMode(*wish))):
-                self._subspace = found[0]
+            self._subspace, _ = self._problem.attempt(lambda: SubspaceMode(*wish))
         if self._subspace is not None and not self._subspace.ready:
             logger.info("Rows come in another order at every pass: the mode takes products of G.")
             self._subspace = None
@@ -103,14 +102,15 @@ class ModeSearch:
         tolerance: float,
         precondition: Precondition | None,
     ) -> LinearMode | None:
-        span, found = self._begun, []
+        span = self._begun
         if span is None:
             return None
         wish = problem, precision, tolerance, precondition
-        if not problem.lasts(lambda: found.append(span.find(*wish))):
+        mode, shortage = problem.attempt(lambda: span.find(*wish))
+        if shortage:
             logger.warning("Out of memory: the mode goes on without a subspace.")
             self._subspace = None
-        return found[-1] if found else None
+        return mode
 
     def _start(self, problem: Problem, precision: Tensor) -> Tensor:
         """Return the mode at the visited λ that is nearest, or of an earlier posterior."""

@@ -5,7 +5,17 @@ from torch_lla_em.problem.finite import OUTPUTS, is_finite
 from torch_lla_em.problem.forecast import Forecast
 from torch_lla_em.problem.operators import ImagedGGN, WhitenedGGN, WhitenedLoss
 from torch_lla_em.problem.outputs import Outputs, ggn_product_and_outputs, outputs, pull_back
-from torch_lla_em.problem.passes import Fold, Layer, LocalPasses, Pass, Passes, State, Step, Sums
+from torch_lla_em.problem.passes import (
+    Fold,
+    Layer,
+    LocalPasses,
+    Pass,
+    Passes,
+    Record,
+    State,
+    Step,
+    Sums,
+)
 from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.problem.plan import VECTORS, Plan, place_of_vectors, size_of
 from torch_lla_em.problem.problem import BatchProduct, EarlierRows, NoiseFeatures, Problem
@@ -28,6 +38,7 @@ __all__ = [
     "Passes",
     "Plan",
     "Problem",
+    "Record",
     "State",
     "Step",
     "Sums",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from math import inf
 from typing import Any
@@ -60,12 +59,9 @@ class Fitting(Layer):
             self._model.columns, self.rows = before
             raise
 
-    def lasts(self, run: Callable[[], object]) -> bool:
-        """Run, and return whether memory lasted; if not, what is kept for speed is given up."""
-        lasted = self.inner.lasts(run)
-        if not lasted:
-            self._factors, self.room, self.graphs = {}, 0.0, None
-        return lasted
+    def forget(self) -> None:
+        """Give up what is kept for speed."""
+        self._factors, self.room, self.graphs = {}, 0.0, None
 
     def _add(self, task: Pass, batch: Batch, w: Tensor, sums: Sums) -> None:
         """Add a batch in pieces; where memory ends, take less at once and add the rest."""
@@ -117,7 +113,7 @@ class Fitting(Layer):
             logger.warning("Out of memory: from now on without CUDA graphs.")
             self.graphs = None
         elif model.factored is not None:
-            self._factors, self.room = {}, 0.0
+            self.forget()
             model.leave_factors()
         elif at_once > 1:
             logger.warning("Out of memory: from now on %d columns at a time.", at_once // 2)

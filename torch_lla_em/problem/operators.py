@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from torch_lla_em.problem.outputs import ggn_product_and_outputs
-from torch_lla_em.problem.problem import BatchProduct, Problem, State
+from torch_lla_em.problem.problem import BatchProduct, Problem, State, T
 from torch_lla_em.solvers import Operator
 
 
@@ -19,16 +19,16 @@ class WhitenedGGN(Operator):
 
     def __init__(self, problem: Problem, deviation: Tensor):
         super().__init__(problem.ggn_product, problem.space, problem.linear_model.rounding)
-        self.problem = problem
-        self.deviation = deviation
+        self.problem, self.deviation = problem, deviation
+        self.kept, self.num_steps = problem.record.kept, problem.data.num_steps
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return A x, shape (K, P)."""
-        return self.problem.ggn_product(x * self.deviation).mul_(self.deviation)
+        return self._product(x * self.deviation).mul_(self.deviation)
 
-    def lasts(self, run: Callable[[], object]) -> bool:
-        """Run something, and return whether memory lasted; a checkpoint knows at a restart."""
-        return self.problem.lasts(run)
+    def attempt(self, run: Callable[[], T]) -> tuple[T | None, str | None]:
+        """Return the result of ``run``, or what was said when memory ended."""
+        return self.problem.attempt(run)
 
     def rows(self) -> Tensor:
         """Return R D, shape (N C, P), with A = (R D)ᵀ R D."""
@@ -38,14 +38,6 @@ class WhitenedGGN(Operator):
         """Yield every batch's rows and its own share of the product."""
         for rows, product in self.problem.minibatch_products(state):
             yield rows, _whitened(product, self.deviation)
-
-    def num_steps(self) -> int | None:
-        """Return how many batches there are, if that is known without a pass."""
-        return self.problem.data.num_steps()
-
-    def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Return what was computed at ``key``, from a checkpoint where it is there."""
-        return self.problem.kept(key, compute)
 
 
 class ImagedGGN(WhitenedGGN):
@@ -79,10 +71,9 @@ class WhitenedLoss:
     """The loss of the linear model in whitened coordinates, for the solvers of its mode."""
 
     def __init__(self, problem: Problem, deviation: Tensor):
-        self.problem = problem
-        self.deviation = deviation
-        self.space = problem.space
-        self.rounding = problem.linear_model.rounding
+        self.problem, self.deviation = problem, deviation
+        self.space, self.rounding = problem.space, problem.linear_model.rounding
+        self.kept, self.num_steps = problem.record.kept, problem.data.num_steps
 
     def value_and_gradient(self, x: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n loss(J_n D x, y_n) and its gradient in x, shape (P,)."""
@@ -98,14 +89,6 @@ class WhitenedLoss:
         """Yield every batch's rows and its own gradient."""
         for rows, gradient in self.problem.minibatch_gradients(state):
             yield rows, _whitened(gradient, self.deviation)
-
-    def num_steps(self) -> int | None:
-        """Return how many batches there are, if that is known without a pass."""
-        return self.problem.data.num_steps()
-
-    def kept(self, key: Tensor, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Return what was computed at ``key``, from a checkpoint where it is there."""
-        return self.problem.kept(key, compute)
 
 
 def _whitened(product: BatchProduct, deviation: Tensor) -> BatchProduct:

@@ -27,7 +27,7 @@ class Outputs(NamedTuple):
 
 def outputs(problem: Problem, w: Tensor) -> Outputs | None:
     """Return what is said of all rows, from half a pass; None where rows differ in shape."""
-    found = problem.kept(w, lambda: _outputs(problem, w))
+    found = problem.record.kept(w, lambda: _outputs(problem, w))
     return Outputs(**found) if len(found) > 1 else None
 
 

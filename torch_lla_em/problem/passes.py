@@ -24,7 +24,7 @@ from torch_lla_em.problem.finite import (
     is_finite,
     is_moderate,
 )
-from torch_lla_em.runtime import attempt, is_shortage, lasts
+from torch_lla_em.runtime import Group, attempt, is_shortage
 
 # rounding of a batch against its pieces, well below what another batch does to a row
 _SPLIT_ERROR = 1e-2
@@ -95,14 +95,6 @@ class Passes(Protocol):
         """Yield the batches of an epoch; ``state`` is what changes in place between them."""
         ...
 
-    def kept(self, key: Tensor, compute: Callable[[], Sums]) -> Sums:
-        """Return what was computed at ``key``: here anew, from a checkpoint where it is there."""
-        ...
-
-    def lasts(self, run: Callable[[], object]) -> bool:
-        """Run, and return whether memory lasted; a checkpoint answers as the fit began."""
-        ...
-
 
 class Layer:
     """Something around a fold, over all batches or over one."""
@@ -123,13 +115,20 @@ class Layer:
         for step in self.inner.steps(state):
             yield step._replace(fold=partial(self.around, step.fold))
 
+
+class Record:
+    """What is found beside the sums of passes: nothing is kept here, but a checkpoint knows it."""
+
+    def __init__(self, group: Group):
+        self._group = group
+
     def kept(self, key: Tensor, compute: Callable[[], Sums]) -> Sums:
         """Return what was computed at ``key``."""
-        return self.inner.kept(key, compute)
+        return compute()
 
-    def lasts(self, run: Callable[[], object]) -> bool:
-        """Run, and return whether memory lasted."""
-        return self.inner.lasts(run)
+    def attempt(self, run: Callable[[], T]) -> tuple[T | None, str | None]:
+        """Return the result, or what was said when memory ended; of several ranks, it must last."""
+        return attempt(run) if self._group.size == 1 else (run(), None)
 
 
 class LocalPasses:
@@ -171,17 +170,6 @@ class LocalPasses:
         pushed, bent = map(self.finite.first_fault, (DERIVATIVE, LIKELIHOOD))
         if step is not None and (step == pushed or step != bent):
             raise FloatingPointError(DERIVATIVE.format(step))
-
-    def kept(self, key: Tensor, compute: Callable[[], Sums]) -> Sums:
-        """Return what ``compute`` does: nothing is kept here."""
-        return compute()
-
-    def lasts(self, run: Callable[[], object]) -> bool:
-        """Run, and return whether memory lasted; where it must on all ranks alike, it is raised."""
-        if self.data.group.size > 1:
-            run()
-            return True
-        return lasts(run)
 
     def zeros(self, columns: int, kinds: dict[str, str]) -> Sums:
         """Return sums of nothing, where the network is."""

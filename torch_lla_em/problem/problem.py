@@ -25,10 +25,12 @@ from torch_lla_em.problem.passes import (
     LocalPasses,
     Pass,
     Passes,
+    Record,
     Rows,
     State,
     Step,
     Sums,
+    T,
 )
 from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.runtime import normals
@@ -73,6 +75,7 @@ class Problem:
         self.local = LocalPasses(linear_model, likelihood, data)
         self.fitting = Fitting(self.local, self.local)
         self.passes: Passes = self.fitting
+        self.record = Record(data.group)
         self.vectors = Vectors(linear_model)
         self.work = BatchWork(self.local, likelihood, Curvature())
         self.earlier: EarlierRows | None = None
@@ -173,7 +176,7 @@ class Problem:
             whole = R if known else self.data.group.gather(torch.cat([R, *parts]))
             return {"R": self.vectors.own(whole)}
 
-        rows = self.kept(torch.zeros(1, device=self.device), compute)["R"]
+        rows = self.record.kept(torch.zeros(1, device=self.device), compute)["R"]
         self.cost.columns += len(rows) // self.data.num_rows
         return rows
 
@@ -270,13 +273,12 @@ class Problem:
         """Return vectors in weight space, shape (num_vectors, P)."""
         return self.vectors.zeros(num_vectors)
 
-    def kept(self, key: Tensor, compute: Callable[[], Sums]) -> Sums:
-        """Return what was computed at ``key``: here anew, from a checkpoint where there is one."""
-        return self.passes.kept(key, compute)
-
-    def lasts(self, run: Callable[[], object]) -> bool:
-        """Run, and return whether memory lasted; where a fit goes on, as it did at first."""
-        return self.passes.lasts(run)
+    def attempt(self, run: Callable[[], T]) -> tuple[T | None, str | None]:
+        """Return the result, or what was said when memory ended; then no factors are kept either."""
+        found, shortage = self.record.attempt(run)
+        if shortage:
+            self.fitting.forget()
+        return found, shortage
 
     def _visit(self, add: Add, columns: int) -> None:
         """Have every batch of this rank seen once, by so many columns."""

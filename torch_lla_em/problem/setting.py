@@ -94,7 +94,7 @@ def room(problem: Problem) -> float:
     """Return the bytes that choices between solvers go by: those that were free at first."""
     free = memory_for_vectors(problem)
     key = torch.zeros(1, device=problem.device)
-    begun = problem.kept(
+    begun = problem.record.kept(
         key, lambda: {"bytes": torch.tensor(free, dtype=torch.float64, device="cpu")}
     )
     then = begun["bytes"].item()

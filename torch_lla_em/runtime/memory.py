@@ -75,18 +75,6 @@ def words_of(error: Exception) -> str:
     return str(error).split("\n")[0] or type(error).__name__
 
 
-def lasts(run: Callable[[], object]) -> bool:
-    """Run something, and return whether memory lasted."""
-    try:
-        run()
-        return True
-    except (RuntimeError, MemoryError) as error:
-        if not is_shortage(error):
-            raise
-    release()
-    return False
-
-
 def is_shortage(error: Exception) -> bool:
     """Return whether an error says that memory has ended, and nothing else is wrong."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

@@ -200,7 +200,8 @@ class BlockKrylov:
         lanczos = BlockLanczos(task.product, residual)
         budget, room = self.max_passes - solution.passes - 1, True
         while lanczos.num_steps < budget and not lanczos.exhausted:
-            if not (room := self._has_room(lanczos) and task.product.lasts(lanczos.extend)):
+            room = self._has_room(lanczos) and not task.product.attempt(lanczos.extend)[1]
+            if not room:
                 break
             y = lanczos.starting_coordinates() / (lanczos.eigenvalues + 1)
             norms = (y @ lanczos.residual_coordinates().T).norm(dim=1)

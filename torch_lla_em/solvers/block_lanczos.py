@@ -70,7 +70,7 @@ class BlockLanczos:
         """Take one more product; where memory ends, without what more than T needs of the basis."""
         if not self.has_basis or len(self.basis) <= 2:
             self.extend()
-        elif not self._product.lasts(self.extend):
+        elif self._product.attempt(self.extend)[1]:
             logger.warning("Out of memory at %d blocks: %s", len(self.basis), _WITHOUT)
             self.drop_basis()
             self.extend()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from torch_lla_em.runtime import lasts
+from torch_lla_em.runtime import attempt
 from torch_lla_em.solvers.space import Space
 
 Product = Callable[[Tensor], Tensor]
+T = TypeVar("T")
 
 
 class Operator:
@@ -27,9 +28,9 @@ class Operator:
         """Return A X, shape (K, P)."""
         return self._product(x)
 
-    def lasts(self, run: Callable[[], object]) -> bool:
-        """Run something, and return whether memory lasted."""
-        return lasts(run)
+    def attempt(self, run: Callable[[], T]) -> tuple[T | None, str | None]:
+        """Return the result of ``run``, or what was said when memory ended."""
+        return attempt(run)
 
     @property
     def allowed_asymmetry(self) -> float:

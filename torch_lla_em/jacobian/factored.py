@@ -108,7 +108,7 @@ class Factors(NamedTuple):
 
     outer: list[Outer]
     dense: Tensor | None
-    """Columns of J where they take less than their factors, (B, D, p)."""
+    """Columns of J where they take less arithmetic than their factors, (B, D, p)."""
 
     columns: list[Piece]
     """Whose they are."""
@@ -288,7 +288,8 @@ class _Term:
             return
         G, I, T = self._a.shape[1:]
         O = call.shape.numel() // (B * G * T)
-        self.is_dense = T > 1 and D * G * O * I <= G * I * T + D * G * O * T
+        # columns of J where they take less arithmetic, and no more than twice the memory
+        self.is_dense = T > 1 and min(O * T * (I + D), 2 * T * (I + D * O)) >= D * O * I
         self.may_end = G * T == 1 and O == D
         own = self._a.untyped_storage().nbytes() == self._a.nbytes
         if keep and not (own and call.given.requires_grad):

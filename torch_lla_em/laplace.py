@@ -7,10 +7,11 @@ from inspect import signature
 from os import PathLike
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torch_lla_em.checkpoint import FORMAT
-from torch_lla_em.data import Chain, Data, TargetFn
+from torch_lla_em.data import Chain, Data, TargetFn, paired
 from torch_lla_em.inference import Earlier, FitOptions, Solver, learn
 from torch_lla_em.jacobian import (
     ForwardFn,
@@ -31,11 +32,11 @@ from torch_lla_em.likelihoods import (
     tempered,
 )
 from torch_lla_em.prediction import Fitted, NotFittedError, stored
-from torch_lla_em.problem import EarlierRows, Plan, Problem
+from torch_lla_em.problem import Plan, Problem
 from torch_lla_em.report import write_report
 from torch_lla_em.runtime import Compute, Group, check_choice, group_of
 from torch_lla_em.runtime import records as persistence
-from torch_lla_em.session import Session, Wish
+from torch_lla_em.session import SHARDS, Session
 from torch_lla_em.solvers import Newton
 
 # beside the posterior in a finished checkpoint: what the fit of later data adds to
@@ -165,64 +166,60 @@ class LinearisedLaplace(Fitted):
         ``"auto"``, which logs its choice; ``"weights"`` slices all vectors over the ranks as
         well, where they do not fit on one; ``None`` lets each rank fit on its own.
         """
-        loader = loader if targets is None else [(loader, targets)]
-        wish = Wish(em_steps, prior_precision, progress_bar, checkpoint, update, override, shard)
-        wish.check()
+        check_choice("shard", shard, SHARDS)
+        check_choice("update", update, ("mackay", "em"))
+        if em_steps < 0:
+            raise ValueError(f"em_steps must be 0 or more, not {em_steps}.")
+        more = not override and self.w_lin is not None
+        start = _start(prior_precision, em_steps, self.prior_precision if more else None)
         self._shard = shard
         with group_of(shard).joined() as group:
-            self._fit(loader, wish, group)
+            loaders, data = self._open(paired(loader, targets), more, group)
+            likelihood = self.likelihood if more else self._given_likelihood
+            problem = Problem(self._linear_model, tempered(likelihood, self.temperature), data)
+            if more and self._earlier:
+                problem.earlier = self._earlier.at(problem.likelihood)
+            options = FitOptions(
+                self.num_samples,
+                self.seed,
+                self.g_prior,
+                self.prior == "layerwise",
+                self.solver,
+                self.tolerance,
+                self.curvature,
+                update,
+                em_steps,
+                start,
+                problem.earlier.num_rows if problem.earlier else 0,
+                keep_noise=not override,
+                warm=(self.w_lin, self.w_samples) if more else None,
+            )
+            header = self._header(options, likelihood)
+            with Session(problem, header, shard, checkpoint, progress_bar) as run:
+                state = run.finished()
+                if state is not None:
+                    self.load_state_dict(state)
+                else:
+                    run.begin(self.num_samples, self.compute, options.layerwise)
+                    posterior = learn(problem, options, run.on_step)
+                    run.end()
+                    self._store(posterior, run.history, data)
+                    self.said = run.said
+                    state = {} if posterior.noise is None else {_ETA: posterior.noise.eta}
+                    run.keep({**self.state_dict(), **state})
+            self._loaders, self._earlier = loaders, None
+            if _ETA in state:
+                self._earlier = Earlier.of(state[_ETA], self.scale, problem.likelihood, data)
         if validation is not None:
             self.calibrate(validation)
         return self
 
     def plan(self, loader: Any, targets: Tensor | None = None) -> Plan:
         """Return what ``fit`` of this loader will take, by one look at it: print it."""
-        _, data = self._open(loader if targets is None else [(loader, targets)], False, Group())
+        _, data = self._open(paired(loader, targets), False, Group())
         likelihood = tempered(self._given_likelihood, self.temperature)
-        wish = Wish(0, None, False, None, "mackay", True, None)
-        with Session(Problem(self._linear_model, likelihood, data), wish, {}) as run:
+        with Session(Problem(self._linear_model, likelihood, data), {}) as run:
             return run.plan(self.num_samples, self.compute, self.prior == "layerwise")
-
-    def _fit(self, loader: Iterable[Any], wish: Wish, group: Group) -> None:
-        more = not wish.override and self.w_lin is not None
-        loaders, data = self._open(loader, more, group)
-        fitted = self.likelihood if more else self._given_likelihood
-        problem = Problem(self._linear_model, tempered(fitted, self.temperature), data)
-        problem.earlier = self._earlier.at(problem.likelihood) if more and self._earlier else None
-        options = self._fit_options(wish, problem.earlier, more)
-        with Session(problem, wish, self._header(options, fitted)) as run:
-            state = run.finished()
-            if state is not None:
-                self.load_state_dict(state)
-            else:
-                run.begin(self.num_samples, self.compute, options.layerwise)
-                posterior = learn(problem, options, run.on_step)
-                run.end()
-                self._store(posterior, run.history, data.num_rows)
-                self._examine(data)
-                self.said = run.said
-                state = {} if posterior.noise is None else {_ETA: posterior.noise.eta}
-                run.keep({**self.state_dict(), **state})
-        self._loaders, self._earlier = loaders, None
-        if _ETA in state:
-            self._earlier = Earlier.of(state[_ETA], self.scale, problem.likelihood, data)
-
-    def _fit_options(self, wish: Wish, earlier: EarlierRows | None, more: bool) -> FitOptions:
-        return FitOptions(
-            self.num_samples,
-            self.seed,
-            self.g_prior,
-            self.prior == "layerwise",
-            self.solver,
-            self.tolerance,
-            self.curvature,
-            wish.update,
-            wish.em_steps,
-            wish.start(self.prior_precision if more else None),
-            earlier.num_rows if earlier else 0,
-            keep_noise=not wish.override,
-            warm=(self.w_lin, self.w_samples) if more else None,
-        )
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
         """Take over a posterior; refused where the network is not the one it was fitted to."""
@@ -305,6 +302,18 @@ class LinearisedLaplace(Fitted):
 def _linear_model(network: Network, parameters: Selection, last: str | None = None) -> LinearModel:
     names = select_parameters(network.module, parameters, last)
     return LinearModel(network, ParameterLayout.of(network.module, names))
+
+
+def _start(asked: float | Tensor | None, em_steps: int, learnt: Tensor | None) -> Tensor | None:
+    """Return λ where EM starts, or None to have it chosen; ``learnt`` is an earlier fit's."""
+    if asked is None:
+        if em_steps == 0 and learnt is None:
+            raise ValueError("em_steps=0 keeps the prior precision: pass prior_precision too.")
+        return learnt
+    start = torch.as_tensor(asked, dtype=torch.float64, device="cpu").detach().clone()
+    if not (start > 0).all() or start.isinf().any():
+        raise ValueError(f"prior_precision must be positive, not {asked}.")
+    return start
 
 
 def _likelihood(likelihood: str | Likelihood, sigma_noise: float | Tensor) -> Likelihood:

@@ -18,6 +18,7 @@ import torch
 from torch_lla_em import plot
 from torch_lla_em.likelihoods import BradleyTerry, Likelihood
 from torch_lla_em.prediction import Fitted, Prediction, Rows, rows_of
+from torch_lla_em.solvers import relative_error
 
 _STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:62rem;padding:0 1rem;color:#222}
@@ -97,7 +98,7 @@ def advice(la: Fitted, rows: Rows) -> Iterator[str]:
         )
     elif la.calibration is None and not la.likelihood.is_quadratic:
         yield "Predictions are as fitted: la.calibrate(held_out_loader) usually improves them."
-    missed = (la.certificate.square().mean() / la.effective_dim.sum()).sqrt()
+    missed = relative_error(la.certificate, la.effective_dim.sum())
     if missed > 1.1 * la.tolerance:
         yield (
             f"Samples are known to an error of {missed:.1g}, not of {la.tolerance:.1g}: a solver "

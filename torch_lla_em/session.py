@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from math import ceil, inf
 from os import PathLike
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from torch_lla_em.runtime import (
     Compute,
     Group,
     Leaving,
-    check_choice,
     heard,
     leaving_cleanly,
     records,
@@ -48,45 +47,18 @@ _UPDATE = 0.2
 _BAR = "{desc} |{bar}| {elapsed}{postfix}"
 
 
-class Wish(NamedTuple):
-    """What a call of ``fit`` asks for, beside the data."""
-
-    em_steps: int
-    prior_precision: float | Tensor | None
-    progress_bar: bool
-    checkpoint: str | PathLike | None
-    update: str
-    override: bool
-    shard: str | None
-
-    def start(self, learnt: Tensor | None) -> Tensor | None:
-        """Return λ where EM starts, or None to have it chosen; ``learnt`` is an earlier fit's."""
-        if self.prior_precision is not None:
-            start = (
-                torch.as_tensor(self.prior_precision, dtype=torch.float64, device="cpu")
-                .detach()
-                .clone()
-            )
-            if not (start > 0).all() or start.isinf().any():
-                raise ValueError(f"prior_precision must be positive, not {self.prior_precision}.")
-            return start
-        if self.em_steps == 0 and learnt is None:
-            raise ValueError("em_steps=0 keeps the prior precision: pass prior_precision too.")
-        return learnt
-
-    def check(self) -> None:
-        """Refuse what is not known."""
-        check_choice("shard", self.shard, SHARDS)
-        check_choice("update", self.update, ("mackay", "em"))
-        if self.em_steps < 0:
-            raise ValueError(f"em_steps must be 0 or more, not {self.em_steps}.")
-
-
 class Session:
     """One fit on its problem: opened before anything is computed, closed whatever happens."""
 
-    def __init__(self, problem: Problem, wish: Wish, header: dict[str, Any]):
-        self.problem, self._wish = problem, wish
+    def __init__(
+        self,
+        problem: Problem,
+        header: dict[str, Any],
+        shard: str | None = None,
+        checkpoint: str | PathLike | None = None,
+        progress_bar: bool = False,
+    ):
+        self.problem, self._shard_asked, self._has_bar = problem, shard, progress_bar
         self._group, self._device = problem.data.group, problem.device
         self.history: list[dict[str, Any]] = []
         """Of every EM step so far."""
@@ -95,17 +67,16 @@ class Session:
         """The plan, and what was warned of."""
 
         self._stack = ExitStack()
-        settings = {"shard": wish.shard, "checkpoint": wish.checkpoint is not None, **header}
+        settings = {"shard": shard, "checkpoint": checkpoint is not None, **header}
         compare_ranks(self._group, self._device, settings)
         self._log: Log | None = None
-        if wish.checkpoint is not None:
+        if checkpoint is not None:
             alone = self._group.size == 1
             several = () if alone else (self._group,)
-            self._log = (Log if alone else SharedLog)(wish.checkpoint, header, *several)
+            self._log = (Log if alone else SharedLog)(checkpoint, header, *several)
 
     def __enter__(self) -> Session:
-        wish = self._wish
-        silent = self._group.rank > 0 or not wish.progress_bar
+        silent = self._group.rank > 0 or not self._has_bar
         self._stack.enter_context(heard(self.said))
         self._leaving: Leaving = self._stack.enter_context(leaving_cleanly(self._log is None))
         self._bar = self._stack.enter_context(
@@ -204,7 +175,6 @@ class Session:
 
     def keep(self, state: dict[str, Tensor]) -> None:
         """Put the posterior in the place of the checkpoint's passes."""
-        self.problem.local.refuse_changed_weights()
         if self._log is not None:
             self._log.finish(state, self.problem.data.facts())
 
@@ -213,7 +183,7 @@ class Session:
 
         A pass of K columns costs 1 + 4 K forward passes a batch.
         """
-        data, group, shard = self.problem.data, self._group, self._wish.shard
+        data, group, shard = self.problem.data, self._group, self._shard_asked
         if group.size == 1 or shard is None:
             return "data"
         if shard == "columns" and data.is_shared_out:

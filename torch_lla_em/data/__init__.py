@@ -13,7 +13,7 @@ from torch_lla_em.data.batch import (
 )
 from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.loader import Data
-from torch_lla_em.data.sources import Chain, as_loader
+from torch_lla_em.data.sources import Chain, as_loader, paired
 
 __all__ = [
     "Batch",
@@ -28,5 +28,6 @@ __all__ = [
     "is_sequence",
     "map_tensors",
     "next_tokens",
+    "paired",
     "to_device",
 ]

@@ -52,6 +52,11 @@ def as_loader(data: Any, target_fn: TargetFn | None = None) -> Iterable[Any]:
     return data
 
 
+def paired(data: Any, targets: Tensor | None) -> Any:
+    """Return a loader as it is, or one of inputs and their targets."""
+    return data if targets is None else [(data, targets)]
+
+
 def _is_pair(data: Any) -> bool:
     """Whether this is (X, y): without targets, no two tensors are batches."""
     if not isinstance(data, (tuple, list)) or len(data) != 2:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from torch_lla_em.data import Data, TargetFn
+from torch_lla_em.data import Data, TargetFn, paired
 from torch_lla_em.inference import Curve, Estimate, Posterior
 from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.likelihoods import Likelihood, Regression
@@ -158,8 +158,7 @@ class Fitted(nn.Module):
         """
         check_choice("mean", mean, (None, "network", "linear"))
         self._require_fit(surely=True)
-        loader = loader if targets is None else [(loader, targets)]
-        with heard(self.said), over(self, loader) as problem:
+        with heard(self.said), over(self, paired(loader, targets)) as problem:
             found = calibrated(problem, self._columns(), mean, self.mixture)
         self.mixture, self.calibration = found.table.to(self.mixture), found.calibration
         if isinstance(self.likelihood, Regression):
@@ -273,19 +272,17 @@ class Fitted(nn.Module):
             self._standing = Standing(network)
         return self
 
-    def _store(self, posterior: Posterior, history: list[dict[str, Any]], num_data: int) -> None:
+    def _store(self, posterior: Posterior, history: list[dict[str, Any]], data: Data) -> None:
+        """Take over what a fit of these data has found, and warn where it went to one end."""
         for name, tensor in stored.tensors_of(posterior).items():
             setattr(self, name, tensor)
-        self.history, self.num_data, self.calibration = history, num_data, None
+        self.history, self.num_data, self.calibration = history, data.num_rows, None
         if self.sigma_noise is not None:
             self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
         elif isinstance(self._given_likelihood, Regression):  # tempered, so its noise stays
             self.likelihood = self._given_likelihood
             self.sigma_noise = self.likelihood.sigma_noise.to(self.w_lin.device)
         self._standing = Standing(self._linear_model.network)
-
-    def _examine(self, data: Data) -> None:
-        """Warn of a fit that has gone to one end, by predictions of rows it was fitted to."""
         for sign in collapse.examined(self, data):
             logger.warning("%s", sign)
 

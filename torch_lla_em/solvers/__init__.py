@@ -13,7 +13,12 @@ from torch_lla_em.solvers.function_space import FunctionSpace
 from torch_lla_em.solvers.newton import Minimum, Newton
 from torch_lla_em.solvers.operator import Operator, Product
 from torch_lla_em.solvers.sgd import SGD
-from torch_lla_em.solvers.solution import DivergenceError, FaultyProductError, Solution
+from torch_lla_em.solvers.solution import (
+    DivergenceError,
+    FaultyProductError,
+    Solution,
+    relative_error,
+)
 from torch_lla_em.solvers.space import Space, combine
 
 __all__ = [
@@ -38,4 +43,5 @@ __all__ = [
     "Spectrum",
     "combine",
     "nystrom_features",
+    "relative_error",
 ]

@@ -228,7 +228,15 @@ class LinearisedLaplace(Fitted):
 
     def save(self, path: str | PathLike) -> None:
         """Write the posterior to a file, without the network."""
-        options = {**self._options(), **stored.likelihood_option(self._given_likelihood)}
+        given, model = self._given_likelihood, self._linear_model
+        own = "prior", "g_prior", "num_samples", "tolerance", "curvature", "seed", "temperature"
+        options = {
+            **{name: getattr(self, name) for name in own},
+            **stored.likelihood_option(given),
+            "sigma_noise": given.sigma_noise.tolist() if type(given) is Regression else 1.0,
+            "parameters": model.layout.names,
+            "class_dim": model.network.class_dim,
+        }
         stored.write(self.state_dict(), path, options)
 
     @classmethod
@@ -264,21 +272,6 @@ class LinearisedLaplace(Fitted):
             last = called_last(network, data.first().inputs)
             self._linear_model = _linear_model(network, "last_layer", last)
         return loaders, data
-
-    def _options(self) -> dict[str, Any]:
-        given = self._given_likelihood
-        return {
-            "sigma_noise": given.sigma_noise.tolist() if type(given) is Regression else 1.0,
-            "prior": self.prior,
-            "g_prior": self.g_prior,
-            "num_samples": self.num_samples,
-            "parameters": self._linear_model.layout.names,
-            "tolerance": self.tolerance,
-            "curvature": self.curvature,
-            "class_dim": self._linear_model.network.class_dim,
-            "seed": self.seed,
-            "temperature": self.temperature,
-        }
 
     def _header(self, options: FitOptions, likelihood: Likelihood) -> dict[str, Any]:
         """Return what a checkpoint must agree with, by name."""

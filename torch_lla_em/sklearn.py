@@ -57,7 +57,8 @@ class _Estimator(BaseEstimator):
         held_out = int(self.validation_fraction * count)
         held_out = held_out if held_out >= _LEAST_HELD_OUT else 0
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        standard = nn.BatchNorm1d(features, eps=0.0, affine=False).to(x.dtype).eval()
+        # torch 2.11 refuses an eps of 0
+        standard = nn.BatchNorm1d(features, eps=1e-30, affine=False).to(x.dtype).eval()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             out, kept = torch.randperm(count).split([held_out, count - held_out])

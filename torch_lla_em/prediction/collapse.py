@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import log
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,43 +36,25 @@ def few_rows(data: Data, num_samples: int) -> Batch | None:
     return batch if batch is not None and len(batch.rows) <= rows else None
 
 
-class Found(NamedTuple):
-    """What a fit says of itself."""
-
-    effective_dim: Estimate
-    evidence: Estimate
-    num_data: int
-    path: Tensor
-    """λ of every step of EM and of the end, (steps + 1,) or (steps + 1, blocks)."""
-
-
 def examined(fitted: Fitted, data: Data) -> Iterator[str]:
-    """Yield what is amiss with a fit, by rows that it was fitted to."""
+    """Yield what is amiss with a fit, also by predictions of rows that it was fitted to."""
     batch = few_rows(data, fitted.num_samples) if data.group.rank == 0 else None
     if batch is None:
         return
+    prediction, y = fitted._predicted(batch.inputs, fitted.mixture), batch.targets
+    y = y if y.is_floating_point() else y.long()
     gamma = Estimate(fitted.effective_dim, fitted.effective_dim_error)
     visited = [record["prior_precision"] for record in fitted.history]
-    path = torch.tensor([*visited, fitted.prior_precision.tolist()], device="cpu")
-    found = Found(gamma, Estimate(*fitted._log_evidence), fitted.num_data, path)
-    yield from signs(fitted._predicted(batch.inputs, fitted.mixture), batch.targets, found)
-
-
-def signs(prediction: Prediction, y: Tensor, found: Found) -> Iterator[str]:
-    """Yield what is amiss with a fit, also by predictions of a batch it was fitted to."""
-    if not y.is_floating_point():
-        y = y.long()
-    if prediction.likelihood.elementwise and y.dim() == prediction.centre.dim():
-        y = y.to(prediction.centre)
     # a λ that nothing depends on may be anywhere
-    of_prior = list(of_weights(found.effective_dim, len(prediction.deviations)))
-    yield from of_prior or of_precision(found.path)
-    yield from of_evidence(found.evidence, prediction, y, found.num_data)
+    yield from list(of_weights(gamma, fitted.num_samples)) or of_precision(
+        torch.tensor([*visited, fitted.prior_precision.tolist()], device="cpu")
+    )
+    yield from of_evidence(Estimate(*fitted._log_evidence), prediction, y, fitted.num_data)
     yield from of_certainty(prediction, y)
 
 
 def of_precision(path: Tensor) -> Iterator[str]:
-    """Yield what is amiss with λ: at a wall, or far from settled after several steps."""
+    """Yield what is amiss with λ by that of every step and of the end: at a wall, or still moving."""
     last = path[-1].double()
     low, high = PRECISION_BOUNDS
     if (last <= 2 * low).any() or (last >= high / 2).any():

@@ -61,10 +61,10 @@ def test_where_the_posterior_knows_nothing_a_temperature_is_found(likelihood, me
 def objective(likelihood, parts, mean, theta):
     numbers = numbers_of(likelihood, mean)
     f, Jw, y = parts
-    noise = 1.0 if numbers.noise is None else theta[numbers.noise].exp()
-    if numbers.noise is not None:
+    table, noise = numbers.at(theta)
+    if isinstance(likelihood, Regression):
         likelihood = likelihood.at_noise(likelihood.sigma_noise * noise)
-    rows = predicted(likelihood, f, Jw, numbers.table(theta)).log_prob(y).sum()
+    rows = predicted(likelihood, f, Jw, table).log_prob(y).sum()
     return rows - 0.5 * (theta / torch.tensor(numbers.deviations)).square().sum()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from math import log
+from math import exp, log
 from typing import NamedTuple
 
 import torch
@@ -61,17 +61,14 @@ class Calibration(NamedTuple):
 class Numbers(NamedTuple):
     """What is searched for."""
 
-    table: Callable[[Tensor], Tensor]
-    """θ, zeros where the search begins -> parts, as ``predicted`` takes them."""
+    at: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """θ, zeros where the search begins -> parts, as ``predicted`` takes them, and a factor of σ."""
 
     deviations: tuple[float, ...]
     """Prior standard deviations of θ."""
 
     factors: tuple[int, ...]
     """Places in θ of logarithms that are to stay moderate."""
-
-    noise: int | None = None
-    """The place of the logarithm of a factor of σ."""
 
 
 class Found(NamedTuple):
@@ -116,9 +113,8 @@ class _Held(NamedTuple):
         for piece in self.pieces():
             lower, upper = piece.prediction(table, noise).credible_interval(LEVEL)
             inside = (piece.y >= lower) & (piece.y <= upper)
-            counts += torch.stack(
-                [inside.sum(), torch.tensor(inside.numel(), device="cpu").to(counts.device)]
-            )
+            counts[0] += inside.sum()
+            counts[1] += inside.numel()
         return counts
 
 
@@ -128,21 +124,27 @@ def calibrated(problem: Problem, columns: Tensor, mean: str | None, before: Tens
     ``columns`` are w_lin and the samples, (1 + K, P); ``before`` the parts of predictions so far.
     """
     parts = [(f, Jw, batch.targets) for batch, f, Jw in problem.push_forward(columns)]
+    if not parts:  # a rank without data
+        none = torch.zeros(0, 1, device="cpu")
+        parts = [(none, none.expand(len(columns), 0, 1), none[:, 0])]
+    f, Jw, y = zip(*parts)
     group, likelihood = problem.data.group, problem.likelihood
+    held = _Held(likelihood, torch.cat(f), torch.cat(Jw, dim=1), torch.cat(y))
     numbers = numbers_of(likelihood, mean)
-    held = _together(likelihood, parts, len(columns))
     theta = _most_probable(numbers, held, group)
-    table, noise = numbers.table(theta), _noise(numbers, theta)
     _warn_at_edges(numbers, theta)
-    one = torch.ones_like(noise)
-    rows = held.log_probs(before, one), held.log_probs(table, noise)
-    count, *totals = group.sum(_moments(*rows)).tolist()
+    table, noise = found = numbers.at(theta)
+    so_far = before, torch.ones_like(noise)
+    rows = held.log_probs(*so_far), held.log_probs(*found)
+    gain = rows[1] - rows[0]
+    sums = torch.stack([torch.ones_like(gain), *rows, gain.square()]).sum(1)
+    count, *totals = group.sum(sums).tolist()
     dof = _determined(numbers, theta, held, group)
     mean_gain = (totals[1] - totals[0]) / count
     spread = max(totals[2] / count - mean_gain**2, 0.0) ** 0.5
     coverage = None
     if isinstance(likelihood, Regression) and likelihood.elementwise:
-        inside = [group.sum(held.covered(*at)).tolist() for at in ((before, one), (table, noise))]
+        inside = [group.sum(held.covered(*at)).tolist() for at in (so_far, found)]
         coverage = tuple(hits / total for hits, total in inside)
     calibration = Calibration(
         int(count), -totals[0] / count, (dof - totals[1]) / count, spread / count**0.5, coverage
@@ -156,23 +158,24 @@ def numbers_of(likelihood: Likelihood, mean: str | None) -> Numbers:
     if isinstance(likelihood, Regression):
         share = {"network": 0.0, "linear": 1.0}.get(mean)
 
-        def mixed_mean(theta: Tensor) -> Tensor:
+        def mixed_mean(theta: Tensor) -> tuple[Tensor, Tensor]:
             a = theta[2].sigmoid() if share is None else theta.new_tensor(share)
-            return _table([[theta[0].new_ones(()), a, 1 - a, (2 * theta[0]).exp()]])
+            return _table([[theta.new_ones(()), a, 1 - a, (2 * theta[0]).exp()]]), theta[1].exp()
 
-        return Numbers(mixed_mean, (SCALE, SCALE, 2 * WEIGHT)[: 2 + (share is None)], (0, 1), 1)
+        return Numbers(mixed_mean, (SCALE, SCALE, 2 * WEIGHT)[: 2 + (share is None)], (0, 1))
     factors = likelihood.gives_probabilities
 
-    def around_network(theta: Tensor) -> Tensor:
-        t, w = theta[1].exp() if factors else theta.new_ones(()), theta[-2:].softmax(0)
-        zero = torch.zeros_like(t)
-        return _table([[w[0], zero, t, (2 * theta[0]).exp()], [w[1], zero, t, zero]])
+    def around_network(theta: Tensor) -> tuple[Tensor, Tensor]:
+        one, zero, w = theta.new_ones(()), theta.new_zeros(()), theta[-2:].softmax(0)
+        t = theta[1].exp() if factors else one
+        posterior = [w[0], zero, t, (2 * theta[0]).exp()]
+        return _table([posterior, [w[1], zero, t, zero]]), one
 
-    def around_mode(theta: Tensor) -> Tensor:
-        one, w = theta.new_ones(()), theta[-3:].softmax(0)
-        zero, (t, c) = torch.zeros_like(one), theta[1:3].exp() if factors else (one, one)
+    def around_mode(theta: Tensor) -> tuple[Tensor, Tensor]:
+        one, zero, w = theta.new_ones(()), theta.new_zeros(()), theta[-3:].softmax(0)
+        t, c = theta[1:3].exp() if factors else (one, one)
         posterior = [w[0], one, zero, (2 * theta[0]).exp()]
-        return _table([posterior, [w[1], c, zero, zero], [w[2], zero, t, zero]])
+        return _table([posterior, [w[1], c, zero, zero], [w[2], zero, t, zero]]), one
 
     count = 1 if mean == "network" else 2
     deviations = (SCALE, *(FACTOR,) * count * factors, *(WEIGHT,) * (count + 1))
@@ -182,24 +185,6 @@ def numbers_of(likelihood: Likelihood, mean: str | None) -> Numbers:
 
 def _table(rows: list[list[Tensor]]) -> Tensor:
     return torch.stack([torch.stack(row) for row in rows])
-
-
-def _noise(numbers: Numbers, theta: Tensor) -> Tensor:
-    return theta.new_ones(()) if numbers.noise is None else theta[numbers.noise].exp()
-
-
-def _together(
-    likelihood: Likelihood, parts: list[tuple[Tensor, Tensor, Tensor]], columns: int
-) -> _Held:
-    if not parts:  # a rank without data
-        return _Held(
-            likelihood,
-            torch.zeros(0, 1, device="cpu"),
-            torch.zeros(columns, 0, 1, device="cpu"),
-            torch.zeros(0, device="cpu"),
-        )
-    f, Jw, y = zip(*parts)
-    return _Held(likelihood, torch.cat(f), torch.cat(Jw, dim=1), torch.cat(y))
 
 
 def _most_probable(numbers: Numbers, held: _Held, group: Group) -> Tensor:
@@ -212,8 +197,7 @@ def _most_probable(numbers: Numbers, held: _Held, group: Group) -> Tensor:
         data = torch.zeros(1 + len(theta), dtype=theta.dtype, device=theta.device)
         for piece in held.pieces():
             with torch.enable_grad():
-                prediction = piece.prediction(numbers.table(theta), _noise(numbers, theta))
-                loss = -prediction._log_prob(piece.y).sum()
+                loss = -piece.prediction(*numbers.at(theta))._log_prob(piece.y).sum()
             data += torch.cat([loss.detach()[None], *torch.autograd.grad(loss, theta)])
         loss, theta.grad = group.sum(data).split([1, len(theta)])
         theta.grad = theta.grad + theta.detach() / deviations**2
@@ -227,20 +211,14 @@ def _determined(numbers: Numbers, theta: Tensor, held: _Held, group: Group) -> f
     """Return how many of the numbers the rows determine: what they gain by fitting alone."""
     steps = _DIFFERENCE * torch.eye(len(theta), dtype=theta.dtype, device=theta.device)
 
-    def rows(at: Tensor) -> Tensor:
-        return held.log_probs(numbers.table(at), _noise(numbers, at))
+    def rows(theta: Tensor) -> Tensor:
+        return held.log_probs(*numbers.at(theta))
 
     slopes = [(rows(theta + step) - rows(theta - step)) / (2 * _DIFFERENCE) for step in steps]
     scaled = torch.stack(slopes) * torch.tensor(numbers.deviations, device="cpu").to(theta)[:, None]
     information = group.sum(scaled @ scaled.T)
     known = torch.linalg.eigvalsh(information).clamp_min(0)
     return (known / (1 + known)).sum().item()
-
-
-def _moments(before: Tensor, after: Tensor) -> Tensor:
-    """Return count, sums of both, and that of the squared differences."""
-    gain = after - before
-    return torch.stack([torch.ones_like(gain), before, after, gain.square()]).sum(1)
 
 
 def _warn_at_edges(numbers: Numbers, theta: Tensor) -> None:
@@ -250,7 +228,7 @@ def _warn_at_edges(numbers: Numbers, theta: Tensor) -> None:
             "Held-out rows ask for a factor of %.3g of the posterior's deviations, its mean or the "
             "noise. Check that they come from the same source as the training data, and were not "
             "trained on.",
-            torch.tensor(beyond[0], device="cpu").exp(),
+            exp(beyond[0]),
         )
 
 

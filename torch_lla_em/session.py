@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from torch_lla_em.checkpoint import FirstOutputs, Log, Partial, Recorded, SharedLog
+from torch_lla_em.checkpoint import FirstOutputs, Log, Partial, Recorded
 from torch_lla_em.data import Data
 from torch_lla_em.inference import Info, record_of, summary_of
 from torch_lla_em.problem import (
@@ -71,9 +71,7 @@ class Session:
         compare_ranks(self._group, self._device, settings)
         self._log: Log | None = None
         if checkpoint is not None:
-            alone = self._group.size == 1
-            several = () if alone else (self._group,)
-            self._log = (Log if alone else SharedLog)(checkpoint, header, *several)
+            self._log = Log(checkpoint, header, self._group)
 
     def __enter__(self) -> Session:
         silent = self._group.rank > 0 or not self._has_bar
@@ -125,8 +123,7 @@ class Session:
             problem.fitting.inner = partial
         plan = prepare(problem, num_samples, compute, self._shard(num_samples))
         if log is not None:
-            if isinstance(log, SharedLog) and problem.vectors.group is not None:
-                log.vectors = problem.vectors
+            log.vectors = problem.vectors
             outputs = FirstOutputs.of(problem)
             problem.local.refuse_changed_weights()
             log.compare(outputs)

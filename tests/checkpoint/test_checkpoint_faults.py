@@ -186,7 +186,7 @@ def left(tmp_path_factory):
     folder = tmp_path_factory.mktemp("left")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch_lla_em.checkpoint.partial.INTERVAL", 0.0)
-        patch.setattr("torch_lla_em.checkpoint.partial.WRITES", 0.0)
+        patch.setattr("torch_lla_em.checkpoint.partial.WRITES", float("inf"))
         fit = FakeFit(Rationed(13))
         with pytest.raises(InterruptedError):
             fit.run(folder / "run")

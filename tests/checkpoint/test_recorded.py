@@ -10,8 +10,7 @@ from faked_passes import FakeFit, descend, power
 from torch.testing import assert_close
 
 from torch_lla_em.checkpoint.log import Log
-from torch_lla_em.checkpoint.partial import Partial
-from torch_lla_em.runtime import leaving_cleanly
+from torch_lla_em.runtime import files, leaving_cleanly
 
 ENOUGH = 10**6
 
@@ -263,36 +262,21 @@ def test_handlers_of_ones_own_are_left_alone(ignored, at_once):
     assert called == [signal.SIGTERM] * (not ignored)
 
 
-class Clock:
-    """Stands in for the module ``time``: five minutes a reading, and a jump at one of them."""
+@pytest.mark.parametrize("took, writes", [(0.0, 5), (10.0, 5), (30.0, 1)])
+def test_parts_are_written_rarely_where_writes_take_long(took, writes, tmp_path, monkeypatch):
+    """At most every 300 s, and 5 % of the time; batches take 100 s, in five passes of five."""
+    now, written, write = [0.0], [], files.write_atomically
 
-    def __init__(self, jump=0.0, at=0):
-        self.jump, self.at, self.readings = jump, at, 0
+    def timed(state, path):
+        write(state, path)
+        if path.name == "partial.pt":
+            now[0] += took
+            written.append(path)
 
-    def monotonic(self):
-        self.readings += 1
-        return 300.0 * self.readings + self.jump * (self.readings >= self.at)
+    def meanwhile(worked, sums):
+        now[0] += 100.0
 
-
-def writes_of_parts(monkeypatch, clock):
-    """Return a list that grows with every part of a pass that is written, by this clock."""
-    written, write = [], Partial._write
-    monkeypatch.setattr("torch_lla_em.checkpoint.partial.time", clock)
-    monkeypatch.setattr("torch_lla_em.checkpoint.partial.WRITES", 1.0)
-    monkeypatch.setattr(Partial, "_write", lambda *args: written.append(1) or write(*args))
-    return written
-
-
-@pytest.mark.parametrize("jump", [1e9, -1e9])
-@pytest.mark.parametrize("at", [5, 6])  # while the first part is written, and after it
-def test_clocks_may_jump(jump, at, tmp_path, monkeypatch):
-    expected, counts = FakeFit(Rationed(ENOUGH)).run(tmp_path / "whole"), []
-    for clock in Clock(), Clock(jump, at):
-        folder = tmp_path / str(len(counts))
-        written = writes_of_parts(monkeypatch, clock)
-        left_at(13, folder)
-        counts.append(len(written))
-        assert torch.equal(FakeFit(Rationed(ENOUGH)).run(folder), expected)
-        monkeypatch.undo()
-    steady, jumpy = counts
-    assert steady == 13 and jumpy >= 10
+    monkeypatch.setattr("torch_lla_em.checkpoint.partial.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(files, "write_atomically", timed)
+    FakeFit(Rationed(ENOUGH), meanwhile).run(tmp_path)
+    assert len(written) == writes

@@ -121,12 +121,6 @@ def broken(form, loader, folder):
 FORMS = ["padded text", "token targets", "objects", "sentences"]
 
 
-@pytest.fixture
-def every_batch(monkeypatch):
-    monkeypatch.setattr("torch_lla_em.checkpoint.partial.INTERVAL", 0.0)
-    monkeypatch.setattr("torch_lla_em.checkpoint.partial.WRITES", 0.0)
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "batches", daily(17, rest=[10**6])

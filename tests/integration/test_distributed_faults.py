@@ -14,7 +14,6 @@ from ranks import batches, facts
 from tiny import tiny
 
 from torch_lla_em import BlockCG, LinearisedLaplace
-from torch_lla_em.checkpoint import shared_log
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.runtime.compute import Compute
 from torch_lla_em.runtime.group import RankError, current_group
@@ -203,7 +202,6 @@ def test_other_devices_are_refused(monkeypatch):
 
 
 def fit_with_checkpoint(rank, folder, shard, act, passes, curvature="network"):
-    shared_log._SMALL = 100  # bytes, so that vectors go as large ones do
     return facts(fit(Failing(act, passes), folder, shard=shard, curvature=curvature))
 
 

@@ -131,9 +131,7 @@ def test_many_notes_are_kept_together():
 
 
 @pytest.mark.parametrize("backwards_only", [False, True])
-def test_a_checkpoint_stays_good(backwards_only, tmp_path, monkeypatch):
-    monkeypatch.setattr("torch_lla_em.checkpoint.partial.INTERVAL", 0.0)
-    monkeypatch.setattr("torch_lla_em.checkpoint.partial.WRITES", 0.0)
+def test_a_checkpoint_stays_good(backwards_only, tmp_path, every_batch):
     case = bent("classification")
     batches = list(zip(case.x.tensor_split(CUTS), case.y.tensor_split(CUTS)))
 

@@ -4,6 +4,5 @@ from torch_lla_em.checkpoint.first_outputs import FirstOutputs
 from torch_lla_em.checkpoint.log import FORMAT, Log
 from torch_lla_em.checkpoint.partial import Partial
 from torch_lla_em.checkpoint.recorded import Recorded
-from torch_lla_em.checkpoint.shared_log import SharedLog
 
-__all__ = ["FORMAT", "FirstOutputs", "Log", "Partial", "Recorded", "SharedLog"]
+__all__ = ["FORMAT", "FirstOutputs", "Log", "Partial", "Recorded"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from torch_lla_em.data import Batch, Identity, map_tensors
 from torch_lla_em.problem import Problem
-from torch_lla_em.runtime import attempt, is_shortage, records
+from torch_lla_em.runtime import attempt, records
 
 # rounding of one network on two machines, relative, at least; and in units of its own precision
 _ROUNDING = 1e-4
@@ -31,23 +30,17 @@ class FirstOutputs(NamedTuple):
     @classmethod
     def of(cls, problem: Problem) -> FirstOutputs | None:
         """Look at the batch that the next pass goes on from; None where there is no telling."""
-        first, rows = problem.data.first(), problem.fitting.rows
-        part = first if rows == inf else next(first.split(int(rows)))
-        linear_model = problem.linear_model
-        network = linear_model.network
+        network = problem.linear_model.network
+        with network.guarded():
+            part = problem.local.pieces(problem.data.first(), problem.fitting.rows)[0]
 
-        def run() -> Tensor | None:
-            try:
-                with network.guarded(), network.computing("float32"):
-                    f = linear_model.outputs(part.inputs).detach()
-                    f = f.reshape(len(part.rows), -1)
-                    return torch.stack([_row_numbers(f), f.norm(dim=1).double()])
-            except RuntimeError as error:
-                if part is first or is_shortage(error):
-                    raise
-                return None  # of shapes: inputs that only look as if they went by rows
+        def run() -> Tensor:
+            with network.guarded(), network.computing("float32"):
+                f = problem.linear_model.outputs(part.inputs).detach()
+                f = f.reshape(len(part.rows), -1)
+                return torch.stack([_row_numbers(f), f.norm(dim=1).double()])
 
-        numbers, shortage = attempt(run) if _is_known(part) else (None, None)
+        numbers, _ = attempt(run) if _is_known(part) else (None, None)
         if numbers is None or not numbers.isfinite().all():
             return None
         identity = Identity()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.checkpoint.first_outputs import FirstOutputs
-from torch_lla_em.problem import is_finite, size_of
-from torch_lla_em.runtime import files, records
+from torch_lla_em.problem import Vectors, is_finite, size_of
+from torch_lla_em.runtime import Group, files, first, records
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -23,24 +23,36 @@ FORMAT = 3
 
 _HEADER, _FINISHED, _OUTPUTS, PARTIAL = "header.pt", "posterior.pt", "outputs.pt", "partial.pt"
 _PASS = re.compile(r"pass-\d{5}\.pt")
+# what of a pass is no vector in weight space
+_NO_VECTORS = {"loss", "facts", "count", "sums", "bytes", "lasted", "f", "targets", "Jw"}
 
 
 class Log:
-    """A folder with one file per pass, in order, and a header of what they belong to."""
+    """A folder with one file per pass, in order, and a header of what they belong to.
 
-    writes = True
-    """Whether this process keeps the folder, as rank 0 does."""
+    Of several ranks the first writes and reads it, and all go on from what it holds. Nothing in
+    it depends on how many ranks there were.
+    """
 
-    def __init__(self, folder: str | os.PathLike, header: dict[str, Any]):
+    def __init__(self, folder: str | os.PathLike, header: dict[str, Any], group: Group = Group()):
         if not os.fspath(folder):
             raise ValueError("checkpoint='' names no folder: pass the name of one, or None.")
         self.folder = Path(folder)
+        self._group, self._reads = group, group.rank == 0
+        self.writes = self._reads
+        """Whether this process keeps the folder."""
+
+        self.vectors: Vectors | None = None
+        """How vectors lie on ranks."""
+
         self.position = 0
         self.warned = False
         """Whether it was said that other inputs would not be noticed."""
 
-        if self.writes:
+        if self._reads:
             self._open(header)
+        # where rank 0 cannot write, all have heard of it by now
+        group.meet("the checkpoint", None, len)
 
     def _open(self, header: dict[str, Any]) -> None:
         try:
@@ -75,9 +87,13 @@ class Log:
 
     def posterior(self, device: torch.device) -> dict[str, Tensor] | None:
         """Return the posterior of a finished run, or None if it is not finished."""
-        if not os.path.exists(self.finished):
+        there = self._reads and os.path.exists(self.finished)
+        state = {}
+        if there:
+            state = records.read(self.finished, ("facts",), "Delete it to fit again.")
+        if not self._group.meet("a finished run", there, first):
             return None
-        return records.read(self.finished, ("facts",), "Delete it to fit again.")
+        return self._from_first(state, device, None)
 
     def recorded(
         self, asked: Tensor, device: torch.device, compute: Callable[[], dict[str, Tensor]]
@@ -86,10 +102,22 @@ class Log:
 
         ``asked`` are numbers that tell where a pass is taken: a run that goes on asks alike.
         """
-        known = self._known(asked, device)
-        return self._computed(asked, compute) if known is None else known
+        path, position = self.next_pass, self.position
+        known = self._known(asked) if self._reads else None
+        self.position += 1
+        if self._group.meet("a recorded pass", known is not None, first):
+            return self._from_first(known or {}, device, self.vectors)
+        try:
+            entry = compute()
+        except Exception:  # perhaps of memory: then it is asked once more
+            self.position = position
+            raise
+        whole = self._whole(entry)
+        if self._reads and all(map(is_finite, whole.values())):
+            self.write({**whole, "asked": asked}, path)
+        return entry
 
-    def _known(self, asked: Tensor, device: torch.device | str) -> dict[str, Tensor] | None:
+    def _known(self, asked: Tensor) -> dict[str, Tensor] | None:
         """Return the entry at this position from its file, if it is there and good."""
         path = self.next_pass
         if not os.path.exists(path):
@@ -97,7 +125,7 @@ class Log:
         remedy = "Delete it and all passes of higher numbers, to go on from before it."
         last = not os.path.exists(self._pass(self.position + 1))
         try:
-            entry = files.tensors_of(path, ("asked",), "" if last else remedy, device)
+            entry = files.tensors_of(path, ("asked",), "" if last else remedy)
         except FileNotFoundError:  # another run has finished meanwhile
             return None
         except files.UnreadableError as error:
@@ -105,7 +133,7 @@ class Log:
                 raise
             logger.warning("%s The pass is computed again.", error)
             return None
-        known = entry.pop("asked").cpu()
+        known = entry.pop("asked")
         if (asked - known).abs().max() > 1e-3 * (1 + known.abs().max()):
             raise ValueError(
                 f"The checkpoint in {str(self.folder)!r} took another path than this run does: "
@@ -113,26 +141,46 @@ class Log:
                 "another run is at work in it. Go on where there is more memory, or delete the "
                 "folder to start anew."
             )
-        self.position += 1
         return entry
 
-    def _computed(
-        self, asked: Tensor, compute: Callable[[], dict[str, Tensor]]
+    def _whole(self, entry: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return whole vectors where they are sliced, on rank 0's CPU alone."""
+        if self.vectors is None or self.vectors.group is None:
+            return entry
+        whole = {}
+        for name, tensor in entry.items():
+            if name in _NO_VECTORS:
+                whole[name] = tensor
+                continue
+            parts = map(self.vectors.whole, self._parts(tensor))
+            kept = [part.cpu() for part in parts if self._reads]
+            whole[name] = torch.cat(kept).view(*tensor.shape[:-1], -1) if kept else tensor
+        return whole
+
+    def _from_first(
+        self, entry: dict[str, Tensor], device: torch.device, vectors: Vectors | None
     ) -> dict[str, Tensor]:
-        """Compute the entry at this position and write it."""
-        path, position = self.next_pass, self.position
-        self.position += 1
-        try:
-            entry = compute()
-        except Exception:  # perhaps of memory: then it is asked once more
-            self.position = position
-            raise
-        self._keep(entry, asked, path)
-        return entry
+        """Return rank 0's tensors, or slices of them, by way of the device."""
+        if self._group.size == 1:
+            return {name: tensor.to(device) for name, tensor in entry.items()}
+        told = [(name, list(t.shape), str(t.dtype).split(".")[1]) for name, t in entry.items()]
+        received = {}
+        for name, shape, dtype in self._group.meet("a checkpoint", told, first):
+            meta = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            held = entry[name] if entry else meta
+            own = []
+            for part in self._parts(held) if held.dim() else [held]:
+                part = part.to(device) if entry else torch.empty_like(part, device=device)
+                part = self._group.from_first(part)
+                sliced = vectors is not None and name not in _NO_VECTORS
+                own.append(vectors.own(part) if sliced else part)
+            received[name] = torch.cat(own).view(*shape[:-1], -1) if held.dim() else own[0]
+        return received
 
-    def _keep(self, entry: dict[str, Tensor], asked: Tensor, path: Path) -> None:
-        if all(map(is_finite, entry.values())):
-            self.write({**entry, "asked": asked}, path)
+    def _parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the rows of a tensor in as many parts as there are ranks."""
+        rows = tensor.reshape(-1, tensor.shape[-1])
+        return rows.split(max(1, -(-len(rows) // self._group.size)))
 
     def compare(self, outputs: FirstOutputs | None) -> None:
         """Keep what the network made of its first batch, or refuse another network's."""
@@ -172,6 +220,7 @@ class Log:
             for path in self.folder.iterdir():
                 if _PASS.fullmatch(path.name) or path.name == PARTIAL:
                     files.remove(path)
+        self._group.meet("the finished checkpoint", None, len)
 
     def require_room(self, passes: int) -> None:
         """Refuse to begin where two passes, of so many bytes, have no room; but go on."""

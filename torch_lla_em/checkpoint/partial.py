@@ -7,6 +7,8 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from math import isclose
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,9 +37,6 @@ INTERVAL = 300.0
 
 WRITES = 0.05
 """Share of the time that writes may take."""
-
-# of the time between two writes, at most, from one to the next
-_GROWTH = 4
 
 
 class OtherOrderError(Exception):
@@ -121,9 +120,11 @@ class Partial(Layer):
                 _restore(sums, known.sums)
                 self._data.num_outputs = known.num_outputs
                 fresh = False
-            if known is None or not self._skips(known, batch):
+            start, end = int(batch.rows[0]), int(batch.rows[-1]) + 1
+            if known is None or not self._skips(known, start, end):
                 task.add(batch, w, sums)
-            self._after(batch, sums)
+            if end == self._data.rows_seen:  # the last piece of its batch
+                self._settled(sums)
 
         self._done = self._data.num_passes, 0
         with self._kept_when_left(held):
@@ -132,38 +133,26 @@ class Partial(Layer):
     def _steps(self, known: _Known | None, kept: Sums, spent: float) -> Iterator[Step]:
         with self._kept_when_left(kept):
             for step in self.inner.steps():
-                rows = self._data.rows_seen
-                if known is not None and rows <= known.rows:
-                    self._check_order(known, rows)
-                else:
+                end = self._data.rows_seen
+                if known is None or not self._skips(known, end - step.num_rows, end):
                     yield step
                 if kept:
                     kept["columns"].fill_(self._cost.columns - spent)
                 self._settled(kept)
 
-    def _skips(self, known: _Known, batch: Batch) -> bool:
-        start, end = int(batch.rows[0]), int(batch.rows[-1]) + 1
-        if start < known.rows < end:
-            raise OtherOrderError
-        if end <= known.rows:
-            self._check_order(known, end)
-        return end <= known.rows
-
-    def _check_order(self, known: _Known, rows: int) -> None:
+    def _skips(self, known: _Known, start: int, end: int) -> bool:
+        """Whether these rows are among those whose work is known; refuse another order."""
         read = self._data.fingerprint
-        if rows == known.rows and (read is None or not read.repeats(known.prefix)):
+        other = end == known.rows and (read is None or not read.repeats(known.prefix))
+        if other or start < known.rows < end:
             raise OtherOrderError
-
-    def _after(self, batch: Batch, sums: Sums) -> None:
-        """Settle once the last piece of a batch has been added."""
-        if not self._alone or int(batch.rows[-1]) + 1 == self._data.rows_seen:
-            self._settled(sums)
+        return end <= known.rows
 
     def _settled(self, sums: Sums) -> None:
         self._done = self._read
         if self._leaving.requested:
             raise self._leaving.requested
-        if self._alone and sums and self._due():
+        if time.monotonic() - self._written_at >= self._interval:
             self._write(sums)
 
     @property
@@ -183,7 +172,7 @@ class Partial(Layer):
         except BaseException as error:
             asked = self._leaving.requested
             mine = error is asked or isinstance(error, Exception)
-            if asked and mine and self._leaving.idle() and sums and self._alone:
+            if asked and mine and self._leaving.idle():
                 self._write(sums)
             raise
 
@@ -203,25 +192,19 @@ class Partial(Layer):
         shapes = {name: total.shape for name, total in sums.items()}
         if shapes != {name: tensor.shape for name, tensor in state.items()}:
             return None
-        if not _near(facts["place"], self._place()):
+        near = partial(isclose, rel_tol=1e-6, abs_tol=1e-6)
+        if not all(map(near, facts["place"], self._place())):
             return None
         logger.info("The checkpoint goes on with this pass after %d rows.", facts["rows"])
         return _Known(facts["rows"], Identity.of(facts["prefix"]), facts["num_outputs"], state)
 
-    def _due(self) -> bool:
-        elapsed = time.monotonic() - self._written_at
-        if elapsed < 0:  # no clock should, but those of virtual machines that move have
-            self._written_at += elapsed
-        return elapsed >= self._interval
-
     def _write(self, sums: Sums) -> None:
         """Keep the sums over the rows so far, if they are worth it."""
         data = self._data
-        if not (self._log.writes and data.fingerprint and data.rows_seen):
+        if not (self._alone and sums and self._log.writes and data.fingerprint and data.rows_seen):
             return
-        if self._local.finite.first_fault(OUTPUTS) is not None or not all(
-            map(is_finite, sums.values())
-        ):
+        fault = self._local.finite.first_fault(OUTPUTS)
+        if fault is not None or not all(map(is_finite, sums.values())):
             return
         self._local.refuse_changed_weights()
         began = time.monotonic()
@@ -233,9 +216,7 @@ class Partial(Layer):
         }
         self._log.write({**sums, "facts": records.to_bytes(facts)}, self._path)
         self._written_at = time.monotonic()
-        spent = (self._written_at - began) / WRITES if WRITES else 0.0
-        # not at once: of a machine that slept meanwhile, a clock tells of a long write too
-        self._interval = min(max(INTERVAL, spent), _GROWTH * self._interval)
+        self._interval = max(INTERVAL, (self._written_at - began) / WRITES)
 
     def _place(self) -> list[float]:
         return [self._log.position, self._part, *self._asked]
@@ -244,10 +225,3 @@ class Partial(Layer):
 def _restore(sums: Sums, known: Sums) -> None:
     for name, total in sums.items():
         total.copy_(known[name])
-
-
-def _near(place: list[float], other: list[float]) -> bool:
-    """Whether two places are the same but for rounding."""
-    return len(place) == len(other) and all(
-        abs(a - b) <= 1e-6 * (1 + abs(b)) for a, b in zip(place, other)
-    )

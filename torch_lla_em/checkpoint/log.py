@@ -18,7 +18,7 @@ from torch_lla_em.runtime import Group, files, first, records
 
 logger = logging.getLogger("torch_lla_em")
 
-FORMAT = 3
+FORMAT = 4
 """Of the files of a folder."""
 
 _HEADER, _FINISHED, _OUTPUTS, PARTIAL = "header.pt", "posterior.pt", "outputs.pt", "partial.pt"

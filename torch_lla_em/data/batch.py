@@ -175,7 +175,7 @@ def default_forward(module: nn.Module, inputs: Any) -> Tensor:
 
 def is_sequence(tree: Any) -> bool:
     """Whether this is a tuple or a list of several things, and no object of its own kind."""
-    return isinstance(tree, (tuple, list)) and not _is_opaque(tree)
+    return isinstance(tree, (tuple, list)) and not is_opaque(tree)
 
 
 def map_tensors(
@@ -192,7 +192,7 @@ def map_tensors(
         return function(tree)
     if isinstance(tree, Mapping):
         return _like(tree, {k: map_tensors(function, v, opaque) for k, v in tree.items()})
-    if _is_opaque(tree):
+    if is_opaque(tree):
         return tree if opaque is None else opaque(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_tensors(function, value, opaque) for value in tree))
@@ -252,7 +252,8 @@ def cut(tree: Any, size: int, piece: slice) -> Any | None:
     return tree[piece] if isinstance(tree, list) and len(tree) == size else None
 
 
-def _is_opaque(tree: Any) -> bool:
+def is_opaque(tree: Any) -> bool:
+    """Whether this is an object that moves itself, such as a graph or a packed sequence."""
     return callable(getattr(tree, "to", None)) and not isinstance(tree, (Tensor, Mapping, type))
 
 

@@ -13,10 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from torch_lla_em.data.batch import is_opaque
+
 _BITS = 64
 _FACTORS = 1 << 16
 _AT_ONCE = 1 << 20
 _GOLDEN, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
+
+# what is summed: whole rows, rows in order, what is no row in order; then each tensor, two ways
+_WHOLE, _ORDERED, _INSIDE, _PER_TENSOR = range(4)
+_BESIDE, _ALONE = 0, 1  # the targets
 
 
 class Identity:
@@ -34,10 +40,7 @@ class Identity:
 
     def __init__(self, in_order: bool = False) -> None:
         self.in_order = in_order
-        self._sums: dict[int, Tensor] = {}
-        """By the number of tensors in a batch: whole rows, rows in order, what is no row in order,
-        each tensor beside the targets, each alone."""
-
+        self._sums = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._shapes: dict[int, dict[tuple[int, ...], int]] = {}
         self._inside: set[int] = set()
         self._trusted: set[int] = set()
@@ -71,21 +74,20 @@ class Identity:
             inside = inside + _mixed(own + order + places[0]).sum()
         whole = (mixed * factors).sum(0, keepdim=True)
         beside = _mixed(torch.cat([whole, whole + places, mixed + 3 * mixed[:1]])).sum(1)
-        sums = torch.cat([beside[:2], inside, beside[2:], mixed.sum(1)])
-        known = self._sums.get(len(found))
-        self._sums[len(found)] = sums if known is None else known + sums
+        per_tensor = torch.stack([beside[2:], mixed.sum(1)], 1).flatten()
+        self._sums = _added(self._sums, torch.cat([beside[:2], inside, per_tensor]))
 
     def agrees(self, other: Identity) -> bool:
         """Whether both may be of the same rows; in the same order where both keep theirs."""
         if self.in_order and other.in_order and self._shapes == other._shapes:
-            return self._equal(other, "ordered")
+            return self._equal(other, _ORDERED)
         compared = {p for p in self._common(other) if self._compared(p, other)}
         if compared == self._shapes.keys() == other._shapes.keys() and not (
             self._inside | other._inside
         ):
-            return self._equal(other, "whole")
-        kinds = ("alone", "beside") if 0 in compared else ("alone",)
-        return self._equal(other, *((kind, p) for p in compared for kind in kinds))
+            return self._equal(other, _WHOLE)
+        kinds = (_ALONE, _BESIDE) if 0 in compared else (_ALONE,)
+        return self._equal(other, *(_place(p, kind) for p in compared for kind in kinds))
 
     def matches(self, other: Identity) -> bool:
         """Whether both may be of the same rows, with nothing left out for its shape."""
@@ -93,7 +95,7 @@ class Identity:
 
     def repeats(self, other: Identity) -> bool:
         """Whether both are of the same rows, in one order and in the same batches."""
-        return self._shapes == other._shapes and self._equal(other, "ordered", "inside")
+        return self._shapes == other._shapes and self._equal(other, _ORDERED, _INSIDE)
 
     def learn(self, later: Identity, is_next: bool) -> None:
         """Note which tensors a later pass, or the next, has shown to be the same every time.
@@ -104,7 +106,7 @@ class Identity:
             self._trusted = set(self._shapes)
         for p in self._common(later) - self._inside - later._inside:
             # padded otherwise, and yet the same: by zeros at the end
-            if self._shapes[p] != later._shapes[p] and self._equal(later, ("alone", p)):
+            if self._shapes[p] != later._shapes[p] and self._equal(later, _place(p, _ALONE)):
                 self._trusted.add(p)
 
     def trust(self, rows: bool) -> None:
@@ -127,8 +129,7 @@ class Identity:
     def merge(self, other: Identity) -> None:
         """Take in the rows of another, beside this one's own."""
         self._inside |= other._inside
-        for count, sums in other._sums.items():
-            self._sums[count] = self._sums[count] + sums if count in self._sums else sums
+        self._sums = _added(self._sums, other._sums)
         for position, shapes in other._shapes.items():
             known = self._shapes.setdefault(position, {})
             for shape, rows in shapes.items():
@@ -144,7 +145,7 @@ class Identity:
     def state(self) -> dict[str, Any]:
         """Return plain numbers that ``of`` restores."""
         return {
-            "sums": {str(count): sums.tolist() for count, sums in self._sums.items()},
+            "sums": self._sums.tolist(),
             "shapes": {
                 str(position): [[list(shape), rows] for shape, rows in shapes.items()]
                 for position, shapes in self._shapes.items()
@@ -158,22 +159,11 @@ class Identity:
     def of(cls, state: dict[str, Any]) -> Identity:
         """Return the identity of a state."""
         identity = cls(state["in order"])
-        identity._sums = {
-            int(count): torch.tensor(sums, device="cpu") for count, sums in state["sums"].items()
-        }
+        identity._sums = torch.tensor(state["sums"], dtype=torch.int64, device="cpu")
         for position, shapes in state["shapes"].items():
             identity._shapes[int(position)] = {tuple(shape): rows for shape, rows in shapes}
         identity._inside, identity._trusted = set(state["inside"]), set(state["trusted"])
         return identity
-
-    def _totals(self) -> dict[Any, int]:
-        """Return every sum by its name: of batches with however many tensors together."""
-        totals: dict[Any, int] = {}
-        for count, sums in self._sums.items():
-            beside, alone = ([(kind, p) for p in range(count)] for kind in ("beside", "alone"))
-            for name, value in zip(("whole", "ordered", "inside", *beside, *alone), sums.tolist()):
-                totals[name] = (totals.get(name, 0) + value) % (1 << _BITS)
-        return totals
 
     def _common(self, other: Identity) -> set[int]:
         return self._shapes.keys() & other._shapes.keys()
@@ -184,9 +174,19 @@ class Identity:
         shapes = self._shapes[position].keys() | other._shapes[position].keys()
         return len(shapes) == 1 and position not in self._inside | other._inside
 
-    def _equal(self, other: Identity, *names: Any) -> bool:
-        own, others = self._totals(), other._totals()
-        return all(own.get(name) == others.get(name) for name in names)
+    def _equal(self, other: Identity, *places: int) -> bool:
+        own, others = self._sums.tolist(), other._sums.tolist()
+        return all(own[place : place + 1] == others[place : place + 1] for place in places)
+
+
+def _place(position: int, kind: int) -> int:
+    return _PER_TENSOR + 2 * position + kind
+
+
+def _added(a: Tensor, b: Tensor) -> Tensor:
+    """Return the sums of batches, some of which may hold more tensors than others."""
+    few, many = sorted((a, b), key=len)
+    return many + pad(few.to(many.device), (0, len(many) - len(few)))
 
 
 def row_hashes(tensor: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def contents(
             if words or all(isinstance(part, (str, bytes, int, float)) for part in parts):
                 yield torch.tensor([*map(_word, parts)], device="cpu"), words and not inside
                 return
-        inside = inside or _moves_itself(tree)
+        inside = inside or is_opaque(tree)
         for part in parts:
             yield from contents(part, inside, (*above, id(tree)))
 
@@ -244,10 +244,6 @@ def _strided(tensor: Tensor) -> Iterator[tuple[Tensor, bool]]:
         yield (tensor, True) if tensor.dim() else (tensor[None], False)
 
 
-def _moves_itself(tree: Any) -> bool:
-    return callable(getattr(tree, "to", None)) and not isinstance(tree, (Mapping, type))
-
-
 def _parts(tree: Any) -> Iterable[Any]:
     if isinstance(tree, Mapping):
         return tree.values()
@@ -255,7 +251,7 @@ def _parts(tree: Any) -> Iterable[Any]:
         return tree
     if is_dataclass(tree) and not isinstance(tree, type):
         return [getattr(tree, field.name) for field in fields(tree)]
-    return getattr(tree, "__dict__", {}).values() if _moves_itself(tree) else ()
+    return getattr(tree, "__dict__", {}).values() if is_opaque(tree) else ()
 
 
 def _word(part: Any) -> int:

@@ -6,6 +6,7 @@ import torch
 from tiny import likelihood_of, tiny
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.data import DataLoader, Sampler
 
 from torch_lla_em import (
     SGD,
@@ -15,6 +16,8 @@ from torch_lla_em import (
     FunctionSpace,
     HeteroscedasticRegression,
     LinearisedLaplace,
+    LinearOperator,
+    LinearOperatorRegression,
 )
 
 pytestmark = pytest.mark.cuda
@@ -193,6 +196,89 @@ def test_two_outputs_a_row_with_a_noise_of_its_own():
         )
         las[-1](x.to(device))
     the_same(las[1].w_samples, las[0].w_samples, rtol=1e-3, atol=1e-4)
+
+
+def test_preferences_between_rewards():
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 30, 3, generator=generator, dtype=torch.float64)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    y, found = (a < b).long()[:, 0], []
+    for device in ("cpu", CARD):
+        pair = a.to(device), b.to(device)
+        for batch in ((pair, y.to(device)), {"chosen": pair[0], "rejected": pair[1]}):
+            la = fitted(model.to(device), "reward_modeling", [batch], curvature="network")
+            found.append((la.w_samples, la(pair), la.predict(pair[0]).variance))
+    for there, here in zip(found[2:], found[:2]):
+        for one, other in zip(there, here):
+            assert one.is_cuda
+            the_same(one, other)
+
+
+def test_linear_measurements_of_an_image():
+    generator = torch.Generator().manual_seed(0)
+    shape, kind = (1, 6, 6), {"generator": generator, "dtype": torch.float64}
+    A, x = torch.randn(20, 36, **kind) / 6, torch.randn(1, *shape, **kind)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 3, padding=1))
+    operator = LinearOperator(
+        lambda f: f.flatten(1) @ A.to(f).T, lambda v: (v @ A.to(v)).unflatten(1, shape), shape
+    )
+    y, found = x.flatten(1) @ A.T + 0.3 * torch.randn(1, 20, **kind), []
+    for device in ("cpu", CARD):
+        likelihood, inputs = LinearOperatorRegression(operator, 0.3), x.to(device)
+        la = fitted(model.double().to(device), likelihood, [(inputs, y.to(device))])
+        predicted = la.predict(inputs)
+        evidence = la.log_marginal_likelihood().value
+        found.append((la.w_samples, predicted.mean, predicted.expectation, evidence))
+    for there, here in zip(found[1], found[0]):
+        the_same(torch.as_tensor(there), torch.as_tensor(here))
+
+
+class Drawn(DataLoader):
+    """A loader shuffled by a generator on the card, that ends the run after so many batches."""
+
+    def __init__(self, batches):
+        case, self.left = tiny("classification"), batches
+        rows, generator = list(zip(case.x, case.y)), torch.Generator(CARD).manual_seed(5)
+        super().__init__(rows, sampler=Permuted(len(rows), generator), batch_size=5)
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            self.left -= 1
+            if self.left < 0:
+                raise InterruptedError
+            yield batch
+
+
+class Permuted(Sampler):
+    def __init__(self, size, generator):
+        self.size, self.generator = size, generator
+
+    def __iter__(self):
+        return iter(torch.randperm(self.size, generator=self.generator, device=CARD).tolist())
+
+    def __len__(self):
+        return self.size
+
+
+def test_a_restart_sees_the_order_that_a_card_draws(tmp_path, every_batch):
+    """Also where noise is drawn again, at the linear mode, for rows that come in another order."""
+
+    def run(batches, folder):
+        options = {"curvature": "linear", "compute": Compute(keep_data=False), "num_samples": 3}
+        la = LinearisedLaplace(tiny("classification").model, "classification", **options)
+        loader, settings = Drawn(batches), {"em_steps": 0, "prior_precision": 3.0}
+        return la.fit(loader, progress_bar=False, checkpoint=folder, **settings)
+
+    whole, la, runs = run(10**6, tmp_path / "whole"), None, 0
+    while la is None:
+        try:
+            la = run(60, tmp_path / "broken")
+        except InterruptedError:
+            runs += 1
+            assert runs < 20
+    assert runs > 1 and torch.equal(la.w_samples, whole.w_samples)
 
 
 def _on_a_card(rank):

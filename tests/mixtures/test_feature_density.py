@@ -284,10 +284,13 @@ def test_what_is_refused(network):
 
 
 @pytest.mark.cuda
-def test_on_cuda(network):
+@pytest.mark.parametrize("by_label", [False, True])
+def test_on_cuda(network, by_label):
     x, labels = data()
-    here = FeatureDensity(network, "body", by_label=True).fit(Loader(x, labels)).score(x)
+    here = FeatureDensity(network, "body", by_label=by_label).fit(Loader(x, labels)).score(x)
     network.cuda()
-    density = FeatureDensity(network, "body", by_label=True).fit(Loader(x, labels))
-    assert density.score(x).is_cuda
+    density = FeatureDensity(network, "body", by_label=by_label).fit(Loader(x, labels))
+    assert density.score(x).is_cuda and density.features(x).is_cuda
     torch.testing.assert_close(density.score(x).cpu(), here)
+    if by_label:
+        assert density.class_scores(x).is_cuda

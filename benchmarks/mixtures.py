@@ -19,7 +19,7 @@ from methods.provenance import provenance
 from sklearn.mixture import GaussianMixture as Theirs
 from threadpoolctl import threadpool_limits
 
-from torch_lla_em.mixtures.mixture import GaussianMixture
+from torch_lla_em.mixtures import GaussianMixture
 
 NAMES = {"full": "full", "tied": "tied", "diagonal": "diag", "spherical": "spherical"}
 

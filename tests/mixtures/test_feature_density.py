@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.distributions import MultivariateNormal
 
+from torch_lla_em.mixtures import GaussianMixture
 from torch_lla_em.mixtures.feature_density import FeatureDensity
-from torch_lla_em.mixtures.mixture import GaussianMixture
 
 torch.set_num_threads(1)
 

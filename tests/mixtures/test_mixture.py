@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Dirichlet, MultivariateNormal, Wishart
 
-from torch_lla_em.mixtures.blocks import STRUCTURES, Blocks
-from torch_lla_em.mixtures.kmeans import kmeans, plus_plus
-from torch_lla_em.mixtures.mixture import (
+from torch_lla_em.mixtures import (
     ConjugatePrior,
     GaussianMixture,
     Gaussians,
     VariationalGaussianMixture,
 )
+from torch_lla_em.mixtures.blocks import STRUCTURES, Blocks
+from torch_lla_em.mixtures.kmeans import kmeans, plus_plus
 from torch_lla_em.mixtures.rows import Rows, survey
 
 torch.set_num_threads(1)

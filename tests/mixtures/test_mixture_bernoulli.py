@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Bernoulli, Beta, Dirichlet
 
-from torch_lla_em.mixtures.mixture import BernoulliMixture, Bernoullis, BetaPrior
+from torch_lla_em.mixtures import BernoulliMixture, Bernoullis, BetaPrior
 
 torch.set_num_threads(1)
 

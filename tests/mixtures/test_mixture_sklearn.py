@@ -9,7 +9,7 @@ import torch
 from clusters import draw
 from torch.special import gammaln
 
-from torch_lla_em.mixtures.mixture import (
+from torch_lla_em.mixtures import (
     ConjugatePrior,
     GaussianMixture,
     Gaussians,

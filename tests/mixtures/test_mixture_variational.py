@@ -7,8 +7,8 @@ import torch
 from clusters import draw
 from torch.distributions import Dirichlet, MultivariateNormal, StudentT, Wishart
 
+from torch_lla_em.mixtures import ConjugatePrior, Posterior, VariationalGaussianMixture
 from torch_lla_em.mixtures.blocks import STRUCTURES, Blocks
-from torch_lla_em.mixtures.mixture import ConjugatePrior, Posterior, VariationalGaussianMixture
 
 torch.set_num_threads(1)
 

@@ -1,17 +1,16 @@
-"""Mixtures by EM, and densities over a network's features."""
+"""Mixtures by EM: Gaussian (ML, MAP, variational) and Bernoulli, in memory or streaming; and
+densities over a network's features.
 
+mixture = GaussianMixture(8, prior=ConjugatePrior()).fit(loader)
+mixture.log_prob(x)
+"""
+
+from torch_lla_em.mixtures.base import Mixture
+from torch_lla_em.mixtures.bernoulli import BernoulliMixture, Bernoullis, BetaPrior
+from torch_lla_em.mixtures.conjugate import ConjugatePrior
 from torch_lla_em.mixtures.feature_density import FeatureDensity
-from torch_lla_em.mixtures.mixture import (
-    BernoulliMixture,
-    Bernoullis,
-    BetaPrior,
-    ConjugatePrior,
-    GaussianMixture,
-    Gaussians,
-    Mixture,
-    Posterior,
-    VariationalGaussianMixture,
-)
+from torch_lla_em.mixtures.gaussian import GaussianMixture, Gaussians
+from torch_lla_em.mixtures.variational import Posterior, VariationalGaussianMixture
 
 __all__ = [
     "BernoulliMixture",

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.mixtures.mixture import ConjugatePrior, GaussianMixture, Mixture
+from torch_lla_em.data import to_device
+from torch_lla_em.mixtures.base import Mixture
+from torch_lla_em.mixtures.conjugate import ConjugatePrior
+from torch_lla_em.mixtures.gaussian import GaussianMixture
 
 
 class FeatureDensity:
@@ -81,9 +84,11 @@ class FeatureDensity:
     def _rows(self, inputs: Any) -> Tensor:
         caught: list[Any] = []
         handle = self.layer.register_forward_hook(lambda module, args, out: caught.append(out))
+        own = next(self.model.parameters(), next(self.model.buffers(), None))
         try:
             with torch.no_grad():
-                self.forward_fn(self.model, _to(inputs, _device(self.model)))
+                inputs = inputs if own is None else to_device(inputs, own.device)
+                self.forward_fn(self.model, inputs)
         finally:
             handle.remove()
         if not caught:
@@ -142,19 +147,6 @@ def _split(batch: Any) -> tuple[Any, Any]:
 
 def _forward(model: nn.Module, inputs: Any) -> Any:
     return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
-
-
-def _to(inputs: Any, device: torch.device | None) -> Any:
-    if device is None:
-        return inputs
-    if isinstance(inputs, Mapping):
-        return {name: _to(value, device) for name, value in inputs.items()}
-    return inputs.to(device) if isinstance(inputs, Tensor) else inputs
-
-
-def _device(model: nn.Module) -> torch.device | None:
-    tensor = next(model.parameters(), next(model.buffers(), None))
-    return None if tensor is None else tensor.device
 
 
 def _find(model: nn.Module, layer: str | nn.Module) -> nn.Module:

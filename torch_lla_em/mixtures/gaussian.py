@@ -129,17 +129,25 @@ class GaussianFamily(Family):
             return torch.zeros((), device="cpu")
         return self.prior.log_density(parameters, self.blocks)
 
+    def inwards(self, means: Tensor, covariances: Tensor) -> tuple[Tensor, Tensor]:
+        """Return means and covariances of the user in the frame's coordinates, in blocks."""
+        centre, scale = self.frame
+        return (means - centre) / scale, self.blocks.rescale(
+            self.blocks.pack(covariances), 1 / scale
+        )
+
+    def outwards(self, means: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return means and blocks in the coordinates and shapes of the user."""
+        centre, scale = self.frame
+        return means * scale + centre, self.blocks.unpack(self.blocks.rescale(blocks, scale))
+
     def enter(self, parameters: Gaussians) -> Components:
         weights, means, covariances = (t.to(self.frame.centre) for t in parameters)
-        means = (means - self.frame.centre) / self.frame.scale
-        blocks = self.blocks.rescale(self.blocks.pack(covariances), 1 / self.frame.scale)
-        return Components(weights, means, blocks)
+        return Components(weights, *self.inwards(means, covariances))
 
     def leave(self, parameters: Components) -> Gaussians:
         weights, means, covariances = parameters
-        means = means * self.frame.scale + self.frame.centre
-        blocks = self.blocks.rescale(covariances, self.frame.scale)
-        return Gaussians(weights, means, self.blocks.unpack(blocks))
+        return Gaussians(weights, *self.outwards(means, covariances))
 
 
 class GaussianMixture(Mixture):

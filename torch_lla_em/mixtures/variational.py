@@ -57,23 +57,14 @@ class VariationalFamily(GaussianFamily):
         return -parameters.divergence(self.start, self.blocks)
 
     def enter(self, parameters: Posterior) -> NormalWishart:
-        parameters = Posterior(*(t.to(self.frame.centre) for t in parameters))
-        scale = self.blocks.rescale(self.blocks.pack(parameters.scale), 1 / self.frame.scale)
-        means = (parameters.means - self.frame.centre) / self.frame.scale
-        return NormalWishart(
-            parameters.concentration, means, parameters.strength, parameters.dof[:, None], scale
-        )
+        alpha, m, kappa, nu, Psi = (t.to(self.frame.centre) for t in parameters)
+        means, scale = self.inwards(m, Psi)
+        return NormalWishart(alpha, means, kappa, nu[:, None], scale)
 
     def leave(self, parameters: NormalWishart) -> Posterior:
-        scale = self.blocks.rescale(parameters.scale, self.frame.scale)
-        means = parameters.means * self.frame.scale + self.frame.centre
-        return Posterior(
-            parameters.concentration,
-            means,
-            parameters.strength,
-            parameters.dof[:, 0],
-            self.blocks.unpack(scale),
-        )
+        alpha, m, kappa, nu, Psi = parameters
+        means, scale = self.outwards(m, Psi)
+        return Posterior(alpha, means, kappa, nu[:, 0], scale)
 
 
 class VariationalGaussianMixture(Mixture):

@@ -10,20 +10,26 @@ from torch import Tensor
 from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import AddPullback
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.problem.curvature import Curvature, hessian_product, hessian_sqrt_product
 from torch_lla_em.problem.finite import DERIVATIVE, LIKELIHOOD, OUTPUTS, all_finite
 from torch_lla_em.problem.passes import LocalPasses
 
 Cotangent = Callable[[Batch, Tensor, Tensor], Tensor]
-"""(batch, outputs (M, B, ..., C) that H is taken at, J w) -> u."""
+"""(batch, outputs (B, ..., C) that H is taken at, J w) -> u."""
+
+# of J w at the point: 256 MB in float32
+_OUTPUTS_KEPT = 1 << 26
 
 
 class BatchWork:
-    """A batch's own products under a likelihood, with H where a curvature says."""
+    """A batch's own products under a likelihood, with H at the network's outputs or at J w."""
 
-    def __init__(self, local: LocalPasses, likelihood: Likelihood, curvature: Curvature):
+    def __init__(self, local: LocalPasses, likelihood: Likelihood, point: Tensor | None = None):
         self._model, self._data, self._finite = local.linear_model, local.data, local.finite
-        self.likelihood, self.curvature = likelihood, curvature
+        self.likelihood = likelihood
+        self.point = point
+        """The w of J w, (1, P), beside the network, which takes it again with every batch."""
+
+        self._known: dict[tuple[int, int], Tensor] = {}
 
     def add_product(self, batch: Batch, cotangent: Cotangent, w: Tensor, total: Tensor) -> None:
         """Add Jᵀ u to the total, with u = cotangent(batch, at, J w)."""
@@ -35,7 +41,7 @@ class BatchWork:
 
     def curved(self, batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
         """Return H J w."""
-        return self._masked(hessian_product(self.likelihood, at, Jw), batch)
+        return self._masked(self.likelihood.hessian_product(at, Jw), batch)
 
     def sloped(self, batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
         """Return ∇loss(J w)."""
@@ -46,18 +52,18 @@ class BatchWork:
         return u if mask is None else u * mask.unsqueeze(-1)
 
     def _pushed(self, batch: Batch, w: Tensor) -> tuple[Tensor, Tensor, AddPullback]:
-        """Return where H is taken, (M, B, ..., C), J w, and the map that adds Jᵀ u."""
-        M = self.curvature.columns(batch)
-        columns = torch.cat([self.curvature.points.to(w), w]) if M else w
+        """Return where H is taken, (B, ..., C), J w, and the map that adds Jᵀ u."""
+        known = self._known.get(batch.place)
+        more = self.point is not None and known is None
+        columns = torch.cat([self.point.to(w), w]) if more else w
         f, Jw, pull = self._model.jvp_and_vjp(batch.inputs, columns)
         self.inspect(batch, f)
-        if self.curvature.points is None:
-            return f[None], Jw, pull
-        if not M:
-            return self.curvature.outputs(batch), Jw, pull
-        if self._data.kept:
-            self.curvature.know(batch, Jw[:M])
-        return Jw[:M], Jw[M:], pull
+        if not more:
+            return f if known is None else known, Jw, pull
+        held = sum(map(torch.numel, self._known.values())) + Jw[0].numel()
+        if self._data.kept and held <= _OUTPUTS_KEPT:
+            self._known[batch.place] = Jw[0].clone()
+        return Jw[0], Jw[1:], pull
 
     def noise_outputs(
         self, batch: Batch, draw: Callable[[Tensor], Tensor]
@@ -65,11 +71,11 @@ class BatchWork:
         """Return S ε, with ε = draw(at), and the map that adds Jᵀ u."""
         f, pull = self._model.vjp(batch.inputs)
         self.inspect(batch, f)
-        at = f[None]
-        if self.curvature.points is not None:
-            at = self._model.jvp(batch.inputs, self.curvature.points)[1]
+        at = f
+        if self.point is not None:
+            at = self._model.jvp(batch.inputs, self.point)[1][0]
             self.note(batch, DERIVATIVE, all_finite(at))
-        u = self._masked(hessian_sqrt_product(self.likelihood, at, draw(at)), batch)
+        u = self._masked(self.likelihood.hessian_sqrt_product(at, draw(at)), batch)
         self.note(batch, LIKELIHOOD, all_finite(u))
         return u, pull
 

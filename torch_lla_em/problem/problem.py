@@ -14,7 +14,6 @@ from torch_lla_em.jacobian import LinearModel, ParameterLayout
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.batch_work import BatchWork, Cotangent
 from torch_lla_em.problem.cost import Cost
-from torch_lla_em.problem.curvature import Curvature
 from torch_lla_em.problem.finite import DERIVATIVE, LIKELIHOOD, all_finite, is_moderate
 from torch_lla_em.problem.fitting import Fitting
 from torch_lla_em.problem.passes import (
@@ -77,7 +76,7 @@ class Problem:
         self.passes: Passes = self.fitting
         self.record = Record(data.group)
         self.vectors = Vectors(linear_model)
-        self.work = BatchWork(self.local, likelihood, Curvature())
+        self.work = BatchWork(self.local, likelihood)
         self.earlier: EarlierRows | None = None
         self.cost = Cost()
 
@@ -95,7 +94,7 @@ class Problem:
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n -log p(y_n | J_n w) and its gradient, shape (P,)."""
-        work = self.with_curvature_at(None).work
+        work = BatchWork(self.local, self.likelihood)
 
         def add(batch: Batch, w: Tensor, sums: Sums) -> None:
             found = []
@@ -119,7 +118,7 @@ class Problem:
         s² takes squares of sums over groups of rows: the same expectation as squares per
         row, without per-row gradients.
         """
-        known = self.earlier if self.curvature.points is None else None
+        known = self.earlier if self.work.point is None else None
         skipped = 0 if known is None else known.num_rows
 
         def add(batch: Batch, samples: Tensor, sums: Sums) -> None:
@@ -154,27 +153,21 @@ class Problem:
             return torch.eye(size, dtype=at.dtype, device=at.device).view(-1, *at.shape)
 
         def compute() -> Sums:
-            known = self.data.num_outputs if self.alone and self.data.num_passes else 0
-            known *= 1 if self.curvature.points is None else len(self.curvature.points)
-            R, parts = self.vectors.whole_zeros(known), []
-            done = 0
+            parts = [self.vectors.whole_zeros(0)]
 
             def add(batch: Batch, _: Tensor, sums: Sums) -> None:
-                nonlocal done
                 u, pull = self.work.noise_outputs(batch, identity)
-                rows = R[done : done + len(u)] if known else self.vectors.whole_zeros(len(u))
+                rows = self.vectors.whole_zeros(len(u))
                 fine = torch.ones((), dtype=torch.bool, device=u.device)
                 for columns, product in self.linear_model.pulled(u, pull):
                     fine &= all_finite(product)
                     rows[columns] = product
                 self.work.note(batch, DERIVATIVE, fine)
-                parts.append(rows if not known else rows[:0])
-                done += len(u)
+                parts.append(rows)
 
             self._visit(add, columns=1 << 16)
             self.local.finite.refuse(LIKELIHOOD, DERIVATIVE)
-            whole = R if known else self.data.group.gather(torch.cat([R, *parts]))
-            return {"R": self.vectors.own(whole)}
+            return {"R": self.vectors.own(self.data.group.gather(torch.cat(parts)))}
 
         rows = self.record.kept(torch.zeros(1, device=self.device), compute)["R"]
         self.cost.columns += len(rows) // self.data.num_rows
@@ -215,24 +208,17 @@ class Problem:
         """Return the same problem under another likelihood."""
         other = copy.copy(self)
         other.likelihood = likelihood
-        other.work = BatchWork(self.local, likelihood, self.curvature)
+        other.work = BatchWork(self.local, likelihood, self.work.point)
         return other
 
     def with_curvature_at(self, w: Tensor | None) -> Problem:
-        """Return the same problem with H at the network's outputs, or at J w: (P,) or (M, P)."""
-        other = copy.copy(self)
-        # beside the network, which takes them again with every batch
-        near = self.linear_model.network.device
-        points = None if w is None else self.vectors.whole(w.view(-1, w.shape[-1])).to(near)
-        other.work = BatchWork(self.local, self.likelihood, Curvature(points))
+        """Return the same problem with H at the network's outputs, or at J w, for w (P,)."""
+        other, near = copy.copy(self), self.linear_model.network.device
+        point = None if w is None else self.vectors.whole(w[None]).to(near)
+        other.work = BatchWork(self.local, self.likelihood, point)
         return other
 
     # vectors, memory, checkpoints
-
-    @property
-    def curvature(self) -> Curvature:
-        """Where H is taken."""
-        return self.work.curvature
 
     @property
     def alone(self) -> bool:
@@ -300,14 +286,7 @@ class Problem:
 
 
 def _draw(seed: int, samples: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-    """Return ε, shape (K, M, B, ..., C), keyed by (seed, sample, row)."""
-    entries = at[:, 0].numel()
-    noise = normals(
-        seed, _EPSILON_STREAM, samples.tolist(), rows.to(at.device, non_blocking=True), entries
-    )
-    return (
-        noise.to(at.dtype)
-        .view(len(samples), len(rows), len(at), -1)
-        .transpose(1, 2)
-        .reshape(len(samples), *at.shape)
-    )
+    """Return ε, shape (K, B, ..., C), keyed by (seed, sample, row)."""
+    near, entries = rows.to(at.device, non_blocking=True), at[0].numel()
+    noise = normals(seed, _EPSILON_STREAM, samples.tolist(), near, entries)
+    return noise.to(at.dtype).view(len(samples), *at.shape)

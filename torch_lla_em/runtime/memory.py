@@ -58,7 +58,9 @@ def attempt(run: Callable[[], T]) -> tuple[T | None, str | None]:
     try:
         return run(), None
     except (RuntimeError, MemoryError) as error:
-        shortage = shortage_of(error)
+        if not is_shortage(error):
+            raise
+        shortage = words_of(error)
     release()
     return None, shortage
 

@@ -203,7 +203,8 @@ class LinearisedLaplace(Fitted):
                     run.begin(self.num_samples, self.compute, options.layerwise)
                     posterior = learn(problem, options, run.on_step)
                     run.end()
-                    self._store(posterior, run.history, data)
+                    self._store(posterior, run.history, data.num_rows)
+                    self._examine(data)
                     self.said = run.said
                     state = {} if posterior.noise is None else {_ETA: posterior.noise.eta}
                     run.keep({**self.state_dict(), **state})

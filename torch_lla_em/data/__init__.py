@@ -9,6 +9,7 @@ from torch_lla_em.data.batch import (
     is_sequence,
     map_tensors,
     next_tokens,
+    tensors_in,
     to_device,
 )
 from torch_lla_em.data.identity import Identity
@@ -29,5 +30,6 @@ __all__ = [
     "map_tensors",
     "next_tokens",
     "paired",
+    "tensors_in",
     "to_device",
 ]

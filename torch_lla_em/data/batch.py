@@ -206,6 +206,13 @@ def map_tensors(
     return tree
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return every tensor that ``map_tensors`` finds."""
+    found: list[Tensor] = []
+    map_tensors(found.append, tree)
+    return found
+
+
 def to_device(tree: Any, device: torch.device) -> Any:
     """Move every tensor to a device."""
     moved, wait = sent(tree, device)

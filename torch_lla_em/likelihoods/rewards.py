@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.data import default_forward, default_targets, is_sequence, map_tensors
+from torch_lla_em.data import default_forward, default_targets, is_sequence, tensors_in
 
 
 def compare(model: nn.Module, inputs: Any) -> Tensor:
@@ -25,9 +25,8 @@ def compare(model: nn.Module, inputs: Any) -> Tensor:
 def preferred(batch: Any) -> Tensor:
     """Return the index of the preferred candidate: the batch's targets, or 0 for "chosen"."""
     if isinstance(batch, Mapping) and "chosen" in batch and "labels" not in batch:
-        found: list[Tensor] = []
-        map_tensors(found.append, batch["chosen"])
-        return torch.zeros(len(found[0]), dtype=torch.long, device=found[0].device)
+        first = tensors_in(batch["chosen"])[0]
+        return torch.zeros(len(first), dtype=torch.long, device=first.device)
     return default_targets(batch)
 
 

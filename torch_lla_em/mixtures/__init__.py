@@ -7,9 +7,9 @@ mixture.log_prob(x)
 
 from torch_lla_em.mixtures.base import Mixture
 from torch_lla_em.mixtures.bernoulli import BernoulliMixture, Bernoullis, BetaPrior
-from torch_lla_em.mixtures.conjugate import ConjugatePrior
+from torch_lla_em.mixtures.conjugate import ConjugatePrior, Gaussians
 from torch_lla_em.mixtures.feature_density import FeatureDensity
-from torch_lla_em.mixtures.gaussian import GaussianMixture, Gaussians
+from torch_lla_em.mixtures.gaussian import GaussianMixture
 from torch_lla_em.mixtures.variational import Posterior, VariationalGaussianMixture
 
 __all__ = [

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch_lla_em.mixtures.blocks import Blocks
 
 
-class Components(NamedTuple):
-    """Weights, means and covariance blocks of a Gaussian mixture."""
+class Gaussians(NamedTuple):
+    """A Gaussian mixture."""
 
     weights: Tensor
     """π, shape (K,)."""
@@ -24,7 +24,7 @@ class Components(NamedTuple):
     """μ, shape (K, D)."""
 
     covariances: Tensor
-    """Σ, in blocks."""
+    """Σ: full (K, D, D), tied (D, D), diagonal (K, D) or spherical (K,); in blocks during a fit."""
 
 
 class NormalWishart(NamedTuple):
@@ -59,13 +59,13 @@ class NormalWishart(NamedTuple):
             self.scale + scatter + blocks.outer(means - self.means, pull),
         )
 
-    def mode(self, blocks: Blocks) -> Components:
+    def mode(self, blocks: Blocks) -> Gaussians:
         """Return the components where the density of (π, μ, Σ) is greatest."""
         weights = self.concentration - 1
         dof = self.dof + self._mode_dof(blocks)
-        return Components(weights / weights.sum(), self.means, self.scale / dof[..., None, None])
+        return Gaussians(weights / weights.sum(), self.means, self.scale / dof[..., None, None])
 
-    def log_density(self, components: Components, blocks: Blocks) -> Tensor:
+    def log_density(self, components: Gaussians, blocks: Blocks) -> Tensor:
         """Return log p(π, μ, Σ) up to a constant, shape ()."""
         weights, means, covariances = components
         precision = blocks.inverse(covariances)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torch_lla_em.mixtures.base import Mixture, check_shapes, check_weights
 from torch_lla_em.mixtures.blocks import Blocks, check_structure
-from torch_lla_em.mixtures.conjugate import Components, ConjugatePrior
+from torch_lla_em.mixtures.conjugate import ConjugatePrior, Gaussians
 from torch_lla_em.mixtures.family import Family, FeatureMatrix, Features
 
 WIDE = 64
@@ -30,19 +30,6 @@ class Frame(NamedTuple):
         if structure == "spherical":
             variance = variance.mean().expand(variance.shape)
         return cls(mean, torch.where(variance > 0, variance.sqrt(), 1.0))
-
-
-class Gaussians(NamedTuple):
-    """A Gaussian mixture."""
-
-    weights: Tensor
-    """π, shape (K,)."""
-
-    means: Tensor
-    """μ, shape (K, D)."""
-
-    covariances: Tensor
-    """Σ: full (K, D, D), tied (D, D), diagonal (K, D) or spherical (K,)."""
 
 
 class DenseFeatures(NamedTuple):
@@ -96,7 +83,7 @@ class GaussianFamily(Family):
             return DenseFeatures(columns, self.blocks)
         return FeatureMatrix(self.blocks.features(columns))
 
-    def natural(self, parameters: Components) -> Tensor:
+    def natural(self, parameters: Gaussians) -> Tensor:
         weights, means, covariances = parameters
         precision = self.blocks.inverse(covariances)
         log_det = -self.blocks.spread(self.blocks.log_dets(covariances))
@@ -109,7 +96,7 @@ class GaussianFamily(Family):
         volume = self.frame.scale.log().sum() + 0.5 * self.blocks.dim * math.log(2 * math.pi)
         return self.blocks.natural(log_weights + 0.5 * log_det - volume, means, precision)
 
-    def maximise(self, sums: Tensor, old: Components) -> Components:
+    def maximise(self, sums: Tensor, old: Gaussians) -> Gaussians:
         counts, means, scatter = moments = self.blocks.moments(sums)
         if self.prior is not None:
             return self.prior.updated(moments, self.blocks).mode(self.blocks)
@@ -118,13 +105,13 @@ class GaussianFamily(Family):
         degrees = self.blocks.degrees(counts)[..., None, None]
         covariances = torch.where(degrees > 0, scatter / degrees, old.covariances)
         covariances = self.blocks.floor(covariances, self.floor)
-        return Components(counts / counts.sum(), means, covariances)
+        return Gaussians(counts / counts.sum(), means, covariances)
 
-    def first(self, sums: Tensor) -> Components:
+    def first(self, sums: Tensor) -> Gaussians:
         posterior = self.start.updated(self.blocks.moments(sums), self.blocks)
         return posterior.mode(self.blocks)
 
-    def log_prior(self, parameters: Components) -> Tensor:
+    def log_prior(self, parameters: Gaussians) -> Tensor:
         if self.prior is None:
             return torch.zeros((), device="cpu")
         return self.prior.log_density(parameters, self.blocks)
@@ -141,11 +128,11 @@ class GaussianFamily(Family):
         centre, scale = self.frame
         return means * scale + centre, self.blocks.unpack(self.blocks.rescale(blocks, scale))
 
-    def enter(self, parameters: Gaussians) -> Components:
+    def enter(self, parameters: Gaussians) -> Gaussians:
         weights, means, covariances = (t.to(self.frame.centre) for t in parameters)
-        return Components(weights, *self.inwards(means, covariances))
+        return Gaussians(weights, *self.inwards(means, covariances))
 
-    def leave(self, parameters: Components) -> Gaussians:
+    def leave(self, parameters: Gaussians) -> Gaussians:
         weights, means, covariances = parameters
         return Gaussians(weights, *self.outwards(means, covariances))
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from torch_lla_em.mixtures.base import Mixture, check_shapes
 from torch_lla_em.mixtures.blocks import Blocks, check_structure
-from torch_lla_em.mixtures.conjugate import ConjugatePrior, NormalWishart
-from torch_lla_em.mixtures.gaussian import Frame, GaussianFamily, Gaussians
+from torch_lla_em.mixtures.conjugate import ConjugatePrior, Gaussians, NormalWishart
+from torch_lla_em.mixtures.gaussian import Frame, GaussianFamily
 
 
 class Posterior(NamedTuple):

@@ -272,17 +272,19 @@ class Fitted(nn.Module):
             self._standing = Standing(network)
         return self
 
-    def _store(self, posterior: Posterior, history: list[dict[str, Any]], data: Data) -> None:
-        """Take over what a fit of these data has found, and warn where it went to one end."""
+    def _store(self, posterior: Posterior, history: list[dict[str, Any]], num_data: int) -> None:
         for name, tensor in stored.tensors_of(posterior).items():
             setattr(self, name, tensor)
-        self.history, self.num_data, self.calibration = history, data.num_rows, None
+        self.history, self.num_data, self.calibration = history, num_data, None
         if self.sigma_noise is not None:
             self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
         elif isinstance(self._given_likelihood, Regression):  # tempered, so its noise stays
             self.likelihood = self._given_likelihood
             self.sigma_noise = self.likelihood.sigma_noise.to(self.w_lin.device)
         self._standing = Standing(self._linear_model.network)
+
+    def _examine(self, data: Data) -> None:
+        """Warn of a fit that has gone to one end, by predictions of rows it was fitted to."""
         for sign in collapse.examined(self, data):
             logger.warning("%s", sign)
 

@@ -99,7 +99,7 @@ def log_mean(values: Tensor, weights: Tensor | None) -> Tensor:
     """Return the logarithm of the mean of exp over the leading axis."""
     if weights is None:
         return values.logsumexp(0) - log(len(values))
-    return (values + _as_column(weights.log(), values)).logsumexp(0)
+    return (values.movedim(0, -1) + weights.log().to(values)).logsumexp(-1)
 
 
 def quantile(values: Tensor, share: float, weights: Tensor | None) -> Tensor:
@@ -126,7 +126,3 @@ def pair_error(values: Tensor, count: int) -> Tensor:
     half = len(values) // 2
     pairs = 0.5 * (values[:count] + values[half : half + count])
     return pairs.std(0) / count**0.5 if count > 1 else torch.full_like(pairs[0], float("nan"))
-
-
-def _as_column(weights: Tensor, values: Tensor) -> Tensor:
-    return weights.to(values).view(-1, *(1,) * (values.dim() - 1))

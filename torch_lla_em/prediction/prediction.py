@@ -104,12 +104,7 @@ class Prediction:
     @property
     def expectation(self) -> Tensor:
         """E[y] over ``functions``: probabilities for classes and labels, rates for counts."""
-        if self.likelihood.real_valued:
-            return self._out(average(self.likelihood.mean(self._mixture.centres()), self.weights))
-        weights = self._mixture.each()
-        return self._out(
-            self._mixture.over_rows(lambda f, _: average(self.likelihood.mean(f), weights))
-        )
+        return self._out(self._expected())
 
     @property
     def standard_error(self) -> Tensor:
@@ -177,7 +172,7 @@ class Prediction:
         tail = 0.5 - 0.5 * level
         z = -torch.special.ndtri(torch.tensor(tail, dtype=torch.float64, device="cpu")).item()
         if self.likelihood.real_valued:
-            centre = average(self.likelihood.mean(self._mixture.centres()), self.weights)
+            centre = self._expected()
             half = z * self._variance().sqrt()
             lower, upper = centre - half, centre + half
         elif self.likelihood.monotone and self.beside is None:
@@ -294,8 +289,15 @@ class Prediction:
         contrasts = self.deviations - self.deviations.mean(-1, keepdim=True)
         return contrasts.square().mean(0).sum(-1, keepdim=True) / (count - 1)
 
+    def _expected(self) -> Tensor:
+        if self.likelihood.real_valued:
+            return average(self.likelihood.mean(self._mixture.centres()), self.weights)
+        weights = self._mixture.each()
+        return self._mixture.over_rows(lambda f, _: average(self.likelihood.mean(f), weights))
+
     def _variance(self) -> Tensor:
-        return torch.stack(self._uncertainties()).sum(0)
+        aleatoric, epistemic = self._uncertainties()
+        return aleatoric + epistemic
 
     def _uncertainties(self) -> tuple[Tensor, Tensor]:
         if self._is_gaussian:  # E[y | f] is linear in f
@@ -312,6 +314,4 @@ class Prediction:
 
     def _out(self, values: Tensor, leading: int = 0) -> Tensor:
         """Move the classes back to where the model has them."""
-        if self.class_dim < 0:
-            return values.movedim(-1, self.class_dim)
-        return values.movedim(-1, self.class_dim + leading)
+        return values.movedim(-1, self.class_dim + leading * (self.class_dim >= 0))

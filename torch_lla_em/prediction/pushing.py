@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from torch_lla_em.data import as_loader, inputs_of, map_tensors, to_device
+from torch_lla_em.data import as_loader, inputs_of, map_tensors, tensors_in, to_device
 from torch_lla_em.jacobian import LinearModel
 
 
@@ -24,7 +24,7 @@ def push_forward(linear_model: LinearModel, x: Any, w: Tensor) -> tuple[Tensor, 
         return torch.cat(f), torch.cat(Jw, dim=1)
     network = linear_model.network
     x = to_device(inputs_of(x) if isinstance(x, Mapping) else x, network.device)
-    differentiate = torch.is_grad_enabled() and _requires_grad(x)
+    differentiate = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(x))
     try:
         if linear_model.report is None:
             linear_model.probe(map_tensors(Tensor.detach, x))
@@ -37,18 +37,10 @@ def push_forward(linear_model: LinearModel, x: Any, w: Tensor) -> tuple[Tensor, 
 
 def _explain_dtype(error: RuntimeError, x: Any, module: nn.Module) -> None:
     """Raise with what to do where inputs are of another precision than all weights."""
-    found: set[torch.dtype] = set()
-    map_tensors(lambda tensor: found.add(tensor.dtype), x)
     own = {p.dtype for p in module.parameters() if p.is_floating_point()}
-    other = {dtype for dtype in found - own if dtype.is_floating_point}
+    other = {t.dtype for t in tensors_in(x) if t.is_floating_point()} - own
     if other and len(own) == 1:
         raise TypeError(
             f"The inputs are {other.pop()}, but the network's weights {(*own,)[0]}, and it failed "
             f"({str(error).splitlines()[0]}): pass inputs of the weights' dtype."
         ) from error
-
-
-def _requires_grad(x: Any) -> bool:
-    found: list[bool] = []
-    map_tensors(lambda tensor: found.append(tensor.requires_grad), x)
-    return any(found)

@@ -3,10 +3,11 @@
     python benchmarks/card.py                              # needs a card
     python benchmarks/card.py --tiny --device cpu          # every step at a toy's size, to try it
 
-runs the tests marked cuda; products with G in float32, TF32 and bfloat16 with their errors, for
-K = 1, 8, 32, on LeNet, ResNet-18, ResNet-50 and ViT-S with batches that fill the card; whole
-fits in float32 to a certificate of 1e-3, with seconds, forward passes, and the memory they took
-beside the plan that was logged; a fit where memory ends on the way. It writes results/card.json
+runs the tests marked cuda; whole fits of LeNet, ResNet-18, ResNet-50 and ViT-S in float32 to a
+certificate of 1e-3, with the memory they took beside the plan that was logged; products with G
+(speed.py) in float32, TF32 and bfloat16 with their errors, for K = 1, 8, 32, with batches that fill
+the card, and with small ones by CUDA graphs; a fit where memory ends on the way; what compiling
+gives to the forward pass; what fits of small networks cost (cost.py). It writes results/card.json
 after every step, and the page results/card.md. What fails, or comes after --minutes, is told there.
 """
 
@@ -21,14 +22,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import cost
 import speed
 import torch
 from methods import markdown
 from methods.provenance import provenance
-from torch import Tensor, nn
-from torch.nn import functional as F
 
-from torch_lla_em import LinearisedLaplace
+from torch_lla_em import Compute
 
 ROOT = Path(__file__).parents[1]
 BATCHES = {"lenet": 8192, "resnet18": 1024, "resnet50": 128, "vit_s": 128}
@@ -38,6 +38,8 @@ ROWS = {"lenet": 8192, "resnet18": 1024, "resnet50": 64, "vit_s": 64}
 """Rows of a whole fit."""
 
 MEANS = "torch.func", "eager", "tf32", "bfloat16"
+SMALL = "mlp", "cnn", "bert"
+COMPILE = "The library has no option for it: products differentiate the module that it wraps."
 Lines = list[dict]
 
 
@@ -68,57 +70,54 @@ def products(name: str, means: str, args: argparse.Namespace) -> Lines:
     """Return time, memory and error of products with G for every K."""
     share = torch.cuda.mem_get_info()[1] / 80e9 if args.device == "cuda" else 1.0
     batch = 4 if args.tiny else max(1, int(BATCHES[name] * share))
-    asked = argparse.Namespace(
-        device=args.device, batch=batch, columns=[1, 2] if args.tiny else [1, 8, 32], repeats=3
-    )
-    return speed.measure(asked, name, means)
+    columns = [1, 2] if args.tiny else [1, 8, 32]
+    return speed.measure(_asked(args, batch, columns, 3), name, means)
 
 
-def trained(name: str, args: argparse.Namespace) -> tuple[nn.Module, Tensor, Tensor]:
-    """Return a network after some steps on noisy pictures, one a class, and these."""
-    torch.manual_seed(0)
-    make, shape, _ = speed.NETWORKS[name]
-    model = make().to(args.device)
-    rows = 24 if args.tiny else ROWS[name]
-    y = torch.randint(10, (rows,), device=args.device)
-    pictures = F.interpolate(torch.randn(10, shape[0], 5, 5, device=args.device), shape[1:])
-    x = pictures[y] + torch.randn(rows, *shape, device=args.device)
-    optimiser = torch.optim.Adam(model.parameters(), 1e-3)
-    for _ in range(3 if args.tiny else 40):
-        part = torch.randint(rows, (min(rows, 64),), device=args.device)
-        optimiser.zero_grad()
-        F.cross_entropy(model(x[part]), y[part], label_smoothing=0.1).backward()
-        optimiser.step()
-    return model.eval(), x, y
+def launches(name: str, args: argparse.Namespace) -> Lines:
+    """Return what a small batch takes as it comes and by a CUDA graph, once one is recorded."""
+    asked = _asked(args, 4 if args.tiny else 32, [1], 8)
+    return [line for means in ("eager", "graphs") for line in speed.measure(asked, name, means)]
+
+
+def _asked(
+    args: argparse.Namespace, batch: int, columns: list[int], repeats: int
+) -> argparse.Namespace:
+    return argparse.Namespace(device=args.device, batch=batch, columns=columns, repeats=repeats)
 
 
 def fit(name: str, args: argparse.Namespace, **options: object) -> Lines:
-    """Return seconds, forward passes, certificate and memory of a whole fit."""
-    model, x, y = trained(name, args)
-    batches = list(zip(x.split(64), y.split(64)))
-    once = min(
-        _seconds(lambda: [_forward(model, part) for part, _ in batches], args) for _ in "123"
-    )
-    K = 2 if args.tiny else 8
+    """Return what a whole fit costs, to a certificate of 1e-3, and what its plan said."""
+    torch.manual_seed(0)
+    make, (channels, size, _), _ = speed.NETWORKS[name]
+    rows = 24 if args.tiny else ROWS[name]
     options = {"tolerance": 1e-3, "curvature": "network", **options}
-    la = LinearisedLaplace(model, "classification", num_samples=K, **options)
-    said = Said()
-    logging.getLogger("torch_lla_em").addHandler(said)
-    before = torch.cuda.memory_allocated() if args.device == "cuda" else 0
-    if args.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    x, y = cost.images(rows, channels, size)
+    problem = cost.Problem(make(), x, y, 1 + 4000 * (not args.tiny) // rows, options)
+    problem, said = problem.on(args.device), Said()
+    epoch = cost.train(problem)
+    logger = logging.getLogger("torch_lla_em")
+    logger.addHandler(said)
     try:
-        taken = _seconds(lambda: la.fit(batches, progress_bar=False), args)
+        line = cost.line(problem, epoch, 2 if args.tiny else 8, 64)
     finally:
-        logging.getLogger("torch_lla_em").removeHandler(said)
-    peak = torch.cuda.max_memory_allocated() if args.device == "cuda" else 0
-    last, gamma = la.history[-1], la.effective_dim.sum().item()
-    line = {"network": name, "weights": la.w_lin.numel(), "rows": len(x), "K": K, "seconds": taken}
-    line |= {"F": taken / once, "columns": last["columns"], "em_steps": len(la.history)}
-    line |= {"precision": la.prior_precision.item(), "gamma": gamma}
-    line["certificate"] = la.certificate.square().mean().sqrt().item() / max(gamma, 1e-9) ** 0.5
-    line |= {"peak_gb": (peak - before) / 1e9, "said": said.lines}
-    return [line | {"predict_seconds": _seconds(lambda: la(x[:64]), args)}]
+        logger.removeHandler(said)
+    means = "graphs" if "compute" in options else "eager"
+    return [{"network": name, "means": means} | line | {"said": said.lines}]
+
+
+def compiled(name: str, args: argparse.Namespace) -> Lines:
+    """Return what torch.compile gives to the forward pass; products have no use for it."""
+    torch.manual_seed(0)
+    make, shape, _ = speed.NETWORKS[name]
+    x = torch.randn(4 if args.tiny else 32, *shape, device=args.device)
+    model = make().eval().to(args.device)
+    faster = torch.compile(model, backend="eager" if args.tiny else "inductor")
+    with torch.no_grad():
+        error = ((faster(x) - model(x)).norm() / model(x).norm()).item()
+        seconds = [cost.seconds(lambda run=run: run(x), 5) for run in (model, faster)]
+    line = {"network": name, "rows": len(x), "forward": seconds[0], "compiled": seconds[1]}
+    return [line | {"difference": error}]
 
 
 def recovery(args: argparse.Namespace) -> Lines:
@@ -139,19 +138,10 @@ def recovery(args: argparse.Namespace) -> Lines:
     return [free | {"of": "as it is"}, short | {"of": "a third of its memory"}]
 
 
-def _forward(model: nn.Module, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        return model(x)
-
-
-def _seconds(run: Callable[[], object], args: argparse.Namespace) -> float:
-    if args.device == "cuda":
-        torch.cuda.synchronize()
-    clock = time.perf_counter()
-    run()
-    if args.device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - clock
+def costs(name: str, args: argparse.Namespace) -> Lines:
+    """Return what fits of a small network cost, in training epochs and forward passes."""
+    K = 2 if args.tiny else 16
+    return [*cost.fits(argparse.Namespace(problems=[name], num_samples=K, device=args.device))]
 
 
 def steps(args: argparse.Namespace) -> dict[str, Callable[[argparse.Namespace], Lines]]:
@@ -163,6 +153,12 @@ def steps(args: argparse.Namespace) -> dict[str, Callable[[argparse.Namespace], 
         for means in MEANS[1:2] if args.tiny else MEANS:
             found[f"product {name}, {means}"] = partial(products, name, means)
     found["recovery"] = recovery
+    found["fit lenet, graphs"] = partial(fit, "lenet", compute=Compute(graphs=True))
+    for name in names:
+        found[f"launches {name}"] = partial(launches, name)
+        found[f"compile {name}"] = partial(compiled, name)
+    for name in SMALL[:1] if args.tiny else SMALL:
+        found[f"cost {name}"] = partial(costs, name)
     return found if args.tiny else {"tests": tests} | found
 
 
@@ -171,26 +167,31 @@ def page(record: dict) -> str:
     found = record["steps"]
 
     def lines(beginning: str) -> Lines:
-        return [line for name, part in found.items() if name.startswith(beginning) for line in part]
+        parts = [part for name, part in found.items() if name.startswith(beginning)]
+        return [line for part in parts for line in part if "error" not in line]
 
-    fits = "rows", "K", "seconds", "F", "columns", "precision", "certificate", "peak_gb", "off"
-    product = "forward", "product", "ratio", "peak_gb", "precision_error"
+    fits = ["rows", "K", "seconds", "F", "columns", "precision", "relative_certificate", "peak_gb"]
     told = [f"- {name}: {part[0]['error']}" for name, part in found.items() if "error" in part[0]]
-    plans = [
-        f"- {line['network']}: {said}" for line in lines("fit") for said in line.get("said", ())
-    ]
-    ended = [str(value) for line in lines("tests") for value in line.values()]
-    parts = [f"# One card\n\n{record['machine']}; {record['versions']}; commit {record['commit']}."]
-    parts += ["Tests marked cuda: " + "; ".join(ended)] if ended else []
-    good = [line for line in lines("fit") if "seconds" in line]
-    parts += ["## Whole fits\n", markdown.table(good, ["network"], fits), *plans]
-    shown = ("network", "rows", "means", "columns")
-    measured = [line for line in lines("product") if "ratio" in line]
-    parts += ["## Products with G\n", markdown.table(measured, shown, product)]
-    short = [line for line in lines("recovery") if "seconds" in line]
-    parts += ["## Where memory ends\n", markdown.table(short, ["of"], fits)]
-    parts += ["## Failed or left out\n", *told] if told else []
-    return "\n\n".join(parts) + "\n"
+    ended = [f"- {value}" for line in lines("tests") for value in line.values()]
+    plans = [f"- {line['network']}: {said}" for line in lines("fit") for said in line["said"]]
+    product = ["network", "rows", "means", "columns"]
+    taken = ["forward", "product", "ratio", "peak_gb", "precision_error"]
+    gained = ["forward", "compiled", "difference"]
+    sections = {
+        "Tests marked cuda": ended,
+        "Whole fits": [markdown.table(lines("fit"), ["network", "means"], fits), *plans],
+        "Products with G": [markdown.table(lines("product"), product, taken)],
+        "Small batches, by CUDA graphs": [markdown.table(lines("launches"), product, taken)],
+        "Where memory ends": [markdown.table(lines("recovery"), ["of"], [*fits, "off"])],
+        "torch.compile": [COMPILE, markdown.table(lines("compile"), ["network", "rows"], gained)],
+        "What small fits cost": [
+            markdown.table(lines("cost"), ["problem"], [*fits, "epochs", "predict F", "ensemble"])
+        ],
+        "Failed or left out": told,
+    }
+    head = f"# One card\n\n{record['machine']}; {record['versions']}; commit {record['commit']}."
+    shown = [f"## {title}\n\n" + "\n\n".join(part) for title, part in sections.items() if part]
+    return "\n\n".join([head, *shown]) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> None:

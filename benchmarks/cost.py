@@ -5,7 +5,7 @@
     python benchmarks/cost.py --parts loaders growth       # batch sizes; N, P, C and K
     python benchmarks/cost.py --before old.jsonl           # another version's lines beside these
 
-One thread, processor seconds. Classifiers are fitted as a user fits them, and by the curvature of
+One thread, processor seconds; with --device cuda, those on the wall. Classifiers are fitted as a user fits them, and by the curvature of
 the network's outputs. An epoch is one of the training that went before, by Adam in
 batches of 100; F is one forward pass over the training data in eval mode, without gradients; of
 predictions, over the rows that are predicted. The ensemble costs four further trainings;
@@ -51,6 +51,10 @@ class Problem(NamedTuple):
     @property
     def regression(self) -> bool:
         return self.y.is_floating_point()
+
+    def on(self, device: str) -> "Problem":
+        x, y = self.x.to(device), self.y.to(device)
+        return self._replace(network=self.network.to(device), x=x, y=y)
 
     def loader(self, batch: int = BATCH) -> list[tuple[Tensor, Tensor]]:
         return list(zip(self.x.split(batch), self.y.split(batch)))
@@ -148,22 +152,26 @@ GROWTH: dict[str, list[tuple[dict, int]]] = {
 
 
 def seconds(run: Callable[[], object], repeats: int = 1) -> float:
-    """Return the least processor seconds of a call."""
-    taken = []
+    """Return the least seconds of a call: of the processor, or with a card those that go by."""
+    card, taken = torch.cuda.is_initialized(), []
+    clock = time.perf_counter if card else time.process_time
+    wait = torch.cuda.synchronize if card else lambda: None
     for _ in range(repeats):
-        clock = time.process_time()
+        wait()
+        began = clock()
         run()
-        taken.append(time.process_time() - clock)
+        wait()
+        taken.append(clock() - began)
     return min(taken)
 
 
 def train(problem: Problem) -> float:
-    """Train in place, and return the processor seconds of an epoch."""
+    """Train in place, and return the seconds of an epoch."""
     optimiser = torch.optim.Adam(problem.network.parameters(), 2e-3, weight_decay=1e-4)
     loss = F.mse_loss if problem.regression else F.cross_entropy
 
     def epoch() -> None:
-        for rows in torch.randperm(len(problem.x)).split(BATCH):
+        for rows in torch.randperm(len(problem.x), device=problem.x.device).split(BATCH):
             optimiser.zero_grad()
             loss(problem.network(problem.x[rows]), problem.y[rows]).backward()
             optimiser.step()
@@ -183,7 +191,7 @@ def forward(problem: Problem, x: Tensor) -> None:
 def fitted(
     problem: Problem, num_samples: int, batch: int = BATCH
 ) -> tuple[LinearisedLaplace, float]:
-    """Return the posterior, and the processor seconds that its fit took."""
+    """Return the posterior, and the seconds that its fit took."""
     likelihood = "regression" if problem.regression else "classification"
     la = LinearisedLaplace(problem.network, likelihood, num_samples=num_samples, **problem.options)
     return la, seconds(lambda: la.fit(problem.loader(batch), progress_bar=False))
@@ -191,11 +199,16 @@ def fitted(
 
 def line(problem: Problem, epoch: float, num_samples: int, batch: int = BATCH) -> dict:
     """Return what a fit costs."""
+    on_card = torch.cuda.is_initialized()
+    if on_card:
+        torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated() if on_card else 0
     la, taken = fitted(problem, num_samples, batch)
+    peak = {"peak_gb": (torch.cuda.max_memory_allocated() - held) / 1e9} if on_card else {}
     once = seconds(lambda: forward(problem, problem.x), 3)
     few = problem.x[:500]
     ahead = seconds(lambda: la(few), 2) / seconds(lambda: forward(problem, few), 3)
-    last = la.history[-1]
+    last, gamma = la.history[-1], la.effective_dim.sum().item()
     return {
         "weights": la.w_lin.numel(),
         "rows": len(problem.x),
@@ -208,10 +221,12 @@ def line(problem: Problem, epoch: float, num_samples: int, batch: int = BATCH) -
         "em_steps": len(la.history),
         "stages": {name: round(spent[0], 3) for name, spent in last["stages"].items()},
         "precision": la.prior_precision.sum().item(),
-        "gamma": la.effective_dim.sum().item(),
+        "gamma": gamma,
         "certificate": la.certificate.max().item(),
+        "relative_certificate": la.certificate.square().mean().sqrt().item()
+        / max(gamma, 1e-9) ** 0.5,
         "epoch_seconds": epoch,
-    }
+    } | peak
 
 
 def laplace_torch(problem: Problem) -> float:
@@ -232,7 +247,7 @@ def laplace_torch(problem: Problem) -> float:
 def fits(args: argparse.Namespace) -> Iterator[dict]:
     """Yield a line of every network."""
     for name in args.problems or PROBLEMS:
-        problem = made(PROBLEMS[name])
+        problem = made(PROBLEMS[name], args.device)
         epoch = train(problem)
         if not problem.regression:
             by_network = problem._replace(options={**problem.options, **NETWORK})
@@ -251,7 +266,7 @@ def fits(args: argparse.Namespace) -> Iterator[dict]:
 def loaders(args: argparse.Namespace) -> Iterator[dict]:
     """Yield a line of every batch size that a loader may have."""
     for name in args.problems or ("mlp", "cnn"):
-        problem = made(PROBLEMS[name])
+        problem = made(PROBLEMS[name], args.device)
         epoch = train(problem)
         for batch in (100, 1, 8, 64, 1024):
             taken = {"batch": batch} | line(problem, epoch, args.num_samples, batch)
@@ -262,7 +277,7 @@ def growth(args: argparse.Namespace) -> Iterator[dict]:
     """Yield a line of every size of the first network."""
     for grown, cases in GROWTH.items():
         for sizes, num_samples in cases:
-            problem = made(partial(mlp, **sizes))
+            problem = made(partial(mlp, **sizes), args.device)
             found = line(problem, train(problem), num_samples)
             yield {
                 "part": "growth",
@@ -271,9 +286,9 @@ def growth(args: argparse.Namespace) -> Iterator[dict]:
             } | found
 
 
-def made(make: Callable[[], Problem]) -> Problem:
+def made(make: Callable[[], Problem], device: str = "cpu") -> Problem:
     torch.manual_seed(0)
-    return make()
+    return make().on(device)
 
 
 PARTS = {"fits": fits, "loaders": loaders, "growth": growth}
@@ -284,6 +299,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS)
     parser.add_argument("--num-samples", type=int, default=16)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--before", type=Path, help="lines of another version")
     parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args(arguments)
@@ -293,6 +309,8 @@ def main(arguments: list[str] | None = None) -> None:
     key = lambda record: tuple(record.get(name) for name in ("part", "problem", "batch", "K"))  # noqa: E731
     before = {key(record): record for record in markdown.read(args.before)} if args.before else {}
     args.out.mkdir(parents=True, exist_ok=True)
+    origin = provenance(("torch",))
+    origin |= {"machine": torch.cuda.get_device_name()} if args.device != "cpu" else {}
     fitted(Problem(nn.Linear(2, 2), torch.randn(9, 2), torch.arange(9) % 2, 1), 2)  # burn-in
     for part in args.parts:
         found = []
@@ -302,7 +320,7 @@ def main(arguments: list[str] | None = None) -> None:
             found.append(record)
             print(record, flush=True)
             with open(args.out / "cost.jsonl", "a") as lines:
-                lines.write(json.dumps(record | provenance(("torch",))) + "\n")
+                lines.write(json.dumps(record | origin) + "\n")
         keys = "weights", "rows", "K", "batch", "before", "epochs", "F", "predict F", "seconds"
         print("\n" + markdown.table(found, ["problem"], [*keys, "ensemble", "laplace_torch"]))
 

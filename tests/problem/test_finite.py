@@ -9,7 +9,6 @@ from tiny import tiny
 
 from torch_lla_em import Compute, LinearisedLaplace
 from torch_lla_em.likelihoods import Classification
-from torch_lla_em.problem.finite import Finite
 
 CUTS = 7, 14, 21
 
@@ -27,8 +26,6 @@ PASSES = {
     "a gradient": lambda p, w: p.loss_and_gradient(w[0]),
     "noise": lambda p, w: p.noise_features(3, 0),
     "rows": lambda p, w: p.rows(),
-    "minibatch products": lambda p, w: [product(w) for _, product in p.minibatch_products()],
-    "minibatch gradients": lambda p, w: [product(w[:1]) for _, product in p.minibatch_gradients()],
 }
 
 
@@ -103,33 +100,6 @@ def test_a_fault_that_is_not_found_again_is_left_as_it_was(monkeypatch):
     assert problem.ggn_product(w).isfinite().all()
 
 
-def test_nothing_is_read_inside_a_pass(monkeypatch):
-    reads = []
-    first_fault = Finite.first_fault
-    monkeypatch.setattr(Finite, "first_fault", lambda *args: reads.append(1) or first_fault(*args))
-
-    def reads_of(*cuts):
-        problem = tiny("classification").problem(*cuts)
-        reads.clear()
-        problem.ggn_product(torch.ones(2, problem.size).double())
-        return len(reads)
-
-    assert reads_of(15) == reads_of(*range(1, 29))
-
-
-def test_many_notes_are_kept_together():
-    finite = Finite()
-    for index in range(2000):
-        finite.note(index, "{}", torch.tensor(index != 1234))
-        finite.note(index, "other {}", torch.tensor(True))
-    assert finite.first_fault("{}") == 1234 and finite.first_fault("other {}") is None
-    assert max(len(flags) for _, flags in finite._notes.values()) < 300
-    with pytest.raises(FloatingPointError, match="1234"):
-        finite.refuse("other {}", "{}")
-    finite.clear()
-    finite.refuse("{}")
-
-
 @pytest.mark.parametrize("backwards_only", [False, True])
 def test_a_checkpoint_stays_good(backwards_only, tmp_path, every_batch):
     case = bent("classification")
@@ -150,3 +120,33 @@ def test_a_checkpoint_stays_good(backwards_only, tmp_path, every_batch):
         entry = torch.load(path, weights_only=True)
         assert all(tensor.isfinite().all() for tensor in entry.values())
     assert torch.equal(run(10**9, tmp_path / "broken").w_samples, whole.w_samples)
+
+
+class Imputed(torch.nn.Module):
+    """A network that has its own way with what is missing."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(torch.nan_to_num(x))
+
+
+@pytest.mark.parametrize("row, batch", [(2, 0), (15, 2)])
+def test_inputs_that_are_not_finite_name_their_batch(row, batch):
+    case = tiny("classification")
+    x = case.x.clone()
+    x[row, 0] = float("nan")
+    problem = replace(case, x=x).problem(*CUTS)
+    with pytest.raises(ValueError, match=f"inputs of batch {batch} hold NaN"):
+        problem.noise_features(2, 0)
+
+
+@pytest.mark.parametrize("row", [2, 15])
+def test_what_is_missing_may_be_imputed_by_the_network(row):
+    case = tiny("classification")
+    x = case.x.clone()
+    x[row, 0] = float("nan")
+    case = replace(case, x=x, model=Imputed(case.model))
+    assert case.problem(*CUTS).noise_features(2, 0).eta.isfinite().all()

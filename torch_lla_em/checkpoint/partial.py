@@ -18,7 +18,6 @@ from torch import Tensor
 from torch_lla_em.checkpoint.log import PARTIAL, Log
 from torch_lla_em.data import Batch, Identity
 from torch_lla_em.problem import (
-    OUTPUTS,
     Cost,
     Layer,
     LocalPasses,
@@ -203,8 +202,7 @@ class Partial(Layer):
         data = self._data
         if not (self._alone and sums and self._log.writes and data.fingerprint and data.rows_seen):
             return
-        fault = self._local.finite.first_fault(OUTPUTS)
-        if fault is not None or not all(map(is_finite, sums.values())):
+        if not (self._local.finite.fine and all(map(is_finite, sums.values()))):
             return
         self._local.refuse_changed_weights()
         began = time.monotonic()

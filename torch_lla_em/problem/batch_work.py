@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import AddPullback
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.problem.finite import DERIVATIVE, LIKELIHOOD, OUTPUTS, all_finite
+from torch_lla_em.problem.finite import DERIVATIVE, LIKELIHOOD, OUTPUTS
 from torch_lla_em.problem.passes import LocalPasses
 
 Cotangent = Callable[[Batch, Tensor, Tensor], Tensor]
@@ -24,7 +24,7 @@ class BatchWork:
     """A batch's own products under a likelihood, with H at the network's outputs or at J w."""
 
     def __init__(self, local: LocalPasses, likelihood: Likelihood, point: Tensor | None = None):
-        self._model, self._data, self._finite = local.linear_model, local.data, local.finite
+        self._model, self._data, self.finite = local.linear_model, local.data, local.finite
         self.likelihood = likelihood
         self.point = point
         """The w of J w, (1, P), beside the network, which takes it again with every batch."""
@@ -35,8 +35,8 @@ class BatchWork:
         """Add Jᵀ u to the total, with u = cotangent(batch, at, J w)."""
         at, Jw, pull = self._pushed(batch, w)
         u = cotangent(batch, at, Jw)
-        self.note(batch, DERIVATIVE, all_finite(Jw))
-        self.note(batch, LIKELIHOOD, all_finite(u))
+        self.finite.check(batch.index, DERIVATIVE, Jw)
+        self.finite.check(batch.index, LIKELIHOOD, u)
         pull(u, total)
 
     def curved(self, batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
@@ -74,22 +74,18 @@ class BatchWork:
         at = f
         if self.point is not None:
             at = self._model.jvp(batch.inputs, self.point)[1][0]
-            self.note(batch, DERIVATIVE, all_finite(at))
+            self.finite.check(batch.index, DERIVATIVE, at)
         u = self._masked(self.likelihood.hessian_sqrt_product(at, draw(at)), batch)
-        self.note(batch, LIKELIHOOD, all_finite(u))
+        self.finite.check(batch.index, LIKELIHOOD, u)
         return u, pull
 
     def inspect(self, batch: Batch, f: Tensor) -> None:
-        """Note whether outputs are finite; in the first pass, check targets against them."""
-        finite = torch.isfinite(f).all()
-        self.note(batch, OUTPUTS, finite)
+        """Expect outputs to be finite; in the first pass, check targets against them."""
+        self.finite.expect(batch.index, OUTPUTS, f)
         if self._data.num_passes == 0:
             self._data.num_outputs += f.numel()
             try:
                 self.likelihood.check(f, batch.targets)
             except (TypeError, ValueError) as error:
-                if finite:  # else that is refused when the pass has ended
+                if torch.isfinite(f).all():  # else that is refused when the pass has ended
                     raise type(error)(f"Batch {batch.index}: {error}") from None
-
-    def note(self, batch: Batch, what: str, fine: Tensor) -> None:
-        self._finite.note(batch.index, what, fine)

@@ -1,9 +1,6 @@
-"""What of a pass is finite: noted batch by batch on the device, read when the pass has ended."""
+"""What of a pass is finite: one flag on the device, read when the pass has ended."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -19,61 +16,41 @@ LIKELIHOOD = (
     "The likelihood's curvature on batch {} is not finite: check the network's outputs and the "
     "targets there for extreme values."
 )
-STEP = "The step on batch {} is not finite."
 
-_TOGETHER = 256
 # beyond this, what is not finite is blamed on w, as of a solver that diverges
 _MODERATE = 1e12
 
-Notes = dict[str, tuple[list[int | str], list[Tensor]]]
-
 
 class Finite:
-    """Whether this and that of a batch is finite; nothing is waited for until somebody asks."""
+    """Whether what a pass meets is finite: one flag for all batches, then the batch at fault.
 
-    def __init__(self) -> None:
-        self._notes: Notes = {}
+    Nothing is waited for until the pass has ended; where it went wrong, it is gone over again.
+    """
 
-    def clear(self) -> None:
-        """Forget the pass before."""
-        self._notes.clear()
+    def __init__(self, device: torch.device):
+        self.fine = torch.ones((), dtype=torch.bool, device=device)
+        """Whether all is that must be, so far."""
 
-    def note(self, index: int | str, what: str, fine: Tensor) -> None:
-        """Note whether something of a batch is fine."""
-        indices, flags = self._notes.setdefault(what, ([], []))
-        indices.append(index)
-        flags.append(fine.reshape(1))
-        if len(flags) == _TOGETHER:  # many small tensors take more room than one
-            flags[:] = [torch.cat(flags)]
+        self.searching = False
+        """Whether this pass is gone over again, to find the batch at fault."""
 
-    @contextmanager
-    def aside(self) -> Iterator[Notes]:
-        """Take what is noted meanwhile apart."""
-        before, self._notes = self._notes, {}
-        try:
-            yield self._notes
-        finally:
-            self._notes = before
+        self.excused: str | None = None
+        """What is not to be blamed while searching, and whether it was met."""
 
-    def take(self, notes: Notes) -> None:
-        """Note what was noted apart."""
-        for what, noted in notes.items():
-            for index, fine in zip(*noted):
-                self.note(index, what, fine)
+        self.met = False
 
-    def first_fault(self, what: str) -> int | str | None:
-        """Return the first batch of which something is not fine, or None."""
-        indices, flags = self._notes.get(what, ((), ()))
-        fine = torch.cat(flags).tolist() if flags else ()
-        return next((index for index, good in zip(indices, fine) if not good), None)
+    def expect(self, index: int | str, what: str, tensor: Tensor) -> None:
+        """Have the pass gone over again if a tensor is not finite."""
+        self.fine.logical_and_(all_finite(tensor))
+        self.check(index, what, tensor)
 
-    def refuse(self, *whats: str) -> None:
-        """Raise if one of these is not fine on some batch, with its number."""
-        for what in whats:
-            index = self.first_fault(what)
-            if index is not None:
-                kind = ValueError if what == INPUTS else FloatingPointError
-                raise kind(what.format(index))
+    def check(self, index: int | str, what: str, tensor: Tensor) -> None:
+        """Raise at what is not finite while the batch at fault is searched."""
+        if not self.searching or is_finite(tensor):
+            return
+        if what != self.excused:
+            raise (ValueError if what == INPUTS else FloatingPointError)(what.format(index))
+        self.met = True
 
 
 def all_finite(tensor: Tensor) -> Tensor:

@@ -76,7 +76,8 @@ class Fitting(Layer):
                 # what is made anew with every pass lies elsewhere every time
                 stays = self._of is not None and (known is not None or inputs is piece.inputs)
                 piece_of = piece._replace(inputs=inputs)
-                if self.graphs is None or task.fixed is None or not stays:
+                searching = self._local.finite.searching
+                if self.graphs is None or task.fixed is None or not stays or searching:
                     task.add(piece_of, w, sums)
                 else:
                     self.graphs.add(task, piece_of, w, sums)

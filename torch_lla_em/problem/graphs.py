@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch
-from torch_lla_em.problem.finite import Finite, Notes
 from torch_lla_em.problem.passes import Pass, Sums
 from torch_lla_em.runtime import is_shortage
 
@@ -27,9 +26,6 @@ class Recording(NamedTuple):
     batch: Batch
     """Whose memory the graph reads."""
 
-    notes: Notes
-    """What the graph finds to be finite."""
-
 
 class Graphs:
     """Replays what a kept batch adds, in the place of its hundreds of launches.
@@ -38,8 +34,7 @@ class Graphs:
     and sums visit a place that all batches share. Temporaries of all graphs lie in one pool.
     """
 
-    def __init__(self, finite: Finite):
-        self._finite = finite
+    def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._known: WeakKeyDictionary[object, dict[tuple, int | Recording]] = WeakKeyDictionary()
         self._columns: dict[int, tuple[Tensor, Sums]] = {}
@@ -64,7 +59,6 @@ class Graphs:
         own_w, own = self._columns[len(w)]
         own_w.copy_(w)
         found.graph.replay()
-        self._finite.take(found.notes)
         for name, total in sums.items():
             total += own[name]
 
@@ -77,7 +71,6 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         try:
             with (
-                self._finite.aside() as notes,
                 # a loader's thread may pin memory meanwhile
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
             ):
@@ -91,4 +84,4 @@ class Graphs:
             logger.info("A batch's work cannot be captured in a CUDA graph: %s", reason)
             self._captures = False
             return None
-        return Recording(graph, batch, notes)
+        return Recording(graph, batch)

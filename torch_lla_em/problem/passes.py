@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 from typing import NamedTuple, Protocol, TypeVar
@@ -17,10 +18,7 @@ from torch_lla_em.problem.finite import (
     DERIVATIVE,
     INPUTS,
     LIKELIHOOD,
-    OUTPUTS,
-    STEP,
     Finite,
-    all_finite,
     is_finite,
     is_moderate,
 )
@@ -137,8 +135,8 @@ class LocalPasses:
     def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
         self.linear_model, self.data = linear_model, data
         self._likelihood = likelihood
-        self.finite = Finite()
-        """What of the pass under way is finite."""
+        self.finite = Finite(linear_model.network.device)
+        """Whether the pass under way is."""
 
         self._versions = linear_model.network.versions()
         self._sizes = linear_model.network.sizes()
@@ -159,17 +157,10 @@ class LocalPasses:
             sums = self.zeros(len(w), task.kinds)
             if len(batch.rows):
                 task.add(batch, w, sums)
-                fine = [all_finite(total) | ~is_moderate(w) for total in sums.values()]
-                self.finite.note(batch.index, STEP, torch.stack(fine).all())
             return sums
 
         for batch in self.batches(Rows(), in_step=True):
             yield Step(batch.step_rows or len(batch.rows), partial(fold, batch))
-        step = self.finite.first_fault(STEP)
-        # a likelihood that overflows alone is a step size too large
-        pushed, bent = map(self.finite.first_fault, (DERIVATIVE, LIKELIHOOD))
-        if step is not None and (step == pushed or step != bent):
-            raise FloatingPointError(DERIVATIVE.format(step))
 
     def zeros(self, columns: int, kinds: dict[str, str]) -> Sums:
         """Return sums of nothing, where the network is."""
@@ -190,7 +181,7 @@ class LocalPasses:
 
     def batches(self, rows: Rows = Rows(), in_step: bool = False) -> Iterator[Batch]:
         """Yield the batches of one pass after the skipped rows, inside the network's guard."""
-        self.finite.clear()
+        self.finite.fine.fill_(True)
         self._refuse_new_versions()
         with self.linear_model.network.guarded():
             for whole in self.data.batches(rows.whole, in_step):
@@ -203,27 +194,29 @@ class LocalPasses:
                 # groups of rows are the same, however batches were joined
                 parts = [whole] if rows.at_most == inf else whole.apart()
                 for batch in (b for part in parts for b in self.pieces(part, rows.at_most)):
-                    if self.data.num_passes == 0:
-                        self._note_inputs(batch)
+                    self._check_inputs(batch)
                     class_dim = self.linear_model.network.class_dim
                     targets = self._likelihood.align(batch.targets, class_dim)
                     yield batch._replace(targets=targets)
         self.refuse_changed_weights()
-        self.finite.refuse(INPUTS, OUTPUTS)
 
     def probe(self, batch: Batch) -> None:
         """Have the network's derivatives checked, the first time."""
         if self.linear_model.report is None:
-            self._note_inputs(batch)
-            self.finite.refuse(INPUTS)
-            self.linear_model.probe(batch.inputs)
+            try:
+                self.linear_model.probe(batch.inputs)
+            except ValueError:  # of outputs, perhaps
+                with self._searching():
+                    self._check_inputs(batch)
+                raise
 
-    def _note_inputs(self, batch: Batch) -> None:
-        def note(tensor: Tensor) -> None:
+    def _check_inputs(self, batch: Batch) -> None:
+        def check(tensor: Tensor) -> None:
             if tensor.is_floating_point():
-                self.finite.note(batch.index, INPUTS, tensor.isfinite().all())
+                self.finite.check(batch.index, INPUTS, tensor)
 
-        map_tensors(note, batch.inputs)
+        if self.finite.searching:
+            map_tensors(check, batch.inputs)
 
     def pieces(self, whole: Batch, at_most: float) -> list[Batch]:
         """Return the batch in pieces, or whole where the network does not take rows alone."""
@@ -276,25 +269,25 @@ class LocalPasses:
                 )
 
     def _name_fault(self, w: Tensor, task: Pass, sums: Sums) -> None:
-        """Name the batch where sums are not finite; where w is beyond all measure, solvers know."""
-        hidden = False
-        known = not w.is_floating_point() or is_moderate(w)
-        if not all(map(is_finite, _vectors(sums))) and known:
-            self.finite.refuse(DERIVATIVE)
-            if not task.may_overflow:
-                self.finite.refuse(LIKELIHOOD)
-            hidden = self.finite.first_fault(LIKELIHOOD) is None
-        if self.data.group.meet("sums that are not finite", bool(hidden), any):
-            self._search(w, task)
-
-    def _search(self, w: Tensor, task: Pass) -> None:
-        """Run a pass once more, to find the batch whose Jᵀ u is not finite."""
+        """Name the batch at fault where sums are not finite; w beyond all measure, solvers know."""
+        known = not w.is_floating_point() or bool(is_moderate(w))
+        fault = not self.finite.fine or (known and not all(map(is_finite, _vectors(sums))))
+        if not self.data.group.meet("sums that are not finite", bool(fault), any):
+            return
         sums = self.zeros(len(w), task.kinds)
-        for batch in self.batches(task.rows):
-            task.add(batch, w, sums)
-            fine = all(map(is_finite, _vectors(sums)))
-            if not fine and self.finite.first_fault(LIKELIHOOD) is None:
-                raise FloatingPointError(DERIVATIVE.format(batch.index))
+        with self._searching(LIKELIHOOD if task.may_overflow else None):
+            for batch in self.batches(task.rows):
+                task.add(batch, w, sums)
+                for total in _vectors(sums) if known and not self.finite.met else ():
+                    self.finite.check(batch.index, DERIVATIVE, total)
+
+    @contextmanager
+    def _searching(self, excused: str | None = None) -> Iterator[None]:
+        self.finite.searching, self.finite.excused, self.finite.met = True, excused, False
+        try:
+            yield
+        finally:
+            self.finite.searching = False
 
 
 def _vectors(sums: Sums) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch_lla_em.jacobian import LinearModel, ParameterLayout
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.batch_work import BatchWork, Cotangent
 from torch_lla_em.problem.cost import Cost
-from torch_lla_em.problem.finite import DERIVATIVE, LIKELIHOOD, all_finite, is_moderate
+from torch_lla_em.problem.finite import DERIVATIVE, is_moderate
 from torch_lla_em.problem.fitting import Fitting
 from torch_lla_em.problem.passes import (
     BLOCK,
@@ -158,15 +158,12 @@ class Problem:
             def add(batch: Batch, _: Tensor, sums: Sums) -> None:
                 u, pull = self.work.noise_outputs(batch, identity)
                 rows = self.vectors.whole_zeros(len(u))
-                fine = torch.ones((), dtype=torch.bool, device=u.device)
                 for columns, product in self.linear_model.pulled(u, pull):
-                    fine &= all_finite(product)
+                    self.local.finite.expect(batch.index, DERIVATIVE, product)
                     rows[columns] = product
-                self.work.note(batch, DERIVATIVE, fine)
                 parts.append(rows)
 
             self._visit(add, columns=1 << 16)
-            self.local.finite.refuse(LIKELIHOOD, DERIVATIVE)
             return {"R": self.vectors.own(self.data.group.gather(torch.cat(parts)))}
 
         rows = self.record.kept(torch.zeros(1, device=self.device), compute)["R"]
@@ -176,16 +173,16 @@ class Problem:
     def push_forward(self, w: Tensor) -> list[tuple[Batch, Tensor, Tensor]]:
         """Return each of this rank's batches with f, (B, ..., C), and J w, (K, B, ..., C)."""
         w, found = self.vectors.whole(w), []
-        moderate = is_moderate(w).to(self.linear_model.network.device)
+        moderate = bool(is_moderate(w))
 
         def add(batch: Batch, _: Tensor, sums: Sums) -> None:
             f, Jw = self.linear_model.jvp(batch.inputs, w)
             self.work.inspect(batch, f)
-            self.work.note(batch, DERIVATIVE, all_finite(Jw) | ~moderate)
+            if moderate:
+                self.local.finite.expect(batch.index, DERIVATIVE, Jw)
             found.append((batch, f, Jw))
 
         self._visit(add, len(w))
-        self.local.finite.refuse(DERIVATIVE)
         self.cost.columns += len(w)
         return found
 

@@ -52,7 +52,7 @@ def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "
     problem.fitting.take(plan.columns, plan.rows)
     problem.fitting.room = plan.factors
     if compute.graphs and model.network.device.type == "cuda":
-        problem.fitting.graphs = Graphs(problem.local.finite)
+        problem.fitting.graphs = Graphs()
     problem.vectors.device = plan.vectors_on
     if plan.group is not None:
         problem.passes = Placed(problem.passes, problem.vectors, plan.group, group)

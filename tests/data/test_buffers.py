@@ -165,7 +165,7 @@ def test_kept_batches_that_somebody_changes_are_read_again():
     x += 1
     with pytest.warns(UserWarning, match="disagree"):
         list(data)
-    assert data.kept is None and data.num_reads == 4
+    assert data.kept is None and data.num_reads == 2
 
 
 @pytest.mark.parametrize("name", ["classification", "regression"])

@@ -30,6 +30,8 @@ def agree(model, x, selection=None, factored=None, class_dim=-1, batches=()):
                 for total, inputs in zip(totals, (batch, factors)):
                     linear.vjp(inputs)[1](u, total)
                 assert_close(totals[1], totals[0], rtol=1e-9, atol=1e-9)
+                last = factors.of_rows(slice(len(f) - 1, None), batch[-1:])
+                assert_close(linear.jvp(last, w), (f[-1:], Jw[:, -1:]), rtol=1e-9, atol=1e-9)
     assert not any(t.requires_grad for t in (factors.f, factors.push(linear._tangents(w))))
     return factors
 

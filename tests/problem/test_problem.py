@@ -5,12 +5,14 @@ import torch
 from tiny import LOG_PROBS, basis_noise, likelihood_of, tiny
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em.data.loader import Data
 from torch_lla_em.inference.prior import DAMPING, g_prior_scale, g_prior_squares
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.problem import prepare
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.runtime.compute import Compute
@@ -42,6 +44,46 @@ def test_minibatches_sum_to_the_whole():
     assert_close(sum(product for _, product in products), problem.ggn_product(w))
     gradients = sum(gradient(w[:1]) for _, gradient in problem.minibatch_gradients())
     assert_close(gradients[0], problem.loss_and_gradient(w[0])[1])
+
+
+def test_minibatches_of_a_loader_that_shuffles_are_not_those_kept():
+    """Whose places in a pass they have, but not their rows."""
+    case = tiny("classification")
+    loader = DataLoader(TensorDataset(case.x, case.y), 10, shuffle=True)
+    problem = case.problem()
+    problem = Problem(problem.linear_model, problem.likelihood, Data(loader, problem.device))
+    prepare(problem, 2, Compute())
+    problem.data.merge_rows = 0
+    w = torch.randn(1, problem.size, dtype=torch.float64)
+    at = problem.with_curvature_at(w[0])
+    for _ in range(4):
+        Gw = at.ggn_product(w)
+    assert problem.data.kept and problem.fitting._factors
+    gradients = sum(gradient(w) for _, gradient in problem.minibatch_gradients())
+    assert_close(gradients[0], problem.loss_and_gradient(w[0])[1])
+    assert_close(sum(product(w) for _, product in at.minibatch_products()), Gw)
+
+
+def test_the_trunk_of_a_last_layer_runs_in_one_pass():
+    case = tiny("classification")
+    layout = ParameterLayout.of(case.model, ["2.weight", "2.bias"])
+    linear, batches = LinearModel(Network(case.model), layout), list(zip(*parts(case, 10)))
+    problem = Problem(linear, case.problem().likelihood, Data(batches, torch.device("cpu")))
+    prepare(problem, 2, Compute())
+    w, rows = torch.randn(1, problem.size, dtype=torch.float64), []
+    with torch.no_grad():
+        expected = Problem(linear, problem.likelihood, Data(batches, problem.device))
+        expected = expected.noise_features(2, 0), expected.ggn_product(w)
+        handle = case.model[0].register_forward_hook(lambda *call: rows.append(len(call[2])))
+        found = problem.noise_features(2, 0), problem.ggn_product(w)
+        problem.loss_and_gradient(w[0])
+        handle.remove()
+    assert_close(found, expected)
+    assert sum(rows) == 30
+
+
+def parts(case, size):
+    return case.x.split(size), case.y.split(size)
 
 
 def test_push_forward_yields_outputs_and_features():

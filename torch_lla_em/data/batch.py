@@ -39,6 +39,12 @@ class Batch(NamedTuple):
     read: tuple[int, ...] = ()
     """Rows of each of the loader's batches, where several were joined."""
 
+    kept: Any = None
+    """The kept pass that it is of, in which it comes again at its place."""
+
+    whole: Any = None
+    """The batch that it is a piece of, and where it begins there."""
+
     @property
     def place(self) -> tuple[int, int]:
         """The first of its rows, and how many: the same at every pass over kept batches."""
@@ -68,8 +74,13 @@ class Batch(NamedTuple):
             return
         for start in range(0, rows, size):
             piece = slice(start, start + size)
-            inputs = cut(self.inputs, rows, piece)
-            yield Batch(self.index, self.rows[piece], inputs, self.targets[piece])
+            yield self._replace(
+                rows=self.rows[piece],
+                inputs=cut(self.inputs, rows, piece),
+                targets=self.targets[piece],
+                read=(),
+                whole=None,
+            )
 
     def on(self, device: torch.device) -> tuple[Batch, Callable[[], None]]:
         """Return the batch on a device, and a wait till what it left may be written to again."""

@@ -78,7 +78,11 @@ class Kept:
         self._marks: list[list[tuple[int, int]]] = []
 
     def __iter__(self) -> Iterator[tuple[Batch, Identity]]:
-        return iter(self._seen)
+        return ((batch._replace(kept=self), identity) for batch, identity in self._seen)
+
+    @property
+    def has_room(self) -> bool:
+        return self._room > 0
 
     def see(self, batch: Batch, identity: Identity) -> None:
         """Keep a batch, unless those before it have taken all of the room."""

@@ -38,6 +38,7 @@ class Data:
         self.group = group
         self._loader = Chain(parts) if isinstance(loader, Chain) else parts[0]
         self._shares = [Share(part, group) for part in parts]
+        self._is_list = all(type(part) in (list, tuple) for part in parts)
         self._device = device
         self._target_fn = target_fn
         self._first: Identity | None = None
@@ -53,7 +54,8 @@ class Data:
         """Whether batches may be kept."""
 
         self.kept: Kept | None = None
-        """All batches, once three passes were the same and if a quarter of the memory holds them."""
+        """All batches, if a quarter of the memory holds them: those of a list from the first pass
+        on, others once three passes were the same."""
 
         self.merge_rows = 0
         """Rows up to which batches are joined, where theirs go one to one; 0: none are."""
@@ -138,12 +140,13 @@ class Data:
         self.num_passes += 1
 
     def _over(self, whole: bool, in_step: bool) -> Iterator[Batch]:
-        """Yield this rank's batches from the loader, joined, counted, and kept from the third pass."""
+        """Yield this rank's batches from the loader, joined, counted and perhaps kept."""
         own = Tally()
         own.identity.in_order = all(share.keeps_order for share in self._shares)
         compared = self.num_passes == 0 or self._first is not None
         self.fingerprint = own.identity if compared else None
-        keeps = compared and self.num_passes > 1 and not (in_step and self.merge_rows)
+        the_same = self.num_passes > 1 or self._is_list
+        keeps = compared and the_same and self.kept is None and not (in_step and self.merge_rows)
         candidate, drawn = Kept(self.room_to_keep() if keeps else 0.0), self._orders()
         again = [] if in_step or self.kept else self._kept_in  # as an unbroken run goes over them
         sources.restore(self._loader, again)
@@ -156,6 +159,7 @@ class Data:
             if self.fingerprint is not None:
                 self.fingerprint.add((batch.targets, batch.inputs), batch.rows)
                 candidate.see(batch, self.fingerprint)
+            batch = batch._replace(kept=candidate if candidate.has_room else None)
             yield batch._replace(step_rows=self._step(len(batch.rows))) if in_step else batch
             wait()
         while in_step and (rows := self._step(0)):
@@ -170,7 +174,7 @@ class Data:
         if self.num_passes == 0:
             self.num_outputs = every["outputs"]
         self._finish_pass(every["rows"], Identity.of(every["identity"]))
-        if self._first is not None and self.kept is None and candidate.serves():
+        if self._first is not None and self.keep and candidate.serves():
             self.kept, self._kept_in = candidate, self._kept_in if again else drawn
 
     def _joined(self, share: Share, whole: bool, own: Tally) -> Iterator[Batch]:

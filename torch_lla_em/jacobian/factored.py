@@ -6,6 +6,7 @@ all columns, so J W̃ = B (W̃ a) and Jᵀu = (Bᵀu) aᵀ are large matrix prod
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +128,12 @@ class Factors(NamedTuple):
         widths = [term.a.shape[0] * term.b.shape[2] for term in self.outer if term.b is not None]
         return max(1, FETCHED_BYTES // (max(widths, default=1) * self.f.itemsize))
 
+    def of_rows(self, rows: slice, x: Any) -> Factors:
+        """Return the factors of some rows, whose inputs are x."""
+        cut = lambda t: None if t is None else t[rows]  # noqa: E731
+        outer = [term._replace(a=cut(term.a), b=cut(term.b)) for term in self.outer]
+        return self._replace(x=x, f=self.f[rows], outer=outer, dense=cut(self.dense))
+
     def push(self, tangents: dict[str, Tensor]) -> Tensor:
         """Return J w, (K, B, ..., C), from directions (K, *shape)."""
         K, f = len(next(iter(tangents.values()))), self.f
@@ -162,37 +169,23 @@ class Factors(NamedTuple):
         return total
 
 
+@dataclass
 class Factored:
     """The weights of a network that act by matrix products alone."""
 
-    def __init__(self, network: Network, names: tuple[str, ...], second: dict[str, bool]):
-        self.network = network
-        self.names = names
-        self._second = second
-        self.outputs = 0
-        """Of a row."""
+    network: Network
+    names: tuple[str, ...]
+    second: dict[str, bool]
+    """Whether rows are on the second axis of what a weight's calls return."""
 
-        self.at_once = 1
-        """How many outputs' backward passes are taken at once."""
+    at_once: int
+    """How many outputs' backward passes are taken at once."""
 
-        self.least_columns = 0.0
-        """From how many columns on factors pay that are not kept."""
+    least_columns: int = 1
+    """From how many columns on factors pay that are not kept."""
 
-        self.seconds: tuple[float, ...] = (0.0, 0.0)
-        """What a column takes, by kept factors and without."""
-
-    def way(self) -> list[Any]:
-        """Return what has been found, as plain values."""
-        return [list(self.names), self._second, self.at_once, self.least_columns, *self.seconds]
-
-    @classmethod
-    def by_way(cls, network: Network, way: list[Any]) -> Factored:
-        """Return factors as another process has found them."""
-        names, second, at_once, least_columns, *seconds = way
-        factored = cls(network, tuple(names), second)
-        factored.at_once, factored.least_columns = at_once, least_columns
-        factored.seconds = tuple(seconds)
-        return factored
+    seconds: tuple[float, float] = (0.0, 0.0)
+    """What a column takes, by kept factors and without."""
 
     @classmethod
     def find(cls, network: Network, names: tuple[str, ...], x: Any) -> Factored | None:
@@ -221,9 +214,7 @@ class Factored:
             fits = [way.second for way in ways if way.first_row_alone(z[None], len(f))]
             if not fits or second.setdefault(call.weight or call.bias, fits[0]) not in fits:
                 return None
-        found = cls(network, names, second)
-        found.outputs = f[0].numel()
-        return found
+        return cls(network, names, second, at_once=f[0].numel())
 
     def run(self, x: Any, keep: bool = False) -> Factors | None:
         """Return the factors at x, or None where a weight acts otherwise than it did.
@@ -236,7 +227,7 @@ class Factored:
         B, D = len(f), f[0].numel()
         weights, terms, inner = self.network.weights(self.names), [], []
         for call in calls:
-            call = call._replace(second=self._second.get(call.weight or call.bias, False))
+            call = call._replace(second=self.second.get(call.weight or call.bias, False))
             terms.append(_Term(call, B, D, keep))
             if not (terms[-1].may_end and call.is_output(f)):
                 inner.append(terms[-1])

@@ -137,7 +137,7 @@ class LinearModel:
 
     def way(self) -> list[Any]:
         """Return how products are taken, as plain values that ``take_way`` takes."""
-        factors = None if self.factored is None else self.factored.way()
+        factors = None if self.factored is None else list(vars(self.factored).values())[1:]
         return [list(self.path), list(self.report)[1:], factors]
 
     def take_way(self, way: list[Any]) -> None:
@@ -146,7 +146,8 @@ class LinearModel:
         self.path = products.Path(*path)
         self._report = Report(self.path, error, forward, tuple(unbatched), words)
         self._probed = self._where()
-        self.factored = None if factors is None else Factored.by_way(self.network, factors)
+        if factors is not None:
+            self.factored = Factored(self.network, tuple(factors[0]), *factors[1:])
 
     def prepare(self, x: Any, columns: int, keep: bool = False) -> Any:
         """Do once a batch what several products at x share; pass the result to them.

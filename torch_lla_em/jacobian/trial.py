@@ -71,9 +71,7 @@ def find_factors(model: Any, x: Any, largest: int | None) -> Factored | None:
 
 def _made(factored: Factored, x: Any, largest: int | None) -> Factors | None:
     """Return the factors at x, and settle how many backward passes are taken at once."""
-    outputs = factored.outputs
-    if largest is None or largest * outputs <= _STACKED_BYTES:
-        factored.at_once = outputs
+    if largest is None or largest * factored.at_once <= _STACKED_BYTES:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")  # torch warns of what it takes one by one

@@ -53,7 +53,7 @@ class BatchWork:
 
     def _pushed(self, batch: Batch, w: Tensor) -> tuple[Tensor, Tensor, AddPullback]:
         """Return where H is taken, (B, ..., C), J w, and the map that adds Jᵀ u."""
-        known = self._known.get(batch.place)
+        known = None if batch.kept is None else self._known.get(batch.place)
         more = self.point is not None and known is None
         columns = torch.cat([self.point.to(w), w]) if more else w
         f, Jw, pull = self._model.jvp_and_vjp(batch.inputs, columns)
@@ -61,7 +61,7 @@ class BatchWork:
         if not more:
             return f if known is None else known, Jw, pull
         held = sum(map(torch.numel, self._known.values())) + Jw[0].numel()
-        if self._data.kept and held <= _OUTPUTS_KEPT:
+        if batch.kept is not None and batch.kept is self._data.kept and held <= _OUTPUTS_KEPT:
             self._known[batch.place] = Jw[0].clone()
         return Jw[0], Jw[1:], pull
 

@@ -38,11 +38,11 @@ class Fitting(Layer):
         """Of what kept batches add, where they are asked for."""
 
         self._factors: dict[tuple[int, int], Factors] = {}
-        self._of: object = None
+        self._kept: Any = None
+        """The pass whose batches they are of."""
 
-    @property
-    def _keeps(self) -> bool:
-        return self._of is not None and self.room > 0
+        self._last: tuple[Any, Any] = None, None
+        """The batch under way, and its inputs or factors."""
 
     def take(self, columns: int | None, rows: int | None) -> None:
         """Take at most so many columns, and rows of a batch, at once."""
@@ -58,10 +58,12 @@ class Fitting(Layer):
         except DoesNotFit:
             self._model.columns, self.rows = before
             raise
+        finally:
+            self._last = None, None
 
     def forget(self) -> None:
         """Give up what is kept for speed."""
-        self._factors, self.room, self.graphs = {}, 0.0, None
+        self._factors, self._last, self.room, self.graphs = {}, (None, None), 0.0, None
 
     def _add(self, task: Pass, batch: Batch, w: Tensor, sums: Sums) -> None:
         """Add a batch in pieces; where memory ends, take less at once and add the rest."""
@@ -69,18 +71,12 @@ class Fitting(Layer):
         for piece in self._local.pieces(batch, self.rows):
             counted = self._local.data.num_outputs
             try:
-                inputs = known = self._known(piece)
-                if known is None:
-                    inputs = self._model.prepare(piece.inputs, len(w), self._keeps)
-                    self._keep(piece, inputs)
-                # what is made anew with every pass lies elsewhere every time
-                stays = self._of is not None and (known is not None or inputs is piece.inputs)
-                piece_of = piece._replace(inputs=inputs)
-                searching = self._local.finite.searching
-                if self.graphs is None or task.fixed is None or not stays or searching:
-                    task.add(piece_of, w, sums)
+                known = piece._replace(inputs=self._inputs(piece, len(w)))
+                recorded = self.graphs is not None and task.fixed is not None
+                if not (recorded and self._stays(piece, known)):
+                    task.add(known, w, sums)
                 else:
-                    self.graphs.add(task, piece_of, w, sums)
+                    self.graphs.add(task, known, w, sums)
                 continue
             except (RuntimeError, MemoryError) as error:
                 shortage = shortage_of(error)
@@ -92,20 +88,41 @@ class Fitting(Layer):
                 rest = {**sums, **{name: sums[name][done:] for name in blocks}}
                 self._add(task, piece, w[done:], rest)
 
-    def _known(self, piece: Batch) -> Factors | None:
-        """Return the factors that are kept beside a kept batch."""
-        kept = self._local.data.kept
-        if kept is not self._of:
-            self._factors, self._of = {}, kept
+    def _inputs(self, piece: Batch, columns: int) -> Any:
+        """Return a piece's inputs or its factors, found once for all pieces of a batch."""
+        whole, start = piece.whole or (piece, 0)
+        if len(whole.rows) > self.rows:  # of other sizes in every pass
+            whole, start = piece._replace(kept=None), 0
+        if self._last[0] is not whole:
+            self._last = whole, self._known(whole, columns)
+        found = self._last[1]
+        if not isinstance(found, Factors):
+            return piece.inputs
+        return found.of_rows(slice(start, start + len(piece.rows)), piece.inputs)
+
+    def _known(self, batch: Batch, columns: int) -> Any:
+        """Return the factors that are kept beside a batch, or what there is without them."""
+        if batch.kept is None:
+            return self._model.prepare(batch.inputs, columns)
+        if batch.kept is not self._kept:
+            self._factors, self._kept = {}, batch.kept
             if self.graphs is not None:
                 self.graphs.clear()
-        return self._factors.get(piece.place)
+        found = self._factors.get(batch.place)
+        if found is None:
+            found = self._model.prepare(batch.inputs, columns, self.room > 0)
+            if isinstance(found, Factors) and self.room > 0:
+                self.room -= found.nbytes
+                if self.room > 0:
+                    self._factors[batch.place] = found
+        return found
 
-    def _keep(self, piece: Batch, inputs: Any) -> None:
-        if isinstance(inputs, Factors) and self._keeps:
-            self.room -= inputs.nbytes
-            if self.room > 0:
-                self._factors[piece.place] = inputs
+    def _stays(self, piece: Batch, known: Batch) -> bool:
+        """Whether what it is known by lies where it did: what is made anew lies elsewhere."""
+        kept, whole = self._local.data.kept, self._last[0]
+        stays = known.inputs is piece.inputs or whole.place in self._factors
+        searching = self._local.finite.searching
+        return kept is not None and piece.kept is kept and stays and not searching
 
     def _halve(self, piece: Batch, columns: int, shortage: str) -> None:
         """Take less at once from now on: factors, columns, then rows; raise where it is one."""

@@ -140,7 +140,7 @@ class LocalPasses:
 
         self._versions = linear_model.network.versions()
         self._sizes = linear_model.network.sizes()
-        self._splits: bool | None = None
+        self._alone: bool | None = None
 
     def fold(self, w: Tensor, task: Pass) -> Sums:
         """Return the sums over all batches, where the network is."""
@@ -192,12 +192,13 @@ class LocalPasses:
                 if int(whole.rows[-1]) < rows.skipped:
                     continue
                 # groups of rows are the same, however batches were joined
-                parts = [whole] if rows.at_most == inf else whole.apart()
+                parts, start = [whole] if rows.at_most == inf else whole.apart(), 0
                 for batch in (b for part in parts for b in self.pieces(part, rows.at_most)):
                     self._check_inputs(batch)
                     class_dim = self.linear_model.network.class_dim
                     targets = self._likelihood.align(batch.targets, class_dim)
-                    yield batch._replace(targets=targets)
+                    yield batch._replace(targets=targets, whole=(whole, start))
+                    start += len(batch.rows)
         self.refuse_changed_weights()
 
     def probe(self, batch: Batch) -> None:
@@ -223,9 +224,7 @@ class LocalPasses:
         if len(whole.rows) <= at_most:
             return [whole]
         pieces = list(whole.split(int(at_most)))
-        if len(pieces) > 1 and self._splits is None:
-            self._splits = self.rows_stand_alone(whole, int(at_most))
-        return pieces if self._splits else [whole]
+        return pieces if len(pieces) > 1 and self.rows_stand_alone(whole, int(at_most)) else [whole]
 
     def rows_stand_alone(self, whole: Batch, size: int) -> bool:
         """Whether rows have the same outputs with as many others, or half as many, beside them."""
@@ -243,10 +242,12 @@ class LocalPasses:
                 return False
             return bool((alone - f).norm() <= _SPLIT_ERROR * f.norm() or not f.isfinite().all())
 
-        answer, shortage = attempt(compare)
-        if shortage is not None and size > 1:
-            return self.rows_stand_alone(whole, size // 2)
-        return bool(answer)
+        while self._alone is None:
+            answer, shortage = attempt(compare)
+            if shortage is None or size == 1:
+                self._alone = bool(answer)
+            size //= 2
+        return self._alone
 
     def refuse_changed_weights(self) -> None:
         """Raise where the weights are no longer those that the fit began with.

@@ -36,8 +36,8 @@ class Compute:
     """Rows of a batch at once, at most; None: as many as fit."""
 
     keep_data: bool = True
-    """Join small batches, and keep them on the device after the third pass, if a quarter of its
-    memory holds them. False takes every batch from the loader, as it comes, at every pass."""
+    """Join small batches, and keep them on the device if a quarter of its memory holds them: those of
+    a list at once, others after the third pass. False takes each as it comes, at every pass."""
 
     graphs: bool = False
     """Record what a kept batch adds to a product in a CUDA graph, and replay it: for networks so

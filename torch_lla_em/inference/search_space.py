@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.problem import Outputs, Problem, outputs, pull_back
-from torch_lla_em.solvers import combine
+from torch_lla_em.solvers import add_combined, combine
 
 # of a direction, once the space is taken out: what is left is rounding
 _NEW = 1e-4
@@ -28,7 +28,7 @@ class SearchSpace:
         self.J = xi.new_zeros(0, 0)
         """J V, shape (N C, m)."""
 
-        self.xi = xi.new_zeros(len(xi), 0)
+        self.xi = xi.new_zeros(len(xi), 0, dtype=torch.float64)
         """The coordinates of ξ, shape (K, m)."""
 
     @property
@@ -54,8 +54,8 @@ class SearchSpace:
         space = self._problem.space
         z = z / space.dots(z, z).sqrt().clamp_min(1e-300)[:, None].to(z)
         for _ in range(2):
-            z = self._beside(z)
-            z = z[space.dots(z, z).sqrt() > _NEW]
+            if self.size:
+                add_combined(z, space.overlap(z, self._basis), self._basis, -1)
             z, _ = space.orthonormalise(z, _NEW)
         if not len(z):
             return False
@@ -67,18 +67,13 @@ class SearchSpace:
         J = found.Jw.flatten(1).T
         self.J = torch.cat([self.J, J], dim=1) if self.size else J.contiguous()
         self._basis = torch.cat([self._basis, z])
-        self.xi = space.gram(self.noise, self._basis)
+        self.xi = torch.cat([self.xi, space.gram(self.noise, z)], dim=1)
         return True
 
     def pulled(self, u: Tensor) -> Tensor | None:
         """Return Jᵀ u in scaled weights, (k, P), for u (k, N, ..., C), by half a pass."""
         Ju, f = pull_back(self._problem, u)
         return self._prior.scale * Ju if self._in_order(f.view_as(self.rows.f)) else None
-
-    def _beside(self, z: Tensor) -> Tensor:
-        if not self.size:
-            return z
-        return z - combine(self._problem.space.overlap(z, self._basis), self._basis)
 
     def _in_order(self, f: Tensor) -> bool:
         if self.rows is None:

@@ -19,7 +19,7 @@ from torch_lla_em.solvers.solution import (
     Solution,
     relative_error,
 )
-from torch_lla_em.solvers.space import Space, combine
+from torch_lla_em.solvers.space import Space, add_combined, combine
 
 __all__ = [
     "SGD",
@@ -41,6 +41,7 @@ __all__ = [
     "Solution",
     "Space",
     "Spectrum",
+    "add_combined",
     "combine",
     "nystrom_features",
     "relative_error",

@@ -390,7 +390,7 @@ def test_pieces_are_orthonormalised_as_the_whole_is(dependent, monkeypatch):
 
 # solver, prior, and a share of what a fit takes that is enough by smaller pieces
 SOLVERS = [
-    (BlockKrylov(), "scalar", 0.75),
+    (BlockKrylov(), "scalar", 0.8),
     (BlockCG(), "scalar", 0.7),
     (BlockCG(deflate=False), "scalar", 0.97),
     (SGD(epochs=10), "scalar", 0.9),

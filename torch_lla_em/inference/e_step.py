@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -186,7 +187,7 @@ class IterativeEStep:
 
         def run() -> LinearMode:
             known = self._preconditioner(hyper)
-            inverse = None if known is None else known.inverse
+            inverse = None if known is None else partial(known.power, exponent=-1.0)
             return self._search.find(problem, hyper.precision, tolerance, inverse)
 
         with self._problem.cost.stage("mode"):

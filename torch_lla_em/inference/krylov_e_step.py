@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_lla_em.inference.e_step import Expectation, Hyperparameters, at_scalar_sigma
 from torch_lla_em.inference.evidence import Modes, gaussian_constant, sigma_of
-from torch_lla_em.inference.linear_mode import LinearMode, optimise_MAP
+from torch_lla_em.inference.linear_mode import LinearMode, Precondition, optimise_MAP
 from torch_lla_em.inference.mode_search import ModeSearch
 from torch_lla_em.inference.posterior_samples import PosteriorSamples, Start, optimise_samples
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
@@ -89,10 +89,9 @@ class KrylovEStep:
             self._warn(shift, tolerance, _ROUNDING)
         dims, residual, gamma = self.krylov.effective_dims(shift), None, None
         if self._gaussian:
-            norms = self.krylov.mode_norms(shift)
-            residual, gamma = self._squared_residual(norms.fit), dims.mean()
-            loss = self._gaussian_loss(norms.fit, hyper)
-            squared_norm = dims.new_tensor(norms.squared_norm)
+            norm, fit = self.krylov.mode_norms(shift)
+            residual, gamma = self._squared_residual(fit), dims.mean()
+            loss, squared_norm = self._gaussian_loss(fit, hyper), dims.new_tensor(norm)
             mode_error = self.krylov.mode_error(shift)
         else:
             mode = self.mode(hyper, mode_tolerance)
@@ -147,8 +146,8 @@ class KrylovEStep:
         )
         points = []
         for precision in grid:
-            norms = self.krylov.mode_norms(self.shift(hyper._replace(precision=precision)))
-            points.append((precision, self._gaussian_loss(norms.fit, hyper), norms.squared_norm))
+            norm, fit = self.krylov.mode_norms(self.shift(hyper._replace(precision=precision)))
+            points.append((precision, self._gaussian_loss(fit, hyper), norm))
         return Modes.of(*torch.tensor(points, dtype=torch.float64, device="cpu").T)
 
     def shift(self, hyper: Hyperparameters) -> Shift:
@@ -206,12 +205,16 @@ class KrylovEStep:
 
     def _find_mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
         problem, noise = self._at_noise(hyper)
-        shift, precondition = self.shift(hyper), None
+        precondition: Precondition | None = None
         if self._has_basis:
-            precondition = partial(self._precondition, shift=shift)
+            known = cache(partial(self._preconditioner, hyper))  # made where it is used
+
+            def precondition(rows: Tensor) -> Tensor:
+                return known().power(rows, -1.0)
+
         if not (self._gaussian and self._has_basis):
             return self._search.find(problem, hyper.precision, tolerance, precondition)
-        start = noise.prior.scale * self.krylov.mode(shift).to(noise.xi)
+        start = noise.prior.scale * self.krylov.mode(self.shift(hyper)).to(noise.xi)
         solver = Newton(max(tolerance, 10 * torch.finfo(problem.dtype).eps))
         return optimise_MAP(
             problem, noise.prior, hyper.precision, solver, start, precondition=precondition
@@ -229,8 +232,7 @@ class KrylovEStep:
                 images = noise.prior.unscaled(self.krylov.sample_images(shift))
                 start = Start(start, images)
             # K columns a pass, from where the basis of 2 K has come
-            known = KrylovPreconditioner(self.krylov.lanczos, shift.precision * shift.noise**2)
-            solver = DeflatedCG(known, *limits)
+            solver = DeflatedCG(self._preconditioner(hyper), *limits)
         return optimise_samples(problem, noise, hyper.precision, solver, start)
 
     def _within_memory(self, run: Callable[[], T]) -> T:
@@ -238,19 +240,18 @@ class KrylovEStep:
         if not self._has_basis:
             return run()
         found, _ = self._problem.attempt(run)
-        if found is not None:
-            return found
-        self.krylov.lanczos.drop_basis()
-        return run()
+        if found is None:
+            self.krylov.lanczos.drop_basis()
+        return run() if found is None else found
 
     @property
     def _has_basis(self) -> bool:
         lanczos = self.krylov.lanczos
         return lanczos.has_basis and lanczos.num_steps > 0
 
-    def _precondition(self, rows: Tensor, shift: Shift) -> Tensor:
-        """Return an approximation of (A + I)⁻¹ rows in whitened coordinates."""
-        return shift.precision * self.krylov.precondition(rows, shift)
+    def _preconditioner(self, hyper: Hyperparameters) -> KrylovPreconditioner:
+        shift = self.shift(hyper)
+        return KrylovPreconditioner(self.krylov.lanczos, shift.precision * shift.noise**2)
 
     def _gaussian_loss(self, fit: float, hyper: Hyperparameters) -> float:
         residual = self._squared_residual(fit) / hyper.sigma**2

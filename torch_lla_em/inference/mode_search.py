@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import cached_property, partial
 from math import log
 
 import torch
@@ -16,6 +17,8 @@ from torch_lla_em.inference.subspace_mode import SubspaceMode
 from torch_lla_em.problem import ImagedGGN, Problem, room
 from torch_lla_em.solvers import SGD, BlockLanczos, Newton
 
+_NO_ORDER = "Rows come in another order at every pass: the mode takes products of G."
+_NO_ROOM = "Out of memory: the mode goes on without a subspace."
 # of what is free, for J v over all rows
 _SHARE = 1 / 4
 
@@ -39,8 +42,6 @@ class ModeSearch:
         self.memory = room(problem) * _SHARE
         """Bytes that J v over all rows may take."""
 
-        self._subspace: SubspaceMode | None = None
-        self._tried = isinstance(solver, SGD)
         self.visited: dict[float, LinearMode] = {}
         """By the geometric mean of λ."""
 
@@ -53,64 +54,48 @@ class ModeSearch:
     ) -> LinearMode:
         """Return w_lin at these hyper-parameters."""
         tolerance = max(tolerance, 10 * torch.finfo(problem.dtype).eps)
-        mode = self._within_span(problem, precision, tolerance, precondition)
+        solver, mode = replace(self._solver, tolerance=tolerance), None
+        if self._span is not None:
+            wish = problem, precision, tolerance, precondition
+            mode, shortage = problem.attempt(partial(self._span.find, *wish))
+            if mode is None:
+                logger.warning(_NO_ROOM) if shortage else logger.info(_NO_ORDER)
+                self._span = None
         if mode is None:
-            mode = optimise_MAP(
-                problem,
-                self._prior,
-                precision,
-                replace(self._solver, tolerance=tolerance),
-                self._start(problem, precision),
-                precondition=precondition,
-            )
+            start = self._start(problem, precision)
+            wish = problem, self._prior, precision, solver, start
+            mode = optimise_MAP(*wish, precondition=precondition)
         elif not mode.converged:
-            warn_of_mode(mode, replace(self._solver, tolerance=tolerance))
+            warn_of_mode(mode, solver)
         self.visited[_mean(precision)] = mode
         return mode
 
     def follow(self, lanczos: BlockLanczos, imaged: ImagedGGN) -> None:
         """Search in a Krylov basis too, for a λ for all."""
-        if self._begun is not None:
-            self._begun.follow(lanczos, imaged)
+        if self._span is not None:
+            self._span.follow(lanczos, imaged)
         else:
             imaged.stop()
 
     def objective(self, problem: Problem, precision: Tensor) -> tuple[float, float] | None:
         """Return Σ loss and ‖w_lin / scale‖² over the span, at no pass; None without a span."""
-        if self._begun is None or not self.visited:
+        if self._span is None or not self.visited:
             return None
-        loss, _ = self._begun.minimise(problem, precision, 1e-2)
-        return loss, self._begun.squared_norm()
+        loss, _ = self._span.minimise(problem, precision, 1e-2)
+        return loss, self._span.squared_norm()
 
-    @property
-    def _begun(self) -> SubspaceMode | None:
+    @cached_property
+    def _span(self) -> SubspaceMode | None:
         """The span, with w_MAP in it the first time; None where there is none."""
-        if not self._tried:
-            self._tried = True
-            start = self._problem.w_MAP if self._earlier is None else self._earlier
-            wish = self._problem, self._prior, start, self.memory
-            self._subspace, _ = self._problem.attempt(lambda: SubspaceMode(*wish))
-        if self._subspace is not None and not self._subspace.ready:
-            logger.info("Rows come in another order at every pass: the mode takes products of G.")
-            self._subspace = None
-        return self._subspace
-
-    def _within_span(
-        self,
-        problem: Problem,
-        precision: Tensor,
-        tolerance: float,
-        precondition: Precondition | None,
-    ) -> LinearMode | None:
-        span = self._begun
-        if span is None:
+        if isinstance(self._solver, SGD):
             return None
-        wish = problem, precision, tolerance, precondition
-        mode, shortage = problem.attempt(lambda: span.find(*wish))
-        if shortage:
-            logger.warning("Out of memory: the mode goes on without a subspace.")
-            self._subspace = None
-        return mode
+        start = self._problem.w_MAP if self._earlier is None else self._earlier
+        wish = self._problem, self._prior, start, self.memory
+        span, _ = self._problem.attempt(partial(SubspaceMode, *wish))
+        if span is None or span.ready:
+            return span
+        logger.info(_NO_ORDER)
+        return None
 
     def _start(self, problem: Problem, precision: Tensor) -> Tensor:
         """Return the mode at the visited λ that is nearest, or of an earlier posterior."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -10,17 +11,22 @@ from torch import Tensor
 from torch_lla_em.solvers.operator import Operator
 from torch_lla_em.solvers.solution import (
     DivergenceError,
-    FaultyProductError,
     Solution,
     Task,
     check_positive,
     relative_error,
-    solve_with_restarts,
+    symmetric,
 )
 from torch_lla_em.solvers.space import add_combined, combine
 
 # products without a tenth off the residual: longer plateaus are rounding
 _PATIENCE = 50
+_STAGNATES = (
+    "Block CG stagnates at an error of %.1e: %s arithmetic allows no better, or the model changes "
+    "from call to call. Loosen `tolerance`, or convert the model and its data to float64."
+)
+
+logger = logging.getLogger("torch_lla_em")
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,34 @@ class BlockCG:
         image: Tensor | None = None,
     ) -> Solution:
         """Return X, found from ``start`` or 0; ``image``, A start where known, saves a product."""
-        limits = self.tolerance, self.max_passes
-        task = Task(product, b, start, image)
-        return solve_with_restarts("Block CG", task, limits, self.descend)
+        return self.run(Task(product, b, start, image))
+
+    def run(self, task: Task) -> Solution:
+        """Improve x until its true residual meets the tolerance, stops falling, or passes end."""
+        b, x, passes, last = task.b, task.start, 0, float("inf")
+        if x is None:
+            x, residual = torch.zeros_like(b), b
+        elif task.image is not None:
+            residual = (b - x).sub_(task.image)
+        else:
+            residual, passes = task.residual(x), 1
+        while True:
+            solution = task.judge(x, residual, passes, self.tolerance)
+            error = solution.error
+            if not error < float("inf") or error > 1e3 * max(1.0, last):
+                raise DivergenceError(
+                    f"Block CG diverged after {passes} passes: the error grew from {last:.1e} to "
+                    f"{error:.1e}. Check that the model's outputs and weights are finite, and "
+                    "that they are the same at every call."
+                )
+            if solution.converged or passes >= self.max_passes:
+                return solution
+            if error > 0.5 * last:
+                logger.warning(_STAGNATES, error, x.dtype)
+                return solution
+            last = error
+            x, used = self.descend(task, solution, residual)
+            residual, passes = task.residual(x), passes + used + 1
 
     def descend(self, task: Task, solution: Solution, residual: Tensor) -> tuple[Tensor, int]:
         """Improve x until its residual, by recursion, meets the tolerance or ceases to fall."""
@@ -65,7 +96,10 @@ class BlockCG:
         while len(basis) and passes < budget:
             image = directions + product(directions)
             passes += 1
-            curvature = _checked_curvature(space.gram(directions, image), directions, product)
+            curvature = space.gram(directions, image)
+            rounding = 1e3 * torch.finfo(x.dtype).eps * x.shape[1] ** 0.5
+            allowed = max(rounding, product.allowed_asymmetry) * curvature.abs().max()
+            curvature = symmetric(curvature, allowed, 0.0)
             step = torch.linalg.inv(curvature)
             add_combined(x, coefficients @ step, directions)
             floor = torch.finfo(x.dtype).eps * curvature.diagonal().max().item() ** 0.5
@@ -82,31 +116,3 @@ class BlockCG:
             if relative_error(norms, energy) <= 0.9 * self.tolerance:
                 break
         return x, passes
-
-
-_OR_ROUNDING = (
-    "where the data are sound, use a larger `prior_precision`, inputs scaled as in training, or "
-    "a model and data in float64."
-)
-
-
-def _checked_curvature(curvature: Tensor, directions: Tensor, product: Operator) -> Tensor:
-    """Return Dᵀ(A + I)D, made symmetric; raise if it cannot be the product of a symmetric A ≥ 0."""
-    scale = curvature.abs().max()
-    if not scale < float("inf"):
-        raise DivergenceError("A product with G is not finite: check the model's outputs.")
-    tolerance = 1e3 * torch.finfo(directions.dtype).eps * directions.shape[1] ** 0.5
-    if (curvature - curvature.T).abs().max() > max(tolerance, product.allowed_asymmetry) * scale:
-        raise FaultyProductError(
-            "The product with G is not symmetric: the model's J and Jᵀ disagree, or its "
-            "outputs change from call to call (dropout, random augmentation); or rounding hides "
-            f"the prior. Fix the model or the loader; {_OR_ROUNDING}"
-        )
-    symmetric = 0.5 * (curvature + curvature.T)
-    if torch.linalg.eigvalsh(symmetric)[0] <= 0:
-        raise FaultyProductError(
-            "The product with G has negative curvature: the likelihood's H is not positive "
-            "semi-definite, or the model changes from call to call; or rounding hides the "
-            f"prior: {_OR_ROUNDING}"
-        )
-    return symmetric

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,16 +12,8 @@ from torch_lla_em.runtime import free_memory
 from torch_lla_em.solvers.block_cg import BlockCG
 from torch_lla_em.solvers.block_lanczos import BlockLanczos
 from torch_lla_em.solvers.operator import Operator
-from torch_lla_em.solvers.solution import (
-    Solution,
-    Task,
-    check_positive,
-    relative_error,
-    solve_with_restarts,
-)
+from torch_lla_em.solvers.solution import Solution, check_positive, relative_error
 from torch_lla_em.solvers.space import add_combined
-
-logger = logging.getLogger("torch_lla_em")
 
 
 class Shift(NamedTuple):
@@ -69,16 +60,6 @@ class Spectrum(NamedTuple):
     def solutions(self, precision: float) -> Tensor:
         """Return (G + λ)⁻¹(√λ ξ + η) in Ritz coordinates, (K, r)."""
         return (precision**0.5 * self.xi + self.eta) / (self.eigenvalues + precision)
-
-
-class ModeNorms(NamedTuple):
-    """The linear mode of a Gaussian likelihood, through its norms."""
-
-    squared_norm: float
-    """‖w_lin‖²."""
-
-    fit: float
-    """2 ⟨w, g⟩ - ⟨w, G w⟩ at noise 1: what the mode explains of ‖y‖²."""
 
 
 class KrylovPosterior:
@@ -129,25 +110,18 @@ class KrylovPosterior:
         """Return the linear mode of a Gaussian likelihood, shape (P,)."""
         return self.lanczos.to_weights(self._mode_solution(shift)[None])[0]
 
-    def mode_norms(self, shift: Shift) -> ModeNorms:
-        """Return what EM needs of the mode of a Gaussian likelihood."""
+    def mode_norms(self, shift: Shift) -> tuple[float, float]:
+        """Return of a Gaussian's mode ‖w_lin‖², and what it explains of ‖y‖² at noise 1."""
         y, theta = self._mode_solution(shift), self.lanczos.eigenvalues.clamp_min(0)
         target = self.lanczos.starting_coordinates()[-1]
         fit = 2 * (y @ target) - (theta * y.square()).sum()
-        return ModeNorms(y.square().sum().item(), fit.item())
+        return y.square().sum().item(), fit.item()
 
     def mode_error(self, shift: Shift) -> float:
         """Return ‖r‖_Λ⁻¹ / ‖w_lin‖_Λ of the mode of a Gaussian likelihood."""
         y = self._mode_solution(shift)
         residual = self._residuals(y[None])[0] / shift.noise**2
         return (residual / shift.precision / y.norm().clamp_min(1e-300)).item()
-
-    def precondition(self, rows: Tensor, shift: Shift) -> Tensor:
-        """Return (Q T Qᵀ + λ)⁻¹ applied to rows (k, P): exact on the space, 1 / λ off it."""
-        within = self.lanczos.to_coordinates(rows)
-        theta = self.lanczos.eigenvalues.clamp_min(0) / shift.noise**2
-        change = within * (1 / (theta + shift.precision) - 1 / shift.precision)
-        return rows / shift.precision + self.lanczos.to_weights(change)
 
     def _residuals(self, coordinates: Tensor) -> Tensor:
         """Return ‖G Qᵀ y - Qᵀ T y‖, (k,), with all that was lost to rounding."""
@@ -165,7 +139,7 @@ class KrylovPosterior:
 
 @dataclass(frozen=True)
 class BlockKrylov:
-    """Block Lanczos with the basis stored while it fits; for the whole EM or for one solve."""
+    """Block Lanczos for the whole EM, with the basis stored while it fits."""
 
     tolerance: float = 1e-2
     """Bound on √(mean ‖r‖² / max(1, mean ⟨x, A x⟩)), the relative error of J x."""
@@ -191,35 +165,5 @@ class BlockKrylov:
         return KrylovPosterior(BlockLanczos(product, start, memory, self.storage), num_samples)
 
     def solve(self, product: Operator, b: Tensor, start: Tensor | None = None) -> Solution:
-        """Solve (A + I) X = B in the block Krylov space of the first residual."""
-        limits = self.tolerance, self.max_passes
-        return solve_with_restarts("Block Krylov", Task(product, b, start), limits, self._descend)
-
-    def _descend(self, task: Task, solution: Solution, residual: Tensor) -> tuple[Tensor, int]:
-        """Add the Galerkin correction in the Krylov space of the residual."""
-        lanczos = BlockLanczos(task.product, residual)
-        budget, room = self.max_passes - solution.passes - 1, True
-        while lanczos.num_steps < budget and not lanczos.exhausted:
-            room = self._has_room(lanczos) and not task.product.attempt(lanczos.extend)[1]
-            if not room:
-                break
-            y = lanczos.starting_coordinates() / (lanczos.eigenvalues + 1)
-            norms = (y @ lanczos.residual_coordinates().T).norm(dim=1)
-            energy = solution.energy + y.square() @ lanczos.eigenvalues.clamp_min(0)
-            if relative_error(norms, energy) <= 0.9 * self.tolerance:
-                break
-        x, used = solution.x, lanczos.num_steps
-        if used:
-            x = lanczos.to_weights(y).add_(x)
-        if room:
-            return x, used
-        del lanczos
-        logger.warning("There is no room for more of the Krylov basis: block CG goes on without.")
-        if used:
-            residual, used = task.residual(x), used + 1
-        solution = solution._replace(x=x, passes=solution.passes + used)
-        x, more = BlockCG(self.tolerance, self.max_passes).descend(task, solution, residual)
-        return x, used + more
-
-    def _has_room(self, lanczos: BlockLanczos) -> bool:
-        return self.memory is None or not lanczos.num_steps or lanczos.held <= self.memory
+        """Solve (A + I) X = B at one λ, where block CG finds the same in the same space."""
+        return BlockCG(self.tolerance, self.max_passes).solve(product, b, start)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.solvers.operator import Operator
-from torch_lla_em.solvers.solution import DivergenceError, FaultyProductError
+from torch_lla_em.solvers.solution import symmetric
 from torch_lla_em.solvers.space import add_combined
 
 logger = logging.getLogger("torch_lla_em")
@@ -82,10 +82,9 @@ class BlockLanczos:
         block, gram = self.basis[-1], self.space.gram
         image = self._product(block)
         diagonal = gram(block, image)
-        if not torch.isfinite(diagonal).all():
-            raise DivergenceError("A product with G is not finite: check the model's outputs.")
         self._scale = max(self._scale, diagonal.abs().max().item())
-        self._check_symmetry(diagonal)
+        allowed = self._product.allowed_asymmetry * self._scale
+        exact = symmetric(diagonal, allowed, -allowed)
         image = torch.addmm(image, diagonal.T.to(image), block, alpha=-1)
         if len(self._coupling):
             add_combined(image, self._coupling[-1], self.basis[-2], -1)
@@ -97,7 +96,7 @@ class BlockLanczos:
         if len(self.basis) > 1:
             self.basis[-2] = self.basis[-2].to(self._storage)
         self._lost.append(lost)
-        self._diagonal.append(0.5 * (diagonal + diagonal.T))
+        self._diagonal.append(exact)
         self._coupling.append(coupling.T)
         self.basis.append(block)
         self._make_room()
@@ -153,11 +152,6 @@ class BlockLanczos:
             add_combined(total, piece, block)
         return total
 
-    def to_coordinates(self, rows: Tensor) -> Tensor:
-        """Return Ritz coordinates (k, r) of vectors (k, P), projected; needs the basis."""
-        pieces = [self.space.overlap(rows, block) for block in self.basis[: self.num_steps]]
-        return torch.cat(pieces, dim=1) @ self.vectors
-
     def drop_basis(self) -> None:
         """Keep what the next step needs only."""
         last = self.basis[-1]
@@ -181,17 +175,3 @@ class BlockLanczos:
             self.has_basis = False
         if not self.has_basis:
             self.drop_basis()
-
-    def _check_symmetry(self, diagonal: Tensor) -> None:
-        allowed = self._product.allowed_asymmetry * self._scale
-        if (diagonal - diagonal.T).abs().max() > allowed:
-            raise FaultyProductError(
-                "The product with G is not symmetric: the model's J and Jᵀ disagree, or its "
-                "outputs change from call to call (dropout, random augmentation). Fix the "
-                "model or the loader."
-            )
-        if torch.linalg.eigvalsh(0.5 * (diagonal + diagonal.T))[0] < -allowed:
-            raise FaultyProductError(
-                "The product with G has negative curvature: the likelihood's H is not positive "
-                "semi-definite, or the model changes from call to call."
-            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch_lla_em.solvers.block_cg import BlockCG
 from torch_lla_em.solvers.block_lanczos import BlockLanczos
 from torch_lla_em.solvers.operator import Operator
-from torch_lla_em.solvers.solution import Solution, Task, check_positive, solve_with_restarts
+from torch_lla_em.solvers.solution import Solution, Task, check_positive
 from torch_lla_em.solvers.space import Space, add_combined, combine
 
 # Ritz values below this part of the largest are rounding
@@ -32,26 +33,15 @@ def nystrom_features(lanczos: BlockLanczos) -> Tensor:
     return features
 
 
-class Preconditioner:
+class Preconditioner(Protocol):
     """Powers of M = I + Vᵀ B V ≤ I + A, with V orthonormal after a turn of some given rows."""
 
-    def inverse(self, rows: Tensor) -> Tensor:
-        """Return M⁻¹ rows, (k, P)."""
-        return self._power(rows, -1.0)
-
-    def inverse_root(self, rows: Tensor) -> Tensor:
-        """Return M^{-1/2} rows, (k, P)."""
-        return self._power(rows, -0.5)
-
-    def root(self, rows: Tensor) -> Tensor:
-        """Return M^{1/2} rows, (k, P)."""
-        return self._power(rows, 0.5)
-
-    def _power(self, rows: Tensor, power: float) -> Tensor:
-        raise NotImplementedError
+    def power(self, rows: Tensor, exponent: float) -> Tensor:
+        """Return M to a power times rows, (k, P)."""
+        ...
 
 
-class FeaturePreconditioner(Preconditioner):
+class FeaturePreconditioner:
     """M = I + D FᵀF D, in coordinates whitened by D."""
 
     def __init__(self, features: Tensor, deviation: Tensor, space: Space = Space()):
@@ -60,18 +50,19 @@ class FeaturePreconditioner(Preconditioner):
         values, self._vectors = torch.linalg.eigh(squares)
         self._values = values.clamp_min(0)
 
-    def _power(self, rows: Tensor, power: float) -> Tensor:
+    def power(self, rows: Tensor, exponent: float) -> Tensor:
+        """Return M to a power times rows, (k, P)."""
         # D Fᵀ V has columns of squared length ``values``: one division for each unit vector
         values = self._values
-        change = torch.expm1(power * torch.log1p(values))
+        change = torch.expm1(exponent * torch.log1p(values))
         small = 1e-12 * values[-1].clamp_min(1.0)
-        change = torch.where(values > small, change / values.clamp_min(small), power)
+        change = torch.where(values > small, change / values.clamp_min(small), exponent)
         within = self._gram(rows, self._features, self._deviation) @ self._vectors
         moved = combine(within * change @ self._vectors.T, self._features)
         return moved.mul_(self._deviation).add_(rows)
 
 
-class KrylovPreconditioner(Preconditioner):
+class KrylovPreconditioner:
     """M = I + N / λ, with Nyström's N ≤ G of a Krylov basis and of the block that comes next.
 
     G Qᵀ = Qᵀ T + (next)ᵀ C, so that N is a small matrix between rows that are there already.
@@ -88,9 +79,10 @@ class KrylovPreconditioner(Preconditioner):
         u, singular, _ = torch.linalg.svd(torch.cat([within, beyond]), full_matrices=False)
         self._vectors, self._values = u, singular.square() / precision
 
-    def _power(self, rows: Tensor, power: float) -> Tensor:
+    def power(self, rows: Tensor, exponent: float) -> Tensor:
+        """Return M to a power times rows, (k, P)."""
         within = torch.cat([self._overlap(rows, block) for block in self._basis], dim=1)
-        change = within @ self._vectors * torch.expm1(power * torch.log1p(self._values))
+        change = within @ self._vectors * torch.expm1(exponent * torch.log1p(self._values))
         moved, sizes = rows.clone(), [len(block) for block in self._basis]
         for part, block in zip((change @ self._vectors.T).split(sizes, dim=1), self._basis):
             add_combined(moved, part, block)
@@ -125,21 +117,19 @@ class DeflatedCG:
         image: Tensor | None = None,
     ) -> Solution:
         """Return X, found from ``start`` or 0; ``image``, A start where known, saves a product."""
-        M = self.preconditioner
+        power = self.preconditioner.power
+
+        def turned(x: Tensor) -> Tensor:
+            return power(x, -0.5)
 
         def preconditioned(y: Tensor) -> Tensor:
-            x = M.inverse_root(y)
-            return M.inverse_root(x + product(x)).sub_(y)
+            x = turned(y)
+            return turned(x + product(x)).sub_(y)
 
         operator = Operator(preconditioned, product.space, product.rounding)
-        y, image_of_y = None, None
-        if start is not None:
-            y = M.root(start)
-            if image is not None:
-                image_of_y = M.inverse_root(start + image) - y
-        task = Task(operator, M.inverse_root(b), y, image_of_y, M.inverse_root)
-        solver = BlockCG(self.tolerance, self.max_passes)
-        limits = self.tolerance, self.max_passes
-        solved = solve_with_restarts("Deflated block CG", task, limits, solver.descend)
-        x = M.inverse_root(solved.x)
-        return solved._replace(x=x, image=M.root(solved.x + solved.image).sub_(x))
+        y = None if start is None else power(start, 0.5)
+        image_of_y = None if image is None else turned(start + image) - y
+        task = Task(operator, turned(b), y, image_of_y, turned)
+        solved = BlockCG(self.tolerance, self.max_passes).run(task)
+        x = turned(solved.x)
+        return solved._replace(x=x, image=power(solved.x + solved.image, 0.5).sub_(x))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,8 +9,6 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.solvers.operator import Operator
-
-logger = logging.getLogger("torch_lla_em")
 
 
 class DivergenceError(ArithmeticError):
@@ -85,47 +82,6 @@ class Task(NamedTuple):
         return Solution(x, certificate, energy, relative, passes, converged, image)
 
 
-Descend = Callable[[Task, Solution, Tensor], tuple[Tensor, int]]
-"""(task, solution so far, its residual) -> a better x and the products it took."""
-
-
-def solve_with_restarts(
-    name: str, task: Task, limits: tuple[float, int], descend: Descend
-) -> Solution:
-    """Improve x until its true residual meets the tolerance, stops falling, or passes run out."""
-    b, start, image = task.b, task.start, task.image
-    tolerance, max_passes = limits
-    x, residual, passes, last = torch.zeros_like(b), b, 0, float("inf")
-    if start is not None and image is not None:
-        x, residual = start, (b - start).sub_(image)
-    elif start is not None:
-        x, residual, passes = start, task.residual(start), 1
-    while True:
-        solution = task.judge(x, residual, passes, tolerance)
-        error = solution.error
-        if not error < float("inf") or error > 1e3 * max(1.0, last):
-            raise DivergenceError(
-                f"{name} diverged after {passes} passes: the error grew from {last:.1e} to "
-                f"{error:.1e}. Check that the model's outputs and weights are finite, and that "
-                "they are the same at every call."
-            )
-        if solution.converged or passes >= max_passes:
-            return solution
-        if error > 0.5 * last:
-            logger.warning(
-                "%s stagnates at an error of %.1e: %s arithmetic allows no better, or the model "
-                "changes from call to call. Loosen `tolerance`, or convert the model and its "
-                "data to float64.",
-                name,
-                error,
-                x.dtype,
-            )
-            return solution
-        last = error
-        x, used = descend(task, solution, residual)
-        residual, passes = task.residual(x), passes + used + 1
-
-
 def relative_error(certificate: Tensor, energy: Tensor) -> float:
     """Return √(mean certificate² / max(1, mean energy)).
 
@@ -140,3 +96,30 @@ def check_positive(owner: str, **options: float) -> None:
     for name, value in options.items():
         if not value > 0:
             raise ValueError(f"{owner}: {name} must be above 0, not {value}.")
+
+
+def symmetric(product: Tensor, allowed: Tensor | float, least: Tensor | float) -> Tensor:
+    """Return Dᵀ A D made symmetric; raise where it cannot be the product of a symmetric A ≥ 0.
+
+    It may be off by ``allowed``, and its eigenvalues are to be above ``least``.
+    """
+    if not torch.isfinite(product).all():
+        raise DivergenceError("A product with G is not finite: check the model's outputs.")
+    exact = 0.5 * (product + product.T)
+    if (product - product.T).abs().max() > allowed:
+        raise FaultyProductError(
+            "The product with G is not symmetric: the model's J and Jᵀ disagree, or its outputs "
+            f"change from call to call (dropout, random augmentation); or {_OR_ROUNDING}"
+        )
+    if torch.linalg.eigvalsh(exact)[0] <= least:
+        raise FaultyProductError(
+            "The product with G has negative curvature: the likelihood's H is not positive "
+            f"semi-definite, or the model changes from call to call; or {_OR_ROUNDING}"
+        )
+    return exact
+
+
+_OR_ROUNDING = (
+    "rounding hides the prior. Fix the model or the loader; where the data are sound, use a larger "
+    "`prior_precision`, inputs scaled as in training, or a model and data in float64."
+)

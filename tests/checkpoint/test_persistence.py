@@ -2,12 +2,10 @@
 
 import functools
 import os
-import socket
 import stat
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -100,37 +98,6 @@ def test_folders_that_cannot_be_synced_are_no_fault(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", refusing)
     write_atomically({"a": torch.ones(1)}, tmp_path / "state.pt")
     assert torch.load(tmp_path / "state.pt", weights_only=True)["a"] == 1
-
-
-def dead_process():
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
-HERE = socket.gethostname()
-
-
-@pytest.mark.skipif(os.name != "posix", reason="processes are asked after on POSIX")
-@pytest.mark.parametrize(
-    "host, process, token, age, stays",
-    [
-        (HERE, os.getppid(), 12 * "0", 0.0, True),
-        (HERE, os.getppid(), 12 * "0", 1e6, False),
-        (HERE, dead_process(), 12 * "0", 0.0, False),
-        (HERE, os.getpid(), 12 * "0", 0.0, False),
-        (HERE, os.getpid(), files._TOKEN, 0.0, True),
-        ("another-host", 1, 12 * "0", 0.0, True),
-        ("another-host", 1, 12 * "0", 1e6, False),
-    ],
-    ids=["alive", "a day ago", "gone", "a container's", "own", "elsewhere", "elsewhere, a day ago"],
-)
-def test_what_others_are_writing_stays(host, process, token, age, stays, tmp_path):
-    path = tmp_path / f".writing-{host}-{process}-{token}-3"
-    path.write_bytes(b"half")
-    os.utime(path, (time.time() - age,) * 2)
-    files.remove_stumps(tmp_path)
-    assert path.exists() == stays
 
 
 def remove_all(folder):

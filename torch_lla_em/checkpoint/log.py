@@ -55,9 +55,11 @@ class Log:
         group.meet("the checkpoint", None, len)
 
     def _open(self, header: dict[str, Any]) -> None:
+        lock = self.folder / _HEADER
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            files.remove_stumps(self.folder)
+            if files.take(lock):
+                files.remove_stumps(self.folder)
             files.try_to_write(self.folder)
         except OSError as error:
             raise OSError(
@@ -65,7 +67,9 @@ class Log:
                 "space there, or pass another folder."
             ) from error
         self._check_header(header)
-        if not self.finished.exists() and not files.take(self.folder / _HEADER):
+        if self.finished.exists():
+            files.leave(lock)
+        elif not files.take(lock):
             logger.warning(
                 "Another process is at work in the checkpoint folder %r: end one of them, since two "
                 "runs replace each other's passes, or give this one another folder.",

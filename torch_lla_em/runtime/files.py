@@ -6,11 +6,8 @@ import logging
 import os
 import re
 import shutil
-import socket
-import time
 import uuid
 from contextlib import suppress
-from itertools import count
 from math import inf
 from os import PathLike
 from pathlib import Path
@@ -31,17 +28,11 @@ logger = logging.getLogger("torch_lla_em")
 
 Path_ = str | PathLike
 
-# begins the names of files that are being written; then come host, process and a count
-_WRITING = ".writing-"
-_TOKEN = uuid.uuid4().hex[:12]
-_writes = count()
-_STUMP = re.compile(re.escape(_WRITING) + r".+-\d+-[0-9a-f]{12}-\d+")
+# names of files that are being written
+_STUMP = re.compile(r"\.writing-[0-9a-f]{32}")
 
 # what this process has taken, by its open handle
 _taken: dict[Path, int] = {}
-
-# seconds without a change after which nobody is writing any more
-_LONG_AGO = 86400.0
 
 
 class UnreadableError(ValueError):
@@ -119,9 +110,8 @@ def _write(state: dict[str, Tensor], path: Path) -> None:
 
 
 def _stump(folder: Path) -> Path:
-    """Return a name for a file that is being written, which tells by whom."""
-    parts = socket.gethostname(), os.getpid(), _TOKEN, next(_writes)
-    return folder / f"{_WRITING}{'-'.join(map(str, parts))}"
+    """Return a name for a file that is being written."""
+    return folder / f".writing-{uuid.uuid4().hex}"
 
 
 def try_to_write(folder: Path) -> None:
@@ -132,30 +122,10 @@ def try_to_write(folder: Path) -> None:
 
 
 def remove_stumps(folder: Path) -> None:
-    """Remove what was half written by processes that are gone, or a day ago."""
-    for path in folder.glob(f"{_WRITING}*"):
-        if _STUMP.fullmatch(path.name) and not _may_be_at_work(path):
+    """Remove what was half written, where nobody else is at work."""
+    for path in folder.iterdir():
+        if _STUMP.fullmatch(path.name):
             remove(path)
-
-
-def _may_be_at_work(path: Path) -> bool:
-    """Whether the process that writes a file may still do so."""
-    host, number, token = (path.name.removeprefix(_WRITING).rsplit("-", 3) + 3 * [""])[:3]
-    with suppress(OSError):
-        if time.time() - path.stat().st_mtime > _LONG_AGO:
-            return False
-    if host != socket.gethostname():
-        return True
-    if int(number) == os.getpid():  # in containers, that of a process before may be the same
-        return token == _TOKEN
-    if os.name == "posix":  # elsewhere a signal of 0 is none that does nothing
-        try:
-            os.kill(int(number), 0)
-        except ProcessLookupError:
-            return False
-        except OSError:
-            pass
-    return True
 
 
 def take(path: Path) -> bool:

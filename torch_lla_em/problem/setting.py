@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from math import inf
 
@@ -17,7 +14,7 @@ from torch_lla_em.problem.placement import Placed
 from torch_lla_em.problem.plan import Activations, Plan, make_plan, measured
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.spread import spread
-from torch_lla_em.runtime import Compute, free_memory, least_share, place_of
+from torch_lla_em.runtime import Compute, Group, free_memory, least_share, place_of
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -42,13 +39,8 @@ def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "
         activations = _joined(problem, part, activations)
     if len(part.rows) < min(compute.rows or inf, len(first.rows)):
         problem.fitting.take(None, len(part.rows))
-    held, free_on = columns_held(problem, num_samples), _share_of_memory(problem)
-    plan_for = partial(make_plan, model, held, activations=activations, free_on=free_on)
-    plan = plan_for(compute)
-    elsewhere = plan.group is not None
-    if group.meet("where vectors live", elsewhere, any) and not elsewhere:
-        plan = plan_for(replace(compute, vectors="cpu"))
-    plan = plan._replace(group=group.meet("columns at once", plan.group, _least))
+    held, free_on = columns_held(problem, num_samples), partial(free_for_each, group)
+    plan = make_plan(model, held, compute, activations, free_on)
     problem.fitting.take(plan.columns, plan.rows)
     problem.fitting.room = plan.factors
     if compute.graphs and model.network.device.type == "cuda":
@@ -84,10 +76,14 @@ def columns_held(problem: Problem, num_samples: int) -> int:
     return num_samples if group is None else -(-num_samples // group.size)
 
 
+def free_for_each(group: Group, device: torch.device) -> float:
+    """Return the bytes that every rank may still allocate on a device, as many on each."""
+    return group.meet("free memory", [place_of(device), free_memory(device)], least_share)
+
+
 def memory_for_vectors(problem: Problem) -> float:
     """Return the bytes that every rank may still allocate for vectors."""
-    here = [*place_of(problem.device), free_memory(problem.device)]
-    return problem.data.group.meet("free memory", here, least_share)
+    return free_for_each(problem.data.group, problem.device)
 
 
 def room(problem: Problem) -> float:
@@ -107,19 +103,3 @@ def room(problem: Problem) -> float:
             free / 1e9,
         )
     return then
-
-
-def _share_of_memory(problem: Problem) -> Callable[[torch.device], float]:
-    """Return the map from a device to the bytes free there for each process that uses it."""
-    devices = {torch.device("cpu"), problem.linear_model.network.device}
-    here = sorted({"/".join(place_of(device)) for device in devices})
-    sharing = problem.data.group.meet("devices", here, _counted)
-    return lambda device: free_memory(device) / sharing["/".join(place_of(device))]
-
-
-def _least(every: list[int | None]) -> int | None:
-    return min((number for number in every if number is not None), default=None)
-
-
-def _counted(every: list[list[str]]) -> dict[str, int]:
-    return Counter(place for places in every for place in places)

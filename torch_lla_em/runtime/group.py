@@ -40,8 +40,6 @@ class Group:
     """This process alone; every collective returns what it was given."""
 
     rank, size = 0, 1
-    bytes = 0
-    """What this rank has handed to collectives of tensors."""
 
     def meet(self, subject: str, value: Any, merge: Merge) -> Any:
         """Return ``merge`` of the values of all ranks, which are what JSON holds.
@@ -136,7 +134,6 @@ class ProcessGroup(Group):
 
     def _collect(self, subject: str, tensor: Tensor, run: Callable[[], Any]) -> None:
         self.meet(f"{subject} of shape {tuple(tensor.shape)}", None, len)
-        self.bytes += tensor.nbytes
         try:
             run()
         except RuntimeError as error:

@@ -147,16 +147,15 @@ def _available() -> float:
         return pages * os.sysconf("SC_PAGE_SIZE") / 2 if pages else 4e9
 
 
-def place_of(device: torch.device) -> tuple[str, str]:
+def place_of(device: torch.device) -> str:
     """Return a name of the memory behind a device: its machine, and its card."""
-    if device.type == "cuda":
-        return socket.gethostname(), str(
-            getattr(torch.cuda.get_device_properties(device), "uuid", device)
-        )
-    return socket.gethostname(), device.type
+    card = device.type
+    if card == "cuda":
+        card = str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
+    return f"{socket.gethostname()}/{card}"
 
 
 def least_share(every: list[list]) -> float:
-    """Return what each of several processes may allocate, of [machine, memory, free bytes] of all."""
-    sharing = Counter((machine, memory) for machine, memory, _ in every)
-    return min(free / sharing[machine, memory] for machine, memory, free in every)
+    """Return what each of several processes may allocate, of [memory, free bytes] of all."""
+    sharing = Counter(place for place, _ in every)
+    return min(free / sharing[place] for place, free in every)

@@ -271,7 +271,7 @@ def test_what_is_refused(network):
         FeatureDensity(Echo(), "").features(labels)
     with pytest.raises(TypeError, match="output is a str, not"):
         FeatureDensity(Echo(lambda x: "no"), "").features(x)
-    with pytest.raises(TypeError, match="by_label needs labels"):
+    with pytest.raises(TypeError, match="needs batches"):
         FeatureDensity(network, "body", by_label=True).fit([x])
     with pytest.raises(TypeError, match="can be read again, not a Tensor"):
         FeatureDensity(network, "body").fit(x)

@@ -125,14 +125,7 @@ class _FeatureBatches:
         for batch in self.loader:
             inputs, labels = _split(batch)
             features = self.density.features(inputs)
-            if not self.density.by_label:
-                yield (features,)
-            elif labels is None:
-                raise TypeError(
-                    "by_label needs labels: batches (inputs, labels), or dicts with 'labels'."
-                )
-            else:
-                yield features, labels
+            yield (features,) if labels is None else (features, labels)
 
 
 def _split(batch: Any) -> tuple[Any, Any]:

@@ -48,7 +48,9 @@ class Rows:
         for batch in self.source:
             parts = batch if isinstance(batch, (tuple, list)) else (batch,)
             if self.by_label and len(parts) < 2:
-                raise TypeError("A fit by label needs batches (x, labels).")
+                raise TypeError(
+                    "A fit by label needs batches (x, labels); of a network, also dicts with 'labels'."
+                )
             yield Batch(parts[0], parts[1] if self.by_label else None)
 
 

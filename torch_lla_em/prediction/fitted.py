@@ -225,22 +225,12 @@ class Fitted(nn.Module):
         either side of λ*, and NaN beyond.
         """
         self._require_fit()
-        path = [record["prior_precision"] for record in self.history]
-        return stored.curve_of(dict(self._buffers), path, precisions)
+        return stored.curve_of(self, precisions)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Return the posterior as tensors, with a version and the network's fingerprint."""
         self._require_fit(surely=True)
-        record = {
-            "likelihood": type(self.likelihood).__name__,
-            "num_data": self.num_data,
-            "history": self.history,
-            "calibration": self.calibration,
-            "said": self.said,
-        }
-        tensors = {name: getattr(self, name) for name in stored.TENSORS}
-        layout = self._linear_model.layout
-        return stored.state_of(tensors, record, layout, self._standing.fingerprint)
+        return stored.state_of(self)
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
         """Take over a posterior; refused where the network is not the one it was fitted to."""

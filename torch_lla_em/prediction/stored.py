@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from torch_lla_em.prediction.parts import posterior_alone
 from torch_lla_em.runtime import files
 from torch_lla_em.runtime import records as persistence
 from torch_lla_em.solvers import Spectrum
+
+if TYPE_CHECKING:
+    from torch_lla_em.prediction.fitted import Fitted
 
 # what a posterior is, as buffers; the private ones serve evidence and curve
 TENSORS = (
@@ -64,20 +67,24 @@ def tensors_of(posterior: Posterior) -> dict[str, Tensor | None]:
     }
 
 
-def state_of(
-    tensors: dict[str, Tensor | None],
-    record: dict[str, Any],
-    layout: ParameterLayout,
-    fingerprint: Tensor,
-) -> dict[str, Tensor]:
+def state_of(fitted: Fitted) -> dict[str, Tensor]:
     """Return a posterior as tensors, with a version and the network's fingerprint."""
-    state = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    state["torch_lla_em_version"] = torch.tensor(persistence.VERSION, device="cpu")
-    state["fingerprint"] = fingerprint
-    shapes = [list(shape) for shape in layout.shapes]
-    record = {**record, "names": layout.names, "shapes": shapes}
-    state["record"] = persistence.to_bytes(record)
-    return state
+    layout, tensors = fitted._linear_model.layout, dict(fitted._buffers)
+    record = {
+        "likelihood": type(fitted.likelihood).__name__,
+        "num_data": fitted.num_data,
+        "history": fitted.history,
+        "calibration": fitted.calibration,
+        "said": fitted.said,
+        "names": layout.names,
+        "shapes": [list(shape) for shape in layout.shapes],
+    }
+    return {
+        **{name: tensors[name] for name in TENSORS if tensors[name] is not None},
+        "torch_lla_em_version": torch.tensor(persistence.VERSION, device="cpu"),
+        "fingerprint": fitted._standing.fingerprint,
+        "record": persistence.to_bytes(record),
+    }
 
 
 def checked(
@@ -101,10 +108,10 @@ def checked(
     return tensors, record
 
 
-def curve_of(
-    tensors: dict[str, Tensor | None], path: list[float], precisions: Iterable[float] | Tensor
-) -> Curve:
-    """Return γ and evidence over a grid of λ; ``path`` is where EM went."""
+def curve_of(fitted: Fitted, precisions: Iterable[float] | Tensor) -> Curve:
+    """Return γ and evidence over a grid of λ."""
+    tensors = fitted._buffers
+    path = [record["prior_precision"] for record in fitted.history]
     precisions = torch.as_tensor(precisions, dtype=torch.float64, device="cpu")
     if precisions.dim() != 1 or not (precisions > 0).all():
         raise ValueError("precisions must be a list of positive numbers.")

@@ -202,6 +202,14 @@ def test_a_fit_may_say_what_predictions_are_made_of(original):
     assert_close(other(case.x), expected)
 
 
+def test_predictions_copy_no_vectors(monkeypatch):
+    case = tiny("classification")
+    la = LinearisedLaplace(case.model, "classification", num_samples=3)
+    la.fit([(case.x, case.y)], progress_bar=False)
+    monkeypatch.setattr(LinearisedLaplace, "_columns", None)  # all vectors beside each other
+    assert la.mean == "linear" and la(case.x).shape == (len(case.x), 3)
+
+
 class Scaled(nn.Module):
     """A network with a weight that acts by no matrix product."""
 

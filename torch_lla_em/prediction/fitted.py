@@ -279,10 +279,10 @@ class Fitted(nn.Module):
             logger.warning("%s", sign)
 
     def _predicted(self, x: Any, table: Tensor, num_samples: int | None = None) -> Prediction:
-        if table[:, parts.MODE].any():
-            f, Jw = push_forward(self._linear_model, x, self._columns(num_samples))
-        else:  # where w_lin is not asked for, no vectors are copied to be beside it
-            f, Jw = push_forward(self._linear_model, x, self.w_samples[:num_samples])
+        has_mode = bool(table[:, parts.MODE].any())
+        mode = [self.w_lin[None]] * has_mode
+        f, Jw = push_forward(self._linear_model, x, *mode, self.w_samples[:num_samples])
+        if not has_mode:
             Jw = torch.cat([torch.zeros_like(Jw[:1]), Jw])
         class_dim = self._linear_model.network.class_dim
         return parts.predicted(self.likelihood, f, Jw, table, class_dim)

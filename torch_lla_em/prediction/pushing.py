@@ -13,13 +13,14 @@ from torch_lla_em.data import as_loader, inputs_of, map_tensors, tensors_in, to_
 from torch_lla_em.jacobian import LinearModel
 
 
-def push_forward(linear_model: LinearModel, x: Any, w: Tensor) -> tuple[Tensor, Tensor]:
+def push_forward(linear_model: LinearModel, x: Any, *w: Tensor) -> tuple[Tensor, Tensor]:
     """Return f(x), shape (B, ..., C), and J(x) w, (K, B, ..., C); differentiable in x, if asked.
 
-    A DataLoader or a Dataset is run through, batch by batch, and its targets are left out.
+    Vectors come in one block or several, so that none are copied to lie beside each other. A
+    DataLoader or a Dataset is run through, batch by batch, and its targets are left out.
     """
     if isinstance(x, (DataLoader, Dataset)):
-        parts = [push_forward(linear_model, inputs_of(batch), w) for batch in as_loader(x)]
+        parts = [push_forward(linear_model, inputs_of(batch), *w) for batch in as_loader(x)]
         f, Jw = zip(*parts)
         return torch.cat(f), torch.cat(Jw, dim=1)
     network = linear_model.network
@@ -29,7 +30,9 @@ def push_forward(linear_model: LinearModel, x: Any, w: Tensor) -> tuple[Tensor, 
         if linear_model.report is None:
             linear_model.probe(map_tensors(Tensor.detach, x))
         with network.guarded(), torch.set_grad_enabled(differentiate):
-            return linear_model.jvp(linear_model.prepare(x, len(w)), w)
+            prepared = linear_model.prepare(x, sum(map(len, w)))
+            products = [linear_model.jvp(prepared, block) for block in w]
+            return products[0][0], torch.cat([Jw for _, Jw in products])
     except RuntimeError as error:
         _explain_dtype(error, x, network.module)
         raise

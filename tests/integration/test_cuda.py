@@ -73,27 +73,30 @@ def test_tf32_is_off_unless_asked_for():
         assert low.precision_error > 1e-5
 
 
-@pytest.mark.skipif(not pretended_card.absent, reason="takes minutes where a CPU stands in")
 @pytest.mark.filterwarnings("ignore:The linear mode is known to a relative error")
 def test_a_small_share_of_the_card_is_enough(caplog, monkeypatch):
     caplog.set_level(logging.WARNING)
     # without a Krylov basis, which would be sized by what the driver says is free
     options = {"tolerance": 1e-3, "solver": BlockCG()}
-    whole = fit(wide(3000), rows(2000), **options)
+    width = 3000 if pretended_card.absent else 300
+    whole = fit(wide(width), rows(1000), **options)
     gc.collect()
     torch.cuda.empty_cache()
-    model = wide(3000).cuda()
+    model = wide(width).cuda()
     # the plan is not told of it
     monkeypatch.setattr("torch_lla_em.runtime.memory._share_of", lambda _: 1.0)
     total = torch.cuda.get_device_properties(0).total_memory
-    share = (torch.cuda.memory_reserved() + 30 * K * 4 * 220_000) / total
+    # and the allocator's own grain
+    share = (torch.cuda.memory_reserved() + 30 * K * 4 * 73 * width + 32e6) / total
     torch.cuda.set_per_process_memory_fraction(share)
     try:
-        small = fit(model, rows(2000), **options)
+        small = fit(model, rows(1000), **options)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "columns at a time" in caplog.text
-    torch.testing.assert_close(small.w_samples.cpu(), whole.w_samples, rtol=2e-2, atol=2e-3)
+    # by another way, to the same tolerance
+    off = small.w_samples.cpu() - whole.w_samples
+    assert off.norm() < 1e-2 * whole.w_samples.norm()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

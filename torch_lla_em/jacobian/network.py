@@ -197,8 +197,8 @@ class Network:
     def sizes(self) -> Tensor:
         """Return sums over every parameter, which a change without a new version changes too."""
         with ONE_AT_A_TIME:
-            sums = [self._sums.of(p).to(self.device) for p in self.module.parameters()]
-            return torch.cat(sums).cpu()
+            parameters, device = list(self.module.parameters()), self.device
+            return torch.cat([self._sums.of(p).to(device) for p in parameters]).cpu()
 
     @contextmanager
     def computing(self, precision: str) -> Iterator[None]:
@@ -228,6 +228,8 @@ class Network:
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
+        if self._held is not None:
+            return next(iter(self._held.fixed.values())).device
         return next(self.module.parameters()).device
 
 

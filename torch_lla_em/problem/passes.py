@@ -182,7 +182,6 @@ class LocalPasses:
     def batches(self, rows: Rows = Rows(), in_step: bool = False) -> Iterator[Batch]:
         """Yield the batches of one pass after the skipped rows, inside the network's guard."""
         self.finite.fine.fill_(True)
-        self._refuse_new_versions()
         with self.linear_model.network.guarded():
             for whole in self.data.batches(rows.whole, in_step):
                 if in_step and not len(whole.rows):

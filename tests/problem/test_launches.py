@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from tiny import tiny
+from tiny import LOG_PROBS, likelihood_of, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models.resnet import BasicBlock, ResNet
 
@@ -13,6 +13,7 @@ from torch_lla_em.data.loader import Data
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
+from torch_lla_em.problem.graphs import Recording
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.setting import prepare
 
@@ -107,20 +108,34 @@ def test_a_graph_takes_the_place_of_a_batchs_launches(keep, pretended):
     assert len(recorded) == 2 and graphs._known[problem.work].items() >= recorded.items()
 
 
-def tiny_on_card(**compute):
-    case = tiny("classification")
+def tiny_on_card(name, **compute):
+    case = tiny(name)
     linear = LinearModel(Network(case.model.cuda()), case.layout)
     batches = list(zip(case.x.tensor_split([17]), case.y.tensor_split([17])))
-    problem = Problem(linear, Classification(), Data(batches, torch.device("cuda")))
+    problem = Problem(linear, likelihood_of(name), Data(batches, torch.device("cuda")))
     prepare(problem, 3, Compute(**compute))
     problem.data.merge_rows = 0
     return problem
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("name", LOG_PROBS)
+def test_likelihoods_are_part_of_a_graph(name):
+    problem = tiny_on_card(name, graphs=True)
+    w = torch.randn(3, problem.size, dtype=torch.float64, device="cuda")
+    for _ in range(7):
+        found = problem.ggn_product(w)
+    known = problem.fitting.graphs._known[problem.work].values()
+    # but for a σ per output, which is copied to the card
+    assert all(isinstance(one, Recording) for one in known) == (not name.endswith("per output"))
+    problem.fitting.graphs = None
+    torch.testing.assert_close(found, problem.ggn_product(w))
+
+
+@pytest.mark.cuda
 def test_what_waits_is_left_without_a_graph(caplog):
     caplog.set_level("INFO")
-    problem = tiny_on_card(graphs=True)
+    problem = tiny_on_card("classification", graphs=True)
     w = torch.randn(3, problem.size, dtype=torch.float64, device="cuda")
     expected = problem.ggn_product(w)
     problem.work.inspect = lambda batch, f: bool(f.isfinite().all())
@@ -131,7 +146,7 @@ def test_what_waits_is_left_without_a_graph(caplog):
 
 @pytest.mark.cuda
 def test_graphs_are_given_up_where_memory_ends(caplog, pretended):
-    problem = tiny_on_card(graphs=True)
+    problem = tiny_on_card("classification", graphs=True)
     w = torch.randn(3, problem.size, dtype=torch.float64, device="cuda")
     expected = problem.ggn_product(w)
     for _ in range(8):  # elsewhere torch frees what it holds, and asks again

@@ -260,9 +260,9 @@ class LinearModel:
         tangents = {name: tangents[name] for name in weights}
         if self.path.forward:  # reverse mode leaves the padding rows out by itself
             for name, rows in self._padding.items():
-                row = torch.tensor(rows or [], dtype=torch.long, device="cpu")
-                row = row.to(tangents[name].device, non_blocking=True)
-                tangents[name] = tangents[name].index_fill(-2, row, 0)
+                for row in rows or ():
+                    at = torch.full((1,), row, device=tangents[name].device)  # no copy to a card
+                    tangents[name] = tangents[name].index_fill(-2, at, 0)
         return tangents
 
 

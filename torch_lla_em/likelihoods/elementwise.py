@@ -89,7 +89,10 @@ class Regression(Gaussian, ElementwiseLikelihood):
         return True
 
     def _sigma(self, f: Tensor) -> Tensor:
-        return self.sigma_noise.to(f, non_blocking=f.is_cuda)  # a batch waits for nothing
+        sigma = self.sigma_noise
+        if sigma.dim() or sigma.device == f.device:
+            return sigma.to(f, non_blocking=f.is_cuda)  # a batch waits for nothing
+        return f.new_full((), sigma.item())  # a copy could not be part of a CUDA graph
 
 
 class Bernoulli(Labels, ElementwiseLikelihood):

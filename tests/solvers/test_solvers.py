@@ -94,9 +94,6 @@ def test_what_is_reported_is_true(solver, A):
     residual = b - x - x @ A.matrix
     torch.testing.assert_close(solution.certificate, residual.norm(dim=1), rtol=1e-5, atol=1e-10)
     torch.testing.assert_close(solution.energy, (x @ A.matrix * x).sum(1), rtol=1e-5, atol=1e-10)
-    assert solution.relative_residual == pytest.approx(
-        (residual.norm() / b.norm()).item(), abs=1e-12
-    )
     assert solution.passes == A.passes
     assert solution.error <= 1e-2
 
@@ -138,7 +135,7 @@ def test_dependent_duplicate_and_zero_columns(solver, A):
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_zero_needs_no_product_with_a_basis(solver, A):
     solution = solver().solve(A, torch.zeros(2, P, dtype=torch.float64))
-    assert solution.converged and not solution.x.any() and solution.relative_residual == 0
+    assert solution.converged and not solution.x.any()
 
 
 @pytest.mark.parametrize("solver", BLOCK_SOLVERS)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -77,25 +77,56 @@ class Expectation(NamedTuple):
     sample_error: float
 
 
-class EStep(Protocol):
+class EStep:
     """Expectations at any hyper-parameters, and the posterior at the last ones."""
 
-    knows_evidence: bool
+    knows_evidence = False
     """Whether an expectation comes with log dets."""
+
+    def __init__(self, problem: Problem, noise: StochasticPrior, solver: Any, search: ModeSearch):
+        self._problem, self._noise = problem, noise
+        self._solver, self._search = solver, search
 
     def expect(
         self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
-    ) -> Expectation: ...
+    ) -> Expectation:
+        """Return what the M-step needs."""
+        raise NotImplementedError
 
     def finish(
         self, hyper: Hyperparameters, tolerance: float
-    ) -> tuple[LinearMode, PosteriorSamples, Tensor]: ...
+    ) -> tuple[LinearMode, PosteriorSamples, Tensor]:
+        """Return the posterior at these hyper-parameters, with the evidence's log dets."""
+        raise NotImplementedError
 
-    def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode: ...
+    def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
+        """Return w_lin at these hyper-parameters."""
+        with self._problem.cost.stage("mode"):
+            return self._within_memory(partial(self._find_mode, hyper, tolerance))
 
-    def spectrum(self, hyper: Hyperparameters) -> Spectrum | None: ...
+    def samples(self, hyper: Hyperparameters, tolerance: float) -> PosteriorSamples:
+        """Return the posterior samples at these hyper-parameters."""
+        with self._problem.cost.stage("samples"):
+            return self._within_memory(partial(self._find_samples, hyper, tolerance))
 
-    def modes(self, hyper: Hyperparameters) -> Modes: ...
+    def spectrum(self, hyper: Hyperparameters) -> Spectrum | None:
+        """Return what γ and the log det at any λ follow from; solves at single λ leave none."""
+        return None
+
+    def modes(self, hyper: Hyperparameters) -> Modes:
+        """Return the mode's objective where a curve is to be drawn through it."""
+        return Modes(*torch.zeros(3, 0, dtype=torch.float64, device="cpu"))
+
+    def _within_memory(self, run: Callable[[], T]) -> T:
+        """Return the result of ``run``, if need be without what a Krylov basis knows."""
+        if not self._has_basis:
+            return run()
+        found, shortage = self._problem.attempt(run)
+        if shortage:
+            logger.warning(_WITHOUT)
+            self._drop_basis()
+            return run()
+        return found
 
 
 class Deflation(NamedTuple):
@@ -139,10 +170,8 @@ def _deflation(problem: Problem, noise: StochasticPrior, precision: Tensor) -> D
     return Deflation(features, sigma_of(problem))
 
 
-class IterativeEStep:
+class IterativeEStep(EStep):
     """One solve for the mode and one for the samples at every λ, from the last ones."""
-
-    knows_evidence = False
 
     def __init__(
         self,
@@ -152,15 +181,15 @@ class IterativeEStep:
         search: ModeSearch,
         deflation: Deflation | None = None,
     ):
-        self._problem, self._noise = problem, noise
-        self._solver, self._search, self._deflation = solver, search, deflation
+        super().__init__(problem, noise, solver, search)
+        self._deflation = deflation
         self._last: Tensor | Start | None = None
 
     def expect(
         self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
     ) -> Expectation:
         problem, _ = self._at_noise(hyper)
-        mode, samples = self.mode(hyper, mode_tolerance), self._samples(hyper, tolerance)
+        mode, samples = self.mode(hyper, mode_tolerance), self.samples(hyper, tolerance)
         residual, noise_dims = noise_sums(problem, hyper, mode, samples)
         return Expectation(
             samples.effective_dims,
@@ -168,7 +197,7 @@ class IterativeEStep:
             mode.loss,
             residual,
             noise_dims,
-            torch.full_like(samples.function_space_dims, float("nan")),
+            torch.full_like(samples.certificate, float("nan")),
             mode.error,
             samples.error,
         )
@@ -178,54 +207,29 @@ class IterativeEStep:
     ) -> tuple[LinearMode, PosteriorSamples, Tensor]:
         """Return the posterior at these hyper-parameters, with the evidence's log det."""
         problem, noise = self._at_noise(hyper)
-        mode, samples = self.mode(hyper, tolerance), self._samples(hyper, tolerance)
+        mode, samples = self.mode(hyper, tolerance), self.samples(hyper, tolerance)
         return mode, samples, log_dets(problem, noise, hyper.precision)
-
-    def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
-        """Return w_lin at these hyper-parameters."""
-        problem, _ = self._at_noise(hyper)
-
-        def run() -> LinearMode:
-            known = self._preconditioner(hyper)
-            inverse = None if known is None else partial(known.power, exponent=-1.0)
-            return self._search.find(problem, hyper.precision, tolerance, inverse)
-
-        with self._problem.cost.stage("mode"):
-            return self._within_memory(run)
 
     def warm_start(self, w_samples: Tensor) -> None:
         """Begin with the samples of an earlier posterior."""
         self._last = w_samples
 
-    def spectrum(self, hyper: Hyperparameters) -> None:
-        """Solves at single λ leave no spectrum."""
+    def _find_mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
+        problem, _ = self._at_noise(hyper)
+        known = self._preconditioner(hyper)
+        inverse = None if known is None else partial(known.power, exponent=-1.0)
+        return self._search.find(problem, hyper.precision, tolerance, inverse)
 
-    def modes(self, hyper: Hyperparameters) -> Modes:
-        """Return no modes, since there is no curve to draw through them."""
-        return Modes(*torch.zeros(3, 0, dtype=torch.float64, device="cpu"))
-
-    def _samples(self, hyper: Hyperparameters, tolerance: float) -> PosteriorSamples:
+    def _find_samples(self, hyper: Hyperparameters, tolerance: float) -> PosteriorSamples:
         problem, noise = self._at_noise(hyper)
-        with problem.cost.stage("samples"):
-            samples = self._within_memory(
-                lambda: optimise_samples(
-                    problem,
-                    noise,
-                    hyper.precision,
-                    self._sample_solver(hyper, tolerance),
-                    self._last,
-                )
-            )
+        solver: Solver = replace(self._solver, tolerance=tolerance)
+        known = self._preconditioner(hyper)
+        if known is not None and isinstance(solver, BlockCG):
+            solver = DeflatedCG(known, tolerance, solver.max_passes)
+        samples = optimise_samples(problem, noise, hyper.precision, solver, self._last)
         # G changes with σ: only without it is G w still that at the next step
         self._last = Start(samples.w, samples.Gw) if hyper.sigma is None else samples.w
         return samples
-
-    def _sample_solver(self, hyper: Hyperparameters, tolerance: float) -> Solver:
-        own: Any = self._solver
-        known, solver = self._preconditioner(hyper), replace(own, tolerance=tolerance)
-        if known is None or not isinstance(solver, BlockCG):
-            return solver
-        return DeflatedCG(known, tolerance, solver.max_passes)
 
     def _preconditioner(self, hyper: Hyperparameters) -> FeaturePreconditioner | None:
         known, prior = self._deflation, self._noise.prior
@@ -234,16 +238,12 @@ class IterativeEStep:
         deviation = prior.deviation(hyper.precision) / known.relative(hyper.sigma)
         return FeaturePreconditioner(known.features, deviation, prior.space)
 
-    def _within_memory(self, run: Callable[[], T]) -> T:
-        """Return the result of ``run``, if need be without a preconditioner."""
-        if self._deflation is None:
-            return run()
-        found, _ = self._problem.attempt(run)
-        if found is not None:
-            return found
-        logger.warning(_WITHOUT)
+    @property
+    def _has_basis(self) -> bool:
+        return self._deflation is not None
+
+    def _drop_basis(self) -> None:
         self._deflation = None
-        return run()
 
     def _at_noise(self, hyper: Hyperparameters) -> tuple[Problem, StochasticPrior]:
         """Return problem and noise at σ; η is drawn again where σ has one value per output."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.e_step import Expectation, Hyperparameters, at_scalar_sigma
+from torch_lla_em.inference.e_step import EStep, Expectation, Hyperparameters, at_scalar_sigma
 from torch_lla_em.inference.evidence import Modes, gaussian_constant, sigma_of
 from torch_lla_em.inference.linear_mode import LinearMode, Precondition, optimise_MAP
 from torch_lla_em.inference.mode_search import ModeSearch
@@ -27,8 +25,6 @@ from torch_lla_em.solvers import (
     Shift,
     Spectrum,
 )
-
-T = TypeVar("T")
 
 _CURVE_POINTS = 241
 # γ errs by at most so much of the squared certificate of the basis, and may by a third of its
@@ -47,7 +43,7 @@ _ROUNDING = (
 )
 
 
-class KrylovEStep:
+class KrylovEStep(EStep):
     """γ, the log det and the Gaussian mode from T; the mode of other losses over a subspace.
 
     The factorisation grows until γ at the current λ is known to a part of its own Monte Carlo
@@ -62,8 +58,7 @@ class KrylovEStep:
     ):
         if solver.memory is None:
             solver = replace(solver, memory=room(problem) / 2)
-        self._problem, self._noise, self._solver = problem, noise, solver
-        self._search = search
+        super().__init__(problem, noise, solver, search)
         self._drawn_at = sigma_of(problem)
         scale = noise.prior.scale
         start = [noise.xi, scale * noise.eta]
@@ -118,8 +113,7 @@ class KrylovEStep:
             self._extend(shift, tolerance, _SHARE_AT_LAST)
         mode, log_dets = self.mode(hyper, tolerance), self.krylov.log_dets(shift)
         self.krylov.lanczos.end()
-        with self._problem.cost.stage("samples"):
-            samples = self._within_memory(partial(self._find_samples, hyper, tolerance))
+        samples = self.samples(hyper, tolerance)
         # of samples that hardly differ from the prior's, rounding would leave no γ
         return mode, samples._replace(effective_dims=self.krylov.effective_dims(shift)), log_dets
 
@@ -198,11 +192,6 @@ class KrylovEStep:
             stacklevel=2,
         )
 
-    def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
-        """Return w_lin at these hyper-parameters."""
-        with self._problem.cost.stage("mode"):
-            return self._within_memory(partial(self._find_mode, hyper, tolerance))
-
     def _find_mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
         problem, noise = self._at_noise(hyper)
         precondition: Precondition | None = None
@@ -235,19 +224,13 @@ class KrylovEStep:
             solver = DeflatedCG(self._preconditioner(hyper), *limits)
         return optimise_samples(problem, noise, hyper.precision, solver, start)
 
-    def _within_memory(self, run: Callable[[], T]) -> T:
-        """Return the result of ``run``, if need be without the basis."""
-        if not self._has_basis:
-            return run()
-        found, _ = self._problem.attempt(run)
-        if found is None:
-            self.krylov.lanczos.drop_basis()
-        return run() if found is None else found
-
     @property
     def _has_basis(self) -> bool:
         lanczos = self.krylov.lanczos
         return lanczos.has_basis and lanczos.num_steps > 0
+
+    def _drop_basis(self) -> None:
+        self.krylov.lanczos.drop_basis()
 
     def _preconditioner(self, hyper: Hyperparameters) -> KrylovPreconditioner:
         shift = self.shift(hyper)

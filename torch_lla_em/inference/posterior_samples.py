@@ -44,9 +44,6 @@ class PosteriorSamples(NamedTuple):
     error: float
     """√(mean certificate² / max(1, γ)), what ``tolerance`` bounds."""
 
-    relative_residual: float
-    """‖r‖ / ‖b‖ of the true residual."""
-
     passes: int
     """K-column passes over the data."""
 
@@ -102,7 +99,6 @@ def optimise_samples(
         effective_dims(noise, solution),
         solution.energy,
         solution.error,
-        solution.relative_residual,
         solution.passes,
         solution.converged,
         prior.whitened(solution.image, precision),

@@ -161,7 +161,8 @@ class Problem:
                 for columns, product in self.linear_model.pulled(u, pull):
                     self.local.finite.expect(batch.index, DERIVATIVE, product)
                     rows[columns] = product
-                parts.append(rows)
+                if not self.local.finite.searching:
+                    parts.append(rows)
 
             self._visit(add, columns=1 << 16)
             return {"R": self.vectors.own(self.data.group.gather(torch.cat(parts)))}
@@ -180,7 +181,8 @@ class Problem:
             self.work.inspect(batch, f)
             if moderate:
                 self.local.finite.expect(batch.index, DERIVATIVE, Jw)
-            found.append((batch, f, Jw))
+            if not self.local.finite.searching:
+                found.append((batch, f, Jw))
 
         self._visit(add, len(w))
         self.cost.columns += len(w)
@@ -216,11 +218,6 @@ class Problem:
         return other
 
     # vectors, memory, checkpoints
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other rank has to do what this one does."""
-        return self.data.group.size == 1
 
     @property
     def space(self) -> Space:

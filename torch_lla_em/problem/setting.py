@@ -57,7 +57,7 @@ def _joined(problem: Problem, first: Batch, activations: Activations) -> Activat
     """Have small batches joined where rows stand alone; return what a joined one takes."""
     data, per_row = problem.data, activations.kept / max(1, activations.rows)
     rows = int(min(_JOINED_ROWS, _JOINED_BYTES // max(1.0, per_row)))
-    if not problem.alone or rows < 2 * len(first.rows) or data.num_batches() == 1:
+    if data.group.size > 1 or rows < 2 * len(first.rows) or data.num_batches() == 1:
         return activations
     several = data.ahead(rows)
     if len(several.rows) < 2 * len(first.rows):

@@ -2,7 +2,6 @@
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -53,7 +52,6 @@ CASES = {
         r"pass Classification\(ignore_index=255\)",
     ),
     "labels in columns": ("classification", [(X, LABELS[:, None])], 3, "ask for"),
-    "fewer labels": ("classification", [(X, LABELS[:9])], 3, "10 inputs but 9 targets"),
     "broadcast targets": ("regression", [(X, REAL[:, 0])], 1, "reshape the targets"),
     "nan input": (
         "classification",
@@ -64,10 +62,6 @@ CASES = {
     "nan target": ("regression", [(X, REAL), (X, with_nan(REAL, 1))], 1, "Batch 0 to 1.*NaN"),
     "counts of classes": ("bernoulli", [(X, LABELS.float()[:, None])], 1, "0 or 1"),
     "negative count": ("poisson", [(X, -torch.ones(10, 1))], 1, "counts"),
-    "empty": ("classification", [], 3, "empty"),
-    "generator": ("classification", (batch for batch in HALVES), 3, "exhausted after one pass"),
-    "iterator": ("classification", iter(HALVES), 3, "exhausted after one pass"),
-    "one number": ("regression", [(X, torch.tensor(1.0))], 1, "single number"),
 }
 
 
@@ -82,13 +76,6 @@ def test_bad_data_are_refused(case):
 def test_labels_of_the_wrong_type_are_refused(targets):
     with pytest.raises(TypeError, match="integers"):
         fit("classification", [(X, targets)])
-
-
-def test_batches_without_targets_are_refused():
-    with pytest.raises(TypeError, match="target_fn"):
-        fit("classification", [X])
-    with pytest.raises(TypeError, match="target_fn"):
-        fit("classification", [{"input": X}])
 
 
 def test_infinite_outputs_name_the_batch():
@@ -171,32 +158,6 @@ def test_bad_questions_are_refused():
     layerwise = fit("classification", [(X, LABELS)], prior="layerwise", em_steps=2)
     with pytest.raises(ValueError, match="scalar"):
         layerwise.curve([1.0])
-
-
-class Shrinking:
-    """A loader that yields less in every pass."""
-
-    def __init__(self):
-        self.passes = 0
-
-    def __iter__(self):
-        self.passes += 1
-        return iter(HALVES if self.passes < 4 else HALVES[:1])
-
-
-def test_loaders_that_change_are_noticed():
-    with pytest.raises(ValueError, match="5 rows in this pass but 10 in the first"):
-        fit("classification", Shrinking())
-
-
-def test_arrays_are_taken_as_tensors():
-    la = fit("classification", [(X.numpy(), np.asarray(LABELS))], em_steps=2)
-    assert la.num_data == 10
-
-
-def test_pairs_of_tensors_are_data():
-    la = fit("classification", (X, LABELS), em_steps=2)
-    assert_close(la.w_lin, fit("classification", [(X, LABELS)], em_steps=2).w_lin)
 
 
 def test_classes_before_places_name_class_dim():

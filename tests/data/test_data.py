@@ -402,6 +402,7 @@ def test_causal_labels_are_shifted():
     "loader, error, message",
     [
         ((b for b in []), ValueError, "exhausted"),
+        (iter([]), ValueError, "exhausted"),
         (3, TypeError, "cannot be iterated"),
         ([], ValueError, "empty"),
         ([torch.zeros(3)], TypeError, "target_fn"),
@@ -450,11 +451,6 @@ def test_numpy_integers_are_targets():
     x, y = case()
     data = Data([(x, y.numpy().astype(np.int64)), (x, y.tolist())], CPU)
     assert all(torch.equal(batch.targets, y) for batch in data)
-
-
-def test_tiny_is_what_the_face_sees():
-    problem = tiny("classification").problem(7)
-    assert sum(len(batch.rows) for batch in problem.data) == 30
 
 
 class Uneven:

@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import torch
+from methods.learning import descend
 from sklearn.datasets import load_diabetes, load_digits, make_moons
 from torch import Tensor, nn
 
@@ -105,11 +106,7 @@ def trained(
 ) -> nn.Module:
     """Train on all rows at once."""
     optimiser = torch.optim.AdamW(network.parameters(), 5e-3, weight_decay=decay)
-    for _ in range(steps):
-        optimiser.zero_grad()
-        loss(network(x), y).backward()
-        optimiser.step()
-    return network.eval()
+    return descend(network, (x, y), steps, optimiser, loss=loss)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ It takes a minute or two; ``--rows 20000`` takes seconds. The table of
 """
 
 import argparse
-import json
 import time
 import warnings
 from pathlib import Path
 
 import torch
+from methods.markdown import append
 from methods.provenance import provenance
 from sklearn.mixture import GaussianMixture as Theirs
 from threadpoolctl import threadpool_limits
@@ -91,7 +91,6 @@ def main() -> None:
         name: getattr(args, name)
         for name in ("rows", "columns", "components", "dtype", "threads", "seed")
     } | provenance(("torch", "scikit-learn"))
-    args.out.mkdir(parents=True, exist_ok=True)
     print(f"{'covariance':12}{'ours':>10}{'sklearn':>10}{'ratio':>8}{'difference':>14}")
     with threadpool_limits(args.threads), warnings.catch_warnings():
         # Both stop after --steps, settled or not.
@@ -104,8 +103,7 @@ def main() -> None:
                 f"{result['times_faster']:8.1f}{result['log_likelihood_difference']:14.1e}",
                 flush=True,
             )
-            with open(args.out / "mixtures.jsonl", "a") as lines:
-                lines.write(json.dumps(result | common) + "\n")
+            append(args.out / "mixtures.jsonl", [result], common)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ best, at 3 % in about 80. Lines go to results/paper_sgd.jsonl.
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf, isfinite, nan
@@ -22,7 +21,8 @@ from pathlib import Path
 import torch
 from methods.counted import Counted, problem_of
 from methods.fits import dense_fixed_point
-from methods.networks import PROBLEMS, Source, trained
+from methods.markdown import append
+from methods.networks import PROBLEMS, trained
 from methods.provenance import provenance
 from methods.race import TARGETS, Race
 from methods.recipe import (
@@ -63,8 +63,7 @@ class Study:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
-        source = Source(args.synthetic, args.data, args.rows)
-        self.model, self.batches = trained(args.problem, source, args.train_epochs)
+        self.model, self.batches = trained(args.problem, args.rows, args.train_epochs)
         self.problem = problem_of(self.model, self.batches)
         self.noise = get_sto_samples(self.problem, args.num_samples)
         start = torch.tensor(starting_precision(self.problem, self.noise)).double()
@@ -230,20 +229,14 @@ def main() -> None:
     parser.add_argument("--num-samples", type=int, default=8)
     parser.add_argument("--rows", type=int, help="how many images; default: each problem's own")
     parser.add_argument("--train-epochs", type=int, help="default: each problem's own")
-    parser.add_argument("--synthetic", action="store_true", help="data of the right shape")
-    parser.add_argument(
-        "--data", type=Path, default=Path("data"), help="where MNIST and CIFAR-10 are kept"
-    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    args.out.mkdir(parents=True, exist_ok=True)
     for line in measured(args):
         print(line, flush=True)
         line |= {"problem": args.problem, "num_samples": args.num_samples}
-        with open(args.out / "paper_sgd.jsonl", "a") as file:
-            file.write(json.dumps(line | provenance(("torch",))) + "\n")
+        append(args.out / "paper_sgd.jsonl", [line], provenance(("torch",)))
 
 
 if __name__ == "__main__":

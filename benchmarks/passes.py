@@ -1,10 +1,10 @@
 """How many passes over the data each solver takes to a given error, and the whole EM.
 
     python benchmarks/passes.py                          # digits
-    python benchmarks/passes.py --problems lenet --synthetic --num-samples 16
-    python benchmarks/passes.py --problems resnet20 --synthetic --num-samples 16 --rows 60
-    python benchmarks/passes.py --problems resnet18 --synthetic --num-samples 8 --rows 32
-    python benchmarks/passes.py --problems vit_s resnet50 --synthetic --num-samples 4 --rows 4
+    python benchmarks/passes.py --problems lenet --num-samples 16
+    python benchmarks/passes.py --problems resnet20 --num-samples 16 --rows 60
+    python benchmarks/passes.py --problems resnet18 --num-samples 8 --rows 32
+    python benchmarks/passes.py --problems vit_s resnet50 --num-samples 4 --rows 4
 
 takes about half an hour for digits on one core, and for the few images of resnet20; each of the
 three large networks takes that long with --parts block_krylov traces. A pass pushes K columns
@@ -17,14 +17,14 @@ point of λ where all of G fits. Lines go to results/passes.jsonl.
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from methods.counted import problem_of
 from methods.fits import FITS, deflation, dense_fixed_point, whole_fit
-from methods.networks import PROBLEMS, Source, trained
+from methods.markdown import append
+from methods.networks import PROBLEMS, trained
 from methods.provenance import provenance
 from methods.race import SOLVERS, TARGETS, Race, reached
 
@@ -35,10 +35,9 @@ PARTS = (*FITS, "traces", "deflation", "dense")
 
 def measured(args: argparse.Namespace, name: str) -> Iterator[dict]:
     """Yield the lines of one problem."""
-    source = Source(args.synthetic, args.data, args.rows)
-    model, batches = trained(name, source, args.epochs)
+    model, batches = trained(name, args.rows, args.epochs)
     problem = problem_of(model, batches)
-    shown = name + (" (synthetic)" if args.synthetic and name != "digits" else "")
+    shown = name + (" (synthetic)" if name != "digits" else "")
     common = {
         "problem": f"{shown}, P = {problem.size:,}, N = {problem.data.num_rows}, K = {args.num_samples}"
     }
@@ -77,20 +76,14 @@ def main() -> None:
     parser.add_argument("--reference", type=float, default=1e-4, help="error of the reference")
     parser.add_argument("--rows", type=int, help="how many images; default: each problem's own")
     parser.add_argument("--epochs", type=int, help="of training; default: each problem's own")
-    parser.add_argument("--synthetic", action="store_true", help="data of the right shape")
-    parser.add_argument(
-        "--data", type=Path, default=Path("data"), help="where MNIST and CIFAR-10 are kept"
-    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    args.out.mkdir(parents=True, exist_ok=True)
     for name in args.problems:
         for line in measured(args, name):
             print(line, flush=True)
-            with open(args.out / "passes.jsonl", "a") as file:
-                file.write(json.dumps(line | provenance(("torch",))) + "\n")
+            append(args.out / "passes.jsonl", [line], provenance(("torch",)))
 
 
 if __name__ == "__main__":

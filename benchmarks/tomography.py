@@ -14,7 +14,6 @@ correlation of 0.6 between error and predicted deviation, and about twenty minut
 
 import argparse
 import copy
-import json
 import logging
 from math import log, pi
 from pathlib import Path
@@ -234,9 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
     print("\n" + markdown.table(records, ["row"], COLUMNS))
     for name, cost in costs.items():
         print(name, cost)
-    args.out.mkdir(parents=True, exist_ok=True)
-    with open(args.out / "tomography.jsonl", "a") as lines:
-        lines.writelines(json.dumps(record) + "\n" for record in records)
+    markdown.append(args.out / "tomography.jsonl", records)
     shown = [name for name in found if name.endswith("held-out angles")]
     draw(data.image, {name: found[name] for name in shown}, args.picture)
 

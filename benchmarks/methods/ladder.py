@@ -1,7 +1,6 @@
 """From images to a table: train or load a network, fit its posterior, score it under shifts."""
 
 import argparse
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from methods import markdown, ranks
 from methods.images import MissingData, Sizes, Splits, splits
+from methods.learning import best_temperature
 from methods.measure import Meter
 from methods.metrics import Classes, auroc
 from methods.provenance import provenance
@@ -83,9 +83,7 @@ def climb(rung: Rung, args: argparse.Namespace) -> None:
             raise SystemExit(str(error)) from None
         if ranks.is_first():
             show(rung, records)
-            args.out.mkdir(parents=True, exist_ok=True)
-            with open(args.out / f"{rung.name}.jsonl", "a") as lines:
-                lines.writelines(json.dumps(record | origin) + "\n" for record in records)
+            markdown.append(args.out / f"{rung.name}.jsonl", records, origin)
 
 
 def measured(
@@ -146,9 +144,7 @@ def baselines(
     """Return the network itself, at a temperature, and in an ensemble."""
     logits = torch.cat([outputs(network, [x]) for x, _ in held_out])
     labels = torch.cat([y for _, y in held_out])
-    grid = torch.logspace(-1, 1, 201).tolist()
-    loss = nn.functional.cross_entropy
-    temperature = min(grid, key=lambda t: loss(logits / t, labels).item())
+    temperature = best_temperature(logits, labels)
     methods = {
         "MAP": lambda x, f: {"": Classes.of(f[None])},
         "temperature scaling": lambda x, f: {"": Classes.of(f[None] / temperature)},

@@ -12,6 +12,13 @@ def read(*paths: Path) -> list[dict]:
     return [json.loads(line) for lines in files for line in lines]
 
 
+def append(path: Path, records: Iterable[dict], origin: dict | None = None) -> None:
+    """Add JSON lines to a file, each with where it comes from."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(record | (origin or {})) + "\n" for record in records)
+
+
 def table(
     records: Iterable[dict], rows: Sequence[str], columns: Sequence[str] | Mapping[str, str]
 ) -> str:

@@ -65,7 +65,8 @@ class Classes:
 
     def scores(self, y: Tensor, groups: Groups | None = None) -> dict[str, float]:
         """Return what the labels say of the predictions."""
-        p, classes = self.log_probs.exp(), self.log_probs.shape[-1]
+        # beyond 1, by rounding, torchmetrics would take them for logits
+        p, classes = self.log_probs.exp().clamp_max(1), self.log_probs.shape[-1]
         if groups is None:
             groups = {"joint_dyadic": dyadic(len(y)), "joint_ten": _tens(len(y))}
         return {

@@ -1,8 +1,7 @@
-"""Networks trained on digits, and on images of MNIST's, CIFAR's and ImageNet's shapes, with their data."""
+"""Networks trained on digits, and on made-up images of MNIST's, CIFAR's and ImageNet's shapes."""
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -10,21 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from methods.large_networks import resnet18, resnet50, vit_s
+from methods.learning import descend
 
 Batches = list[tuple[Tensor, Tensor]]
-
-
-class Source(NamedTuple):
-    """Where the images come from, and how many."""
-
-    synthetic: bool = True
-    """Images of the right shape, where a download is not wanted."""
-
-    folder: Path = Path("data")
-    """Where MNIST and CIFAR-10 are kept."""
-
-    rows: int | None = None
-    """N; None: each problem's own."""
 
 
 class Recipe(NamedTuple):
@@ -73,37 +60,35 @@ def convolutional(channels: list[int], sizes: list[int]) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-def digits(source: Source) -> tuple[nn.Module, Tensor, Tensor]:
+def digits(rows: int | None) -> tuple[nn.Module, Tensor, Tensor]:
     from sklearn.datasets import load_digits
 
     x = torch.tensor(load_digits().images, dtype=torch.float32)[:, None] / 16
     y = torch.tensor(load_digits().target)
-    order = torch.randperm(len(x))[: source.rows or 1200]
+    order = torch.randperm(len(x))[: rows or 1200]
     return convolutional([1, 12, 24], [96, 32, 10]), x[order], y[order]
 
 
-def lenet(source: Source) -> tuple[nn.Module, Tensor, Tensor]:
-    return convolutional([1, 6, 16], [784, 60, 10]), *_images("MNIST", (1, 28, 28), 1000, source)
+def pictured(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], usual: int, rows: int | None
+) -> tuple[nn.Module, Tensor, Tensor]:
+    """Return a network, and noisy, shifted copies of one smooth picture per class."""
+    network, rows = make(), rows or usual
+    pictures = functional.interpolate(torch.randn(10, shape[0], 5, 5), shape[1:], mode="bicubic")
+    y = torch.randint(10, (rows,))
+    shifts = torch.randint(-3, 4, (rows, 2)).tolist()
+    x = torch.stack([pictures[c].roll(s, (1, 2)) for c, s in zip(y, shifts)])
+    return network, x + 0.7 * torch.randn_like(x), y
 
 
-def cifar(make: Callable[[], nn.Module], source: Source) -> tuple[nn.Module, Tensor, Tensor]:
-    return make(), *_images("CIFAR10", (3, 32, 32), 200, source)
-
-
-def photographs(make: Callable[[], nn.Module], source: Source) -> tuple[nn.Module, Tensor, Tensor]:
-    """Pictures of ImageNet's shape, of the first ten of its classes."""
-    if not source.synthetic:
-        raise SystemExit("Photographs are not at hand: use --synthetic.")
-    return make(), *_synthetic((3, 224, 224), source.rows or 8)
-
-
+MNIST, CIFAR, PHOTOGRAPH = (1, 28, 28), (3, 32, 32), (3, 224, 224)
 PROBLEMS = {
     "digits": digits,
-    "lenet": lenet,
-    "resnet20": partial(cifar, resnet20),
-    "resnet18": partial(cifar, resnet18),
-    "resnet50": partial(photographs, resnet50),
-    "vit_s": partial(photographs, vit_s),
+    "lenet": partial(pictured, partial(convolutional, [1, 6, 16], [784, 60, 10]), MNIST, 1000),
+    "resnet20": partial(pictured, resnet20, CIFAR, 200),
+    "resnet18": partial(pictured, resnet18, CIFAR, 200),
+    "resnet50": partial(pictured, resnet50, PHOTOGRAPH, 8),
+    "vit_s": partial(pictured, vit_s, PHOTOGRAPH, 8),
 }
 RECIPES = {
     "digits": Recipe(40),
@@ -116,46 +101,13 @@ RECIPES = {
 
 
 def trained(
-    name: str, source: Source = Source(), epochs: int | None = None
+    name: str, rows: int | None = None, epochs: int | None = None
 ) -> tuple[nn.Module, Batches]:
     """Return a trained network and its data in batches of 100."""
     torch.manual_seed(0)
-    model, x, y = PROBLEMS[name](source)
+    model, x, y = PROBLEMS[name](rows)
     recipe = RECIPES[name]
     optimiser = torch.optim.Adam(model.parameters(), recipe.rate, weight_decay=1e-4)
-    for _ in range(epochs or recipe.epochs):
-        for rows in torch.randperm(len(x)).split(50):
-            optimiser.zero_grad()
-            functional.cross_entropy(
-                model(x[rows]), y[rows], label_smoothing=recipe.smoothing
-            ).backward()
-            optimiser.step()
-    return model.eval(), list(zip(x.split(100), y.split(100)))
-
-
-def _images(name: str, shape: tuple[int, ...], rows: int, source: Source) -> tuple[Tensor, Tensor]:
-    rows = source.rows or rows
-    return _synthetic(shape, rows) if source.synthetic else _real(name, shape, rows, source.folder)
-
-
-def _synthetic(shape: tuple[int, ...], rows: int) -> tuple[Tensor, Tensor]:
-    """Return noisy, shifted copies of one smooth picture per class."""
-    pictures = functional.interpolate(torch.randn(10, shape[0], 5, 5), shape[1:], mode="bicubic")
-    y = torch.randint(10, (rows,))
-    shifts = torch.randint(-3, 4, (rows, 2)).tolist()
-    x = torch.stack([pictures[c].roll(s, (1, 2)) for c, s in zip(y, shifts)])
-    return x + 0.7 * torch.randn_like(x), y
-
-
-def _real(name: str, shape: tuple[int, ...], rows: int, folder: Path) -> tuple[Tensor, Tensor]:
-    import torchvision
-
-    try:
-        data = getattr(torchvision.datasets, name)(folder, train=True)
-    except RuntimeError:
-        raise SystemExit(
-            f"No {name} in {folder}: put torchvision's files there, or use --synthetic."
-        ) from None
-    order = torch.randperm(len(data.data))[:rows]
-    x = torch.as_tensor(data.data)[order].float().view(rows, *shape[1:], shape[0])
-    return x.movedim(-1, 1) / 255 - 0.5, torch.as_tensor(data.targets)[order]
+    loss = partial(functional.cross_entropy, label_smoothing=recipe.smoothing)
+    descend(model, (x, y), epochs or recipe.epochs, optimiser, 50, loss)
+    return model, list(zip(x.split(100), y.split(100)))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from methods.learning import descend
 from methods.metrics import Classes, Numbers
 from methods.tasks import Rows, SharedDropout, Task
 from torch_lla_em import LinearisedLaplace, Prediction
@@ -51,12 +52,7 @@ def train(task: Task, seed: int, epochs: int, dropout: float = 0.0) -> tuple[nn.
         network, least = task.network(dropout), inf
         optimiser = torch.optim.Adam(network.parameters(), 2e-3)
         for _ in range(epochs):
-            network.train()
-            for rows in torch.randperm(len(task.train.x)).split(64):
-                optimiser.zero_grad()
-                loss(network(task.train.x[rows]), task.train.y[rows]).backward()
-                optimiser.step()
-            network.eval()
+            descend(network, task.train, 1, optimiser, 64, loss)
             with torch.no_grad():
                 now = loss(network(task.held_out.x), task.held_out.y).item()
             if now < least:

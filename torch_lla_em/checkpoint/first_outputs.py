@@ -17,12 +17,12 @@ _EPSILONS = 30
 
 
 class FirstOutputs(NamedTuple):
-    """A batch, by its identity, and its rows' outputs, by two numbers each in their order."""
+    """A batch, by its identity, and its rows' outputs, by two numbers each."""
 
     batch: Identity
 
     numbers: Tensor
-    """Sums of each row with fixed weights, and its norms, both sorted, (2, B)."""
+    """Sums of each row with fixed weights, and its norms, (2, B)."""
 
     rounding: float
     """By how much numbers may differ, relative."""
@@ -48,11 +48,11 @@ class FirstOutputs(NamedTuple):
         dtypes = {parameter.dtype for parameter in network.module.parameters()}
         epsilon = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
         rounding = max(_ROUNDING, _EPSILONS * epsilon)
-        return cls(identity.on_cpu(), numbers.sort(dim=1).values.cpu(), rounding)
+        return cls(identity, numbers.cpu(), rounding)
 
     def contradicts(self, other: FirstOutputs) -> bool:
         """Whether the batches are the same, but not what was made of them."""
-        if not self.batch.matches(other.batch):
+        if not self.batch.repeats(other.batch):
             return False
         if self.numbers.shape != other.numbers.shape:
             return True

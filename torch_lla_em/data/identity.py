@@ -89,10 +89,6 @@ class Identity:
         kinds = (_ALONE, _BESIDE) if 0 in compared else (_ALONE,)
         return self._equal(other, *(_place(p, kind) for p in compared for kind in kinds))
 
-    def matches(self, other: Identity) -> bool:
-        """Whether both may be of the same rows, with nothing left out for its shape."""
-        return self._shapes == other._shapes and self.agrees(other)
-
     def repeats(self, other: Identity) -> bool:
         """Whether both are of the same rows, in one order and in the same batches."""
         return self._shapes == other._shapes and self._equal(other, _ORDERED, _INSIDE)
@@ -121,10 +117,6 @@ class Identity:
     def is_padded(self) -> bool:
         """Whether rows of a tensor have several shapes."""
         return any(len(shapes) > 1 for shapes in self._shapes.values())
-
-    def on_cpu(self) -> Identity:
-        """Return what it is now, as plain numbers: waits for the device."""
-        return Identity.of(self.state())
 
     def merge(self, other: Identity) -> None:
         """Take in the rows of another, beside this one's own."""

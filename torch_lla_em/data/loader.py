@@ -44,8 +44,6 @@ class Data:
         self._first: Identity | None = None
         self._read = self._restored = self._in_step = False
         self._steps: set[int] = set()
-        self._begun: tuple[Batch, Iterator[Batch]] | None = None
-        self._begun_in: list[str] = []
         self._peeked: Batch | None = None
         self._kept_in: list[str] = []
         """Where the generators were when the pass that is kept began."""
@@ -82,26 +80,17 @@ class Data:
         """Of the rows of this pass so far, while passes are compared."""
 
     def first(self) -> Batch:
-        """Return the first batch, which the next pass goes on from.
-
-        Of several ranks, some may have none: there it is the loader's, read once more.
-        """
-        if self.group.size > 1:
-            self._peeked = self._peeked or self.ahead()
-            return self._peeked
-        if self._begun is None:
-            batches, self._begun_in = self._pass(False, False), self._orders()
-            self._begun = next(batches), batches
-        return self._begun[0]
+        """Return the first batch: what is kept, or the loader's, read once before the next pass."""
+        if self.kept is not None and self.kept.serves():
+            return next(iter(self.kept))[0]
+        self._peeked = self._peeked or self.ahead()
+        return self._peeked
 
     def ahead(self, rows: int = 0) -> Batch:
         """Return the loader's first rows: one batch, or up to so many rows of several.
 
         The loader is read for it, once more, and its order put back.
         """
-        if self._begun is not None:  # a loader may fill the memory of its batch again
-            sources.restore(self._loader, self._begun_in)
-            self._begun = None
         alone = Data(self._loader, self._device, self._target_fn)
         alone.merge_rows, self.num_reads = rows, self.num_reads + 1
         drawn = sources.states(self._loader)
@@ -119,12 +108,6 @@ class Data:
         where one has fewer.
         """
         self._peeked, self._in_step = None, in_step
-        if self._begun is None:
-            return self._pass(whole, in_step)
-        (batch, rest), self._begun = self._begun, None
-        return chain([batch], rest)
-
-    def _pass(self, whole: bool, in_step: bool) -> Iterator[Batch]:
         if self.kept is not None and not self.kept.serves():
             self.kept = None
         self.rows_seen = 0
@@ -255,10 +238,7 @@ class Data:
 
     def restore(self, facts: dict[str, Any]) -> None:
         """Take over what passes of an earlier run have found out; its data must be these."""
-        if self._begun is None or facts["orders"] != self._begun_in:
-            # the pass that was begun comes in its own order, not in that of an unbroken run
-            self._begun = None
-            sources.restore(self._loader, facts["orders"])
+        sources.restore(self._loader, facts["orders"])
         if self._read:
             return
         self.num_rows, self.num_targets = facts["num_rows"], facts["num_targets"]
@@ -277,8 +257,6 @@ class Data:
         if not self._restored:
             return
         self.keep, known = False, self.facts()
-        if self._begun is not None:
-            known["orders"] = self._begun_in
         for _ in self:
             pass
         self.num_passes = known["num_passes"]

@@ -195,21 +195,6 @@ def test_another_forward_is_refused(forward, passes, tmp_path):
     run(10**6, lambda model, x: model(x) * (1 + 1e-7))
 
 
-def test_another_code_of_a_layer_is_refused(tmp_path, monkeypatch):
-    case, batches = tiny("classification"), [*Rationed(5)]
-
-    def run():
-        la = LinearisedLaplace(
-            case.model, "classification", num_samples=4, curvature="network", compute=READ
-        )
-        la.fit(batches, progress_bar=False, checkpoint=tmp_path)
-
-    run()
-    monkeypatch.setattr(nn.Tanh, "forward", lambda self, x: x.sigmoid())
-    with pytest.raises(ValueError, match="outputs on the first batch differ"):
-        run()
-
-
 @pytest.mark.parametrize("batches", daily(4, rest=[1]))
 def test_rows_in_another_order_are_no_other_forward(batches, tmp_path):
     first = fit("krylov", Restless(batches, 0), tmp_path)
@@ -235,15 +220,14 @@ def test_other_data_are_refused_though_every_pass_is_there(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("likelihood", ["regression", "classification"])
-@pytest.mark.parametrize("solver", ["krylov", "cg"])
+@pytest.mark.parametrize("solver, likelihood", [("krylov", "regression"), ("cg", "classification")])
 def test_passes_go_on_in_their_middle(solver, likelihood, tmp_path, every_batch):
     options = {"likelihood": likelihood}
     whole = fit(solver, Rationed(10**6, likelihood), tmp_path / "whole", **options)
     runs = 0
-    while True:  # six batches: all of the pass under way and one more, so the end comes nearer
+    while True:  # a look ahead, all of the pass under way, and one more: the end comes nearer
         try:
-            la = fit(solver, Rationed(6, likelihood), tmp_path / "broken", **options)
+            la = fit(solver, Rationed(7, likelihood), tmp_path / "broken", **options)
             break
         except InterruptedError:
             runs += 1

@@ -132,6 +132,14 @@ class Circular:
         self.own, self.b = self, 1
 
 
+class Tempered(Classification):
+    """Somebody's likelihood, with what people keep in theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.link, self.noise = functools.partial(torch.mul, other=1.0), torch.Generator()
+
+
 # twice the same thing, made anew as another process would, and something else
 ALIKE = {
     "partial": (
@@ -149,6 +157,7 @@ ALIKE = {
     "iterator": (lambda: iter([]), 3),
     "text": (lambda: "0xabc", "0xabd"),
     "set": (lambda: {"a", "b"}, {"a", "c"}),
+    "likelihood": (Tempered, Classification()),
 }
 
 
@@ -172,28 +181,6 @@ def test_sets_have_an_order_of_their_own():
         for seed in "12"
     }
     assert len(texts) == 1
-
-
-class Tempered(Classification):
-    """Somebody's likelihood, with what people keep in theirs."""
-
-    def __init__(self):
-        super().__init__()
-        self.link, self.noise = functools.partial(torch.mul, other=1.0), torch.Generator()
-
-
-def test_fits_with_a_likelihood_of_ones_own_go_on(tmp_path):
-    case = tiny("classification")
-
-    def run(passes):
-        la = LinearisedLaplace(
-            case.model, Tempered(), num_samples=4, curvature="network", compute=READ
-        )
-        return la.fit(Fuse(passes), progress_bar=False, checkpoint=tmp_path)
-
-    with pytest.raises(InterruptedError):
-        run(3)
-    assert run(10**6).w_samples is not None
 
 
 class Masked(nn.Module):

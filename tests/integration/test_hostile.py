@@ -575,6 +575,7 @@ for number, layer in (("20c", "0"), ("20d", "1")):
                 late_batches(),
                 Late(nn.Sequential(nn.Linear(2, 3), nn.PReLU(3))).double(),
                 parameters=[f"*.{layer}.*"],
+                compute=Compute(keep_data=False),  # batches are not joined
             ),
         )
     )

@@ -28,7 +28,8 @@ class Finite:
     """
 
     def __init__(self, device: torch.device):
-        self.fine = torch.ones((), dtype=torch.bool, device=device)
+        with torch.inference_mode(False):  # it is written to in place, whoever calls
+            self.fine = torch.ones((), dtype=torch.bool, device=device)
         """Whether all is that must be, so far."""
 
         self.searching = False

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from torch_lla_em.jacobian.network import NoJacobianError
 
@@ -140,10 +141,12 @@ def jvp_and_vjp(
     A forward pass is a fifth of the work of one column, and this one saves the second.
     """
     leaves = _leaves(weights)
-    chunk = _columns(tangents, weights, slice(0, 1), copy=True)
-    column = {name: tangent[0] for name, tangent in chunk.items()}
-    with torch.enable_grad():
-        f, Jw = torch.func.jvp(function, (leaves,), (column,))[:2]
+    column = _columns(tangents, weights, slice(0, 1), copy=True)
+    # by the dual numbers themselves: torch.func wraps every tensor once more
+    with torch.enable_grad(), forward_ad.dual_level():
+        duals = {n: forward_ad.make_dual(leaf, column[n][0]) for n, leaf in leaves.items()}
+        f, Jw = forward_ad.unpack_dual(function(duals))
+    Jw = torch.zeros_like(f) if Jw is None else Jw
     return f.detach(), Jw.detach()[None], _pullback(f, leaves)
 
 

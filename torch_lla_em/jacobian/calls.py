@@ -12,20 +12,31 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torch_lla_em.jacobian.network import Network, NoJacobianError
+from torch_lla_em.jacobian.network import Network
 
 # what a network may do to its last layer's outputs without changing them
 _VIEWS = "PermuteBackward0", "ViewBackward0", "AliasBackward0"
 
 
+class Piece(NamedTuple):
+    """Some rows of a parameter."""
+
+    name: str
+    part: slice | None
+    """Which; None: all."""
+
+    shape: torch.Size
+
+    def get(self, tangents: dict[str, Tensor]) -> Tensor:
+        """Return the directions (K, *shape) of these rows."""
+        return tangents[self.name] if self.part is None else tangents[self.name][:, self.part]
+
+
 class Call(NamedTuple):
     """One product z = W a + b, or a lookup of rows a of a table W."""
 
-    weight: str | None
-    bias: str | None
-    part: slice | None
-    """Which rows of the weight and bias take part; None: all."""
-
+    weight: Piece | None
+    bias: Piece | None
     given: Tensor
     version: int
     """How often it had been written to."""
@@ -46,6 +57,11 @@ class Call(NamedTuple):
 
     padding_idx: int | None = None
     """The row of a table that learns nothing."""
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The weight and the bias, or which of them is random."""
+        return [piece for piece in (self.weight, self.bias) if piece is not None]
 
     @property
     def is_lookup(self) -> bool:
@@ -217,20 +233,20 @@ class _Seen(TorchFunctionMode):
         self, run: Callable[..., Tensor], weights: tuple, given: Tensor, **kind: Any
     ) -> Tensor:
         """Return ``run`` of the weights' aliases, and keep the call."""
-        weight, bias = (self._names.get(id(tensor)) for tensor in weights)
-        if weight is None and bias is None:
+        names = [self._names.get(id(tensor)) for tensor in weights]
+        if names == [None, None]:
             return run(*weights)
-        version = given._version
-        z = run(*(self._aliases.get(n, t) for n, t in zip((weight, bias), weights)))
-        part = kind.pop("part", None)
-        if not z.requires_grad:
-            raise NoJacobianError(
-                f"A batch keeps no record of what {weight or bias!r} does, as batches before it "
-                "did: the forward pass runs under no_grad or inference_mode for some inputs. "
-                "Run it alike for all of them, or leave that weight out of `parameters`."
+        version, part = given._version, kind.pop("part", None)
+        z = run(*(self._aliases.get(name, tensor) for name, tensor in zip(names, weights)))
+        if z.requires_grad:  # not under no_grad
+            weight, bias = (
+                Piece(name, part, (tensor if part is None else tensor[part]).shape)
+                if name
+                else None
+                for name, tensor in zip(names, weights)
             )
-        edge = get_gradient_edge(z)
-        self.calls.append(Call(weight, bias, part, given, version, edge, z.shape, **kind))
+            edge = get_gradient_edge(z)
+            self.calls.append(Call(weight, bias, given, version, edge, z.shape, **kind))
         return z
 
 

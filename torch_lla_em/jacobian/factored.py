@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_lla_em.jacobian.calls import Call, recorded
+from torch_lla_em.jacobian.calls import Call, Piece, recorded
 from torch_lla_em.jacobian.network import Network
 
 # of the largest temporary on a CPU: beyond this every one is fetched anew from the system, which
@@ -21,25 +21,6 @@ from torch_lla_em.jacobian.network import Network
 FETCHED_BYTES = 2**24
 # outputs of a row beyond which their backward passes cost more than they can save
 _MOST_OUTPUTS = 512
-
-
-class Piece(NamedTuple):
-    """Some rows of a parameter."""
-
-    name: str
-    part: slice | None
-    shape: torch.Size
-
-    @classmethod
-    def of(cls, name: str | None, part: slice | None, weights: dict[str, Tensor]) -> Piece | None:
-        """Return the rows ``part`` (None: all) of a parameter."""
-        if name is None:
-            return None
-        return cls(name, part, (weights[name] if part is None else weights[name][part]).shape)
-
-    def get(self, tangents: dict[str, Tensor]) -> Tensor:
-        """Return the directions (K, *shape) of these rows."""
-        return tangents[self.name] if self.part is None else tangents[self.name][:, self.part]
 
 
 class Outer(NamedTuple):
@@ -193,7 +174,7 @@ class Factored:
         f, calls, others = recorded(network, names, x)
         if f.dim() < 2 or len(f) < 2:
             return None
-        own = {name for call in calls for name in (call.weight, call.bias)} - others
+        own = {piece.name for call in calls for piece in call.pieces} - others
         if own != set(names):
             names = tuple(name for name in names if name in own)
             f, calls, others = recorded(network, names, x)
@@ -212,7 +193,7 @@ class Factored:
                 continue
             ways = [call._replace(second=way) for way in (False, True)]
             fits = [way.second for way in ways if way.first_row_alone(z[None], len(f))]
-            if not fits or second.setdefault(call.weight or call.bias, fits[0]) not in fits:
+            if not fits or second.setdefault(call.pieces[0].name, fits[0]) not in fits:
                 return None
         return cls(network, names, second, at_once=f[0].numel())
 
@@ -222,16 +203,16 @@ class Factored:
         What is to be kept shares no memory with anything else.
         """
         f, calls, others = recorded(self.network, self.names, x)
-        if others or not all(call.is_kept for call in calls):
+        if others or not f.requires_grad or not all(call.is_kept for call in calls):
             return None
         B, D = len(f), f[0].numel()
         weights, terms, inner = self.network.weights(self.names), [], []
         for call in calls:
-            call = call._replace(second=self.second.get(call.weight or call.bias, False))
+            call = call._replace(second=self.second.get(call.pieces[0].name, False))
             terms.append(_Term(call, B, D, keep))
             if not (terms[-1].may_end and call.is_output(f)):
                 inner.append(terms[-1])
-        if inner and f.requires_grad:
+        if inner:
             self._backward(f, inner)
         terms = [term for term in terms if term.pieces or term not in inner]
         dense = [term for term in terms if term.is_dense]
@@ -239,9 +220,9 @@ class Factored:
             x,
             f.detach(),
             weights,
-            [term.outer(weights) for term in terms if not term.is_dense],
+            [term.outer() for term in terms if not term.is_dense],
             torch.cat([torch.cat(term.pieces, 1) for term in dense], 2) if dense else None,
-            [piece for term in dense for piece in term.parameters(weights)],
+            [piece for term in dense for piece in term.call.pieces],
         )
 
     def _backward(self, f: Tensor, terms: list[_Term]) -> None:
@@ -299,13 +280,9 @@ class _Term:
         bias = [] if self.call.bias is None else [z.sum(-1).flatten(2)]
         self.pieces.append(torch.cat([*weight, *bias], 2))
 
-    def parameters(self, weights: dict[str, Tensor]) -> list[Piece]:
-        both = (Piece.of(n, self.call.part, weights) for n in (self.call.weight, self.call.bias))
-        return [piece for piece in both if piece is not None]
-
-    def outer(self, weights: dict[str, Tensor]) -> Outer:
-        call, a = self.call, self._a
-        weight, bias = (Piece.of(n, call.part, weights) for n in (call.weight, call.bias))
+    def outer(self) -> Outer:
+        a = self._a
         if a.dim() == 4 and a.shape[1] == a.shape[3] == 1:
             a = a[:, 0, :, 0]
-        return Outer(weight, bias, a, torch.cat(self.pieces, 1) if self.pieces else None)
+        b = torch.cat(self.pieces, 1) if self.pieces else None
+        return Outer(self.call.weight, self.call.bias, a, b)

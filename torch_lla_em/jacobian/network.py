@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torch_lla_em.data import default_forward
+from torch_lla_em.data import default_forward, map_tensors
 from torch_lla_em.jacobian.contiguous import ContiguousInputs
 from torch_lla_em.jacobian.parameters import ONE_AT_A_TIME
 from torch_lla_em.jacobian.weight_sums import WeightSums
@@ -132,7 +132,7 @@ class Network:
     def call(self, x: Any, in_order: bool = False) -> Tensor:
         """Return the outputs of the module as it stands; ``in_order`` with the classes last."""
         with self._contiguous or nullcontext():
-            outputs = self.forward_fn(self.module, _out_of_inference_mode(x))
+            outputs = self.forward_fn(self.module, map_tensors(_out_of_inference_mode, x))
         if self._contiguous and not self._contiguous.needed:
             self._contiguous = None  # it takes microseconds of every call
         outputs = outputs.float() if self.precision == "bfloat16" else outputs
@@ -271,13 +271,6 @@ def _restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
         layer.training = training
 
 
-def _out_of_inference_mode(x: Any) -> Any:
-    """Copy inputs made in inference mode, which no derivative can be taken through."""
-    if isinstance(x, Tensor):
-        return x.clone() if x.is_inference() else x
-    if type(x) in (tuple, list):
-        return type(x)(map(_out_of_inference_mode, x))
-    if isinstance(x, Mapping):
-        copies = {key: _out_of_inference_mode(value) for key, value in x.items()}
-        return x if all(copies[key] is x[key] for key in copies) else copies
-    return x
+def _out_of_inference_mode(tensor: Tensor) -> Tensor:
+    """Return a copy of what was made in inference mode, which no derivative is taken through."""
+    return tensor.clone() if tensor.is_inference() else tensor

@@ -231,6 +231,13 @@ def test_many_outputs_have_no_factors():
     without_factors(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1000)), drawn(4, 3))
 
 
+def test_outputs_of_large_layers_go_back_one_by_one():
+    for rows, at_once in ((3, 2), (40_000, 1)):
+        linear = linear_model(net(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)))
+        linear.probe(drawn(rows, 2))
+        assert linear.factored.at_once == at_once
+
+
 def test_one_row_has_no_factors():
     """Of one row it is not seen which axis the rows are on."""
     without_factors(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), drawn(1, 3))

@@ -79,7 +79,7 @@ def _made(factored: Factored, x: Any, largest: int | None) -> Factors | None:
         except Exception as error:  # an operation whose backward cannot be batched
             if is_shortage(error):
                 raise
-        factored.at_once = 1
+    factored.at_once = 1
     return factored.run(x)
 
 

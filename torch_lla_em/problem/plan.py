@@ -12,7 +12,7 @@ from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.problem.fitting import no_room
 from torch_lla_em.problem.passes import LocalPasses
-from torch_lla_em.runtime import Compute, DoesNotFit, attempt, free_memory, pinned_bytes
+from torch_lla_em.runtime import Compute, DoesNotFit, attempt, pinned_bytes
 
 VECTORS = 20
 """Vectors of length P per sample at the peak of a fit, without a Krylov basis."""
@@ -127,9 +127,9 @@ def make_plan(
     num_samples: int,
     compute: Compute,
     activations: Activations,
-    free_on: Callable[[torch.device], float] = free_memory,
+    free_on: Callable[[torch.device], float],
 ) -> Plan:
-    """Decide by what is free on the model's device, for this process."""
+    """Decide by what is free on a device for every process."""
     P, itemsize = linear_model.layout.size, linear_model.dtype.itemsize
     vectors, device = VECTORS * num_samples * P * itemsize, linear_model.network.device
     free = free_on(device)
@@ -153,9 +153,8 @@ def make_plan(
     if columns >= 2 * num_samples + 1:
         columns = None
     kept = 0.0 if elsewhere or not compute.keep_data else _FACTORS * left
-    return Plan(
-        P, num_samples, vectors, place, free_on(place), activations, columns, rows, group, kept
-    )
+    free = free_on(place) if elsewhere else free
+    return Plan(P, num_samples, vectors, place, free, activations, columns, rows, group, kept)
 
 
 def place_of_vectors(

@@ -13,7 +13,7 @@ from torch_lla_em.problem.graphs import Graphs
 from torch_lla_em.problem.placement import Placed
 from torch_lla_em.problem.plan import Activations, Plan, make_plan, measured
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.problem.spread import spread
+from torch_lla_em.problem.spread import ColumnSpread, DataSpread, WeightSpread
 from torch_lla_em.runtime import Compute, Group, free_memory, least_share, place_of
 
 logger = logging.getLogger("torch_lla_em")
@@ -48,8 +48,11 @@ def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "
     problem.vectors.device = plan.vectors_on
     if plan.group is not None:
         problem.passes = Placed(problem.passes, problem.vectors, plan.group, group)
-    if group.size > 1:
-        problem.passes = spread(problem.passes, shard, problem.vectors, group)
+    if group.size > 1 and shard == "weights":
+        problem.passes = WeightSpread(problem.passes, problem.vectors, group)
+    elif group.size > 1:
+        spread = {"data": DataSpread, "columns": ColumnSpread}[shard]
+        problem.passes = spread(problem.passes, group)
     return plan
 
 

@@ -87,12 +87,5 @@ class WeightSpread(Layer):
         return self._vectors.sum(own[None])[0] if kind == VECTOR else self._group.sum(own)
 
 
-def spread(inner: Passes, shard: str, vectors: Vectors, group: Group) -> Layer:
-    """Return passes that ranks share out by "data", "columns" or "weights"."""
-    if shard == "weights":
-        return WeightSpread(inner, vectors, group)
-    return ColumnSpread(inner, group) if shard == "columns" else DataSpread(inner, group)
-
-
 def _alike(marks: list[str]) -> bool:
     return len(set(marks)) == 1

@@ -133,6 +133,17 @@ def test_likelihoods_are_part_of_a_graph(name):
 
 
 @pytest.mark.cuda
+def test_a_fault_inside_a_graph_is_told():
+    problem = tiny_on_card("classification", graphs=True)
+    w = torch.randn(3, problem.size, dtype=torch.float64, device="cuda")
+    for _ in range(7):
+        problem.ggn_product(w)
+    problem.fitting._factors[17, 13].f.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="outputs on batch 1 are not finite"):
+        problem.ggn_product(w)
+
+
+@pytest.mark.cuda
 def test_what_waits_is_left_without_a_graph(caplog):
     caplog.set_level("INFO")
     problem = tiny_on_card("classification", graphs=True)

@@ -95,7 +95,7 @@ def test_a_graph_takes_the_place_of_a_batchs_launches(keep, pretended):
         with pretended.watched() as seen:
             counts.append(launches(lambda: problem.ggn_product(w)))
         replayed.append(sum(n for (what, _), n in seen.items() if what == "graph"))
-    assert pretended.waits(seen) <= 5
+    assert pretended.waits(seen) <= 2
     first = replayed.index(2)
     assert replayed == first * [0] + (8 - first) * [2]
     assert (counts[first - 1] - counts[-1]) / 2 > 3 * launches_forward(problem)

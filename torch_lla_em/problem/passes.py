@@ -19,6 +19,7 @@ from torch_lla_em.problem.finite import (
     INPUTS,
     LIKELIHOOD,
     Finite,
+    all_finite,
     is_finite,
     is_moderate,
 )
@@ -270,9 +271,12 @@ class LocalPasses:
 
     def _name_fault(self, w: Tensor, task: Pass, sums: Sums) -> None:
         """Name the batch at fault where sums are not finite; w beyond all measure, solvers know."""
-        known = not w.is_floating_point() or bool(is_moderate(w))
-        fault = not self.finite.fine or (known and not all(map(is_finite, _vectors(sums))))
-        if not self.data.group.meet("sums that are not finite", bool(fault), any):
+        vectors, fine = _vectors(sums), self.finite.fine
+        moderate = is_moderate(w) if w.is_floating_point() else torch.ones_like(fine)
+        # read at once, as the host waits each time
+        fine, known, *finite = torch.stack([fine, moderate, *map(all_finite, vectors)]).tolist()
+        fault = not fine or (known and not (all(finite) or all(map(is_finite, vectors))))
+        if not self.data.group.meet("sums that are not finite", fault, any):
             return
         sums = self.zeros(len(w), task.kinds)
         with self._searching(LIKELIHOOD if task.may_overflow else None):

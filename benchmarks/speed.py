@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from methods import markdown
-from methods.large_networks import resnet18, resnet50, vit_s
+from methods.networks import resnet18, resnet50, vit_s
 from methods.plain_pass import plain_product
 from methods.provenance import provenance
 from torch import Tensor, nn

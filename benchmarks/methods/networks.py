@@ -5,10 +5,10 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torchvision
 from torch import Tensor, nn
 from torch.nn import functional
 
-from methods.large_networks import resnet18, resnet50, vit_s
 from methods.learning import descend
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -46,6 +46,31 @@ def resnet20() -> nn.Module:
     blocks += [Residual(32, 64), *(Residual(64, 64) for _ in range(2))]
     stem = nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def resnet18(num_classes: int = 10) -> nn.Module:
+    """Return the one for images of 32 x 32."""
+    model = torchvision.models.resnet18(num_classes=num_classes)
+    model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    return model
+
+
+def vit_s() -> nn.Module:
+    sizes = {"num_layers": 12, "num_heads": 6, "hidden_dim": 384, "mlp_dim": 1536}
+    return torchvision.models.VisionTransformer(image_size=224, patch_size=16, **sizes)
+
+
+resnet50 = torchvision.models.resnet50
+
+
+def lenet(channels: tuple[int, int], widths: tuple[int, ...]) -> nn.Module:
+    """Return two convolutions with pooling, then layers of these widths, for images of 28 x 28."""
+    first, second = channels
+    layers = [nn.Conv2d(1, first, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
+    layers += [nn.Conv2d(first, second, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    for inputs, outputs in zip((25 * second, *widths), widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], 10))
 
 
 def convolutional(channels: list[int], sizes: list[int]) -> nn.Module:

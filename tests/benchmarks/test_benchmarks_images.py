@@ -272,9 +272,9 @@ def test_the_larger_rungs_run_whole_with_a_small_network(tmp_path, monkeypatch, 
 
 
 def test_the_networks_are_those_of_the_ladder():
-    from cifar100 import small_resnet18
+    from cifar100 import RUNG
 
-    network = small_resnet18().eval()
+    network = RUNG.networks["resnet18"]().eval()
     assert network(torch.zeros(1, 3, 32, 32)).shape == (1, 100)
     assert 11.1e6 < sum(p.numel() for p in network.parameters()) < 11.3e6
     with torch.device("meta"):

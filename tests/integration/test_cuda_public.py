@@ -198,6 +198,20 @@ def test_two_outputs_a_row_with_a_noise_of_its_own():
     the_same(las[1].w_samples, las[0].w_samples, rtol=1e-3, atol=1e-4)
 
 
+def test_products_and_basis_in_bfloat16():
+    case, las = tiny("classification"), []
+    options = {
+        "compute": Compute(precision="bfloat16"),
+        "solver": BlockKrylov(storage=torch.bfloat16),
+    }
+    for device in ("cpu", CARD):
+        model, batch = case.model.float().to(device), (case.x.float(), case.y)
+        las.append(fitted(model, "classification", [batch], 0, tolerance=0.3, **options))
+        assert las[-1]._linear_model.precision_error > 1e-4
+    off = las[1].w_samples.cpu() - las[0].w_samples
+    assert off.norm() < 0.05 * las[0].w_samples.norm()
+
+
 def test_preferences_between_rewards():
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(2, 30, 3, generator=generator, dtype=torch.float64)

@@ -128,6 +128,18 @@ def test_float32_stops_where_rounding_stops_it(loss):
     assert not minimum.converged and minimum.error < 5e-3
 
 
+def test_a_descent_that_rounding_hides_is_not_looked_for(loss):
+    exact, whole = Newton(1e-10).minimise(loss, zeros()), loss.value_and_gradient
+
+    def coarse(x):  # as of many rows whose losses are small beside their outputs
+        value, gradient = whole(x)
+        return value + x.norm().item() % 1e-3, gradient
+
+    loss.value_and_gradient = coarse
+    minimum = Newton(1e-9).minimise(loss, exact.x + 1e-4)
+    assert (minimum.x - exact.x).norm() <= 1e-3
+
+
 def test_a_gradient_that_is_not_finite_is_refused(loss):
     loss.R[3] = float("nan")
     with pytest.raises(DivergenceError, match="check the model's outputs and the targets"):

@@ -16,6 +16,11 @@ from torch_lla_em.solvers.space import Space
 
 Vectors = Callable[[Tensor], Tensor]
 
+# of a step, below which no descent is to be found
+_SHORTEST = 1e-6
+# of the whole, a promised descent that rounding of a sum over many rows may hide
+_SEEN = 1e-4
+
 
 class Loss(Protocol):
     """A convex loss with its gradient, and its Hessian as a product."""
@@ -103,7 +108,9 @@ class Newton:
                     break
                 rise = (new_total - total, dot(gradient + trial, step))
                 fraction *= _shortening(fraction, descent, *rise)
-                if fraction < 1e-6:
+                if fraction < _SHORTEST and -descent <= _SEEN * abs(total):
+                    break
+                if fraction < _SHORTEST:
                     raise DivergenceError(
                         "Newton's method found no descent: outputs so large that rounding hides "
                         "the loss (are the inputs scaled as in training?), a likelihood whose "
@@ -111,6 +118,7 @@ class Newton:
                         "from call to call."
                     )
             stuck = new_total >= total and norm(gradient + trial) >= size
+            stuck |= fraction < _SHORTEST
             x, total = trial, new_total
             if stuck:
                 break

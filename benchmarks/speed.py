@@ -40,7 +40,7 @@ MEANS = {
     "tf32": Compute(precision="tf32"),
     "bfloat16": Compute(precision="bfloat16"),
     "channels_last": Compute(),
-    "graphs": Compute(graphs=True),  # recorded in the sixth product
+    "graphs": Compute(graphs=True),  # recorded within the first products
 }
 
 

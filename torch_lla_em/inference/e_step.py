@@ -128,6 +128,20 @@ class EStep:
             return run()
         return found
 
+    def _find_mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
+        raise NotImplementedError
+
+    def _find_samples(self, hyper: Hyperparameters, tolerance: float) -> PosteriorSamples:
+        raise NotImplementedError
+
+    @property
+    def _has_basis(self) -> bool:
+        """Whether a Krylov basis is there to help, and to be given up."""
+        raise NotImplementedError
+
+    def _drop_basis(self) -> None:
+        raise NotImplementedError
+
 
 class Deflation(NamedTuple):
     """What one Krylov basis of G knows: a preconditioner of the mode and of the samples."""

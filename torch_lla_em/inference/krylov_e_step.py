@@ -138,11 +138,11 @@ class KrylovEStep(EStep):
         grid = hyper.precision.cpu() * torch.logspace(
             -6, 6, _CURVE_POINTS, dtype=torch.float64, device="cpu"
         )
-        points = []
-        for precision in grid:
-            norm, fit = self.krylov.mode_norms(self.shift(hyper._replace(precision=precision)))
-            points.append((precision, self._gaussian_loss(fit, hyper), norm))
-        return Modes.of(*torch.tensor(points, dtype=torch.float64, device="cpu").T)
+        curve = []
+        for at in grid:
+            size, fit = self.krylov.mode_norms(self.shift(hyper._replace(precision=at)))
+            curve.append((at.item(), self._gaussian_loss(fit, hyper), size))
+        return Modes.of(*torch.tensor(curve, dtype=torch.float64, device="cpu").T)
 
     def shift(self, hyper: Hyperparameters) -> Shift:
         """Return the hyper-parameters relative to the noise that G was built with."""

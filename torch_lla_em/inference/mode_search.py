@@ -56,8 +56,8 @@ class ModeSearch:
         tolerance = max(tolerance, 10 * torch.finfo(problem.dtype).eps)
         solver, mode = replace(self._solver, tolerance=tolerance), None
         if self._span is not None:
-            wish = problem, precision, tolerance, precondition
-            mode, shortage = problem.attempt(partial(self._span.find, *wish))
+            found = partial(self._span.find, problem, precision, tolerance, precondition)
+            mode, shortage = problem.attempt(found)
             if mode is None:
                 logger.warning(_NO_ROOM) if shortage else logger.info(_NO_ORDER)
                 self._span = None

@@ -5,8 +5,8 @@
     python benchmarks/cost.py --parts loaders growth       # batch sizes; N, P, C and K
     python benchmarks/cost.py --before old.jsonl           # another version's lines beside these
 
-One thread, processor seconds; with --device cuda, those on the wall. Classifiers are fitted as a user fits them, and by the curvature of
-the network's outputs. An epoch is one of the training that went before, by Adam in
+One thread, processor seconds; with --device cuda, those on the wall. Classifiers are fitted as a
+user fits them, and by the curvature of the network's outputs. An epoch is one of the training that went before, by Adam in
 batches of 100; F is one forward pass over the training data in eval mode, without gradients; of
 predictions, over the rows that are predicted. The ensemble costs four further trainings;
 laplace-torch is Kronecker factors of all layers, tuned by its marginal likelihood, on the same
@@ -19,7 +19,7 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from methods.networks import resnet20
 from methods.provenance import provenance
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import LinearisedLaplace
 
@@ -48,6 +49,9 @@ class Problem(NamedTuple):
     options: dict = {}
     """Of ``LinearisedLaplace``."""
 
+    workers: int = 0
+    """Of a loader; 0: batches are a list."""
+
     @property
     def regression(self) -> bool:
         return self.y.is_floating_point()
@@ -56,7 +60,10 @@ class Problem(NamedTuple):
         x, y = self.x.to(device), self.y.to(device)
         return self._replace(network=self.network.to(device), x=x, y=y)
 
-    def loader(self, batch: int = BATCH) -> list[tuple[Tensor, Tensor]]:
+    def loader(self, batch: int = BATCH) -> Iterable[tuple[Tensor, Tensor]]:
+        if self.workers:
+            rows = TensorDataset(self.x, self.y)
+            return DataLoader(rows, batch, num_workers=self.workers)
         return list(zip(self.x.split(batch), self.y.split(batch)))
 
 
@@ -77,6 +84,15 @@ def regression(rows: int = 4000) -> Problem:
     y = (2 * x[:, :1]).sin() + x[:, 1:2] * x[:, 2:3] + 0.3 * torch.randn(rows, 1)
     layers = nn.Linear(12, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 1)
     return Problem(nn.Sequential(*layers), x, y, 30)
+
+
+def many(classes: int) -> Problem:
+    """100,000 weights on 50,000 rows of 32 columns, by a loader with workers."""
+    x, teacher = torch.randn(50_000, 32), torch.randn(32, max(classes, 2))
+    f = (x @ teacher / 4).sin() + 0.3 * torch.randn(len(x), max(classes, 2))
+    layers = [nn.Linear(32, 295), nn.ReLU(), nn.Linear(295, 295), nn.ReLU()]
+    network = nn.Sequential(*layers, nn.Linear(295, classes))
+    return Problem(network, x, f.argmax(1) if classes > 1 else f[:, :1], 5, workers=1)
 
 
 def images(rows: int, channels: int, size: int) -> tuple[Tensor, Tensor]:
@@ -138,6 +154,8 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "cnn": cnn,
     "lenet": lenet,
     "resnet20": residual,
+    "many rows": partial(many, 10),
+    "many rows, regression": partial(many, 1),
     "bert": transformer,
     "bert, last_layer": partial(transformer, parameters="last_layer"),
 }
@@ -234,11 +252,11 @@ def laplace_torch(problem: Problem) -> float:
     from laplace import Laplace
 
     likelihood = "regression" if problem.regression else "classification"
-    rows = torch.utils.data.TensorDataset(problem.x, problem.y)
+    rows = TensorDataset(problem.x, problem.y)
 
     def fit() -> None:
         la = Laplace(copy.deepcopy(problem.network), likelihood, "all", "kron")
-        la.fit(torch.utils.data.DataLoader(rows, BATCH))
+        la.fit(DataLoader(rows, BATCH))
         la.optimize_prior_precision(method="marglik")
 
     return seconds(fit)

@@ -121,6 +121,25 @@ def test_embedding_alone_with_padding():
     agree(model, torch.tensor([[0, 1], [4, 4], [2, 0]]))
 
 
+class Positioned(nn.Module):
+    def __init__(self, flat):
+        super().__init__()
+        self.words, self.places, self.flat = nn.Embedding(5, 3), nn.Embedding(6, 3), flat
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, tokens):
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        places = self.places(places if self.flat else places[None])
+        return self.out((self.words(tokens) + places).tanh().mean(1))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("length", [3, 4])
+def test_positions_looked_up_once_for_all_rows(flat, length):
+    tokens = torch.tensor([[0, 1, 2, 0], [1, 1, 4, 2], [3, 2, 2, 2], [4, 0, 1, 3]])[:, :length]
+    agree(prepared(Positioned(flat)), tokens, batches=[tokens[:3, :2], tokens[2:3]])
+
+
 class Attention(nn.Module):
     def __init__(self, batch_first, **options):
         super().__init__()

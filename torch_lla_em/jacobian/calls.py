@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from torch_lla_em.data import tensors_in
 from torch_lla_em.jacobian.network import Network
 
 # what a network may do to its last layer's outputs without changing them
@@ -130,8 +131,9 @@ def _padded(a: Tensor, kernel: torch.Size, padding: Any, dilation: tuple[int, ..
 class _Seen(TorchFunctionMode):
     """Sees the products of some weights, and cuts the weights themselves off the graph."""
 
-    def __init__(self, leaves: dict[str, Tensor]):
+    def __init__(self, leaves: dict[str, Tensor], shared: Container[str], rows: int):
         super().__init__()
+        self._shared, self._rows = shared, rows
         self._names = {id(leaf): name for name, leaf in leaves.items()}
         # they require gradients, so that there is a graph from the first of them on
         self._aliases = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
@@ -186,6 +188,10 @@ class _Seen(TorchFunctionMode):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
+        if self._names.get(id(weight)) in self._shared:
+            one = input.dim() > 1 and len(input) == 1
+            input = input.expand(self._rows, *input.shape[int(one) :])
+
         def run(W: Tensor, _: None) -> Tensor:
             return F.embedding(input, W, padding_idx, *args, **kwargs)
 
@@ -266,10 +272,16 @@ class Recorded(NamedTuple):
     """The weights that act otherwise as well."""
 
 
-def recorded(network: Network, names: tuple[str, ...], x: Any) -> Recorded:
-    """Run f(x) once, and look at the named weights."""
+def recorded(
+    network: Network, names: tuple[str, ...], x: Any, shared: Container[str] = ()
+) -> Recorded:
+    """Run f(x) once, and look at the named weights.
+
+    Of ``shared`` tables one lookup serves all rows, as of positions; it is done for each here.
+    """
     leaves = {name: w.detach().requires_grad_() for name, w in network.weights(names).items()}
-    with torch.enable_grad(), _Seen(leaves) as seen:
+    rows = next((len(tensor) for tensor in tensors_in(x) if tensor.dim()), 1)
+    with torch.enable_grad(), _Seen(leaves, shared, rows) as seen:
         f = network.function(x)(leaves)
     others = _reached(f, {id(leaf): name for name, leaf in leaves.items()})
     return Recorded(f, seen.calls, others)

@@ -168,16 +168,21 @@ class Factored:
     seconds: tuple[float, float] = (0.0, 0.0)
     """What a column takes, by kept factors and without."""
 
+    shared: tuple[str, ...] = ()
+    """Tables of which one lookup serves all rows."""
+
     @classmethod
-    def find(cls, network: Network, names: tuple[str, ...], x: Any) -> Factored | None:
+    def find(
+        cls, network: Network, names: tuple[str, ...], x: Any, shared: tuple[str, ...] = ()
+    ) -> Factored | None:
         """Return what has factors at x, or None; of one row it cannot be told."""
-        f, calls, others = recorded(network, names, x)
+        f, calls, others = recorded(network, names, x, shared)
         if f.dim() < 2 or len(f) < 2:
             return None
         own = {piece.name for call in calls for piece in call.pieces} - others
         if own != set(names):
             names = tuple(name for name in names if name in own)
-            f, calls, others = recorded(network, names, x)
+            f, calls, others = recorded(network, names, x, shared)
         if not names or others or not f.requires_grad:
             return None
         if f[0].numel() > _MOST_OUTPUTS and not all(call.is_output(f) for call in calls):
@@ -193,16 +198,19 @@ class Factored:
                 continue
             ways = [call._replace(second=way) for way in (False, True)]
             fits = [way.second for way in ways if way.first_row_alone(z[None], len(f))]
-            if not fits or second.setdefault(call.pieces[0].name, fits[0]) not in fits:
+            name = call.pieces[0].name
+            if not fits and call.is_lookup and name not in shared:
+                return cls.find(network, names, x, (*shared, name))
+            if not fits or second.setdefault(name, fits[0]) not in fits:
                 return None
-        return cls(network, names, second, at_once=f[0].numel())
+        return cls(network, names, second, at_once=f[0].numel(), shared=shared)
 
     def run(self, x: Any, keep: bool = False) -> Factors | None:
         """Return the factors at x, or None where a weight acts otherwise than it did.
 
         What is to be kept shares no memory with anything else.
         """
-        f, calls, others = recorded(self.network, self.names, x)
+        f, calls, others = recorded(self.network, self.names, x, self.shared)
         if others or not f.requires_grad or not all(call.is_kept for call in calls):
             return None
         B, D = len(f), f[0].numel()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.draws import Draws, root_of
+from torch_lla_em.inference.draws import Draws, by_row, root_of
 from torch_lla_em.inference.mackay import PRECISION_BOUNDS
 from torch_lla_em.inference.search_space import SearchSpace
 
@@ -100,7 +100,7 @@ class Variational:
     def noise(self, curvature: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C)."""
         S = root_of(curvature)
-        return self.draws.masked((S @ self._epsilon.unsqueeze(-1)).squeeze(-1))
+        return self.draws.masked(by_row(S, self._epsilon))
 
     def at(self, spectrum: Spectrum, precision: float, mean: Tensor, steps: int = 1) -> Q:
         """Return q at this λ and curvature, with its mean some steps of Newton on."""
@@ -155,7 +155,7 @@ class Variational:
         """Return those of the samples, (K, P), and of the mean, (1, P); None where rows moved."""
         J, shape = self.space.J, self.draws.shape
         pushed = (q.samples.to(J) @ J.T).view(-1, *shape)
-        curved = (q.spectrum.curvature @ pushed.unsqueeze(-1)).squeeze(-1)
+        curved = by_row(q.spectrum.curvature, pushed)
         of_samples = self.noise(q.spectrum.curvature) - self.draws.masked(curved)
         of_mean = -self.draws.slope(self.outputs(q.mean), q.root)
         pulled = self.space.pulled(torch.cat([of_samples, of_mean[None]]))

@@ -76,8 +76,13 @@ class Draws:
             if root is None:
                 yield rows, mean[None, rows]
                 continue
-            moved = (root[rows] @ self._noise[:, rows].unsqueeze(-1)).squeeze(-1)
+            moved = by_row(root[rows], self._noise[:, rows])
             yield rows, torch.cat([mean[rows] + moved, mean[rows] - moved])
+
+
+def by_row(blocks: Tensor, u: Tensor) -> Tensor:
+    """Return the products of every row's block, (N, ..., C, C), with vectors (k, N, ..., C)."""
+    return (u.movedim(0, -2) @ blocks.mT).movedim(-2, 0)
 
 
 def root_of(blocks: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ def lenet() -> Problem:
     return Problem(nn.Sequential(*layers), *images(1000, 1, 28), 10)
 
 
-def residual(rows: int = 200) -> Problem:
+def residual(rows: int = 2000) -> Problem:
     """ResNet-20 on images of 32 × 32."""
     return Problem(resnet20(), *images(rows, 3, 32), 8)
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.profiler import profile
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from torch_lla_em.jacobian.layers import called_last
 from torch_lla_em.jacobian.network import Network, default_forward
@@ -268,7 +269,7 @@ class TestRefused:
                 self.body = mlp()
 
             def forward(self, x):
-                return torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=True)
+                return checkpoint(self.body, x, use_reentrant=True)
 
         model = nn.Sequential(nn.Linear(3, 3).double(), Block())
         self.refuse(model, "'1' (Block)", "reentrant", "use_reentrant=False")

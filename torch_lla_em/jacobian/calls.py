@@ -104,7 +104,7 @@ class Call(NamedTuple):
     def is_output(self, f: Tensor) -> bool:
         """Whether f is what was returned, but for a view."""
         node = f.grad_fn
-        while node is not None and node != self.edge.node and node.name() in _VIEWS:
+        while node is not None and node != self.edge.node and type(node).__name__ in _VIEWS:
             node = node.next_functions[0][0]
         return node == self.edge.node
 

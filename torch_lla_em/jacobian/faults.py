@@ -83,7 +83,7 @@ def _differentiable(tensor: Tensor) -> Tensor:
 
 
 def _is_checkpoint(node: Any) -> bool:
-    return node.name() == "CheckpointFunctionBackward"
+    return type(node).__name__ == "CheckpointFunctionBackward"
 
 
 def _layer_of_checkpoint(network: Network, x: Any, weights: dict[str, Tensor]) -> str | None:

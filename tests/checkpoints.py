@@ -43,6 +43,16 @@ def fit(solver, loader, folder, **options):
     return la.fit(loader, progress_bar=False, checkpoint=folder)
 
 
+def until_done(run, most=1000):
+    """Return what ``run(broken)`` gives once nothing breaks it off, and how often something did."""
+    for broken in range(most):
+        try:
+            return run(broken), broken
+        except InterruptedError:
+            pass
+    raise AssertionError(f"broken off {most} times")
+
+
 class Slow(Fuse):
     """A loader that takes its time, so that a signal from outside hits any place of a fit."""
 

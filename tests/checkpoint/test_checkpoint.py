@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import READ, Fuse, Rationed, Shuffled, fit, fit_slowly, fit_with_a_worker
+from checkpoints import (
+    READ,
+    Fuse,
+    Rationed,
+    Shuffled,
+    fit,
+    fit_slowly,
+    fit_with_a_worker,
+    until_done,
+)
 from daily import daily
 from fresh import CONTEXT
 from tiny import tiny
@@ -40,13 +49,8 @@ fit(sys.argv[1], Fuse(int(sys.argv[3]), getattr(signal, sys.argv[4])), sys.argv[
 @pytest.mark.parametrize("solver", daily("krylov", "cg", rest=["function space"]))
 def test_broken_runs_end_like_whole_ones(solver, tmp_path):
     whole = fit(solver, Fuse(10**6), tmp_path / "whole")
-    broken = 0
-    while True:  # every run does three passes more than the one before
-        try:
-            la = fit(solver, Fuse(3), tmp_path / "broken")
-            break
-        except InterruptedError:
-            broken += 1
+    # every run does three passes more than the one before
+    la, broken = until_done(lambda _: fit(solver, Fuse(3), tmp_path / "broken"))
     assert broken > 3
     for name, tensor in whole.state_dict().items():
         if name != "record":  # which holds seconds
@@ -125,14 +129,13 @@ def test_memory_may_be_another_at_a_restart(
 ):
     monkeypatch.setattr("torch_lla_em.problem.setting.memory_for_vectors", lambda _: first)
     whole = fit(solver, Fuse(10**6), tmp_path / "whole", prior=prior)
-    broken = 0
-    while True:
-        try:
-            la = fit(solver, Fuse(5), tmp_path / "broken", prior=prior)
-            break
-        except InterruptedError:
+
+    def run(broken):
+        if broken:
             monkeypatch.setattr("torch_lla_em.problem.setting.memory_for_vectors", lambda _: later)
-            broken += 1
+        return fit(solver, Fuse(5), tmp_path / "broken", prior=prior)
+
+    la, broken = until_done(run)
     assert broken > 1
     assert torch.equal(la.w_samples, whole.w_samples)
     assert ("here are" in caplog.text) == (later < first)
@@ -224,14 +227,10 @@ def test_other_data_are_refused_though_every_pass_is_there(tmp_path, monkeypatch
 def test_passes_go_on_in_their_middle(solver, likelihood, tmp_path, every_batch):
     options = {"likelihood": likelihood}
     whole = fit(solver, Rationed(10**6, likelihood), tmp_path / "whole", **options)
-    runs = 0
-    while True:  # a look ahead, all of the pass under way, and one more: the end comes nearer
-        try:
-            la = fit(solver, Rationed(7, likelihood), tmp_path / "broken", **options)
-            break
-        except InterruptedError:
-            runs += 1
-            assert runs < 1000
+    # a look ahead, all of the pass under way, and one more: the end comes nearer
+    la, runs = until_done(
+        lambda _: fit(solver, Rationed(7, likelihood), tmp_path / "broken", **options)
+    )
     assert runs > 4
     for name in ("w_samples", "w_lin", "prior_precision"):
         assert torch.equal(getattr(la, name), getattr(whole, name))
@@ -250,14 +249,10 @@ def test_a_restart_sees_the_order_of_an_unbroken_run(solver, tmp_path, every_bat
             return descend(loader, folder)
         return fit(solver, loader, folder, curvature="linear")
 
-    whole, la, runs = run(Shuffled(10**6, own=False), tmp_path / "whole"), None, 0
+    whole = run(Shuffled(10**6, own=False), tmp_path / "whole")
+    batches = 30 if solver == "sgd" else 50
     after = torch.rand(1)
-    while la is None:
-        try:
-            la = run(Shuffled(30 if solver == "sgd" else 50, own=False), tmp_path / "broken")
-        except InterruptedError:
-            runs += 1
-            assert runs < 40
+    la, runs = until_done(lambda _: run(Shuffled(batches, own=False), tmp_path / "broken"), 40)
     assert runs > 4
     assert torch.equal(la.w_samples, whole.w_samples) and torch.equal(la.w_lin, whole.w_lin)
     assert torch.equal(torch.rand(1), after)
@@ -293,13 +288,10 @@ def descend(loader, folder, epochs=3, em_steps=0):
 @pytest.mark.filterwarnings("ignore:The linear mode", "ignore:The samples")
 def test_epochs_of_sgd_go_on_in_their_middle(tmp_path, every_batch):
     whole = descend(Rationed(10**6), tmp_path / "whole", em_steps=1)
-    la, runs = None, 0
-    while la is None:  # every solve counts batches anew, so that later runs need more
-        try:
-            la = descend(Rationed(12 + runs), tmp_path / "broken", em_steps=1)
-        except InterruptedError:
-            runs += 1
-            assert runs < 100
+    # every solve counts batches anew, so that later runs need more
+    la, runs = until_done(
+        lambda broken: descend(Rationed(12 + broken), tmp_path / "broken", em_steps=1), 100
+    )
     assert runs > 10
     assert torch.equal(la.w_samples, whole.w_samples)
     assert torch.equal(la.w_lin, whole.w_lin)

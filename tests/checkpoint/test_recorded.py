@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from checkpoints import Rationed, Shuffled
+from checkpoints import Rationed, Shuffled, until_done
 from faked_passes import FakeFit, descend, power
 from torch.testing import assert_close
 
@@ -65,13 +65,8 @@ def test_a_run_that_ends_at_any_batch_goes_on_there(method, parts, tmp_path, req
 
 @method
 def test_a_run_may_break_off_again_and_again(method, tmp_path, every_batch):
-    expected, runs, found = FakeFit(Rationed(ENOUGH)).run(tmp_path / "whole", method), 0, None
-    while found is None:
-        try:
-            found = FakeFit(Rationed(6)).run(tmp_path / "broken", method)
-        except InterruptedError:
-            runs += 1
-            assert runs < 40
+    expected = FakeFit(Rationed(ENOUGH)).run(tmp_path / "whole", method)
+    found, runs = until_done(lambda _: FakeFit(Rationed(6)).run(tmp_path / "broken", method), 40)
     assert torch.equal(found, expected) and runs >= 3
 
 
@@ -105,14 +100,9 @@ def test_a_restart_sees_the_order_of_an_unbroken_run(keep, own, method, tmp_path
 
         return FakeFit(Shuffled(ENOUGH, own), meanwhile, keep).run(folder, method)
 
-    expected, found, runs = run(ENOUGH, tmp_path / "whole"), None, 0
+    expected = run(ENOUGH, tmp_path / "whole")
     after = torch.rand(1)
-    while found is None:
-        try:
-            found = run(5, tmp_path / "broken")
-        except InterruptedError:
-            runs += 1
-            assert runs < 40
+    found, runs = until_done(lambda _: run(5, tmp_path / "broken"), 40)
     assert runs > 3 and torch.equal(found, expected)
     assert own or torch.equal(torch.rand(1), after)
     assert torch.equal(run(0, tmp_path / "broken"), expected)  # which is finished

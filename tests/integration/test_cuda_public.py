@@ -3,6 +3,7 @@
 import pytest
 import ranks
 import torch
+from checkpoints import until_done
 from tiny import likelihood_of, tiny
 from torch import nn
 from torch.testing import assert_close
@@ -285,13 +286,8 @@ def test_a_restart_sees_the_order_that_a_card_draws(tmp_path, every_batch):
         loader, settings = Drawn(batches), {"em_steps": 0, "prior_precision": 3.0}
         return la.fit(loader, progress_bar=False, checkpoint=folder, **settings)
 
-    whole, la, runs = run(10**6, tmp_path / "whole"), None, 0
-    while la is None:
-        try:
-            la = run(60, tmp_path / "broken")
-        except InterruptedError:
-            runs += 1
-            assert runs < 20
+    whole = run(10**6, tmp_path / "whole")
+    la, runs = until_done(lambda _: run(60, tmp_path / "broken"), 20)
     assert runs > 1 and torch.equal(la.w_samples, whole.w_samples)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.data.batch import Batch, is_sequence, map_tensors
+from torch_lla_em.data.batch import Batch, is_sequence, map_tensors, tensors_in
 from torch_lla_em.data.identity import Identity
 
 
@@ -43,10 +43,7 @@ class Joined:
         if len(waited) < 2:
             yield from waited
             return
-        columns: list[list[Tensor]] = []
-        for batch in waited:
-            columns.append([])
-            map_tensors(columns[-1].append, (batch.inputs, batch.targets))
+        columns = [tensors_in((batch.inputs, batch.targets)) for batch in waited]
         whole = iter([torch.cat(column) for column in zip(*columns)])
         first, last = waited[0], waited[-1]
         inputs, targets = map_tensors(lambda _: next(whole), (first.inputs, first.targets))
@@ -105,14 +102,11 @@ class Kept:
 
 def _places(batch: Batch) -> list[tuple[int, int]]:
     """Return where the tensors of a batch lie, and how often each was written to."""
-    places: list[tuple[int, int]] = []
-
-    def see(tensor: Tensor) -> None:
-        if tensor.layout == torch.strided and tensor.numel() and not tensor.is_inference():
-            places.append((tensor.data_ptr(), tensor._version))
-
-    map_tensors(see, (batch.inputs, batch.targets))
-    return places
+    return [
+        (tensor.data_ptr(), tensor._version)
+        for tensor in tensors_in((batch.inputs, batch.targets))
+        if tensor.layout == torch.strided and tensor.numel() and not tensor.is_inference()
+    ]
 
 
 def _bytes(batch: Batch) -> float:

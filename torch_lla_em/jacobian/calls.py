@@ -189,8 +189,8 @@ class _Seen(TorchFunctionMode):
         **kwargs: Any,
     ) -> Tensor:
         if self._names.get(id(weight)) in self._shared:
-            one = input.dim() > 1 and len(input) == 1
-            input = input.expand(self._rows, *input.shape[int(one) :])
+            input = torch.atleast_2d(input)
+            input = input.expand(self._rows, *input.shape[1:])
 
         def run(W: Tensor, _: None) -> Tensor:
             return F.embedding(input, W, padding_idx, *args, **kwargs)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from torch_lla_em.data import Data, map_tensors
+from torch_lla_em.data import Data, tensors_in
 from torch_lla_em.problem.problem import Problem
 
 # of a fit, and of one with a precision for each tensor: K-fold columns, and passes
@@ -43,10 +43,9 @@ class Reading(NamedTuple):
         all_of_them = time.monotonic() - began - one
         # workers are started once
         each = (all_of_them - one) / (several - 1) if several > 1 else one
-        held: list[int] = []
-        map_tensors(lambda t: held.append(t.nbytes), (first.inputs, first.targets))
+        held = sum(tensor.nbytes for tensor in tensors_in((first.inputs, first.targets)))
         seconds = one + max(each, 0.0) * (number - 1)
-        return cls(number * size, number * sum(held), seconds)
+        return cls(number * size, number * held, seconds)
 
 
 class Forecast(NamedTuple):

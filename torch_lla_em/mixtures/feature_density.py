@@ -7,14 +7,20 @@ or a mixture without labels, fitted to the outputs of one layer.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torch_lla_em.data import to_device
 from torch_lla_em.mixtures.base import Mixture
 from torch_lla_em.mixtures.conjugate import ConjugatePrior
 from torch_lla_em.mixtures.gaussian import GaussianMixture
+
+_PIECE = 256
+"""Examples that the network runs on at once where whole tensors are passed."""
 
 
 class FeatureDensity:
@@ -53,28 +59,37 @@ class FeatureDensity:
         self.mixture = mixture or GaussianMixture(1 if by_label else 10, prior=ConjugatePrior())
         self.pool, self.feature_axis = pool, feature_axis
         self.forward_fn = forward_fn or _forward
+        self._checksum: int | None = None
 
-    def fit(self, loader: Iterable) -> "FeatureDensity":
-        """Fit to a loader's batches, a pass over it for each EM step; return self.
+    def fit(self, data: Any, labels: Any = None) -> "FeatureDensity":
+        """Fit to the batches of a loader, or to tensors: ``fit(x, labels)``; return self.
 
-        Batches are inputs, tuples (inputs, labels, ...) or dicts with "labels". When all
-        rows fit in the mixture's ``sample_size``, the network runs over them only once.
+        Batches are inputs, tuples (inputs, labels, ...) or dicts with "labels"; a tuple of two
+        tensors, (x, labels), is taken as one batch. A fit by label leaves out examples labelled
+        −100, which PyTorch's losses ignore too. Each EM step takes one pass over the data; if
+        all examples fit in the mixture's ``sample_size``, the network runs only once over them.
         """
-        if isinstance(loader, (Tensor, Iterator)):
-            raise TypeError(
-                f"fit takes a loader or a list of batches that can be read again, not a "
-                f"{type(loader).__name__}."
-            )
-        self.mixture.fit(_FeatureBatches(self, loader), by_label=self.by_label)
+        batches = _FeatureBatches(self, _as_batches(data, labels))
+        self.mixture.fit(batches, by_label=self.by_label)
+        self._checksum = _checksum(self.model)
         return self
 
     def score(self, inputs: Any) -> Tensor:
         """Return the log density of the inputs' features, shape (B,): higher is more familiar."""
+        self._require_same_weights()
         return self.mixture.log_prob(self.features(inputs))
 
     def class_scores(self, inputs: Any) -> Tensor:
         """Return log p(features, label), shape (B, C), with labels in increasing order."""
+        self._require_same_weights()
         return self.mixture.class_log_prob(self.features(inputs))
+
+    def _require_same_weights(self) -> None:
+        if self._checksum not in (None, _checksum(self.model)):
+            raise RuntimeError(
+                "The model's weights changed after fit(), so the density no longer describes its "
+                "features. Call fit() again."
+            )
 
     def features(self, inputs: Any) -> Tensor:
         """Return the pooled outputs of the layer, shape (B, D)."""
@@ -126,6 +141,42 @@ class _FeatureBatches:
             inputs, labels = _split(batch)
             features = self.density.features(inputs)
             yield (features,) if labels is None else (features, labels)
+
+
+def _as_batches(data: Any, labels: Any) -> Iterable:
+    """Return batches that can be read again and again; whole tensors are cut into pieces."""
+    if isinstance(data, Iterator):
+        raise TypeError(
+            f"The data are a {type(data).__name__}, which ends after one pass, and EM needs "
+            "several. Pass tensors, a list of batches or a DataLoader."
+        )
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        return DataLoader(data, _PIECE)
+    if isinstance(data, Mapping):
+        return [data]
+    whole = data if isinstance(data, tuple) and len(data) == 2 else (data,)
+    whole = whole if labels is None else (data, labels)
+    if not all(isinstance(part, (Tensor, np.ndarray)) for part in whole):
+        return data if labels is None else [(data, labels)]
+    x, *rest = parts = [
+        part if isinstance(part, Tensor) else torch.from_numpy(part) for part in whole
+    ]
+    if rest and (len(rest[0]) != len(x) or (labels is None and rest[0].shape == x.shape)):
+        raise ValueError(
+            f"The data are two tensors of shapes {tuple(x.shape)} and {tuple(rest[0].shape)}, "
+            "which are not inputs and one label each. Pass fit(x, labels), or a list of batches."
+        )
+    return [*zip(*(part.split(_PIECE) for part in parts))] if rest else x.split(_PIECE)
+
+
+def _checksum(model: nn.Module) -> int:
+    """Return a number that changes with every weight and running statistic."""
+    total = 0
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            entries = tensor.detach().cpu().contiguous().reshape(-1)
+            total = crc32(entries.view(torch.uint8).numpy(), total)
+    return total
 
 
 def _split(batch: Any) -> tuple[Any, Any]:

@@ -6,6 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+IGNORED = -100
+"""The label that PyTorch's losses ignore."""
+
 PIECE = 1 << 20
 """Numbers per piece when a whole tensor is surveyed."""
 
@@ -51,7 +54,15 @@ class Rows:
                 raise TypeError(
                     "A fit by label needs batches (x, labels); of a network, also dicts with 'labels'."
                 )
-            yield Batch(parts[0], parts[1] if self.by_label else None)
+            x, labels = parts[0], parts[1] if self.by_label else None
+            if labels is not None and not isinstance(labels, Tensor):
+                labels = torch.as_tensor(labels, device="cpu")
+            if labels is not None and labels.shape == x.shape[:1]:
+                kept = labels != IGNORED
+                if not kept.any():
+                    continue
+                x, labels = x[kept.to(x.device)], labels[kept]
+            yield Batch(x, labels)
 
 
 class Survey(NamedTuple):
@@ -107,7 +118,8 @@ def survey(
                     class_counts[int(label)] = class_counts.get(int(label), 0) + int(n)
             reservoir.add(piece)
     if count == 0:
-        raise ValueError("The data hold no rows. Is the loader empty, or used up?")
+        ignored = f", or are all labels {IGNORED}, which are left out" if rows.by_label else ""
+        raise ValueError(f"The data hold no rows. Is the loader empty or used up{ignored}?")
     return Survey(count, mean, squares / count, reservoir.sample(), class_counts)
 
 

@@ -34,10 +34,9 @@ from torch_lla_em.likelihoods import (
 from torch_lla_em.prediction import Fitted, NotFittedError, stored
 from torch_lla_em.problem import Plan, Problem
 from torch_lla_em.report import write_report
-from torch_lla_em.runtime import Compute, Group, check_choice, group_of
+from torch_lla_em.runtime import Compute, Group, check_choice, check_options, group_of
 from torch_lla_em.runtime import records as persistence
 from torch_lla_em.session import SHARDS, Session
-from torch_lla_em.solvers import Newton
 
 # beside the posterior in a finished checkpoint: what the fit of later data adds to
 _ETA = "eta"
@@ -106,21 +105,16 @@ class LinearisedLaplace(Fitted):
     ):
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a trained nn.Module, not {type(model).__name__}.")
-        if isinstance(solver, (type, Newton)):  # which finds modes
-            raise TypeError(
-                f"solver={solver!r} draws no samples: pass BlockKrylov(), BlockCG(), "
-                "FunctionSpace() or SGD(), an object and not its class, or None to have it chosen."
-            )
+        check_options(g_prior=g_prior, num_samples=num_samples, parameters=parameters, seed=seed)
+        check_options(sigma_noise=sigma_noise, tolerance=tolerance, solver=solver, compute=compute)
+        check_options(class_dim=class_dim, forward_fn=forward_fn, target_fn=target_fn)
+        check_options(temperature=temperature)
         super().__init__(model)
         check_choice("prior", prior, ("scalar", "layerwise"))
         check_choice("curvature", curvature, (None, "network", "linear", "variational"))
         if prior == "layerwise" and curvature == "variational":
             raise ValueError('curvature="variational" has one precision: use prior="scalar".')
-        if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
-            raise ValueError(f"num_samples must be a whole number of 1 or more, not {num_samples}.")
         tolerance = _QUARTER * (2 * num_samples) ** -0.5 if tolerance is None else tolerance
-        if not tolerance > 0:
-            raise ValueError(f"tolerance must be above 0, not {tolerance}.")
         self.likelihood = self._given_likelihood = _likelihood(likelihood, sigma_noise)
         tempered(self.likelihood, temperature)
         if isinstance(self.likelihood, BradleyTerry):
@@ -168,8 +162,8 @@ class LinearisedLaplace(Fitted):
         """
         check_choice("shard", shard, SHARDS)
         check_choice("update", update, ("mackay", "em"))
-        if em_steps < 0:
-            raise ValueError(f"em_steps must be 0 or more, not {em_steps}.")
+        check_options(em_steps=em_steps, prior_precision=prior_precision, override=override)
+        check_options(progress_bar=progress_bar, checkpoint=checkpoint)
         more = not override and self.w_lin is not None
         start = _start(prior_precision, em_steps, self.prior_precision if more else None)
         self._shard = shard
@@ -304,10 +298,7 @@ def _start(asked: float | Tensor | None, em_steps: int, learnt: Tensor | None) -
         if em_steps == 0 and learnt is None:
             raise ValueError("em_steps=0 keeps the prior precision: pass prior_precision too.")
         return learnt
-    start = torch.as_tensor(asked, dtype=torch.float64, device="cpu").detach().clone()
-    if not (start > 0).all() or start.isinf().any():
-        raise ValueError(f"prior_precision must be positive, not {asked}.")
-    return start
+    return torch.as_tensor(asked, dtype=torch.float64, device="cpu").detach().clone()
 
 
 def _likelihood(likelihood: str | Likelihood, sigma_noise: float | Tensor) -> Likelihood:

@@ -21,7 +21,7 @@ REAL = torch.linspace(-1, 1, 10).view(10, 1)
 
 
 def fit(likelihood, loader, outputs=3, **options):
-    keys = ("em_steps", "prior_precision", "update")
+    keys = "em_steps", "prior_precision", "update", "override", "checkpoint"
     fit_options = {key: options.pop(key) for key in keys if key in options}
     model = network(outputs)
     before = copy.deepcopy(model.state_dict())
@@ -90,9 +90,26 @@ def _exp(model, x):
     return model(x) + x.exp().sum(1, keepdim=True)
 
 
+HOW_TO_CHOOSE = "a list of them .names from model.named_parameters"
 OPTIONS = {
     "no samples": ({"num_samples": 0}, "num_samples"),
-    "half a sample": ({"num_samples": 2.5}, "num_samples"),
+    "half a sample": ({"num_samples": 2.5}, "num_samples must be a whole number"),
+    "a name for a solver": ({"solver": "cg"}, "solver must be None, BlockKrylov"),
+    "a dict for Compute": ({"compute": {}}, "a Compute object"),
+    "no seed": ({"seed": None}, "seed must be a whole number"),
+    "real seed": ({"seed": 1.0}, "seed must be a whole number"),
+    "no forward_fn": ({"forward_fn": 3}, "a function .model, inputs. -> outputs"),
+    "no target_fn": ({"target_fn": "y"}, "a function batch -> targets"),
+    "a number among names": ({"parameters": ["0.weight", 3]}, HOW_TO_CHOOSE),
+    "parameters themselves": ({"parameters": [nn.Parameter(X)]}, HOW_TO_CHOOSE),
+    "word for g_prior": ({"g_prior": "no"}, "g_prior must be True or False"),
+    "complex noise": ({"sigma_noise": 1 + 1j}, "a positive real number"),
+    "complex tensor": ({"sigma_noise": torch.tensor(1 + 1j)}, "a positive real number"),
+    "nan noise": ({"sigma_noise": float("nan")}, "a positive real number"),
+    "endless noise": ({"sigma_noise": float("inf")}, "a positive real number"),
+    "class_dim": ({"class_dim": None}, "the axis of the outputs"),
+    "nan tolerance": ({"tolerance": float("nan")}, "tolerance must be a number above 0"),
+    "nan temperature": ({"temperature": float("nan")}, "temperature must be a positive number"),
     "tolerance": ({"tolerance": 0.0}, "tolerance"),
     "negative tolerance": ({"tolerance": -1.0}, "tolerance"),
     "prior": ({"prior": "kron"}, "scalar"),
@@ -106,7 +123,7 @@ OPTIONS = {
 @pytest.mark.parametrize("case", OPTIONS)
 def test_bad_options_are_refused(case):
     options, message = OPTIONS[case]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         LinearisedLaplace(network(), "classification", **options)
 
 
@@ -130,6 +147,13 @@ def test_more_bad_options():
         ({"prior_precision": -1.0}, "prior_precision"),
         ({"prior_precision": float("nan")}, "prior_precision"),
         ({"em_steps": -1}, "em_steps"),
+        ({"em_steps": float("nan")}, "em_steps must be a whole number"),
+        ({"em_steps": 2.5}, "em_steps must be a whole number"),
+        ({"override": "no"}, "override must be True or False"),
+        ({"checkpoint": 3}, "the name of a folder"),
+        ({"prior_precision": 1e-300}, "from 1e-20 to 1e.20"),
+        ({"prior_precision": float("inf")}, "from 1e-20 to 1e.20"),
+        ({"prior_precision": 1 + 1j}, "from 1e-20 to 1e.20"),
         ({"em_steps": 0}, "pass prior_precision"),
         ({"update": "newton"}, "mackay"),
         ({"prior_precision": torch.ones(2)}, "one precision"),
@@ -137,7 +161,7 @@ def test_more_bad_options():
     ],
 )
 def test_bad_fits_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         fit("classification", [(X, LABELS)], **options)
 
 
@@ -153,6 +177,10 @@ def test_bad_questions_are_refused():
         la.predict(X).credible_interval(95)
     with pytest.raises(ValueError, match="positive"):
         la.curve([0.0, 1.0])
+    with pytest.raises(ValueError, match="one or more positive"):
+        la.curve([])
+    with pytest.raises(TypeError, match="one or more positive"):
+        la.curve(3.0)
     with pytest.raises(ValueError, match="outside of 0 to 2"):
         la.joint_log_prob(X, LABELS + 1)
     layerwise = fit("classification", [(X, LABELS)], prior="layerwise", em_steps=2)

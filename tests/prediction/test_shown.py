@@ -82,6 +82,7 @@ def test_held_out_evidence_is_that_of_groups(name):
     assert_close(found.value, values.sum())
     assert_close(found.standard_error, 2 * values.std(correction=0))
     alone = la.held_out_evidence([(x, y)], together=1)
+    assert_close(la.held_out_evidence(x, y), alone)
     if name != "regression":  # whose outputs have errors in common
         assert_close(alone.value, la.predict(x).log_prob(y).sum(), rtol=0.02, atol=0)
     with pytest.raises(ValueError, match="together"):

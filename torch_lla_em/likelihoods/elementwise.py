@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
 from torch_lla_em.likelihoods.base import Gaussian, Labels, Likelihood, average, sum_rows
+from torch_lla_em.runtime import check_options
 
 _MOST_COUNTS = 100_000
 
@@ -46,8 +47,9 @@ class Regression(Gaussian, ElementwiseLikelihood):
     """Gaussian noise of standard deviation ``sigma_noise``, () or one per output (C,)."""
 
     def __init__(self, sigma_noise: float | Tensor = 1.0):
+        check_options(sigma_noise=sigma_noise)
         sigma_noise = torch.as_tensor(sigma_noise, dtype=torch.float64, device="cpu")
-        if sigma_noise.dim() > 1 or not (sigma_noise > 0).all() or sigma_noise.isinf().any():
+        if sigma_noise.dim() > 1:
             raise ValueError(
                 f"sigma_noise must be a positive number or one per output, not {sigma_noise}."
             )

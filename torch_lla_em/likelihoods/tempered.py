@@ -48,6 +48,4 @@ class Tempered(Likelihood):
 
 def tempered(likelihood: Likelihood, temperature: float) -> Likelihood:
     """Return the likelihood at this temperature, itself at 1."""
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature must be a positive number, not {temperature}.")
     return likelihood if temperature == 1 else Tempered(likelihood, temperature)

@@ -25,7 +25,7 @@ from torch_lla_em.prediction.pushing import push_forward
 from torch_lla_em.prediction.standing import Standing
 from torch_lla_em.prediction.stored import NotFittedError
 from torch_lla_em.problem import place_of_vectors
-from torch_lla_em.runtime import Compute, check_choice, free_memory, heard
+from torch_lla_em.runtime import Compute, check_choice, check_options, free_memory, heard
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -202,16 +202,18 @@ class Fitted(nn.Module):
         self._require_fit()
         return Estimate(*self._log_evidence)
 
-    def held_out_evidence(self, loader: Iterable[Any], together: int = 1) -> Estimate:
-        """Return the log predictive of held-out rows given the fit, with its standard error.
+    def held_out_evidence(
+        self, loader: Any, targets: Tensor | None = None, *, together: int = 1
+    ) -> Estimate:
+        """Return the log predictive of held-out data given the fit, with its standard error.
 
-        It compares what networks predict with their posteriors, the larger the better; what they
-        predict alone is ranked by validation loss. ``together`` predicts so many rows jointly.
+        ``loader`` is a loader of held-out data, or inputs that come with ``targets``. The value
+        compares what networks predict with their posteriors, the larger the better; what they
+        predict alone is ranked by validation loss. ``together`` predicts so many examples jointly.
         """
-        if together < 1:
-            raise ValueError(f"together must be 1 or more, not {together}.")
+        check_options(together=together)
         self._require_fit(surely=True)
-        with over(self, loader) as problem:
+        with over(self, paired(loader, targets)) as problem:
             return held_out_evidence(problem, self._columns(), self.mixture, together)
 
     def _columns(self, num_samples: int | None = None) -> Tensor:
@@ -225,6 +227,7 @@ class Fitted(nn.Module):
         either side of λ*, and NaN beyond.
         """
         self._require_fit()
+        check_options(precisions=precisions)
         return stored.curve_of(self, precisions)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

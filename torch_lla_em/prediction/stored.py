@@ -113,8 +113,6 @@ def curve_of(fitted: Fitted, precisions: Iterable[float] | Tensor) -> Curve:
     tensors = fitted._buffers
     path = [record["prior_precision"] for record in fitted.history]
     precisions = torch.as_tensor(precisions, dtype=torch.float64, device="cpu")
-    if precisions.dim() != 1 or not (precisions > 0).all():
-        raise ValueError("precisions must be a list of positive numbers.")
     if tensors["_eigenvalues"] is None:
         raise ValueError(
             "The curve needs one λ, one curvature for all of them and the block-Krylov solver: fit "

@@ -20,6 +20,7 @@ from torch_lla_em.runtime.memory import (
     words_of,
 )
 from torch_lla_em.runtime.noise import normal, normals
+from torch_lla_em.runtime.options import check_options
 
 __all__ = [
     "Compute",
@@ -29,6 +30,7 @@ __all__ = [
     "Leaving",
     "attempt",
     "check_choice",
+    "check_options",
     "current_group",
     "first",
     "free_memory",

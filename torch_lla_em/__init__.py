@@ -27,7 +27,7 @@ from torch_lla_em.likelihoods import (
 )
 from torch_lla_em.mixtures import FeatureDensity
 from torch_lla_em.plot import plot_curve
-from torch_lla_em.prediction import Prediction
+from torch_lla_em.prediction import Comparison, Prediction, compare
 from torch_lla_em.runtime import Compute
 from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton
 
@@ -40,6 +40,7 @@ __all__ = [
     "BlockKrylov",
     "BradleyTerry",
     "Classification",
+    "Comparison",
     "Compute",
     "Curve",
     "FeatureDensity",
@@ -54,6 +55,7 @@ __all__ = [
     "Poisson",
     "Prediction",
     "Regression",
+    "compare",
     "function_space_Mackay_update",
     "get_sto_samples",
     "optimise_MAP",

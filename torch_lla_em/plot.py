@@ -11,7 +11,16 @@ from torch import Tensor
 
 from torch_lla_em.data import as_loader, inputs_of
 from torch_lla_em.inference import Curve
-from torch_lla_em.prediction import Fitted, Prediction, Rows, rows_of, stated_and_right
+from torch_lla_em.prediction import (
+    Fitted,
+    Prediction,
+    Rows,
+    auroc,
+    binned,
+    calibration_error,
+    rows_of,
+    stated_and_right,
+)
 
 Axes = Any
 """Those of matplotlib, which is optional."""
@@ -36,14 +45,8 @@ def reliability(
     lowest = 1.0
     for name, colour, prediction in _before_and_after(rows):
         stated, right = stated_and_right(prediction, rows.targets)
-        place = (bins * stated).long().clamp_max(bins - 1)
-        count, said, true = (
-            torch.zeros(bins, dtype=stated.dtype, device=stated.device).index_add(
-                0, place, values.to(stated)
-            )
-            for values in (torch.ones_like(stated), stated, right)
-        )
-        ece, kept = (true - said).abs().sum() / len(stated), count > 0
+        count, said, true = binned(stated, right, bins)
+        ece, kept = calibration_error(stated, right, bins), count > 0
         x, y, share = (_plain(v[kept]) for v in (said / count, true / count, count / len(stated)))
         lowest = min(lowest, x.min(), y.min())
         label = f"{name}: ECE {ece:.3f}"
@@ -184,12 +187,13 @@ def unfamiliarity(
         _epistemic([own] if own else _predictions(la, loader)),
         _epistemic(_predictions(la, other)),
     ]
+    area = auroc(*map(torch.from_numpy, reversed(sets)))
     both = np.log10(np.concatenate(sets))
     edges = np.logspace(np.quantile(both, 0.002), both.max() + 1e-3, 31)
     for values, name, colour in zip(sets, ("familiar", "other"), (_POSTERIOR, "C1")):
         weights = np.full(len(values), 1 / len(values))
         axes.hist(values, edges, weights=weights, color=colour, alpha=0.6, label=name)
-    axes.set(xscale="log", title=f"AUROC {_area(*sets):.3f}")
+    axes.set(xscale="log", title=f"AUROC {area:.3f}")
     return _finished(axes, "epistemic uncertainty", "share of rows")
 
 
@@ -287,12 +291,6 @@ def _predictions(la: Fitted, data: Any) -> Iterator[Prediction]:
 def _epistemic(predictions: Iterable[Prediction]) -> np.ndarray:
     values = [p.epistemic.reshape(len(p.centre), -1).mean(1) for p in predictions]
     return _plain(torch.cat(values).double().clamp_min(1e-12))
-
-
-def _area(own: np.ndarray, other: np.ndarray) -> float:
-    """Return how often the second is above the first, ties by half."""
-    places = [np.searchsorted(np.sort(own), other, side) for side in ("left", "right")]
-    return (places[0] + places[1]).mean() / (2 * len(own))
 
 
 def _plain(values: Tensor) -> np.ndarray:

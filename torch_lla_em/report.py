@@ -1,6 +1,6 @@
 """One page about a fitted posterior: metrics, pictures, plan, warnings, and what to do about them.
 
-Needs matplotlib and torchmetrics: ``pip install torch_lla_em[report]``.
+Needs matplotlib: ``pip install torch_lla_em[report]``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torch_lla_em import plot
 from torch_lla_em.likelihoods import BradleyTerry, Likelihood
-from torch_lla_em.prediction import Fitted, Prediction, Rows, rows_of
+from torch_lla_em.prediction import Fitted, Rows, outcomes, rows_of, scores
 from torch_lla_em.solvers import relative_error
 
 _STYLE = """
@@ -58,34 +56,6 @@ def write_report(la: Fitted, loader: Iterable[Any], path: str | PathLike, other:
     Path(path).write_text(page, encoding="utf-8")
 
 
-def metrics(prediction: Prediction, rows: Rows) -> dict[str, float]:
-    """Return what torchmetrics, and the likelihood, say of predictions."""
-    from torchmetrics import functional as tm
-
-    y, likelihood = rows.targets, prediction.likelihood
-    found: dict[str, Any] = {"−log p of a row": -prediction.log_prob(y).double().mean().item()}
-    if likelihood.real_valued:
-        mean, (lower, upper) = prediction.moments().mean, prediction.credible_interval(0.9)
-        if mean.shape == y.shape:
-            mean, real = mean.flatten(), y.to(mean).flatten()
-            found["root of mean squared error"] = tm.mean_squared_error(mean, real, squared=False)
-            found["mean absolute error"] = tm.mean_absolute_error(mean, real)
-            found["R²"] = tm.r2_score(mean, real)
-            found["targets inside 90 %"] = ((y >= lower) & (y <= upper)).double().mean()
-    elif likelihood.gives_probabilities and likelihood.elementwise:
-        p, labels = prediction.probs.flatten(), y.flatten().long()
-        found["accuracy"] = tm.classification.binary_accuracy(p, labels)
-        found["calibration error"] = tm.classification.binary_calibration_error(p, labels)
-        found["AUROC"] = tm.classification.binary_auroc(p, labels)
-    elif likelihood.gives_probabilities:
-        mask, classes = likelihood.mask(y), prediction.centre.shape[-1]
-        kept = torch.ones_like(y, dtype=torch.bool) if mask is None else mask
-        p, labels, error = prediction.probs[kept], y[kept], "calibration error"
-        found["accuracy"] = tm.classification.multiclass_accuracy(p, labels, classes, "micro")
-        found[error] = tm.classification.multiclass_calibration_error(p, labels, classes)
-    return {name: float(value) for name, value in found.items()}
-
-
 def advice(la: Fitted, rows: Rows) -> Iterator[str]:
     """Yield what the numbers call for."""
     gain = rows.network.log_prob(rows.targets) - rows.posterior.log_prob(rows.targets)
@@ -109,7 +79,7 @@ def advice(la: Fitted, rows: Rows) -> Iterator[str]:
 
 
 def _table(rows: Rows) -> str:
-    each = [metrics(prediction, rows) for prediction in (rows.network, rows.posterior)]
+    each = [scores(outcomes(p, rows.targets)) for p in (rows.network, rows.posterior)]
     body = "".join(
         f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{m[name]:.4g}</td>" for m in each) + "</tr>"
         for name in each[0]

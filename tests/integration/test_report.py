@@ -12,14 +12,10 @@ from tiny import LOG_PROBS, likelihood_of, tiny
 from torch import nn
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("torchmetrics")
 
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.prediction import rows_of
-from torch_lla_em.report import advice, metrics
-
-# what torchmetrics says of itself where it is imported first
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+from torch_lla_em.report import advice
 
 
 class Page(HTMLParser):
@@ -58,26 +54,10 @@ def test_a_page_holds_everything_itself(name, tmp_path):
     page = Page(tmp_path / "report.html")
     assert not page.open
     text = " ".join(page.words)
-    assert "−log p" in text and "samples of 27 weights" in text and "random weights" in text
+    assert "NLL" in text and "samples of 27 weights" in text and "random weights" in text
     assert len(page.pictures) == {"classification": 5, "bernoulli": 5, "poisson": 4}.get(name, 6)
     assert all(p["src"].startswith("data:image/png;base64,") and p["alt"] for p in page.pictures)
     assert not re.search(r"https?://", (tmp_path / "report.html").read_text())
-
-
-def test_metrics_are_those_of_the_predictions():
-    case, la = fitted("classification")
-    rows = rows_of(la, [(case.x, case.y)])
-    found = metrics(rows.posterior, rows)
-    assert found["accuracy"] == pytest.approx(
-        (la(case.x).argmax(1) == case.y).double().mean().item()
-    )
-    assert found["−log p of a row"] == pytest.approx(
-        -la.predict(case.x).log_prob(case.y).mean().item()
-    )
-    case, la = fitted("regression")
-    rows = rows_of(la, [(case.x, case.y)])
-    error = (rows.network.mean - case.y).square().mean().sqrt().item()
-    assert metrics(rows.network, rows)["root of mean squared error"] == pytest.approx(error)
 
 
 def test_what_was_warned_of_is_kept(tmp_path, caplog):

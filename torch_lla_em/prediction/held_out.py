@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Data
+from torch_lla_em.data import Batch, Data
 from torch_lla_em.inference import Estimate
+from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.parts import posterior_alone, predicted
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushing import push_forward
@@ -35,25 +36,48 @@ class Rows(NamedTuple):
     """As fitted, or as calibrated."""
 
 
+class Pushed(NamedTuple):
+    """A batch pushed through the linear model, classes last."""
+
+    likelihood: Likelihood
+    f: Tensor
+    Jw: Tensor
+    y: Tensor
+
+    @classmethod
+    def of(cls, fitted: Fitted, batch: Batch) -> Pushed:
+        """Push a batch forward, and check that its targets fit."""
+        model, likelihood = fitted._linear_model, fitted.likelihood
+        f, Jw = push_forward(model, batch.inputs, fitted._columns())
+        y = likelihood.align(batch.targets.to(f.device), model.network.class_dim)
+        likelihood.check(f, y)
+        return cls(likelihood, f, Jw, y)
+
+    def prediction(self, table: Tensor, examples: slice = slice(None)) -> Prediction:
+        """Return the prediction of some examples of the batch."""
+        return predicted(self.likelihood, self.f[examples], self.Jw[:, examples], table)
+
+    def joint_log_probs(self, table: Tensor, together: int) -> Tensor:
+        """Return log p of each group of consecutive examples, (groups,)."""
+        groups = [slice(start, start + together) for start in range(0, len(self.f), together)]
+        values = [self.prediction(table, each).joint_log_prob(self.y[each]) for each in groups]
+        return torch.stack(values).double() if values else self.f.new_zeros(0).double()
+
+
 def rows_of(fitted: Fitted, loader: Iterable[Any]) -> Rows:
     """Return all rows of a loader, of this rank alone; one pass."""
     fitted._require_fit(surely=True)
-    model, likelihood, columns = fitted._linear_model, fitted.likelihood, fitted._columns()
-    inputs, targets, parts = [], [], []
+    inputs, parts = [], []
     with torch.no_grad():
-        for batch in Data(loader, model.network.device, fitted.target_fn):
-            f, Jw = push_forward(model, batch.inputs, columns)
-            y = likelihood.align(batch.targets, model.network.class_dim)
-            likelihood.check(f, y)
+        for batch in Data(loader, fitted._device, fitted.target_fn):
             inputs.append(batch.inputs)
-            targets.append(y)
-            parts.append((f, Jw))
-    f, Jw = (torch.cat(each, dim) for dim, each in enumerate(zip(*parts)))
+            parts.append(Pushed.of(fitted, batch)[1:])
+    f, Jw, y = (torch.cat(each, dim) for dim, each in zip((0, 1, 0), zip(*parts)))
     shapes = {x.shape[1:] if isinstance(x, Tensor) else None for x in inputs}
     whole = torch.cat(inputs) if len(shapes) == 1 and None not in shapes else None
+    every = Pushed(fitted.likelihood, f, Jw, y)
     tables = posterior_alone(scale=0.0), fitted.mixture
-    each = (predicted(likelihood, f, Jw, table) for table in tables)
-    return Rows(whole, torch.cat(targets), *each)
+    return Rows(whole, y, *map(every.prediction, tables))
 
 
 @contextmanager
@@ -72,11 +96,9 @@ def held_out_evidence(problem: Problem, columns: Tensor, table: Tensor, together
     """
     sums = torch.zeros(3, dtype=torch.float64, device=problem.device)
     for batch, f, Jw in problem.push_forward(columns):
-        for start in range(0, len(f), together):
-            rows = slice(start, start + together)
-            prediction = predicted(problem.likelihood, f[rows], Jw[:, rows], table)
-            value = prediction.joint_log_prob(batch.targets[rows]).double().to(sums.device)
-            sums += torch.stack([torch.ones_like(value), value, value.square()])
+        at = Pushed(problem.likelihood, f, Jw, batch.targets)
+        values = at.joint_log_probs(table, together).to(sums.device)
+        sums += torch.stack([torch.ones_like(values), values, values.square()]).sum(1)
     count, total, squares = problem.data.group.sum(sums)
     variance = (squares / count - (total / count) ** 2).clamp_min(0)
     return Estimate(total, (count * variance).sqrt())

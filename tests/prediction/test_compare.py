@@ -1,0 +1,93 @@
+"""Tables of several posteriors on one validation set, and the scores in them."""
+
+import pytest
+import torch
+from tiny import LOG_PROBS, likelihood_of, tiny
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from torch_lla_em import LinearisedLaplace, NotFittedError, compare
+from torch_lla_em.prediction import outcomes, rows_of, scores
+
+
+def fitted(name, precision=5.0):
+    case = tiny(name)
+    la = LinearisedLaplace(case.model, likelihood_of(name), num_samples=6)
+    la.fit(case.x, case.y, em_steps=0, prior_precision=precision, progress_bar=False)
+    return case, la
+
+
+def by_torchmetrics(prediction, y, name):
+    tm = pytest.importorskip("torchmetrics").functional
+    if name == "classification":
+        p, c = prediction.probs, tm.classification
+        error = c.multiclass_calibration_error(p, y, 3, n_bins=15)
+        return {"accuracy": c.multiclass_accuracy(p, y, 3, "micro"), "ECE": error}
+    if name == "bernoulli":
+        p, y, c = prediction.probs.flatten(), y.flatten().long(), tm.classification
+        area = c.binary_auroc(p, y)
+        return {"accuracy": c.binary_accuracy(p, y), "AUROC": area}
+    mean, y = prediction.expectation.flatten(), y.flatten()
+    error, absolute = tm.mean_squared_error(mean, y, squared=False), tm.mean_absolute_error(mean, y)
+    return {"RMSE": error, "MAE": absolute, "R²": tm.r2_score(mean, y)}
+
+
+# what torchmetrics says of itself where it is imported first
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["classification", "bernoulli", "regression", "poisson"])
+def test_scores_are_those_of_torchmetrics(name):
+    case, la = fitted(name)
+    prediction = la.predict(case.x)
+    found = scores(outcomes(prediction, case.y))
+    assert found["NLL"] == pytest.approx(-prediction.log_prob(case.y).mean().item())
+    for score, value in by_torchmetrics(prediction, case.y, name).items():
+        assert found[score] == pytest.approx(value.item(), rel=1e-5), score
+    if name == "regression":
+        lower, upper = prediction.credible_interval(0.9)
+        inside = ((case.y > lower) & (case.y < upper)).double().mean().item()
+        assert found["90 % coverage"] == pytest.approx(inside)
+
+
+@pytest.mark.parametrize("name", LOG_PROBS)
+def test_a_row_of_the_table_is_what_the_posterior_itself_says(name):
+    (case, la), (_, other) = fitted(name), fitted(name, 500.0)
+    loader = DataLoader(TensorDataset(case.x[:23], case.y[:23]), 20)
+    table = compare({"wide": la, "narrow": other}, loader, together=8)
+    for key, each in (("wide", la), ("narrow", other)):
+        record, rows = table.records[key], rows_of(each, loader)
+        assert_close(table.log_probs[key], rows.posterior.log_prob(rows.targets).double())
+        assert record["NLL"] == pytest.approx(-table.log_probs[key].mean().item())
+        alone = -rows.network.log_prob(rows.targets).mean().item()
+        assert record["network NLL"] == pytest.approx(alone)
+        evidence = each.held_out_evidence(loader, together=8)
+        assert record["held-out evidence"] == pytest.approx(evidence.value.item())
+        assert record["parameters"] == 27
+    assert all(f"{record['NLL']:.4f}" in repr(table) for record in table.records.values())
+    assert "held-out evidence" in table._repr_html_()
+
+
+def test_differences_are_paired_where_the_loader_shuffles():
+    (case, la), (_, same), (_, other) = (fitted("classification", p) for p in (5.0, 5.0, 1e4))
+    loader = DataLoader(TensorDataset(case.x, case.y), 7, shuffle=True)
+    torch.manual_seed(0)
+    table = compare([la, same, other], loader)
+    assert set(table.records) == {"0: Sequential", "1: Sequential", "2: Sequential"}
+    assert_close(table.log_probs["0: Sequential"], table.log_probs["1: Sequential"])
+    worst = table.ranking[-1]
+    gap, error = table.behind(worst)
+    gaps = table.log_probs[table.ranking[0]] - table.log_probs[worst]
+    assert gap == pytest.approx(gaps.mean().item()) and gap > 0
+    assert error == pytest.approx(gaps.std().item() / 30**0.5)
+    assert "within the noise" in repr(table)  # of two that are the same
+
+
+def test_what_cannot_be_compared_is_refused():
+    (case, la), (other, real) = fitted("classification"), fitted("regression")
+    with pytest.raises(ValueError, match="two posteriors or more, not 1"):
+        compare([la], case.x, case.y)
+    with pytest.raises(ValueError, match="not on one scale"):
+        compare([la, real], case.x, case.y)
+    with pytest.raises(ValueError, match="together"):
+        compare([la, la], case.x, case.y, together=0)
+    with pytest.raises(NotFittedError):
+        compare([la, LinearisedLaplace(other.model, "classification")], case.x, case.y)

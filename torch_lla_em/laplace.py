@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em.checkpoint import FORMAT
-from torch_lla_em.data import Chain, Data, TargetFn, paired
-from torch_lla_em.inference import Earlier, FitOptions, Solver, learn
+from torch_lla_em.data import Chain, Data, Identity, TargetFn, paired
+from torch_lla_em.inference import FitOptions, Solver, learn
 from torch_lla_em.jacobian import (
     ForwardFn,
     LinearModel,
@@ -38,8 +38,6 @@ from torch_lla_em.runtime import Compute, Group, check_choice, check_options, gr
 from torch_lla_em.runtime import records as persistence
 from torch_lla_em.session import SHARDS, Session
 
-# beside the posterior in a finished checkpoint: what the fit of later data adds to
-_ETA = "eta"
 # of the Monte Carlo error of a standard deviation, 1/√(2K), for the error of each sample
 _QUARTER = 0.25
 
@@ -128,7 +126,8 @@ class LinearisedLaplace(Fitted):
         self.num_samples, self.tolerance, self.seed = num_samples, tolerance, seed
         self.solver, self.target_fn, self.compute = solver, target_fn, compute
         self._loaders: Chain | None = None
-        self._earlier: Earlier | None = None
+        self._data_seen: list[Identity] = []
+        """The rows of each of these loaders, by which a change of them is noticed."""
 
     def fit(
         self,
@@ -152,8 +151,9 @@ class LinearisedLaplace(Fitted):
         that never lower the evidence. ``checkpoint`` is a folder that keeps every pass: the
         same call after a kill goes on from there.
 
-        ``override=False`` adds the data to those of earlier fits, which are read again: what
-        a fit of all of them at once would give, from the λ and σ learnt so far.
+        ``override=False`` adds the data to those of earlier fits, which are read again: the
+        result is that of one fit of all data. ``em_steps=0`` then keeps the λ and σ learnt so far.
+        An error is raised where the earlier data have changed since they were fitted.
 
         Under ``torchrun``, once its process group is initialised, all ranks fit together, each
         on its share of the data or of the columns: ``shard="data"``, ``"columns"``, or
@@ -165,14 +165,13 @@ class LinearisedLaplace(Fitted):
         check_options(em_steps=em_steps, prior_precision=prior_precision, override=override)
         check_options(progress_bar=progress_bar, checkpoint=checkpoint)
         more = not override and self.w_lin is not None
-        start = _start(prior_precision, em_steps, self.prior_precision if more else None)
+        keeps = more and em_steps == 0
+        start = _start(prior_precision, em_steps, self.prior_precision if keeps else None)
         self._shard = shard
         with group_of(shard).joined() as group:
             loaders, data = self._open(paired(loader, targets), more, group)
-            likelihood = self.likelihood if more else self._given_likelihood
+            likelihood = self.likelihood if keeps else self._given_likelihood
             problem = Problem(self._linear_model, tempered(likelihood, self.temperature), data)
-            if more and self._earlier:
-                problem.earlier = self._earlier.at(problem.likelihood)
             options = FitOptions(
                 self.num_samples,
                 self.seed,
@@ -184,9 +183,6 @@ class LinearisedLaplace(Fitted):
                 update,
                 em_steps,
                 start,
-                problem.earlier.num_rows if problem.earlier else 0,
-                keep_noise=not override,
-                warm=(self.w_lin, self.w_samples) if more else None,
             )
             header = self._header(options, likelihood)
             with Session(problem, header, shard, checkpoint, progress_bar) as run:
@@ -200,11 +196,8 @@ class LinearisedLaplace(Fitted):
                     self._store(posterior, run.history, data.num_rows)
                     self._examine(data)
                     self.said = run.said
-                    state = {} if posterior.noise is None else {_ETA: posterior.noise.eta}
-                    run.keep({**self.state_dict(), **state})
-            self._loaders, self._earlier = loaders, None
-            if _ETA in state:
-                self._earlier = Earlier.of(state[_ETA], self.scale, problem.likelihood, data)
+                    run.keep(self.state_dict())
+            self._loaders, self._data_seen = loaders, data.parts
         if validation is not None:
             self.calibrate(validation)
         return self
@@ -219,7 +212,7 @@ class LinearisedLaplace(Fitted):
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
         """Take over a posterior; refused where the network is not the one it was fitted to."""
         super().load_state_dict(state, strict)
-        self._loaders = self._earlier = None
+        self._loaders = None
 
     def save(self, path: str | PathLike) -> None:
         """Write the posterior to a file, without the network."""
@@ -258,9 +251,12 @@ class LinearisedLaplace(Fitted):
                 "The earlier data are not here, since a posterior is stored without them: call "
                 "la.fit with one loader of all data, old and new."
             )
+        if type(loader) is list:  # so that it may be filled anew for the next fit
+            loader = tuple(loader)
         loaders = Chain([*(self._loaders.loaders if more else ()), loader])
         whole = loader if len(loaders.loaders) == 1 else loaders
-        data = Data(whole, self._device, self.target_fn, group)
+        known = self._data_seen if more else None
+        data = Data(whole, self._device, self.target_fn, group, known)
         if self._parameters_asked == "last_layer":
             # which layer is called last is only known once there is something to call it on
             network = self._linear_model.network

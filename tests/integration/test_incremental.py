@@ -2,7 +2,6 @@
 
 import copy
 import io
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from tiny import likelihood_of, tiny
 from torch.testing import assert_close
 
 from torch_lla_em import BlockCG, BlockKrylov, Compute, LinearisedLaplace, NotFittedError
-from torch_lla_em.problem.problem import EarlierRows
 
 CUTS = (0, 11, 19, 30)
 
@@ -50,19 +48,71 @@ def test_parts_equal_one_fit_of_all(name, options, first):
     assert_close(la.log_marginal_likelihood().value, whole.log_marginal_likelihood().value)
 
 
-def test_parts_learn_what_all_data_teach():
+@pytest.mark.parametrize("options", [{}, {"curvature": None, "solver": None, "tolerance": None}])
+@pytest.mark.parametrize("cut", [1, 11])
+def test_parts_learn_what_all_data_teach(options, cut):
     case = tiny("classification")
-    whole = posterior(case).fit(
-        [b for p in parts(case, *CUTS) for b in p], progress_bar=False, em_steps=60
-    )
-    la = posterior(case)
-    for part in parts(case, *CUTS):
-        la.fit(part, override=False, progress_bar=False, em_steps=60)
-    # EM stops when λ moves by less than its own Monte Carlo error
-    ratio = la.prior_precision / whole.prior_precision
-    assert 0.7 < ratio < 1.4
+    batches = [batch for part in parts(case, 0, cut, 30) for batch in part]
+    whole = posterior(case, **options).fit(batches, progress_bar=False)
+    la = posterior(case, **options)
+    for part in parts(case, 0, cut, 30):
+        la.fit(part, override=False, progress_bar=False)
+    assert_close(la.prior_precision, whole.prior_precision, rtol=1e-6, atol=0)
+    assert_close(la(case.x), whole(case.x), rtol=1e-6, atol=1e-8)
     later = la.fit(parts(case, 0, 1)[0], override=False, em_steps=0, progress_bar=False)
-    assert later.num_data == 31  # and λ stays where it was
+    assert later.num_data == 31
+    assert later.prior_precision == la.prior_precision
+
+
+def refilled(case):
+    """A list whose only batch is replaced between two fits."""
+    batches = parts(case, 0, 11)[0]
+    yield batches
+    batches[:] = parts(case, 11, 30)[0]
+    yield batches
+
+
+def test_a_list_may_be_filled_anew_between_fits():
+    case = tiny("classification")
+    whole = posterior(case).fit([*parts(case, 0, 11)[0], *parts(case, 11, 30)[0]], **FIXED)
+    la = posterior(case)
+    for batches in refilled(case):
+        la.fit(batches, override=False, **FIXED)
+    assert la.num_data == 30
+    assert_close(la.w_samples, whole.w_samples, rtol=1e-6, atol=1e-8)
+
+
+class Stored:
+    """A loader of one's own over batches that somebody may exchange."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+CHANGES = {
+    "inputs overwritten": lambda x, y, stored: x.mul_(2),
+    "one label overwritten": lambda x, y, stored: y.__setitem__(3, (y[3] + 1) % 3),
+    "labels permuted": lambda x, y, stored: y.copy_(y.flip(0)),
+    "a row less": lambda x, y, stored: stored.batches.__setitem__(0, (x[1:], y[1:])),
+    "other batches": lambda x, y, stored: stored.batches.__setitem__(0, (x + 1, y)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_earlier_data_that_have_changed_are_refused(change):
+    case = tiny("classification")
+    x, y = case.x[:11].clone(), case.y[:11].clone()
+    stored = Stored([(x, y)])
+    la = posterior(case).fit(stored, override=False, **FIXED)
+    la.fit(parts(case, 11, 19)[0], override=False, **FIXED)
+    before = la.w_samples
+    change(x, y, stored)
+    with pytest.raises(ValueError, match="earlier fit have changed.*do not refill"):
+        la.fit(parts(case, 19, 30)[0], override=False, **FIXED)
+    assert la.num_data == 19 and la.w_samples is before
 
 
 @pytest.mark.parametrize("sigma", [0.4, torch.tensor([0.4, 0.7, 0.2])])
@@ -103,26 +153,6 @@ def test_a_plain_fit_forgets():
     assert_close(again.prior_precision, precision)
 
 
-def test_earlier_rows_pass_no_network_again():
-    case = tiny("classification")
-    calls = []
-    case.model.register_forward_hook(lambda model, args, f: calls.append(len(f)))
-    problem = case.problem(11, 19)
-    problem.noise_features(3, 0)
-    rows = sum(calls)
-    known = problem.noise_features(3, 0)
-    first = replace(case, x=case.x[:11], y=case.y[:11]).problem()
-    later = case.problem(11, 19)
-    later.earlier = EarlierRows(11, 33, first.noise_features(3, 0))
-    calls.clear()
-    features = later.noise_features(3, 0)
-    assert sum(calls) < rows
-    assert_close(features.eta, known.eta)
-    assert_close(features.squares, known.squares)
-    assert later.data.num_outputs == 90
-    assert later.cost.columns == pytest.approx(3 * 19 / 30)
-
-
 def test_a_loaded_posterior_has_no_data(tmp_path):
     case = tiny("classification")
     la = posterior(case, "classification").fit(parts(case, *CUTS)[0], **FIXED)
@@ -140,7 +170,7 @@ def test_copies_share_data_and_pickles_leave_them_out():
     loaders = parts(case, *CUTS)
     la = posterior(case).fit(loaders[0], override=False, **FIXED)
     other = copy.deepcopy(la._loaders)
-    assert other.loaders[0] is loaders[0]
+    assert other.loaders[0][0] is loaders[0][0]
     buffer = io.BytesIO()
     torch.save(la._loaders, buffer)
     buffer.seek(0)
@@ -194,5 +224,4 @@ def test_the_last_of_several_fits_may_be_killed(name, sigma, first, tmp_path):
     resumed = run("broken", 999)
     for key in ("w_samples", "w_lin", "scale", "prior_precision", "_log_evidence"):
         assert torch.equal(getattr(resumed, key), getattr(whole, key)), key
-    assert torch.equal(resumed._earlier.rows.features.eta, whole._earlier.rows.features.eta)
     assert [r["columns"] for r in resumed.history] == [r["columns"] for r in whole.history]

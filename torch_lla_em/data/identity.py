@@ -127,6 +127,11 @@ class Identity:
             for shape, rows in shapes.items():
                 known[shape] = known.get(shape, 0) + rows
 
+    @property
+    def num_rows(self) -> int:
+        """The number of rows taken in."""
+        return sum(self._shapes.get(0, {}).values())
+
     def so_far(self) -> Identity:
         """Return what it is now, and stays; waits for nothing."""
         copied = Identity(self.in_order)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ from torch_lla_em.data import sources
 from torch_lla_em.data.batch import Batch, TargetFn, check_rows, num_rows, split
 from torch_lla_em.data.buffers import Joined, Kept
 from torch_lla_em.data.identity import Identity
-from torch_lla_em.data.shares import Share, Tally, same, together
+from torch_lla_em.data.shares import Share
 from torch_lla_em.data.sources import Chain, as_loader
+from torch_lla_em.data.tally import Tally, refuse_changed, same, together
 from torch_lla_em.runtime import Group, free_memory
 
 
@@ -32,6 +32,7 @@ class Data:
         device: torch.device,
         target_fn: TargetFn | None = None,
         group: Group = Group(),
+        known: Sequence[Identity] | None = None,
     ):
         given = loader.loaders if isinstance(loader, Chain) else (loader,)
         parts = [as_loader(part, target_fn) for part in given]
@@ -42,6 +43,12 @@ class Data:
         self._device = device
         self._target_fn = target_fn
         self._first: Identity | None = None
+        self._known = known
+        """The rows of the first loaders when an earlier fit read them; None: nothing is compared."""
+
+        self.parts: list[Identity] = []
+        """The rows of every loader, as the last complete pass over them saw them."""
+
         self._read = self._restored = self._in_step = False
         self._steps: set[int] = set()
         self._peeked: Batch | None = None
@@ -134,13 +141,15 @@ class Data:
         again = [] if in_step or self.kept else self._kept_in  # as an unbroken run goes over them
         sources.restore(self._loader, again)
         self.num_reads += 1
-        for batch in chain.from_iterable(self._joined(s, whole, own) for s in self._shares):
+        for part, batch in self._by_part(whole, own):
             batch, wait = batch.on(self._device)
             own.rows += len(batch.rows)
             own.targets += batch.targets.numel()
             self.rows_seen = int(batch.rows[-1]) + 1
             if self.fingerprint is not None:
                 self.fingerprint.add((batch.targets, batch.inputs), batch.rows)
+                if len(own.parts) > 1:
+                    own.parts[part].add((batch.targets, batch.inputs), batch.rows)
                 candidate.see(batch, self.fingerprint)
             batch = batch._replace(kept=candidate if candidate.has_room else None)
             yield batch._replace(step_rows=self._step(len(batch.rows))) if in_step else batch
@@ -156,9 +165,22 @@ class Data:
         self.num_targets = every["targets"]
         if self.num_passes == 0:
             self.num_outputs = every["outputs"]
-        self._finish_pass(every["rows"], Identity.of(every["identity"]))
+        whole_identity = Identity.of(every["identity"])
+        if compared:
+            self.parts = list(map(Identity.of, every["parts"])) or [whole_identity]
+            refuse_changed(self.parts, self._known or ())
+            self._known = None
+        self._finish_pass(every["rows"], whole_identity)
         if self._first is not None and self.keep and candidate.serves():
             self.kept, self._kept_in = candidate, self._kept_in if again else drawn
+
+    def _by_part(self, whole: bool, own: Tally) -> Iterator[tuple[int, Batch]]:
+        """Yield this rank's batches, each with the number of the loader that it is from."""
+        if len(self._shares) > 1:
+            own.parts = [Identity() for _ in self._shares]
+        for part, share in enumerate(self._shares):
+            for batch in self._joined(share, whole, own):
+                yield part, batch
 
     def _joined(self, share: Share, whole: bool, own: Tally) -> Iterator[Batch]:
         """Yield batches joined as far as wanted by now, none of them of two loaders."""
@@ -182,7 +204,8 @@ class Data:
             rows = here if turn.rows is None else start + turn.rows
             own.reached += size
             if size and turn.peer is not None:
-                own.note(turn, self.group.rank, (targets, inputs), rows)
+                pair = (self.group.rank, turn.peer)
+                own.note(*(pair if turn.taken else pair[::-1]), (targets, inputs), rows)
             if size and turn.taken:
                 own.batches += 1
                 yield Batch(own.turns - 1, rows, inputs, targets)

@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from torch_lla_em.data.identity import Identity
+from torch_lla_em.data.tally import other_data
 from torch_lla_em.runtime import Group
 
 # what a loader was built with and keeps under the same name
@@ -225,7 +225,7 @@ def _first_order(values: list[list[Any]]) -> list[list[Any]]:
 
 def _same_length(rank: int, own: int, first: int) -> None:
     if own != first:
-        raise _other(rank, 0, f"{own} rows against {first}")
+        raise other_data(rank, 0, f"{own} rows against {first}")
 
 
 def _kept_once(values: list[list[Any]]) -> list[list[list[int]]]:
@@ -244,76 +244,7 @@ def _kept_once(values: list[list[Any]]) -> list[list[list[int]]]:
     return every
 
 
-def _other(rank: int, first: int, what: str) -> ValueError:
-    return ValueError(
-        f"Rank {rank} sees other data than rank {first}: {what}. Pass every rank the same loader, "
-        "in the same order and without random augmentation: fit shares it out. Or give it a "
-        "DistributedSampler."
-    )
-
-
 def _digest(lists: list[list[Any]]) -> str:
     """Return a mark of which rows there are, in whatever order."""
     rows = sorted(str(row) for batch in lists for row in batch)
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()
-
-
-class Tally:
-    """What a rank has counted in a pass."""
-
-    def __init__(self) -> None:
-        self.rows = self.targets = self.outputs = self.batches = self.turns = 0
-        self.reached = 0
-        """Rows that went by, whoever took them."""
-
-        self.identity = Identity()
-        self._beside: dict[str, Identity] = {}
-        """Of what two ranks have read, by who took it and who else did."""
-
-    def note(self, turn: Turn, rank: int, batch: Any, rows: Tensor) -> None:
-        """Take in a batch that another rank reads too."""
-        pair = f"{rank} {turn.peer}" if turn.taken else f"{turn.peer} {rank}"
-        self._beside.setdefault(pair, Identity()).add(batch, rows)
-
-    def state(self) -> dict[str, Any]:
-        """Return plain numbers."""
-        beside = {key: identity.state() for key, identity in self._beside.items()}
-        identity = self.identity.state()
-        counts = {"rows": self.rows, "targets": self.targets, "outputs": self.outputs}
-        return {**counts, "reached": self.reached, "identity": identity, "beside": beside}
-
-
-def together(every: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what ranks that shared a pass have counted."""
-    whole = Identity.of(every[0]["identity"])
-    for rank, tally in enumerate(every[1:], 1):
-        if tally["reached"] != every[0]["reached"]:
-            raise ValueError(
-                f"The loader of rank {rank} yielded {tally['reached']} rows, that of rank 0 "
-                f"{every[0]['reached']}: every rank must be given the same data."
-            )
-        whole.merge(Identity.of(tally["identity"]))
-    read: dict[str, list[Any]] = {}
-    for tally in every:
-        for pair, state in tally["beside"].items():
-            read.setdefault(pair, []).append(state)
-    for pair, states in read.items():
-        if len(states) < 2 or not _repeats(*states):
-            first, rank = sorted(map(int, pair.split()))
-            raise _other(rank, first, "batches of other rows, or in another order")
-    counts = {key: sum(tally[key] for tally in every) for key in ("rows", "targets", "outputs")}
-    return {**counts, "identity": whole.state()}
-
-
-def same(every: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what ranks that each took the whole pass have counted, if it is the same."""
-    for rank, tally in enumerate(every):
-        if tally["rows"] != every[0]["rows"]:
-            raise _other(rank, 0, f"{tally['rows']} rows against {every[0]['rows']}")
-        if not _repeats(tally["identity"], every[0]["identity"]):
-            raise _other(rank, 0, "other rows, or in another order")
-    return {key: every[0][key] for key in ("rows", "targets", "outputs", "identity")}
-
-
-def _repeats(state: dict[str, Any], other: dict[str, Any]) -> bool:
-    return Identity.of(state).repeats(Identity.of(other))

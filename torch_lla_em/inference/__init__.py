@@ -13,12 +13,11 @@ from torch_lla_em.inference.mackay import (
 from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.posterior_samples import Solver, optimise_samples
 from torch_lla_em.inference.prior import prior_precision_from_weight_decay
-from torch_lla_em.inference.stochastic_prior import Earlier, get_sto_samples
+from torch_lla_em.inference.stochastic_prior import get_sto_samples
 
 __all__ = [
     "PRECISION_BOUNDS",
     "Curve",
-    "Earlier",
     "Estimate",
     "Evidence",
     "FitOptions",

@@ -224,10 +224,6 @@ class IterativeEStep(EStep):
         mode, samples = self.mode(hyper, tolerance), self.samples(hyper, tolerance)
         return mode, samples, log_dets(problem, noise, hyper.precision)
 
-    def warm_start(self, w_samples: Tensor) -> None:
-        """Begin with the samples of an earlier posterior."""
-        self._last = w_samples
-
     def _find_mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
         problem, _ = self._at_noise(hyper)
         known = self._preconditioner(hyper)

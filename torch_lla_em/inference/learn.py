@@ -68,12 +68,6 @@ class FitOptions:
     update: str
     em_steps: int
     prior_precision: Tensor | None
-    earlier_rows: int = 0
-    """Rows at the start of the data whose noise features are known."""
-
-    keep_noise: bool = False
-    warm: tuple[Tensor, Tensor] | None = None
-    """Mode and samples to start from."""
 
 
 Observe = Callable[[Info], None]
@@ -89,7 +83,7 @@ def learn(problem: Problem, options: FitOptions, on_step: Observe) -> Posterior:
     try:
         found = _learn(problem, options, tell)
         if _collapsed(found, options):
-            other = replace(options, g_prior=False, prior_precision=None, warm=None)
+            other = replace(options, g_prior=False, prior_precision=None)
             found = _better(found, _learn(problem, other, tell))
         return found.assembled(problem)
     except (RuntimeError, MemoryError) as error:
@@ -98,8 +92,7 @@ def learn(problem: Problem, options: FitOptions, on_step: Observe) -> Posterior:
 
 def _collapsed(found: Posterior, options: FitOptions) -> bool:
     """Whether a g-prior has kept nothing of the data, where another may be tried."""
-    later = options.keep_noise or options.earlier_rows > 0 or not options.em_steps
-    if later or options.layerwise or not options.g_prior:
+    if options.layerwise or not (options.g_prior and options.em_steps):
         return False
     return found.effective_dim.value.sum().item() < _KEPT
 
@@ -128,12 +121,12 @@ def _learn(problem: Problem, options: FitOptions, tell: Observe) -> Posterior:
         with problem.cost.stage("ascent"):
             found, _ = problem.attempt(lambda: variational(problem, noise, wanted, tell))
         if found is not None:
-            return found._replace(noise=noise) if options.keep_noise else found
+            return found
         asked = options.curvature is not None
         curvature = "linear" if asked else "network"
         logger.log(logging.WARNING if asked else logging.INFO, _NO_ROWS, curvature)
     hyper = Hyperparameters(_starting_point(problem, noise, options), sigma_of(problem))
-    e_step, drawn = make_e_step(problem, noise, options, hyper), noise
+    e_step = make_e_step(problem, noise, options, hyper)
 
     def climb(e_step: EStep, hyper: Hyperparameters) -> Hyperparameters:
         m_step = MStep(problem, noise.prior, options.update)
@@ -153,8 +146,7 @@ def _learn(problem: Problem, options: FitOptions, tell: Observe) -> Posterior:
             hyper = climb(e_step, hyper)
             if (hyper.precision.log() - before).abs().max() < _LINEAR_CHANGE:
                 break
-    last = _posterior(e_step, noise, hyper, options.tolerance)
-    return last._replace(noise=drawn) if options.keep_noise else last
+    return _posterior(e_step, noise, hyper, options.tolerance)
 
 
 def _no_room(problem: Problem, num_samples: int, shortage: str) -> str:
@@ -178,17 +170,13 @@ def make_e_step(
     """Return the E-step of the solver asked for, or of one chosen by size."""
     solver = options.solver or choose_solver(problem, options.layerwise)
     of_mode = solver if isinstance(solver, SGD) else Newton()
-    own = [problem.vectors.own(w.to(problem.device)) for w in options.warm or ()]
-    search = ModeSearch(problem, noise.prior, of_mode, own[0] if own else None)
+    search = ModeSearch(problem, noise.prior, of_mode)
     if isinstance(solver, BlockKrylov) and _shifts(problem, options.layerwise):
         return KrylovEStep(problem, noise, solver, search)
     deflation = None
     if isinstance(solver, BlockCG) and _has_one_noise(problem) and solver.deflate:
         deflation = Deflation.of(problem, noise, hyper.precision)
-    e_step = IterativeEStep(problem, noise, solver, search, deflation)
-    if own:
-        e_step.warm_start(own[1])
-    return e_step
+    return IterativeEStep(problem, noise, solver, search, deflation)
 
 
 def choose_curvature(problem: Problem, options: FitOptions) -> str:

@@ -33,12 +33,8 @@ class ModeSearch:
         problem: Problem,
         prior: Prior,
         solver: Newton | SGD = Newton(),
-        earlier: Tensor | None = None,
     ):
         self._problem, self._prior, self._solver = problem, prior, solver
-        self._earlier = earlier
-        """The mode of an earlier posterior."""
-
         self.memory = room(problem) * _SHARE
         """Bytes that J v over all rows may take."""
 
@@ -89,8 +85,7 @@ class ModeSearch:
         """The span, with w_MAP in it the first time; None where there is none."""
         if isinstance(self._solver, SGD):
             return None
-        start = self._problem.w_MAP if self._earlier is None else self._earlier
-        wish = self._problem, self._prior, start, self.memory
+        wish = self._problem, self._prior, self._problem.w_MAP, self.memory
         span, _ = self._problem.attempt(partial(SubspaceMode, *wish))
         if span is None or span.ready:
             return span
@@ -98,12 +93,10 @@ class ModeSearch:
         return None
 
     def _start(self, problem: Problem, precision: Tensor) -> Tensor:
-        """Return the mode at the visited λ that is nearest, or of an earlier posterior."""
+        """Return the mode at the visited λ that is nearest."""
         if self.visited:
             here = _mean(precision)
             return self.visited[min(self.visited, key=lambda other: abs(log(other / here)))].w
-        if self._earlier is not None:
-            return self._earlier
         return first_mode(problem, self._prior, precision)
 
 

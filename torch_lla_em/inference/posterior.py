@@ -8,7 +8,6 @@ from torch import Tensor
 
 from torch_lla_em.inference.e_step import Hyperparameters
 from torch_lla_em.inference.mackay import Estimate
-from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers import Spectrum
 
@@ -32,20 +31,16 @@ class Posterior(NamedTuple):
     modes: Tensor | None
     """log λ, objective and slope of the linear mode where it is known, shape (3, M)."""
 
-    noise: StochasticPrior | None = None
-    """As drawn, at the network's outputs and the first σ, if it is to be kept."""
-
     mixture: Tensor | None = None
     """What predictions are made of, as fitted: rows of weight, share of J w_lin, share of f, and
     scale of the samples' variance, (parts, 4); None: the samples around f."""
 
     def assembled(self, problem: Problem) -> Posterior:
-        """Return it with whole vectors; where they were in slices, without its noise."""
+        """Return it with whole vectors, also where they were in slices."""
         if problem.vectors.group is None:
             return self
         whole = problem.vectors.whole
         return self._replace(
-            noise=None,
             w_lin=whole(self.w_lin[None])[0],
             w_samples=whole(self.w_samples),
             scale=whole(self.scale[None])[0],

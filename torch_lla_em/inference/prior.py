@@ -75,14 +75,6 @@ def g_prior_scale(squares: Tensor, space: Space = Space()) -> Tensor:
     return _inverse(torch.where(live, squares + DAMPING * mean, 0).sqrt())
 
 
-def g_prior_squares(scale: Tensor) -> Tensor:
-    """Return s² of a scale that ``g_prior_scale`` made."""
-    live = scale > 0
-    damped = torch.where(live, scale**-2, 0)
-    mean = damped.sum() / live.sum().clamp_min(1) / (1 + DAMPING)
-    return torch.where(live, (damped - DAMPING * mean).clamp_min(1e-30), 0)
-
-
 def prior_precision_from_weight_decay(
     weight_decay: float,
     num_data: int,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Data
-from torch_lla_em.inference.prior import Prior, g_prior_scale, g_prior_squares
-from torch_lla_em.likelihoods import Likelihood, Regression
-from torch_lla_em.problem import EarlierRows, NoiseFeatures, Problem
+from torch_lla_em.inference.prior import Prior, g_prior_scale
+from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import normal
 
 _XI_STREAM = 0
@@ -42,29 +40,6 @@ class StochasticPrior(NamedTuple):
     def drawn_again(self, problem: Problem) -> StochasticPrior:
         """Return the same noise with η of another curvature, by one pass."""
         return self._replace(eta=problem.noise_features(len(self.xi), self.seed).eta)
-
-
-class Earlier(NamedTuple):
-    """The noise features of all data so far, and the likelihood that they were drawn under."""
-
-    rows: EarlierRows
-    likelihood: Any
-
-    @classmethod
-    def of(cls, eta: Tensor, scale: Tensor, likelihood: Likelihood, data: Data) -> Earlier:
-        """Return what the next part of the data adds to, of the noise and its g-prior."""
-        features = NoiseFeatures(eta, g_prior_squares(scale))
-        return cls(EarlierRows(data.num_rows, data.num_outputs, features), likelihood)
-
-    def at(self, likelihood: Likelihood) -> EarlierRows | None:
-        """Return the features under a likelihood; None where only a pass can tell them."""
-        if not isinstance(likelihood, Regression):
-            return self.rows
-        if likelihood.sigma_noise.dim():
-            return None
-        ratio = (likelihood.sigma_noise.cpu() / self.likelihood.sigma_noise.cpu()).item()
-        eta, squares = self.rows.features
-        return self.rows._replace(features=NoiseFeatures(eta / ratio, squares / ratio**2))
 
 
 def get_sto_samples(

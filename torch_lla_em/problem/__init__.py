@@ -18,7 +18,7 @@ from torch_lla_em.problem.passes import (
 )
 from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.problem.plan import VECTORS, Plan, place_of_vectors, size_of
-from torch_lla_em.problem.problem import BatchProduct, EarlierRows, NoiseFeatures, Problem
+from torch_lla_em.problem.problem import BatchProduct, NoiseFeatures, Problem
 from torch_lla_em.problem.setting import columns_held, memory_for_vectors, prepare, room
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "VECTORS",
     "BatchProduct",
     "Cost",
-    "EarlierRows",
     "Fold",
     "Forecast",
     "ImagedGGN",

@@ -43,10 +43,7 @@ T = TypeVar("T")
 
 
 class Rows(NamedTuple):
-    """Which rows of a pass are worked on, and how many at once."""
-
-    skipped: int = 0
-    """Rows at the start that are only counted."""
+    """How many rows of a pass are worked on at once."""
 
     at_most: float = inf
     """Rows of a batch at a time, where the network takes rows alone."""
@@ -181,7 +178,7 @@ class LocalPasses:
         }
 
     def batches(self, rows: Rows = Rows(), in_step: bool = False) -> Iterator[Batch]:
-        """Yield the batches of one pass after the skipped rows, inside the network's guard."""
+        """Yield the batches of one pass, inside the network's guard."""
         self.finite.fine.fill_(True)
         with self.linear_model.network.guarded():
             for whole in self.data.batches(rows.whole, in_step):
@@ -189,8 +186,6 @@ class LocalPasses:
                     yield whole
                     continue
                 self.probe(whole)
-                if int(whole.rows[-1]) < rows.skipped:
-                    continue
                 # groups of rows are the same, however batches were joined
                 parts, start = [whole] if rows.at_most == inf else whole.apart(), 0
                 for batch in (b for part in parts for b in self.pieces(part, rows.at_most)):

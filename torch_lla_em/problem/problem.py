@@ -51,16 +51,6 @@ class NoiseFeatures(NamedTuple):
     """The expected squared feature s², shape (P,)."""
 
 
-class EarlierRows(NamedTuple):
-    """What is known of the first rows of the data from an earlier fit."""
-
-    num_rows: int
-    num_outputs: int
-
-    features: NoiseFeatures
-    """Theirs, under the same seed and likelihood."""
-
-
 class Problem:
     """Σ_n loss(J_n w, y_n) over the data, its gradient, and products with G = Σ_n J_nᵀ H_n J_n.
 
@@ -77,7 +67,6 @@ class Problem:
         self.record = Record(data.group)
         self.vectors = Vectors(linear_model)
         self.work = BatchWork(self.local, likelihood)
-        self.earlier: EarlierRows | None = None
         self.cost = Cost()
 
     # the method
@@ -118,8 +107,6 @@ class Problem:
         s² takes squares of sums over groups of rows: the same expectation as squares per
         row, without per-row gradients.
         """
-        known = self.earlier if self.work.point is None else None
-        skipped = 0 if known is None else known.num_rows
 
         def add(batch: Batch, samples: Tensor, sums: Sums) -> None:
             def draw(at: Tensor) -> Tensor:
@@ -131,15 +118,9 @@ class Problem:
                 for row in product:
                     sums["squares"].addcmul_(row, row)
 
-        task = Pass({"eta": BLOCK, "squares": VECTOR}, add, Rows(skipped, _GROUP_ROWS))
+        task = Pass({"eta": BLOCK, "squares": VECTOR}, add, Rows(at_most=_GROUP_ROWS))
         eta, squares = self.passes.fold(torch.arange(num_samples, device="cpu"), task).values()
-        if known is not None:
-            eta += self.vectors.own(known.features.eta.to(eta))
-            squares += self.vectors.own(known.features.squares.to(squares)) * (
-                num_samples * skipped
-            )
-            self.data.num_outputs += known.num_outputs
-        self.cost.columns += num_samples * (1 - skipped / self.data.num_rows)
+        self.cost.columns += num_samples
         # what cancels up to rounding moves no output, and must not be scaled up to do so
         largest = self.space.largest(squares.max().item())
         squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * largest

@@ -6,7 +6,7 @@
 runs the tests marked cuda; whole fits of LeNet, ResNet-18, ResNet-50 and ViT-S in float32 to a
 certificate of 1e-3, with the memory they took beside the plan that was logged; products with G
 (speed.py) in float32, TF32 and bfloat16 with their errors, for K = 1, 8, 32, with batches that fill
-the card, and with small ones by CUDA graphs; a fit where memory ends on the way; what compiling
+the card, and with small ones; a fit where memory ends on the way; what compiling
 gives to the forward pass; what fits of small networks cost (cost.py). It writes results/card.json
 after every step, and the page results/card.md. What fails, or comes after --minutes, is told there.
 """
@@ -27,8 +27,6 @@ import speed
 import torch
 from methods import markdown
 from methods.provenance import provenance
-
-from torch_lla_em import Compute
 
 ROOT = Path(__file__).parents[1]
 BATCHES = {"lenet": 8192, "resnet18": 1024, "resnet50": 128, "vit_s": 128}
@@ -75,9 +73,9 @@ def products(name: str, means: str, args: argparse.Namespace) -> Lines:
 
 
 def launches(name: str, args: argparse.Namespace) -> Lines:
-    """Return what a small batch takes as it comes and by a CUDA graph, once one is recorded."""
+    """Return what a small batch takes."""
     asked = _asked(args, 4 if args.tiny else 32, [1], 8)
-    return [line for means in ("eager", "graphs") for line in speed.measure(asked, name, means)]
+    return speed.measure(asked, name, "eager")
 
 
 def _asked(
@@ -102,8 +100,7 @@ def fit(name: str, args: argparse.Namespace, **options: object) -> Lines:
         line = cost.line(problem, epoch, 2 if args.tiny else 8, 64)
     finally:
         logger.removeHandler(said)
-    means = "graphs" if "compute" in options else "eager"
-    return [{"network": name, "means": means} | line | {"said": said.lines}]
+    return [{"network": name, "means": "eager"} | line | {"said": said.lines}]
 
 
 def compiled(name: str, args: argparse.Namespace) -> Lines:
@@ -153,7 +150,6 @@ def steps(args: argparse.Namespace) -> dict[str, Callable[[argparse.Namespace], 
         for means in MEANS[1:2] if args.tiny else MEANS:
             found[f"product {name}, {means}"] = partial(products, name, means)
     found["recovery"] = recovery
-    found["fit lenet, graphs"] = partial(fit, "lenet", compute=Compute(graphs=True))
     for name in names:
         found[f"launches {name}"] = partial(launches, name)
         found[f"compile {name}"] = partial(compiled, name)
@@ -181,7 +177,7 @@ def page(record: dict) -> str:
         "Tests marked cuda": ended,
         "Whole fits": [markdown.table(lines("fit"), ["network", "means"], fits), *plans],
         "Products with G": [markdown.table(lines("product"), product, taken)],
-        "Small batches, by CUDA graphs": [markdown.table(lines("launches"), product, taken)],
+        "Small batches": [markdown.table(lines("launches"), product, taken)],
         "Where memory ends": [markdown.table(lines("recovery"), ["of"], [*fits, "off"])],
         "torch.compile": [COMPILE, markdown.table(lines("compile"), ["network", "rows"], gained)],
         "What small fits cost": [

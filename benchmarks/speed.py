@@ -40,7 +40,6 @@ MEANS = {
     "tf32": Compute(precision="tf32"),
     "bfloat16": Compute(precision="bfloat16"),
     "channels_last": Compute(),
-    "graphs": Compute(graphs=True),  # recorded within the first products
 }
 
 

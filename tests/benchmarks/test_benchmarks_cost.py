@@ -50,14 +50,14 @@ def test_a_card_is_measured_whole(tmp_path, device, monkeypatch):
     monkeypatch.setattr(cost, "PROBLEMS", {"mlp": partial(cost.mlp, rows=60, width=5)})
     card.main(["--tiny", "--device", device, "--out", str(tmp_path)])
     steps = json.loads((tmp_path / "card.json").read_text())["steps"]
-    known = {"fit lenet", "fit lenet, graphs", "product lenet, eager", "launches lenet"}
+    known = {"fit lenet", "product lenet, eager", "launches lenet"}
     assert set(steps) == known | {"recovery", "compile lenet", "cost mlp"}
     assert not [line for lines in steps.values() for line in lines if "error" in line]
     assert steps["fit lenet"][0]["relative_certificate"] <= 1e-3
     assert steps["compile lenet"][0]["difference"] < 1e-5
     assert [line["problem"] for line in steps["cost mlp"]][1:] == ["mlp"]
     page = (tmp_path / "card.md").read_text()
-    assert "| lenet | 4 | eager | 2 |" in page and "| lenet | 4 | graphs | 1 |" in page
+    assert "| lenet | 4 | eager | 2 |" in page
 
 
 def test_a_step_that_fails_is_told_and_the_rest_goes_on(tmp_path, monkeypatch):

@@ -242,6 +242,12 @@ def test_unknown_means_are_refused(means):
         Compute(**means)
 
 
+def test_cuda_graphs_are_gone():
+    Compute(graphs=False)
+    with pytest.raises(TypeError, match="no longer supported.*Leave `graphs` out"):
+        Compute(graphs=True)
+
+
 def _data(batches):
     from torch_lla_em.data.loader import Data
 

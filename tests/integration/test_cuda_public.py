@@ -66,8 +66,6 @@ CASES = {
     "tempered": {"temperature": 0.3},
     "vectors on the CPU": {"compute": Compute(vectors="cpu")},
     "one column, five rows at once": {"compute": Compute(columns=1, rows=5)},
-    "CUDA graphs": {"compute": Compute(graphs=True), "solver": BlockCG()},
-    "CUDA graphs, linear curvature": {"compute": Compute(graphs=True), "curvature": "linear"},
     "data from the loader": {"compute": Compute(keep_data=False)},
 }
 

@@ -29,12 +29,6 @@ library: ctypes.CDLL | None = None
 absent: str | None = "no CUDA device: see tests/pretended_card"
 """Why there is none."""
 
-replays: list[Callable[[], None]] = []
-"""Kernels that graphs have recorded, by their numbers."""
-
-captured: list[Callable[[], None]] = []
-"""What puts memory back as it was, for each kernel of the capture under way."""
-
 _watchers: list[Callable[[str], None]] = []
 _callbacks: list[object] = []
 
@@ -51,9 +45,8 @@ def install() -> None:
     else:
         library = ctypes.CDLL(str(_built(compiler, headers)), ctypes.RTLD_GLOBAL)
         see = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_see)
-        replay = ctypes.CFUNCTYPE(None, ctypes.c_long)(_replay)
-        _callbacks.extend((see, replay))
-        library.card_setup(ctypes.c_size_t(MEMORY), see, replay)
+        _callbacks.append(see)
+        library.card_setup(ctypes.c_size_t(MEMORY), see)
         from pretended_card import kernels  # which imports torch
 
         kernels.stand_in()
@@ -78,13 +71,6 @@ def _built(compiler: str, headers: Path) -> Path:
     return built
 
 
-def _replay(number: int) -> None:
-    if number >= 0:
-        replays[number]()
-    while number < 0 and captured:  # a capture has ended, in which nothing is to have happened
-        captured.pop()()
-
-
 def _see(what: bytes) -> None:
     for watcher in list(_watchers):
         watcher(what.decode())
@@ -92,7 +78,7 @@ def _see(what: bytes) -> None:
 
 @contextmanager
 def watched() -> Iterator[Counter[tuple[str, str]]]:
-    """Count what the runtime tells (waits of the host, races, graphs), by line of the library."""
+    """Count what the runtime tells (waits of the host, races), by line of the library."""
     counts: Counter[tuple[str, str]] = Counter()
 
     def watch(what: str) -> None:

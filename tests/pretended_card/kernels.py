@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 import torchgen
 from torch import Tensor
 
-import pretended_card
 from pretended_card import cells
 
 CPU = torch.device("cpu")
@@ -101,9 +99,11 @@ class Kernel:
             call.check(named)
             if "device" in named:
                 named["device"] = CPU
-            return call.done(
-                lambda: self._drawn(given, named) if self.draws else self.run(*given, **named)
-            )
+            run = self._drawn if self.draws else self._run
+            return call.outward(run(given, named))
+
+    def _run(self, args: list, kwargs: dict) -> Any:
+        return self.run(*args, **kwargs)
 
     def _drawn(self, args: list, kwargs: dict) -> Any:
         """Run with numbers that follow from the card's generator, and move that on."""
@@ -132,7 +132,6 @@ class Call:
         self.kernel = kernel
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.empty: list[tuple[Tensor, Tensor]] = []
-        self.written: list[Tensor] = []
         self.numbers, self.stray, self.waits = 0, False, kernel.name in WAITING
         self.dtype: torch.dtype | None = None
 
@@ -168,8 +167,6 @@ class Call:
         else:
             host = seen_by_cpu(value)
         self.pairs.append((value, host))
-        if written:
-            self.written.append(host)
         return host
 
     def _number(self, value: float) -> Tensor:
@@ -195,48 +192,21 @@ class Call:
         if self.waits or named.get("check_errors"):
             torch.cuda.current_stream().synchronize()
 
-    def done(self, run: Callable[[], Any]) -> Any:
-        """Return the results on the card; while a graph is captured, have it make them later."""
-        library, found = pretended_card.library, []
-        if not library.card_captures():
-            return self._outward(run(), found)
-        before = [(host, host.clone()) for host in self.written if host.numel()]
-        on_card = self._outward(run(), found)
-        places = [None if card is None else seen_by_cpu(card) for card in found]
-
-        def undo() -> None:
-            for host, own in before:
-                host.copy_(own)
-            for place in places:
-                if place is not None and place.numel():
-                    place.untyped_storage().fill_(0xFF)
-
-        def again() -> None:
-            for place, value in zip(places, _tensors(run())):
-                if place is not None:
-                    place.copy_(value)
-
-        library.card_kernel(len(pretended_card.replays))
-        pretended_card.replays.append(_beneath(again))
-        pretended_card.captured.append(_beneath(undo))
-        return on_card
-
-    def _outward(self, value: Any, found: list) -> Any:
+    def outward(self, value: Any) -> Any:
+        """Return the results on the card."""
         if isinstance(value, (list, tuple)):
-            return type(value)(self._outward(v, found) for v in value)
+            return type(value)(self.outward(v) for v in value)
         if not isinstance(value, Tensor):
             return value
         for card, host in self.empty:
             if value is host:
                 card.resize_(host.shape)
                 seen_by_cpu(card).copy_(host)
-                found.append(card)
                 return card
         memory = value.untyped_storage().data_ptr()
         for card, host in self.pairs:
             own = memory and memory == host.untyped_storage().data_ptr()
             if value is host or (own and value.dtype == card.dtype):
-                found.append(None)  # written where it is
                 if value is host:
                     return card
                 shape = value.shape, value.stride(), value.storage_offset()
@@ -245,29 +215,7 @@ class Call:
         card = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
         if value.numel():
             seen_by_cpu(card).copy_(value)
-        found.append(card)
         return card
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, (list, tuple)):
-        return [tensor for part in tree for tensor in _tensors(part)]
-    return [tree] if isinstance(tree, Tensor) else []
-
-
-def _beneath(run: Callable[[], None]) -> Callable[[], None]:
-    """Have this run inside of whatever calls a graph, and unseen by it."""
-    above = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
-
-    def unseen() -> None:
-        with (
-            torch._C.DisableTorchFunction(),
-            torch._C._DisableTorchDispatch(),
-            torch._C._ExcludeDispatchKeyGuard(above),
-        ):
-            run()
-
-    return unseen
 
 
 def seen_by_cpu(tensor: Tensor) -> Tensor:

@@ -20,11 +20,8 @@ typedef cudaStream_t S;
 /* What the tests read and set. */
 static size_t total, used;
 static void (*see)(const char *);
-static void (*run)(long);
 long card_races, card_pinned, card_fail_malloc, card_settled;
-void card_setup(size_t memory, void (*seen)(const char *), void (*replayed)(long)) {
-    total = memory; see = seen; run = replayed;
-}
+void card_setup(size_t memory, void (*seen)(const char *)) { total = memory; see = seen; }
 static void tell(const char *what) { if (see) see(what); }
 
 static __thread E error;
@@ -101,11 +98,7 @@ static void settle(void) {
     if (raced) tell("race");
 }
 E cudaFreeHost(void *p) { settle(); return drop(p); }
-static int capturing_is_broken(void);
-static E wait_for(const char *what) {
-    if (capturing_is_broken()) return fail(cudaErrorStreamCaptureUnsupported);
-    settle(); tell(what); return OK;
-}
+static E wait_for(const char *what) { settle(); tell(what); return OK; }
 E cudaStreamSynchronize(S s) { return wait_for("cudaStreamSynchronize"); }
 E cudaEventSynchronize(cudaEvent_t e) { return wait_for("cudaEventSynchronize"); }
 E cudaDeviceSynchronize(void) { settle(); return OK; }
@@ -130,72 +123,20 @@ static void move(void *to, const void *from, size_t size, enum cudaMemcpyKind ki
     pthread_mutex_unlock(&lock);
 }
 
-/* Graphs: a list of copies, fills and kernels, which are run again by their numbers. */
-typedef struct node { void *to; const void *from; size_t size; int kind; long number; struct node *next; } node;
-enum { COPY_KINDS = 5, FILL = 5, KERNEL = 6 };
-typedef struct { node *first, **last; } graph;
-static graph *captured;
-static S capturing;
-static int broken;
-
-static int note(node n) {
-    if (!captured) return 0;
-    *captured->last = NEW(node, n.to, n.from, n.size, n.kind, n.number);
-    captured->last = &(*captured->last)->next;
-    return 1;
-}
-static int capturing_is_broken(void) { return captured && (broken = 1); }
-int card_captures(void) { return captured != NULL; }
-void card_kernel(long number) { note((node){.kind = KERNEL, .number = number}); }
 E cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind k, S s) {
-    if (!note((node){to, from, n, k})) move(to, from, n, k, 0);
-    return OK;
+    move(to, from, n, k, 0); return OK;
 }
 E cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind k) {
-    E e = wait_for("cudaMemcpy");
-    if (e == OK) move(to, from, n, k, 1);
-    return e;
+    wait_for("cudaMemcpy"); move(to, from, n, k, 1); return OK;
 }
-E cudaMemsetAsync(void *p, int v, size_t n, S s) {
-    if (!note((node){p, NULL, n, FILL, v})) memset(p, v, n);
-    return OK;
-}
+E cudaMemsetAsync(void *p, int v, size_t n, S s) { memset(p, v, n); return OK; }
 E cudaMemset(void *p, int v, size_t n) { memset(p, v, n); return OK; }
-E cudaStreamBeginCapture(S s, enum cudaStreamCaptureMode m) {
-    captured = NEW(graph, NULL); captured->last = &captured->first; capturing = s; broken = 0; return OK;
-}
-E cudaStreamEndCapture(S s, cudaGraph_t *g) {
-    *g = broken ? NULL : (cudaGraph_t)captured; captured = NULL; run(-1);
-    return broken ? fail(cudaErrorStreamCaptureInvalidated) : OK;
-}
-static enum cudaStreamCaptureStatus status(S s) {
-    return captured && s == capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-}
-E cudaStreamIsCapturing(S s, enum cudaStreamCaptureStatus *c) { *c = status(s); return OK; }
-E cudaStreamGetCaptureInfo(S s, enum cudaStreamCaptureStatus *c, unsigned long long *id, cudaGraph_t *g) {
-    *c = status(s);
-    if (id && captured) *id = (unsigned long long)captured;
-    return OK;
+/* nothing is ever captured in a graph */
+E cudaStreamIsCapturing(S s, enum cudaStreamCaptureStatus *c) { *c = cudaStreamCaptureStatusNone; return OK; }
+E cudaStreamGetCaptureInfo(S s, enum cudaStreamCaptureStatus *c, unsigned long long *id, void *g) {
+    *c = cudaStreamCaptureStatusNone; return OK;
 }
 E cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *m) { return OK; }
-E cudaGraphInstantiate(cudaGraphExec_t *e, cudaGraph_t g, unsigned long long f) { *e = (cudaGraphExec_t)g; return OK; }
-E cudaGraphInstantiateWithFlags(cudaGraphExec_t *e, cudaGraph_t g, unsigned long long f) { *e = (cudaGraphExec_t)g; return OK; }
-E cudaGraphLaunch(cudaGraphExec_t e, S s) {
-    tell("graph");
-    for (node *n = ((graph *)e)->first; n; n = n->next) {
-        if (n->kind == KERNEL) run(n->number);
-        else if (n->kind == FILL) memset(n->to, n->number, n->size);
-        else move(n->to, n->from, n->size, n->kind, 0);
-    }
-    return OK;
-}
-E cudaGraphGetNodes(cudaGraph_t g, cudaGraphNode_t *nodes, size_t *count) {
-    *count = 0;
-    for (node *n = ((graph *)g)->first; n; n = n->next) ++*count;
-    return OK;
-}
-E cudaGraphDestroy(cudaGraph_t g) { return OK; }
-E cudaGraphExecDestroy(cudaGraphExec_t e) { return OK; }
 
 /* One card, with streams and events that are but handles. */
 E cudaGetDeviceCount(int *n) { *n = 1; return OK; }

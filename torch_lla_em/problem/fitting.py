@@ -11,7 +11,6 @@ from torch import Tensor
 
 from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import Factors
-from torch_lla_em.problem.graphs import Graphs
 from torch_lla_em.problem.passes import BY_COLUMN, Fold, Layer, LocalPasses, Pass, Passes, Sums
 from torch_lla_em.runtime import DoesNotFit, Interrupted, release, shortage_of
 
@@ -33,9 +32,6 @@ class Fitting(Layer):
 
         self.room = 0.0
         """Bytes that factors of the Jacobian may take, while their batches are kept."""
-
-        self.graphs: Graphs | None = None
-        """Of what kept batches add, where they are asked for."""
 
         self._factors: dict[tuple[int, int], Factors] = {}
         self._kept: Any = None
@@ -63,7 +59,7 @@ class Fitting(Layer):
 
     def forget(self) -> None:
         """Give up what is kept for speed."""
-        self._factors, self._last, self.room, self.graphs = {}, (None, None), 0.0, None
+        self._factors, self._last, self.room = {}, (None, None), 0.0
 
     def _add(self, task: Pass, batch: Batch, w: Tensor, sums: Sums) -> None:
         """Add a batch in pieces; where memory ends, take less at once and add the rest."""
@@ -72,11 +68,7 @@ class Fitting(Layer):
             counted = self._local.data.num_outputs
             try:
                 known = piece._replace(inputs=self._inputs(piece, len(w)))
-                recorded = self.graphs is not None and task.fixed is not None
-                if not (recorded and self._stays(piece, known)):
-                    task.add(known, w, sums)
-                else:
-                    self.graphs.add(task, known, w, sums)
+                task.add(known, w, sums)
                 continue
             except (RuntimeError, MemoryError) as error:
                 shortage = shortage_of(error)
@@ -106,8 +98,6 @@ class Fitting(Layer):
             return self._model.prepare(batch.inputs, columns)
         if batch.kept is not self._kept:
             self._factors, self._kept = {}, batch.kept
-            if self.graphs is not None:
-                self.graphs.clear()
         found = self._factors.get(batch.place)
         if found is None:
             found = self._model.prepare(batch.inputs, columns, self.room > 0)
@@ -117,20 +107,10 @@ class Fitting(Layer):
                     self._factors[batch.place] = found
         return found
 
-    def _stays(self, piece: Batch, known: Batch) -> bool:
-        """Whether what it is known by lies where it did: what is made anew lies elsewhere."""
-        kept, whole = self._local.data.kept, self._last[0]
-        stays = known.inputs is piece.inputs or whole.place in self._factors
-        searching = self._local.finite.searching
-        return kept is not None and piece.kept is kept and stays and not searching
-
     def _halve(self, piece: Batch, columns: int, shortage: str) -> None:
         """Take less at once from now on: factors, columns, then rows; raise where it is one."""
         model, at_once = self._model, min(self._model.columns_at_once, columns)
-        if self.graphs is not None:
-            logger.warning("Out of memory: from now on without CUDA graphs.")
-            self.graphs = None
-        elif model.factored is not None:
+        if model.factored is not None:
             self.forget()
             model.leave_factors()
         elif at_once > 1:

@@ -64,9 +64,6 @@ class Pass(NamedTuple):
     may_overflow: bool = False
     """Whether a likelihood that is not finite is a step too long, which solvers know."""
 
-    fixed: object = None
-    """While this lives, ``add`` does the same with the same batch and as many columns."""
-
 
 Fold = Callable[[Tensor, Pass], Sums]
 

@@ -77,7 +77,7 @@ class Problem:
         def add(batch: Batch, w: Tensor, sums: Sums) -> None:
             self.work.add_product(batch, self.work.curved, w, sums["Gw"])
 
-        total = self.passes.fold(w, Pass({"Gw": BLOCK}, add, fixed=self.work))["Gw"]
+        total = self.passes.fold(w, Pass({"Gw": BLOCK}, add))["Gw"]
         self.cost.columns += len(w)
         return total
 

@@ -9,7 +9,6 @@ from math import inf
 import torch
 
 from torch_lla_em.data import Batch
-from torch_lla_em.problem.graphs import Graphs
 from torch_lla_em.problem.placement import Placed
 from torch_lla_em.problem.plan import Activations, Plan, make_plan, measured
 from torch_lla_em.problem.problem import Problem
@@ -43,8 +42,6 @@ def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "
     plan = make_plan(model, held, compute, activations, free_on)
     problem.fitting.take(plan.columns, plan.rows)
     problem.fitting.room = plan.factors
-    if compute.graphs and model.network.device.type == "cuda":
-        problem.fitting.graphs = Graphs()
     problem.vectors.device = plan.vectors_on
     if plan.group is not None:
         problem.passes = Placed(problem.passes, problem.vectors, plan.group, group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -39,11 +39,15 @@ class Compute:
     """Join small batches, and keep them on the device if a quarter of its memory holds them: those of
     a list at once, others after the third pass. False takes each as it comes, at every pass."""
 
-    graphs: bool = False
-    """Record what a kept batch adds to a product in a CUDA graph, and replay it: for networks so
-    small that a card waits for the next launch. Left where it cannot be captured."""
+    graphs: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, graphs: bool) -> None:
+        if graphs:
+            raise TypeError(
+                "Compute(graphs=True) is no longer supported: CUDA graphs were never shown to be "
+                "faster. Leave `graphs` out; where small batches keep a GPU waiting for launches, "
+                "use larger ones, or keep_data=True, which joins small batches."
+            )
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         for name in ("columns", "rows"):

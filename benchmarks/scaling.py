@@ -31,7 +31,7 @@ from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem import Problem, prepare
 from torch_lla_em.runtime.group import current_group
 
-SHARDS = "data", "columns", "weights"
+SHARDS = "data", "weights"
 
 
 def network(width):

@@ -83,8 +83,8 @@ if not dist.is_initialized():
 # %% [markdown]
 # ## Several processes
 #
-# Under `torchrun`, `fit` is called on every rank with the same arguments. It shares the data out (or the
-# columns, or slices of all vectors: `shard`), and every rank ends with the posterior of one process. All
+# Under `torchrun`, `fit` is called on every rank with the same arguments. It shares the data out (and, with
+# `shard="weights"`, slices of all vectors), and every rank ends with the posterior of one process. All
 # ranks call `calibrate`; one saves.
 
 # %%

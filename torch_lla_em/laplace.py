@@ -32,11 +32,11 @@ from torch_lla_em.likelihoods import (
     tempered,
 )
 from torch_lla_em.prediction import Fitted, NotFittedError, stored
-from torch_lla_em.problem import Plan, Problem
+from torch_lla_em.problem import Plan, Problem, prepare
 from torch_lla_em.report import write_report
 from torch_lla_em.runtime import Compute, Group, check_choice, check_options, group_of
 from torch_lla_em.runtime import records as persistence
-from torch_lla_em.session import SHARDS, Session
+from torch_lla_em.session import Session, check_shard
 
 # of the Monte Carlo error of a standard deviation, 1/√(2K), for the error of each sample
 _QUARTER = 0.25
@@ -156,11 +156,11 @@ class LinearisedLaplace(Fitted):
         An error is raised where the earlier data have changed since they were fitted.
 
         Under ``torchrun``, once its process group is initialised, all ranks fit together, each
-        on its share of the data or of the columns: ``shard="data"``, ``"columns"``, or
-        ``"auto"``, which logs its choice; ``"weights"`` slices all vectors over the ranks as
-        well, where they do not fit on one; ``None`` lets each rank fit on its own.
+        on its share of the data (``shard="data"``). ``"weights"`` slices all vectors over the
+        ranks as well; ``"auto"`` does so where they do not fit on one rank, and logs its choice.
+        ``None`` lets each rank fit on its own.
         """
-        check_choice("shard", shard, SHARDS)
+        check_shard(shard)
         check_choice("update", update, ("mackay", "em"))
         check_options(em_steps=em_steps, prior_precision=prior_precision, override=override)
         check_options(progress_bar=progress_bar, checkpoint=checkpoint)
@@ -190,7 +190,7 @@ class LinearisedLaplace(Fitted):
                 if state is not None:
                     self.load_state_dict(state)
                 else:
-                    run.begin(self.num_samples, self.compute, options.layerwise)
+                    run.begin(self.num_samples, self.compute)
                     posterior = learn(problem, options, run.on_step)
                     run.end()
                     self._store(posterior, run.history, data.num_rows)
@@ -203,11 +203,12 @@ class LinearisedLaplace(Fitted):
         return self
 
     def plan(self, loader: Any, targets: Tensor | None = None) -> Plan:
-        """Return what ``fit`` of this loader will take, by one look at it: print it."""
+        """Return the memory that ``fit`` of this loader will take: print it."""
         _, data = self._open(paired(loader, targets), False, Group())
         likelihood = tempered(self._given_likelihood, self.temperature)
-        with Session(Problem(self._linear_model, likelihood, data), {}) as run:
-            return run.plan(self.num_samples, self.compute, self.prior == "layerwise")
+        problem = Problem(self._linear_model, likelihood, data)
+        with Session(problem, {}):
+            return prepare(problem, self.num_samples, self.compute)
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
         """Take over a posterior; refused where the network is not the one it was fitted to."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
-from math import ceil, inf
 from os import PathLike
 from types import TracebackType
 from typing import Any
@@ -15,12 +14,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import FirstOutputs, Log, Partial, Recorded
-from torch_lla_em.data import Data
 from torch_lla_em.inference import Info, record_of, summary_of
 from torch_lla_em.problem import (
     VECTORS,
-    Forecast,
-    Plan,
     Problem,
     Watched,
     memory_for_vectors,
@@ -30,6 +26,7 @@ from torch_lla_em.runtime import (
     Compute,
     Group,
     Leaving,
+    check_choice,
     heard,
     leaving_cleanly,
     records,
@@ -39,12 +36,12 @@ from torch_lla_em.runtime import (
 
 logger = logging.getLogger("torch_lla_em")
 
-SHARDS = "auto", "data", "columns", "weights", None
+SHARDS = "auto", "data", "weights", None
 """What ranks share out; None: each fits on its own."""
 
 # seconds between two updates of the bar
 _UPDATE = 0.2
-_BAR = "{desc} |{bar}| {elapsed}{postfix}"
+_BAR = "{desc}: {n:.0f} columns [{elapsed}{postfix}]"
 
 
 class Session:
@@ -78,9 +75,9 @@ class Session:
         self._stack.enter_context(heard(self.said))
         self._leaving: Leaving = self._stack.enter_context(leaving_cleanly(self._log is None))
         self._bar = self._stack.enter_context(
-            tqdm(total=1.0, desc="noise", bar_format=_BAR, disable=silent)
+            tqdm(desc="setting up", bar_format=_BAR, disable=silent)
         )
-        self._drawn, self._doing = 0.0, "noise"
+        self._drawn = 0.0
         for device in {"cpu", self._device.type}:
             if torch.amp.is_autocast_available(device):
                 self._stack.enter_context(torch.autocast(device, enabled=False))
@@ -109,12 +106,7 @@ class Session:
             self.problem.data.confirm()
         return state
 
-    def plan(self, num_samples: int, compute: Compute, layerwise: bool) -> Plan:
-        """Plan memory, time one product and look at the loader."""
-        plan = prepare(self.problem, num_samples, compute)
-        return plan._replace(forecast=Forecast.of(self.problem, num_samples, layerwise))
-
-    def begin(self, num_samples: int, compute: Compute, layerwise: bool) -> None:
+    def begin(self, num_samples: int, compute: Compute) -> None:
         """Plan memory, share passes out, and lay a checkpoint around them."""
         problem, log = self.problem, self._log
         if log is not None:
@@ -129,43 +121,40 @@ class Session:
             log.compare(outputs)
             problem.passes = problem.record = Recorded(problem, log, partial)
         if not self._bar.disable:
-            plan = plan._replace(forecast=Forecast.of(problem, num_samples, layerwise))
-            reading = plan.forecast.reading
-            rows = inf if reading is None else reading.rows
-            problem.passes = Watched(problem.passes, rows, self._draw)
-            self._bar.write(str(plan))
+            problem.passes = Watched(problem.passes, problem.data, self._draw)
         self.said.insert(0, str(plan))
-        grave = plan.tight or (plan.forecast is not None and plan.forecast.reads_slowly)
-        logger.log(logging.WARNING if grave else logging.INFO, "%s", plan)
+        logger.log(logging.WARNING if plan.tight else logging.INFO, "%s", plan)
 
     def on_step(self, info: Info) -> None:
         """Take note of an EM step."""
         self.history.append(record_of(info, self.problem.data.num_passes))
         self._note_stages()
-        self._doing = f"EM step {info.step}"
 
     def _note_stages(self) -> None:
         spent = self.problem.cost.stages()
         self.history[-1]["stages"] = {name: list(stage) for name, stage in spent.items()}
 
-    def _draw(self, done: float, columns: int) -> None:
-        """Draw how far the pass under way is, and what all of them have found."""
-        now = time.monotonic()
+    def _draw(self, share: float | None) -> None:
+        """Show the stage, how much of its pass is done, and what the last EM step found."""
+        now, cost = time.monotonic(), self.problem.cost
         if now - self._drawn < _UPDATE:
             return
-        self._drawn, self._bar.n = now, min(1.0, done / columns)
-        number = self.problem.data.num_passes + 1
-        self._bar.set_description_str(f"{self._doing}, pass {number}", refresh=False)
-        shown = summary_of(self.history[-1]) if self.history else {}
-        self._bar.set_postfix({"columns": f"{self.problem.cost.columns + done:.0f}", **shown})
+        self._drawn, self._bar.n = now, cost.columns
+        doing = f"{cost.running}, pass {self.problem.data.num_passes + 1}"
+        if share is not None:
+            doing += f" ({share:.0%})"
+        if self.history:
+            doing += f", {len(self.history)} EM steps done"
+        self._bar.set_description_str(doing, refresh=False)
+        self._bar.set_postfix(summary_of(self.history[-1]) if self.history else {})
 
     def end(self) -> None:
         """Refuse data that are not those of the checkpoint, and weights that have changed."""
         if self.history:
             self._note_stages()
         if not self._bar.disable:
-            self._bar.n = 1.0
-            self._bar.refresh()
+            self._bar.n = self.problem.cost.columns
+            self._bar.set_description_str("fitted")
         self.problem.data.confirm()
         self.problem.local.refuse_changed_weights()
         share_path(self.problem)
@@ -176,25 +165,25 @@ class Session:
             self._log.finish(state, self.problem.data.facts())
 
     def _shard(self, num_samples: int) -> str:
-        """Return what ranks share out, chosen by the cost of a pass in forward passes.
-
-        A pass of K columns costs 1 + 4 K forward passes a batch.
-        """
-        data, group, shard = self.problem.data, self._group, self._shard_asked
+        """Return what ranks share: the data, and the vectors too where they do not fit on one."""
+        group, shard = self._group, self._shard_asked
         if group.size == 1 or shard is None:
             return "data"
-        if shard == "columns" and data.is_shared_out:
-            raise ValueError(
-                'shard="columns" gives every rank all data, but a DistributedSampler has shared '
-                'them out: pass a loader without one, or shard="data".'
-            )
-        batches = group.meet("the number of batches", data.num_batches(), lambda each: each[0])
         if shard == "auto":
-            large = _too_large(self.problem, num_samples)
-            shard, why = large or _cheaper(data, batches, num_samples)
+            shard, why = _choose_shard(self.problem, num_samples)
             if group.rank == 0:
-                logger.info("%d ranks share out the %s: %s.", group.size, shard, why)
+                logger.info("%d ranks share the %s: %s.", group.size, shard, why)
         return shard
+
+
+def check_shard(shard: str | None) -> None:
+    """Refuse a value of ``shard`` that is not known."""
+    if shard == "columns":
+        raise ValueError(
+            'shard="columns" is no longer supported: pass shard="data", by which every rank takes '
+            "a share of the batches. Where there are fewer batches than ranks, use smaller batches."
+        )
+    check_choice("shard", shard, SHARDS)
 
 
 def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) -> None:
@@ -215,25 +204,11 @@ def share_path(problem: Problem) -> None:
         model.take_way(way)
 
 
-def _too_large(problem: Problem, num_samples: int) -> tuple[str, str] | None:
-    """Return the choice where whole vectors do not fit, and why."""
+def _choose_shard(problem: Problem, num_samples: int) -> tuple[str, str]:
     needed = VECTORS * num_samples * problem.size * problem.dtype.itemsize
     free = memory_for_vectors(problem)
-    if needed <= free:
-        return None
-    return "weights", f"vectors take {needed / 1e9:.1f} GB, and each rank has {free / 1e9:.1f} free"
-
-
-def _cheaper(data: Data, batches: int | None, num_samples: int) -> tuple[str, str]:
-    size = data.group.size
-    if data.is_shared_out:
-        return "data", "a DistributedSampler has done so"
-    if not batches:
-        return "data", "the number of batches is not known"
-    by_data = (1 + 4 * num_samples) * ceil(batches / size)
-    by_columns = (1 + 4 * ceil(num_samples / size)) * batches
-    costs = f"a pass takes {by_data} forward passes of a batch by data, {by_columns} by columns"
-    return ("columns" if by_columns < by_data else "data"), costs
+    why = f"vectors take {needed / 1e9:.1f} GB, and each rank has {free / 1e9:.1f} GB free"
+    return ("data" if needed <= free else "weights"), why
 
 
 def _same(every: list[dict[str, Any]]) -> None:

@@ -218,20 +218,20 @@ def test_processes_on_one_device_share_its_memory(monkeypatch):
     assert (alone.free, shared.free) == (8e6, 4e6)
 
 
-def test_the_plan_is_printed_before_anything_is_allocated(monkeypatch):
-    case, order = tiny("classification"), []
-    write = classmethod(lambda _, text: order.append(text))
-    monkeypatch.setattr("torch_lla_em.session.tqdm.write", write)
+def test_the_plan_is_logged_before_anything_is_allocated(monkeypatch, caplog, capsys):
+    case, logged = tiny("classification"), []
     noise_features = Problem.noise_features
 
     def noted(self, *args):
-        order.append("noise")
+        logged.extend(caplog.messages)
         return noise_features(self, *args)
 
     monkeypatch.setattr(Problem, "noise_features", noted)
     la = LinearisedLaplace(case.model, "classification", num_samples=4)
-    la.fit([(case.x, case.y)])
-    assert "4 samples of" in order[0] and order[1] == "noise"
+    with caplog.at_level("INFO", "torch_lla_em"):
+        la.fit([(case.x, case.y)])
+    assert any("4 samples of" in message for message in logged)
+    assert "4 samples of" in repr(la) and not capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

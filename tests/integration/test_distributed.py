@@ -19,7 +19,7 @@ from torch_lla_em.runtime.group import current_group
 SIZES = 2, 3
 # each way to share the work and each form of loader once; the others are slow
 DAILY = {
-    *("krylov", "cg, layerwise", "sampler", "parts", "columns, shuffled", "weights"),
+    *("krylov", "cg, layerwise", "sampler", "parts", "shuffled", "weights"),
     *("variational", "weights, variational"),
 }
 # cases whose shares differ where a rank is neither the first nor the last
@@ -30,8 +30,7 @@ OF_THREE = {
     "function space, regression",
     "sampler",
     "parts",
-    "columns, layerwise",
-    "columns, shuffled",
+    "shuffled",
     "weights, regression",
     "weights, layerwise",
     "weights, function space",
@@ -83,7 +82,6 @@ CASES = {
     "krylov, poisson": ("poisson", listed, {"g_prior": False}, {}),
     "krylov, bernoulli": ("bernoulli", batches, {}, {}),
     "variational": ("classification", batches, {"curvature": "variational"}, {}),
-    "columns, variational": ("poisson", listed, {"curvature": None}, {"shard": "columns"}),
     "weights, variational": ("bernoulli", batches, {"curvature": None}, {"shard": "weights"}),
     "cg, layerwise": ("classification", streamed, {"solver": BlockCG(), "prior": "layerwise"}, {}),
     "cg, noise by output": (
@@ -98,9 +96,7 @@ CASES = {
     "sampler": ("classification", sampled, {"g_prior": False}, {}),
     "parts": ("classification", None, {"g_prior": False}, {}),
     "parts, weights": ("classification", None, {"g_prior": False}, {"shard": "weights"}),
-    "columns": ("classification", batches, {}, {"shard": "columns"}),
-    "columns, layerwise": ("poisson", listed, {"prior": "layerwise"}, {"shard": "columns"}),
-    "columns, shuffled": ("regression", shuffled, {}, {"shard": "columns"}),
+    "shuffled": ("regression", shuffled, {}, {}),
     "weights": ("classification", batches, {}, {"shard": "weights"}),
     "weights, regression": ("regression", listed, {}, {"shard": "weights"}),
     "weights, linear curvature": (
@@ -174,7 +170,7 @@ def fitted(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         la, case = fit(name)
-        if name in ("krylov", "columns"):
+        if name == "krylov":
             la.calibrate(batches(case))
     return facts(la)
 

@@ -208,11 +208,11 @@ def fit_with_checkpoint(rank, folder, shard, act, passes, curvature="network"):
 @pytest.mark.parametrize(
     "before, after, curvature",
     [
-        ((2, "columns"), (1, "data"), "variational"),
+        ((2, "data"), (1, "data"), "variational"),
         *(
             pytest.param(*change, "network", marks=pytest.mark.slow)
             for change in [
-                ((2, "data"), (3, "columns")),
+                ((2, "data"), (3, "data")),
                 ((3, "data"), (2, "data")),
                 ((1, "data"), (2, "weights")),
                 ((3, "weights"), (2, "weights")),
@@ -307,7 +307,7 @@ def fit_without_a_derivative(rank, shard):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["data", "columns"])
+@pytest.mark.parametrize("shard", ["data", "weights"])
 def test_a_derivative_that_is_not_finite_ends_all_ranks(shard, tmp_path):
     results = ranks.run(2, fit_without_a_derivative, tmp_path, shard)
     errors = [error for _, error in results]
@@ -325,3 +325,8 @@ def test_unwritable_folders_end_all_ranks(tmp_path):
     results = ranks.run(2, fit_where_nothing_can_be_written, tmp_path, tmp_path / "file" / "run")
     assert isinstance(results[0], OSError)
     assert "Rank 0 of 2 failed: OSError: The checkpoint folder" in str(results[1])
+
+
+def test_sharing_columns_is_refused():
+    with pytest.raises(ValueError, match='no longer supported: pass shard="data"'):
+        fit(shard="columns")

@@ -41,8 +41,10 @@ def of_fit(la: Fitted) -> tuple[str, Rows]:
     rows += _of_calibration(la.calibration)
     if la.history:
         last = la.history[-1]
-        seconds = f", {last['seconds']:.3g} s" if "seconds" in last else ""
+        spent = [seconds for seconds, _ in last.get("stages", {}).values()]
+        seconds = f", {sum(spent):.3g} s" if spent else ""
         rows.append(("EM", f"{last['step']} steps, {last['data_passes']} passes{seconds}"))
+    rows += [("plan", plan) for plan in la.said[:1]]
     return title, rows
 
 

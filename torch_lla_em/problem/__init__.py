@@ -2,7 +2,6 @@
 
 from torch_lla_em.problem.cost import Cost, Watched
 from torch_lla_em.problem.finite import OUTPUTS, is_finite
-from torch_lla_em.problem.forecast import Forecast
 from torch_lla_em.problem.operators import ImagedGGN, WhitenedGGN, WhitenedLoss
 from torch_lla_em.problem.outputs import Outputs, ggn_product_and_outputs, outputs, pull_back
 from torch_lla_em.problem.passes import (
@@ -27,7 +26,6 @@ __all__ = [
     "BatchProduct",
     "Cost",
     "Fold",
-    "Forecast",
     "ImagedGGN",
     "Layer",
     "LocalPasses",

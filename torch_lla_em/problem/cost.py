@@ -1,15 +1,16 @@
-"""What a fit spends, by stage, and how far the pass under way has come."""
+"""What a fit costs, by stage, and the progress within a pass."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import NamedTuple
 
 from torch import Tensor
 
-from torch_lla_em.data import Batch
+from torch_lla_em.data import Batch, Data
 from torch_lla_em.problem.passes import Fold, Layer, Pass, Passes, Sums
 
 
@@ -26,34 +27,34 @@ class Cost:
     def __init__(self) -> None:
         self.columns = 0.0
         self._stages: dict[str, Spent] = {}
-        self._running, self._mark = "setting up", (time.monotonic(), 0.0)
+        self.running, self._mark = "setting up", (time.monotonic(), 0.0)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Count what is spent inside as this stage's, and not as that around it."""
         self.stages()
-        outer, self._running = self._running, name
+        outer, self.running = self.running, name
         try:
             yield
         finally:
             self.stages()
-            self._running = outer
+            self.running = outer
 
     def stages(self) -> dict[str, Spent]:
         """Return what every stage has taken so far."""
         now = time.monotonic(), self.columns
-        before = self._stages.get(self._running, Spent())
+        before = self._stages.get(self.running, Spent())
         seconds, columns = (b + n - m for b, n, m in zip(before, now, self._mark))
-        self._stages[self._running], self._mark = Spent(seconds, columns), now
+        self._stages[self.running], self._mark = Spent(seconds, columns), now
         return dict(self._stages)
 
 
 class Watched(Layer):
-    """Tells after every batch how many columns of a pass are done, and of how many."""
+    """Reports after every batch which share of the current pass is done, if that is known."""
 
-    def __init__(self, inner: Passes, rows: float, tell: Callable[[float, int], None]):
+    def __init__(self, inner: Passes, data: Data, report: Callable[[float | None], None]):
         super().__init__(inner)
-        self._rows, self._tell = rows, tell
+        self._data, self._report = data, report
 
     def around(self, fold: Fold, w: Tensor, task: Pass) -> Sums:
         """Return the sums."""
@@ -62,7 +63,12 @@ class Watched(Layer):
         def add(batch: Batch, columns: Tensor, sums: Sums) -> None:
             nonlocal done
             task.add(batch, columns, sums)
-            done += len(columns) * len(batch.rows) / self._rows
-            self._tell(done, len(w))
+            done += len(columns) * len(batch.rows) / max(1, len(w))
+            rows = self._rows(batch) / self._data.group.size
+            self._report(None if rows == inf else min(1.0, done / rows))
 
         return fold(w, task._replace(add=add))
+
+    def _rows(self, batch: Batch) -> float:
+        """Return the number of examples, from the number of batches in the first pass."""
+        return self._data.num_rows or (self._data.num_batches() or inf) * len(batch.rows)

@@ -48,9 +48,6 @@ class Rows(NamedTuple):
     at_most: float = inf
     """Rows of a batch at a time, where the network takes rows alone."""
 
-    whole: bool = False
-    """Whether this rank takes the batches of all."""
-
 
 class Pass(NamedTuple):
     """One pass: what is summed, and how a batch adds to it."""
@@ -178,7 +175,7 @@ class LocalPasses:
         """Yield the batches of one pass, inside the network's guard."""
         self.finite.fine.fill_(True)
         with self.linear_model.network.guarded():
-            for whole in self.data.batches(rows.whole, in_step):
+            for whole in self.data.batches(in_step=in_step):
                 if in_step and not len(whole.rows):
                     yield whole
                     continue

@@ -80,9 +80,6 @@ class Plan(NamedTuple):
     factors: float = 0.0
     """Bytes that factors of the Jacobian may take, kept from pass to pass with their batches."""
 
-    forecast: Any = None
-    """Passes and seconds, where they were asked for; see ``forecast.py``."""
-
     @property
     def tight(self) -> bool:
         """Whether the vectors may not fit."""
@@ -98,7 +95,6 @@ class Plan(NamedTuple):
             f"{size_of(self.activations.kept * rows / max(1, self.activations.rows))} a forward "
             f"pass, {self.columns or 'all'} columns at once; factors of J may keep "
             f"{size_of(self.factors)} where batches are kept.{remedy if self.tight else ''}"
-            f"{'' if self.forecast is None else f' {self.forecast}'}"
         )
 
 

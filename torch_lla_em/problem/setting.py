@@ -12,7 +12,7 @@ from torch_lla_em.data import Batch
 from torch_lla_em.problem.placement import Placed
 from torch_lla_em.problem.plan import Activations, Plan, make_plan, measured
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.problem.spread import ColumnSpread, DataSpread, WeightSpread
+from torch_lla_em.problem.spread import DataSpread, WeightSpread
 from torch_lla_em.runtime import Compute, Group, free_memory, least_share, place_of
 
 logger = logging.getLogger("torch_lla_em")
@@ -25,7 +25,7 @@ _JOINED_BYTES = 1 << 26
 def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "data") -> Plan:
     """Look at the first batch, plan memory, and lay around passes what the plan asks for.
 
-    ``shard`` is what ranks share out: "data", "columns" or "weights".
+    ``shard`` is what ranks share out: "data", or "weights" as well.
     """
     model, data, group = problem.linear_model, problem.data, problem.data.group
     if shard == "weights":
@@ -48,8 +48,7 @@ def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "
     if group.size > 1 and shard == "weights":
         problem.passes = WeightSpread(problem.passes, problem.vectors, group)
     elif group.size > 1:
-        spread = {"data": DataSpread, "columns": ColumnSpread}[shard]
-        problem.passes = spread(problem.passes, group)
+        problem.passes = DataSpread(problem.passes, group)
     return plan
 
 

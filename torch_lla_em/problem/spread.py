@@ -1,4 +1,4 @@
-"""How a pass is spread over ranks: each takes some of the data, or some of the columns."""
+"""How a pass is spread over ranks: each takes some of the data."""
 
 from __future__ import annotations
 
@@ -37,25 +37,6 @@ class DataSpread(Layer):
         mark = [w.double().sum().item(), w.double().norm().item()]
         alike = self._group.meet(f"a pass at {tuple(w.shape)}", repr(mark), _alike)
         return w if alike else self._group.from_first(w)
-
-
-class ColumnSpread(DataSpread):
-    """Each rank takes all batches for its columns; fewer columns than ranks spread over data."""
-
-    def fold(self, w: Tensor, task: Pass) -> Sums:
-        """Return the sums, the same on every rank."""
-        rank, size = self._group.rank, self._group.size
-        if len(w) < size:
-            return super().fold(w, task)
-        own = slice(len(w) * rank // size, len(w) * (rank + 1) // size)
-        found = self.inner.fold(
-            self._agreed(w)[own], task._replace(rows=task.rows._replace(whole=True))
-        )
-        join = {name: kind in BY_COLUMN for name, kind in task.kinds.items()}
-        return {
-            name: self._group.gather(part) if join[name] else self._group.sum(part)
-            for name, part in found.items()
-        }
 
 
 class WeightSpread(Layer):

@@ -224,7 +224,10 @@ def test_float32_agrees_with_float64():
 def test_calibration_does_not_lose_on_its_own_rows(name):
     case, la = fitted(name)
     y = case.y.clone()
-    y[::2] = (y[::2] + 1) % 3 if name == "classification" else y[::2] + 1.0  # surprises
+    if name == "classification":  # surprises
+        y = case.model(case.x).argmin(1)
+    else:
+        y[::2] = y[::2] + 1.0
     before = la.predict(case.x).log_prob(y).mean().item()
     assert la.posterior_scale == 1 and la.calibration is None
     assert la.calibrate([(case.x[:13], y[:13]), (case.x[13:], y[13:])]) is la
@@ -235,6 +238,22 @@ def test_calibration_does_not_lose_on_its_own_rows(name):
     la.fit([(case.x, case.y)], progress_bar=False)
     assert la.mean == "network" and la.mean_factor == 1 and la.posterior_scale == 1
     assert la.calibration is None and la.predict(case.x).beside is None
+
+
+def test_a_mean_that_is_asked_for_is_taken():
+    case, la = fitted()
+    la.mixture = torch.tensor([[0.5, 1.0, 0.0, 1.0], [0.5, 0.0, 1.0, 0.0]]).double()
+    alone = la.predict(case.x, mean="network")
+    la.calibrate(case.x, case.model(case.x).argmax(1), mean="network")
+    assert la.mean == "network" and not la.mixture[:, 1].any() and la.calibration.applied
+    before = la.mixture.clone()
+    la.calibrate(case.x, case.model(case.x).argmax(1), mean="network")
+    assert torch.equal(la.mixture, before) and not la.calibration.applied
+    _, la = fitted()
+    la.mixture = torch.tensor([[0.5, 1.0, 0.0, 1.0], [0.5, 0.0, 1.0, 0.0]]).double()
+    la.calibrate(case.x[:1], alone.probs[:1].argmax(1), mean="network")
+    assert not la.calibration.applied  # one example shows no improvement
+    assert_close(la(case.x), alone.probs)
 
 
 def test_all_answers_follow_the_calibration():

@@ -88,7 +88,7 @@ def test_nothing_near_is_more_probable(likelihood, mean, monkeypatch):
 
 
 def test_few_rows_leave_the_prior():
-    found = fit(rows(count=8, deviation=1e-3))
+    found = fit(rows(count=8, deviation=1e-3), before=posterior_alone(factor=20.0))
     weight, mode, network, scale = found.table.unbind(1)
     assert (weight - 1 / 3).abs().max() < 0.3
     assert 0.3 < scale[0] < 3 and 0.5 < mode[1] < 2 and 0.5 < network[2] < 2
@@ -123,13 +123,62 @@ def test_what_fitting_gains_by_itself_is_taken_off():
     assert found.calibration.num_rows == 200
 
 
-def test_nothing_gained_is_said(caplog):
-    problem = rows(count=400)
-    first = fit(problem)
-    with caplog.at_level(logging.WARNING, logger="torch_lla_em"):
-        again = fit(problem, before=first.table)
-    assert "nothing was gained" in caplog.text
-    assert_close(again.table, first.table)
+def test_what_was_gained_is_said_in_one_sentence(caplog):
+    problem = rows(Regression(2.0), count=400)
+    problem.likelihood = Regression(1.0)
+    with caplog.at_level(logging.INFO, logger="torch_lla_em"):
+        found = fit(problem).calibration
+    assert found.applied
+    gain = f"{found.before - found.after:.2g} ± {found.standard_error:.2g}"
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said == f"Validation NLL {found}; calibration applied."
+    assert f"{found.before:.4g} → {found.after:.4g} (improvement {gain})" in said
+    before, after = found.coverage
+    assert f"{before:.1%} → {after:.1%} (difference ± {found.coverage_error:.1%})" in said
+
+
+def test_errors_are_those_of_paired_differences():
+    likelihood = Regression(2.0)
+    problem = rows(likelihood, count=50)
+    problem.likelihood = likelihood = Regression(1.0)
+    found = fit(problem)
+    f, Jw, y = problem.parts
+    before = predicted(likelihood, f, Jw, PLAIN)
+    after = predicted(likelihood.at_noise(likelihood.sigma_noise * found.noise), f, Jw, found.table)
+    gain = after.log_prob(y) - before.log_prob(y)
+    error = gain.std(correction=0).item() / 50**0.5
+    assert found.calibration.standard_error == pytest.approx(error)
+    inside = [
+        ((y >= interval.lower) & (y <= interval.upper)).double().mean(1)
+        for interval in (before.credible_interval(0.9), after.credible_interval(0.9))
+    ]
+    assert found.calibration.coverage == pytest.approx([share.mean().item() for share in inside])
+    error = (inside[1] - inside[0]).std(correction=0).item() / 50**0.5
+    assert found.calibration.coverage_error == pytest.approx(error)
+
+
+def test_better_predictions_are_kept(caplog):
+    first = fit(rows(count=2000, temperature=20.0))
+    for problem in (rows(count=2000, temperature=20.0), rows(count=8, temperature=20.0)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="torch_lla_em"):
+            again = fit(problem, before=first.table)
+        assert not again.calibration.applied and again.noise == 1
+        assert again.calibration.after > again.calibration.before
+        assert torch.equal(again.table, first.table)
+        assert "predictions are kept as they were" in caplog.text
+
+
+def test_ignored_labels_are_no_examples():
+    problem = rows(count=200)
+    f, Jw, y = problem.parts
+    some = Rows(problem.likelihood, f, Jw, torch.where(torch.arange(200) < 150, -100, y))
+    kept = Rows(problem.likelihood, f[150:], Jw[:, 150:], y[150:])
+    found, alone = fit(some).calibration, fit(kept).calibration
+    assert found.num_rows == 50
+    assert found[:4] == pytest.approx(alone[:4])
+    with pytest.raises(ValueError, match="None of the validation examples has a label"):
+        fit(Rows(problem.likelihood, f, Jw, torch.full_like(y, -100)))
 
 
 def test_other_data_are_suspected(caplog):

@@ -1,12 +1,14 @@
 """What is shown of a fit and of a prediction, what is warned about, and held-out evidence."""
 
 import logging
+import re
 from math import log
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import LOG_PROBS, likelihood_of, tiny
+from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,11 +31,12 @@ def test_everything_is_shown(name):
     case, la = fitted(name)
     assert "call la.fit" in repr(LinearisedLaplace(case.model, likelihood_of(name)))
     before, prediction = repr(la), repr(la.predict(case.x))
-    assert "27 of 27, 6 samples" in before and "held-out" not in before
+    assert "27 of 27, 6 samples" in before and "validation" not in before
     assert len(prediction.splitlines()) == 9 and "of 30" in prediction
     la.calibrate([(case.x, case.y)])
     shown = repr(la)
-    assert f"{la.calibration.before:.4g} → {la.calibration.after:.4g}" in shown
+    kept = "" if la.calibration.applied else "; not applied"
+    assert re.search(rf"validation NLL +{re.escape(str(la.calibration))}, 30 examples{kept}", shown)
     assert ("coverage" in shown) == name.startswith("regression")
     for html in (la._repr_html_(), la.predict(case.x)._repr_html_()):
         assert html.startswith("<table>") and html.count("<tr>") == html.count("</tr>") > 5
@@ -76,17 +79,33 @@ def test_fewer_samples_are_the_first_ones():
 def test_held_out_evidence_is_that_of_groups(name):
     case, la = fitted(name)
     x, y = case.x[:23], case.y[:23]
-    found = la.held_out_evidence([(x[:20], y[:20]), (x[20:], y[20:])], together=8)
-    groups = [slice(0, 8), slice(8, 16), slice(16, 20), slice(20, 23)]
+    groups = [slice(0, 8), slice(8, 16), slice(16, 23)]
     values = torch.stack([la.joint_log_prob(x[rows], y[rows]) for rows in groups])
-    assert_close(found.value, values.sum())
-    assert_close(found.standard_error, 2 * values.std(correction=0))
+    for size in (1, 5, 20, 23):  # of batches, which groups do not depend on
+        found = la.held_out_evidence(list(zip(x.split(size), y.split(size))), together=8)
+        assert_close(found.value, values.sum())
+        assert_close(found.standard_error, 3**0.5 * values.std(correction=0))
     alone = la.held_out_evidence([(x, y)], together=1)
     assert_close(la.held_out_evidence(x, y), alone)
     if name != "regression":  # whose outputs have errors in common
         assert_close(alone.value, la.predict(x).log_prob(y).sum(), rtol=0.02, atol=0)
     with pytest.raises(ValueError, match="together"):
         la.held_out_evidence([(x, y)], together=0)
+
+
+def test_groups_are_of_examples_of_one_shape():
+    torch.manual_seed(0)
+    model = nn.Conv1d(2, 3, 3, padding=1).double()
+    batches = [
+        (torch.randn(2, 2, size).double(), torch.randint(3, (2, size))) for size in (4, 4, 6, 6)
+    ]
+    la = LinearisedLaplace(model, "classification", num_samples=4, class_dim=1)
+    la.fit(batches, em_steps=0, prior_precision=5.0, progress_bar=False)
+    found = la.held_out_evidence(batches, together=3)
+    groups = []
+    for x, y in (map(torch.cat, zip(*batches[:2])), map(torch.cat, zip(*batches[2:]))):
+        groups += [(x[:3], y[:3]), (x[3:], y[3:])]
+    assert_close(found.value, sum(la.joint_log_prob(*group) for group in groups))
 
 
 def estimate(value, error=0.0):

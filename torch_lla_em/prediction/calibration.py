@@ -40,22 +40,39 @@ _DIFFERENCE = 0.05
 
 
 class Calibration(NamedTuple):
-    """What the last ``calibrate`` has found."""
+    """What the last ``calibrate`` measured on the validation set."""
 
     num_rows: int
-    """Held-out rows."""
+    """Number of validation examples with a label."""
 
     before: float
-    """Their mean negative log likelihood before."""
+    """Their mean negative log-likelihood (NLL) before."""
 
     after: float
-    """And after, with what fitting to the same rows gains by itself taken off."""
+    """The NLL with the numbers found, plus what fitting them to the same examples gains by itself."""
 
     standard_error: float
-    """Of the difference, over rows."""
+    """Standard error of the difference, over examples."""
 
     coverage: tuple[float, float] | None = None
-    """Of real numbers: the share of rows in intervals of 90 %, before and after."""
+    """Regression: the share of targets in their 90 % intervals, before and after."""
+
+    coverage_error: float | None = None
+    """Standard error of the difference of the two shares, over examples."""
+
+    applied: bool = True
+    """Whether predictions were changed: not where the NLL before was lower."""
+
+    def __str__(self) -> str:
+        improvement = f"{self.before - self.after:.2g} ± {self.standard_error:.2g}"
+        text = f"{self.before:.4g} → {self.after:.4g} (improvement {improvement})"
+        if self.coverage is not None:
+            before, after = self.coverage
+            error = (
+                "" if self.coverage_error is None else f" (difference ± {self.coverage_error:.1%})"
+            )
+            text += f", coverage of 90 % intervals {before:.1%} → {after:.1%}{error}"
+        return text
 
 
 class Numbers(NamedTuple):
@@ -108,20 +125,27 @@ class _Held(NamedTuple):
         return torch.cat(parts) if parts else noise.new_zeros(0)
 
     def covered(self, table: Tensor, noise: Tensor) -> Tensor:
-        """Return the number of targets within intervals, and of all."""
-        counts = torch.zeros(2, dtype=torch.float64, device=self.f.device)
+        """Return the share of each example's targets that lie in their intervals, (N,)."""
+        shares = []
         for piece in self.pieces():
             lower, upper = piece.prediction(table, noise).credible_interval(LEVEL)
             inside = (piece.y >= lower) & (piece.y <= upper)
-            counts[0] += inside.sum()
-            counts[1] += inside.numel()
-        return counts
+            shares.append(inside.double().flatten(1).mean(1))
+        return torch.cat(shares) if shares else noise.new_zeros(0)
+
+    def labelled(self) -> Tensor:
+        """Return 1 for examples with a label, 0 for those whose labels are all ignored, (N,)."""
+        mask = self.likelihood.mask(self.y)
+        if mask is None:
+            return self.f.new_ones(len(self.f), dtype=torch.float64)
+        return mask.flatten(1).any(1).double() if mask.dim() > 1 else mask.double()
 
 
 def calibrated(problem: Problem, columns: Tensor, mean: str | None, before: Tensor) -> Found:
-    """Return the numbers that the problem's data, held-out rows, call for; one pass.
+    """Return the numbers that the problem's data, a validation set, call for; one pass.
 
-    ``columns`` are w_lin and the samples, (1 + K, P); ``before`` the parts of predictions so far.
+    ``columns`` are w_lin and the samples, (1 + K, P); ``before`` the parts of predictions so far,
+    which stay as they are where the validation NLL is lower with them.
     """
     parts = [(f, Jw, batch.targets) for batch, f, Jw in problem.push_forward(columns)]
     if not parts:  # a rank without data
@@ -130,26 +154,41 @@ def calibrated(problem: Problem, columns: Tensor, mean: str | None, before: Tens
     f, Jw, y = zip(*parts)
     group, likelihood = problem.data.group, problem.likelihood
     held = _Held(likelihood, torch.cat(f), torch.cat(Jw, dim=1), torch.cat(y))
+    labelled = held.labelled()
+    count = group.sum(labelled.sum()).item()
+    if not count:
+        raise ValueError(
+            "None of the validation examples has a label (all are ignored), so there is nothing "
+            "to calibrate by: pass labelled examples."
+        )
+
+    def mean_and_error(values: Tensor) -> tuple[float, float]:
+        first, second = (
+            group.sum(torch.stack([values.sum(), values.square().sum()])) / count
+        ).tolist()
+        return first, max(second - first**2, 0.0) ** 0.5 / count**0.5
+
     numbers = numbers_of(likelihood, mean)
     theta = _most_probable(numbers, held, group)
-    _warn_at_edges(numbers, theta)
     table, noise = found = numbers.at(theta)
     so_far = before, torch.ones_like(noise)
-    rows = held.log_probs(*so_far), held.log_probs(*found)
-    gain = rows[1] - rows[0]
-    sums = torch.stack([torch.ones_like(gain), *rows, gain.square()]).sum(1)
-    count, *totals = group.sum(sums).tolist()
-    dof = _determined(numbers, theta, held, group)
-    mean_gain = (totals[1] - totals[0]) / count
-    spread = max(totals[2] / count - mean_gain**2, 0.0) ** 0.5
-    coverage = None
+    old, new = held.log_probs(*so_far), held.log_probs(*found)
+    optimism = _determined(numbers, theta, held, group) / count
+    (nll, _), (gain, error) = mean_and_error(-old), mean_and_error(new - old)
+    coverage = coverage_error = None
     if isinstance(likelihood, Regression) and likelihood.elementwise:
-        inside = [group.sum(held.covered(*at)).tolist() for at in (so_far, found)]
-        coverage = tuple(hits / total for hits, total in inside)
+        first, second = held.covered(*so_far), held.covered(*found)
+        coverage = mean_and_error(first)[0], mean_and_error(second)[0]
+        coverage_error = mean_and_error(second - first)[1]
+    applied = gain > optimism
     calibration = Calibration(
-        int(count), -totals[0] / count, (dof - totals[1]) / count, spread / count**0.5, coverage
+        int(count), nll, nll - gain + optimism, error, coverage, coverage_error, applied
     )
-    _report(calibration, dof)
+    if not applied:
+        logger.warning("Validation NLL %s; predictions are kept as they were.", calibration)
+        return Found(before, 1.0, calibration)
+    logger.info("Validation NLL %s; calibration applied.", calibration)
+    _warn_at_edges(numbers, theta)
     return Found(table, noise.item(), calibration)
 
 
@@ -230,15 +269,3 @@ def _warn_at_edges(numbers: Numbers, theta: Tensor) -> None:
             "trained on.",
             exp(beyond[0]),
         )
-
-
-def _report(found: Calibration, dof: float) -> None:
-    gain = found.before - found.after
-    clear = gain > 2 * found.standard_error
-    logger.log(
-        logging.INFO if clear else logging.WARNING,
-        "Calibrated on %d held-out rows: negative log likelihood %.4g before, %.4g after (gain "
-        "%.2g ± %.2g, %.1f numbers determined)%s.",
-        *(found.num_rows, found.before, found.after, gain, found.standard_error, dof),
-        "" if clear else ": nothing was gained beyond noise",
-    )

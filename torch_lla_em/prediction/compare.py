@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Batch, Data, paired
+from torch_lla_em.data import Data, paired
 from torch_lla_em.prediction import tables
 from torch_lla_em.prediction.fitted import Fitted
-from torch_lla_em.prediction.held_out import Pushed
+from torch_lla_em.prediction.held_out import JointLogProbs, Pushed
 from torch_lla_em.prediction.parts import posterior_alone
 from torch_lla_em.prediction.scores import Outcomes, joined, outcomes, scores
 
@@ -29,9 +29,6 @@ class _Seen(NamedTuple):
     posterior: Outcomes
     network: Tensor
     """log p(y | x) of the network alone, (B,)."""
-
-    joint: Tensor
-    """log p of each group of examples, (groups,)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,8 +101,7 @@ def compare(
     ``posteriors``: two or more fitted ``LinearisedLaplace``, or a mapping from names to them.
     ``validation``: a loader, a Dataset or a list of batches; or inputs, with ``targets``. Batches
     are split as the first posterior's ``target_fn`` says.
-    ``together`` (10): examples that the held-out evidence predicts jointly; they follow each other
-    in a batch.
+    ``together`` (10): examples that the held-out evidence predicts jointly; they follow each other.
 
     Returns a ``Comparison``; print it. All posteriors see the same batches, so that differences
     in NLL have paired standard errors. Raises ``ValueError`` if there are fewer than two, or if
@@ -129,15 +125,18 @@ def compare(
     first = next(iter(named.values()))
     data = Data(paired(validation, targets), first._device, first.target_fn)
     seen: dict[str, list[_Seen]] = {name: [] for name in named}
+    joint = {name: JointLogProbs(la.mixture, together) for name, la in named.items()}
     with torch.no_grad():
         for batch in data:
             for name, la in named.items():
-                seen[name].append(_seen(la, batch, together))
+                at = Pushed.of(la, batch)
+                joint[name].add(at)
+                seen[name].append(_seen(la, at))
     records, log_probs = {}, {}
     for name, la in named.items():
         found = joined(each.posterior for each in seen[name])
         log_probs[name] = found.log_prob
-        records[name] = {**scores(found), **_beside(la, seen[name])}
+        records[name] = {**scores(found), **_beside(la, seen[name], joint[name].values())}
     return Comparison(records, log_probs, together)
 
 
@@ -145,17 +144,15 @@ def _named(posteriors: Sequence[Fitted]) -> dict[str, Fitted]:
     return {f"{i}: {type(la.model).__name__}": la for i, la in enumerate(posteriors)}
 
 
-def _seen(la: Fitted, batch: Batch, together: int) -> _Seen:
-    at = Pushed.of(la, batch)
+def _seen(la: Fitted, at: Pushed) -> _Seen:
     found = outcomes(at.prediction(la.mixture), at.y)
     network = at.prediction(posterior_alone(scale=0.0)).log_prob(at.y).double().cpu()
     kept = Outcomes(*(None if part is None else part.cpu() for part in found))
-    return _Seen(kept, network, at.joint_log_probs(la.mixture, together).cpu())
+    return _Seen(kept, network)
 
 
-def _beside(la: Fitted, seen: list[_Seen]) -> dict[str, float]:
+def _beside(la: Fitted, seen: list[_Seen], joint: Tensor) -> dict[str, float]:
     """Return what is no average over examples of the posterior's predictions."""
-    joint = torch.cat([each.joint for each in seen])
     record = {
         "network NLL": -torch.cat([each.network for each in seen]).mean().item(),
         "held-out evidence": joint.sum().item(),

@@ -29,6 +29,9 @@ from torch_lla_em.runtime import Compute, check_choice, check_options, free_memo
 
 logger = logging.getLogger("torch_lla_em")
 
+# the column of the means that a posterior around this one leaves out
+_OTHER = {"network": parts.MODE, "linear": parts.NETWORK}
+
 
 class Fitted(nn.Module):
     """What a fit leaves, as buffers of a module that a network is beside, not inside.
@@ -147,19 +150,26 @@ class Fitted(nn.Module):
     def calibrate(
         self, loader: Any, targets: Tensor | None = None, *, mean: str | None = None
     ) -> Fitted:
-        """Fit how predictions go from the network to the posterior by held-out rows; one pass.
+        """Fit a few numbers of the predictions to a validation set, in one pass; return self.
 
-        For classes and labels: a temperature of the network, a scale of the posterior, a factor
-        of the softmax at its mean, and the weights of the three; temperature scaling is a special
-        case. For real numbers: the scale, σ, and the share of the linear mode in the mean. All
-        are most probable under mild priors; ``calibration`` tells what was gained. ``mean`` keeps
-        to the posterior around the "network" or the "linear" mode. Inputs come with ``targets``, or
-        as a loader of both. Ranks call it together.
+        For classes and labels these are a temperature of the network, a scale of the posterior's
+        variance, a factor of the softmax at the posterior's mean, and the weights of the three;
+        temperature scaling is a special case. For regression: the scale, the observation noise σ,
+        and the share of the linear mode in the mean. All have mild priors. Predictions are kept as
+        they were if the validation negative log-likelihood (NLL) is lower with them; what was found
+        is logged and is in ``calibration``.
+
+        ``loader`` is a loader of inputs and targets, or the inputs, with ``targets``. ``mean`` keeps
+        to the posterior around the "network" or the "linear" mode, and then compares with it as
+        ``predict(x, mean)`` has it. Under ``torchrun`` all ranks call it together.
         """
         check_choice("mean", mean, (None, "network", "linear"))
         self._require_fit(surely=True)
+        before = self.mixture
+        if mean is not None and before[:, _OTHER[mean]].any():
+            before = self._parts(mean).to(before)
         with heard(self.said), over(self, paired(loader, targets)) as problem:
-            found = calibrated(problem, self._columns(), mean, self.mixture)
+            found = calibrated(problem, self._columns(), mean, before)
         self.mixture, self.calibration = found.table.to(self.mixture), found.calibration
         if isinstance(self.likelihood, Regression):
             self.sigma_noise = self.sigma_noise * found.noise
@@ -205,11 +215,12 @@ class Fitted(nn.Module):
     def held_out_evidence(
         self, loader: Any, targets: Tensor | None = None, *, together: int = 1
     ) -> Estimate:
-        """Return the log predictive of held-out data given the fit, with its standard error.
+        """Return the log predictive density of held-out data, with its standard error over groups.
 
         ``loader`` is a loader of held-out data, or inputs that come with ``targets``. The value
-        compares what networks predict with their posteriors, the larger the better; what they
-        predict alone is ranked by validation loss. ``together`` predicts so many examples jointly.
+        compares networks with their posteriors: the larger the better. (What networks predict
+        alone is ranked by their validation loss.) ``together`` is the number of consecutive
+        examples that are predicted jointly, whatever the loader's batch size.
         """
         check_options(together=together)
         self._require_fit(surely=True)

@@ -53,15 +53,54 @@ class Pushed(NamedTuple):
         likelihood.check(f, y)
         return cls(likelihood, f, Jw, y)
 
-    def prediction(self, table: Tensor, examples: slice = slice(None)) -> Prediction:
-        """Return the prediction of some examples of the batch."""
-        return predicted(self.likelihood, self.f[examples], self.Jw[:, examples], table)
+    def prediction(self, table: Tensor) -> Prediction:
+        """Return the prediction of the batch."""
+        return predicted(self.likelihood, self.f, self.Jw, table)
 
-    def joint_log_probs(self, table: Tensor, together: int) -> Tensor:
-        """Return log p of each group of consecutive examples, (groups,)."""
-        groups = [slice(start, start + together) for start in range(0, len(self.f), together)]
-        values = [self.prediction(table, each).joint_log_prob(self.y[each]) for each in groups]
-        return torch.stack(values).double() if values else self.f.new_zeros(0).double()
+    def part(self, examples: slice) -> Pushed:
+        """Return some examples of the batch."""
+        return Pushed(self.likelihood, self.f[examples], self.Jw[:, examples], self.y[examples])
+
+
+def joined(likelihood: Likelihood, parts: Iterable[Pushed]) -> Pushed:
+    """Return the examples of several batches, one after the other."""
+    _, f, Jw, y = zip(*parts)
+    return Pushed(likelihood, torch.cat(f), torch.cat(Jw, 1), torch.cat(y))
+
+
+class JointLogProbs:
+    """log p of groups of consecutive examples, whatever batches they come in.
+
+    Only the last group may be smaller, and one before examples of another shape.
+    """
+
+    def __init__(self, table: Tensor, together: int):
+        self._table, self._together = table, together
+        self._rest: Pushed | None = None
+        self._found: list[Tensor] = []
+
+    def add(self, batch: Pushed) -> None:
+        """Take the groups that end in this batch; keep the examples that are left."""
+        if self._rest is not None:
+            if self._rest.f.shape[1:] == batch.f.shape[1:]:
+                batch = joined(batch.likelihood, (self._rest, batch))
+            else:
+                self._take(self._rest)
+        count = len(batch.f) - len(batch.f) % self._together
+        for start in range(0, count, self._together):
+            self._take(batch.part(slice(start, start + self._together)))
+        self._rest = batch.part(slice(count, None)) if count < len(batch.f) else None
+
+    def values(self) -> Tensor:
+        """Return log p of every group, (groups,), the smaller last one included."""
+        if self._rest is not None:
+            self._take(self._rest)
+            self._rest = None
+        return torch.stack(self._found) if self._found else self._table.new_zeros(0).double().cpu()
+
+    def _take(self, group: Pushed) -> None:
+        value = group.prediction(self._table).joint_log_prob(group.y)
+        self._found.append(value.double().cpu())
 
 
 def rows_of(fitted: Fitted, loader: Iterable[Any]) -> Rows:
@@ -71,13 +110,12 @@ def rows_of(fitted: Fitted, loader: Iterable[Any]) -> Rows:
     with torch.no_grad():
         for batch in Data(loader, fitted._device, fitted.target_fn):
             inputs.append(batch.inputs)
-            parts.append(Pushed.of(fitted, batch)[1:])
-    f, Jw, y = (torch.cat(each, dim) for dim, each in zip((0, 1, 0), zip(*parts)))
+            parts.append(Pushed.of(fitted, batch))
     shapes = {x.shape[1:] if isinstance(x, Tensor) else None for x in inputs}
     whole = torch.cat(inputs) if len(shapes) == 1 and None not in shapes else None
-    every = Pushed(fitted.likelihood, f, Jw, y)
+    every = joined(fitted.likelihood, parts)
     tables = posterior_alone(scale=0.0), fitted.mixture
-    return Rows(whole, y, *map(every.prediction, tables))
+    return Rows(whole, every.y, *map(every.prediction, tables))
 
 
 @contextmanager
@@ -90,15 +128,15 @@ def over(fitted: Fitted, loader: Iterable[Any]) -> Iterator[Problem]:
 
 
 def held_out_evidence(problem: Problem, columns: Tensor, table: Tensor, together: int) -> Estimate:
-    """Return Σ log p(y of a group | x of the group) over groups of rows; one pass.
+    """Return Σ log p(y of a group | x of the group) over groups of examples; one pass.
 
-    Groups are of rows that follow each other in a batch. The standard error is that over groups.
+    Each rank groups its own examples. The standard error is over groups.
     """
-    sums = torch.zeros(3, dtype=torch.float64, device=problem.device)
+    joint = JointLogProbs(table, together)
     for batch, f, Jw in problem.push_forward(columns):
-        at = Pushed(problem.likelihood, f, Jw, batch.targets)
-        values = at.joint_log_probs(table, together).to(sums.device)
-        sums += torch.stack([torch.ones_like(values), values, values.square()]).sum(1)
+        joint.add(Pushed(problem.likelihood, f, Jw, batch.targets))
+    values = joint.values().to(problem.device)
+    sums = torch.stack([torch.ones_like(values), values, values.square()]).sum(1)
     count, total, squares = problem.data.group.sum(sums)
     variance = (squares / count - (total / count) ** 2).clamp_min(0)
     return Estimate(total, (count * variance).sqrt())

@@ -51,12 +51,8 @@ def of_fit(la: Fitted) -> tuple[str, Rows]:
 def _of_calibration(found: Calibration | None) -> Rows:
     if found is None:
         return []
-    gain = f"{found.before:.4g} → {found.after:.4g} (± {found.standard_error:.2g})"
-    rows: Rows = [("held-out −log p", f"{gain} over {found.num_rows:,} rows")]
-    if found.coverage is not None:
-        before, after = found.coverage
-        rows.append(("held-out coverage", f"{before:.1%} → {after:.1%} of intervals of 90 %"))
-    return rows
+    kept = "" if found.applied else "; not applied"
+    return [("validation NLL", f"{found}, {found.num_rows:,} examples{kept}")]
 
 
 def _parts(table: Tensor) -> str:

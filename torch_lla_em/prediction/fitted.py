@@ -29,9 +29,6 @@ from torch_lla_em.runtime import Compute, check_choice, check_options, free_memo
 
 logger = logging.getLogger("torch_lla_em")
 
-# the column of the means that a posterior around this one leaves out
-_OTHER = {"network": parts.MODE, "linear": parts.NETWORK}
-
 
 class Fitted(nn.Module):
     """What a fit leaves, as buffers of a module that a network is beside, not inside.
@@ -155,18 +152,16 @@ class Fitted(nn.Module):
         For classes and labels these are a temperature of the network, a scale of the posterior's
         variance, a factor of the softmax at the posterior's mean, and the weights of the three;
         temperature scaling is a special case. For regression: the scale, the observation noise σ,
-        and the share of the linear mode in the mean. All have mild priors. Predictions are kept as
-        they were if the validation negative log-likelihood (NLL) is lower with them; what was found
-        is logged and is in ``calibration``.
+        and the share of the linear mode in the mean. Predictions are kept as they were if their
+        validation negative log-likelihood (NLL) is lower; ``calibration`` holds what was found.
 
         ``loader`` is a loader of inputs and targets, or the inputs, with ``targets``. ``mean`` keeps
-        to the posterior around the "network" or the "linear" mode, and then compares with it as
-        ``predict(x, mean)`` has it. Under ``torchrun`` all ranks call it together.
+        to the posterior around the "network" or the "linear" mode. Ranks call it together.
         """
         check_choice("mean", mean, (None, "network", "linear"))
         self._require_fit(surely=True)
         before = self.mixture
-        if mean is not None and before[:, _OTHER[mean]].any():
+        if mean is not None and not parts.is_around(before, mean):
             before = self._parts(mean).to(before)
         with heard(self.said), over(self, paired(loader, targets)) as problem:
             found = calibrated(problem, self._columns(), mean, before)

@@ -31,6 +31,11 @@ def mean_of(table: Tensor) -> str:
     return "linear" if table[0, MODE].abs() > table[0, NETWORK].abs() else "network"
 
 
+def is_around(table: Tensor, mean: str) -> bool:
+    """Return whether all parts are around the network, or the linear mode, alone."""
+    return not table[:, NETWORK if mean == "linear" else MODE].any()
+
+
 def predicted(
     likelihood: Likelihood, f: Tensor, Jw: Tensor, table: Tensor, class_dim: int = -1
 ) -> Prediction:

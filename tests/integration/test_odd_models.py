@@ -380,3 +380,42 @@ def test_complex_weights_are_refused():
     model.a = nn.Parameter(torch.complex(drawn(3, 3, seed=1), drawn(3, 3, seed=2)))
     with pytest.raises(TypeError, match="view_as_real"):
         LinearisedLaplace(model, "classification").fit([(drawn(8, 3), labels(8))])
+
+
+class WritesToInputs(nn.Module):
+    """Its forward pass writes to what it is given, tokens and numbers, if ``in_place``."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(4, 3), nn.Linear(6, 3)
+        self.in_place = in_place
+
+    def forward(self, inputs):
+        tokens, x = inputs["tokens"], inputs["x"]
+        if not self.in_place:
+            tokens, x = tokens.clone(), x.clone()
+        tokens[tokens < 0] = 0
+        if x.max() > 2:  # in some batches only
+            x.clamp_(max=2).relu_()
+        return self.head(torch.cat([self.table(tokens), x], -1))
+
+
+def test_inputs_are_not_written_to():
+    x, tokens, y = drawn(40, 3), torch.arange(40) % 5 - 1, torch.arange(40) % 3
+    batches = [
+        {"inputs": {"tokens": t, "x": a}, "labels": b}
+        for t, a, b in zip(tokens.split(10), x.split(10), y.split(10))
+    ]
+    before, others = x.clone(), {"tokens": tokens[:7].clone(), "x": 3 * drawn(7, 3, seed=2)}
+    found = []
+    for in_place in (True, False):
+        la = LinearisedLaplace(WritesToInputs(in_place).double(), "classification", num_samples=4)
+        la.fit(batches, em_steps=2, progress_bar=False)
+        kept = others["x"].clone()
+        found.append(la.predict({"inputs": others}).probs)
+        la.held_out_evidence(batches)
+        la.calibrate(batches)
+        assert torch.equal(others["x"], kept) and (others["tokens"] < 0).any()
+    assert torch.equal(x, before) and (tokens < 0).any()
+    assert torch.equal(*found)

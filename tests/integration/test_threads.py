@@ -1,12 +1,17 @@
 """Fits and predictions beside each other, over one network."""
 
+import os
+import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from tiny import tiny
 from torch.testing import assert_close
 
 from torch_lla_em import LinearisedLaplace
+from torch_lla_em.jacobian import one_at_a_time
 
 
 def test_two_fits_beside_predictions():
@@ -27,3 +32,55 @@ def test_two_fits_beside_predictions():
     for other in fits:
         assert_close(other.result().w_samples, alone.w_samples)
     assert case.model.training and torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_processes_forked_beside_predictions_can_predict():
+    case = tiny("classification")
+    la = LinearisedLaplace(case.model, "classification", num_samples=4)
+    la.fit([(case.x, case.y)], em_steps=1, progress_bar=False)
+    expected, done, ends = la(case.x), threading.Event(), []
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(lambda: [la(case.x) for _ in iter(done.is_set, True)])
+        try:
+            for _ in range(6):
+                ends.append(_end_of_child(lambda: torch.equal(la(case.x), expected)))
+        finally:
+            done.set()
+        assert beside.result()
+    assert ends == [0] * 6
+
+
+def _end_of_child(check):
+    """Return 0 where the check holds in a forked process; an alarm ends one that hangs."""
+    process = os.fork()
+    if process == 0:
+        signal.alarm(10)
+        os._exit(0 if check() else 1)
+    return os.waitpid(process, 0)[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_forked_inside_of_a_network_says_so(monkeypatch):
+    monkeypatch.setattr(one_at_a_time, "_WAIT", 0.01)
+    case, inside, done = tiny("classification"), threading.Event(), threading.Event()
+    network = LinearisedLaplace(case.model, "classification")._linear_model.network
+
+    def hold():
+        with network.alone():
+            inside.set()
+            done.wait()
+
+    def is_refused():
+        with pytest.raises(RuntimeError, match="forked while another thread"):
+            network.weights(("0.weight",))
+        return True
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(hold)
+        inside.wait()
+        try:
+            assert _end_of_child(is_refused) == 0
+        finally:
+            done.set()
+    assert network.weights(("0.weight",))

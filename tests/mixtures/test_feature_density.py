@@ -357,3 +357,11 @@ def test_on_cuda(network, by_label):
     torch.testing.assert_close(density.score(x).cpu(), here)
     if by_label:
         assert density.class_scores(x).is_cuda
+
+
+def test_inputs_are_not_written_to():
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 4), nn.Tanh())
+    x = torch.linspace(-1, 1, 90).view(30, 3)
+    before = x.clone()
+    FeatureDensity(model, "2").fit([(x, torch.arange(30) % 2)]).score(x)
+    assert torch.equal(x, before)

@@ -3,6 +3,7 @@
 from torch_lla_em.data.batch import (
     Batch,
     TargetFn,
+    copied,
     default_forward,
     default_targets,
     inputs_of,
@@ -23,6 +24,7 @@ __all__ = [
     "Identity",
     "TargetFn",
     "as_loader",
+    "copied",
     "default_forward",
     "default_targets",
     "inputs_of",

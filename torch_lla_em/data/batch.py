@@ -224,6 +224,16 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return found
 
 
+def copied(tree: Any) -> Any:
+    """Return the tree with a copy of every tensor, and of objects that know how to copy themselves."""
+    return map_tensors(torch.clone, tree, _cloned)
+
+
+def _cloned(tree: Any) -> Any:
+    clone = getattr(tree, "clone", None)
+    return clone() if callable(clone) else tree
+
+
 def to_device(tree: Any, device: torch.device) -> Any:
     """Move every tensor to a device."""
     moved, wait = sent(tree, device)

@@ -78,8 +78,8 @@ def _refuse_hidden(network: Network, names: tuple[str, ...], x: Any) -> None:
 
 
 def _differentiable(tensor: Tensor) -> Tensor:
-    """Return a tensor that gradients are asked for, and that may be written to."""
-    return tensor.clone().requires_grad_().clone() if tensor.is_floating_point() else tensor
+    """Return a tensor that gradients are asked for."""
+    return tensor.clone().requires_grad_() if tensor.is_floating_point() else tensor
 
 
 def _is_checkpoint(node: Any) -> bool:

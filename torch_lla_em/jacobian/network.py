@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torch_lla_em.data import default_forward, map_tensors
+from torch_lla_em.data import copied, default_forward
 from torch_lla_em.jacobian.contiguous import ContiguousInputs
-from torch_lla_em.jacobian.parameters import ONE_AT_A_TIME
+from torch_lla_em.jacobian.one_at_a_time import ONE_AT_A_TIME
 from torch_lla_em.jacobian.weight_sums import WeightSums
 from torch_lla_em.runtime import tf32
 
@@ -130,9 +130,12 @@ class Network:
             return {name: parameters[name].detach() for name in names}
 
     def call(self, x: Any, in_order: bool = False) -> Tensor:
-        """Return the outputs of the module as it stands; ``in_order`` with the classes last."""
+        """Return the outputs of the module as it stands; ``in_order`` with the classes last.
+
+        It is called with a copy of the inputs, since a layer that works in place writes to them.
+        """
         with self._contiguous or nullcontext():
-            outputs = self.forward_fn(self.module, map_tensors(_out_of_inference_mode, x))
+            outputs = self.forward_fn(self.module, copied(x))
         if self._contiguous and not self._contiguous.needed:
             self._contiguous = None  # it takes microseconds of every call
         outputs = outputs.float() if self.precision == "bfloat16" else outputs
@@ -269,8 +272,3 @@ def _restore_attributes(attributes: list[tuple[nn.Module, dict[str, Any]]]) -> N
 def _restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
     for layer, training in modes:
         layer.training = training
-
-
-def _out_of_inference_mode(tensor: Tensor) -> Tensor:
-    """Return a copy of what was made in inference mode, which no derivative is taken through."""
-    return tensor.clone() if tensor.is_inference() else tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -12,8 +11,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-# inside of a network, others would see its substitutes, and flags are the whole process's
-ONE_AT_A_TIME = threading.RLock()
+from torch_lla_em.jacobian.one_at_a_time import ONE_AT_A_TIME
 
 Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None
 

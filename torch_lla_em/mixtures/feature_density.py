@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from torch_lla_em.data import to_device
+from torch_lla_em.data import copied, to_device
 from torch_lla_em.mixtures.base import Mixture
 from torch_lla_em.mixtures.conjugate import ConjugatePrior
 from torch_lla_em.mixtures.gaussian import GaussianMixture
@@ -103,7 +103,7 @@ class FeatureDensity:
         try:
             with torch.no_grad():
                 inputs = inputs if own is None else to_device(inputs, own.device)
-                self.forward_fn(self.model, inputs)
+                self.forward_fn(self.model, copied(inputs))
         finally:
             handle.remove()
         if not caught:

@@ -1,9 +1,10 @@
 """Likelihoods p(y | f): ``base``, ``classes``, ``elementwise``, ``linear_operator``,
-``heteroscedastic``, ``tempered``."""
+``heteroscedastic``, ``tempered``; ``examined`` checks those of a user's own."""
 
 from torch_lla_em.likelihoods.base import Likelihood, average, sum_rows
 from torch_lla_em.likelihoods.classes import BradleyTerry, Classification
 from torch_lla_em.likelihoods.elementwise import Bernoulli, Poisson, Regression
+from torch_lla_em.likelihoods.examined import Example, compare_with_log_prob
 from torch_lla_em.likelihoods.heteroscedastic import HeteroscedasticRegression
 from torch_lla_em.likelihoods.linear_operator import LinearOperator, LinearOperatorRegression
 from torch_lla_em.likelihoods.rewards import compare, preferred
@@ -23,6 +24,7 @@ __all__ = [
     "Bernoulli",
     "BradleyTerry",
     "Classification",
+    "Example",
     "HeteroscedasticRegression",
     "Likelihood",
     "LinearOperator",
@@ -32,6 +34,7 @@ __all__ = [
     "Tempered",
     "average",
     "compare",
+    "compare_with_log_prob",
     "preferred",
     "sum_rows",
     "tempered",

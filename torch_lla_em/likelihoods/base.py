@@ -2,7 +2,8 @@
 
 Outputs f are (..., B, *sites, C), with the classes last; leading sample axes broadcast.
 A likelihood of your own needs ``log_prob``, ``hessian_sqrt_product`` and ``mean``; give
-``gradient`` and ``hessian_product`` in closed form too if the defaults are too slow.
+``gradient`` and ``hessian_product`` in closed form too if the defaults are too slow. Every fit
+compares all of them with derivatives of ``log_prob`` on the first batch (``examined.py``).
 """
 
 from __future__ import annotations

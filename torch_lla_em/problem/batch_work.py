@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import AddPullback
-from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob
 from torch_lla_em.problem.finite import DERIVATIVE, LIKELIHOOD, OUTPUTS
 from torch_lla_em.problem.passes import LocalPasses
 
@@ -83,9 +83,12 @@ class BatchWork:
         """Expect outputs to be finite; in the first pass, check targets against them."""
         self.finite.expect(batch.index, OUTPUTS, f)
         if self._data.num_passes == 0:
+            is_first = self._data.num_outputs == 0
             self._data.num_outputs += f.numel()
             try:
                 self.likelihood.check(f, batch.targets)
+                if is_first:
+                    compare_with_log_prob(self.likelihood, f, batch.targets)
             except (TypeError, ValueError) as error:
                 if torch.isfinite(f).all():  # else that is refused when the pass has ended
                     raise type(error)(f"Batch {batch.index}: {error}") from None

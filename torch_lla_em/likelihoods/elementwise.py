@@ -67,7 +67,7 @@ class Regression(Gaussian, ElementwiseLikelihood):
         return sum_rows(terms, y)
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        return (f - y) / self._sigma(f) ** 2
+        return (self.mean(f) - y) / self._sigma(f) ** 2
 
     def curvature(self, f: Tensor) -> Tensor:
         return (self._sigma(f) ** -2).expand_as(f)

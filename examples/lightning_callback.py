@@ -1,8 +1,8 @@
 # %% [markdown]
-# # Lightning: error bars when training ends
+# # Lightning: a posterior when training ends
 #
-# A callback of twenty lines fits the posterior once training is over, calibrates it on the validation
-# loader, logs what was found, and keeps the posterior beside the checkpoint.
+# `LaplaceCallback` fits the posterior once training is over, calibrates it on the validation loader, logs
+# NLL, ECE, prior precision and effective dimension, and saves the posterior beside the checkpoint.
 
 # %%
 import logging
@@ -19,40 +19,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from torch_lla_em import LinearisedLaplace
+from torch_lla_em.lightning import LaplaceCallback
 
 TINY = "TINY" in os.environ  # for the tests: one epoch, a few samples
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="lightning")
-
-
-class ErrorBars(lightning.Callback):
-    """Fit a posterior to ``module.network`` after training, and log what it says."""
-
-    def __init__(self, likelihood, path=None, **options):
-        self.likelihood, self.path, self.options = likelihood, path, options
-
-    def on_train_end(self, trainer, module):
-        self.la = LinearisedLaplace(module.network, self.likelihood, **self.options)
-        self.la.fit(trainer.train_dataloader, progress_bar=False)
-        found = {"prior_precision": self.la.prior_precision, "gamma": self.la.effective_dim}
-        if trainer.val_dataloaders:
-            self.la.calibrate(trainer.val_dataloaders)
-            found["nll_as_fitted"] = self.la.calibration.before
-            found["nll_calibrated"] = self.la.calibration.after
-        for logger in trainer.loggers:
-            values = {f"posterior/{name}": float(value) for name, value in found.items()}
-            logger.log_metrics(values, step=trainer.global_step)
-            logger.save()
-        if self.path and trainer.is_global_zero:
-            self.la.save(self.path)
-
-
-# %% [markdown]
-# `fit` looks at `trainer.train_dataloader`, shuffled as it is. It leaves the network as it found it:
-# weights, mode, gradients, hooks. If the loader augments at random, pass one that does not: the posterior
-# is that of fixed rows, and `fit` says so where they change.
-
-# %%
 
 
 class Digits(lightning.LightningModule):
@@ -78,34 +49,44 @@ rows = TensorDataset(torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y))
 train, validation, test = random_split(rows, [800, 200, len(rows) - 1000])
 
 folder = Path(tempfile.mkdtemp())
-bars = ErrorBars("classification", folder / "posterior.pt", num_samples=4 if TINY else 16)
+posterior = LaplaceCallback(
+    "classification",
+    network="network",
+    path=folder / "posterior.pt",
+    num_samples=4 if TINY else 16,
+)
 trainer = lightning.Trainer(
     max_epochs=1 if TINY else 20,
     accelerator="cpu",
-    callbacks=[bars],
+    callbacks=[posterior],
     logger=CSVLogger(folder),
     enable_checkpointing=False,
     enable_progress_bar=False,
     enable_model_summary=False,
 )
 trainer.fit(Digits(), DataLoader(train, 50, shuffle=True), DataLoader(validation, 100))
-print(bars.la)
+print(posterior.la)
 
 # %% [markdown]
-# ## What was logged, and what it is worth on rows that nobody has seen
+# `network` names the submodule that maps inputs to outputs; leave it out if the LightningModule has a
+# `forward`. If the training loader augments at random, pass `loader=`, one that does not: the posterior is
+# that of fixed data. With `when="validation_end"` the posterior is fitted at every validation, and
+# `ModelCheckpoint(monitor="posterior/NLL")` can choose by it.
+#
+# ## What was logged, and the NLL on a test set
 
 # %%
 columns, *lines = (next(folder.rglob("metrics.csv"))).read_text().splitlines()
 last = dict(zip(columns.split(","), lines[-1].split(","), strict=True))
 print({name: f"{float(value):.4g}" for name, value in last.items() if "posterior" in name})
 x, y = next(iter(DataLoader(test, len(test))))
-network = nn.functional.cross_entropy(bars.la.model(x), y)
-print(f"NLL on test rows: network {network:.3f}, ", end="")
-print(f"posterior {-bars.la.predict(x).log_prob(y).mean():.3f}")
+network = nn.functional.cross_entropy(posterior.la.model(x), y)
+print(f"test NLL: network {network:.3f}, ", end="")
+print(f"posterior {-posterior.la.predict(x).log_prob(y).mean():.3f}")
 
 # %% [markdown]
-# Another process needs the network and the file:
+# Another process needs the network and the file.
 
 # %%
-again = LinearisedLaplace.load(folder / "posterior.pt", bars.la.model)
+again = LinearisedLaplace.load(folder / "posterior.pt", posterior.la.model)
 print(again.predict(x[:4]))

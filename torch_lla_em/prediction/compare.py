@@ -98,20 +98,20 @@ def compare(
 ) -> Comparison:
     """Compare fitted posteriors on data that none was fitted to or calibrated on; one pass.
 
-    ``posteriors``: two or more fitted ``LinearisedLaplace``, or a mapping from names to them.
+    ``posteriors``: fitted ``LinearisedLaplace`` objects, or a mapping from names to them.
     ``validation``: a loader, a Dataset or a list of batches; or inputs, with ``targets``. Batches
     are split as the first posterior's ``target_fn`` says.
     ``together`` (10): examples that the held-out evidence predicts jointly; they follow each other.
 
     Returns a ``Comparison``; print it. All posteriors see the same batches, so that differences
-    in NLL have paired standard errors. Raises ``ValueError`` if there are fewer than two, or if
+    in NLL have paired standard errors. Raises ``ValueError`` if there are none, or if
     some predict continuous targets and some do not: their NLLs are not on one scale.
 
     Example: ``print(compare({"small": la1, "wide": la2}, validation_loader))``.
     """
     named = dict(posteriors) if isinstance(posteriors, Mapping) else _named(posteriors)
-    if len(named) < 2:
-        raise ValueError(f"compare takes two posteriors or more, not {len(named)}.")
+    if not named:
+        raise ValueError("compare takes one posterior or more.")
     if together < 1:
         raise ValueError(f"together must be 1 or more, not {together}.")
     likelihoods = [la.likelihood for la in named.values()]

@@ -1,0 +1,165 @@
+"""The callback in a real Trainer: what it fits, what it logs, and what can monitor it."""
+
+import csv
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    lightning = pytest.importorskip("lightning")
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from torch_lla_em import LinearisedLaplace, compare
+from torch_lla_em.lightning import LaplaceCallback
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+K = 4
+
+
+class Small(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+
+    def training_step(self, batch, _):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, _):
+        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def data(n, seed):
+    x = torch.randn(n, 2, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0))
+
+
+def trained(callback, tmp_path, epochs=2, module=Small, callbacks=(), **options):
+    torch.manual_seed(0)
+    trainer = lightning.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        callbacks=[callback, *callbacks],
+        logger=CSVLogger(tmp_path),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"enable_checkpointing": False, **options},
+    )
+    module = module()
+    train, validation = DataLoader(data(60, 0), 20, shuffle=True), DataLoader(data(40, 1), 16)
+    trainer.fit(module, train, validation)
+    return trainer, module, validation
+
+
+def test_the_posterior_is_that_of_the_trained_network(tmp_path):
+    path = tmp_path / "posterior.pt"
+    callback = LaplaceCallback("classification", "net", num_samples=K, path=path)
+    trainer, module, validation = trained(callback, tmp_path)
+    assert callback.la.model is module.net
+    own = LinearisedLaplace(module.net, "classification", num_samples=K)
+    own.fit(DataLoader(data(60, 0), 20), progress_bar=False)
+    assert_close(callback.la.w_samples, own.w_samples)
+    record = compare([own], validation).records["0: Sequential"]
+    with open(trainer.logger.log_dir + "/metrics.csv") as file:
+        logged = {k: float(v) for row in csv.DictReader(file) for k, v in row.items() if v}
+    for name in ("NLL", "network NLL", "accuracy", "ECE"):
+        assert logged[f"posterior/{name.replace(' ', '_')}"] == pytest.approx(record[name]), name
+    la = callback.la
+    assert logged["posterior/prior_precision"] == pytest.approx(la.prior_precision.item())
+    assert logged["posterior/effective_dim"] == pytest.approx(la.effective_dim.item())
+    assert logged["posterior/calibrated_NLL"] == pytest.approx(la.calibration.after)
+    x = data(5, 2).tensors[0]
+    assert_close(LinearisedLaplace.load(path, module.net)(x), la(x))
+
+
+def test_checkpoints_can_monitor_the_posterior_of_every_validation(tmp_path):
+    callback = LaplaceCallback(
+        "classification", "net", when="validation_end", num_samples=K, calibrate=False
+    )
+    keep = ModelCheckpoint(tmp_path, monitor="posterior/NLL", save_top_k=-1)
+    options = {"callbacks": [keep], "enable_checkpointing": True, "num_sanity_val_steps": 2}
+    trainer, module, validation = trained(callback, tmp_path, 3, **options)
+    assert len(keep.best_k_models) == 3
+    assert min(keep.best_k_models.values()) == keep.best_model_score
+    last = compare([callback.la], validation).records["0: Sequential"]["NLL"]
+    assert callback.metrics["posterior/NLL"] == pytest.approx(last)
+    assert trainer.callback_metrics["posterior/NLL"].item() == pytest.approx(last)
+    assert callback.la.calibration is None
+
+
+def test_training_is_the_same_with_the_callback(tmp_path):
+    callback = LaplaceCallback("classification", "net", when="validation_end", num_samples=K)
+    _, module, _ = trained(callback, tmp_path)
+    _, alone, _ = trained(lightning.Callback(), tmp_path)
+    for own, other in zip(module.state_dict().values(), alone.state_dict().values()):
+        assert torch.equal(own, other)
+
+
+def test_a_module_with_a_forward_is_the_network(tmp_path):
+    class Whole(Small):
+        def forward(self, x):
+            return self.net(x)
+
+    other = [data(20, 3).tensors]
+    callback = LaplaceCallback("classification", num_samples=K, loader=other)
+    trained(callback, tmp_path, 1, Whole, limit_val_batches=0)
+    assert isinstance(callback.la.model, Whole) and callback.la.num_data == 20
+    assert set(callback.metrics) == {"posterior/prior_precision", "posterior/effective_dim"}
+
+
+def test_what_is_no_network_is_refused(tmp_path):
+    with pytest.raises(TypeError, match='Small has no forward.*network="net"'):
+        trained(LaplaceCallback("classification"), tmp_path, 1)
+    with pytest.raises(AttributeError, match="nett"):
+        trained(LaplaceCallback("classification", "nett"), tmp_path, 1)
+    with pytest.raises(ValueError, match="when"):
+        LaplaceCallback("classification", when="now")
+
+
+SEVERAL = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import lightning
+from test_lightning import DataLoader, LaplaceCallback, Small, data
+callback = LaplaceCallback("classification", "net", num_samples=4)
+trainer = lightning.Trainer(
+    max_epochs=1, accelerator="cpu", devices=2, strategy="ddp", callbacks=[callback], logger=False,
+    enable_checkpointing=False, enable_progress_bar=False,
+)
+trainer.fit(Small(), DataLoader(data(60, 0), 20, shuffle=True), DataLoader(data(40, 1), 20))
+assert callback.la.num_data == 60
+with open(f"{sys.argv[1]}/{trainer.global_rank}.txt", "w") as file:
+    file.write(repr((callback.metrics, callback.la.w_samples.sum().item())))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_fit_one_posterior(tmp_path):
+    script = tmp_path / "several.py"
+    script.write_text(SEVERAL)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    ranks = [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)]
+    assert ranks[0] == ranks[1] and "posterior/NLL" in ranks[0]

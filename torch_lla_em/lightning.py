@@ -1,0 +1,147 @@
+"""A Lightning callback that fits the posterior: ``pip install torch_lla_em[lightning]``."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from torch_lla_em.laplace import LinearisedLaplace
+from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.prediction import compare
+from torch_lla_em.runtime import check_choice
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as error:
+    raise ImportError(
+        "torch_lla_em.lightning needs Lightning: pip install torch_lla_em[lightning], or pip install "
+        "lightning."
+    ) from error
+
+# scores by the names that loggers take
+_LOGGED = {name: name for name in ("NLL", "accuracy", "ECE", "RMSE")}
+_LOGGED |= {"network NLL": "network_NLL", "90 % coverage": "coverage_90"}
+
+
+class LaplaceCallback(Callback):
+    """Fit a posterior to the trained network, and log what it is worth on the validation set.
+
+    Logged under ``posterior/``: NLL, that of the network alone, accuracy and ECE (or RMSE and
+    coverage), prior precision λ and effective dimension γ. ``la`` is the fitted
+    ``LinearisedLaplace``, on the CPU once the trainer is done; ``metrics`` is what was logged.
+
+    ``likelihood``: as in ``LinearisedLaplace``.
+    ``network`` (None): name of the submodule that maps inputs to outputs, such as "net"; None for
+    the LightningModule itself, which needs a ``forward``.
+    ``when`` ("train_end"): fit once, when training ends; "validation_end" fits at the end of every
+    validation too, so that checkpoints and early stopping can monitor "posterior/NLL".
+    ``loader`` (None): the training data; None takes the trainer's. Pass one without augmentation if
+    the trainer's augments at random: the posterior is that of fixed data.
+    ``calibrate`` (True): calibrate on the validation set when training ends, after the scores above
+    were taken; logs "posterior/calibrated_NLL".
+    ``path`` (None): file to which the posterior is saved, by rank 0.
+    ``options``: further arguments of ``LinearisedLaplace``, such as ``num_samples``.
+
+    Example: ``Trainer(callbacks=[LaplaceCallback("classification", network="net")])``.
+    """
+
+    la: LinearisedLaplace
+
+    def __init__(
+        self,
+        likelihood: str | Likelihood,
+        network: str | None = None,
+        *,
+        when: str = "train_end",
+        loader: Any = None,
+        calibrate: bool = True,
+        path: str | PathLike | None = None,
+        **options: Any,
+    ):
+        check_choice("when", when, ("train_end", "validation_end"))
+        self.likelihood, self.network, self.when = likelihood, network, when
+        self.loader, self.calibrate, self.path = loader, calibrate, path
+        self.options = options
+        self.metrics: dict[str, float] = {}
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Fit, log, calibrate and save."""
+        if not self._is_current():
+            self._fit(trainer, pl_module)
+        validation = _validation(trainer)
+        if self.calibrate and validation is not None:
+            with torch.random.fork_rng(devices=[]):
+                self.la.calibrate(validation)
+            self.metrics["posterior/calibrated_NLL"] = self.la.calibration.after
+        for logger in trainer.loggers:
+            logger.log_metrics(self.metrics, step=trainer.global_step)
+            logger.save()
+        if self.path is not None and trainer.is_global_zero:
+            self.la.save(self.path)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Fit and log, if asked for at every validation."""
+        fitting = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if self.when == "validation_end" and fitting:
+            self._fit(trainer, pl_module)
+            pl_module.log_dict(self.metrics)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Follow the network to the CPU, where the trainer leaves it."""
+        if stage == "fit" and hasattr(self, "la"):
+            self.la.to("cpu")
+
+    def _is_current(self) -> bool:
+        """Whether the last validation has fitted the very weights that training ended with."""
+        standing = getattr(getattr(self, "la", None), "_standing", None)
+        return standing is not None and standing.holds(self.la._linear_model.network, surely=True)
+
+    def _fit(self, trainer: Trainer, module: LightningModule) -> None:
+        loader = _in_order(trainer.train_dataloader) if self.loader is None else self.loader
+        validation = _validation(trainer)
+        self.la = LinearisedLaplace(self._network(module), self.likelihood, **self.options)
+        # Lightning validates in inference mode, whose tensors have no derivatives; and loaders draw
+        # seeds that training would draw
+        fork = torch.random.fork_rng(devices=[])
+        with fork, torch.inference_mode(False), torch.enable_grad():
+            self.la.fit(loader, progress_bar=False)
+            self.metrics = {
+                "posterior/prior_precision": self.la.prior_precision.log().mean().exp().item(),
+                "posterior/effective_dim": self.la.effective_dim.sum().item(),
+            }
+            if validation is None:
+                return
+            record = compare([self.la], validation).records
+        (scores,) = record.values()
+        for name in [name for name in _LOGGED if name in scores]:  # ranks reduce in one order
+            value = torch.tensor(scores[name], dtype=torch.float64, device=module.device)
+            self.metrics[f"posterior/{_LOGGED[name]}"] = trainer.strategy.reduce(value).item()
+
+    def _network(self, module: LightningModule) -> nn.Module:
+        if self.network is not None:
+            return module.get_submodule(self.network)
+        if type(module).forward is LightningModule.forward:
+            raise TypeError(
+                f"{type(module).__name__} has no forward, which the posterior is fitted to: define "
+                'it, or name the submodule that is the network, LaplaceCallback(..., network="net").'
+            )
+        return module
+
+
+def _validation(trainer: Trainer) -> Any:
+    """Return the first validation loader, or None."""
+    loaders = trainer.val_dataloaders
+    return loaders[0] if isinstance(loaders, (list, tuple)) and loaders else loaders or None
+
+
+def _in_order(loader: Any) -> Any:
+    """Return a loader of the same examples that leaves the iteration of training alone."""
+    usual = RandomSampler, SequentialSampler, DistributedSampler
+    if not isinstance(loader, DataLoader) or not isinstance(loader.sampler, usual):
+        return loader
+    collate, workers = loader.collate_fn, loader.num_workers
+    return DataLoader(loader.dataset, loader.batch_size, collate_fn=collate, num_workers=workers)

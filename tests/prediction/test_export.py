@@ -98,3 +98,53 @@ def test_what_cannot_be_recorded_is_refused():
         la.export(x[:5])
     with pytest.raises(ValueError, match="samples"):
         la.export(x[:5], num_samples=7)
+
+
+class Constant(nn.Module):
+    """A linear layer of inputs times a number that goes around torch."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.layer, self.table, self.number = nn.Linear(3, 3), nn.Embedding(5, 3), number
+
+    def forward(self, x, tokens):
+        x = x + self.table(tokens).mean(1)
+        return self.layer(x * self.number(x.detach(), tokens))
+
+
+CONSTANTS = {
+    "numpy": lambda x, tokens: torch.from_numpy(x.abs().amax(1, keepdim=True).numpy()),
+    "list": lambda x, tokens: torch.tensor(x.sum(1, keepdim=True).tolist()).to(x),
+    "count": lambda x, tokens: int((tokens > 0).numpy().sum()),
+    "token": lambda x, tokens: tokens.numpy()[0, 0] + 1.0,
+}
+
+
+@pytest.mark.parametrize("kind", CONSTANTS)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_values_of_the_example_are_refused(kind, rows):
+    torch.manual_seed(0)
+    x, tokens, y = (
+        torch.randn(12, 3).double(),
+        1 + torch.arange(48).view(12, 4) % 4,
+        torch.arange(12) % 3,
+    )
+    la = LinearisedLaplace(Constant(CONSTANTS[kind]).double(), "classification", num_samples=4)
+    la.fit([(x, tokens, y)], em_steps=0, prior_precision=5.0, progress_bar=False)
+    with pytest.raises(Exception, match="holds values that the network computed at the example"):
+        la.export((x[:rows], tokens[:rows]))
+
+
+def test_inputs_of_several_kinds_are_exported():
+    torch.manual_seed(0)
+    x, tokens, y = (
+        torch.randn(12, 3).double(),
+        torch.arange(48).view(12, 4) % 5,
+        torch.arange(12) % 3,
+    )
+    model = Constant(lambda x, tokens: x.amax() + (tokens > 0).sum()).double()
+    la = LinearisedLaplace(model, "classification", num_samples=4)
+    la.fit([(x, tokens, y)], em_steps=0, prior_precision=5.0, progress_bar=False)
+    program = la.export((x[:5], tokens[:5])).module()
+    other = x[5:10], tokens[5:10]
+    assert_close(program(other), la(other))

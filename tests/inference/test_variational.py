@@ -134,6 +134,40 @@ def test_lambda_is_where_the_bound_is_largest(name):
     assert best - 2 * SMALL < ours <= best + 1e-6
 
 
+def three_classes(seed=0):
+    """A network of 45 weights, fewer than the directions of 32 samples, and its data."""
+    torch.manual_seed(seed)
+    x, model = torch.randn(300, 3), nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3))
+    y = (x @ torch.randn(3, 3)).argmax(1)
+    search = torch.optim.Adam(model.parameters(), 0.05)
+    for _ in range(15):
+        search.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        search.step()
+    return model, x, y
+
+
+def test_lambda_does_not_depend_on_its_start_once_the_span_is_complete():
+    model, x, y = three_classes()
+    found = []
+    for start in (None, 1e-6, 1e6):
+        la = LinearisedLaplace(model, "classification")
+        la.fit(x, y, prior_precision=start, progress_bar=False)
+        assert not la.said[1:]
+        found.append(la.prior_precision)
+    logs = torch.stack(found).log()
+    # the Monte Carlo error of log λ
+    assert logs.max() - logs.min() < (32 * la.effective_dim).rsqrt()
+
+
+@pytest.mark.parametrize("curvature", ["network", "variational"])
+def test_a_fit_that_ends_unsettled_says_so(curvature):
+    model, x, y = three_classes()
+    la = LinearisedLaplace(model, "classification", curvature=curvature, num_samples=4)
+    la.fit(x, y, prior_precision=1e5, em_steps=1, progress_bar=False)
+    assert any("had not settled after 1 EM steps" in line for line in la.said)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_no_step_lowers_the_bound(name):
     _, _, steps = with_basis(name, draws=8)

@@ -28,6 +28,18 @@ SMALL = 0.05
 _NEAR = 1e-4
 """The step of the mean that ends Newton's method, relative."""
 
+_NEWTON = 2
+"""Newton steps of the mean in every round towards a fixed point."""
+
+_CLIMBS, _SETTLING = 30, 200
+"""Climbs, and rounds after them, towards the fixed point over a complete span."""
+
+_AT_REST = 2e-3
+"""Relative change of the curvature in a round, and six times that of λ, at the fixed point."""
+
+_SLACK = 1.0
+"""Nats that the bound may fall on the way to the fixed point, which is only near its maximum."""
+
 
 class Spectrum(NamedTuple):
     """G over the space, from one curvature: what follows at every λ."""
@@ -150,6 +162,37 @@ class Variational:
             if small > 1 or refused > 3:
                 break
         return q
+
+    def settle(self, q: Q) -> tuple[Q, bool]:
+        """Return q at the fixed point of λ, curvature and mean, and whether it was reached.
+
+        This is for spans that hold all directions: no pass is needed. Full steps of the
+        curvature may overshoot forever, so they shrink where they turn back, and grow where
+        they keep their direction.
+        """
+        for _ in range(_CLIMBS):
+            before, q = q, self.ascend(q, PRECISION_BOUNDS[0])
+            if q.bound < before.bound + SMALL:
+                break
+        damping, last = 0.5, torch.zeros_like(q.spectrum.curvature)
+        for _ in range(_SETTLING):
+            precision = q.precision * math.exp(max(-1.0, min(1.0, q.ratio)))
+            precision = min(max(precision, PRECISION_BOUNDS[0]), PRECISION_BOUNDS[1])
+            change = self.draws.curvature(self.outputs(q.mean), q.root) - q.spectrum.curvature
+            moved = (change.norm() / q.spectrum.curvature.norm().clamp_min(1e-300)).item()
+            step = abs(math.log(precision / q.precision))
+            if moved < _AT_REST and step < _AT_REST / 6:
+                return q, True
+            ahead = (change * last).sum().item() > 0
+            damping = min(1.0, 1.1 * damping) if ahead else max(0.02, 0.7 * damping)
+            last = change
+            H = q.spectrum.curvature + damping * change
+            new = self.at(self.spectrum(H), precision, q.mean, _NEWTON)
+            if new.bound < q.bound - _SLACK:
+                damping /= 2
+            else:
+                q = new
+        return q, False
 
     def residuals(self, q: Q) -> tuple[Tensor, Tensor] | None:
         """Return those of the samples, (K, P), and of the mean, (1, P); None where rows moved."""

@@ -10,6 +10,7 @@ never falls. A step that keeps this promise can be held to it: see ``iterate``.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import warnings
@@ -37,6 +38,8 @@ MODE_TOLERANCE = 0.03
 """Bounds the relative error of w_lin; ‖w_lin‖² was then right to 0.2 % where measured."""
 
 S = TypeVar("S")
+
+logger = logging.getLogger("torch_lla_em")
 
 
 class BoundWarning(UserWarning):
@@ -232,12 +235,23 @@ def em(
         allowed = m_step.allowed(gamma.value, len(found.effective_dims))
         return State(new, plain.precision.log(), _change(at, new, allowed), info)
 
-    return iterate(
-        step,
-        State(hyper, hyper.precision.log()),
-        max_steps=max_steps,
-        settled=settled,
-        objective=_log_evidence if m_step.ascends and e_step.knows_evidence else None,
+    state, at_rest = State(hyper, hyper.precision.log()), max_steps == 0
+    objective = _log_evidence if m_step.ascends and e_step.knows_evidence else None
+    steps = iterate(step, state, max_steps=max_steps, settled=settled, objective=objective)
+    for new in steps:
+        state, at_rest = new, settled(state, new)
+        yield new
+    if not at_rest:
+        here = state.info.hyper.precision  # type: ignore[union-attr]
+        warn_unsettled(max_steps, (state.hyper.precision / here).log().abs().max().item())
+
+
+def warn_unsettled(steps: int, moved: float) -> None:
+    """Log that EM has ended before its fixed point; ``moved`` is the last step of log λ."""
+    logger.warning(
+        "The prior precision had not settled after %d EM steps: the last one changed it by a "
+        "factor of %.2g. Raise em_steps, or start nearer with prior_precision.",
+        *(steps, math.exp(moved)),
     )
 
 

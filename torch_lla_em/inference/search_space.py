@@ -36,6 +36,11 @@ class SearchSpace:
         """m."""
         return len(self._basis)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the basis spans all weights that move an output."""
+        return self.size >= int(self._prior.num_weights().sum().item())
+
     def bytes_of(self, directions: int) -> float:
         """Return what so many directions take, beside their J v."""
         entries = self.noise.shape[1] + self._problem.data.num_outputs

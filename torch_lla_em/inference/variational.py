@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_lla_em.inference.ascent import Q, Variational
 from torch_lla_em.inference.draws import Draws
 from torch_lla_em.inference.e_step import Hyperparameters
-from torch_lla_em.inference.em import Info
+from torch_lla_em.inference.em import Info, warn_unsettled
 from torch_lla_em.inference.mackay import Estimate
 from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.posterior_samples import refuse_noise
@@ -73,11 +73,13 @@ def variational(
     if steps is None:
         return None
     q, learns, number = _first(steps, wanted.precision), wanted.max_steps > 0, 0
-    settled = ended = False
+    found = settled = ended = False
     began = time.monotonic()
     while True:
         before = q
-        if not settled:
+        if steps.space.is_complete and not ended:
+            q, found, ended = *_at_rest(steps, q, learns), True
+        elif not (settled or ended):
             q = steps.ascend(q, q.precision / _FALL if learns else math.inf)
         residuals = steps.residuals(q)
         if residuals is None:
@@ -87,15 +89,19 @@ def variational(
         if not settled:
             number += 1
             on_step(told._replace(step=number, seconds=time.monotonic() - began))
-            settled = number >= max(1, wanted.max_steps) or _has_settled(before, q, told)
+            found = found or _has_settled(before, q, told)
+            settled = ended or found or number >= max(1, wanted.max_steps)
         if settled and error <= wanted.tolerance:
             break
-        wider = steps.space.widen(torch.cat(residuals))
-        if not wider and ended:
+        if ended:
             _warn(told, wanted.tolerance)
             break
-        ended = not wider
-        q = steps.widened(q, _STEPS if settled or ended else 1)
+        if steps.space.widen(torch.cat(residuals)):
+            q = steps.widened(q, _STEPS if settled else 1)
+        else:
+            q, found, ended = *_at_rest(steps, q, learns), True
+    if learns and not found:
+        warn_unsettled(number, abs(math.log(q.precision / before.precision)))
     columns = steps.space.weights(torch.cat([q.mean[None], q.samples]))
     return Posterior(
         told.hyper,
@@ -112,6 +118,14 @@ def variational(
         None,
         mixture=_average(steps, q).to(columns.device),
     )
+
+
+def _at_rest(steps: Variational, q: Q, learns: bool) -> tuple[Q, bool]:
+    """Return q at its fixed point over a span that cannot grow, and whether it was reached."""
+    found = not learns
+    if learns:
+        q, found = steps.settle(q)
+    return steps.at(q.spectrum, q.precision, q.mean, _STEPS), found
 
 
 def _average(steps: Variational, q: Q) -> Tensor:

@@ -66,25 +66,6 @@ def test_batches_are_joined_as_far_as_they_fit():
     assert data.num_reads == 2 and data.num_steps() == 23
 
 
-def test_joined_batches_come_apart_as_they_were_read():
-    x, y = rows(12)
-    sizes = [1, 1, 4, 1, 3, 1, 1]
-    _, (batch,) = joined(list(zip(x.split(sizes), y.split(sizes))), 12)
-    parts = list(batch.apart())
-    assert [len(part.rows) for part in parts] == [2, 4, 1, 3, 2]
-    assert torch.equal(torch.cat([part.inputs for part in parts]), x)
-    assert torch.cat([part.rows for part in parts]).tolist() == list(range(12))
-    (whole,) = Data([(x, y)], CPU)
-    assert [len(part.rows) for part in whole.apart()] == [12]
-
-
-def test_squares_are_those_of_the_loaders_own_batches():
-    case = tiny("classification")
-    several, one = case.problem(4, 11), case.problem(4, 11)
-    several.data.merge_rows = 20
-    assert_close(several.noise_features(3, 0).squares, one.noise_features(3, 0).squares)
-
-
 def test_batches_of_two_loaders_are_not_joined():
     x, y = rows()
     _, batches = joined(Chain([one_by_one(x[:7], y[:7]), one_by_one(x[7:9], y[7:9])]), 10, 2)

@@ -52,8 +52,7 @@ def test_parts_equal_one_fit_of_all(name, options, first):
 @pytest.mark.parametrize("cut", [1, 11])
 def test_parts_learn_what_all_data_teach(options, cut):
     case = tiny("classification")
-    batches = [batch for part in parts(case, 0, cut, 30) for batch in part]
-    whole = posterior(case, **options).fit(batches, progress_bar=False)
+    whole = posterior(case, **options).fit(case.x, case.y, progress_bar=False)
     la = posterior(case, **options)
     for part in parts(case, 0, cut, 30):
         la.fit(part, override=False, progress_bar=False)

@@ -31,10 +31,26 @@ def agree(model, x, selection=None, factored=None, class_dim=-1, batches=()):
                 for total, inputs in zip(totals, (batch, factors)):
                     linear.vjp(inputs)[1](u, total)
                 assert_close(totals[1], totals[0], rtol=1e-9, atol=1e-9)
+                check_row_squares(linear, factors, batch, u)
                 last = factors.of_rows(slice(len(f) - 1, None), batch[-1:])
                 assert_close(linear.jvp(last, w), (f[-1:], Jw[:, -1:]), rtol=1e-9, atol=1e-9)
     assert not any(t.requires_grad for t in (factors.f, factors.push(linear._tangents(w))))
     return factors
+
+
+def check_row_squares(linear, factors, x, u):
+    """Compare the squares of single rows' gradients with those pulled back row by row."""
+    expected = torch.zeros(linear.layout.size).double()
+    pull, row = linear.vjp(x)[1], torch.zeros(len(u), len(expected)).double()
+    for n in range(u.shape[1]):
+        alone = torch.zeros_like(u)
+        alone[:, n] = u[:, n]
+        pull(alone, row.zero_())
+        expected += row.square().sum(0)
+    found, names = linear.row_squares(factors, u)
+    known = torch.tensor([name in names for name in linear.layout.names])
+    assert set(names) == set(linear.factored.names)
+    assert_close(found, expected * linear.layout.expand(known), rtol=1e-9, atol=1e-9)
 
 
 def net(*layers):

@@ -56,7 +56,8 @@ def test_the_summary_shows_the_seconds_of_the_whole_fit():
 @pytest.mark.parametrize("length", [True, False])
 def test_the_bar_counts_columns_and_shares_of_passes(curvature, length, capsys, monkeypatch):
     monkeypatch.setattr("torch_lla_em.session._UPDATE", 0.0)
-    case, la = made(curvature=curvature, compute=Compute(keep_data=False))
+    compute = Compute(keep_data=False, rows=5)
+    case, la = made(curvature=curvature, compute=compute)
     loader = list(zip(case.x.split(5), case.y.split(5)))
     whole = la.fit(loader, progress_bar=False).w_samples
 

@@ -1,4 +1,5 @@
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,8 +8,9 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
+from torch_lla_em import LinearisedLaplace
 from torch_lla_em.data.loader import Data
-from torch_lla_em.inference.prior import DAMPING, g_prior_scale
+from torch_lla_em.inference.prior import g_prior_scale
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
@@ -123,17 +125,85 @@ def test_drawn_noise_has_the_stated_covariance(name):
         assert ((products.mean(0) - covariance).abs() <= 5.5 * error + 1e-12).all()
 
 
-@pytest.mark.slow
-def test_scale_is_the_expected_feature():
-    case = tiny("classification")
-    x, y = case.x.repeat(20, 1), case.y.repeat(20)
-    big = type(case)(case.model, x, y, case.name)
-    noise = get_sto_samples(big.problem(*range(40, 600, 40)), 200, 3)
-    squared = noise.prior.scale**-2
-    expected = big.exact().expected_squared_features
-    expected = expected + DAMPING * expected.mean()
+CUTS = {"one batch": (), "two": (11,), "single rows": range(1, 70), "uneven": (1, 2, 33, 40, 66)}
+
+
+def repeated(name):
+    """More rows than one group has, no two alike."""
+    case = tiny(name)
+    x = torch.cat([case.x, case.x.flip(1), case.x + 0.1])[:70]
+    return replace(case, x=x, y=case.y.repeat(3, *[1] * (case.y.dim() - 1))[:70])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_squares_are_exact_by_factors_however_rows_are_batched(name):
+    case = repeated(name)
+    for cuts in CUTS.values():
+        problem = case.problem(*cuts)
+        problem.linear_model.probe(case.x)
+        assert_close(problem.noise_features(2, 0).squares, case.exact().expected_squared_features)
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("known", [(), ("2.weight", "0.bias")])
+def test_squares_without_factors_are_the_same_however_rows_are_batched(known, cuts):
+    case = repeated("classification")
+
+    def squares(*cuts, columns=None):
+        problem = case.problem(*cuts)
+        problem.linear_model.probe(case.x)
+        factors = problem.linear_model.known_factors
+        problem.linear_model.factored = None
+        problem.linear_model.known_factors = replace(factors, names=known) if known else None
+        problem.linear_model.columns = columns
+        return problem.noise_features(5, 0).squares
+
+    whole = squares()
+    assert_close(squares(*cuts), whole)
+    assert_close(squares(*cuts, columns=2), whole)
+
+
+def test_the_squares_of_groups_are_those_of_32_rows_on_average():
+    case = repeated("classification")
+    problem = case.problem(50)
+    problem.linear_model.probe(case.x)
+    problem.linear_model.known_factors = problem.linear_model.factored = None
+    K = 400
+    found = problem.noise_features(K, 0).squares
+    expected = case.exact().expected_squared_features
     # chi-squared with at least one degree of freedom a group and sample
-    assert ((squared / expected - 1).abs() < 5 * (2 / (200 * 600 / 32)) ** 0.5).all()
+    assert ((found / expected - 1).abs() < 5 * (2 / (K * 70 / 32)) ** 0.5).all()
+
+
+def test_many_outputs_take_the_draws_of_single_rows(monkeypatch):
+    monkeypatch.setattr("torch_lla_em.problem.row_squares._EXACT_OUTPUTS", 0)
+    case, seeds, K = repeated("classification"), 100, 2
+    expected, found = case.exact().expected_squared_features, 0
+    for seed in range(seeds):
+        problem = case.problem(50)
+        problem.linear_model.probe(case.x)
+        found = found + problem.noise_features(K, seed).squares / seeds
+    assert not torch.allclose(found, expected)
+    # chi-squared with at least one degree of freedom a sample
+    assert ((found / expected - 1).abs() < 5 * (2 / (K * seeds)) ** 0.5).all()
+
+
+@pytest.mark.parametrize("loader", ["rows", "sevens", "pairs"])
+@pytest.mark.parametrize("g_prior", [True, False])
+def test_a_fit_is_the_same_however_rows_are_batched(loader, g_prior):
+    case = repeated("classification")
+
+    def fitted(data, compute=Compute()):
+        la = LinearisedLaplace(case.model, "classification", g_prior=g_prior, compute=compute)
+        return la.fit(data, progress_bar=False)
+
+    whole, rows = fitted((case.x, case.y)), TensorDataset(case.x, case.y)
+    if loader == "pairs":
+        other = fitted((case.x, case.y), Compute(rows=1))
+    else:
+        other = fitted(DataLoader(rows, {"rows": 1, "sevens": 7}[loader]))
+    assert_close(other.prior_precision, whole.prior_precision, rtol=1e-3, atol=0)
+    assert_close(other(case.x), whole(case.x), rtol=0, atol=1e-3)
 
 
 def test_rare_features_do_not_take_over():

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from math import isclose
+from math import inf, isclose
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,7 +82,9 @@ class Partial(Layer):
 
     def fold(self, w: Tensor, task: Pass) -> Sums:
         """Return the sums over all batches, from those that are known on."""
-        known = self._begun(self._local.zeros(len(w), task.kinds)) if task.kinds else None
+        # groups of rows that go on from batch to batch begin with the pass
+        goes_on = bool(task.kinds) and task.rows.at_most == inf
+        known = self._begun(self._local.zeros(len(w), task.kinds)) if goes_on else None
         outputs = self._data.num_outputs
         try:
             return self._from(known, w, task)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,8 +35,8 @@ class Batch(NamedTuple):
     step_rows: int = 0
     """Rows of all ranks' batches, where they go step by step."""
 
-    read: tuple[int, ...] = ()
-    """Rows of each of the loader's batches, where several were joined."""
+    position: int = 0
+    """Rows of this rank before it in the pass."""
 
     kept: Any = None
     """The kept pass that it is of, in which it comes again at its place."""
@@ -50,35 +49,23 @@ class Batch(NamedTuple):
         """The first of its rows, and how many: the same at every pass over kept batches."""
         return int(self.rows[:1].sum()), len(self.rows)
 
-    def apart(self) -> Iterator[Batch]:
-        """Yield the loader's own batches, with those of single rows joined as they are."""
-        sizes: list[int] = []
-        for before, size in zip((0, *self.read), self.read):
-            if before == size == 1:
-                sizes[-1] += 1
-            else:
-                sizes.append(size)
-        ends = [*accumulate(sizes)]
-        for start, end in zip([0, *ends], ends or [len(self.rows)]):
-            inputs = cut(self.inputs, len(self.rows), slice(start, end)) if ends else self.inputs
-            piece = slice(start, end)
-            yield self._replace(
-                rows=self.rows[piece], inputs=inputs, targets=self.targets[piece], read=()
-            )
+    def split(self, size: int, first: int | None = None) -> Iterator[Batch]:
+        """Yield the batch in pieces of at most ``size`` rows, or whole if it has no rows to cut.
 
-    def split(self, size: int) -> Iterator[Batch]:
-        """Yield the batch in pieces of at most ``size`` rows, or whole if it has no rows to cut."""
-        rows = len(self.rows)
-        if rows <= size or cut(self.inputs, rows, slice(0, 1)) is None:
+        ``first`` is the size of the first piece, where that is another.
+        """
+        rows, first = len(self.rows), size if first is None else first
+        if rows <= first or cut(self.inputs, rows, slice(0, 1)) is None:
             yield self
             return
-        for start in range(0, rows, size):
-            piece = slice(start, start + size)
+        starts = [0, *range(first, rows, size)]
+        for start, end in zip(starts, [*starts[1:], rows]):
+            piece = slice(start, end)
             yield self._replace(
                 rows=self.rows[piece],
                 inputs=cut(self.inputs, rows, piece),
                 targets=self.targets[piece],
-                read=(),
+                position=self.position + start,
                 whole=None,
             )
 

@@ -48,8 +48,7 @@ class Joined:
         first, last = waited[0], waited[-1]
         inputs, targets = map_tensors(lambda _: next(whole), (first.inputs, first.targets))
         rows = torch.cat([batch.rows for batch in waited])
-        read = tuple(len(batch.rows) for batch in waited)
-        yield Batch(f"{first.index} to {last.index}", rows, inputs, targets, read=read)
+        yield Batch(f"{first.index} to {last.index}", rows, inputs, targets)
 
 
 def _form(tree: Any, rows: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,8 +15,11 @@ from torch_lla_em.data.buffers import Joined, Kept
 from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.shares import Share
 from torch_lla_em.data.sources import Chain, as_loader
-from torch_lla_em.data.tally import Tally, refuse_changed, same, together
+from torch_lla_em.data.tally import Tally, refuse_changed, refuse_other_checkpoint, same, together
 from torch_lla_em.runtime import Group, free_memory
+
+# where a batch of several rows is looked for
+_BATCHES_AHEAD = 32
 
 
 class Data:
@@ -93,17 +97,22 @@ class Data:
         self._peeked = self._peeked or self.ahead()
         return self._peeked
 
-    def ahead(self, rows: int = 0) -> Batch:
+    def ahead(self, rows: int = 0, least: int = 1) -> Batch:
         """Return the loader's first rows: one batch, or up to so many rows of several.
 
-        The loader is read for it, once more, and its order put back.
+        ``least``: the first batch of so many rows, if there is one. The loader is read for it, once more, and its order put back.
         """
         alone = Data(self._loader, self._device, self._target_fn)
         alone.merge_rows, self.num_reads = rows, self.num_reads + 1
         drawn = sources.states(self._loader)
-        batch = next(iter(alone))
+        first = None
+        for batch in islice(alone, _BATCHES_AHEAD):
+            first = first or batch
+            if len(batch.rows) >= least:
+                first = batch
+                break
         sources.restore(self._loader, drawn)
-        return batch
+        return first
 
     def __iter__(self) -> Iterator[Batch]:
         return self.batches()
@@ -289,7 +298,8 @@ class Data:
         self.num_passes += 1
         self._read = True
         if self._restored:
-            self._refuse_other_data(rows, identity)
+            refuse_other_checkpoint(rows, identity, self.num_rows, self._first)
+            self._restored = False
         if self.num_rows is None:
             if rows == 0:
                 raise ValueError("The loader is empty: it yielded no rows.")
@@ -306,14 +316,3 @@ class Data:
             self._first = self.kept = None
         elif self._first is not None and not self.is_shared_out:
             self._first.learn(identity, is_next=self.num_passes == 2)
-
-    def _refuse_other_data(self, rows: int, identity: Identity) -> None:
-        """Raise where the checkpoint's passes went over other rows."""
-        if rows != self.num_rows or (self._first and not identity.agrees(self._first)):
-            order = " or order" if identity.in_order else ""
-            cut = ", or batches cut and padded in another way" if identity.is_padded else ""
-            raise ValueError(
-                f"The checkpoint is of other data: it saw {self.num_rows} rows, and these are "
-                f"{rows} rows of another content{order}{cut}. Delete its folder, or pass another."
-            )
-        self._restored = False

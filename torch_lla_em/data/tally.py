@@ -103,3 +103,16 @@ def refuse_changed(parts: Sequence[Identity], known: Sequence[Identity]) -> None
                 "the earlier data are read again, so do not refill their list or write to their "
                 "tensors; or call fit once with one loader of all data."
             )
+
+
+def refuse_other_checkpoint(
+    rows: int, identity: Identity, known_rows: int | None, known: Identity | None
+) -> None:
+    """Raise where the checkpoint's passes went over other rows."""
+    if rows != known_rows or (known and not identity.agrees(known)):
+        order = " or order" if identity.in_order else ""
+        cut = ", or batches cut and padded in another way" if identity.is_padded else ""
+        raise ValueError(
+            f"The checkpoint is of other data: it saw {known_rows} rows, and these are "
+            f"{rows} rows of another content{order}{cut}. Delete its folder, or pass another."
+        )

@@ -39,7 +39,9 @@ class StochasticPrior(NamedTuple):
 
     def drawn_again(self, problem: Problem) -> StochasticPrior:
         """Return the same noise with η of another curvature, by one pass."""
-        return self._replace(eta=problem.noise_features(len(self.xi), self.seed).eta)
+        return self._replace(
+            eta=problem.noise_features(len(self.xi), self.seed, with_squares=False).eta
+        )
 
 
 def get_sto_samples(
@@ -52,7 +54,7 @@ def get_sto_samples(
     """Draw the stochastic prior in one pass over the data."""
     if num_samples < 1:
         raise ValueError(f"num_samples must be 1 or more, not {num_samples}.")
-    eta, squares = problem.noise_features(num_samples, seed)
+    eta, squares = problem.noise_features(num_samples, seed, with_squares=g_prior)
     scale = g_prior_scale(squares, problem.space) if g_prior else torch.ones_like(squares)
     row = torch.zeros(1, dtype=torch.long, device=eta.device)
     size, own = problem.linear_model.layout.size, problem.vectors.own

@@ -2,7 +2,7 @@
 
 from torch_lla_em.jacobian.factored import Factors
 from torch_lla_em.jacobian.layers import called_last
-from torch_lla_em.jacobian.linear_model import AddPullback, LinearModel
+from torch_lla_em.jacobian.linear_model import AddPullback, LinearModel, after_columns
 from torch_lla_em.jacobian.network import ForwardFn, Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, Selection, select_parameters
 
@@ -14,6 +14,7 @@ __all__ = [
     "Network",
     "ParameterLayout",
     "Selection",
+    "after_columns",
     "called_last",
     "select_parameters",
 ]

@@ -171,6 +171,9 @@ class Factored:
     shared: tuple[str, ...] = ()
     """Tables of which one lookup serves all rows."""
 
+    pays: bool = True
+    """Whether products are not faster without."""
+
     @classmethod
     def find(
         cls, network: Network, names: tuple[str, ...], x: Any, shared: tuple[str, ...] = ()

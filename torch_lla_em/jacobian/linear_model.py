@@ -19,6 +19,7 @@ from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.probe import choose_path
 from torch_lla_em.jacobian.products import Report
+from torch_lla_em.jacobian.row_squares import row_squares
 from torch_lla_em.runtime import Interrupted, is_shortage, words_of
 
 logger = logging.getLogger("torch_lla_em")
@@ -61,6 +62,12 @@ class LinearModel:
 
         self.factored: Factored | None = None
         """The weights whose Jacobian is taken by factors where that is faster."""
+
+        self.rows_probed = 0
+        """How many rows the probe saw: of one it cannot be told what has factors."""
+
+        self.known_factors: Factored | None = None
+        """The weights that have factors, also where products are faster without."""
 
     @property
     def report(self) -> Report | None:
@@ -137,7 +144,8 @@ class LinearModel:
 
     def way(self) -> list[Any]:
         """Return how products are taken, as plain values that ``take_way`` takes."""
-        factors = None if self.factored is None else list(vars(self.factored).values())[1:]
+        known = self.known_factors
+        factors = None if known is None else list(vars(known).values())[1:]
         return [list(self.path), list(self.report)[1:], factors]
 
     def take_way(self, way: list[Any]) -> None:
@@ -147,7 +155,8 @@ class LinearModel:
         self._report = Report(self.path, error, forward, tuple(unbatched), words)
         self._probed = self._where()
         if factors is not None:
-            self.factored = Factored(self.network, tuple(factors[0]), *factors[1:])
+            known = self.known_factors = Factored(self.network, tuple(factors[0]), *factors[1:])
+            self.factored = known if known.pays else None
 
     def prepare(self, x: Any, columns: int, keep: bool = False) -> Any:
         """Do once a batch what several products at x share; pass the result to them.
@@ -206,10 +215,24 @@ class LinearModel:
         for start in range(0, len(u), step):
             columns = slice(start, min(len(u), start + step))
             size = columns.stop - start, self.layout.size
-            with _after_columns(start):
+            with after_columns(start):
                 total = torch.zeros(size, dtype=self.dtype, device=self.network.device)
                 add_pullback(u[columns], total)
             yield columns, total
+
+    def row_squares(self, x: Any, u: Tensor) -> tuple[Tensor, tuple[str, ...]]:
+        """Return Σ_n Σ_k (J_nᵀ u_nk)², shape (P,), of the weights that have factors; and their names.
+
+        u has shape (K, B, ..., C). Of other weights only sums over rows are known.
+        """
+        factors = x if isinstance(x, Factors) else None
+        if factors is None and self.known_factors is not None:
+            factors = self.known_factors.run(x)
+        total = torch.zeros(self.layout.size, dtype=self.dtype, device=self.network.device)
+        if factors is None:
+            return total, ()
+        self.layout.add_(total, row_squares(factors, u))
+        return total, tuple(factors.weights)
 
     def _pull_by_factors(self, x: Factors) -> products.Pullback:
         rest = {n: weight for n, weight in self._weights().items() if n not in x.weights}
@@ -238,7 +261,7 @@ class LinearModel:
             step = self._at_once(columns or self.path.vjp_columns) or len(u)
             for start in range(0, len(u), step):
                 chunk = slice(start, start + step)
-                with _after_columns(start):
+                with after_columns(start):
                     grads = pullback(u[chunk])
                     # whatever takes memory is done before the first number is added
                     flat = {name: grad.reshape(len(grad), -1) for name, grad in grads.items()}
@@ -267,7 +290,7 @@ class LinearModel:
 
 
 @contextmanager
-def _after_columns(done: int) -> Iterator[None]:
+def after_columns(done: int) -> Iterator[None]:
     """Say after how many columns memory ended, if it does."""
     try:
         yield

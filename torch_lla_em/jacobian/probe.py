@@ -47,6 +47,8 @@ class Products(Protocol):
     layout: ParameterLayout
     path: Path
     factored: Factored | None
+    known_factors: Factored | None
+    rows_probed: int
 
     def jvp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]: ...
     def vjp(self, x: Any) -> tuple[Tensor, AddPullback]: ...
@@ -91,7 +93,9 @@ def choose_path(model: Products, x: Any) -> Report | None:
             report = None
             if columns is not None:
                 report = _choose(model, x, columns)
-                model.factored = find_factors(model, x, columns.largest)
+                model.rows_probed = columns.u.shape[1] if columns.u.dim() > 2 else 1
+                found = model.known_factors = find_factors(model, x, columns.largest)
+                model.factored = found if found is not None and found.pays else None
         except Exception:  # perhaps of memory: with fewer rows all of it is tried again
             model.path = start
             raise

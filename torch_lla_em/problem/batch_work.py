@@ -67,17 +67,21 @@ class BatchWork:
 
     def noise_outputs(
         self, batch: Batch, draw: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, AddPullback]:
-        """Return S ε, with ε = draw(at), and the map that adds Jᵀ u."""
+    ) -> tuple[Tensor, AddPullback, Tensor]:
+        """Return S ε, with ε = draw(at), the map that adds Jᵀ u, and where H is taken, ``at``."""
         f, pull = self._model.vjp(batch.inputs)
         self.inspect(batch, f)
         at = f
         if self.point is not None:
             at = self._model.jvp(batch.inputs, self.point)[1][0]
             self.finite.check(batch.index, DERIVATIVE, at)
-        u = self._masked(self.likelihood.hessian_sqrt_product(at, draw(at)), batch)
+        u = self.root(batch, at, draw(at))
         self.finite.check(batch.index, LIKELIHOOD, u)
-        return u, pull
+        return u, pull, at
+
+    def root(self, batch: Batch, at: Tensor, noise: Tensor) -> Tensor:
+        """Return S ε."""
+        return self._masked(self.likelihood.hessian_sqrt_product(at, noise), batch)
 
     def inspect(self, batch: Batch, f: Tensor) -> None:
         """Expect outputs to be finite; in the first pass, check targets against them."""

@@ -46,7 +46,7 @@ class Rows(NamedTuple):
     """How many rows of a pass are worked on at once."""
 
     at_most: float = inf
-    """Rows of a batch at a time, where the network takes rows alone."""
+    """Rows at a time, cut at multiples of it, where the network takes rows alone."""
 
 
 class Pass(NamedTuple):
@@ -174,15 +174,16 @@ class LocalPasses:
     def batches(self, rows: Rows = Rows(), in_step: bool = False) -> Iterator[Batch]:
         """Yield the batches of one pass, inside the network's guard."""
         self.finite.fine.fill_(True)
+        position = 0
         with self.linear_model.network.guarded():
             for whole in self.data.batches(in_step=in_step):
                 if in_step and not len(whole.rows):
                     yield whole
                     continue
                 self.probe(whole)
-                # groups of rows are the same, however batches were joined
-                parts, start = [whole] if rows.at_most == inf else whole.apart(), 0
-                for batch in (b for part in parts for b in self.pieces(part, rows.at_most)):
+                whole, start = whole._replace(position=position), 0
+                position += len(whole.rows)
+                for batch in self.pieces(whole, rows.at_most, aligned=True):
                     self._check_inputs(batch)
                     class_dim = self.linear_model.network.class_dim
                     targets = self._likelihood.align(batch.targets, class_dim)
@@ -205,11 +206,15 @@ class LocalPasses:
             if tensor.is_floating_point():
                 self.finite.check(batch.index, INPUTS, tensor)
 
-    def pieces(self, whole: Batch, at_most: float) -> list[Batch]:
-        """Return the batch in pieces, or whole where the network does not take rows alone."""
-        if len(whole.rows) <= at_most:
+    def pieces(self, whole: Batch, at_most: float, aligned: bool = False) -> list[Batch]:
+        """Return the batch in pieces, or whole where the network does not take rows alone.
+
+        ``aligned``: cut where multiples of ``at_most`` rows of the pass have gone by.
+        """
+        first = at_most - whole.position % at_most if aligned and at_most < inf else at_most
+        if len(whole.rows) <= first:
             return [whole]
-        pieces = list(whole.split(int(at_most)))
+        pieces = list(whole.split(int(at_most), int(first)))
         return pieces if len(pieces) > 1 and self.rows_stand_alone(whole, int(at_most)) else [whole]
 
     def rows_stand_alone(self, whole: Batch, size: int) -> bool:
@@ -217,10 +222,10 @@ class LocalPasses:
 
         def compare() -> bool:
             piece, more = next(whole.split(size)), next(whole.split(2 * size))
-            f = self.linear_model.outputs(more.inputs)[: len(piece.rows)]
             try:
+                f = self.linear_model.outputs(more.inputs)[: len(piece.rows)]
                 alone = self.linear_model.outputs(piece.inputs)
-            except RuntimeError as error:
+            except Exception as error:
                 if is_shortage(error):
                     raise
                 return False  # of shapes: inputs that only look as if they went by rows

@@ -101,7 +101,8 @@ class Plan(NamedTuple):
 def measured(passes: LocalPasses, first: Batch, rows: int | None) -> tuple[Batch, Activations]:
     """Probe the network on as many rows of a batch as fit, and measure a forward pass."""
     model = passes.linear_model
-    part = first if rows is None else next(first.split(rows))
+    # of one row it cannot be told whether weights have factors
+    part = first if rows is None else next(first.split(max(2, rows)))
 
     def measure() -> Activations:
         with model.network.guarded():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from math import inf
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data
-from torch_lla_em.jacobian import LinearModel, ParameterLayout
+from torch_lla_em.jacobian import LinearModel, ParameterLayout, after_columns
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.batch_work import BatchWork, Cotangent
 from torch_lla_em.problem.cost import Cost
@@ -32,11 +33,11 @@ from torch_lla_em.problem.passes import (
     T,
 )
 from torch_lla_em.problem.placement import Vectors
+from torch_lla_em.problem.row_squares import RowSquares
 from torch_lla_em.runtime import normals
 from torch_lla_em.solvers import Space
 
 _EPSILON_STREAM = 1
-_GROUP_ROWS = 32
 
 BatchProduct = Callable[[Tensor], Tensor]
 
@@ -48,7 +49,7 @@ class NoiseFeatures(NamedTuple):
     """η_k = Σ_n J_nᵀ S_n ε_nk ~ N(0, G), shape (K, P)."""
 
     squares: Tensor
-    """The expected squared feature s², shape (P,)."""
+    """The expected squared feature s², shape (P,); 0 where it was not asked for."""
 
 
 class Problem:
@@ -101,24 +102,27 @@ class Problem:
         self.cost.columns += 1
         return sums["loss"].item(), sums["gradient"][0]
 
-    def noise_features(self, num_samples: int, seed: int) -> NoiseFeatures:
-        """Return η and s² from one pass, whose noise is keyed by (seed, row).
-
-        s² takes squares of sums over groups of rows: the same expectation as squares per
-        row, without per-row gradients.
-        """
+    def noise_features(
+        self, num_samples: int, seed: int, with_squares: bool = True
+    ) -> NoiseFeatures:
+        """Return η and s² from one pass, whose noise is keyed by (seed, row)."""
+        squares_of = RowSquares(self.linear_model, self.work, num_samples)
 
         def add(batch: Batch, samples: Tensor, sums: Sums) -> None:
             def draw(at: Tensor) -> Tensor:
                 return _draw(seed, samples, batch.rows, at)
 
-            u, pull = self.work.noise_outputs(batch, draw)
+            u, pull, at = self.work.noise_outputs(batch, draw)
+            numbers = range(int(samples[0]), int(samples[-1]) + 1)
             for columns, product in self.linear_model.pulled(u, pull):
+                if with_squares:
+                    with after_columns(columns.start):
+                        found = squares_of(batch, numbers, columns, (at, u[columns], product))
+                    sums["squares"] += found
                 sums["eta"][columns] += product
-                for row in product:
-                    sums["squares"].addcmul_(row, row)
 
-        task = Pass({"eta": BLOCK, "squares": VECTOR}, add, Rows(at_most=_GROUP_ROWS))
+        at_most = squares_of.rows_at_once if with_squares else inf
+        task = Pass({"eta": BLOCK, "squares": VECTOR}, add, Rows(at_most))
         eta, squares = self.passes.fold(torch.arange(num_samples, device="cpu"), task).values()
         self.cost.columns += num_samples
         # what cancels up to rounding moves no output, and must not be scaled up to do so
@@ -137,7 +141,7 @@ class Problem:
             parts = [self.vectors.whole_zeros(0)]
 
             def add(batch: Batch, _: Tensor, sums: Sums) -> None:
-                u, pull = self.work.noise_outputs(batch, identity)
+                u, pull, _ = self.work.noise_outputs(batch, identity)
                 rows = self.vectors.whole_zeros(len(u))
                 for columns, product in self.linear_model.pulled(u, pull):
                     self.local.finite.expect(batch.index, DERIVATIVE, product)

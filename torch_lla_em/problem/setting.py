@@ -32,7 +32,9 @@ def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "
         problem.vectors.group = group
     model.network.precision = compute.precision
     data.keep = compute.keep_data
-    first = data.first()
+    first = _several(problem, data.first())
+    if model.rows_probed == 1 < len(first.rows):
+        model.forget()
     part, activations = measured(problem.local, first, compute.rows)
     if part is first and compute.keep_data:
         activations = _joined(problem, part, activations)
@@ -50,6 +52,15 @@ def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "
     elif group.size > 1:
         problem.passes = DataSpread(problem.passes, group)
     return plan
+
+
+def _several(problem: Problem, first: Batch) -> Batch:
+    """Return a batch of two rows or more in the place of one, where the network takes them together."""
+    if len(first.rows) > 1:
+        return first
+    more = problem.data.ahead(2, least=2)
+    with problem.linear_model.network.guarded():
+        return more if len(more.rows) > 1 and problem.local.rows_stand_alone(more, 1) else first
 
 
 def _joined(problem: Problem, first: Batch, activations: Activations) -> Activations:

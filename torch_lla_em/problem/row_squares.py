@@ -1,0 +1,91 @@
+"""The squared features of the g-prior: the same however the data are cut into batches."""
+
+from __future__ import annotations
+
+from math import inf
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.data import Batch
+from torch_lla_em.jacobian import LinearModel
+from torch_lla_em.problem.batch_work import BatchWork
+
+# rows whose sum is squared where there are no factors
+_GROUP_ROWS = 32
+# outputs of a row up to which all columns of S are taken, also of fewer samples
+_EXACT_OUTPUTS = 32
+
+
+class RowSquares:
+    """Adds up K times Σ_n diag(J_nᵀ H_n J_n), the squared features of all rows.
+
+    By factors of J the gradients of single rows are known: the columns of S give the exact sum, or
+    where a row has more outputs than there are samples, the draws S ε give one with next to no
+    error. Other weights have sums over groups of 32 rows squared: the same expectation, since the
+    noise of rows is independent. Groups go on from batch to batch.
+    """
+
+    def __init__(self, linear_model: LinearModel, work: BatchWork, num_samples: int):
+        self._model, self._work, self._num_samples = linear_model, work, num_samples
+        self._samples = range(0)
+        """Those of this pass over the data."""
+
+        self._sums = torch.zeros(0, device="cpu")
+        """Jᵀ S ε over the rows so far of the group under way, a row for each of them."""
+
+        self._position, self._opens = -1, True
+
+    @property
+    def rows_at_once(self) -> float:
+        """Return how many rows a piece of a batch may have."""
+        known = self._model.known_factors
+        names = () if known is None or self._model.report is None else known.names
+        return inf if set(names) == set(self._model.layout.names) else _GROUP_ROWS
+
+    def __call__(
+        self, batch: Batch, samples: range, columns: slice, products: tuple[Tensor, Tensor, Tensor]
+    ) -> Tensor:
+        """Return what a batch adds for some columns of these samples, (P,).
+
+        ``products``: the outputs that H is taken at, and the columns of S ε and of Jᵀ S ε.
+        """
+        at, u, product = products
+        own = self._columns(batch, samples[columns], at, u)
+        total, names = self._model.row_squares(batch.inputs, own)
+        if set(names) < set(self._model.layout.names):
+            total += self._of_groups(batch, samples, columns, product) * self._mask(names)
+        return total
+
+    def _columns(self, batch: Batch, samples: range, at: Tensor, u: Tensor) -> Tensor:
+        """Return this share of the columns of S, times √K, or S ε of rows with many outputs."""
+        size = at[0].numel()
+        if size > max(self._num_samples, _EXACT_OUTPUTS):
+            return u
+        every = [c for k in samples for c in range(k, size, self._num_samples)]
+        units = torch.zeros(len(every), size, dtype=at.dtype, device=at.device)
+        units[range(len(every)), every] = self._num_samples**0.5
+        noise = units.view(-1, 1, *at.shape[1:]).expand(-1, *at.shape)
+        return self._work.root(batch, at, noise)
+
+    def _of_groups(self, batch: Batch, samples: range, columns: slice, product: Tensor) -> Tensor:
+        """Return what the squares of sums over groups of rows grow by."""
+        if not set(samples) <= set(self._samples):
+            self._samples, self._position = samples, -1
+            self._sums = product.new_zeros(len(samples), product.shape[1])
+        if batch.position != self._position:  # else other columns of the same rows
+            group = batch.position // _GROUP_ROWS
+            self._opens = batch.position == 0 or group != self._position // _GROUP_ROWS
+            self._position = batch.position
+        first = samples[columns].start - self._samples.start
+        sums = self._sums[first : first + len(product)]
+        before = torch.zeros_like(product) if self._opens else sums
+        grown = (product * (product + 2 * before)).sum(0)
+        sums.copy_(before + product)
+        return grown
+
+    def _mask(self, names: tuple[str, ...]) -> Tensor:
+        """Return which weights have no factors, (P,)."""
+        layout = self._model.layout
+        own = [name not in names for name in layout.names]
+        return layout.expand(torch.tensor(own, device=self._model.network.device))

@@ -113,6 +113,8 @@ class LinearisedLaplace(Fitted):
         if prior == "layerwise" and curvature == "variational":
             raise ValueError('curvature="variational" has one precision: use prior="scalar".')
         tolerance = _QUARTER * (2 * num_samples) ** -0.5 if tolerance is None else tolerance
+        own = {"forward_fn": forward_fn, "target_fn": target_fn, "solver": solver}
+        self._given = [name for name, value in own.items() if value is not None]
         self.likelihood = self._given_likelihood = _likelihood(likelihood, sigma_noise)
         tempered(self.likelihood, temperature)
         if isinstance(self.likelihood, BradleyTerry):
@@ -194,6 +196,7 @@ class LinearisedLaplace(Fitted):
                     posterior = learn(problem, options, run.on_step)
                     run.end()
                     self._store(posterior, run.history, data.num_rows)
+                    self._example = stored.example_of(self, data)
                     self._examine(data)
                     self.said = run.said
                     run.keep(self.state_dict())
@@ -232,8 +235,8 @@ class LinearisedLaplace(Fitted):
     def load(cls, path: str | PathLike, model: nn.Module, **options: Any) -> LinearisedLaplace:
         """Return a saved posterior on its network.
 
-        What tensors cannot hold (a likelihood of your own, forward_fn, target_fn, solver) is
-        passed again, as ``options``.
+        What tensors cannot hold (a likelihood of your own, forward_fn, target_fn, solver) has to
+        be passed again, as ``options``: the file records which of them the fit had.
         """
         with stored.naming(path):
             state, options = stored.read(path, model, options, signature(cls).parameters)

@@ -101,7 +101,7 @@ class Session:
         """Return the posterior of a finished checkpoint, if it is one and of these data."""
         state = None if self._log is None else self._log.posterior(self._device)
         if state is not None:
-            self._log.compare(FirstOutputs.of(self.problem))
+            self._log.compare(FirstOutputs.of(self.problem), self.problem)
             self.problem.data.restore(records.from_bytes(state["facts"]))
             self.problem.data.confirm()
         return state
@@ -118,7 +118,7 @@ class Session:
             log.vectors = problem.vectors
             outputs = FirstOutputs.of(problem)
             problem.local.refuse_changed_weights()
-            log.compare(outputs)
+            log.compare(outputs, problem)
             problem.passes = problem.record = Recorded(problem, log, partial)
         if not self._bar.disable:
             problem.passes = Watched(problem.passes, problem.data, self._draw)

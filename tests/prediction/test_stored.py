@@ -9,10 +9,18 @@ from tiny import tiny
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import LinearisedLaplace
+from torch_lla_em import (
+    Bernoulli,
+    BlockCG,
+    Compute,
+    LinearisedLaplace,
+    LinearOperator,
+    LinearOperatorRegression,
+)
 from torch_lla_em.prediction.functions import functions_of
 from torch_lla_em.runtime.records import from_bytes, to_bytes
 
+READ = Compute(keep_data=False)
 SAVED = Path(__file__).parent / "saved"
 
 
@@ -104,3 +112,119 @@ def test_files_that_claim_more_than_they_hold_are_refused(saved, tmp_path):
             packed.writestr(name, plain.read(name), ZIP_DEFLATED)
     with pytest.raises(ValueError, match="damaged"):
         LinearisedLaplace.load(tmp_path / "packed.pt", model)
+
+
+class Weighted(Bernoulli):
+    """Whose weight is a number in a closure."""
+
+    def __init__(self, weight):
+        self.weight = lambda: weight
+
+    def log_prob(self, f, y):
+        return self.weight() * super().log_prob(f, y)
+
+    def gradient(self, f, y):
+        return self.weight() * super().gradient(f, y)
+
+    def curvature(self, f):
+        return self.weight() * super().curvature(f)
+
+
+def measured(number):
+    A = torch.tensor([[1.0, 0.5, -1.0], [0.0, 1.0, number]]).double()
+    return LinearOperatorRegression(LinearOperator(lambda f: f @ A.T, lambda v: v @ A, (3,)), 0.5)
+
+
+OWN = {
+    "closure": (Weighted, "bernoulli", lambda y: y),
+    "operator": (measured, "regression", lambda y: y[:, :2]),
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_likelihoods_are_known_again_by_what_they_do(kind, tmp_path):
+    make, name, targets = OWN[kind]
+    case = tiny(name)
+    batches = list(zip(case.x.split(7), targets(case.y).split(7)))
+
+    def fit(likelihood, folder=None):
+        la = LinearisedLaplace(case.model, likelihood, num_samples=3)
+        return la.fit(batches, em_steps=2, progress_bar=False, checkpoint=folder)
+
+    la = fit(make(0.5), tmp_path / "finished")
+    la.calibrate(batches)
+    la.save(tmp_path / "la.pt")
+    same = LinearisedLaplace.load(tmp_path / "la.pt", case.model, likelihood=make(0.5))
+    assert torch.equal(same.predict(case.x).samples, la.predict(case.x).samples)
+    assert torch.equal(fit(make(0.5), tmp_path / "finished").w_samples, la.w_samples)
+    other = make(0.25)
+    with pytest.raises(ValueError, match="same outputs and targets"):
+        LinearisedLaplace.load(tmp_path / "la.pt", case.model, likelihood=other)
+    for state in (la.state_dict(), same.state_dict()):
+        with pytest.raises(ValueError, match="same outputs and targets"):
+            LinearisedLaplace(case.model, other).load_state_dict(state)
+    with pytest.raises(ValueError, match="began with another likelihood"):
+        fit(other, tmp_path / "finished")
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_an_unfinished_checkpoint_knows_its_likelihood(kind, tmp_path):
+    make, name, targets = OWN[kind]
+    case = tiny(name)
+    batches = list(zip(case.x.split(7), targets(case.y).split(7)))
+
+    class Breaking:
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            yield from batches[:2]
+            if self.passes == 4:
+                raise InterruptedError
+            yield from batches[2:]
+
+    def fit(likelihood, loader):
+        la = LinearisedLaplace(case.model, likelihood, num_samples=3, compute=READ)
+        return la.fit(loader, em_steps=2, progress_bar=False, checkpoint=tmp_path)
+
+    with pytest.raises(InterruptedError):
+        fit(make(0.5), Breaking())
+    with pytest.raises(ValueError, match="began with another likelihood"):
+        fit(make(0.25), batches)
+    fit(make(0.5), batches)
+
+
+def test_names_alone_keep_no_targets():
+    case = tiny("classification")
+    la = LinearisedLaplace(case.model, "classification", num_samples=2)
+    la.fit([(case.x, case.y)], em_steps=0, prior_precision=5.0, progress_bar=False)
+    assert not any("example" in name for name in la.state_dict())
+
+
+GIVEN = {
+    "forward_fn": lambda model, x: model(10 * x),
+    "target_fn": lambda batch: batch[1],
+    "solver": BlockCG(),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_a_fit_was_given_is_passed_again(name, tmp_path):
+    case = tiny("classification")
+    given = {name: GIVEN[name]}
+    la = LinearisedLaplace(case.model, "classification", num_samples=2, **given)
+    la.fit([(case.x, case.y)], em_steps=0, prior_precision=5.0, progress_bar=False)
+    la.save(tmp_path / "la.pt")
+    with pytest.raises(ValueError, match=rf"fitted with {name} of your own.*pass {name}=\.\.\."):
+        LinearisedLaplace.load(tmp_path / "la.pt", case.model)
+    assert torch.equal(
+        LinearisedLaplace.load(tmp_path / "la.pt", case.model, **given)(case.x), la(case.x)
+    )
+    without = LinearisedLaplace(case.model, "classification")
+    if name == "forward_fn":
+        with pytest.raises(ValueError, match="the same forward_fn"):
+            without.load_state_dict(la.state_dict())
+        with pytest.raises(ValueError, match="the same forward_fn"):
+            LinearisedLaplace.load(tmp_path / "la.pt", case.model, forward_fn=None)
+    else:
+        without.load_state_dict(la.state_dict())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Identity, map_tensors
+from torch_lla_em.likelihoods import Example, is_named
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import attempt, records
 
@@ -27,6 +28,9 @@ class FirstOutputs(NamedTuple):
     rounding: float
     """By how much numbers may differ, relative."""
 
+    example: Example | None = None
+    """What a likelihood of one's own makes of the first of them."""
+
     @classmethod
     def of(cls, problem: Problem) -> FirstOutputs | None:
         """Look at the batch that the next pass goes on from; None where there is no telling."""
@@ -34,21 +38,27 @@ class FirstOutputs(NamedTuple):
         with network.guarded():
             part = problem.local.pieces(problem.data.first(), problem.fitting.rows)[0]
 
-        def run() -> Tensor:
+        def run() -> tuple[Tensor, Tensor]:
             with network.guarded(), network.computing("float32"):
                 f = problem.linear_model.outputs(part.inputs).detach()
-                f = f.reshape(len(part.rows), -1)
-                return torch.stack([_row_numbers(f), f.norm(dim=1).double()])
+                rows = f.reshape(len(part.rows), -1)
+                return torch.stack([_row_numbers(rows), rows.norm(dim=1).double()]), f
 
-        numbers, _ = attempt(run) if _is_known(part) else (None, None)
-        if numbers is None or not numbers.isfinite().all():
+        found, _ = attempt(run) if _is_known(part) else (None, None)
+        if found is None or not found[0].isfinite().all():
             return None
+        numbers, f = found
+        example = (
+            None
+            if is_named(problem.likelihood)
+            else Example.of(problem.likelihood, f, part.targets)
+        )
         identity = Identity()
         identity.add((part.targets, part.inputs), part.rows)
         dtypes = {parameter.dtype for parameter in network.module.parameters()}
         epsilon = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
         rounding = max(_ROUNDING, _EPSILONS * epsilon)
-        return cls(identity, numbers.cpu(), rounding)
+        return cls(identity, numbers.cpu(), rounding, example)
 
     def contradicts(self, other: FirstOutputs) -> bool:
         """Whether the batches are the same, but not what was made of them."""
@@ -61,12 +71,14 @@ class FirstOutputs(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what ``known`` takes."""
-        return {"batch": records.to_bytes(self.batch.state()), "numbers": self.numbers}
+        own = {"batch": records.to_bytes(self.batch.state()), "numbers": self.numbers}
+        return {**own, **(self.example.tensors() if self.example else {})}
 
     def known(self, tensors: dict[str, Tensor]) -> FirstOutputs:
         """Return those of a file."""
         batch = Identity.of(records.from_bytes(tensors["batch"]))
-        return self._replace(batch=batch, numbers=tensors["numbers"])
+        example = Example.known(tensors)
+        return self._replace(batch=batch, numbers=tensors["numbers"], example=example)
 
 
 def _row_numbers(f: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.checkpoint.first_outputs import FirstOutputs
-from torch_lla_em.problem import Vectors, is_finite, size_of
+from torch_lla_em.problem import Problem, Vectors, is_finite, size_of
 from torch_lla_em.runtime import Group, files, first, records
 
 logger = logging.getLogger("torch_lla_em")
@@ -186,8 +186,8 @@ class Log:
         rows = tensor.reshape(-1, tensor.shape[-1])
         return rows.split(max(1, -(-len(rows) // self._group.size)))
 
-    def compare(self, outputs: FirstOutputs | None) -> None:
-        """Keep what the network made of its first batch, or refuse another network's."""
+    def compare(self, outputs: FirstOutputs | None, problem: Problem) -> None:
+        """Keep what network and likelihood made of the first batch, or refuse other ones."""
         if outputs is None or not self.writes:
             return
         path = self.folder / _OUTPUTS
@@ -195,7 +195,17 @@ class Log:
             self.write(outputs.tensors(), path)
             return
         remedy = "Delete it; then the next run is compared with the outputs of this one."
-        if outputs.contradicts(outputs.known(files.tensors_of(path, ("batch", "numbers"), remedy))):
+        known = outputs.known(files.tensors_of(path, ("batch", "numbers"), remedy))
+        example = known.example
+        if example is not None and example.contradicts(
+            problem.likelihood, problem.linear_model.network.device
+        ):
+            raise ValueError(
+                f"The checkpoint in {str(self.folder)!r} began with another likelihood: for the same "
+                "outputs and targets, this one returns other values. Pass the same likelihood, or "
+                "another folder."
+            )
+        if outputs.contradicts(known):
             raise ValueError(
                 "The network's outputs on the first batch differ from those that the checkpoint in "
                 f"{str(self.folder)!r} began with, for the same data and weights: its forward_fn, "

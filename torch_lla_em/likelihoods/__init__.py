@@ -19,6 +19,16 @@ LIKELIHOODS = {
     "reward_modeling": BradleyTerry,
 }
 
+
+def is_named(likelihood: Likelihood) -> bool:
+    """Whether a name, and the noise of a regression, say all of a likelihood."""
+    likelihood = getattr(likelihood, "untempered", likelihood)
+    kind = type(likelihood)
+    if kind not in LIKELIHOODS.values():
+        return False
+    return kind is Regression or vars(likelihood) == vars(kind())
+
+
 __all__ = [
     "LIKELIHOODS",
     "Bernoulli",
@@ -35,6 +45,7 @@ __all__ = [
     "average",
     "compare",
     "compare_with_log_prob",
+    "is_named",
     "preferred",
     "sum_rows",
     "tempered",

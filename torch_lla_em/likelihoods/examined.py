@@ -33,23 +33,31 @@ class Example(NamedTuple):
     def of(cls, likelihood: Likelihood, f: Tensor, y: Tensor) -> Example:
         """Return what a likelihood makes of the first outputs and targets."""
         f, y = f[:_REMEMBERED].detach().clone(), y[:_REMEMBERED].detach().clone()
-        return cls(f, y, _numbers(likelihood, f, y))
+        return cls(f.cpu(), y.cpu(), _numbers(likelihood, f, y))
 
     @classmethod
     def known(cls, tensors: dict[str, Tensor]) -> Example | None:
         """Return the example among tensors of ``tensors``, or None if there is none."""
-        names = [f"example_{field}" for field in cls._fields]
-        return cls(*map(tensors.get, names)) if names[0] in tensors else None
+        found = [tensors.get(f"example_{name}") for name in cls._fields]
+        return None if None in found else cls(*found)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what ``known`` takes."""
         return {f"example_{name}": tensor for name, tensor in self._asdict().items()}
 
+    def by(self, likelihood: Likelihood, device: torch.device) -> Example:
+        """Return what another likelihood makes of the same outputs and targets."""
+        return self.of(likelihood, self.outputs.to(device), self.targets.to(device))
+
     def contradicts(self, likelihood: Likelihood, device: torch.device) -> bool:
-        """Whether this likelihood makes something else of the same outputs and targets."""
-        here = _numbers(likelihood, self.outputs.to(device), self.targets.to(device))
-        gap = (here - self.numbers).norm(dim=1)
-        return bool((gap > _SAME * self.numbers.norm(dim=1) + 1e-300).any())
+        """Whether a likelihood makes something else of the same outputs and targets."""
+        try:
+            numbers = self.by(likelihood, device).numbers
+        except Exception:  # as of outputs or targets of another shape
+            return True
+        rounding = 100 * torch.finfo(self.outputs.dtype).eps * self.outputs.numel() ** 0.5
+        room = _SAME * self.numbers.norm(dim=1) + rounding
+        return bool(((numbers - self.numbers).norm(dim=1) > room).any())
 
 
 def _numbers(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch_lla_em.data import Data, TargetFn, paired
 from torch_lla_em.inference import Curve, Estimate, Posterior
 from torch_lla_em.jacobian import LinearModel
-from torch_lla_em.likelihoods import Likelihood, Regression
+from torch_lla_em.likelihoods import Example, Likelihood, Regression
 from torch_lla_em.prediction import collapse, parts, stored, summary, tables
 from torch_lla_em.prediction.calibration import Calibration, calibrated
 from torch_lla_em.prediction.export import exported
@@ -43,6 +43,7 @@ class Fitted(nn.Module):
     target_fn: TargetFn | None
     _linear_model: LinearModel
     _given_likelihood: Any
+    _given: list[str]
     sigma_noise: Tensor
     mixture: Tensor
 
@@ -60,6 +61,7 @@ class Fitted(nn.Module):
         for name in stored.TENSORS:
             self.register_buffer(name, None)
         self._standing: Standing | None = None
+        self._example: Example | None = None
         self._shard: str | None = None
 
     def forward(
@@ -233,7 +235,6 @@ class Fitted(nn.Module):
         either side of λ*, and NaN beyond.
         """
         self._require_fit()
-        check_options(precisions=precisions)
         return stored.curve_of(self, precisions)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -243,7 +244,7 @@ class Fitted(nn.Module):
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
         """Take over a posterior; refused where the network is not the one it was fitted to."""
-        tensors, record = stored.checked(state, self._linear_model, self.likelihood)
+        tensors, record = stored.checked(state, self)
         size = state["w_samples"].nbytes
         place = place_of_vectors(size, self.compute, self._device, free_memory(self._device))
         for name, tensor in tensors.items():
@@ -254,6 +255,7 @@ class Fitted(nn.Module):
         if self.sigma_noise is not None:
             self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
         self.num_samples = len(self.w_samples)
+        self._example = Example.known(state)
         self._standing = Standing(self._linear_model.network)
 
     def __getattr__(self, name: str) -> Any:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from torch_lla_em.data import Data
 from torch_lla_em.inference import Curve, Modes, Posterior, curve
-from torch_lla_em.jacobian import LinearModel, Network, ParameterLayout
-from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood
+from torch_lla_em.jacobian import Network, ParameterLayout
+from torch_lla_em.likelihoods import LIKELIHOODS, Example, Likelihood, is_named
 from torch_lla_em.prediction.parts import posterior_alone
-from torch_lla_em.runtime import files
+from torch_lla_em.runtime import check_options, files
 from torch_lla_em.runtime import records as persistence
 from torch_lla_em.solvers import Spectrum
 
@@ -72,6 +73,7 @@ def state_of(fitted: Fitted) -> dict[str, Tensor]:
     layout, tensors = fitted._linear_model.layout, dict(fitted._buffers)
     record = {
         "likelihood": type(fitted.likelihood).__name__,
+        "given": fitted._given,
         "num_data": fitted.num_data,
         "history": fitted.history,
         "calibration": fitted.calibration,
@@ -79,22 +81,41 @@ def state_of(fitted: Fitted) -> dict[str, Tensor]:
         "names": layout.names,
         "shapes": [list(shape) for shape in layout.shapes],
     }
+    example = fitted._example and fitted._example.by(fitted.likelihood, fitted._device)
     return {
         **{name: tensors[name] for name in TENSORS if tensors[name] is not None},
+        **(example.tensors() if example else {}),
         "torch_lla_em_version": torch.tensor(persistence.VERSION, device="cpu"),
         "fingerprint": fitted._standing.fingerprint,
         "record": persistence.to_bytes(record),
     }
 
 
+def example_of(fitted: Fitted, data: Data) -> Example | None:
+    """Return what a likelihood of one's own makes of a few outputs, by which it is known again."""
+    if is_named(fitted._given_likelihood):
+        return None
+    network, batch = fitted._linear_model.network, next(data.first().split(2))
+    with network.guarded():
+        f = network.outputs(batch.inputs).movedim(network.class_dim, -1)
+    y = fitted.likelihood.align(batch.targets, network.class_dim)
+    return Example.of(fitted.likelihood, f, y)
+
+
 def checked(
-    state: dict[str, Tensor], linear_model: LinearModel, likelihood: Likelihood
+    state: dict[str, Tensor], fitted: Fitted
 ) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
-    """Return tensors and record of a state; refused where it is not of this network."""
+    """Return tensors and record of a state; refused where it is not of this object."""
     persistence.check(state)
-    record = _record_of(state)
+    record, linear_model = _record_of(state), fitted._linear_model
     _refuse_other_weights(record, linear_model.layout)
     _refuse_other_network(state["fingerprint"], linear_model.network.module)
+    if "forward_fn" in record.get("given", ()) and "forward_fn" not in fitted._given:
+        raise ValueError(
+            "The posterior was fitted with a forward_fn of your own, but this object has none: "
+            "construct it with the same forward_fn."
+        )
+    likelihood, sigma = fitted._given_likelihood, state.get("sigma_noise")
     if record["likelihood"] != type(likelihood).__name__:
         raise ValueError(
             f"The posterior was fitted with the likelihood {record['likelihood']}, but this "
@@ -105,11 +126,20 @@ def checked(
     if tensors["mixture"] is None:  # of an earlier release
         factor, scale = state.get("mean_factor", 1.0), state["posterior_scale"]
         tensors["mixture"] = posterior_alone(record.get("mean", "network"), factor, scale)
+    example = Example.known(state)
+    at = likelihood if sigma is None else likelihood.at_noise(sigma)
+    if example is not None and example.contradicts(at, fitted._device):
+        raise ValueError(
+            f"The posterior was fitted with another {record['likelihood']}: for the same outputs and "
+            "targets, this object's likelihood returns other values. Construct it with the same "
+            "likelihood, or fit again."
+        )
     return tensors, record
 
 
 def curve_of(fitted: Fitted, precisions: Iterable[float] | Tensor) -> Curve:
     """Return γ and evidence over a grid of λ."""
+    check_options(precisions=precisions)
     tensors = fitted._buffers
     path = [record["prior_precision"] for record in fitted.history]
     precisions = torch.as_tensor(precisions, dtype=torch.float64, device="cpu")
@@ -133,10 +163,8 @@ def write(state: dict[str, Tensor], path: str | PathLike, options: dict[str, Any
 
 def likelihood_option(given: Likelihood) -> dict[str, str]:
     """Return how a likelihood is named among saved options: not at all, if it is one's own."""
-    name = {kind: name for name, kind in LIKELIHOODS.items()}.get(type(given))
-    # arguments other than the noise are not stored, so they make it one's own
-    named = name == "regression" or (name and vars(given) == vars(type(given)()))
-    return {"likelihood": name} if named else {}
+    names = {kind: name for name, kind in LIKELIHOODS.items()}
+    return {"likelihood": names[type(given)]} if is_named(given) else {}
 
 
 @contextmanager
@@ -160,6 +188,13 @@ def read(
         raise ValueError(
             "The file was written with a likelihood of your own, or with arguments of your "
             "own: pass likelihood=."
+        )
+    missing = [name for name in _record_of(state).get("given", ()) if name not in given]
+    if missing:
+        arguments = ", ".join(f"{name}=..." for name in missing)
+        raise ValueError(
+            f"The posterior was fitted with {' and '.join(missing)} of your own, which a file cannot "
+            f"hold: pass {arguments} to load."
         )
     unknown = options.keys() - set(known)
     if unknown:

@@ -28,11 +28,13 @@ def row_squares(x: Factors, u: Tensor) -> dict[str, Tensor]:
 
 def _summed(weight: Tensor, parts: list, u: Tensor) -> Tensor:
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    piece, _, alone = parts[0]
-    if alone is not None and len(parts) == 1 and piece.part is None:
+    piece, _, term = parts[0]
+    if term is not None and len(parts) == 1 and piece.part is None:
+        if not term.a.is_floating_point():
+            return _of_table(term, u, torch.zeros_like(weight, dtype=dtype))
         # one product d aᵀ a row, whose square is the product of the squares
-        d = _signals(alone, u, slice(None)).to(dtype).square().sum(1)
-        by = alone.a.to(dtype).square() if piece is alone.weight else d.new_ones(len(d), 1)
+        d = _signals(term, u, slice(None)).to(dtype).square().sum(1)
+        by = term.a.to(dtype).square() if piece is term.weight else d.new_ones(len(d), 1)
         return (d.mT @ by).reshape(weight.shape)
     total = torch.zeros_like(weight, dtype=dtype)
     step = max(1, _NUMBERS // max(1, u.shape[1] * weight.numel()))
@@ -43,6 +45,21 @@ def _summed(weight: Tensor, parts: list, u: Tensor) -> Tensor:
             own = each if piece.part is None else each[:, :, piece.part]
             own += gradients(rows).reshape(own.shape)
         total += each.square_().sum((0, 1))
+    return total
+
+
+def _of_table(term: Outer, u: Tensor, total: Tensor) -> Tensor:
+    """Add the squares of a table's entries to the total: only those that a row looks up are not 0."""
+    step = max(1, _NUMBERS // max(1, u.shape[1] * term.a.shape[1] * total.shape[1]))
+    for start in range(0, len(u), step):
+        rows = slice(start, min(len(u), start + step))
+        d, a = _signals(term, u, rows).unflatten(2, (-1, term.a.shape[1])), term.a[rows]
+        same = a[:, :, None] == a[:, None, :]
+        # places that look up the same entry are summed, and counted at the first of them
+        sums = d.to(total) @ same[:, None].to(total)
+        is_first = ~same.tril(-1).any(2)
+        squares = (sums.square().sum(1) * is_first[:, None]).mT
+        total.index_add_(0, a.flatten(), squares.flatten(0, 1))
     return total
 
 
@@ -59,7 +76,7 @@ def _terms(x: Factors, u: Tensor) -> Iterator[tuple[Piece, Gradients, Outer | No
                 None,
             )
     for term in x.outer:
-        alone = term if term.a.dim() == 2 and term.a.is_floating_point() else None
+        alone = term if term.a.dim() == 2 else None
         if term.weight is not None:
             yield term.weight, lambda rows, term=term: _of_weight(term, u, rows), alone
         if term.bias is not None:

@@ -1,4 +1,4 @@
-"""Rows for mixtures."""
+"""Examples for mixtures."""
 
 import torch
 
@@ -13,3 +13,13 @@ def draw(seed=0, n=300, dim=3, num_components=3, dtype=torch.float64):
     noise = torch.randn(n, dim, 1, **normal)
     x = centres[owner] + (roots[owner] @ noise)[..., 0]
     return (x * torch.logspace(-1, 1, dim) + 7).to(dtype)
+
+
+class Batches(list):
+    """A list of batches that counts how often it is read."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        return super().__iter__()

@@ -338,7 +338,7 @@ def test_what_is_refused(network):
         FeatureDensity(network, "body").fit(x, labels[:7])
     with pytest.raises(ValueError, match="or are all labels -100, which are left out"):
         FeatureDensity(network, "body", by_label=True).fit(x, 0 * labels - 100)
-    with pytest.raises(TypeError, match="are a generator, which ends after one pass"):
+    with pytest.raises(TypeError, match="are an iterator .generator., which ends after one pass"):
         FeatureDensity(network, "body").fit(part for part in x.split(32))
     with pytest.raises(RuntimeError, match="Call fit"):
         FeatureDensity(network, "body").score(x)

@@ -1,7 +1,7 @@
-"""How familiar an input is: a density over a network's features.
+"""Out-of-distribution detection by a density of a network's features.
 
-As in deep deterministic uncertainty (Mukhoti et al., 2023): a Gaussian for each class,
-or a mixture without labels, fitted to the outputs of one layer.
+As in deep deterministic uncertainty (Mukhoti et al., 2023): one Gaussian for each class, or a
+mixture without labels, is fitted to the outputs of one layer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,30 +14,30 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from torch_lla_em.data import copied, to_device
-from torch_lla_em.mixtures.base import Mixture
+from torch_lla_em.data import copied, map_tensors, to_device
 from torch_lla_em.mixtures.conjugate import ConjugatePrior
+from torch_lla_em.mixtures.examples import require_several_passes
 from torch_lla_em.mixtures.gaussian import GaussianMixture
+from torch_lla_em.mixtures.mixture import Mixture
 
-_PIECE = 256
-"""Examples that the network runs on at once where whole tensors are passed."""
+_BATCH_SIZE = 256
+"""How many examples the network runs on at once if whole tensors are passed."""
 
 
 class FeatureDensity:
-    """A mixture over the outputs of ``layer``, the name of a submodule or the module itself.
+    """A mixture fitted to the outputs of one layer of a network.
 
-    With ``by_label`` every class of batches (inputs, labels) has components of its own.
-    ``mixture`` defaults to Gaussians with the conjugate prior: one for each class, or ten
-    without labels.
-
-    Features become rows (B, D): of an output with more axes, ``pool="mean"`` averages
-    over all but the first and ``feature_axis`` (1: channels of a convolution; −1: tokens
-    of a transformer), ``pool="flatten"`` keeps every number, and a callable may do as it
-    likes. Of a tuple or a mapping the first tensor is meant; of a layer that runs more than
-    once, the last run.
-
-    The model runs in evaluation mode and without gradients, and is afterwards as it was:
-    mode, hooks, buffers and attributes.
+    model: any trained module. It runs in evaluation mode and without gradients, and its mode,
+        hooks, buffers and attributes are put back afterwards.
+    layer: the name of a submodule, or the submodule itself. If the layer runs more than once in
+        a forward pass, its last output counts; of a tuple or a mapping, the first tensor.
+    mixture: Gaussians with the conjugate prior by default: one for each class with ``by_label``,
+        ten without.
+    by_label: give every class of batches (inputs, labels) components of its own.
+    pool: how outputs become features (B, D). "mean" averages over all axes but the first and
+        ``feature_axis``, "flatten" keeps every number, and a callable may do anything else.
+    feature_axis: 1 for the channels of a convolution, −1 for the tokens of a transformer.
+    forward_fn: called with the model and the inputs in place of ``model(inputs)``.
     """
 
     def __init__(
@@ -53,9 +53,7 @@ class FeatureDensity:
     ):
         if not callable(pool) and pool not in ("mean", "flatten"):
             raise ValueError(f"pool must be 'mean', 'flatten' or a callable, not {pool!r}.")
-        self.model = model
-        self.layer = _find(model, layer)
-        self.by_label = by_label
+        self.model, self.layer, self.by_label = model, _find(model, layer), by_label
         self.mixture = mixture or GaussianMixture(1 if by_label else 10, prior=ConjugatePrior())
         self.pool, self.feature_axis = pool, feature_axis
         self.forward_fn = forward_fn or _forward
@@ -75,7 +73,7 @@ class FeatureDensity:
         return self
 
     def score(self, inputs: Any) -> Tensor:
-        """Return the log density of the inputs' features, shape (B,): higher is more familiar."""
+        """Return the log density of the inputs' features, shape (B,): low if they are OOD."""
         self._require_same_weights()
         return self.mixture.log_prob(self.features(inputs))
 
@@ -93,22 +91,15 @@ class FeatureDensity:
 
     def features(self, inputs: Any) -> Tensor:
         """Return the pooled outputs of the layer, shape (B, D)."""
-        with _untouched(self.model):
-            return self._rows(inputs)
-
-    def _rows(self, inputs: Any) -> Tensor:
-        caught: list[Any] = []
-        handle = self.layer.register_forward_hook(lambda module, args, out: caught.append(out))
+        outputs: list[Any] = []
         own = next(self.model.parameters(), next(self.model.buffers(), None))
-        try:
-            with torch.no_grad():
-                inputs = inputs if own is None else to_device(inputs, own.device)
-                self.forward_fn(self.model, copied(inputs))
-        finally:
-            handle.remove()
-        if not caught:
+        inputs = inputs if own is None else to_device(inputs, own.device)
+        with _left_as_it_was(self.model), torch.no_grad():
+            self.layer.register_forward_hook(lambda module, args, out: outputs.append(out))
+            self.forward_fn(self.model, copied(inputs))
+        if not outputs:
             raise RuntimeError("The layer did not run in the forward pass. Choose one that does.")
-        return self._pooled(caught[-1])
+        return self._pooled(outputs[-1])
 
     def _pooled(self, output: Any) -> Tensor:
         while isinstance(output, (tuple, list, Mapping)) and output:
@@ -121,8 +112,7 @@ class FeatureDensity:
                 f"The layer's output is a {what}, not a floating-point tensor (B, ...). "
                 "Choose another layer."
             )
-        # A layer without gradients may hand out the very tensor that it keeps.
-        output = output.detach().clone()
+        output = output.detach().clone()  # it may be a buffer of the model
         if output.ndim == 1:
             return output[:, None]
         if output.ndim == 2 or self.pool == "flatten":
@@ -133,40 +123,55 @@ class FeatureDensity:
 class _FeatureBatches:
     """The batches (features, labels) of a loader, computed anew in every pass."""
 
-    def __init__(self, density: FeatureDensity, loader: Iterable):
-        self.density, self.loader = density, loader
+    def __init__(self, density: FeatureDensity, batches: Iterable):
+        self.density, self.batches = density, batches
 
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        for batch in self.loader:
-            inputs, labels = _split(batch)
-            features = self.density.features(inputs)
-            yield (features,) if labels is None else (features, labels)
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        for batch in self.batches:
+            labels: tuple[Any, ...] = ()
+            if isinstance(batch, Mapping):
+                labels = (batch["labels"],) if "labels" in batch else ()
+                batch = {name: value for name, value in batch.items() if name != "labels"}
+            elif isinstance(batch, (tuple, list)):
+                batch, *labels = batch
+            yield (self.density.features(batch), *labels)
 
 
 def _as_batches(data: Any, labels: Any) -> Iterable:
-    """Return batches that can be read again and again; whole tensors are cut into pieces."""
-    if isinstance(data, Iterator):
-        raise TypeError(
-            f"The data are a {type(data).__name__}, which ends after one pass, and EM needs "
-            "several. Pass tensors, a list of batches or a DataLoader."
-        )
+    """Return the batches of a loader, of a dataset, of a dict, or of tensors x and labels."""
+    require_several_passes(data)
+    if labels is not None or isinstance(data, (Tensor, np.ndarray)):
+        data = (data,) if labels is None else (data, labels)
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        return DataLoader(data, _PIECE)
-    if isinstance(data, Mapping):
+        return DataLoader(data, _BATCH_SIZE)
+    if not isinstance(data, tuple) or len(data) > 2:
+        return [data] if isinstance(data, Mapping) else data
+    data = map_tensors(lambda tensor: tensor, data)
+    if not all(isinstance(part, Tensor) for part in data):
         return [data]
-    whole = data if isinstance(data, tuple) and len(data) == 2 else (data,)
-    whole = whole if labels is None else (data, labels)
-    if not all(isinstance(part, (Tensor, np.ndarray)) for part in whole):
-        return data if labels is None else [(data, labels)]
-    x, *rest = parts = [
-        part if isinstance(part, Tensor) else torch.from_numpy(part) for part in whole
-    ]
-    if rest and (len(rest[0]) != len(x) or (labels is None and rest[0].shape == x.shape)):
+    shapes = [tuple(part.shape) for part in data]
+    if shapes[0][0] != shapes[-1][0] or (labels is None and shapes[0] in shapes[1:]):
         raise ValueError(
-            f"The data are two tensors of shapes {tuple(x.shape)} and {tuple(rest[0].shape)}, "
-            "which are not inputs and one label each. Pass fit(x, labels), or a list of batches."
+            f"The data are two tensors of shapes {shapes[0]} and {shapes[1]}, which are not inputs "
+            "and one label each. Pass fit(x, labels), or a list of batches."
         )
-    return [*zip(*(part.split(_PIECE) for part in parts))] if rest else x.split(_PIECE)
+    return [*zip(*(part.split(_BATCH_SIZE) for part in data))]
+
+
+def _forward(model: nn.Module, inputs: Any) -> Any:
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+
+
+def _find(model: nn.Module, layer: str | nn.Module) -> nn.Module:
+    modules = dict(model.named_modules())
+    if isinstance(layer, nn.Module):
+        if layer not in modules.values():
+            raise ValueError("The layer is not a part of the model.")
+        return layer
+    if layer not in modules:
+        names = ", ".join(name for name in modules if name)
+        raise ValueError(f"The model has no layer {layer!r}. It has: {names}.")
+    return modules[layer]
 
 
 def _checksum(model: nn.Module) -> int:
@@ -179,56 +184,25 @@ def _checksum(model: nn.Module) -> int:
     return total
 
 
-def _split(batch: Any) -> tuple[Any, Any]:
-    """Return the inputs and the labels of a batch; None where it has no labels."""
-    if isinstance(batch, Mapping):
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        return inputs, batch.get("labels")
-    if isinstance(batch, (tuple, list)):
-        return batch[0], batch[1] if len(batch) > 1 else None
-    return batch, None
-
-
-def _forward(model: nn.Module, inputs: Any) -> Any:
-    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
-
-
-def _find(model: nn.Module, layer: str | nn.Module) -> nn.Module:
-    modules = dict(model.named_modules())
-    if isinstance(layer, nn.Module):
-        if not any(module is layer for module in modules.values()):
-            raise ValueError("The layer is not a part of the model.")
-        return layer
-    if layer not in modules:
-        names = ", ".join(name for name in modules if name)
-        raise ValueError(f"The model has no layer {layer!r}. It has: {names}.")
-    return modules[layer]
-
-
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Run the model in evaluation mode; put back whatever changed, also after an error."""
-    modules = list(model.modules())
-    attributes = [dict(vars(module)) for module in modules]
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     contents = [
         (value, value.copy())
-        for attribute in attributes
-        for value in attribute.values()
+        for _, before in attributes
+        for value in before.values()
         if isinstance(value, (dict, list, set))
     ]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
-        for module in modules:
-            # Not .eval(): some models do more in it, such as merging adapters.
-            module.training = False
+        for module in model.modules():
+            module.training = False  # not .eval(), in which some models merge adapters
         yield
     finally:
-        for module, attribute in zip(modules, attributes, strict=True):
-            vars(module).clear()
-            vars(module).update(attribute)
-        for held, content in contents:
-            held.clear()
-            held.extend(content) if isinstance(held, list) else held.update(content)
+        for now, before in (*attributes, *contents):
+            now.clear()
+            now.extend(before) if isinstance(now, list) else now.update(before)
         with torch.no_grad():
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):

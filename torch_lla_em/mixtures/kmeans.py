@@ -1,4 +1,4 @@
-"""k-means with its k-means++ start: where EM begins."""
+"""k-means with the k-means++ start, from which EM begins."""
 
 import torch
 from torch import Tensor
@@ -19,12 +19,12 @@ def kmeans(x: Tensor, num_clusters: int, generator: torch.Generator, max_steps: 
 
 
 def plus_plus(x: Tensor, num_clusters: int, generator: torch.Generator) -> Tensor:
-    """Return rows of x as centres, each drawn by its squared distance to those before."""
+    """Return rows of x as centres, each drawn in proportion to its squared distance to the others."""
     first = torch.randint(len(x), (1,), generator=generator, device=generator.device)
     centres = x[first.to(x.device)]
     distance = (x - centres).square().sum(1)
     for _ in range(num_clusters - 1):
-        # Rows that are all on a centre already are drawn alike.
+        # if every row is a centre already, all are drawn with equal probability
         odds = distance if distance.sum() > 0 else torch.ones_like(distance)
         drawn = torch.multinomial(odds.to(generator.device), 1, generator=generator)
         centre = x[drawn.to(x.device)]

@@ -1,0 +1,175 @@
+"""EM for mixtures of exponential families: log p(x, component k) = θ_k · φ(x)."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.inference import iterate
+from torch_lla_em.mixtures.examples import Examples
+from torch_lla_em.mixtures.kmeans import kmeans
+
+CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""Numbers computed with at once: on a CPU they should stay in the cache."""
+
+Tensors = tuple[Tensor, ...]
+
+
+class Family(ABC):
+    """One kind of mixture: θ, φ and the M-step, in the coordinates of the fit.
+
+    θ is a tuple of tensors: a constant for each component (K,), the coefficients of x (K, D), and
+    those of the rest of φ = (1, x, ...). Sums of φ are a tuple of the same shapes.
+    """
+
+    num_components: int
+    """K."""
+
+    width: int
+    """About how many numbers are computed for each example."""
+
+    @abstractmethod
+    def columns(self, x: Tensor) -> Tensor:
+        """Return examples (n, D) as columns (D, n) in the coordinates of the fit, in float64."""
+
+    def log_joint(self, natural: Tensors, columns: Tensor) -> Tensor:
+        """Return θ_k · φ(x_n), which is log p(x_n, k) in the user's coordinates, shape (K, n)."""
+        return torch.addmm(natural[0][:, None], natural[1], columns)
+
+    def sums(self, r: Tensor, columns: Tensor) -> Tensors:
+        """Return Σ_n r_kn φ(x_n) for responsibilities r, shape (K, n)."""
+        return r.sum(1), r @ columns.T
+
+    @abstractmethod
+    def natural(self, parameters: Any) -> Tensors:
+        """Return θ."""
+
+    @abstractmethod
+    def maximise(self, sums: Tensors, old: Any) -> Any:
+        """Return the parameters that maximise the bound; ``old`` is None at the start of EM."""
+
+    @abstractmethod
+    def log_prior(self, parameters: Any) -> Tensor:
+        """Return what the objective adds to log p(X | θ), shape ()."""
+
+    @abstractmethod
+    def enter(self, parameters: Any) -> Any:
+        """Return the user's parameters in the coordinates of the fit, after checking them."""
+
+    @abstractmethod
+    def leave(self, parameters: Any) -> Any:
+        """Return parameters in the user's coordinates."""
+
+    @abstractmethod
+    def moments(self, parameters: Any) -> tuple[Tensor, Tensor]:
+        """Return the mean and variance of each column of the mixture, in the fit's coordinates."""
+
+
+class MixtureState(NamedTuple):
+    """What one EM step hands to the next, and the answer after the last."""
+
+    parameters: Any
+    """The parameters of the mixture, in the coordinates of the fit."""
+
+    natural: Tensors
+    """θ."""
+
+    objective: float
+    """log p(X | θ) of the parameters that the step began with, plus log p(θ) for MAP."""
+
+    lower_bound: float
+    """A lower bound of the objective at the step's new parameters.
+
+    It lies between this step's ``objective`` and that of the next step, which is higher by the
+    divergence KL(q ‖ p) that the M-step left.
+    """
+
+
+@dataclass(frozen=True)
+class EM:
+    """EM for one family on one data set."""
+
+    family: Family
+    batches: Iterable[Examples]
+    num_examples: int
+    classes: Tensor | None = None
+    """The label of each component, shape (K,): examples belong to components of their label."""
+
+    def states(self, parameters: Any, max_steps: int, tolerance: float) -> Iterator[MixtureState]:
+        """Yield the state after each step, from these parameters until the bound settles."""
+        unknown = -float("inf")
+        return iterate(
+            self.step,
+            MixtureState(parameters, self.family.natural(parameters), unknown, unknown),
+            max_steps=max_steps,
+            settled=lambda old, new: self.settled(old.lower_bound, new.lower_bound, tolerance),
+            objective=lambda state: state.lower_bound,
+            rounding=1e-8,
+        )
+
+    def step(self, state: MixtureState) -> MixtureState:
+        """Return the state after an E-step and an M-step."""
+        log_evidence, sums = self.expectation(state.natural)
+        parameters = self.family.maximise(sums, state.parameters)
+        natural = self.family.natural(parameters)
+        # L(q, θ) − log p(X | θ_old) is the change of E_q log p(X, z | θ), which is linear in θ
+        gain = _inner(natural, sums) - _inner(state.natural, sums)
+        objective = log_evidence + self.family.log_prior(state.parameters)
+        lower_bound = log_evidence + gain + self.family.log_prior(parameters)
+        return MixtureState(parameters, natural, float(objective), float(lower_bound))
+
+    def settled(self, old: float, new: float, tolerance: float) -> bool:
+        """Whether the bound per example has changed by no more than the tolerance."""
+        return abs(new - old) <= tolerance * self.num_examples
+
+    def expectation(self, natural: Tensors) -> tuple[Tensor, Tensors]:
+        """Return log p(X | θ), shape (), and Σ_n r_kn φ(x_n), from one pass over the data."""
+        sums, log_evidence = [torch.zeros_like(t) for t in natural], natural[0].new_zeros(())
+        for x, labels in chunks(self.batches, self.family, natural[0].device):
+            columns = self.family.columns(x)
+            r = self.family.log_joint(natural, columns)
+            if self.classes is not None:
+                r.masked_fill_(self.classes[:, None] != labels, -torch.inf)
+            log_prob = r.logsumexp(0)
+            r.sub_(log_prob).exp_()
+            sums = [total + part for total, part in zip(sums, self.family.sums(r, columns))]
+            log_evidence += log_prob.sum()
+        return log_evidence, tuple(sums)
+
+    def start(self, generator: torch.Generator) -> Any:
+        """Return parameters to begin with, from a k-means clustering of the (few) data."""
+        (sample,) = self.batches
+        columns, num_components = self.family.columns(sample.x), self.family.num_components
+        x = columns.T.contiguous()
+        member = x.new_zeros(len(x), dtype=torch.long)
+        labels = member if self.classes is None else sample.labels
+        classes = member.new_zeros(num_components) if self.classes is None else self.classes
+        for label in labels.unique():
+            own, rows = (classes == label).nonzero()[:, 0], labels == label
+            member[rows] = own[kmeans(x[rows], len(own), generator)]
+        size, sums = chunk_size(self.family, x.device), []
+        for part, k in zip(columns.split(size, 1), member.split(size)):
+            hard = torch.nn.functional.one_hot(k, num_components).T.to(x)
+            sums.append(self.family.sums(hard, part))
+        return self.family.maximise(tuple(map(sum, zip(*sums))), None)
+
+
+def chunk_size(family: Family, device: torch.device) -> int:
+    """Return how many examples to compute with at once, 256 at least."""
+    return max(256, CHUNK.get(device.type, CHUNK["cpu"]) // family.width)
+
+
+def chunks(batches: Iterable[Examples], family: Family, device: torch.device) -> Iterator[Examples]:
+    """Yield the examples on the device, in small chunks."""
+    for batch in batches:
+        yield from batch.each(lambda part: part.to(device)).split(chunk_size(family, device))
+
+
+def _inner(natural: Tensors, sums: Tensors) -> Tensor:
+    """Return Σ θ · Σ_n r φ; components of weight 0, whose constant is −∞, add nothing."""
+    constant, *others = natural
+    constant = constant.where(constant != -torch.inf, 0.0)
+    return sum((a * b).sum() for a, b in zip((constant, *others), sums))

@@ -1,0 +1,162 @@
+"""The data of a mixture: batches of examples that can be read again and again."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""The label that PyTorch's losses ignore."""
+
+PIECE = 1 << 20
+"""Numbers that are converted to double precision at once."""
+
+
+class Examples(NamedTuple):
+    """Some examples, and their labels if the fit is by label."""
+
+    x: Tensor
+    """Shape (n, D)."""
+
+    labels: Tensor | None = None
+    """Shape (n,)."""
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> "Examples":
+        """Return the examples with a function applied to x and to the labels."""
+        return Examples(*(None if part is None else function(part) for part in self))
+
+    def split(self, size: int) -> Iterator["Examples"]:
+        """Yield the examples in pieces of at most ``size``."""
+        for first in range(0, len(self.x), size):
+            yield self.each(lambda part: part[first : first + size])
+
+
+def require_several_passes(data: Any) -> None:
+    """Raise an error for data that end after one pass."""
+    if isinstance(data, Iterator):
+        raise TypeError(
+            f"The data are an iterator ({type(data).__name__}), which ends after one pass, and EM "
+            "needs several. Pass tensors, a list of batches or a DataLoader."
+        )
+
+
+class ExampleBatches:
+    """The checked batches of data that hold tensors, or tuples (x, labels, ...)."""
+
+    def __init__(self, data: Tensor | Iterable, by_label: bool = False):
+        require_several_passes(data)
+        self.batches = [data] if isinstance(data, Tensor) else data
+        self.by_label = by_label
+
+    def __iter__(self) -> Iterator[Examples]:
+        """Yield the batches of one pass; examples whose label is ``IGNORED`` are left out."""
+        dim = None
+        for number, batch in enumerate(self.batches):
+            x, *others = batch if isinstance(batch, (tuple, list)) else (batch,)
+            _check_x(x, number, dim)
+            x, dim = x.detach(), x.shape[1]
+            if not self.by_label:
+                yield Examples(x)
+                continue
+            labels = _checked_labels(others, number, len(x)).to(x.device)
+            kept = labels != IGNORED
+            if kept.any():
+                yield Examples(x[kept], labels[kept])
+
+
+def _check_x(x: Any, number: int, dim: int | None) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"Batch {number} holds a {type(x).__name__}. Pass tensors (n, D).")
+    if x.ndim != 2 or x.shape[1] == 0:
+        raise ValueError(
+            f"Batch {number} has shape {tuple(x.shape)}. Pass one row per example, shape (n, D); "
+            "a single column is x[:, None]."
+        )
+    if dim not in (None, x.shape[1]):
+        raise ValueError(f"Batch {number} has {x.shape[1]} columns, those before {dim}.")
+
+
+def _checked_labels(others: list, number: int, count: int) -> Tensor:
+    if not others:
+        raise TypeError(
+            "A fit by label needs batches (x, labels): pass [(x, labels)] or a loader. Batches of "
+            "a network may also be dicts with 'labels'."
+        )
+    labels = others[0]
+    labels = labels if isinstance(labels, Tensor) else torch.as_tensor(labels, device="cpu")
+    if labels.shape != (count,) or labels.is_floating_point():
+        raise ValueError(
+            f"The labels of batch {number} have shape {tuple(labels.shape)} and type "
+            f"{labels.dtype}. Pass one integer per example."
+        )
+    return labels
+
+
+class Survey(NamedTuple):
+    """What the first pass finds out about the data."""
+
+    num_examples: int
+    """N."""
+
+    mean: Tensor
+    """Column means, shape (D,)."""
+
+    variance: Tensor
+    """Column variances, shape (D,)."""
+
+    sample: Examples
+    """A uniform sample of the examples, or all of them if they are few enough."""
+
+    class_counts: Counter[int]
+    """The number of examples with each label; empty without labels."""
+
+
+def survey(
+    batches: ExampleBatches,
+    sample_size: int,
+    generator: torch.Generator,
+    check: Callable[[Tensor], None],
+) -> Survey:
+    """Count, average and sample the examples in one pass; refuse what no mixture can fit."""
+    count, mean, squares = 0, torch.zeros((), device="cpu"), torch.zeros((), device="cpu")
+    class_counts: Counter[int] = Counter()
+    kept: list[tuple[Tensor, Examples]] = []
+    smallest_key = -1.0
+    for number, batch in enumerate(batches):
+        check(batch.x)
+        for piece in batch.split(max(1, PIECE // batch.x.shape[1])):
+            x = piece.x.double()
+            variance, centre = torch.var_mean(x, 0, correction=0)
+            if not torch.isfinite(variance).all():
+                bad = int((~torch.isfinite(x)).any(1).sum())
+                raise ValueError(
+                    f"Batch {number} has {bad} examples with NaN or infinity, or values too large "
+                    "to square. Remove, impute or rescale them."
+                )
+            delta, total = centre - mean.to(x), count + len(x)
+            squares = squares.to(x) + variance * len(x) + delta.square() * (count * len(x) / total)
+            mean, count = mean.to(x) + delta * (len(x) / total), total
+            if piece.labels is not None:
+                class_counts.update(piece.labels.tolist())
+
+            keys = torch.rand(len(x), generator=generator, device=generator.device).to(x.device)
+            chosen = keys > smallest_key
+            kept.append((keys[chosen], piece.each(lambda part: part[chosen])))
+            if sum(len(keys) for keys, _ in kept) > 2 * sample_size:
+                kept = [_with_largest_keys(kept, sample_size)]
+                smallest_key = float(kept[0][0].min())
+    if count == 0:
+        ignored = f", or are all labels {IGNORED}, which are left out" if batches.by_label else ""
+        raise ValueError(f"The data hold no examples. Is the loader empty or used up{ignored}?")
+    sample = _with_largest_keys(kept, sample_size)[1]
+    return Survey(count, mean, squares / count, sample, class_counts)
+
+
+def _with_largest_keys(kept: list[tuple[Tensor, Examples]], size: int) -> tuple[Tensor, Examples]:
+    """Return a uniform sample: the examples that drew the largest random keys, in their order."""
+    keys, x, labels = zip(*((keys, *examples) for keys, examples in kept))
+    chosen = torch.cat(keys).topk(min(size, sum(map(len, keys)))).indices.sort().values
+    everything = Examples(torch.cat(x), None if labels[0] is None else torch.cat(labels))
+    return torch.cat(keys)[chosen], everything.each(lambda part: part[chosen])

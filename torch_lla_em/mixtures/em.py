@@ -150,11 +150,12 @@ class EM:
         for label in labels.unique():
             own, rows = (classes == label).nonzero()[:, 0], labels == label
             member[rows] = own[kmeans(x[rows], len(own), generator)]
-        size, sums = chunk_size(self.family, x.device), []
+        size, parts = chunk_size(self.family, x.device), []
         for part, k in zip(columns.split(size, 1), member.split(size)):
             hard = torch.nn.functional.one_hot(k, num_components).T.to(x)
-            sums.append(self.family.sums(hard, part))
-        return self.family.maximise(tuple(map(sum, zip(*sums))), None)
+            parts.append(self.family.sums(hard, part))
+        sums = tuple(torch.stack(tensors).sum(0) for tensors in zip(*parts))
+        return self.family.maximise(sums, None)
 
 
 def chunk_size(family: Family, device: torch.device) -> int:
@@ -172,4 +173,4 @@ def _inner(natural: Tensors, sums: Tensors) -> Tensor:
     """Return Σ θ · Σ_n r φ; components of weight 0, whose constant is −∞, add nothing."""
     constant, *others = natural
     constant = constant.where(constant != -torch.inf, 0.0)
-    return sum((a * b).sum() for a, b in zip((constant, *others), sums))
+    return torch.stack([(a * b).sum() for a, b in zip((constant, *others), sums)]).sum()

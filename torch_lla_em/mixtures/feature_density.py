@@ -128,9 +128,9 @@ class _FeatureBatches:
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         for batch in self.batches:
-            labels: tuple[Any, ...] = ()
+            labels: list[Any] = []
             if isinstance(batch, Mapping):
-                labels = (batch["labels"],) if "labels" in batch else ()
+                labels = [batch["labels"]] if "labels" in batch else []
                 batch = {name: value for name, value in batch.items() if name != "labels"}
             elif isinstance(batch, (tuple, list)):
                 batch, *labels = batch
@@ -180,7 +180,7 @@ def _checksum(model: nn.Module) -> int:
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             entries = tensor.detach().cpu().contiguous().reshape(-1)
-            total = crc32(entries.view(torch.uint8).numpy(), total)
+            total = crc32(entries.view(torch.uint8).numpy().data, total)
     return total
 
 
@@ -204,6 +204,6 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
             now.clear()
             now.extend(before) if isinstance(now, list) else now.update(before)
         with torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
+            for buffer, copy in buffers:
+                if not torch.equal(buffer, copy):
+                    buffer.copy_(copy)

@@ -87,9 +87,11 @@ class Mixture(ABC):
         self, data: Tensor | Iterable, *, start: Any = None, by_label: bool = False
     ) -> Iterator[MixtureState]:
         """Fit as ``fit`` does and yield each state; the mixture holds the latest."""
-        generator = self.seed
-        if not isinstance(generator, torch.Generator):
-            generator = torch.Generator("cpu").manual_seed(self.seed)
+        seed = self.seed
+        if isinstance(seed, torch.Generator):
+            generator = seed
+        else:
+            generator = torch.Generator("cpu").manual_seed(seed)
         batches = ExampleBatches(data, by_label)
         seen = survey(batches, self.sample_size, generator, self._check_values)
         classes = self._label_components(seen)

@@ -2,6 +2,7 @@
 
 MkDocs calls ``on_files``. A tutorial is a script of ``examples/`` in percent format; what its cells
 printed and drew when ``python docs/pages.py [NAME ...]`` last ran them is kept in ``examples/shown/``.
+``python docs/pages.py --notebooks FOLDER`` writes all tutorials as Jupyter notebooks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import io
 import json
 import re
 import time
+from base64 import b64encode
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +36,7 @@ def on_files(files: Any, config: Any) -> Any:
     rooms = [page for page in pages if (PACKAGE / page).is_dir()]
     made: dict[str, str | bytes] = {**api_pages(rooms), **tutorial_pages(examples)}
     made |= {f"tutorials/{path.name}": path.read_bytes() for path in SHOWN.glob("*.png")}
+    made |= {f"tutorials/{name}.ipynb": notebook(name) for name in examples if is_portable(name)}
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
     return files
@@ -116,7 +119,9 @@ def tutorial_pages(names: list[str]) -> dict[str, str]:
     for name in names:
         path = EXAMPLES / f"{name}.py"
         shown = json.loads((SHOWN / f"{name}.json").read_text())
-        head = f"\n*`examples/{path.name}`; {shown['seconds']:.0f} s on one core.*\n"
+        also = f", or as a [notebook]({name}.ipynb)" if is_portable(name) else ""
+        source = f"`examples/{path.name}`{also}"
+        head = f"\n*{source}; {shown['seconds']:.0f} s on one core.*\n"
         parts = [head]
         outputs = iter(shown["outputs"])
         for cell in cells(path):
@@ -146,6 +151,40 @@ training. Run one whole with `python examples/NAME.py`, or cell by cell in an ed
 def as_markdown(output: dict[str, Any]) -> str:
     text = f'\n```text title="Output"\n{output["text"].rstrip()}\n```\n' if output["text"] else ""
     return text + "".join(f"\n![]({picture})\n" for picture in output["pictures"])
+
+
+def is_portable(name: str) -> bool:
+    """Whether an example runs cell by cell: one that starts itself again needs its file."""
+    return "__file__" not in (EXAMPLES / f"{name}.py").read_text()
+
+
+def notebook(name: str) -> str:
+    """Return an example as a Jupyter notebook, with what its cells printed and drew."""
+    shown = iter(json.loads((SHOWN / f"{name}.json").read_text())["outputs"])
+    found = [_cell("setup", "# %pip install 'torch_lla_em[examples]'", [])]
+    for number, cell in enumerate(cells(EXAMPLES / f"{name}.py")):
+        outputs = _outputs(next(shown)) if cell.is_code else None
+        found.append(_cell(f"cell-{number}", cell.text, outputs))
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    book = {"cells": found, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(book, indent=1) + "\n"
+
+
+def _cell(key: str, text: str, outputs: list[Any] | None) -> dict[str, Any]:
+    cell = {"id": key, "metadata": {}, "source": text.splitlines(keepends=True)}
+    if outputs is None:
+        return {"cell_type": "markdown", **cell}
+    return {"cell_type": "code", "execution_count": None, **cell, "outputs": outputs}
+
+
+def _outputs(shown: dict[str, Any]) -> list[Any]:
+    text = {"output_type": "stream", "name": "stdout", "text": shown["text"]}
+    images = (b64encode((SHOWN / name).read_bytes()).decode() for name in shown["pictures"])
+    pictures = [
+        {"output_type": "display_data", "data": {"image/png": image}, "metadata": {}}
+        for image in images
+    ]
+    return [text] * bool(shown["text"]) + pictures
 
 
 def record(name: str) -> None:
@@ -178,5 +217,13 @@ def record(name: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="examples to run; all by default")
-    for name in parser.parse_args().names or [path.stem for path in sorted(EXAMPLES.glob("*.py"))]:
-        record(name)
+    parser.add_argument(
+        "--notebooks", type=Path, help="write notebooks to this folder; run nothing"
+    )
+    asked = parser.parse_args()
+    for name in asked.names or [path.stem for path in sorted(EXAMPLES.glob("*.py"))]:
+        if asked.notebooks and is_portable(name):
+            asked.notebooks.mkdir(parents=True, exist_ok=True)
+            (asked.notebooks / f"{name}.ipynb").write_text(notebook(name))
+        elif not asked.notebooks:
+            record(name)

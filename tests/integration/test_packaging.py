@@ -1,0 +1,79 @@
+"""What the package says of itself, and the files that build it elsewhere."""
+
+import json
+import re
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+
+import torch_lla_em
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "docs"))
+
+SETUP = ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
+META = SETUP["metadata"]
+REQUIRED = SETUP["options"]["install_requires"].split()
+
+
+def test_the_version_is_that_of_the_package():
+    assert META["version"] == "attr: torch_lla_em.__version__"
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1]
+    recipe = re.search(
+        r'^  version: "(.+)"$', (ROOT / "conda/recipe.yaml").read_text(), re.MULTILINE
+    )
+    released = re.search(r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert torch_lla_em.__version__ == cited == recipe[1] == released
+
+
+def test_who_uses_it_finds_it():
+    assert META["author"] == "torch_lla_em contributors"
+    classifiers = META["classifiers"].splitlines()
+    assert (
+        "Typing :: Typed" in classifiers
+        and (Path(torch_lla_em.__file__).parent / "py.typed").exists()
+    )
+    assert all(f"Programming Language :: Python :: 3.{n}" in classifiers for n in range(10, 14))
+
+
+def test_the_conda_recipe_renders_and_asks_for_the_same():
+    render = pytest.importorskip("rattler_build").Stage0Recipe.from_file(ROOT / "conda/recipe.yaml")
+    (variant,) = render.render()
+    recipe = variant.recipe.to_dict()
+    needed = {r.replace(" ", "").replace("pytorch", "torch") for r in recipe["requirements"]["run"]}
+    assert needed == {*REQUIRED, f"python{SETUP['options']['python_requires']}"}
+    assert recipe["package"]["version"] == torch_lla_em.__version__
+
+
+def test_workflows_and_images_name_files_that_exist():
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    scripts = re.findall(r"run: (\S+)", workflow)
+    assert set(scripts) == {".ci/run", ".ci/versions", ".ci/package"}
+    assert all((ROOT / script).exists() for script in scripts)
+    image = (ROOT / "Dockerfile").read_text()
+    sources = [name for line in re.findall(r"COPY (.+) \S+\n", image) for name in line.split()]
+    shown = (ROOT / ".dockerignore").read_text().splitlines()
+    assert sources and all((ROOT / name).exists() and f"!{name}" in shown for name in sources)
+    assert (ROOT / re.search(r'CMD \["python", "(.+)"\]', image)[1]).exists()
+    assert "demo" in SETUP["options.extras_require"]
+
+
+def test_notebooks_hold_the_code_of_the_examples():
+    pages = pytest.importorskip("pages", reason="the site is built with griffe")
+    names = [path.stem for path in pages.EXAMPLES.glob("*.py") if pages.is_portable(path.stem)]
+    assert len(names) >= 9
+    for name in names:
+        book = json.loads(pages.notebook(name))
+        code = ["".join(c["source"]) for c in book["cells"] if c["cell_type"] == "code"]
+        assert code[1:] == [
+            cell.text for cell in pages.cells(pages.EXAMPLES / f"{name}.py") if cell.is_code
+        ]
+        assert len({cell["id"] for cell in book["cells"]}) == len(book["cells"])
+        try:
+            import nbformat
+        except ImportError:
+            continue
+        nbformat.validate(nbformat.from_dict(book))

@@ -165,6 +165,100 @@ def test_bad_fits_are_refused(options, message):
         fit("classification", [(X, LABELS)], **options)
 
 
+class Once:
+    """An object whose iterator is used up after one pass."""
+
+    def __init__(self, batches):
+        self.batches = iter(batches)
+
+    def __iter__(self):
+        return self.batches
+
+
+class Table:
+    """What pandas and polars have in common."""
+
+    def __init__(self, array):
+        self.array, self.ndim = array, array.ndim
+
+    def __len__(self):
+        return len(self.array)
+
+    def to_numpy(self, dtype=None):
+        return self.array
+
+
+FRAME = Table(X.numpy())
+UNUSABLE = {
+    "float64 array": ((X.double().numpy(), LABELS.numpy()), TypeError, r"x.astype\('float32'\)"),
+    "integers": ((X.long(), LABELS), TypeError, "int64, but the network's weights are torch.float"),
+    "lists": ((X.tolist(), LABELS.tolist()), TypeError, r"pass torch.tensor\(x\)"),
+    "a table": ((FRAME, LABELS), TypeError, "to_numpy"),
+    "no targets": (([(X, None)],), TypeError, "targets are None"),
+    "words as targets": ((X, ["cat"] * 10), TypeError, "class indices"),
+    "weights": (([(X, LABELS, torch.ones(10))],), TypeError, r"target_fn=lambda batch: batch\[1\]"),
+    "used up": ((Once([(X, LABELS)]),), ValueError, "iterated over only once"),
+    "one-hot": ((X, nn.functional.one_hot(LABELS)), ValueError, r"y.argmax\(-1\)"),
+    "one-hot floats": ((X, nn.functional.one_hot(LABELS).float()), TypeError, r"y.argmax\(-1\)"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+@pytest.mark.parametrize("parameters", [None, "last_layer"])
+def test_inputs_that_no_network_takes_are_refused(case, parameters):
+    data, error, message = UNUSABLE[case]
+    la = LinearisedLaplace(network(), "classification", parameters=parameters, num_samples=2)
+    with pytest.raises(error, match=message):
+        la.fit(*data, progress_bar=False)
+
+
+def test_a_column_of_a_table_may_be_the_targets():
+    whole = fit("classification", (X, LABELS))
+    column = Table(LABELS.numpy())
+    for data in ((X, column), [(X, column)]):
+        assert_close(fit("classification", data)(X), whole(X))
+    assert_close(whole.joint_log_prob(X, column), whole.joint_log_prob(X, LABELS))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.uint8, torch.uint16, torch.int32])
+def test_labels_may_be_small_integers(dtype):
+    y = LABELS.to(dtype)
+    whole, la = fit("classification", (X, LABELS)), fit("classification", (X, y))
+    assert_close(la(X), whole(X))
+    assert_close(la.predict(X).log_prob(y), whole.predict(X).log_prob(LABELS))
+    assert_close(la.joint_log_prob(X, y), whole.joint_log_prob(X, LABELS))
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression", "bernoulli"])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_no_examples_have_predictions_of_no_examples(likelihood, loaded, tmp_path):
+    y = LABELS if likelihood == "classification" else (X @ torch.ones(2, 3) > 0).float()
+    la = fit(likelihood, (X, y), em_steps=1)
+    if loaded:  # whose network has not been probed yet
+        la.save(tmp_path / "la.pt")
+        la = LinearisedLaplace.load(tmp_path / "la.pt", network())
+    found, prediction = la(X[:0]), la.predict(X[:0])
+    assert (found[0] if isinstance(found, tuple) else found).shape == (0, 3)
+    assert prediction.mean.shape == prediction.variance.shape == (0, 3)
+    assert prediction.samples.shape == la.functional_samples(X[:0]).shape == (2, 0, 3)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_questions_about_one_example_or_other_inputs_name_the_remedy(loaded, tmp_path):
+    la = fit("classification", (X, LABELS))
+    if loaded:
+        la.save(tmp_path / "la.pt")
+        la = LinearisedLaplace.load(tmp_path / "la.pt", network())
+    with pytest.raises(ValueError, match=r"pass x\[None\]"):
+        la(X[0])
+    with pytest.raises(TypeError, match=r"x.to\(torch.float32\)"):
+        la(X.long())
+    with pytest.raises(TypeError, match=r"pass torch.tensor\(x\)"):
+        la(X.tolist())
+    with pytest.raises(TypeError, match="to_numpy"):
+        la(FRAME)
+
+
 def test_bad_questions_are_refused():
     la = fit("classification", [(X, LABELS)], em_steps=2)
     with pytest.raises(ValueError, match="mc"):

@@ -147,7 +147,7 @@ def test_answers_inside_inference_mode(fitted):
 
 def test_inputs_of_another_precision_are_named(fitted):
     case, la, _ = fitted
-    with pytest.raises(TypeError, match=r"inputs are torch.float32, .* weights torch.float64"):
+    with pytest.raises(TypeError, match=r"inputs are torch.float32, .* weights are torch.float64"):
         la(case.x.float())
 
 

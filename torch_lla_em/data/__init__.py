@@ -3,8 +3,8 @@
 from torch_lla_em.data.batch import (
     Batch,
     TargetFn,
+    as_targets,
     copied,
-    default_forward,
     default_targets,
     inputs_of,
     is_sequence,
@@ -13,6 +13,7 @@ from torch_lla_em.data.batch import (
     tensors_in,
     to_device,
 )
+from torch_lla_em.data.forward import default_forward
 from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.loader import Data
 from torch_lla_em.data.sources import Chain, as_loader, paired
@@ -24,6 +25,7 @@ __all__ = [
     "Identity",
     "TargetFn",
     "as_loader",
+    "as_targets",
     "copied",
     "default_forward",
     "default_targets",

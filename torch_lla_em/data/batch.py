@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 TargetFn = Callable[[Any], Tensor]
 
@@ -115,10 +115,27 @@ def split(batch: Any, target_fn: TargetFn | None, device: torch.device) -> tuple
         batch = to_device(batch, device)
         targets = target_fn(batch)
         inputs = inputs_of(batch, targets)
+    return inputs, as_targets(targets)
+
+
+def as_targets(targets: Any) -> Tensor:
+    """Return targets as a tensor: those of arrays, lists of numbers and columns of pandas too."""
+    if targets is None:
+        raise TypeError(
+            "The targets are None: batches are (inputs, targets), with one target or more an "
+            "example; a target_fn must return them."
+        )
     if not isinstance(targets, Tensor):
-        targets = torch.as_tensor(targets, device=device)
+        targets = targets.to_numpy() if hasattr(targets, "to_numpy") else targets
+        try:
+            targets = torch.as_tensor(targets, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"The targets are a {type(targets).__name__} that cannot be made a tensor "
+                f"({error}): pass numbers, and labels as class indices 0, 1, ..."
+            ) from error
     # of which torch knows little more than that they are there
-    return inputs, targets.long() if targets.dtype in _UNSIGNED else targets
+    return targets.long() if targets.dtype in _UNSIGNED else targets
 
 
 def num_rows(batch: Any, target_fn: TargetFn | None) -> int:
@@ -152,23 +169,6 @@ def next_tokens(batch: Mapping[str, Tensor]) -> Tensor:
     if "attention_mask" in batch:
         labels = labels.masked_fill(batch["attention_mask"] == 0, _IGNORED)
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
-
-
-def default_forward(module: nn.Module, inputs: Any) -> Tensor:
-    """Call a network on a tensor, a tuple or a dict; return its tensor or ``.logits``."""
-    if isinstance(inputs, Mapping):
-        outputs = module(**inputs)
-    elif is_sequence(inputs):
-        outputs = module(*inputs)
-    else:
-        outputs = module(inputs)
-    outputs = getattr(outputs, "logits", outputs)
-    if not isinstance(outputs, Tensor):
-        raise TypeError(
-            f"The model returned {type(outputs).__name__}, not a tensor or an object with "
-            "`.logits`. Pass forward_fn=lambda model, inputs: ... that returns one tensor."
-        )
-    return outputs
 
 
 def is_sequence(tree: Any) -> bool:

@@ -302,7 +302,7 @@ class Data:
             self._restored = False
         if self.num_rows is None:
             if rows == 0:
-                raise ValueError("The loader is empty: it yielded no rows.")
+                raise ValueError(sources.EMPTY)
             self.num_rows, self._first = rows, identity
             if identity.in_order:
                 identity.trust(rows=True)

@@ -12,6 +12,10 @@ from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from torch_lla_em.data.batch import TargetFn
 
+EMPTY = (
+    "The loader is empty: it yielded no rows. An object that can be iterated over only once is empty "
+    "the second time: pass a DataLoader, or a list of batches."
+)
 _ROWS_AT_ONCE = 100
 
 
@@ -61,7 +65,9 @@ def _is_pair(data: Any) -> bool:
     """Whether this is (X, y): without targets, no two tensors are batches."""
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         return False
-    arrays = all(isinstance(part, (Tensor, np.ndarray)) and part.ndim for part in data)
+    kinds = Tensor, np.ndarray
+    arrays = all(isinstance(p, kinds) or hasattr(p, "to_numpy") for p in data)
+    arrays = arrays and all(part.ndim for part in data)
     return arrays and len(data[0]) == len(data[1])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_lla_em.jacobian.bad_inputs import explained
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import owns_weights
 
@@ -24,7 +25,7 @@ def called_last(network: Network, x: Any) -> str:
         if owns_weights(layer) and "parametrizations" not in path:
             paths.append(path)
 
-    with network.guarded(), hooked(network.module, see, before=True):
+    with explained(network, x), network.guarded(), hooked(network.module, see, before=True):
         network.outputs(x)
     if not paths:
         raise ValueError(

@@ -74,12 +74,12 @@ class Classification(Labels):
             )
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
             raise TypeError(
-                f"Class labels must be integers, not {y.dtype}: convert them with .long(), or "
-                'use likelihood="bernoulli" for 0/1 targets of several labels.'
+                f"Class labels must be integers, not {y.dtype}: {_remedy(f, y) or _TO_INTEGERS}"
             )
         if y.shape != f.shape[:-1]:
             maps = f.dim() > 2 and y.shape == f.shape[:1] + f.shape[2:]
             remedy = " Where the classes come before the places, pass class_dim=1." * maps
+            remedy = f" {_remedy(f, y)}" if _remedy(f, y) else remedy
             raise ValueError(
                 f"Class labels have shape {tuple(y.shape)}, but the outputs "
                 f"{tuple(f.shape)} (classes last) ask for {tuple(f.shape[:-1])}.{remedy}"
@@ -134,6 +134,19 @@ class BradleyTerry(Classification):
                 "and the network return one reward per row."
             )
         super().check(f, y)
+
+
+_TO_INTEGERS = (
+    'convert them with .long(), or use likelihood="bernoulli" for 0/1 targets of several labels.'
+)
+
+
+def _remedy(f: Tensor, y: Tensor) -> str:
+    """Return what to do with labels that are one-hot, or nothing."""
+    if y.shape != f.shape or y.dtype == torch.bool:
+        return ""
+    one_hot = ((y == 0) | (y == 1)).all() and (y.sum(-1) == 1).all()
+    return "For one-hot labels pass y.argmax(-1), the class indices." if one_hot else ""
 
 
 def _softmax(f: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_lla_em.data import as_targets
 from torch_lla_em.likelihoods import Likelihood, Regression, average, sum_rows
 from torch_lla_em.prediction import tables
 from torch_lla_em.prediction.functions import (
@@ -249,7 +250,7 @@ class Prediction:
 
     def _aligned(self, y: Tensor) -> Tensor:
         """Move the outputs' axis of targets last, and check that they fit."""
-        y = y.to(self.centre.device)
+        y = self.likelihood.align(as_targets(y).to(self.centre.device), -1)
         if self.likelihood.elementwise and y.dim() == self.centre.dim():
             y = y.movedim(self.class_dim, -1)
         self.likelihood.check(self.centre, y)

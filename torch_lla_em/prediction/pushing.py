@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from torch_lla_em.data import as_loader, inputs_of, map_tensors, tensors_in, to_device
-from torch_lla_em.jacobian import LinearModel
+from torch_lla_em.jacobian import LinearModel, explained, require_rows
 
 
 def push_forward(linear_model: LinearModel, x: Any, *w: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,25 +25,27 @@ def push_forward(linear_model: LinearModel, x: Any, *w: Tensor) -> tuple[Tensor,
         return torch.cat(f), torch.cat(Jw, dim=1)
     network = linear_model.network
     x = to_device(inputs_of(x) if isinstance(x, Mapping) else x, network.device)
-    differentiate = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(x))
-    try:
-        if linear_model.report is None:
-            linear_model.probe(map_tensors(Tensor.detach, x))
-        with network.guarded(), torch.set_grad_enabled(differentiate):
-            prepared = linear_model.prepare(x, sum(map(len, w)))
-            products = [linear_model.jvp(prepared, block) for block in w]
-            return products[0][0], torch.cat([Jw for _, Jw in products])
-    except RuntimeError as error:
-        _explain_dtype(error, x, network.module)
-        raise
+    tensors = tensors_in(x)
+    differentiate = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    with explained(network, x), torch.set_grad_enabled(differentiate):
+        if tensors and tensors[0].dim() and not len(tensors[0]):
+            return _of_no_rows(linear_model, x, w)
+        try:
+            if linear_model.report is None:
+                linear_model.probe(map_tensors(Tensor.detach, x))
+            with network.guarded(), torch.set_grad_enabled(differentiate):
+                prepared = linear_model.prepare(x, sum(map(len, w)))
+                products = [linear_model.jvp(prepared, block) for block in w]
+        except RuntimeError:  # perhaps of a single example
+            with network.guarded():
+                require_rows(linear_model.outputs(x))
+            raise
+        require_rows(products[0][0])
+        return products[0][0], torch.cat([Jw for _, Jw in products])
 
 
-def _explain_dtype(error: RuntimeError, x: Any, module: nn.Module) -> None:
-    """Raise with what to do where inputs are of another precision than all weights."""
-    own = {p.dtype for p in module.parameters() if p.is_floating_point()}
-    other = {t.dtype for t in tensors_in(x) if t.is_floating_point()} - own
-    if other and len(own) == 1:
-        raise TypeError(
-            f"The inputs are {other.pop()}, but the network's weights {(*own,)[0]}, and it failed "
-            f"({str(error).splitlines()[0]}): pass inputs of the weights' dtype."
-        ) from error
+def _of_no_rows(linear_model: LinearModel, x: Any, w: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return outputs for no examples, (0, ..., C), and as many columns of nothing."""
+    with linear_model.network.guarded():
+        f = linear_model.outputs(x)
+    return f, f.new_zeros(sum(map(len, w)), *f.shape)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data, tensors_in
-from torch_lla_em.jacobian import LinearModel
+from torch_lla_em.jacobian import LinearModel, explained
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.finite import (
     DERIVATIVE,
@@ -195,7 +195,8 @@ class LocalPasses:
         """Have the network's derivatives checked, the first time."""
         if self.linear_model.report is None:
             try:
-                self.linear_model.probe(batch.inputs)
+                with explained(self.linear_model.network, batch.inputs):
+                    self.linear_model.probe(batch.inputs)
             except ValueError:  # of outputs, perhaps
                 with self._searching():
                     self._check_inputs(batch)

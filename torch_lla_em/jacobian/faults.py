@@ -5,25 +5,33 @@ from __future__ import annotations
 import math
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.data import map_tensors
-from torch_lla_em.jacobian.calls import nodes_of
 from torch_lla_em.jacobian.layers import floating_tensors, hooked
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
+from torch_lla_em.jacobian.traced import (
+    asking,
+    begin_without_caches,
+    distance,
+    name_layer,
+    refuse_unexchanged,
+    traced,
+    warn_of_unused,
+)
 from torch_lla_em.runtime import is_shortage
 
 
 def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
     """Return f(x), shape (B, ..., C), if it is what derivatives can be taken of."""
-    _refuse_hidden(network, names, x)
-    outputs = network.outputs(x)
+    first = traced(network, names, x)
+    if first.reached != set(names):
+        begin_without_caches(network, names, x, first)
+    outputs = first.outputs
     if not -outputs.ndim <= network.class_dim < outputs.ndim:
         raise ValueError(
             f"The outputs have shape {tuple(outputs.shape)}, so class_dim={network.class_dim} "
@@ -40,76 +48,17 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
             f"The outputs are not finite on the first batch, first in "
             f"{name_layer(network, path)}. Look at the inputs and the weights there."
         )
-    again = network.outputs(x)
-    if distance(outputs, again) > math.sqrt(torch.finfo(outputs.dtype).eps):
+    again = traced(network, names, x)
+    refuse_unexchanged(first, again)
+    if distance(outputs, again.outputs) > math.sqrt(torch.finfo(outputs.dtype).eps):
         path = first_layer(network, x, lambda a, b: distance(a, b) > 0)
         raise ValueError(
             f"Two forward passes over the same inputs disagree, first in "
             f"{name_layer(network, path)}: it draws random numbers, or remembers, in eval "
             "mode too. F.dropout(x) needs training=self.training."
         )
+    warn_of_unused(names, again.reached)
     return outputs.movedim(network.class_dim, -1)
-
-
-def _refuse_hidden(network: Network, names: tuple[str, ...], x: Any) -> None:
-    """Raise where the graph of f(x) hides weights in reentrant checkpoints, or in other places."""
-    parameters = dict(network.module.named_parameters())
-    own = {id(parameters[name]): name for name in names}
-    weights = {
-        name: p.detach().requires_grad_() for name, p in parameters.items() if p.is_floating_point()
-    }
-    x = map_tensors(_differentiable, x)  # checkpoints hide what their inputs do not ask for
-    with _asking(parameters, names):
-        nodes = list(nodes_of(network.outputs(x, weights)))
-        if any(map(_is_checkpoint, nodes)):
-            raise NotImplementedError(
-                f"{name_layer(network, _layer_of_checkpoint(network, x, weights))} uses reentrant "
-                "activation checkpointing, whose derivatives leave out weights without a word. "
-                "Pass use_reentrant=False to torch.utils.checkpoint, or switch it off."
-            )
-    elsewhere = [own[id(n.variable)] for n in nodes if id(getattr(n, "variable", None)) in own]
-    if elsewhere:
-        raise RuntimeError(
-            f"The parameter {elsewhere[0]!r} is used in a place where it cannot be exchanged: the "
-            "model, or forward_fn, also keeps it outside of the module's parameters (in a "
-            "list, a closure or a second model). Register it there, or leave it out of "
-            "`parameters`."
-        )
-
-
-def _differentiable(tensor: Tensor) -> Tensor:
-    """Return a tensor that gradients are asked for."""
-    return tensor.clone().requires_grad_() if tensor.is_floating_point() else tensor
-
-
-def _is_checkpoint(node: Any) -> bool:
-    return type(node).__name__ == "CheckpointFunctionBackward"
-
-
-def _layer_of_checkpoint(network: Network, x: Any, weights: dict[str, Tensor]) -> str | None:
-    found: list[str | None] = []
-
-    def see(path: str, layer: Any, *call: Any) -> None:
-        if any(_is_checkpoint(node) for t in floating_tensors(call[2]) for node in nodes_of(t)):
-            found.append(path)
-
-    with hooked(network.module, see):
-        network.outputs(x, weights)
-    return next(iter(found), None)
-
-
-@contextmanager
-def _asking(parameters: dict[str, nn.Parameter], names: tuple[str, ...]) -> Iterator[None]:
-    """Ask for gradients of the module's own parameters of these names alone."""
-    flags = {name: p.requires_grad for name, p in parameters.items()}
-    try:
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(name in names)
-        with torch.enable_grad():
-            yield
-    finally:
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(flags[name])
 
 
 def plain_gradients(
@@ -120,7 +69,7 @@ def plain_gradients(
     That is by backward from the module itself, to its own parameters.
     """
     parameters = dict(network.module.named_parameters())
-    with _asking(parameters, names):
+    with asking(parameters, names):
         # the parameters stay in place; only what a forward pass may write is copied
         f = network.outputs(x, dict(parameters)).movedim(network.class_dim, -1)
         if not f.requires_grad:
@@ -131,12 +80,6 @@ def plain_gradients(
             for column in u
         ]
     return [{n: g.to_dense() for n, g in zip(names, grads) if g is not None} for grads in several]
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    """‖a - b‖ / ‖b‖."""
-    a, b = a.detach().double(), b.detach().double()
-    return ((a - b).norm() / b.norm().clamp(min=1e-300)).item()
 
 
 def worst_block(layout: ParameterLayout, ours: Tensor, truth: Tensor, eps: float) -> str | None:
@@ -165,13 +108,6 @@ def fingerprint(module: nn.Module) -> dict[str, tuple[int, int]]:
         else:
             marks[name] = (version, 0)
     return marks
-
-
-def name_layer(network: Network, path: str | None) -> str:
-    """Return how a message names the submodule at a path: its path and its class."""
-    if not path:
-        return f"the model's own forward ({type(network.module).__name__})"
-    return f"{path!r} ({type(network.module.get_submodule(path)).__name__})"
 
 
 def layer_of(error: BaseException, network: Network) -> str | None:

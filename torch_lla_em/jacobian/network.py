@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
 
 from torch_lla_em.data import copied, default_forward
 from torch_lla_em.jacobian.contiguous import ContiguousInputs
+from torch_lla_em.jacobian.memory import Memory
 from torch_lla_em.jacobian.one_at_a_time import ONE_AT_A_TIME
 from torch_lla_em.jacobian.weight_sums import WeightSums
 from torch_lla_em.runtime import tf32
@@ -59,7 +61,8 @@ class _State:
     (pytorch#164759). Here each module is visited once and given back its own tensors.
     """
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, memory: Memory):
+        self.memory, self.attributes = memory, memory.attributes(module)
         parameters = {id(p): name for name, p in module.named_parameters()}
         names = dict(parameters)
         self.slots: list[_Slot] = []
@@ -93,10 +96,12 @@ class _State:
                         tensor = (self.written[name] if tensor is None else tensor).clone()
                     placed[name] = tensor
                 holder[key] = placed[name]
+            self.memory.begin(self.attributes)
             return run()
         finally:
             for holder, key, _, _, tensor in self.slots:
                 holder[key] = tensor
+            self.memory.end(self.attributes)
 
 
 class NoJacobianError(NotImplementedError):
@@ -115,6 +120,9 @@ class Network:
         self.class_dim = class_dim
         self.precision = "float32"
         """Of matrix products: that of ``Compute``."""
+
+        self.memory = Memory()
+        """What calls write to the module's attributes."""
 
         self._held: _State | None = None
         self._sums = WeightSums()
@@ -143,12 +151,12 @@ class Network:
 
     def function(self, x: Any) -> WeightFunction:
         """Return the map from named weights to f(x), shape (B, ..., C)."""
-        state = self._held or _State(self.module)
+        state = self._held or _State(self.module, self.memory)
         return partial(state.call, partial(self.call, x, in_order=True))
 
     def outputs(self, x: Any, weights: dict[str, Tensor] | None = None) -> Tensor:
         """Return the outputs with some weights exchanged, their axes as they are."""
-        state = self._held or _State(self.module)
+        state = self._held or _State(self.module, self.memory)
         return state.call(partial(self.call, x), weights or {})
 
     @contextmanager
@@ -178,6 +186,9 @@ class Network:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            # inside parametrize.cached(), weights computed elsewhere would be taken
+            stack.callback(setattr, parametrize, "_cache_enabled", parametrize._cache_enabled)
+            parametrize._cache_enabled = 0
             stack.callback(
                 torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
             )
@@ -194,7 +205,7 @@ class Network:
                 layer.training = False
                 if isinstance(layer, nn.Embedding):
                     layer.sparse = False
-            self._held = _State(self.module)
+            self._held = _State(self.module, self.memory)
             yield
 
     def sizes(self) -> Tensor:

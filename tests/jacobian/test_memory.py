@@ -1,0 +1,162 @@
+"""Networks that keep weights which they have computed: J is of the weights all the same."""
+
+import functools
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from torch.nn.utils import parametrizations, parametrize
+from torch.testing import assert_close
+
+from torch_lla_em import LinearisedLaplace
+
+X = torch.linspace(-2, 2, 60).view(20, 3).double().sin()
+Y = torch.arange(20) % 3
+
+
+class Caching(nn.Module):
+    """Two layers, of which the first has twice its weights, as ``weight(self)`` returns them."""
+
+    def __init__(self, weight=lambda own: own.doubled()):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Linear(3, 4, bias=False), nn.Linear(4, 3)
+        self.weight = weight
+        self.double()
+
+    def doubled(self):
+        return 2 * self.layer.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(linear(x, self.weight(self))))
+
+
+class Attribute(Caching):
+    def __init__(self):
+        super().__init__(Attribute.kept)
+        self.cache = None
+
+    def kept(self):
+        if self.cache is None:
+            self.cache = self.doubled()
+        return self.cache
+
+
+class Absent(Caching):
+    def __init__(self):
+        super().__init__(Absent.kept)
+
+    def kept(self):
+        if not hasattr(self, "cache"):
+            self.cache = self.doubled()
+        return self.cache
+
+
+class Contained(Caching):
+    def __init__(self, cache):
+        super().__init__(Contained.kept)
+        self.cache = cache
+
+    def kept(self):
+        if isinstance(self.cache, dict):
+            inner = self.cache.setdefault("layer", {})
+            return inner["w"] if "w" in inner else inner.setdefault("w", self.doubled())
+        if not self.cache:
+            self.cache.append(self.doubled())
+        return self.cache[0]
+
+
+def fitted(model):
+    la = LinearisedLaplace(model, "classification", num_samples=4, g_prior=False)
+    return la.fit([(X, Y)], em_steps=0, prior_precision=0.5, progress_bar=False)
+
+
+CACHES = {
+    "attribute": Attribute,
+    "absent": Absent,
+    "dict": lambda: Contained({}),
+    "list": lambda: Contained([]),
+    "ordered": lambda: Contained(OrderedDict()),
+}
+
+
+def kept_by(model):
+    cache = getattr(model, "cache", None)
+    return {**cache, **cache.get("layer", {})} if isinstance(cache, dict) else cache
+
+
+@pytest.mark.parametrize("filled", [None, "without gradients", "with gradients", "after"])
+@pytest.mark.parametrize("kind", CACHES)
+def test_cached_weights_are_computed_in_every_call(kind, filled):
+    model, plain = CACHES[kind](), fitted(Caching())
+    if filled not in (None, "after"):
+        with torch.set_grad_enabled(filled == "with gradients"):
+            model(X)
+    before = repr(kept_by(model))
+    la = fitted(model)
+    assert repr(kept_by(model)) == before  # as the user left it
+    if filled == "after":
+        with torch.no_grad():
+            model(X)
+    assert_close(la.effective_dim, plain.effective_dim)
+    assert_close(la.predict(X).samples, plain.predict(X).samples)
+    assert_close(fitted(model).w_samples, plain.w_samples)
+    if filled is None:
+        model(X).sum().backward()
+        assert model.layer.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("layer", ["orthogonal", "weight_norm"])
+def test_parametrisations_may_be_cached(layer):
+    def make():
+        torch.manual_seed(0)
+        first = getattr(parametrizations, layer)(nn.Linear(3, 3))
+        return nn.Sequential(first, nn.Tanh(), nn.Linear(3, 3)).double()
+
+    plain, model = fitted(make()), make()
+    with parametrize.cached():
+        la = fitted(model)
+        assert_close(la.effective_dim, plain.effective_dim)
+        assert_close(la.predict(X).samples, plain.predict(X).samples)
+        model(X).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        assert parametrize._cache_enabled == 1
+
+
+class Box:
+    """An object that is no module."""
+
+
+def in_a_box(own, box=Box()):
+    if not hasattr(box, "weight"):
+        box.weight = own.doubled()
+    return box.weight
+
+
+HIDDEN = {"cache": functools.cache(Caching.doubled), "object": in_a_box}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_weights_cached_out_of_reach_are_refused(kind):
+    with pytest.raises(RuntimeError, match="'layer.weight' takes part in the first forward pass"):
+        fitted(Caching(HIDDEN[kind]))
+
+
+def test_parameters_that_move_no_output_are_named(caplog):
+    kept = Caching().doubled().detach()
+    la = fitted(Caching(lambda own: kept))
+    assert any("do not depend on 1 of 3" in said and "'layer.weight'" in said for said in la.said)
+
+
+def test_what_is_no_cache_stays():
+    class Scaled(Caching):
+        def __init__(self):
+            super().__init__(lambda own: own.scales[0] * own.doubled())
+            self.scales, self.spare = [torch.tensor(1.5).double()], nn.Linear(2, 2)
+
+    model = Scaled()
+    la = fitted(model)
+    assert not la._linear_model.network.memory.first
+    assert_close(la.predict(X, mean="network").mean, model(X))

@@ -160,6 +160,14 @@ def test_lambda_does_not_depend_on_its_start_once_the_span_is_complete():
     assert logs.max() - logs.min() < (32 * la.effective_dim).rsqrt()
 
 
+def test_a_given_precision_has_the_curvature_of_its_own_posterior():
+    model, x, y = three_classes()
+    learnt = LinearisedLaplace(model, "classification").fit(x, y, progress_bar=False)
+    la = LinearisedLaplace(model, "classification")
+    la.fit(x, y, em_steps=0, prior_precision=learnt.prior_precision, progress_bar=False)
+    torch.testing.assert_close(la.effective_dim, learnt.effective_dim, rtol=1e-2, atol=0)
+
+
 @pytest.mark.parametrize("curvature", ["network", "variational"])
 def test_a_fit_that_ends_unsettled_says_so(curvature):
     model, x, y = three_classes()

@@ -163,20 +163,23 @@ class Variational:
                 break
         return q
 
-    def settle(self, q: Q) -> tuple[Q, bool]:
-        """Return q at the fixed point of λ, curvature and mean, and whether it was reached.
+    def settle(self, q: Q, learns: bool) -> tuple[Q, bool]:
+        """Return q at the fixed point of curvature and mean, and whether it was reached.
+
+        And of λ, where it is learnt.
 
         This is for spans that hold all directions: no pass is needed. Full steps of the
         curvature may overshoot forever, so they shrink where they turn back, and grow where
         they keep their direction.
         """
         for _ in range(_CLIMBS):
-            before, q = q, self.ascend(q, PRECISION_BOUNDS[0])
+            before, q = q, self.ascend(q, PRECISION_BOUNDS[0] if learns else math.inf)
             if q.bound < before.bound + SMALL:
                 break
         damping, last = 0.5, torch.zeros_like(q.spectrum.curvature)
         for _ in range(_SETTLING):
-            precision = q.precision * math.exp(max(-1.0, min(1.0, q.ratio)))
+            ratio = q.ratio if learns else 0.0
+            precision = q.precision * math.exp(max(-1.0, min(1.0, ratio)))
             precision = min(max(precision, PRECISION_BOUNDS[0]), PRECISION_BOUNDS[1])
             change = self.draws.curvature(self.outputs(q.mean), q.root) - q.spectrum.curvature
             moved = (change.norm() / q.spectrum.curvature.norm().clamp_min(1e-300)).item()

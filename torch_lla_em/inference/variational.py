@@ -122,10 +122,8 @@ def variational(
 
 def _at_rest(steps: Variational, q: Q, learns: bool) -> tuple[Q, bool]:
     """Return q at its fixed point over a span that cannot grow, and whether it was reached."""
-    found = not learns
-    if learns:
-        q, found = steps.settle(q)
-    return steps.at(q.spectrum, q.precision, q.mean, _STEPS), found
+    q, found = steps.settle(q, learns)
+    return steps.at(q.spectrum, q.precision, q.mean, 5 * _STEPS), found
 
 
 def _average(steps: Variational, q: Q) -> Tensor:

@@ -64,8 +64,9 @@ class LinearisedLaplace(Fitted):
     ``parameters`` (None): which weights are random: all that require gradients but those of
     normalisation layers. "last_layer" for large trunks; a pattern ("*lora*"), a list of them, or a
     predicate (name, parameter) -> bool.
-    ``sigma_noise`` (1.0): where the noise of a regression starts, one number, or one per output to
-    learn them apart.
+    ``sigma_noise`` (None): standard deviation of the observation noise of a regression at which EM
+    starts. None starts from the network's own residuals (from 1 where ``temperature`` is not 1,
+    which holds it); a tensor with one number per output learns one per output.
     ``tolerance`` (None): error of the samples, in posterior standard deviations; None is a quarter
     of what K samples leave open of a standard deviation: .03 at 32.
     ``curvature`` (None): where the Hessian is taken: in expectation under the posterior itself
@@ -90,7 +91,7 @@ class LinearisedLaplace(Fitted):
         g_prior: bool = True,
         num_samples: int = 32,
         parameters: Selection = None,
-        sigma_noise: float | Tensor = 1.0,
+        sigma_noise: float | Tensor | None = None,
         tolerance: float | None = None,
         curvature: str | None = None,
         solver: Solver | None = None,
@@ -225,7 +226,7 @@ class LinearisedLaplace(Fitted):
         options = {
             **{name: getattr(self, name) for name in own},
             **stored.likelihood_option(given),
-            "sigma_noise": given.sigma_noise.tolist() if type(given) is Regression else 1.0,
+            "sigma_noise": _sigma_noise(given),
             "parameters": model.layout.names,
             "class_dim": model.network.class_dim,
         }
@@ -301,7 +302,13 @@ def _start(asked: float | Tensor | None, em_steps: int, learnt: Tensor | None) -
     return torch.as_tensor(asked, dtype=torch.float64, device="cpu").detach().clone()
 
 
-def _likelihood(likelihood: str | Likelihood, sigma_noise: float | Tensor) -> Likelihood:
+def _sigma_noise(given: Likelihood) -> float | list[float] | None:
+    """Return where a regression starts its noise, as it was asked for."""
+    asked = type(given) is Regression and not given.from_data
+    return given.sigma_noise.tolist() if asked else None  # type: ignore[attr-defined]
+
+
+def _likelihood(likelihood: str | Likelihood, sigma_noise: float | Tensor | None) -> Likelihood:
     if isinstance(likelihood, Likelihood):
         return likelihood
     check_choice("likelihood", likelihood, tuple(LIKELIHOODS))

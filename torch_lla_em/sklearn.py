@@ -153,4 +153,5 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
 def _width(values: Tensor) -> Tensor:
     """Return standard deviations, 1 where values are all the same."""
     width = values.std(0, correction=0)
-    return torch.where(width > 1e-12 * values.abs().amax(0), width, 1.0)
+    rounding = 8 * torch.finfo(values.dtype).eps * values.abs().amax(0)
+    return torch.where(width > rounding, width, 1.0)

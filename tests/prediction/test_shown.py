@@ -121,8 +121,8 @@ def test_a_posterior_that_is_the_prior_is_noticed():
 @pytest.mark.parametrize(
     "path, said",
     [
-        ([1.0, 2.0, 1e15], "wall"),
-        ([[1.0, 1.0], [1.0, 1e-10]], "wall"),
+        ([1.0, 2.0, 1e20], "wall"),
+        ([[1.0, 1.0], [1.0, 1e-20]], "wall"),
         ([2.0**k for k in range(8)], "runs away"),
         ([1.0, 4.0], None),
         ([2.0**k for k in range(8)] + [130.0], None),

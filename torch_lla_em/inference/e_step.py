@@ -67,6 +67,9 @@ class Expectation(NamedTuple):
     residual: Tensor | None
     """Σ_n (y_n - J_n w_lin)², the shape of σ; None if the likelihood is not Gaussian."""
 
+    targets: Tensor | None
+    """Σ_n y_n², the shape of σ."""
+
     noise_dims: Tensor | None
     """γ by output, the shape of σ."""
 
@@ -204,12 +207,13 @@ class IterativeEStep(EStep):
     ) -> Expectation:
         problem, _ = self._at_noise(hyper)
         mode, samples = self.mode(hyper, mode_tolerance), self.samples(hyper, tolerance)
-        residual, noise_dims = noise_sums(problem, hyper, mode, samples)
+        residual, targets, noise_dims = noise_sums(problem, hyper, mode, samples)
         return Expectation(
             samples.effective_dims,
             self._noise.prior.squared_norm(mode.w),
             mode.loss,
             residual,
+            targets,
             noise_dims,
             torch.full_like(samples.certificate, float("nan")),
             mode.error,
@@ -282,22 +286,23 @@ def at_scalar_sigma(
 
 def noise_sums(
     problem: Problem, hyper: Hyperparameters, mode: LinearMode, samples: PosteriorSamples
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return Σ_n (y_n - J_n w_lin)² and γ by output, the shape of σ; None without a σ."""
+) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
+    """Return Σ_n (y_n - J_n w_lin)², Σ_n y_n² and γ by output, the shape of σ; None without a σ."""
     if hyper.sigma is None:
-        return None, None
+        return None, None, None
     if not hyper.sigma.dim():
-        gamma = samples.effective_dims.mean(0).sum()
-        return squared_residual(problem, mode.loss), gamma
+        sums = [squared_residual(problem, w)[0] for w in (mode.w, torch.zeros_like(mode.w))]
+        return *hyper.sigma.new_tensor(sums), samples.effective_dims.mean(0).sum()
     columns = torch.cat([mode.w[None], samples.w])
 
     def sums() -> dict[str, Tensor]:
-        shape = len(columns), len(hyper.sigma)
+        shape = len(columns) + 1, len(hyper.sigma)
         total = torch.zeros(shape, dtype=torch.float64, device=columns.device)
         for batch, _, Jw in problem.push_forward(columns):
-            squares = torch.cat([batch.targets.to(Jw) - Jw[:1], Jw[1:]]).double().square()
+            y = batch.targets.to(Jw)[None]
+            squares = torch.cat([y, y - Jw[:1], Jw[1:]]).double().square()
             total += squares.flatten(1, -2).sum(1).to(total.device)
         return {"sums": problem.data.group.sum(total)}
 
     total = problem.record.kept(columns, sums)["sums"].to(hyper.sigma.device)
-    return total[0], total[1:].mean(0) / hyper.sigma**2
+    return total[1], total[0], total[2:].mean(0) / hyper.sigma**2

@@ -29,6 +29,7 @@ from torch_lla_em.inference.mackay import (
     em_update,
     function_space_Mackay_update,
     mackay_noise,
+    resolved,
 )
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.problem import Problem
@@ -167,18 +168,23 @@ class MStep:
         """Return λ and σ."""
         precision, sigma = hyper
         square = expectation.squared_norm
+        if sigma is not None:
+            sigma = self._noise(sigma, expectation)
         if self.update == "em":
             proposed = em_update(gamma, square, precision, self.prior.num_weights())
         else:
             proposed = function_space_Mackay_update(gamma, square, precision)
-        if sigma is not None:
-            count = torch.full_like(sigma, self.problem.data.num_targets / sigma.numel())
-            residual, dims = expectation.residual.to(sigma), expectation.noise_dims.to(sigma)
-            if self.update == "em":
-                sigma = em_noise(residual, dims, count, sigma)
-            else:
-                sigma = mackay_noise(residual, dims, count)
         return Hyperparameters(proposed, sigma)
+
+    def _noise(self, sigma: Tensor, expectation: Expectation) -> Tensor:
+        """Return the new σ."""
+        count = torch.full_like(sigma, self.problem.data.num_targets / sigma.numel())
+        dims, targets = expectation.noise_dims.to(sigma), expectation.targets.to(sigma)
+        eps = torch.finfo(self.problem.dtype).eps
+        residual = resolved(expectation.residual.to(sigma), targets, eps)
+        if self.update == "em":
+            return em_noise(residual, dims, count, sigma)
+        return mackay_noise(residual, dims, count)
 
     def allowed(self, gamma: Tensor, num_samples: int) -> Tensor:
         """Return max(0.01, 1 / √(K γ)), the Monte Carlo error of log λ, () or (blocks,).

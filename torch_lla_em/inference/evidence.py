@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from math import log, pi
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,12 +55,11 @@ def sigma_of(problem: Problem) -> Tensor | None:
     return likelihood.sigma_noise if isinstance(likelihood, Regression) else None
 
 
-def squared_residual(problem: Problem, loss: float) -> Tensor:
-    """Return Σ_n ‖y_n - J_n w‖² of the loss at w, for a scalar σ."""
-    sigma = sigma_of(problem)
-    # a difference of large numbers, which rounding may take below zero
-    least = torch.finfo(problem.dtype).eps * problem.data.num_targets
-    return sigma**2 * max(2 * (loss - gaussian_constant(problem, sigma)), least)
+def squared_residual(problem: Problem, w: Tensor) -> tuple[float, Tensor]:
+    """Return Σ_n ‖y_n - J_n w‖², summed directly, and the loss's gradient, for a scalar σ."""
+    gaussian: Any = problem.likelihood
+    loss, gradient = problem.with_likelihood(gaussian.without_constant()).loss_and_gradient(w)
+    return 2 * gaussian.sigma_noise.item() ** 2 * loss, gradient
 
 
 def gaussian_constant(problem: Problem, sigma: Tensor) -> float:

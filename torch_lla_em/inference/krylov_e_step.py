@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.e_step import EStep, Expectation, Hyperparameters, at_scalar_sigma
-from torch_lla_em.inference.evidence import Modes, gaussian_constant, sigma_of
+from torch_lla_em.inference.evidence import Modes, gaussian_constant, sigma_of, squared_residual
 from torch_lla_em.inference.linear_mode import LinearMode, Precondition, optimise_MAP
 from torch_lla_em.inference.mode_search import ModeSearch
 from torch_lla_em.inference.posterior_samples import PosteriorSamples, Start, optimise_samples
@@ -32,6 +32,8 @@ _CURVE_POINTS = 241
 _ERROR, _SHARE, _SHARE_AT_LAST, _MOST = 0.04, 1 / 3, 1 / 2, 0.01
 # residual of a Gaussian's mode in EM: its squared norm errs by a tenth of it
 _OF_MODE = 0.1
+# roundings of the targets' squares, below which residuals are summed by a pass
+_ROUNDED = 1e4
 _NEIGHBOURS = 10**-0.5, 10**0.5
 _MORE = (
     "Raise max_passes of BlockKrylov, start from a larger prior_precision, or take more samples: "
@@ -64,7 +66,10 @@ class KrylovEStep(EStep):
         start = [noise.xi, scale * noise.eta]
         self._gaussian = self._drawn_at is not None
         if self._gaussian:
-            self._loss_at_zero, gradient = problem.loss_and_gradient(problem.zeros(1)[0])
+            self._targets, gradient = squared_residual(problem, problem.zeros(1)[0])
+            self._measured = 0.0, self._targets
+            """What the mode explained of the targets, and Σ_n (y_n - J_n w_lin)², when summed."""
+
             start.append(-(scale * gradient)[None])
         product = WhitenedGGN(problem, scale)
         if not self._gaussian:
@@ -82,11 +87,13 @@ class KrylovEStep(EStep):
             self._extend(shift, tolerance)
         if self.krylov.lanczos.exhausted and not self._holds(shift, tolerance):
             self._warn(shift, tolerance, _ROUNDING)
-        dims, residual, gamma = self.krylov.effective_dims(shift), None, None
+        dims, residual, targets, gamma = self.krylov.effective_dims(shift), None, None, None
         if self._gaussian:
+            self._measure(hyper, mode_tolerance)
             norm, fit = self.krylov.mode_norms(shift)
-            residual, gamma = self._squared_residual(fit), dims.mean()
-            loss, squared_norm = self._gaussian_loss(fit, hyper), dims.new_tensor(norm)
+            residual, targets = dims.new_tensor([self._residual(fit), self._targets])
+            gamma, squared_norm = dims.mean(), dims.new_tensor(norm)
+            loss = self._gaussian_loss(fit, hyper)
             mode_error = self.krylov.mode_error(shift)
         else:
             mode = self.mode(hyper, mode_tolerance)
@@ -97,6 +104,7 @@ class KrylovEStep(EStep):
             squared_norm,
             loss,
             residual,
+            targets,
             gamma,
             self.krylov.log_dets(shift),
             mode_error,
@@ -111,6 +119,8 @@ class KrylovEStep(EStep):
         # a last step of λ, less than its own error, is not to cost a pass
         with self._problem.cost.stage("basis"):
             self._extend(shift, tolerance, _SHARE_AT_LAST)
+        if self._gaussian:
+            self._measure(hyper, tolerance)
         mode, log_dets = self.mode(hyper, tolerance), self.krylov.log_dets(shift)
         self.krylov.lanczos.end()
         samples = self.samples(hyper, tolerance)
@@ -237,13 +247,26 @@ class KrylovEStep(EStep):
         return KrylovPreconditioner(self.krylov.lanczos, shift.precision * shift.noise**2)
 
     def _gaussian_loss(self, fit: float, hyper: Hyperparameters) -> float:
-        residual = self._squared_residual(fit) / hyper.sigma**2
-        return gaussian_constant(self._problem, hyper.sigma) + 0.5 * residual.item()
+        residual = self._residual(fit) / hyper.sigma.item() ** 2
+        return gaussian_constant(self._problem, hyper.sigma) + 0.5 * residual
 
-    def _squared_residual(self, fit: float) -> Tensor:
-        sigma = self._drawn_at
-        at_zero = 2 * (self._loss_at_zero - gaussian_constant(self._problem, sigma))
-        return sigma**2 * max(at_zero - fit, 1e-12 * at_zero)
+    def _residual(self, fit: float) -> float:
+        """Return Σ_n ‖y_n - J_n w‖² of what w explains of the targets."""
+        at, known = self._measured
+        return max(known + self._drawn_at.item() ** 2 * (at - fit), 1e-12 * known)
+
+    def _measure(self, hyper: Hyperparameters, tolerance: float) -> None:
+        """Sum the residuals at the mode by a pass, where a difference would be lost to rounding."""
+        shift = self.shift(hyper)
+        _, fit = self.krylov.mode_norms(shift)
+        rounding = _ROUNDED * torch.finfo(self._problem.dtype).eps
+        if self._residual(fit) > rounding * self._targets:
+            return
+        if self._has_basis:
+            w = self._noise.prior.scale * self.krylov.mode(shift).to(self._noise.xi)
+        else:
+            w = self.mode(hyper, tolerance).w
+        self._measured = fit, squared_residual(self._problem, w)[0]
 
     def _at_noise(self, hyper: Hyperparameters) -> tuple[Problem, StochasticPrior]:
         if not self._gaussian:

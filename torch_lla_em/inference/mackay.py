@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PRECISION_BOUNDS = 1e-10, 1e15
+PRECISION_BOUNDS = 1e-20, 1e20
 
 _LEAST_FREEDOM = 0.05
 
@@ -50,6 +50,25 @@ def em_update(
     """Return λ ← P / (‖w_lin‖² + Tr Σ), which never lowers the evidence; slower than MacKay's."""
     trace = (num_weights - effective_dim) / precision
     return _bounded(num_weights / (squared_norm + trace), precision, PRECISION_BOUNDS)
+
+
+def resolved(residual: Tensor, targets: Tensor, eps: float) -> Tensor:
+    """Return Σ(y - J w_lin)², but ε Σ y² with a warning where it is less: no solver goes further."""
+    if not (targets > 0).all():
+        raise ValueError(
+            "All targets are 0 (of every output that has a noise of its own), so there is no "
+            "observation noise to learn. Check the targets, or leave this output out."
+        )
+    least = eps * targets
+    if (residual < least).any():
+        warnings.warn(
+            "The linear model reproduces the targets so closely that their observation noise is "
+            f"lost to rounding: sigma_noise is held at {sqrt(eps):.0e} of their root mean square. "
+            "Check that the targets are not constant or free of noise; if their noise is that "
+            "small, subtract their mean, or convert the model and its data to float64.",
+            stacklevel=2,
+        )
+    return torch.maximum(residual, least)
 
 
 def mackay_noise(residual: Tensor, effective_dim: Tensor, count: Tensor) -> Tensor:

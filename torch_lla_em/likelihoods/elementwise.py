@@ -46,8 +46,15 @@ class ElementwiseLikelihood(Likelihood):
 class Regression(Gaussian, ElementwiseLikelihood):
     """Gaussian noise of standard deviation ``sigma_noise``, () or one per output (C,)."""
 
-    def __init__(self, sigma_noise: float | Tensor = 1.0):
+    normalised = True
+    """Whether log_prob has its constant, beside which small residuals may be lost to rounding."""
+
+    def __init__(self, sigma_noise: float | Tensor | None = None):
         check_options(sigma_noise=sigma_noise)
+        self.from_data = sigma_noise is None
+        """Whether a fit starts σ from the network's own residuals; until then it is 1."""
+
+        sigma_noise = 1.0 if sigma_noise is None else sigma_noise
         sigma_noise = torch.as_tensor(sigma_noise, dtype=torch.float64, device="cpu")
         if sigma_noise.dim() > 1:
             raise ValueError(
@@ -58,12 +65,20 @@ class Regression(Gaussian, ElementwiseLikelihood):
     def at_noise(self, sigma_noise: Tensor) -> Regression:
         """Return the same likelihood at another noise."""
         other = copy.copy(self)
-        other.sigma_noise = sigma_noise
+        other.sigma_noise, other.from_data = sigma_noise, False
+        return other
+
+    def without_constant(self) -> Regression:
+        """Return the same likelihood with -log p = ½ Σ (y - f)² / σ² alone."""
+        other = copy.copy(self)
+        other.normalised = False
         return other
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         sigma = self._sigma(f)
-        terms = -0.5 * ((y - self.mean(f)) / sigma) ** 2 - sigma.log() - 0.5 * log(2 * pi)
+        terms = -0.5 * ((y - self.mean(f)) / sigma) ** 2
+        if self.normalised:
+            terms = terms - sigma.log() - 0.5 * log(2 * pi)
         return sum_rows(terms, y)
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:

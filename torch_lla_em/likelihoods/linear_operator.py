@@ -53,7 +53,7 @@ class LinearOperatorRegression(Regression):
 
     elementwise = False
 
-    def __init__(self, operator: LinearOperator, sigma_noise: float | Tensor = 1.0):
+    def __init__(self, operator: LinearOperator, sigma_noise: float | Tensor | None = None):
         super().__init__(sigma_noise)
         if self.sigma_noise.dim():
             raise ValueError("sigma_noise must be one number for all measurements.")

@@ -199,9 +199,9 @@ def read(
     unknown = options.keys() - set(known)
     if unknown:
         raise DamagedError(f"there is no option {min(unknown)!r}.")
-    options["sigma_noise"] = torch.as_tensor(
-        options["sigma_noise"], dtype=torch.float64, device="cpu"
-    )
+    sigma = options["sigma_noise"]
+    if sigma is not None:
+        options["sigma_noise"] = torch.as_tensor(sigma, dtype=torch.float64, device="cpu")
     record = _record_of(state)
     shapes = {name: list(p.shape) for name, p in Network(model).module.named_parameters()}
     missing = [n for n, s in zip(record["names"], record["shapes"]) if shapes.get(n) != s]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, ParameterLayout, after_columns
-from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.problem.batch_work import BatchWork, Cotangent
 from torch_lla_em.problem.cost import Cost
 from torch_lla_em.problem.finite import DERIVATIVE, is_moderate
@@ -38,6 +38,9 @@ from torch_lla_em.runtime import normals
 from torch_lla_em.solvers import Space
 
 _EPSILON_STREAM = 1
+
+# of the mean square of the targets, for the first σ²
+_LEAST_SHARE = 1e-2
 
 BatchProduct = Callable[[Tensor], Tensor]
 
@@ -105,14 +108,26 @@ class Problem:
     def noise_features(
         self, num_samples: int, seed: int, with_squares: bool = True
     ) -> NoiseFeatures:
-        """Return η and s² from one pass, whose noise is keyed by (seed, row)."""
+        """Return η and s² from one pass, whose noise is keyed by (seed, row).
+
+        A Gaussian likelihood without a σ gets one from the network's residuals, which the same
+        pass sums up.
+        """
         squares_of = RowSquares(self.linear_model, self.work, num_samples)
+        gaussian = self.likelihood
+        unknown = isinstance(gaussian, Regression) and gaussian.from_data
 
         def add(batch: Batch, samples: Tensor, sums: Sums) -> None:
             def draw(at: Tensor) -> Tensor:
                 return _draw(seed, samples, batch.rows, at)
 
             u, pull, at = self.work.noise_outputs(batch, draw)
+            if unknown:
+                y = batch.targets.double()
+                errors = (y - gaussian.mean(at).double()).square().sum()
+                # a batch comes once for every group of samples that is taken at once
+                sums["errors"] += len(samples) * errors
+                sums["targets"] += len(samples) * y.square().sum()
             numbers = range(int(samples[0]), int(samples[-1]) + 1)
             for columns, product in self.linear_model.pulled(u, pull):
                 if with_squares:
@@ -122,12 +137,23 @@ class Problem:
                 sums["eta"][columns] += product
 
         at_most = squares_of.rows_at_once if with_squares else inf
-        task = Pass({"eta": BLOCK, "squares": VECTOR}, add, Rows(at_most))
-        eta, squares = self.passes.fold(torch.arange(num_samples, device="cpu"), task).values()
+        kinds = {"eta": BLOCK, "squares": VECTOR}
+        kinds |= {"errors": SCALAR, "targets": SCALAR} if unknown else {}
+        task = Pass(kinds, add, Rows(at_most))
+        sums = self.passes.fold(torch.arange(num_samples, device="cpu"), task)
+        eta, squares = sums["eta"], sums["squares"]
         self.cost.columns += num_samples
         # what cancels up to rounding moves no output, and must not be scaled up to do so
         largest = self.space.largest(squares.max().item())
         squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * largest
+        if unknown:
+            # networks that have overfitted have next to no residuals
+            square = max(sums["errors"].item(), _LEAST_SHARE * sums["targets"].item())
+            sigma = (square / (num_samples * self.data.num_targets)) ** 0.5 or 1.0
+            noise = torch.tensor(sigma, dtype=torch.float64, device="cpu")
+            self.likelihood = gaussian.at_noise(noise)
+            self.work = BatchWork(self.local, self.likelihood, self.work.point)
+            eta, squares = eta / sigma, squares / sigma**2
         return NoiseFeatures(eta, squares / (num_samples * self.data.num_rows))
 
     def rows(self) -> Tensor:

@@ -102,7 +102,9 @@ _RULES = {
         _or_none(_is_selection),
     ),
     "sigma_noise": _Rule(
-        "a positive real number, or a tensor with one per output", _is_real, _is_finite_positive
+        "None, a positive real number, or a tensor with one per output",
+        _or_none(_is_real),
+        lambda value: value is None or _is_finite_positive(value),
     ),
     "solver": _Rule(
         "None, BlockKrylov(), BlockCG(), FunctionSpace() or SGD() (an object, not its class or name)",

@@ -28,8 +28,8 @@ train, held_out, test = shuffled[:800], shuffled[800:1000], shuffled[1000:]
 #
 # `log_prob` sums over outputs and returns one number a row. `hessian_sqrt_product` multiplies noise by
 # a root of the Hessian of −log p in f; it must not depend on y. `mean` is the link. The gradient and the
-# Hessian follow by differentiation. What else is defined unlocks more: `variance` the split of
-# uncertainty, `sample` draws of y.
+# Hessian follow by differentiation; every fit compares all of them with derivatives of `log_prob` on the
+# first batch. What else is defined unlocks more: `variance` the split of uncertainty, `sample` draws of y.
 
 # %%
 

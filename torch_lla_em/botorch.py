@@ -19,17 +19,17 @@ except ImportError as error:
 
 
 class LaplaceModel(EnsembleModel):
-    """The K functions f + √τ J w_k as an ensemble: sample k is one function at all inputs.
+    """The K functions f + √τ J w_k as an ensemble, in which sample k is the same function for all X.
 
-    The samples are of f, free of noise, in the units that the network was trained in, and
-    differentiable in X. New observations need a new fit: there is no fantasising.
+    Samples are values of f without observation noise, in the units of the network's outputs, and
+    differentiable in X. Fantasy models are not supported: fit again after new observations.
     """
 
     la: LinearisedLaplace
 
     def __init__(self, la: LinearisedLaplace, num_outputs: int = 1):
         super().__init__()
-        # not a submodule: ``eval`` and ``to`` here are not the posterior's
+        # not a submodule, so that ``eval`` and ``to`` of this model leave the posterior alone
         object.__setattr__(self, "la", la)
         self._num_outputs = num_outputs
 

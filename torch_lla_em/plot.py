@@ -1,4 +1,7 @@
-"""Pictures of a fitted posterior, each one call on it and a loader; needs matplotlib."""
+"""Plots of a fitted posterior. All functions return matplotlib's axes, and most take a loader.
+
+Needs matplotlib: ``pip install torch_lla_em[plot]``.
+"""
 
 from __future__ import annotations
 
@@ -23,127 +26,119 @@ from torch_lla_em.prediction import (
 )
 
 Axes = Any
-"""Those of matplotlib, which is optional."""
+"""Matplotlib's axes; matplotlib is optional."""
+
+Examples = Iterable[Any] | Rows
+"""A loader, or what ``rows_of`` returns for it."""
 
 _NETWORK, _POSTERIOR = "0.6", "C0"
+_DIAGONAL = {"color": "black", "linewidth": 0.8, "linestyle": ":"}
 _GRID = 80
-# standard deviations either side that hold 90 %
+# 90 % of a normal distribution lie within so many standard deviations
 _NINETY = 1.6449
 
 
-def reliability(
-    la: Fitted, loader: Iterable[Any] | Rows, axes: Axes | None = None, bins: int = 10
-) -> Axes:
-    """Plot how often predictions come true against how probable they are said to be.
+def reliability(la: Fitted, loader: Examples, axes: Axes | None = None, bins: int = 10) -> Axes:
+    """Plot accuracy over confidence, with the expected calibration error (ECE).
 
-    The network before, the posterior after, each with its expected calibration error (ECE).
+    The network's predictions are compared with the posterior's.
     """
     rows, axes = _rows(la, loader), _axes(axes)
     if not la.likelihood.gives_probabilities:
-        raise TypeError("reliability is of probabilities: coverage is for real targets.")
-    axes.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle=":")
+        raise TypeError(
+            "reliability needs a likelihood with probabilities. For regression, use coverage."
+        )
+    axes.plot([0, 1], [0, 1], **_DIAGONAL)
     lowest = 1.0
-    for name, colour, prediction in _before_and_after(rows):
+    for name, colour, prediction in _both(rows):
         stated, right = stated_and_right(prediction, rows.targets)
         count, said, true = binned(stated, right, bins)
         ece, kept = calibration_error(stated, right, bins), count > 0
-        x, y, share = (_plain(v[kept]) for v in (said / count, true / count, count / len(stated)))
+        x, y, share = (_array(v[kept]) for v in (said / count, true / count, count / len(stated)))
         lowest = min(lowest, x.min(), y.min())
-        label = f"{name}: ECE {ece:.3f}"
         axes.plot(x, y, color=colour, alpha=0.6, linewidth=1)
-        axes.scatter(x, y, 8 + 150 * share, color=colour, label=label)
+        axes.scatter(x, y, 8 + 150 * share, color=colour, label=f"{name}: ECE {ece:.3f}")
     axes.set(xlim=(lowest - 0.05, 1.05), ylim=(lowest - 0.05, 1.05))
-    return _finished(axes, "stated probability", "share that is right")
+    return _finished(axes, "confidence", "accuracy")
 
 
 def em_path(la: Fitted, axes: Axes | None = None) -> Axes:
-    """Plot the path of EM, over the curve of the evidence where it is known."""
-    path = torch.tensor(
-        [record["prior_precision"] for record in la.history], dtype=torch.float64, device="cpu"
-    )
-    around = la.prior_precision.cpu().flatten() * torch.tensor([[0.32], [3.2]], device="cpu")
-    ends = torch.cat([path.flatten(), around.flatten()]).log10()
-    grid = torch.logspace(
-        ends.min().item(), ends.max().item(), _GRID, dtype=torch.float64, device="cpu"
-    )
+    """Plot the prior precision at each EM step, on the curve of the log evidence if it is known."""
+    path = np.array([record["prior_precision"] for record in la.history])
+    chosen = _array(la.prior_precision.double())
+    low, high = min(path.min(), 0.32 * chosen.min()), max(path.max(), 3.2 * chosen.max())
     try:
-        return plot_curve(la.curve(grid), axes)
-    except ValueError:  # of several precisions, and after other solvers, it is not known
+        return plot_curve(la.curve(torch.from_numpy(np.geomspace(low, high, _GRID))), axes)
+    except ValueError:  # it is not known for several precisions, and after other solvers
         axes = _axes(axes)
-    axes.plot(range(1, len(path) + 1), _plain(path), marker=".")
+    axes.plot(range(1, len(path) + 1), path, marker=".")
     axes.set_yscale("log")
     return _finished(axes, "EM step", "prior precision λ")
 
 
-def bands(
-    la: Fitted, loader: Iterable[Any] | Rows, axes: Axes | None = None, output: int = 0
-) -> Axes:
-    """Plot a regression with its 90 % intervals: over the input where it is one number.
+def bands(la: Fitted, loader: Examples, axes: Axes | None = None, output: int = 0) -> Axes:
+    """Plot a regression with 90 % prediction intervals over an input of one number.
 
-    Else predictions against targets.
+    For other inputs, targets are plotted over predictions.
     """
-    rows, axes = _real_rows(la, loader), _axes(axes)
-    x, y = rows.inputs, _plain(rows.targets.flatten(1)[:, output])
+    rows, axes = _regression_rows(la, loader), _axes(axes)
+    x, y = rows.inputs, _array(rows.targets.flatten(1)[:, output])
     if x is None or x[0].numel() != 1:
         mean, inner, outer = _intervals(rows.posterior, output)
         axes.errorbar(mean, y, xerr=outer, fmt=".", color=_POSTERIOR, alpha=0.4, label="90 %")
         line = min(mean.min(), y.min()), max(mean.max(), y.max())
-        axes.plot(line, line, color="black", linewidth=0.8, linestyle=":")
+        axes.plot(line, line, **_DIAGONAL)
         return _finished(axes, "prediction", "target")
     ends = x.min(), x.max()
     margin = 0.3 * (ends[1] - ends[0])
     grid = torch.linspace(ends[0] - margin, ends[1] + margin, 4 * _GRID, device="cpu").to(x)
     mean, inner, outer = _intervals(la.predict(grid.view(-1, *x.shape[1:])), output)
-    places = _plain(grid)
+    places = _array(grid)
     for half, alpha, label in ((outer, 0.2, "90 % of targets"), (inner, 0.35, "90 % of means")):
         band = {"color": _POSTERIOR, "alpha": alpha, "linewidth": 0, "label": label}
         axes.fill_between(places, mean - half, mean + half, **band)
     axes.plot(places, mean, color=_POSTERIOR)
-    axes.scatter(_plain(x.flatten()), y, 6, color="black", label="rows", zorder=3)
+    axes.scatter(_array(x.flatten()), y, 6, color="black", label="data", zorder=3)
     return _finished(axes, "input", "target")
 
 
-def confidence(la: Fitted, loader: Iterable[Any] | Rows, axes: Axes | None = None) -> Axes:
-    """Plot over two inputs how probable the likeliest class is, or the deviation of real y."""
+def confidence(la: Fitted, loader: Examples, axes: Axes | None = None) -> Axes:
+    """Plot the confidence of predictions, or their standard deviation, over two inputs."""
     rows, axes = _rows(la, loader), _axes(axes)
     x, y = rows.inputs, rows.targets
     if x is None or x.dim() != 2 or x.shape[1] != 2:
-        raise ValueError("confidence is drawn over inputs of two numbers, (N, 2).")
+        raise ValueError("confidence needs inputs of two numbers, shape (N, 2).")
     ends = torch.stack([x.amin(0), x.amax(0)])
     margin = 0.4 * (ends[1] - ends[0])
-    sides = [
-        torch.linspace(a, b, _GRID, device="cpu")
-        for a, b in zip(ends[0] - margin, ends[1] + margin)
-    ]
+    limits = zip(ends[0] - margin, ends[1] + margin)
+    sides = [torch.linspace(low, high, _GRID, device="cpu") for low, high in limits]
     grid = torch.cartesian_prod(*sides).to(x)
     prediction = la.predict(grid)
     if prediction.likelihood.gives_probabilities:
-        p, label = prediction.probs, "probability of the likeliest"
+        p, label = prediction.probs, "confidence"
         values = torch.maximum(p, 1 - p)[:, 0] if p.shape[1] == 1 else p.amax(1)
     else:
         values, label = prediction.moments().variance[:, 0].sqrt(), "standard deviation"
-    plane = *map(_plain, sides), _plain(values.view(_GRID, _GRID).T)
+    plane = *map(_array, sides), _array(values.view(_GRID, _GRID).T)
     shades = axes.contourf(*plane, levels=20, cmap="Blues")
     axes.figure.colorbar(shades, ax=axes, label=label)
-    shown = {"c": _plain(y.view(len(y), -1)[:, 0]), "cmap": "autumn", "edgecolors": "black"}
-    axes.scatter(*_plain(x.T), 14, linewidths=0.4, **shown)
+    shown = {"c": _array(y.view(len(y), -1)[:, 0]), "cmap": "autumn", "edgecolors": "black"}
+    axes.scatter(*_array(x.T), 14, linewidths=0.4, **shown)
     return _finished(axes, "first input", "second input")
 
 
-def extremes(
-    la: Fitted, loader: Iterable[Any] | Rows, axes: Axes | None = None, count: int = 8
-) -> Axes:
-    """Show the inputs that predictions are most and least certain of: images, or features.
+def extremes(la: Fitted, loader: Examples, axes: Axes | None = None, count: int = 8) -> Axes:
+    """Show the inputs with the most and the least certain predictions, as images or columns.
 
-    What is predicted wrong is red.
+    Captions of wrong predictions are red.
     """
     rows, axes = _rows(la, loader), _axes(axes)
     if rows.inputs is None:
-        raise ValueError("extremes shows inputs that are tensors of one shape.")
+        raise ValueError("extremes needs inputs that are tensors of one shape.")
     doubt = rows.posterior.aleatoric + rows.posterior.epistemic
     order = doubt.reshape(len(rows.targets), -1).mean(1).argsort()
     chosen = order[:count].tolist(), order[-count:].flip(0).tolist()
-    images, captions = _plain(_images(rows.inputs)), _captions(rows)
+    images, captions = _array(_images(rows.inputs)), _captions(rows)
     for low, places in zip((1.25, 0.0), chosen):
         for i, row in enumerate(places):
             extent = (i + 0.04, i + 0.96, low, low + 0.92)
@@ -158,12 +153,12 @@ def extremes(
     return axes
 
 
-def coverage(la: Fitted, loader: Iterable[Any] | Rows, axes: Axes | None = None) -> Axes:
-    """Plot the share of real targets inside intervals, against the share that belongs there."""
-    rows, axes = _real_rows(la, loader), _axes(axes)
+def coverage(la: Fitted, loader: Examples, axes: Axes | None = None) -> Axes:
+    """Plot the coverage of prediction intervals over their nominal level, for regression."""
+    rows, axes = _regression_rows(la, loader), _axes(axes)
     levels = torch.linspace(0.02, 0.98, 49, device="cpu").tolist()
-    axes.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle=":")
-    for name, colour, prediction in _before_and_after(rows):
+    axes.plot([0, 1], [0, 1], **_DIAGONAL)
+    for name, colour, prediction in _both(rows):
         shares = []
         for level in levels:
             lower, upper = prediction.credible_interval(level)
@@ -171,36 +166,34 @@ def coverage(la: Fitted, loader: Iterable[Any] | Rows, axes: Axes | None = None)
             shares.append(inside.double().mean().item())
         name = "noise alone" if prediction is rows.network else name
         axes.plot(levels, shares, color=colour, label=name)
-    return _finished(axes, "credible level", "share of targets inside")
+    return _finished(axes, "level of the interval", "coverage")
 
 
-def unfamiliarity(
-    la: Fitted, loader: Iterable[Any] | Rows, other: Any, axes: Axes | None = None
-) -> Axes:
-    """Plot what more data would teach (epistemic uncertainty) of two sets, and how far they part.
+def unfamiliarity(la: Fitted, loader: Examples, other: Any, axes: Axes | None = None) -> Axes:
+    """Plot the epistemic uncertainty of two data sets, and the AUROC with which it separates them.
 
-    ``other`` needs no targets: a loader, a Dataset, or inputs.
+    ``other`` needs no targets: it may be a loader, a Dataset, or inputs.
     """
     axes = _axes(axes)
-    own = loader.posterior if isinstance(loader, Rows) else None
-    sets = [
-        _epistemic([own] if own else _predictions(la, loader)),
-        _epistemic(_predictions(la, other)),
-    ]
+    own = [loader.posterior] if isinstance(loader, Rows) else _predictions(la, loader)
+    sets = [_epistemic(own), _epistemic(_predictions(la, other))]
     area = auroc(*map(torch.from_numpy, reversed(sets)))
     both = np.log10(np.concatenate(sets))
     edges = np.logspace(np.quantile(both, 0.002), both.max() + 1e-3, 31)
-    for values, name, colour in zip(sets, ("familiar", "other"), (_POSTERIOR, "C1")):
+    for values, name, colour in zip(sets, ("data", "other data"), (_POSTERIOR, "C1")):
         weights = np.full(len(values), 1 / len(values))
         axes.hist(values, edges, weights=weights, color=colour, alpha=0.6, label=name)
     axes.set(xscale="log", title=f"AUROC {area:.3f}")
-    return _finished(axes, "epistemic uncertainty", "share of rows")
+    return _finished(axes, "epistemic uncertainty", "share of examples")
 
 
 def plot_curve(curve: Curve, axes: Axes | None = None) -> Axes:
-    """Plot γ and the log evidence over λ, with the path of EM and λ* marked."""
+    """Plot the effective dimension γ and the log evidence over the prior precision λ.
+
+    Vertical lines mark λ at each EM step and the chosen λ*.
+    """
     axes = _axes(axes)
-    x, (evidence, error) = _plain(curve.precisions), map(_plain, curve.log_evidence)
+    x, (evidence, error) = _array(curve.precisions), map(_array, curve.log_evidence)
     axes.plot(x, evidence, color="C0", label="log evidence")
     axes.fill_between(x, evidence - error, evidence + error, color="C0", alpha=0.25, linewidth=0)
     axes.axvline(curve.best, color="black", linestyle=":", label=f"λ* = {curve.best:.3g}")
@@ -208,20 +201,20 @@ def plot_curve(curve: Curve, axes: Axes | None = None) -> Axes:
         axes.axvline(precision, color="C3", alpha=0.4, linewidth=1, label="EM" if i == 0 else None)
     axes.set(xscale="log", xlabel="prior precision λ", ylabel="log evidence")
     other = axes.twinx()
-    other.plot(x, _plain(curve.effective_dim.value), color="C1", label="effective dimension γ")
+    other.plot(x, _array(curve.effective_dim.value), color="C1", label="effective dimension γ")
     other.set_ylabel("effective dimension γ")
     lines = [*axes.get_lines(), *other.get_lines()]
     axes.legend(handles=[line for line in lines if not line.get_label().startswith("_")])
     return axes
 
 
-def _rows(la: Fitted, loader: Iterable[Any] | Rows) -> Rows:
+def _rows(la: Fitted, loader: Examples) -> Rows:
     return loader if isinstance(loader, Rows) else rows_of(la, loader)
 
 
-def _real_rows(la: Fitted, loader: Iterable[Any] | Rows) -> Rows:
+def _regression_rows(la: Fitted, loader: Examples) -> Rows:
     if not la.likelihood.real_valued:
-        raise TypeError("Intervals are of real targets: reliability is for probabilities.")
+        raise TypeError("Intervals need continuous targets. For probabilities, use reliability.")
     return _rows(la, loader)
 
 
@@ -238,19 +231,19 @@ def _finished(axes: Axes, x: str, y: str) -> Axes:
     return axes
 
 
-def _before_and_after(rows: Rows) -> list[tuple[str, str, Prediction]]:
+def _both(rows: Rows) -> list[tuple[str, str, Prediction]]:
     return [("network", _NETWORK, rows.network), ("posterior", _POSTERIOR, rows.posterior)]
 
 
 def _intervals(prediction: Prediction, output: int) -> list[np.ndarray]:
-    """Return the mean of y, and half intervals of it and of y, of one output, (B,)."""
+    """Return the mean of one output, and half the 90 % intervals of the mean and of y, (B,)."""
     mean, variance = prediction.moments()
     halves = (_NINETY * v.sqrt() for v in (prediction.epistemic, variance))
-    return [_plain(values.flatten(1)[:, output]) for values in (mean, *halves)]
+    return [_array(values.flatten(1)[:, output]) for values in (mean, *halves)]
 
 
 def _images(x: Tensor) -> Tensor:
-    """Return inputs as images of values from 0 to 1, (B, H, W) or (B, H, W, 3)."""
+    """Return inputs as images with values from 0 to 1, (B, H, W) or (B, H, W, 3)."""
     if x.dim() == 4 and x.shape[1] in (1, 3):
         x = x[:, 0] if x.shape[1] == 1 else x.movedim(1, -1)
     elif x.dim() != 3:
@@ -265,33 +258,31 @@ def _images(x: Tensor) -> Tensor:
 
 
 def _captions(rows: Rows) -> list[tuple[str, bool]]:
-    """Return what is predicted of each row, and whether it is wrong."""
+    """Return the prediction for each example as text, and whether it is wrong."""
     prediction, y = rows.posterior, rows.targets
     if prediction.likelihood.real_valued:
         mean, _, outer = _intervals(prediction, 0)
-        wrong = abs(_plain(y.flatten(1)[:, 0]) - mean) > outer
+        wrong = abs(_array(y.flatten(1)[:, 0]) - mean) > outer
         texts = [f"{m:.3g} ± {h:.2g}" for m, h in zip(mean, outer)]
     elif y.dim() == 1 and prediction.likelihood.gives_probabilities:
         p, best = prediction.probs.max(1)
-        wrong, texts = (
-            _plain(best != y),
-            [f"{c}: {q:.2f}" for c, q in zip(best.tolist(), p.tolist())],
-        )
+        wrong = _array(best != y)
+        texts = [f"{c}: {q:.2f}" for c, q in zip(best.tolist(), p.tolist())]
     else:
         wrong, texts = np.zeros(len(y), bool), [""] * len(y)
     return [*zip(texts, wrong.tolist())]
 
 
 def _predictions(la: Fitted, data: Any) -> Iterator[Prediction]:
-    """Yield predictions of a loader's batches, or of inputs."""
+    """Yield the predictions for a loader's batches, or for inputs."""
     for batch in [data] if isinstance(data, Tensor) else as_loader(data):
         yield la.predict(inputs_of(batch))
 
 
 def _epistemic(predictions: Iterable[Prediction]) -> np.ndarray:
     values = [p.epistemic.reshape(len(p.centre), -1).mean(1) for p in predictions]
-    return _plain(torch.cat(values).double().clamp_min(1e-12))
+    return _array(torch.cat(values).double().clamp_min(1e-12))
 
 
-def _plain(values: Tensor) -> np.ndarray:
+def _array(values: Tensor) -> np.ndarray:
     return values.detach().cpu().numpy()

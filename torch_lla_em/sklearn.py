@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -17,30 +18,71 @@ from torch_lla_em.laplace import LinearisedLaplace
 from torch_lla_em.prediction import Prediction
 
 _BATCH = 128
-# of gradients, where few rows make for short epochs; and held-out rows that are worth their while
-_LEAST_STEPS, _LEAST_HELD_OUT = 1000, 20
+# gradient steps and epochs of a training whose length is not given
+_STEPS, _EPOCHS = 1000, 100
+# validation examples below which none are held out
+_LEAST_HELD_OUT = 20
+# AdamW's weight decay is this over the number of examples, and 1 at most: chosen on tables of 100
+# to 3,000 examples, where less lets networks overfit, and predictions with them
+_DECAY = 300
 _DTYPES = [np.float64, np.float32]
 
 
-class _Estimator(BaseEstimator):
-    """A network trained by AdamW, then its posterior, calibrated by rows that were held out.
+class _Standardise(nn.Module):
+    """Shift and scale inputs by the mean and standard deviation of the training data."""
 
-    ``module`` is called with the numbers of features and outputs and returns the network; None:
-    a perceptron with ``hidden`` layers. Inputs and real targets are standardised, in the dtype of
-    X. ``options`` go to ``LinearisedLaplace``. After ``fit``, ``laplace_`` is the posterior; real
-    targets are standardised there.
+    def __init__(self, x: Tensor):
+        super().__init__()
+        self.register_buffer("mean", x.mean(0))
+        self.register_buffer("width", _width(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) / self.width
+
+
+class _Estimator(BaseEstimator):
+    """A network trained by AdamW and its posterior, calibrated on a validation set.
+
+    Inputs and continuous targets are standardised, in the dtype of X. After ``fit``, ``laplace_``
+    is the posterior (of standardised targets), and ``laplace_.calibration`` what calibrating gained.
+
+    Parameters
+    ----------
+    module : callable, default=None
+        Called with the numbers of features and outputs, returns the network to train. None is a
+        perceptron with tanh activations and the layers of ``hidden``.
+    hidden : int or tuple of int, default=(50, 50)
+        Widths of the hidden layers, one number for a single layer.
+    epochs : int, default=None
+        Passes over the training data. None is 100, or as many as make 1,000 gradient steps.
+    learning_rate : float, default=0.01
+        Initial step size of AdamW; it falls to 0 along a cosine.
+    weight_decay : float, default=None
+        Weight decay of AdamW. None is 300 over the number of training examples, and 1 at most.
+    validation_fraction : float, default=0.1
+        Share of the examples that are held out to calibrate the posterior: at least 0 and below 1.
+        None are held out where the share is fewer than 20 examples.
+    num_samples : int, default=32
+        Posterior samples.
+    options : dict, default=None
+        Further arguments of ``LinearisedLaplace``.
+    device : str, default="cpu"
+        Device to train and predict on.
+    random_state : int, RandomState or None, default=None
+        Seed of the split, the initial weights and the samples.
     """
 
     _likelihood: str
+    _options: dict[str, Any] = {}
 
     def __init__(
         self,
         module: Callable[[int, int], nn.Module] | None = None,
         *,
-        hidden: tuple[int, ...] = (50, 50),
-        epochs: int = 100,
+        hidden: int | tuple[int, ...] = (50, 50),
+        epochs: int | None = None,
         learning_rate: float = 1e-2,
-        weight_decay: float = 1e-4,
+        weight_decay: float | None = None,
         validation_fraction: float = 0.1,
         num_samples: int = 32,
         options: dict[str, Any] | None = None,
@@ -52,29 +94,45 @@ class _Estimator(BaseEstimator):
         self.validation_fraction, self.num_samples = validation_fraction, num_samples
         self.options, self.device, self.random_state = options, device, random_state
 
+    def _check(self) -> None:
+        """Refuse hyperparameters that no training can follow."""
+        widths = [self.hidden] if isinstance(self.hidden, Integral) else list(self.hidden)
+        if not all(isinstance(width, Integral) and width > 0 for width in widths):
+            raise ValueError(
+                f"hidden must be one or more positive whole numbers, not {self.hidden!r}: the "
+                "widths of the hidden layers, as hidden=50 or hidden=(50, 50)."
+            )
+        if self.epochs is not None and not (isinstance(self.epochs, Integral) and self.epochs > 0):
+            raise ValueError(
+                f"epochs must be a positive whole number or None, not {self.epochs!r}."
+            )
+        if not 0 <= self.validation_fraction < 1:
+            raise ValueError(
+                f"validation_fraction must be at least 0 and below 1, not "
+                f"{self.validation_fraction!r}: the other examples train the network."
+            )
+
     def _fit(self, x: Tensor, y: Tensor, outputs: int) -> None:
         count, features = x.shape
         held_out = int(self.validation_fraction * count)
         held_out = held_out if held_out >= _LEAST_HELD_OUT else 0
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        # torch 2.11 refuses an eps of 0
-        standard = nn.BatchNorm1d(features, eps=1e-30, affine=False).to(x.dtype).eval()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             out, kept = torch.randperm(count).split([held_out, count - held_out])
-            standard.running_mean, standard.running_var = x[kept].mean(0), _width(x[kept]).square()
+            standard = _Standardise(x[kept])
             network = (self.module or self._perceptron)(features, outputs).to(x.dtype)
             self._train(network.to(self.device), standard(x[kept]), y[kept])
         model = nn.Sequential(standard, network).to(self.device).eval()
-        options = {"num_samples": self.num_samples, "seed": seed, **(self.options or {})}
-        self.laplace_ = LinearisedLaplace(model, self._likelihood, **options)
+        options = {"num_samples": self.num_samples, "seed": seed, **self._options}
+        self.laplace_ = LinearisedLaplace(model, self._likelihood, **options | (self.options or {}))
         self.laplace_.fit(x[kept], y[kept], progress_bar=False)
         if held_out:
             self.laplace_.calibrate(x[out], y[out])
 
     def _perceptron(self, features: int, outputs: int) -> nn.Module:
         layers: list[nn.Module] = []
-        for width in self.hidden:
+        for width in [self.hidden] if isinstance(self.hidden, Integral) else self.hidden:
             layers += [nn.Linear(features, width), nn.Tanh()]
             features = width
         return nn.Sequential(*layers, nn.Linear(features, outputs))
@@ -83,8 +141,9 @@ class _Estimator(BaseEstimator):
         classes = self._likelihood == "classification"
         loss = nn.functional.cross_entropy if classes else nn.functional.mse_loss
         batches = -(-len(x) // _BATCH)
-        epochs = max(self.epochs, -(-_LEAST_STEPS // batches))
+        epochs = self.epochs or max(_EPOCHS, -(-_STEPS // batches))
         rate, decay = self.learning_rate, self.weight_decay
+        decay = min(1.0, _DECAY / len(x)) if decay is None else decay
         optimiser = torch.optim.AdamW(network.parameters(), rate, weight_decay=decay)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs * batches)
         x, y = x.to(self.device), y.to(self.device)
@@ -106,9 +165,12 @@ class _Estimator(BaseEstimator):
 class LaplaceClassifier(ClassifierMixin, _Estimator):
     __doc__ = _Estimator.__doc__
     _likelihood = "classification"
+    # inputs are standardised, so that features are alike: the plain prior predicts better then
+    _options = {"g_prior": False}
 
     def fit(self, X: Any, y: Any) -> LaplaceClassifier:
-        """Train, and find the posterior."""
+        """Train the network, fit its posterior and calibrate it; return self."""
+        self._check()
         X, y = validate_data(self, X, y, dtype=_DTYPES)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
@@ -132,7 +194,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
     _likelihood = "regression"
 
     def fit(self, X: Any, y: Any) -> LaplaceRegressor:
-        """Train, and find the posterior and the noise."""
+        """Train the network, fit its posterior and calibrate it; return self."""
+        self._check()
         several = {"multi_output": True, "y_numeric": True, "ensure_min_samples": 2}
         X, y = validate_data(self, X, y, dtype=_DTYPES, **several)
         x, self._shape = torch.tensor(X), y.shape[1:]
@@ -151,7 +214,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
 
 
 def _width(values: Tensor) -> Tensor:
-    """Return standard deviations, 1 where values are all the same."""
-    width = values.std(0, correction=0)
-    rounding = 8 * torch.finfo(values.dtype).eps * values.abs().amax(0)
-    return torch.where(width > rounding, width, 1.0)
+    """Return standard deviations, 1 where values are all the same; of values of any size."""
+    size = values.abs().amax(0)
+    size = torch.where(size > 0, size, 1.0)
+    width = (values / size).std(0, correction=0)
+    return torch.where(width > 8 * torch.finfo(values.dtype).eps, size * width, 1.0)

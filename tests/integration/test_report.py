@@ -60,6 +60,16 @@ def test_a_page_holds_everything_itself(name, tmp_path):
     assert not re.search(r"https?://", (tmp_path / "report.html").read_text())
 
 
+def test_inputs_that_are_not_finite_are_named(tmp_path):
+    case, la = fitted("classification")
+    x = case.x.clone()
+    x[3] = float("nan")
+    for show in (lambda data: la.report(data, tmp_path / "report.html"), lambda d: rows_of(la, d)):
+        with pytest.raises(ValueError, match="1 of the 30 examples of batch 1.* example 3"):
+            show([(case.x, case.y), (x, case.y)])
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_what_was_warned_of_is_kept(tmp_path, caplog):
     case = tiny("classification")
     la = LinearisedLaplace(case.model, "classification", num_samples=4)

@@ -49,6 +49,13 @@ class Pushed(NamedTuple):
         """Push a batch forward, and check that its targets fit."""
         model, likelihood = fitted._linear_model, fitted.likelihood
         f, Jw = push_forward(model, batch.inputs, fitted._columns())
+        bad = ~f.isfinite().flatten(1).all(1)
+        if bad.any():
+            raise ValueError(
+                f"The network's outputs are NaN or infinite for {bad.sum()} of the {len(f)} examples "
+                f"of batch {batch.index}, the first of them example {bad.nonzero()[0].item()}. If "
+                "their inputs hold NaN or infinite values, impute them or remove these examples."
+            )
         y = likelihood.align(batch.targets.to(f.device), model.network.class_dim)
         likelihood.check(f, y)
         return cls(likelihood, f, Jw, y)

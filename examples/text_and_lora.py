@@ -208,3 +208,18 @@ prediction = la.predict(**asked)
 for text, probs, doubt in zip(strange, prediction.probs, prediction.epistemic, strict=True):
     name = list(sources)[probs.argmax()]
     print(f"{name:8}{probs.max():.2f}, unfamiliar {doubt:.2f}: {text}")
+
+# %% [markdown]
+# ## On the Hub
+#
+# `la.push_to_hub("you/bert-posterior", trainer.get_eval_dataloader())` uploads a posterior as safetensors,
+# with a model card that holds its scores on the validation set. `save_pretrained` writes the same to a
+# folder. The network is not in it: it has a repository of its own, and is loaded first.
+
+# %%
+folder = pathlib.Path(tempfile.mkdtemp(), "bert-posterior")
+la.save_pretrained(folder, trainer.get_eval_dataloader())
+again = LinearisedLaplace.from_pretrained(folder, model)
+print("the same predictions:", torch.equal(again.predict(**asked).probs, prediction.probs))
+card = (folder / "README.md").read_text()
+print(card[card.index("##") :])

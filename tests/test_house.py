@@ -11,7 +11,7 @@ ROOMS = (
 ).split()
 BESIDE = {"mixtures": ("runtime", "data", "inference")}
 LONGEST = 320
-ADAPTERS = {"botorch.py", "lightning.py", "sklearn.py", "torch_uncertainty.py"}
+ADAPTERS = {"botorch.py", "hub.py", "lightning.py", "sklearn.py", "torch_uncertainty.py"}
 """Files at the root that each need another library."""
 
 

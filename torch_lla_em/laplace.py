@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torch_lla_em.checkpoint import FORMAT
 from torch_lla_em.data import Chain, Data, Identity, TargetFn, paired
+from torch_lla_em.hub import OnHub
 from torch_lla_em.inference import FitOptions, Solver, learn
 from torch_lla_em.jacobian import (
     ForwardFn,
@@ -42,7 +43,7 @@ from torch_lla_em.session import Session, check_shard
 _QUARTER = 0.25
 
 
-class LinearisedLaplace(Fitted):
+class LinearisedLaplace(OnHub, Fitted):
     """The linearised Laplace posterior of a trained network, by samples.
 
     ``fit`` learns the prior precision (and the noise of a regression) by EM and draws posterior
@@ -220,7 +221,11 @@ class LinearisedLaplace(Fitted):
         self._loaders = None
 
     def save(self, path: str | PathLike) -> None:
-        """Write the posterior to a file, without the network."""
+        """Write the posterior to a file, without the network.
+
+        A name that ends with .safetensors is written in that format (which needs safetensors), any
+        other by torch. Loading runs no code from either.
+        """
         given, model = self._given_likelihood, self._linear_model
         own = "prior", "g_prior", "num_samples", "tolerance", "curvature", "seed", "temperature"
         options = {

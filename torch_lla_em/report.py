@@ -6,7 +6,7 @@ Needs matplotlib: ``pip install torch_lla_em[report]``.
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from io import BytesIO
 from os import PathLike
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch_lla_em import plot
 from torch_lla_em.likelihoods import BradleyTerry, Likelihood
-from torch_lla_em.prediction import Fitted, Rows, outcomes, rows_of, scores
+from torch_lla_em.prediction import Fitted, Rows, outcomes, rows_of, scores, summary
 from torch_lla_em.solvers import relative_error
 
 _STYLE = """
@@ -56,6 +56,35 @@ def write_report(la: Fitted, loader: Iterable[Any], path: str | PathLike, other:
     Path(path).write_text(page, encoding="utf-8")
 
 
+CARD = """# Posterior of {network}
+
+A linearised Laplace posterior by torch_lla_em. The network is not in this repository:
+
+```python
+from torch_lla_em import LinearisedLaplace
+
+la = LinearisedLaplace.from_pretrained("this repository", model)  # with its trained weights
+```
+"""
+
+
+def as_card(la: Fitted, loader: Iterable[Any] | None = None) -> str:
+    """Return a model card in Markdown: what was fitted, and how well a loader is predicted."""
+    fitted = [("", ""), *summary.of_fit(la)[1]]
+    parts = [CARD.format(network=type(la.model).__name__), _as_markdown(fitted)]
+    if loader is not None:
+        rows = rows_of(la, loader)
+        parts += [f"## On {len(rows.targets):,} validation examples\n", _as_markdown(_scored(rows))]
+        parts += [f"- {line}\n" for line in advice(la, rows)]
+    warnings = [f"- {line}\n" for line in la.said[1:]]
+    return "\n".join([*parts, *(["## Warnings of the fit\n"] if warnings else []), *warnings])
+
+
+def _as_markdown(table: Iterable[Sequence[str]]) -> str:
+    header, *rows = [f"| {' | '.join(row)} |" for row in table]
+    return "\n".join([header, "|---" * (header.count("|") - 1) + "|", *rows, ""])
+
+
 def advice(la: Fitted, rows: Rows) -> Iterator[str]:
     """Yield what the numbers call for."""
     gain = rows.network.log_prob(rows.targets) - rows.posterior.log_prob(rows.targets)
@@ -78,13 +107,17 @@ def advice(la: Fitted, rows: Rows) -> Iterator[str]:
         yield "γ is known to no more than 10 %: larger num_samples tells it better."
 
 
-def _table(rows: Rows) -> str:
+def _scored(rows: Rows) -> list[Sequence[str]]:
+    """Return the scores of the network and of the posterior as a table, its heading first."""
     each = [scores(outcomes(p, rows.targets)) for p in (rows.network, rows.posterior)]
-    body = "".join(
-        f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{m[name]:.4g}</td>" for m in each) + "</tr>"
-        for name in each[0]
-    )
-    return f"<table><tr><th></th><th>network</th><th>posterior</th></tr>{body}</table>"
+    values = [(name, *(f"{found[name]:.4g}" for found in each)) for name in each[0]]
+    return [("", "network", "posterior"), *values]
+
+
+def _table(rows: Rows) -> str:
+    header, *values = _scored(rows)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(v)}</td>' for v in row)}</tr>" for row in values)
+    return f"<table><tr>{''.join(f'<th>{name}</th>' for name in header)}</tr>{body}</table>"
 
 
 def _pictures(la: Fitted, rows: Rows, other: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:

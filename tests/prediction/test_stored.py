@@ -18,6 +18,7 @@ from torch_lla_em import (
     LinearOperatorRegression,
 )
 from torch_lla_em.prediction.functions import functions_of
+from torch_lla_em.runtime import write_atomically
 from torch_lla_em.runtime.records import from_bytes, to_bytes
 
 READ = Compute(keep_data=False)
@@ -112,6 +113,47 @@ def test_files_that_claim_more_than_they_hold_are_refused(saved, tmp_path):
             packed.writestr(name, plain.read(name), ZIP_DEFLATED)
     with pytest.raises(ValueError, match="damaged"):
         LinearisedLaplace.load(tmp_path / "packed.pt", model)
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_safetensors_hold_the_same(kind, tmp_path):
+    safetensors = pytest.importorskip("safetensors")
+    case = tiny(kind)
+    la = LinearisedLaplace(case.model, kind, num_samples=3)
+    la.fit([(case.x, case.y)], em_steps=2, progress_bar=False)
+    la.save(tmp_path / "la.pt")
+    la.save(tmp_path / "la.safetensors")
+    safe = LinearisedLaplace.load(tmp_path / "la.safetensors", case.model)
+    plain = LinearisedLaplace.load(tmp_path / "la.pt", case.model).state_dict()
+    state = safe.state_dict()
+    assert state.keys() == plain.keys()
+    assert all(torch.equal(state[name], plain[name]) for name in plain)
+    with safetensors.safe_open(tmp_path / "la.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("w_samples"), la.w_samples)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_damaged_safetensors_are_refused(saved, tmp_path, monkeypatch):
+    pytest.importorskip("safetensors")
+    model, state = saved
+    path = tmp_path / "la.safetensors"
+    write_atomically(state, path)
+    whole = path.read_bytes()
+    for place in (len(whole) - 9, len(whole) // 2, 3):  # tensors, and the header
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match="damaged"):
+            LinearisedLaplace.load(path, model)
+    path.write_bytes(whole[:-20])
+    with pytest.raises(ValueError, match="damaged"):
+        LinearisedLaplace.load(path, model)
+    (tmp_path / "renamed.safetensors").write_bytes(whole)
+    LinearisedLaplace.load(tmp_path / "renamed.safetensors", model)
+    torch.save(state, path)  # torch's format under this name
+    with pytest.raises(ValueError, match="of another program"):
+        LinearisedLaplace.load(path, model)
+    monkeypatch.setattr("torch_lla_em.runtime.files.find_spec", lambda _: None)
+    with pytest.raises(ImportError, match="pip install safetensors"):
+        LinearisedLaplace.load(path, model)
 
 
 class Weighted(Bernoulli):

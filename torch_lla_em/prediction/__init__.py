@@ -1,7 +1,7 @@
 """What a fitted posterior answers: ``functions``, ``mixture``, ``prediction``, ``parts``,
 ``calibration``, ``standing``, ``stored``, ``fitted``, ``scores``, ``compare``."""
 
-from torch_lla_em.prediction import stored
+from torch_lla_em.prediction import stored, summary
 from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.collapse import stated_and_right
 from torch_lla_em.prediction.compare import Comparison, compare
@@ -29,4 +29,5 @@ __all__ = [
     "scores",
     "stated_and_right",
     "stored",
+    "summary",
 ]

@@ -8,11 +8,13 @@ import re
 import shutil
 import uuid
 from contextlib import suppress
+from importlib.util import find_spec
 from math import inf
 from os import PathLike
 from pathlib import Path
 from typing import IO
 from zipfile import BadZipFile, ZipFile
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -42,11 +44,18 @@ class UnreadableError(ValueError):
 def tensors_of(
     path: Path_, names: tuple[str, ...] = (), remedy: str = "", device: str | torch.device = "cpu"
 ) -> dict[str, Tensor]:
-    """Return what a file holds, these names at least, or say what to do; no code in it is run."""
+    """Return what a file holds, these names at least, or say what to do; no code in it is run.
+
+    A name that ends with .safetensors is of that format, any other of torch's.
+    """
+    is_safe = _is_safe(path)
     with open(path, "rb") as file:
         try:
-            _check_sums(file)
-            state = torch.load(file, map_location=device, weights_only=True)
+            if is_safe:
+                state = _read_safe(path, device)
+            else:
+                _check_sums(file)
+                state = torch.load(file, map_location=device, weights_only=True)
             fault = next((f"no {name!r}" for name in names if name not in state), "")
         except Exception as error:
             if is_shortage(error):
@@ -87,8 +96,54 @@ def write_atomically(state: dict[str, Tensor], path: Path_) -> None:
     _sync_folder(path.parent)
 
 
+def _is_safe(path: Path_) -> bool:
+    """Whether a file is of safetensors by its name; raise where that library is missing."""
+    if Path(path).suffix != ".safetensors":
+        return False
+    if find_spec("safetensors") is None:
+        raise ImportError(
+            f"{os.fspath(path)!r} is a name for the safetensors format, which needs that library: "
+            "pip install safetensors, or choose a name that ends with .pt."
+        )
+    return True
+
+
+def _write_safe(state: dict[str, Tensor], path: Path) -> None:
+    """Write safetensors with a checksum of all tensors, which the format itself has not."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    own = {}
+    for name, tensor in state.items():
+        tensor = tensor.detach().cpu().contiguous()
+        is_part = tensor.untyped_storage().nbytes() != tensor.nbytes  # which the format refuses
+        own[name] = tensor.clone() if is_part else tensor
+    try:
+        save_file(own, path, {"format": "pt", "crc32": _sum_of(own)})
+    except SafetensorError as error:
+        raise RuntimeError(str(error)) from error
+
+
+def _read_safe(path: Path_, device: str | torch.device) -> dict[str, Tensor]:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        known = (file.metadata() or {}).get("crc32")
+    if known is not None and known != _sum_of(state):
+        raise UnreadableError("checksum")
+    return {name: tensor.to(device) for name, tensor in state.items()}
+
+
+def _sum_of(state: dict[str, Tensor]) -> str:
+    found = 0
+    for name in sorted(state):
+        found = crc32(state[name].reshape(-1).view(torch.uint8).numpy().data, found)
+    return f"{found:08x}"
+
+
 def _write(state: dict[str, Tensor], path: Path) -> None:
-    name = _stump(path.parent)
+    name, is_safe = _stump(path.parent), _is_safe(path)
     try:
         handle = os.open(
             name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666
@@ -98,8 +153,8 @@ def _write(state: dict[str, Tensor], path: Path) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             try:
-                torch.save(state, file)
-            except RuntimeError as error:  # what torch makes of a disk that is full
+                _write_safe(state, name) if is_safe else torch.save(state, file)
+            except RuntimeError as error:  # what both make of a disk that is full
                 raise OSError(f"{path.name!r} could not be written: {error}") from error
             file.flush()
             os.fsync(file.fileno())

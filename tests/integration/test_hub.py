@@ -1,0 +1,99 @@
+"""Posteriors in a folder as the Hub holds them, with the Hub's own mixin; nothing is sent."""
+
+import builtins
+import shutil
+
+import pytest
+import torch
+from tiny import tiny
+
+from torch_lla_em import LinearisedLaplace
+
+hub = pytest.importorskip("huggingface_hub")
+pytest.importorskip("safetensors")
+
+
+@pytest.fixture
+def fitted():
+    case = tiny("classification")
+    la = LinearisedLaplace(case.model, "classification", num_samples=3)
+    la.fit([(case.x, case.y)], em_steps=2, progress_bar=False)
+    return case, la
+
+
+def test_a_folder_holds_the_posterior_and_its_card(fitted, tmp_path):
+    case, la = fitted
+    folder = tmp_path / "posterior"
+    la.save_pretrained(folder, [(case.x, case.y)])
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"README.md", "config.json", "posterior.safetensors"}
+    again = LinearisedLaplace.from_pretrained(folder, case.model)
+    assert type(again) is LinearisedLaplace
+    assert torch.equal(again(case.x), la(case.x))
+    card = hub.ModelCard.load(folder / "README.md")
+    assert card.data.library_name == "torch_lla_em" and "model_hub_mixin" in card.data.tags
+    nll = -la.predict(case.x).log_prob(case.y).mean().item()
+    assert "| NLL |" in card.text and f"| {nll:.4g} |" in card.text
+    assert "30 validation examples" in card.text and "effective dimension" in card.text
+
+
+def test_what_is_pushed_is_what_the_folder_holds(fitted, tmp_path, monkeypatch):
+    case, la = fitted
+    sent = {}
+
+    def create_repo(self, repo_id, **options):
+        sent["private"] = options["private"]
+        return hub.RepoUrl(f"https://huggingface.co/{repo_id}")
+
+    def upload_folder(self, *, folder_path, **options):
+        shutil.copytree(folder_path, tmp_path / "remote")
+        return "https://huggingface.co/someone/posterior/commit/1"
+
+    monkeypatch.setattr(hub.HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(hub.HfApi, "upload_folder", upload_folder)
+    assert la.push_to_hub("someone/posterior", private=True).endswith("commit/1")
+    assert sent == {"private": True}
+    assert "validation examples" not in (tmp_path / "remote/README.md").read_text()
+    again = LinearisedLaplace.from_pretrained(tmp_path / "remote", case.model, seed=7)
+    assert torch.equal(again(case.x), la(case.x)) and again.seed == 7
+
+
+def test_a_repository_is_downloaded_as_asked(fitted, tmp_path, monkeypatch):
+    case, la = fitted
+    la.save_pretrained(tmp_path)
+    asked = []
+
+    def download(repo_id, filename, **options):
+        asked.append((repo_id, filename, options["revision"]))
+        return str(tmp_path / filename)
+
+    def config(*, repo_id, filename, **options):
+        return download(repo_id, filename, **options)
+
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    monkeypatch.setattr(hub.hub_mixin, "hf_hub_download", config)
+    hub_module()._mixin.cache_clear()
+    again = LinearisedLaplace.from_pretrained("someone/posterior", case.model, revision="v1")
+    hub_module()._mixin.cache_clear()
+    assert asked[-1] == ("someone/posterior", "posterior.safetensors", "v1")
+    assert torch.equal(again(case.x), la(case.x))
+
+
+def hub_module():
+    from torch_lla_em import hub
+
+    return hub
+
+
+def test_without_the_library_it_says_what_to_install(fitted, tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args):
+        if name.startswith("huggingface_hub"):
+            raise ImportError(name)
+        return real(name, *args)
+
+    hub_module()._mixin.cache_clear()
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r"torch_lla_em\[hub\]"):
+        fitted[1].save_pretrained(tmp_path)

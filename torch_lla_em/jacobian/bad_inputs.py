@@ -31,9 +31,10 @@ def explained(network: Network, x: Any) -> Iterator[None]:
         ) from error
 
 
-def require_rows(f: Tensor) -> None:
-    """Raise where outputs have no axis of examples beside that of the classes."""
-    if f.dim() < 2:
+def require_rows(f: Tensor, x: Any) -> None:
+    """Raise an error for the outputs of a single example; one number per example, (B,), is fine."""
+    flat = any(t.dim() > 1 and len(t) == len(f) for t in tensors_in(x)) if f.dim() == 1 else False
+    if f.dim() < 2 and not flat:
         raise ValueError(
             f"The network returned outputs of shape {tuple(f.shape)} for these inputs, but "
             "predictions are for batches of examples, with outputs (B, ..., C): for a single "

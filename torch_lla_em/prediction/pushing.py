@@ -38,9 +38,9 @@ def push_forward(linear_model: LinearModel, x: Any, *w: Tensor) -> tuple[Tensor,
                 products = [linear_model.jvp(prepared, block) for block in w]
         except RuntimeError:  # perhaps of a single example
             with network.guarded():
-                require_rows(linear_model.outputs(x))
+                require_rows(linear_model.outputs(x), x)
             raise
-        require_rows(products[0][0])
+        require_rows(products[0][0], x)
         return products[0][0], torch.cat([Jw for _, Jw in products])
 
 

@@ -138,6 +138,11 @@ class Variational:
         mean[: len(q.mean)] = q.mean
         return self.at(self.spectrum(q.spectrum.curvature), q.precision, mean, steps)
 
+    def restarted(self, q: Q) -> Q:
+        """Return q over the span of ξ, its mean and its samples alone."""
+        turn = self.space.restart(torch.cat([q.mean[None], q.samples]))
+        return self.at(self.spectrum(q.spectrum.curvature), q.precision, q.mean @ turn)
+
     def ascend(self, q: Q, least: float) -> Q:
         """Return q after a few rounds of λ, curvature and mean, none of which lowers the bound.
 

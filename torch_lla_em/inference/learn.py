@@ -20,7 +20,13 @@ from torch_lla_em.inference.mode_search import ModeSearch
 from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.posterior_samples import Solver
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples
-from torch_lla_em.inference.variational import MOST_OUTPUTS, Wanted, variational
+from torch_lla_em.inference.variational import (
+    FEWEST_SAMPLES,
+    MOST_OUTPUTS,
+    Wanted,
+    variational,
+    with_fewer,
+)
 from torch_lla_em.problem import (
     VECTORS,
     Problem,
@@ -47,10 +53,10 @@ _KEPT = 0.1
 
 
 _NO_ROWS = (
-    'curvature="variational" keeps what single directions say of all rows, for which there is '
-    'no memory, or which come in another order at every pass: curvature="%s" goes on in its '
-    "place. Give a loader that does not shuffle, fewer samples, or more memory; where it has to "
-    "stay so, calibrate."
+    'curvature="variational" needs the outputs of a few directions at all examples: there is no '
+    "memory for them, or the examples come in another order at every pass. The fit goes on with "
+    'curvature="%s", whose predictions are usually worse. Use a loader that does not shuffle, '
+    "fewer `parameters`, or more memory; otherwise call `calibrate`."
 )
 
 
@@ -119,12 +125,11 @@ def _learn(problem: Problem, options: FitOptions, tell: Observe) -> Posterior:
     if curvature == "variational" and not problem.likelihood.is_quadratic:
         wanted = Wanted(options.tolerance, options.em_steps, options.prior_precision)
         with problem.cost.stage("ascent"):
-            found, _ = problem.attempt(lambda: variational(problem, noise, wanted, tell))
+            found = _variational(problem, noise, wanted, tell)
         if found is not None:
             return found
-        asked = options.curvature is not None
-        curvature = "linear" if asked else "network"
-        logger.log(logging.WARNING if asked else logging.INFO, _NO_ROWS, curvature)
+        curvature = "network" if options.curvature is None else "linear"
+        logger.warning(_NO_ROWS, curvature)
     hyper = Hyperparameters(_starting_point(problem, noise, options), sigma_of(problem))
     e_step = make_e_step(problem, noise, options, hyper)
 
@@ -147,6 +152,17 @@ def _learn(problem: Problem, options: FitOptions, tell: Observe) -> Posterior:
             if (hyper.precision.log() - before).abs().max() < _LINEAR_CHANGE:
                 break
     return _posterior(e_step, noise, hyper, options.tolerance)
+
+
+def _variational(
+    problem: Problem, noise: StochasticPrior, wanted: Wanted, tell: Observe
+) -> Posterior | None:
+    """Return the variational posterior, with fewer samples where memory allows no more."""
+    while True:
+        found, shortage = problem.attempt(lambda: variational(problem, noise, wanted, tell))
+        if found is not None or not shortage or len(noise.xi) <= FEWEST_SAMPLES:
+            return found
+        noise = with_fewer(noise, max(FEWEST_SAMPLES, len(noise.xi) // 2))
 
 
 def _no_room(problem: Problem, num_samples: int, shortage: str) -> str:

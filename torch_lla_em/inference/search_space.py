@@ -11,10 +11,12 @@ from torch_lla_em.solvers import add_combined, combine
 
 # of a direction, once the space is taken out: what is left is rounding
 _NEW = 1e-4
+# while the basis grows it is held twice; J V thrice where G is taken
+_COPIES, _COPIES_OF_J = 2, 3
 
 
 class SearchSpace:
-    """An orthonormal basis V of scaled weights z = w / scale, beside J V; it only grows."""
+    """An orthonormal basis V of scaled weights z = w / scale, beside J V."""
 
     def __init__(self, problem: Problem, prior: Prior, xi: Tensor, memory: float):
         self._problem, self._prior, self._memory = problem, prior, memory
@@ -42,9 +44,20 @@ class SearchSpace:
         return self.size >= int(self._prior.num_weights().sum().item())
 
     def bytes_of(self, directions: int) -> float:
-        """Return what so many directions take, beside their J v."""
-        entries = self.noise.shape[1] + self._problem.data.num_outputs
+        """Return the most that so many directions take with their J v, copies for a while included."""
+        entries = _COPIES * self.noise.shape[1] + _COPIES_OF_J * self._problem.data.num_outputs
         return float(directions * entries * self.noise.element_size())
+
+    def has_room(self, directions: int) -> bool:
+        """Whether the memory allows so many directions more."""
+        return self.bytes_of(self.size + directions) <= self._memory
+
+    def restart(self, coordinates: Tensor) -> Tensor:
+        """Keep the span of ξ and of these coordinates (k, m); return the new basis in the old, (m, r)."""
+        turn, _ = torch.linalg.qr(torch.cat([self.xi, coordinates]).T)
+        self._basis, self.J = combine(turn.T, self._basis), self.J @ turn.to(self.J)
+        self.xi = self.xi @ turn
+        return turn
 
     def weights(self, coordinates: Tensor) -> Tensor:
         """Return the weights (k, P) of coordinates (k, m)."""
@@ -55,7 +68,7 @@ class SearchSpace:
         return combine(coordinates, self._basis)
 
     def widen(self, z: Tensor) -> bool:
-        """Take in directions (k, P); return whether any was new, and rows and memory allow it."""
+        """Take in directions (k, P); return whether any was new, and rows are in order."""
         space = self._problem.space
         z = z / space.dots(z, z).sqrt().clamp_min(1e-300)[:, None].to(z)
         for _ in range(2):
@@ -64,8 +77,7 @@ class SearchSpace:
             z, _ = space.orthonormalise(z, _NEW)
         if not len(z):
             return False
-        room = self.bytes_of(len(self._basis) + len(z)) < self._memory
-        found = outputs(self._problem, self._prior.scale * z) if room else None
+        found = outputs(self._problem, self._prior.scale * z)
         if found is None or not self._in_order(found.f):
             return False
         self.rows = self.rows or found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import warnings
@@ -22,6 +23,8 @@ from torch_lla_em.inference.search_space import SearchSpace
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, room
 from torch_lla_em.runtime import normals
+
+logger = logging.getLogger("torch_lla_em")
 
 _DRAWS, _FEWEST, _IN_ALL = 16, 4, 16_000
 """Of every row at most and at least, and of all rows together: sums over rows average them."""
@@ -46,9 +49,14 @@ _EPSILON_STREAM = 1
 MOST_OUTPUTS = 256
 """Of a row, up to which roots of its blocks (C, C) take no more than passes."""
 
-_DIRECTIONS, _BLOCKS = 10, 12
-"""Directions a sample, and blocks (C, C) a row, that a fit comes to hold."""
+_DIRECTIONS, _BLOCKS = 5, 12
+"""Directions a sample, and blocks (C, C) a row, that a fit holds at least."""
 
+_RESTARTS = 10
+"""Of the span, where memory holds no more directions."""
+
+FEWEST_SAMPLES = 4
+"""With which a fit goes on where memory allows no more."""
 
 _TRUST = 4
 """Power of what is kept of f, by which the network is trusted in predictions."""
@@ -74,7 +82,7 @@ def variational(
         return None
     q, learns, number = _first(steps, wanted.precision), wanted.max_steps > 0, 0
     found = settled = ended = False
-    began = time.monotonic()
+    began, restarts = time.monotonic(), 0
     while True:
         before = q
         if steps.space.is_complete and not ended:
@@ -93,7 +101,9 @@ def variational(
             settled = ended or found or number >= max(1, wanted.max_steps)
         if settled and error <= wanted.tolerance:
             break
-        if ended:
+        if not steps.space.has_room(len(residuals[0]) + 1) and not ended:
+            q, restarts = steps.restarted(q), restarts + 1
+        if ended or restarts > _RESTARTS:
             _warn(told, wanted.tolerance)
             break
         if steps.space.widen(torch.cat(residuals)):
@@ -143,22 +153,46 @@ def _average(steps: Variational, q: Q) -> Tensor:
 
 def _begin(problem: Problem, noise: StochasticPrior) -> Variational | None:
     """Return a space of the noise, the network's weights and the first gradient."""
-    prior, seed = noise.prior, noise.seed
-    space = SearchSpace(problem, prior, noise.xi, room(problem) / 2)
+    space = SearchSpace(problem, noise.prior, noise.xi, room(problem) / 2)
+    held = _that_fits(problem, noise, space)
+    if held is None:
+        return None
+    noise, prior, seed = held, held.prior, held.seed
+    space.noise, space.xi = noise.xi, space.xi[: len(noise.xi)]
     _, gradient = problem.loss_and_gradient(problem.zeros(1)[0])
     pulls = torch.stack([prior.scale * gradient, prior.unscaled(problem.w_MAP)])
     if not space.widen(torch.cat([noise.xi, prior.scale * noise.eta, pulls])):
         return None
     f, targets, _ = space.rows
-    blocks = f.numel() * f.shape[-1] * f.element_size()
-    # J v is held thrice where G is taken
-    if 3 * space.bytes_of(_DIRECTIONS * len(noise.xi)) + _BLOCKS * blocks > room(problem) / 2:
-        return None
     rows, K = torch.arange(len(f), device=f.device), len(noise.xi)
     epsilon = normals(seed, _EPSILON_STREAM, range(K), rows, f[0].numel())
     number = min(_DRAWS, max(_FEWEST, -(-_IN_ALL // len(f))))
     draws = Draws(problem.likelihood, targets, f, seed, number)
     return Variational(space, draws, epsilon.to(f).view(K, *f.shape))
+
+
+def _that_fits(
+    problem: Problem, noise: StochasticPrior, space: SearchSpace
+) -> StochasticPrior | None:
+    """Return the noise of as many samples as memory allows, None where it allows too few."""
+    data, K = problem.data, len(noise.xi)
+    sites = data.num_rows if problem.likelihood.elementwise else data.num_targets
+    blocks = data.num_outputs**2 / max(1, sites) * noise.xi.element_size()
+    left = room(problem) / 2 - _BLOCKS * blocks
+    fits = int(left / space.bytes_of(_DIRECTIONS)) - 1
+    if fits < min(K, FEWEST_SAMPLES):
+        return None
+    return noise if fits >= K else with_fewer(noise, fits)
+
+
+def with_fewer(noise: StochasticPrior, number: int) -> StochasticPrior:
+    """Return the noise of the first samples, and log that they are fewer than was asked for."""
+    logger.warning(
+        'Memory allows %d posterior samples with curvature="variational", not %d: the fit goes on '
+        "with %d. Free memory, or choose fewer `parameters`, for more.",
+        *(number, len(noise.xi), number),
+    )
+    return noise._replace(xi=noise.xi[:number], eta=noise.eta[:number])
 
 
 def _first(steps: Variational, precision: Tensor | None) -> Q:

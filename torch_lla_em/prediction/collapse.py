@@ -38,7 +38,7 @@ def few_rows(data: Data, num_samples: int) -> Batch | None:
 
 def examined(fitted: Fitted, data: Data) -> Iterator[str]:
     """Yield what is amiss with a fit, also by predictions of rows that it was fitted to."""
-    batch = few_rows(data, fitted.num_samples) if data.group.rank == 0 else None
+    batch = few_rows(data, len(fitted.w_samples)) if data.group.rank == 0 else None
     if batch is None:
         return
     prediction, y = fitted._predicted(batch.inputs, fitted.mixture), batch.targets
@@ -46,7 +46,7 @@ def examined(fitted: Fitted, data: Data) -> Iterator[str]:
     gamma = Estimate(fitted.effective_dim, fitted.effective_dim_error)
     visited = [record["prior_precision"] for record in fitted.history]
     # a λ that nothing depends on may be anywhere
-    yield from list(of_weights(gamma, fitted.num_samples)) or of_precision(
+    yield from list(of_weights(gamma, len(fitted.w_samples))) or of_precision(
         torch.tensor([*visited, fitted.prior_precision.tolist()], device="cpu")
     )
     yield from of_evidence(Estimate(*fitted._log_evidence), prediction, y, fitted.num_data)

@@ -100,9 +100,10 @@ class Fitted(nn.Module):
         ``num_samples`` takes the first few samples only, which is faster and less exact: see
         ``Prediction.standard_error``.
         """
-        if num_samples is not None and not 1 <= num_samples <= self.num_samples:
+        self._require_fit()
+        if num_samples is not None and not 1 <= num_samples <= len(self.w_samples):
             raise ValueError(
-                f"num_samples={num_samples}, but there are {self.num_samples} samples."
+                f"num_samples={num_samples}, but there are {len(self.w_samples)} samples."
             )
         if inputs and x is not None:
             raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
@@ -123,9 +124,10 @@ class Fitted(nn.Module):
     def function_sample(self, k: int) -> Callable[[Any], Tensor]:
         """Return the k-th function of the posterior, x -> (B, C): the same at every call."""
         self._require_fit()
-        if not -self.num_samples <= k < self.num_samples:
-            raise IndexError(f"There are {self.num_samples} samples: k runs from 0, not to {k}.")
-        part = slots(self.mixture[:, parts.WEIGHT], self.num_samples)[k]
+        count = len(self.w_samples)
+        if not -count <= k < count:
+            raise IndexError(f"There are {count} samples: k runs from 0, not to {k}.")
+        part = slots(self.mixture[:, parts.WEIGHT], count)[k]
         alone = self.mixture[part].to(self.w_lin, copy=True)
         w = alone[parts.MODE] * self.w_lin + alone[parts.SCALE].sqrt() * self.w_samples[k]
 

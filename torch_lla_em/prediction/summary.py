@@ -45,6 +45,7 @@ def of_fit(la: Fitted) -> tuple[str, Rows]:
         seconds = f", {sum(spent):.3g} s" if spent else ""
         rows.append(("EM", f"{last['step']} steps, {last['data_passes']} passes{seconds}"))
     rows += [("plan", plan) for plan in la.said[:1]]
+    rows += [("warning", words) for words in la.said[1:]]
     return title, rows
 
 

@@ -1,0 +1,86 @@
+"""Short of memory, the variational fit takes fewer directions, then fewer samples, and says so."""
+
+import pytest
+import torch
+from torch import nn
+
+from torch_lla_em import LinearisedLaplace
+from torch_lla_em.inference.ascent import Variational
+from torch_lla_em.inference.search_space import SearchSpace
+
+N, C, K = 200, 3, 8
+
+
+def trained():
+    torch.manual_seed(0)
+    x, model = torch.randn(N, 6), nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, C))
+    y = (x @ torch.randn(6, C) + torch.randn(N, C)).argmax(1)
+    search = torch.optim.Adam(model.parameters(), 0.02)
+    for _ in range(40):
+        search.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        search.step()
+    return model, x, y
+
+
+@pytest.fixture
+def fit(monkeypatch):
+    """Fit with memory for so many directions."""
+    model, x, y = trained()
+    restarts, restart = [], SearchSpace.restart
+
+    def counted(space, coordinates):
+        restarts.append(space.size)
+        return restart(space, coordinates)
+
+    def run(directions):
+        P = sum(p.numel() for p in model.parameters())
+        bytes_ = 4 * (directions * (2 * P + 3 * N * C) + 12 * N * C**2)
+        monkeypatch.setattr("torch_lla_em.inference.variational.room", lambda _: 2.0 * bytes_)
+        monkeypatch.setattr(SearchSpace, "restart", counted)
+        la = LinearisedLaplace(model, "classification", num_samples=K)
+        la.fit(x, y, progress_bar=False)
+        la.restarts = len(restarts)
+        return la, la(x)
+
+    return run
+
+
+def test_fewer_directions_find_the_same_posterior(fit):
+    whole, expected = fit(10_000)
+    la, found = fit(5 * K + 5)
+    assert whole.restarts == 0 < la.restarts and not la.said[1:]
+    assert len(la.w_samples) == K and la.mean == "linear"
+    log_ratio = (la.prior_precision / whole.prior_precision).log().abs()
+    assert log_ratio < 3 * (K * whole.effective_dim).rsqrt()
+    assert (found - expected).abs().max() < 0.05
+    assert la.certificate.square().mean().sqrt() <= la.tolerance * la.effective_dim.sqrt()
+
+
+def test_fewer_samples_are_taken_with_a_warning(fit):
+    la, _ = fit(5 * 5 + 1)
+    assert len(la.w_samples) == 4 and la.mean == "linear"
+    assert "allows 4 posterior samples" in la.said[1] and "allows 4 posterior" in str(la)
+    assert la.predict(torch.randn(2, 6), num_samples=4).probs.isfinite().all()
+    with pytest.raises(ValueError, match="there are 4 samples"):
+        la.predict(torch.randn(2, 6), num_samples=K)
+
+
+def test_the_network_comes_last_with_a_warning_that_stays(fit):
+    la, _ = fit(10)
+    assert la.mean == "network" and len(la.w_samples) == K
+    assert any('curvature="network"' in line for line in la.said)
+    assert "whose predictions are usually worse" in " ".join(str(la).split())
+
+
+def test_out_of_memory_halves_the_samples(monkeypatch, fit):
+    residuals = Variational.residuals
+
+    def short(steps, q):
+        if len(q.samples) > 4:
+            raise torch.OutOfMemoryError("none left")
+        return residuals(steps, q)
+
+    monkeypatch.setattr(Variational, "residuals", short)
+    la, _ = fit(10_000)
+    assert len(la.w_samples) == 4 and "allows 4 posterior samples" in la.said[1]

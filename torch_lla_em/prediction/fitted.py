@@ -97,14 +97,12 @@ class Fitted(nn.Module):
         """Return the predictive distribution at x: as fitted, or as calibrated.
 
         ``mean`` takes the posterior alone, around f(x) ("network") or J(x) w_lin ("linear").
-        ``num_samples`` takes the first few samples only, which is faster and less exact: see
-        ``Prediction.standard_error``.
+        ``num_samples`` takes the first few samples only, which is faster and less exact.
         """
         self._require_fit()
-        if num_samples is not None and not 1 <= num_samples <= len(self.w_samples):
-            raise ValueError(
-                f"num_samples={num_samples}, but there are {len(self.w_samples)} samples."
-            )
+        count = len(self.w_samples)
+        if num_samples is not None and not 1 <= num_samples <= count:
+            raise ValueError(f"num_samples={num_samples}, but there are {count} samples.")
         if inputs and x is not None:
             raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
         x = inputs if x is None else x

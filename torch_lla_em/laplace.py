@@ -197,7 +197,7 @@ class LinearisedLaplace(OnHub, Fitted):
                     run.begin(self.num_samples, self.compute)
                     posterior = learn(problem, options, run.on_step)
                     run.end()
-                    self._store(posterior, run.history, data.num_rows)
+                    self._store(posterior, run.history, data.num_labelled)
                     self._example = stored.example_of(self, data)
                     self._examine(data)
                     self.said = run.said

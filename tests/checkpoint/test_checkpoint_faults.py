@@ -282,7 +282,7 @@ def test_a_second_run_in_a_folder_is_told(tmp_path, caplog):
         half = tmp_path / f".writing-{32 * '0'}"
         half.write_bytes(b"half")
         Log(tmp_path, {})
-        assert "Another process is at work in the checkpoint folder" in caplog.text
+        assert "Another process or thread is at work in the checkpoint folder" in caplog.text
         assert half.exists()  # the other may be writing it
     finally:
         other.kill()

@@ -509,3 +509,44 @@ def test_sgd_reads_no_data_to_count_them(monkeypatch):
     la = LinearisedLaplace(case.model, "classification", num_samples=4, solver=SGD(epochs=3))
     la.fit(Batches(), em_steps=0, prior_precision=30.0, progress_bar=False)
     assert len(sweeps) == 2 * 3  # epochs for the mode and for the samples
+
+
+class Standardised(nn.Module):
+    """Subtracts the mean of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(2, 3).double()
+
+    def forward(self, x):
+        return self.head(x - x.mean(0))
+
+
+@pytest.mark.parametrize("kind", ["batch norm", "own", "running", "one by one"])
+def test_examples_that_influence_each_other_are_told(kind):
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(4, track_running_stats=kind == "running").double()
+    model = nn.Sequential(nn.Linear(2, 4), norm, nn.Linear(4, 3)).double()
+    model = Standardised() if kind == "own" else model
+    x, y = case()
+    loader = DataLoader(TensorDataset(x, y), 1) if kind == "one by one" else [(x, y)]
+    if kind == "one by one":
+        model = Standardised()
+    la = LinearisedLaplace(model, "classification", num_samples=2)
+    la.fit(loader, em_steps=1, progress_bar=False)
+    told = [words for words in la.said if "other examples in its batch" in words]
+    assert len(told) == (kind in ("batch norm", "own"))
+    assert ("BatchNorm1d '1'" in "".join(told)) == (kind == "batch norm")
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_examples_without_a_label_are_not_counted(merged):
+    x, y = case()
+    y = torch.where(torch.arange(12) < 5, -100, y)
+    la = LinearisedLaplace(Mean(), "classification", num_samples=2)
+    loader = [(x, y)] if merged else list(zip(x.split(5), y.split(5)))
+    assert la.fit(loader, em_steps=1, progress_bar=False).num_data == 7
+    maps = Data([(x, torch.stack([y, y.roll(1)], 1))], CPU)
+    maps.mask = Classification().mask
+    list(maps), list(maps)
+    assert (maps.num_rows, maps.num_labelled) == (12, 8)

@@ -1,5 +1,6 @@
 """Fits and predictions beside each other, over one network."""
 
+import copy
 import os
 import signal
 import threading
@@ -84,3 +85,36 @@ def test_a_process_forked_inside_of_a_network_says_so(monkeypatch):
         finally:
             done.set()
     assert network.weights(("0.weight",))
+
+
+def test_two_threads_may_fit_with_one_folder(tmp_path, caplog):
+    case = tiny("classification")
+    together, found = threading.Barrier(2), []
+
+    class Meeting:
+        """A loader that two fits enter at the same time."""
+
+        entered = 0
+
+        def __iter__(self):
+            if not self.entered:
+                together.wait(timeout=60)
+            self.entered += 1
+            yield case.x, case.y
+
+    def fit():
+        model = copy.deepcopy(case.model)
+        la = LinearisedLaplace(model, "classification", num_samples=4)
+        try:
+            found.append(la.fit(Meeting(), progress_bar=False, checkpoint=tmp_path)(case.x))
+        except Exception as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=fit) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(isinstance(result, torch.Tensor) for result in found), found
+    assert torch.equal(*found)
+    assert "thread is at work in the checkpoint folder" in caplog.text

@@ -71,7 +71,7 @@ class Log:
             files.leave(lock)
         elif not files.take(lock):
             logger.warning(
-                "Another process is at work in the checkpoint folder %r: end one of them, since two "
+                "Another process or thread is at work in the checkpoint folder %r: end one of them, since two "
                 "runs replace each other's passes, or give this one another folder.",
                 str(self.folder),
             )

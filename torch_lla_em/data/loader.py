@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torch_lla_em.data import sources
 from torch_lla_em.data.batch import Batch, TargetFn, check_rows, num_rows, split
@@ -15,7 +16,14 @@ from torch_lla_em.data.buffers import Joined, Kept
 from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.shares import Share
 from torch_lla_em.data.sources import Chain, as_loader
-from torch_lla_em.data.tally import Tally, refuse_changed, refuse_other_checkpoint, same, together
+from torch_lla_em.data.tally import (
+    Tally,
+    labelled,
+    refuse_changed,
+    refuse_other_checkpoint,
+    same,
+    together,
+)
 from torch_lla_em.runtime import Group, free_memory
 
 # where a batch of several rows is looked for
@@ -48,7 +56,7 @@ class Data:
         self._target_fn = target_fn
         self._first: Identity | None = None
         self._known = known
-        """The rows of the first loaders when an earlier fit read them; None: nothing is compared."""
+        """Rows of the first loaders when an earlier fit read them."""
 
         self.parts: list[Identity] = []
         """The rows of every loader, as the last complete pass over them saw them."""
@@ -58,10 +66,7 @@ class Data:
         self._peeked: Batch | None = None
         self._kept_in: list[str] = []
         """Where the generators were when the pass that is kept began."""
-
-        self.keep = True
-        """Whether batches may be kept."""
-
+        self.keep = True  # batches, as far as they fit
         self.kept: Kept | None = None
         """All batches, if a quarter of the memory holds them: those of a list from the first pass
         on, others once three passes were the same."""
@@ -70,19 +75,18 @@ class Data:
         """Rows up to which batches are joined, where theirs go one to one; 0: none are."""
 
         self.num_rows: int | None = None
-        """N, known after the first pass."""
-
         self.num_targets = 0
-        """Entries of all targets: N, or N C where every output has one."""
+        """N, known after the first pass; and entries of all targets, N C where outputs have one each."""
 
+        self.mask: Callable[[Tensor], Tensor | None] = lambda targets: None
+        """Which targets are labels, where some are to be ignored."""
+
+        self.num_labelled = 0  # rows that have one
         self.num_outputs = 0
         """Entries of all outputs, N C: set by whoever sees them first."""
 
-        self.num_passes = 0
-        """Passes over the data so far."""
-
-        self.num_reads = 0
-        """How often the loader itself was gone over."""
+        self.num_passes, self.num_reads = 0, 0
+        """Passes over the data so far, and how often the loader itself was gone over."""
 
         self.rows_seen = 0
         """Rows of this pass so far."""
@@ -114,9 +118,6 @@ class Data:
         sources.restore(self._loader, drawn)
         return first
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self.batches()
-
     def batches(self, whole: bool = False, in_step: bool = False) -> Iterator[Batch]:
         """Yield this rank's batches of one pass, or all of them.
 
@@ -127,7 +128,6 @@ class Data:
         if self.kept is not None and not self.kept.serves():
             self.kept = None
         self.rows_seen = 0
-        # steps are taken in the loader's own order, which may be another every time
         held = None if in_step else self.kept
         yield from self._over(whole, in_step) if held is None else self._again(held)
 
@@ -146,11 +146,13 @@ class Data:
         self.fingerprint = own.identity if compared else None
         the_same = self.num_passes > 1 or self._is_list
         keeps = compared and the_same and self.kept is None and not (in_step and self.merge_rows)
-        candidate, drawn = Kept(self.room_to_keep() if keeps else 0.0), self._orders()
+        keeps = keeps and self.keep and self.group.size == 1  # whose passes are all alike
+        candidate, drawn = Kept(free_memory(self._device) / 4 if keeps else 0.0), self._orders()
         again = [] if in_step or self.kept else self._kept_in  # as an unbroken run goes over them
         sources.restore(self._loader, again)
         self.num_reads += 1
         for part, batch in self._by_part(whole, own):
+            own.labelled += 0 if self._read else labelled(batch.targets, self.mask)
             batch, wait = batch.on(self._device)
             own.rows += len(batch.rows)
             own.targets += batch.targets.numel()
@@ -161,9 +163,13 @@ class Data:
                     own.parts[part].add((batch.targets, batch.inputs), batch.rows)
                 candidate.see(batch, self.fingerprint)
             batch = batch._replace(kept=candidate if candidate.has_room else None)
-            yield batch._replace(step_rows=self._step(len(batch.rows))) if in_step else batch
+            yield (
+                batch._replace(step_rows=self.group.meet("a step", len(batch.rows), sum))
+                if in_step
+                else batch
+            )
             wait()
-        while in_step and (rows := self._step(0)):
+        while in_step and (rows := self.group.meet("a step", 0, sum)):
             nothing, own.batches = torch.zeros(0, device="cpu"), own.batches + 1
             yield Batch(-1, nothing.long(), None, nothing, rows)
         sources.restore(self._loader, drawn if again else [])
@@ -172,6 +178,8 @@ class Data:
         own.outputs = self.num_outputs
         every = self.group.meet("the end of a pass", own.state(), same if whole else together)
         self.num_targets = every["targets"]
+        if not self._read:
+            self.num_labelled = every["labelled"]
         if self.num_passes == 0:
             self.num_outputs = every["outputs"]
         whole_identity = Identity.of(every["identity"])
@@ -219,17 +227,9 @@ class Data:
                 own.batches += 1
                 yield Batch(own.turns - 1, rows, inputs, targets)
 
-    def room_to_keep(self) -> float:
-        """Return the bytes that batches may take; ranks whose passes differ keep none."""
-        return free_memory(self._device) / 4 if self.keep and self.group.size == 1 else 0.0
-
     def _orders(self) -> list[str]:
         """Return what the next pass draws its order from; of several ranks nothing is put back."""
         return sources.states(self._loader) if self.group.size == 1 else []
-
-    def _step(self, rows: int) -> int:
-        """Return the rows of all ranks' next batches."""
-        return self.group.meet("a step", rows, sum)
 
     def num_batches(self) -> int | None:
         """Return the batches of a pass over all ranks, if that is known without one."""
@@ -242,6 +242,8 @@ class Data:
             return next(iter(self._steps)) if len(self._steps) == 1 else None
         counts = [share.num_steps() for share in self._shares]
         return None if None in counts else sum(counts)
+
+    __iter__ = batches
 
     @property
     def tells_inputs(self) -> bool:

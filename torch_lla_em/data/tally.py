@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from torch_lla_em.data.identity import Identity
+
+_COUNTS = "rows", "labelled", "targets", "outputs"
+
+
+def labelled(targets: Tensor, mask: Callable[[Tensor], Tensor | None]) -> int:
+    """Return how many rows have a target that is not ignored."""
+    kept = mask(targets)
+    if kept is None or not kept.dim():
+        return len(targets)
+    return int(kept.reshape(len(kept), -1).any(1).sum())
 
 
 def other_data(rank: int, first: int, what: str) -> ValueError:
@@ -23,7 +33,7 @@ class Tally:
     """What a rank has counted in a pass."""
 
     def __init__(self) -> None:
-        self.rows = self.targets = self.outputs = self.batches = self.turns = 0
+        self.rows = self.labelled = self.targets = self.outputs = self.batches = self.turns = 0
         self.reached = 0
         """Rows that went by, whoever took them."""
 
@@ -43,7 +53,7 @@ class Tally:
         """Return plain numbers."""
         beside = {key: identity.state() for key, identity in self._beside.items()}
         identity, parts = self.identity.state(), [part.state() for part in self.parts]
-        counts = {"rows": self.rows, "targets": self.targets, "outputs": self.outputs}
+        counts = {name: getattr(self, name) for name in _COUNTS}
         return {
             **counts,
             "reached": self.reached,
@@ -75,7 +85,7 @@ def together(every: list[dict[str, Any]]) -> dict[str, Any]:
         if len(states) < 2 or not _repeats(*states):
             first, rank = sorted(map(int, pair.split()))
             raise other_data(rank, first, "batches of other rows, or in another order")
-    counts = {key: sum(tally[key] for tally in every) for key in ("rows", "targets", "outputs")}
+    counts = {name: sum(tally[name] for tally in every) for name in _COUNTS}
     return {**counts, "identity": whole.state(), "parts": [part.state() for part in parts]}
 
 
@@ -86,7 +96,7 @@ def same(every: list[dict[str, Any]]) -> dict[str, Any]:
             raise other_data(rank, 0, f"{tally['rows']} rows against {every[0]['rows']}")
         if not _repeats(tally["identity"], every[0]["identity"]):
             raise other_data(rank, 0, "other rows, or in another order")
-    return {key: every[0][key] for key in ("rows", "targets", "outputs", "identity", "parts")}
+    return {key: every[0][key] for key in (*_COUNTS, "identity", "parts")}
 
 
 def _repeats(state: dict[str, Any], other: dict[str, Any]) -> bool:

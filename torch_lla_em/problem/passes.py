@@ -133,6 +133,8 @@ class LocalPasses:
         self._versions = linear_model.network.versions()
         self._sizes = linear_model.network.sizes()
         self._alone: bool | None = None
+        self.influence = 0.0
+        """By how much outputs depend on the other rows of a batch, relative; 0 within rounding."""
 
     def fold(self, w: Tensor, task: Pass) -> Sums:
         """Return the sums over all batches, where the network is."""
@@ -232,7 +234,9 @@ class LocalPasses:
                 return False  # of shapes: inputs that only look as if they went by rows
             if alone.shape != f.shape:
                 return False
-            return bool((alone - f).norm() <= _SPLIT_ERROR * f.norm() or not f.isfinite().all())
+            error = ((alone - f).norm() / f.norm()).item()
+            self.influence = error if error > _SPLIT_ERROR else 0.0
+            return not self.influence
 
         while self._alone is None:
             answer, shortage = attempt(compare)

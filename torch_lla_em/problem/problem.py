@@ -65,6 +65,7 @@ class Problem:
 
     def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
         self.linear_model, self.likelihood, self.data = linear_model, likelihood, data
+        data.mask = likelihood.mask
         self.local = LocalPasses(linear_model, likelihood, data)
         self.fitting = Fitting(self.local, self.local)
         self.passes: Passes = self.fitting

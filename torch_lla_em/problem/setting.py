@@ -7,6 +7,7 @@ from functools import partial
 from math import inf
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_lla_em.data import Batch
 from torch_lla_em.problem.placement import Placed
@@ -36,6 +37,7 @@ def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "
     if model.rows_probed == 1 < len(first.rows):
         model.forget()
     part, activations = measured(problem.local, first, compute.rows)
+    _warn_of_influence(problem, part)
     if part is first and compute.keep_data:
         activations = _joined(problem, part, activations)
     if len(part.rows) < min(compute.rows or inf, len(first.rows)):
@@ -52,6 +54,28 @@ def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "
     elif group.size > 1:
         problem.passes = DataSpread(problem.passes, group)
     return plan
+
+
+def _warn_of_influence(problem: Problem, batch: Batch) -> None:
+    """Warn where the outputs of an example depend on the others in its batch."""
+    local, module = problem.local, problem.linear_model.network.module
+    with problem.linear_model.network.guarded():
+        if len(batch.rows) < 2 or local.rows_stand_alone(batch, len(batch.rows) // 2):
+            return
+    if not local.influence:
+        return
+    layers = [
+        f"{type(layer).__name__} {name!r}"
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and layer.running_mean is None
+    ]
+    logger.warning(
+        "The network's outputs for an example change by %.0f %% with the other examples in its batch%s. "
+        "The posterior and all predictions then depend on how data are batched: let layers use running "
+        "statistics, or always predict batches as those of the fit.",
+        100 * local.influence,
+        f" (by {', '.join(layers)})" if layers else "",
+    )
 
 
 def _several(problem: Problem, first: Batch) -> Batch:

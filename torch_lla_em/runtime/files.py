@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from math import inf
 from os import PathLike
 from pathlib import Path
+from threading import RLock, Thread, current_thread
 from typing import IO
 from zipfile import BadZipFile, ZipFile
 from zlib import crc32
@@ -33,8 +34,9 @@ Path_ = str | PathLike
 # names of files that are being written
 _STUMP = re.compile(r"\.writing-[0-9a-f]{32}")
 
-# what this process has taken, by its open handle
-_taken: dict[Path, int] = {}
+# what this process has taken: its open handle, if it could be locked, and by which thread
+_taken: dict[Path, tuple[int | None, Thread]] = {}
+_taking = RLock()
 
 
 class UnreadableError(ValueError):
@@ -184,26 +186,38 @@ def remove_stumps(folder: Path) -> None:
 
 
 def take(path: Path) -> bool:
-    """Take a file for this process, until ``leave`` or its end; False if another one has it."""
-    leave(path)
-    try:
-        handle = os.open(path, os.O_RDWR)
-        _taken[path] = handle
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    """Take a file for this thread, until ``leave`` or its end; False if another one has it.
+
+    Threads are kept apart also where there is no such file yet; processes, where there can be locks.
+    """
+    with _taking:
         leave(path)
-        return False
-    except (OSError, AttributeError):  # nothing can be taken there
-        leave(path)
-    return True
+        if path in _taken:
+            return False
+        _taken[path] = None, current_thread()
+        try:
+            handle = os.open(path, os.O_RDWR)
+            _taken[path] = handle, current_thread()
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            leave(path)
+            return False
+        except (OSError, AttributeError):  # nothing can be locked there
+            pass
+        return True
 
 
 def leave(path: Path) -> None:
-    """Have others take a file."""
-    if (handle := _taken.pop(path, None)) is not None:
-        with suppress(OSError, AttributeError):
-            fcntl.flock(handle, fcntl.LOCK_UN)  # forked processes have it open too
-        os.close(handle)
+    """Have others take a file, unless another thread is at work on it."""
+    with _taking:
+        handle, owner = _taken.get(path, (None, current_thread()))
+        if owner is not current_thread() and owner.is_alive():
+            return
+        _taken.pop(path, None)
+        if handle is not None:
+            with suppress(OSError, AttributeError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # forked processes have it open too
+            os.close(handle)
 
 
 def room_in(folder: Path) -> float:

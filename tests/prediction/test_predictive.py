@@ -116,12 +116,23 @@ def test_real_values_have_moments():
     assert_close(p.epistemic, p.variance)
     assert_close(p.moments().mean, p.mean)
     assert_close(p.moments().variance, p.variance + noise)
+    assert_close(p.function_variance, p.variance)
+    assert_close(p.predictive_variance, p.function_variance + noise)
     total = Normal(p.mean, (p.variance + noise).sqrt())
     assert_close(p.entropy, total.entropy())
     for level in (0.5, 0.95):
         lower, upper = p.credible_interval(level)
         assert_close(total.cdf(upper) - total.cdf(lower), torch.full_like(lower, level))
         assert_close(lower + upper, 2 * p.mean)
+
+
+def test_labels_and_counts_have_a_predictive_variance():
+    p = prediction(Classification())
+    assert_close(p.predictive_variance, p.probs - p.probs.square())
+    assert_close(p.function_variance, (p.samples - p.mean).square().mean(0))
+    p = prediction(Poisson())
+    rates = p.functions.exp()
+    assert_close(p.predictive_variance, rates.mean(0) + rates.var(0, correction=0))
 
 
 def test_predicted_noise_splits_the_variance():

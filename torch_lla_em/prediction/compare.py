@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Data, paired
-from torch_lla_em.prediction import tables
 from torch_lla_em.prediction.fitted import Fitted
 from torch_lla_em.prediction.held_out import JointLogProbs, Pushed
 from torch_lla_em.prediction.parts import posterior_alone
 from torch_lla_em.prediction.scores import Outcomes, joined, outcomes, scores
+from torch_lla_em.prediction.tables import Lines, Shown
 
 _CLEAR = 2.0
 """Standard errors beyond which a difference counts."""
@@ -32,7 +32,7 @@ class _Seen(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(Shown):
     """What ``compare`` returns: print it for the table."""
 
     records: dict[str, dict[str, float]]
@@ -71,13 +71,12 @@ class Comparison:
         ]
 
     def __repr__(self) -> str:
-        return "\n".join([tables.as_text(*self._table()), *self.findings])
+        return "\n".join([super().__repr__(), *self.findings])
 
     def _repr_html_(self) -> str:
-        findings = "<br>".join(map(escape, self.findings))
-        return f"{tables.as_html(*self._table())}<p>{findings}</p>"
+        return f"{super()._repr_html_()}<p>{'<br>'.join(map(escape, self.findings))}</p>"
 
-    def _table(self) -> tuple[str, tables.Rows]:
+    def _table(self) -> tuple[str, Lines]:
         count = len(self.log_probs[self.ranking[0]])
         known = [c for c in _COLUMNS if any(c in record for record in self.records.values())]
         rows = [("", *known, "held-out evidence", "EM seconds", "parameters")]

@@ -15,7 +15,7 @@ from torch_lla_em.data import Data, TargetFn, paired
 from torch_lla_em.inference import Curve, Estimate, Posterior
 from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.likelihoods import Example, Likelihood, Regression
-from torch_lla_em.prediction import collapse, parts, stored, summary, tables
+from torch_lla_em.prediction import collapse, parts, stored, summary
 from torch_lla_em.prediction.calibration import Calibration, calibrated
 from torch_lla_em.prediction.export import exported
 from torch_lla_em.prediction.functions import mixed, slots
@@ -24,13 +24,14 @@ from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushing import push_forward
 from torch_lla_em.prediction.standing import Standing
 from torch_lla_em.prediction.stored import NotFittedError
+from torch_lla_em.prediction.tables import Lines, Shown
 from torch_lla_em.problem import place_of_vectors
 from torch_lla_em.runtime import Compute, check_choice, check_options, free_memory, heard
 
 logger = logging.getLogger("torch_lla_em")
 
 
-class Fitted(nn.Module):
+class Fitted(Shown, nn.Module):
     """What a fit leaves, as buffers of a module that a network is beside, not inside.
 
     The network is no submodule: its weights are the user's, and no part of this state.
@@ -71,17 +72,18 @@ class Fitted(nn.Module):
         generator: torch.Generator | None = None,
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return E[y] (probabilities, rates); for regression (mean, variance with the noise).
+        """Return probabilities or rates; for regression (mean, variance of y).
 
-        A model of several inputs takes a tuple, a dict, or keywords: ``la(input_ids=...)``.
-        ``"mc"`` averages over the samples, or over as many fresh ones from a generator;
-        ``"probit"`` uses the variance alone, ``"probit_shared"`` one variance for all classes,
-        which keeps the most probable one.
+        The variance includes the observation noise σ²: it is ``predict(x).predictive_variance``,
+        and that of f alone is ``predict(x).function_variance``. A model of several inputs takes a
+        tuple, a dict, or keywords: ``la(input_ids=...)``. ``"mc"`` averages over the samples, or
+        over as many fresh ones from a generator; ``"probit"`` uses the variance of f alone,
+        ``"probit_shared"`` one variance for all classes, which keeps the most probable class.
         """
         check_choice("link_approx", link_approx, ("mc", "probit", "probit_shared"))
         prediction = self.predict(x, generator=generator, **inputs)
         if self.likelihood.real_valued:
-            return prediction.expectation, prediction.moments().variance
+            return prediction.expectation, prediction.predictive_variance
         if link_approx == "mc":
             return prediction.expectation
         return prediction.smoothed(shared=link_approx == "probit_shared")
@@ -298,11 +300,8 @@ class Fitted(nn.Module):
         class_dim = self._linear_model.network.class_dim
         return parts.predicted(self.likelihood, f, Jw, table, class_dim)
 
-    def __repr__(self) -> str:
-        return tables.as_text(*summary.of_fit(self))
-
-    def _repr_html_(self) -> str:
-        return tables.as_html(*summary.of_fit(self))
+    def _table(self) -> tuple[str, Lines]:
+        return summary.of_fit(self)
 
     def _require_fit(self, surely: bool = False) -> None:
         if self.w_lin is None:

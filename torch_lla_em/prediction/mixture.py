@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,39 +22,79 @@ _NUMBERS = 2**23
 _ALIKE = 1024
 
 
-class Mixture(NamedTuple):
-    """The distribution of f at B inputs, joint over them."""
+class FunctionMixture:
+    """The distribution of f at B inputs, joint over them, without observation noise.
+
+    Classes are last in the fields, wherever the model has them.
+    """
 
     centre: Tensor
-    """What the posterior's functions are around, (B, ..., C)."""
-
     deviations: Tensor
-    """Theirs from it, (K, B, ..., C)."""
+    class_dim: int
+    beside: Tensor | None
+    weights: Tensor | None
 
-    beside: Tensor | None = None
-    """Other functions, (M, B, ..., C)."""
+    @property
+    def mean(self) -> Tensor:
+        """The mean of f."""
+        return self._out(self._mean())
 
-    weights: Tensor | None = None
-    """Of the posterior and of the others, (1 + M,)."""
+    @property
+    def function_variance(self) -> Tensor:
+        """The variance of f, without observation noise, shape (B, ..., C)."""
+        return self._out(self._variance_of_f())
 
-    def centres(self) -> Tensor:
+    @property
+    def variance(self) -> Tensor:
+        """The variance of f, without observation noise: the same as ``function_variance``."""
+        return self.function_variance
+
+    @property
+    def covariance(self) -> Tensor:
+        """The covariance of ``mean.flatten()``, shape (B C, B C): all inputs and outputs."""
+        flat = self._out(self.deviations, leading=1).flatten(1)
+        with own_precision(flat):
+            covariance = flat.T @ flat / len(flat)
+        if self.beside is None:
+            return covariance
+        apart = self._out(self._centres() - self._mean(), leading=1).flatten(1)
+        weights = self.weights.to(apart)
+        with own_precision(flat):
+            return weights[0] * covariance + apart.T @ (weights[:, None] * apart)
+
+    @property
+    def samples(self) -> Tensor:
+        """K functions, with the sample axis first: f + √τ J w_k, others in their share of them."""
+        return self._out(self._samples(), leading=1)
+
+    @property
+    def functions(self) -> Tensor:
+        """The samples and more of their covariance, shape (S, B, ..., C), S at least 2 K.
+
+        Averages, such as ``probs``, are taken over these: mirror images make their mean exact,
+        and rotations leave little but the error of the samples' covariance. Of those beside the
+        posterior there are as many copies as their weight says, up to rounding.
+        """
+        return self._out(self._alike(), leading=1)
+
+    def _centres(self) -> Tensor:
         """Return what every part is around, (1 + M, B, ..., C)."""
         centre = self.centre[None]
         return centre if self.beside is None else torch.cat([centre, self.beside])
 
-    def mean(self) -> Tensor:
+    def _mean(self) -> Tensor:
         """Return the mean of f, (B, ..., C)."""
-        return average(self.centres(), self.weights)
+        return average(self._centres(), self.weights)
 
-    def variance(self) -> Tensor:
+    def _variance_of_f(self) -> Tensor:
         """Return the variance of f, (B, ..., C)."""
         variance = self.deviations.square().mean(0)
         if self.beside is None:
             return variance
-        spread = average((self.centres() - self.mean()).square(), self.weights)
+        spread = average((self._centres() - self._mean()).square(), self.weights)
         return self.weights[0].to(variance) * variance + spread
 
-    def samples(self) -> Tensor:
+    def _samples(self) -> Tensor:
         """Return K functions, (K, B, ..., C), of every part in its share of them."""
         samples = self.centre + self.deviations
         if self.beside is None:
@@ -64,14 +103,14 @@ class Mixture(NamedTuple):
         chosen = torch.where(part > 0, len(samples) + part - 1, own)
         return torch.cat([samples, self.beside])[chosen.to(samples.device)]
 
-    def functions(self, rows: slice = slice(None), at_least: int = FUNCTIONS) -> Tensor:
+    def _functions(self, rows: slice = slice(None), at_least: int = FUNCTIONS) -> Tensor:
         """Return S functions, (S, b, ..., C), the posterior's first."""
         functions = self.centre[rows] + functions_of(self.deviations[:, rows], at_least)
         return functions if self.beside is None else torch.cat([functions, self.beside[:, rows]])
 
-    def alike(self) -> Tensor:
+    def _alike(self) -> Tensor:
         """Return functions of equal weights, (S, B, ..., C): of every part in its share of them."""
-        functions = self.functions()
+        functions = self._functions()
         if self.beside is None:
             return functions
         weights, count = self.weights.tolist(), len(functions) - len(self.beside)
@@ -83,7 +122,7 @@ class Mixture(NamedTuple):
         )
         return torch.cat([pairs[:, :half].flatten(0, 1), *copies])
 
-    def each(self, at_least: int = FUNCTIONS) -> Tensor | None:
+    def _each(self, at_least: int = FUNCTIONS) -> Tensor | None:
         """Return the weight of each function, (S,), or None where they are equal."""
         if self.weights is None:
             return None
@@ -91,7 +130,7 @@ class Mixture(NamedTuple):
         weights = weights.to(self.centre)
         return torch.cat([(weights[:1] / count).expand(count), weights[1:]])
 
-    def over_rows(
+    def _over_rows(
         self, take: Callable[[Tensor, slice], Tensor], dim: int = 0, at_least: int = FUNCTIONS
     ) -> Tensor:
         """Return what ``take`` makes of all functions (S, b, ..., C), a few rows at a time."""
@@ -100,5 +139,9 @@ class Mixture(NamedTuple):
         step = max(1, _NUMBERS // max(row, 1))
         chunks = [slice(start, start + step) for start in range(0, max(count, 1), step)]
         with own_precision(self.centre):
-            parts = [take(self.functions(rows, at_least), rows) for rows in chunks]
+            parts = [take(self._functions(rows, at_least), rows) for rows in chunks]
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+
+    def _out(self, values: Tensor, leading: int = 0) -> Tensor:
+        """Move the classes back to where the model has them."""
+        return values.movedim(-1, self.class_dim + leading * (self.class_dim >= 0))

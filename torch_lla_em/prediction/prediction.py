@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log, pi
 from typing import NamedTuple
 
@@ -11,16 +11,18 @@ from torch import Tensor
 
 from torch_lla_em.data import as_targets
 from torch_lla_em.likelihoods import Likelihood, Regression, average, sum_rows
-from torch_lla_em.prediction import tables
 from torch_lla_em.prediction.functions import (
     JOINT,
     log_mean,
     number_of_functions,
-    own_precision,
     pair_error,
     quantile,
 )
-from torch_lla_em.prediction.mixture import Mixture
+from torch_lla_em.prediction.mixture import FunctionMixture
+from torch_lla_em.prediction.tables import Lines, Shown, cell
+
+# examples that are shown
+_SHOWN = 6
 
 
 class Interval(NamedTuple):
@@ -31,17 +33,21 @@ class Interval(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Mean and variance of y."""
+    """Mean and variance of y, with observation noise."""
 
     mean: Tensor
     variance: Tensor
 
 
 @dataclass(frozen=True, repr=False)
-class Prediction:
-    """A predictive distribution at B inputs; classes stay on the axis the model has them.
+class Prediction(Shown, FunctionMixture):
+    """The predictive distribution at B inputs: of the network's function f, and of the targets y.
 
-    It is that of functions: the posterior's, and where others stand beside them a mixture.
+    ``mean``, ``function_variance`` (also ``variance``), ``covariance`` and ``samples`` are of f, in
+    the network's output space and without observation noise. ``expectation``,
+    ``predictive_variance``, ``credible_interval`` (of continuous targets) and ``log_prob`` are of y,
+    with observation noise; ``la(x)`` returns the first two for regression. Classes stay on the axis
+    where the model has them.
     """
 
     likelihood: Likelihood
@@ -60,47 +66,20 @@ class Prediction:
     """Of the posterior and of those beside it, shape (1 + M,); their sum is 1."""
 
     @property
-    def mean(self) -> Tensor:
-        """The mean of f."""
-        return self._out(self._mixture.mean())
+    def predictive_variance(self) -> Tensor:
+        """The variance of y, with observation noise, shape (B, ..., C).
 
-    @property
-    def variance(self) -> Tensor:
-        """The variance of f, without the noise of y."""
-        return self._out(self._mixture.variance())
-
-    @property
-    def covariance(self) -> Tensor:
-        """The covariance of ``mean.flatten()``, shape (B C, B C): all inputs and outputs."""
-        flat = self._out(self.deviations, leading=1).flatten(1)
-        with own_precision(flat):
-            covariance = flat.T @ flat / len(flat)
-        if self.beside is None:
-            return covariance
-        apart = self._out(self._mixture.centres() - self._mixture.mean(), leading=1).flatten(1)
-        weights = self.weights.to(apart)
-        with own_precision(flat):
-            return weights[0] * covariance + apart.T @ (weights[:, None] * apart)
-
-    @property
-    def samples(self) -> Tensor:
-        """K functions, with the sample axis first: f + √τ J w_k, others in their share of them."""
-        return self._out(self._mixture.samples(), leading=1)
-
-    @property
-    def functions(self) -> Tensor:
-        """The samples and more of their covariance, shape (S, B, ..., C), S at least 2 K.
-
-        Averages, such as ``probs``, are taken over these: mirror images make their mean exact,
-        and rotations leave little but the error of the samples' covariance. Of those beside the
-        posterior there are as many copies as their weight says, up to rounding.
+        For regression it is ``function_variance`` + σ², and the second of what ``la(x)`` returns.
+        For classes and labels it is that of the indicator of each, p (1 - p).
         """
-        return self._out(self._mixture.alike(), leading=1)
+        if self.likelihood.gives_probabilities:
+            return self.probs * (1 - self.probs)
+        return self.aleatoric + self.epistemic
 
     @property
     def predictive_samples(self) -> Tensor:
         """E[y | f + √τ J w_k], the samples after the link, with the sample axis first."""
-        return self._out(self.likelihood.mean(self._mixture.samples()), leading=1)
+        return self._out(self.likelihood.mean(self._samples()), leading=1)
 
     @property
     def expectation(self) -> Tensor:
@@ -118,7 +97,7 @@ class Prediction:
             return pair_error(self.likelihood.mean(f[:count]), samples)
 
         share = 1.0 if self.weights is None else self.weights[0].to(self.centre)
-        return self._out(share * self._mixture.over_rows(error))
+        return self._out(share * self._over_rows(error))
 
     @property
     def probs(self) -> Tensor:
@@ -130,10 +109,8 @@ class Prediction:
     def log_probs(self) -> Tensor:
         """The logarithm of ``probs``, finite where they are too small to be told from 0."""
         self._require_probabilities("log_probs")
-        weights = self._mixture.each()
-        values = self._mixture.over_rows(
-            lambda f, _: log_mean(self.likelihood.log_mean(f), weights)
-        )
+        weights = self._each()
+        values = self._over_rows(lambda f, _: log_mean(self.likelihood.log_mean(f), weights))
         return self._out(values)
 
     @property
@@ -145,9 +122,7 @@ class Prediction:
         if self.likelihood.real_valued:
             return self._out(0.5 * (2 * pi * self._variance()).log() + 0.5)
         weights = self._weighting()
-        return self._site_values(
-            self._mixture.over_rows(lambda f, _: self.likelihood.entropy(f, *weights))
-        )
+        return self._site_values(self._over_rows(lambda f, _: self.likelihood.entropy(f, *weights)))
 
     @property
     def aleatoric(self) -> Tensor:
@@ -160,8 +135,8 @@ class Prediction:
         return self._site_values(self._uncertainties()[1])
 
     def moments(self) -> Moments:
-        """Return mean and variance of real y, the noise included."""
-        return Moments(self.expectation, self.aleatoric + self.epistemic)
+        """Return E[y] and the variance of y, with observation noise."""
+        return Moments(self.expectation, self.predictive_variance)
 
     def credible_interval(self, level: float = 0.95) -> Interval:
         """Return bounds that hold y (if real, noise included) or E[y | f] with this probability.
@@ -177,17 +152,17 @@ class Prediction:
             half = z * self._variance().sqrt()
             lower, upper = centre - half, centre + half
         elif self.likelihood.monotone and self.beside is None:
-            half = z * self._mixture.variance().sqrt()
+            half = z * self._variance_of_f().sqrt()
             lower = self.likelihood.mean(self.centre - half)
             upper = self.likelihood.mean(self.centre + half)
         else:
-            weights = self._mixture.each()
+            weights = self._each()
 
             def quantiles(f: Tensor, _: slice) -> Tensor:
                 values = self.likelihood.mean(f)
                 return torch.stack([quantile(values, q, weights) for q in (tail, 1 - tail)])
 
-            lower, upper = self._mixture.over_rows(quantiles, dim=1)
+            lower, upper = self._over_rows(quantiles, dim=1)
         return Interval(self._out(lower), self._out(upper))
 
     def smoothed(self, shared: bool = False) -> Tensor:
@@ -216,10 +191,8 @@ class Prediction:
         y = self._aligned(y)
         if self._is_gaussian:
             return self._joint_gaussian(y)
-        every = self._mixture.over_rows(
-            lambda f, rows: self.likelihood.log_prob(f, y[rows]), 1, JOINT
-        )
-        return log_mean(every.sum(1), self._mixture.each(JOINT))
+        every = self._over_rows(lambda f, rows: self.likelihood.log_prob(f, y[rows]), 1, JOINT)
+        return log_mean(every.sum(1), self._each(JOINT))
 
     def _log_prob(self, y: Tensor) -> Tensor:
         if self._is_gaussian:
@@ -228,8 +201,8 @@ class Prediction:
                 (y - self.likelihood.mean(self.centre)) ** 2 / variance + (2 * pi * variance).log()
             )
             return sum_rows(terms, y)
-        weights = self._mixture.each()
-        return self._mixture.over_rows(
+        weights = self._each()
+        return self._over_rows(
             lambda f, rows: log_mean(self.likelihood.log_prob(f, y[rows]), weights)
         )
 
@@ -263,23 +236,48 @@ class Prediction:
                 "no probability. Use .expectation, or log_prob(y) for the density of a target."
             )
 
-    def __repr__(self) -> str:
-        return tables.as_text(*tables.of_prediction(self))
+    def _table(self) -> tuple[str, Lines]:
+        """Return a title and a table of the first examples, its heading first."""
+        title, count = f"Prediction under {type(self.likelihood).__name__}", len(self.centre)
+        if self.centre.dim() != 2 or not count:
+            shape = f" of shape {tuple(self.mean.shape)}, {len(self.deviations)} samples"
+            return title, [("outputs", shape)]
+        columns = self._first(_SHOWN)._columns()
+        cells = [
+            [cell(values[i]) for values in columns.values()] for i in range(min(count, _SHOWN))
+        ]
+        table: Lines = [("row", *columns), *((str(i), *row) for i, row in enumerate(cells))]
+        more = [] if count <= _SHOWN else [(f"of {count}", *("…" for _ in columns))]
+        return title, [*table, *more]
 
-    def _repr_html_(self) -> str:
-        return tables.as_html(*tables.of_prediction(self))
+    def _first(self, count: int) -> Prediction:
+        beside = None if self.beside is None else self.beside[:, :count].detach()
+        centre, deviations = self.centre[:count].detach(), self.deviations[:, :count].detach()
+        return replace(self, centre=centre, deviations=deviations, beside=beside)
+
+    def _columns(self) -> dict[str, Tensor]:
+        """Return what is shown of each example, by its heading."""
+        if self.likelihood.real_valued:
+            of_y, of_mean = self.predictive_variance.sqrt(), self.epistemic.sqrt()
+            return {"mean": self.expectation, "sd of y": of_y, "sd of its mean": of_mean}
+        if self.likelihood.gives_probabilities and not self.likelihood.elementwise:
+            best = self.probs.max(-1)
+            error = self.standard_error.gather(-1, best.indices[:, None])
+            columns = {"class": best.indices, "probability": best.values}
+            columns |= {"Monte Carlo error": error, "entropy": self.entropy}
+            return columns | {"epistemic": self.epistemic}
+        columns = {"E[y]": self.expectation, "Monte Carlo error": self.standard_error}
+        return columns | (
+            {"epistemic": self.epistemic} if self.likelihood.gives_probabilities else {}
+        )
 
     @property
     def _is_gaussian(self) -> bool:
         return isinstance(self.likelihood, Regression) and self.beside is None
 
-    @property
-    def _mixture(self) -> Mixture:
-        return Mixture(self.centre, self.deviations, self.beside, self.weights)
-
     def _weighting(self) -> tuple[Tensor, ...]:
         """Return the weights as an argument, none for likelihoods that take none."""
-        weights = self._mixture.each()
+        weights = self._each()
         return () if weights is None else (weights,)
 
     def _shared_variance(self) -> Tensor:
@@ -292,9 +290,9 @@ class Prediction:
 
     def _expected(self) -> Tensor:
         if self.likelihood.real_valued:
-            return average(self.likelihood.mean(self._mixture.centres()), self.weights)
-        weights = self._mixture.each()
-        return self._mixture.over_rows(lambda f, _: average(self.likelihood.mean(f), weights))
+            return average(self.likelihood.mean(self._centres()), self.weights)
+        weights = self._each()
+        return self._over_rows(lambda f, _: average(self.likelihood.mean(f), weights))
 
     def _variance(self) -> Tensor:
         aleatoric, epistemic = self._uncertainties()
@@ -305,14 +303,10 @@ class Prediction:
             deviations = self.likelihood.mean(self.deviations)
             return self.likelihood.variance(self.centre), deviations.square().mean(0)
         weights = self._weighting()
-        both = self._mixture.over_rows(
+        both = self._over_rows(
             lambda f, _: torch.stack(self.likelihood.uncertainties(f, *weights)), dim=1
         )
         return both[0], both[1]
 
     def _site_values(self, values: Tensor) -> Tensor:
         return self._out(values) if values.dim() == self.centre.dim() else values
-
-    def _out(self, values: Tensor, leading: int = 0) -> Tensor:
-        """Move the classes back to where the model has them."""
-        return values.movedim(-1, self.class_dim + leading * (self.class_dim >= 0))

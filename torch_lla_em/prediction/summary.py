@@ -8,17 +8,17 @@ from torch import Tensor
 
 from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.parts import MODE, NETWORK, SCALE, WEIGHT
-from torch_lla_em.prediction.tables import Rows
+from torch_lla_em.prediction.tables import Lines
 
 if TYPE_CHECKING:
     from torch_lla_em.prediction.fitted import Fitted
 
 
-def of_fit(la: Fitted) -> tuple[str, Rows]:
+def of_fit(la: Fitted) -> tuple[str, Lines]:
     """Return a title, and name and value of what is fitted."""
     layout, module = la._linear_model.layout, la._linear_model.network.module
     title = f"{type(la).__name__} of {type(module).__name__}"
-    rows: Rows = [("likelihood", type(la.likelihood).__name__)]
+    rows: Lines = [("likelihood", type(la.likelihood).__name__)]
     random = f"{layout.size:,} of {sum(p.numel() for p in module.parameters()):,}"
     if la.w_samples is None:
         rows += [("random weights", random), ("posterior", "none yet: call la.fit(loader)")]
@@ -49,7 +49,7 @@ def of_fit(la: Fitted) -> tuple[str, Rows]:
     return title, rows
 
 
-def _of_calibration(found: Calibration | None) -> Rows:
+def _of_calibration(found: Calibration | None) -> Lines:
     if found is None:
         return []
     kept = "" if found.applied else "; not applied"

@@ -18,15 +18,13 @@ def linear_model(model, selection=None, forward_fn=None, class_dim=-1):
 
 
 def products(linear, x, w, u):
-    """f, J w and Jᵀ u as a caller takes them: one preparation a batch."""
+    """f, J w and Jᵀ u as a caller takes them: one linear model a batch."""
     total = torch.zeros(len(u), linear.layout.size, dtype=w.dtype)
     with linear.network.guarded():
-        x = linear.prepare(x, len(w))
-        f, Jw = linear.jvp(x, w)
-        again, add_pullback = linear.vjp(x)
-        add_pullback(u, total)
-        assert_close(f, linear.outputs(x), rtol=0, atol=0)
-        assert_close(f, again)
+        rows = linear.at(x, len(w))
+        Jw = rows.push(w)
+        f = rows.f
+        rows.pull(u, total)
     assert not (f.requires_grad or Jw.requires_grad or total.requires_grad)
     return f, Jw, total
 
@@ -58,12 +56,13 @@ def check(model, x, selection=None, forward_fn=None, class_dim=-1, rtol=1e-7):
 
     generator = torch.Generator().manual_seed(1)
     with linear.network.guarded():
-        shape = linear.outputs(x).shape
+        outputs = linear.outputs(x)
     w = torch.randn(3, linear.layout.size, generator=generator, dtype=torch.float64)
-    u = torch.randn(3, *shape, generator=generator, dtype=torch.float64)
+    u = torch.randn(3, *outputs.shape, generator=generator, dtype=torch.float64)
     expected = plain_products(module, names, forward, w, u)
     for columns in (1, 3):
         f, Jw, total = products(linear, x, w[:columns], u[:columns])
+        assert_close(f, outputs, rtol=0, atol=0)
         assert_close(f, expected[0], rtol=rtol, atol=rtol)
         assert_close(Jw, expected[1][:columns], rtol=rtol, atol=rtol)
         assert_close(total, expected[2][:columns], rtol=rtol, atol=rtol)

@@ -88,7 +88,7 @@ def test_variance_of_the_image_is_the_dense_one():
     )
     noise, precision = basis_noise(problem, False, False), torch.tensor(3.0).double()
     w = optimise_samples(problem, noise, precision, FunctionSpace(1e-10)).w
-    _, Jw = problem.linear_model.jvp(x, w)
+    Jw = problem.linear_model.by_autodiff(x).push(w)
     f = model(x).flatten()
     weights = [parameter for name, parameter in model.named_parameters() if name in layout.names]
     rows = [torch.autograd.grad(output, weights, retain_graph=True) for output in f]

@@ -13,6 +13,7 @@ from tiny import tiny
 from torch import nn
 
 from torch_lla_em import BlockKrylov, Compute, LinearisedLaplace
+from torch_lla_em.jacobian import Rows
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem import prepare
@@ -155,7 +156,7 @@ def test_data_that_change_are_not_kept(changes_at):
     assert loader.reads >= la.history[-1]["data_passes"] > 5
 
 
-def test_kept_data_save_the_column_of_the_curvature_point():
+def test_kept_data_save_the_column_of_the_curvature_point(monkeypatch):
     case = tiny("classification")
     problem = case.problem(5, 11)
     w = torch.randn(2, problem.size).double()
@@ -163,13 +164,13 @@ def test_kept_data_save_the_column_of_the_curvature_point():
     for _ in range(3):
         problem.ggn_product(w)
     assert problem.data.kept
-    widths, jvp_and_vjp = [], problem.linear_model.jvp_and_vjp
+    widths, push = [], Rows.push
 
-    def counting(x, columns):
-        widths.append(len(columns))
-        return jvp_and_vjp(x, columns)
+    def counting(rows, w):
+        widths.append(len(w))
+        return push(rows, w)
 
-    problem.linear_model.jvp_and_vjp = counting
+    monkeypatch.setattr(Rows, "push", counting)
     curved = problem.with_curvature_at(w[0])
     for _ in range(2):
         torch.testing.assert_close(curved.ggn_product(w), before, rtol=1e-12, atol=1e-12)

@@ -9,7 +9,8 @@ from torch.nn.utils import parametrizations
 from torch.testing import assert_close
 
 from torch_lla_em.jacobian import trial
-from torch_lla_em.jacobian.factored import Factors
+from torch_lla_em.jacobian.autodiff import ByAutodiff
+from torch_lla_em.jacobian.by_factors import ByFactors
 
 
 def agree(model, x, selection=None, factored=None, class_dim=-1, batches=()):
@@ -22,32 +23,32 @@ def agree(model, x, selection=None, factored=None, class_dim=-1, batches=()):
         linear.factored.at_once = once
         for batch in (x, *batches):
             with linear.network.guarded():
-                factors = linear.prepare(batch, 0, keep=True)
-                assert isinstance(factors, Factors)
+                by_func, rows = linear.by_autodiff(batch), linear.at(batch, 0, keep=True)
+                assert isinstance(rows, ByFactors)
                 w = drawn(3, linear.layout.size)
-                f, Jw = linear.jvp(batch, w)
+                Jw, f = by_func.push(w), by_func.f
                 u, totals = drawn(*Jw.shape), torch.zeros(2, *w.shape).double()
-                assert_close((f, Jw), linear.jvp(factors, w), rtol=1e-9, atol=1e-9)
-                for total, inputs in zip(totals, (batch, factors)):
-                    linear.vjp(inputs)[1](u, total)
+                assert_close((f, Jw), (rows.f, rows.push(w)), rtol=1e-9, atol=1e-9)
+                for total, way in zip(totals, (by_func, rows)):
+                    way.pull(u, total)
                 assert_close(totals[1], totals[0], rtol=1e-9, atol=1e-9)
-                check_row_squares(linear, factors, batch, u)
-                last = factors.of_rows(slice(len(f) - 1, None), batch[-1:])
-                assert_close(linear.jvp(last, w), (f[-1:], Jw[:, -1:]), rtol=1e-9, atol=1e-9)
-    assert not any(t.requires_grad for t in (factors.f, factors.push(linear._tangents(w))))
-    return factors
+                check_row_squares(linear, rows, batch, u)
+                last = rows.part(slice(len(f) - 1, None), batch[-1:])
+                assert_close((last.f, last.push(w)), (f[-1:], Jw[:, -1:]), rtol=1e-9, atol=1e-9)
+                assert not (rows.f.requires_grad or rows.push(w).requires_grad)
+    return rows
 
 
-def check_row_squares(linear, factors, x, u):
+def check_row_squares(linear, rows, x, u):
     """Compare the squares of single rows' gradients with those pulled back row by row."""
     expected = torch.zeros(linear.layout.size).double()
-    pull, row = linear.vjp(x)[1], torch.zeros(len(u), len(expected)).double()
+    one_by_one, row = linear.by_autodiff(x), torch.zeros(len(u), len(expected)).double()
     for n in range(u.shape[1]):
         alone = torch.zeros_like(u)
         alone[:, n] = u[:, n]
-        pull(alone, row.zero_())
+        one_by_one.pull(alone, row.zero_())
         expected += row.square().sum(0)
-    found, names = linear.row_squares(factors, u)
+    found, names = linear.row_squares(rows, x, u)
     known = torch.tensor([name in names for name in linear.layout.names])
     assert set(names) == set(linear.factored.names)
     assert_close(found, expected * linear.layout.expand(known), rtol=1e-9, atol=1e-9)
@@ -88,7 +89,7 @@ def test_layers_in_a_row_with_changes_in_place():
 def test_kernels_at_many_places_are_kept_as_their_jacobian():
     model = net(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.AvgPool2d(6), nn.Flatten())
     factors = agree(model, drawn(4, 1, 6, 6))
-    assert factors.dense.shape == (4, 2, 20) and not factors.outer
+    assert factors.terms.dense.shape == (4, 2, 20) and not factors.terms.outer
 
 
 def test_batch_norm_and_channels_last():
@@ -262,7 +263,7 @@ def without_factors(model, x):
     linear.probe(x)
     assert linear.factored is None
     with linear.network.guarded():
-        assert not isinstance(linear.prepare(x, 0, keep=True), Factors)
+        assert isinstance(linear.at(x, 0, keep=True), ByAutodiff)
 
 
 def test_rows_that_hang_together_have_no_factors():
@@ -299,12 +300,12 @@ def test_a_weight_that_acts_otherwise_later_is_left_to_torch_func():
     linear, x = linear_model(model), -drawn(4, 3).abs()
     linear.probe(x)
     with linear.network.guarded():
-        assert isinstance(linear.prepare(x, 0, keep=True), Factors)
-        assert linear.prepare(-x, 0, keep=True).__class__ is torch.Tensor
+        assert isinstance(linear.at(x, 0, keep=True), ByFactors)
+        assert isinstance(linear.at(-x, 0, keep=True), ByAutodiff)
 
 
 def test_gradients_in_the_inputs_are_torch_funcs():
     linear, x = linear_model(net(nn.Linear(3, 2))), drawn(4, 3).requires_grad_()
     linear.probe(x.detach())
     with linear.network.guarded(), torch.enable_grad():
-        assert linear.prepare(x, 0, keep=True) is x
+        assert isinstance(linear.at(x, 0, keep=True), ByAutodiff)

@@ -70,9 +70,9 @@ def test_pullback_adds_to_the_total_and_can_be_called_again():
     _, _, expected = products(linear, X, torch.ones(1, linear.layout.size).double(), u)
     total = torch.ones(2, linear.layout.size).double()
     with linear.network.guarded():
-        _, add_pullback = linear.vjp(X)
-        add_pullback(u, total)
-        add_pullback(u, total)
+        rows = linear.at(X)
+        rows.pull(u, total)
+        rows.pull(u, total)
     assert_close(total, 1 + 2 * expected)
 
 
@@ -107,7 +107,7 @@ def test_Jw_is_differentiable_in_x_on_request(selection):
 
         def Jw(x):
             with linear.network.guarded(), torch.enable_grad():
-                return linear.jvp(linear.prepare(x, len(w)), w)[1]
+                return linear.at(x, len(w), pulls=False).push(w)
 
         torch.autograd.gradcheck(Jw, X.clone().requires_grad_())
 

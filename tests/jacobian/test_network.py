@@ -163,10 +163,9 @@ def test_probe_works_inside_a_guard_and_in_inference_mode():
         linear.probe(X.clone())
         with linear.network.guarded():
             x = {"input": X.clone()}
-            _, Jw = linear.jvp(linear.prepare(x, len(w)), w)
-            _, add_pullback = linear.vjp([X.clone()])
+            Jw = linear.at(x, len(w)).push(w)
             total = torch.zeros_like(w)
-            add_pullback(u, total)
+            linear.at([X.clone()]).pull(u, total)
     assert_close((Jw, total), expected[1:])
 
 

@@ -457,7 +457,7 @@ def test_what_a_fit_cannot_do_without_is_said(monkeypatch):
 def test_smaller_pieces_that_were_tried_in_vain_are_forgotten():
     small = problem()
     w = torch.ones(K, small.size)
-    with Allocator((K + 1.5) * 4 * small.size) as allocator, pytest.raises(DoesNotFit):
+    with Allocator((K + 0.9) * 4 * small.size) as allocator, pytest.raises(DoesNotFit):
         small.ggn_product(w)
     assert allocator.refusals > 5
     assert small.linear_model.columns is None

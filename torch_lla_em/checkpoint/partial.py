@@ -83,7 +83,7 @@ class Partial(Layer):
     def fold(self, w: Tensor, task: Pass) -> Sums:
         """Return the sums over all batches, from those that are known on."""
         # groups of rows that go on from batch to batch begin with the pass
-        goes_on = bool(task.kinds) and task.rows.at_most == inf
+        goes_on = bool(task.kinds) and task.at_most == inf
         known = self._begun(self._local.zeros(len(w), task.kinds)) if goes_on else None
         outputs = self._data.num_outputs
         try:

@@ -1,160 +1,26 @@
-"""Jacobians as factors: of weights that act by a matrix product, J_n = Σ_l B_nl ⊗ a_nl.
-
-a is what a layer is given, B = ∂f/∂z for what it returns, z = W a + b. Both are the same for
-all columns, so J W̃ = B (W̃ a) and Jᵀu = (Bᵀu) aᵀ are large matrix products without a graph.
-"""
+"""Which weights of a network have a Jacobian in factors, and the factors at a batch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from torch_lla_em.jacobian.calls import Call, Piece, recorded
-from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.calls import Call, recorded
+from torch_lla_em.jacobian.factors import Outer, Terms
+from torch_lla_em.jacobian.rows import Weights
 
-# of the largest temporary on a CPU: beyond this every one is fetched anew from the system, which
-# takes as long as the arithmetic
-FETCHED_BYTES = 2**24
 # outputs of a row beyond which their backward passes cost more than they can save
 _MOST_OUTPUTS = 512
-
-
-class Outer(NamedTuple):
-    """J of one call, B ⊗ a summed over places, as its factors."""
-
-    weight: Piece
-    bias: Piece | None
-    a: Tensor
-    """(rows, channels), (rows, groups, channels, places), or of a lookup (rows, places)."""
-
-    b: Tensor | None
-    """(rows, D, groups × channels × places); None: the identity."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.a.nbytes + (0 if self.b is None else self.b.nbytes)
-
-    def push(self, tangents: dict[str, Tensor]) -> Tensor:
-        """Return J w, (rows, K, D), from directions (K, *shape)."""
-        weight = self.weight.get(tangents)
-        bias = None if self.bias is None else self.bias.get(tangents)
-        K = len(weight)
-        if not self.a.is_floating_point():
-            z = weight[:, self.a].permute(1, 0, 3, 2)
-        elif self.a.dim() == 2:
-            flat = weight.reshape(-1, self.a.shape[1])
-            z = F.linear(self.a, flat, bias if bias is None else bias.flatten()).unflatten(
-                1, (K, -1)
-            )
-        else:
-            groups = self.a.shape[1]
-            weight = weight.reshape(K, groups, -1, self.a.shape[2])
-            if groups == 1:  # einsum copies the sum of all columns once more
-                z = (weight.flatten(0, 2) @ self.a[:, 0]).unflatten(1, weight.shape[:2] + (-1,))
-            else:
-                z = torch.einsum("kgoi,bgit->bkgot", weight, self.a)
-            if bias is not None:
-                z = z + bias.view(K, groups, -1, 1)
-        z = z.flatten(2)
-        return z if self.b is None else torch.bmm(z, self.b.mT)
-
-    def pull(self, u: Tensor) -> list[tuple[Piece, Tensor]]:
-        """Return Jᵀu, (K, ...), for the weight and the bias from u, (rows, K, D)."""
-        d = u if self.b is None else torch.bmm(u.to(self.b), self.b)
-        d = d.to(self.a) if self.a.is_floating_point() else d
-        K, bias = d.shape[1], None
-        if not self.a.is_floating_point():
-            d = d.unflatten(2, (-1, self.a.shape[1])).permute(1, 0, 3, 2).flatten(1, 2)
-            weight = d.new_zeros(K, *self.weight.shape).index_add_(1, self.a.flatten(), d)
-        elif self.a.dim() == 2:
-            weight, bias = d.flatten(1).mT @ self.a, d.sum(0)
-        else:
-            d = d.unflatten(2, (self.a.shape[1], -1, self.a.shape[3]))
-            weight, bias = torch.einsum("bkgot,bgit->kgoi", d, self.a), d.sum((0, 4))
-        return [(self.weight, weight), *([(self.bias, bias)] if self.bias else [])]
-
-
-class Factors(NamedTuple):
-    """One batch, and the Jacobian of its outputs as factors."""
-
-    x: Any
-    f: Tensor
-    """(B, ..., C)."""
-
-    weights: dict[str, Tensor]
-    """Those that have factors."""
-
-    outer: list[Outer]
-    dense: Tensor | None
-    """Columns of J where they take less arithmetic than their factors, (B, D, p)."""
-
-    columns: list[Piece]
-    """Whose they are."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all that is kept, but for the inputs."""
-        dense = 0 if self.dense is None else self.dense.nbytes
-        return self.f.nbytes + dense + sum(term.nbytes for term in self.outer)
-
-    @property
-    def columns_at_once(self) -> int | None:
-        """How many columns have temporaries that a CPU does not fetch anew each time."""
-        if self.f.device.type != "cpu":
-            return None
-        widths = [term.a.shape[0] * term.b.shape[2] for term in self.outer if term.b is not None]
-        return max(1, FETCHED_BYTES // (max(widths, default=1) * self.f.itemsize))
-
-    def of_rows(self, rows: slice, x: Any) -> Factors:
-        """Return the factors of some rows, whose inputs are x."""
-        cut = lambda t: None if t is None else t[rows]  # noqa: E731
-        outer = [term._replace(a=cut(term.a), b=cut(term.b)) for term in self.outer]
-        return self._replace(x=x, f=self.f[rows], outer=outer, dense=cut(self.dense))
-
-    def push(self, tangents: dict[str, Tensor]) -> Tensor:
-        """Return J w, (K, B, ..., C), from directions (K, *shape)."""
-        K, f = len(next(iter(tangents.values()))), self.f
-        Jw = f.new_zeros(K, len(f), f[0].numel())
-        if self.dense is not None:
-            w = torch.cat([piece.get(tangents).reshape(K, -1) for piece in self.columns], 1)
-            Jw += (w.to(self.dense) @ self.dense.flatten(0, 1).mT).view(Jw.shape)
-        for term in self.outer:
-            Jw += term.push(tangents).transpose(0, 1)
-        return Jw.view(K, *f.shape)
-
-    def pull(self, u: Tensor) -> dict[str, Tensor]:
-        """Return Jᵀu by name, (K, *shape), from u, (K, B, ..., C)."""
-        K, total = len(u), {}
-        u = u.reshape(K, len(self.f), -1)
-
-        def add(piece: Piece, pulled: Tensor) -> None:
-            if piece.part is None and piece.name not in total:
-                total[piece.name] = pulled.reshape(K, *piece.shape)
-                return
-            if piece.name not in total:
-                total[piece.name] = pulled.new_zeros(K, *self.weights[piece.name].shape)
-            piece.get(total).add_(pulled.reshape(K, *piece.shape))
-
-        if self.dense is not None:
-            pulled = u.flatten(1).to(self.dense) @ self.dense.flatten(0, 1)
-            sizes = [piece.shape.numel() for piece in self.columns]
-            for piece, columns in zip(self.columns, pulled.split(sizes, 1)):
-                add(piece, columns)
-        for term in self.outer:
-            for piece, pulled in term.pull(u.transpose(0, 1)):
-                add(piece, pulled)
-        return total
 
 
 @dataclass
 class Factored:
     """The weights of a network that act by matrix products alone."""
 
-    network: Network
+    weights: Weights
     names: tuple[str, ...]
     second: dict[str, bool]
     """Whether rows are on the second axis of what a weight's calls return."""
@@ -176,16 +42,16 @@ class Factored:
 
     @classmethod
     def find(
-        cls, network: Network, names: tuple[str, ...], x: Any, shared: tuple[str, ...] = ()
+        cls, weights: Weights, names: tuple[str, ...], x: Any, shared: tuple[str, ...] = ()
     ) -> Factored | None:
         """Return what has factors at x, or None; of one row it cannot be told."""
-        f, calls, others = recorded(network, names, x, shared)
+        f, calls, others = recorded(weights.network, names, x, shared)
         if f.dim() < 2 or len(f) < 2:
             return None
         own = {piece.name for call in calls for piece in call.pieces} - others
         if own != set(names):
             names = tuple(name for name in names if name in own)
-            f, calls, others = recorded(network, names, x, shared)
+            f, calls, others = recorded(weights.network, names, x, shared)
         if not names or others or not f.requires_grad:
             return None
         if f[0].numel() > _MOST_OUTPUTS and not all(call.is_output(f) for call in calls):
@@ -203,21 +69,22 @@ class Factored:
             fits = [way.second for way in ways if way.first_row_alone(z[None], len(f))]
             name = call.pieces[0].name
             if not fits and call.is_lookup and name not in shared:
-                return cls.find(network, names, x, (*shared, name))
+                return cls.find(weights, names, x, (*shared, name))
             if not fits or second.setdefault(name, fits[0]) not in fits:
                 return None
-        return cls(network, names, second, at_once=f[0].numel(), shared=shared)
+        return cls(weights, names, second, at_once=f[0].numel(), shared=shared)
 
-    def run(self, x: Any, keep: bool = False) -> Factors | None:
+    def run(self, x: Any, keep: bool = False) -> Terms | None:
         """Return the factors at x, or None where a weight acts otherwise than it did.
 
         What is to be kept shares no memory with anything else.
         """
-        f, calls, others = recorded(self.network, self.names, x, self.shared)
+        f, calls, others = recorded(self.weights.network, self.names, x, self.shared)
         if others or not f.requires_grad or not all(call.is_kept for call in calls):
             return None
         B, D = len(f), f[0].numel()
-        weights, terms, inner = self.network.weights(self.names), [], []
+        terms: list[_Term] = []
+        inner: list[_Term] = []
         for call in calls:
             call = call._replace(second=self.second.get(call.pieces[0].name, False))
             terms.append(_Term(call, B, D, keep))
@@ -227,10 +94,8 @@ class Factored:
             self._backward(f, inner)
         terms = [term for term in terms if term.pieces or term not in inner]
         dense = [term for term in terms if term.is_dense]
-        return Factors(
-            x,
+        return Terms(
             f.detach(),
-            weights,
             [term.outer() for term in terms if not term.is_dense],
             torch.cat([torch.cat(term.pieces, 1) for term in dense], 2) if dense else None,
             [piece for term in dense for piece in term.call.pieces],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.jacobian.factored import FETCHED_BYTES, Factored
+from torch_lla_em.jacobian.autodiff import Path
+from torch_lla_em.jacobian.factored import Factored
+from torch_lla_em.jacobian.factors import FETCHED_BYTES
 from torch_lla_em.jacobian.faults import (
     checked_outputs,
     distance,
@@ -22,11 +23,9 @@ from torch_lla_em.jacobian.faults import (
 from torch_lla_em.jacobian.layers import floating_tensors, hooked
 from torch_lla_em.jacobian.network import Network, NoJacobianError
 from torch_lla_em.jacobian.parameters import ParameterLayout
-from torch_lla_em.jacobian.products import Path, Report
+from torch_lla_em.jacobian.rows import Rows
 from torch_lla_em.jacobian.trial import find_factors, words_of
 from torch_lla_em.runtime import is_shortage
-
-AddPullback = Callable[[Tensor, Tensor], None]
 
 # rounding in a deep network in float32 or with TF32, well below what a wrong rule leaves
 _ROUNDING = 0.03
@@ -40,6 +39,39 @@ _PULLED_ALONE = 8
 _SMALL = 1e-3
 
 
+class Report(NamedTuple):
+    """What the probe has found."""
+
+    path: Path
+    """The directions taken."""
+
+    adjoint_error: float
+    """Relative difference of ⟨u, J v⟩ and ⟨Jᵀu, v⟩, for v = Jᵀu and for u = J v."""
+
+    forward: str
+    """Why J w is not taken by forward mode; empty if it is."""
+
+    unbatched: tuple[str, ...] = ()
+    """The products of which an operation cannot be batched over columns."""
+
+    factors: str = ""
+    """How many of the weights have a Jacobian in factors, and what that gives."""
+
+    def __str__(self) -> str:
+        direction = "forward mode" if self.path.forward else "two reverse passes"
+        return "".join(
+            [
+                f"J w by {direction}, adjoint error {self.adjoint_error:.1e}",
+                f"; forward mode was left because it {self.forward}" if self.forward else "",
+                f"; the columns of {' and '.join(self.unbatched)} run one by one, since an "
+                "operation cannot be batched over them"
+                if self.unbatched
+                else "",
+                f"; {self.factors}" if self.factors else "",
+            ]
+        )
+
+
 class Products(Protocol):
     """What is checked: a linear model."""
 
@@ -50,9 +82,7 @@ class Products(Protocol):
     known_factors: Factored | None
     rows_probed: int
 
-    def jvp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor]: ...
-    def vjp(self, x: Any) -> tuple[Tensor, AddPullback]: ...
-    def jvp_and_vjp(self, x: Any, w: Tensor) -> tuple[Tensor, Tensor, AddPullback]: ...
+    def by_autodiff(self, x: Any) -> Rows: ...
 
 
 class _Columns(NamedTuple):
@@ -198,7 +228,8 @@ def _adjoint_error(model: Products, x: Any, columns: _Columns) -> tuple[float, T
 
     v = Jᵀu, of blocks of one size, shows what J lacks; u = J v what it has too much.
     """
-    layout, known, Jv = model.layout, columns.known, model.jvp(x, columns.v)[1]
+    layout, known = model.layout, columns.known
+    Jv = model.by_autodiff(x).push(columns.v)
     lacking = ((columns.u[0].double() * Jv[0].double()).sum() - known).abs() / known
     size = Jv[1].double().norm()
     pulled = torch.zeros_like(columns.v[1])
@@ -215,10 +246,10 @@ def _vmap_works(model: Products, x: Any, columns: _Columns, side: str, Jv: Tenso
     try:
         model.path = start._replace(**{side: None})
         if side == "jvp_columns":
-            known, found = Jv, model.jvp(x, columns.v)[1]
+            known, found = Jv, model.by_autodiff(x).push(columns.v)
         else:
             known, found = columns.JTu, torch.zeros_like(columns.JTu)
-            model.vjp(x)[1](columns.u, found)
+            model.by_autodiff(x).pull(columns.u, found)
         return all(
             distance(*pair) <= max(columns.tolerance, _ROUNDING) for pair in zip(found, known)
         )
@@ -235,8 +266,9 @@ def _shares(model: Products, x: Any, columns: _Columns, Jv: Tensor) -> bool:
     model.path = start._replace(shared=True)
     pulled = torch.zeros_like(columns.JTu[:1])
     try:
-        _, found, add_pullback = model.jvp_and_vjp(x, columns.v[:1])
-        add_pullback(columns.u[:1], pulled)
+        rows = model.by_autodiff(x)
+        found = rows.push(columns.v[:1])
+        rows.pull(columns.u[:1], pulled)
     except Exception:  # an operation without a second derivative, or no room for both
         return False
     finally:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.jacobian.calls import Piece
-from torch_lla_em.jacobian.factored import Factors, Outer
+from torch_lla_em.jacobian.factors import Outer, Terms
 
 # numbers in the gradients of single rows that are held at once
 _NUMBERS = 1 << 24
@@ -17,13 +17,13 @@ Gradients = Callable[[slice], Tensor]
 """Rows -> their own Jᵀu for one piece of a weight, (rows, K, *shape)."""
 
 
-def row_squares(x: Factors, u: Tensor) -> dict[str, Tensor]:
+def row_squares(x: Terms, weights: dict[str, Tensor], u: Tensor) -> dict[str, Tensor]:
     """Return Σ_n Σ_k (J_nᵀ u_nk)² by name, each of the shape of its weight, for u (K, B, ..., C)."""
     u = u.flatten(2).transpose(0, 1) if x.f.dim() > 1 else u[..., None].transpose(0, 1)
     terms: dict[str, list[tuple[Piece, Gradients, Outer | None]]] = {}
     for piece, gradients, alone in _terms(x, u):
         terms.setdefault(piece.name, []).append((piece, gradients, alone))
-    return {name: _summed(x.weights[name], parts, u) for name, parts in terms.items()}
+    return {name: _summed(weights[name], parts, u) for name, parts in terms.items()}
 
 
 def _summed(weight: Tensor, parts: list, u: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def _of_table(term: Outer, u: Tensor, total: Tensor) -> Tensor:
     return total
 
 
-def _terms(x: Factors, u: Tensor) -> Iterator[tuple[Piece, Gradients, Outer | None]]:
+def _terms(x: Terms, u: Tensor) -> Iterator[tuple[Piece, Gradients, Outer | None]]:
     """Yield every piece of a weight, and the outer product that is all of its gradient, if any."""
     if x.dense is not None:
         sizes, start = [piece.shape.numel() for piece in x.columns], 0

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.jacobian.factored import Factored, Factors
+from torch_lla_em.jacobian.factored import Factored
+from torch_lla_em.jacobian.factors import Terms
 from torch_lla_em.jacobian.faults import distance, worst_block
 from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.rows import Rows
 from torch_lla_em.runtime import is_shortage
 
 # of the largest output of a layer, times the outputs of a row: as long as these fit into a CPU's
@@ -30,45 +32,49 @@ def find_factors(model: Any, x: Any, largest: int | None) -> Factored | None:
     if network.precision == "bfloat16":
         return None
     try:
-        factored = Factored.find(network, names, x)
-        factors = None if factored is None else _made(factored, x, largest)
+        factored = Factored.find(model.weights, names, x)
+        terms = None if factored is None else _made(factored, x, largest)
     except Exception as error:  # whatever a network does that has no factors
         if is_shortage(error):
             raise
         return None
-    if factors is None:
+    if terms is None:
         return None
     generator = torch.Generator("cpu").manual_seed(1)
     w = torch.randn(2, model.layout.size, generator=generator, device="cpu").to(model.w_MAP)
-    u = torch.randn(2, *factors.f.shape, generator=generator, device="cpu").to(factors.f)
+    u = torch.randn(2, *terms.f.shape, generator=generator, device="cpu").to(terms.f)
 
-    def product(x: Any) -> tuple[float, Tensor, Tensor]:
+    def product(rows: Rows) -> tuple[float, Tensor, Tensor]:
         total, start = torch.zeros_like(w), _now(network)
-        _, Jw, add_pullback = model.jvp_and_vjp(x, w)
-        add_pullback(u, total)
+        Jw = rows.push(w)
+        rows.pull(u, total)
         return (_now(network) - start) / len(w), Jw, total
 
-    otherwise, Jw, total = product(x)
+    otherwise, Jw, total = product(model.by_autodiff(x))
+    factors = model.by_factors(factored, terms, x)
     try:
         seconds, again, pulled = product(factors)
     except RuntimeError as error:  # of dtypes, as of a layer that computes in another one
         if is_shortage(error):
             raise
         return None
-    eps = max(torch.finfo(t.dtype).eps for t in (factors.f, w, *factors.weights.values()))
+    eps = max(
+        torch.finfo(t.dtype).eps for t in (terms.f, *model.weights.values(factored.names).values())
+    )
     if distance(again, Jw) > eps**0.5 or worst_block(model.layout, pulled, total, eps):
         return None
     if seconds > _SLOWER * otherwise:  # or the process was held up
-        seconds, otherwise = min(seconds, product(factors)[0]), min(otherwise, product(x)[0])
+        seconds = min(seconds, product(factors.part(slice(None), x))[0])
+        otherwise = min(otherwise, product(model.by_autodiff(x))[0])
     factored.pays = seconds <= _SLOWER * otherwise
     factored.seconds = seconds, otherwise
-    is_free = factors.dense is None and all(term.b is None for term in factors.outer)
-    passes = 0 if is_free else factors.f[0].numel()
+    is_free = terms.dense is None and all(term.b is None for term in terms.outer)
+    passes = 0 if is_free else terms.f[0].numel()
     factored.least_columns = max(1, passes * (2 if len(factored.names) < len(names) else 1))
     return factored
 
 
-def _made(factored: Factored, x: Any, largest: int | None) -> Factors | None:
+def _made(factored: Factored, x: Any, largest: int | None) -> Terms | None:
     """Return the factors at x, and settle how many backward passes are taken at once."""
     if largest is None or largest * factored.at_once <= _STACKED_BYTES:
         try:

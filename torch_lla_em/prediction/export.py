@@ -35,8 +35,9 @@ def exported(
     class_dim = model.network.class_dim
 
     def answer(x: Any) -> Tensor | tuple[Tensor, Tensor]:
-        f, Jw = model.jvp(x, columns)
-        return _answer(predicted(fitted.likelihood, f, Jw, table, class_dim))
+        rows = model.by_autodiff(x, pulls=False)
+        Jw = rows.push(columns)
+        return _answer(predicted(fitted.likelihood, rows.f, Jw, table, class_dim))
 
     with torch.no_grad(), model.network.guarded():
         graph = make_fx(answer)(x)

@@ -21,8 +21,8 @@ def push_forward(linear_model: LinearModel, x: Any, *w: Tensor) -> tuple[Tensor,
     """
     if isinstance(x, (DataLoader, Dataset)):
         parts = [push_forward(linear_model, inputs_of(batch), *w) for batch in as_loader(x)]
-        f, Jw = zip(*parts)
-        return torch.cat(f), torch.cat(Jw, dim=1)
+        outputs, products = zip(*parts)
+        return torch.cat(outputs), torch.cat(products, dim=1)
     network = linear_model.network
     x = to_device(inputs_of(x) if isinstance(x, Mapping) else x, network.device)
     tensors = tensors_in(x)
@@ -34,14 +34,15 @@ def push_forward(linear_model: LinearModel, x: Any, *w: Tensor) -> tuple[Tensor,
             if linear_model.report is None:
                 linear_model.probe(map_tensors(Tensor.detach, x))
             with network.guarded(), torch.set_grad_enabled(differentiate):
-                prepared = linear_model.prepare(x, sum(map(len, w)))
-                products = [linear_model.jvp(prepared, block) for block in w]
+                rows = linear_model.at(x, sum(map(len, w)), pulls=False)
+                Jw = torch.cat([rows.push(block) for block in w])
+                f = rows.f
         except RuntimeError:  # perhaps of a single example
             with network.guarded():
                 require_rows(linear_model.outputs(x), x)
             raise
-        require_rows(products[0][0], x)
-        return products[0][0], torch.cat([Jw for _, Jw in products])
+        require_rows(f, x)
+        return f, Jw
 
 
 def _of_no_rows(linear_model: LinearModel, x: Any, w: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch
-from torch_lla_em.jacobian import AddPullback
+from torch_lla_em.jacobian import Rows
 from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob
 from torch_lla_em.problem.finite import DERIVATIVE, LIKELIHOOD, OUTPUTS
 from torch_lla_em.problem.passes import LocalPasses
@@ -30,14 +30,18 @@ class BatchWork:
         """The w of J w, (1, P), beside the network, which takes it again with every batch."""
 
         self._known: dict[tuple[int, int], Tensor] = {}
+        self._last: tuple[Rows, Tensor] | None = None
+        self._inspected: Rows | None = None
 
-    def add_product(self, batch: Batch, cotangent: Cotangent, w: Tensor, total: Tensor) -> None:
+    def add_product(
+        self, rows: Rows, batch: Batch, cotangent: Cotangent, w: Tensor, total: Tensor
+    ) -> None:
         """Add Jᵀ u to the total, with u = cotangent(batch, at, J w)."""
-        at, Jw, pull = self._pushed(batch, w)
+        at, Jw = self._pushed(rows, batch, w)
         u = cotangent(batch, at, Jw)
         self.finite.check(batch.index, DERIVATIVE, Jw)
         self.finite.check(batch.index, LIKELIHOOD, u)
-        pull(u, total)
+        rows.pull(u, total)
 
     def curved(self, batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
         """Return H J w."""
@@ -51,40 +55,44 @@ class BatchWork:
         mask = self.likelihood.mask(batch.targets)
         return u if mask is None else u * mask.unsqueeze(-1)
 
-    def _pushed(self, batch: Batch, w: Tensor) -> tuple[Tensor, Tensor, AddPullback]:
-        """Return where H is taken, (B, ..., C), J w, and the map that adds Jᵀ u."""
+    def _pushed(self, rows: Rows, batch: Batch, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where H is taken, (B, ..., C), and J w."""
         known = None if batch.kept is None else self._known.get(batch.place)
+        if known is None and self._last is not None and self._last[0] is rows:
+            known = self._last[1]
         more = self.point is not None and known is None
-        columns = torch.cat([self.point.to(w), w]) if more else w
-        f, Jw, pull = self._model.jvp_and_vjp(batch.inputs, columns)
-        self.inspect(batch, f)
+        Jw = rows.push(torch.cat([self.point.to(w), w]) if more else w)
+        self.inspect(rows, batch)
         if not more:
-            return f if known is None else known, Jw, pull
+            return rows.f if known is None else known, Jw
+        self._last = rows, Jw[0]
         held = sum(map(torch.numel, self._known.values())) + Jw[0].numel()
         if batch.kept is not None and batch.kept is self._data.kept and held <= _OUTPUTS_KEPT:
             self._known[batch.place] = Jw[0].clone()
-        return Jw[0], Jw[1:], pull
+        return Jw[0], Jw[1:]
 
     def noise_outputs(
-        self, batch: Batch, draw: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, AddPullback, Tensor]:
-        """Return S ε, with ε = draw(at), the map that adds Jᵀ u, and where H is taken, ``at``."""
-        f, pull = self._model.vjp(batch.inputs)
-        self.inspect(batch, f)
-        at = f
+        self, rows: Rows, batch: Batch, draw: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return S ε, with ε = draw(at), and where H is taken, ``at``."""
+        at = rows.f
+        self.inspect(rows, batch)
         if self.point is not None:
-            at = self._model.jvp(batch.inputs, self.point)[1][0]
+            at = rows.push(self.point)[0]
             self.finite.check(batch.index, DERIVATIVE, at)
         u = self.root(batch, at, draw(at))
         self.finite.check(batch.index, LIKELIHOOD, u)
-        return u, pull, at
+        return u, at
 
     def root(self, batch: Batch, at: Tensor, noise: Tensor) -> Tensor:
         """Return S ε."""
         return self._masked(self.likelihood.hessian_sqrt_product(at, noise), batch)
 
-    def inspect(self, batch: Batch, f: Tensor) -> None:
+    def inspect(self, rows: Rows, batch: Batch) -> None:
         """Expect outputs to be finite; in the first pass, check targets against them."""
+        if self._inspected is rows:
+            return
+        self._inspected, f = rows, rows.f
         self.finite.expect(batch.index, OUTPUTS, f)
         if self._data.num_passes == 0:
             is_first = self._data.num_outputs == 0

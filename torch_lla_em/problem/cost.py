@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data
+from torch_lla_em.jacobian import Rows
 from torch_lla_em.problem.passes import Fold, Layer, Pass, Passes, Sums
 
 
@@ -60,12 +61,12 @@ class Watched(Layer):
         """Return the sums."""
         done = 0.0
 
-        def add(batch: Batch, columns: Tensor, sums: Sums) -> None:
+        def add(rows: Rows, batch: Batch, columns: Tensor, sums: Sums) -> None:
             nonlocal done
-            task.add(batch, columns, sums)
+            task.add(rows, batch, columns, sums)
             done += len(columns) * len(batch.rows) / max(1, len(w))
-            rows = self._rows(batch) / self._data.group.size
-            self._report(None if rows == inf else min(1.0, done / rows))
+            number = self._rows(batch) / self._data.group.size
+            self._report(None if number == inf else min(1.0, done / number))
 
         return fold(w, task._replace(add=add))
 

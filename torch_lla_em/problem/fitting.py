@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from torch_lla_em.data import Batch
-from torch_lla_em.jacobian import Factors
+from torch_lla_em.jacobian import Rows
 from torch_lla_em.problem.passes import BY_COLUMN, Fold, Layer, LocalPasses, Pass, Passes, Sums
-from torch_lla_em.runtime import DoesNotFit, Interrupted, release, shortage_of
+from torch_lla_em.runtime import DoesNotFit, release, shortage_of
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -33,12 +33,12 @@ class Fitting(Layer):
         self.room = 0.0
         """Bytes that factors of the Jacobian may take, while their batches are kept."""
 
-        self._factors: dict[tuple[int, int], Factors] = {}
+        self._factors: dict[tuple[int, int], Rows] = {}
         self._kept: Any = None
         """The pass whose batches they are of."""
 
-        self._last: tuple[Any, Any] = None, None
-        """The batch under way, and its inputs or factors."""
+        self._last: tuple[Batch, Rows] | None = None
+        """The batch under way, and the linear model there."""
 
     def take(self, columns: int | None, rows: int | None) -> None:
         """Take at most so many columns, and rows of a batch, at once."""
@@ -55,67 +55,69 @@ class Fitting(Layer):
             self._model.columns, self.rows = before
             raise
         finally:
-            self._last = None, None
+            self._last = None
 
     def forget(self) -> None:
         """Give up what is kept for speed."""
-        self._factors, self._last, self.room = {}, (None, None), 0.0
+        self._factors, self._last, self.room = {}, None, 0.0
 
     def _add(self, task: Pass, batch: Batch, w: Tensor, sums: Sums) -> None:
         """Add a batch in pieces; where memory ends, take less at once and add the rest."""
         blocks = [name for name, kind in task.kinds.items() if kind in BY_COLUMN]
         for piece in self._local.pieces(batch, self.rows):
-            counted = self._local.data.num_outputs
+            counted, done, step = self._local.data.num_outputs, 0, len(w)
             try:
-                known = piece._replace(inputs=self._inputs(piece, len(w)))
-                task.add(known, w, sums)
+                rows = self._rows(piece, len(w))
+                step = (rows.columns if task.kinds else None) or len(w)
+                for columns in w.split(step):
+                    here = slice(done, done + len(columns))
+                    own = {**sums, **{name: sums[name][here] for name in blocks}}
+                    task.add(rows, piece, columns, own)
+                    done += len(columns)
                 continue
             except (RuntimeError, MemoryError) as error:
                 shortage = shortage_of(error)
-                done = error.columns_done if blocks and isinstance(error, Interrupted) else 0
+            rows = self._last = None
             release()  # what the failed attempt held is free only outside of the handler
             self._local.data.num_outputs = counted
-            if done < len(w):
-                self._halve(piece, len(w) - done, shortage)
-                rest = {**sums, **{name: sums[name][done:] for name in blocks}}
-                self._add(task, piece, w[done:], rest)
+            taken = min(step, len(w) - done, self._model.columns or step)
+            self._halve(piece, taken, shortage)
+            rest = {**sums, **{name: sums[name][done:] for name in blocks}}
+            self._add(task, piece, w[done:], rest)
 
-    def _inputs(self, piece: Batch, columns: int) -> Any:
-        """Return a piece's inputs or its factors, found once for all pieces of a batch."""
+    def _rows(self, piece: Batch, columns: int) -> Rows:
+        """Return the linear model at a piece of a batch, whose factors are found once."""
         whole, start = piece.whole or (piece, 0)
         if len(whole.rows) > self.rows:  # of other sizes in every pass
             whole, start = piece._replace(kept=None), 0
-        if self._last[0] is not whole:
+        if self._last is None or self._last[0] is not whole:
             self._last = whole, self._known(whole, columns)
-        found = self._last[1]
-        if not isinstance(found, Factors):
-            return piece.inputs
-        return found.of_rows(slice(start, start + len(piece.rows)), piece.inputs)
+        return self._last[1].part(slice(start, start + len(piece.rows)), piece.inputs)
 
-    def _known(self, batch: Batch, columns: int) -> Any:
-        """Return the factors that are kept beside a batch, or what there is without them."""
+    def _known(self, batch: Batch, columns: int) -> Rows:
+        """Return the linear model at a batch, with factors where they are kept or worth finding."""
         if batch.kept is None:
-            return self._model.prepare(batch.inputs, columns)
+            return self._model.at(batch.inputs, columns)
         if batch.kept is not self._kept:
             self._factors, self._kept = {}, batch.kept
         found = self._factors.get(batch.place)
         if found is None:
-            found = self._model.prepare(batch.inputs, columns, self.room > 0)
-            if isinstance(found, Factors) and self.room > 0:
+            found = self._model.at(batch.inputs, columns, keep=self.room > 0)
+            if self.room > 0 and found.nbytes < inf:
                 self.room -= found.nbytes
                 if self.room > 0:
                     self._factors[batch.place] = found
         return found
 
     def _halve(self, piece: Batch, columns: int, shortage: str) -> None:
-        """Take less at once from now on: factors, columns, then rows; raise where it is one."""
-        model, at_once = self._model, min(self._model.columns_at_once, columns)
+        """Take less than so many columns at once from now on; raise where that cannot be."""
+        model = self._model
         if model.factored is not None:
             self.forget()
             model.leave_factors()
-        elif at_once > 1:
-            logger.warning("Out of memory: from now on %d columns at a time.", at_once // 2)
-            model.columns = at_once // 2
+        elif columns > 1:
+            logger.warning("Out of memory: from now on %d columns at a time.", columns // 2)
+            model.columns = columns // 2
         elif model.path.shared:  # a shared forward pass holds two at once
             model.path = model.path._replace(shared=False)
         else:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch
+from torch_lla_em.jacobian import Rows
 from torch_lla_em.problem.passes import BLOCK, OF_ROWS, Pass, Sums
 from torch_lla_em.problem.problem import Problem
 
@@ -34,12 +35,12 @@ def outputs(problem: Problem, w: Tensor) -> Outputs | None:
 def pull_back(problem: Problem, u: Tensor) -> tuple[Tensor, Tensor]:
     """Return Jᵀ u, shape (K, P), for u (K, N, ..., C), and the f (N C,) that go with it."""
 
-    def add(batch: Batch, columns: Tensor, sums: Sums) -> None:
-        f, pull = problem.linear_model.vjp(batch.inputs)
-        problem.work.inspect(batch, f)
+    def add(rows: Rows, batch: Batch, columns: Tensor, sums: Sums) -> None:
+        f = rows.f
+        problem.work.inspect(rows, batch)
         _place(problem, batch, f.expand(len(columns), *f.shape), sums["f"])
         own = u[columns.to(u.device)][:, batch.rows.to(u.device)]
-        pull(own.view(-1, *f.shape).to(f), sums["Ju"])
+        rows.pull(own.view(-1, *f.shape).to(f), sums["Ju"])
 
     task = Pass({"Ju": BLOCK, "f": OF_ROWS}, add)
     sums = problem.passes.fold(torch.arange(len(u), device="cpu"), task)
@@ -50,12 +51,12 @@ def pull_back(problem: Problem, u: Tensor) -> tuple[Tensor, Tensor]:
 def ggn_product_and_outputs(problem: Problem, w: Tensor) -> tuple[Tensor, Tensor]:
     """Return G w, shape (K, P), and J w of all rows, (K, N C)."""
 
-    def add(batch: Batch, w: Tensor, sums: Sums) -> None:
+    def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
         def curved(batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
             _place(problem, batch, Jw, sums["Jw"])
             return problem.work.curved(batch, at, Jw)
 
-        problem.work.add_product(batch, curved, w, sums["Gw"])
+        problem.work.add_product(rows, batch, curved, w, sums["Gw"])
 
     sums = problem.passes.fold(w, Pass({"Gw": BLOCK, "Jw": OF_ROWS}, add))
     problem.cost.columns += len(w)

@@ -36,17 +36,10 @@ BY_COLUMN = BLOCK, OF_ROWS
 
 Sums = dict[str, Tensor]
 State = dict[str, Tensor] | None
-Add = Callable[[Batch, Tensor, Sums], None]
-"""(batch, columns w, sums): add what the batch has to say of these columns."""
+Add = Callable[..., None]
+"""(rows, batch, columns w, sums): add what the batch has to say of these columns."""
 
 T = TypeVar("T")
-
-
-class Rows(NamedTuple):
-    """How many rows of a pass are worked on at once."""
-
-    at_most: float = inf
-    """Rows at a time, cut at multiples of it, where the network takes rows alone."""
 
 
 class Pass(NamedTuple):
@@ -56,7 +49,8 @@ class Pass(NamedTuple):
     """BLOCK, VECTOR or SCALAR, by name."""
 
     add: Add
-    rows: Rows = Rows()
+    at_most: float = inf
+    """Rows at a time, cut at multiples of it, where the network takes rows alone."""
 
     may_overflow: bool = False
     """Whether a likelihood that is not finite is a step too long, which solvers know."""
@@ -139,7 +133,7 @@ class LocalPasses:
     def fold(self, w: Tensor, task: Pass) -> Sums:
         """Return the sums over all batches, where the network is."""
         sums = self.zeros(len(w), task.kinds)
-        for batch in self.batches(task.rows):
+        for batch in self.batches(task.at_most):
             task.add(batch, w, sums)
         self._name_fault(w, task, sums)
         return sums
@@ -153,7 +147,7 @@ class LocalPasses:
                 task.add(batch, w, sums)
             return sums
 
-        for batch in self.batches(Rows(), in_step=True):
+        for batch in self.batches(in_step=True):
             yield Step(batch.step_rows or len(batch.rows), partial(fold, batch))
 
     def zeros(self, columns: int, kinds: dict[str, str]) -> Sums:
@@ -173,7 +167,7 @@ class LocalPasses:
             for name, kind in kinds.items()
         }
 
-    def batches(self, rows: Rows = Rows(), in_step: bool = False) -> Iterator[Batch]:
+    def batches(self, at_most: float = inf, in_step: bool = False) -> Iterator[Batch]:
         """Yield the batches of one pass, inside the network's guard."""
         self.finite.fine.fill_(True)
         position = 0
@@ -185,7 +179,7 @@ class LocalPasses:
                 self.probe(whole)
                 whole, start = whole._replace(position=position), 0
                 position += len(whole.rows)
-                for batch in self.pieces(whole, rows.at_most, aligned=True):
+                for batch in self.pieces(whole, at_most, aligned=True):
                     self._check_inputs(batch)
                     class_dim = self.linear_model.network.class_dim
                     targets = self._likelihood.align(batch.targets, class_dim)
@@ -276,7 +270,7 @@ class LocalPasses:
             return
         sums = self.zeros(len(w), task.kinds)
         with self._searching(LIKELIHOOD if task.may_overflow else None):
-            for batch in self.batches(task.rows):
+            for batch in self.batches(task.at_most):
                 task.add(batch, w, sums)
                 for total in _vectors(sums) if known and not self.finite.met else ():
                     self.finite.check(batch.index, DERIVATIVE, total)

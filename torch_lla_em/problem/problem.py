@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data
-from torch_lla_em.jacobian import LinearModel, ParameterLayout, after_columns
+from torch_lla_em.jacobian import LinearModel, ParameterLayout, Rows
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.problem.batch_work import BatchWork, Cotangent
 from torch_lla_em.problem.cost import Cost
@@ -26,7 +26,6 @@ from torch_lla_em.problem.passes import (
     Pass,
     Passes,
     Record,
-    Rows,
     State,
     Step,
     Sums,
@@ -79,8 +78,8 @@ class Problem:
     def ggn_product(self, w: Tensor) -> Tensor:
         """Return G w, shape (K, P)."""
 
-        def add(batch: Batch, w: Tensor, sums: Sums) -> None:
-            self.work.add_product(batch, self.work.curved, w, sums["Gw"])
+        def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
+            self.work.add_product(rows, batch, self.work.curved, w, sums["Gw"])
 
         total = self.passes.fold(w, Pass({"Gw": BLOCK}, add))["Gw"]
         self.cost.columns += len(w)
@@ -90,7 +89,7 @@ class Problem:
         """Return Σ_n -log p(y_n | J_n w) and its gradient, shape (P,)."""
         work = BatchWork(self.local, self.likelihood)
 
-        def add(batch: Batch, w: Tensor, sums: Sums) -> None:
+        def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
             found = []
 
             def sloped(batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
@@ -98,7 +97,7 @@ class Problem:
                 found.append(log_prob.sum(dtype=torch.float64))
                 return work.sloped(batch, at, Jw)
 
-            work.add_product(batch, sloped, w, sums["gradient"])
+            work.add_product(rows, batch, sloped, w, sums["gradient"])
             sums["loss"] -= found[0]
 
         kinds = {"loss": SCALAR, "gradient": BLOCK}
@@ -118,29 +117,27 @@ class Problem:
         gaussian = self.likelihood
         unknown = isinstance(gaussian, Regression) and gaussian.from_data
 
-        def add(batch: Batch, samples: Tensor, sums: Sums) -> None:
+        def add(rows: Rows, batch: Batch, samples: Tensor, sums: Sums) -> None:
             def draw(at: Tensor) -> Tensor:
                 return _draw(seed, samples, batch.rows, at)
 
-            u, pull, at = self.work.noise_outputs(batch, draw)
+            u, at = self.work.noise_outputs(rows, batch, draw)
+            product = torch.zeros_like(sums["eta"])
+            rows.pull(u, product)
+            if with_squares:
+                found = squares_of(rows, batch, samples.tolist(), (at, u, product))
+                sums["squares"] += found
+            sums["eta"] += product
             if unknown:
                 y = batch.targets.double()
                 errors = (y - gaussian.mean(at).double()).square().sum()
                 # a batch comes once for every group of samples that is taken at once
                 sums["errors"] += len(samples) * errors
                 sums["targets"] += len(samples) * y.square().sum()
-            numbers = range(int(samples[0]), int(samples[-1]) + 1)
-            for columns, product in self.linear_model.pulled(u, pull):
-                if with_squares:
-                    with after_columns(columns.start):
-                        found = squares_of(batch, numbers, columns, (at, u[columns], product))
-                    sums["squares"] += found
-                sums["eta"][columns] += product
 
-        at_most = squares_of.rows_at_once if with_squares else inf
         kinds = {"eta": BLOCK, "squares": VECTOR}
         kinds |= {"errors": SCALAR, "targets": SCALAR} if unknown else {}
-        task = Pass(kinds, add, Rows(at_most))
+        task = Pass(kinds, add, squares_of.rows_at_once if with_squares else inf)
         sums = self.passes.fold(torch.arange(num_samples, device="cpu"), task)
         eta, squares = sums["eta"], sums["squares"]
         self.cost.columns += num_samples
@@ -167,14 +164,16 @@ class Problem:
         def compute() -> Sums:
             parts = [self.vectors.whole_zeros(0)]
 
-            def add(batch: Batch, _: Tensor, sums: Sums) -> None:
-                u, pull, _ = self.work.noise_outputs(batch, identity)
-                rows = self.vectors.whole_zeros(len(u))
-                for columns, product in self.linear_model.pulled(u, pull):
-                    self.local.finite.expect(batch.index, DERIVATIVE, product)
-                    rows[columns] = product
+            def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
+                u, _ = self.work.noise_outputs(rows, batch, identity)
+                R, step = self.vectors.whole_zeros(len(u)), rows.columns or len(u)
+                for start in range(0, len(u), step):
+                    near = torch.zeros_like(R[start : start + step], device=u.device)
+                    rows.pull(u[start : start + step], near)
+                    self.local.finite.expect(batch.index, DERIVATIVE, near)
+                    R[start : start + step] = near
                 if not self.local.finite.searching:
-                    parts.append(rows)
+                    parts.append(R)
 
             self._visit(add, columns=1 << 16)
             return {"R": self.vectors.own(self.data.group.gather(torch.cat(parts)))}
@@ -188,13 +187,13 @@ class Problem:
         w, found = self.vectors.whole(w), []
         moderate = bool(is_moderate(w))
 
-        def add(batch: Batch, _: Tensor, sums: Sums) -> None:
-            f, Jw = self.linear_model.jvp(batch.inputs, w)
-            self.work.inspect(batch, f)
+        def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
+            Jw = rows.push(w)
+            self.work.inspect(rows, batch)
             if moderate:
                 self.local.finite.expect(batch.index, DERIVATIVE, Jw)
             if not self.local.finite.searching:
-                found.append((batch, f, Jw))
+                found.append((batch, rows.f, Jw))
 
         self._visit(add, len(w))
         self.cost.columns += len(w)
@@ -282,8 +281,8 @@ class Problem:
         for step in self.passes.steps(state):
 
             def product(w: Tensor, step: Step = step) -> Tensor:
-                def add(batch: Batch, w: Tensor, sums: Sums) -> None:
-                    self.work.add_product(batch, cotangent, w, sums["sum"])
+                def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
+                    self.work.add_product(rows, batch, cotangent, w, sums["sum"])
 
                 self.cost.columns += len(w) * step.num_rows / (self.data.num_rows or 1)
                 return step.fold(w, Pass({"sum": BLOCK}, add))["sum"]

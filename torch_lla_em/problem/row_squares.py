@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch
-from torch_lla_em.jacobian import LinearModel
+from torch_lla_em.jacobian import LinearModel, Rows
 from torch_lla_em.problem.batch_work import BatchWork
 
 # rows whose sum is squared where there are no factors
@@ -28,11 +28,8 @@ class RowSquares:
 
     def __init__(self, linear_model: LinearModel, work: BatchWork, num_samples: int):
         self._model, self._work, self._num_samples = linear_model, work, num_samples
-        self._samples = range(0)
-        """Those of this pass over the data."""
-
-        self._sums = torch.zeros(0, device="cpu")
-        """Jᵀ S ε over the rows so far of the group under way, a row for each of them."""
+        self._sums: dict[int, Tensor] = {}
+        """Jᵀ S ε of each sample over the rows so far of the group under way."""
 
         self._position, self._opens = -1, True
 
@@ -44,20 +41,20 @@ class RowSquares:
         return inf if set(names) == set(self._model.layout.names) else _GROUP_ROWS
 
     def __call__(
-        self, batch: Batch, samples: range, columns: slice, products: tuple[Tensor, Tensor, Tensor]
+        self, rows: Rows, batch: Batch, samples: list[int], products: tuple[Tensor, Tensor, Tensor]
     ) -> Tensor:
-        """Return what a batch adds for some columns of these samples, (P,).
+        """Return what a batch adds for some of the samples, (P,).
 
         ``products``: the outputs that H is taken at, and the columns of S ε and of Jᵀ S ε.
         """
         at, u, product = products
-        own = self._columns(batch, samples[columns], at, u)
-        total, names = self._model.row_squares(batch.inputs, own)
+        own = self._columns(batch, samples, at, u)
+        total, names = self._model.row_squares(rows, batch.inputs, own)
         if set(names) < set(self._model.layout.names):
-            total += self._of_groups(batch, samples, columns, product) * self._mask(names)
+            total += self._of_groups(batch, samples, product) * self._mask(names)
         return total
 
-    def _columns(self, batch: Batch, samples: range, at: Tensor, u: Tensor) -> Tensor:
+    def _columns(self, batch: Batch, samples: list[int], at: Tensor, u: Tensor) -> Tensor:
         """Return this share of the columns of S, times √K, or S ε of rows with many outputs."""
         size = at[0].numel()
         if size > max(self._num_samples, _EXACT_OUTPUTS):
@@ -68,20 +65,20 @@ class RowSquares:
         noise = units.view(-1, 1, *at.shape[1:]).expand(-1, *at.shape)
         return self._work.root(batch, at, noise)
 
-    def _of_groups(self, batch: Batch, samples: range, columns: slice, product: Tensor) -> Tensor:
+    def _of_groups(self, batch: Batch, samples: list[int], product: Tensor) -> Tensor:
         """Return what the squares of sums over groups of rows grow by."""
-        if not set(samples) <= set(self._samples):
-            self._samples, self._position = samples, -1
-            self._sums = product.new_zeros(len(samples), product.shape[1])
-        if batch.position != self._position:  # else other columns of the same rows
+        if batch.position != self._position:  # else other samples of the same rows
+            if batch.position < self._position:
+                self._sums.clear()
             group = batch.position // _GROUP_ROWS
             self._opens = batch.position == 0 or group != self._position // _GROUP_ROWS
             self._position = batch.position
-        first = samples[columns].start - self._samples.start
-        sums = self._sums[first : first + len(product)]
-        before = torch.zeros_like(product) if self._opens else sums
-        grown = (product * (product + 2 * before)).sum(0)
-        sums.copy_(before + product)
+        if self._opens:
+            grown, sums = product.square().sum(0), product.clone()
+        else:
+            before = torch.stack([self._sums[k] for k in samples])
+            grown, sums = (product * (product + 2 * before)).sum(0), before + product
+        self._sums.update(zip(samples, sums))
         return grown
 
     def _mask(self, names: tuple[str, ...]) -> Tensor:

@@ -7,7 +7,6 @@ from torch_lla_em.runtime.heard import heard
 from torch_lla_em.runtime.leaving import Leaving, leaving_cleanly
 from torch_lla_em.runtime.memory import (
     DoesNotFit,
-    Interrupted,
     attempt,
     free_memory,
     is_shortage,
@@ -26,7 +25,6 @@ __all__ = [
     "Compute",
     "DoesNotFit",
     "Group",
-    "Interrupted",
     "Leaving",
     "attempt",
     "check_choice",

@@ -42,14 +42,6 @@ class DoesNotFit(MemoryError):
     """One column of a batch takes more memory than there is."""
 
 
-class Interrupted(MemoryError):
-    """Memory ended between two columns of a product."""
-
-    def __init__(self, shortage: str, columns_done: int):
-        super().__init__(shortage)
-        self.columns_done = columns_done
-
-
 def attempt(run: Callable[[], T]) -> tuple[T | None, str | None]:
     """Return the result of ``run``, or what the allocator said when memory ended.
 

@@ -1,0 +1,164 @@
+"""J w and Jᵀ u of any network at one batch, by either direction of differentiation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from torch_lla_em.jacobian.network import NoJacobianError
+from torch_lla_em.jacobian.rows import Rows, Weights
+
+
+class Path(NamedTuple):
+    """How the products are computed; chosen once, by the probe."""
+
+    forward: bool = True
+    """J w by forward mode; otherwise by two reverse passes."""
+
+    jvp_columns: int | None = None
+    """How many columns of J w are taken at once; None: all."""
+
+    vjp_columns: int | None = None
+    """How many columns of Jᵀ u are taken at once; None: all."""
+
+    shared: bool = False
+    """Whether one column takes J w and Jᵀ u from one forward pass, a fifth of its work."""
+
+    def within(self, columns: int | None) -> Path:
+        """Return the same with at most so many columns at once."""
+        pushed, pulled = (
+            min((side for side in (own, columns) if side is not None), default=None)
+            for own in (self.jvp_columns, self.vjp_columns)
+        )
+        return self._replace(jvp_columns=pushed, vjp_columns=pulled)
+
+
+class ByAutodiff(Rows):
+    """The linear model at a batch by ``torch.func``; inside ``enable_grad``, differentiable in x."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        x: Any,
+        path: Path,
+        names: Sequence[str] | None = None,
+        pulls: bool = True,
+    ):
+        """``names``: some of the weights, if not all; ``pulls``: whether Jᵀ u will be needed."""
+        super().__init__(weights, (path.jvp_columns, path.vjp_columns))
+        self._path, self._names, self._pulls = path, names, pulls
+        self._function, self._values = weights.network.function(x), weights.values(names)
+        self._f: Tensor | None = None
+        self._recorded: tuple[Tensor, dict[str, Tensor]] | None = None
+        self._transposed: tuple[Tensor, dict[str, Tensor]] | None = None
+
+    @property
+    def f(self) -> Tensor:
+        """f(x), shape (B, ..., C)."""
+        if self._f is None:
+            f, _ = self.forward()
+            self._f = f if torch.is_grad_enabled() else f.detach()
+        return self._f
+
+    def part(self, rows: slice, x: Any) -> ByAutodiff:
+        """Return the linear model at some of the examples, whose inputs are x."""
+        return ByAutodiff(self._weights, x, self._path, self._names, self._pulls)
+
+    def _push(self, directions: dict[str, Tensor]) -> Tensor:
+        directions = {n: directions[n] for n in self._values}
+        if not self._path.forward:
+            return self._push_by_reverse(directions)
+        directions = self._weights.unpadded(directions)
+        # forward mode copies all that is not at the start of its memory, into zeros, but no copy
+        directions = {n: directions[n].to(w, copy=True) for n, w in self._values.items()}
+
+        def push(direction: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+            return torch.func.jvp(self._function, (self._values,), (direction,))[:2]
+
+        if len(next(iter(directions.values()))) > 1:
+            self._f, Jw = torch.vmap(push, out_dims=(None, 0))(directions)
+            return Jw
+        one = {name: direction[0] for name, direction in directions.items()}
+        if self._path.shared and self._pulls and self._recorded is None:
+            return self._push_and_record(one)[None]
+        self._f, Jw = push(one)
+        return Jw[None]
+
+    def _push_and_record(self, direction: dict[str, Tensor]) -> Tensor:
+        """Return J w of one column, and keep the graph of its forward pass for Jᵀ u."""
+        leaves = _leaves(self._values)
+        # by the dual numbers themselves: torch.func wraps every tensor once more
+        with torch.enable_grad(), forward_ad.dual_level():
+            duals = {n: forward_ad.make_dual(leaf, direction[n]) for n, leaf in leaves.items()}
+            f, Jw = forward_ad.unpack_dual(self._function(duals))
+        self._recorded, self._f = (f, leaves), f.detach()
+        return torch.zeros_like(self._f) if Jw is None else Jw.detach()
+
+    def _push_by_reverse(self, directions: dict[str, Tensor]) -> Tensor:
+        """Return J w as the derivative of u -> Jᵀ u, which is linear, so u may stay 0."""
+        f, leaves = self.forward()
+        if self._transposed is None and f.requires_grad:
+            with torch.enable_grad():
+                u = torch.zeros_like(f, requires_grad=True)
+                grads = torch.autograd.grad(
+                    f, list(leaves.values()), u, create_graph=True, allow_unused=True
+                )
+            known = {n: g for n, g in zip(leaves, grads) if g is not None and g.requires_grad}
+            self._transposed = u, known
+        u, known = self._transposed or (f, {})
+        if not known:
+            return f.new_zeros(len(next(iter(directions.values()))), *f.shape)
+        return _pull([*known.values()], [u], [directions[name].to(leaves[name]) for name in known])[
+            0
+        ]
+
+    def _pull(self, u: Tensor) -> dict[str, Tensor]:
+        f, leaves = self.forward()
+        if not f.requires_grad:
+            if self._names is not None:
+                return {}
+            raise NoJacobianError(
+                "The outputs of a batch do not depend on the random weights, as those of batches "
+                "before it did: the forward pass runs under no_grad or inference_mode, or takes "
+                "another branch, for some inputs. Run it alike for all of them, or choose "
+                "`parameters` that all of them use."
+            )
+        grads = _pull([f], list(leaves.values()), [u.to(f)])
+        return {name: g for name, g in zip(leaves, grads) if g is not None}
+
+    def forward(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return f with its graph, and the weights at its leaves."""
+        if self._recorded is None:
+            leaves = _leaves(self._values)
+            with torch.enable_grad():
+                self._recorded = self._function(leaves), leaves
+        return self._recorded
+
+
+def _leaves(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: w.detach().requires_grad_() for name, w in weights.items()}
+
+
+def _pull(
+    outputs: Sequence[Tensor], leaves: Sequence[Tensor], u: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return the gradients of outputs in leaves, (K, *shape), for K columns u.
+
+    ``torch.autograd.grad`` and not ``torch.func.vjp``: it is faster (a third, on a small
+    CNN), and takes checkpointing and autograd functions without `setup_context`.
+    """
+    batched = len(u[0]) > 1
+    grads = torch.autograd.grad(
+        outputs,
+        leaves,
+        u if batched else [column[0] for column in u],
+        retain_graph=True,
+        create_graph=torch.is_grad_enabled(),
+        allow_unused=True,
+        is_grads_batched=batched,
+    )
+    return [g if g is None or batched else g[None] for g in grads]

@@ -1,0 +1,103 @@
+"""The linear model at one batch of examples: f, J w and Jᵀ u, however J is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.jacobian.faults import padding_rows
+from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.parameters import ParameterLayout
+
+
+class Weights:
+    """The random weights of a network by name, and vectors in their space."""
+
+    def __init__(self, network: Network, layout: ParameterLayout):
+        self.network, self.layout = network, layout
+        self.padding = padding_rows(network, layout)
+
+    def values(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Return the trained weights, all or the named ones, detached."""
+        return self.network.weights(tuple(self.layout.names if names is None else names))
+
+    def split(self, w: Tensor) -> dict[str, Tensor]:
+        """Return vectors (K, P) as directions (K, *shape) by name."""
+        return self.layout.unflatten(w)
+
+    def unpadded(self, directions: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return directions without the rows of padding, which backward leaves out by itself."""
+        unpadded = dict(directions)
+        for name in unpadded.keys() & self.padding.keys():
+            for row in self.padding[name] or ():
+                at = torch.full((1,), row, device=unpadded[name].device)  # no copy to a GPU
+                unpadded[name] = unpadded[name].index_fill(-2, at, 0)
+        return unpadded
+
+
+class Rows:
+    """One batch of examples; ``push`` and ``pull`` may be called any number of times.
+
+    Call them inside ``network.guarded()``. Examples are never vmapped over, columns are.
+    """
+
+    nbytes = inf
+    """Bytes that it takes to keep this from pass to pass; infinity: it is not worth keeping."""
+
+    def __init__(self, weights: Weights, at_once: tuple[int | None, int | None]):
+        self._weights = weights
+        self.pushed, self.pulled = at_once
+        """How many columns are taken at once, of J w and of Jᵀ u; None: all."""
+
+    @property
+    def columns(self) -> int | None:
+        """How many columns of a product are best taken at once; None: all."""
+        if self.pushed is None or self.pulled is None:
+            return None
+        return max(self.pushed, self.pulled)
+
+    @property
+    def f(self) -> Tensor:
+        """f(x), shape (B, ..., C)."""
+        raise NotImplementedError
+
+    def part(self, rows: slice, x: Any) -> Rows:
+        """Return the linear model at some of the examples, whose inputs are x."""
+        raise NotImplementedError
+
+    def push(self, w: Tensor) -> Tensor:
+        """Return J w, shape (K, B, ..., C), of columns (K, P)."""
+        chunks = w.split(self.pushed or len(w))
+        parts = [self._push(self._weights.split(chunk)) for chunk in chunks]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def pull(self, u: Tensor, total: Tensor) -> None:
+        """Add Jᵀ u to a total (K, P), u (K, B, ..., C): all of it, or nothing where this raises."""
+        step = self.pulled or len(u)
+        # whatever takes memory is done before the first number is added
+        found = [_flat(self._pull(chunk), total) for chunk in u.split(step)]
+        for part, grads in zip(total.split(step), found):
+            self._weights.layout.add_(part, grads)
+
+    def row_squares(self, u: Tensor) -> dict[str, Tensor]:
+        """Return Σ_n Σ_k (J_nᵀ u_nk)² by name, of the weights of which single rows are known."""
+        return {}
+
+    def _push(self, directions: dict[str, Tensor]) -> Tensor:
+        """Return J w of directions (K, *shape)."""
+        raise NotImplementedError
+
+    def _pull(self, u: Tensor) -> dict[str, Tensor]:
+        """Return Jᵀ u by name, (K, *shape); weights that f does not depend on are left out."""
+        raise NotImplementedError
+
+
+def _flat(grads: Mapping[str, Tensor], total: Tensor) -> dict[str, Tensor]:
+    return {
+        name: grad.reshape(len(grad), -1).to(total.device, total.dtype)
+        for name, grad in grads.items()
+    }

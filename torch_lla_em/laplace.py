@@ -121,13 +121,13 @@ class LinearisedLaplace(OnHub, Fitted):
         tempered(self.likelihood, temperature)
         if isinstance(self.likelihood, BradleyTerry):
             forward_fn, target_fn = forward_fn or compare, target_fn or preferred
-        network = Network(model, forward_fn, class_dim)
+        network = Network(model, forward_fn, int(class_dim))
         network.precision = compute.precision
         self._parameters_asked = parameters
         self._linear_model = _linear_model(network, parameters)
         self.temperature = temperature
         self.prior, self.g_prior, self.curvature = prior, g_prior, curvature
-        self.num_samples, self.tolerance, self.seed = num_samples, tolerance, seed
+        self.num_samples, self.tolerance, self.seed = int(num_samples), tolerance, int(seed)
         self.solver, self.target_fn, self.compute = solver, target_fn, compute
         self._loaders: Chain | None = None
         self._data_seen: list[Identity] = []
@@ -185,7 +185,7 @@ class LinearisedLaplace(OnHub, Fitted):
                 self.tolerance,
                 self.curvature,
                 update,
-                em_steps,
+                int(em_steps),
                 start,
             )
             header = self._header(options, likelihood)

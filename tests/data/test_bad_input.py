@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -125,6 +126,14 @@ def test_bad_options_are_refused(case):
     options, message = OPTIONS[case]
     with pytest.raises((TypeError, ValueError), match=message):
         LinearisedLaplace(network(), "classification", **options)
+
+
+def test_integers_of_numpy_are_integers(tmp_path):
+    numbers = {"seed": np.int64(3), "class_dim": np.int32(-1)}
+    found = fit("classification", HALVES, em_steps=np.int64(2), **numbers)
+    same = fit("classification", HALVES, em_steps=2, seed=3)
+    assert torch.equal(found.w_samples, same.w_samples)
+    found.save(tmp_path / "la.pt")
 
 
 def test_more_bad_options():

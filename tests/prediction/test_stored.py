@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny import tiny
 from torch import nn
+from torch.nn.functional import softplus
 from torch.testing import assert_close
 
 from torch_lla_em import (
@@ -172,12 +173,29 @@ class Weighted(Bernoulli):
         return self.weight() * super().curvature(f)
 
 
+class WeightedBeyond(Weighted):
+    """Whose weight of large outputs, alone, is a number in a closure."""
+
+    def __init__(self, weight):
+        self.weight = lambda f: torch.where(f.abs() > 3, weight, 1.0)
+
+    def log_prob(self, f, y):
+        return (self.weight(f) * (y * f - softplus(f))).sum(-1)
+
+    def gradient(self, f, y):
+        return self.weight(f) * Bernoulli.gradient(self, f, y)
+
+    def curvature(self, f):
+        return self.weight(f) * Bernoulli.curvature(self, f)
+
+
 def measured(number):
     A = torch.tensor([[1.0, 0.5, -1.0], [0.0, 1.0, number]]).double()
     return LinearOperatorRegression(LinearOperator(lambda f: f @ A.T, lambda v: v @ A, (3,)), 0.5)
 
 
 OWN = {
+    "weights": (WeightedBeyond, "bernoulli", lambda y: y),
     "closure": (Weighted, "bernoulli", lambda y: y),
     "operator": (measured, "regression", lambda y: y[:, :2]),
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -13,8 +15,10 @@ from torch_lla_em.runtime import normals
 
 logger = logging.getLogger("torch_lla_em")
 
-_COMPARED, _REMEMBERED = 8, 2
-"""Examples that derivatives are compared at, and that a likelihood is known again by."""
+# examples that are looked at, at most, and numbers of their outputs
+_EXAMPLES, _NUMBERS = 64, 1 << 16
+# times the outputs: where a network is less certain, or more
+_FACTORS = 1.0, 0.25, 4.0
 
 _LEAST_TOLERANCE = 1e-3
 _DRAWS = 256
@@ -27,13 +31,14 @@ class Example(NamedTuple):
     outputs: Tensor
     targets: Tensor
     numbers: Tensor
-    """A row for each of log p, its gradient, H u, S u and the mean: a weighted sum and the norm."""
+    """Rows for log p, its gradient, H u, S u, mean and variance: a weighted sum and the norm."""
 
     @classmethod
     def of(cls, likelihood: Likelihood, f: Tensor, y: Tensor) -> Example:
         """Return what a likelihood makes of the first outputs and targets."""
-        f, y = f[:_REMEMBERED].detach().clone(), y[:_REMEMBERED].detach().clone()
-        return cls(f.cpu(), y.cpu(), _numbers(likelihood, f, y))
+        f, y = _few(f, y)
+        rows = [row for factor in _FACTORS for row in _numbers(likelihood, factor * f, y)]
+        return cls(f.cpu(), y.cpu(), torch.stack(rows).cpu())
 
     @classmethod
     def known(cls, tensors: dict[str, Tensor]) -> Example | None:
@@ -60,7 +65,13 @@ class Example(NamedTuple):
         return bool(((numbers - self.numbers).norm(dim=1) > room).any())
 
 
-def _numbers(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+def _few(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first outputs and targets, as many as are looked at."""
+    count = min(_EXAMPLES, max(2, _NUMBERS // max(1, f[:1].numel())))
+    return f[:count].detach().clone(), y[:count].detach().clone()
+
+
+def _numbers(likelihood: Likelihood, f: Tensor, y: Tensor) -> Iterator[Tensor]:
     u = _direction(f)
     found = [
         likelihood.log_prob(f, y),
@@ -69,8 +80,11 @@ def _numbers(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
         likelihood.hessian_sqrt_product(f, u),
         likelihood.mean(f),
     ]
-    flat = [each.detach().double().flatten().nan_to_num() for each in found]
-    return torch.stack([torch.stack([each @ _direction(each), each.norm()]) for each in flat]).cpu()
+    with suppress(NotImplementedError):
+        found.append(likelihood.variance(f))
+    for each in found:
+        flat = each.detach().double().flatten().nan_to_num(0, 0, 0)
+        yield torch.stack([flat @ _direction(flat), flat.norm()])
 
 
 def _direction(like: Tensor) -> Tensor:
@@ -88,7 +102,7 @@ def compare_with_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     likelihood = getattr(likelihood, "untempered", likelihood)
     if type(likelihood).__module__.startswith("torch_lla_em."):
         return
-    f, y = f[:_COMPARED].detach(), y[:_COMPARED].detach().clone()
+    f, y = _few(f, y)
     f, y = torch.cat([f, f / 10]), torch.cat([y, y])
     for dtype in (torch.float64, f.dtype):
         try:

@@ -95,7 +95,7 @@ def example_of(fitted: Fitted, data: Data) -> Example | None:
     """Return what a likelihood of one's own makes of a few outputs, by which it is known again."""
     if is_named(fitted._given_likelihood):
         return None
-    network, batch = fitted._linear_model.network, next(data.first().split(2))
+    network, batch = fitted._linear_model.network, next(data.first().split(64))
     with network.guarded():
         f = network.outputs(batch.inputs).movedim(network.class_dim, -1)
     y = fitted.likelihood.align(batch.targets, network.class_dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from math import inf
-from numbers import Real
+from numbers import Integral, Real
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ def _shown(value: Any) -> str:
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:

@@ -8,19 +8,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from daily import daily
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+NUMBER = re.compile(r"\d+\.\d+")
 
 
-def test_example_runs():
-    torch.manual_seed(0)
-    code = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
-    names = {}
-    exec(code, names)
-    assert names["probs"].shape == (200, 3)
-    assert names["doubt"].shape == (200,)
-    assert torch.isfinite(names["together"])
+@pytest.mark.parametrize("threads", daily(1, rest=[2]))
+def test_example_prints_what_is_shown(threads, capsys):
+    pytest.importorskip("sklearn")
+    code, shown = re.findall(r"```(?:python|text)\n(.*?)```", README, re.DOTALL)
+    assert len(code.splitlines()) <= 25
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        exec(code, {})
+    finally:
+        torch.set_num_threads(before)
+    printed = capsys.readouterr().out
+    assert NUMBER.sub("", printed) == NUMBER.sub("", shown)
+    numbers = [[float(number) for number in NUMBER.findall(text)] for text in (printed, shown)]
+    # rounding differs between machines, and a training magnifies it
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.1)
+    network, posterior, seen, unseen = numbers[0]
+    assert posterior < network and unseen > 5 * seen
 
 
 def test_table_is_the_committed_result():
@@ -45,7 +57,7 @@ def test_linked_files_exist():
 
 
 def test_readme_is_short():
-    assert len(README.splitlines()) <= 70
+    assert len(README.splitlines()) <= 90
 
 
 def test_every_room_has_a_line():

@@ -333,8 +333,10 @@ def test_history_tells_the_path(solver):
     steps = [record["step"] for record in la.history]
     assert steps == list(range(1, len(steps) + 1))
     last = la.history[-1]
-    assert last["effective_dim"] == pytest.approx(float(la.effective_dim), rel=0.05)
-    assert last["prior_precision"] == pytest.approx(float(la.prior_precision), rel=0.05)
+    # the last step of log λ is below its Monte Carlo error, which 6 samples leave
+    allowed = (6 * last["effective_dim"]) ** -0.5
+    assert last["effective_dim"] == pytest.approx(float(la.effective_dim), rel=allowed)
+    assert last["prior_precision"] == pytest.approx(float(la.prior_precision), rel=allowed)
     assert last["data_passes"] > 0 and last["seconds"] > 0
 
 

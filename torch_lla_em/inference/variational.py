@@ -86,7 +86,7 @@ def variational(
     while True:
         before = q
         if steps.space.is_complete and not ended:
-            q, found, ended = *_at_rest(steps, q, learns), True
+            (q, found), ended, settled = _at_rest(steps, q, learns), True, False
         elif not (settled or ended):
             q = steps.ascend(q, q.precision / _FALL if learns else math.inf)
         residuals = steps.residuals(q)
@@ -109,7 +109,7 @@ def variational(
         if steps.space.widen(torch.cat(residuals)):
             q = steps.widened(q, _STEPS if settled else 1)
         else:
-            q, found, ended = *_at_rest(steps, q, learns), True
+            (q, found), ended, settled = _at_rest(steps, q, learns), True, False
     if learns and not found:
         warn_unsettled(number, abs(math.log(q.precision / before.precision)))
     columns = steps.space.weights(torch.cat([q.mean[None], q.samples]))

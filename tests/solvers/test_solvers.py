@@ -307,6 +307,12 @@ def test_sgd_from_a_start():
     torch.testing.assert_close(solution.x, start)
 
 
+def test_sgd_takes_no_start_that_is_longer_than_the_solution_can_be():
+    A, b = rooted(torch.linspace(1, 30, P)), randn(K, P)
+    solver = SGD(epochs=2, learning_rate=1e-4)
+    torch.testing.assert_close(solver.solve(A, b, 100 * b).x, solver.solve(A, b).x)
+
+
 def test_sgd_divergence_is_found_while_finite():
     A, b = rooted(torch.linspace(1, 30, P)), randn(K, P)
     with pytest.raises(DivergenceError, match="Lower its learning_rate"):

@@ -95,7 +95,10 @@ def warn_of(mode: LinearMode, solver: Newton | SGD) -> None:
     """Say that the mode is less exact than was asked, and what helps."""
     remedy = "Raise `tolerance`, or convert the model and its data to float64."
     if isinstance(solver, SGD):
-        remedy = "Give SGD more epochs, another learning_rate, or use the default solver."
+        remedy = (
+            f"The prior precision follows from this mode, and may be far off. Give SGD more epochs "
+            f"(now {solver.epochs}), another learning_rate, or use the default solver."
+        )
     warnings.warn(
         f"The linear mode is known to a relative error of {mode.error:.1e} only, not "
         f"{solver.tolerance:.1e}, after {mode.passes:g} passes. {remedy}",

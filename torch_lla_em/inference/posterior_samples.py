@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, WhitenedGGN
-from torch_lla_em.solvers import BlockCG, DeflatedCG, DivergenceError, Solution
+from torch_lla_em.solvers import SGD, BlockCG, DeflatedCG, DivergenceError, Solution
 
 # an error of so many posterior standard deviations
 _NOTHING = 1e3
@@ -87,10 +87,11 @@ def optimise_samples(
         solution = solver.solve(product, b, x)
     refuse_noise(solution.error, precision)
     if not solution.converged:
+        more = "epochs" if isinstance(solver, SGD) else "passes"
         warnings.warn(
             f"The samples are known to an error of {solution.error:.1e} only, not "
             f"{solver.tolerance:.1e}, after {solution.passes} passes. Give the solver "
-            f"({type(solver).__name__}) more passes, raise `tolerance`, or use float64.",
+            f"({type(solver).__name__}) more {more}, raise `tolerance`, or use float64.",
             stacklevel=2,
         )
     return PosteriorSamples(

@@ -55,7 +55,7 @@ class SGD:
             check_positive("SGD", learning_rate=self.learning_rate)
 
     def solve(self, product: Minibatched, b: Tensor, start: Tensor | None = None) -> Solution:
-        """Return X after the epochs, started from ``start`` or from b (the prior draw w0)."""
+        """Return X after the epochs, from ``start`` or from b (the prior draw w0)."""
 
         def gradient(batch_product: Product, weight: float, x: Tensor) -> Tensor:
             return weight * batch_product(x) + x - b
@@ -63,7 +63,10 @@ class SGD:
         rate, passes = self._rate(product, b[:1])  # type: ignore[arg-type]
         # (A + I)⁻¹ shrinks, so the solution is no longer than b
         bound = product.space.norm(b)
-        x = self._descend(product, gradient, b if start is None else start, (rate, bound))
+        if start is None or product.space.norm(start) > bound:
+            # a start of another λ, or of a mode that had not converged, is worse than b
+            start = b
+        x = self._descend(product, gradient, start, (rate, bound))
         residual = b - x - product(x)  # type: ignore[operator]
         return Task(product, b).judge(x, residual, passes + self.epochs + 1, self.tolerance)  # type: ignore[arg-type]
 
@@ -92,7 +95,7 @@ class SGD:
         limits: tuple[float, float],
     ) -> Tensor:
         """Return x after the epochs, of the first step size and a bound on ‖x‖."""
-        rate, bound = limits
+        (rate, bound), begun = limits, problem.space.norm(start)
         count = torch.zeros((), dtype=torch.int64, device="cpu")
         state = {"x": start, "velocity": torch.zeros_like(start), "average": start, "count": count}
         num_batches = _num_batches(problem)
@@ -102,9 +105,9 @@ class SGD:
             size = problem.space.norm(state["x"])
             if not size <= 10 * bound + 1:
                 raise DivergenceError(
-                    f"SGD diverged: ‖x‖ = {size:.1e}, where the solution has at most "
-                    f"{bound:.1e}. Lower its learning_rate (now {rate:.1e}), or use the default "
-                    "solver, which needs none."
+                    f"SGD diverged: from ‖x‖ = {begun:.1e} it went to {size:.1e}, where the solution "
+                    f"has at most {bound:.1e}. Lower its learning_rate (now {rate:.1e}), or use the "
+                    "default solver, which needs none."
                 )
         return state["x"] if self.averaging is None else state["average"]
 

@@ -146,14 +146,14 @@ def test_errors_are_those_of_paired_differences():
     before = predicted(likelihood, f, Jw, PLAIN)
     after = predicted(likelihood.at_noise(likelihood.sigma_noise * found.noise), f, Jw, found.table)
     gain = after.log_prob(y) - before.log_prob(y)
-    error = gain.std(correction=0).item() / 50**0.5
+    error = gain.std().item() / 50**0.5
     assert found.calibration.standard_error == pytest.approx(error)
     inside = [
         ((y >= interval.lower) & (y <= interval.upper)).double().mean(1)
         for interval in (before.credible_interval(0.9), after.credible_interval(0.9))
     ]
     assert found.calibration.coverage == pytest.approx([share.mean().item() for share in inside])
-    error = (inside[1] - inside[0]).std(correction=0).item() / 50**0.5
+    error = (inside[1] - inside[0]).std().item() / 50**0.5
     assert found.calibration.coverage_error == pytest.approx(error)
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from math import log
+from math import isnan, log
 from types import SimpleNamespace
 
 import pytest
@@ -84,7 +84,7 @@ def test_held_out_evidence_is_that_of_groups(name):
     for size in (1, 5, 20, 23):  # of batches, which groups do not depend on
         found = la.held_out_evidence(list(zip(x.split(size), y.split(size))), together=8)
         assert_close(found.value, values.sum())
-        assert_close(found.standard_error, 3**0.5 * values.std(correction=0))
+        assert_close(found.standard_error, 3**0.5 * values.std())
     alone = la.held_out_evidence([(x, y)], together=1)
     assert_close(la.held_out_evidence(x, y), alone)
     if name != "regression":  # whose outputs have errors in common
@@ -116,6 +116,15 @@ def test_a_posterior_that_is_the_prior_is_noticed():
     assert any("the prior" in s for s in collapse.of_weights(estimate(0.1), 32))
     assert any("the prior" in s for s in collapse.of_weights(estimate(10.0, 6.0), 32))
     assert not list(collapse.of_weights(estimate(3.0, 0.5), 32))
+
+
+def test_the_error_of_one_example_is_not_known():
+    case = tiny("classification")
+    la = LinearisedLaplace(case.model, "classification", num_samples=4)
+    la.fit([(case.x, case.y)], progress_bar=False)
+    assert la.held_out_evidence(case.x, case.y, together=1000).standard_error.isnan()
+    la.calibrate(case.x[:1], case.y[:1])
+    assert isnan(la.calibration.standard_error) and "nan" in str(la.calibration)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from math import exp, log
+from math import exp, log, nan
 from typing import NamedTuple
 
 import torch
@@ -52,7 +52,7 @@ class Calibration(NamedTuple):
     """The NLL with the numbers found, plus what fitting them to the same examples gains by itself."""
 
     standard_error: float
-    """Standard error of the difference, over examples."""
+    """Standard error of the difference, over examples; NaN for one example."""
 
     coverage: tuple[float, float] | None = None
     """Regression: the share of targets in their 90 % intervals, before and after."""
@@ -166,7 +166,8 @@ def calibrated(problem: Problem, columns: Tensor, mean: str | None, before: Tens
         first, second = (
             group.sum(torch.stack([values.sum(), values.square().sum()])) / count
         ).tolist()
-        return first, max(second - first**2, 0.0) ** 0.5 / count**0.5
+        error = (max(second - first**2, 0.0) / (count - 1)) ** 0.5 if count > 1 else nan
+        return first, error
 
     numbers = numbers_of(likelihood, mean)
     theta = _most_probable(numbers, held, group)

@@ -137,7 +137,7 @@ def over(fitted: Fitted, loader: Iterable[Any]) -> Iterator[Problem]:
 def held_out_evidence(problem: Problem, columns: Tensor, table: Tensor, together: int) -> Estimate:
     """Return Σ log p(y of a group | x of the group) over groups of examples; one pass.
 
-    Each rank groups its own examples. The standard error is over groups.
+    Each rank groups its own examples. The standard error is over groups; NaN for one group.
     """
     joint = JointLogProbs(table, together)
     for batch, f, Jw in problem.push_forward(columns):
@@ -145,5 +145,6 @@ def held_out_evidence(problem: Problem, columns: Tensor, table: Tensor, together
     values = joint.values().to(problem.device)
     sums = torch.stack([torch.ones_like(values), values, values.square()]).sum(1)
     count, total, squares = problem.data.group.sum(sums)
-    variance = (squares / count - (total / count) ** 2).clamp_min(0)
+    # of one group the spread is not known: 0 / 0 is NaN
+    variance = (squares - total**2 / count).clamp_min(0) / (count - 1)
     return Estimate(total, (count * variance).sqrt())

@@ -88,7 +88,7 @@ class Prediction(Shown, FunctionMixture):
 
     @property
     def standard_error(self) -> Tensor:
-        """The Monte Carlo error of ``expectation`` that K samples leave; 0 where it is exact."""
+        """Monte Carlo error of ``expectation`` over samples at this λ and H: a lower bound over seeds."""
         if self.likelihood.real_valued:
             return self._out(torch.zeros_like(self.likelihood.mean(self.centre)))
         count, samples = number_of_functions(self.deviations), len(self.deviations)

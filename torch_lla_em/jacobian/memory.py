@@ -8,6 +8,7 @@ the first call that wrote to it, and the user's own value is put back afterwards
 from __future__ import annotations
 
 import copy
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -23,14 +24,31 @@ Place = tuple[str, str]
 """The path of a module, and the name of its attribute."""
 
 
+class _Held(NamedTuple):
+    """A container in an attribute."""
+
+    name: str
+    """Of the attribute."""
+
+    now: Any
+    contents: Any
+    """A copy of it, made before the call."""
+
+
 class _Attributes(NamedTuple):
     """One module's attributes before a call."""
 
     path: str
     own: dict[str, Any]
     before: dict[str, Any]
-    containers: list[tuple[str, Any, Any]]
-    """The attribute, a container that it holds, and a copy of it."""
+    containers: list[_Held]
+
+    def changed(self) -> set[str]:
+        """Return the attributes that are others now, or gone."""
+        if _same(self.own.values(), self.before.values()):
+            return set()
+        names = {*self.own, *self.before}
+        return {n for n in names if self.own.get(n, _MISSING) is not self.before.get(n, _MISSING)}
 
 
 class Memory:
@@ -58,26 +76,25 @@ class Memory:
                     each.own[name] = _copied(value)
 
     def end(self, every: list[_Attributes]) -> None:
-        """Put the attributes back as they were before the call; note those that it wrote to."""
-        for each in every:
-            if not _same(each.own.values(), each.before.values()):
-                names = {*each.own, *each.before}
-                self._note(each, [n for n in names if each.own.get(n) is not each.before.get(n)])
-                each.own.clear()
-                each.own.update(each.before)
-            for name, container, contents in each.containers:
-                if not _same(_entries(container), _entries(contents)):
-                    written = any(_tensors_in(container))
-                    container.clear()
-                    _refill(container, contents)
-                    if written:
-                        self.first.setdefault((each.path, name), _copied(each.before[name]))
+        """Put attributes back as they were before the call; note what went with tensors in them.
 
-    def _note(self, each: _Attributes, names: list[str]) -> None:
-        for name in set(names) - _OF_MODULES:
-            if any(_tensors_in(each.own.get(name))):
-                before = _copied(each.before.get(name, _MISSING))
-                self.first.setdefault((each.path, name), before)
+        Containers stay as they are where no tensor was written, as of one that counts calls.
+        """
+        for each in every:
+            changed = each.changed()
+            written = [held for held in each.containers if not _same(held.now, held.contents)]
+            if not (changed or written):
+                continue
+            values = [*(each.own.get(name) for name in changed), *(held.now for held in written)]
+            if any(any(_tensors_in(value)) for value in values):
+                for held in written:
+                    held.now.clear()
+                    _refill(held.now, held.contents)
+                for name in {*changed, *(held.name for held in written)} - _OF_MODULES:
+                    before = _copied(each.before.get(name, _MISSING))
+                    self.first.setdefault((each.path, name), before)
+            each.own.clear()
+            each.own.update(each.before)
 
     def forget_filled(self, module: nn.Module, is_cache: Callable[[], bool]) -> None:
         """Find caches that were filled before the first call, which then begins without them."""
@@ -93,11 +110,11 @@ class Memory:
                     del self.first[path, name]
 
 
-def _containers(layer: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+def _containers(layer: nn.Module) -> Iterator[_Held]:
     for name, value in vars(layer).items():
         if name not in _OF_MODULES:
             for container in _within(value):
-                yield name, container, copy.copy(container)
+                yield _Held(name, container, copy.copy(container))
 
 
 def _is_container(value: Any) -> bool:
@@ -126,7 +143,7 @@ def _tensors_in(value: Any) -> Iterator[bool]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return len(a) == len(b) and all(map(lambda x, y: x is y, a, b))
+    return len(a) == len(b) and all(map(operator.is_, _entries(a), _entries(b)))
 
 
 def _refill(container: Any, contents: Any) -> None:

@@ -160,3 +160,34 @@ def test_what_is_no_cache_stays():
     la = fitted(model)
     assert not la._linear_model.network.memory.first
     assert_close(la.predict(X, mean="network").mean, model(X))
+
+
+class Flagged(Caching):
+    """Whose cache is taken once a flag says so."""
+
+    def __init__(self):
+        super().__init__(Flagged.kept)
+        self.ready, self.cache, self.calls = False, None, [0]
+
+    def kept(self):
+        self.calls[0] += 1
+        if not self.ready:
+            self.cache, self.ready = self.doubled(), True
+        return self.cache
+
+
+def test_flags_go_with_their_cache():
+    model, plain = Flagged(), fitted(Caching())
+    la = fitted(model)
+    assert not model.ready and model.cache is None
+    with torch.no_grad():
+        model(X)
+    assert_close(la.predict(X).samples, plain.predict(X).samples)
+    assert model.ready and model.cache is not None
+
+
+def test_calls_may_be_counted():
+    model = Caching(lambda own: own.calls.append(1) or own.doubled())
+    model.calls = []
+    fitted(model)
+    assert len(model.calls) > 10

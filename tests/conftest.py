@@ -52,10 +52,3 @@ def logging_as_it_was():
     yield
     for logger, level in zip(loggers, levels):
         logger.setLevel(level)
-
-
-@pytest.fixture
-def every_batch(monkeypatch):
-    """Have what a pass has summed written after every batch."""
-    monkeypatch.setattr("torch_lla_em.checkpoint.partial.INTERVAL", 0.0)
-    monkeypatch.setattr("torch_lla_em.checkpoint.partial.WRITES", float("inf"))

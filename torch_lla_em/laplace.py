@@ -33,7 +33,7 @@ from torch_lla_em.likelihoods import (
     tempered,
 )
 from torch_lla_em.prediction import Fitted, NotFittedError, stored
-from torch_lla_em.problem import Plan, Problem, prepare
+from torch_lla_em.problem import Plan, Problem
 from torch_lla_em.report import write_report
 from torch_lla_em.runtime import Compute, Group, check_choice, check_options, group_of
 from torch_lla_em.runtime import records as persistence
@@ -152,8 +152,8 @@ class LinearisedLaplace(OnHub, Fitted):
         ``loader`` is a DataLoader, a Dataset or a list of batches; or inputs, with ``targets``.
         ``validation`` is a loader of held-out rows, by which predictions are calibrated.
         ``em_steps=0`` keeps ``prior_precision``. ``update="em"`` takes the slower steps
-        that never lower the evidence. ``checkpoint`` is a folder that keeps every pass: the
-        same call after a kill goes on from there.
+        that never lower the evidence. ``checkpoint`` is a folder that keeps the state after
+        every EM step: the same call after a kill goes on from there.
 
         ``override=False`` adds the data to those of earlier fits, which are read again: the
         result is that of one fit of all data. ``em_steps=0`` then keeps the λ and σ learnt so far.
@@ -170,7 +170,7 @@ class LinearisedLaplace(OnHub, Fitted):
         check_options(progress_bar=progress_bar, checkpoint=checkpoint)
         more = not override and self.w_lin is not None
         keeps = more and em_steps == 0
-        start = _start(prior_precision, em_steps, self.prior_precision if keeps else None)
+        precision = _start(prior_precision, em_steps, self.prior_precision if keeps else None)
         self._shard = shard
         with group_of(shard).joined() as group:
             loaders, data = self._open(paired(loader, targets), more, group)
@@ -186,7 +186,7 @@ class LinearisedLaplace(OnHub, Fitted):
                 self.curvature,
                 update,
                 int(em_steps),
-                start,
+                precision,
             )
             header = self._header(options, likelihood)
             with Session(problem, header, shard, checkpoint, progress_bar) as run:
@@ -194,11 +194,12 @@ class LinearisedLaplace(OnHub, Fitted):
                 if state is not None:
                     self.load_state_dict(state)
                 else:
-                    run.begin(self.num_samples, self.compute)
-                    posterior = learn(problem, options, run.on_step)
+                    run.plan(self.num_samples, self.compute)
+                    example = stored.example_of(self, data)
+                    posterior = learn(problem, options, run.on_step, run.begin(example))
                     run.end()
                     self._store(posterior, run.history, data.num_labelled)
-                    self._example = stored.example_of(self, data)
+                    self._example = example
                     self._examine(data)
                     self.said = run.said
                     run.keep(self.state_dict())
@@ -211,9 +212,8 @@ class LinearisedLaplace(OnHub, Fitted):
         """Return the memory that ``fit`` of this loader will take: print it."""
         _, data = self._open(paired(loader, targets), False, Group())
         likelihood = tempered(self._given_likelihood, self.temperature)
-        problem = Problem(self._linear_model, likelihood, data)
-        with Session(problem, {}):
-            return prepare(problem, self.num_samples, self.compute)
+        with Session(Problem(self._linear_model, likelihood, data), {}) as run:
+            return run.plan(self.num_samples, self.compute)
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
         """Take over a posterior; refused where the network is not the one it was fitted to."""

@@ -13,19 +13,20 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from torch_lla_em.checkpoint import FirstOutputs, Log, Partial, Recorded
-from torch_lla_em.inference import Info, record_of, summary_of
+from torch_lla_em.checkpoint import Folder
+from torch_lla_em.inference import Info, Progress, record_of, summary_of
+from torch_lla_em.likelihoods import Example
 from torch_lla_em.problem import (
     VECTORS,
+    Plan,
     Problem,
     Watched,
-    memory_for_vectors,
     prepare,
+    room,
 )
 from torch_lla_em.runtime import (
     Compute,
     Group,
-    Leaving,
     check_choice,
     heard,
     leaving_cleanly,
@@ -38,6 +39,12 @@ logger = logging.getLogger("torch_lla_em")
 
 SHARDS = "auto", "data", "weights", None
 """What ranks share out; None: each fits on its own."""
+
+_NOT_COMPARED = (
+    "Nothing of the inputs is compared at a restart: they are in objects whose contents cannot be "
+    "read, or in batches that are made in another way at every pass. The checkpoint would go on with "
+    "other inputs unnoticed."
+)
 
 # seconds between two updates of the bar
 _UPDATE = 0.2
@@ -66,14 +73,15 @@ class Session:
         self._stack = ExitStack()
         settings = {"shard": shard, "checkpoint": checkpoint is not None, **header}
         compare_ranks(self._group, self._device, settings)
-        self._log: Log | None = None
+        self._folder: Folder | None = None
+        self._example: Example | None = None
         if checkpoint is not None:
-            self._log = Log(checkpoint, header, self._group)
+            self._folder = Folder(checkpoint, header, self._group)
 
     def __enter__(self) -> Session:
         silent = self._group.rank > 0 or not self._has_bar
         self._stack.enter_context(heard(self.said))
-        self._leaving: Leaving = self._stack.enter_context(leaving_cleanly(self._log is None))
+        self._stack.enter_context(leaving_cleanly())
         self._bar = self._stack.enter_context(
             tqdm(desc="setting up", bar_format=_BAR, disable=silent)
         )
@@ -99,36 +107,69 @@ class Session:
 
     def finished(self) -> dict[str, Tensor] | None:
         """Return the posterior of a finished checkpoint, if it is one and of these data."""
-        state = None if self._log is None else self._log.posterior(self._device)
+        state = None if self._folder is None else self._folder.posterior(self._device)
         if state is not None:
-            self._log.compare(FirstOutputs.of(self.problem), self.problem)
             self.problem.data.restore(records.from_bytes(state["facts"]))
             self.problem.data.confirm()
         return state
 
-    def begin(self, num_samples: int, compute: Compute) -> None:
-        """Plan memory, share passes out, and lay a checkpoint around them."""
-        problem, log = self.problem, self._log
-        if log is not None:
-            log.require_room(2 * num_samples * problem.size * problem.dtype.itemsize)
-            partial = Partial(problem.local, log, self._leaving, problem.cost)
-            problem.fitting.inner = partial
+    def plan(self, num_samples: int, compute: Compute) -> Plan:
+        """Plan memory, and share passes among ranks."""
+        problem, self._num_samples = self.problem, num_samples
         plan = prepare(problem, num_samples, compute, self._shard(num_samples))
-        if log is not None:
-            log.vectors = problem.vectors
-            outputs = FirstOutputs.of(problem)
-            problem.local.refuse_changed_weights()
-            log.compare(outputs, problem)
-            problem.passes = problem.record = Recorded(problem, log, partial)
         if not self._bar.disable:
             problem.passes = Watched(problem.passes, problem.data, self._draw)
         self.said.insert(0, str(plan))
         logger.log(logging.WARNING if plan.tight else logging.INFO, "%s", plan)
+        return plan
 
-    def on_step(self, info: Info) -> None:
-        """Take note of an EM step."""
-        self.history.append(record_of(info, self.problem.data.num_passes))
-        self._note_stages()
+    def begin(self, example: Example | None) -> Progress | None:
+        """Return where an earlier run of this fit has come to, None at its beginning.
+
+        ``example`` is what a likelihood of one's own is known again by.
+        """
+        if self._folder is None:
+            return None
+        problem, self._example = self.problem, example
+        saved = self._folder.load(problem.device, problem.vectors)
+        if saved is None:
+            size = 2 * self._num_samples * problem.size * problem.dtype.itemsize
+            self._folder.require_room(size)
+            return None
+        known, likelihood = saved["example"], problem.likelihood
+        known = known and Example(*(tensor.cpu() for tensor in known))
+        likelihood = getattr(likelihood, "untempered", likelihood)
+        if known is not None and known.contradicts(likelihood, self._device):
+            raise ValueError(
+                f"The checkpoint in {str(self._folder.path)!r} began with another likelihood: for "
+                "the same outputs and targets, this one returns other values. Pass the same "
+                "likelihood, or another folder."
+            )
+        self.history[:] = saved["history"]
+        self.said += [words for words in saved["said"] if words not in self.said]
+        problem.cost.restore(saved["columns"], saved["stages"])
+        problem.data.restore(saved["facts"])
+        logger.info("The checkpoint goes on after EM step %d.", len(self.history))
+        return saved["progress"]
+
+    def on_step(self, info: Info | None, progress: Progress) -> None:
+        """Take note of an EM step, if there is one, and save what the fit goes on with."""
+        if info is not None:
+            self.history.append(record_of(info, self.problem.data.num_passes))
+            self._note_stages()
+        if self._folder is None:
+            return
+        self.problem.local.refuse_changed_weights()
+        state = {
+            "history": self.history,
+            "said": self.said[1:],
+            "columns": self.problem.cost.columns,
+            "stages": self.problem.cost.stages(),
+            "facts": self.problem.data.facts(),
+            "example": self._example,
+            "progress": progress,
+        }
+        self._folder.save(state, self.problem.vectors)
 
     def _note_stages(self) -> None:
         spent = self.problem.cost.stages()
@@ -160,9 +201,11 @@ class Session:
         share_path(self.problem)
 
     def keep(self, state: dict[str, Tensor]) -> None:
-        """Put the posterior in the place of the checkpoint's passes."""
-        if self._log is not None:
-            self._log.finish(state, self.problem.data.facts())
+        """Put the posterior in the place of the checkpoint's state."""
+        if self._folder is not None:
+            self._folder.finish(state, self.problem.data.facts())
+            if not (self._group.rank or self.problem.data.tells_inputs):
+                logger.warning(_NOT_COMPARED)
 
     def _shard(self, num_samples: int) -> str:
         """Return what ranks share: the data, and the vectors too where they do not fit on one."""
@@ -206,7 +249,7 @@ def share_path(problem: Problem) -> None:
 
 def _choose_shard(problem: Problem, num_samples: int) -> tuple[str, str]:
     needed = VECTORS * num_samples * problem.size * problem.dtype.itemsize
-    free = memory_for_vectors(problem)
+    free = room(problem)
     why = f"vectors take {needed / 1e9:.1f} GB, and each rank has {free / 1e9:.1f} GB free"
     return ("data" if needed <= free else "weights"), why
 

@@ -1,4 +1,4 @@
-"""A folder that fails, is damaged or shared costs passes at most: never the fit, nor its result."""
+"""A folder that fails, is damaged or shared costs EM steps at most: never the fit, nor its result."""
 
 import errno
 import io
@@ -7,23 +7,14 @@ import pickle
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Fuse, Rationed, fit
-from faked_passes import FakeFit
+from checkpoints import Fuse, dying_after, fit
 from tiny import tiny
 
-from torch_lla_em.checkpoint import FirstOutputs, Log
-from torch_lla_em.data import Identity
+from torch_lla_em.checkpoint import Folder
 from torch_lla_em.runtime import files
-
-ENOUGH = 10**6
-
-
-def faked(folder):
-    return FakeFit(Rationed(ENOUGH)).run(folder)
 
 
 class BrokenFolder:
@@ -44,81 +35,93 @@ class BrokenFolder:
         return changed
 
 
+@pytest.fixture(scope="module")
+def whole():
+    return fit("krylov", Fuse(), None).w_samples
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """The folder of a fit that was left after its first EM step."""
+    folder = tmp_path_factory.mktemp("left") / "run"
+    with pytest.raises(InterruptedError), dying_after(2):
+        fit("krylov", Fuse(), folder)
+    return folder
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("saves", [1, 2])
 def test_folders_that_break_during_a_fit_cost_no_fit(
-    number, tmp_path, monkeypatch, caplog, every_batch
+    saves, number, whole, tmp_path, monkeypatch, caplog
 ):
-    expected, folder = faked(tmp_path / "whole"), BrokenFolder(monkeypatch, number)
+    folder, save, done = BrokenFolder(monkeypatch, number), Folder.save, []
 
-    def breaking(worked, sums):
-        folder.broken |= worked == 13
+    def breaking(self, *args):
+        save(self, *args)
+        done.append(1)
+        folder.broken |= len(done) == saves
 
-    found = FakeFit(Rationed(ENOUGH), breaking).run(tmp_path / "broken")
-    assert "cannot be written any more" in caplog.text
-    assert torch.equal(found, expected)
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "save", breaking)
+        assert torch.equal(fit("krylov", Fuse(), tmp_path).w_samples, whole)
+    assert caplog.text.count("cannot be written any more") == 1
     folder.broken = False
-    assert (tmp_path / "broken" / "partial.pt").exists()
-    assert torch.equal(faked(tmp_path / "broken"), expected)
+    assert (tmp_path / "state.pt").exists() and not (tmp_path / "posterior.pt").exists()
+    assert torch.equal(fit("krylov", Fuse(), tmp_path).w_samples, whole)
 
 
-def test_passes_that_cannot_be_removed_are_no_fault(tmp_path, monkeypatch):
-    folder, replace = BrokenFolder(monkeypatch), os.replace
-
-    def breaking(source, path):
-        replace(source, path)
-        folder.broken = Path(path).name == "posterior.pt"
-
-    monkeypatch.setattr(os, "replace", breaking)
-    first = faked(tmp_path)
-    assert list(tmp_path.glob("pass-*.pt"))
-    folder.broken = False
-    assert torch.equal(faked(tmp_path), first)
-
-
-@pytest.mark.parametrize("first", ["pass-00002.pt", "posterior.pt"])
+@pytest.mark.parametrize("full", ["block-", "state.pt", "posterior.pt"])
 def test_a_disk_that_fills_up_costs_nothing_but_the_checkpoint(
-    first, tmp_path, monkeypatch, caplog
+    full, whole, tmp_path, monkeypatch, caplog
 ):
     write = files.write_atomically
 
     def failing(state, path):
-        if path.name == first:
+        if path.name.startswith(full):
             raise OSError(errno.ENOSPC, "No space left on device")
         write(state, path)
 
-    expected = faked(tmp_path / "whole")
-    with monkeypatch.context() as patched:
-        patched.setattr(files, "write_atomically", failing)
-        assert torch.equal(faked(tmp_path / "full"), expected)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_atomically", failing)
+        assert torch.equal(fit("krylov", Fuse(), tmp_path).w_samples, whole)
     assert "cannot be written any more" in caplog.text
-    again = FakeFit(Rationed(ENOUGH))
-    assert torch.equal(again.run(tmp_path / "full"), expected)
-    assert again.local.worked == (15 if first.startswith("pass") else 0)
+    assert torch.equal(fit("krylov", Fuse(), tmp_path).w_samples, whole)
+
+
+def test_states_that_cannot_be_removed_are_no_fault(whole, tmp_path, monkeypatch):
+    def denied(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", denied)
+        fit("krylov", Fuse(), tmp_path)
+    assert (tmp_path / "state.pt").exists()
+    assert torch.equal(fit("krylov", Fuse(1), tmp_path).w_samples, whole)
 
 
 def test_unwritable_folders_are_found_at_the_start(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OSError, match="cannot be written to"):
-        Log(tmp_path / "file" / "run", {})
+        Folder(tmp_path / "file" / "run", {})
 
 
 def test_files_half_written_by_a_killed_run_are_removed(tmp_path):
     ours = f".writing-{32 * '0'}"
-    users = ".writing-abc", "probe", "pass-words.pt"
+    users = ".writing-abc", "probe", "block-words.pt"
     for name in (ours, *users):
         (tmp_path / name).write_bytes(b"half")
-    faked(tmp_path)
+    fit("krylov", Fuse(), tmp_path)
     left = {path.name for path in tmp_path.iterdir()}
     assert ours not in left and left >= set(users)
 
 
 def test_files_with_names_of_ours_are_never_overwritten(tmp_path):
-    (tmp_path / "partial.pt").write_bytes(b"somebody's")
+    (tmp_path / "state.pt").write_bytes(b"somebody's")
     with pytest.raises(ValueError, match="folder of its own"):
-        Log(tmp_path, {})
-    assert (tmp_path / "partial.pt").read_bytes() == b"somebody's"
+        Folder(tmp_path, {})
+    assert (tmp_path / "state.pt").read_bytes() == b"somebody's"
     with pytest.raises(ValueError, match="names no folder"):
-        Log("", {})
+        Folder("", {})
 
 
 def test_a_disk_that_torch_finds_full_is_an_os_error(tmp_path, monkeypatch):
@@ -157,7 +160,6 @@ DAMAGES = {
     "short by little": lambda raw: raw[:-3],
     "empty": lambda raw: b"",
     "garbage": lambda raw: bytes((7 * i * i + i // 3 + 128) % 256 for i in range(len(raw))),
-    "turned bits": lambda raw: raw.replace(b'{"', b"{ ", 1),
     "code": lambda raw: pickle.dumps(print),
     "another thing": lambda raw: stored({"x": torch.ones(1)}),
     "no dict": lambda raw: stored(torch.ones(1)),
@@ -170,47 +172,15 @@ def stored(thing):
     return buffer.getvalue()
 
 
-def damaged(path, damage):
-    path.write_bytes(DAMAGES[damage](path.read_bytes()))
-
-
-OUTPUTS = FirstOutputs(Identity(), torch.ones(2, 3), 1e-4)
-
-
-@pytest.fixture(scope="module")
-def left(tmp_path_factory):
-    """A folder of a run that was left inside its third pass, and what an unbroken one gives."""
-    folder = tmp_path_factory.mktemp("left")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_lla_em.checkpoint.partial.INTERVAL", 0.0)
-        patch.setattr("torch_lla_em.checkpoint.partial.WRITES", float("inf"))
-        fit = FakeFit(Rationed(13))
-        with pytest.raises(InterruptedError):
-            fit.run(folder / "run")
-        fit.log.compare(OUTPUTS, None)
-    return folder / "run", faked(folder / "whole")
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("last", [False, True])
-def test_damaged_parts_and_last_passes_are_computed_again(last, damage, left, tmp_path, caplog):
-    folder = shutil.copytree(left[0], tmp_path / "run")
-    name = max(path.name for path in folder.glob("pass-*.pt")) if last else "partial.pt"
-    damaged(folder / name, damage)
-    assert torch.equal(faked(folder), left[1])
-    assert [name in record.message for record in caplog.records] == [True]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", ["header.pt", "outputs.pt", "pass-00000.pt", "posterior.pt"])
+@pytest.mark.parametrize("name", ["header.pt", "state.pt", "block", "posterior.pt"])
 def test_damaged_files_are_named(name, damage, left, tmp_path):
-    folder = shutil.copytree(left[0], tmp_path / "run")
-    if name == "posterior.pt":
-        shutil.copy(folder / "outputs.pt", folder / name)
-    damaged(folder / name, damage)
-    with pytest.raises(ValueError, match=f"{name}' cannot be read.*Delete") as caught:
-        FakeFit(Rationed(ENOUGH)).open(folder).log.compare(OUTPUTS, None)
-        faked(folder)
+    folder = shutil.copytree(left, tmp_path / "run")
+    path = min(folder.glob("block-*.pt")) if name == "block" else folder / name
+    raw = path.read_bytes() if path.exists() else (folder / "state.pt").read_bytes()
+    path.write_bytes(DAMAGES[damage](raw))
+    with pytest.raises(ValueError, match=f"{path.name}' cannot be read.*Delete") as caught:
+        fit("krylov", Fuse(), folder)
     assert caught.value.__context__ is None  # torch's advice is to let code run
 
 
@@ -220,16 +190,16 @@ def test_files_that_may_not_be_read_are_named(left, tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "open", denied, raising=False)
     with pytest.raises(PermissionError, match="header.pt"):
-        Log(shutil.copytree(left[0], tmp_path / "run"), {"seed": 0})
+        Folder(shutil.copytree(left, tmp_path / "run"), {})
 
 
-def test_memory_that_ends_is_no_damage(left, tmp_path, monkeypatch):
+def test_memory_that_ends_is_no_damage(left, monkeypatch):
     def short(*_, **__):
         raise torch.OutOfMemoryError("none left")
 
     monkeypatch.setattr(torch, "load", short)
     with pytest.raises(torch.OutOfMemoryError):
-        files.tensors_of(left[0] / "pass-00000.pt")
+        files.tensors_of(left / "state.pt")
 
 
 def disk(monkeypatch, free, total=10**9):
@@ -237,16 +207,16 @@ def disk(monkeypatch, free, total=10**9):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
 
 
-def test_disks_without_room_for_passes_are_found_at_the_start(tmp_path, monkeypatch):
+def test_disks_without_room_are_found_at_the_start(left, whole, tmp_path, monkeypatch):
     model = tiny("classification").model
-    two_passes = 2 * 4 * sum(p.numel() * p.element_size() for p in model.parameters())
-    disk(monkeypatch, two_passes - 1)
-    with pytest.raises(OSError, match="kB free, but two passes take .* kB: free space"):
-        fit("krylov", Fuse(0), tmp_path)
-    disk(monkeypatch, two_passes)
-    fit("krylov", Fuse(10**6), tmp_path)
-    disk(monkeypatch, 0)
-    fit("krylov", Fuse(1), tmp_path)  # a finished one takes no more
+    size = 2 * 4 * sum(p.numel() * p.element_size() for p in model.parameters())
+    disk(monkeypatch, size - 1)
+    with pytest.raises(OSError, match="kB free, but a state takes .* kB at least: free space"):
+        fit("krylov", Fuse(), tmp_path / "new")
+    folder = shutil.copytree(left, tmp_path / "run")  # which may go on in what room there is
+    assert torch.equal(fit("krylov", Fuse(), folder).w_samples, whole)
+    disk(monkeypatch, size)
+    fit("krylov", Fuse(), tmp_path / "new")
 
 
 @pytest.mark.parametrize("total", [0, None])
@@ -254,20 +224,14 @@ def test_disks_that_do_not_tell_are_tried(total, tmp_path, monkeypatch):
     disk(monkeypatch, 0, total)
     if total is None:
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: os.stat(tmp_path / "nowhere"))
-    Log(tmp_path, {}).require_room(10**9)
-
-
-def test_a_fit_goes_on_from_its_passes_without_room_for_more(left, tmp_path, monkeypatch, caplog):
-    disk(monkeypatch, 100)
-    Log(shutil.copytree(left[0], tmp_path / "run"), {"seed": 0}).require_room(10**9)
-    assert "0.1 kB free" in caplog.text
+    Folder(tmp_path, {}).require_room(10**9)
 
 
 AT_WORK = """
 import sys, time
 from pathlib import Path
-from torch_lla_em.checkpoint import Log
-Log(Path(sys.argv[1]), {})
+from torch_lla_em.checkpoint import Folder
+Folder(Path(sys.argv[1]), {})
 print("begun", flush=True)
 time.sleep(600)
 """
@@ -281,7 +245,7 @@ def test_a_second_run_in_a_folder_is_told(tmp_path, caplog):
         assert other.stdout.readline() == "begun\n"
         half = tmp_path / f".writing-{32 * '0'}"
         half.write_bytes(b"half")
-        Log(tmp_path, {})
+        Folder(tmp_path, {})
         assert "Another process or thread is at work in the checkpoint folder" in caplog.text
         assert half.exists()  # the other may be writing it
     finally:
@@ -289,23 +253,11 @@ def test_a_second_run_in_a_folder_is_told(tmp_path, caplog):
         other.communicate()
     caplog.clear()
     for _ in range(2):  # one process may begin again
-        Log(tmp_path, {})
+        Folder(tmp_path, {})
     assert not caplog.records and not half.exists()
 
 
 def test_folders_without_locks_are_fine(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(files, "fcntl", None)
-    Log(tmp_path, {}).finish({}, {})
+    Folder(tmp_path, {}).finish({}, {})
     assert not caplog.records
-
-
-def test_a_pass_that_another_run_removes_is_computed(tmp_path, monkeypatch):
-    entry = {"Gw": torch.ones(2)}
-    Log(tmp_path, {}).recorded(torch.ones(3), "cpu", lambda: entry)
-
-    def removed(path, *_):
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
-
-    log = Log(tmp_path, {})
-    monkeypatch.setattr(files, "tensors_of", removed)
-    assert log.recorded(torch.ones(3), "cpu", lambda: entry) is entry

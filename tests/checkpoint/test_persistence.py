@@ -10,8 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from checkpoints import READ, Fuse, Rationed, fit
-from faked_passes import FakeFit
+from checkpoints import READ, Fuse, fit
 from tiny import tiny
 from torch import nn
 
@@ -67,7 +66,7 @@ def test_folders_that_are_not_there_are_named(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="folders open on POSIX")
-def test_a_posterior_is_safe_before_its_passes_are_removed(tmp_path, monkeypatch):
+def test_a_posterior_is_safe_before_the_state_is_removed(tmp_path, monkeypatch):
     calls, fsync, replace, remove = [], os.fsync, os.replace, files.remove
 
     def synced(handle):
@@ -82,7 +81,7 @@ def test_a_posterior_is_safe_before_its_passes_are_removed(tmp_path, monkeypatch
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", renamed)
     monkeypatch.setattr(files, "remove", lambda path: calls.append("removed") or remove(path))
-    FakeFit(Rationed(10**6)).run(tmp_path)
+    fit("krylov", Fuse(), tmp_path)
     last = calls.index("posterior.pt")
     assert calls[last : last + 3] == ["posterior.pt", "synced", "removed"]
 
@@ -116,7 +115,7 @@ def test_a_second_run_costs_the_first_no_checkpoint(remove, tmp_path, monkeypatc
         replace(source, path)
 
     monkeypatch.setattr(os, "replace", meanwhile)
-    FakeFit(Rationed(10**6)).run(tmp_path)
+    fit("krylov", Fuse(), tmp_path)
     assert (tmp_path / "posterior.pt").exists() and not caplog.records
 
 

@@ -252,7 +252,7 @@ def test_its_evidence_is_known_to_its_standard_error():
     for seed in range(8):
         few = get_sto_samples(problem, 32, seed, g_prior=False)
         wanted = Wanted(1e-3, 0, torch.tensor(3.0).double())
-        found.append(variational(problem, few, wanted, lambda _: None).log_evidence)
+        found.append(variational(problem, few, wanted, lambda *_: None).log_evidence)
     values = torch.stack([one.value for one in found])
     error = values.std().item() / len(values) ** 0.5
     # 32 samples know a variance to a quarter, which bends the curvature a little

@@ -219,7 +219,7 @@ def test_the_last_of_several_fits_may_be_killed(name, sigma, first, tmp_path):
     with pytest.raises(InterruptedError):
         run("broken", 4)
     assert (tmp_path / "broken" / "1" / "posterior.pt").exists()
-    assert len(list((tmp_path / "broken" / "2").glob("pass-*.pt"))) > 1
+    assert (tmp_path / "broken" / "2" / "state.pt").exists()
     resumed = run("broken", 999)
     for key in ("w_samples", "w_lin", "scale", "prior_precision", "_log_evidence"):
         assert torch.equal(getattr(resumed, key), getattr(whole, key)), key

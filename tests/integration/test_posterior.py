@@ -181,9 +181,9 @@ class _BasisEStep(IterativeEStep):
         if hyper.sigma is None or not hyper.sigma.dim():
             return super()._at_noise(hyper)
         problem = self._problem.with_likelihood(Regression(hyper.sigma))
-        g_prior = not (self._noise.prior.scale == 1).all()
-        noise = basis_noise(problem, g_prior, self._noise.prior.layerwise)
-        return problem, noise._replace(prior=self._noise.prior)
+        g_prior = not (self.noise.prior.scale == 1).all()
+        noise = basis_noise(problem, g_prior, self.noise.prior.layerwise)
+        return problem, noise._replace(prior=self.noise.prior)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "regression per output"])

@@ -36,7 +36,7 @@ class Dense(Operator):
         self.passes += 1
         return self.R.clone()
 
-    def minibatches(self, state=None):
+    def minibatches(self):
         self.passes += 1
         for part in self.R.chunk(self.batches):
             yield len(part), lambda x, part=part: x @ part.T @ part

@@ -1,8 +1,5 @@
-"""What survives a kill: the result of every pass."""
+"""What survives a kill: the state after the last EM step."""
 
-from torch_lla_em.checkpoint.first_outputs import FirstOutputs
-from torch_lla_em.checkpoint.log import FORMAT, Log
-from torch_lla_em.checkpoint.partial import Partial
-from torch_lla_em.checkpoint.recorded import Recorded
+from torch_lla_em.checkpoint.folder import FORMAT, Folder
 
-__all__ = ["FORMAT", "FirstOutputs", "Log", "Partial", "Recorded"]
+__all__ = ["FORMAT", "Folder"]

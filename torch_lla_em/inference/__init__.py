@@ -3,7 +3,7 @@
 from torch_lla_em.inference.em import Evidence, Info, iterate, split_evidence
 from torch_lla_em.inference.evidence import Curve, Modes, curve
 from torch_lla_em.inference.history import record_of, summary_of
-from torch_lla_em.inference.learn import FitOptions, learn
+from torch_lla_em.inference.learn import FitOptions, Progress, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import (
     PRECISION_BOUNDS,
@@ -24,6 +24,7 @@ __all__ = [
     "Info",
     "Modes",
     "Posterior",
+    "Progress",
     "Solver",
     "curve",
     "function_space_Mackay_update",

@@ -37,6 +37,8 @@ _ENOUGH = 0.1
 _MAX_STEPS = 4
 _WITHOUT = "Out of memory: block CG goes on without a preconditioner."
 
+_STATE = "last", "deflation", "sigma", "search"
+
 logger = logging.getLogger("torch_lla_em")
 
 T = TypeVar("T")
@@ -87,7 +89,7 @@ class EStep:
     """Whether an expectation comes with log dets."""
 
     def __init__(self, problem: Problem, noise: StochasticPrior, solver: Any, search: ModeSearch):
-        self._problem, self._noise = problem, noise
+        self._problem, self.noise = problem, noise
         self._solver, self._search = solver, search
 
     def expect(
@@ -100,6 +102,10 @@ class EStep:
         self, hyper: Hyperparameters, tolerance: float
     ) -> tuple[LinearMode, PosteriorSamples, Tensor]:
         """Return the posterior at these hyper-parameters, with the evidence's log dets."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """Return all that it goes on with: an E-step made with this as ``known`` is the same."""
         raise NotImplementedError
 
     def mode(self, hyper: Hyperparameters, tolerance: float) -> LinearMode:
@@ -196,11 +202,20 @@ class IterativeEStep(EStep):
         noise: StochasticPrior,
         solver: Solver,
         search: ModeSearch,
-        deflation: Deflation | None = None,
+        known: dict[str, Any] | None = None,
     ):
         super().__init__(problem, noise, solver, search)
-        self._deflation = deflation
-        self._last: Tensor | Start | None = None
+        last, deflation, sigma, search_state = map((known or {}).get, _STATE)
+        search.restore(search_state)
+        self._last: Tensor | Start | None = last
+        self._deflation: Deflation | None = deflation
+        if sigma is not None:
+            self._problem = at_sigma(problem, sigma)
+
+    def state(self) -> dict[str, Any]:
+        """Return all that it goes on with but η, which is the noise's own."""
+        sigma, search = sigma_of(self._problem), self._search.state()
+        return dict(zip(_STATE, (self._last, self._deflation, sigma, search)))
 
     def expect(
         self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
@@ -210,7 +225,7 @@ class IterativeEStep(EStep):
         residual, targets, noise_dims = noise_sums(problem, hyper, mode, samples)
         return Expectation(
             samples.effective_dims,
-            self._noise.prior.squared_norm(mode.w),
+            self.noise.prior.squared_norm(mode.w),
             mode.loss,
             residual,
             targets,
@@ -246,7 +261,7 @@ class IterativeEStep(EStep):
         return samples
 
     def _preconditioner(self, hyper: Hyperparameters) -> FeaturePreconditioner | None:
-        known, prior = self._deflation, self._noise.prior
+        known, prior = self._deflation, self.noise.prior
         if known is None:
             return None
         deviation = prior.deviation(hyper.precision) / known.relative(hyper.sigma)
@@ -262,12 +277,12 @@ class IterativeEStep(EStep):
     def _at_noise(self, hyper: Hyperparameters) -> tuple[Problem, StochasticPrior]:
         """Return problem and noise at σ; η is drawn again where σ has one value per output."""
         if hyper.sigma is None or torch.equal(hyper.sigma, sigma_of(self._problem)):
-            return self._problem, self._noise
+            return self._problem, self.noise
         if hyper.sigma.dim():
             self._problem = at_sigma(self._problem, hyper.sigma)
-            self._noise = self._noise.drawn_again(self._problem)
-            return self._problem, self._noise
-        return at_scalar_sigma(self._problem, self._noise, hyper.sigma)
+            self.noise = self.noise.drawn_again(self._problem)
+            return self._problem, self.noise
+        return at_scalar_sigma(self._problem, self.noise, hyper.sigma)
 
 
 def at_sigma(problem: Problem, sigma: Tensor) -> Problem:
@@ -295,14 +310,11 @@ def noise_sums(
         return *hyper.sigma.new_tensor(sums), samples.effective_dims.mean(0).sum()
     columns = torch.cat([mode.w[None], samples.w])
 
-    def sums() -> dict[str, Tensor]:
-        shape = len(columns) + 1, len(hyper.sigma)
-        total = torch.zeros(shape, dtype=torch.float64, device=columns.device)
-        for batch, _, Jw in problem.push_forward(columns):
-            y = batch.targets.to(Jw)[None]
-            squares = torch.cat([y, y - Jw[:1], Jw[1:]]).double().square()
-            total += squares.flatten(1, -2).sum(1).to(total.device)
-        return {"sums": problem.data.group.sum(total)}
-
-    total = problem.record.kept(columns, sums)["sums"].to(hyper.sigma.device)
+    shape = len(columns) + 1, len(hyper.sigma)
+    total = torch.zeros(shape, dtype=torch.float64, device=columns.device)
+    for batch, _, Jw in problem.push_forward(columns):
+        y = batch.targets.to(Jw)[None]
+        squares = torch.cat([y, y - Jw[:1], Jw[1:]]).double().square()
+        total += squares.flatten(1, -2).sum(1).to(total.device)
+    total = problem.data.group.sum(total).to(hyper.sigma.device)
     return total[1], total[0], total[2:].mean(0) / hyper.sigma**2

@@ -143,14 +143,22 @@ class State(NamedTuple):
     hyper: Hyperparameters
     """λ and σ of the M-step: where the next E-step is taken."""
 
-    plain: Tensor
-    """log λ of the M-step before acceleration."""
+    plain: Tensor | None = None
+    """log λ of the M-step before acceleration; None at the start."""
 
     change: float = math.inf
     """The largest |Δ log| of λ and σ², over what Monte Carlo error lets it mean."""
 
     info: Info | None = None
     """Of the step that led here; None at the start."""
+
+    settled: bool = False
+    """Whether λ and σ have settled, so that no step is left to take."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps so far."""
+        return 0 if self.info is None else self.info.step
 
 
 @dataclass(frozen=True)
@@ -213,11 +221,13 @@ class MStep:
         return self.update == "em" and self.problem.likelihood.is_quadratic
 
 
-def em(
-    e_step: EStep, m_step: MStep, hyper: Hyperparameters, max_steps: int = 20
-) -> Iterator[State]:
-    """Repeat E-step and M-step until λ moves by less than its own Monte Carlo error."""
-    begin, cost = time.monotonic(), m_step.problem.cost
+def em(e_step: EStep, m_step: MStep, start: State, max_steps: int = 20) -> Iterator[State]:
+    """Repeat E-step and M-step until λ moves by less than its own Monte Carlo error.
+
+    ``start`` may be the last state of an earlier run, whose steps count too.
+    """
+    cost = m_step.problem.cost
+    begin = time.monotonic() - (0.0 if start.info is None else start.info.seconds)
 
     def step(old: State) -> State:
         at = old.hyper
@@ -227,7 +237,7 @@ def em(
         new = m_step.accelerate(old, plain)
         evidences = log_evidences(found.loss, at.precision, found.squared_norm, found.log_dets)
         info = Info(
-            1 if old.info is None else old.info.step + 1,
+            old.num_steps + 1,
             at,
             gamma,
             found.squared_norm,
@@ -239,16 +249,19 @@ def em(
             time.monotonic() - begin,
         )
         allowed = m_step.allowed(gamma.value, len(found.effective_dims))
-        return State(new, plain.precision.log(), _change(at, new, allowed), info)
+        state = State(new, plain.precision.log(), _change(at, new, allowed), info)
+        return state._replace(settled=settled(old, state))
 
-    state, at_rest = State(hyper, hyper.precision.log()), max_steps == 0
-    objective = _log_evidence if m_step.ascends and e_step.knows_evidence else None
-    steps = iterate(step, state, max_steps=max_steps, settled=settled, objective=objective)
+    left = 0 if start.settled else max(0, max_steps - start.num_steps)
+    state, objective = start, _log_evidence if m_step.ascends and e_step.knows_evidence else None
+    steps = iterate(
+        step, start, max_steps=left, settled=lambda _, new: new.settled, objective=objective
+    )
     for new in steps:
-        state, at_rest = new, settled(state, new)
+        state = new
         yield new
-    if not at_rest:
-        here = state.info.hyper.precision  # type: ignore[union-attr]
+    if state.info is not None and not state.settled:
+        here = state.info.hyper.precision
         warn_unsettled(max_steps, (state.hyper.precision / here).log().abs().max().item())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,28 +57,54 @@ class KrylovEStep(EStep):
     knows_evidence = True
 
     def __init__(
-        self, problem: Problem, noise: StochasticPrior, solver: BlockKrylov, search: ModeSearch
+        self,
+        problem: Problem,
+        noise: StochasticPrior,
+        solver: BlockKrylov,
+        search: ModeSearch,
+        known: dict[str, Any] | None = None,
     ):
         if solver.memory is None:
             solver = replace(solver, memory=room(problem) / 2)
         super().__init__(problem, noise, solver, search)
+        known = known or {}
         self._drawn_at = sigma_of(problem)
         scale = noise.prior.scale
         start = [noise.xi, scale * noise.eta]
         self._gaussian = self._drawn_at is not None
         if self._gaussian:
-            self._targets, gradient = squared_residual(problem, problem.zeros(1)[0])
-            self._measured = 0.0, self._targets
+            zero = problem.zeros(1)[0]
+            self._at_zero = known.get("at zero") or squared_residual(problem, zero)
+            """Σ_n y_n², and the gradient of the loss, (P,)."""
+
+            self._measured = known.get("measured") or (0.0, self._at_zero[0])
             """What the mode explained of the targets, and Σ_n (y_n - J_n w_lin)², when summed."""
 
-            start.append(-(scale * gradient)[None])
+            start.append(-(scale * self._at_zero[1])[None])
         product = WhitenedGGN(problem, scale)
         if not self._gaussian:
             product = ImagedGGN(problem, scale, search.memory)
         self.krylov = solver.factorise(product, torch.cat(start), len(noise.xi))
+        self._product, self._warned = product, known.get("warned", False)
+        if known:
+            self.krylov.lanczos.restore(known["lanczos"])
+            search.restore(known["search"])
         if isinstance(product, ImagedGGN):
-            search.follow(self.krylov.lanczos, product)
-        self._warned = False
+            if known:
+                product.restore(known["images"])
+            search.follow(self.krylov.lanczos, product, anew=not known)
+
+    def state(self) -> dict[str, Any]:
+        """Return all that it goes on with."""
+        product = self._product
+        return {
+            "lanczos": self.krylov.lanczos.state(),
+            "search": self._search.state(),
+            "images": product.state() if isinstance(product, ImagedGGN) else None,
+            "at zero": self._at_zero if self._gaussian else None,
+            "measured": self._measured if self._gaussian else None,
+            "warned": self._warned,
+        }
 
     def expect(
         self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
@@ -91,13 +118,13 @@ class KrylovEStep(EStep):
         if self._gaussian:
             self._measure(hyper, mode_tolerance)
             norm, fit = self.krylov.mode_norms(shift)
-            residual, targets = dims.new_tensor([self._residual(fit), self._targets])
+            residual, targets = dims.new_tensor([self._residual(fit), self._at_zero[0]])
             gamma, squared_norm = dims.mean(), dims.new_tensor(norm)
             loss = self._gaussian_loss(fit, hyper)
             mode_error = self.krylov.mode_error(shift)
         else:
             mode = self.mode(hyper, mode_tolerance)
-            squared_norm = self._noise.prior.squared_norm(mode.w)
+            squared_norm = self.noise.prior.squared_norm(mode.w)
             loss, mode_error = mode.loss, mode.error
         return Expectation(
             dims,
@@ -138,7 +165,7 @@ class KrylovEStep(EStep):
         either side of λ.
         """
         if not self._gaussian:
-            norm, visited = self._noise.prior.squared_norm, self._search.visited
+            norm, visited = self.noise.prior.squared_norm, self._search.visited
             points = [(p, mode.loss, norm(mode.w).item()) for p, mode in visited.items()]
             for factor in _NEIGHBOURS:
                 there = factor * hyper.precision
@@ -260,15 +287,15 @@ class KrylovEStep(EStep):
         shift = self.shift(hyper)
         _, fit = self.krylov.mode_norms(shift)
         rounding = _ROUNDED * torch.finfo(self._problem.dtype).eps
-        if self._residual(fit) > rounding * self._targets:
+        if self._residual(fit) > rounding * self._at_zero[0]:
             return
         if self._has_basis:
-            w = self._noise.prior.scale * self.krylov.mode(shift).to(self._noise.xi)
+            w = self.noise.prior.scale * self.krylov.mode(shift).to(self.noise.xi)
         else:
             w = self.mode(hyper, tolerance).w
         self._measured = fit, squared_residual(self._problem, w)[0]
 
     def _at_noise(self, hyper: Hyperparameters) -> tuple[Problem, StochasticPrior]:
         if not self._gaussian:
-            return self._problem, self._noise
-        return at_scalar_sigma(self._problem, self._noise, hyper.sigma)
+            return self._problem, self.noise
+        return at_scalar_sigma(self._problem, self.noise, hyper.sigma)

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import replace
+from functools import partial
 from math import inf
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.e_step import Deflation, EStep, Hyperparameters, IterativeEStep
-from torch_lla_em.inference.em import Info, MStep, em
+from torch_lla_em.inference.choices import FitOptions, choose_curvature, make_e_step
+from torch_lla_em.inference.e_step import EStep, Hyperparameters
+from torch_lla_em.inference.em import Info, MStep, State, em
 from torch_lla_em.inference.evidence import log_evidences, sigma_of
-from torch_lla_em.inference.krylov_e_step import KrylovEStep
 from torch_lla_em.inference.mackay import Estimate
-from torch_lla_em.inference.mode_search import ModeSearch
 from torch_lla_em.inference.posterior import Posterior
-from torch_lla_em.inference.posterior_samples import Solver
-from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples
+from torch_lla_em.inference.stochastic_prior import (
+    StochasticPrior,
+    get_sto_samples,
+    with_noise,
+)
 from torch_lla_em.inference.variational import (
     FEWEST_SAMPLES,
-    MOST_OUTPUTS,
+    Ascent,
     Wanted,
     variational,
     with_fewer,
@@ -36,12 +39,8 @@ from torch_lla_em.problem import (
     size_of,
 )
 from torch_lla_em.runtime import DoesNotFit, shortage_of
-from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton
 
 logger = logging.getLogger("torch_lla_em")
-
-_FUNCTION_SPACE_OUTPUTS = 1024
-_FUNCTION_SPACE_BYTES = 1e9
 
 # H at the linear mode moves λ, and λ the mode, but little after the first time
 _LINEAR_ROUNDS = 5
@@ -60,38 +59,65 @@ _NO_ROWS = (
 )
 
 
-@dataclass(frozen=True)
-class FitOptions:
-    """What a fit is to do."""
+class Progress(NamedTuple):
+    """All that a fit goes on with after an EM step, as nested tuples of tensors and numbers."""
 
-    num_samples: int
-    seed: int
-    g_prior: bool
-    layerwise: bool
-    solver: Solver | None
-    tolerance: float
-    curvature: str | None
-    update: str
-    em_steps: int
-    prior_precision: Tensor | None
+    num_steps: int
+    """EM steps so far."""
+
+    eta: Tensor
+    """η of the noise, shape (K, P)."""
+
+    scale: Tensor
+    """Of the prior, shape (P,)."""
+
+    state: Any = None
+    """What the iteration goes on with: ``State`` or ``Ascent``; None: the noise is drawn, no more."""
+
+    directions: Any = None
+    """What the E-step goes on with: directions, and what the data say of them."""
+
+    round: int = 0
+    """How often H has been taken at the linear mode."""
+
+    point: Tensor | None = None
+    """The weights (P,) that H is taken at; None: at the network's outputs."""
+
+    begun: Tensor | None = None
+    """log λ where this round began."""
+
+    other: Posterior | None = None
+    """The posterior of the g-prior, where the plain prior is tried beside it."""
 
 
-Observe = Callable[[Info], None]
+Observe = Callable[[Info | None, Progress], None]
+"""What is new of λ, None if nothing is; and all that the fit goes on with."""
 
 
-def learn(problem: Problem, options: FitOptions, on_step: Observe) -> Posterior:
-    """Run EM to its fixed point, then the last E-step; ``on_step`` is told of every step."""
-    steps = count(1)
+def learn(
+    problem: Problem, options: FitOptions, on_step: Observe, start: Progress | None = None
+) -> Posterior:
+    """Run EM to its fixed point, then the last E-step; ``on_step`` is told of every step.
 
-    def tell(info: Info) -> None:
-        on_step(info._replace(step=next(steps)))
+    ``start`` is what ``on_step`` was told last in an earlier run, to go on from.
+    """
+    number = 0 if start is None else start.num_steps
+
+    def tell(info: Info | None, progress: Progress) -> None:
+        nonlocal number
+        number += info is not None
+        told = info and info._replace(step=number)
+        on_step(told, progress._replace(num_steps=number, other=found))
 
     try:
-        found = _learn(problem, options, tell)
-        if _collapsed(found, options):
-            other = replace(options, g_prior=False, prior_precision=None)
-            found = _better(found, _learn(problem, other, tell))
-        return found.assembled(problem)
+        found = None if start is None else start.other
+        if found is None:
+            posterior, start = _learn(problem, options, tell, start), None
+            if not _collapsed(posterior, options):
+                return posterior.assembled(problem)
+            found = posterior
+        other = replace(options, g_prior=False, prior_precision=None)
+        return _better(found, _learn(problem, other, tell, start)).assembled(problem)
     except (RuntimeError, MemoryError) as error:
         raise DoesNotFit(_no_room(problem, options.num_samples, shortage_of(error))) from None
 
@@ -115,54 +141,78 @@ def _better(found: Posterior, plain: Posterior) -> Posterior:
     return plain if after > before else found
 
 
-def _learn(problem: Problem, options: FitOptions, tell: Observe) -> Posterior:
-    with problem.cost.stage("noise"):
-        noise = get_sto_samples(
-            problem, options.num_samples, options.seed, options.g_prior, options.layerwise
-        )
+def _learn(
+    problem: Problem, options: FitOptions, tell: Observe, start: Progress | None
+) -> Posterior:
+    if start is not None:
+        noise = with_noise(problem, start.eta, start.scale, options.seed, options.layerwise)
+    else:
+        with problem.cost.stage("noise"):
+            noise = get_sto_samples(
+                problem, options.num_samples, options.seed, options.g_prior, options.layerwise
+            )
+        start = Progress(0, noise.eta, noise.prior.scale)
+        tell(None, start)
     _check_start(options.prior_precision, options, len(noise.prior.layout.names))
     curvature = options.curvature or choose_curvature(problem, options)
     if curvature == "variational" and not problem.likelihood.is_quadratic:
-        wanted = Wanted(options.tolerance, options.em_steps, options.prior_precision)
-        with problem.cost.stage("ascent"):
-            found = _variational(problem, noise, wanted, tell)
-        if found is not None:
-            return found
+        if start.state is None or isinstance(start.state, Ascent):
+            found = _variational(problem, noise, options, tell, start)
+            if found is not None:
+                return found
+            start = start._replace(state=None, directions=None)
         curvature = "network" if options.curvature is None else "linear"
         logger.warning(_NO_ROWS, curvature)
-    hyper = Hyperparameters(_starting_point(problem, noise, options), sigma_of(problem))
-    e_step = make_e_step(problem, noise, options, hyper)
-
-    def climb(e_step: EStep, hyper: Hyperparameters) -> Hyperparameters:
-        m_step = MStep(problem, noise.prior, options.update)
-        for state in em(e_step, m_step, hyper, options.em_steps):
-            hyper = state.hyper
-            tell(state.info)
-        return hyper
-
-    hyper = climb(e_step, hyper)
+    rounds = 0
     if curvature != "network" and not problem.likelihood.is_quadratic:
         # a loss with several modes would wander from one to the next
-        for _ in range(_LINEAR_ROUNDS if problem.likelihood.convex else 1):
-            before = hyper.precision.log()
-            bent = problem.with_curvature_at(e_step.mode(hyper, options.tolerance).w)
-            noise = noise.drawn_again(bent)
-            e_step = make_e_step(bent, noise, options, hyper)
-            hyper = climb(e_step, hyper)
-            if (hyper.precision.log() - before).abs().max() < _LINEAR_CHANGE:
-                break
-    return _posterior(e_step, noise, hyper, options.tolerance)
+        rounds = _LINEAR_ROUNDS if problem.likelihood.convex else 1
+    if start.state is None:
+        hyper = Hyperparameters(_starting_point(problem, noise, options), sigma_of(problem))
+        start = start._replace(state=State(hyper))
+    m_step, state = MStep(problem, noise.prior, options.update), start.state
+    at = problem if start.point is None else problem.with_curvature_at(start.point)
+    e_step = make_e_step(at, noise, options, state.hyper, start.directions)
+    if start.directions is not None:
+        start.directions.clear()  # the E-step may let go of what it takes
+    progress = start._replace(directions=None)
+    while True:
+        for reached in em(e_step, m_step, state, options.em_steps):
+            state = reached
+            now = progress._replace(state=state, directions=e_step.state(), eta=e_step.noise.eta)
+            tell(state.info, now)
+            del now
+        hyper, moved = state.hyper, inf
+        if progress.begun is not None:
+            moved = (hyper.precision.log() - progress.begun).abs().max().item()
+        if progress.round == rounds or moved < _LINEAR_CHANGE:
+            return _posterior(e_step, noise, hyper, options.tolerance)
+        point, state = e_step.mode(hyper, options.tolerance).w, State(hyper)
+        at = problem.with_curvature_at(point)
+        noise = noise.drawn_again(at)
+        e_step = make_e_step(at, noise, options, hyper)
+        progress = progress._replace(
+            eta=noise.eta, round=progress.round + 1, point=point, begun=hyper.precision.log()
+        )
 
 
 def _variational(
-    problem: Problem, noise: StochasticPrior, wanted: Wanted, tell: Observe
+    problem: Problem, noise: StochasticPrior, options: FitOptions, tell: Observe, start: Progress
 ) -> Posterior | None:
     """Return the variational posterior, with fewer samples where memory allows no more."""
-    while True:
-        found, shortage = problem.attempt(lambda: variational(problem, noise, wanted, tell))
-        if found is not None or not shortage or len(noise.xi) <= FEWEST_SAMPLES:
-            return found
-        noise = with_fewer(noise, max(FEWEST_SAMPLES, len(noise.xi) // 2))
+    wanted = Wanted(options.tolerance, options.em_steps, options.prior_precision)
+    known = None if start.state is None else (start.state, start.directions)
+
+    def observe(info: Info | None, ascent: Ascent, directions: Any) -> None:
+        tell(info, start._replace(state=ascent, directions=directions))
+
+    with problem.cost.stage("ascent"):
+        while True:
+            run = partial(variational, problem, noise, wanted, observe, known)
+            found, shortage = problem.attempt(run)
+            if found is not None or not shortage or len(noise.xi) <= FEWEST_SAMPLES:
+                return found
+            noise, known = with_fewer(noise, max(FEWEST_SAMPLES, len(noise.xi) // 2)), None
 
 
 def _no_room(problem: Problem, num_samples: int, shortage: str) -> str:
@@ -178,68 +228,6 @@ def _no_room(problem: Problem, num_samples: int, shortage: str) -> str:
         '(compute=Compute(vectors="cpu")); a smaller basis (solver=BlockKrylov(memory=bytes)), '
         "or one in bfloat16 (BlockKrylov(storage=torch.bfloat16))."
     )
-
-
-def make_e_step(
-    problem: Problem, noise: StochasticPrior, options: FitOptions, hyper: Hyperparameters
-) -> EStep:
-    """Return the E-step of the solver asked for, or of one chosen by size."""
-    solver = options.solver or choose_solver(problem, options.layerwise)
-    of_mode = solver if isinstance(solver, SGD) else Newton()
-    search = ModeSearch(problem, noise.prior, of_mode)
-    if isinstance(solver, BlockKrylov) and _shifts(problem, options.layerwise):
-        return KrylovEStep(problem, noise, solver, search)
-    deflation = None
-    if isinstance(solver, BlockCG) and _has_one_noise(problem) and solver.deflate:
-        deflation = Deflation.of(problem, noise, hyper.precision)
-    return IterativeEStep(problem, noise, solver, search, deflation)
-
-
-def choose_curvature(problem: Problem, options: FitOptions) -> str:
-    """Return "variational" where one λ, an H that moves, and nothing asked of EM allow it."""
-    data, likelihood = problem.data, problem.likelihood
-    sites = data.num_rows if likelihood.elementwise else data.num_targets
-    reasons = {
-        "a Gaussian likelihood has one H everywhere": likelihood.is_quadratic,
-        "there is a precision for each tensor": options.layerwise,
-        "a solver was chosen": options.solver is not None,
-        'update="em" was chosen': options.update == "em",
-        "outputs are many": data.num_outputs > MOST_OUTPUTS * max(sites, 1),
-    }
-    against = [why for why, holds in reasons.items() if holds]
-    curvature = "network" if against else "variational"
-    logger.info("Curvature %s: %s.", curvature, *against[:1] or ("it predicts best as fitted",))
-    return curvature
-
-
-def choose_solver(problem: Problem, layerwise: bool) -> Solver:
-    """Return the solver that suits the sizes, and log it."""
-    outputs = problem.data.num_outputs
-    bytes_of_rows = outputs * problem.linear_model.layout.size * problem.dtype.itemsize
-    if _shifts(problem, layerwise):
-        solver: Solver = BlockKrylov()
-        why = "one factorisation serves every λ"
-    elif outputs <= _FUNCTION_SPACE_OUTPUTS and bytes_of_rows <= _FUNCTION_SPACE_BYTES:
-        solver, why = FunctionSpace(), f"there are only {outputs} outputs in all"
-    else:
-        kind = "prior precision" if layerwise else "noise"
-        solver, why = (
-            BlockCG(),
-            f"one {kind} per {'tensor' if layerwise else 'output'} allows no shift",
-        )
-    logger.info("Solver %s: %s.", type(solver).__name__, why)
-    return solver
-
-
-def _shifts(problem: Problem, layerwise: bool) -> bool:
-    """Whether a new λ and σ only shift and scale G."""
-    return not layerwise and _has_one_noise(problem)
-
-
-def _has_one_noise(problem: Problem) -> bool:
-    """Whether what EM learns of the noise only scales G."""
-    sigma = sigma_of(problem)
-    return sigma is None or not sigma.dim()
 
 
 def _starting_point(problem: Problem, noise: StochasticPrior, options: FitOptions) -> Tensor:

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from functools import cached_property, partial
 from math import log
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,12 +67,28 @@ class ModeSearch:
         self.visited[_mean(precision)] = mode
         return mode
 
-    def follow(self, lanczos: BlockLanczos, imaged: ImagedGGN) -> None:
+    def follow(self, lanczos: BlockLanczos, imaged: ImagedGGN, anew: bool = True) -> None:
         """Search in a Krylov basis too, for a λ for all."""
         if self._span is not None:
-            self._span.follow(lanczos, imaged)
+            self._span.follow(lanczos, imaged, anew)
         else:
             imaged.stop()
+
+    def state(self) -> dict[str, Any]:
+        """Return all that it goes on with."""
+        made = "_span" in self.__dict__
+        span = None if not made or self._span is None else self._span.state()
+        return {"visited": self.visited, "memory": self.memory, "made": made, "span": span}
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Go on from a state, if there is one."""
+        if state is None:
+            return
+        self.visited, self.memory = state["visited"], state["memory"]
+        if state["made"]:
+            wish = self._problem, self._prior, self._problem.w_MAP, self.memory
+            known = state["span"]
+            self._span = None if known is None else SubspaceMode(*wish, known)
 
     def objective(self, problem: Problem, precision: Tensor) -> tuple[float, float] | None:
         """Return Σ loss and ‖w_lin / scale‖² over the span, at no pass; None without a span."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.problem import Outputs, Problem, outputs, pull_back
+from torch_lla_em.runtime import Grown, new_key
 from torch_lla_em.solvers import add_combined, combine
 
 # of a direction, once the space is taken out: what is left is rounding
@@ -24,14 +27,30 @@ class SearchSpace:
         """ξ, shape (K, P)."""
 
         self.rows: Outputs | None = None
-        """f and targets of all rows, and J w of the first directions; None where rows differ."""
+        """f and targets of all rows; None where rows differ."""
 
+        self._keys = new_key(), new_key()
+        self._sizes: list[int] = []
         self._basis = xi[:0]
         self.J = xi.new_zeros(0, 0)
         """J V, shape (N C, m)."""
 
         self.xi = xi.new_zeros(len(xi), 0, dtype=torch.float64)
         """The coordinates of ξ, shape (K, m)."""
+
+    def state(self) -> dict[str, Any]:
+        """Return all that it goes on with."""
+        parts = self._basis.split(self._sizes), self.J.split(self._sizes, dim=1)
+        basis, J = (Grown(key, list(part)) for key, part in zip(self._keys, parts))
+        return {"basis": basis, "J": J, "rows": self.rows, "xi": self.xi, "memory": self._memory}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        basis, J = state["basis"], state["J"]
+        self._keys, self._sizes = (basis.key, J.key), [len(part) for part in basis.parts]
+        self._basis, self.J = torch.cat(basis.parts), torch.cat(J.parts, dim=1)
+        self.rows, self.xi, self._memory = state["rows"], state["xi"], state["memory"]
+        self.noise = self.noise[: len(self.xi)]
 
     @property
     def size(self) -> int:
@@ -57,6 +76,7 @@ class SearchSpace:
         turn, _ = torch.linalg.qr(torch.cat([self.xi, coordinates]).T)
         self._basis, self.J = combine(turn.T, self._basis), self.J @ turn.to(self.J)
         self.xi = self.xi @ turn
+        self._keys, self._sizes = (new_key(), new_key()), [len(self._basis)]
         return turn
 
     def weights(self, coordinates: Tensor) -> Tensor:
@@ -80,7 +100,8 @@ class SearchSpace:
         found = outputs(self._problem, self._prior.scale * z)
         if found is None or not self._in_order(found.f):
             return False
-        self.rows = self.rows or found
+        self.rows = self.rows or found._replace(Jw=found.Jw[:0].clone())
+        self._sizes.append(len(z))
         J = found.Jw.flatten(1).T
         self.J = torch.cat([self.J, J], dim=1) if self.size else J.contiguous()
         self._basis = torch.cat([self._basis, z])

@@ -56,8 +56,15 @@ def get_sto_samples(
         raise ValueError(f"num_samples must be 1 or more, not {num_samples}.")
     eta, squares = problem.noise_features(num_samples, seed, with_squares=g_prior)
     scale = g_prior_scale(squares, problem.space) if g_prior else torch.ones_like(squares)
+    return with_noise(problem, eta, scale, seed, layerwise)
+
+
+def with_noise(
+    problem: Problem, eta: Tensor, scale: Tensor, seed: int, layerwise: bool
+) -> StochasticPrior:
+    """Return the stochastic prior of known η and scale, with ξ drawn by the seed."""
     row = torch.zeros(1, dtype=torch.long, device=eta.device)
     size, own = problem.linear_model.layout.size, problem.vectors.own
-    drawn = [own(normal(seed, _XI_STREAM, k, row, size))[0].to(eta) for k in range(num_samples)]
+    drawn = [own(normal(seed, _XI_STREAM, k, row, size))[0].to(eta) for k in range(len(eta))]
     xi = torch.stack(drawn) * (scale > 0)
     return StochasticPrior(xi, eta, Prior(problem.layout, scale, layerwise, problem.space), seed)

@@ -20,6 +20,8 @@ _WITHIN = 0.2
 # of ‖v‖: what is shorter once the span is taken out is rounding
 _NEW = 1e-2
 
+_STATE = "_rows", "_bytes", "_own", "_images", "_point", "_step", "_coordinates", "_met"
+
 
 class SubspaceMode:
     """argmin_w Σ_n loss(J_n w, y_n) + ½ ‖w‖²_Λ over a span, at no pass; each gradient widens it.
@@ -29,13 +31,26 @@ class SubspaceMode:
     each gradient then is a step of conjugate gradients.
     """
 
-    def __init__(self, problem: Problem, prior: Prior, start: Tensor, memory: float):
+    def __init__(
+        self,
+        problem: Problem,
+        prior: Prior,
+        start: Tensor,
+        memory: float,
+        known: dict[str, Any] | None = None,
+    ):
         self._prior, self._space, self._memory = prior, problem.space, memory
         self._lanczos: BlockLanczos | None = None
         self._imaged: ImagedGGN | None = None
         self._met = 0
         """Blocks of the Krylov basis that own directions are orthogonal to."""
 
+        if known is not None:
+            self._lanczos = self._imaged = None
+            self.ready, self._follows = True, known["follows"]
+            for name in _STATE:
+                setattr(self, name, known[name])
+            return
         live = (prior.scale > 0) * start
         length = self._space.norm(prior.unscaled(live)) or 1.0
         self._rows = outputs(problem, live[None])
@@ -49,16 +64,24 @@ class SubspaceMode:
             self._point = self._step = torch.zeros_like(self._own), 0 * self._images
             self._coordinates = torch.zeros(1, dtype=torch.float64, device=self._own.device)
 
+    def state(self) -> dict[str, Any]:
+        """Return all that it goes on with, but the Krylov basis that it follows."""
+        follows = self._lanczos is not None
+        return {"follows": follows, **{name: getattr(self, name) for name in _STATE}}
+
     @property
     def room(self) -> int:
         """How many more directions fit."""
         held = len(self._images) + self._num_krylov
         return int(self._memory / self._bytes) - held
 
-    def follow(self, lanczos: BlockLanczos, imaged: ImagedGGN) -> None:
+    def follow(self, lanczos: BlockLanczos, imaged: ImagedGGN, anew: bool = True) -> None:
         """Take a Krylov basis into the span, and what it grows by."""
-        self._keep_points()
-        self._lanczos, self._imaged, self._met = lanczos, imaged, 0
+        if anew:
+            self._keep_points()
+        elif not self._follows:
+            return
+        self._lanczos, self._imaged = lanczos, imaged
 
     def find(
         self,

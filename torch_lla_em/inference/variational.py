@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,9 +46,6 @@ _STEPS = 10
 
 _EPSILON_STREAM = 1
 
-MOST_OUTPUTS = 256
-"""Of a row, up to which roots of its blocks (C, C) take no more than passes."""
-
 _DIRECTIONS, _BLOCKS = 5, 12
 """Directions a sample, and blocks (C, C) a row, that a fit holds at least."""
 
@@ -73,17 +70,69 @@ class Wanted(NamedTuple):
     """Where λ begins; None has it chosen."""
 
 
+class Ascent(NamedTuple):
+    """What the ascent goes on with after a step."""
+
+    q: Q
+    residuals: Tensor
+    """Of the samples and of the mean, (K + 1, P): the directions that come next."""
+
+    certificate: Tensor
+    """Of the samples, (K,)."""
+
+    told: Info
+    moved: float
+    """The last step of log λ."""
+
+    found: bool
+    """Whether λ has settled."""
+
+    settled: bool
+    """Whether λ is kept from now on: it has settled, or may take no more steps."""
+
+    ended: bool
+    """Whether the space could not be widened."""
+
+    restarts: int
+    """Of the space, where memory held no more directions."""
+
+    @property
+    def error(self) -> float:
+        """That of the samples and of the mean."""
+        return max(self.told.sample_error, self.told.mode_error)
+
+
 def variational(
-    problem: Problem, noise: StochasticPrior, wanted: Wanted, on_step: Callable[[Info], None]
+    problem: Problem,
+    noise: StochasticPrior,
+    wanted: Wanted,
+    on_step: Callable[[Info | None, Ascent, Any], None],
+    start: tuple[Ascent, Any] | None = None,
 ) -> Posterior | None:
-    """Return the variational posterior; None where J w over all rows cannot be kept."""
-    steps = _begin(problem, noise)
+    """Return the variational posterior; None where J w over all rows cannot be kept.
+
+    ``on_step`` gets what is new of λ, and both parts of what a later call can ``start`` from.
+    """
+    at, known = start or (None, None)
+    steps = _begin(problem, noise, known)
     if steps is None:
         return None
-    q, learns, number = _first(steps, wanted.precision), wanted.max_steps > 0, 0
-    found = settled = ended = False
-    began, restarts = time.monotonic(), 0
-    while True:
+    learns, began = wanted.max_steps > 0, time.monotonic() - (at.told.seconds if at else 0.0)
+    while at is None or not (at.settled and at.error <= wanted.tolerance):
+        found, settled, ended, number, restarts = False, False, False, 0, 0
+        if at is None:
+            q = _first(steps, wanted.precision)
+        else:
+            full = not steps.space.has_room(len(at.residuals))
+            if at.ended or (full and at.restarts == _RESTARTS):
+                _warn(at.told, wanted.tolerance)
+                break
+            found, settled, number = at.found, at.settled, at.told.step
+            q, restarts = (steps.restarted(at.q) if full else at.q), at.restarts + full
+            if steps.space.widen(at.residuals):
+                q = steps.widened(q, _STEPS if settled else 1)
+            else:
+                (q, found), ended, settled = _at_rest(steps, q, learns), True, False
         before = q
         if steps.space.is_complete and not ended:
             (q, found), ended, settled = _at_rest(steps, q, learns), True, False
@@ -93,40 +142,33 @@ def variational(
         if residuals is None:
             return None
         certificate, told = _told(problem, steps, q, residuals)
-        error = max(told.sample_error, told.mode_error)
+        number += not settled
+        told = told._replace(step=number, seconds=time.monotonic() - began)
+        fresh = None if settled else told
         if not settled:
-            number += 1
-            on_step(told._replace(step=number, seconds=time.monotonic() - began))
             found = found or _has_settled(before, q, told)
             settled = ended or found or number >= max(1, wanted.max_steps)
-        if settled and error <= wanted.tolerance:
-            break
-        if not steps.space.has_room(len(residuals[0]) + 1) and not ended:
-            q, restarts = steps.restarted(q), restarts + 1
-        if ended or restarts > _RESTARTS:
-            _warn(told, wanted.tolerance)
-            break
-        if steps.space.widen(torch.cat(residuals)):
-            q = steps.widened(q, _STEPS if settled else 1)
-        else:
-            (q, found), ended, settled = _at_rest(steps, q, learns), True, False
-    if learns and not found:
-        warn_unsettled(number, abs(math.log(q.precision / before.precision)))
-    columns = steps.space.weights(torch.cat([q.mean[None], q.samples]))
+        moved = abs(math.log(q.precision / before.precision))
+        now = torch.cat(residuals), certificate, told, moved, found, settled, ended, restarts
+        at = Ascent(q, *now)
+        on_step(fresh, at, steps.space.state())
+    if learns and not at.found:
+        warn_unsettled(at.told.step, at.moved)
+    columns = steps.space.weights(torch.cat([at.q.mean[None], at.q.samples]))
     return Posterior(
-        told.hyper,
+        at.told.hyper,
         columns[0],
         columns[1:].clone(),
         noise.prior.scale,
-        told.effective_dim,
-        certificate,
-        told.log_evidence,
-        told.loss,
-        told.mode_error,
-        told.sample_error,
+        at.told.effective_dim,
+        at.certificate,
+        at.told.log_evidence,
+        at.told.loss,
+        at.told.mode_error,
+        at.told.sample_error,
         None,
         None,
-        mixture=_average(steps, q).to(columns.device),
+        mixture=_average(steps, at.q).to(columns.device),
     )
 
 
@@ -151,18 +193,25 @@ def _average(steps: Variational, q: Q) -> Tensor:
     return torch.tensor(parts, dtype=torch.float64, device="cpu")
 
 
-def _begin(problem: Problem, noise: StochasticPrior) -> Variational | None:
-    """Return a space of the noise, the network's weights and the first gradient."""
+def _begin(
+    problem: Problem, noise: StochasticPrior, known: dict[str, Any] | None
+) -> Variational | None:
+    """Return a space of the noise, the network's weights and the first gradient, or a known one."""
     space = SearchSpace(problem, noise.prior, noise.xi, room(problem) / 2)
-    held = _that_fits(problem, noise, space)
-    if held is None:
-        return None
-    noise, prior, seed = held, held.prior, held.seed
-    space.noise, space.xi = noise.xi, space.xi[: len(noise.xi)]
-    _, gradient = problem.loss_and_gradient(problem.zeros(1)[0])
-    pulls = torch.stack([prior.scale * gradient, prior.unscaled(problem.w_MAP)])
-    if not space.widen(torch.cat([noise.xi, prior.scale * noise.eta, pulls])):
-        return None
+    prior, seed = noise.prior, noise.seed
+    if known is not None:
+        space.restore(known)
+        known.clear()  # of which there would be two
+        noise = noise._replace(xi=space.noise)
+    else:
+        held = _that_fits(problem, noise, space)
+        if held is None:
+            return None
+        noise, space.noise, space.xi = held, held.xi, space.xi[: len(held.xi)]
+        _, gradient = problem.loss_and_gradient(problem.zeros(1)[0])
+        pulls = torch.stack([prior.scale * gradient, prior.unscaled(problem.w_MAP)])
+        if not space.widen(torch.cat([noise.xi, prior.scale * noise.eta, pulls])):
+            return None
     f, targets, _ = space.rows
     rows, K = torch.arange(len(f), device=f.device), len(noise.xi)
     epsilon = normals(seed, _EPSILON_STREAM, range(K), rows, f[0].numel())

@@ -10,15 +10,13 @@ from torch_lla_em.problem.passes import (
     LocalPasses,
     Pass,
     Passes,
-    Record,
-    State,
     Step,
     Sums,
 )
 from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.problem.plan import VECTORS, Plan, place_of_vectors, size_of
 from torch_lla_em.problem.problem import BatchProduct, NoiseFeatures, Problem
-from torch_lla_em.problem.setting import columns_held, memory_for_vectors, prepare, room
+from torch_lla_em.problem.setting import columns_held, prepare, room
 
 __all__ = [
     "OUTPUTS",
@@ -35,8 +33,6 @@ __all__ = [
     "Passes",
     "Plan",
     "Problem",
-    "Record",
-    "State",
     "Step",
     "Sums",
     "Vectors",
@@ -46,7 +42,6 @@ __all__ = [
     "columns_held",
     "ggn_product_and_outputs",
     "is_finite",
-    "memory_for_vectors",
     "outputs",
     "place_of_vectors",
     "prepare",

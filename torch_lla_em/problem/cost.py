@@ -41,6 +41,14 @@ class Cost:
             self.stages()
             self.running = outer
 
+    def restore(self, columns: float, stages: dict[str, Spent]) -> None:
+        """Go on from what an earlier run has spent."""
+        self.stages()
+        for name, spent in self._stages.items():
+            stages[name] = Spent(*(a + b for a, b in zip(stages.get(name, Spent()), spent)))
+        self.columns, self._stages = columns, stages
+        self._mark = time.monotonic(), columns
+
     def stages(self) -> dict[str, Spent]:
         """Return what every stage has taken so far."""
         now = time.monotonic(), self.columns

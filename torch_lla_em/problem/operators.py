@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor
 
 from torch_lla_em.problem.outputs import ggn_product_and_outputs
-from torch_lla_em.problem.problem import BatchProduct, Problem, State, T
+from torch_lla_em.problem.problem import BatchProduct, Problem, T
+from torch_lla_em.runtime import Grown, new_key
 from torch_lla_em.solvers import Operator
 
 
@@ -20,7 +22,7 @@ class WhitenedGGN(Operator):
     def __init__(self, problem: Problem, deviation: Tensor):
         super().__init__(problem.ggn_product, problem.space, problem.linear_model.rounding)
         self.problem, self.deviation = problem, deviation
-        self.kept, self.num_steps = problem.record.kept, problem.data.num_steps
+        self.num_steps = problem.data.num_steps
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return A x, shape (K, P)."""
@@ -34,9 +36,9 @@ class WhitenedGGN(Operator):
         """Return R D, shape (N C, P), with A = (R D)ᵀ R D."""
         return self.problem.rows().mul_(self.deviation)
 
-    def minibatches(self, state: State = None) -> Iterator[tuple[int, BatchProduct]]:
+    def minibatches(self) -> Iterator[tuple[int, BatchProduct]]:
         """Yield every batch's rows and its own share of the product."""
-        for rows, product in self.problem.minibatch_products(state):
+        for rows, product in self.problem.minibatch_products():
             yield rows, _whitened(product, self.deviation)
 
 
@@ -45,7 +47,7 @@ class ImagedGGN(WhitenedGGN):
 
     def __init__(self, problem: Problem, deviation: Tensor, memory: float):
         super().__init__(problem, deviation)
-        self._memory = memory
+        self._memory, self._key = memory, new_key()
         self.keeps = True
         """Whether there is use and room for them."""
 
@@ -66,6 +68,14 @@ class ImagedGGN(WhitenedGGN):
         """Keep no more, and let go of what was kept."""
         self.keeps, self.images = False, []
 
+    def state(self) -> dict[str, Any]:
+        """Return all that it goes on with."""
+        return {"keeps": self.keeps, "images": Grown(self._key, self.images)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self.keeps, (self._key, self.images) = state["keeps"], state["images"]
+
 
 class WhitenedLoss:
     """The loss of the linear model in whitened coordinates, for the solvers of its mode."""
@@ -73,7 +83,7 @@ class WhitenedLoss:
     def __init__(self, problem: Problem, deviation: Tensor):
         self.problem, self.deviation = problem, deviation
         self.space, self.rounding = problem.space, problem.linear_model.rounding
-        self.kept, self.num_steps = problem.record.kept, problem.data.num_steps
+        self.num_steps = problem.data.num_steps
 
     def value_and_gradient(self, x: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n loss(J_n D x, y_n) and its gradient in x, shape (P,)."""
@@ -85,9 +95,9 @@ class WhitenedLoss:
         problem = self.problem.with_curvature_at(x * self.deviation)
         return WhitenedGGN(problem, self.deviation)
 
-    def minibatches(self, state: State = None) -> Iterator[tuple[int, BatchProduct]]:
+    def minibatches(self) -> Iterator[tuple[int, BatchProduct]]:
         """Yield every batch's rows and its own gradient."""
-        for rows, gradient in self.problem.minibatch_gradients(state):
+        for rows, gradient in self.problem.minibatch_gradients():
             yield rows, _whitened(gradient, self.deviation)
 
 

@@ -28,8 +28,27 @@ class Outputs(NamedTuple):
 
 def outputs(problem: Problem, w: Tensor) -> Outputs | None:
     """Return what is said of all rows, from half a pass; None where rows differ in shape."""
-    found = problem.record.kept(w, lambda: _outputs(problem, w))
-    return Outputs(**found) if len(found) > 1 else None
+    spent, group, like = problem.cost.columns, problem.data.group, problem.zeros(1)
+    pushed = problem.push_forward(w)
+    problem.cost.columns = spent + 0.5 * len(w)
+    seen = [
+        [str(b.targets.dtype), list(b.targets.shape[1:]), list(f.shape[1:])] for b, f, _ in pushed
+    ]
+    dtype, of_targets, of_f = group.meet("shapes of outputs", seen, _the_same)
+    if dtype is None:
+        return None
+    N = problem.data.num_rows
+    found = Outputs(
+        like.new_zeros(N, *of_f),
+        like.new_zeros(N, *of_targets, dtype=getattr(torch, dtype.split(".")[1])),
+        like.new_zeros(len(w), N, *of_f),
+    )
+    for batch, f, Jw in pushed:
+        rows = batch.rows.to(like.device)
+        found.f[rows] = f.to(like)
+        found.targets[rows] = batch.targets.to(like.device)
+        found.Jw[:, rows] = Jw.to(like)
+    return Outputs(*map(group.sum, found))
 
 
 def pull_back(problem: Problem, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,30 +80,6 @@ def ggn_product_and_outputs(problem: Problem, w: Tensor) -> tuple[Tensor, Tensor
     sums = problem.passes.fold(w, Pass({"Gw": BLOCK, "Jw": OF_ROWS}, add))
     problem.cost.columns += len(w)
     return sums["Gw"], sums["Jw"]
-
-
-def _outputs(problem: Problem, w: Tensor) -> Sums:
-    spent, group, like = problem.cost.columns, problem.data.group, problem.zeros(1)
-    pushed = problem.push_forward(w)
-    problem.cost.columns = spent + 0.5 * len(w)
-    seen = [
-        [str(b.targets.dtype), list(b.targets.shape[1:]), list(f.shape[1:])] for b, f, _ in pushed
-    ]
-    dtype, of_targets, of_f = group.meet("shapes of outputs", seen, _the_same)
-    if dtype is None:
-        return {"f": torch.zeros(0, device="cpu")}
-    N = problem.data.num_rows
-    found = {
-        "f": like.new_zeros(N, *of_f),
-        "targets": like.new_zeros(N, *of_targets, dtype=getattr(torch, dtype.split(".")[1])),
-        "Jw": like.new_zeros(len(w), N, *of_f),
-    }
-    for batch, f, Jw in pushed:
-        rows = batch.rows.to(like.device)
-        found["f"][rows] = f.to(like)
-        found["targets"][rows] = batch.targets.to(like.device)
-        found["Jw"][:, rows] = Jw.to(like)
-    return {name: group.sum(part) for name, part in found.items()}
 
 
 def _place(problem: Problem, batch: Batch, outputs: Tensor, total: Tensor) -> None:

@@ -23,7 +23,7 @@ from torch_lla_em.problem.finite import (
     is_finite,
     is_moderate,
 )
-from torch_lla_em.runtime import Group, attempt, is_shortage
+from torch_lla_em.runtime import attempt, is_shortage
 
 # rounding of a batch against its pieces, well below what another batch does to a row
 _SPLIT_ERROR = 1e-2
@@ -35,7 +35,6 @@ a column says of every row, (K, N C), each row's own once."""
 BY_COLUMN = BLOCK, OF_ROWS
 
 Sums = dict[str, Tensor]
-State = dict[str, Tensor] | None
 Add = Callable[..., None]
 """(rows, batch, columns w, sums): add what the batch has to say of these columns."""
 
@@ -75,8 +74,8 @@ class Passes(Protocol):
         """Return the sums over all batches, for columns w: (K, P), or (K,) numbers of samples."""
         ...
 
-    def steps(self, state: State = None) -> Iterator[Step]:
-        """Yield the batches of an epoch; ``state`` is what changes in place between them."""
+    def steps(self) -> Iterator[Step]:
+        """Yield the batches of an epoch."""
         ...
 
 
@@ -94,25 +93,10 @@ class Layer:
         """Return the sums over all batches."""
         return self.around(self.inner.fold, w, task)
 
-    def steps(self, state: State = None) -> Iterator[Step]:
+    def steps(self) -> Iterator[Step]:
         """Yield the batches of an epoch."""
-        for step in self.inner.steps(state):
+        for step in self.inner.steps():
             yield step._replace(fold=partial(self.around, step.fold))
-
-
-class Record:
-    """What is found beside the sums of passes: nothing is kept here, but a checkpoint knows it."""
-
-    def __init__(self, group: Group):
-        self._group = group
-
-    def kept(self, key: Tensor, compute: Callable[[], Sums]) -> Sums:
-        """Return what was computed at ``key``."""
-        return compute()
-
-    def attempt(self, run: Callable[[], T]) -> tuple[T | None, str | None]:
-        """Return the result, or what was said when memory ended; of several ranks, it must last."""
-        return attempt(run) if self._group.size == 1 else (run(), None)
 
 
 class LocalPasses:
@@ -138,7 +122,7 @@ class LocalPasses:
         self._name_fault(w, task, sums)
         return sums
 
-    def steps(self, state: State = None) -> Iterator[Step]:
+    def steps(self) -> Iterator[Step]:
         """Yield the batches of an epoch; of several ranks, all go together."""
 
         def fold(batch: Batch, w: Tensor, task: Pass) -> Sums:

@@ -36,7 +36,8 @@ class Vectors:
 
     @property
     def _width(self) -> int:
-        return -(-self.whole_layout.size // (1 if self.group is None else self.group.size))
+        # never of the same size on all ranks, so that shapes tell slices from all else
+        return self.whole_layout.size // (1 if self.group is None else self.group.size) + 1
 
     @property
     def layout(self) -> ParameterLayout:

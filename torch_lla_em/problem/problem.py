@@ -25,15 +25,13 @@ from torch_lla_em.problem.passes import (
     LocalPasses,
     Pass,
     Passes,
-    Record,
-    State,
     Step,
     Sums,
     T,
 )
 from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.problem.row_squares import RowSquares
-from torch_lla_em.runtime import normals
+from torch_lla_em.runtime import attempt, normals
 from torch_lla_em.solvers import Space
 
 _EPSILON_STREAM = 1
@@ -68,7 +66,6 @@ class Problem:
         self.local = LocalPasses(linear_model, likelihood, data)
         self.fitting = Fitting(self.local, self.local)
         self.passes: Passes = self.fitting
-        self.record = Record(data.group)
         self.vectors = Vectors(linear_model)
         self.work = BatchWork(self.local, likelihood)
         self.cost = Cost()
@@ -161,24 +158,21 @@ class Problem:
             size = at.numel()
             return torch.eye(size, dtype=at.dtype, device=at.device).view(-1, *at.shape)
 
-        def compute() -> Sums:
-            parts = [self.vectors.whole_zeros(0)]
+        parts = [self.vectors.whole_zeros(0)]
 
-            def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
-                u, _ = self.work.noise_outputs(rows, batch, identity)
-                R, step = self.vectors.whole_zeros(len(u)), rows.columns or len(u)
-                for start in range(0, len(u), step):
-                    near = torch.zeros_like(R[start : start + step], device=u.device)
-                    rows.pull(u[start : start + step], near)
-                    self.local.finite.expect(batch.index, DERIVATIVE, near)
-                    R[start : start + step] = near
-                if not self.local.finite.searching:
-                    parts.append(R)
+        def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
+            u, _ = self.work.noise_outputs(rows, batch, identity)
+            R, step = self.vectors.whole_zeros(len(u)), rows.columns or len(u)
+            for start in range(0, len(u), step):
+                near = torch.zeros_like(R[start : start + step], device=u.device)
+                rows.pull(u[start : start + step], near)
+                self.local.finite.expect(batch.index, DERIVATIVE, near)
+                R[start : start + step] = near
+            if not self.local.finite.searching:
+                parts.append(R)
 
-            self._visit(add, columns=1 << 16)
-            return {"R": self.vectors.own(self.data.group.gather(torch.cat(parts)))}
-
-        rows = self.record.kept(torch.zeros(1, device=self.device), compute)["R"]
+        self._visit(add, columns=1 << 16)
+        rows = self.vectors.own(self.data.group.gather(torch.cat(parts)))
         self.cost.columns += len(rows) // self.data.num_rows
         return rows
 
@@ -199,18 +193,14 @@ class Problem:
         self.cost.columns += len(w)
         return found
 
-    def minibatch_products(self, state: State = None) -> Iterator[tuple[int, BatchProduct]]:
-        """Yield every batch's rows and its own product w -> J_bᵀ H_b J_b w.
+    def minibatch_products(self) -> Iterator[tuple[int, BatchProduct]]:
+        """Yield every batch's rows and its own product w -> J_bᵀ H_b J_b w."""
+        return self._minibatches(self.work.curved)
 
-        ``state`` is what is changed in place after every batch: a checkpoint keeps it, and a run
-        that goes on begins with what it was, and with the next batch.
-        """
-        return self._minibatches(self.work.curved, state)
-
-    def minibatch_gradients(self, state: State = None) -> Iterator[tuple[int, BatchProduct]]:
+    def minibatch_gradients(self) -> Iterator[tuple[int, BatchProduct]]:
         """Yield every batch's rows and its own gradient w -> J_bᵀ ∇loss(J_b w)."""
         problem = self.with_curvature_at(None)
-        return problem._minibatches(problem.work.sloped, state)
+        return problem._minibatches(problem.work.sloped)
 
     # the same problem, otherwise
 
@@ -266,7 +256,9 @@ class Problem:
 
     def attempt(self, run: Callable[[], T]) -> tuple[T | None, str | None]:
         """Return the result, or what was said when memory ended; then no factors are kept either."""
-        found, shortage = self.record.attempt(run)
+        if self.data.group.size > 1:  # ranks would have to keep or drop it together
+            return run(), None
+        found, shortage = attempt(run)
         if shortage:
             self.fitting.forget()
         return found, shortage
@@ -275,10 +267,8 @@ class Problem:
         """Have every batch of this rank seen once, by so many columns."""
         self.fitting.fold(torch.arange(columns, device="cpu"), Pass({}, add))
 
-    def _minibatches(
-        self, cotangent: Cotangent, state: State
-    ) -> Iterator[tuple[int, BatchProduct]]:
-        for step in self.passes.steps(state):
+    def _minibatches(self, cotangent: Cotangent) -> Iterator[tuple[int, BatchProduct]]:
+        for step in self.passes.steps():
 
             def product(w: Tensor, step: Step = step) -> Tensor:
                 def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:

@@ -115,25 +115,6 @@ def free_for_each(group: Group, device: torch.device) -> float:
     return group.meet("free memory", [place_of(device), free_memory(device)], least_share)
 
 
-def memory_for_vectors(problem: Problem) -> float:
+def room(problem: Problem) -> float:
     """Return the bytes that every rank may still allocate for vectors."""
     return free_for_each(problem.data.group, problem.device)
-
-
-def room(problem: Problem) -> float:
-    """Return the bytes that choices between solvers go by: those that were free at first."""
-    free = memory_for_vectors(problem)
-    key = torch.zeros(1, device=problem.device)
-    begun = problem.record.kept(
-        key, lambda: {"bytes": torch.tensor(free, dtype=torch.float64, device="cpu")}
-    )
-    then = begun["bytes"].item()
-    if free < then / 2:
-        logger.warning(
-            "The fit had %.2g GB free here, half of which a Krylov basis may take, and goes on "
-            "so; now there are %.2g GB. If memory ends, go on where there is as much, or begin "
-            "anew in another folder.",
-            then / 1e9,
-            free / 1e9,
-        )
-    return then

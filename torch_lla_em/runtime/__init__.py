@@ -4,7 +4,7 @@ from torch_lla_em.runtime.compute import Compute, check_choice, tf32
 from torch_lla_em.runtime.files import write_atomically
 from torch_lla_em.runtime.group import Group, current_group, first, group_of
 from torch_lla_em.runtime.heard import heard
-from torch_lla_em.runtime.leaving import Leaving, leaving_cleanly
+from torch_lla_em.runtime.leaving import leaving_cleanly
 from torch_lla_em.runtime.memory import (
     DoesNotFit,
     attempt,
@@ -20,12 +20,13 @@ from torch_lla_em.runtime.memory import (
 )
 from torch_lla_em.runtime.noise import normal, normals
 from torch_lla_em.runtime.options import check_options
+from torch_lla_em.runtime.states import Grown, new_key, pack, unpack
 
 __all__ = [
     "Compute",
     "DoesNotFit",
     "Group",
-    "Leaving",
+    "Grown",
     "attempt",
     "check_choice",
     "check_options",
@@ -37,14 +38,17 @@ __all__ = [
     "is_shortage",
     "least_share",
     "leaving_cleanly",
+    "new_key",
     "normal",
     "normals",
+    "pack",
     "pinned_bytes",
     "place_of",
     "release",
     "release_pinned",
     "shortage_of",
     "tf32",
+    "unpack",
     "words_of",
     "write_atomically",
 ]

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_lla_em.runtime import Grown, new_key
 from torch_lla_em.solvers.operator import Operator
 from torch_lla_em.solvers.solution import symmetric
 from torch_lla_em.solvers.space import add_combined
 
 logger = logging.getLogger("torch_lla_em")
+
+_STATE = (
+    *("start", "has_basis", "_memory", "_diagonal", "_coupling", "_lost", "_scale"),
+    *("eigenvalues", "vectors"),
+)
 
 # rounding of a product and of its orthogonalisation, in units of eps ‖G‖
 _NOISE = 30
@@ -40,6 +47,7 @@ class BlockLanczos:
         self._storage = storage or start.dtype
         self.has_basis = True
         self._ended = False
+        self._key = new_key()
         block, self.start = self.space.orthonormalise(start)
         self.basis = [block]
         """Blocks of Q, each (r_j, P); the last one has no product with G yet. All but the last
@@ -50,6 +58,19 @@ class BlockLanczos:
         self._lost: list[Tensor] = []
         self._scale = 0.0
         self.eigenvalues = self.vectors = start.new_zeros(0, 0, dtype=torch.float64)
+
+    def state(self) -> dict[str, Any]:
+        """Return all that it goes on with."""
+        state = {name: getattr(self, name) for name in _STATE}
+        return {**state, "basis": Grown(self._key, self.basis)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        for name in _STATE:
+            setattr(self, name, state[name])
+        self._key, self.basis = state["basis"]
+        for number, block in enumerate(self.basis[:-2]):
+            self.basis[number] = block.to(self._storage)
 
     @property
     def num_steps(self) -> int:
@@ -155,7 +176,7 @@ class BlockLanczos:
     def drop_basis(self) -> None:
         """Keep what the next step needs only."""
         last = self.basis[-1]
-        self.has_basis = False
+        self.has_basis, self._key = False, new_key()
         self.basis = [last.new_empty(0, last.shape[1])] if self._ended else self.basis[-2:]
 
     def end(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -96,50 +95,29 @@ class SGD:
     ) -> Tensor:
         """Return x after the epochs, of the first step size and a bound on ‖x‖."""
         (rate, bound), begun = limits, problem.space.norm(start)
-        count = torch.zeros((), dtype=torch.int64, device="cpu")
-        state = {"x": start, "velocity": torch.zeros_like(start), "average": start, "count": count}
+        x, velocity, average, count = start.clone(), torch.zeros_like(start), start.clone(), 0
         num_batches = _num_batches(problem)
+        last = max(1, self.epochs * num_batches - 1)
         for _ in range(self.epochs):
-            run = partial(self._epoch, problem, gradient, state, (num_batches, rate))
-            state = problem.kept(state["x"], run)
-            size = problem.space.norm(state["x"])
+            for _, batch_product in problem.minibatches():
+                # every batch comes once an epoch, so uneven ones weigh alike: not by N / B
+                g = gradient(batch_product, num_batches, x + self.momentum * velocity)
+                if self.clip is not None:
+                    g = g * (self.clip / max(problem.space.norm(g), self.clip))
+                fade = 1 - (1 - self.decay) * count / last
+                velocity.mul_(self.momentum).sub_(g, alpha=rate * fade)
+                x.add_(velocity)
+                count += 1
+                if self.averaging is not None:
+                    average.lerp_(x, self.averaging)
+            size = problem.space.norm(x)
             if not size <= 10 * bound + 1:
                 raise DivergenceError(
                     f"SGD diverged: from ‖x‖ = {begun:.1e} it went to {size:.1e}, where the solution "
                     f"has at most {bound:.1e}. Lower its learning_rate (now {rate:.1e}), or use the "
                     "default solver, which needs none."
                 )
-        return state["x"] if self.averaging is None else state["average"]
-
-    def _epoch(
-        self,
-        problem: Minibatched,
-        gradient: Gradient,
-        state: dict[str, Tensor],
-        schedule: tuple[int, float],
-    ) -> dict[str, Tensor]:
-        """Return the state after one epoch; the schedule is (batches of an epoch, first rate).
-
-        The state changes in place, so that a checkpoint can keep it between batches.
-        """
-        num_batches, rate = schedule
-        state = {name: tensor.clone() for name, tensor in state.items()}
-        # a checkpoint gives it back on the card, which every batch would have to wait for
-        state["count"] = state["count"].cpu()
-        x, velocity, average, count = state.values()
-        last = max(1, self.epochs * num_batches - 1)
-        for _, batch_product in problem.minibatches(state):
-            # every batch comes once an epoch, so uneven ones weigh alike: not by N / B
-            g = gradient(batch_product, num_batches, x + self.momentum * velocity)
-            if self.clip is not None:
-                g = g * (self.clip / max(problem.space.norm(g), self.clip))
-            fade = 1 - (1 - self.decay) * count.item() / last
-            velocity.mul_(self.momentum).sub_(g, alpha=rate * fade)
-            x.add_(velocity)
-            count.add_(1)
-            if self.averaging is not None:
-                average.lerp_(x, self.averaging)
-        return state
+        return x if self.averaging is None else average
 
     def _rate(self, product: Operator, v: Tensor) -> tuple[float, int]:
         """Return the step size, and the passes spent on its estimate."""

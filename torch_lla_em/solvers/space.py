@@ -113,7 +113,9 @@ class Space:
         """
         size = rows.shape[1]
         step = max(1, _ENTRIES // len(live), -(-size // _PARTS))
-        q = rows.new_empty(min(len(live), size), size)
+        # a slice may be shorter than there are rows
+        most = len(live) if self._group.size > 1 else min(len(live), size)
+        q = rows.new_empty(most, size)
         parts, found = [slice(start, start + step) for start in range(0, max(1, size), step)], []
         for part in parts:
             own, r = torch.linalg.qr((rows[:, part][live] / units.to(rows)).T)

@@ -1,6 +1,7 @@
 """The house: a file imports its own room, or the face of one that stands earlier."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import torch_lla_em
@@ -78,3 +79,23 @@ def test_every_factory_names_its_device():
             if owner == "torch" and name == "Generator" and not (call.args or named):
                 unnamed.append(f"{path.name}:{call.lineno}")
     assert not unnamed
+
+
+def test_no_imports_go_in_a_circle():
+    """Nor is a circle hidden behind ``TYPE_CHECKING``, which ``_imports`` reads like any other."""
+    names = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path
+        for path in PACKAGE.rglob("*.py")
+    }
+    graph = {}
+    for name, path in names.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "") in names:
+                parts = {f"{node.module}.{alias.name}" for alias in node.names}
+                own = parts & names.keys()
+                found |= own if len(own) == len(node.names) else own | {node.module}
+        graph[name] = found
+    assert list(TopologicalSorter(graph).static_order())

@@ -32,7 +32,7 @@ from torch_lla_em.likelihoods import (
     preferred,
     tempered,
 )
-from torch_lla_em.prediction import Fitted, NotFittedError, stored
+from torch_lla_em.prediction import Fitted, NotFittedError, stored, warn_of_collapse
 from torch_lla_em.problem import Plan, Problem
 from torch_lla_em.report import write_report
 from torch_lla_em.runtime import Compute, Group, check_choice, check_options, group_of
@@ -195,12 +195,12 @@ class LinearisedLaplace(OnHub, Fitted):
                     self.load_state_dict(state)
                 else:
                     run.plan(self.num_samples, self.compute)
-                    example = stored.example_of(self, data)
+                    example = self._example_of(data)
                     posterior = learn(problem, options, run.on_step, run.begin(example))
                     run.end()
                     self._store(posterior, run.history, data.num_labelled)
                     self._example = example
-                    self._examine(data)
+                    warn_of_collapse(self, data)
                     self.said = run.said
                     run.keep(self.state_dict())
             self._loaders, self._data_seen = loaders, data.parts

@@ -16,20 +16,20 @@ from torch_lla_em.data import as_loader, inputs_of
 from torch_lla_em.inference import Curve
 from torch_lla_em.prediction import (
     Fitted,
+    PredictedData,
     Prediction,
-    Rows,
     auroc,
     binned,
     calibration_error,
-    rows_of,
+    predicted_data,
     stated_and_right,
 )
 
 Axes = Any
 """Matplotlib's axes; matplotlib is optional."""
 
-Examples = Iterable[Any] | Rows
-"""A loader, or what ``rows_of`` returns for it."""
+Examples = Iterable[Any] | PredictedData
+"""A loader, or what ``predicted_data`` returns for it."""
 
 _NETWORK, _POSTERIOR = "0.6", "C0"
 _DIAGONAL = {"color": "black", "linewidth": 0.8, "linestyle": ":"}
@@ -175,7 +175,7 @@ def unfamiliarity(la: Fitted, loader: Examples, other: Any, axes: Axes | None = 
     ``other`` needs no targets: it may be a loader, a Dataset, or inputs.
     """
     axes = _axes(axes)
-    own = [loader.posterior] if isinstance(loader, Rows) else _predictions(la, loader)
+    own = [loader.posterior] if isinstance(loader, PredictedData) else _predictions(la, loader)
     sets = [_epistemic(own), _epistemic(_predictions(la, other))]
     area = auroc(*map(torch.from_numpy, reversed(sets)))
     both = np.log10(np.concatenate(sets))
@@ -208,11 +208,11 @@ def plot_curve(curve: Curve, axes: Axes | None = None) -> Axes:
     return axes
 
 
-def _rows(la: Fitted, loader: Examples) -> Rows:
-    return loader if isinstance(loader, Rows) else rows_of(la, loader)
+def _rows(la: Fitted, loader: Examples) -> PredictedData:
+    return loader if isinstance(loader, PredictedData) else predicted_data(la, loader)
 
 
-def _regression_rows(la: Fitted, loader: Examples) -> Rows:
+def _regression_rows(la: Fitted, loader: Examples) -> PredictedData:
     if not la.likelihood.real_valued:
         raise TypeError("Intervals need continuous targets. For probabilities, use reliability.")
     return _rows(la, loader)
@@ -231,7 +231,7 @@ def _finished(axes: Axes, x: str, y: str) -> Axes:
     return axes
 
 
-def _both(rows: Rows) -> list[tuple[str, str, Prediction]]:
+def _both(rows: PredictedData) -> list[tuple[str, str, Prediction]]:
     return [("network", _NETWORK, rows.network), ("posterior", _POSTERIOR, rows.posterior)]
 
 
@@ -257,7 +257,7 @@ def _images(x: Tensor) -> Tensor:
     return (x - low) / (high - low).clamp_min(1e-12)
 
 
-def _captions(rows: Rows) -> list[tuple[str, bool]]:
+def _captions(rows: PredictedData) -> list[tuple[str, bool]]:
     """Return the prediction for each example as text, and whether it is wrong."""
     prediction, y = rows.posterior, rows.targets
     if prediction.likelihood.real_valued:

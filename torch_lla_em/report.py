@@ -15,7 +15,7 @@ from typing import Any
 
 from torch_lla_em import plot
 from torch_lla_em.likelihoods import BradleyTerry, Likelihood
-from torch_lla_em.prediction import Fitted, Rows, outcomes, rows_of, scores, summary
+from torch_lla_em.prediction import Fitted, PredictedData, outcomes, predicted_data, scores
 from torch_lla_em.solvers import relative_error
 
 _STYLE = """
@@ -33,7 +33,7 @@ _EDGE = 2.0
 
 def write_report(la: Fitted, loader: Iterable[Any], path: str | PathLike, other: Any) -> None:
     """Write a page about predictions of a loader's rows; ``other`` are unfamiliar inputs."""
-    rows = rows_of(la, loader)
+    rows = predicted_data(la, loader)
     plan, *said = la.said
     parts = [
         la._repr_html_(),
@@ -70,10 +70,10 @@ la = LinearisedLaplace.from_pretrained("this repository", model)  # with its tra
 
 def as_card(la: Fitted, loader: Iterable[Any] | None = None) -> str:
     """Return a model card in Markdown: what was fitted, and how well a loader is predicted."""
-    fitted = [("", ""), *summary.of_fit(la)[1]]
+    fitted = [("", ""), *la._table()[1]]
     parts = [CARD.format(network=type(la.model).__name__), _as_markdown(fitted)]
     if loader is not None:
-        rows = rows_of(la, loader)
+        rows = predicted_data(la, loader)
         parts += [f"## On {len(rows.targets):,} validation examples\n", _as_markdown(_scored(rows))]
         parts += [f"- {line}\n" for line in advice(la, rows)]
     warnings = [f"- {line}\n" for line in la.said[1:]]
@@ -85,7 +85,7 @@ def _as_markdown(table: Iterable[Sequence[str]]) -> str:
     return "\n".join([header, "|---" * (header.count("|") - 1) + "|", *rows, ""])
 
 
-def advice(la: Fitted, rows: Rows) -> Iterator[str]:
+def advice(la: Fitted, rows: PredictedData) -> Iterator[str]:
     """Yield what the numbers call for."""
     gain = rows.network.log_prob(rows.targets) - rows.posterior.log_prob(rows.targets)
     error = gain.double().std() / len(gain) ** 0.5
@@ -107,20 +107,22 @@ def advice(la: Fitted, rows: Rows) -> Iterator[str]:
         yield "γ is known to no more than 10 %: larger num_samples tells it better."
 
 
-def _scored(rows: Rows) -> list[Sequence[str]]:
+def _scored(rows: PredictedData) -> list[Sequence[str]]:
     """Return the scores of the network and of the posterior as a table, its heading first."""
     each = [scores(outcomes(p, rows.targets)) for p in (rows.network, rows.posterior)]
     values = [(name, *(f"{found[name]:.4g}" for found in each)) for name in each[0]]
     return [("", "network", "posterior"), *values]
 
 
-def _table(rows: Rows) -> str:
+def _table(rows: PredictedData) -> str:
     header, *values = _scored(rows)
     body = "".join(f"<tr>{''.join(f'<td>{escape(v)}</td>' for v in row)}</tr>" for row in values)
     return f"<table><tr>{''.join(f'<th>{name}</th>' for name in header)}</tr>{body}</table>"
 
 
-def _pictures(la: Fitted, rows: Rows, other: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+def _pictures(
+    la: Fitted, rows: PredictedData, other: Any
+) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     likelihood, x = la.likelihood, rows.inputs
     if likelihood.gives_probabilities:
         yield "How often predictions come true", lambda axes: plot.reliability(la, rows, axes)
@@ -138,7 +140,7 @@ def _pictures(la: Fitted, rows: Rows, other: Any) -> Iterator[tuple[str, Callabl
         yield "Path of EM", lambda axes: plot.em_path(la, axes)
 
 
-def _is_plain_regression(likelihood: Likelihood, rows: Rows) -> bool:
+def _is_plain_regression(likelihood: Likelihood, rows: PredictedData) -> bool:
     return likelihood.real_valued and rows.posterior.expectation.shape == rows.targets.shape
 
 

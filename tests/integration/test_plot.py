@@ -11,7 +11,7 @@ from matplotlib import pyplot
 from torch import nn
 
 from torch_lla_em import LinearisedLaplace, plot, plot_curve
-from torch_lla_em.prediction import rows_of
+from torch_lla_em.prediction import predicted_data
 
 
 def fitted(name, **options):
@@ -34,7 +34,7 @@ def labels(axes):
 @pytest.mark.parametrize("name", LOG_PROBS)
 def test_rows_are_what_is_predicted(name):
     case, la = fitted(name)
-    rows = rows_of(la, [(case.x[:11], case.y[:11]), (case.x[11:], case.y[11:])])
+    rows = predicted_data(la, [(case.x[:11], case.y[:11]), (case.x[11:], case.y[11:])])
     assert_close(rows.inputs, case.x)
     assert_close(rows.targets, case.y)
     assert_close(rows.posterior.expectation, la.predict(case.x).expectation)
@@ -91,7 +91,7 @@ def test_confidence_is_over_two_inputs(kind):
     la = LinearisedLaplace(nn.Linear(2, outputs).double(), kind, num_samples=4)
     la.fit(x, y, em_steps=1, progress_bar=False)
     assert plot.confidence(la, [(x, y)]).get_xlim()[0] < x[:, 0].min()
-    rows = rows_of(la, [(x, y)])
+    rows = predicted_data(la, [(x, y)])
     with pytest.raises(ValueError, match="two numbers"):
         plot.confidence(la, rows._replace(inputs=x[:, :1]))
 
@@ -124,7 +124,7 @@ def test_two_sets_part():
     case, la = fitted("classification")
     far = plot.unfamiliarity(la, [(case.x, case.y)], 10 * case.x)
     assert float(far.get_title().split()[1]) > 0.5
-    same = plot.unfamiliarity(la, rows_of(la, [(case.x, case.y)]), [(case.x, case.y)])
+    same = plot.unfamiliarity(la, predicted_data(la, [(case.x, case.y)]), [(case.x, case.y)])
     assert float(same.get_title().split()[1]) == pytest.approx(0.5, abs=0.02)  # ties to rounding
 
 

@@ -14,7 +14,7 @@ from torch import nn
 pytest.importorskip("matplotlib")
 
 from torch_lla_em import LinearisedLaplace
-from torch_lla_em.prediction import rows_of
+from torch_lla_em.prediction import predicted_data
 from torch_lla_em.report import advice
 
 
@@ -64,7 +64,10 @@ def test_inputs_that_are_not_finite_are_named(tmp_path):
     case, la = fitted("classification")
     x = case.x.clone()
     x[3] = float("nan")
-    for show in (lambda data: la.report(data, tmp_path / "report.html"), lambda d: rows_of(la, d)):
+    for show in (
+        lambda data: la.report(data, tmp_path / "report.html"),
+        lambda d: predicted_data(la, d),
+    ):
         with pytest.raises(ValueError, match="1 of the 30 examples of batch 1.* example 3"):
             show([(case.x, case.y), (x, case.y)])
     assert not (tmp_path / "report.html").exists()
@@ -87,7 +90,7 @@ def test_what_was_warned_of_is_kept(tmp_path, caplog):
 
 def test_advice_follows_the_numbers():
     case, la = fitted("classification")
-    rows = rows_of(la, [(case.x, case.y)])
+    rows = predicted_data(la, [(case.x, case.y)])
     worse = rows._replace(network=rows.posterior, posterior=rows.network)
     certain = 30.0 * nn.functional.one_hot(case.y, 3).double()
     sure = rows._replace(network=type(rows.network)(la.likelihood, certain, certain[None] * 0))

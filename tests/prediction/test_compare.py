@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import LinearisedLaplace, NotFittedError, compare
-from torch_lla_em.prediction import outcomes, rows_of, scores
+from torch_lla_em.prediction import outcomes, predicted_data, scores
 
 
 def fitted(name, precision=5.0):
@@ -54,7 +54,7 @@ def test_a_row_of_the_table_is_what_the_posterior_itself_says(name):
     loader = DataLoader(TensorDataset(case.x[:23], case.y[:23]), 20)
     table = compare({"wide": la, "narrow": other}, loader, together=8)
     for key, each in (("wide", la), ("narrow", other)):
-        record, rows = table.records[key], rows_of(each, loader)
+        record, rows = table.records[key], predicted_data(each, loader)
         assert_close(table.log_probs[key], rows.posterior.log_prob(rows.targets).double())
         assert record["NLL"] == pytest.approx(-table.log_probs[key].mean().item())
         alone = -rows.network.log_prob(rows.targets).mean().item()

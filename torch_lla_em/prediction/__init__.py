@@ -1,12 +1,11 @@
-"""What a fitted posterior answers: ``functions``, ``mixture``, ``prediction``, ``parts``,
-``calibration``, ``standing``, ``stored``, ``fitted``, ``scores``, ``compare``."""
+"""What a fitted posterior predicts, how it is calibrated and compared, and how it is stored."""
 
-from torch_lla_em.prediction import stored, summary
+from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Calibration
-from torch_lla_em.prediction.collapse import stated_and_right
+from torch_lla_em.prediction.collapse import stated_and_right, warn_of_collapse
 from torch_lla_em.prediction.compare import Comparison, compare
 from torch_lla_em.prediction.fitted import Fitted
-from torch_lla_em.prediction.held_out import Rows, rows_of
+from torch_lla_em.prediction.held_out import PredictedData, predicted_data
 from torch_lla_em.prediction.parts import posterior_alone
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.scores import auroc, binned, calibration_error, outcomes, scores
@@ -17,17 +16,17 @@ __all__ = [
     "Comparison",
     "Fitted",
     "NotFittedError",
+    "PredictedData",
     "Prediction",
-    "Rows",
     "auroc",
     "binned",
     "calibration_error",
     "compare",
     "outcomes",
     "posterior_alone",
-    "rows_of",
+    "predicted_data",
     "scores",
     "stated_and_right",
     "stored",
-    "summary",
+    "warn_of_collapse",
 ]

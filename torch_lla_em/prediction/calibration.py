@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood, Regression
-from torch_lla_em.prediction.parts import predicted
+from torch_lla_em.prediction.parts import Pushed, joined
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import Group
@@ -96,51 +96,6 @@ class Found(NamedTuple):
     calibration: Calibration
 
 
-class _Held(NamedTuple):
-    """Rows with what predictions of them are made of."""
-
-    likelihood: Likelihood
-    f: Tensor
-    Jw: Tensor
-    y: Tensor
-
-    def pieces(self) -> Iterator[_Held]:
-        """Yield a few rows at a time."""
-        step = max(1, _NUMBERS // max(1, 64 * self.f[:1].numel()))
-        for start in range(0, len(self.f), step):
-            rows = slice(start, start + step)
-            f, Jw = self.f[rows].double(), self.Jw[:, rows].double()
-            yield _Held(self.likelihood, f, Jw, self.y[rows])
-
-    def prediction(self, table: Tensor, noise: Tensor) -> Prediction:
-        """Return the prediction of all rows, with σ times ``noise``."""
-        likelihood = self.likelihood
-        if isinstance(likelihood, Regression):
-            likelihood = likelihood.at_noise(likelihood.sigma_noise.to(noise) * noise)
-        return predicted(likelihood, self.f, self.Jw, table)
-
-    def log_probs(self, table: Tensor, noise: Tensor) -> Tensor:
-        """Return log p(y_n | x_n), (N,)."""
-        parts = [piece.prediction(table, noise)._log_prob(piece.y) for piece in self.pieces()]
-        return torch.cat(parts) if parts else noise.new_zeros(0)
-
-    def covered(self, table: Tensor, noise: Tensor) -> Tensor:
-        """Return the share of each example's targets that lie in their intervals, (N,)."""
-        shares = []
-        for piece in self.pieces():
-            lower, upper = piece.prediction(table, noise).credible_interval(LEVEL)
-            inside = (piece.y >= lower) & (piece.y <= upper)
-            shares.append(inside.double().flatten(1).mean(1))
-        return torch.cat(shares) if shares else noise.new_zeros(0)
-
-    def labelled(self) -> Tensor:
-        """Return 1 for examples with a label, 0 for those whose labels are all ignored, (N,)."""
-        mask = self.likelihood.mask(self.y)
-        if mask is None:
-            return self.f.new_ones(len(self.f), dtype=torch.float64)
-        return mask.flatten(1).any(1).double() if mask.dim() > 1 else mask.double()
-
-
 def calibrated(problem: Problem, columns: Tensor, mean: str | None, before: Tensor) -> Found:
     """Return the numbers that the problem's data, a validation set, call for; one pass.
 
@@ -151,11 +106,9 @@ def calibrated(problem: Problem, columns: Tensor, mean: str | None, before: Tens
     if not parts:  # a rank without data
         none = torch.zeros(0, 1, device="cpu")
         parts = [(none, none.expand(len(columns), 0, 1), none[:, 0])]
-    f, Jw, y = zip(*parts)
     group, likelihood = problem.data.group, problem.likelihood
-    held = _Held(likelihood, torch.cat(f), torch.cat(Jw, dim=1), torch.cat(y))
-    labelled = held.labelled()
-    count = group.sum(labelled.sum()).item()
+    data = joined(Pushed(likelihood, *part) for part in parts)
+    count = group.sum(data.labelled().sum().double()).item()
     if not count:
         raise ValueError(
             "None of the validation examples has a label (all are ignored), so there is nothing "
@@ -170,15 +123,15 @@ def calibrated(problem: Problem, columns: Tensor, mean: str | None, before: Tens
         return first, error
 
     numbers = numbers_of(likelihood, mean)
-    theta = _most_probable(numbers, held, group)
+    theta = _most_probable(numbers, data, group)
     table, noise = found = numbers.at(theta)
     so_far = before, torch.ones_like(noise)
-    old, new = held.log_probs(*so_far), held.log_probs(*found)
-    optimism = _determined(numbers, theta, held, group) / count
+    old, new = _log_probs(data, *so_far), _log_probs(data, *found)
+    optimism = _determined(numbers, theta, data, group) / count
     (nll, _), (gain, error) = mean_and_error(-old), mean_and_error(new - old)
     coverage = coverage_error = None
     if isinstance(likelihood, Regression) and likelihood.elementwise:
-        first, second = held.covered(*so_far), held.covered(*found)
+        first, second = _covered(data, *so_far), _covered(data, *found)
         coverage = mean_and_error(first)[0], mean_and_error(second)[0]
         coverage_error = mean_and_error(second - first)[1]
     applied = gain > optimism
@@ -227,19 +180,52 @@ def _table(rows: list[list[Tensor]]) -> Tensor:
     return torch.stack([torch.stack(row) for row in rows])
 
 
-def _most_probable(numbers: Numbers, held: _Held, group: Group) -> Tensor:
+def _pieces(data: Pushed) -> Iterator[Pushed]:
+    """Yield a few examples at a time, in double precision."""
+    for piece in data.split(max(1, _NUMBERS // max(1, 64 * data.f[:1].numel()))):
+        yield piece._replace(f=piece.f.double(), Jw=piece.Jw.double())
+
+
+def _prediction(data: Pushed, table: Tensor, noise: Tensor) -> Prediction:
+    """Return the prediction with σ times ``noise``."""
+    likelihood = data.likelihood
+    if isinstance(likelihood, Regression):
+        likelihood = likelihood.at_noise(likelihood.sigma_noise.to(noise) * noise)
+    return data._replace(likelihood=likelihood).prediction(table)
+
+
+def _log_prob(data: Pushed, table: Tensor, noise: Tensor) -> Tensor:
+    return _prediction(data, table, noise)._log_prob(data.y)
+
+
+def _log_probs(data: Pushed, table: Tensor, noise: Tensor) -> Tensor:
+    """Return log p(y_n | x_n), (N,)."""
+    parts = [_log_prob(piece, table, noise) for piece in _pieces(data)]
+    return torch.cat(parts) if parts else noise.new_zeros(0)
+
+
+def _covered(data: Pushed, table: Tensor, noise: Tensor) -> Tensor:
+    """Return the share of each example's targets that lie in their intervals, (N,)."""
+    shares = [noise.new_zeros(0)]
+    for piece in _pieces(data):
+        lower, upper = _prediction(piece, table, noise).credible_interval(LEVEL)
+        shares.append(((piece.y >= lower) & (piece.y <= upper)).double().flatten(1).mean(1))
+    return torch.cat(shares)
+
+
+def _most_probable(numbers: Numbers, data: Pushed, group: Group) -> Tensor:
     """Return θ at the maximum of log p(y | x, θ) + log p(θ), by L-BFGS."""
-    deviations = torch.tensor(numbers.deviations, dtype=torch.float64, device=held.f.device)
+    deviations = torch.tensor(numbers.deviations, dtype=torch.float64, device=data.f.device)
     theta = torch.zeros_like(deviations).requires_grad_()
     search = torch.optim.LBFGS([theta], max_iter=_STEPS, line_search_fn="strong_wolfe")
 
     def objective() -> Tensor:
-        data = torch.zeros(1 + len(theta), dtype=theta.dtype, device=theta.device)
-        for piece in held.pieces():
+        sums = torch.zeros(1 + len(theta), dtype=theta.dtype, device=theta.device)
+        for piece in _pieces(data):
             with torch.enable_grad():
-                loss = -piece.prediction(*numbers.at(theta))._log_prob(piece.y).sum()
-            data += torch.cat([loss.detach()[None], *torch.autograd.grad(loss, theta)])
-        loss, theta.grad = group.sum(data).split([1, len(theta)])
+                loss = -_log_prob(piece, *numbers.at(theta)).sum()
+            sums += torch.cat([loss.detach()[None], *torch.autograd.grad(loss, theta)])
+        loss, theta.grad = group.sum(sums).split([1, len(theta)])
         theta.grad = theta.grad + theta.detach() / deviations**2
         return loss[0] + 0.5 * (theta.detach() / deviations).square().sum()
 
@@ -247,12 +233,12 @@ def _most_probable(numbers: Numbers, held: _Held, group: Group) -> Tensor:
     return theta.detach()
 
 
-def _determined(numbers: Numbers, theta: Tensor, held: _Held, group: Group) -> float:
+def _determined(numbers: Numbers, theta: Tensor, data: Pushed, group: Group) -> float:
     """Return how many of the numbers the rows determine: what they gain by fitting alone."""
     steps = _DIFFERENCE * torch.eye(len(theta), dtype=theta.dtype, device=theta.device)
 
     def rows(theta: Tensor) -> Tensor:
-        return held.log_probs(*numbers.at(theta))
+        return _log_probs(data, *numbers.at(theta))
 
     slopes = [(rows(theta + step) - rows(theta - step)) / (2 * _DIFFERENCE) for step in steps]
     scaled = torch.stack(slopes) * torch.tensor(numbers.deviations, device="cpu").to(theta)[:, None]

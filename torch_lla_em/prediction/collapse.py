@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from math import log
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data
 from torch_lla_em.inference import PRECISION_BOUNDS, Estimate
+from torch_lla_em.prediction.fitted import Fitted
 from torch_lla_em.prediction.prediction import Prediction
 
-if TYPE_CHECKING:
-    from torch_lla_em.prediction.fitted import Fitted
+logger = logging.getLogger("torch_lla_em")
 
 # rows of a batch that a fit is looked at by, and numbers that their samples may take
 _ROWS = 256
@@ -36,8 +36,14 @@ def few_rows(data: Data, num_samples: int) -> Batch | None:
     return batch if batch is not None and len(batch.rows) <= rows else None
 
 
-def examined(fitted: Fitted, data: Data) -> Iterator[str]:
-    """Yield what is amiss with a fit, also by predictions of rows that it was fitted to."""
+def warn_of_collapse(fitted: Fitted, data: Data) -> None:
+    """Log a warning for each sign that a fit has collapsed."""
+    for sign in _signs(fitted, data):
+        logger.warning("%s", sign)
+
+
+def _signs(fitted: Fitted, data: Data) -> Iterator[str]:
+    """Yield what is amiss with a fit, also by predictions of examples that it was fitted to."""
     batch = few_rows(data, len(fitted.w_samples)) if data.group.rank == 0 else None
     if batch is None:
         return

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torch_lla_em.data import Data, paired
 from torch_lla_em.prediction.fitted import Fitted
-from torch_lla_em.prediction.held_out import JointLogProbs, Pushed
-from torch_lla_em.prediction.parts import posterior_alone
+from torch_lla_em.prediction.held_out import JointLogProbs, pushed
+from torch_lla_em.prediction.parts import Pushed, posterior_alone
 from torch_lla_em.prediction.scores import Outcomes, joined, outcomes, scores
 from torch_lla_em.prediction.tables import Lines, Shown
 
@@ -23,7 +23,7 @@ _CLEAR = 2.0
 _COLUMNS = "NLL", "network NLL", "accuracy", "ECE", "RMSE", "90 % coverage"
 
 
-class _Seen(NamedTuple):
+class _OnBatch(NamedTuple):
     """One posterior's outcomes on one batch."""
 
     posterior: Outcomes
@@ -123,12 +123,12 @@ def compare(
         la._require_fit(surely=True)
     first = next(iter(named.values()))
     data = Data(paired(validation, targets), first._device, first.target_fn)
-    seen: dict[str, list[_Seen]] = {name: [] for name in named}
+    seen: dict[str, list[_OnBatch]] = {name: [] for name in named}
     joint = {name: JointLogProbs(la.mixture, together) for name, la in named.items()}
     with torch.no_grad():
         for batch in data:
             for name, la in named.items():
-                at = Pushed.of(la, batch)
+                at = pushed(la, batch)
                 joint[name].add(at)
                 seen[name].append(_seen(la, at))
     records, log_probs = {}, {}
@@ -143,14 +143,14 @@ def _named(posteriors: Sequence[Fitted]) -> dict[str, Fitted]:
     return {f"{i}: {type(la.model).__name__}": la for i, la in enumerate(posteriors)}
 
 
-def _seen(la: Fitted, at: Pushed) -> _Seen:
+def _seen(la: Fitted, at: Pushed) -> _OnBatch:
     found = outcomes(at.prediction(la.mixture), at.y)
     network = at.prediction(posterior_alone(scale=0.0)).log_prob(at.y).double().cpu()
     kept = Outcomes(*(None if part is None else part.cpu() for part in found))
-    return _Seen(kept, network)
+    return _OnBatch(kept, network)
 
 
-def _beside(la: Fitted, seen: list[_Seen], joint: Tensor) -> dict[str, float]:
+def _beside(la: Fitted, seen: list[_OnBatch], joint: Tensor) -> dict[str, float]:
     """Return what is no average over examples of the posterior's predictions."""
     record = {
         "network NLL": -torch.cat([each.network for each in seen]).mean().item(),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,30 +14,36 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_lla_em.data import map_tensors
 from torch_lla_em.prediction.parts import predicted
+from torch_lla_em.prediction.posterior import StoredPosterior
 from torch_lla_em.prediction.prediction import Prediction
-
-if TYPE_CHECKING:
-    from torch_lla_em.prediction.fitted import Fitted
 
 
 def exported(
-    fitted: Fitted, x: Any, num_samples: int | None, path: str | PathLike | None
+    posterior: StoredPosterior,
+    predict: Callable[[Any], Prediction],
+    x: Any,
+    num_samples: int | None,
+    path: str | PathLike | None,
 ) -> ExportedProgram:
-    """Return the map from inputs of the shape of x to what ``fitted(x)`` returns.
+    """Return the map from inputs of the shape of x to what ``predict`` says of y.
 
     It is recorded at x, derivatives and all, so that the number of rows stays as it is there: torch
     cannot take derivatives of many layers of which it does not know the size.
     """
-    x = map_tensors(lambda tensor: tensor.detach().to(fitted._device), x)
+    x = map_tensors(lambda tensor: tensor.detach().to(posterior._device), x)
     # what cannot be is refused here, derivatives are probed, and what is random is drawn
-    due = _answer(fitted.predict(x, num_samples=num_samples))
-    model, columns, table = fitted._linear_model, fitted._columns(num_samples), fitted.mixture
+    due = _answer(predict(x))
+    model, columns, table = (
+        posterior._linear_model,
+        posterior._columns(num_samples),
+        posterior.mixture,
+    )
     class_dim = model.network.class_dim
 
     def answer(x: Any) -> Tensor | tuple[Tensor, Tensor]:
         rows = model.by_autodiff(x, pulls=False)
         Jw = rows.push(columns)
-        return _answer(predicted(fitted.likelihood, rows.f, Jw, table, class_dim))
+        return _answer(predicted(posterior.likelihood, rows.f, Jw, table, class_dim))
 
     with torch.no_grad(), model.network.guarded():
         graph = make_fx(answer)(x)
@@ -47,7 +53,7 @@ def exported(
     for kind, other in _others(x):
         with suppress(Exception):  # inputs that the network does not take tell nothing
             due = None
-            due = _answer(fitted.predict(other, num_samples=num_samples))
+            due = _answer(predict(other))
         if due is not None:
             _compare(run(other), due, kind)
     if path is not None:

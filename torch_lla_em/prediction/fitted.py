@@ -1,69 +1,33 @@
-"""A posterior on its network: what it answers, and how it is kept."""
+"""A fitted posterior: what it predicts, and how predictions are calibrated."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import ExportedProgram
 
-from torch_lla_em.data import Data, TargetFn, paired
-from torch_lla_em.inference import Curve, Estimate, Posterior
-from torch_lla_em.jacobian import LinearModel
-from torch_lla_em.likelihoods import Example, Likelihood, Regression
-from torch_lla_em.prediction import collapse, parts, stored, summary
-from torch_lla_em.prediction.calibration import Calibration, calibrated
+from torch_lla_em.data import paired
+from torch_lla_em.inference import Estimate
+from torch_lla_em.likelihoods import Regression
+from torch_lla_em.prediction import parts, summary
+from torch_lla_em.prediction.calibration import calibrated
 from torch_lla_em.prediction.export import exported
 from torch_lla_em.prediction.functions import mixed, slots
 from torch_lla_em.prediction.held_out import held_out_evidence, over
+from torch_lla_em.prediction.posterior import StoredPosterior
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushing import push_forward
-from torch_lla_em.prediction.standing import Standing
-from torch_lla_em.prediction.stored import NotFittedError
 from torch_lla_em.prediction.tables import Lines, Shown
-from torch_lla_em.problem import place_of_vectors
-from torch_lla_em.runtime import Compute, check_choice, check_options, free_memory, heard
-
-logger = logging.getLogger("torch_lla_em")
+from torch_lla_em.runtime import check_choice, check_options, heard
 
 
-class Fitted(Shown, nn.Module):
-    """What a fit leaves, as buffers of a module that a network is beside, not inside.
-
-    The network is no submodule: its weights are the user's, and no part of this state.
-    """
-
-    model: nn.Module
-    likelihood: Likelihood
-    compute: Compute
-    num_samples: int
-    target_fn: TargetFn | None
-    _linear_model: LinearModel
-    _given_likelihood: Any
-    _given: list[str]
-    sigma_noise: Tensor
-    mixture: Tensor
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        object.__setattr__(self, "model", model)
-        self.history: list[dict[str, Any]] = []
-        self.calibration: Calibration | None = None
-        """What the last ``calibrate`` gained on held-out rows."""
-
-        self.said: list[str] = []
-        """The plan of the fit, and what it and ``calibrate`` have warned of."""
-
-        self.num_data: int | None = None
-        for name in stored.TENSORS:
-            self.register_buffer(name, None)
-        self._standing: Standing | None = None
-        self._example: Example | None = None
-        self._shard: str | None = None
+class Fitted(Shown, StoredPosterior):
+    """A fitted posterior that predicts."""
 
     def forward(
         self,
@@ -142,7 +106,8 @@ class Fitted(Shown, nn.Module):
     def export(self, x: Any, path: Any = None, num_samples: int | None = None) -> ExportedProgram:
         """Return, and save to ``path``, ``la(x)`` at this shape of x as a program of torch alone."""
         self._require_fit(surely=True)
-        return exported(self, x, num_samples, path)
+        predict = partial(self.predict, num_samples=num_samples)
+        return exported(self, predict, x, num_samples, path)
 
     def joint_log_prob(self, x: Any, y: Tensor, mean: str | None = None) -> Tensor:
         """Return log p(y_1..y_B | x_1..x_B), shape ()."""
@@ -175,23 +140,6 @@ class Fitted(Shown, nn.Module):
             self.likelihood = self.likelihood.at_noise(self.sigma_noise)
         return self
 
-    @property
-    def mean(self) -> str:
-        """What the posterior is around in predictions: "network" or "linear"."""
-        return "network" if self.mixture is None else parts.mean_of(self.mixture)
-
-    @property
-    def posterior_scale(self) -> Tensor | None:
-        """τ, by which the posterior's variance is multiplied in predictions."""
-        return None if self.mixture is None else self.mixture[0, parts.SCALE]
-
-    @property
-    def mean_factor(self) -> Tensor | None:
-        """What the posterior's mean is multiplied by in predictions."""
-        if self.mixture is None:
-            return None
-        return self.mixture[0, parts.MODE if self.mean == "linear" else parts.NETWORK]
-
     def _parts(self, mean: str | None) -> Tensor:
         """Return the parts of predictions, of the posterior alone around a mean if it is given."""
         self._require_fit()
@@ -200,16 +148,6 @@ class Fitted(Shown, nn.Module):
             return self.mixture
         factor = self.mean_factor if mean == self.mean else 1.0
         return parts.posterior_alone(mean, factor, self.posterior_scale)
-
-    def log_marginal_likelihood(self) -> Estimate:
-        """Return log p(y | λ, σ) of the linear model, with its standard error over samples.
-
-        It compares what stands on the features of one network: λ, σ, priors, likelihoods. It does
-        not compare networks, whose features were learnt from the same targets, and follows their
-        training loss: for these there is ``held_out_evidence``.
-        """
-        self._require_fit()
-        return Estimate(*self._log_evidence)
 
     def held_out_evidence(
         self, loader: Any, targets: Tensor | None = None, *, together: int = 1
@@ -226,71 +164,6 @@ class Fitted(Shown, nn.Module):
         with over(self, paired(loader, targets)) as problem:
             return held_out_evidence(problem, self._columns(), self.mixture, together)
 
-    def _columns(self, num_samples: int | None = None) -> Tensor:
-        """Return w_lin and samples, (1 + K, P)."""
-        return torch.cat([self.w_lin[None], self.w_samples[:num_samples]])
-
-    def curve(self, precisions: Iterable[float] | Tensor) -> Curve:
-        """Return γ and the log evidence over a grid of λ, without a pass over data.
-
-        The evidence of a non-Gaussian likelihood is known where EM went and half a decade
-        either side of λ*, and NaN beyond.
-        """
-        self._require_fit()
-        return stored.curve_of(self, precisions)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Return the posterior as tensors, with a version and the network's fingerprint."""
-        self._require_fit(surely=True)
-        return stored.state_of(self)
-
-    def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
-        """Take over a posterior; refused where the network is not the one it was fitted to."""
-        tensors, record = stored.checked(state, self)
-        size = state["w_samples"].nbytes
-        place = place_of_vectors(size, self.compute, self._device, free_memory(self._device))
-        for name, tensor in tensors.items():
-            setattr(self, name, None if tensor is None else tensor.to(place, copy=True))
-        self.history, self.num_data = record["history"], record["num_data"]
-        self.calibration = record.get("calibration") and Calibration(*record["calibration"])
-        self.said = record.get("said", ["The plan was not kept."])
-        if self.sigma_noise is not None:
-            self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
-        self.num_samples = len(self.w_samples)
-        self._example = Example.known(state)
-        self._standing = Standing(self._linear_model.network)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a buffer."""
-        return super().__getattr__(name)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fitted:
-        """Move posterior and network together."""
-        network = self._linear_model.network
-        stands = self.w_lin is not None and self._standing.holds(network)
-        super()._apply(fn, recurse)
-        self.model._apply(fn, recurse)
-        self._linear_model = LinearModel(network, self._linear_model.layout)  # to be probed there
-        if stands:
-            self._standing = Standing(network)
-        return self
-
-    def _store(self, posterior: Posterior, history: list[dict[str, Any]], num_data: int) -> None:
-        for name, tensor in stored.tensors_of(posterior).items():
-            setattr(self, name, tensor)
-        self.history, self.num_data, self.calibration = history, num_data, None
-        if self.sigma_noise is not None:
-            self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
-        elif isinstance(self._given_likelihood, Regression):  # tempered, so its noise stays
-            self.likelihood = self._given_likelihood
-            self.sigma_noise = self.likelihood.sigma_noise.to(self.w_lin.device)
-        self._standing = Standing(self._linear_model.network)
-
-    def _examine(self, data: Data) -> None:
-        """Warn of a fit that has gone to one end, by predictions of rows it was fitted to."""
-        for sign in collapse.examined(self, data):
-            logger.warning("%s", sign)
-
     def _predicted(self, x: Any, table: Tensor, num_samples: int | None = None) -> Prediction:
         has_mode = bool(table[:, parts.MODE].any())
         mode = [self.w_lin[None]] * has_mode
@@ -302,18 +175,3 @@ class Fitted(Shown, nn.Module):
 
     def _table(self) -> tuple[str, Lines]:
         return summary.of_fit(self)
-
-    def _require_fit(self, surely: bool = False) -> None:
-        if self.w_lin is None:
-            raise NotFittedError(
-                "There is no posterior yet: call la.fit(train_loader), or la.load_state_dict(state)."
-            )
-        if not self._standing.holds(self._linear_model.network, surely):
-            raise NotFittedError(
-                "The network's weights have changed since the fit, so the posterior is not theirs: "
-                "call la.fit(train_loader) again."
-            )
-
-    @property
-    def _device(self) -> torch.device:
-        return self._linear_model.network.device

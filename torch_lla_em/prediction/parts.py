@@ -6,6 +6,9 @@ the scale τ of the posterior's variance. The first has the samples' deviations,
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -48,3 +51,42 @@ def predicted(
         return Prediction(likelihood, centres[0], deviations, class_dim)
     weights = table[:, WEIGHT]
     return Prediction(likelihood, centres[0], deviations, class_dim, centres[1:], weights)
+
+
+class Pushed(NamedTuple):
+    """Examples pushed through the linear model, with their targets; classes last."""
+
+    likelihood: Likelihood
+    f: Tensor
+    """The network's outputs, (B, ..., C)."""
+
+    Jw: Tensor
+    """J w of w_lin and the samples, (1 + K, B, ..., C)."""
+
+    y: Tensor
+
+    def prediction(self, table: Tensor) -> Prediction:
+        """Return the prediction of the examples."""
+        return predicted(self.likelihood, self.f, self.Jw, table)
+
+    def part(self, examples: slice) -> Pushed:
+        """Return some of the examples."""
+        return Pushed(self.likelihood, self.f[examples], self.Jw[:, examples], self.y[examples])
+
+    def split(self, size: int) -> Iterator[Pushed]:
+        """Yield ``size`` examples at a time."""
+        for start in range(0, len(self.f), size):
+            yield self.part(slice(start, start + size))
+
+    def labelled(self) -> Tensor:
+        """Return whether each example has a label that is not ignored, (B,)."""
+        mask = self.likelihood.mask(self.y)
+        if mask is None:
+            return torch.ones(len(self.f), dtype=torch.bool, device=self.f.device)
+        return mask.flatten(1).any(1) if mask.dim() > 1 else mask
+
+
+def joined(parts: Iterable[Pushed]) -> Pushed:
+    """Return the examples of several batches, one after the other."""
+    likelihoods, f, Jw, y = zip(*parts)
+    return Pushed(likelihoods[0], torch.cat(f), torch.cat(Jw, 1), torch.cat(y))

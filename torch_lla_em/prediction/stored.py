@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.data import Data
-from torch_lla_em.inference import Curve, Modes, Posterior, curve
-from torch_lla_em.jacobian import Network, ParameterLayout
-from torch_lla_em.likelihoods import LIKELIHOODS, Example, Likelihood, is_named
+from torch_lla_em.inference import Posterior
+from torch_lla_em.jacobian import LinearModel, Network, ParameterLayout
+from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, is_named
 from torch_lla_em.prediction.parts import posterior_alone
-from torch_lla_em.runtime import check_options, files
+from torch_lla_em.runtime import files
 from torch_lla_em.runtime import records as persistence
-from torch_lla_em.solvers import Spectrum
-
-if TYPE_CHECKING:
-    from torch_lla_em.prediction.fitted import Fitted
 
 # what a posterior is, as buffers; the private ones serve evidence and curve
 TENSORS = (
@@ -68,92 +63,20 @@ def tensors_of(posterior: Posterior) -> dict[str, Tensor | None]:
     }
 
 
-def state_of(fitted: Fitted) -> dict[str, Tensor]:
-    """Return a posterior as tensors, with a version and the network's fingerprint."""
-    layout, tensors = fitted._linear_model.layout, dict(fitted._buffers)
-    record = {
-        "likelihood": type(fitted.likelihood).__name__,
-        "given": fitted._given,
-        "num_data": fitted.num_data,
-        "history": fitted.history,
-        "calibration": fitted.calibration,
-        "said": fitted.said,
-        "names": layout.names,
-        "shapes": [list(shape) for shape in layout.shapes],
-    }
-    example = fitted._example and fitted._example.by(fitted.likelihood, fitted._device)
-    return {
-        **{name: tensors[name] for name in TENSORS if tensors[name] is not None},
-        **(example.tensors() if example else {}),
-        "torch_lla_em_version": torch.tensor(persistence.VERSION, device="cpu"),
-        "fingerprint": fitted._standing.fingerprint,
-        "record": persistence.to_bytes(record),
-    }
-
-
-def example_of(fitted: Fitted, data: Data) -> Example | None:
-    """Return what a likelihood of one's own makes of a few outputs, by which it is known again."""
-    if is_named(fitted._given_likelihood):
-        return None
-    network, batch = fitted._linear_model.network, next(data.first().split(64))
-    with network.guarded():
-        f = network.outputs(batch.inputs).movedim(network.class_dim, -1)
-    y = fitted.likelihood.align(batch.targets, network.class_dim)
-    return Example.of(fitted.likelihood, f, y)
-
-
 def checked(
-    state: dict[str, Tensor], fitted: Fitted
+    state: dict[str, Tensor], linear_model: LinearModel
 ) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
-    """Return tensors and record of a state; refused where it is not of this object."""
+    """Return tensors and record of a state; refused where it is damaged or of other weights."""
     persistence.check(state)
-    record, linear_model = _record_of(state), fitted._linear_model
+    record = _record_of(state)
     _refuse_other_weights(record, linear_model.layout)
     _refuse_other_network(state["fingerprint"], linear_model.network.module)
-    if "forward_fn" in record.get("given", ()) and "forward_fn" not in fitted._given:
-        raise ValueError(
-            "The posterior was fitted with a forward_fn of your own, but this object has none: "
-            "construct it with the same forward_fn."
-        )
-    likelihood, sigma = fitted._given_likelihood, state.get("sigma_noise")
-    if record["likelihood"] != type(likelihood).__name__:
-        raise ValueError(
-            f"The posterior was fitted with the likelihood {record['likelihood']}, but this "
-            f"object has {type(likelihood).__name__}: construct it with the same one."
-        )
-    tensors = {name: state.get(name) for name in TENSORS}
     _refuse_damaged(state, linear_model.layout)
+    tensors = {name: state.get(name) for name in TENSORS}
     if tensors["mixture"] is None:  # of an earlier release
         factor, scale = state.get("mean_factor", 1.0), state["posterior_scale"]
         tensors["mixture"] = posterior_alone(record.get("mean", "network"), factor, scale)
-    example = Example.known(state)
-    at = likelihood if sigma is None else likelihood.at_noise(sigma)
-    if example is not None and example.contradicts(at, fitted._device):
-        raise ValueError(
-            f"The posterior was fitted with another {record['likelihood']}: for the same outputs and "
-            "targets, this object's likelihood returns other values. Construct it with the same "
-            "likelihood, or fit again."
-        )
     return tensors, record
-
-
-def curve_of(fitted: Fitted, precisions: Iterable[float] | Tensor) -> Curve:
-    """Return γ and evidence over a grid of λ."""
-    check_options(precisions=precisions)
-    tensors = fitted._buffers
-    path = [record["prior_precision"] for record in fitted.history]
-    precisions = torch.as_tensor(precisions, dtype=torch.float64, device="cpu")
-    if tensors["_eigenvalues"] is None:
-        raise ValueError(
-            "The curve needs one λ, one curvature for all of them and the block-Krylov solver: fit "
-            "with curvature='network' (or 'linear'), prior='scalar', one sigma_noise, solver=None."
-        )
-    names = "_eigenvalues", "_xi_coordinates", "_eta_coordinates"
-    spectrum = Spectrum(*(tensors[name].double().cpu() for name in names))
-    modes = Modes(*tensors["_modes"].double().cpu())
-    gamma, evidence = curve(spectrum, modes, precisions)
-    found = tensors["prior_precision"].item()
-    return Curve(precisions, gamma, evidence, torch.tensor(path, device="cpu"), found)
 
 
 def write(state: dict[str, Tensor], path: str | PathLike, options: dict[str, Any]) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.parts import MODE, NETWORK, SCALE, WEIGHT
+from torch_lla_em.prediction.posterior import StoredPosterior
 from torch_lla_em.prediction.tables import Lines
 
-if TYPE_CHECKING:
-    from torch_lla_em.prediction.fitted import Fitted
 
-
-def of_fit(la: Fitted) -> tuple[str, Lines]:
+def of_fit(la: StoredPosterior) -> tuple[str, Lines]:
     """Return a title, and name and value of what is fitted."""
     layout, module = la._linear_model.layout, la._linear_model.network.module
     title = f"{type(la).__name__} of {type(module).__name__}"

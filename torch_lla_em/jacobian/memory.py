@@ -10,15 +10,19 @@ from __future__ import annotations
 import copy
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 # entries of a container beyond which it is no cache of weights, and too slow to look through
 _ENTRIES = 256
-_MISSING = object()
 _OF_MODULES = vars(nn.Module()).keys()
+
+
+class _Missing:
+    """In the place of an attribute that was not there: copies and pickles of a class are the same."""
+
 
 Place = tuple[str, str]
 """The path of a module, and the name of its attribute."""
@@ -48,7 +52,16 @@ class _Attributes(NamedTuple):
         if _same(self.own.values(), self.before.values()):
             return set()
         names = {*self.own, *self.before}
-        return {n for n in names if self.own.get(n, _MISSING) is not self.before.get(n, _MISSING)}
+        return {n for n in names if self.own.get(n, _Missing) is not self.before.get(n, _Missing)}
+
+
+def attributes_of(layers: Iterable[tuple[str, nn.Module]]) -> list[_Attributes]:
+    """Return the attributes of modules, by their paths, whose forward pass may set some."""
+    return [
+        _Attributes(path, vars(layer), dict(vars(layer)), list(_containers(layer)))
+        for path, layer in layers
+        if not type(layer).__module__.startswith("torch.nn.modules")
+    ]
 
 
 class Memory:
@@ -58,19 +71,11 @@ class Memory:
         self.first: dict[Place, Any] = {}
         """What each call begins with, by place."""
 
-    def attributes(self, module: nn.Module) -> list[_Attributes]:
-        """Return the attributes of every module whose forward pass may set some."""
-        return [
-            _Attributes(path, vars(layer), dict(vars(layer)), list(_containers(layer)))
-            for path, layer in module.named_modules()
-            if not type(layer).__module__.startswith("torch.nn.modules")
-        ]
-
     def begin(self, every: list[_Attributes]) -> None:
         """Put what calls begin with in the place of what earlier ones have left."""
         for each in every if self.first else ():
             for (path, name), value in self.first.items():
-                if path == each.path and value is _MISSING:
+                if path == each.path and value is _Missing:
                     each.own.pop(name, None)
                 elif path == each.path:
                     each.own[name] = _copied(value)
@@ -91,7 +96,7 @@ class Memory:
                     held.now.clear()
                     _refill(held.now, held.contents)
                 for name in {*changed, *(held.name for held in written)} - _OF_MODULES:
-                    before = _copied(each.before.get(name, _MISSING))
+                    before = _copied(each.before.get(name, _Missing))
                     self.first.setdefault((each.path, name), before)
             each.own.clear()
             each.own.update(each.before)
@@ -102,7 +107,7 @@ class Memory:
             for name, value in list(vars(layer).items()):
                 if name in _OF_MODULES or not any(_tensors_in(value)):
                     continue
-                empty = (None, _MISSING) if isinstance(value, Tensor) else (_emptied(value),)
+                empty = (None, _Missing) if isinstance(value, Tensor) else (_emptied(value),)
                 for start in empty:
                     self.first[path, name] = start
                     if is_cache():

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from torch_lla_em.data import copied, default_forward
 from torch_lla_em.jacobian.contiguous import ContiguousInputs
-from torch_lla_em.jacobian.memory import Memory
+from torch_lla_em.jacobian.memory import Memory, attributes_of
 from torch_lla_em.jacobian.one_at_a_time import ONE_AT_A_TIME
 from torch_lla_em.jacobian.weight_sums import WeightSums
 from torch_lla_em.runtime import tf32
@@ -62,13 +62,14 @@ class _State:
     """
 
     def __init__(self, module: nn.Module, memory: Memory):
-        self.memory, self.attributes = memory, memory.attributes(module)
+        layers = list(module.named_modules())
+        self.memory, self.attributes = memory, attributes_of(layers)
         parameters = {id(p): name for name, p in module.named_parameters()}
         names = dict(parameters)
         self.slots: list[_Slot] = []
         self.fixed: dict[str, Tensor] = {}
         self.written: dict[str, Tensor] = {}
-        for path, layer in module.named_modules():
+        for path, layer in layers:
             if isinstance(layer, torch.jit.ScriptModule):
                 continue
             for holder in (layer._parameters, layer._buffers, vars(layer)):

@@ -10,7 +10,7 @@ PACKAGE = Path(torch_lla_em.__file__).parent
 ROOMS = (
     "runtime data solvers likelihoods jacobian problem inference checkpoint prediction laplace"
 ).split()
-BESIDE = {"mixtures": ("data", "inference")}
+BESIDE = {"mixtures": ("runtime", "data", "inference")}
 LONGEST = 320
 ADAPTERS = {"botorch.py", "hub.py", "lightning.py", "sklearn.py", "torch_uncertainty.py"}
 """Files at the root that each need another library."""

@@ -20,7 +20,6 @@ from torch_lla_em.problem import (
     VECTORS,
     Plan,
     Problem,
-    Watched,
     prepare,
     room,
 )
@@ -118,7 +117,7 @@ class Session:
         problem, self._num_samples = self.problem, num_samples
         plan = prepare(problem, num_samples, compute, self._shard(num_samples))
         if not self._bar.disable:
-            problem.passes = Watched(problem.passes, problem.data, self._draw)
+            problem.sweep.report = self._draw
         self.said.insert(0, str(plan))
         logger.log(logging.WARNING if plan.tight else logging.INFO, "%s", plan)
         return plan
@@ -159,7 +158,7 @@ class Session:
             self._note_stages()
         if self._folder is None:
             return
-        self.problem.local.refuse_changed_weights()
+        self.problem.sweep.weights.refuse_changes()
         state = {
             "history": self.history,
             "said": self.said[1:],
@@ -197,7 +196,7 @@ class Session:
             self._bar.n = self.problem.cost.columns
             self._bar.set_description_str("fitted")
         self.problem.data.confirm()
-        self.problem.local.refuse_changed_weights()
+        self.problem.sweep.weights.refuse_changes()
         share_path(self.problem)
 
     def keep(self, state: dict[str, Tensor]) -> None:

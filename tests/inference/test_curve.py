@@ -7,7 +7,7 @@ from tiny import tiny
 from torch_lla_em.exact import gaussian_log_prob
 from torch_lla_em.inference.evidence import Modes
 from torch_lla_em.laplace import LinearisedLaplace
-from torch_lla_em.problem.passes import LocalPasses
+from torch_lla_em.problem.sweep import Sweep
 
 
 def fitted(name, **options):
@@ -67,7 +67,7 @@ def test_the_curve_takes_no_pass(name, monkeypatch):
     def refuse(*arguments):
         raise AssertionError("a pass over the data")
 
-    monkeypatch.setattr(LocalPasses, "batches", refuse)
+    monkeypatch.setattr(Sweep, "batches", refuse)
     monkeypatch.setattr(torch.nn.Linear, "forward", refuse)
     grid = la.prior_precision.item() * torch.logspace(-0.4, 0.4, 5, dtype=torch.float64)
     assert la.curve(grid).log_evidence.value.isfinite().all()

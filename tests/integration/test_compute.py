@@ -223,9 +223,9 @@ def test_the_plan_is_logged_before_anything_is_allocated(monkeypatch, caplog, ca
     case, logged = tiny("classification"), []
     noise_features = Problem.noise_features
 
-    def noted(self, *args):
+    def noted(self, *args, **options):
         logged.extend(caplog.messages)
-        return noise_features(self, *args)
+        return noise_features(self, *args, **options)
 
     monkeypatch.setattr(Problem, "noise_features", noted)
     la = LinearisedLaplace(case.model, "classification", num_samples=4)

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from clusters import Batches
 from torch import nn
 from torch.distributions import MultivariateNormal
 
@@ -46,17 +45,23 @@ def network():
     return network.double()
 
 
-LABELS = torch.arange(240) % 3
-X = torch.tensor([[0.0, 2.0], [2.0, -1.0], [-2.0, -1.0]])[LABELS]
-X = (X + 0.4 * torch.randn(240, 2, generator=torch.Generator().manual_seed(0))).double()
+def data(n=240):
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(n) % 3
+    centres = torch.tensor([[0.0, 2.0], [2.0, -1.0], [-2.0, -1.0]])
+    x = centres[labels] + 0.4 * torch.randn(n, 2, generator=generator)
+    return x.double(), labels
 
 
-def loader_of(*tensors):
-    return Batches(zip(*(tensor.split(32) for tensor in tensors)))
+class Loader:
+    """Batches that count how often they are read."""
 
+    def __init__(self, *tensors, size=32):
+        self.tensors, self.size, self.passes = tensors, size, 0
 
-def scores(network, *data, **options):
-    return FeatureDensity(network, "body", **options).fit(*data).score(X)
+    def __iter__(self):
+        self.passes += 1
+        return zip(*(tensor.split(self.size) for tensor in self.tensors), strict=True)
 
 
 def features(network, x):
@@ -67,34 +72,37 @@ def features(network, x):
 
 
 def test_a_gaussian_for_each_class(network):
+    x, labels = data()
     density = FeatureDensity(network, "body", GaussianMixture(1), by_label=True)
-    density.fit(loader_of(X, LABELS))
-    z, log_joint = features(network, X), []
+    density.fit(Loader(x, labels))
+    z, log_joint = features(network, x), []
     for label in range(3):
-        own = z[label == LABELS]
+        own = z[labels == label]
         normal = MultivariateNormal(own.mean(0), own.T.cov(correction=0))
         log_joint.append(normal.log_prob(z) + torch.tensor(len(own) / len(z)).double().log())
     log_joint = torch.stack(log_joint, 1)
-    torch.testing.assert_close(density.class_scores(X), log_joint)
-    torch.testing.assert_close(density.score(X), log_joint.logsumexp(1))
+    torch.testing.assert_close(density.class_scores(x), log_joint)
+    torch.testing.assert_close(density.score(x), log_joint.logsumexp(1))
 
 
 @pytest.mark.parametrize("by_label", [False, True])
 def test_unfamiliar_inputs_score_lower(network, by_label):
-    density = FeatureDensity(network, "body", by_label=by_label).fit(loader_of(X, LABELS))
-    familiar, far = density.score(X), density.score(X[:60].flip(1) * 3)
+    x, labels = data()
+    density = FeatureDensity(network, "body", by_label=by_label).fit(Loader(x, labels))
+    familiar, far = density.score(x), density.score(x[:60].flip(1) * 3)
     assert far.max() < familiar.median()
     assert ((familiar[:, None] > far).double().mean()) > 0.95
 
 
 def test_one_pass_for_each_step(network):
+    x, labels = data()
     mixture = GaussianMixture(2, sample_size=50, max_steps=500)
-    loader = loader_of(X, LABELS)
+    loader = Loader(x, labels)
     density = FeatureDensity(network, "body", mixture).fit(loader)
     assert loader.passes == 1 + len(mixture.history)
-    z = features(network, X)
-    torch.testing.assert_close(density.score(X), mixture.log_prob(z))
-    held = loader_of(X, LABELS)
+    z = features(network, x)
+    torch.testing.assert_close(density.score(x), mixture.log_prob(z))
+    held = Loader(x, labels)
     FeatureDensity(network, "body", GaussianMixture(2, max_steps=500)).fit(held)
     assert held.passes == 1
 
@@ -130,6 +138,7 @@ def assert_same(before, network, state):
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_is_left_as_it_was(network, fails, training):
+    x, labels = data()
     network.train(training)
     network.body[1].eval()
     network.fails = fails
@@ -139,24 +148,33 @@ def test_the_model_is_left_as_it_was(network, fails, training):
     density = FeatureDensity(network, "body", by_label=True)
     if fails:
         with pytest.raises(ArithmeticError, match="the network failed"):
-            density.fit(loader_of(X, LABELS))
+            density.fit(Loader(x, labels))
     else:
-        density.fit(loader_of(X, LABELS))
-        score = density.score(X)
+        density.fit(Loader(x, labels))
+        density.score(x)
         assert calls and network.head.weight.grad is None
-        evaluated = FeatureDensity(copy.deepcopy(network).eval(), "body", by_label=True)
-        torch.testing.assert_close(evaluated.fit(X, LABELS).score(X), score)
     assert_same(before, network, state)
     assert "last" in vars(network) and len(network.last) == 50
 
 
+def test_the_mode_of_the_model_does_not_matter(network):
+    x, labels = data()
+    scores = []
+    for training in (True, False):
+        network.train(training)
+        density = FeatureDensity(network, "body", by_label=True).fit(Loader(x, labels))
+        scores.append(density.score(x))
+    torch.testing.assert_close(*scores, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("layer", ["", "head", "body.0"])
 def test_any_layer_by_name_or_itself(network, layer):
+    x, labels = data()
     module = network.get_submodule(layer)
     still = copy.deepcopy(network).eval()
-    expected = {"": still, "head": still, "body.0": still.body[0]}[layer](X).detach()
+    expected = {"": still, "head": still, "body.0": still.body[0]}[layer](x).detach()
     for choice in (layer, module):
-        torch.testing.assert_close(FeatureDensity(network, choice).features(X), expected)
+        torch.testing.assert_close(FeatureDensity(network, choice).features(x), expected)
 
 
 class Echo(nn.Module):
@@ -195,39 +213,59 @@ def test_features_inside_tuples_and_mappings():
         torch.testing.assert_close(FeatureDensity(Echo(wrap), "").features(x), x)
 
 
-def test_no_graph_is_built_and_features_are_no_alias_of_the_input():
-    grads, x = [], torch.ones(3, 2, requires_grad=True)
+def test_no_graph_is_built():
+    grads = []
     echo = Echo(lambda x: grads.append(torch.is_grad_enabled()) or x)
-    FeatureDensity(echo, "").features(x).zero_()
-    assert grads == [False] and x.sum() == 6
+    FeatureDensity(echo, "").features(torch.ones(3, 2, requires_grad=True))
+    assert grads == [False]
+
+
+def test_features_are_no_alias_of_the_input():
+    x = torch.ones(3, 2)
+    FeatureDensity(Echo(), "").features(x).zero_()
+    assert x.sum() == 6
+
+
+def test_dicts_and_forward_fn(network):
+    x, labels = data()
+    expected = FeatureDensity(network, "body", by_label=True).fit(Loader(x, labels)).score(x)
+    batches = [{"x": a, "labels": b} for a, b in zip(x.split(32), labels.split(32), strict=True)]
+    density = FeatureDensity(network, "body", by_label=True).fit(batches)
+    torch.testing.assert_close(density.score({"x": x}), expected)
+    scaled = FeatureDensity(
+        network, "body", by_label=True, forward_fn=lambda model, inputs: model(inputs / 2)
+    )
+    torch.testing.assert_close(scaled.fit(Loader(2 * x, labels)).score(2 * x), expected)
 
 
 @pytest.mark.parametrize("by_label", [False, True])
-def test_data_of_many_kinds(network, by_label):
-    options = {"by_label": by_label, "mixture": GaussianMixture(1)}
-    expected = scores(network, loader_of(X, LABELS), **options)
-    dataset = torch.utils.data.TensorDataset(X, LABELS)
-    for data in (dataset, {"x": X, "labels": LABELS}, (X.numpy(), LABELS.numpy()), [(X, LABELS)]):
-        torch.testing.assert_close(scores(network, data, **options), expected)
-    torch.testing.assert_close(scores(network, X, LABELS, **options), expected)
-    for data in () if by_label else (X, X.split(80), [X[:120], X[120:]], X.numpy()):
-        torch.testing.assert_close(scores(network, data, **options), expected)
-    batches = [{"x": x, "labels": labels} for x, labels in loader_of(X, LABELS)]
-    density = FeatureDensity(network, "body", **options).fit(batches)
-    torch.testing.assert_close(density.score({"x": X}), expected)
-    options["forward_fn"] = lambda model, inputs: model(inputs / 2)
-    density = FeatureDensity(network, "body", **options).fit(loader_of(2 * X, LABELS))
-    torch.testing.assert_close(density.score(2 * X), expected)
+def test_tensors_arrays_and_datasets_are_data_too(network, by_label):
+    x, labels = data(300)
+
+    def score(*args):
+        density = FeatureDensity(network, "body", GaussianMixture(1), by_label=by_label)
+        return density.fit(*args).score(x)
+
+    expected = score(Loader(x, labels))
+    dataset = torch.utils.data.TensorDataset(x, labels)
+    for args in ((x, labels), ((x, labels),), ([(x, labels)],), ((x.numpy(), labels.numpy()),)):
+        torch.testing.assert_close(score(*args), expected)
+    for args in ((dataset,), ({"x": x, "labels": labels},)):
+        torch.testing.assert_close(score(*args), expected)
+    if not by_label:
+        for args in ((x,), (x.split(100),), ([x[:150], x[150:]],)):
+            torch.testing.assert_close(score(*args), expected)
 
 
 def test_examples_labelled_as_ignored_are_left_out_of_a_fit_by_label(network):
-    ignored = torch.arange(len(X)) % 7 == 0
+    x, labels = data()
+    ignored = torch.arange(len(x)) % 7 == 0
     ignored[32:64] = True
     density = FeatureDensity(network, "body", by_label=True)
-    density.fit(loader_of(X, LABELS.masked_fill(ignored, -100)))
-    expected = FeatureDensity(network, "body", by_label=True).fit(X[~ignored], LABELS[~ignored])
+    density.fit(Loader(x, labels.masked_fill(ignored, -100)))
+    expected = FeatureDensity(network, "body", by_label=True).fit(x[~ignored], labels[~ignored])
     assert density.mixture.classes.tolist() == [0, 1, 2]
-    torch.testing.assert_close(density.class_scores(X), expected.class_scores(X))
+    torch.testing.assert_close(density.class_scores(x), expected.class_scores(x))
 
 
 def change_in_place(network):
@@ -244,77 +282,81 @@ def take_a_training_step(network):
 
 @pytest.mark.parametrize("change", [change_in_place, swap_two_weights, take_a_training_step])
 def test_changed_weights_are_refused(network, change):
-    density = FeatureDensity(network, "body", by_label=True).fit(X, LABELS)
-    before = density.score(X)
-    torch.testing.assert_close(copy.deepcopy(density).score(X), before)
-    network.eval()(X)
-    torch.testing.assert_close(density.score(X), before)
+    x, labels = data()
+    density = FeatureDensity(network, "body", by_label=True).fit(x, labels)
+    before = density.score(x)
+    torch.testing.assert_close(copy.deepcopy(density).score(x), before)
+    network.eval()(x)
+    torch.testing.assert_close(density.score(x), before)
     change(network)
     for question in (density.score, density.class_scores):
         with pytest.raises(
             RuntimeError, match=r"weights changed after fit\(\).* Call fit\(\) again"
         ):
-            question(X)
-    assert torch.isfinite(density.fit(X, LABELS).score(X)).all()
+            question(x)
+    assert torch.isfinite(density.fit(x, labels).score(x)).all()
 
 
 def test_a_dataloader_of_single_precision(network):
+    x, labels = data()
     network.float()
-    dataset = torch.utils.data.TensorDataset(X.float(), LABELS)
-    loader = torch.utils.data.DataLoader(dataset, 50, shuffle=True, generator=torch.Generator())
+    dataset = torch.utils.data.TensorDataset(x.float(), labels)
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=50, shuffle=True, generator=torch.Generator().manual_seed(0)
+    )
     density = FeatureDensity(network, "body", by_label=True).fit(loader)
-    assert density.score(X.float()).dtype == torch.float32
-    assert torch.isfinite(density.score(X.float() * 1e3)).all()
+    assert density.score(x.float()).dtype == torch.float32
+    assert torch.isfinite(density.score(x.float() * 1e3)).all()
 
 
-def test_more_features_than_examples_stay_finite():
+def test_more_features_than_rows_stay_finite():
     x = torch.randn(30, 50, generator=torch.Generator().manual_seed(0))
-    density = FeatureDensity(Echo(), "", by_label=True).fit(x, LABELS[:30])
-    assert density.score(x * 10).max() < density.score(x).min() < torch.inf
+    density = FeatureDensity(Echo(), "", by_label=True).fit([(x, torch.arange(30) % 3)])
+    assert torch.isfinite(density.score(x)).all()
+    assert density.score(x).min() > density.score(x * 10).max()
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "case"),
-    [
-        (ValueError, r"no layer 'tail'. It has: body, body.0", {"layer": "tail"}),
-        (ValueError, "not a part of the model", {"layer": nn.Linear(2, 2)}),
-        (ValueError, "pool must be 'mean', 'flatten' or a callable", {"pool": "max"}),
-        (RuntimeError, "did not run in the forward pass", {"layer": "spare"}),
-        (TypeError, "output is a torch.int64 tensor", {"pool": lambda z: z.argmax(1)}),
-        (TypeError, "output is a str, not", {"pool": lambda z: "no"}),
-        (TypeError, "needs batches", {"data": [X], "by_label": True}),
-        (ValueError, "not inputs and one label each", {"data": X.split(120)}),
-        (ValueError, "not inputs and one label each", {"data": (X, LABELS[:7])}),
-        (
-            ValueError,
-            "are all labels -100, which",
-            {"data": (X, 0 * LABELS - 100), "by_label": True},
-        ),
-        (TypeError, "are an iterator .list_iterator., which ends", {"data": iter([X])}),
-        (ValueError, "NaN or infinity", {"data": X * float("nan")}),
-    ],
-)
-def test_what_is_refused(network, error, message, case):
-    batches, layer = case.pop("data", [(X, LABELS)]), case.pop("layer", "body")
-    with pytest.raises(error, match=message):
-        FeatureDensity(network, layer, **case).fit(batches)
-
-
-def test_scores_need_a_fit(network):
+def test_what_is_refused(network):
+    x, labels = data()
+    with pytest.raises(ValueError, match=r"no layer 'tail'. It has: body, body.0"):
+        FeatureDensity(network, "tail")
+    with pytest.raises(ValueError, match="not a part of the model"):
+        FeatureDensity(network, nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="pool must be 'mean', 'flatten' or a callable"):
+        FeatureDensity(network, "body", pool="max")
+    with pytest.raises(RuntimeError, match="did not run in the forward pass"):
+        FeatureDensity(network, "spare").fit([x])
+    with pytest.raises(TypeError, match="output is a torch.int64 tensor"):
+        FeatureDensity(Echo(), "").features(labels)
+    with pytest.raises(TypeError, match="output is a str, not"):
+        FeatureDensity(Echo(lambda x: "no"), "").features(x)
+    with pytest.raises(TypeError, match="needs batches"):
+        FeatureDensity(network, "body", by_label=True).fit([x])
+    with pytest.raises(ValueError, match="not inputs and one label each"):
+        FeatureDensity(network, "body").fit(tuple(x.split(120)))
+    with pytest.raises(ValueError, match="not inputs and one label each"):
+        FeatureDensity(network, "body").fit(x, labels[:7])
+    with pytest.raises(ValueError, match="or are all labels -100, which are left out"):
+        FeatureDensity(network, "body", by_label=True).fit(x, 0 * labels - 100)
+    with pytest.raises(TypeError, match="are an iterator .generator., which ends after one pass"):
+        FeatureDensity(network, "body").fit(part for part in x.split(32))
     with pytest.raises(RuntimeError, match="Call fit"):
-        FeatureDensity(network, "body").score(X)
+        FeatureDensity(network, "body").score(x)
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        FeatureDensity(network, "body").fit([x * float("nan")])
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("by_label", [False, True])
 def test_on_cuda(network, by_label):
-    here = FeatureDensity(network, "body", by_label=by_label).fit(loader_of(X, LABELS)).score(X)
+    x, labels = data()
+    here = FeatureDensity(network, "body", by_label=by_label).fit(Loader(x, labels)).score(x)
     network.cuda()
-    density = FeatureDensity(network, "body", by_label=by_label).fit(loader_of(X, LABELS))
-    assert density.score(X).is_cuda and density.features(X).is_cuda
-    torch.testing.assert_close(density.score(X).cpu(), here)
+    density = FeatureDensity(network, "body", by_label=by_label).fit(Loader(x, labels))
+    assert density.score(x).is_cuda and density.features(x).is_cuda
+    torch.testing.assert_close(density.score(x).cpu(), here)
     if by_label:
-        assert density.class_scores(X).is_cuda
+        assert density.class_scores(x).is_cuda
 
 
 def test_inputs_are_not_written_to():

@@ -38,11 +38,20 @@ def fit_quietly(mixture, x):
 @pytest.mark.parametrize("structure", NAMES)
 def test_maximum_likelihood_path_and_end(structure):
     x = draw(n=500)
-    options = {"n_components": 3, "covariance_type": NAMES[structure]}
-    begin = fit_quietly(sklearn_mixture.GaussianMixture(max_iter=1, **options), x)
-    options |= {"weights_init": begin.weights_, "means_init": begin.means_}
-    options |= {"precisions_init": begin.precisions_, "max_iter": STEPS}
-    theirs = fit_quietly(sklearn_mixture.GaussianMixture(tol=0.0, reg_covar=0.0, **options), x)
+    begin = fit_quietly(
+        sklearn_mixture.GaussianMixture(3, covariance_type=NAMES[structure], max_iter=1), x
+    )
+    theirs = sklearn_mixture.GaussianMixture(
+        3,
+        covariance_type=NAMES[structure],
+        max_iter=STEPS,
+        tol=0.0,
+        reg_covar=0.0,
+        weights_init=begin.weights_,
+        means_init=begin.means_,
+        precisions_init=begin.precisions_,
+    )
+    fit_quietly(theirs, x)
     ours = GaussianMixture(3, covariance=structure, max_steps=STEPS, tolerance=0.0)
     start = Gaussians(*tensors(begin.weights_, begin.means_, begin.covariances_))
     list(ours.steps(x, start=start))

@@ -48,7 +48,7 @@ def problem_of(batches, keep, device="cpu", **compute):
     problem = Problem(linear, Classification(), Data(data, torch.device(device)))
     prepare(problem, 2, Compute(**compute))
     problem.data.merge_rows = 0
-    problem.fitting.room *= keep
+    problem.sweep.kept.room *= keep
     return problem
 
 
@@ -68,7 +68,7 @@ def test_a_batch_launches_a_few_times_what_its_forward_pass_does(keep, limits):
         w = torch.randn(1, problem.size)
         for _ in range(4):
             problem.ggn_product(w)
-        assert bool(problem.fitting._factors) == keep
+        assert bool(problem.sweep.kept.known) == keep
         runs = (
             lambda w=w, problem=problem: problem.ggn_product(w),
             lambda w=w, problem=problem: problem.loss_and_gradient(w[0]),

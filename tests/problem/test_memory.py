@@ -110,7 +110,7 @@ def test_rows_are_split_once_single_columns_do_not_fit():
         found = gradient(smaller)
     assert smaller.data.num_outputs == small.data.num_outputs == 900
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert smaller.fitting.rows < 200
+    assert smaller.sweep.rows < 200
 
 
 @pytest.mark.parametrize("model, rows", [(network(5000), "1 row "), (PerBatch(), "200 rows ")])
@@ -188,7 +188,7 @@ def test_a_shortage_is_no_property_of_the_network():
         fresh = problem_of_rows(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
         first = fresh.data.first()
         with EndsOnce(refused) as operations:
-            measured(fresh.local, first, None)
+            measured(fresh.sweep, first, None)
         return fresh.linear_model.report, -operations.left
 
     expected, count = prepared()
@@ -218,7 +218,7 @@ def test_a_shortage_is_no_reason_to_take_rows_for_one():
 
     network.call = refused_once
     with network.guarded():
-        assert small.local.rows_stand_alone(small.data.first(), 8)
+        assert small.sweep.pieces.stand_alone(small.data.first(), 8)
     assert calls == [16, 8, 8, 4]
 
 
@@ -285,18 +285,18 @@ def test_free_memory_is_some():
 
 def test_pageable_memory_is_taken_where_pinned_memory_ends(monkeypatch, caplog):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    whole, pins, zeros = problem(), [], torch.zeros
+    whole, pins, empty = problem(), [], torch.empty
     monkeypatch.undo()
 
     def unpinned(*args, pin_memory=False, **options):
         if pin_memory:
             pins.append(args)
             raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be")
-        return zeros(*args, **options)
+        return empty(*args, **options)
 
-    monkeypatch.setattr(torch, "zeros", unpinned)
-    first, second = (p.vectors.host_zeros(4) for p in (whole, whole.with_curvature_at(None)))
-    assert first.shape == second.shape == (4, whole.size) and not first.any()
+    monkeypatch.setattr(torch, "empty", unpinned)
+    first, second = (p.vectors.home(4, whole.size) for p in (whole, whole.with_curvature_at(None)))
+    assert first.shape == second.shape == (4, whole.size)
     assert len(pins) == 1 and caplog.text.count("(CUDA error: out of memory)") == 1
 
 
@@ -461,4 +461,4 @@ def test_smaller_pieces_that_were_tried_in_vain_are_forgotten():
         small.ggn_product(w)
     assert allocator.refusals > 5
     assert small.linear_model.columns is None
-    assert small.fitting.rows == float("inf")
+    assert small.sweep.rows == float("inf")

@@ -60,7 +60,7 @@ def test_minibatches_of_a_loader_that_shuffles_are_not_those_kept():
     at = problem.with_curvature_at(w[0])
     for _ in range(4):
         Gw = at.ggn_product(w)
-    assert problem.data.kept and problem.fitting._factors
+    assert problem.data.kept and problem.sweep.kept.known
     gradients = sum(gradient(w) for _, gradient in problem.minibatch_gradients())
     assert_close(gradients[0], problem.loss_and_gradient(w[0])[1])
     assert_close(sum(product(w) for _, product in at.minibatch_products()), Gw)
@@ -252,7 +252,7 @@ class Unread(TorchDispatchMode):
 
 def watched_product(problem, w, begin, end):
     """G w, with ``begin`` called as the first of two batches comes, ``end`` after the second."""
-    batches = problem.local.batches
+    batches = problem.sweep.batches
 
     def watch(*rows):
         for number, batch in enumerate(batches(*rows)):
@@ -262,7 +262,7 @@ def watched_product(problem, w, begin, end):
             if number == 1:
                 end()
 
-    problem.local.batches = watch
+    problem.sweep.batches = watch
     try:
         return problem.ggn_product(w)
     finally:

@@ -1,18 +1,9 @@
 """Σ loss(J w, y) and G = Σ Jᵀ H J over the data, as products of one pass."""
 
-from torch_lla_em.problem.cost import Cost, Watched
+from torch_lla_em.problem.cost import Cost
 from torch_lla_em.problem.finite import OUTPUTS, is_finite
 from torch_lla_em.problem.operators import ImagedGGN, WhitenedGGN, WhitenedLoss
 from torch_lla_em.problem.outputs import Outputs, ggn_product_and_outputs, outputs, pull_back
-from torch_lla_em.problem.passes import (
-    Fold,
-    Layer,
-    LocalPasses,
-    Pass,
-    Passes,
-    Step,
-    Sums,
-)
 from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.problem.plan import VECTORS, Plan, place_of_vectors, size_of
 from torch_lla_em.problem.problem import BatchProduct, NoiseFeatures, Problem
@@ -23,20 +14,12 @@ __all__ = [
     "VECTORS",
     "BatchProduct",
     "Cost",
-    "Fold",
     "ImagedGGN",
-    "Layer",
-    "LocalPasses",
     "NoiseFeatures",
     "Outputs",
-    "Pass",
-    "Passes",
     "Plan",
     "Problem",
-    "Step",
-    "Sums",
     "Vectors",
-    "Watched",
     "WhitenedGGN",
     "WhitenedLoss",
     "columns_held",

@@ -11,7 +11,7 @@ from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import Rows
 from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob
 from torch_lla_em.problem.finite import DERIVATIVE, LIKELIHOOD, OUTPUTS
-from torch_lla_em.problem.passes import LocalPasses
+from torch_lla_em.problem.sweep import Sweep
 
 Cotangent = Callable[[Batch, Tensor, Tensor], Tensor]
 """(batch, outputs (B, ..., C) that H is taken at, J w) -> u."""
@@ -23,8 +23,8 @@ _OUTPUTS_KEPT = 1 << 26
 class BatchWork:
     """A batch's own products under a likelihood, with H at the network's outputs or at J w."""
 
-    def __init__(self, local: LocalPasses, likelihood: Likelihood, point: Tensor | None = None):
-        self._model, self._data, self.finite = local.linear_model, local.data, local.finite
+    def __init__(self, sweep: Sweep, likelihood: Likelihood, point: Tensor | None = None):
+        self._data, self.finite = sweep.data, sweep.finite
         self.likelihood = likelihood
         self.point = point
         """The w of J w, (1, P), beside the network, which takes it again with every batch."""
@@ -33,29 +33,25 @@ class BatchWork:
         self._last: tuple[Rows, Tensor] | None = None
         self._inspected: Rows | None = None
 
-    def add_product(
-        self, rows: Rows, batch: Batch, cotangent: Cotangent, w: Tensor, total: Tensor
-    ) -> None:
-        """Add Jᵀ u to the total, with u = cotangent(batch, at, J w)."""
-        at, Jw = self._pushed(rows, batch, w)
-        u = cotangent(batch, at, Jw)
-        self.finite.check(batch.index, DERIVATIVE, Jw)
-        self.finite.check(batch.index, LIKELIHOOD, u)
-        rows.pull(u, total)
-
     def curved(self, batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
         """Return H J w."""
-        return self._masked(self.likelihood.hessian_product(at, Jw), batch)
+        return self._checked(batch, Jw, self.likelihood.hessian_product(at, Jw))
 
     def sloped(self, batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
         """Return ∇loss(J w)."""
-        return self._masked(self.likelihood.gradient(Jw, batch.targets), batch)
+        return self._checked(batch, Jw, self.likelihood.gradient(Jw, batch.targets))
+
+    def _checked(self, batch: Batch, Jw: Tensor, u: Tensor) -> Tensor:
+        u = self._masked(u, batch)
+        self.finite.check(batch.index, DERIVATIVE, Jw)
+        self.finite.check(batch.index, LIKELIHOOD, u)
+        return u
 
     def _masked(self, u: Tensor, batch: Batch) -> Tensor:
         mask = self.likelihood.mask(batch.targets)
         return u if mask is None else u * mask.unsqueeze(-1)
 
-    def _pushed(self, rows: Rows, batch: Batch, w: Tensor) -> tuple[Tensor, Tensor]:
+    def pushed(self, rows: Rows, batch: Batch, w: Tensor) -> tuple[Tensor, Tensor]:
         """Return where H is taken, (B, ..., C), and J w."""
         known = None if batch.kept is None else self._known.get(batch.place)
         if known is None and self._last is not None and self._last[0] is rows:

@@ -1,18 +1,11 @@
-"""What a fit costs, by stage, and the progress within a pass."""
+"""What a fit costs, by stage."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from math import inf
 from typing import NamedTuple
-
-from torch import Tensor
-
-from torch_lla_em.data import Batch, Data
-from torch_lla_em.jacobian import Rows
-from torch_lla_em.problem.passes import Fold, Layer, Pass, Passes, Sums
 
 
 class Spent(NamedTuple):
@@ -56,28 +49,3 @@ class Cost:
         seconds, columns = (b + n - m for b, n, m in zip(before, now, self._mark))
         self._stages[self.running], self._mark = Spent(seconds, columns), now
         return dict(self._stages)
-
-
-class Watched(Layer):
-    """Reports after every batch which share of the current pass is done, if that is known."""
-
-    def __init__(self, inner: Passes, data: Data, report: Callable[[float | None], None]):
-        super().__init__(inner)
-        self._data, self._report = data, report
-
-    def around(self, fold: Fold, w: Tensor, task: Pass) -> Sums:
-        """Return the sums."""
-        done = 0.0
-
-        def add(rows: Rows, batch: Batch, columns: Tensor, sums: Sums) -> None:
-            nonlocal done
-            task.add(rows, batch, columns, sums)
-            done += len(columns) * len(batch.rows) / max(1, len(w))
-            number = self._rows(batch) / self._data.group.size
-            self._report(None if number == inf else min(1.0, done / number))
-
-        return fold(w, task._replace(add=add))
-
-    def _rows(self, batch: Batch) -> float:
-        """Return the number of examples, from the number of batches in the first pass."""
-        return self._data.num_rows or (self._data.num_batches() or inf) * len(batch.rows)

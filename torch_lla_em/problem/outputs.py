@@ -9,8 +9,8 @@ from torch import Tensor
 
 from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import Rows
-from torch_lla_em.problem.passes import BLOCK, OF_ROWS, Pass, Sums
 from torch_lla_em.problem.problem import Problem
+from torch_lla_em.problem.sweep import BLOCK, OF_ROWS, Pass, Sums
 
 
 class Outputs(NamedTuple):
@@ -62,7 +62,7 @@ def pull_back(problem: Problem, u: Tensor) -> tuple[Tensor, Tensor]:
         rows.pull(own.view(-1, *f.shape).to(f), sums["Ju"])
 
     task = Pass({"Ju": BLOCK, "f": OF_ROWS}, add)
-    sums = problem.passes.fold(torch.arange(len(u), device="cpu"), task)
+    sums = problem.sweep(torch.arange(len(u), device="cpu"), task)
     problem.cost.columns += 0.5 * len(u)
     return sums["Ju"], sums["f"][0]
 
@@ -71,13 +71,11 @@ def ggn_product_and_outputs(problem: Problem, w: Tensor) -> tuple[Tensor, Tensor
     """Return G w, shape (K, P), and J w of all rows, (K, N C)."""
 
     def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-        def curved(batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
-            _place(problem, batch, Jw, sums["Jw"])
-            return problem.work.curved(batch, at, Jw)
+        at, Jw = problem.work.pushed(rows, batch, w)
+        _place(problem, batch, Jw, sums["Jw"])
+        rows.pull(problem.work.curved(batch, at, Jw), sums["Gw"])
 
-        problem.work.add_product(rows, batch, curved, w, sums["Gw"])
-
-    sums = problem.passes.fold(w, Pass({"Gw": BLOCK, "Jw": OF_ROWS}, add))
+    sums = problem.sweep(w, Pass({"Gw": BLOCK, "Jw": OF_ROWS}, add))
     problem.cost.columns += len(w)
     return sums["Gw"], sums["Jw"]
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.jacobian import LinearModel, ParameterLayout
-from torch_lla_em.problem.passes import BLOCK, OF_ROWS, Fold, Layer, Pass, Passes, Sums
 from torch_lla_em.runtime import Group
 
 logger = logging.getLogger("torch_lla_em")
@@ -61,17 +60,21 @@ class Vectors:
         shape = num_vectors, self.whole_layout.size
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def host_zeros(self, num_vectors: int) -> Tensor:
-        """Return whole vectors beside a card: pinned, which copies fast, while there is any."""
-        shape = num_vectors, self.whole_layout.size
-        if self._pinned:
+    def home(self, count: int, size: int) -> Tensor:
+        """Return an uninitialised block where vectors live: pinned beside a GPU, while there is any."""
+        if self._pinned and self.device.type == "cpu":
             try:
-                return torch.zeros(shape, dtype=self.dtype, device="cpu", pin_memory=True)
+                return torch.empty(count, size, dtype=self.dtype, device="cpu", pin_memory=True)
             except RuntimeError as error:  # drivers have several words for it
                 self._pinned = False
                 what = str(error).split("\n")[0]
                 logger.warning("Pinned memory ended, pageable memory is taken instead (%s).", what)
-        return torch.zeros(shape, dtype=self.dtype, device="cpu")
+        return torch.empty(count, size, dtype=self.dtype, device=self.device)
+
+    def visiting(self, vectors: Tensor) -> Tensor:
+        """Return vectors (K, P), whole and where the network is."""
+        vectors = self.whole(vectors)
+        return vectors if self.device.type == self.near.type else vectors.to(self.near, copy=True)
 
     def own(self, vectors: Tensor) -> Tensor:
         """Return what lies on this rank of vectors (..., P)."""
@@ -90,42 +93,11 @@ class Vectors:
         return rows[:, : self.whole_layout.size].contiguous()
 
     def sum(self, total: Tensor) -> Tensor:
-        """Return this rank's slice of the sum over ranks of vectors (K, P)."""
+        """Return this rank's slice of the sum over ranks of vectors (K, P), or (P,)."""
+        if total.dim() == 1:
+            return self.sum(total[None])[0]
         group, size = self.group or Group(), self.whole_layout.size
         padded = torch.nn.functional.pad(total, (0, self._width * group.size - size))
         parts = padded.view(len(total), group.size, self._width).transpose(0, 1)
         start, stop = self._slice
         return group.scatter_sum(parts.contiguous())[0, :, : stop - start]
-
-
-class Placed(Layer):
-    """Vectors that live beside the network's device visit it, so many columns at a time."""
-
-    def __init__(self, inner: Passes, vectors: Vectors, columns: int, group: Group):
-        super().__init__(inner)
-        self._vectors, self._columns, self._group = vectors, columns, group
-
-    def around(self, fold: Fold, w: Tensor, task: Pass) -> Sums:
-        """Return the sums where vectors live; each group of columns takes a pass."""
-        home: Sums = {}
-        for start in range(0, self._count(len(w)) * self._columns, self._columns):
-            columns = slice(start, min(start + self._columns, len(w)))
-            near = w[columns]
-            if near.is_floating_point():
-                near = near.to(self._vectors.near, copy=True)
-            for name, own in fold(near, task).items():
-                if task.kinds[name] == OF_ROWS:
-                    own = own.to(self._vectors.device)
-                    home[name] = torch.cat([home[name], own]) if name in home else own
-                elif task.kinds[name] == BLOCK:
-                    if name not in home:
-                        home[name] = self._vectors.host_zeros(len(w))
-                    home[name][columns] = own
-                else:
-                    own = own.to(self._vectors.device) if own.dim() else own
-                    home[name] = home[name] + own if name in home else own
-        return home
-
-    def _count(self, columns: int) -> int:
-        """Return the groups of columns: as many on every rank, the last of them empty perhaps."""
-        return self._group.meet("groups of columns", -(-columns // self._columns), max)

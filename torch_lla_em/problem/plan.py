@@ -10,8 +10,7 @@ from torch import Tensor
 
 from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import LinearModel
-from torch_lla_em.problem.fitting import no_room
-from torch_lla_em.problem.passes import LocalPasses
+from torch_lla_em.problem.sweep import Sweep, no_room
 from torch_lla_em.runtime import Compute, DoesNotFit, attempt, pinned_bytes
 
 VECTORS = 20
@@ -98,15 +97,15 @@ class Plan(NamedTuple):
         )
 
 
-def measured(passes: LocalPasses, first: Batch, rows: int | None) -> tuple[Batch, Activations]:
+def measured(sweep: Sweep, first: Batch, rows: int | None) -> tuple[Batch, Activations]:
     """Probe the network on as many rows of a batch as fit, and measure a forward pass."""
-    model = passes.linear_model
+    model = sweep.linear_model
     # of one row it cannot be told whether weights have factors
     part = first if rows is None else next(first.split(max(2, rows)))
 
     def measure() -> Activations:
         with model.network.guarded():
-            passes.probe(part)
+            sweep.probe(part)
             return Activations.of(model, part.inputs, len(part.rows))
 
     while True:

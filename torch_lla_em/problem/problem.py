@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,21 +16,9 @@ from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.problem.batch_work import BatchWork, Cotangent
 from torch_lla_em.problem.cost import Cost
 from torch_lla_em.problem.finite import DERIVATIVE, is_moderate
-from torch_lla_em.problem.fitting import Fitting
-from torch_lla_em.problem.passes import (
-    BLOCK,
-    SCALAR,
-    VECTOR,
-    Add,
-    LocalPasses,
-    Pass,
-    Passes,
-    Step,
-    Sums,
-    T,
-)
 from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.problem.row_squares import RowSquares
+from torch_lla_em.problem.sweep import BLOCK, SCALAR, VECTOR, Add, Fold, Pass, Sums, Sweep
 from torch_lla_em.runtime import attempt, normals
 from torch_lla_em.solvers import Space
 
@@ -40,6 +28,8 @@ _EPSILON_STREAM = 1
 _LEAST_SHARE = 1e-2
 
 BatchProduct = Callable[[Tensor], Tensor]
+
+T = TypeVar("T")
 
 
 class NoiseFeatures(NamedTuple):
@@ -55,19 +45,16 @@ class NoiseFeatures(NamedTuple):
 class Problem:
     """Σ_n loss(J_n w, y_n) over the data, its gradient, and products with G = Σ_n J_nᵀ H_n J_n.
 
-    All vectors here are in weight space; solvers see them through ``operators.py``. What goes on
-    around a pass (the end of memory, vectors beside the card, ranks, checkpoints) is in the layers
-    of ``passes``.
+    All vectors here are in weight space; solvers see them through ``operators.py``. ``sweep`` goes
+    over the data, and knows of memory, ranks, and vectors that live beside the device.
     """
 
     def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
         self.linear_model, self.likelihood, self.data = linear_model, likelihood, data
         data.mask = likelihood.mask
-        self.local = LocalPasses(linear_model, likelihood, data)
-        self.fitting = Fitting(self.local, self.local)
-        self.passes: Passes = self.fitting
         self.vectors = Vectors(linear_model)
-        self.work = BatchWork(self.local, likelihood)
+        self.sweep = Sweep(linear_model, likelihood, data, self.vectors)
+        self.work = BatchWork(self.sweep, likelihood)
         self.cost = Cost()
 
     # the method
@@ -76,29 +63,25 @@ class Problem:
         """Return G w, shape (K, P)."""
 
         def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-            self.work.add_product(rows, batch, self.work.curved, w, sums["Gw"])
+            at, Jw = self.work.pushed(rows, batch, w)
+            rows.pull(self.work.curved(batch, at, Jw), sums["Gw"])
 
-        total = self.passes.fold(w, Pass({"Gw": BLOCK}, add))["Gw"]
+        total = self.sweep(w, Pass({"Gw": BLOCK}, add))["Gw"]
         self.cost.columns += len(w)
         return total
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n -log p(y_n | J_n w) and its gradient, shape (P,)."""
-        work = BatchWork(self.local, self.likelihood)
+        work = BatchWork(self.sweep, self.likelihood)
 
         def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-            found = []
-
-            def sloped(batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
-                log_prob = self.likelihood.log_prob(Jw, batch.targets)
-                found.append(log_prob.sum(dtype=torch.float64))
-                return work.sloped(batch, at, Jw)
-
-            work.add_product(rows, batch, sloped, w, sums["gradient"])
-            sums["loss"] -= found[0]
+            at, Jw = work.pushed(rows, batch, w)
+            log_prob = self.likelihood.log_prob(Jw, batch.targets).sum(dtype=torch.float64)
+            rows.pull(work.sloped(batch, at, Jw), sums["gradient"])
+            sums["loss"] -= log_prob
 
         kinds = {"loss": SCALAR, "gradient": BLOCK}
-        sums = self.passes.fold(w[None], Pass(kinds, add, may_overflow=True))
+        sums = self.sweep(w[None], Pass(kinds, add, may_overflow=True))
         self.cost.columns += 1
         return sums["loss"].item(), sums["gradient"][0]
 
@@ -135,7 +118,7 @@ class Problem:
         kinds = {"eta": BLOCK, "squares": VECTOR}
         kinds |= {"errors": SCALAR, "targets": SCALAR} if unknown else {}
         task = Pass(kinds, add, squares_of.rows_at_once if with_squares else inf)
-        sums = self.passes.fold(torch.arange(num_samples, device="cpu"), task)
+        sums = self.sweep(torch.arange(num_samples, device="cpu"), task)
         eta, squares = sums["eta"], sums["squares"]
         self.cost.columns += num_samples
         # what cancels up to rounding moves no output, and must not be scaled up to do so
@@ -147,7 +130,7 @@ class Problem:
             sigma = (square / (num_samples * self.data.num_targets)) ** 0.5 or 1.0
             noise = torch.tensor(sigma, dtype=torch.float64, device="cpu")
             self.likelihood = gaussian.at_noise(noise)
-            self.work = BatchWork(self.local, self.likelihood, self.work.point)
+            self.work = BatchWork(self.sweep, self.likelihood, self.work.point)
             eta, squares = eta / sigma, squares / sigma**2
         return NoiseFeatures(eta, squares / (num_samples * self.data.num_rows))
 
@@ -166,9 +149,9 @@ class Problem:
             for start in range(0, len(u), step):
                 near = torch.zeros_like(R[start : start + step], device=u.device)
                 rows.pull(u[start : start + step], near)
-                self.local.finite.expect(batch.index, DERIVATIVE, near)
+                self.sweep.finite.expect(batch.index, DERIVATIVE, near)
                 R[start : start + step] = near
-            if not self.local.finite.searching:
+            if not self.sweep.finite.searching:
                 parts.append(R)
 
         self._visit(add, columns=1 << 16)
@@ -185,8 +168,8 @@ class Problem:
             Jw = rows.push(w)
             self.work.inspect(rows, batch)
             if moderate:
-                self.local.finite.expect(batch.index, DERIVATIVE, Jw)
-            if not self.local.finite.searching:
+                self.sweep.finite.expect(batch.index, DERIVATIVE, Jw)
+            if not self.sweep.finite.searching:
                 found.append((batch, rows.f, Jw))
 
         self._visit(add, len(w))
@@ -208,14 +191,14 @@ class Problem:
         """Return the same problem under another likelihood."""
         other = copy.copy(self)
         other.likelihood = likelihood
-        other.work = BatchWork(self.local, likelihood, self.work.point)
+        other.work = BatchWork(self.sweep, likelihood, self.work.point)
         return other
 
     def with_curvature_at(self, w: Tensor | None) -> Problem:
         """Return the same problem with H at the network's outputs, or at J w, for w (P,)."""
         other, near = copy.copy(self), self.linear_model.network.device
         point = None if w is None else self.vectors.whole(w[None]).to(near)
-        other.work = BatchWork(self.local, self.likelihood, point)
+        other.work = BatchWork(self.sweep, self.likelihood, point)
         return other
 
     # vectors, memory, checkpoints
@@ -260,24 +243,25 @@ class Problem:
             return run(), None
         found, shortage = attempt(run)
         if shortage:
-            self.fitting.forget()
+            self.sweep.kept.forget()
         return found, shortage
 
     def _visit(self, add: Add, columns: int) -> None:
         """Have every batch of this rank seen once, by so many columns."""
-        self.fitting.fold(torch.arange(columns, device="cpu"), Pass({}, add))
+        self.sweep.over(torch.arange(columns, device="cpu"), Pass({}, add))
 
     def _minibatches(self, cotangent: Cotangent) -> Iterator[tuple[int, BatchProduct]]:
-        for step in self.passes.steps():
+        for num_rows, fold in self.sweep.steps():
 
-            def product(w: Tensor, step: Step = step) -> Tensor:
+            def product(w: Tensor, num_rows: int = num_rows, fold: Fold = fold) -> Tensor:
                 def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-                    self.work.add_product(rows, batch, cotangent, w, sums["sum"])
+                    at, Jw = self.work.pushed(rows, batch, w)
+                    rows.pull(cotangent(batch, at, Jw), sums["sum"])
 
-                self.cost.columns += len(w) * step.num_rows / (self.data.num_rows or 1)
-                return step.fold(w, Pass({"sum": BLOCK}, add))["sum"]
+                self.cost.columns += len(w) * num_rows / (self.data.num_rows or 1)
+                return fold(w, Pass({"sum": BLOCK}, add))["sum"]
 
-            yield step.num_rows, product
+            yield num_rows, product
 
 
 def _draw(seed: int, samples: Tensor, rows: Tensor, at: Tensor) -> Tensor:

@@ -10,10 +10,8 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_lla_em.data import Batch
-from torch_lla_em.problem.placement import Placed
 from torch_lla_em.problem.plan import Activations, Plan, make_plan, measured
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.problem.spread import DataSpread, WeightSpread
 from torch_lla_em.runtime import Compute, Group, free_memory, least_share, place_of
 
 logger = logging.getLogger("torch_lla_em")
@@ -24,7 +22,7 @@ _JOINED_BYTES = 1 << 26
 
 
 def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "data") -> Plan:
-    """Look at the first batch, plan memory, and lay around passes what the plan asks for.
+    """Look at the first batch, plan memory, and have passes keep to the plan.
 
     ``shard`` is what ranks share out: "data", or "weights" as well.
     """
@@ -36,33 +34,27 @@ def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "
     first = _several(problem, data.first())
     if model.rows_probed == 1 < len(first.rows):
         model.forget()
-    part, activations = measured(problem.local, first, compute.rows)
+    part, activations = measured(problem.sweep, first, compute.rows)
     _warn_of_influence(problem, part)
     if part is first and compute.keep_data:
         activations = _joined(problem, part, activations)
     if len(part.rows) < min(compute.rows or inf, len(first.rows)):
-        problem.fitting.take(None, len(part.rows))
+        problem.sweep.take(None, len(part.rows))
     held, free_on = columns_held(problem, num_samples), partial(free_for_each, group)
     plan = make_plan(model, held, compute, activations, free_on)
-    problem.fitting.take(plan.columns, plan.rows)
-    problem.fitting.room = plan.factors
-    problem.vectors.device = plan.vectors_on
-    if plan.group is not None:
-        problem.passes = Placed(problem.passes, problem.vectors, plan.group, group)
-    if group.size > 1 and shard == "weights":
-        problem.passes = WeightSpread(problem.passes, problem.vectors, group)
-    elif group.size > 1:
-        problem.passes = DataSpread(problem.passes, group)
+    problem.sweep.take(plan.columns, plan.rows)
+    problem.sweep.kept.room = plan.factors
+    problem.sweep.columns, problem.vectors.device = plan.group, plan.vectors_on
     return plan
 
 
 def _warn_of_influence(problem: Problem, batch: Batch) -> None:
     """Warn where the outputs of an example depend on the others in its batch."""
-    local, module = problem.local, problem.linear_model.network.module
+    pieces, module = problem.sweep.pieces, problem.linear_model.network.module
     with problem.linear_model.network.guarded():
-        if len(batch.rows) < 2 or local.rows_stand_alone(batch, len(batch.rows) // 2):
+        if len(batch.rows) < 2 or pieces.stand_alone(batch, len(batch.rows) // 2):
             return
-    if not local.influence:
+    if not pieces.influence:
         return
     layers = [
         f"{type(layer).__name__} {name!r}"
@@ -73,7 +65,7 @@ def _warn_of_influence(problem: Problem, batch: Batch) -> None:
         "The network's outputs for an example change by %.0f %% with the other examples in its batch%s. "
         "The posterior and all predictions then depend on how data are batched: let layers use running "
         "statistics, or always predict batches as those of the fit.",
-        100 * local.influence,
+        100 * pieces.influence,
         f" (by {', '.join(layers)})" if layers else "",
     )
 
@@ -84,7 +76,7 @@ def _several(problem: Problem, first: Batch) -> Batch:
         return first
     more = problem.data.ahead(2, least=2)
     with problem.linear_model.network.guarded():
-        return more if len(more.rows) > 1 and problem.local.rows_stand_alone(more, 1) else first
+        return more if len(more.rows) > 1 and problem.sweep.pieces.stand_alone(more, 1) else first
 
 
 def _joined(problem: Problem, first: Batch, activations: Activations) -> Activations:
@@ -97,7 +89,7 @@ def _joined(problem: Problem, first: Batch, activations: Activations) -> Activat
     if len(several.rows) < 2 * len(first.rows):
         return activations
     with problem.linear_model.network.guarded():
-        if not problem.local.rows_stand_alone(several, len(first.rows)):
+        if not problem.sweep.pieces.stand_alone(several, len(first.rows)):
             return activations
     data.merge_rows = rows
     more = rows / max(1, activations.rows)

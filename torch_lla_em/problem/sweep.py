@@ -1,0 +1,292 @@
+"""The one loop over the data: what every batch adds, in pieces that fit, summed over ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import inf
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.data import Batch, Data, tensors_in
+from torch_lla_em.jacobian import LinearModel, Rows, explained
+from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.problem.finite import (
+    DERIVATIVE,
+    INPUTS,
+    LIKELIHOOD,
+    Finite,
+    all_finite,
+    is_finite,
+    is_moderate,
+)
+from torch_lla_em.problem.kept_rows import KeptRows
+from torch_lla_em.problem.pieces import Pieces
+from torch_lla_em.problem.placement import Vectors
+from torch_lla_em.problem.unchanged import UnchangedWeights
+from torch_lla_em.runtime import DoesNotFit, release, shortage_of
+
+logger = logging.getLogger("torch_lla_em")
+
+BLOCK, VECTOR, SCALAR, OF_ROWS = "block", "vector", "scalar", "of rows"
+"""What is summed: a vector a column, (K, P); one vector, (P,); a number in float64; or what
+a column says of every example, (K, N C), each example's own once."""
+
+_BY_COLUMN = BLOCK, OF_ROWS
+
+Sums = dict[str, Tensor]
+Add = Callable[[Rows, Batch, Tensor, Sums], None]
+"""(rows, batch, columns w, sums): add what the batch contributes for these columns.
+
+Whatever takes memory has to come before the first number is added."""
+
+
+class Pass(NamedTuple):
+    """One pass: what is summed, and how a batch adds to it."""
+
+    kinds: dict[str, str]
+    """BLOCK, VECTOR, SCALAR or OF_ROWS, by name; of none, all columns come at once."""
+
+    add: Add
+    at_most: float = inf
+    """Rows at a time, cut at multiples of it, where the network takes rows alone."""
+
+    may_overflow: bool = False
+    """Whether a likelihood that is not finite is a step too long, which solvers know."""
+
+
+Fold = Callable[[Tensor, Pass], Sums]
+"""(columns w, pass) -> sums over one batch of every rank."""
+
+
+class Sweep:
+    """Takes passes over the data.
+
+    The only handler of memory that runs out in a pass: it takes fewer columns at once from then
+    on, then fewer rows, and goes on where it was. What did not help is taken back.
+    """
+
+    def __init__(
+        self, linear_model: LinearModel, likelihood: Likelihood, data: Data, vectors: Vectors
+    ):
+        self.linear_model, self.data, self.vectors = linear_model, data, vectors
+        self._likelihood = likelihood
+        self.finite = Finite(linear_model.network.device)
+        """Whether the pass under way is."""
+
+        self.pieces, self.kept = Pieces(linear_model), KeptRows(linear_model)
+        self.weights = UnchangedWeights(linear_model.network)
+        self.rows = inf
+        """Rows of a batch at once."""
+
+        self.columns: int | None = None
+        """Columns on the device at once, where vectors live elsewhere; None: all of them."""
+
+        self.report: Callable[[float | None], None] | None = None
+        """Called with the share of a pass that is done, if that is known."""
+
+    def take(self, columns: int | None, rows: int | None) -> None:
+        """Take at most so many columns, and rows of a batch, at once."""
+        if columns is not None:
+            self.linear_model.columns = min(columns, self.linear_model.columns or columns)
+        self.rows = min(self.rows, rows or inf)
+
+    def __call__(self, w: Tensor, task: Pass, batch: Batch | None = None) -> Sums:
+        """Return the sums over all batches of all ranks, or over one of each, where vectors live.
+
+        For columns w, (K, P), or the numbers of samples, (K,). Where vectors live beside the
+        device, or in slices on the ranks, a group of columns after the other takes a pass.
+        """
+        vectors, step = self.vectors, self.columns or len(w)
+        if vectors.group is not None:  # no rank ever holds more than its share of the vectors
+            step = min(step, -(-len(w) // vectors.group.size))
+        w = self._agreed(w)
+        found: Sums = {}
+        for start in range(0, len(w), step):
+            columns = slice(start, start + step)
+            near = vectors.visiting(w[columns]) if w.is_floating_point() else w[columns]
+            for name, own in self.over(near, task, batch).items():
+                kind = task.kinds[name]
+                sliced = vectors.group is not None and kind in (BLOCK, VECTOR)
+                own = vectors.sum(own) if sliced else self.data.group.sum(own)
+                if kind not in _BY_COLUMN:
+                    own = own.to(vectors.device) if kind == VECTOR else own
+                    found[name] = found[name] + own if start else own
+                elif len(near) == len(w) and own.device.type == vectors.device.type:
+                    found[name] = own
+                else:
+                    if not start:
+                        found[name] = vectors.home(len(w), own.shape[1])
+                    found[name][columns] = own
+        return found
+
+    def over(self, w: Tensor, task: Pass, batch: Batch | None = None) -> Sums:
+        """Return the sums over this rank's batches, or over one, where the network is."""
+        limits, sums, rows_done = (self.linear_model.columns, self.rows), self._zeros(w, task), 0
+        try:
+            for one in self.batches(task.at_most) if batch is None else [batch]:
+                self._add(task, one, w, sums)
+                rows_done += len(one.rows)
+                if self.report is not None:
+                    self.report(self._share(rows_done, one) if batch is None else None)
+            if batch is None:
+                self._name_fault(w, task, sums)
+        except DoesNotFit:
+            self.linear_model.columns, self.rows = limits
+            raise
+        finally:
+            self.kept.let_go()
+        return sums
+
+    def steps(self) -> Iterator[tuple[int, Fold]]:
+        """Yield the rows of one batch of every rank, and the pass over them; ranks go together."""
+        for batch in self.batches(in_step=True):
+            yield batch.step_rows or len(batch.rows), partial(self, batch=batch)
+
+    def batches(self, at_most: float = inf, in_step: bool = False) -> Iterator[Batch]:
+        """Yield the batches of one pass, inside the network's guard."""
+        self.finite.fine.fill_(True)
+        position, class_dim = 0, self.linear_model.network.class_dim
+        with self.linear_model.network.guarded():
+            for whole in self.data.batches(in_step=in_step):
+                if in_step and not len(whole.rows):
+                    yield whole
+                    continue
+                self.probe(whole)
+                whole, start = whole._replace(position=position), 0
+                position += len(whole.rows)
+                for batch in self.pieces(whole, at_most, aligned=True):
+                    self._check_inputs(batch)
+                    targets = self._likelihood.align(batch.targets, class_dim)
+                    yield batch._replace(targets=targets, whole=(whole, start))
+                    start += len(batch.rows)
+        self.weights.refuse_changes()
+
+    def probe(self, batch: Batch) -> None:
+        """Have the network's derivatives checked, the first time."""
+        if self.linear_model.report is None:
+            try:
+                with explained(self.linear_model.network, batch.inputs):
+                    self.linear_model.probe(batch.inputs)
+            except ValueError:  # of outputs, perhaps
+                with self._searching():
+                    self._check_inputs(batch)
+                raise
+
+    def _add(self, task: Pass, batch: Batch, w: Tensor, sums: Sums) -> None:
+        """Add a batch, in pieces of its rows and of the columns that fit."""
+        todo = [(piece, 0) for piece in self.pieces(batch, self.rows)] if len(batch.rows) else []
+        while todo:
+            piece, done = todo.pop(0)
+            step, counted = len(w) - done, self.data.num_outputs
+            try:
+                rows = self.kept(piece, self.rows, step)
+                step = min(step, (rows.columns if task.kinds else None) or step)
+                for columns in w[done:].split(step):
+                    here = slice(done, done + len(columns))
+                    by_column = {n: sums[n][here] for n, k in task.kinds.items() if k in _BY_COLUMN}
+                    task.add(rows, piece, columns, {**sums, **by_column})
+                    done += len(columns)
+                continue
+            except (RuntimeError, MemoryError) as error:
+                shortage = shortage_of(error)
+            rows = None
+            self.kept.let_go()
+            release()  # what the failed attempt held is free only outside of the handler
+            self.data.num_outputs = counted
+            self._halve(piece, min(step, self.linear_model.columns or step), shortage)
+            todo[:0] = [(smaller, done) for smaller in self.pieces(piece, self.rows)]
+
+    def _halve(self, piece: Batch, columns: int, shortage: str) -> None:
+        """Take less than so many columns at once from now on; raise where that cannot be."""
+        model = self.linear_model
+        if model.factored is not None:
+            self.kept.forget()
+            model.leave_factors()
+        elif columns > 1:
+            logger.warning("Out of memory: from now on %d columns at a time.", columns // 2)
+            model.columns = columns // 2
+        elif model.path.shared:  # a shared forward pass holds two at once
+            model.path = model.path._replace(shared=False)
+        else:
+            size = (len(piece.rows) + 1) // 2
+            if len(self.pieces(piece, size)) == 1:
+                raise DoesNotFit(no_room(piece, model.layout.size, shortage))
+            logger.warning("Out of memory: from now on at most %d rows of a batch at a time.", size)
+            self.rows = size
+
+    def _zeros(self, w: Tensor, task: Pass) -> Sums:
+        """Return sums of nothing, where the network is."""
+        device, P = self.linear_model.network.device, self.linear_model.layout.size
+        shapes = {BLOCK: (len(w), P), VECTOR: (P,), OF_ROWS: (len(w), self.data.num_outputs)}
+        return {
+            name: torch.zeros((), dtype=torch.float64, device=device)
+            if kind == SCALAR
+            else torch.zeros(shapes[kind], dtype=self.linear_model.dtype, device=device)
+            for name, kind in task.kinds.items()
+        }
+
+    def _agreed(self, w: Tensor) -> Tensor:
+        """Return w, or rank 0's where another machine's rounding has led to other bits."""
+        group = self.data.group
+        if group.size == 1 or self.vectors.group is not None or not w.is_floating_point():
+            return w
+        mark = [w.double().sum().item(), w.double().norm().item()]
+        alike = group.meet(f"a pass at {tuple(w.shape)}", repr(mark), lambda m: len(set(m)) == 1)
+        return w if alike else group.from_first(w)
+
+    def _share(self, rows: int, batch: Batch) -> float | None:
+        """Return which share of this rank's rows is done, if their number is known."""
+        data = self.data
+        number = data.num_rows or (data.num_batches() or 0) * len(batch.rows)
+        return min(1.0, rows * data.group.size / number) if number else None
+
+    def _check_inputs(self, batch: Batch) -> None:
+        for tensor in tensors_in(batch.inputs) if self.finite.searching else ():
+            if tensor.is_floating_point():
+                self.finite.check(batch.index, INPUTS, tensor)
+
+    def _name_fault(self, w: Tensor, task: Pass, sums: Sums) -> None:
+        """Name the batch at fault where sums are not finite; w beyond all measure, solvers know."""
+        vectors, fine = _vectors(sums), self.finite.fine
+        moderate = is_moderate(w) if w.is_floating_point() else torch.ones_like(fine)
+        # read at once, as the host waits each time
+        fine, known, *finite = torch.stack([fine, moderate, *map(all_finite, vectors)]).tolist()
+        fault = not fine or (known and not (all(finite) or all(map(is_finite, vectors))))
+        if not self.data.group.meet("sums that are not finite", fault, any):
+            return
+        sums = self._zeros(w, task)
+        with self._searching(LIKELIHOOD if task.may_overflow else None):
+            for batch in self.batches(task.at_most):
+                self._add(task, batch, w, sums)
+                for total in _vectors(sums) if known and not self.finite.met else ():
+                    self.finite.check(batch.index, DERIVATIVE, total)
+
+    @contextmanager
+    def _searching(self, excused: str | None = None) -> Iterator[None]:
+        self.finite.searching, self.finite.excused, self.finite.met = True, excused, False
+        try:
+            yield
+        finally:
+            self.finite.searching = False
+
+
+def _vectors(sums: Sums) -> list[Tensor]:
+    return [total for total in sums.values() if total.dim()]
+
+
+def no_room(piece: Batch, P: int, shortage: str) -> str:
+    """Return the message where one column of a piece that cannot be cut does not fit."""
+    rows = len(piece.rows)
+    return (
+        f"One column of {rows} row{'s' * (rows > 1)} of batch {piece.index} does not fit into "
+        f"memory ({shortage}). It takes a forward pass that keeps its activations, twice their "
+        f"largest, and 2 P numbers for a direction and a gradient ({2 * P * 4 / 1e9:.2g} GB "
+        f"for P = {P}). What helps: smaller batches or inputs; fewer random weights "
+        '(parameters="last_layer", or name patterns); fewer samples, or their vectors on the '
+        'CPU (compute=Compute(vectors="cpu")).'
+    )

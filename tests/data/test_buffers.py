@@ -10,6 +10,7 @@ from tiny import tiny
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from torch_lla_em import LinearisedLaplace
 from torch_lla_em.data.loader import Data
 from torch_lla_em.data.sources import Chain
 
@@ -51,7 +52,7 @@ def test_joined_rows_are_those_of_the_loader(form):
     assert [batch.index for batch in batches] == ["0 to 9", "10 to 19", "20 to 22"]
     assert torch.cat([batch.rows for batch in batches]).tolist() == list(range(23))
     assert torch.equal(torch.cat([batch.targets for batch in batches]), expected.targets)
-    assert data.fingerprint.repeats(whole.fingerprint)
+    assert data.parts[0].repeats(whole.parts[0])
 
 
 def test_batches_are_joined_as_far_as_they_fit():
@@ -125,17 +126,10 @@ def test_memory_that_is_filled_again_may_be_joined():
 
 
 def test_what_is_kept_is_not_read_for_its_identity_again(monkeypatch):
-    data, _ = joined(one_by_one(*rows()), passes=3)
-    expected = [data.fingerprint.state()]
+    data, expected = joined(one_by_one(*rows()), passes=3)
     monkeypatch.setattr("torch_lla_em.data.identity.row_hashes", None)
-    seen = [(data.fingerprint.so_far(), data.rows_seen) for _ in data]
-    assert seen[-1][0].state() == data.fingerprint.state() == expected[0]
-    assert [number for _, number in seen] == [10, 20, 23]
-    half = Data(one_by_one(*rows()), CPU)
-    half.merge_rows = 10
-    monkeypatch.undo()
-    next(iter(half))
-    assert half.fingerprint.repeats(seen[0][0])
+    assert [batch.rows.tolist() for batch in data] == [batch.rows.tolist() for batch in expected]
+    assert data.num_reads == 1 and data.num_passes == 4
 
 
 def test_kept_batches_that_somebody_changes_are_read_again():
@@ -226,7 +220,33 @@ def test_rows_can_be_looked_at_ahead():
     assert torch.equal(many.targets[:4], few.targets)
     assert many.rows.tolist() == list(range(23))
     assert torch.equal(torch.cat([batch.targets for batch in data]), expected)
-    assert len(data.ahead().rows) == 1 and data.num_reads == 4
+    assert data.num_reads == 1  # the pass has gone on where the looks ended
+    assert len(data.ahead().rows) == 1 and data.num_reads == 2
+
+
+def test_batches_looked_at_are_not_filled_again():
+    loader = Refilling(*rows())
+    data = Data(loader, CPU)
+    assert_close(data.ahead(10).inputs, rows()[0][:10])
+    assert_close(torch.cat([batch.inputs + 0 for batch in data]), rows()[0])
+    assert loader.reads == data.num_reads == 1
+
+
+def test_the_loader_is_begun_once_before_the_first_pass_has_ended():
+    class Counting(DataLoader):
+        begun = 0
+
+        def __iter__(self):
+            self.begun += 1
+            return super().__iter__()
+
+    x, y = rows()
+    la = LinearisedLaplace(torch.nn.Linear(2, 3), "classification", parameters="last_layer")
+    loader = Counting(TensorDataset(x, y), 1, shuffle=True)
+    la.plan(loader)
+    assert loader.begun == 1
+    la.fit(loader, em_steps=0, prior_precision=1.0, progress_bar=False)
+    assert loader.begun == 4  # rows that come in another order are kept from the third pass on
 
 
 def test_every_factory_names_its_device():
@@ -240,7 +260,7 @@ def test_every_factory_names_its_device():
         data.ahead(5)
         labels = next(iter(Data([(torch.ones(2, 1, device="cpu"), [0, 1])], CPU))).targets
     assert {batch.rows.device for batch in found} == {CPU} == {labels.device}
-    assert data.fingerprint.state()["sums"]
+    assert data.parts[0].state()["sums"]
 
 
 @pytest.mark.cuda

@@ -13,7 +13,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    get_worker_info,
+)
 
 from torch_lla_em import SGD, Classification, LinearisedLaplace
 from torch_lla_em.data.batch import Batch, cut, inputs_of, map_tensors, next_tokens, to_device
@@ -550,3 +556,27 @@ def test_examples_without_a_label_are_not_counted(merged):
     maps.mask = Classification().mask
     list(maps), list(maps)
     assert (maps.num_rows, maps.num_labelled) == (12, 8)
+
+
+class Streamed(IterableDataset):
+    """Rows of a stream, of which workers take their share, or all of them."""
+
+    def __init__(self, shared):
+        self.shared = shared
+
+    def __iter__(self):
+        worker = get_worker_info()
+        own = slice(worker.id, None, worker.num_workers) if worker and self.shared else slice(None)
+        x, y = case()
+        yield from zip(x[own], y[own])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_that_all_yield_all_examples_are_refused(workers):
+    assert len(passes(DataLoader(Streamed(True), 2, num_workers=workers), 2)) == 0
+    data = Data(DataLoader(Streamed(False), 2, num_workers=workers), CPU)
+    if workers == 1:
+        assert sum(len(batch.rows) for batch in data) == 12
+        return
+    with pytest.raises(ValueError, match=f"Each of the {workers} workers.*get_worker_info"):
+        list(data)

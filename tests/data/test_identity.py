@@ -234,14 +234,6 @@ def test_every_row_of_a_rank_is_compared(size, loader, other):
     assert all(data.num_rows == len(every) for _, data in found)
 
 
-@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_ranks_that_each_take_all_rows_are_compared(other):
-    def make(rank):
-        return listed(*after_first_batch(other)(*rows()) if rank else rows())
-
-    assert all("other data" in told for told in on_ranks(2, make, whole=True))
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_take_steps_together(size):
     found = on_ranks(size, listing, in_step=True)

@@ -156,7 +156,7 @@ def test_a_loaded_posterior_has_no_data(tmp_path):
     case = tiny("classification")
     la = posterior(case, "classification").fit(parts(case, *CUTS)[0], **FIXED)
     la.save(tmp_path / "posterior.pt")
-    loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
+    loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model, solver=BlockKrylov())
     with pytest.raises(NotFittedError, match="one loader of all data"):
         loaded.fit(parts(case, *CUTS)[1], override=False, **FIXED)
     la.load_state_dict(loaded.state_dict())

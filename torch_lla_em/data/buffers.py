@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import inf
 from typing import Any
 
@@ -10,45 +10,43 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data.batch import Batch, is_sequence, map_tensors, tensors_in
-from torch_lla_em.data.identity import Identity
 
 
-class Joined:
-    """Batches on their way, joined into ones of up to so many rows where rows go one to one."""
-
-    def __init__(self) -> None:
-        self._waiting: list[Batch] = []
-        self._form: Any = None
-        self._rows = 0
-
-    def take(self, batch: Batch, at_most: int) -> Iterator[Batch]:
-        """Yield what does not wait for more rows."""
-        rows = len(batch.rows)
-        form = _form((batch.inputs, batch.targets), rows) if rows < at_most else None
-        if form is None or form != self._form or self._rows + rows > at_most:
-            yield from self.rest()
-        if form is None:
-            yield batch
-            return
+def joined(batches: Iterable[tuple[int, Batch]], at_most: int) -> Iterator[tuple[int, Batch]]:
+    """Yield batches of each loader, joined into ones of up to so many rows where rows go one to one."""
+    waiting: list[Batch] = []
+    key: Any = None
+    for part, batch in batches:
+        form = _form((batch.inputs, batch.targets), len(batch.rows))
+        alone = form is None or len(batch.rows) >= at_most
+        rows = sum(len(other.rows) for other in waiting) + len(batch.rows)
+        if waiting and (alone or (part, form) != key or rows > at_most):
+            yield key[0], _together(waiting)
+            waiting = []
+        if alone:
+            yield part, batch
+            continue
+        key = part, form
         # a loader may fill the same memory again before this is read
         inputs, targets = map_tensors(Tensor.clone, (batch.inputs, batch.targets))
-        self._waiting.append(batch._replace(inputs=inputs, targets=targets))
-        self._form, self._rows = form, self._rows + rows
-        if self._rows == at_most:
-            yield from self.rest()
+        waiting.append(batch._replace(inputs=inputs, targets=targets))
+        if rows == at_most:
+            yield part, _together(waiting)
+            waiting = []
+    if waiting:
+        yield key[0], _together(waiting)
 
-    def rest(self) -> Iterator[Batch]:
-        """Yield what has waited, as one batch."""
-        waited, self._waiting, self._form, self._rows = self._waiting, [], None, 0
-        if len(waited) < 2:
-            yield from waited
-            return
-        columns = [tensors_in((batch.inputs, batch.targets)) for batch in waited]
-        whole = iter([torch.cat(column) for column in zip(*columns)])
-        first, last = waited[0], waited[-1]
-        inputs, targets = map_tensors(lambda _: next(whole), (first.inputs, first.targets))
-        rows = torch.cat([batch.rows for batch in waited])
-        yield Batch(f"{first.index} to {last.index}", rows, inputs, targets)
+
+def _together(batches: list[Batch]) -> Batch:
+    """Return batches of one form as one."""
+    first, last = batches[0], batches[-1]
+    if first is last:
+        return first
+    columns = [tensors_in((batch.inputs, batch.targets)) for batch in batches]
+    whole = iter([torch.cat(column) for column in zip(*columns)])
+    inputs, targets = map_tensors(lambda _: next(whole), (first.inputs, first.targets))
+    rows = torch.cat([batch.rows for batch in batches])
+    return Batch(f"{first.index} to {last.index}", rows, inputs, targets)
 
 
 def _form(tree: Any, rows: int) -> Any:
@@ -66,37 +64,37 @@ def _form(tree: Any, rows: int) -> Any:
 
 
 class Kept:
-    """The batches of one pass, as far as they have room, each with what was seen by then."""
+    """The batches of one pass, as far as they have room."""
 
     def __init__(self, room: float):
         self._room = room
-        self._seen: list[tuple[Batch, Identity]] = []
-        self._marks: list[list[tuple[int, int]]] = []
+        self._batches: list[Batch] = []
+        self._places: list[tuple[int, int]] = []
 
-    def __iter__(self) -> Iterator[tuple[Batch, Identity]]:
-        return ((batch._replace(kept=self), identity) for batch, identity in self._seen)
+    def __iter__(self) -> Iterator[Batch]:
+        return (batch._replace(kept=self) for batch in self._batches)
 
     @property
     def has_room(self) -> bool:
         return self._room > 0
 
-    def see(self, batch: Batch, identity: Identity) -> None:
+    def see(self, batch: Batch) -> None:
         """Keep a batch, unless those before it have taken all of the room."""
         if self._room > 0:
-            self._seen.append((batch, identity.so_far()))
-            self._marks.append(_places(batch))
+            self._batches.append(batch)
+            self._places += _places(batch)
             self._room -= _bytes(batch)
         if self._room <= 0:
-            self._seen.clear()
+            self._batches.clear()
 
     def serves(self) -> bool:
         """Whether this is all of the pass, in memory of its own that nobody has written to.
 
         A loader that fills the same memory again would leave nothing but its last batch.
         """
-        places = [place for batch, _ in self._seen for place in _places(batch)]
+        places = [place for batch in self._batches for place in _places(batch)]
         alone = len({pointer for pointer, _ in places}) == len(places)
-        return self._room > 0 and alone and sum(self._marks, []) == places
+        return self._room > 0 and alone and self._places == places
 
 
 def _places(batch: Batch) -> list[tuple[int, int]]:

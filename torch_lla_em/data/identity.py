@@ -1,4 +1,4 @@
-"""Whether two passes see the same rows: one 64-bit number of all the bytes of each row."""
+"""Whether two passes see the same rows: sums of one 64-bit hash of all the bytes of each row."""
 
 from __future__ import annotations
 
@@ -20,30 +20,26 @@ _FACTORS = 1 << 16
 _AT_ONCE = 1 << 20
 _GOLDEN, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
-# what is summed: whole rows, rows in order, what is no row in order; then each tensor, two ways
-_WHOLE, _ORDERED, _INSIDE, _PER_TENSOR = range(4)
-_BESIDE, _ALONE = 0, 1  # the targets
+# what is summed: hashes of whole rows; of rows and their places; of targets alone
+_ROWS, _ORDER, _TARGETS = range(3)
 
 
 class Identity:
-    """Numbers of the rows of a pass, added up: equal of the same rows, whatever their order.
+    """Sums of row hashes: equal for the same rows, whatever their order and their batches.
 
-    A row's number is made of the bytes of its targets and inputs together, so that labels which
-    change places are other data. There is no tolerance: the bytes are those that the loader gave,
-    which no move to another device changes; a loader that computes its rows must do so alike.
-    Beside the sum over whole rows, each tensor has sums of its own, alone and with the targets.
-    They are what is compared where some tensors cannot be: where every batch is padded to its own
-    length, or in objects such as graphs, a tensor changes with the batch that a row is in. Those
-    are compared once it is known that they come again as they were, and all rows in their order
-    where a loader never changes it (``in_order``).
+    A row's hash is made of the bytes of its targets and inputs together, so that permuted labels
+    or a changed column are other data. Nothing is rounded: the bytes are those that the loader
+    gave. Where batches are padded to their own lengths, or hold objects such as graphs, hashes
+    change with the batch that a row is in. Such rows are compared where the loader keeps its order
+    (``in_order``), or once a second pass has shown that they come again as they were; else their
+    targets alone are.
     """
 
     def __init__(self, in_order: bool = False) -> None:
-        self.in_order = in_order
-        self._sums = torch.zeros(0, dtype=torch.int64, device="cpu")
-        self._shapes: dict[int, dict[tuple[int, ...], int]] = {}
-        self._inside: set[int] = set()
-        self._trusted: set[int] = set()
+        self.in_order, self.repeated, self.num_rows = in_order, False, 0
+        self._sums = torch.zeros(3, dtype=torch.int64, device="cpu")
+        self._shapes: dict[int, set[tuple[int, ...]]] = {}
+        self._has_objects = False
 
     def add(self, batch: Any, rows: Tensor | None = None) -> None:
         """Take in a batch (targets, inputs), and the numbers of its rows, shape (B,)."""
@@ -52,144 +48,97 @@ class Identity:
             return
         device, size = found[0][0].device, len(found[0][0])
         rows = torch.arange(size, device="cpu") if rows is None else rows
-        places = rows.to(device, non_blocking=True) * _signed(_GOLDEN)
-        factors, numbers = _factors(device)[: len(found), None], []
-        others: dict[int, Tensor] = {}
+        hashes = torch.zeros(size, dtype=torch.int64, device=device)
+        targets, beside = hashes, []
         for position, (tensor, is_row) in enumerate(found):
-            shapes, shape = self._shapes.setdefault(position, {}), tuple(tensor.shape[1:])
-            shapes[shape] = shapes.get(shape, 0) + len(tensor)
-            own = (row_hashes(tensor) + _factor(position)).to(device, non_blocking=True)
-            if not is_row or len(tensor) != size:
-                self._inside.add(position)
-                others[position] = _mixed(own)
-                own = places
-            numbers.append(own)
-        mixed, inside = _mixed(torch.stack(numbers)), torch.zeros_like(places[:1])
-        if others:
-            factors = factors.clone()
-        for position, own in others.items():
-            mixed[position], factors[position] = 0, 0
-            mixed[position, 0] = own.sum()
-            order = torch.arange(len(own), device=device) * _signed(_MIX)
-            inside = inside + _mixed(own + order + places[0]).sum()
-        whole = (mixed * factors).sum(0, keepdim=True)
-        beside = _mixed(torch.cat([whole, whole + places, mixed + 3 * mixed[:1]])).sum(1)
-        per_tensor = torch.stack([beside[2:], mixed.sum(1)], 1).flatten()
-        self._sums = _added(self._sums, torch.cat([beside[:2], inside, per_tensor]))
-
-    def agrees(self, other: Identity) -> bool:
-        """Whether both may be of the same rows; in the same order where both keep theirs."""
-        if self.in_order and other.in_order and self._shapes == other._shapes:
-            return self._equal(other, _ORDERED)
-        compared = {p for p in self._common(other) if self._compared(p, other)}
-        if compared == self._shapes.keys() == other._shapes.keys() and not (
-            self._inside | other._inside
-        ):
-            return self._equal(other, _WHOLE)
-        kinds = (_ALONE, _BESIDE) if 0 in compared else (_ALONE,)
-        return self._equal(other, *(_place(p, kind) for p in compared for kind in kinds))
-
-    def repeats(self, other: Identity) -> bool:
-        """Whether both are of the same rows, in one order and in the same batches."""
-        return self._shapes == other._shapes and self._equal(other, _ORDERED, _INSIDE)
-
-    def learn(self, later: Identity, is_next: bool) -> None:
-        """Note which tensors a later pass, or the next, has shown to be the same every time.
-
-        In passes after the next a loader that shuffles few rows might repeat the first by chance.
-        """
-        if is_next and later.repeats(self):
-            self._trusted = set(self._shapes)
-        for p in self._common(later) - self._inside - later._inside:
-            # padded otherwise, and yet the same: by zeros at the end
-            if self._shapes[p] != later._shapes[p] and self._equal(later, _place(p, _ALONE)):
-                self._trusted.add(p)
-
-    def trust(self, rows: bool) -> None:
-        """Take the rows to be the same every time, or nothing."""
-        self._trusted = self._shapes.keys() - self._inside if rows else set()
-
-    def compared(self) -> set[int]:
-        """Return the places in a batch of the tensors that another pass is compared by."""
-        return {p for p in self._shapes if self._compared(p, self)}
+            own = _mixed((row_hashes(tensor) + _factor(position)).to(device, non_blocking=True))
+            if is_row and len(own) == size:
+                self._shapes.setdefault(position, set()).add(tuple(tensor.shape[1:]))
+                hashes = hashes + own * _factor(position)
+                targets = own if position == 0 else targets
+            else:  # an object, or what does not go by rows: one hash for the whole batch
+                places = torch.arange(len(own), device=device) * _signed(_MIX)
+                beside.append(_mixed(own + places).sum() * _factor(position))
+        places = rows.to(device, non_blocking=True) * _signed(_GOLDEN)
+        whole, ordered = [hashes], [hashes + places]
+        if beside:
+            self._has_objects, apart = True, torch.stack(beside).sum()[None]
+            whole.append(apart + targets.sum())
+            ordered.append(apart + places[:1])
+        sums = [_mixed(torch.cat(whole)).sum(), _mixed(torch.cat(ordered)).sum(), targets.sum()]
+        self._sums = self._sums.to(device, non_blocking=True) + torch.stack(sums)
+        self.num_rows += size
 
     @property
     def is_padded(self) -> bool:
         """Whether rows of a tensor have several shapes."""
         return any(len(shapes) > 1 for shapes in self._shapes.values())
 
+    def agrees(self, other: Identity) -> bool:
+        """Whether both may be of the same rows; in the same order where both keep theirs."""
+        if self.num_rows != other.num_rows:
+            return False
+        if self.in_order and other.in_order:
+            return self._equal(other, _ORDER)
+        if self.has_rows_of(other):
+            return True
+        both = Identity()
+        both.merge(self)
+        both.merge(other)
+        varies = both._has_objects or both.is_padded
+        if not varies or self.repeated or other.repeated:
+            return False
+        return len(both._shapes.get(0, ())) != 1 or self._equal(other, _TARGETS)
+
+    def has_rows_of(self, other: Identity) -> bool:
+        """Whether both are surely of the same rows."""
+        return self.num_rows == other.num_rows and self._equal(other, _ROWS)
+
+    def repeats(self, other: Identity) -> bool:
+        """Whether both are of the same rows in one order."""
+        return self.num_rows == other.num_rows and self._equal(other, _ORDER)
+
+    def learn(self, second: Identity) -> None:
+        """Note whether a second pass has shown that rows come again as they were."""
+        self.repeated = self.has_rows_of(second)
+
     def merge(self, other: Identity) -> None:
         """Take in the rows of another, beside this one's own."""
-        self._inside |= other._inside
-        self._sums = _added(self._sums, other._sums)
+        self.num_rows += other.num_rows
+        self._sums = self._sums + other._sums.to(self._sums.device)
+        self._has_objects |= other._has_objects
         for position, shapes in other._shapes.items():
-            known = self._shapes.setdefault(position, {})
-            for shape, rows in shapes.items():
-                known[shape] = known.get(shape, 0) + rows
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows taken in."""
-        return sum(self._shapes.get(0, {}).values())
-
-    def so_far(self) -> Identity:
-        """Return what it is now, and stays; waits for nothing."""
-        copied = Identity(self.in_order)
-        copied.merge(self)
-        copied._trusted = set(self._trusted)
-        return copied
+            self._shapes.setdefault(position, set()).update(shapes)
 
     def state(self) -> dict[str, Any]:
         """Return plain numbers that ``of`` restores."""
+        shapes = {str(key): sorted(map(list, value)) for key, value in self._shapes.items()}
         return {
+            "rows": self.num_rows,
             "sums": self._sums.tolist(),
-            "shapes": {
-                str(position): [[list(shape), rows] for shape, rows in shapes.items()]
-                for position, shapes in self._shapes.items()
-            },
-            "inside": sorted(self._inside),
-            "trusted": sorted(self._trusted),
-            "in order": self.in_order,
+            "shapes": shapes,
+            **{name: getattr(self, name) for name in ("in_order", "repeated", "_has_objects")},
         }
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Identity:
         """Return the identity of a state."""
-        identity = cls(state["in order"])
+        identity = cls()
+        identity.num_rows = state["rows"]
         identity._sums = torch.tensor(state["sums"], dtype=torch.int64, device="cpu")
-        for position, shapes in state["shapes"].items():
-            identity._shapes[int(position)] = {tuple(shape): rows for shape, rows in shapes}
-        identity._inside, identity._trusted = set(state["inside"]), set(state["trusted"])
+        identity._shapes = {int(p): set(map(tuple, s)) for p, s in state["shapes"].items()}
+        for name in ("in_order", "repeated", "_has_objects"):
+            setattr(identity, name, state[name])
         return identity
 
-    def _common(self, other: Identity) -> set[int]:
-        return self._shapes.keys() & other._shapes.keys()
-
-    def _compared(self, position: int, other: Identity) -> bool:
-        if position in self._trusted | other._trusted:
-            return True
-        shapes = self._shapes[position].keys() | other._shapes[position].keys()
-        return len(shapes) == 1 and position not in self._inside | other._inside
-
-    def _equal(self, other: Identity, *places: int) -> bool:
-        own, others = self._sums.tolist(), other._sums.tolist()
-        return all(own[place : place + 1] == others[place : place + 1] for place in places)
-
-
-def _place(position: int, kind: int) -> int:
-    return _PER_TENSOR + 2 * position + kind
-
-
-def _added(a: Tensor, b: Tensor) -> Tensor:
-    """Return the sums of batches, some of which may hold more tensors than others."""
-    few, many = sorted((a, b), key=len)
-    return many + pad(few.to(many.device), (0, len(many) - len(few)))
+    def _equal(self, other: Identity, which: int) -> bool:
+        return self._sums.tolist()[which] == other._sums.tolist()[which]
 
 
 def row_hashes(tensor: Tensor) -> Tensor:
     """Return Σ_j c_j word_j mod 2⁶⁴ of the words of each row, shape (B,), with odd factors c.
 
-    Rows that differ have the same number with a probability of 2⁻³³ at most. Zeros at a row's end
+    Rows that differ have the same hash with a probability of 2⁻³³ at most. Zeros at a row's end
     change nothing, so that what they pad may be compared.
     """
     words = _words(tensor)

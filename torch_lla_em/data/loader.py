@@ -1,33 +1,34 @@
-"""Passes over a loader: batches on the right device, with rows counted and compared."""
+"""Data: passes over a loader, which must see the same rows every time."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torch_lla_em.data import sources
-from torch_lla_em.data.batch import Batch, TargetFn, check_rows, num_rows, split
-from torch_lla_em.data.buffers import Joined, Kept
+from torch_lla_em.data.batch import Batch, TargetFn
+from torch_lla_em.data.buffers import Kept, joined
 from torch_lla_em.data.identity import Identity
+from torch_lla_em.data.reading import (
+    Mask,
+    Reading,
+    refuse_changed,
+    refuse_other,
+    together,
+    whole,
+)
 from torch_lla_em.data.shares import Share
 from torch_lla_em.data.sources import Chain, as_loader
-from torch_lla_em.data.tally import (
-    Tally,
-    labelled,
-    refuse_changed,
-    refuse_other_checkpoint,
-    same,
-    together,
-)
 from torch_lla_em.runtime import Group, free_memory
 
 # where a batch of several rows is looked for
 _BATCHES_AHEAD = 32
+
+_FACTS = "num_rows", "num_targets", "num_outputs", "num_passes"
 
 
 class Data:
@@ -35,7 +36,8 @@ class Data:
 
     Batches are (inputs, targets), longer tuples that end with the targets, mappings with
     "labels", or anything that ``target_fn`` takes targets from. Of several ranks each sees
-    its share; counts are of all of them.
+    its share; counts are of all of them. ``known`` are the rows of the first loaders when an
+    earlier fit read them.
     """
 
     def __init__(
@@ -47,189 +49,91 @@ class Data:
         known: Sequence[Identity] | None = None,
     ):
         given = loader.loaders if isinstance(loader, Chain) else (loader,)
-        parts = [as_loader(part, target_fn) for part in given]
-        self.group = group
-        self._loader = Chain(parts) if isinstance(loader, Chain) else parts[0]
-        self._shares = [Share(part, group) for part in parts]
-        self._is_list = all(type(part) in (list, tuple) for part in parts)
-        self._device = device
-        self._target_fn = target_fn
+        self._loaders = Chain([as_loader(part, target_fn) for part in given])
+        self.group, self._device, self._target_fn = group, device, target_fn
+        self._shares = [Share(part, group) for part in self._loaders.loaders]
+        self._next: Reading | None = None
+        """The next pass, where its first batches were looked at."""
+
+        self._known = known or ()
         self._first: Identity | None = None
-        self._known = known
-        """Rows of the first loaders when an earlier fit read them."""
+        """The rows of the first pass, until another one has seen others."""
 
-        self.parts: list[Identity] = []
-        """The rows of every loader, as the last complete pass over them saw them."""
+        self._read = self._restored = False
+        """Whether this process has read all data, and whether an earlier run alone has."""
 
-        self._read = self._restored = self._in_step = False
         self._steps: set[int] = set()
-        self._peeked: Batch | None = None
         self._kept_in: list[str] = []
         """Where the generators were when the pass that is kept began."""
-        self.keep = True  # batches, as far as they fit
+
         self.kept: Kept | None = None
         """All batches, if a quarter of the memory holds them: those of a list from the first pass
         on, others once three passes were the same."""
 
+        self.keep = True
+        """Whether batches may be kept."""
+
         self.merge_rows = 0
         """Rows up to which batches are joined, where theirs go one to one; 0: none are."""
 
-        self.num_rows: int | None = None
-        self.num_targets = 0
-        """N, known after the first pass; and entries of all targets, N C where outputs have one each."""
-
-        self.mask: Callable[[Tensor], Tensor | None] = lambda targets: None
+        self.mask: Mask = lambda targets: None
         """Which targets are labels, where some are to be ignored."""
 
-        self.num_labelled = 0  # rows that have one
+        self.num_rows: int | None = None
+        """N, known after the first pass."""
+
+        self.num_targets = self.num_labelled = 0
+        """Entries of all targets, N C where every output has one; and rows that have a label."""
+
         self.num_outputs = 0
         """Entries of all outputs, N C: set by whoever sees them first."""
 
-        self.num_passes, self.num_reads = 0, 0
-        """Passes over the data so far, and how often the loader itself was gone over."""
+        self.num_passes = self.num_reads = 0
+        """Passes over the data so far, and how often the loader itself was read."""
 
-        self.rows_seen = 0
-        """Rows of this pass so far."""
-
-        self.fingerprint: Identity | None = None
-        """Of the rows of this pass so far, while passes are compared."""
+        self.parts: list[Identity] = []
+        """The rows of every loader."""
 
     def first(self) -> Batch:
-        """Return the first batch: what is kept, or the loader's, read once before the next pass."""
-        if self.kept is not None and self.kept.serves():
-            return next(iter(self.kept))[0]
-        self._peeked = self._peeked or self.ahead()
-        return self._peeked
+        """Return the first batch."""
+        return self.ahead()
 
     def ahead(self, rows: int = 0, least: int = 1) -> Batch:
-        """Return the loader's first rows: one batch, or up to so many rows of several.
+        """Return the first batch, or up to so many rows of several; the next pass begins with them.
 
-        ``least``: the first batch of so many rows, if there is one. The loader is read for it, once more, and its order put back.
+        ``least``: the first batch of so many rows, if there is one.
         """
-        alone = Data(self._loader, self._device, self._target_fn)
-        alone.merge_rows, self.num_reads = rows, self.num_reads + 1
-        drawn = sources.states(self._loader)
+        if self.kept is not None and self.kept.serves():
+            return next(iter(self.kept))
+        drawn = sources.states(self._loaders)
+        reading = self._begin() if self.group.size == 1 else self._alone()
         first = None
-        for batch in islice(alone, _BATCHES_AHEAD):
-            first = first or batch
-            if len(batch.rows) >= least:
-                first = batch
+        for batch in islice(joined(reading.ahead(), rows), _BATCHES_AHEAD):
+            first = batch[1] if first is None or len(first.rows) < least else first
+            if len(first.rows) >= least:
                 break
-        sources.restore(self._loader, drawn)
-        return first
+        if self.group.size > 1 or self._read:  # nothing goes on from here
+            sources.restore(self._loaders, drawn)
+        if first is None:
+            empty = sources.OTHER_COUNT.format(0, self.num_rows)
+            raise ValueError(empty if self._read else sources.EMPTY)
+        return first.on(self._device)[0]
 
-    def batches(self, whole: bool = False, in_step: bool = False) -> Iterator[Batch]:
-        """Yield this rank's batches of one pass, or all of them.
+    def batches(self, in_step: bool = False) -> Iterator[Batch]:
+        """Yield this rank's batches of one pass.
 
         ``in_step``: as the loader gives them, and as many on every rank, the last of them empty
         where one has fewer.
         """
-        self._peeked, self._in_step = None, in_step
         if self.kept is not None and not self.kept.serves():
             self.kept = None
-        self.rows_seen = 0
-        held = None if in_step else self.kept
-        yield from self._over(whole, in_step) if held is None else self._again(held)
+        if self.kept is None or in_step:
+            yield from self._over(in_step)
+        else:
+            yield from self.kept
+            self.num_passes += 1
 
-    def _again(self, held: Kept) -> Iterator[Batch]:
-        """Yield what is kept, of which everything is known."""
-        for batch, self.fingerprint in held:
-            self.rows_seen = int(batch.rows[-1]) + 1
-            yield batch
-        self.num_passes += 1
-
-    def _over(self, whole: bool, in_step: bool) -> Iterator[Batch]:
-        """Yield this rank's batches from the loader, joined, counted and perhaps kept."""
-        own = Tally()
-        own.identity.in_order = all(share.keeps_order for share in self._shares)
-        compared = self.num_passes == 0 or self._first is not None
-        self.fingerprint = own.identity if compared else None
-        the_same = self.num_passes > 1 or self._is_list
-        keeps = compared and the_same and self.kept is None and not (in_step and self.merge_rows)
-        keeps = keeps and self.keep and self.group.size == 1  # whose passes are all alike
-        candidate, drawn = Kept(free_memory(self._device) / 4 if keeps else 0.0), self._orders()
-        again = [] if in_step or self.kept else self._kept_in  # as an unbroken run goes over them
-        sources.restore(self._loader, again)
-        self.num_reads += 1
-        for part, batch in self._by_part(whole, own):
-            own.labelled += 0 if self._read else labelled(batch.targets, self.mask)
-            batch, wait = batch.on(self._device)
-            own.rows += len(batch.rows)
-            own.targets += batch.targets.numel()
-            self.rows_seen = int(batch.rows[-1]) + 1
-            if self.fingerprint is not None:
-                self.fingerprint.add((batch.targets, batch.inputs), batch.rows)
-                if len(own.parts) > 1:
-                    own.parts[part].add((batch.targets, batch.inputs), batch.rows)
-                candidate.see(batch, self.fingerprint)
-            batch = batch._replace(kept=candidate if candidate.has_room else None)
-            yield (
-                batch._replace(step_rows=self.group.meet("a step", len(batch.rows), sum))
-                if in_step
-                else batch
-            )
-            wait()
-        while in_step and (rows := self.group.meet("a step", 0, sum)):
-            nothing, own.batches = torch.zeros(0, device="cpu"), own.batches + 1
-            yield Batch(-1, nothing.long(), None, nothing, rows)
-        sources.restore(self._loader, drawn if again else [])
-        if in_step or self.group.size == 1:
-            self._steps.add(own.batches)
-        own.outputs = self.num_outputs
-        every = self.group.meet("the end of a pass", own.state(), same if whole else together)
-        self.num_targets = every["targets"]
-        if not self._read:
-            self.num_labelled = every["labelled"]
-        if self.num_passes == 0:
-            self.num_outputs = every["outputs"]
-        whole_identity = Identity.of(every["identity"])
-        if compared:
-            self.parts = list(map(Identity.of, every["parts"])) or [whole_identity]
-            refuse_changed(self.parts, self._known or ())
-            self._known = None
-        self._finish_pass(every["rows"], whole_identity)
-        if self._first is not None and self.keep and candidate.serves():
-            self.kept, self._kept_in = candidate, self._kept_in if again else drawn
-
-    def _by_part(self, whole: bool, own: Tally) -> Iterator[tuple[int, Batch]]:
-        """Yield this rank's batches, each with the number of the loader that it is from."""
-        if len(self._shares) > 1:
-            own.parts = [Identity() for _ in self._shares]
-        for part, share in enumerate(self._shares):
-            for batch in self._joined(share, whole, own):
-                yield part, batch
-
-    def _joined(self, share: Share, whole: bool, own: Tally) -> Iterator[Batch]:
-        """Yield batches joined as far as wanted by now, none of them of two loaders."""
-        joined = Joined()
-        for batch in self._taken(share, whole, own):
-            yield from joined.take(batch, 0 if self._in_step else self.merge_rows)
-        yield from joined.rest()
-
-    def _taken(self, share: Share, whole: bool, own: Tally) -> Iterator[Batch]:
-        """Yield this rank's batches as they are; note those that another rank reads too."""
-        start, compared = own.reached, self.group.size > 1 and not self._read
-        for turn in share.turns(whole, compared):
-            own.turns += 1
-            if not turn.taken and turn.peer is None:
-                size = turn.size
-                own.reached += num_rows(turn.batch, self._target_fn) if size is None else size
-                continue
-            inputs, targets = split(turn.batch, self._target_fn, self._device)
-            size = check_rows(inputs, targets, own.turns - 1, turn.size)
-            here = torch.arange(own.reached, own.reached + size, device="cpu")
-            rows = here if turn.rows is None else start + turn.rows
-            own.reached += size
-            if size and turn.peer is not None:
-                pair = (self.group.rank, turn.peer)
-                own.note(*(pair if turn.taken else pair[::-1]), (targets, inputs), rows)
-            if size and turn.taken:
-                own.batches += 1
-                yield Batch(own.turns - 1, rows, inputs, targets)
-
-    def _orders(self) -> list[str]:
-        """Return what the next pass draws its order from; of several ranks nothing is put back."""
-        return sources.states(self._loader) if self.group.size == 1 else []
+    __iter__ = batches
 
     def num_batches(self) -> int | None:
         """Return the batches of a pass over all ranks, if that is known without one."""
@@ -243,27 +147,10 @@ class Data:
         counts = [share.num_steps() for share in self._shares]
         return None if None in counts else sum(counts)
 
-    __iter__ = batches
-
-    @property
-    def tells_inputs(self) -> bool:
-        """Whether other inputs would be noticed, as far as two passes have shown."""
-        if self._first is None or self.num_passes < 2:
-            return True
-        return bool(self._first.compared() - {0})  # targets come first
-
-    @property
-    def is_shared_out(self) -> bool:
-        """Whether a sampler has given every rank its share already."""
-        return any(share.is_shared_out for share in self._shares)
-
     def facts(self) -> dict[str, Any]:
         """Return what passes have found out, as plain numbers that ``restore`` takes."""
         return {
-            "num_rows": self.num_rows,
-            "num_targets": self.num_targets,
-            "num_outputs": self.num_outputs,
-            "num_passes": self.num_passes,
+            **{name: getattr(self, name) for name in _FACTS},
             "first": None if self._first is None else self._first.state(),
             "steps": sorted(self._steps),
             "kept_in": self._kept_in,
@@ -272,15 +159,15 @@ class Data:
 
     def restore(self, facts: dict[str, Any]) -> None:
         """Take over what passes of an earlier run have found out; its data must be these."""
-        sources.restore(self._loader, facts["orders"])
+        sources.restore(self._loaders, facts["orders"])
         if self._read:
             return
-        self.num_rows, self.num_targets = facts["num_rows"], facts["num_targets"]
-        self.num_outputs, self.num_passes = facts["num_outputs"], facts["num_passes"]
+        for name in _FACTS:
+            setattr(self, name, facts[name])
         self._first = None if facts["first"] is None else Identity.of(facts["first"])
-        if self._first and self.is_shared_out:  # batches, and so their padding, go by the ranks
-            self._first.trust(rows=False)
-        self._steps, self._kept_in = set(facts["steps"]), facts["kept_in"]
+        if self._first and self._is_shared_out:  # batches, and so their padding, go by the ranks
+            self._first.repeated = False
+        self._steps, self._kept_in, self._next = set(facts["steps"]), facts["kept_in"], None
         self._restored = True
 
     def confirm(self) -> None:
@@ -296,25 +183,111 @@ class Data:
         self.num_passes = known["num_passes"]
         self.restore(known)
 
-    def _finish_pass(self, rows: int, identity: Identity) -> None:
+    @property
+    def tells_inputs(self) -> bool:
+        """Whether other inputs would be noticed, as far as two passes have shown."""
+        first = self._first
+        if first is None or self.num_passes < 2:
+            return True
+        varies = first._has_objects or first.is_padded
+        told = len(first._shapes) + first._has_objects > 1
+        return told and (first.in_order or first.repeated or not varies)
+
+    @property
+    def _is_shared_out(self) -> bool:
+        return any(share.is_shared_out for share in self._shares)
+
+    @property
+    def _changes(self) -> bool:
+        """Whether rows have changed from pass to pass."""
+        return self._first is None and self.num_passes > 0
+
+    def _orders(self) -> list[str]:
+        """Return what the next pass draws its order from; of several ranks nothing is put back."""
+        return sources.states(self._loaders) if self.group.size == 1 else []
+
+    def _begin(self, in_step: bool = False) -> Reading:
+        """Return the next pass, whose first batches may have been looked at."""
+        if self._next is None:
+            reading = self._next = Reading(self._shares, self._device, self._target_fn)
+            reading.drawn = self._orders()
+            reading.again = [] if in_step or self.kept else self._kept_in
+            sources.restore(self._loaders, reading.again)  # as an unbroken run goes over them
+            reading.begin(is_first=not self._read, group=self.group)
+            self.num_reads += 1
+        return self._next
+
+    def _alone(self) -> Reading:
+        """Return a pass over all that the loaders yield, of this rank alone."""
+        shares = [Share(loader, Group()) for loader in self._loaders.loaders]
+        reading = Reading(shares, self._device, self._target_fn)
+        reading.begin(is_first=False, group=Group())
+        self.num_reads += 1
+        return reading
+
+    def _over(self, in_step: bool) -> Iterator[Batch]:
+        """Yield this rank's batches from the loader, joined, counted and perhaps kept."""
+        reading, self._next = self._begin(in_step), None
+        candidate = Kept(self._room(in_step))
+        for part, batch in joined(reading, 0 if in_step else self.merge_rows):
+            if not self._read:
+                reading.count_labels(batch.targets, self.mask)
+            batch, wait = batch.on(self._device)
+            reading.count(part, batch, not self._changes)
+            candidate.see(batch)
+            batch = batch._replace(kept=candidate if candidate.has_room else None)
+            yield self._stepped(batch) if in_step else batch
+            wait()
+        nothing = torch.zeros(0, device="cpu")
+        while (
+            in_step and (last := self._stepped(Batch(-1, nothing.long(), None, nothing))).step_rows
+        ):
+            reading.batches += 1
+            yield last
+        sources.restore(self._loaders, reading.drawn if reading.again else [])
+        if in_step or self.group.size == 1:
+            self._steps.add(reading.batches)
+        self._end(reading)
+        if not self._changes and self.keep and candidate.serves():
+            self.kept, self._kept_in = candidate, reading.again or reading.drawn
+
+    def _room(self, in_step: bool) -> float:
+        """Return the bytes that the batches of a pass may take to be kept."""
+        repeats = self.num_passes > 1 or all(share.is_list for share in self._shares)
+        keeps = self.keep and self.kept is None and repeats and not self._changes
+        keeps = keeps and not (in_step and self.merge_rows)
+        return free_memory(self._device) / 4 if keeps and self.group.size == 1 else 0.0
+
+    def _stepped(self, batch: Batch) -> Batch:
+        """Return a batch that knows the rows of all ranks' batches in this step."""
+        return batch._replace(step_rows=self.group.meet("a step", len(batch.rows), sum))
+
+    def _end(self, reading: Reading) -> None:
+        """Take note of what all ranks have counted, and refuse or tell of other rows than before."""
+        reading.outputs = self.num_outputs
+        every = self.group.meet("the end of a pass", reading.state(), together)
+        changes, parts = self._changes, list(map(Identity.of, every["parts"]))
+        rows, identity = every["rows"], whole(parts)
+        if not changes:
+            refuse_changed(parts, self._known)
+            self.parts, self._known = parts, ()
+            if self._restored:
+                refuse_other(identity, self._first)
+        self.num_targets, self._restored = every["targets"], False
+        if not self._read:
+            self.num_labelled, self._read = every["labelled"], True
+        if self.num_passes == 0:
+            self.num_outputs = every["outputs"]
         self.num_passes += 1
-        self._read = True
-        if self._restored:
-            refuse_other_checkpoint(rows, identity, self.num_rows, self._first)
-            self._restored = False
         if self.num_rows is None:
             if rows == 0:
                 raise ValueError(sources.EMPTY)
             self.num_rows, self._first = rows, identity
-            if identity.in_order:
-                identity.trust(rows=True)
         elif rows != self.num_rows:
-            raise ValueError(
-                f"The loader yielded {rows} rows in this pass but {self.num_rows} in the first. "
-                "Every pass must see the same data: make the loader re-iterable and finite."
-            )
-        elif self._first is not None and not identity.agrees(self._first):
-            warnings.warn(sources.changes_of(self._loader), stacklevel=2)
+            raise ValueError(sources.OTHER_COUNT.format(rows, self.num_rows))
+        elif not changes and not identity.agrees(self._first):
+            warnings.warn(sources.changes_of(self._loaders), stacklevel=2)
             self._first = self.kept = None
-        elif self._first is not None and not self.is_shared_out:
-            self._first.learn(identity, is_next=self.num_passes == 2)
+            self.parts = []
+        elif not changes and self.num_passes == 2 and not self._is_shared_out:
+            self._first.learn(identity)

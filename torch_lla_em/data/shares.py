@@ -19,7 +19,6 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from torch_lla_em.data.tally import other_data
 from torch_lla_em.runtime import Group
 
 # what a loader was built with and keeps under the same name
@@ -45,14 +44,14 @@ class Turn(NamedTuple):
     taken: bool = True
     """Whether it is this rank's."""
 
+    beside: bool = False
+    """Whether it is read to be compared with what the rank before this one reads."""
+
     rows: Tensor | None = None
     """Row numbers within the loader, where they are not consecutive."""
 
     size: int | None = None
     """Rows, where they are known before the batch is read."""
-
-    peer: int | None = None
-    """The rank that reads the batch too, so that both can be compared."""
 
 
 class Share:
@@ -61,7 +60,7 @@ class Share:
     Of a plain loader, rank r of R takes the batches r, r + R, ...; where its rows can be
     listed beforehand, others are not loaded. A ``DistributedSampler`` has shared them out
     already: its rows are those of the dataset, and what it repeats to fill up is left out.
-    Where ranks are compared, each batch is read by one more rank, by every other in turn.
+    Where ranks are compared, each batch is read by the next rank too.
     """
 
     def __init__(self, loader: Any, group: Group):
@@ -83,18 +82,31 @@ class Share:
     def keeps_order(self) -> bool:
         """Whether batches come in the order of a list, or of the dataset."""
         if not _lists_rows(self._loader) or type(self._loader.batch_sampler) is not BatchSampler:
-            return type(self._loader) in (list, tuple)
+            return self.is_list
         return type(_sampler(self._loader)) is SequentialSampler
 
-    def turns(self, whole: bool, compared: bool) -> Iterator[Turn]:
-        """Yield the turns of one pass; ``whole``: this rank takes every batch."""
+    @property
+    def is_list(self) -> bool:
+        """Whether all batches are in memory."""
+        return type(self._loader) in (list, tuple)
+
+    @property
+    def num_workers(self) -> int:
+        """Return how many workers each go over a dataset of their own, as far as torch knows."""
+        own = isinstance(self._loader, DataLoader)
+        return self._loader.num_workers if own and not _has_rows(self._loader) else 0
+
+    def turns(self, compared: bool) -> Iterator[Turn]:
+        """Yield the turns of one pass; ``compared``: with what is to be compared between ranks."""
         if self._group.size == 1:
             yield from map(Turn, self._loader)
         elif self.is_shared_out:
             yield from self._shared_out(compared)
-        else:
-            turns = self._by_reading if self._lists is None else self._by_listing
-            yield from turns(whole, compared)
+        elif self._lists is not None:
+            yield from self._by_listing(compared)
+        else:  # every rank reads everything and passes on what is not its own
+            for index, batch in enumerate(self._loader):
+                yield self._turn(index % self._group.size, compared)._replace(batch=batch)
 
     def num_batches(self) -> int | None:
         """Return the batches of a pass over all ranks, if that is known without one."""
@@ -113,39 +125,29 @@ class Share:
                 return None
         return len(self._loader)
 
-    def _turn(self, owner: int, number: int, whole: bool, compared: bool) -> Turn:
-        """Return this rank's part in another's batch, or its own, of this number."""
+    def _turn(self, owner: int, compared: bool) -> Turn:
+        """Return this rank's part in a batch of some rank."""
         rank, size = self._group.rank, self._group.size
-        reader = (owner + 1 + number % (size - 1)) % size
-        peer = {owner: reader, reader: owner}.get(rank) if compared and not whole else None
-        return Turn(taken=whole or rank == owner, peer=peer)
+        return Turn(taken=rank == owner, beside=compared and rank == (owner + 1) % size)
 
-    def _by_reading(self, whole: bool, compared: bool) -> Iterator[Turn]:
-        """Every rank reads everything and passes on what is not its own."""
-        size = self._group.size
-        for index, batch in enumerate(self._loader):
-            turn = self._turn(index % size, index // size, whole, compared)
-            yield turn._replace(batch=batch)
-
-    def _by_listing(self, whole: bool, compared: bool) -> Iterator[Turn]:
-        size, lists = self._group.size, self._listed(compared)
-        turns = [self._turn(i % size, i // size, whole, compared) for i in range(len(lists))]
+    def _by_listing(self, compared: bool) -> Iterator[Turn]:
+        lists = self._listed(compared)
+        turns = [self._turn(i % self._group.size, compared) for i in range(len(lists))]
         yield from self._loaded(turns, lists)
 
     def _shared_out(self, compared: bool) -> Iterator[Turn]:
         lists = [[_plain(row) for row in rows] for rows in self._loader.batch_sampler]
         total = len(self._loader.dataset)
         every = self._group.meet("the sampler's rows", [total, lists], _kept_once)
-        places = [(owner, n) for owner, own in enumerate(every) for n in range(len(own))]
-        read = [every[owner][n] for owner, n in places]
-        turns = [self._turn(owner, n, False, compared) for owner, n in places]
+        turns = [self._turn(owner, compared) for owner, own in enumerate(every) for _ in own]
+        read = list(chain.from_iterable(every))
         for turn, rows in zip(self._loaded(turns, read), read):
             yield turn._replace(rows=torch.tensor(rows, device="cpu"))
         yield Turn(taken=False, size=total - sum(map(len, read)))
 
     def _loaded(self, turns: list[Turn], lists: list[list[Any]]) -> Iterator[Turn]:
         """Yield these turns at batches of these rows, with those that this rank reads."""
-        read = [turn.taken or turn.peer is not None for turn in turns]
+        read = [turn.taken or turn.beside for turn in turns]
         self._lists[:] = [rows for rows, needed in zip(lists, read) if needed]
         batches = iter(self._own)
         for turn, rows, needed in zip(turns, lists, read):
@@ -199,8 +201,12 @@ def _lists_rows(loader: Any) -> bool:
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__
         and loader.batch_sampler is not None
-        and not isinstance(loader.dataset, IterableDataset)
+        and _has_rows(loader)
     )
+
+
+def _has_rows(loader: DataLoader) -> bool:
+    return not isinstance(loader.dataset, IterableDataset)
 
 
 def _plain(row: Any) -> Any:
@@ -242,6 +248,15 @@ def _kept_once(values: list[list[Any]]) -> list[list[list[int]]]:
         kept = [[row for row in rows if takers[row] == (next(places), rank)] for rows in lists]
         every.append([rows for rows in kept if rows])
     return every
+
+
+def other_data(rank: int, first: int, what: str) -> ValueError:
+    """Return the error of a rank that reads other data than another."""
+    return ValueError(
+        f"Rank {rank} sees other data than rank {first}: {what}. Pass every rank the same loader, "
+        "in the same order and without random augmentation: fit shares it out. Or give it a "
+        "DistributedSampler."
+    )
 
 
 def _digest(lists: list[list[Any]]) -> str:

@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from torch_lla_em.data.batch import TargetFn
 
-EMPTY = (
-    "The loader is empty: it yielded no rows. An object that can be iterated over only once is empty "
-    "the second time: pass a DataLoader, or a list of batches."
+EMPTY = "The loader is empty: it yielded no rows."
+OTHER_COUNT = (
+    "The loader yielded {} rows in this pass but {} in the first. Every pass must see the same data: "
+    "make the loader re-iterable and finite, or pass a list of its batches."
 )
 _ROWS_AT_ONCE = 100
 

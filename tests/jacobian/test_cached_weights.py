@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from daily import daily
 from torch import nn
 from torch.nn.functional import linear
 from torch.nn.utils import parametrizations, parametrize
@@ -89,7 +90,7 @@ def kept_by(model):
 
 
 @pytest.mark.parametrize("filled", [None, "without gradients", "with gradients", "after"])
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("kind", daily("attribute", "dict", rest=["absent", "list", "ordered"]))
 def test_cached_weights_are_computed_in_every_call(kind, filled):
     model, plain = CACHES[kind](), fitted(Caching())
     if filled not in (None, "after"):

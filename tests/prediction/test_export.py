@@ -121,7 +121,7 @@ CONSTANTS = {
 
 
 @pytest.mark.parametrize("kind", CONSTANTS)
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", daily(1, rest=[5]))
 def test_values_of_the_example_are_refused(kind, rows):
     torch.manual_seed(0)
     x, tokens, y = (

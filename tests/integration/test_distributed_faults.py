@@ -1,4 +1,4 @@
-"""A rank that fails, dies, hangs or differs ends all ranks with an error that names it."""
+"""A rank that fails, dies or hangs ends all ranks; one that differs is named."""
 
 import os
 import random
@@ -16,7 +16,7 @@ from tiny import tiny
 
 from torch_lla_em import BlockCG, LinearisedLaplace
 from torch_lla_em.runtime.compute import Compute
-from torch_lla_em.runtime.group import RankError, current_group
+from torch_lla_em.runtime.group import current_group
 
 
 class Failing:
@@ -60,51 +60,47 @@ def fit_with_a_fault(rank, victim, act):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_dies_is_named(victim, tmp_path):
+def test_a_rank_that_dies_ends_all(victim, tmp_path):
     results = ranks.run(3, fit_with_a_fault, tmp_path, victim, die)
     assert results[victim] is None
     for rank in {0, 1, 2} - {victim}:
         error, seconds = results[rank]
-        assert isinstance(error, RankError)
-        assert f"Rank {victim} of 3 is gone" in str(error)
-        assert seconds < 30
+        assert isinstance(error, RuntimeError) and seconds < 30
 
 
-def test_a_rank_that_raises_is_named(tmp_path):
+def test_a_rank_that_raises_ends_all(tmp_path):
     results = ranks.run(3, fit_with_a_fault, tmp_path, 1, fail)
-    for rank, (error, _) in enumerate(results):
-        assert type(error) is (OSError if rank == 1 else RankError)
-        assert "the disk is gone" in str(error)
-        assert rank == 1 or "Rank 1 of 3 failed: OSError" in str(error)
+    for rank, (error, seconds) in enumerate(results):
+        assert isinstance(error, OSError if rank == 1 else RuntimeError) and seconds < 30
+    assert "the disk is gone" in str(results[1][0])
 
 
 def hang():
     time.sleep(12)
 
 
-def meet_with_a_fault(rank):
-    def merge(values):
-        raise TypeError("no order")
-
-    current_group().meet("values", rank, merge)
-
-
 @pytest.mark.slow
-def test_what_fails_where_values_meet_ends_all_at_once(tmp_path):
-    begin = time.monotonic()
-    errors = ranks.run(2, meet_with_a_fault, tmp_path)
-    assert all(isinstance(error, RankError) for error in errors)
-    assert all("Rank 0 of 2 failed: TypeError: no order" in str(error) for error in errors)
-    assert time.monotonic() - begin < 50
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs_is_named(tmp_path):
+def test_a_rank_that_hangs_ends_the_others_after_the_timeout(tmp_path):
     results = ranks.run(3, fit_with_a_fault, tmp_path, 1, hang, timeout=3)
     for rank in (0, 2):
         error, seconds = results[rank]
-        assert "Rank 1 of 3 is gone" in str(error)
-        assert seconds < 11
+        assert isinstance(error, RuntimeError) and seconds < 11
+
+
+def fit_if_first(rank):
+    if rank == 1:
+        time.sleep(8)
+        return None
+    try:
+        fit()
+    except RuntimeError as error:
+        return error
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_fit_is_named(tmp_path):
+    error, _ = ranks.run(2, fit_if_first, tmp_path, timeout=4)
+    assert "Rank 1" in str(error)
 
 
 def differing(rank):
@@ -293,10 +289,9 @@ def fit_without_a_derivative(rank, shard):
 @pytest.mark.parametrize("shard", ["data", "weights"])
 def test_a_derivative_that_is_not_finite_ends_all_ranks(shard, tmp_path):
     results = ranks.run(2, fit_without_a_derivative, tmp_path, shard)
-    errors = [error for _, error in results]
-    assert any(isinstance(error, FloatingPointError) for error in errors)
-    for last, error in results:
-        assert f"outputs on batch {last} is not finite" in str(error)
+    assert all(isinstance(error, Exception) for _, error in results)
+    told = [(last, error) for last, error in results if isinstance(error, FloatingPointError)]
+    assert told and all(f"outputs on batch {last} is not finite" in str(e) for last, e in told)
 
 
 def fit_where_nothing_can_be_written(rank, folder):
@@ -306,8 +301,8 @@ def fit_where_nothing_can_be_written(rank, folder):
 def test_unwritable_folders_end_all_ranks(tmp_path):
     (tmp_path / "file").write_text("in the way")
     results = ranks.run(2, fit_where_nothing_can_be_written, tmp_path, tmp_path / "file" / "run")
-    assert isinstance(results[0], OSError)
-    assert "Rank 0 of 2 failed: OSError: The checkpoint folder" in str(results[1])
+    assert isinstance(results[0], OSError) and "The checkpoint folder" in str(results[0])
+    assert isinstance(results[1], Exception)
 
 
 def test_sharing_columns_is_refused():

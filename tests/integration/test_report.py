@@ -54,7 +54,9 @@ def test_a_page_holds_everything_itself(name, tmp_path):
     page = Page(tmp_path / "report.html")
     assert not page.open
     text = " ".join(page.words)
-    assert "NLL" in text and "samples of 27 weights" in text and "random weights" in text
+    assert (
+        "NLL" in text and "samples of 27 weights" in text and "parameters in the posterior" in text
+    )
     assert len(page.pictures) == {"classification": 5, "bernoulli": 5, "poisson": 4}.get(name, 6)
     assert all(p["src"].startswith("data:image/png;base64,") and p["alt"] for p in page.pictures)
     assert not re.search(r"https?://", (tmp_path / "report.html").read_text())

@@ -91,3 +91,15 @@ def test_what_cannot_be_compared_is_refused():
         compare([la, la], case.x, case.y, together=0)
     with pytest.raises(NotFittedError):
         compare([la, LinearisedLaplace(other.model, "classification")], case.x, case.y)
+
+
+def test_ignored_labels_are_no_examples():
+    case = tiny("classification")
+    la = LinearisedLaplace(case.model, "classification", num_samples=4)
+    la.fit(case.x, case.y, em_steps=1, progress_bar=False)
+    some = torch.where(torch.arange(30) < 20, -100, case.y)
+    table = compare({"a": la, "b": la}, case.x, some)
+    alone = compare({"a": la, "b": la}, case.x[20:], case.y[20:])
+    assert table.records["a"]["NLL"] == pytest.approx(alone.records["a"]["NLL"])
+    assert table.records["a"]["network NLL"] == pytest.approx(alone.records["a"]["network NLL"])
+    assert len(table.log_probs["a"]) == 10

@@ -85,6 +85,7 @@ def test_held_out_evidence_is_that_of_groups(name):
         found = la.held_out_evidence(list(zip(x.split(size), y.split(size))), together=8)
         assert_close(found.value, values.sum())
         assert_close(found.standard_error, 3**0.5 * values.std())
+    assert la.held_out_evidence(x, y, together=23).standard_error.isnan()
     alone = la.held_out_evidence([(x, y)], together=1)
     assert_close(la.held_out_evidence(x, y), alone)
     if name != "regression":  # whose outputs have errors in common

@@ -94,6 +94,13 @@ class Likelihood:
         """Return which sites count, shape (B, *sites), or None if all do."""
         return None
 
+    def labelled(self, y: Tensor) -> Tensor:
+        """Return whether each example has a target that counts, (B,)."""
+        mask = self.mask(y)
+        if mask is None:
+            return torch.ones(len(y), dtype=torch.bool, device=y.device)
+        return mask.flatten(1).any(1) if mask.dim() > 1 else mask
+
     def align(self, y: Tensor, class_dim: int) -> Tensor:
         """Return targets with the axis of the outputs last, where there is one.
 

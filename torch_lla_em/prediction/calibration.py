@@ -108,7 +108,7 @@ def calibrated(problem: Problem, columns: Tensor, mean: str | None, before: Tens
         parts = [(none, none.expand(len(columns), 0, 1), none[:, 0])]
     group, likelihood = problem.data.group, problem.likelihood
     data = joined(Pushed(likelihood, *part) for part in parts)
-    count = group.sum(data.labelled().sum().double()).item()
+    count = group.sum(likelihood.labelled(data.y).sum().double()).item()
     if not count:
         raise ValueError(
             "None of the validation examples has a label (all are ignored), so there is nothing "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from math import nan
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,8 @@ class Comparison(Shown):
     def behind(self, name: str) -> tuple[float, float]:
         """Return how much larger than the best a NLL is, and the paired standard error."""
         gap = self.log_probs[self.ranking[0]] - self.log_probs[name]
-        return gap.mean().item(), gap.std().item() / len(gap) ** 0.5
+        error = gap.std().item() / len(gap) ** 0.5 if len(gap) > 1 else nan
+        return gap.mean().item(), error
 
     @property
     def findings(self) -> list[str]:
@@ -145,7 +147,8 @@ def _named(posteriors: Sequence[Fitted]) -> dict[str, Fitted]:
 
 def _seen(la: Fitted, at: Pushed) -> _OnBatch:
     found = outcomes(at.prediction(la.mixture), at.y)
-    network = at.prediction(posterior_alone(scale=0.0)).log_prob(at.y).double().cpu()
+    network = at.prediction(posterior_alone(scale=0.0)).log_prob(at.y).double()
+    network = network[la.likelihood.labelled(at.y)].cpu()
     kept = Outcomes(*(None if part is None else part.cpu() for part in found))
     return _OnBatch(kept, network)
 
@@ -155,7 +158,7 @@ def _beside(la: Fitted, seen: list[_OnBatch], joint: Tensor) -> dict[str, float]
     record = {
         "network NLL": -torch.cat([each.network for each in seen]).mean().item(),
         "held-out evidence": joint.sum().item(),
-        "evidence error": len(joint) ** 0.5 * joint.std().item(),
+        "evidence error": (len(joint) * joint.var()).sqrt().item() if len(joint) > 1 else nan,
         "parameters": sum(p.numel() for p in la.model.parameters()),
     }
     return {**record, "seconds": la.history[-1]["seconds"]} if la.history else record

@@ -78,13 +78,6 @@ class Pushed(NamedTuple):
         for start in range(0, len(self.f), size):
             yield self.part(slice(start, start + size))
 
-    def labelled(self) -> Tensor:
-        """Return whether each example has a label that is not ignored, (B,)."""
-        mask = self.likelihood.mask(self.y)
-        if mask is None:
-            return torch.ones(len(self.f), dtype=torch.bool, device=self.f.device)
-        return mask.flatten(1).any(1) if mask.dim() > 1 else mask
-
 
 def joined(parts: Iterable[Pushed]) -> Pushed:
     """Return the examples of several batches, one after the other."""

@@ -22,7 +22,7 @@ class Outcomes(NamedTuple):
     """What each prediction said and what came true; an entry is None where it does not apply."""
 
     log_prob: Tensor
-    """log p(y | x) of each example, (B,)."""
+    """log p(y | x) of each example with a label, (B,)."""
 
     stated: Tensor | None = None
     """Probability given to the predicted class or label, one entry for each label."""
@@ -42,8 +42,8 @@ class Outcomes(NamedTuple):
 
 def outcomes(prediction: Prediction, y: Tensor) -> Outcomes:
     """Compare a prediction with its targets, (B, ...)."""
-    log_prob = prediction.log_prob(y).double()
     likelihood = prediction.likelihood
+    log_prob = prediction.log_prob(y).double()[likelihood.labelled(y)]
     if likelihood.gives_probabilities:
         stated, right = stated_and_right(prediction, y)
         labels = y.double().flatten() if likelihood.elementwise else None

@@ -1,4 +1,4 @@
-"""What is shown of a fit."""
+"""The table that ``print(la)`` shows."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from torch_lla_em.prediction.parts import MODE, NETWORK, SCALE, WEIGHT
 from torch_lla_em.prediction.posterior import StoredPosterior
 from torch_lla_em.prediction.tables import Lines
 
+_PARAMETERS = "parameters in the posterior"
+
 
 def of_fit(la: StoredPosterior) -> tuple[str, Lines]:
-    """Return a title, and name and value of what is fitted."""
+    """Return a title, and the name and value of each result of the fit."""
     layout, module = la._linear_model.layout, la._linear_model.network.module
     title = f"{type(la).__name__} of {type(module).__name__}"
     rows: Lines = [("likelihood", type(la.likelihood).__name__)]
     random = f"{layout.size:,} of {sum(p.numel() for p in module.parameters()):,}"
     if la.w_samples is None:
-        rows += [("random weights", random), ("posterior", "none yet: call la.fit(loader)")]
+        rows += [(_PARAMETERS, random), ("posterior", "none yet: call la.fit(loader)")]
         return title, rows
     gamma, error = la.effective_dim.sum(), la.effective_dim_error.norm()
     rows += [
-        ("random weights", f"{random}, {len(la.w_samples)} samples"),
-        ("rows", f"{la.num_data:,}"),
+        (_PARAMETERS, f"{random}, {len(la.w_samples)} samples"),
+        ("training examples", f"{la.num_data:,}"),
         ("prior precision λ", _several(la.prior_precision)),
         ("effective dimension γ", f"{gamma:.4g} ± {error:.2g}"),
     ]
     if la.sigma_noise is not None:
-        rows.append(("noise σ", _several(la.sigma_noise)))
+        rows.append(("observation noise σ", _several(la.sigma_noise)))
     evidence, spread = la._log_evidence.tolist()
     rows += [
         ("log evidence", f"{evidence:.6g} ± {spread:.2g}"),
-        ("certificate", f"{la.certificate.max():.2g} posterior deviations at most"),
+        ("largest solver error", f"{la.certificate.max():.2g} posterior standard deviations"),
         ("predictions", _parts(la.mixture)),
     ]
     rows += _of_calibration(la.calibration)
@@ -56,12 +58,12 @@ def _parts(table: Tensor) -> str:
     words = []
     for row in table.tolist():
         around = [
-            name if abs(row[i] - 1) < 1e-9 else f"{row[i]:.3g} × {name}"
+            name if abs(row[i] - 1) < 1e-9 else f"{name} × {row[i]:.3g}"
             for name, i in (("linear mode", MODE), ("network", NETWORK))
             if row[i]
         ]
         posterior = f"posterior (τ = {row[SCALE]:.3g}) around " if row[SCALE] else ""
-        weight = f"{row[WEIGHT]:.2f} " if len(table) > 1 else ""
+        weight = f"{row[WEIGHT]:.0%} " if len(table) > 1 else ""
         words.append(f"{weight}{posterior}{' + '.join(around)}")
     return ", ".join(words)
 

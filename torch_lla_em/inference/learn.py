@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.choices import FitOptions, choose_curvature, make_e_step
-from torch_lla_em.inference.e_step import EStep, Hyperparameters
-from torch_lla_em.inference.em import Info, MStep, State, em
+from torch_lla_em.inference.e_step import EStep
+from torch_lla_em.inference.em import Info, State, em
 from torch_lla_em.inference.evidence import log_evidences, sigma_of
-from torch_lla_em.inference.mackay import Estimate
+from torch_lla_em.inference.mackay import Estimate, Hyperparameters, MStep
 from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.stochastic_prior import (
     StochasticPrior,

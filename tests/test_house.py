@@ -11,7 +11,7 @@ ROOMS = (
     "runtime data solvers likelihoods jacobian problem inference checkpoint prediction laplace"
 ).split()
 BESIDE = {"mixtures": ("runtime", "data", "inference")}
-LONGEST = 320
+LONGEST = 400
 ADAPTERS = {"botorch.py", "hub.py", "lightning.py", "sklearn.py", "torch_uncertainty.py"}
 """Files at the root that each need another library."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from inspect import signature
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 from torch_lla_em.checkpoint import FORMAT
 from torch_lla_em.data import Chain, Data, Identity, TargetFn, paired
 from torch_lla_em.hub import OnHub
-from torch_lla_em.inference import FitOptions, Solver, learn
+from torch_lla_em.inference import FitOptions, Solver, choose_scalings, learn
 from torch_lla_em.jacobian import (
     ForwardFn,
     LinearModel,
@@ -39,6 +42,8 @@ from torch_lla_em.runtime import Compute, Group, check_choice, check_options, gr
 from torch_lla_em.runtime import records as persistence
 from torch_lla_em.session import Session, check_shard
 
+logger = logging.getLogger("torch_lla_em")
+
 # of the Monte Carlo error of a standard deviation, 1/√(2K), for the error of each sample
 _QUARTER = 0.25
 
@@ -58,8 +63,11 @@ class LinearisedLaplace(OnHub, Fitted):
     "reward_modeling", or a ``Likelihood``, which may have arguments.
     ``prior`` ("scalar"): one precision for all weights; "layerwise" learns one per tensor, at some
     times the price, and can prune tensors.
-    ``g_prior`` (True): scale every weight's prior by the size of its feature, so that one precision
-    suits all layers; False for the plain prior, where a fit finds next to no effective weights.
+    ``g_prior`` (None): how the prior standard deviation of a weight follows from the size s of its
+    feature. True: 1/s. "tensor": 1/s times the size of the features of its whole tensor. "half":
+    half-way between these two. False: the same for all weights. None: "half" where the curvature
+    is variational, else True; and with ``fit(validation=...)`` True and "tensor" are both fitted,
+    and the one with the lower calibrated validation NLL is kept.
     ``num_samples`` (32): K posterior samples. Time and memory grow with it, errors fall as 1/√K:
     a standard deviation is known to 12 % at 32, 25 % at 8.
     ``parameters`` (None): which weights are random: all that require gradients but those of
@@ -89,7 +97,7 @@ class LinearisedLaplace(OnHub, Fitted):
         likelihood: str | Likelihood,
         *,
         prior: str = "scalar",
-        g_prior: bool = True,
+        g_prior: bool | str | None = None,
         num_samples: int = 32,
         parameters: Selection = None,
         sigma_noise: float | Tensor | None = None,
@@ -168,28 +176,55 @@ class LinearisedLaplace(OnHub, Fitted):
         check_choice("update", update, ("mackay", "em"))
         check_options(em_steps=em_steps, prior_precision=prior_precision, override=override)
         check_options(progress_bar=progress_bar, checkpoint=checkpoint)
+        self._shard = shard
         more = not override and self.w_lin is not None
         keeps = more and em_steps == 0
-        precision = _start(prior_precision, em_steps, self.prior_precision if keeps else None)
-        self._shard = shard
-        with group_of(shard).joined() as group:
-            loaders, data = self._open(paired(loader, targets), more, group)
+        options = FitOptions(
+            self.num_samples,
+            self.seed,
+            True,
+            self.prior == "layerwise",
+            self.solver,
+            self.tolerance,
+            self.curvature,
+            update,
+            int(em_steps),
+            _start(prior_precision, em_steps, self.prior_precision if keeps else None),
+        )
+        may_vary = not self.likelihood.is_quadratic and options.allows_variational
+        choices = choose_scalings(self.g_prior, may_vary, validation is not None)
+        before, best = self._snapshot(), None
+        for g_prior in choices:
+            self.__dict__.update(before)
+            folder = checkpoint
+            if checkpoint is not None and len(choices) > 1:
+                folder = Path(checkpoint) / f"g_prior={g_prior}"
+            run = replace(options, g_prior=g_prior)
+            self._fit(paired(loader, targets), run, more, folder, progress_bar)
+            if validation is not None:
+                self.calibrate(validation)
+                logger.info("g_prior=%r: validation NLL %.4g.", g_prior, self.calibration.kept)
+            if best is None or self.calibration.kept < best["calibration"].kept:
+                best = self._snapshot()
+        self.__dict__.update(best)
+        return self
+
+    def _fit(
+        self,
+        loader: Any,
+        options: FitOptions,
+        more: bool,
+        checkpoint: str | PathLike | None,
+        progress_bar: bool,
+    ) -> None:
+        """Fit with one scaling of the prior; ``more`` adds the data to those of earlier fits."""
+        keeps = more and options.em_steps == 0
+        with group_of(self._shard).joined() as group:
+            loaders, data = self._open(loader, more, group)
             likelihood = self.likelihood if keeps else self._given_likelihood
             problem = Problem(self._linear_model, tempered(likelihood, self.temperature), data)
-            options = FitOptions(
-                self.num_samples,
-                self.seed,
-                self.g_prior,
-                self.prior == "layerwise",
-                self.solver,
-                self.tolerance,
-                self.curvature,
-                update,
-                int(em_steps),
-                precision,
-            )
             header = self._header(options, likelihood)
-            with Session(problem, header, shard, checkpoint, progress_bar) as run:
+            with Session(problem, header, self._shard, checkpoint, progress_bar) as run:
                 state = run.finished()
                 if state is not None:
                     self.load_state_dict(state)
@@ -204,9 +239,10 @@ class LinearisedLaplace(OnHub, Fitted):
                     self.said = run.said
                     run.keep(self.state_dict())
             self._loaders, self._data_seen = loaders, data.parts
-        if validation is not None:
-            self.calibrate(validation)
-        return self
+
+    def _snapshot(self) -> dict[str, Any]:
+        """Return what a fit changes, as it is now: a fit replaces tensors, it does not write to them."""
+        return {**self.__dict__, "_buffers": dict(self._buffers)}
 
     def plan(self, loader: Any, targets: Tensor | None = None) -> Plan:
         """Return the memory that ``fit`` of this loader will take: print it."""

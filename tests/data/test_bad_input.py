@@ -103,7 +103,7 @@ OPTIONS = {
     "no target_fn": ({"target_fn": "y"}, "a function batch -> targets"),
     "a number among names": ({"parameters": ["0.weight", 3]}, HOW_TO_CHOOSE),
     "parameters themselves": ({"parameters": [nn.Parameter(X)]}, HOW_TO_CHOOSE),
-    "word for g_prior": ({"g_prior": "no"}, "g_prior must be True or False"),
+    "word for g_prior": ({"g_prior": "no"}, "g_prior must be None, True, False"),
     "complex noise": ({"sigma_noise": 1 + 1j}, "a positive real number"),
     "complex tensor": ({"sigma_noise": torch.tensor(1 + 1j)}, "a positive real number"),
     "nan noise": ({"sigma_noise": float("nan")}, "a positive real number"),

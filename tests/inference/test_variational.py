@@ -171,7 +171,8 @@ def test_a_given_precision_has_the_curvature_of_its_own_posterior():
 @pytest.mark.parametrize("curvature", ["network", "variational"])
 def test_a_fit_that_ends_unsettled_says_so(curvature):
     model, x, y = three_classes()
-    la = LinearisedLaplace(model, "classification", curvature=curvature, num_samples=4)
+    options = {"curvature": curvature, "num_samples": 4, "g_prior": True}
+    la = LinearisedLaplace(model, "classification", **options)
     la.fit(x, y, prior_precision=1e5, em_steps=1, progress_bar=False)
     assert any("had not settled after 1 EM steps" in line for line in la.said)
 
@@ -386,7 +387,7 @@ def test_where_memory_ends_the_network_is_gone_on_with(monkeypatch):
         raise torch.OutOfMemoryError("none left")
 
     case = tiny("bernoulli")
-    la = LinearisedLaplace(case.model, "bernoulli", num_samples=4)
+    la = LinearisedLaplace(case.model, "bernoulli", num_samples=4, g_prior=True)
     plain = LinearisedLaplace(case.model, "bernoulli", num_samples=4, curvature="network")
     monkeypatch.setattr(Variational, "residuals", ends)
     for one in (la, plain):

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.data.loader import Data
-from torch_lla_em.inference.prior import g_prior_scale
+from torch_lla_em.inference.prior import Prior, g_prior_scale
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
@@ -208,9 +208,24 @@ def test_a_fit_is_the_same_however_rows_are_batched(loader, g_prior):
 
 def test_rare_features_do_not_take_over():
     squares = torch.tensor([4.0, 4.0, 1e-14, 0.0])
-    scale = g_prior_scale(squares)
-    assert scale[3] == 0
-    assert scale[2] < 15 * scale[0]
+    layout = ParameterLayout(("w",), (torch.Size([4]),))
+    for g_prior in (True, "tensor", "half"):
+        scale = g_prior_scale(squares, Prior(layout, squares), g_prior)
+        assert scale[3] == 0
+        assert scale[2] < 15 * scale[0]
+
+
+def test_scalings_keep_the_balance_of_tensors_that_they_promise():
+    squares = torch.tensor([4.0, 1.0, 0.25, 1e-3, 4e-3], dtype=torch.float64)
+    layout = ParameterLayout(("a", "b"), (torch.Size([3]), torch.Size([2])))
+    prior = Prior(layout, torch.ones_like(squares))
+    sizes = layout.block_sums(squares)
+    for g_prior, power in (("tensor", 1.0), ("half", 0.5)):
+        scale = g_prior_scale(squares, prior, g_prior)
+        # the prior's variance of the outputs, by tensor; near the plain prior's, or between
+        own, mean = layout.block_sums(scale.square() * squares), sizes / torch.tensor([3, 2])
+        expected = torch.tensor([3.0, 2.0]) * mean**power
+        assert_close(own / expected, torch.ones_like(own), rtol=0.03, atol=0)
 
 
 def test_dead_weights_have_no_scale():

@@ -1,9 +1,10 @@
 """The four stages, and EM over them."""
 
+from torch_lla_em.inference.choices import FitOptions, choose_scalings
 from torch_lla_em.inference.em import Evidence, Info, iterate, split_evidence
 from torch_lla_em.inference.evidence import Curve, Modes, curve
 from torch_lla_em.inference.history import record_of, summary_of
-from torch_lla_em.inference.learn import FitOptions, Progress, learn
+from torch_lla_em.inference.learn import Progress, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import (
     PRECISION_BOUNDS,
@@ -26,6 +27,7 @@ __all__ = [
     "Posterior",
     "Progress",
     "Solver",
+    "choose_scalings",
     "curve",
     "function_space_Mackay_update",
     "get_sto_samples",

@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_lla_em.inference.e_step import Deflation, EStep, IterativeEStep
+from torch_lla_em.inference.e_step import Deflation, EStep, Hyperparameters, IterativeEStep
 from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.krylov_e_step import KrylovEStep
-from torch_lla_em.inference.mackay import Hyperparameters
 from torch_lla_em.inference.mode_search import ModeSearch
 from torch_lla_em.inference.posterior_samples import Solver
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
@@ -33,7 +32,7 @@ class FitOptions:
 
     num_samples: int
     seed: int
-    g_prior: bool
+    g_prior: bool | str
     layerwise: bool
     solver: Solver | None
     tolerance: float
@@ -41,6 +40,12 @@ class FitOptions:
     update: str
     em_steps: int
     prior_precision: Tensor | None
+
+    @property
+    def allows_variational(self) -> bool:
+        """Whether the curvature may be an expectation under the posterior."""
+        defaults = not self.layerwise and self.solver is None and self.update == "mackay"
+        return defaults and self.curvature in (None, "variational")
 
 
 def make_e_step(
@@ -63,6 +68,20 @@ def make_e_step(
         deflates = isinstance(solver, BlockCG) and _has_one_noise(problem) and solver.deflate
         known = {"deflation": Deflation.of(problem, noise, hyper.precision) if deflates else None}
     return IterativeEStep(problem, noise, solver, search, known)
+
+
+def choose_scalings(g_prior: bool | str | None, variational: bool, validated: bool) -> tuple:
+    """Return the values of ``g_prior`` to fit with, of which a validation set then decides.
+
+    Where the curvature is an expectation under the posterior, networks on tables, small CNNs and
+    transformers predict better with "tensor" and LeNets with True; "half" is never far from the
+    better one. Gaussian likelihoods predict best with True.
+    """
+    if g_prior is not None:
+        return (g_prior,)
+    if not variational:
+        return (True,)
+    return (True, "tensor") if validated else ("half",)
 
 
 def choose_curvature(problem: Problem, options: FitOptions) -> str:

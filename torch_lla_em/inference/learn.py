@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.choices import FitOptions, choose_curvature, make_e_step
-from torch_lla_em.inference.e_step import EStep
-from torch_lla_em.inference.em import Info, State, em
+from torch_lla_em.inference.e_step import EStep, Hyperparameters
+from torch_lla_em.inference.em import Info, MStep, State, em
 from torch_lla_em.inference.evidence import log_evidences, sigma_of
-from torch_lla_em.inference.mackay import Estimate, Hyperparameters, MStep
+from torch_lla_em.inference.mackay import Estimate
 from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.stochastic_prior import (
     StochasticPrior,
@@ -133,7 +133,7 @@ def _better(found: Posterior, plain: Posterior) -> Posterior:
     """Return the posterior of the larger evidence, and tell both."""
     before, after = found.log_evidence.value.item(), plain.log_evidence.value.item()
     logger.warning(
-        "With g_prior=True the posterior was the prior (γ = %.2g). The plain prior has a log evidence "
+        "With the g-prior the posterior was the prior (γ = %.2g). The plain prior has a log evidence "
         "of %.5g against %.5g, and is %s.",
         *(found.effective_dim.value.item(), after, before),
         "taken" if after > before else "no better",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch_lla_em.solvers import Space
 
 DAMPING = 0.01
 """Share of the mean squared feature that the g-prior adds to every weight's own."""
+
+# of the mean squared feature of a tensor
+_POWERS = {"tensor": 0.5, "half": 0.25}
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Prior:
 
     def deviation(self, precision: Tensor) -> Tensor:
         """Return the prior standard deviation scale / √λ, shape (P,)."""
-        return self.scale * self._per_weight(precision).rsqrt().to(self.scale)
+        return self.scale * self.per_weight(precision).rsqrt().to(self.scale)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over weights, (..., P): in all, (...), or per block, (..., blocks)."""
@@ -57,22 +60,28 @@ class Prior:
         """Return x = Λ^{1/2} w, 0 for dead weights."""
         return w * _inverse(self.deviation(precision))
 
-    def _per_weight(self, precision: Tensor) -> Tensor:
-        return self.layout.expand(precision) if precision.dim() else precision
+    def per_weight(self, values: Tensor) -> Tensor:
+        """Return values, () or (blocks,), for every weight: () or (P,)."""
+        return self.layout.expand(values) if values.dim() else values
 
 
-def g_prior_scale(squares: Tensor, space: Space = Space()) -> Tensor:
-    """Return 1 / √(s² + 0.01 mean s²), and 0 where a weight moves no output; 1 where none does.
+def g_prior_scale(squares: Tensor, prior: Prior, g_prior: bool | str = True) -> Tensor:
+    """Return the prior standard deviation of every weight at λ = 1, (P,), from squared features s².
 
-    Without the second term the weights that hardly any datum moves get prior deviations up
-    to millions of times the others', and nearly all of the predictive variance.
+    True: 1 / √(s² + 0.01 mean s²). "tensor" and "half" take the mean over the weight's own tensor,
+    m², and multiply by m or by √m: with "tensor" all tensors keep the balance that they have under
+    the plain prior, with "half" they are half-way between it and True. 0 where a weight moves no
+    output; 1 everywhere where none does. Without the mean in the root, weights that hardly any
+    example moves get prior deviations up to millions of times the others'.
     """
     live = squares > 0
-    count = space.sum(live.sum())
-    if not count:  # the curvature is 0 at every row: nothing tells one weight from another
+    if not prior.space.sum(live.sum()):  # the curvature is 0 at every example
         return torch.ones_like(squares)
-    mean = space.sum(squares.sum()) / count
-    return _inverse(torch.where(live, squares + DAMPING * mean, 0).sqrt())
+    by_tensor = replace(prior, layerwise=g_prior is not True)
+    counts = by_tensor.sum(live.double()).clamp_min(1)
+    mean = by_tensor.per_weight(by_tensor.sum(squares.double()) / counts).to(squares)
+    scale = _inverse(torch.where(live, squares + DAMPING * mean, 0).sqrt())
+    return scale if g_prior is True else scale * ((1 + DAMPING) * mean) ** _POWERS[g_prior]
 
 
 def prior_precision_from_weight_decay(

@@ -48,14 +48,16 @@ def get_sto_samples(
     problem: Problem,
     num_samples: int,
     seed: int = 0,
-    g_prior: bool = True,
+    g_prior: bool | str = True,
     layerwise: bool = False,
 ) -> StochasticPrior:
     """Draw the stochastic prior in one pass over the data."""
     if num_samples < 1:
         raise ValueError(f"num_samples must be 1 or more, not {num_samples}.")
-    eta, squares = problem.noise_features(num_samples, seed, with_squares=g_prior)
-    scale = g_prior_scale(squares, problem.space) if g_prior else torch.ones_like(squares)
+    eta, squares = problem.noise_features(num_samples, seed, with_squares=bool(g_prior))
+    scale = torch.ones_like(squares)
+    if g_prior:
+        scale = g_prior_scale(squares, Prior(problem.layout, scale, False, problem.space), g_prior)
     return with_noise(problem, eta, scale, seed, layerwise)
 
 

@@ -63,6 +63,11 @@ class Calibration(NamedTuple):
     applied: bool = True
     """Whether predictions were changed: not where the NLL before was lower."""
 
+    @property
+    def kept(self) -> float:
+        """The NLL of the predictions that were kept."""
+        return self.after if self.applied else self.before
+
     def __str__(self) -> str:
         improvement = f"{self.before - self.after:.2g} ± {self.standard_error:.2g}"
         text = f"{self.before:.4g} → {self.after:.4g} (improvement {improvement})"

@@ -116,14 +116,14 @@ thread.join()
 # %% [markdown]
 # ## Without this library
 #
-# `export` writes `la(x)` for a number of rows as a program of torch alone: a server then needs neither this
-# library nor the network's code.
+# `export` writes `la(x)` as a program of torch alone: a server then needs neither this library nor the
+# network's code. The program takes any number of examples. A name that ends with .onnx writes ONNX.
 
 # %%
-rows = x[1300:1308]
-posterior.export(rows, "posterior.pt2")
+posterior.export(x[1300:1308], "posterior.pt2")
 program = torch.export.load("posterior.pt2").module()
 os.remove("posterior.pt2")
+rows = x[1300:1350]
 print(f"exported and not: apart by {(program(rows) - posterior(rows)).abs().max():.0e} at most")
 
 # %% [markdown]

@@ -1,8 +1,9 @@
 """E-steps and EM of a problem, made as a fit makes them."""
 
 from torch_lla_em.inference.e_step import Deflation, IterativeEStep
-from torch_lla_em.inference.em import MStep, State, em
+from torch_lla_em.inference.em import State, em
 from torch_lla_em.inference.krylov_e_step import KrylovEStep
+from torch_lla_em.inference.mackay import MStep
 from torch_lla_em.inference.mode_search import ModeSearch
 
 

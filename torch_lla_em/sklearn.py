@@ -200,6 +200,11 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         X, y = validate_data(self, X, y, dtype=_DTYPES, **several)
         x, self._shape = torch.tensor(X), y.shape[1:]
         targets = torch.tensor(y.reshape(len(y), -1)).to(x)
+        if (targets == targets[0]).all():
+            raise ValueError(
+                f"All targets are equal ({y[0]}), so that there is nothing to learn, and no "
+                "observation noise. Check y; sklearn.dummy.DummyRegressor predicts a constant."
+            )
         self._centre, self._width = targets.mean(0), _width(targets)
         self._fit(x, (targets - self._centre) / self._width, targets.shape[1])
         return self

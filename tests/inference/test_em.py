@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from torch_lla_em import LinearisedLaplace
-from torch_lla_em.inference.e_step import Hyperparameters
-from torch_lla_em.inference.em import BoundWarning, MStep, State, iterate, split_evidence
+from torch_lla_em.inference.em import BoundWarning, iterate, split_evidence
+from torch_lla_em.inference.mackay import Hyperparameters, MStep, Step
 
 torch.set_num_threads(1)
 
@@ -148,17 +148,11 @@ def test_a_secant_step_ends_a_geometric_approach_from_one_side_or_both(slope):
         there = torch.tensor(3 + slope * (log_precision - 3), dtype=torch.float64)
         return Hyperparameters(there.exp())
 
+    start = Hyperparameters(torch.tensor(5.0, dtype=torch.float64).exp())
     first, second = mapped(5.0), mapped(mapped(5.0).precision.log().item())
-    before = Told(Hyperparameters(torch.tensor(5.0, dtype=torch.float64).exp()))
-    old = State(first, first.precision.log(), info=before)
-    step = MStep(None, None).accelerate(old, second)
-    assert step.precision.log().item() == pytest.approx(3.0)
-
-
-class Told(NamedTuple):
-    """What a secant step asks of the E-step before."""
-
-    hyper: Hyperparameters
+    before = Step(1, start, first.precision.log(), first, 1.0, False)
+    new = MStep(None, None).accelerated(before, first, second)
+    assert new.precision.log().item() == pytest.approx(3.0)
 
 
 def test_where_the_g_prior_keeps_nothing_the_plain_one_is_taken(caplog):
@@ -178,3 +172,14 @@ def test_where_the_g_prior_keeps_nothing_the_plain_one_is_taken(caplog):
     torch.testing.assert_close(la.prior_precision, plain.prior_precision, rtol=1e-3, atol=0)
     assert (la.scale == 1).all()
     assert [step["step"] for step in la.history] == list(range(1, len(la.history) + 1))
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_every_fit_moves_its_prior_precision_by_the_same_update(likelihood, monkeypatch):
+    monkeypatch.setattr("torch_lla_em.inference.mackay._bounded", lambda proposed, here: here)
+    torch.manual_seed(0)
+    x, model = torch.randn(20, 2), nn.Linear(2, 3)
+    y = torch.randint(3, (20,)) if likelihood == "classification" else torch.randn(20, 3)
+    la = LinearisedLaplace(model, likelihood, num_samples=4)
+    la.fit([(x, y)], em_steps=2, prior_precision=3.0, progress_bar=False)
+    assert la.prior_precision.item() == pytest.approx(3.0)

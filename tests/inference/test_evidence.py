@@ -9,9 +9,8 @@ from steps import krylov_e_step
 from tiny import basis_noise, tiny
 
 from torch_lla_em.exact import gaussian_log_prob
-from torch_lla_em.inference.e_step import Hyperparameters
 from torch_lla_em.inference.evidence import log_dets, log_evidences, sigma_of
-from torch_lla_em.inference.mackay import Estimate
+from torch_lla_em.inference.mackay import Estimate, Hyperparameters
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.solvers import BlockKrylov
 

@@ -9,9 +9,9 @@ from steps import iterative_e_step, krylov_e_step, states_of_em
 from tiny import basis_noise, tiny
 
 from torch_lla_em import LinearisedLaplace
-from torch_lla_em.inference.e_step import Hyperparameters
 from torch_lla_em.inference.evidence import curve, sigma_of
 from torch_lla_em.inference.linear_mode import first_mode
+from torch_lla_em.inference.mackay import Hyperparameters
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.problem.operators import WhitenedLoss
 from torch_lla_em.solvers import BlockCG, BlockKrylov, Operator

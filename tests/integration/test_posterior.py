@@ -1,5 +1,6 @@
 """Every stage and solver against the dense posterior; the noise is a basis, so nothing is random."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,12 +12,13 @@ from torch.testing import assert_close
 
 from torch_lla_em import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton, Regression
 from torch_lla_em.exact import gaussian_log_prob
-from torch_lla_em.inference.e_step import Hyperparameters, IterativeEStep
-from torch_lla_em.inference.em import MStep
+from torch_lla_em.inference.e_step import IterativeEStep
 from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.learn import starting_precision
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import (
+    Hyperparameters,
+    MStep,
     em_noise,
     em_update,
     function_space_Mackay_update,
@@ -160,7 +162,7 @@ def test_one_em_step_equals_the_dense_one(name, g_prior, layerwise):
 def test_em_follows_the_dense_path(name, g_prior, layerwise, monkeypatch):
     monkeypatch.setattr("torch_lla_em.inference.em.SAMPLE_TOLERANCE", 1e-9)
     monkeypatch.setattr("torch_lla_em.inference.em.MODE_TOLERANCE", 1e-9)
-    monkeypatch.setattr(MStep, "accelerate", lambda self, old, proposed: proposed)
+    monkeypatch.setattr(MStep, "accelerated", lambda self, before, start, proposed: proposed)
     problem, noise, precision, exact, _ = setting(name, g_prior, layerwise)
     sigma, layout = sigma_of(problem), noise.prior.layout
     e_step = iterative_e_step(problem, noise, BlockCG(), kind=_BasisEStep)
@@ -262,8 +264,10 @@ def test_bounds_act_with_a_warning():
     norm = torch.tensor([1e-30, 1.0, 0.0]).double()
     precision = torch.full((3,), 7.0).double()
     with pytest.warns(UserWarning, match="bounds"):
-        updated = function_space_Mackay_update(gamma, norm, precision, (1e-3, 1e6))
-    assert_close(updated, torch.tensor([1e6, 1.0, 7.0]).double())
+        updated = function_space_Mackay_update(gamma, norm, precision)
+    assert_close(updated, torch.tensor([1e20, 1.0, 7.0]).double())
+    stepped = function_space_Mackay_update(gamma, norm, precision, stride=0.5)
+    assert_close(stepped, torch.tensor([7 * math.e, 7**0.5, 7.0]).double())
     with pytest.warns(UserWarning, match="number of targets"):
         mackay_noise(torch.tensor(1.0), torch.tensor(5.0), torch.tensor(4.0))
 

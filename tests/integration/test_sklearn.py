@@ -122,6 +122,15 @@ def test_hyperparameters_are_checked(estimator, name, values):
             estimator(**{**FAST, name: value}).fit(x, np.arange(30) % 3)
 
 
+@pytest.mark.parametrize("y", [np.ones(30), np.zeros((30, 2)), np.full(30, 1e9, dtype="float32")])
+def test_constant_targets_are_named(y):
+    x, _ = rows(30)
+    with pytest.raises(ValueError, match="All targets are equal"):
+        LaplaceRegressor(**FAST).fit(x, y)
+    some = np.stack([x[:, 0], np.ones(30)], 1)
+    assert LaplaceRegressor(**FAST).fit(x, some).predict(x)[:, 1] == pytest.approx(1, abs=0.2)
+
+
 @pytest.mark.parametrize("scale", [1e-200, 1e-27, 1e27, 1e200])
 def test_the_unit_of_inputs_and_targets_does_not_matter(scale):
     x, y = rows()

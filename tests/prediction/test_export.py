@@ -66,6 +66,131 @@ def test_networks_are_recorded_with_their_derivatives(kind, parameters):
     assert_close(program(x[5:10]), la.predict(x[5:10], num_samples=4).probs)
 
 
+class Recurrent(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x)[0][:, -1]
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(7, 4), nn.Linear(6, 3)
+
+    def forward(self, ids, values):
+        return self.head(torch.cat([self.words(ids).mean(1), values], 1))
+
+
+FREE = {
+    "perceptron": lambda: (nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 3)), (5,)),
+    "convolutions": lambda: (
+        nn.Sequential(
+            nn.Conv2d(1, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(36, 3),
+        ),
+        (1, 8, 8),
+    ),
+    "attention": lambda: (
+        nn.Sequential(
+            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Flatten(), nn.Linear(24, 3)
+        ),
+        (3, 8),
+    ),
+    "recurrent": lambda: (
+        nn.Sequential(Recurrent(4, 5, batch_first=True), nn.Linear(5, 3)),
+        (6, 4),
+    ),
+    "two inputs": lambda: (TwoInputs(), None),
+}
+
+
+def inputs(shape, rows):
+    if shape is None:
+        return torch.randint(7, (rows, 3)), torch.randn(rows, 2)
+    return torch.randn(rows, *shape)
+
+
+@pytest.fixture
+def no_warnings(caplog):
+    """Nothing is said of a batch size that could not be freed."""
+    caplog.set_level("WARNING", logger="torch_lla_em")
+    yield
+    assert "as many examples" not in caplog.text
+
+
+def free_case(kind, likelihood):
+    torch.manual_seed(0)
+    model, shape = FREE[kind]()
+    x = inputs(shape, 12)
+    y = torch.arange(12) % 3 if likelihood == "classification" else torch.randn(12, 3)
+    la = LinearisedLaplace(model.eval(), likelihood, num_samples=4)
+    batches = [(*x, y) if shape is None else (x, y)]
+    la.fit(batches, em_steps=0, prior_precision=5.0, progress_bar=False)
+    return la.calibrate(batches), x, shape
+
+
+@pytest.mark.parametrize("kind", daily("perceptron", "convolutions", rest=[*FREE][2:]))
+def test_programs_take_any_number_of_examples(kind, no_warnings):
+    la, x, shape = free_case(kind, "classification")
+    program = la.export(x).module()
+    for rows in (1, 2, 12, 50):
+        other = inputs(shape, rows)
+        assert_close(program(other), la(other))
+
+
+@pytest.mark.parametrize(
+    "kind, likelihood",
+    daily(
+        ("perceptron", "regression"),
+        ("convolutions", "classification"),
+        rest=[(kind, name) for kind in FREE for name in ("classification", "regression")],
+    ),
+)
+def test_onnx_answers_as_the_posterior_does(kind, likelihood, tmp_path, no_warnings):
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    la, x, shape = free_case(kind, likelihood)
+    la.export(x, tmp_path / "posterior.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "posterior.onnx")
+    names = [each.name for each in session.get_inputs()]
+    for rows in (1, 3, 12, 50):
+        other = inputs(shape, rows)
+        values = [part.numpy() for part in (other if shape is None else (other,))]
+        found = session.run(None, dict(zip(names, values)))
+        due = la(other) if likelihood == "regression" else (la(other),)
+        for values, expected in zip(found, due):
+            assert_close(torch.tensor(values), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_size_that_the_network_depends_on_stays(caplog):
+    class Counting(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            for _ in x:
+                out = out + 0.01
+            return out
+
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 2).double(), torch.arange(6) % 3
+    la = fitted(Counting(2, 3).double(), "classification", x, y)
+    caplog.set_level("WARNING", logger="torch_lla_em")
+    program = la.export(x).module()
+    assert "as many examples as x" in caplog.text
+    assert_close(program(x + 1), la(x + 1))
+
+
+def test_a_name_of_no_format_is_refused(tmp_path):
+    case = tiny("classification")
+    la = fitted(case.model, "classification", case.x, case.y)
+    for name in ("posterior", "posterior.pt", "posterior.onnx.txt"):
+        with pytest.raises(ValueError, match=f"{name}' names no format.*.pt2.*.onnx"):
+            la.export(case.x, tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_a_saved_program_needs_no_library(tmp_path):
     case = tiny("regression")

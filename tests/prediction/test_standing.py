@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from torch_lla_em import LinearisedLaplace, Newton, NotFittedError
 from torch_lla_em.inference import Estimate, Posterior
-from torch_lla_em.inference.e_step import Hyperparameters
+from torch_lla_em.inference.mackay import Hyperparameters
 from torch_lla_em.solvers import BlockCG
 
 

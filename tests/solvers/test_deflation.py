@@ -5,9 +5,10 @@ import torch
 from steps import iterative_e_step
 from tiny import basis_noise, tiny
 
-from torch_lla_em.inference.e_step import Deflation, Hyperparameters
+from torch_lla_em.inference.e_step import Deflation
 from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.learn import FitOptions, make_e_step
+from torch_lla_em.inference.mackay import Hyperparameters
 from torch_lla_em.inference.posterior_samples import Start, optimise_samples
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.solvers import BlockCG, Operator

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.draws import Draws, by_row, root_of
-from torch_lla_em.inference.mackay import PRECISION_BOUNDS
+from torch_lla_em.inference.mackay import PRECISION_BOUNDS, function_space_Mackay_update
 from torch_lla_em.inference.search_space import SearchSpace
 
 _ROUNDS = 4
@@ -85,11 +85,11 @@ class Q(NamedTuple):
         """L."""
         return self.bounds.mean().item()
 
-    @property
-    def ratio(self) -> float:
-        """log γ / λ ‖m‖²: the step of log λ that MacKay's update takes."""
-        norm = self.precision * self.mean.square().sum().item()
-        return math.log(max(self.effective_dims.mean().item(), 1e-300) / max(norm, 1e-300))
+    def stepped(self, stride: float) -> float:
+        """Return λ after so many of MacKay's steps at once."""
+        gamma, norm = self.effective_dims.mean(), self.mean.square().sum()
+        precision = torch.full_like(norm, self.precision)
+        return function_space_Mackay_update(gamma, norm, precision, stride).item()
 
 
 class Variational:
@@ -152,8 +152,7 @@ class Variational:
         for _ in range(_ROUNDS):
             precision = q.precision
             if least < math.inf:
-                step = max(-1.0, min(1.0, stride * q.ratio))
-                precision = min(max(precision * math.exp(step), least), PRECISION_BOUNDS[1])
+                precision = max(q.stepped(stride), least)
             tried = self.at(q.spectrum, precision, q.mean)
             H = self.draws.curvature(self.outputs(tried.mean), tried.root)
             H = q.spectrum.curvature + damping * (H - q.spectrum.curvature)
@@ -183,9 +182,7 @@ class Variational:
                 break
         damping, last = 0.5, torch.zeros_like(q.spectrum.curvature)
         for _ in range(_SETTLING):
-            ratio = q.ratio if learns else 0.0
-            precision = q.precision * math.exp(max(-1.0, min(1.0, ratio)))
-            precision = min(max(precision, PRECISION_BOUNDS[0]), PRECISION_BOUNDS[1])
+            precision = q.stepped(1.0) if learns else q.precision
             change = self.draws.curvature(self.outputs(q.mean), q.root) - q.spectrum.curvature
             moved = (change.norm() / q.spectrum.curvature.norm().clamp_min(1e-300)).item()
             step = abs(math.log(precision / q.precision))

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_lla_em.inference.e_step import Deflation, EStep, Hyperparameters, IterativeEStep
+from torch_lla_em.inference.e_step import Deflation, EStep, IterativeEStep
 from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.krylov_e_step import KrylovEStep
+from torch_lla_em.inference.mackay import Hyperparameters
 from torch_lla_em.inference.mode_search import ModeSearch
 from torch_lla_em.inference.posterior_samples import Solver
 from torch_lla_em.inference.stochastic_prior import StochasticPrior

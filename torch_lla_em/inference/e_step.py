@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_lla_em.inference.evidence import Modes, log_dets, sigma_of, squared_residual
 from torch_lla_em.inference.linear_mode import LinearMode
+from torch_lla_em.inference.mackay import Expectation, Hyperparameters
 from torch_lla_em.inference.mode_search import ModeSearch
 from torch_lla_em.inference.posterior_samples import (
     PosteriorSamples,
@@ -42,44 +43,6 @@ _STATE = "last", "deflation", "sigma", "search"
 logger = logging.getLogger("torch_lla_em")
 
 T = TypeVar("T")
-
-
-class Hyperparameters(NamedTuple):
-    """What EM learns."""
-
-    precision: Tensor
-    """λ, () or (blocks,), in float64."""
-
-    sigma: Tensor | None = None
-    """σ of a Gaussian likelihood, () or (C,), in float64."""
-
-
-class Expectation(NamedTuple):
-    """What the M-step needs."""
-
-    effective_dims: Tensor
-    """γ of every sample, (K,) or (K, blocks)."""
-
-    squared_norm: Tensor
-    """‖w_lin / scale‖², () or (blocks,)."""
-
-    loss: float
-    """Σ_n -log p(y_n | J_n w_lin)."""
-
-    residual: Tensor | None
-    """Σ_n (y_n - J_n w_lin)², the shape of σ; None if the likelihood is not Gaussian."""
-
-    targets: Tensor | None
-    """Σ_n y_n², the shape of σ."""
-
-    noise_dims: Tensor | None
-    """γ by output, the shape of σ."""
-
-    log_dets: Tensor
-    """log det(I + Λ^{-1/2} G Λ^{-1/2}) of every sample, (K,); NaN where it costs passes."""
-
-    mode_error: float
-    sample_error: float
 
 
 class EStep:

@@ -10,37 +10,23 @@ never falls. A step that keeps this promise can be held to it: see ``iterate``.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
-from torch_lla_em.inference.e_step import EStep, Expectation, Hyperparameters
+from torch_lla_em.inference.e_step import EStep
 from torch_lla_em.inference.evidence import log_evidences
-from torch_lla_em.inference.mackay import (
-    Estimate,
-    em_noise,
-    em_update,
-    function_space_Mackay_update,
-    mackay_noise,
-    resolved,
-)
-from torch_lla_em.inference.prior import Prior
-from torch_lla_em.problem import Problem
+from torch_lla_em.inference.mackay import Estimate, Hyperparameters, MStep, Step, warn_unsettled
 
 SAMPLE_TOLERANCE = 0.1
 MODE_TOLERANCE = 0.03
 """Bounds the relative error of w_lin; ‖w_lin‖² was then right to 0.2 % where measured."""
 
 S = TypeVar("S")
-
-logger = logging.getLogger("torch_lla_em")
 
 
 class BoundWarning(UserWarning):
@@ -141,84 +127,18 @@ class State(NamedTuple):
     """What EM goes on with."""
 
     hyper: Hyperparameters
-    """λ and σ of the M-step: where the next E-step is taken."""
+    """λ and σ at which the next E-step is taken."""
 
-    plain: Tensor | None = None
-    """log λ of the M-step before acceleration; None at the start."""
-
-    change: float = math.inf
-    """The largest |Δ log| of λ and σ², over what Monte Carlo error lets it mean."""
+    step: Step | None = None
+    """The last step of λ and σ; None at the start."""
 
     info: Info | None = None
     """Of the step that led here; None at the start."""
 
-    settled: bool = False
-    """Whether λ and σ have settled, so that no step is left to take."""
-
     @property
-    def num_steps(self) -> int:
-        """Steps so far."""
-        return 0 if self.info is None else self.info.step
-
-
-@dataclass(frozen=True)
-class MStep:
-    """New hyper-parameters from expectations at the old ones."""
-
-    problem: Problem
-    prior: Prior
-    update: str = "mackay"
-    """"mackay": the fast fixed point; "em": never lowers the evidence, and is slow."""
-
-    def __call__(
-        self, hyper: Hyperparameters, expectation: Expectation, gamma: Tensor
-    ) -> Hyperparameters:
-        """Return λ and σ."""
-        precision, sigma = hyper
-        square = expectation.squared_norm
-        if sigma is not None:
-            sigma = self._noise(sigma, expectation)
-        if self.update == "em":
-            proposed = em_update(gamma, square, precision, self.prior.num_weights())
-        else:
-            proposed = function_space_Mackay_update(gamma, square, precision)
-        return Hyperparameters(proposed, sigma)
-
-    def _noise(self, sigma: Tensor, expectation: Expectation) -> Tensor:
-        """Return the new σ."""
-        count = torch.full_like(sigma, self.problem.data.num_targets / sigma.numel())
-        dims, targets = expectation.noise_dims.to(sigma), expectation.targets.to(sigma)
-        eps = torch.finfo(self.problem.dtype).eps
-        residual = resolved(expectation.residual.to(sigma), targets, eps)
-        if self.update == "em":
-            return em_noise(residual, dims, count, sigma)
-        return mackay_noise(residual, dims, count)
-
-    def allowed(self, gamma: Tensor, num_samples: int) -> Tensor:
-        """Return max(0.01, 1 / √(K γ)), the Monte Carlo error of log λ, () or (blocks,).
-
-        The slow steps of true EM are held to a tenth of a per cent: small steps there do
-        not mean that the end is near.
-        """
-        if self.update == "em":
-            return torch.full_like(gamma, 1e-3)
-        return (num_samples * gamma.clamp_min(1e-12)).rsqrt().clamp_min(0.01)
-
-    def accelerate(self, old: State, proposed: Hyperparameters) -> Hyperparameters:
-        """Go on along the fixed point's own contraction or oscillation (a secant step in log λ)."""
-        here = old.hyper.precision.log()
-        if self.update == "em" or here.dim() or proposed.sigma is not None or old.info is None:
-            return proposed
-        plain, before = proposed.precision.log(), old.info.hyper.precision.log()
-        slope = (plain - old.plain) / (here - before)
-        if not -1 < slope < 0.9:  # below 0 the fixed point is overshot from either side
-            return proposed
-        return proposed._replace(precision=(here + (plain - here) / (1 - slope)).exp())
-
-    @property
-    def ascends(self) -> bool:
-        """Whether EM is exact here: its own update, and a Gaussian posterior."""
-        return self.update == "em" and self.problem.likelihood.is_quadratic
+    def settled(self) -> bool:
+        """Whether λ and σ have settled, so that no step is left to take."""
+        return self.step is not None and self.step.settled
 
 
 def em(e_step: EStep, m_step: MStep, start: State, max_steps: int = 20) -> Iterator[State]:
@@ -229,17 +149,15 @@ def em(e_step: EStep, m_step: MStep, start: State, max_steps: int = 20) -> Itera
     cost = m_step.problem.cost
     begin = time.monotonic() - (0.0 if start.info is None else start.info.seconds)
 
-    def step(old: State) -> State:
+    def advance(old: State) -> State:
         at = old.hyper
         found = e_step.expect(at, SAMPLE_TOLERANCE, MODE_TOLERANCE)
-        gamma = Estimate.of(found.effective_dims)
-        plain = m_step(at, found, gamma.value)
-        new = m_step.accelerate(old, plain)
+        step = m_step(at, found, old.step)
         evidences = log_evidences(found.loss, at.precision, found.squared_norm, found.log_dets)
         info = Info(
-            old.num_steps + 1,
+            step.number,
             at,
-            gamma,
+            Estimate.of(found.effective_dims),
             found.squared_norm,
             found.loss,
             Estimate.of(evidences),
@@ -248,49 +166,21 @@ def em(e_step: EStep, m_step: MStep, start: State, max_steps: int = 20) -> Itera
             cost.columns,
             time.monotonic() - begin,
         )
-        allowed = m_step.allowed(gamma.value, len(found.effective_dims))
-        state = State(new, plain.precision.log(), _change(at, new, allowed), info)
-        return state._replace(settled=settled(old, state))
+        return State(step.hyper, step, info)
 
-    left = 0 if start.settled else max(0, max_steps - start.num_steps)
-    state, objective = start, _log_evidence if m_step.ascends and e_step.knows_evidence else None
-    steps = iterate(
-        step, start, max_steps=left, settled=lambda _, new: new.settled, objective=objective
-    )
-    for new in steps:
-        state = new
-        yield new
-    if state.info is not None and not state.settled:
-        here = state.info.hyper.precision
-        warn_unsettled(max_steps, (state.hyper.precision / here).log().abs().max().item())
-
-
-def warn_unsettled(steps: int, moved: float) -> None:
-    """Log that EM has ended before its fixed point; ``moved`` is the last step of log λ."""
-    logger.warning(
-        "The prior precision had not settled after %d EM steps: the last one changed it by a "
-        "factor of %.2g. Raise em_steps, or start nearer with prior_precision.",
-        *(steps, math.exp(moved)),
-    )
-
-
-def settled(old: State, new: State) -> bool:
-    """Whether what is left of a geometric approach is below the Monte Carlo error."""
-    if old.info is None or old.info.step < 2:  # one ratio of changes is no rate yet
-        return False
-    ratio = new.change / max(old.change, 1e-300)
-    left = new.change if ratio >= 1 else new.change * max(1.0, ratio / (1 - ratio))
-    return left < 1.0
+    taken = 0 if start.step is None else start.step.number
+    left = 0 if start.settled else max(0, max_steps - taken)
+    # true EM is exact where the posterior is Gaussian, so that the evidence never falls
+    exact = m_step.update == "em" and m_step.problem.likelihood.is_quadratic
+    objective = _log_evidence if exact and e_step.knows_evidence else None
+    state = start
+    for state in iterate(
+        advance, start, max_steps=left, settled=lambda _, new: new.settled, objective=objective
+    ):
+        yield state
+    if state.step is not None and not state.settled:
+        warn_unsettled(max_steps, state.step.moved)
 
 
 def _log_evidence(state: State) -> float:
     return -math.inf if state.info is None else state.info.log_evidence.value.item()
-
-
-def _change(old: Hyperparameters, new: Hyperparameters, allowed: Tensor) -> float:
-    """Return the largest |Δ log| of λ over what is allowed, and of σ² over the least of it."""
-    change = ((new.precision.log() - old.precision.log()).abs() / allowed).max().item()
-    if old.sigma is not None:
-        moved = 2 * (new.sigma.log() - old.sigma.log()).abs().max()
-        change = max(change, moved.item() / allowed.min().item())
-    return change

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.e_step import EStep, Expectation, Hyperparameters, at_scalar_sigma
+from torch_lla_em.inference.e_step import EStep, at_scalar_sigma
 from torch_lla_em.inference.evidence import Modes, gaussian_constant, sigma_of, squared_residual
 from torch_lla_em.inference.linear_mode import LinearMode, Precondition, optimise_MAP
+from torch_lla_em.inference.mackay import Expectation, Hyperparameters
 from torch_lla_em.inference.mode_search import ModeSearch
 from torch_lla_em.inference.posterior_samples import PosteriorSamples, Start, optimise_samples
 from torch_lla_em.inference.stochastic_prior import StochasticPrior

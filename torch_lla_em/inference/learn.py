@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.choices import FitOptions, choose_curvature, make_e_step
-from torch_lla_em.inference.e_step import EStep, Hyperparameters
-from torch_lla_em.inference.em import Info, MStep, State, em
+from torch_lla_em.inference.e_step import EStep
+from torch_lla_em.inference.em import Info, State, em
 from torch_lla_em.inference.evidence import log_evidences, sigma_of
-from torch_lla_em.inference.mackay import Estimate
+from torch_lla_em.inference.mackay import Estimate, Hyperparameters, MStep
 from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.stochastic_prior import (
     StochasticPrior,
@@ -70,9 +70,6 @@ class Progress(NamedTuple):
 
     scale: Tensor
     """Of the prior, shape (P,)."""
-
-    sigma: Tensor | None
-    """σ that the noise was drawn at, of a Gaussian likelihood."""
 
     state: Any = None
     """What the iteration goes on with: ``State`` or ``Ascent``; None: the noise is drawn, no more."""
@@ -148,15 +145,13 @@ def _learn(
     problem: Problem, options: FitOptions, tell: Observe, start: Progress | None
 ) -> Posterior:
     if start is not None:
-        if start.sigma is not None:
-            problem.take_noise(start.sigma)
         noise = with_noise(problem, start.eta, start.scale, options.seed, options.layerwise)
     else:
         with problem.cost.stage("noise"):
             noise = get_sto_samples(
                 problem, options.num_samples, options.seed, options.g_prior, options.layerwise
             )
-        start = Progress(0, noise.eta, noise.prior.scale, sigma_of(problem))
+        start = Progress(0, noise.eta, noise.prior.scale)
         tell(None, start)
     _check_start(options.prior_precision, options, len(noise.prior.layout.names))
     curvature = options.curvature or choose_curvature(problem, options)

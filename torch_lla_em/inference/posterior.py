@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torch_lla_em.inference.e_step import Hyperparameters
-from torch_lla_em.inference.mackay import Estimate
+from torch_lla_em.inference.mackay import Estimate, Hyperparameters
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers import Spectrum
 

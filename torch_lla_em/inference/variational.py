@@ -14,9 +14,13 @@ from torch import Tensor
 
 from torch_lla_em.inference.ascent import Q, Variational
 from torch_lla_em.inference.draws import Draws
-from torch_lla_em.inference.e_step import Hyperparameters
-from torch_lla_em.inference.em import Info, warn_unsettled
-from torch_lla_em.inference.mackay import Estimate
+from torch_lla_em.inference.em import Info
+from torch_lla_em.inference.mackay import (
+    Estimate,
+    Hyperparameters,
+    monte_carlo_error,
+    warn_unsettled,
+)
 from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.posterior_samples import refuse_noise
 from torch_lla_em.inference.search_space import SearchSpace
@@ -280,8 +284,7 @@ def _told(
 
 def _has_settled(before: Q, q: Q, told: Info) -> bool:
     """Whether λ has moved by less than its Monte Carlo error, or in vain, in a wide space."""
-    count = len(q.effective_dims) * q.effective_dims.mean().item()
-    allowed = max(0.01, max(count, 1e-12) ** -0.5)
+    allowed = monte_carlo_error(q.effective_dims.mean(), len(q.effective_dims)).item()
     still = abs(math.log(q.precision / before.precision)) < allowed
     still |= q.bound - before.bound < _GAIN
     return still and told.sample_error < _SETTLED[0] and told.mode_error < _SETTLED[1]

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.export import ExportedProgram
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.export import Dim, ExportedProgram
 
-from torch_lla_em.data import map_tensors
+from torch_lla_em.data import map_tensors, tensors_in
+from torch_lla_em.prediction.free_batch import batch_size, record, record_free, resized
 from torch_lla_em.prediction.parts import predicted
 from torch_lla_em.prediction.posterior import StoredPosterior
 from torch_lla_em.prediction.prediction import Prediction
+
+logger = logging.getLogger("torch_lla_em")
 
 
 def exported(
@@ -25,40 +28,88 @@ def exported(
     num_samples: int | None,
     path: str | PathLike | None,
 ) -> ExportedProgram:
-    """Return the map from inputs of the shape of x to what ``predict`` says of y.
+    """Return the map from inputs like x to what ``predict`` says of y, and save it to ``path``.
 
-    It is recorded at x, derivatives and all, so that the number of rows stays as it is there: torch
-    cannot take derivatives of many layers of which it does not know the size.
+    It takes any number of examples where its graph can be freed of that of x, else as many as x.
     """
+    suffix = ".pt2" if path is None else Path(path).suffix
+    if suffix not in _FORMATS:
+        raise ValueError(
+            f"{str(path)!r} names no format: end it with .pt2 for torch.export or .onnx for ONNX."
+        )
     x = map_tensors(lambda tensor: tensor.detach().to(posterior._device), x)
     # what cannot be is refused here, derivatives are probed, and what is random is drawn
-    due = _answer(predict(x))
-    model, columns, table = (
-        posterior._linear_model,
-        posterior._columns(num_samples),
-        posterior.mixture,
-    )
+    predict(x)
+    model, columns = posterior._linear_model, posterior._columns(num_samples)
     class_dim = model.network.class_dim
 
     def answer(x: Any) -> Tensor | tuple[Tensor, Tensor]:
         rows = model.by_autodiff(x, pulls=False)
         Jw = rows.push(columns)
-        return _answer(predicted(posterior.likelihood, rows.f, Jw, table, class_dim))
+        return _answer(predicted(posterior.likelihood, rows.f, Jw, posterior.mixture, class_dim))
 
-    with torch.no_grad(), model.network.guarded():
-        graph = make_fx(answer)(x)
-    program = torch.export.export(graph, (x,))
-    run = program.module()
-    _compare(run(x), due, "its example inputs")
-    for kind, other in _others(x):
-        with suppress(Exception):  # inputs that the network does not take tell nothing
-            due = None
-            due = _answer(predict(other))
-        if due is not None:
-            _compare(run(other), due, kind)
+    def due(x: Any) -> Any:
+        return _answer(predict(x))
+
+    try:
+        with torch.no_grad(), model.network.guarded():
+            graph = record_free(answer, x)
+        shapes = map_tensors(lambda t: {0: Dim("batch")} if t.dim() else None, x)
+        program = torch.export.export(graph, (x,), dynamic_shapes=(shapes,))
+        sizes = 1, 2 * batch_size(x) + 1
+        _check(program.module(), due, x, {f"{n} examples": resized(x, n) for n in sizes})
+    except Exception as error:  # torch's are of many kinds
+        reason = str(error).partition("\n")[0]
+        logger.warning(
+            "The exported program takes as many examples as x and no other number: %s", reason
+        )
+        with torch.no_grad(), model.network.guarded():
+            program = torch.export.export(record(answer, x), (x,))
+    _check(program.module(), due, x, dict(_others(x)))
     if path is not None:
-        torch.export.save(program, path)
+        _FORMATS[suffix](program, path, due, x)
     return program
+
+
+def _check(run: Callable[[Any], Any], due: Callable[[Any], Any], x: Any, others: Any) -> None:
+    """Refuse a program that does not answer as the posterior does at x and at other inputs."""
+    _compare(run(x), due(x), "its example inputs")
+    for kind, other in others.items():
+        try:
+            expected = due(other)
+        except Exception:  # inputs that the network does not take tell nothing
+            continue
+        _compare(run(other), expected, kind)
+
+
+def _save_program(program: ExportedProgram, path: str | PathLike, *_: Any) -> None:
+    torch.export.save(program, path)
+
+
+def _save_onnx(
+    program: ExportedProgram, path: str | PathLike, due: Callable[[Any], Any], x: Any
+) -> None:
+    """Write ONNX, and compare what onnxruntime makes of the file with the posterior."""
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"Export to ONNX needs onnxscript and onnxruntime: pip install torch_lla_em[onnx] ({error})."
+        ) from error
+    torch.onnx.export(program, dynamo=True, verbose=False).save(path)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [each.name for each in session.get_inputs()]
+
+    def run(x: Any) -> Any:
+        values = [tensor.cpu().numpy() for tensor in tensors_in(x)]
+        found = [torch.from_numpy(out) for out in session.run(None, dict(zip(names, values)))]
+        return tuple(found) if len(found) > 1 else found[0]
+
+    _check(run, due, x, {})
+
+
+_FORMATS = {".pt2": _save_program, ".onnx": _save_onnx}
 
 
 def _answer(prediction: Prediction) -> Tensor | tuple[Tensor, Tensor]:
@@ -96,7 +147,12 @@ def _compare(answer: Any, due: Any, kind: str) -> None:
     """Refuse a program that does not answer as the posterior does, at inputs of some kind."""
     for found, expected in zip(*((a if isinstance(a, tuple) else (a,)) for a in (answer, due))):
         room = 100 * torch.finfo(expected.dtype).eps ** 0.75 * expected.abs().max()
-        gap = (found - expected).abs().max()
+        if found.shape != expected.shape:
+            raise RuntimeError(
+                f"The exported program returns the shape {tuple(found.shape)} for "
+                f"{tuple(expected.shape)} at {kind}."
+            )
+        gap = (found.to(expected) - expected).abs().max()
         if expected.isfinite().all() and not gap <= room:
             raise RuntimeError(
                 f"The exported program is off by {gap.item():.2g} at {kind}: it holds values that "

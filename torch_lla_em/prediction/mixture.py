@@ -137,7 +137,9 @@ class FunctionMixture:
         count = len(self.centre)
         row = number_of_functions(self.deviations, at_least) * self.centre[:1].numel()
         step = max(1, _NUMBERS // max(row, 1))
-        chunks = [slice(start, start + step) for start in range(0, max(count, 1), step)]
+        chunks = [slice(start, start + step) for start in range(0, count, step)]
+        if len(chunks) < 2:  # without a number of rows, so that exported programs take any
+            chunks = [slice(None)]
         with own_precision(self.centre):
             parts = [take(self._functions(rows, at_least), rows) for rows in chunks]
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0]

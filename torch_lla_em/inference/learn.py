@@ -71,6 +71,9 @@ class Progress(NamedTuple):
     scale: Tensor
     """Of the prior, shape (P,)."""
 
+    sigma: Tensor | None
+    """σ that the noise was drawn at, of a Gaussian likelihood."""
+
     state: Any = None
     """What the iteration goes on with: ``State`` or ``Ascent``; None: the noise is drawn, no more."""
 
@@ -145,13 +148,15 @@ def _learn(
     problem: Problem, options: FitOptions, tell: Observe, start: Progress | None
 ) -> Posterior:
     if start is not None:
+        if start.sigma is not None:
+            problem.take_noise(start.sigma)
         noise = with_noise(problem, start.eta, start.scale, options.seed, options.layerwise)
     else:
         with problem.cost.stage("noise"):
             noise = get_sto_samples(
                 problem, options.num_samples, options.seed, options.g_prior, options.layerwise
             )
-        start = Progress(0, noise.eta, noise.prior.scale)
+        start = Progress(0, noise.eta, noise.prior.scale, sigma_of(problem))
         tell(None, start)
     _check_start(options.prior_precision, options, len(noise.prior.layout.names))
     curvature = options.curvature or choose_curvature(problem, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -129,10 +129,15 @@ class Problem:
             square = max(sums["errors"].item(), _LEAST_SHARE * sums["targets"].item())
             sigma = (square / (num_samples * self.data.num_targets)) ** 0.5 or 1.0
             noise = torch.tensor(sigma, dtype=torch.float64, device="cpu")
-            self.likelihood = gaussian.at_noise(noise)
-            self.work = BatchWork(self.sweep, self.likelihood, self.work.point)
+            self.take_noise(noise)
             eta, squares = eta / sigma, squares / sigma**2
         return NoiseFeatures(eta, squares / (num_samples * self.data.num_rows))
+
+    def take_noise(self, sigma: Tensor) -> None:
+        """Take σ of a Gaussian likelihood, where the first pass has found it."""
+        gaussian: Any = self.likelihood
+        self.likelihood = gaussian.at_noise(sigma)
+        self.work = BatchWork(self.sweep, self.likelihood, self.work.point)
 
     def rows(self) -> Tensor:
         """Return R, shape (N C, P), with G = RᵀR: all of J, so for few data only."""

@@ -1,10 +1,10 @@
-"""What held-out rows call for: how far to go from the network towards the posterior.
+"""Calibration: a few numbers of the predictions, fitted to a validation set.
 
-For classes and labels six numbers: a temperature of the network, a scale of the posterior, a
-factor of the softmax at its mean, and the weights of the three. Temperature scaling of the
-network is among them, so that rows without a use for the posterior leave that. For real numbers
-the scale, the noise, and the share of the linear mode in the mean. All are the most probable
-under mild priors, by gradients through predictions that one pass has stored.
+For classes and labels they are six: a temperature of the network, a scale of the posterior's
+variance, a factor of the softmax at the posterior's mean, and the weights of the three; temperature
+scaling is a special case. For regression: the scale, the observation noise, and the share of the
+linear mode in the mean. All maximise the posterior density under mild priors, by L-BFGS on outputs
+that one pass has stored.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torch_lla_em.runtime import Group
 logger = logging.getLogger("torch_lla_em")
 
 FACTOR, SCALE, WEIGHT = 0.5, 1.0, 1.0
-"""Prior standard deviations of logarithms of factors and of deviations, and of logits."""
+"""Prior standard deviations of log factors, of log scales, and of the logits of weights."""
 
 LEVEL = 0.9
-"""Of the intervals whose coverage is reported."""
+"""Level of the intervals whose coverage is reported."""
 
-# factors beyond which held-out rows are unlike those of the fit
+# log factors beyond which the validation set is unlike the training data
 _EDGE = log(10)
-# functions times outputs that a step of the search holds
+# functions times outputs in memory at a time
 _NUMBERS = 2**22
 _STEPS = 100
 _DIFFERENCE = 0.05
@@ -81,20 +81,20 @@ class Calibration(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """What is searched for."""
+    """The numbers that are fitted, as a map from an unconstrained vector θ."""
 
     at: Callable[[Tensor], tuple[Tensor, Tensor]]
-    """θ, zeros where the search begins -> parts, as ``predicted`` takes them, and a factor of σ."""
+    """θ (zeros at the start) -> the table of parts that ``predicted`` takes, and a factor of σ."""
 
     deviations: tuple[float, ...]
     """Prior standard deviations of θ."""
 
     factors: tuple[int, ...]
-    """Places in θ of logarithms that are to stay moderate."""
+    """Indices in θ of logarithms that should stay moderate."""
 
 
 class Found(NamedTuple):
-    """The most probable numbers."""
+    """The numbers found, or the earlier ones where they are better."""
 
     table: Tensor
     noise: float
@@ -152,7 +152,7 @@ def calibrated(problem: Problem, columns: Tensor, mean: str | None, before: Tens
 
 
 def numbers_of(likelihood: Likelihood, mean: str | None) -> Numbers:
-    """Return what is to be found for a likelihood, around one mean or as rows prefer it."""
+    """Return the numbers of a likelihood, around one mean, or around both (None)."""
     if isinstance(likelihood, Regression):
         share = {"network": 0.0, "linear": 1.0}.get(mean)
 
@@ -239,7 +239,7 @@ def _most_probable(numbers: Numbers, data: Pushed, group: Group) -> Tensor:
 
 
 def _determined(numbers: Numbers, theta: Tensor, data: Pushed, group: Group) -> float:
-    """Return how many of the numbers the rows determine: what they gain by fitting alone."""
+    """Return how many numbers the data determine: the log-likelihood gained by fitting alone."""
     steps = _DIFFERENCE * torch.eye(len(theta), dtype=theta.dtype, device=theta.device)
 
     def rows(theta: Tensor) -> Tensor:
@@ -256,8 +256,8 @@ def _warn_at_edges(numbers: Numbers, theta: Tensor) -> None:
     beyond = [theta[place].item() for place in numbers.factors if abs(theta[place]) > _EDGE]
     if beyond:
         logger.warning(
-            "Held-out rows ask for a factor of %.3g of the posterior's deviations, its mean or the "
-            "noise. Check that they come from the same source as the training data, and were not "
-            "trained on.",
+            "Calibration multiplies the posterior's standard deviations, its mean or the noise by "
+            "%.3g. Check that the validation set comes from the same source as the training data, "
+            "and that the network was not trained on it.",
             exp(beyond[0]),
         )

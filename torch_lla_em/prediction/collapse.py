@@ -1,4 +1,4 @@
-"""Signs that a fit has gone to one end, each with what helps."""
+"""Warnings about fits that have collapsed, each with what helps."""
 
 from __future__ import annotations
 
@@ -16,85 +16,73 @@ from torch_lla_em.prediction.prediction import Prediction
 
 logger = logging.getLogger("torch_lla_em")
 
-# rows of a batch that a fit is looked at by, and numbers that their samples may take
-_ROWS = 256
+# training examples that predictions are checked on, and numbers that their samples may take
+_EXAMPLES = 256
 _NUMBERS = 2**22
-
-# steps of EM after which λ is near its end, and the factor it may still move by
-_STEPS, _RUNS = 5, 1.5
-
-# of probabilities, by which training rows are more often right than predictions say
+# accuracy minus mean confidence on training data beyond which predictions are too uncertain
 _GAP = 0.2
-# of the variance of real predictions, that residuals have at least
+# share of the predictive variance that squared residuals of training data have at least
 _SHARE = 0.1
 
-
-def few_rows(data: Data, num_samples: int) -> Batch | None:
-    """Return some rows that were fitted to, or None where one takes too much."""
-    rows = min(_ROWS, int(_NUMBERS * data.num_rows / (num_samples * max(data.num_outputs, 1))))
-    batch = next(data.first().split(rows)) if rows else None
-    return batch if batch is not None and len(batch.rows) <= rows else None
+_REMEDY = (
+    "Call la.calibrate(validation_loader), or fit(..., validation=loader), or use the default "
+    "curvature."
+)
 
 
 def warn_of_collapse(fitted: Fitted, data: Data) -> None:
-    """Log a warning for each sign that a fit has collapsed."""
-    for sign in _signs(fitted, data):
-        logger.warning("%s", sign)
-
-
-def _signs(fitted: Fitted, data: Data) -> Iterator[str]:
-    """Yield what is amiss with a fit, also by predictions of examples that it was fitted to."""
+    """Log a warning for each sign that a fit has collapsed, by predictions of training data too."""
     batch = few_rows(data, len(fitted.w_samples)) if data.group.rank == 0 else None
     if batch is None:
         return
     prediction, y = fitted._predicted(batch.inputs, fitted.mixture), batch.targets
     y = y if y.is_floating_point() else y.long()
     gamma = Estimate(fitted.effective_dim, fitted.effective_dim_error)
-    visited = [record["prior_precision"] for record in fitted.history]
     # a λ that nothing depends on may be anywhere
-    yield from list(of_weights(gamma, len(fitted.w_samples))) or of_precision(
-        torch.tensor([*visited, fitted.prior_precision.tolist()], device="cpu")
-    )
-    yield from of_evidence(Estimate(*fitted._log_evidence), prediction, y, fitted.num_data)
-    yield from of_certainty(prediction, y)
+    signs = [
+        *(list(of_weights(gamma, len(fitted.w_samples))) or of_precision(fitted.prior_precision)),
+        *of_evidence(Estimate(*fitted._log_evidence), prediction, y, fitted.num_data),
+        *of_certainty(prediction, y),
+    ]
+    for sign in signs:
+        logger.warning("%s", sign)
 
 
-def of_precision(path: Tensor) -> Iterator[str]:
-    """Yield what is amiss with λ by that of every step and of the end: at a wall, or still moving."""
-    last = path[-1].double()
+def few_rows(data: Data, num_samples: int) -> Batch | None:
+    """Return some training examples, or None where the samples of one take too much memory."""
+    count = int(_NUMBERS * data.num_rows / (num_samples * max(data.num_outputs, 1)))
+    count = min(_EXAMPLES, count)
+    batch = next(data.first().split(count)) if count else None
+    return batch if batch is not None and len(batch.rows) <= count else None
+
+
+def of_precision(precision: Tensor) -> Iterator[str]:
+    """Yield what is wrong with the λ of the last step: it ended at a bound."""
     low, high = PRECISION_BOUNDS
-    if (last <= 2 * low).any() or (last >= high / 2).any():
+    if (precision <= 2 * low).any() or (precision >= high / 2).any():
         yield (
-            f"The prior precision ended at the wall of [{low:g}, {high:g}]: the data want no prior, "
-            "or no weights. See whether the network was trained on these targets; g_prior=False, "
-            "fewer parameters, or em_steps=0 with a prior_precision of your own give another."
+            f"The prior precision ended at a bound of [{low:g}, {high:g}], so that the posterior is "
+            "that without a prior, or the prior alone. Check that the network was trained on these "
+            "targets; else try g_prior=False, fewer parameters, or em_steps=0 with a "
+            "prior_precision of your own."
         )
-    elif len(path) > _STEPS:
-        factor = (last / path[-2].double()).log().abs().max().exp().item()
-        if factor > _RUNS:
-            yield (
-                f"The prior precision still moves by a factor of {factor:.3g} a step after "
-                f"{len(path) - 1} steps: it runs away, or EM was stopped early. Raise em_steps; if "
-                "it goes on, try g_prior=False, or em_steps=0 with a prior_precision of your own."
-            )
 
 
 def of_weights(effective_dim: Estimate, num_samples: int) -> Iterator[str]:
-    """Yield what is amiss with γ: below 4 / K, its error is half of it or more."""
+    """Yield what is wrong with γ: below 4 / K, its error is half of it or more."""
     gamma, error = effective_dim.value.sum().item(), effective_dim.standard_error.norm().item()
     if gamma < max(4 / num_samples, 2 * error):
         yield (
-            f"The data determine next to none of the weights (γ = {gamma:.2g} ± {error:.1g}): the "
-            "posterior is the prior. Where the network fits its data, another prior does better: "
-            "try g_prior=False, a smaller prior_precision to start from, or parameters that lie "
-            "nearer to the outputs."
+            f"The data determine next to none of the weights (γ = {gamma:.2g} ± {error:.1g}), so "
+            "that the posterior is the prior. If the network fits its data, try g_prior=False, a "
+            "smaller prior_precision to start from, or parameters of layers nearer to the outputs."
         )
 
 
 def of_evidence(
     evidence: Estimate, prediction: Prediction, y: Tensor, num_data: int
 ) -> Iterator[str]:
-    """Yield what is amiss with the evidence; y are one batch's targets."""
+    """Yield what is wrong with the evidence; y are one batch's targets."""
     likelihood, classes = prediction.likelihood, prediction.centre.shape[-1]
     if not likelihood.gives_probabilities or not len(y):
         return
@@ -102,47 +90,43 @@ def of_evidence(
     guessing = -num_data * y[0].numel() * each
     if evidence.value.item() <= guessing:
         yield (
-            f"The log evidence ({evidence.value:.4g}) is no better than guessing ({guessing:.4g}): "
-            "the linear model has learnt nothing from these data. See whether targets belong to "
-            "their rows, and whether the network was trained; g_prior=False may find another prior."
+            f"The log evidence ({evidence.value:.4g}) is no better than that of guessing "
+            f"({guessing:.4g}): the linear model has learnt nothing from these data. Check that "
+            "targets belong to their inputs and that the network was trained, or try g_prior=False."
         )
 
 
 def of_certainty(prediction: Prediction, y: Tensor) -> Iterator[str]:
-    """Yield what is amiss with predictions of rows that were trained on."""
+    """Yield what is wrong with predictions of training data."""
+    if not len(y):
+        return
     if prediction.likelihood.real_valued:
         mean, variance = prediction.moments()
-        if y.shape != mean.shape or not len(y):
+        if y.shape != mean.shape:
             return
         share = ((y - mean).square() / variance).mean().item()
         if share < _SHARE:
             yield (
-                f"Predictions of training rows are off by {share**0.5:.0%} of what they state: the "
-                f"posterior is far too wide for them. {_REMEDY}"
+                f"The errors of predictions of training data are {share**0.5:.0%} of the predicted "
+                f"standard deviations, so the posterior is far too wide. {_REMEDY}"
             )
-        return
-    if not prediction.likelihood.gives_probabilities or not len(y):
-        return
-    stated, right = stated_and_right(prediction, y)
-    if not right.numel():
-        return
-    accuracy, said = right.double().mean().item(), stated.double().mean().item()
-    if accuracy - said > _GAP + 1 / right.numel() ** 0.5:
-        yield (
-            f"Training rows are predicted right in {accuracy:.0%} of cases with a mean probability "
-            f"of {said:.0%}: as fitted, predictions are far less certain than they could be. "
-            f"{_REMEDY}"
-        )
+    elif prediction.likelihood.gives_probabilities:
+        stated, right = stated_and_right(prediction, y)
+        if not right.numel():
+            return
+        accuracy, confidence = right.double().mean().item(), stated.double().mean().item()
+        if accuracy - confidence > _GAP + 1 / right.numel() ** 0.5:
+            yield (
+                f"On training data the accuracy is {accuracy:.0%} and the mean confidence "
+                f"{confidence:.0%}, so predictions are far less certain than they could be. {_REMEDY}"
+            )
 
 
 def stated_and_right(prediction: Prediction, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the probability of what is predicted, and whether it is so, of all that has a label."""
+    """Return the confidence in each predicted label, and whether it is right, of all labels."""
     p = prediction.probs
     if prediction.likelihood.elementwise:
         return torch.maximum(p, 1 - p).flatten(), ((p > 0.5) == (y > 0.5)).flatten()
     best, mask = p.max(prediction.class_dim), prediction.likelihood.mask(y)
     kept = torch.ones_like(y, dtype=torch.bool) if mask is None else mask
     return best.values[kept], (best.indices == y)[kept]
-
-
-_REMEDY = "What helps: la.calibrate(held_out_loader), or fit(..., validation=loader); the default curvature."

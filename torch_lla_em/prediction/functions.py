@@ -1,4 +1,4 @@
-"""Functions that averages are taken over: out of K samples, with their own covariance."""
+"""The functions that averages are taken over, made of K samples and with their covariance."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 FUNCTIONS = 64
-"""How many functions an average over one row is taken over, at least.
+"""The least number of functions in an average over one example.
 
 Mirror images alone leave 1 to 20 % more error than any number of rotations would, one rotation 1
 to 9 %, and the samples' own error stays.
 """
 
 JOINT = 1024
-"""As many for what is joint over rows: a product of many terms is that of few functions."""
+"""The same for joint log-probabilities, where few functions dominate a product of many terms."""
 
-# outputs of one row beyond which K samples and their mirror images have to do
+# outputs of one example beyond which there are only the samples and their mirror images
 _LARGE_ROW = 2**10
-# samples up to which a rotation, of K³ operations, is worth its while
+# samples up to which a rotation, of K³ operations, is drawn
 _ROTATED = 256
 
 

@@ -1,4 +1,4 @@
-"""Functions at B inputs: a posterior's, by K samples, and others beside it with weights."""
+"""The distribution of functions at B inputs: K posterior samples, and further ones with weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FunctionMixture:
 
     @property
     def covariance(self) -> Tensor:
-        """The covariance of ``mean.flatten()``, shape (B C, B C): all inputs and outputs."""
+        """The covariance of f over all inputs and outputs, of ``mean.flatten()``, shape (B C, B C)."""
         flat = self._out(self.deviations, leading=1).flatten(1)
         with own_precision(flat):
             covariance = flat.T @ flat / len(flat)
@@ -64,16 +64,16 @@ class FunctionMixture:
 
     @property
     def samples(self) -> Tensor:
-        """K functions, with the sample axis first: f + √τ J w_k, others in their share of them."""
+        """K samples of f, shape (K, B, ..., C): f + √τ J w_k, and further functions by their weight."""
         return self._out(self._samples(), leading=1)
 
     @property
     def functions(self) -> Tensor:
-        """The samples and more of their covariance, shape (S, B, ..., C), S at least 2 K.
+        """The samples and more with the same covariance, shape (S, B, ..., C), S at least 2 K.
 
-        Averages, such as ``probs``, are taken over these: mirror images make their mean exact,
-        and rotations leave little but the error of the samples' covariance. Of those beside the
-        posterior there are as many copies as their weight says, up to rounding.
+        Averages such as ``probs`` are taken over these. Each has its mirror image, so that the mean
+        is exact, and random rotations of the samples leave little but the error of their covariance.
+        Further functions of the mixture are repeated in proportion to their weight.
         """
         return self._out(self._alike(), leading=1)
 

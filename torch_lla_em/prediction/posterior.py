@@ -42,10 +42,10 @@ class StoredPosterior(nn.Module):
         object.__setattr__(self, "model", model)
         self.history: list[dict[str, Any]] = []
         self.calibration: Calibration | None = None
-        """What the last ``calibrate`` gained on held-out rows."""
+        """What the last ``calibrate`` measured on its validation set."""
 
         self.said: list[str] = []
-        """The plan of the fit, and what it and ``calibrate`` have warned of."""
+        """The plan of the fit, and the warnings of it and of ``calibrate``."""
 
         self.num_data: int | None = None
         for name in stored.TENSORS:
@@ -212,8 +212,8 @@ class StoredPosterior(nn.Module):
             )
         if not self._standing.holds(self._linear_model.network, surely):
             raise stored.NotFittedError(
-                "The network's weights have changed since the fit, so the posterior is not theirs: "
-                "call la.fit(train_loader) again."
+                "The model's weights have changed since fit(), so this posterior is no longer valid. "
+                "Call la.fit(train_loader) again."
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Predictions: f and its posterior deviations √τ J w_k, beside other functions, and what follows."""
+"""Predictive distributions: of functions f + √τ J w_k, and of targets given them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOWN = 6
 
 
 class Interval(NamedTuple):
-    """The ends of a credible interval."""
+    """The ends of an interval."""
 
     lower: Tensor
     upper: Tensor
@@ -52,18 +52,18 @@ class Prediction(Shown, FunctionMixture):
 
     likelihood: Likelihood
     centre: Tensor
-    """The mean of the posterior's functions, f or J w_lin, shape (B, ..., C), classes last."""
+    """The mean of the posterior over functions, f or J w_lin, shape (B, ..., C), classes last."""
 
     deviations: Tensor
-    """√τ J w_k, shape (K, B, ..., C): zero-mean, joint over inputs."""
+    """Samples minus their mean, √τ J w_k, shape (K, B, ..., C), joint over inputs."""
 
     class_dim: int = -1
 
     beside: Tensor | None = None
-    """Functions beside the posterior's, shape (M, B, ..., C)."""
+    """Further functions in the mixture, without uncertainty, shape (M, B, ..., C)."""
 
     weights: Tensor | None = None
-    """Of the posterior and of those beside it, shape (1 + M,); their sum is 1."""
+    """Weights of the posterior and of the further functions, shape (1 + M,); their sum is 1."""
 
     @property
     def predictive_variance(self) -> Tensor:
@@ -78,12 +78,12 @@ class Prediction(Shown, FunctionMixture):
 
     @property
     def predictive_samples(self) -> Tensor:
-        """E[y | f + √τ J w_k], the samples after the link, with the sample axis first."""
+        """E[y | f_k], the samples after the link function, shape (K, B, ..., C)."""
         return self._out(self.likelihood.mean(self._samples()), leading=1)
 
     @property
     def expectation(self) -> Tensor:
-        """E[y] over ``functions``: probabilities for classes and labels, rates for counts."""
+        """E[y], averaged over ``functions``: probabilities of classes and labels, rates of counts."""
         return self._out(self._expected())
 
     @property
@@ -101,13 +101,13 @@ class Prediction(Shown, FunctionMixture):
 
     @property
     def probs(self) -> Tensor:
-        """The probability of every class or label, over ``functions``."""
+        """The probability of every class or label, averaged over ``functions``."""
         self._require_probabilities("probs")
         return self.expectation
 
     @property
     def log_probs(self) -> Tensor:
-        """The logarithm of ``probs``, finite where they are too small to be told from 0."""
+        """The logarithm of ``probs``, finite also where they underflow."""
         self._require_probabilities("log_probs")
         weights = self._each()
         values = self._over_rows(lambda f, _: log_mean(self.likelihood.log_mean(f), weights))
@@ -115,9 +115,9 @@ class Prediction(Shown, FunctionMixture):
 
     @property
     def entropy(self) -> Tensor:
-        """The entropy of y: of every site for classes, else of every output.
+        """The entropy of y, of every site for classes, else of every output.
 
-        Of real y it is that of a Gaussian with the same mean and variance.
+        For regression it is that of a Gaussian with the same mean and variance.
         """
         if self.likelihood.real_valued:
             return self._out(0.5 * (2 * pi * self._variance()).log() + 0.5)
@@ -126,12 +126,12 @@ class Prediction(Shown, FunctionMixture):
 
     @property
     def aleatoric(self) -> Tensor:
-        """What more data would not take away: expected entropy, or the mean of Var[y | f]."""
+        """The uncertainty that more data would not reduce: expected entropy, or E[Var[y | f]]."""
         return self._site_values(self._uncertainties()[0])
 
     @property
     def epistemic(self) -> Tensor:
-        """What more data would take away: mutual information, or the variance of E[y | f]."""
+        """The uncertainty that more data would reduce: mutual information, or Var[E[y | f]]."""
         return self._site_values(self._uncertainties()[1])
 
     def moments(self) -> Moments:
@@ -139,9 +139,11 @@ class Prediction(Shown, FunctionMixture):
         return Moments(self.expectation, self.predictive_variance)
 
     def credible_interval(self, level: float = 0.95) -> Interval:
-        """Return bounds that hold y (if real, noise included) or E[y | f] with this probability.
+        """Return an interval that contains y or E[y | f] with probability ``level``.
 
-        For classes between sorted samples, else from mean and variance of f.
+        For regression it is a prediction interval of y, with observation noise; otherwise a credible
+        interval of the probability or rate E[y | f], from quantiles of the samples where f has no
+        monotone link.
         """
         if not 0 < level < 1:
             raise ValueError(f"level must lie between 0 and 1, not {level}.")
@@ -179,7 +181,7 @@ class Prediction(Shown, FunctionMixture):
         return self._out(average(smoothed, self.weights))
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """Return log p(y_n | x_n) of each row on its own, shape (B,)."""
+        """Return log p(y_n | x_n) of each example on its own, shape (B,)."""
         return self._log_prob(self._aligned(y))
 
     def joint_log_prob(self, y: Tensor) -> Tensor:
@@ -233,7 +235,7 @@ class Prediction(Shown, FunctionMixture):
         if not self.likelihood.gives_probabilities:
             raise TypeError(
                 f"A prediction under {type(self.likelihood).__name__} has no .{name}: its E[y] is "
-                "no probability. Use .expectation, or log_prob(y) for the density of a target."
+                "not a probability. Use .expectation, or log_prob(y) for the density of a target."
             )
 
     def _table(self) -> tuple[str, Lines]:

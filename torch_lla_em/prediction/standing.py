@@ -1,4 +1,4 @@
-"""Whether a network still is the one that a posterior was fitted to."""
+"""Whether a network is still the one that a posterior was fitted to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch_lla_em.jacobian import Network
 from torch_lla_em.runtime import records
 
-# entries of a tensor that are looked at in every call
+# entries of a tensor that are compared at every call
 _LOOKED_AT = 16
 
 

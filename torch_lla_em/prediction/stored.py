@@ -1,4 +1,4 @@
-"""A posterior as tensors by name: what a fit leaves, what is saved, and when it may be loaded."""
+"""A posterior as tensors by name, the file that holds them, and when it may be loaded."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ TENSORS = (
 
 
 class DamagedError(ValueError):
-    """A posterior lacks something, or holds what no fit leaves."""
+    """A stored posterior lacks something, or holds values that no fit leaves."""
 
 
 class NotFittedError(RuntimeError):
-    """Something was asked of a posterior that is not there yet."""
+    """A prediction was asked for before ``fit``, or after the network has changed."""
 
 
 def tensors_of(posterior: Posterior) -> dict[str, Tensor | None]:
@@ -195,7 +195,7 @@ def _refuse_other_weights(record: dict[str, Any], layout: ParameterLayout) -> No
     if saved != list(zip(layout.names, map(tuple, layout.shapes))):
         raise ValueError(
             f"The posterior is over {len(saved)} tensors that start with {saved[0]}, but this "
-            f"object's random weights are {len(layout.names)} that start with "
+            f"object has {len(layout.names)} in its posterior, which start with "
             f"{(layout.names[0], tuple(layout.shapes[0]))}: pass the same `parameters`."
         )
 

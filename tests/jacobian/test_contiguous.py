@@ -88,7 +88,7 @@ def test_products_are_those_of_the_dense_jacobian(make):
 
 def test_it_is_left_where_nothing_is_transposed():
     network = Network(mlp())
-    network.call(torch.randn(2, 3).double())
+    network.outputs(torch.randn(2, 3).double())
     assert network._contiguous is None
     copy.deepcopy(network)
 

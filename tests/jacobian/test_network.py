@@ -57,7 +57,7 @@ def test_guard_restores_everything(fails, outer):
         before = state(model)
         try:
             with network.guarded():
-                network.call(torch.ones(1, 3))
+                model(torch.ones(1, 3))
         except KeyError:
             assert fails
         assert state(model) == before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,25 +68,35 @@ class ByAutodiff(Rows):
         """Return the linear model at some of the examples, whose inputs are x."""
         return ByAutodiff(self._weights, x, self._path, self._names, self._pulls)
 
-    def _push(self, directions: dict[str, Tensor]) -> Tensor:
-        directions = {n: directions[n] for n in self._values}
-        if not self._path.forward:
-            return self._push_by_reverse(directions)
-        directions = self._weights.unpadded(directions)
-        # forward mode copies all that is not at the start of its memory, into zeros, but no copy
-        directions = {n: directions[n].to(w, copy=True) for n, w in self._values.items()}
+    def push(self, w: Tensor) -> Tensor:
+        """Return J w, shape (K, B, ..., C), of columns (K, P)."""
 
         def push(direction: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
             return torch.func.jvp(self._function, (self._values,), (direction,))[:2]
 
-        if len(next(iter(directions.values()))) > 1:
-            self._f, Jw = torch.vmap(push, out_dims=(None, 0))(directions)
-            return Jw
-        one = {name: direction[0] for name, direction in directions.items()}
-        if self._path.shared and self._pulls and self._recorded is None:
-            return self._push_and_record(one)[None]
-        self._f, Jw = push(one)
-        return Jw[None]
+        parts = []
+        for directions in self._chunks(w):
+            one = {name: direction[0] for name, direction in directions.items()}
+            if not self._path.forward:
+                Jw = self._push_by_reverse(directions)
+            elif len(next(iter(directions.values()))) > 1:
+                self._f, Jw = torch.vmap(push, out_dims=(None, 0))(directions)
+            elif self._path.shared and self._pulls and self._recorded is None:
+                Jw = self._push_and_record(one)[None]
+            else:
+                self._f, Jw = push(one)
+                Jw = Jw[None]
+            parts.append(Jw)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _chunks(self, w: Tensor) -> Iterator[dict[str, Tensor]]:
+        for directions in super()._chunks(w):
+            directions = {n: directions[n] for n in self._values}
+            if self._path.forward:
+                directions = self._weights.unpadded(directions)
+                # forward mode copies all that is not at the start of its memory, into zeros, but no copy
+                directions = {n: directions[n].to(w, copy=True) for n, w in self._values.items()}
+            yield directions
 
     def _push_and_record(self, direction: dict[str, Tensor]) -> Tensor:
         """Return J w of one column, and keep the graph of its forward pass for Jᵀ u."""

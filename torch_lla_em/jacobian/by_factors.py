@@ -47,6 +47,12 @@ class ByFactors(Rows):
         """Return Σ_n Σ_k (J_nᵀ u_nk)² by name, of the weights that have factors."""
         return row_squares(self.terms, self._values, u)
 
+    def push(self, w: Tensor) -> Tensor:
+        """Return J w, shape (K, B, ..., C), of columns (K, P)."""
+        parts = [self._push(directions) for directions in self._chunks(w)]
+        Jw = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return Jw if self._rest is None else Jw + self._rest.push(w)
+
     def _push(self, directions: dict[str, Tensor]) -> Tensor:
         own = {name: directions[name].to(value) for name, value in self._values.items()}
         f, dense = self.f, self.terms.dense
@@ -57,8 +63,7 @@ class ByFactors(Rows):
             Jw += (w.to(dense) @ dense.flatten(0, 1).mT).view(Jw.shape)
         for term in self.terms.outer:
             Jw += term.push(own).transpose(0, 1)
-        Jw = Jw.view(K, *f.shape)
-        return Jw if self._rest is None else Jw + self._rest._push(directions)
+        return Jw.view(K, *f.shape)
 
     def _pull(self, u: Tensor) -> dict[str, Tensor]:
         total = {} if self._rest is None else self._rest._pull(u)

@@ -6,7 +6,6 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -86,8 +85,9 @@ class _State:
                 name = names[id(layer.weight)]
                 self.written[name] = self.fixed[name]
 
-    def call(self, run: Callable[[], Tensor], weights: Mapping[str, Tensor]) -> Tensor:
-        """Return ``run()``, made with these weights and with copies of what it may write."""
+    @contextmanager
+    def exchanged(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Put these weights in place, and copies of what a call may write; then the module's own."""
         placed: dict[str, Tensor] = {}
         try:
             for holder, key, _, name, _ in self.slots:
@@ -98,7 +98,7 @@ class _State:
                     placed[name] = tensor
                 holder[key] = placed[name]
             self.memory.begin(self.attributes)
-            return run()
+            yield
         finally:
             for holder, key, _, _, tensor in self.slots:
                 holder[key] = tensor
@@ -138,27 +138,24 @@ class Network:
             parameters = dict(self.module.named_parameters())
             return {name: parameters[name].detach() for name in names}
 
-    def call(self, x: Any, in_order: bool = False) -> Tensor:
-        """Return the outputs of the module as it stands; ``in_order`` with the classes last.
-
-        It is called with a copy of the inputs, since a layer that works in place writes to them.
-        """
-        with self._contiguous or nullcontext():
-            outputs = self.forward_fn(self.module, copied(x))
-        if self._contiguous and not self._contiguous.needed:
-            self._contiguous = None  # it takes microseconds of every call
-        outputs = outputs.float() if self.precision == "bfloat16" else outputs
-        return outputs.movedim(self.class_dim, -1) if in_order else outputs
-
-    def function(self, x: Any) -> WeightFunction:
-        """Return the map from named weights to f(x), shape (B, ..., C)."""
+    def function(self, x: Any, in_order: bool = True) -> WeightFunction:
+        """Return the map from named weights to f(x), shape (B, ..., C), or with its axes as they are."""
         state = self._held or _State(self.module, self.memory)
-        return partial(state.call, partial(self.call, x, in_order=True))
+
+        def f(weights: dict[str, Tensor]) -> Tensor:
+            with state.exchanged(weights), self._contiguous or nullcontext():
+                # a copy of the inputs, since a layer that works in place writes to them
+                outputs = self.forward_fn(self.module, copied(x))
+            if self._contiguous and not self._contiguous.needed:
+                self._contiguous = None  # it takes microseconds of every call
+            outputs = outputs.float() if self.precision == "bfloat16" else outputs
+            return outputs.movedim(self.class_dim, -1) if in_order else outputs
+
+        return f
 
     def outputs(self, x: Any, weights: dict[str, Tensor] | None = None) -> Tensor:
         """Return the outputs with some weights exchanged, their axes as they are."""
-        state = self._held or _State(self.module, self.memory)
-        return state.call(partial(self.call, x), weights or {})
+        return self.function(x, in_order=False)(weights or {})
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -71,9 +71,7 @@ class Rows:
 
     def push(self, w: Tensor) -> Tensor:
         """Return J w, shape (K, B, ..., C), of columns (K, P)."""
-        chunks = w.split(self.pushed or len(w))
-        parts = [self._push(self._weights.split(chunk)) for chunk in chunks]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        raise NotImplementedError
 
     def pull(self, u: Tensor, total: Tensor) -> None:
         """Add Jᵀ u to a total (K, P), u (K, B, ..., C): all of it, or nothing where this raises."""
@@ -87,9 +85,10 @@ class Rows:
         """Return Σ_n Σ_k (J_nᵀ u_nk)² by name, of the weights of which single rows are known."""
         return {}
 
-    def _push(self, directions: dict[str, Tensor]) -> Tensor:
-        """Return J w of directions (K, *shape)."""
-        raise NotImplementedError
+    def _chunks(self, w: Tensor) -> Iterator[dict[str, Tensor]]:
+        """Yield columns (K, P) as directions (k, *shape) by name, as many as are taken at once."""
+        for chunk in w.split(self.pushed or len(w)):
+            yield self._weights.split(chunk)
 
     def _pull(self, u: Tensor) -> dict[str, Tensor]:
         """Return Jᵀ u by name, (K, *shape); weights that f does not depend on are left out."""

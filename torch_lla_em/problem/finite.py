@@ -39,6 +39,8 @@ class Finite:
         """What is not to be blamed while searching, and whether it was met."""
 
         self.met = False
+        self.blames_sums = False
+        """Whether sums that are not finite are a batch's fault, while searching."""
 
     def expect(self, index: int | str, what: str, tensor: Tensor) -> None:
         """Have the pass gone over again if a tensor is not finite."""

@@ -18,7 +18,7 @@ from torch_lla_em.problem.cost import Cost
 from torch_lla_em.problem.finite import DERIVATIVE, is_moderate
 from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.problem.row_squares import RowSquares
-from torch_lla_em.problem.sweep import BLOCK, SCALAR, VECTOR, Add, Fold, Pass, Sums, Sweep
+from torch_lla_em.problem.sweep import BLOCK, SCALAR, VECTOR, Fold, Pass, Sums, Sweep
 from torch_lla_em.runtime import attempt, normals
 from torch_lla_em.solvers import Space
 
@@ -159,7 +159,7 @@ class Problem:
             if not self.sweep.finite.searching:
                 parts.append(R)
 
-        self._visit(add, columns=1 << 16)
+        self.sweep.over(torch.arange(1 << 16, device="cpu"), Pass({}, add))
         rows = self.vectors.own(self.data.group.gather(torch.cat(parts)))
         self.cost.columns += len(rows) // self.data.num_rows
         return rows
@@ -177,7 +177,7 @@ class Problem:
             if not self.sweep.finite.searching:
                 found.append((batch, rows.f, Jw))
 
-        self._visit(add, len(w))
+        self.sweep.over(torch.arange(len(w), device="cpu"), Pass({}, add))
         self.cost.columns += len(w)
         return found
 
@@ -250,10 +250,6 @@ class Problem:
         if shortage:
             self.sweep.kept.forget()
         return found, shortage
-
-    def _visit(self, add: Add, columns: int) -> None:
-        """Have every batch of this rank seen once, by so many columns."""
-        self.sweep.over(torch.arange(columns, device="cpu"), Pass({}, add))
 
     def _minibatches(self, cotangent: Cotangent) -> Iterator[tuple[int, BatchProduct]]:
         for num_rows, fold in self.sweep.steps():

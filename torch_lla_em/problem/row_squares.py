@@ -59,9 +59,9 @@ class RowSquares:
         size = at[0].numel()
         if size > max(self._num_samples, _EXACT_OUTPUTS):
             return u
-        every = [c for k in samples for c in range(k, size, self._num_samples)]
-        units = torch.zeros(len(every), size, dtype=at.dtype, device=at.device)
-        units[range(len(every)), every] = self._num_samples**0.5
+        # no index of a list, which a GPU would be waited for
+        eye = self._num_samples**0.5 * torch.eye(size, dtype=at.dtype, device=at.device)
+        units = torch.cat([eye[k :: self._num_samples] for k in samples])
         noise = units.view(-1, 1, *at.shape[1:]).expand(-1, *at.shape)
         return self._work.root(batch, at, noise)
 

@@ -129,17 +129,34 @@ class Sweep:
         limits, sums, rows_done = (self.linear_model.columns, self.rows), self._zeros(w, task), 0
         try:
             for one in self.batches(task.at_most) if batch is None else [batch]:
-                self._add(task, one, w, sums)
+                todo = [(piece, 0) for piece in self.pieces(one, self.rows) if len(piece.rows)]
+                while todo:  # pieces of the batch, and how many of their columns are done
+                    piece, done = todo.pop(0)
+                    step, counted = len(w) - done, self.data.num_outputs
+                    try:
+                        rows = self.kept(piece, self.rows, step)
+                        step = min(step, (rows.columns if task.kinds else None) or step)
+                        for columns in w[done:].split(step):
+                            task.add(rows, piece, columns, _of(sums, task, done, len(columns)))
+                            done += len(columns)
+                        continue
+                    except (RuntimeError, MemoryError) as error:
+                        shortage = shortage_of(error)
+                    rows = None
+                    self.kept.let_go()
+                    release()  # what the failed attempt held is free only outside of the handler
+                    self.data.num_outputs = counted
+                    self._halve(piece, min(step, self.linear_model.columns or step), shortage)
+                    todo[:0] = [(smaller, done) for smaller in self.pieces(piece, self.rows)]
                 rows_done += len(one.rows)
-                if self.report is not None:
-                    self.report(self._share(rows_done, one) if batch is None else None)
-            if batch is None:
-                self._name_fault(w, task, sums)
+                self._after(one, sums, rows_done if batch is None else 0)
         except DoesNotFit:
             self.linear_model.columns, self.rows = limits
             raise
         finally:
             self.kept.let_go()
+        if batch is None and not self.finite.searching:
+            self._name_fault(w, task, sums)
         return sums
 
     def steps(self) -> Iterator[tuple[int, Fold]]:
@@ -177,29 +194,16 @@ class Sweep:
                     self._check_inputs(batch)
                 raise
 
-    def _add(self, task: Pass, batch: Batch, w: Tensor, sums: Sums) -> None:
-        """Add a batch, in pieces of its rows and of the columns that fit."""
-        todo = [(piece, 0) for piece in self.pieces(batch, self.rows)] if len(batch.rows) else []
-        while todo:
-            piece, done = todo.pop(0)
-            step, counted = len(w) - done, self.data.num_outputs
-            try:
-                rows = self.kept(piece, self.rows, step)
-                step = min(step, (rows.columns if task.kinds else None) or step)
-                for columns in w[done:].split(step):
-                    here = slice(done, done + len(columns))
-                    by_column = {n: sums[n][here] for n, k in task.kinds.items() if k in _BY_COLUMN}
-                    task.add(rows, piece, columns, {**sums, **by_column})
-                    done += len(columns)
-                continue
-            except (RuntimeError, MemoryError) as error:
-                shortage = shortage_of(error)
-            rows = None
-            self.kept.let_go()
-            release()  # what the failed attempt held is free only outside of the handler
-            self.data.num_outputs = counted
-            self._halve(piece, min(step, self.linear_model.columns or step), shortage)
-            todo[:0] = [(smaller, done) for smaller in self.pieces(piece, self.rows)]
+    def _after(self, batch: Batch, sums: Sums, rows: int) -> None:
+        """Report that a batch is done, as so many rows of this pass; look at it where one is at fault."""
+        if self.finite.searching:
+            for total in _vectors(sums) if self.finite.blames_sums and not self.finite.met else ():
+                self.finite.check(batch.index, DERIVATIVE, total)
+        elif self.report is not None:
+            data = self.data
+            number = data.num_rows or (data.num_batches() or 0) * len(batch.rows)
+            known = rows and number
+            self.report(min(1.0, rows * data.group.size / number) if known else None)
 
     def _halve(self, piece: Batch, columns: int, shortage: str) -> None:
         """Take less than so many columns at once from now on; raise where that cannot be."""
@@ -239,12 +243,6 @@ class Sweep:
         alike = group.meet(f"a pass at {tuple(w.shape)}", repr(mark), lambda m: len(set(m)) == 1)
         return w if alike else group.from_first(w)
 
-    def _share(self, rows: int, batch: Batch) -> float | None:
-        """Return which share of this rank's rows is done, if their number is known."""
-        data = self.data
-        number = data.num_rows or (data.num_batches() or 0) * len(batch.rows)
-        return min(1.0, rows * data.group.size / number) if number else None
-
     def _check_inputs(self, batch: Batch) -> None:
         for tensor in tensors_in(batch.inputs) if self.finite.searching else ():
             if tensor.is_floating_point():
@@ -259,12 +257,9 @@ class Sweep:
         fault = not fine or (known and not (all(finite) or all(map(is_finite, vectors))))
         if not self.data.group.meet("sums that are not finite", fault, any):
             return
-        sums = self._zeros(w, task)
         with self._searching(LIKELIHOOD if task.may_overflow else None):
-            for batch in self.batches(task.at_most):
-                self._add(task, batch, w, sums)
-                for total in _vectors(sums) if known and not self.finite.met else ():
-                    self.finite.check(batch.index, DERIVATIVE, total)
+            self.finite.blames_sums = bool(known)
+            self.over(w, task)
 
     @contextmanager
     def _searching(self, excused: str | None = None) -> Iterator[None]:
@@ -273,6 +268,12 @@ class Sweep:
             yield
         finally:
             self.finite.searching = False
+
+
+def _of(sums: Sums, task: Pass, start: int, count: int) -> Sums:
+    """Return the sums for some of the columns."""
+    here = slice(start, start + count)
+    return {n: own[here] if task.kinds[n] in _BY_COLUMN else own for n, own in sums.items()}
 
 
 def _vectors(sums: Sums) -> list[Tensor]:

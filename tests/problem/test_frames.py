@@ -45,4 +45,4 @@ def test_few_frames_lie_between_a_product_and_the_network(likelihood):
     taken = [s for s in network.stacks if any(name == "over" for _, name in s)]
     inside = [[file for file, _ in stack].index("problem.py") for stack in taken]
     assert max(inside) <= 8
-    assert statistics.median(map(len, taken)) <= 20
+    assert statistics.median(map(len, taken)) <= 22

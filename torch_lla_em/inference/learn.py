@@ -38,7 +38,7 @@ from torch_lla_em.problem import (
     columns_held,
     size_of,
 )
-from torch_lla_em.runtime import DoesNotFit, shortage_of
+from torch_lla_em.runtime import DoesNotFit, Grown, shortage_of
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -65,8 +65,8 @@ class Progress(NamedTuple):
     num_steps: int
     """EM steps so far."""
 
-    eta: Tensor
-    """η of the noise, shape (K, P)."""
+    eta: Grown
+    """η of the noise, shape (K, P), as its only part: it is seldom drawn again."""
 
     scale: Tensor
     """Of the prior, shape (P,)."""
@@ -150,13 +150,15 @@ def _learn(
     if start is not None:
         if start.sigma is not None:
             problem.take_noise(start.sigma)
-        noise = with_noise(problem, start.eta, start.scale, options.seed, options.layerwise)
+        noise = with_noise(
+            problem, start.eta.parts[0], start.scale, options.seed, options.layerwise
+        )
     else:
         with problem.cost.stage("noise"):
             noise = get_sto_samples(
                 problem, options.num_samples, options.seed, options.g_prior, options.layerwise
             )
-        start = Progress(0, noise.eta, noise.prior.scale, sigma_of(problem))
+        start = Progress(0, Grown.of(noise.eta), noise.prior.scale, sigma_of(problem))
         tell(None, start)
     _check_start(options.prior_precision, options, len(noise.prior.layout.names))
     curvature = options.curvature or choose_curvature(problem, options)
@@ -184,7 +186,9 @@ def _learn(
     while True:
         for reached in em(e_step, m_step, state, options.em_steps):
             state = reached
-            now = progress._replace(state=state, directions=e_step.state(), eta=e_step.noise.eta)
+            if e_step.noise.eta is not progress.eta.parts[0]:
+                progress = progress._replace(eta=Grown.of(e_step.noise.eta))
+            now = progress._replace(state=state, directions=e_step.state())
             tell(state.info, now)
             del now
         hyper, moved = state.hyper, inf
@@ -197,7 +201,10 @@ def _learn(
         noise = noise.drawn_again(at)
         e_step = make_e_step(at, noise, options, hyper)
         progress = progress._replace(
-            eta=noise.eta, round=progress.round + 1, point=point, begun=hyper.precision.log()
+            eta=Grown.of(noise.eta),
+            round=progress.round + 1,
+            point=point,
+            begun=hyper.precision.log(),
         )
 
 

@@ -17,6 +17,11 @@ class Grown(NamedTuple):
 
     parts: list[Tensor]
 
+    @classmethod
+    def of(cls, *parts: Tensor) -> Grown:
+        """Return one that begins with these."""
+        return cls(new_key(), list(parts))
+
 
 def new_key() -> str:
     """Return a name for a ``Grown`` that begins."""

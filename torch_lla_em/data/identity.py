@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ _GOLDEN, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
 # what is summed: hashes of whole rows; of rows and their places; of targets alone
 _ROWS, _ORDER, _TARGETS = range(3)
+_PLAIN = "in_order", "repeated", "num_rows", "has_objects"
 
 
 class Identity:
@@ -39,7 +40,7 @@ class Identity:
         self.in_order, self.repeated, self.num_rows = in_order, False, 0
         self._sums = torch.zeros(3, dtype=torch.int64, device="cpu")
         self._shapes: dict[int, set[tuple[int, ...]]] = {}
-        self._has_objects = False
+        self.has_objects = False
 
     def add(self, batch: Any, rows: Tensor | None = None) -> None:
         """Take in a batch (targets, inputs), and the numbers of its rows, shape (B,)."""
@@ -62,7 +63,7 @@ class Identity:
         places = rows.to(device, non_blocking=True) * _signed(_GOLDEN)
         whole, ordered = [hashes], [hashes + places]
         if beside:
-            self._has_objects, apart = True, torch.stack(beside).sum()[None]
+            self.has_objects, apart = True, torch.stack(beside).sum()[None]
             whole.append(apart + targets.sum())
             ordered.append(apart + places[:1])
         sums = [_mixed(torch.cat(whole)).sum(), _mixed(torch.cat(ordered)).sum(), targets.sum()]
@@ -73,6 +74,13 @@ class Identity:
     def is_padded(self) -> bool:
         """Whether rows of a tensor have several shapes."""
         return any(len(shapes) > 1 for shapes in self._shapes.values())
+
+    @property
+    def tells_inputs(self) -> bool:
+        """Whether other inputs with the same targets are told from these."""
+        varies = self.has_objects or self.is_padded
+        some = len(self._shapes) + self.has_objects > 1
+        return some and (self.in_order or self.repeated or not varies)
 
     def agrees(self, other: Identity) -> bool:
         """Whether both may be of the same rows; in the same order where both keep theirs."""
@@ -85,7 +93,7 @@ class Identity:
         both = Identity()
         both.merge(self)
         both.merge(other)
-        varies = both._has_objects or both.is_padded
+        varies = both.has_objects or both.is_padded
         if not varies or self.repeated or other.repeated:
             return False
         return len(both._shapes.get(0, ())) != 1 or self._equal(other, _TARGETS)
@@ -106,29 +114,29 @@ class Identity:
         """Take in the rows of another, beside this one's own."""
         self.num_rows += other.num_rows
         self._sums = self._sums + other._sums.to(self._sums.device)
-        self._has_objects |= other._has_objects
+        self.has_objects |= other.has_objects
         for position, shapes in other._shapes.items():
             self._shapes.setdefault(position, set()).update(shapes)
+
+    def on_cpu(self) -> Identity:
+        """Return it as other ranks can have it."""
+        found = Identity(self.in_order)
+        found.merge(self)
+        return found
 
     def state(self) -> dict[str, Any]:
         """Return plain numbers that ``of`` restores."""
         shapes = {str(key): sorted(map(list, value)) for key, value in self._shapes.items()}
-        return {
-            "rows": self.num_rows,
-            "sums": self._sums.tolist(),
-            "shapes": shapes,
-            **{name: getattr(self, name) for name in ("in_order", "repeated", "_has_objects")},
-        }
+        own = {name: value for name, value in vars(self).items() if name in _PLAIN}
+        return {**own, "sums": self._sums.tolist(), "shapes": shapes}
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Identity:
         """Return the identity of a state."""
         identity = cls()
-        identity.num_rows = state["rows"]
+        vars(identity).update({name: state[name] for name in _PLAIN})
         identity._sums = torch.tensor(state["sums"], dtype=torch.int64, device="cpu")
         identity._shapes = {int(p): set(map(tuple, s)) for p, s in state["shapes"].items()}
-        for name in ("in_order", "repeated", "_has_objects"):
-            setattr(identity, name, state[name])
         return identity
 
     def _equal(self, other: Identity, which: int) -> bool:
@@ -167,37 +175,30 @@ def contents(
             plain = plain.reshape(*plain.shape, 1).view(np.uint8)
         tree = torch.from_numpy(plain)
     if isinstance(tree, Tensor):
-        yield from ((part, whole and not inside) for part, whole in _strided(tree.detach()))
-    elif id(tree) not in above:
-        parts = list(_parts(tree))
-        if isinstance(tree, (tuple, list)) and parts:
-            words = all(isinstance(part, (str, bytes)) for part in parts)
-            if words or all(isinstance(part, (str, bytes, int, float)) for part in parts):
-                yield torch.tensor([*map(_word, parts)], device="cpu"), words and not inside
-                return
-        inside = inside or is_opaque(tree)
-        for part in parts:
-            yield from contents(part, inside, (*above, id(tree)))
-
-
-def _strided(tensor: Tensor) -> Iterator[tuple[Tensor, bool]]:
-    if tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        tree = tree.detach()
+        if tree.layout == torch.sparse_coo:
+            yield from ((part, False) for part in (tree._indices(), tree._values()))
+        elif tree.layout == torch.strided and not (
+            tree.is_nested or tree.is_quantized or tree.is_meta
+        ):
+            yield (tree, not inside) if tree.dim() else (tree[None], False)
         return
-    if tensor.layout == torch.sparse_coo:
-        yield tensor._indices(), False
-        yield tensor._values(), False
-    elif tensor.layout == torch.strided:
-        yield (tensor, True) if tensor.dim() else (tensor[None], False)
-
-
-def _parts(tree: Any) -> Iterable[Any]:
+    parts: list[Any] = []
     if isinstance(tree, Mapping):
-        return tree.values()
-    if isinstance(tree, (tuple, list)):
-        return tree
-    if is_dataclass(tree) and not isinstance(tree, type):
-        return [getattr(tree, field.name) for field in fields(tree)]
-    return getattr(tree, "__dict__", {}).values() if is_opaque(tree) else ()
+        parts = list(tree.values())
+    elif isinstance(tree, (tuple, list)):
+        parts = list(tree)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        parts = [getattr(tree, field.name) for field in fields(tree)]
+    elif is_opaque(tree):
+        parts = list(getattr(tree, "__dict__", {}).values())
+    if parts and all(isinstance(part, (str, bytes, int, float)) for part in parts):
+        if isinstance(tree, (tuple, list)):
+            words = all(isinstance(part, (str, bytes)) for part in parts)
+            yield torch.tensor([*map(_word, parts)], device="cpu"), words and not inside
+        return
+    for part in parts if id(tree) not in above else ():
+        yield from contents(part, inside or is_opaque(tree), (*above, id(tree)))
 
 
 def _word(part: Any) -> int:

@@ -141,11 +141,8 @@ class Data:
         return None if None in counts else sum(counts)
 
     def num_steps(self) -> int | None:
-        """Return the steps of a pass that goes batch by batch, if they are known to be as many each time."""
-        if self._steps:
-            return next(iter(self._steps)) if len(self._steps) == 1 else None
-        counts = [share.num_steps() for share in self._shares]
-        return None if None in counts else sum(counts)
+        """Return the steps of a pass that goes batch by batch, if they were as many each time."""
+        return next(iter(self._steps)) if len(self._steps) == 1 else None
 
     def facts(self) -> dict[str, Any]:
         """Return what passes have found out, as plain numbers that ``restore`` takes."""
@@ -189,9 +186,7 @@ class Data:
         first = self._first
         if first is None or self.num_passes < 2:
             return True
-        varies = first._has_objects or first.is_padded
-        told = len(first._shapes) + first._has_objects > 1
-        return told and (first.in_order or first.repeated or not varies)
+        return first.tells_inputs
 
     @property
     def _is_shared_out(self) -> bool:
@@ -265,8 +260,8 @@ class Data:
     def _end(self, reading: Reading) -> None:
         """Take note of what all ranks have counted, and refuse or tell of other rows than before."""
         reading.outputs = self.num_outputs
-        every = self.group.meet("the end of a pass", reading.state(), together)
-        changes, parts = self._changes, list(map(Identity.of, every["parts"]))
+        every = self.group.meet("the end of a pass", reading.tally(), together)
+        changes, parts = self._changes, every["parts"]
         rows, identity = every["rows"], whole(parts)
         if not changes:
             refuse_changed(parts, self._known)

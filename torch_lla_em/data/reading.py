@@ -84,11 +84,12 @@ class Reading:
         else:
             self.labelled += int(kept.reshape(len(kept), -1).any(1).sum())
 
-    def state(self) -> dict[str, Any]:
-        """Return plain numbers."""
-        counts = {name: getattr(self, name) for name in (*_COUNTS, "_reached")}
-        parts = [part.state() for part in self.parts]
-        return {**counts, "parts": parts, "beside": self._beside.state()}
+    def tally(self) -> dict[str, Any]:
+        """Return what this rank has counted."""
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        beside = self._beside.on_cpu()
+        parts = [part.on_cpu() for part in self.parts]
+        return {**counts, "reached": self._reached, "parts": parts, "beside": beside}
 
     def _read(self, compared: bool, workers: bool) -> Iterator[tuple[int, Batch]]:
         """Yield this rank's batches as they are."""
@@ -121,27 +122,22 @@ class Reading:
 
 def together(every: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what ranks that shared a pass have counted; raise where they read other data."""
-    parts = list(map(Identity.of, every[0]["parts"]))
-    for rank, own in enumerate(every[1:], 1):
-        if own["_reached"] != every[0]["_reached"]:
-            raise ValueError(
-                f"The loader of rank {rank} yielded {own['_reached']} rows, that of rank 0 "
-                f"{every[0]['_reached']}: every rank must be given the same data."
-            )
-        for part, state in zip(parts, own["parts"]):
-            part.merge(Identity.of(state))
     for rank, own in enumerate(every):
-        read = Identity.of(own["beside"])
-        taken = whole([Identity.of(state) for state in every[rank - 1]["parts"]])
-        if read.num_rows and not read.repeats(taken):
+        if own["reached"] != every[0]["reached"]:
+            raise ValueError(
+                f"The loader of rank {rank} yielded {own['reached']} rows, that of rank 0 "
+                f"{every[0]['reached']}: every rank must be given the same data."
+            )
+    for rank, own in enumerate(every):
+        if own["beside"].num_rows and not own["beside"].repeats(whole(every[rank - 1]["parts"])):
             first, second = sorted((rank, (rank - 1) % len(every)))
             raise other_data(second, first, "batches of other rows, or in another order")
-    counts = {name: sum(own[name] for own in every) for name in _COUNTS}
-    return {**counts, "parts": [part.state() for part in parts]}
+    parts = [whole(of_ranks) for of_ranks in zip(*(own["parts"] for own in every))]
+    return {**{name: sum(own[name] for own in every) for name in _COUNTS}, "parts": parts}
 
 
 def whole(parts: Sequence[Identity]) -> Identity:
-    """Return the rows of all loaders."""
+    """Return the rows of all of them."""
     found = Identity(all(part.in_order for part in parts))
     for part in parts:
         found.merge(part)

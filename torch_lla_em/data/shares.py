@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from itertools import chain, count
-from operator import index as as_index
 from typing import Any, NamedTuple
 
 import torch
@@ -115,16 +114,6 @@ class Share:
         except TypeError:
             return None
 
-    def num_steps(self) -> int | None:
-        """Return the batches of this process alone, where the loader cannot be wrong about them."""
-        if self._group.size > 1:
-            return None
-        if not isinstance(self._loader, (list, tuple)):
-            plain = _lists_rows(self._loader) and type(self._loader.batch_sampler) is BatchSampler
-            if not plain or type(_sampler(self._loader)) not in (SequentialSampler, RandomSampler):
-                return None
-        return len(self._loader)
-
     def _turn(self, owner: int, compared: bool) -> Turn:
         """Return this rank's part in a batch of some rank."""
         rank, size = self._group.rank, self._group.size
@@ -136,7 +125,7 @@ class Share:
         yield from self._loaded(turns, lists)
 
     def _shared_out(self, compared: bool) -> Iterator[Turn]:
-        lists = [[_plain(row) for row in rows] for rows in self._loader.batch_sampler]
+        lists = [list(rows) for rows in self._loader.batch_sampler]
         total = len(self._loader.dataset)
         every = self._group.meet("the sampler's rows", [total, lists], _kept_once)
         turns = [self._turn(owner, compared) for owner, own in enumerate(every) for _ in own]
@@ -160,15 +149,14 @@ class Share:
         own = self._loader.generator
         device = torch.get_default_device() if own is None else own.device
         torch.empty((), dtype=torch.int64, device=device).random_(generator=own)
-        lists = [[_plain(row) for row in rows] for rows in batch_sampler]
+        lists = [list(rows) for rows in batch_sampler]
         order = type(_sampler(self._loader)) if type(batch_sampler) is BatchSampler else None
         if order is SequentialSampler and not compared:
             return lists
         drawn = order in (SequentialSampler, RandomSampler)
         same = None if drawn or not compared else _digest(lists)
         told = [len(self._loader.dataset), same, [] if self._group.rank else lists]
-        first = self._group.meet("the order of rows", told, _first_order)
-        return [[tuple(row) if type(row) is list else row for row in rows] for rows in first]
+        return self._group.meet("the order of rows", told, _first_order)
 
 
 def _sampler(loader: Any) -> Any:
@@ -207,14 +195,6 @@ def _lists_rows(loader: Any) -> bool:
 
 def _has_rows(loader: DataLoader) -> bool:
     return not isinstance(loader.dataset, IterableDataset)
-
-
-def _plain(row: Any) -> Any:
-    """Return a row's index as a plain number, or as it is: other ranks are told of it."""
-    try:
-        return as_index(row)
-    except TypeError:
-        return row
 
 
 def _first_order(values: list[list[Any]]) -> list[list[Any]]:

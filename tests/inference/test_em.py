@@ -176,7 +176,9 @@ def test_where_the_g_prior_keeps_nothing_the_plain_one_is_taken(caplog):
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_every_fit_moves_its_prior_precision_by_the_same_update(likelihood, monkeypatch):
-    monkeypatch.setattr("torch_lla_em.inference.mackay._bounded", lambda proposed, here: here)
+    monkeypatch.setattr(
+        "torch_lla_em.inference.mackay._bounded", lambda proposed, here, warns=True: here
+    )
     torch.manual_seed(0)
     x, model = torch.randn(20, 2), nn.Linear(2, 3)
     y = torch.randint(3, (20,)) if likelihood == "classification" else torch.randn(20, 3)

@@ -85,13 +85,14 @@ def function_space_Mackay_update(
     """Return λ ← γ / ‖w_lin‖², () or (blocks,), the norm in scaled coordinates.
 
     Blocks that no datum determines (γ = 0) keep their precision. With a ``stride``, log λ goes
-    so many times as far, but at most by 1: λ ← λ (γ / λ ‖w_lin‖²)^stride.
+    so many times as far, but at most by 1: λ ← λ (γ / λ ‖w_lin‖²)^stride. Such a step may still
+    be refused, so it reaches the bounds of λ without a warning.
     """
     proposed = effective_dim / squared_norm
     if stride is not None:
         step = (stride * (proposed / precision).log()).nan_to_num(0.0).clamp(-1.0, 1.0)
         proposed = precision * step.exp()
-    return _bounded(proposed, precision)
+    return _bounded(proposed, precision, warns=stride is None)
 
 
 def em_update(
@@ -142,10 +143,10 @@ def em_noise(residual: Tensor, effective_dim: Tensor, count: Tensor, sigma: Tens
     return ((residual + effective_dim * sigma**2) / count).sqrt()
 
 
-def _bounded(proposed: Tensor, current: Tensor) -> Tensor:
+def _bounded(proposed: Tensor, current: Tensor, warns: bool = True) -> Tensor:
     proposed = torch.where(proposed > 0, proposed, current)
     kept = proposed.clamp(*PRECISION_BOUNDS)
-    if not torch.equal(kept, proposed):
+    if warns and not torch.equal(kept, proposed):
         low, high = PRECISION_BOUNDS
         warnings.warn(
             f"The prior precision left its bounds [{low:g}, {high:g}] and was held there: the "

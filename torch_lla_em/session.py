@@ -197,7 +197,6 @@ class Session:
             self._bar.set_description_str("fitted")
         self.problem.data.confirm()
         self.problem.sweep.weights.refuse_changes()
-        share_path(self.problem)
 
     def keep(self, state: dict[str, Tensor]) -> None:
         """Put the posterior in the place of the checkpoint's state."""
@@ -233,17 +232,6 @@ def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) 
     group.meet("the settings", {"device": device.type, **settings}, _same)
     if group.size > 1:  # where a backend lacks the device, say so before anything is computed
         group.sum(torch.zeros(1, device=device))
-
-
-def share_path(problem: Problem) -> None:
-    """Give ranks that saw no data the way of differentiating that the others have found."""
-    model, group = problem.linear_model, problem.data.group
-    if group.size == 1:
-        return
-    found = model.way() if model.report is not None else None
-    way = group.meet("the path", found, lambda every: next(filter(None, every), None))
-    if model.report is None and way is not None:
-        model.take_way(way)
 
 
 def _choose_shard(problem: Problem, num_samples: int) -> tuple[str, str]:

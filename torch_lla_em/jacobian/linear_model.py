@@ -127,22 +127,6 @@ class LinearModel:
         dtypes = {weight.dtype for weight in self.weights.values().values()}
         return reduce(torch.promote_types, dtypes, torch.float32)
 
-    def way(self) -> list[Any]:
-        """Return how products are taken, as plain values that ``take_way`` takes."""
-        known = self.known_factors
-        factors = None if known is None else list(vars(known).values())[1:]
-        return [list(self.path), list(self.report)[1:], factors]
-
-    def take_way(self, way: list[Any]) -> None:
-        """Take products as another process has found that they are to be taken."""
-        path, (error, forward, unbatched, words), factors = way
-        self.path = Path(*path)
-        self._report = Report(self.path, error, forward, tuple(unbatched), words)
-        self._probed = self._where()
-        if factors is not None:
-            known = self.known_factors = Factored(self.weights, tuple(factors[0]), *factors[1:])
-            self.factored = known if known.pays else None
-
     def at(self, x: Any, columns: int = 1, keep: bool = False, pulls: bool = True) -> Rows:
         """Return the linear model at one batch's inputs, for use inside ``network.guarded()``.
 

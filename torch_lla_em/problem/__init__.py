@@ -1,18 +1,15 @@
 """Σ loss(J w, y) and G = Σ Jᵀ H J over the data, as products of one pass."""
 
 from torch_lla_em.problem.cost import Cost
-from torch_lla_em.problem.finite import OUTPUTS, is_finite
 from torch_lla_em.problem.operators import ImagedGGN, WhitenedGGN, WhitenedLoss
-from torch_lla_em.problem.outputs import Outputs, ggn_product_and_outputs, outputs, pull_back
+from torch_lla_em.problem.outputs import Outputs, outputs, pull_back
 from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.problem.plan import VECTORS, Plan, place_of_vectors, size_of
-from torch_lla_em.problem.problem import BatchProduct, NoiseFeatures, Problem
+from torch_lla_em.problem.problem import NoiseFeatures, Problem
 from torch_lla_em.problem.setting import columns_held, prepare, room
 
 __all__ = [
-    "OUTPUTS",
     "VECTORS",
-    "BatchProduct",
     "Cost",
     "ImagedGGN",
     "NoiseFeatures",
@@ -23,8 +20,6 @@ __all__ = [
     "WhitenedGGN",
     "WhitenedLoss",
     "columns_held",
-    "ggn_product_and_outputs",
-    "is_finite",
     "outputs",
     "place_of_vectors",
     "prepare",

@@ -61,7 +61,8 @@ class _Estimator(BaseEstimator):
         Weight decay of AdamW. None is 300 over the number of training examples, and 1 at most.
     validation_fraction : float, default=0.1
         Share of the examples that are held out to calibrate the posterior: at least 0 and below 1.
-        None are held out where the share is fewer than 20 examples.
+        None are held out where the share is fewer than 20 examples; predictions are then as fitted,
+        and can be a few per cent worse than the network's own in NLL.
     num_samples : int, default=32
         Posterior samples.
     options : dict, default=None

@@ -74,7 +74,7 @@ class Prediction(Shown, FunctionMixture):
         """
         if self.likelihood.gives_probabilities:
             return self.probs * (1 - self.probs)
-        return self.aleatoric + self.epistemic
+        return self._site_values(self._variance())
 
     @property
     def predictive_samples(self) -> Tensor:

@@ -31,6 +31,9 @@ _DTYPES = [np.float64, np.float32]
 class _Standardise(nn.Module):
     """Shift and scale inputs by the mean and standard deviation of the training data."""
 
+    mean: Tensor
+    width: Tensor
+
     def __init__(self, x: Tensor):
         super().__init__()
         self.register_buffer("mean", x.mean(0))
@@ -97,8 +100,7 @@ class _Estimator(BaseEstimator):
 
     def _check(self) -> None:
         """Refuse hyperparameters that no training can follow."""
-        widths = [self.hidden] if isinstance(self.hidden, Integral) else list(self.hidden)
-        if not all(isinstance(width, Integral) and width > 0 for width in widths):
+        if not all(isinstance(width, (int, np.integer)) and width > 0 for width in self._widths()):
             raise ValueError(
                 f"hidden must be one or more positive whole numbers, not {self.hidden!r}: the "
                 "widths of the hidden layers, as hidden=50 or hidden=(50, 50)."
@@ -131,9 +133,12 @@ class _Estimator(BaseEstimator):
         if held_out:
             self.laplace_.calibrate(x[out], y[out])
 
+    def _widths(self) -> tuple[Any, ...]:
+        return self.hidden if isinstance(self.hidden, tuple) else tuple(np.atleast_1d(self.hidden))
+
     def _perceptron(self, features: int, outputs: int) -> nn.Module:
         layers: list[nn.Module] = []
-        for width in [self.hidden] if isinstance(self.hidden, Integral) else self.hidden:
+        for width in self._widths():
             layers += [nn.Linear(features, width), nn.Tanh()]
             features = width
         return nn.Sequential(*layers, nn.Linear(features, outputs))

@@ -108,7 +108,7 @@ def test_what_a_posterior_tells_is_that_of_the_cpu(tmp_path):
         the_same(
             torch.as_tensor(tell(there, x.cuda(), y.cuda())), torch.as_tensor(tell(here, x, y))
         )
-    assert str(there).rpartition(",")[0] == str(here).rpartition(",")[0]  # but for the seconds
+    assert str(there).partition("  EM ")[0] == str(here).partition("  EM ")[0]  # before the seconds
     there.save(tmp_path / "la.pt")
     case = tiny("classification")
     moved = LinearisedLaplace.load(tmp_path / "la.pt", case.model, likelihood="classification")

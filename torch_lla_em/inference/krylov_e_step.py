@@ -17,7 +17,7 @@ from torch_lla_em.inference.mackay import Expectation, Hyperparameters
 from torch_lla_em.inference.mode_search import ModeSearch
 from torch_lla_em.inference.posterior_samples import PosteriorSamples, Start, optimise_samples
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
-from torch_lla_em.problem import ImagedGGN, Problem, WhitenedGGN, room
+from torch_lla_em.problem import Problem, WhitenedGGN, room
 from torch_lla_em.solvers import (
     BlockCG,
     BlockKrylov,
@@ -83,25 +83,17 @@ class KrylovEStep(EStep):
 
             start.append(-(scale * self._at_zero[1])[None])
         product = WhitenedGGN(problem, scale)
-        if not self._gaussian:
-            product = ImagedGGN(problem, scale, search.memory)
         self.krylov = solver.factorise(product, torch.cat(start), len(noise.xi))
-        self._product, self._warned = product, known.get("warned", False)
+        self._warned = known.get("warned", False)
         if known:
             self.krylov.lanczos.restore(known["lanczos"])
             search.restore(known["search"])
-        if isinstance(product, ImagedGGN):
-            if known:
-                product.restore(known["images"])
-            search.follow(self.krylov.lanczos, product, anew=not known)
 
     def state(self) -> dict[str, Any]:
         """Return all that it goes on with."""
-        product = self._product
         return {
             "lanczos": self.krylov.lanczos.state(),
             "search": self._search.state(),
-            "images": product.state() if isinstance(product, ImagedGGN) else None,
             "at zero": self._at_zero if self._gaussian else None,
             "measured": self._measured if self._gaussian else None,
             "warned": self._warned,

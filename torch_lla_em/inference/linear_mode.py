@@ -60,7 +60,7 @@ def optimise_MAP(
     w = deviation * minimum.x
     mode = LinearMode(w, minimum.loss, minimum.error, minimum.passes, minimum.converged)
     if not mode.converged:
-        warn_of(mode, solver)
+        _warn_of(mode, solver)
     return mode
 
 
@@ -91,7 +91,7 @@ def first_mode(problem: Problem, prior: Prior, precision: Tensor) -> Tensor:
     return best[1] * problem.w_MAP * (prior.scale > 0)
 
 
-def warn_of(mode: LinearMode, solver: Newton | SGD) -> None:
+def _warn_of(mode: LinearMode, solver: Newton | SGD) -> None:
     """Say that the mode is less exact than was asked, and what helps."""
     remedy = "Raise `tolerance`, or convert the model and its data to float64."
     if isinstance(solver, SGD):

@@ -87,6 +87,13 @@ class SearchSpace:
         """Return Vᵀ c, shape (k, P)."""
         return combine(coordinates, self._basis)
 
+    def metric(self, precision: Tensor) -> Tensor:
+        """Return V Λ Vᵀ, (m, m), for a λ of all weights or one for each tensor."""
+        if not precision.dim():
+            return precision * torch.eye(self.size, dtype=torch.float64, device=self.J.device)
+        weights = self._prior.layout.expand(precision)
+        return self._problem.space.gram(self._basis, self._basis, weights)
+
     def widen(self, z: Tensor) -> bool:
         """Take in directions (k, P); return whether any was new, and rows are in order."""
         space = self._problem.space

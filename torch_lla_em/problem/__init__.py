@@ -1,7 +1,7 @@
 """Σ loss(J w, y) and G = Σ Jᵀ H J over the data, as products of one pass."""
 
 from torch_lla_em.problem.cost import Cost
-from torch_lla_em.problem.operators import ImagedGGN, WhitenedGGN, WhitenedLoss
+from torch_lla_em.problem.operators import WhitenedGGN, WhitenedLoss
 from torch_lla_em.problem.outputs import Outputs, outputs, pull_back
 from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.problem.plan import VECTORS, Plan, place_of_vectors, size_of
@@ -11,7 +11,6 @@ from torch_lla_em.problem.setting import columns_held, prepare, room
 __all__ = [
     "VECTORS",
     "Cost",
-    "ImagedGGN",
     "NoiseFeatures",
     "Outputs",
     "Plan",

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from torch import Tensor
 
-from torch_lla_em.problem.outputs import ggn_product_and_outputs
 from torch_lla_em.problem.problem import BatchProduct, Problem, T
-from torch_lla_em.runtime import Grown, new_key
 from torch_lla_em.solvers import Operator
 
 
@@ -40,41 +37,6 @@ class WhitenedGGN(Operator):
         """Yield every batch's rows and its own share of the product."""
         for rows, product in self.problem.minibatch_products():
             yield rows, _whitened(product, self.deviation)
-
-
-class ImagedGGN(WhitenedGGN):
-    """A x that keeps J D x of every product, for as long as there is use for them."""
-
-    def __init__(self, problem: Problem, deviation: Tensor, memory: float):
-        super().__init__(problem, deviation)
-        self._memory, self._key = memory, new_key()
-        self.keeps = True
-        """Whether there is use and room for them."""
-
-        self.images: list[Tensor] = []
-        """J D x over all rows, (K, N C), of every product."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return A x, shape (K, P)."""
-        if not self.keeps:
-            return super().__call__(x)
-        Gw, image = ggn_product_and_outputs(self.problem, x * self.deviation)
-        self.images.append(image)
-        if sum(image.nbytes for image in self.images) > self._memory:
-            self.stop()
-        return Gw.mul_(self.deviation)
-
-    def stop(self) -> None:
-        """Keep no more, and let go of what was kept."""
-        self.keeps, self.images = False, []
-
-    def state(self) -> dict[str, Any]:
-        """Return all that it goes on with."""
-        return {"keeps": self.keeps, "images": Grown(self._key, self.images)}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
-        self.keeps, (self._key, self.images) = state["keeps"], state["images"]
 
 
 class WhitenedLoss:

@@ -67,19 +67,6 @@ def pull_back(problem: Problem, u: Tensor) -> tuple[Tensor, Tensor]:
     return sums["Ju"], sums["f"][0]
 
 
-def ggn_product_and_outputs(problem: Problem, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Return G w, shape (K, P), and J w of all rows, (K, N C)."""
-
-    def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-        at, Jw = problem.work.pushed(rows, batch, w)
-        _place(problem, batch, Jw, sums["Jw"])
-        rows.pull(problem.work.curved(batch, at, Jw), sums["Gw"])
-
-    sums = problem.sweep(w, Pass({"Gw": BLOCK, "Jw": OF_ROWS}, add))
-    problem.cost.columns += len(w)
-    return sums["Gw"], sums["Jw"]
-
-
 def _place(problem: Problem, batch: Batch, outputs: Tensor, total: Tensor) -> None:
     """Put a batch's outputs (K, B, ..., C) where they belong among all, (K, N C)."""
     rows, entries = problem.data.num_rows, outputs[:, :1].numel() // len(outputs)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em.checkpoint import FORMAT
-from torch_lla_em.data import Chain, Data, Identity, TargetFn, paired
+from torch_lla_em.data import Chain, Data, Identity, TargetFn, Weighed, paired
 from torch_lla_em.hub import OnHub
 from torch_lla_em.inference import FitOptions, Solver, choose_scalings, learn
 from torch_lla_em.jacobian import (
@@ -31,6 +31,7 @@ from torch_lla_em.likelihoods import (
     BradleyTerry,
     Likelihood,
     Regression,
+    Weighted,
     compare,
     preferred,
     tempered,
@@ -154,6 +155,7 @@ class LinearisedLaplace(OnHub, Fitted):
         update: str = "mackay",
         override: bool = True,
         shard: str | None = "auto",
+        weights: Any = None,
     ) -> LinearisedLaplace:
         """Learn λ (and σ) by EM from ``prior_precision``, then find mode and samples.
 
@@ -167,6 +169,10 @@ class LinearisedLaplace(OnHub, Fitted):
         result is that of one fit of all data. ``em_steps=0`` then keeps the λ and σ learnt so far.
         An error is raised where the earlier data have changed since they were fitted.
 
+        ``weights`` says how often each example counts: a tensor beside inputs and targets; "last"
+        where batches end with their weights, (inputs, targets, weights); or a function of the
+        targets, such as ``lambda y: class_weights[y]``. Predictions and ``calibrate`` take none.
+
         Under ``torchrun``, once its process group is initialised, all ranks fit together, each
         on its share of the data (``shard="data"``). ``"weights"`` slices all vectors over the
         ranks as well; ``"auto"`` does so where they do not fit on one rank, and logs its choice.
@@ -176,6 +182,9 @@ class LinearisedLaplace(OnHub, Fitted):
         check_choice("update", update, ("mackay", "em"))
         check_options(em_steps=em_steps, prior_precision=prior_precision, override=override)
         check_options(progress_bar=progress_bar, checkpoint=checkpoint)
+        data = paired(loader, targets)
+        if weights is not None:
+            data = Weighed(data, weights, self.target_fn)
         self._shard = shard
         more = not override and self.w_lin is not None
         keeps = more and em_steps == 0
@@ -200,7 +209,7 @@ class LinearisedLaplace(OnHub, Fitted):
             if checkpoint is not None and len(choices) > 1:
                 folder = Path(checkpoint) / f"g_prior={g_prior}"
             run = replace(options, g_prior=g_prior)
-            self._fit(paired(loader, targets), run, more, folder, progress_bar)
+            self._fit(data, run, more, folder, progress_bar)
             if validation is not None:
                 self.calibrate(validation)
                 logger.info("g_prior=%r: validation NLL %.4g.", g_prior, self.calibration.kept)
@@ -222,7 +231,10 @@ class LinearisedLaplace(OnHub, Fitted):
         with group_of(self._shard).joined() as group:
             loaders, data = self._open(loader, more, group)
             likelihood = self.likelihood if keeps else self._given_likelihood
-            problem = Problem(self._linear_model, tempered(likelihood, self.temperature), data)
+            is_weighted = isinstance(loader, Weighed)
+            in_fit = tempered(likelihood, self.temperature)
+            in_fit = Weighted(in_fit) if is_weighted else in_fit
+            problem = Problem(self._linear_model, in_fit, data)
             header = self._header(options, likelihood)
             with Session(problem, header, self._shard, checkpoint, progress_bar) as run:
                 state = run.finished()
@@ -230,12 +242,13 @@ class LinearisedLaplace(OnHub, Fitted):
                     self.load_state_dict(state)
                 else:
                     run.plan(self.num_samples, self.compute)
-                    example = self._example_of(data)
+                    example = None if is_weighted else self._example_of(data)
                     posterior = learn(problem, options, run.on_step, run.begin(example))
                     run.end()
                     self._store(posterior, run.history, data.num_labelled)
                     self._example = example
-                    warn_of_collapse(self, data)
+                    if not is_weighted:  # whose targets are packed with their weights
+                        warn_of_collapse(self, data)
                     self.said = run.said
                     run.keep(self.state_dict())
             self._loaders, self._data_seen = loaders, data.parts
@@ -302,7 +315,14 @@ class LinearisedLaplace(OnHub, Fitted):
         loaders = Chain([*(self._loaders.loaders if more else ()), loader])
         whole = loader if len(loaders.loaders) == 1 else loaders
         known = self._data_seen if more else None
-        data = Data(whole, self._device, self.target_fn, group, known)
+        weighted = {isinstance(part, Weighed) for part in loaders.loaders}
+        if len(weighted) > 1:
+            raise ValueError(
+                "Some of the data have weights and some have none: pass weights for all, ones where "
+                "an example counts once."
+            )
+        target_fn = None if True in weighted else self.target_fn
+        data = Data(whole, self._device, target_fn, group, known)
         if self._parameters_asked == "last_layer":
             # which layer is called last is only known once there is something to call it on
             network = self._linear_model.network

@@ -17,6 +17,7 @@ from torch_lla_em.data.forward import default_forward
 from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.loader import Data
 from torch_lla_em.data.sources import Chain, as_loader, paired
+from torch_lla_em.data.weights import Weighed
 
 __all__ = [
     "Batch",
@@ -24,6 +25,7 @@ __all__ = [
     "Data",
     "Identity",
     "TargetFn",
+    "Weighed",
     "as_loader",
     "as_targets",
     "copied",

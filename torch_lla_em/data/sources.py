@@ -45,7 +45,7 @@ def as_loader(data: Any, target_fn: TargetFn | None = None) -> Iterable[Any]:
             "The loader is a generator or an iterator, which is exhausted after one pass; "
             "fitting takes several. Pass a DataLoader, or a list of its batches."
         )
-    if target_fn is None and (_is_pair(data) or (isinstance(data, Mapping) and "labels" in data)):
+    if target_fn is None and (is_pair(data) or (isinstance(data, Mapping) and "labels" in data)):
         return [data]
     if isinstance(data, Dataset) and not isinstance(data, Iterable):
         return DataLoader(data, _ROWS_AT_ONCE)
@@ -62,7 +62,7 @@ def paired(data: Any, targets: Tensor | None) -> Any:
     return data if targets is None else [(data, targets)]
 
 
-def _is_pair(data: Any) -> bool:
+def is_pair(data: Any) -> bool:
     """Whether this is (X, y): without targets, no two tensors are batches."""
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         return False

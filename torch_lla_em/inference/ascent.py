@@ -112,7 +112,7 @@ class Variational:
     def noise(self, curvature: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C)."""
         S = root_of(curvature)
-        return self.draws.masked(by_row(S, self._epsilon))
+        return self.draws.root_masked(by_row(S, self._epsilon))
 
     def at(self, spectrum: Spectrum, precision: float, mean: Tensor, steps: int = 1) -> Q:
         """Return q at this λ and curvature, with its mean some steps of Newton on."""

@@ -55,8 +55,12 @@ class Draws:
         return torch.cat([self._blocks(f) for _, f in self._pieces(mean, root)])
 
     def masked(self, u: Tensor) -> Tensor:
-        """Return u with 0 at sites that do not count."""
+        """Return u times the weights of sites, 0 where they do not count."""
         return u if self._mask is None else u * self._mask
+
+    def root_masked(self, u: Tensor) -> Tensor:
+        """Return u times the roots of these weights."""
+        return u if self._mask is None else u * self._mask.sqrt()
 
     def _blocks(self, f: Tensor) -> Tensor:
         C = f.shape[-1]

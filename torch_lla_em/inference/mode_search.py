@@ -195,7 +195,7 @@ class _SpanLoss:
         return self._masked(self._likelihood.hessian_product(f, u))
 
     def _masked(self, u: Tensor) -> Tensor:
-        return u if self._mask is None else u * self._mask.unsqueeze(-1)
+        return u if self._mask is None else u * self._mask.unsqueeze(-1).to(u.dtype)
 
     def _push(self, x: Tensor) -> Tensor:
         """Return J w over all rows, (k, N, ..., C)."""

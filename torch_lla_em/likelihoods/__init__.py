@@ -9,6 +9,7 @@ from torch_lla_em.likelihoods.heteroscedastic import HeteroscedasticRegression
 from torch_lla_em.likelihoods.linear_operator import LinearOperator, LinearOperatorRegression
 from torch_lla_em.likelihoods.rewards import compare, preferred
 from torch_lla_em.likelihoods.tempered import Tempered, tempered
+from torch_lla_em.likelihoods.weighted import Weighted
 
 LIKELIHOODS = {
     "classification": Classification,
@@ -42,6 +43,7 @@ __all__ = [
     "Poisson",
     "Regression",
     "Tempered",
+    "Weighted",
     "average",
     "compare",
     "compare_with_log_prob",

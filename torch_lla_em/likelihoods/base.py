@@ -91,7 +91,7 @@ class Likelihood:
         raise NotImplementedError(f"{type(self).__name__} must define sample(f, generator).")
 
     def mask(self, y: Tensor) -> Tensor | None:
-        """Return which sites count, shape (B, *sites), or None if all do."""
+        """Return which sites count, or how often, shape (B, *sites), or None if all count once."""
         return None
 
     def labelled(self, y: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class BatchWork:
 
     def _masked(self, u: Tensor, batch: Batch) -> Tensor:
         mask = self.likelihood.mask(batch.targets)
-        return u if mask is None else u * mask.unsqueeze(-1)
+        return u if mask is None else u * mask.unsqueeze(-1).to(u.dtype)
 
     def pushed(self, rows: Rows, batch: Batch, w: Tensor) -> tuple[Tensor, Tensor]:
         """Return where H is taken, (B, ..., C), and J w."""
@@ -82,7 +82,9 @@ class BatchWork:
 
     def root(self, batch: Batch, at: Tensor, noise: Tensor) -> Tensor:
         """Return S ε."""
-        return self._masked(self.likelihood.hessian_sqrt_product(at, noise), batch)
+        mask = self.likelihood.mask(batch.targets)
+        u = self.likelihood.hessian_sqrt_product(at, noise)
+        return u if mask is None else u * mask.unsqueeze(-1).to(u.dtype).sqrt()
 
     def inspect(self, rows: Rows, batch: Batch) -> None:
         """Expect outputs to be finite; in the first pass, check targets against them."""

@@ -1,0 +1,160 @@
+"""Examples that count as often as their weights say, against the dense posterior."""
+
+import pytest
+import torch
+from tiny import LOG_PROBS, likelihood_of, tiny
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from torch_lla_em import BlockCG, LinearisedLaplace
+from torch_lla_em.data import Data, Weighed
+from torch_lla_em.exact import ExactLaplace
+from torch_lla_em.jacobian.linear_model import LinearModel
+from torch_lla_em.jacobian.network import Network
+from torch_lla_em.likelihoods import Weighted
+from torch_lla_em.problem.problem import Problem
+
+PRECISION = torch.tensor(5.0).double()
+FIT = {"em_steps": 0, "prior_precision": 5.0, "progress_bar": False}
+
+
+def weights_of(case):
+    generator = torch.Generator().manual_seed(3)
+    w = 3 * torch.rand(len(case.x), generator=generator).double()
+    return w.where(w > 0.5, 0.0)  # some count for nothing
+
+
+def dense(case, w):
+    """The dense posterior, whose log p is weighted; its targets are rows of (index)."""
+    log_prob, index = LOG_PROBS[case.name], torch.arange(len(case.x))
+
+    def weighted(f, i):
+        y = case.y.index_select(0, i.reshape(1)).squeeze(0)
+        return w.index_select(0, i.reshape(1)).squeeze(0) * log_prob(f, y)
+
+    names = [name for name, _ in case.model.named_parameters()]
+    return ExactLaplace.of(case.model.eval(), case.x, index, weighted, names)
+
+
+def fit(case, data, la=None, **options):
+    own = {"curvature": "network", "g_prior": False, "num_samples": 16, "tolerance": 1e-8}
+    posterior = LinearisedLaplace(case.model, likelihood_of(case.name), **{**own, **(la or {})})
+    return posterior.fit(*data, **{**FIT, **options})
+
+
+@pytest.mark.parametrize("name", LOG_PROBS)
+def test_products_are_those_of_weighted_examples(name):
+    case = tiny(name)
+    w = weights_of(case)
+    exact, likelihood = dense(case, w), Weighted(likelihood_of(name))
+    batches = [(case.x[a:b], case.y[a:b], w[a:b]) for a, b in ((0, 7), (7, 8), (8, 30))]
+    data = Data(Weighed(batches, "last", None), torch.device("cpu"))
+    problem = Problem(LinearModel(Network(case.model), case.layout), likelihood, data)
+    unit = torch.eye(problem.size).double()
+    assert_close(problem.ggn_product(unit), exact.ggn)
+    rows = problem.rows()
+    assert_close(rows.T @ rows, exact.ggn)
+    loss, gradient = problem.loss_and_gradient(problem.w_MAP)
+    assert loss == pytest.approx(exact.loss(problem.w_MAP).item())
+    known = torch.func.grad(exact.loss)(problem.w_MAP)
+    assert_close(gradient, known)
+
+
+@pytest.mark.parametrize("name", LOG_PROBS)
+@pytest.mark.parametrize("curvature", ["network", "linear"])
+def test_fits_are_of_weighted_examples(name, curvature):
+    case = tiny(name)
+    w = weights_of(case)
+    exact = dense(case, w)
+    la = fit(case, (case.x, case.y), weights=w, la={"curvature": curvature})
+    assert_close(la.w_lin, exact.mode(PRECISION), rtol=1e-5, atol=1e-6)
+    if curvature == "network":
+        gamma = exact.effective_dims(PRECISION).sum()
+        assert abs(la.effective_dim - gamma) < 5 * la.effective_dim_error
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"g_prior": True}, {"solver": BlockCG()}],
+    ids=["plain", "g-prior", "cg"],
+)
+@pytest.mark.parametrize("curvature", ["network", "variational"])
+def test_whole_weights_are_repetitions_and_zeros_are_absences(curvature, options):
+    if curvature == "variational" and "solver" in options:
+        pytest.skip("no such fit")
+    case = tiny("classification")
+    count = torch.arange(30) % 3
+    repeated = (case.x.repeat_interleave(count, 0), case.y.repeat_interleave(count, 0))
+    la = {"curvature": curvature, "num_samples": 256, **options}
+    own = fit(case, (case.x, case.y), weights=count, la=la, em_steps=20, prior_precision=None)
+    other = fit(case, repeated, la=la, em_steps=20, prior_precision=None)
+    # their noise is not the same: λ follows from it up to the Monte Carlo error of γ
+    gap = (own.prior_precision / other.prior_precision).log().abs()
+    error = (
+        own.effective_dim_error / own.effective_dim
+        + other.effective_dim_error / other.effective_dim
+    )
+    assert (gap < 5 * error + 0.02).all()
+    assert_close(own(case.x), other(case.x), rtol=0, atol=0.03)
+
+
+def test_weights_come_in_three_ways():
+    case = tiny("classification")
+    of_classes = torch.tensor([0.5, 2.0, 1.0]).double()
+    w = of_classes[case.y]
+    known = fit(case, (case.x, case.y), weights=w)
+    batches = [(case.x, case.y, w)]
+    assert_close(fit(case, (batches,), weights="last").w_samples, known.w_samples)
+    loader = [(case.x, case.y)]
+    by_class = fit(case, (loader,), weights=lambda y: of_classes[y])
+    assert_close(by_class.w_samples, known.w_samples)
+    rows = TensorDataset(case.x, case.y, w)
+    torch.manual_seed(0)
+    shuffled = fit(case, (DataLoader(rows, 7, shuffle=True),), weights="last")
+    assert_close(shuffled.w_lin, known.w_lin, rtol=1e-5, atol=1e-6)
+    named = fit(case, (batches,), weights="last", la={"target_fn": lambda batch: batch[1]})
+    assert_close(named.w_samples, known.w_samples)
+
+
+def test_labels_of_a_map_have_weights_of_their_own():
+    torch.manual_seed(0)
+    model = nn.Conv2d(2, 3, 1).double()
+    x, y = torch.randn(4, 2, 3, 3).double(), torch.randint(3, (4, 3, 3))
+    y[0, 0] = -100
+    of_classes = torch.tensor([0.5, 2.0, 1.0]).double()
+    options = {"class_dim": 1, "num_samples": 4, "curvature": "network", "g_prior": False}
+    la = LinearisedLaplace(model, "classification", **options, tolerance=1e-8)
+    la.fit(x, y, weights=lambda y: of_classes[y.clamp(0)], **FIT)
+    kept = y != -100
+    # a 1 × 1 convolution is a linear layer on pixels
+    flat = nn.Linear(2, 3).double()
+    flat.weight.data, flat.bias.data = model.weight.data[:, :, 0, 0], model.bias.data
+    pixels = LinearisedLaplace(
+        flat, "classification", **{**options, "class_dim": -1}, tolerance=1e-8
+    )
+    pixels.fit(x.movedim(1, -1)[kept], y[kept], weights=of_classes[y[kept]], **FIT)
+    assert_close(la.w_lin, pixels.w_lin, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_no_weight_is_refused():
+    case = tiny("classification")
+    data, ones = (case.x, case.y), torch.ones(30)
+    for weights, message in {
+        -ones: "not negative",
+        ones * torch.nan: "finite",
+        ones[:5]: r"shape \(5,\), but the targets \(30,\)",
+        "first": 'pass "last"',
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            fit(case, data, weights=weights)
+    with pytest.raises(TypeError, match="weights=w"):
+        fit(case, (DataLoader(TensorDataset(*data), 7),), weights=ones)
+    with pytest.raises(TypeError, match="targets, weights"):
+        fit(case, ([data],), weights="last")
+    la = fit(case, data, weights=ones)
+    with pytest.raises(ValueError, match="some have none"):
+        la.fit(*data, override=False, **FIT)
+    real = tiny("regression")
+    with pytest.raises(ValueError, match="sigma_noise"):
+        LinearisedLaplace(real.model, "regression").fit(real.x, real.y, weights=ones)

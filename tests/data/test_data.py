@@ -529,6 +529,7 @@ def test_examples_that_influence_each_other_are_told(kind):
     model = nn.Sequential(nn.Linear(2, 4), norm, nn.Linear(4, 3)).double()
     model = Standardised() if kind == "own" else model
     x, y = case()
+    x, y = x.repeat(100, 1), y.repeat(100)  # half of which have nearly the statistics of all
     la = LinearisedLaplace(model, "classification", num_samples=2)
     la.fit(x, y, em_steps=1, progress_bar=False)
     told = [words for words in la.said if "other examples in its batch" in words]

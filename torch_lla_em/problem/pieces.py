@@ -47,7 +47,8 @@ class Pieces:
             if alone.shape != f.shape:
                 return False
             change = ((alone - f).norm() / f.norm()).item()
-            self.influence = change if change > _SPLIT_ERROR else 0.0
+            rounding = max(_SPLIT_ERROR, 8 * self._model.rounding)  # of half precision, perhaps
+            self.influence = change if change > rounding else 0.0
             return not self.influence
 
         while self._alone is None:

@@ -52,7 +52,8 @@ def _warn_of_influence(problem: Problem, batch: Batch) -> None:
     """Warn where the outputs of an example depend on the others in its batch."""
     pieces, module = problem.sweep.pieces, problem.linear_model.network.module
     with problem.linear_model.network.guarded():
-        if len(batch.rows) < 2 or pieces.stand_alone(batch, len(batch.rows) // 2):
+        # two rows and four: the fewer they are, the more one changes
+        if len(batch.rows) < 2 or pieces.stand_alone(batch, 1 + (len(batch.rows) > 3)):
             return
     if not pieces.influence:
         return

@@ -69,6 +69,7 @@ def without(name):
     return lambda state: {n: tensor for n, tensor in state.items() if n != name}
 
 
+PARTS = "table", "unusual", "errors"
 DAMAGES = {
     "w_lin": [cut("w_lin", slice(5)), without("w_lin"), put("w_lin", lambda w: w * torch.nan)],
     "w_samples": [
@@ -81,6 +82,10 @@ DAMAGES = {
     "prior_precision": [put("prior_precision", torch.neg), put("prior_precision", lambda p: p * 0)],
     "certificate": [cut("certificate", slice(2))],
     "mixture": [without("mixture"), cut("mixture", slice(None), slice(2))],
+    "conformal": [
+        lambda state: {**state, "conformal_errors": torch.zeros(3, 1)},
+        lambda state: {**state, **{f"conformal_{n}": torch.zeros(3) for n in PARTS}},
+    ],
     "record": [without("record"), put("record", lambda r: r[:20])],
 }
 CASES = [(name, damage) for name, damages in DAMAGES.items() for damage in damages]

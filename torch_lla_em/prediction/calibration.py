@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood, Regression
+from torch_lla_em.prediction.conformal import Reference, errors, unusual
 from torch_lla_em.prediction.parts import Pushed, joined
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.problem import Problem
@@ -99,6 +100,7 @@ class Found(NamedTuple):
     table: Tensor
     noise: float
     calibration: Calibration
+    reference: Reference
 
 
 def calibrated(problem: Problem, columns: Tensor, mean: str | None, before: Tensor) -> Found:
@@ -139,16 +141,26 @@ def calibrated(problem: Problem, columns: Tensor, mean: str | None, before: Tens
         first, second = _covered(data, *so_far), _covered(data, *found)
         coverage = mean_and_error(first)[0], mean_and_error(second)[0]
         coverage_error = mean_and_error(second - first)[1]
-    applied = gain > optimism
+    applied, reference = gain > optimism, _reference(numbers, data, group)
     calibration = Calibration(
         int(count), nll, nll - gain + optimism, error, coverage, coverage_error, applied
     )
     if not applied:
         logger.warning("Validation NLL %s; predictions are kept as they were.", calibration)
-        return Found(before, 1.0, calibration)
+        return Found(before, 1.0, calibration, reference)
     logger.info("Validation NLL %s; calibration applied.", calibration)
     _warn_at_edges(numbers, theta)
-    return Found(table, noise.item(), calibration)
+    return Found(table, noise.item(), calibration, reference)
+
+
+def _reference(numbers: Numbers, data: Pushed, group: Group) -> Reference:
+    """Fit the numbers to every other labelled example, and score those between by them."""
+    data = data.part(data.likelihood.labelled(data.y))
+    table, noise = numbers.at(_most_probable(numbers, data.part(slice(None, None, 2)), group))
+    judged = _prediction(data.part(slice(1, None, 2)), table, noise)
+    sigma = judged.likelihood.sigma_noise if isinstance(judged.likelihood, Regression) else None
+    scores = group.gather(unusual(judged)), group.gather(errors(judged, data.y[1::2]))
+    return Reference(table, sigma, scores[0], scores[1].sort(0).values)
 
 
 def numbers_of(likelihood: Likelihood, mean: str | None) -> Numbers:

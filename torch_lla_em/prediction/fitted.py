@@ -16,6 +16,7 @@ from torch_lla_em.inference import Estimate
 from torch_lla_em.likelihoods import Regression
 from torch_lla_em.prediction import parts, summary
 from torch_lla_em.prediction.calibration import calibrated
+from torch_lla_em.prediction.conformal import REFERENCE, Judge, Reference
 from torch_lla_em.prediction.export import exported
 from torch_lla_em.prediction.functions import mixed, slots
 from torch_lla_em.prediction.held_out import held_out_evidence, over
@@ -77,6 +78,14 @@ class Fitted(Shown, StoredPosterior):
             return prediction
         return replace(prediction, deviations=mixed(prediction.deviations, generator))
 
+    def is_ood(self, x: Any = None, rate: float = 0.05, **inputs: Any) -> Tensor:
+        """Return which inputs are out-of-distribution, (B,), after ``calibrate``.
+
+        At most this share of inputs from the distribution of the validation set are flagged
+        (false alarms). ``predict(x).p_value`` has the p-values that are compared with ``rate``.
+        """
+        return self.predict(x, **inputs).is_ood(rate)
+
     def functional_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
         """Return the mean + √τ J(x) w_k, shape (K, B, C): joint over the inputs."""
         return self.predict(x, generator=generator).samples
@@ -124,6 +133,10 @@ class Fitted(Shown, StoredPosterior):
         and the share of the linear mode in the mean. Predictions are kept as they were if their
         validation negative log-likelihood (NLL) is lower; ``calibration`` holds what was found.
 
+        The numbers are fitted to all examples. For ``p_value``, ``is_ood``, ``prediction_set`` and
+        ``interval`` of predictions they are fitted once more to every other example, and the
+        examples between, which they were not fitted to, are the reference.
+
         ``loader`` is a loader of inputs and targets, or the inputs, with ``targets``. ``mean`` keeps
         to the posterior around the "network" or the "linear" mode. Ranks call it together.
         """
@@ -135,6 +148,8 @@ class Fitted(Shown, StoredPosterior):
         with heard(self.said), over(self, paired(loader, targets)) as problem:
             found = calibrated(problem, self._columns(), mean, before)
         self.mixture, self.calibration = found.table.to(self.mixture), found.calibration
+        for name, tensor in zip(REFERENCE, found.reference):
+            setattr(self, name, tensor)
         if isinstance(self.likelihood, Regression):
             self.sigma_noise = self.sigma_noise * found.noise
             self.likelihood = self.likelihood.at_noise(self.sigma_noise)
@@ -165,13 +180,21 @@ class Fitted(Shown, StoredPosterior):
             return held_out_evidence(problem, self._columns(), self.mixture, together)
 
     def _predicted(self, x: Any, table: Tensor, num_samples: int | None = None) -> Prediction:
-        has_mode = bool(table[:, parts.MODE].any())
+        judges = table is self.mixture and num_samples is None and self.conformal_table is not None
+        has_mode = judges or bool(table[:, parts.MODE].any())
         mode = [self.w_lin[None]] * has_mode
         f, Jw = push_forward(self._linear_model, x, *mode, self.w_samples[:num_samples])
         if not has_mode:
             Jw = torch.cat([torch.zeros_like(Jw[:1]), Jw])
         class_dim = self._linear_model.network.class_dim
-        return parts.predicted(self.likelihood, f, Jw, table, class_dim)
+        prediction = parts.predicted(self.likelihood, f, Jw, table, class_dim)
+        if not judges:
+            return prediction
+        reference, likelihood = Reference(*(getattr(self, n) for n in REFERENCE)), self.likelihood
+        if isinstance(likelihood, Regression):
+            likelihood = likelihood.at_noise(reference.sigma)
+        other = partial(parts.predicted, likelihood, f, Jw, reference.table, class_dim)
+        return replace(prediction, judge=Judge(reference, other))
 
     def _table(self) -> tuple[str, Lines]:
         return summary.of_fit(self)

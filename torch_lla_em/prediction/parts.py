@@ -69,7 +69,7 @@ class Pushed(NamedTuple):
         """Return the prediction of the examples."""
         return predicted(self.likelihood, self.f, self.Jw, table)
 
-    def part(self, examples: slice) -> Pushed:
+    def part(self, examples: slice | Tensor) -> Pushed:
         """Return some of the examples."""
         return Pushed(self.likelihood, self.f[examples], self.Jw[:, examples], self.y[examples])
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_lla_em.data import as_targets
 from torch_lla_em.likelihoods import Likelihood, Regression, average, sum_rows
+from torch_lla_em.prediction.conformal import Conformal, Interval, Judge
 from torch_lla_em.prediction.functions import (
     JOINT,
     log_mean,
@@ -18,18 +19,10 @@ from torch_lla_em.prediction.functions import (
     pair_error,
     quantile,
 )
-from torch_lla_em.prediction.mixture import FunctionMixture
 from torch_lla_em.prediction.tables import Lines, Shown, cell
 
 # examples that are shown
 _SHOWN = 6
-
-
-class Interval(NamedTuple):
-    """The ends of an interval."""
-
-    lower: Tensor
-    upper: Tensor
 
 
 class Moments(NamedTuple):
@@ -40,7 +33,7 @@ class Moments(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Prediction(Shown, FunctionMixture):
+class Prediction(Shown, Conformal):
     """The predictive distribution at B inputs: of the network's function f, and of the targets y.
 
     ``mean``, ``function_variance`` (also ``variance``), ``covariance`` and ``samples`` are of f, in
@@ -64,6 +57,9 @@ class Prediction(Shown, FunctionMixture):
 
     weights: Tensor | None = None
     """Weights of the posterior and of the further functions, shape (1 + M,); their sum is 1."""
+
+    judge: Judge | None = None
+    """What a validation set says of these inputs, after ``calibrate``."""
 
     @property
     def predictive_variance(self) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch_lla_em.inference import Posterior
 from torch_lla_em.jacobian import LinearModel, Network, ParameterLayout
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, is_named
+from torch_lla_em.prediction.conformal import REFERENCE
 from torch_lla_em.prediction.parts import posterior_alone
 from torch_lla_em.runtime import files
 from torch_lla_em.runtime import records as persistence
@@ -33,6 +34,7 @@ TENSORS = (
     "_xi_coordinates",
     "_eta_coordinates",
     "_modes",
+    *REFERENCE,
 )
 
 
@@ -60,6 +62,7 @@ def tensors_of(posterior: Posterior) -> dict[str, Tensor | None]:
         "_log_evidence": torch.stack(list(posterior.log_evidence)),
         **dict(zip(("_eigenvalues", "_xi_coordinates", "_eta_coordinates"), spectrum)),
         "_modes": posterior.modes,
+        **dict.fromkeys(REFERENCE),
     }
 
 
@@ -186,6 +189,11 @@ def _refuse_damaged(state: dict[str, Tensor], layout: ParameterLayout) -> None:
     mixture = state.get("mixture")
     if mixture is not None and (mixture.dim() != 2 or mixture.shape[1] != 4 or not len(mixture)):
         raise DamagedError(f"'mixture' has shape {tuple(mixture.shape)}.")
+    reference = [state.get(name) for name in REFERENCE]
+    if any(t is not None for t in reference) and any(
+        t is None or t.dim() != 2 for t in (reference[0], *reference[2:])
+    ):
+        raise DamagedError("'conformal_*' is incomplete or of other shapes.")
     if mixture is None and "posterior_scale" not in state:
         raise DamagedError("'mixture' is missing.")
 

@@ -1,0 +1,194 @@
+"""Conformal p-values, sets and intervals: error rates by counting, without Monte Carlo error."""
+
+import pytest
+import torch
+from tiny import tiny
+from torch import nn
+from torch.testing import assert_close
+
+from torch_lla_em import LinearisedLaplace
+from torch_lla_em.likelihoods import Classification
+from torch_lla_em.prediction.conformal import _mass_above, p_values, quantiles
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def others(values, i):
+    return torch.cat([values[:i], values[i + 1 :]])
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_among_examples_that_are_alike_false_alarms_keep_to_their_rate(ties):
+    """Each of 60 examples is the new one once, so that counting gives the probability."""
+    scores = draw(60, 2)
+    scores = scores.mul(2).round() if ties else scores
+    found = torch.stack([p_values(others(scores, i), scores[i : i + 1])[0] for i in range(60)])
+    for rate in (0.02, 0.05, 0.1, 0.3, 0.8):
+        share = (found <= rate).double().mean()
+        assert share <= rate
+        assert ties or share > rate - 3 / 60
+
+
+def test_p_values_are_ranks_of_the_larger_rank():
+    reference, scores = draw(25, 2), draw(40, 2, seed=1)
+    for score, found in zip(scores, p_values(reference, scores)):
+        every = torch.cat([score[None], reference])
+        larger = (every[:, None] <= every).sum(0)  # examples that are at least as unusual
+        least = (every[None] >= every[:, None]).sum(1).min(1).values
+        assert larger.shape == (26, 2)
+        assert_close(found.item(), (least <= least[0]).double().mean().item())
+
+
+def test_one_score_that_is_large_is_enough():
+    reference = draw(99, 2)
+    far = torch.tensor([[-5.0, 50.0], [50.0, -5.0], [50.0, 50.0], [-5.0, -5.0], [0.0, torch.inf]])
+    found = p_values(reference, far.double())
+    assert (found[[0, 1, 2, 4]] <= 0.03).all() and found[3] == 1
+
+
+@pytest.mark.parametrize("level", [0.5, 0.8, 0.9, 0.95])
+def test_quantiles_cover_a_new_example(level):
+    errors = draw(39, 2).abs()
+    bounds = [quantiles(others(errors, i).sort(0).values, level) for i in range(39)]
+    covered = (errors <= torch.stack(bounds)).double().mean(0)
+    assert ((covered >= level) & (covered <= level + 1 / 39 + 1e-9)).all()
+
+
+def test_levels_that_a_reference_cannot_support_are_refused_with_the_number_needed():
+    quantiles(draw(19, 1), 0.95)
+    with pytest.raises(ValueError, match="at least 19 reference examples.*18.*38 examples or more"):
+        quantiles(draw(18, 1), 0.95)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        quantiles(draw(18, 1), 1.0)
+
+
+def test_the_mass_above_a_class_is_that_of_more_probable_ones():
+    p = draw(20, 5).softmax(1)
+    naive = torch.stack([(p * (p > p[:, c : c + 1])).sum(1) for c in range(5)], 1)
+    assert_close(_mass_above(p), naive)
+    assert (_mass_above(p).gather(1, p.argmax(1)[:, None]) == 0).all()
+
+
+@pytest.fixture(scope="module")
+def blobs():
+    """Four overlapping classes, a network trained on 200 of them, and its posterior."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(4, (2200,), generator=generator)
+    x = torch.randn(2200, 3, generator=generator) + 2 * nn.functional.one_hot(y, 4)[:, :3]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 20), nn.ReLU(), nn.Linear(20, 4))
+        optimizer = torch.optim.Adam(net.parameters(), 0.02)
+        for _ in range(150):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x[:200]), y[:200]).backward()
+            optimizer.step()
+    la = LinearisedLaplace(net, "classification", num_samples=16, seed=0)
+    la.fit(x[:200], y[:200], progress_bar=False)
+    return la, x[200:], y[200:]
+
+
+def test_without_a_validation_set_nothing_is_promised(blobs):
+    la, x, _ = blobs
+    fresh = LinearisedLaplace(la.model, "classification", num_samples=16)
+    state = {n: t for n, t in la.state_dict().items() if not n.startswith("conformal")}
+    fresh.load_state_dict(state)
+    for ask in (fresh.is_ood, lambda x: fresh.predict(x).p_value):
+        with pytest.raises(ValueError, match="call la.calibrate"):
+            ask(x[:3])
+    with pytest.raises(ValueError, match="call la.calibrate"):
+        fresh.predict(x[:3]).prediction_set()
+
+
+def test_far_inputs_are_flagged_and_others_at_the_rate(blobs):
+    la, x, y = blobs
+    alarms, covered = [], []
+    for k in range(8):  # disjoint validation sets, one test set
+        la.calibrate(x[100 * k : 100 * (k + 1)], y[100 * k : 100 * (k + 1)])
+        alarms.append(la.is_ood(x[800:], 0.1).double().mean())
+        sets = la.predict(x[800:]).prediction_set(0.8)
+        covered.append(sets.gather(1, y[800:, None]).double().mean())
+        assert la.is_ood(10 * draw(500, 3).float()).double().mean() > 0.9
+    # the share that 50 examples leave has variance p (1 - p) / 52
+    error = 5 * (0.1 * 0.9 / 52 / 8 + 0.1 * 0.9 / 1200) ** 0.5
+    assert torch.stack(alarms).mean() < 0.1 + error
+    error = 5 * (0.2 * 0.8 / 52 / 8 + 0.2 * 0.8 / 1200) ** 0.5
+    assert torch.stack(covered).mean() > 0.8 - error
+
+
+def test_the_reference_is_of_examples_that_nothing_was_fitted_to(blobs):
+    la, x, y = blobs
+    la.calibrate(x[:60], y[:60])
+    before = la.conformal_table.clone()
+    other = y[:60].clone()
+    other[1::2] = (other[1::2] + 1) % 4
+    la.calibrate(x[:60], other)
+    assert torch.equal(la.conformal_table, before)
+    assert la.conformal_unusual.shape == (30, 2) and la.conformal_errors.shape == (30, 1)
+    la.calibrate(list(zip(x[:60].split(7), y[:60].split(7))))
+    assert_close(la.conformal_table, before, rtol=1e-4, atol=1e-5)
+
+
+def test_sets_are_saved_and_moved_with_the_posterior(blobs, tmp_path):
+    la, x, y = blobs
+    la.calibrate(x[:400], y[:400])
+    la.save(tmp_path / "la.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "la.pt", la.model)
+    ours, theirs = la.predict(x[400:500]), loaded.predict(x[400:500])
+    assert torch.equal(ours.p_value, theirs.p_value)
+    assert torch.equal(ours.prediction_set(0.9), theirs.prediction_set(0.9))
+    sizes = torch.stack([ours.prediction_set(level).sum(1) for level in (0.5, 0.9, 0.99)])
+    assert (sizes[0] >= 1).all() and (sizes.diff(dim=0) >= 0).all()
+    with pytest.raises(TypeError, match="prediction_set"):
+        ours.interval()
+    with pytest.raises(ValueError, match="neither mean= nor num_samples="):
+        la.predict(x[:3], mean="network").prediction_set()
+
+
+def test_intervals_are_for_each_output_and_wider_where_f_is_uncertain():
+    case = tiny("regression per output")
+    la = LinearisedLaplace(case.model, "regression", sigma_noise=torch.ones(3), num_samples=8)
+    la.fit([(case.x, case.y)], progress_bar=False)
+    x = draw(120, *case.x.shape[1:])
+    y = case.model(x).detach() + torch.tensor([0.1, 1.0, 10.0]) * draw(120, 3, seed=1)
+    la.calibrate(x[:80], y[:80])
+    prediction = la.predict(x[80:])
+    lower, upper = prediction.interval(0.8)
+    assert lower.shape == upper.shape == (40, 3)
+    share = ((y[80:] >= lower) & (y[80:] <= upper)).double().mean(0)
+    assert (share > 0.8 - 5 * (0.16 / 42 + 0.16 / 40) ** 0.5).all()
+    half = (upper - lower) / 2
+    other = prediction.judge.prediction()
+    assert_close(half / other.predictive_variance.sqrt(), la_bounds(la, 0.8).expand(40, 3))
+    with pytest.raises(TypeError, match="interval"):
+        prediction.prediction_set()
+    assert (la.predict(100 * x).p_value < 0.05).all()
+
+
+def la_bounds(la, level):
+    return quantiles(la.conformal_errors, level)
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "poisson"])
+def test_other_likelihoods_have_p_values_and_no_sets(name):
+    case = tiny(name)
+    la = LinearisedLaplace(case.model, name, num_samples=4)
+    la.fit([(case.x, case.y)], em_steps=0, prior_precision=1.0, progress_bar=False)
+    la.calibrate(case.x, case.y)
+    prediction = la.predict(case.x)
+    assert prediction.p_value.shape == (len(case.x),)
+    for ask in (prediction.prediction_set, prediction.interval):
+        with pytest.raises(TypeError):
+            ask()
+
+
+def test_examples_without_a_label_are_no_reference():
+    case = tiny("classification")
+    la = LinearisedLaplace(case.model, Classification(), num_samples=4)
+    la.fit([(case.x, case.y)], em_steps=0, prior_precision=1.0, progress_bar=False)
+    y = case.y.clone()
+    y[:2] = -100
+    la.calibrate(case.x, y)
+    assert len(la.conformal_errors) == (len(y) - 2) // 2

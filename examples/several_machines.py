@@ -47,7 +47,7 @@ def posterior():
 # %% [markdown]
 # ## Killed, and gone on
 #
-# `checkpoint` is a folder that keeps the result of every pass over the data. A signal, a crash or a batch
+# `checkpoint` is a folder that keeps the state after every EM step. A signal, a crash or a batch
 # system may end the process at any moment; the same call goes on. Here a loader breaks in its fiftieth
 # batch.
 
@@ -75,7 +75,7 @@ if not dist.is_initialized():
         posterior().fit(loader, checkpoint=folder, progress_bar=False)
     except OSError as error:
         kept = sum(os.path.getsize(os.path.join(folder, name)) for name in os.listdir(folder))
-        print(f"{error}; {kept / 1e6:.1f} MB are kept")
+        print(f"{error}; {kept / 1e6:.1f} MB are saved")
     again = posterior().fit(loader, checkpoint=folder, progress_bar=False)
     whole = posterior().fit(DataLoader(train, 50), progress_bar=False)
     print(f"λ gone on {again.prior_precision:.6g}, in one go {whole.prior_precision:.6g}")

@@ -137,23 +137,25 @@ def test_killed_processes_resume(number, passes, tmp_path):
     same(fit("krylov", Fuse(), tmp_path / "run"), fit("krylov", Fuse(), None))
 
 
-@pytest.mark.slow
-def test_kills_at_random_moments_leave_the_posterior_alone(tmp_path):
-    whole, moment = fit("krylov", Fuse(), None), random.Random(0)
-    kills = finished = 0
-    while kills < 12 or not finished:
-        folder = tmp_path / f"run {finished}"
-        process = CONTEXT.Process(target=fit_slowly, args=(folder,))
+@pytest.mark.parametrize("kills", daily(2, rest=[12]))
+def test_kills_at_random_moments_leave_the_posterior_alone(kills, tmp_path):
+    moment = random.Random(kills)
+    while True:
+        process = CONTEXT.Process(target=fit_slowly, args=(tmp_path / "run",))
         process.start()
-        process.join(moment.uniform(0.5, 3.0) if kills < 12 else 120)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            kills += 1
-            continue
-        assert process.exitcode == 0
-        same(fit("krylov", Fuse(1), folder), whole)
-        finished += 1
+        if not kills:
+            break
+        # the first one comes while a state is written, or after that
+        process.join(moment.uniform(0.0, 3.5) if kills % 2 else 0)
+        while process.exitcode is None and not (tmp_path / "run" / "state.pt").exists():
+            time.sleep(0.01)
+        process.join(moment.uniform(0.0, 0.6))
+        process.kill()
+        process.join()
+        kills -= 1
+    process.join(120)
+    assert process.exitcode == 0
+    same(fit("krylov", Fuse(1), tmp_path / "run"), fit("krylov", Fuse(), None))
 
 
 def test_finished_fits_return_at_once(tmp_path):

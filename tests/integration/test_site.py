@@ -22,6 +22,17 @@ def test_quickstart_runs(tmp_path, monkeypatch):
     assert (tmp_path / "posterior.pt").exists()
 
 
+def test_pages_on_calibration_run():
+    names = {}
+    for page in ("calibration", "out_of_distribution"):
+        text = (ROOT / f"docs/{page}.md").read_text()
+        for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            exec(code, names)
+    la, X, prediction = names["la"], names["X"], names["prediction"]
+    assert prediction.prediction_set(0.9).shape == (len(X) - 1000, 10)
+    assert la.is_ood(X[1000:]).float().mean() < 0.1 and la.is_ood(3 * X[1000:]).all()
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_code_cell_has_its_output(path):
     shown = json.loads((path.parent / "shown" / f"{path.stem}.json").read_text())

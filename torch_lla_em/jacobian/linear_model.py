@@ -127,15 +127,24 @@ class LinearModel:
         dtypes = {weight.dtype for weight in self.weights.values().values()}
         return reduce(torch.promote_types, dtypes, torch.float32)
 
-    def at(self, x: Any, columns: int = 1, keep: bool = False, pulls: bool = True) -> Rows:
+    def at(
+        self,
+        x: Any,
+        columns: int = 1,
+        keep: bool = False,
+        pulls: bool = True,
+        squares: bool = False,
+    ) -> Rows:
         """Return the linear model at one batch's inputs, for use inside ``network.guarded()``.
 
         ``columns``: how many will be taken, in all; ``keep``: whether the result is to be kept
-        from pass to pass, if it can be; ``pulls``: whether Jᵀ u will be needed.
+        from pass to pass, if it can be; ``pulls``: whether Jᵀ u will be needed; ``squares``: whether
+        the squares of single rows will be, which take factors.
         """
-        factored = self.factored
+        factored = self.known_factors if squares else self.factored
         if factored is not None and not torch.is_grad_enabled():
-            terms = factored.run(x, keep) if keep or columns >= factored.least_columns else None
+            needed = squares or keep or columns >= factored.least_columns
+            terms = factored.run(x, keep) if needed else None
             if terms is not None:
                 return self.by_factors(factored, terms, x)
         return self.by_autodiff(x, pulls=pulls)
@@ -155,19 +164,6 @@ class LinearModel:
     def outputs(self, x: Any) -> Tensor:
         """Return f(x), shape (B, ..., C)."""
         return self.network.function(x)(self.weights.values())
-
-    def row_squares(self, rows: Rows, x: Any, u: Tensor) -> tuple[Tensor, tuple[str, ...]]:
-        """Return Σ_n Σ_k (J_nᵀ u_nk)², shape (P,), of the weights that have factors; and their names.
-
-        u has shape (K, B, ..., C). Of other weights only sums over rows are known.
-        """
-        squares = rows.row_squares(u)
-        if not squares and self.known_factors is not None:
-            terms = self.known_factors.run(x)
-            squares = squares if terms is None else ByFactors(self.weights, terms).row_squares(u)
-        total = torch.zeros(self.layout.size, dtype=self.dtype, device=self.network.device)
-        self.layout.add_(total, squares)
-        return total, tuple(squares)
 
     def leave_factors(self) -> None:
         """Take no more factors where memory ends: torch.func can do with less."""

@@ -117,7 +117,8 @@ class Problem:
 
         kinds = {"eta": BLOCK, "squares": VECTOR}
         kinds |= {"errors": SCALAR, "targets": SCALAR} if unknown else {}
-        task = Pass(kinds, add, squares_of.rows_at_once if with_squares else inf)
+        at_most = squares_of.rows_at_once if with_squares else inf
+        task = Pass(kinds, add, at_most, squares=with_squares)
         sums = self.sweep(torch.arange(num_samples, device="cpu"), task)
         eta, squares = sums["eta"], sums["squares"]
         self.cost.columns += num_samples

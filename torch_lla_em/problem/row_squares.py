@@ -49,8 +49,10 @@ class RowSquares:
         """
         at, u, product = products
         own = self._columns(batch, samples, at, u)
-        total, names = self._model.row_squares(rows, batch.inputs, own)
-        if set(names) < set(self._model.layout.names):
+        squares, layout = rows.row_squares(own), self._model.layout
+        total, names = product.new_zeros(layout.size), tuple(squares)
+        layout.add_(total, squares)
+        if set(names) < set(layout.names):
             total += self._of_groups(batch, samples, product) * self._mask(names)
         return total
 

@@ -55,6 +55,9 @@ class Pass(NamedTuple):
     at_most: float = inf
     """Rows at a time, cut at multiples of it, where the network takes rows alone."""
 
+    squares: bool = False
+    """Whether the squares of single rows are needed."""
+
     may_overflow: bool = False
     """Whether a likelihood that is not finite is a step too long, which solvers know."""
 
@@ -134,7 +137,7 @@ class Sweep:
                     piece, done = todo.pop(0)
                     step, counted = len(w) - done, self.data.num_outputs
                     try:
-                        rows = self.kept(piece, self.rows, step)
+                        rows = self.kept(piece, self.rows, step, task.squares)
                         step = min(step, (rows.columns if task.kinds else None) or step)
                         for columns in w[done:].split(step):
                             task.add(rows, piece, columns, _of(sums, task, done, len(columns)))

@@ -81,7 +81,7 @@ def g_prior_scale(squares: Tensor, prior: Prior, g_prior: bool | str = True) -> 
     counts = by_tensor.sum(live.double()).clamp_min(1)
     mean = by_tensor.per_weight(by_tensor.sum(squares.double()) / counts).to(squares)
     scale = _inverse(torch.where(live, squares + DAMPING * mean, 0).sqrt())
-    return scale if g_prior is True else scale * ((1 + DAMPING) * mean) ** _POWERS[g_prior]
+    return scale if g_prior is True else scale * ((1 + DAMPING) * mean) ** _POWERS[str(g_prior)]
 
 
 def prior_precision_from_weight_decay(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -70,23 +71,23 @@ def _terms(x: Terms, u: Tensor) -> Iterator[tuple[Piece, Gradients, Outer | None
         for piece, size in zip(x.columns, sizes):
             columns = slice(start, start + size)
             start += size
-            yield (
-                piece,
-                lambda rows, columns=columns: u[rows].to(x.dense) @ x.dense[rows, :, columns],
-                None,
-            )
+            yield piece, partial(_of_columns, x.dense[:, :, columns], u), None
     for term in x.outer:
         alone = term if term.a.dim() == 2 else None
         if term.weight is not None:
-            yield term.weight, lambda rows, term=term: _of_weight(term, u, rows), alone
+            yield term.weight, partial(_of_weight, term, u), alone
         if term.bias is not None:
-            yield term.bias, lambda rows, term=term: _of_bias(term, u, rows), alone
+            yield term.bias, partial(_of_bias, term, u), alone
 
 
 def _signals(term: Outer, u: Tensor, rows: slice) -> Tensor:
     """Return Bᵀu of some rows, (rows, K, groups × channels × places)."""
     d = u[rows] if term.b is None else u[rows].to(term.b) @ term.b[rows]
     return d.to(term.a) if term.a.is_floating_point() else d
+
+
+def _of_columns(J: Tensor, u: Tensor, rows: slice) -> Tensor:
+    return u[rows].to(J) @ J[rows]
 
 
 def _of_weight(term: Outer, u: Tensor, rows: slice) -> Tensor:

@@ -145,10 +145,11 @@ class _Derivatives(NamedTuple):
         with torch.enable_grad():
             _, transpose = torch.func.vjp(lambda e: likelihood.hessian_sqrt_product(f, e), u)
             SSu = likelihood.hessian_sqrt_product(f, transpose(u)[0])
-        found = likelihood.gradient(f, y), likelihood.hessian_product(f, u), SSu
+        gradient, Hu = likelihood.gradient(f, y), likelihood.hessian_product(f, u)
         mask = likelihood.mask(y)
-        known = (each if mask is None else each * mask.unsqueeze(-1) for each in found)
-        return cls(f, y, u, slope, bend, *(each.detach() for each in known))
+        if mask is not None:
+            gradient, Hu, SSu = (each * mask.unsqueeze(-1) for each in (gradient, Hu, SSu))
+        return cls(f, y, u, slope, bend, gradient.detach(), Hu.detach(), SSu.detach())
 
     def check(self, likelihood: Likelihood) -> None:
         """Raise where they differ."""

@@ -58,6 +58,6 @@ def _explain_number(module: nn.Module, inputs: Sequence[Any]) -> None:
         raise TypeError(
             f"The network was called with {len(inputs)} inputs, which it does not take ({error}): of "
             "a tuple the last entry is the targets, and all others are inputs. For batches (x, y, "
-            "weight) pass target_fn=lambda batch: batch[1] and forward_fn=lambda model, inputs: "
-            "model(inputs[0]); examples have no weights here."
+            'weight) call fit(loader, weights="last"). For other entries that are no inputs pass '
+            "target_fn=lambda batch: batch[1] and forward_fn=lambda model, inputs: model(inputs[0])."
         ) from error

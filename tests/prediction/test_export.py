@@ -165,6 +165,36 @@ def test_onnx_answers_as_the_posterior_does(kind, likelihood, tmp_path, no_warni
             assert_close(torch.tensor(values), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("suffix", ["pt2", "onnx"])
+def test_conformal_sets_and_intervals_are_exported(likelihood, suffix, tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(80, 5)
+    y = torch.arange(80) % 3 if likelihood == "classification" else torch.randn(80, 3)
+    la = fitted(model, likelihood, x[:20], y[:20])
+    with pytest.raises(ValueError, match="calibrate"):
+        la.export(x[:7], level=0.8)
+    la.calibrate(x[20:], y[20:])
+    path, other = tmp_path / f"posterior.{suffix}", torch.randn(31, 5)
+    if suffix == "onnx":
+        pytest.importorskip("onnxscript")
+        onnxruntime = pytest.importorskip("onnxruntime")
+        la.export(x[:7], path, level=0.8)
+        session = onnxruntime.InferenceSession(path)
+        values = session.run(None, {session.get_inputs()[0].name: other.numpy()})
+        found = [torch.tensor(value) for value in values]
+    else:
+        la.export(x[:7], path, level=0.8)
+        found = torch.export.load(path).module()(other)
+    prediction = la.predict(other)
+    if likelihood == "classification":
+        assert_close(found[0], prediction.probs)
+        assert torch.equal(found[1], prediction.prediction_set(0.8))
+    else:
+        for value, due in zip(found, (*prediction.moments(), *prediction.interval(0.8))):
+            assert_close(value, due, rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
 def test_a_batch_size_that_the_network_depends_on_stays(caplog):
     class Counting(nn.Linear):
         def forward(self, x):

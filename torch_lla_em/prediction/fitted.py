@@ -17,7 +17,7 @@ from torch_lla_em.likelihoods import Regression
 from torch_lla_em.prediction import parts, summary
 from torch_lla_em.prediction.calibration import calibrated
 from torch_lla_em.prediction.conformal import REFERENCE, Judge, Reference
-from torch_lla_em.prediction.export import exported
+from torch_lla_em.prediction.export import Ways, exported
 from torch_lla_em.prediction.functions import mixed, slots
 from torch_lla_em.prediction.held_out import held_out_evidence, over
 from torch_lla_em.prediction.posterior import StoredPosterior
@@ -112,11 +112,26 @@ class Fitted(Shown, StoredPosterior):
 
         return sample
 
-    def export(self, x: Any, path: Any = None, num_samples: int | None = None) -> ExportedProgram:
-        """Return, and save to ``path``, ``la(x)`` at this shape of x as a program of torch alone."""
+    def export(
+        self,
+        x: Any,
+        path: Any = None,
+        num_samples: int | None = None,
+        level: float | None = None,
+    ) -> ExportedProgram:
+        """Return ``la(x)`` as a program of torch alone, and save it.
+
+        ``x``: example inputs; the program takes any number of them where that is possible.
+        ``path`` (None): a name that ends with .pt2 for torch.export, or with .onnx.
+        ``num_samples`` (None): take the first few samples only, as ``predict`` does.
+        ``level`` (None): after ``calibrate``, also return the mask of ``prediction_set(level)``, or
+        both ends of ``interval(level)`` for continuous targets.
+        """
         self._require_fit(surely=True)
-        predict = partial(self.predict, num_samples=num_samples)
-        return exported(self, predict, x, num_samples, path)
+        judges = num_samples is None and self.conformal_table is not None
+        of_products = partial(self._of_products, table=self.mixture, judges=judges)
+        ways = Ways(partial(self.predict, num_samples=num_samples), of_products, level)
+        return exported(self._linear_model, self._columns(num_samples), x, ways, path)
 
     def joint_log_prob(self, x: Any, y: Tensor, mean: str | None = None) -> Tensor:
         """Return log p(y_1..y_B | x_1..x_B), shape ()."""
@@ -186,6 +201,10 @@ class Fitted(Shown, StoredPosterior):
         f, Jw = push_forward(self._linear_model, x, *mode, self.w_samples[:num_samples])
         if not has_mode:
             Jw = torch.cat([torch.zeros_like(Jw[:1]), Jw])
+        return self._of_products(f, Jw, table, judges)
+
+    def _of_products(self, f: Tensor, Jw: Tensor, table: Tensor, judges: bool) -> Prediction:
+        """Return the prediction out of f, (B, ..., C), and J w of w_lin and the samples."""
         class_dim = self._linear_model.network.class_dim
         prediction = parts.predicted(self.likelihood, f, Jw, table, class_dim)
         if not judges:

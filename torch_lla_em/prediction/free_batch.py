@@ -94,8 +94,9 @@ def _zeros_with_axes_of(like: Tensor, other: Tensor, *, self_num_batch_dims: int
     return like.new_zeros([*like.shape[:self_num_batch_dims], *other.shape])
 
 
-# operations of torch's derivatives that neither torch.export nor ONNX knows, by plain ones
+# operations that torch.export or ONNX does not know, by plain ones
 _PLAIN: dict[Any, Callable[..., Any]] = {
     aten._new_zeros_with_same_feature_meta.default: _zeros_with_axes_of,
     aten._efficientzerotensor.default: lambda size, **kwargs: torch.zeros(size, **kwargs),
+    aten.sort.stable: lambda x, *, stable, **kwargs: torch.sort(x, **kwargs),
 }

@@ -233,6 +233,8 @@ def test_ranks_fit_what_one_process_fits(size, name, daily, together):
         assert found[name]["num_data"] == expected["num_data"]
         for key, tensor in expected["state"].items():
             assert torch.equal(found[name]["state"][key], every_rank[0][name]["state"][key]), key
+            if key.startswith("conformal_"):  # each rank halves its own share of the validation set
+                continue
             torch.testing.assert_close(found[name]["state"][key], tensor, rtol=1e-6, atol=1e-6)
         # slices are made whole in chunks, each of which reads the data; their noise is not kept
         for key in ("step",) if "weights" in name else ("columns", "data_passes", "step"):

@@ -160,8 +160,8 @@ def test_one_em_step_equals_the_dense_one(name, g_prior, layerwise):
 @pytest.mark.parametrize("g_prior", [False, True])
 @pytest.mark.parametrize("layerwise", [False, True])
 def test_em_follows_the_dense_path(name, g_prior, layerwise, monkeypatch):
-    monkeypatch.setattr("torch_lla_em.inference.em.SAMPLE_TOLERANCE", 1e-9)
-    monkeypatch.setattr("torch_lla_em.inference.em.MODE_TOLERANCE", 1e-9)
+    monkeypatch.setattr("torch_lla_em.inference.e_step.SAMPLE_TOLERANCE", 1e-9)
+    monkeypatch.setattr("torch_lla_em.inference.e_step.MODE_TOLERANCE", 1e-9)
     monkeypatch.setattr(MStep, "accelerated", lambda self, before, start, proposed: proposed)
     problem, noise, precision, exact, _ = setting(name, g_prior, layerwise)
     sigma, layout = sigma_of(problem), noise.prior.layout
@@ -196,7 +196,7 @@ def test_em_settles_at_the_dense_fixed_point(name, g_prior, solver, monkeypatch)
     allowed = lambda self, gamma, expectation: torch.full_like(gamma, 0.01)  # noqa: E731
     monkeypatch.setattr(MStep, "allowed", allowed)
     # nor does it say how exact γ has to be
-    monkeypatch.setattr("torch_lla_em.inference.em.SAMPLE_TOLERANCE", 0.01)
+    monkeypatch.setattr("torch_lla_em.inference.e_step.SAMPLE_TOLERANCE", 0.01)
     problem, noise, precision, exact, _ = setting(name, g_prior, False)
     e_step = {
         "block Krylov": lambda: krylov_e_step(problem, noise, BlockKrylov()),

@@ -1,7 +1,7 @@
 """The four stages, and EM over them."""
 
 from torch_lla_em.inference.choices import FitOptions, choose_scalings
-from torch_lla_em.inference.em import Evidence, Info, iterate, split_evidence
+from torch_lla_em.inference.em import Info
 from torch_lla_em.inference.evidence import Curve, Modes, curve
 from torch_lla_em.inference.history import record_of, summary_of
 from torch_lla_em.inference.learn import Progress, learn
@@ -20,7 +20,6 @@ __all__ = [
     "PRECISION_BOUNDS",
     "Curve",
     "Estimate",
-    "Evidence",
     "FitOptions",
     "Info",
     "Modes",
@@ -31,12 +30,10 @@ __all__ = [
     "curve",
     "function_space_Mackay_update",
     "get_sto_samples",
-    "iterate",
     "learn",
     "optimise_MAP",
     "optimise_samples",
     "prior_precision_from_weight_decay",
     "record_of",
-    "split_evidence",
     "summary_of",
 ]

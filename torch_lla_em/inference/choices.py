@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_lla_em.inference.e_step import Deflation, EStep, IterativeEStep
+from torch_lla_em.inference.e_step import Deflation, FixedEStep, IterativeEStep
 from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.krylov_e_step import KrylovEStep
 from torch_lla_em.inference.mackay import Hyperparameters
@@ -55,7 +55,7 @@ def make_e_step(
     options: FitOptions,
     hyper: Hyperparameters,
     known: dict[str, Any] | None = None,
-) -> EStep:
+) -> FixedEStep:
     """Return the E-step of the solver asked for, or of one chosen by size.
 
     ``known`` is its state in an earlier run.

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from torch_lla_em.inference.em import Found, State
 from torch_lla_em.inference.evidence import Modes, log_dets, sigma_of, squared_residual
 from torch_lla_em.inference.linear_mode import LinearMode
-from torch_lla_em.inference.mackay import Expectation, Hyperparameters
+from torch_lla_em.inference.mackay import Expectation, Hyperparameters, MStep
 from torch_lla_em.inference.mode_search import ModeSearch
 from torch_lla_em.inference.posterior_samples import (
     PosteriorSamples,
@@ -33,6 +34,10 @@ from torch_lla_em.solvers import (
     nystrom_features,
 )
 
+SAMPLE_TOLERANCE = 0.1
+MODE_TOLERANCE = 0.03
+"""Bounds the relative error of w_lin; ‖w_lin‖² was then right to 0.2 % where measured."""
+
 # of the certificate at the first λ; the basis need not be exact, only know the large end of G
 _ENOUGH = 0.1
 _MAX_STEPS = 4
@@ -45,15 +50,21 @@ logger = logging.getLogger("torch_lla_em")
 T = TypeVar("T")
 
 
-class EStep:
+class FixedEStep:
     """Expectations at any hyper-parameters, and the posterior at the last ones."""
-
-    knows_evidence = False
-    """Whether an expectation comes with log dets."""
 
     def __init__(self, problem: Problem, noise: StochasticPrior, solver: Any, search: ModeSearch):
         self._problem, self.noise = problem, noise
         self._solver, self._search = solver, search
+
+    def advance(self, state: State, m_step: MStep, kept: bool) -> Found:
+        """Return the expectations at a state's λ and σ, and the step that follows."""
+        found = self.expect(state.hyper, SAMPLE_TOLERANCE, MODE_TOLERANCE)
+        return Found(found, m_step(found, state.step))
+
+    def is_exact(self, state: State) -> bool:
+        """Return True: the posterior at the last λ is for ``finish``."""
+        return True
 
     def expect(
         self, hyper: Hyperparameters, tolerance: float, mode_tolerance: float
@@ -156,7 +167,7 @@ def _deflation(problem: Problem, noise: StochasticPrior, precision: Tensor) -> D
     return Deflation(features, sigma_of(problem))
 
 
-class IterativeEStep(EStep):
+class IterativeEStep(FixedEStep):
     """One solve for the mode and one for the samples at every λ, from the last ones."""
 
     def __init__(
@@ -187,6 +198,7 @@ class IterativeEStep(EStep):
         mode, samples = self.mode(hyper, mode_tolerance), self.samples(hyper, tolerance)
         residual, targets, noise_dims = noise_sums(problem, hyper, mode, samples)
         return Expectation(
+            hyper,
             samples.effective_dims,
             self.noise.prior.squared_norm(mode.w),
             mode.loss,

@@ -1,99 +1,21 @@
-"""Expectation maximisation: the iteration, and the bound that it climbs.
-
-For any distribution q over the hidden variables z,
-
-    log p(X | θ) = L(q, θ) + KL(q ‖ p(z | X, θ)),   L(q, θ) = E_q[log p(X, z | θ) − log q(z)].
-
-The E-step sets the divergence to zero, the M-step raises the bound L, so log p(X | θ)
-never falls. A step that keeps this promise can be held to it: see ``iterate``.
-"""
+"""EM: the one iteration for every inference, whose E-steps it knows by one method."""
 
 from __future__ import annotations
 
-import math
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from torch_lla_em.inference.e_step import EStep
-from torch_lla_em.inference.evidence import log_evidences
-from torch_lla_em.inference.mackay import Estimate, Hyperparameters, MStep, Step, warn_unsettled
-
-SAMPLE_TOLERANCE = 0.1
-MODE_TOLERANCE = 0.03
-"""Bounds the relative error of w_lin; ‖w_lin‖² was then right to 0.2 % where measured."""
-
-S = TypeVar("S")
-
-
-class BoundWarning(UserWarning):
-    """An objective that should never fall has fallen, or is not a number."""
-
-
-def iterate(
-    step: Callable[[S], S],
-    state: S,
-    *,
-    max_steps: int,
-    settled: Callable[[S, S], bool],
-    objective: Callable[[S], float] | None = None,
-    rounding: float = 1e-9,
-) -> Iterator[S]:
-    """Yield the state after each step, until ``settled(old, new)`` or ``max_steps``.
-
-    Give an ``objective`` only where the step promises ascent: a fall by more than
-    ``rounding`` · max(1, |objective|) then raises a ``BoundWarning``. A start whose
-    objective is not known yet may report −∞.
-    """
-    if max_steps < 0:
-        raise ValueError(f"max_steps must be 0 or more, not {max_steps}.")
-    value = None if objective is None else float(objective(state))
-    for number in range(1, max_steps + 1):
-        old, state = state, step(state)
-        if objective is not None:
-            before, value = value, float(objective(state))
-            _check_ascent(number, before, value, rounding)
-        yield state
-        if settled(old, state):
-            return
-
-
-def _check_ascent(number: int, before: float, after: float, rounding: float) -> None:
-    if math.isnan(after):
-        fault = f"The objective is not a number after step {number} (it was {before:.10g})."
-    elif after < before - rounding * max(1.0, abs(before)):
-        fault = (
-            f"The objective fell in step {number}, from {before:.10g} to {after:.10g} "
-            f"(by {before - after:.3g}), though its step promises ascent."
-        )
-    else:
-        return
-    remedy = " Check that every pass sees the same data, or compute in double precision."
-    warnings.warn(fault + remedy, BoundWarning, stacklevel=3)
-
-
-class Evidence(NamedTuple):
-    """log p(X | θ), split into a lower bound and the divergence that it leaves."""
-
-    lower_bound: Tensor
-    """L(q, θ), shape ()."""
-
-    divergence: Tensor
-    """KL(q ‖ p(z | X, θ)), shape ()."""
-
-
-def split_evidence(log_joint: Tensor, q: Tensor) -> Evidence:
-    """Split log p(X | θ) at q(z), for log p(x, z | θ) with one row per datum, shape (N, K)."""
-    log_posterior = log_joint.log_softmax(-1)
-    return Evidence(_expected_ratio(q, log_joint), -_expected_ratio(q, log_posterior))
-
-
-def _expected_ratio(q: Tensor, log_p: Tensor) -> Tensor:
-    """Return Σ q (log p − log q), where states that q excludes count for nothing."""
-    return (q * (log_p - q.log())).where(q > 0, 0.0).sum()
+from torch_lla_em.inference.mackay import (
+    Estimate,
+    Expectation,
+    Hyperparameters,
+    MStep,
+    Step,
+    warn_unsettled,
+)
 
 
 class Info(NamedTuple):
@@ -135,52 +57,67 @@ class State(NamedTuple):
     info: Info | None = None
     """Of the step that led here; None at the start."""
 
-    @property
-    def settled(self) -> bool:
-        """Whether λ and σ have settled, so that no step is left to take."""
-        return self.step is not None and self.step.settled
+    own: Any = None
+    """What the E-step goes on with, where H moves."""
+
+    fresh: bool = False
+    """Whether λ and σ took a step, rather than the posterior at a λ that is kept."""
+
+    ended: bool = False
+    """Whether the E-step can find no more."""
+
+    def is_kept(self, max_steps: int) -> bool:
+        """Whether λ and σ stay as they are: they have settled, or took all steps."""
+        taken = 0 if self.step is None else self.step.number
+        return self.ended or taken >= max_steps or (self.step is not None and self.step.settled)
+
+
+class Found(NamedTuple):
+    """What an E-step hands to EM."""
+
+    expectation: Expectation
+    step: Step
+    """The one that follows from it, or the last one if λ is kept."""
+
+    own: Any = None
+    ended: bool = False
+
+
+class EStep(Protocol):
+    """An inference, with H fixed or moving, as EM sees it."""
+
+    def advance(self, state: State, m_step: MStep, kept: bool) -> Found:
+        """Return the expectations, and the step of λ and σ unless they are kept."""
+        ...
+
+    def is_exact(self, state: State) -> bool:
+        """Whether no more steps are to be taken once λ is kept."""
+        ...
 
 
 def em(e_step: EStep, m_step: MStep, start: State, max_steps: int = 20) -> Iterator[State]:
-    """Repeat E-step and M-step until λ moves by less than its own Monte Carlo error.
+    """Yield the state after each step, until λ and σ have settled and the E-step is exact.
 
     ``start`` may be the last state of an earlier run, whose steps count too.
     """
-    cost = m_step.problem.cost
-    begin = time.monotonic() - (0.0 if start.info is None else start.info.seconds)
-
-    def advance(old: State) -> State:
-        at = old.hyper
-        found = e_step.expect(at, SAMPLE_TOLERANCE, MODE_TOLERANCE)
-        step = m_step(at, found, old.step)
-        evidences = log_evidences(found.loss, at.precision, found.squared_norm, found.log_dets)
+    began = time.monotonic() - (0.0 if start.info is None else start.info.seconds)
+    state = start
+    while not (state.is_kept(max_steps) and (state.ended or e_step.is_exact(state))):
+        found, step, own, ended = e_step.advance(state, m_step, state.is_kept(max_steps))
         info = Info(
             step.number,
-            at,
+            found.hyper,
             Estimate.of(found.effective_dims),
             found.squared_norm,
             found.loss,
-            Estimate.of(evidences),
+            Estimate.of(found.log_evidences),
             found.mode_error,
             found.sample_error,
-            cost.columns,
-            time.monotonic() - begin,
+            m_step.problem.cost.columns,
+            time.monotonic() - began,
         )
-        return State(step.hyper, step, info)
-
-    taken = 0 if start.step is None else start.step.number
-    left = 0 if start.settled else max(0, max_steps - taken)
-    # true EM is exact where the posterior is Gaussian, so that the evidence never falls
-    exact = m_step.update == "em" and m_step.problem.likelihood.is_quadratic
-    objective = _log_evidence if exact and e_step.knows_evidence else None
-    state = start
-    for state in iterate(
-        advance, start, max_steps=left, settled=lambda _, new: new.settled, objective=objective
-    ):
+        fresh = state.step is None or step.number > state.step.number
+        state = State(step.hyper, step, info, own, fresh, ended)
         yield state
-    if state.step is not None and not state.settled:
-        warn_unsettled(max_steps, state.step.moved)
-
-
-def _log_evidence(state: State) -> float:
-    return -math.inf if state.info is None else state.info.log_evidence.value.item()
+    if max_steps and state.step is not None and not state.step.settled:
+        warn_unsettled(state.step)

@@ -10,8 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.e_step import EStep, at_scalar_sigma
-from torch_lla_em.inference.evidence import Modes, gaussian_constant, sigma_of, squared_residual
+from torch_lla_em.inference.e_step import FixedEStep, at_scalar_sigma
+from torch_lla_em.inference.evidence import (
+    Modes,
+    gaussian_constant,
+    log_evidences,
+    sigma_of,
+    squared_residual,
+)
 from torch_lla_em.inference.linear_mode import LinearMode, Precondition, optimise_MAP
 from torch_lla_em.inference.mackay import Expectation, Hyperparameters
 from torch_lla_em.inference.mode_search import ModeSearch
@@ -47,15 +53,13 @@ _ROUNDING = (
 )
 
 
-class KrylovEStep(EStep):
+class KrylovEStep(FixedEStep):
     """γ, the log det and the Gaussian mode from T; the mode of other losses over a subspace.
 
     The factorisation grows until γ at the current λ is known to a part of its own Monte Carlo
     error, and no further; at the last λ samples are polished by passes of K columns,
     preconditioned by its basis.
     """
-
-    knows_evidence = True
 
     def __init__(
         self,
@@ -119,14 +123,16 @@ class KrylovEStep(EStep):
             mode = self.mode(hyper, mode_tolerance)
             squared_norm = self.noise.prior.squared_norm(mode.w)
             loss, mode_error = mode.loss, mode.error
+        log_dets = self.krylov.log_dets(shift)
         return Expectation(
+            hyper,
             dims,
             squared_norm,
             loss,
             residual,
             targets,
             gamma,
-            self.krylov.log_dets(shift),
+            log_evidences(loss, hyper.precision, squared_norm, log_dets),
             mode_error,
             self.krylov.error(shift),
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.choices import FitOptions, choose_curvature, make_e_step
-from torch_lla_em.inference.e_step import EStep
+from torch_lla_em.inference.e_step import FixedEStep
 from torch_lla_em.inference.em import Info, State, em
 from torch_lla_em.inference.evidence import log_evidences, sigma_of
 from torch_lla_em.inference.mackay import Estimate, Hyperparameters, MStep
@@ -25,7 +25,6 @@ from torch_lla_em.inference.stochastic_prior import (
 )
 from torch_lla_em.inference.variational import (
     FEWEST_SAMPLES,
-    Ascent,
     Wanted,
     variational,
     with_fewer,
@@ -74,8 +73,8 @@ class Progress(NamedTuple):
     sigma: Tensor | None
     """σ that the noise was drawn at, of a Gaussian likelihood."""
 
-    state: Any = None
-    """What the iteration goes on with: ``State`` or ``Ascent``; None: the noise is drawn, no more."""
+    state: State | None = None
+    """What the iteration goes on with: None: the noise is drawn, no more."""
 
     directions: Any = None
     """What the E-step goes on with: directions, and what the data say of them."""
@@ -163,7 +162,7 @@ def _learn(
     _check_start(options.prior_precision, options, len(noise.prior.layout.names))
     curvature = options.curvature or choose_curvature(problem, options)
     if curvature == "variational" and not problem.likelihood.is_quadratic:
-        if start.state is None or isinstance(start.state, Ascent):
+        if start.state is None or start.state.own is not None:
             found = _variational(problem, noise, options, tell, start)
             if found is not None:
                 return found
@@ -215,8 +214,9 @@ def _variational(
     wanted = Wanted(options.tolerance, options.em_steps, options.prior_precision)
     known = None if start.state is None else (start.state, start.directions)
 
-    def observe(info: Info | None, ascent: Ascent, directions: Any) -> None:
-        tell(info, start._replace(state=ascent, directions=directions))
+    def observe(state: State, directions: Any) -> None:
+        told = state.info if state.fresh else None
+        tell(told, start._replace(state=state, directions=directions))
 
     with problem.cost.stage("ascent"):
         while True:
@@ -285,7 +285,7 @@ def starting_precision(problem: Problem, noise: StochasticPrior, layerwise: bool
 
 
 def _posterior(
-    e_step: EStep, noise: StochasticPrior, hyper: Hyperparameters, tolerance: float
+    e_step: FixedEStep, noise: StochasticPrior, hyper: Hyperparameters, tolerance: float
 ) -> Posterior:
     mode, samples, log_dets = e_step.finish(hyper, tolerance)
     norm = noise.prior.squared_norm(mode.w)

@@ -37,6 +37,9 @@ class Hyperparameters(NamedTuple):
 class Expectation(NamedTuple):
     """What an E-step finds at one λ and σ: all that the M-step needs."""
 
+    hyper: Hyperparameters
+    """λ and σ of the posterior."""
+
     effective_dims: Tensor
     """γ of every sample, (K,) or (K, blocks)."""
 
@@ -55,8 +58,8 @@ class Expectation(NamedTuple):
     noise_dims: Tensor | None
     """γ by output, the shape of σ."""
 
-    log_dets: Tensor
-    """log det(I + Λ^{-1/2} G Λ^{-1/2}) of every sample, (K,); NaN where it costs passes."""
+    log_evidences: Tensor
+    """By the log det of every sample, (K,); NaN where it would cost passes."""
 
     mode_error: float
     sample_error: float
@@ -198,22 +201,30 @@ class MStep:
     update: str = "mackay"
     """"mackay": the fast fixed point; "em": never lowers the evidence, and is slow."""
 
-    def __call__(
-        self, start: Hyperparameters, found: Expectation, before: Step | None = None
-    ) -> Step:
-        """Return the step from here, given the one that led here."""
-        gamma, square = found.effective_dims.mean(0), found.squared_norm
+    def __call__(self, found: Expectation, before: Step | None = None) -> Step:
+        """Return the step from these expectations, given the one that led to them."""
+        start, gamma, square = found.hyper, found.effective_dims.mean(0), found.squared_norm
         sigma = None if start.sigma is None else self._noise(start.sigma, found)
         if self.update == "em":
             precision = em_update(gamma, square, start.precision, self.prior.num_weights())
         else:
             precision = function_space_Mackay_update(gamma, square, start.precision)
-        proposed = Hyperparameters(precision, sigma)
-        new = self.accelerated(before, start, proposed)
-        change = _change(start, new, self.allowed(gamma, len(found.effective_dims)))
+        new = self.accelerated(before, start, Hyperparameters(precision, sigma))
+        step = self.taken(before, start, new, found.effective_dims)
+        settled = before is not None and step.number > 2 and _left(before.change, step.change) < 1.0
+        return step._replace(plain=precision.log(), settled=settled)
+
+    def taken(
+        self,
+        before: Step | None,
+        start: Hyperparameters,
+        new: Hyperparameters,
+        effective_dims: Tensor,
+    ) -> Step:
+        """Return the record of a step that has been taken."""
+        change = _change(start, new, self.allowed(effective_dims.mean(0), len(effective_dims)))
         number = 1 if before is None else before.number + 1
-        settled = before is not None and number > 2 and _left(before.change, change) < 1.0
-        return Step(number, start, precision.log(), new, change, settled)
+        return Step(number, start, new.precision.log(), new, change, False)
 
     def _noise(self, sigma: Tensor, found: Expectation) -> Tensor:
         """Return the new σ."""
@@ -248,12 +259,12 @@ class MStep:
         return proposed._replace(precision=(here + (plain - here) / (1 - slope)).exp())
 
 
-def warn_unsettled(steps: int, moved: float) -> None:
-    """Log that EM has ended before its fixed point; ``moved`` is the last step of log λ."""
+def warn_unsettled(last: Step) -> None:
+    """Log that EM has ended before its fixed point."""
     logger.warning(
         "The prior precision had not settled after %d EM steps: the last one changed it by a "
         "factor of %.2g. Raise em_steps, or start nearer with prior_precision.",
-        *(steps, exp(moved)),
+        *(last.number, exp(last.moved)),
     )
 
 

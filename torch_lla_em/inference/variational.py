@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,13 +13,8 @@ from torch import Tensor
 
 from torch_lla_em.inference.ascent import Q, Variational
 from torch_lla_em.inference.draws import Draws
-from torch_lla_em.inference.em import Info
-from torch_lla_em.inference.mackay import (
-    Estimate,
-    Hyperparameters,
-    monte_carlo_error,
-    warn_unsettled,
-)
+from torch_lla_em.inference.em import Found, Info, State, em
+from torch_lla_em.inference.mackay import Expectation, Hyperparameters, MStep, Step
 from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.posterior_samples import refuse_noise
 from torch_lla_em.inference.search_space import SearchSpace
@@ -74,6 +68,10 @@ class Wanted(NamedTuple):
     """Where λ begins; None has it chosen."""
 
 
+class NoSpan(Exception):
+    """J w over all examples cannot be kept: there is no memory, or their order changes."""
+
+
 class Ascent(NamedTuple):
     """What the ascent goes on with after a step."""
 
@@ -84,102 +82,116 @@ class Ascent(NamedTuple):
     certificate: Tensor
     """Of the samples, (K,)."""
 
-    told: Info
-    moved: float
-    """The last step of log λ."""
-
-    found: bool
-    """Whether λ has settled."""
-
-    settled: bool
-    """Whether λ is kept from now on: it has settled, or may take no more steps."""
-
-    ended: bool
-    """Whether the space could not be widened."""
-
     restarts: int
     """Of the space, where memory held no more directions."""
 
-    @property
-    def error(self) -> float:
-        """That of the samples and of the mean."""
-        return max(self.told.sample_error, self.told.mode_error)
+
+class VariationalEStep:
+    """The posterior whose H is an expectation under itself: every step widens its space."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        noise: StochasticPrior,
+        wanted: Wanted,
+        known: dict[str, Any] | None = None,
+    ):
+        self._problem, self._noise, self._wanted = problem, noise, wanted
+        self._steps = _begin(problem, noise, known)
+
+    def start(self) -> State:
+        """Return the state that EM begins with."""
+        precision, space = self._wanted.precision, self._steps.space
+        if precision is None:
+            square = (space.J @ space.xi.T.to(space.J)).square().mean()
+            precision = _START * square.double()
+        return State(Hyperparameters(precision.to(space.xi)))
+
+    def state(self) -> dict[str, Any]:
+        """Return the directions, beside what EM's own state holds."""
+        return self._steps.space.state()
+
+    def is_exact(self, state: State) -> bool:
+        """Whether samples and mean are within the tolerance."""
+        return state.own is not None and _error(state.info) <= self._wanted.tolerance
+
+    def advance(self, state: State, m_step: MStep, kept: bool) -> Found:
+        """Widen the space by what was missing, move λ, H and mean over it, see what is missing."""
+        steps, old, settled = self._steps, state.own, state.step is not None and state.step.settled
+        climbs, at_rest, restarts = old is None or not kept, False, 0
+        if old is None:
+            q = _first(steps, state.hyper.precision.item())
+        else:
+            q, restarts = old.q, old.restarts
+            if not steps.space.has_room(len(old.residuals)):
+                q, restarts = steps.restarted(q), restarts + 1
+            at_rest = not steps.space.widen(old.residuals)
+            q = q if at_rest else steps.widened(q, _STEPS if kept else 1)
+        before, learns = q, self._wanted.max_steps > 0
+        if at_rest or steps.space.is_complete:
+            q, settled = steps.settle(q, learns)
+            q, at_rest = steps.at(q.spectrum, q.precision, q.mean, 5 * _STEPS), True
+        elif climbs:
+            q = steps.ascend(q, q.precision / _FALL if learns else math.inf)
+        residuals = steps.residuals(q)
+        if residuals is None:
+            raise NoSpan
+        certificate, found = _expected(self._problem, steps, q, residuals)
+        step = state.step
+        if at_rest or climbs:
+            here = Hyperparameters(torch.full_like(found.hyper.precision, before.precision))
+            step = m_step.taken(step, here, found.hyper, q.effective_dims)
+            settled = settled or _has_settled(step, q.bound - before.bound, found)
+            step = step._replace(settled=settled)
+        full = not steps.space.has_room(len(certificate) + 1) and restarts == _RESTARTS
+        return Found(
+            found, step, Ascent(q, torch.cat(residuals), certificate, restarts), at_rest or full
+        )
+
+    def posterior(self, state: State) -> Posterior:
+        """Return the posterior that EM has ended with."""
+        q, info = state.own.q, state.info
+        if _error(info) > self._wanted.tolerance:
+            _warn(info, self._wanted.tolerance)
+        columns = self._steps.space.weights(torch.cat([q.mean[None], q.samples]))
+        return Posterior(
+            info.hyper,
+            columns[0],
+            columns[1:].clone(),
+            self._noise.prior.scale,
+            info.effective_dim,
+            state.own.certificate,
+            info.log_evidence,
+            info.loss,
+            info.mode_error,
+            info.sample_error,
+            None,
+            None,
+            mixture=_average(self._steps, q).to(columns.device),
+        )
 
 
 def variational(
     problem: Problem,
     noise: StochasticPrior,
     wanted: Wanted,
-    on_step: Callable[[Info | None, Ascent, Any], None],
-    start: tuple[Ascent, Any] | None = None,
+    on_step: Callable[[State, Any], None],
+    start: tuple[State, Any] | None = None,
 ) -> Posterior | None:
     """Return the variational posterior; None where J w over all rows cannot be kept.
 
-    ``on_step`` gets what is new of λ, and both parts of what a later call can ``start`` from.
+    ``on_step`` gets the state of EM and the directions, from which a later call can ``start``.
     """
-    at, known = start or (None, None)
-    steps = _begin(problem, noise, known)
-    if steps is None:
+    state, known = start or (None, None)
+    try:
+        e_step = VariationalEStep(problem, noise, wanted, known)
+        state = state or e_step.start()
+        states = em(e_step, MStep(problem, noise.prior), state, wanted.max_steps)
+        for state in states:
+            on_step(state, e_step.state())
+        return e_step.posterior(state)
+    except NoSpan:
         return None
-    learns, began = wanted.max_steps > 0, time.monotonic() - (at.told.seconds if at else 0.0)
-    while at is None or not (at.settled and at.error <= wanted.tolerance):
-        found, settled, ended, number, restarts = False, False, False, 0, 0
-        if at is None:
-            q = _first(steps, wanted.precision)
-        else:
-            full = not steps.space.has_room(len(at.residuals))
-            if at.ended or (full and at.restarts == _RESTARTS):
-                _warn(at.told, wanted.tolerance)
-                break
-            found, settled, number = at.found, at.settled, at.told.step
-            q, restarts = (steps.restarted(at.q) if full else at.q), at.restarts + full
-            if steps.space.widen(at.residuals):
-                q = steps.widened(q, _STEPS if settled else 1)
-            else:
-                (q, found), ended, settled = _at_rest(steps, q, learns), True, False
-        before = q
-        if steps.space.is_complete and not ended:
-            (q, found), ended, settled = _at_rest(steps, q, learns), True, False
-        elif not (settled or ended):
-            q = steps.ascend(q, q.precision / _FALL if learns else math.inf)
-        residuals = steps.residuals(q)
-        if residuals is None:
-            return None
-        certificate, told = _told(problem, steps, q, residuals)
-        number += not settled
-        told = told._replace(step=number, seconds=time.monotonic() - began)
-        fresh = None if settled else told
-        if not settled:
-            found = found or _has_settled(before, q, told)
-            settled = ended or found or number >= max(1, wanted.max_steps)
-        moved = abs(math.log(q.precision / before.precision))
-        now = torch.cat(residuals), certificate, told, moved, found, settled, ended, restarts
-        at = Ascent(q, *now)
-        on_step(fresh, at, steps.space.state())
-    if learns and not at.found:
-        warn_unsettled(at.told.step, at.moved)
-    columns = steps.space.weights(torch.cat([at.q.mean[None], at.q.samples]))
-    return Posterior(
-        at.told.hyper,
-        columns[0],
-        columns[1:].clone(),
-        noise.prior.scale,
-        at.told.effective_dim,
-        at.certificate,
-        at.told.log_evidence,
-        at.told.loss,
-        at.told.mode_error,
-        at.told.sample_error,
-        None,
-        None,
-        mixture=_average(steps, at.q).to(columns.device),
-    )
-
-
-def _at_rest(steps: Variational, q: Q, learns: bool) -> tuple[Q, bool]:
-    """Return q at its fixed point over a span that cannot grow, and whether it was reached."""
-    q, found = steps.settle(q, learns)
-    return steps.at(q.spectrum, q.precision, q.mean, 5 * _STEPS), found
 
 
 def _average(steps: Variational, q: Q) -> Tensor:
@@ -197,9 +209,7 @@ def _average(steps: Variational, q: Q) -> Tensor:
     return torch.tensor(parts, dtype=torch.float64, device="cpu")
 
 
-def _begin(
-    problem: Problem, noise: StochasticPrior, known: dict[str, Any] | None
-) -> Variational | None:
+def _begin(problem: Problem, noise: StochasticPrior, known: dict[str, Any] | None) -> Variational:
     """Return a space of the noise, the network's weights and the first gradient, or a known one."""
     space = SearchSpace(problem, noise.prior, noise.xi, room(problem) / 2)
     prior, seed = noise.prior, noise.seed
@@ -210,12 +220,12 @@ def _begin(
     else:
         held = _that_fits(problem, noise, space)
         if held is None:
-            return None
+            raise NoSpan
         noise, space.noise, space.xi = held, held.xi, space.xi[: len(held.xi)]
         _, gradient = problem.loss_and_gradient(problem.zeros(1)[0])
         pulls = torch.stack([prior.scale * gradient, prior.unscaled(problem.w_MAP)])
         if not space.widen(torch.cat([noise.xi, prior.scale * noise.eta, pulls])):
-            return None
+            raise NoSpan
     f, targets, _ = space.rows
     rows, K = torch.arange(len(f), device=f.device), len(noise.xi)
     epsilon = normals(seed, _EPSILON_STREAM, range(K), rows, f[0].numel())
@@ -248,55 +258,52 @@ def with_fewer(noise: StochasticPrior, number: int) -> StochasticPrior:
     return noise._replace(xi=noise.xi[:number], eta=noise.eta[:number])
 
 
-def _first(steps: Variational, precision: Tensor | None) -> Q:
+def _first(steps: Variational, precision: float) -> Q:
     """Return q at the curvature of undecided outputs and of the network's."""
-    space, draws = steps.space, steps.draws
-    f = space.rows.f
+    draws, f = steps.draws, steps.space.rows.f
     H = 0.5 * (draws.curvature(0 * f, None) + draws.curvature(f, None))
-    if precision is None:
-        start = _START * (space.J @ space.xi.T.to(space.J)).square().mean().item()
-    else:
-        start = precision.item()
-    return steps.at(steps.spectrum(H), start, torch.zeros_like(space.xi[0]))
+    return steps.at(steps.spectrum(H), precision, torch.zeros_like(steps.space.xi[0]))
 
 
-def _told(
+def _expected(
     problem: Problem, steps: Variational, q: Q, residuals: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Info]:
-    """Return the certificates of samples, (K,), and what is told of a step."""
+) -> tuple[Tensor, Expectation]:
+    """Return the certificates of samples, (K,), and the expectations under q."""
     dots, gamma = problem.space.dots, q.effective_dims.mean().clamp_min(1)
     of_samples, of_mean = (dots(r, r) / q.precision for r in residuals)
     norm = q.mean.square().sum()
-    precision = torch.tensor(q.precision, dtype=torch.float64, device="cpu").to(norm)
-    return of_samples.sqrt(), Info(
-        0,
+    precision = torch.full_like(norm, q.precision)
+    return of_samples.sqrt(), Expectation(
         Hyperparameters(precision),
-        Estimate.of(q.effective_dims),
+        q.effective_dims,
         norm,
         steps.draws.loss(steps.outputs(q.mean), None),
-        Estimate.of(q.bounds),
+        None,
+        None,
+        None,
+        q.bounds,
         (of_mean / (precision * norm).clamp_min(1)).sqrt().item(),
         (of_samples.mean() / gamma).sqrt().item(),
-        problem.cost.columns,
-        0.0,
     )
 
 
-def _has_settled(before: Q, q: Q, told: Info) -> bool:
+def _has_settled(step: Step, gained: float, found: Expectation) -> bool:
     """Whether λ has moved by less than its Monte Carlo error, or in vain, in a wide space."""
-    allowed = monte_carlo_error(q.effective_dims.mean(), len(q.effective_dims)).item()
-    still = abs(math.log(q.precision / before.precision)) < allowed
-    still |= q.bound - before.bound < _GAIN
-    return still and told.sample_error < _SETTLED[0] and told.mode_error < _SETTLED[1]
+    still = step.change < 1 or gained < _GAIN
+    return still and found.sample_error < _SETTLED[0] and found.mode_error < _SETTLED[1]
 
 
-def _warn(told: Info, tolerance: float) -> None:
-    error = max(told.sample_error, told.mode_error)
-    refuse_noise(error, told.hyper.precision)
-    if error > tolerance:
-        warnings.warn(
-            f"The variational posterior is known to an error of {error:.1e} only, not "
-            f"{tolerance:.1e}: there was no room for more directions, or rounding allows no more. "
-            "Take fewer samples, raise `tolerance`, or convert the model and its data to float64.",
-            stacklevel=2,
-        )
+def _error(info: Info) -> float:
+    """Return that of the samples and of the mean."""
+    return max(info.sample_error, info.mode_error)
+
+
+def _warn(info: Info, tolerance: float) -> None:
+    error = _error(info)
+    refuse_noise(error, info.hyper.precision)
+    warnings.warn(
+        f"The variational posterior is known to an error of {error:.1e} only, not "
+        f"{tolerance:.1e}: there was no room for more directions, or rounding allows no more. "
+        "Take fewer samples, raise `tolerance`, or convert the model and its data to float64.",
+        stacklevel=2,
+    )

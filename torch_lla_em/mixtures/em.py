@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference import iterate
 from torch_lla_em.mixtures.examples import Examples
+from torch_lla_em.mixtures.iteration import iterate
 from torch_lla_em.mixtures.kmeans import kmeans
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}

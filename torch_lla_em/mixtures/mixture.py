@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference import Evidence, split_evidence
 from torch_lla_em.mixtures.em import EM, Family, MixtureState, Tensors, chunks
 from torch_lla_em.mixtures.examples import ExampleBatches, Examples, Survey, survey
+from torch_lla_em.mixtures.iteration import Evidence, split_evidence
 
 
 class Progress(NamedTuple):

@@ -143,7 +143,7 @@ class _Derivatives(NamedTuple):
         u = _direction(f)
         slope, bend = _by_autograd(likelihood, f, y, u)
         with torch.enable_grad():
-            _, transpose = torch.func.vjp(lambda e: likelihood.hessian_sqrt_product(f, e), u)
+            transpose = torch.func.vjp(lambda e: likelihood.hessian_sqrt_product(f, e), u)[1]
             SSu = likelihood.hessian_sqrt_product(f, transpose(u)[0])
         gradient, Hu = likelihood.gradient(f, y), likelihood.hessian_product(f, u)
         mask = likelihood.mask(y)

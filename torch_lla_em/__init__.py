@@ -31,7 +31,7 @@ from torch_lla_em.prediction import Comparison, Prediction, compare
 from torch_lla_em.runtime import Compute
 from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "SGD",

@@ -27,7 +27,7 @@ from torch_lla_em.likelihoods import (
 )
 from torch_lla_em.mixtures import FeatureDensity
 from torch_lla_em.plot import plot_curve
-from torch_lla_em.prediction import Comparison, Prediction, compare
+from torch_lla_em.prediction import Comparison, LaplaceEnsemble, Prediction, compare
 from torch_lla_em.runtime import Compute
 from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton
 
@@ -46,6 +46,7 @@ __all__ = [
     "FeatureDensity",
     "FunctionSpace",
     "HeteroscedasticRegression",
+    "LaplaceEnsemble",
     "Likelihood",
     "LinearOperator",
     "LinearOperatorRegression",

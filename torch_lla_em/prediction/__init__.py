@@ -4,6 +4,7 @@ from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.collapse import stated_and_right, warn_of_collapse
 from torch_lla_em.prediction.compare import Comparison, compare
+from torch_lla_em.prediction.ensemble import LaplaceEnsemble
 from torch_lla_em.prediction.fitted import Fitted
 from torch_lla_em.prediction.held_out import PredictedData, predicted_data
 from torch_lla_em.prediction.parts import posterior_alone
@@ -15,6 +16,7 @@ __all__ = [
     "Calibration",
     "Comparison",
     "Fitted",
+    "LaplaceEnsemble",
     "NotFittedError",
     "PredictedData",
     "Prediction",

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction.conformal import Reference, errors, unusual
 from torch_lla_em.prediction.parts import Pushed, joined
-from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import Group
 
@@ -109,12 +108,19 @@ def calibrated(problem: Problem, columns: Tensor, mean: str | None, before: Tens
     ``columns`` are w_lin and the samples, (1 + K, P); ``before`` the parts of predictions so far,
     which stay as they are where the validation NLL is lower with them.
     """
-    parts = [(f, Jw, batch.targets) for batch, f, Jw in problem.push_forward(columns)]
+    parts = [
+        Pushed(problem.likelihood, f, Jw, batch.targets)
+        for batch, f, Jw in problem.push_forward(columns)
+    ]
     if not parts:  # a rank without data
         none = torch.zeros(0, 1, device="cpu")
-        parts = [(none, none.expand(len(columns), 0, 1), none[:, 0])]
-    group, likelihood = problem.data.group, problem.likelihood
-    data = joined(Pushed(likelihood, *part) for part in parts)
+        parts = [Pushed(problem.likelihood, none, none.expand(len(columns), 0, 1), none[:, 0])]
+    return calibrated_on(joined(parts), problem.data.group, mean, before)
+
+
+def calibrated_on(data: Pushed, group: Group, mean: str | None, before: Tensor) -> Found:
+    """Return the same by examples that have been pushed forward, those of this rank."""
+    likelihood = data.likelihood
     count = group.sum(likelihood.labelled(data.y).sum().double()).item()
     if not count:
         raise ValueError(
@@ -157,7 +163,7 @@ def _reference(numbers: Numbers, data: Pushed, group: Group) -> Reference:
     """Fit the numbers to every other labelled example, and score those between by them."""
     data = data.part(data.likelihood.labelled(data.y))
     table, noise = numbers.at(_most_probable(numbers, data.part(slice(None, None, 2)), group))
-    judged = _prediction(data.part(slice(1, None, 2)), table, noise)
+    judged = data.part(slice(1, None, 2)).prediction(table, noise)
     sigma = judged.likelihood.sigma_noise if isinstance(judged.likelihood, Regression) else None
     scores = group.gather(unusual(judged)), group.gather(errors(judged, data.y[1::2]))
     return Reference(table, sigma, scores[0], scores[1].sort(0).values)
@@ -200,19 +206,11 @@ def _table(rows: list[list[Tensor]]) -> Tensor:
 def _pieces(data: Pushed) -> Iterator[Pushed]:
     """Yield a few examples at a time, in double precision."""
     for piece in data.split(max(1, _NUMBERS // max(1, 64 * data.f[:1].numel()))):
-        yield piece._replace(f=piece.f.double(), Jw=piece.Jw.double())
-
-
-def _prediction(data: Pushed, table: Tensor, noise: Tensor) -> Prediction:
-    """Return the prediction with σ times ``noise``."""
-    likelihood = data.likelihood
-    if isinstance(likelihood, Regression):
-        likelihood = likelihood.at_noise(likelihood.sigma_noise.to(noise) * noise)
-    return data._replace(likelihood=likelihood).prediction(table)
+        yield piece.double()
 
 
 def _log_prob(data: Pushed, table: Tensor, noise: Tensor) -> Tensor:
-    return _prediction(data, table, noise)._log_prob(data.y)
+    return data.prediction(table, noise)._log_prob(data.y)
 
 
 def _log_probs(data: Pushed, table: Tensor, noise: Tensor) -> Tensor:
@@ -225,7 +223,7 @@ def _covered(data: Pushed, table: Tensor, noise: Tensor) -> Tensor:
     """Return the share of each example's targets that lie in their intervals, (N,)."""
     shares = [noise.new_zeros(0)]
     for piece in _pieces(data):
-        lower, upper = _prediction(piece, table, noise).credible_interval(LEVEL)
+        lower, upper = piece.prediction(table, noise).credible_interval(LEVEL)
         shares.append(((piece.y >= lower) & (piece.y <= upper)).double().flatten(1).mean(1))
     return torch.cat(shares)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction.prediction import Prediction
 
 WEIGHT, MODE, NETWORK, SCALE = range(4)
@@ -65,9 +65,16 @@ class Pushed(NamedTuple):
 
     y: Tensor
 
-    def prediction(self, table: Tensor) -> Prediction:
-        """Return the prediction of the examples."""
-        return predicted(self.likelihood, self.f, self.Jw, table)
+    def prediction(self, table: Tensor, noise: Tensor | None = None) -> Prediction:
+        """Return the prediction of the examples, of a regression with σ times ``noise``."""
+        likelihood = self.likelihood
+        if noise is not None and isinstance(likelihood, Regression):
+            likelihood = likelihood.at_noise(likelihood.sigma_noise.to(noise) * noise)
+        return predicted(likelihood, self.f, self.Jw, table)
+
+    def double(self) -> Pushed:
+        """Return the examples in double precision."""
+        return self._replace(f=self.f.double(), Jw=self.Jw.double())
 
     def part(self, examples: slice | Tensor) -> Pushed:
         """Return some of the examples."""

@@ -1,0 +1,141 @@
+"""Mixtures of posteriors: averages of their members, calibrated by one set of numbers."""
+
+import copy
+
+import pytest
+import torch
+from tiny import tiny
+from torch.testing import assert_close
+
+from torch_lla_em import LaplaceEnsemble, LinearisedLaplace
+from torch_lla_em.prediction.conformal import REFERENCE
+
+KINDS = {"classification": "classification", "regression": "regression", "poisson": "poisson"}
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def posterior(name, seed, fitted=True):
+    """A posterior of a network that is unlike those of other seeds."""
+    case = tiny(name)
+    model = copy.deepcopy(case.model)
+    for i, p in enumerate(model.parameters()):
+        p.data += 0.3 * seed * draw(*p.shape, seed=100 * seed + i)
+    la = LinearisedLaplace(model, name, num_samples=4, seed=seed)
+    if fitted:
+        la.fit([(case.x, case.y)], em_steps=0, prior_precision=2.0, progress_bar=False)
+    return la
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def members(request):
+    return [posterior(request.param, seed) for seed in range(3)]
+
+
+def held_out(members, count=60):
+    """Inputs, and targets drawn around the first network."""
+    case = tiny(KINDS[type(members[0].likelihood).__name__.lower()])
+    x = draw(count, *case.x.shape[1:], seed=7)
+    f = members[0].model(x).detach()
+    return x, members[0].likelihood.sample(f, torch.Generator().manual_seed(3))
+
+
+def test_the_mixture_is_the_average_of_its_members(members):
+    x, y = held_out(members)
+    prediction = LaplaceEnsemble(members).predict(x)
+    each = [la.predict(x) for la in members]
+    mean = torch.stack([p.expectation for p in each]).mean(0)
+    assert_close(prediction.expectation, mean)
+    second = torch.stack([p.predictive_variance + p.expectation**2 for p in each]).mean(0)
+    assert_close(prediction.predictive_variance, second - mean**2)
+    for score in ("log_prob", "joint_log_prob"):
+        probs = torch.stack([getattr(p, score)(y).exp() for p in each]).mean(0)
+        assert_close(getattr(prediction, score)(y).exp(), probs)
+    assert (prediction.epistemic >= torch.stack([p.epistemic for p in each]).mean(0) - 1e-9).all()
+    mean = torch.stack([p.mean for p in each]).mean(0)
+    second = torch.stack([p.function_variance + p.mean**2 for p in each]).mean(0)
+    assert_close(prediction.mean, mean)
+    assert_close(prediction.function_variance, second - mean**2)
+    assert_close(prediction.covariance.diagonal(), (second - mean**2).flatten())
+    assert_close(prediction.samples, torch.cat([p.samples for p in each]))
+    assert repr(prediction).startswith("Prediction under")
+
+
+def test_one_member_is_calibrated_as_alone(members):
+    x, y = held_out(members)
+    alone, ensemble = copy.copy(members[0]), LaplaceEnsemble(members[:1])
+    alone._buffers = dict(alone._buffers)
+    alone.calibrate(x, y)
+    ensemble.calibrate(list(zip(x.split(7), y.split(7))))
+    assert_close(ensemble.calibration[:4], alone.calibration[:4], rtol=1e-4, atol=1e-6)
+    for name in REFERENCE:
+        ours, theirs = getattr(ensemble, name), getattr(alone, name)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert_close(ours.double(), theirs.double(), rtol=1e-3, atol=1e-4)
+    ours, theirs = ensemble.predict(x), alone.predict(x)
+    assert_close(ours.log_prob(y), theirs.log_prob(y), rtol=1e-3, atol=1e-4)
+    new = draw(*x.shape, seed=11)  # whose scores are equal to none of the reference
+    ours, theirs = ensemble.predict(new).p_value, alone.predict(new).p_value
+    assert_close(ours, theirs, rtol=0, atol=1 / 31 + 1e-9)
+
+
+def test_numbers_are_fitted_to_the_mixture(members):
+    x, y = held_out(members)
+    ensemble = LaplaceEnsemble(members)
+    before = [la.mixture.clone() for la in members]
+    first = -ensemble.predict(x).log_prob(y).mean()
+    ensemble.calibrate(x, y)
+    assert_close(ensemble.calibration.before, first.item(), rtol=1e-6, atol=0)
+    after = -ensemble.predict(x).log_prob(y).mean()
+    assert after <= first + 1e-9
+    if ensemble.calibration.applied:
+        for factor in (0.9, 1.1):  # of the posterior's variance, and of the noise
+            other = copy.copy(ensemble)
+            other._buffers = dict(ensemble._buffers)
+            other.table = ensemble.table.clone()
+            other.table[0, 3] *= factor
+            assert -other.predict(x).log_prob(y).mean() > after - 2e-3
+    assert all(torch.equal(la.mixture, old) for la, old in zip(members, before))
+
+
+def test_sets_and_flags_are_of_the_mixture(members):
+    x, y = held_out(members)
+    ensemble = LaplaceEnsemble(members).calibrate(x, y)
+    assert ensemble.is_ood(x, 0.1).shape == (60,)
+    assert ensemble.is_ood(1000 * x, 0.1).double().mean() > 0.8
+    kind = type(members[0].likelihood).__name__
+    if kind == "Classification":
+        found = ensemble.predict(x).prediction_set(0.9)
+        assert found.gather(1, y[:, None]).double().mean() > 0.75
+    if kind == "Regression":
+        lower, upper = ensemble.predict(x).interval(0.9)
+        assert ((lower <= y) & (y <= upper)).double().mean() > 0.75
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_ensembles_are_saved(members, calibrated, tmp_path):
+    x, y = held_out(members)
+    ensemble = LaplaceEnsemble(members)
+    ensemble = ensemble.calibrate(x, y) if calibrated else ensemble
+    ensemble.save(tmp_path / "ensemble.pt")
+    name = KINDS[type(members[0].likelihood).__name__.lower()]
+    fresh = [LinearisedLaplace(la.model, name, num_samples=4) for la in members]
+    loaded = LaplaceEnsemble.load(tmp_path / "ensemble.pt", fresh)
+    assert not calibrated or loaded.calibration[:4] == ensemble.calibration[:4]
+    assert_close(loaded(x), ensemble(x), rtol=0, atol=0)
+    if calibrated:
+        assert torch.equal(loaded.predict(x).p_value, ensemble.predict(x).p_value)
+    with pytest.raises(ValueError, match="of 3 members, and this ensemble has 2"):
+        LaplaceEnsemble.load(tmp_path / "ensemble.pt", fresh[:2])
+
+
+def test_members_have_one_likelihood():
+    pair = [posterior(name, 0, fitted=False) for name in ("classification", "poisson")]
+    for members in ([], pair):
+        with pytest.raises(ValueError, match="all with the same likelihood"):
+            LaplaceEnsemble(members)
+    with pytest.raises(RuntimeError, match="call la.fit"):
+        LaplaceEnsemble(pair[:1]).predict(tiny("classification").x)

@@ -3,7 +3,7 @@
 import pytest
 import ranks
 import torch
-from checkpoints import until_done
+from checkpoints import dying_after, until_done
 from tiny import likelihood_of, tiny
 from torch import nn
 from torch.testing import assert_close
@@ -117,16 +117,22 @@ def test_what_a_posterior_tells_is_that_of_the_cpu(tmp_path):
     the_same(back(x.cuda()), there(x))
 
 
-def test_a_fit_goes_on_across_devices(tmp_path):
+@pytest.mark.parametrize("curvature", ["variational", "network"])
+def test_a_fit_goes_on_across_devices(curvature, tmp_path):
+    def fit(device, folder):
+        case = tiny("classification")
+        options = {"num_samples": 3, "curvature": curvature}
+        la = LinearisedLaplace(case.model.to(device), "classification", **options)
+        return la.fit([(case.x, case.y)], em_steps=3, progress_bar=False, checkpoint=folder)
+
     for start, end in (("cpu", CARD), (CARD, "cpu")):
-        folder, las = tmp_path / str(start), []
-        for device, kept in ((start, folder), (end, folder), (end, None)):
-            case = tiny("classification")
-            la = LinearisedLaplace(case.model.to(device), "classification", num_samples=3)
-            loader = [(case.x, case.y)]
-            las.append(la.fit(loader, em_steps=2, progress_bar=False, checkpoint=kept))
-        assert las[1].w_samples.device.type == torch.device(end).type
-        the_same(las[1].w_samples, las[2].w_samples)
+        folder = tmp_path / str(start)
+        with pytest.raises(InterruptedError), dying_after(2):
+            fit(start, folder)
+        la = fit(end, folder)
+        assert la.w_samples.device.type == torch.device(end).type
+        the_same(la.w_samples, fit(end, None).w_samples, rtol=1e-4, atol=1e-6)
+        the_same(fit(start, folder).w_samples, la.w_samples)  # the finished one
 
 
 class Recurrent(nn.Module):

@@ -4,12 +4,50 @@ import warnings
 
 import pytest
 import torch
+from tiny import tiny
 from torch import nn
 
 from torch_lla_em import LinearisedLaplace
-from torch_lla_em.inference.mackay import Hyperparameters, MStep, Step
+from torch_lla_em.inference.em import Found, State, em
+from torch_lla_em.inference.mackay import Expectation, Hyperparameters, MStep, Step
 
 torch.set_num_threads(1)
+
+
+class Halving:
+    """An E-step whose λ halves until it is below 1, and which is exact two steps later."""
+
+    def __init__(self):
+        self.kept = []
+
+    def advance(self, state, m_step, kept):
+        self.kept.append(kept)
+        hyper, step = state.hyper, state.step
+        if not kept:
+            hyper = Hyperparameters(hyper.precision / 2)
+            log, settled = hyper.precision.log(), bool(hyper.precision < 1)
+            number = 1 if step is None else step.number + 1
+            step = Step(number, state.hyper, log, hyper, 1.0, settled)
+        dims, one = torch.ones(2).double(), torch.ones(()).double()
+        found = Expectation(hyper, dims, one, 1.0, None, None, None, dims, 0.0, 0.0)
+        return Found(found, step, own=len(self.kept))
+
+    def is_exact(self, state):
+        return sum(self.kept) >= 2
+
+
+def test_em_counts_steps_of_the_precision_and_goes_on_until_the_posterior_is_exact(caplog):
+    m_step, start = MStep(tiny("bernoulli").problem(), None), torch.tensor(4.0).double()
+    states = list(em(Halving(), m_step, State(Hyperparameters(start)), max_steps=9))
+    assert [state.hyper.precision.item() for state in states] == [2, 1, 0.5, 0.5, 0.5]
+    assert [state.fresh for state in states] == [True, True, True, False, False]
+    assert [state.info.step for state in states] == [1, 2, 3, 3, 3]
+    assert not caplog.text
+    assert not list(em(Halving(), m_step, states[2]._replace(ended=True), max_steps=9))
+    # from a state of an earlier run it takes the steps that are left
+    rest = list(em(Halving(), m_step, states[0], max_steps=2))
+    assert [state.hyper.precision.item() for state in rest] == [1, 1, 1]
+    assert "had not settled after 2 EM steps" in caplog.text
 
 
 @pytest.mark.parametrize("slope", [0.6, -0.6])

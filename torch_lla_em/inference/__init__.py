@@ -1,9 +1,8 @@
 """The four stages, and EM over them."""
 
 from torch_lla_em.inference.choices import FitOptions, choose_scalings
-from torch_lla_em.inference.em import Info
+from torch_lla_em.inference.em import Info, record_of, summary_of
 from torch_lla_em.inference.evidence import Curve, Modes, curve
-from torch_lla_em.inference.history import record_of, summary_of
 from torch_lla_em.inference.learn import Progress, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import (

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -22,15 +23,19 @@ def test_quickstart_runs(tmp_path, monkeypatch):
     assert (tmp_path / "posterior.pt").exists()
 
 
-def test_pages_on_calibration_run():
+def test_pages_on_calibration_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names = {}
     for page in ("calibration", "out_of_distribution"):
         text = (ROOT / f"docs/{page}.md").read_text()
         for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-            exec(code, names)
+            with torch.random.fork_rng():
+                exec(code, names)
     la, X, prediction = names["la"], names["X"], names["prediction"]
+    assert (tmp_path / "ensemble.pt").exists()
     assert prediction.prediction_set(0.9).shape == (len(X) - 1000, 10)
-    assert la.is_ood(X[1000:]).float().mean() < 0.1 and la.is_ood(3 * X[1000:]).all()
+    shares = [la.is_ood(x).float().mean() for x in (X[1000:], 3 * X[1000:])]
+    assert shares[0] < 0.15 and shares[1] > 0.5, shares
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

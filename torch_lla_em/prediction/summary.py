@@ -37,6 +37,9 @@ def of_fit(la: StoredPosterior) -> tuple[str, Lines]:
         ("predictions", _parts(la.mixture)),
     ]
     rows += _of_calibration(la.calibration)
+    if la.conformal_unusual is not None:
+        count = f"{len(la.conformal_unusual):,} validation examples"
+        rows.append(("reference of p-values and sets", count))
     if la.history:
         last = la.history[-1]
         spent = [seconds for seconds, _ in last.get("stages", {}).values()]

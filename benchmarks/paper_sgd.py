@@ -128,9 +128,10 @@ class Study:
         """Return sample passes, single columns and λ after every EM step of a whole fit."""
         problem, path, K = problem_of(self.model, self.batches), [], self.args.num_samples
 
-        def note(info: Info) -> None:
-            spent = problem.spent["columns"] / K, problem.spent["single"]
-            path.append([*spent, info.hyper.precision.item()])
+        def note(info: Info | None, _: object) -> None:
+            if info is not None:
+                spent = problem.spent["columns"] / K, problem.spent["single"]
+                path.append([*spent, info.hyper.precision.item()])
 
         options = FitOptions(K, 0, True, False, solver, 0.05, "network", "mackay", 20, None)
         learn(problem, options, note)

@@ -10,7 +10,7 @@ from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
 from torch_lla_em.likelihoods import Classification
-from torch_lla_em.problem.problem import NoiseFeatures, Problem, State
+from torch_lla_em.problem.problem import NoiseFeatures, Problem
 
 Product = Callable[[Tensor], Tensor]
 
@@ -30,20 +30,22 @@ class Counted(Problem):
         self._count(1)
         return super().loss_and_gradient(w)
 
-    def noise_features(self, num_samples: int, seed: int) -> NoiseFeatures:
+    def noise_features(
+        self, num_samples: int, seed: int, with_squares: bool = True
+    ) -> NoiseFeatures:
         self.spent["columns"] += num_samples
-        return super().noise_features(num_samples, seed)
+        return super().noise_features(num_samples, seed, with_squares)
 
     def push_forward(self, w: Tensor) -> Iterator[tuple[Batch, Tensor, Tensor]]:
         self._count(len(w))
         return super().push_forward(w)
 
-    def minibatch_products(self, state: State = None) -> Iterator[tuple[int, Product]]:
-        for rows, product in super().minibatch_products(state):
+    def minibatch_products(self) -> Iterator[tuple[int, Product]]:
+        for rows, product in super().minibatch_products():
             yield rows, self._counting(product, rows)
 
-    def minibatch_gradients(self, state: State = None) -> Iterator[tuple[int, Product]]:
-        for rows, product in super().minibatch_gradients(state):
+    def minibatch_gradients(self) -> Iterator[tuple[int, Product]]:
+        for rows, product in super().minibatch_gradients():
             yield rows, self._counting(product, rows)
 
     def _counting(self, product: Product, rows: int) -> Product:

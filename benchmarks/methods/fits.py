@@ -10,7 +10,7 @@ from torch import Tensor
 
 from methods.counted import Counted
 from methods.plain_cg import PlainCG
-from torch_lla_em.inference.learn import FitOptions, learn
+from torch_lla_em.inference import FitOptions, Info, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.posterior_samples import Solver
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
@@ -45,6 +45,11 @@ _BASIS_STEPS = 3
 def whole_fit(problem: Counted, num_samples: int, fit: Fit) -> dict:
     """Return λ's path and what the whole fit spends; or how it failed."""
     path, begin = [], time.monotonic()
+
+    def note(info: Info | None, _: object) -> None:
+        if info is not None:
+            path.append(info.hyper.precision.tolist())
+
     steps = _SGD_STEPS if isinstance(fit.solver, SGD) else 20
     options = FitOptions(
         num_samples,
@@ -61,7 +66,7 @@ def whole_fit(problem: Counted, num_samples: int, fit: Fit) -> dict:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            posterior = learn(problem, options, lambda s: path.append(s.hyper.precision.tolist()))
+            posterior = learn(problem, options, note)
         except DivergenceError as error:
             passes = problem.spent["columns"] / num_samples
             return {"failed": str(error).split(":")[0], "passes": passes}

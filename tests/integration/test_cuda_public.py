@@ -74,9 +74,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_fit_is_that_of_the_cpu(case):
     here, there, x, _ = both(**CASES[case])
-    # over a complete span the Poisson fit stops within 2e-3 of its fixed point
-    ends_early = "single" in case or case in ("SGD", "poisson")
-    loose = {"rtol": 1e-3, "atol": 1e-4} if ends_early else {}
+    loose = {"rtol": 1e-3, "atol": 1e-4} if "single" in case or case == "SGD" else {}
+    if case == "poisson":  # over a complete span the iteration ends within 2e-3 of its fixed point
+        loose = {"rtol": 1e-3, "atol": 2e-3}
     assert there.w_samples.device.type == ("cpu" if "vectors" in case else "cuda")
     for name in ("prior_precision", "effective_dim", "w_lin", "w_samples"):
         the_same(getattr(there, name), getattr(here, name), **loose)

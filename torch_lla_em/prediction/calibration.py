@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from math import exp, log, nan
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,8 +118,11 @@ def calibrated(problem: Problem, columns: Tensor, mean: str | None, before: Tens
     return calibrated_on(joined(parts), problem.data.group, mean, before)
 
 
-def calibrated_on(data: Pushed, group: Group, mean: str | None, before: Tensor) -> Found:
-    """Return the same by examples that have been pushed forward, those of this rank."""
+def calibrated_on(data: Any, group: Group, mean: str | None, before: Any) -> Found:
+    """Return the same by examples that have been pushed forward, those of this rank.
+
+    ``data`` and ``before`` are of one posterior, or of all members of an ensemble.
+    """
     likelihood = data.likelihood
     count = group.sum(likelihood.labelled(data.y).sum().double()).item()
     if not count:

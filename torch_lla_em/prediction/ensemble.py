@@ -162,7 +162,7 @@ class LaplaceEnsemble(nn.Module):
 
     def __init__(self, members: Iterable[Fitted]):
         super().__init__()
-        self.members = nn.ModuleList(members)
+        self.members: Any = nn.ModuleList(members)
         kinds = {type(member.likelihood).__name__ for member in self.members}
         if len(kinds) != 1:
             raise ValueError(
@@ -190,9 +190,10 @@ class LaplaceEnsemble(nn.Module):
         if self.conformal_table is None:
             return prediction
         reference = Reference(*(getattr(self, name) for name in REFERENCE))
+        gaussian: Any = data.likelihood
         noise = None
         if reference.sigma is not None:
-            noise = reference.sigma / data.likelihood.sigma_noise.to(reference.sigma)
+            noise = reference.sigma / gaussian.sigma_noise.to(reference.sigma)
         return replace(
             prediction, judge=Judge(reference, partial(data.prediction, reference.table, noise))
         )

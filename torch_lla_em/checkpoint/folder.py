@@ -16,7 +16,7 @@ from torch_lla_em.runtime import Group, files, first, pack, records, unpack
 logger = logging.getLogger("torch_lla_em")
 
 FORMAT = 5
-"""Of the files of a folder."""
+"""Version of the files in a checkpoint folder."""
 
 _HEADER, _STATE, _FINISHED = "header.pt", "state.pt", "posterior.pt"
 _BLOCK = "block-{}.pt"

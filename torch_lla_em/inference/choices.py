@@ -24,7 +24,7 @@ _FUNCTION_SPACE_OUTPUTS = 1024
 _FUNCTION_SPACE_BYTES = 1e9
 
 MOST_OUTPUTS = 256
-"""Of a row, up to which roots of its blocks (C, C) take no more than passes."""
+"""Classes up to which the roots of each example's (C, C) blocks cost no more than the passes."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,19 @@ class FitOptions:
     prior_precision: Tensor | None
 
     @property
+    def against_variational(self) -> list[str]:
+        """Why these options do not go with an expected curvature; empty if they do."""
+        reasons = {
+            "there is a precision for each tensor": self.layerwise,
+            "a solver was chosen": self.solver is not None,
+            'update="em" was chosen': self.update == "em",
+        }
+        return [why for why, holds in reasons.items() if holds]
+
+    @property
     def allows_variational(self) -> bool:
         """Whether the curvature may be an expectation under the posterior."""
-        defaults = not self.layerwise and self.solver is None and self.update == "mackay"
-        return defaults and self.curvature in (None, "variational")
+        return not self.against_variational and self.curvature in (None, "variational")
 
 
 def make_e_step(
@@ -89,14 +98,10 @@ def choose_curvature(problem: Problem, options: FitOptions) -> str:
     """Return "variational" where one λ, an H that moves, and nothing asked of EM allow it."""
     data, likelihood = problem.data, problem.likelihood
     sites = data.num_rows if likelihood.elementwise else data.num_targets
-    reasons = {
-        "a Gaussian likelihood has one H everywhere": likelihood.is_quadratic,
-        "there is a precision for each tensor": options.layerwise,
-        "a solver was chosen": options.solver is not None,
-        'update="em" was chosen': options.update == "em",
-        "outputs are many": data.num_outputs > MOST_OUTPUTS * max(sites, 1),
-    }
-    against = [why for why, holds in reasons.items() if holds]
+    against = ["a Gaussian likelihood has one H everywhere"] if likelihood.is_quadratic else []
+    against += options.against_variational
+    if data.num_outputs > MOST_OUTPUTS * max(sites, 1):
+        against.append("outputs are many")
     curvature = "network" if against else "variational"
     logger.info("Curvature %s: %s.", curvature, *against[:1] or ("it predicts best as fitted",))
     return curvature

@@ -68,7 +68,7 @@ class Progress(NamedTuple):
     """η of the noise, shape (K, P), as its only part: it is seldom drawn again."""
 
     scale: Tensor
-    """Of the prior, shape (P,)."""
+    """Prior standard deviation of every weight at λ = 1, shape (P,)."""
 
     sigma: Tensor | None
     """σ that the noise was drawn at, of a Gaussian likelihood."""

@@ -59,7 +59,7 @@ class Expectation(NamedTuple):
     """γ by output, the shape of σ."""
 
     log_evidences: Tensor
-    """By the log det of every sample, (K,); NaN where it would cost passes."""
+    """Log evidence with the log det of every sample, (K,); NaN where it would cost passes."""
 
     mode_error: float
     sample_error: float

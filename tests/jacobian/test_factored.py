@@ -8,7 +8,6 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.testing import assert_close
 
-from torch_lla_em.jacobian import trial
 from torch_lla_em.jacobian.autodiff import ByAutodiff
 from torch_lla_em.jacobian.by_factors import ByFactors
 
@@ -19,8 +18,8 @@ def agree(model, x, selection=None, factored=None, class_dim=-1, batches=()):
     report = linear.probe(x)
     names = linear.layout.names if factored is None else factored
     assert linear.factored is not None and set(linear.factored.names) == set(names), report
-    for once in {1, linear.factored.at_once}:
-        linear.factored.at_once = once
+    for together in {False, linear.factored.can_batch}:
+        linear.factored.can_batch = together
         for batch in (x, *batches):
             with linear.network.guarded():
                 by_func, rows = linear.by_autodiff(batch), linear.at(batch, 0, keep=True)
@@ -248,17 +247,6 @@ def test_hooks():
     agree(model, drawn(4, 3))
 
 
-def test_outputs_of_large_layers_are_gone_back_through_one_by_one(monkeypatch):
-    model, x = net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), drawn(4, 3)
-    at_once = []
-    for stacked in (2**20, 4 * 4 * 8 * 2 - 1):
-        monkeypatch.setattr(trial, "_STACKED_BYTES", stacked)
-        linear = linear_model(model)
-        linear.probe(x)
-        at_once.append(linear.factored.at_once)
-    assert at_once == [2, 1]
-
-
 def without_factors(model, x):
     linear = linear_model(model)
     linear.probe(x)
@@ -280,11 +268,11 @@ def test_many_outputs_have_no_factors():
     without_factors(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1000)), drawn(4, 3))
 
 
-def test_outputs_of_large_layers_go_back_one_by_one():
-    for rows, at_once in ((3, 2), (40_000, 1)):
-        linear = linear_model(net(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)))
-        linear.probe(drawn(rows, 2))
-        assert linear.factored.at_once == at_once
+def test_large_batches_take_backward_passes_of_few_outputs_at_once():
+    linear = linear_model(net(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)))
+    linear.probe(drawn(3, 2))
+    few, many = (linear.factored._outputs_at_once(rows) for rows in (3, 2_000_000))
+    assert few >= 2 and many == 1
 
 
 def test_one_row_has_no_factors():

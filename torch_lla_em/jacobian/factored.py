@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.jacobian.calls import Call, recorded
-from torch_lla_em.jacobian.factors import Outer, Terms
+from torch_lla_em.jacobian.factors import FETCHED_BYTES, Outer, Terms
 from torch_lla_em.jacobian.rows import Weights
 
 # outputs of a row beyond which their backward passes cost more than they can save
@@ -25,8 +25,11 @@ class Factored:
     second: dict[str, bool]
     """Whether rows are on the second axis of what a weight's calls return."""
 
-    at_once: int
-    """How many outputs' backward passes are taken at once."""
+    can_batch: bool = True
+    """Whether backward passes of several outputs can be taken at once."""
+
+    example_bytes: int | None = None
+    """Bytes of the largest output of a layer for one example; None: take all outputs at once."""
 
     least_columns: int = 1
     """From how many columns on factors pay that are not kept."""
@@ -72,7 +75,7 @@ class Factored:
                 return cls.find(weights, names, x, (*shared, name))
             if not fits or second.setdefault(name, fits[0]) not in fits:
                 return None
-        return cls(weights, names, second, at_once=f[0].numel(), shared=shared)
+        return cls(weights, names, second, shared=shared)
 
     def run(self, x: Any, keep: bool = False) -> Terms | None:
         """Return the factors at x, or None where a weight acts otherwise than it did.
@@ -107,19 +110,26 @@ class Factored:
         u = torch.eye(D, dtype=f.dtype, device=f.device)[:, None].expand(D, B, D)
         u = u.reshape(D, *f.shape)
         edges = [term.call.edge for term in terms]
-        for start in range(0, D, self.at_once):
-            batched, end = self.at_once > 1, start + self.at_once
-            grads = torch.autograd.grad(
-                f,
-                edges,
-                u[start:end] if batched else u[start],
-                retain_graph=end < D,
-                allow_unused=True,
-                is_grads_batched=batched,
-            )
-            for term, z in zip(terms, grads):
-                if z is not None:
-                    term.take(z if batched else z[None])
+        used: list[_Term] = []
+
+        def pull(u: Tensor) -> list[Tensor]:
+            grads = torch.autograd.grad(f, edges, u, retain_graph=True, allow_unused=True)
+            used[:] = [term for term, z in zip(terms, grads) if z is not None]
+            return [z for z in grads if z is not None]
+
+        # torch.func.vmap, since is_grads_batched takes convolutions one by one
+        for some in u.split(self._outputs_at_once(B)):
+            found = torch.vmap(pull)(some) if len(some) > 1 else [z[None] for z in pull(some[0])]
+            for term, z in zip(used, found):
+                term.take(z)
+
+    def _outputs_at_once(self, examples: int) -> int:
+        """Return how many outputs' backward passes are taken together."""
+        if not self.can_batch:
+            return 1
+        if self.example_bytes is None:
+            return _MOST_OUTPUTS
+        return max(1, FETCHED_BYTES // (self.example_bytes * max(1, examples)))
 
 
 class _Term:
@@ -152,9 +162,16 @@ class _Term:
         if not self.is_dense:
             self.pieces.append(z.flatten(2))
             return
-        weight = [] if self.call.weight is None else [(z @ self._a.mT[:, None]).flatten(2)]
+        weight = [] if self.call.weight is None else [self._sum_over_places(z)]
         bias = [] if self.call.bias is None else [z.sum(-1).flatten(2)]
         self.pieces.append(torch.cat([*weight, *bias], 2))
+
+    def _sum_over_places(self, z: Tensor) -> Tensor:
+        """Return the columns of J for the weight, (rows, d, groups × channels × I)."""
+        d, channels = z.shape[1], z.shape[3]
+        # one product for all outputs: broadcasting over them would copy the inputs for each
+        z = z.transpose(1, 2).flatten(2, 3) @ self._a.mT
+        return z.unflatten(2, (d, channels)).transpose(1, 2).flatten(2)
 
     def outer(self) -> Outer:
         a = self._a

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_lla_em.data import tensors_in
 from torch_lla_em.jacobian.factored import Factored
 from torch_lla_em.jacobian.factors import Terms
 from torch_lla_em.jacobian.faults import distance, worst_block
@@ -16,9 +17,6 @@ from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.rows import Rows
 from torch_lla_em.runtime import is_shortage
 
-# of the largest output of a layer, times the outputs of a row: as long as these fit into a CPU's
-# cache, their backward passes are sooner taken together than one after the other
-_STACKED_BYTES = 2**20
 # by the clock only where it is plain: a run that is taken up again has to choose alike
 _SLOWER = 1.5
 
@@ -76,15 +74,16 @@ def find_factors(model: Any, x: Any, largest: int | None) -> Factored | None:
 
 def _made(factored: Factored, x: Any, largest: int | None) -> Terms | None:
     """Return the factors at x, and settle how many backward passes are taken at once."""
-    if largest is None or largest * factored.at_once <= _STACKED_BYTES:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")  # torch warns of what it takes one by one
-                return factored.run(x)
-        except Exception as error:  # an operation whose backward cannot be batched
-            if is_shortage(error):
-                raise
-    factored.at_once = 1
+    rows = next((len(tensor) for tensor in tensors_in(x) if tensor.dim()), 1)
+    factored.example_bytes = None if largest is None else -(-largest // max(rows, 1))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch warns of what it takes one by one
+            return factored.run(x)
+    except Exception as error:  # an operation whose backward cannot be batched
+        if is_shortage(error):
+            raise
+    factored.can_batch = False
     return factored.run(x)
 
 

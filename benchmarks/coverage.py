@@ -22,6 +22,7 @@ import torch
 from mapie.classification import SplitConformalClassifier
 from mapie.regression import SplitConformalRegressor
 from methods import markdown, tasks
+from methods.learning import descend
 from methods.provenance import provenance
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from torch import Tensor, nn
@@ -146,13 +147,9 @@ def run(name: str, seed: int, args: argparse.Namespace) -> Iterator[dict]:
     net = task.network(0.0)
     optimizer = torch.optim.Adam(net.parameters(), 1e-3)
     loss = F.cross_entropy if task.classes else F.mse_loss
-    for _ in range(args.epochs):
-        for rows in torch.randperm(len(train_x)).split(32):
-            optimizer.zero_grad()
-            loss(net(train_x[rows]), train_y[rows]).backward()
-            optimizer.step()
+    net = descend(net, task.train, args.epochs, optimizer, 32, loss)
     kind = "classification" if task.classes else "regression"
-    la = LinearisedLaplace(net.eval(), kind, num_samples=16, seed=seed)
+    la = LinearisedLaplace(net, kind, num_samples=16, seed=seed)
     la.fit(train_x, train_y, progress_bar=False)
     for split in range(args.splits):
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(100 * seed + split))

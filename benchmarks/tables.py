@@ -26,8 +26,9 @@ from statistics import mean
 
 import torch
 from methods import markdown, tasks
+from methods.learning import train
 from methods.metrics import auroc, dyadic, neighbours
-from methods.peers import METHODS, MORE, REFERENCE, Case, train
+from methods.peers import METHODS, MORE, REFERENCE, Case
 from methods.provenance import provenance
 
 MEMBERS = 5

@@ -5,7 +5,6 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
 from statistics import mean
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from methods.learning import descend
+from methods.learning import train
 from methods.metrics import Classes, Numbers
 from methods.tasks import Rows, SharedDropout, Task
 from torch_lla_em import LinearisedLaplace, Prediction
@@ -42,22 +41,6 @@ class Case(NamedTuple):
     @property
     def likelihood(self) -> str:
         return "classification" if self.task.classes else "regression"
-
-
-def train(task: Task, seed: int, epochs: int, dropout: float = 0.0) -> tuple[nn.Module, nn.Module]:
-    """Return the network where its held-out loss was least, and at the end."""
-    loss = F.cross_entropy if task.classes else F.mse_loss
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        network, least = task.network(dropout), inf
-        optimiser = torch.optim.Adam(network.parameters(), 2e-3)
-        for _ in range(epochs):
-            descend(network, task.train, 1, optimiser, 64, loss)
-            with torch.no_grad():
-                now = loss(network(task.held_out.x), task.held_out.y).item()
-            if now < least:
-                least, early = now, copy.deepcopy(network)
-    return early, network
 
 
 def network(case: Case) -> Found:

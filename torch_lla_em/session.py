@@ -137,8 +137,7 @@ class Session:
             return None
         known, likelihood = saved["example"], problem.likelihood
         known = known and Example(*(tensor.cpu() for tensor in known))
-        likelihood = getattr(likelihood, "untempered", likelihood)
-        if known is not None and known.contradicts(likelihood, self._device):
+        if known is not None and known.contradicts(likelihood.plain, self._device):
             raise ValueError(
                 f"The checkpoint in {str(self._folder.path)!r} began with another likelihood: for "
                 "the same outputs and targets, this one returns other values. Pass the same "

@@ -105,7 +105,7 @@ def test_the_fisher_information_is_compared_by_draws(caplog):
             compare_with_log_prob(likelihood, f, y)
     assert not caplog.records
     compare_with_log_prob(BentProbit(), f, y)
-    assert "error bars are those of the H given" in caplog.text
+    assert "the posterior is that of the H given" in caplog.text
 
 
 class InOnePrecision(Bernoulli):

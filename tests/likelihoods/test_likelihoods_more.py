@@ -15,8 +15,14 @@ from torch_lla_em.inference.prior import prior_precision_from_weight_decay
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
-from torch_lla_em.likelihoods import BradleyTerry, HeteroscedasticRegression, Tempered, tempered
-from torch_lla_em.likelihoods.rewards import compare, preferred
+from torch_lla_em.likelihoods import (
+    BradleyTerry,
+    HeteroscedasticRegression,
+    Tempered,
+    compare,
+    preferred,
+    tempered,
+)
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.solvers import Newton
 
@@ -266,7 +272,7 @@ def test_saved_preferences_come_back(tmp_path):
 
 def test_rewards_are_single_numbers():
     a, b, y = pairs()
-    with pytest.raises(ValueError, match="one number per row"):
+    with pytest.raises(ValueError, match="one number per example"):
         compare(net(3, 2), (a, b))
     assert compare(lambda x: x[:, 0], (a, b)).shape == (30, 2)
     with pytest.raises(ValueError, match="tuple of candidates"):

@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_told(likelihood, matrix):
         LinearOperatorRegression(operator_of(tall)).check(f, torch.zeros(2, 200).double())
     right = operator_of(matrix)
     wrong = replace(right, adjoint=lambda v: 2 * right.adjoint(v))
-    with pytest.raises(ValueError, match="is not that of its forward map"):
+    with pytest.raises(ValueError, match="is not the adjoint of its forward map"):
         LinearOperatorRegression(wrong).check(f, y)
     flat = replace(right, forward=lambda f: right.forward(f).unflatten(1, (4, -1)))
     with pytest.raises(ValueError, match=r"must return \(n, M\)"):

@@ -1,15 +1,17 @@
-"""Likelihoods p(y | f): ``base``, ``classes``, ``elementwise``, ``linear_operator``,
-``heteroscedastic``, ``tempered``; ``examined`` checks those of a user's own."""
+"""Likelihoods p(y | f): losses with their gradients, Hessians H and roots S of H.
+
+``base`` (what a likelihood offers), ``classes``, ``elementwise``, ``gaussian``,
+``linear_operator``; ``wrappers`` (temperature and weights of a fit); ``checks`` (of a user's own).
+A new likelihood needs a file, and a line in ``LIKELIHOODS`` if it is to have a name.
+"""
 
 from torch_lla_em.likelihoods.base import Likelihood, average, sum_rows
-from torch_lla_em.likelihoods.classes import BradleyTerry, Classification
-from torch_lla_em.likelihoods.elementwise import Bernoulli, Poisson, Regression
-from torch_lla_em.likelihoods.examined import Example, compare_with_log_prob
-from torch_lla_em.likelihoods.heteroscedastic import HeteroscedasticRegression
+from torch_lla_em.likelihoods.checks import Example, compare_with_log_prob
+from torch_lla_em.likelihoods.classes import BradleyTerry, Classification, compare, preferred
+from torch_lla_em.likelihoods.elementwise import Bernoulli, Poisson
+from torch_lla_em.likelihoods.gaussian import HeteroscedasticRegression, Regression
 from torch_lla_em.likelihoods.linear_operator import LinearOperator, LinearOperatorRegression
-from torch_lla_em.likelihoods.rewards import compare, preferred
-from torch_lla_em.likelihoods.tempered import Tempered, tempered
-from torch_lla_em.likelihoods.weighted import Weighted
+from torch_lla_em.likelihoods.wrappers import Tempered, Weighted, tempered
 
 LIKELIHOODS = {
     "classification": Classification,
@@ -22,8 +24,8 @@ LIKELIHOODS = {
 
 
 def is_named(likelihood: Likelihood) -> bool:
-    """Whether a name, and the noise of a regression, say all of a likelihood."""
-    likelihood = getattr(likelihood, "untempered", likelihood)
+    """Whether a name, and the noise of a regression, describe a likelihood completely."""
+    likelihood = likelihood.plain
     kind = type(likelihood)
     if kind not in LIKELIHOODS.values():
         return False

@@ -1,20 +1,37 @@
-"""Likelihoods of a choice among classes: softmax, and preferences between candidates."""
+"""Likelihoods of a choice among classes, or among candidates by their rewards."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from torch_lla_em.data import default_forward, default_targets, is_sequence, tensors_in
 from torch_lla_em.likelihoods.base import Labels, sum_rows
 
-# classes over which, where they are the last axis, a CPU takes softmax a number at a time
+# On a CPU, softmax over fewer classes than this is faster along the first axis than the last.
 _FEW = 16
 
 
 class Classification(Labels):
-    """Softmax over the last axis; y are class indices, (B, *sites)."""
+    """Softmax over the last axis of the outputs; targets are class indices, shape (B, *sites).
+
+    Args:
+        ignore_index (int, default -100): the label of sites that do not count, as in PyTorch's
+            losses. Change it if your data mark missing labels differently, as segmentation
+            data often do (255).
+
+    Raises:
+        TypeError: in ``fit``, if labels are not integers.
+        ValueError: in ``fit``, if outputs have one class, or labels another shape or range.
+
+    Example::
+
+        la = LinearisedLaplace(model, Classification(ignore_index=255), class_dim=1)
+    """
 
     def __init__(self, ignore_index: int = -100):
         self.ignore_index = ignore_index
@@ -31,7 +48,7 @@ class Classification(Labels):
 
     def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
         p = _softmax(f)
-        # H has no constant part; against the likeliest class nothing cancels where p is near 1
+        # H annihilates constants; relative to the likeliest class nothing cancels where p is near 1
         u = u - u.gather(-1, f.argmax(-1, keepdim=True).expand(*u.shape[:-1], 1))
         pu = p * u
         return pu - p * pu.sum(-1, keepdim=True)
@@ -43,7 +60,7 @@ class Classification(Labels):
         own = root_noise.gather(-1, likeliest)
         others = root_noise.scatter(-1, likeliest, 0).sum(-1, keepdim=True)
         product = root_noise - p * (own + others)
-        # there √p ε - p √p ε = √p ε Σ p of the others, without a difference
+        # there √p ε - p √p ε = √p ε Σ p of the other classes, computed without a difference
         p = p.expand(shape)
         rest = p.scatter(-1, likeliest, 0).sum(-1, keepdim=True)
         return product.scatter(-1, likeliest, own * rest - p.gather(-1, likeliest) * others)
@@ -68,60 +85,61 @@ class Classification(Labels):
     def check(self, f: Tensor, y: Tensor) -> None:
         if f.dim() < 2 or f.shape[-1] < 2:
             raise ValueError(
-                f"Classification needs two classes or more, but the outputs have shape "
+                "Classification needs two classes or more, but the outputs have shape "
                 f'{tuple(f.shape)}. For one logit with 0/1 targets use likelihood="bernoulli"; '
                 "for classes on another axis pass class_dim."
             )
-        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-            raise TypeError(
-                f"Class labels must be integers, not {y.dtype}: {_remedy(f, y) or _TO_INTEGERS}"
-            )
-        if y.shape != f.shape[:-1]:
-            maps = f.dim() > 2 and y.shape == f.shape[:1] + f.shape[2:]
-            remedy = " Where the classes come before the places, pass class_dim=1." * maps
-            remedy = f" {_remedy(f, y)}" if _remedy(f, y) else remedy
-            raise ValueError(
-                f"Class labels have shape {tuple(y.shape)}, but the outputs "
-                f"{tuple(f.shape)} (classes last) ask for {tuple(f.shape[:-1])}.{remedy}"
-            )
+        _check_labels(f, y)
+        is_logit = (f < 0).any() | (f > 1).any() | ((f.sum(-1) - 1).abs() >= 1e-3).any()
         beyond = self.mask(y) & ((y < 0) | (y >= f.shape[-1]))
-        inside = (f >= 0).all() & (f <= 1).all() & ((f.sum(-1) - 1).abs() < 1e-3).all()
-        # together: the host waits for it
-        looks_like_probabilities, is_beyond = torch.stack([inside, beyond.any()]).tolist()
-        if looks_like_probabilities and f.numel():
+        is_logit, is_beyond = torch.stack([is_logit, beyond.any()]).tolist()  # one GPU sync
+        if not is_logit and f.numel():
             warnings.warn(
-                "The outputs look like probabilities: they lie between 0 and 1, and their sums are "
-                "1. Classification takes logits, before the softmax: leave it out of the network.",
+                "The outputs look like probabilities: they lie between 0 and 1 and sum to 1. "
+                "Classification takes logits: remove the softmax from the network.",
                 stacklevel=2,
             )
         if is_beyond:
-            kept, outside, remedy = y[self.mask(y)], y[beyond].unique(), ""
-            if len(outside) == 1:
-                mark = f"ignore_index={outside.item()}"
-                remedy = f" If that marks what has no label, pass Classification({mark})."
+            kept, outside = y[self.mask(y)], y[beyond].unique()
+            own = f"ignore_index={outside[0].item()}"
+            remedy = f" If that label marks missing ones, pass Classification({own})."
             raise ValueError(
-                f"Class labels lie in [{kept.min()}, {kept.max()}], outside of 0 to "
-                f"{f.shape[-1] - 1}; give the network as many outputs as there are classes.{remedy}"
+                f"Class labels are between {kept.min()} and {kept.max()}, outside of 0 to "
+                f"{f.shape[-1] - 1}: the network needs as many outputs as there are classes."
+                f"{remedy if len(outside) == 1 else ''}"
             )
 
     def _chosen(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which sites count, and the places of their classes in f."""
+        """Return which sites count, and the index of their classes in f."""
         kept = self.mask(y)
         return kept, y.where(kept, 0).expand(f.shape[:-1]).unsqueeze(-1)
 
 
 class BradleyTerry(Classification):
-    """Which of several candidates is preferred: outputs are their rewards, y the index, (B,).
+    """Which of several candidates is preferred; outputs are rewards, targets indices, shape (B,).
 
-    p(first beats second) = sigmoid(r_1 - r_2); with more than two, the softmax of rewards
-    (Luce's choice). One candidate alone has a reward, with mean and variance, but no
-    probability.
+    p(first beats second) = sigmoid(r_1 - r_2); with more candidates, the softmax of rewards
+    (Luce's choice axiom). The network returns one reward per example. The inputs of a batch are
+    a tuple of candidates, or a dict {"chosen": ..., "rejected": ...}. One candidate alone has a
+    reward, with mean and variance, but no probability.
+
+    Args:
+        ignore_index (int, default -100): the index of examples that do not count.
+
+    Raises:
+        ValueError: if there are fewer than two candidates, in ``fit`` or for probabilities.
+
+    Example::
+
+        la = LinearisedLaplace(reward_model, BradleyTerry())   # or "reward_modeling"
+        la.fit([((first, second), preferred_index)])
+        la.predict(first).variance
     """
 
     def mean(self, f: Tensor) -> Tensor:
         if f.shape[-1] == 1:
             raise ValueError(
-                "One candidate has a reward but no probability of being preferred: read "
+                "One candidate has a reward but no probability of being preferred: use "
                 "la.predict(x).mean, .variance and .samples, or pass several candidates."
             )
         return super().mean(f)
@@ -129,24 +147,54 @@ class BradleyTerry(Classification):
     def check(self, f: Tensor, y: Tensor) -> None:
         if f.dim() != 2 or f.shape[-1] < 2:
             raise ValueError(
-                f"Rewards must be (B, candidates), two or more, but have shape {tuple(f.shape)}: "
-                "let each batch's inputs be a tuple of candidates, ((first, second), preferred), "
-                "and the network return one reward per row."
+                "Rewards must have shape (B, candidates), with two candidates or more, but have "
+                f"shape {tuple(f.shape)}. Let each batch's inputs be a tuple of candidates, "
+                "((first, second), preferred), and the network return one reward per example."
             )
         super().check(f, y)
 
 
-_TO_INTEGERS = (
-    'convert them with .long(), or use likelihood="bernoulli" for 0/1 targets of several labels.'
-)
+def compare(model: nn.Module, inputs: Any) -> Tensor:
+    """Return one reward per candidate: (B, n) for a tuple of n candidates, (B, 1) for one.
+
+    A dict {"chosen": ..., "rejected": ...} counts as the tuple of the two.
+    """
+    if isinstance(inputs, Mapping) and {"chosen", "rejected"} <= inputs.keys():
+        inputs = inputs["chosen"], inputs["rejected"]
+    candidates = inputs if is_sequence(inputs) else (inputs,)
+    return torch.cat([_reward(default_forward(model, each)) for each in candidates], dim=-1)
 
 
-def _remedy(f: Tensor, y: Tensor) -> str:
-    """Return what to do with labels that are one-hot, or nothing."""
-    if y.shape != f.shape or y.dtype == torch.bool:
-        return ""
-    one_hot = ((y == 0) | (y == 1)).all() and (y.sum(-1) == 1).all()
-    return "For one-hot labels pass y.argmax(-1), the class indices." if one_hot else ""
+def preferred(batch: Any) -> Tensor:
+    """Return the index of the preferred candidate: the batch's targets, or 0 for "chosen"."""
+    if isinstance(batch, Mapping) and "chosen" in batch and "labels" not in batch:
+        first = tensors_in(batch["chosen"])[0]
+        return torch.zeros(len(first), dtype=torch.long, device=first.device)
+    return default_targets(batch)
+
+
+def _check_labels(f: Tensor, y: Tensor) -> None:
+    """Raise an error if labels are not integers of the outputs' shape without its last axis."""
+    is_integer = not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
+    if is_integer and y.shape == f.shape[:-1]:
+        return
+    remedy = 'Convert them with .long(), or use likelihood="bernoulli" for several 0/1 labels.'
+    if y.shape == f.shape and y.dtype != torch.bool and _is_one_hot(y):
+        remedy = "For one-hot labels pass the class indices, y.argmax(-1)."
+    elif f.dim() > 2 and y.shape == f.shape[:1] + f.shape[2:]:
+        remedy = "If axis 1 of the outputs holds the classes, pass class_dim=1."
+    elif is_integer:
+        remedy = "Pass one class index per example, or per site."
+    if not is_integer:
+        raise TypeError(f"Class labels must be integers, not {y.dtype}. {remedy}")
+    raise ValueError(
+        f"Class labels have shape {tuple(y.shape)}, but the outputs {tuple(f.shape)} (classes "
+        f"last) ask for {tuple(f.shape[:-1])}. {remedy}"
+    )
+
+
+def _is_one_hot(y: Tensor) -> bool:
+    return bool(((y == 0) | (y == 1)).all() and (y.sum(-1) == 1).all())
 
 
 def _softmax(f: Tensor) -> Tensor:
@@ -157,3 +205,15 @@ def _log_softmax(f: Tensor) -> Tensor:
     if f.shape[-1] >= _FEW:
         return f.log_softmax(-1)
     return f.movedim(-1, 0).log_softmax(0).movedim(0, -1)
+
+
+def _reward(outputs: Tensor) -> Tensor:
+    if outputs.dim() == 1:
+        return outputs[:, None]
+    if outputs.dim() == 2 and outputs.shape[1] == 1:
+        return outputs
+    raise ValueError(
+        "A reward is one number per example, shape (B,) or (B, 1), but the network returned "
+        f"{tuple(outputs.shape)}. Pass forward_fn=lambda model, candidates: ... that returns "
+        "(B, candidates)."
+    )

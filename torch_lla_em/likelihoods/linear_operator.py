@@ -9,25 +9,30 @@ from math import prod
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods.elementwise import Regression
+from torch_lla_em.likelihoods.gaussian import Regression
 from torch_lla_em.runtime import normal
 
-# rounding of ⟨A u, v⟩ against ⟨u, Aᵀ v⟩, in single precision
+# bound on the rounding of ⟨A u, v⟩ against ⟨u, Aᵀ v⟩ in single precision
 _ADJOINT_ERROR = 1e-3
 
 
 @dataclass(frozen=True, repr=False)
 class LinearOperator:
-    """A linear map A of one output, by its products; never a matrix."""
+    """A linear map A of one output of the network, given by its products, never as a matrix.
+
+    Args:
+        forward (callable): (n, *shape) -> (n, M), A f for n outputs.
+        adjoint (callable): (n, M) -> (n, *shape), Aᵀ v.
+        shape (tuple of ints): the shape of one output of the network, classes last.
+
+    Example::
+
+        radon = LinearOperator(lambda f: f.flatten(1) @ A.T, lambda v: (v @ A).view(-1, 1, 8, 8), (1, 8, 8))
+    """
 
     forward: Callable[[Tensor], Tensor]
-    """(n, *shape) -> (n, M): A f."""
-
     adjoint: Callable[[Tensor], Tensor]
-    """(n, M) -> (n, *shape): Aᵀ v."""
-
     shape: tuple[int, ...]
-    """The shape of one output of the network, classes last."""
 
     def __repr__(self) -> str:
         return f"LinearOperator of outputs of shape {self.shape}"
@@ -43,12 +48,25 @@ class LinearOperator:
 
 
 class LinearOperatorRegression(Regression):
-    """y = A f + noise of standard deviation ``sigma_noise``; y are measurements, (B, M).
+    """y ~ N(A f, σ²): noisy linear measurements of the outputs, as in tomography; y is (B, M).
 
     ``Prediction.mean``, ``.variance`` and ``.samples`` are those of the output f (the image);
-    ``.expectation``, ``.moments``, ``.aleatoric``, ``.epistemic`` and the log probabilities
-    are those of y. The root S = Aᵀ/σ acts on the first M numbers of the noise, which has one
-    per output: so there can be no more measurements than outputs.
+    ``.expectation``, ``.moments``, ``.aleatoric``, ``.epistemic`` and the log probabilities are
+    those of y. The root S = Aᵀ/σ uses one number of noise per measurement, of which there is one
+    per output: so there can be at most as many measurements as outputs.
+
+    Args:
+        operator (LinearOperator): the map A.
+        sigma_noise (float, default None): as in ``Regression``, one number for all measurements.
+
+    Raises:
+        ValueError: if sigma_noise is not one positive number; in ``fit``, if A does not fit the
+            outputs or the measurements, or the adjoint does not belong to the forward map.
+
+    Example::
+
+        la = LinearisedLaplace(model, LinearOperatorRegression(radon, 0.05)).fit([(x, sinogram)])
+        la.predict(x).variance                      # of the image
     """
 
     elementwise = False
@@ -81,22 +99,22 @@ class LinearOperatorRegression(Regression):
                 f"The operator takes outputs of shape {shape}, but the network's have shape "
                 f"{tuple(f.shape[1:])} (classes last): give LinearOperator that shape."
             )
-        expected = self._checked_adjoint(f)
+        expected = self._num_measurements(f)
         if y.is_complex() or y.shape != (len(f), expected):
             raise ValueError(
-                f"The measurements have shape {tuple(y.shape)}, but the operator gives "
+                f"The measurements have shape {tuple(y.shape)}, but the operator returns "
                 f"{(len(f), expected)}: flatten what belongs to one output."
             )
         if expected > prod(shape):
             raise ValueError(
-                f"There are {expected} measurements of {prod(shape)} outputs, and at most one per "
-                'output is possible here: let forward_fn return A f, with likelihood="regression".'
+                f"There are {expected} measurements of {prod(shape)} outputs, but at most one per "
+                'output is possible: let forward_fn return A f, with likelihood="regression".'
             )
         if not torch.isfinite(y).all():
-            raise ValueError("The measurements hold NaN or infinite values: remove those rows.")
+            raise ValueError("The measurements hold NaN or infinite values: remove those examples.")
 
-    def _checked_adjoint(self, f: Tensor) -> int:
-        """Return M, after a look at whether A and Aᵀ belong together."""
+    def _num_measurements(self, f: Tensor) -> int:
+        """Return M, after checking on one random output that the adjoint belongs to A."""
         row = torch.zeros(1, dtype=torch.long, device=f.device)
         u = normal(0, 0, 0, row, f[0].numel()).to(f.dtype).view(1, *f.shape[1:])
         Au = self.operator.apply(u)
@@ -106,15 +124,11 @@ class LinearOperatorRegression(Regression):
                 "return (n, M) for n outputs."
             )
         v = normal(0, 0, 1, row, Au.shape[-1]).to(f.dtype)
-        back = self.operator.apply_adjoint(v)
-        gap = (
-            (Au * v).sum() - (u * back).sum()
-            if back.shape == u.shape
-            else torch.tensor(torch.inf, device="cpu")
-        )
+        Atv = self.operator.apply_adjoint(v)
+        gap = (Au * v).sum() - (u * Atv).sum() if Atv.shape == u.shape else u.new_tensor(torch.inf)
         if gap.abs() > _ADJOINT_ERROR * (Au.norm() * v.norm()):
             raise ValueError(
-                "The operator's adjoint is not that of its forward map: ⟨A u, v⟩ and ⟨u, Aᵀ v⟩ "
-                "differ. A filtered back-projection, say, is no adjoint."
+                "The operator's adjoint is not the adjoint of its forward map: ⟨A u, v⟩ and "
+                "⟨u, Aᵀ v⟩ differ. A filtered back-projection, for example, is not an adjoint."
             )
         return Au.shape[-1]

@@ -1,0 +1,220 @@
+"""Checks of a user's own likelihood: its derivatives, and whether it is the same as before."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.likelihoods.base import Likelihood
+from torch_lla_em.likelihoods.wrappers import Weighted
+from torch_lla_em.runtime import normals
+
+logger = logging.getLogger("torch_lla_em")
+
+# the most examples to look at, and numbers of their outputs
+_EXAMPLES, _NUMBERS = 64, 1 << 16
+# Outputs are multiplied by these, as two likelihoods may differ only where f is large or small.
+_FACTORS = 1.0, 0.25, 4.0
+_SAME = 1e-4
+_TOLERANCE = 1e-3
+_DRAWS = 256
+
+
+class Example(NamedTuple):
+    """A few outputs and targets with what a likelihood returns there, to recognise it again."""
+
+    outputs: Tensor
+    targets: Tensor
+    numbers: Tensor
+    """A weighted sum and the norm of log p, its gradient, H u, S u, mean and variance, (n, 2)."""
+
+    @classmethod
+    def of(cls, likelihood: Likelihood, f: Tensor, y: Tensor) -> Example:
+        """Return the example of a likelihood at the first outputs and targets."""
+        f, y = _first(f, y)
+        rows = [row for factor in _FACTORS for row in _numbers(likelihood, factor * f, y)]
+        return cls(f.cpu(), y.cpu(), torch.stack(rows).cpu())
+
+    @classmethod
+    def known(cls, tensors: dict[str, Tensor]) -> Example | None:
+        """Return the example among tensors of ``tensors``, or None if there is none."""
+        found = [tensors.get(f"example_{name}") for name in cls._fields]
+        return None if None in found else cls(*found)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that ``known`` takes."""
+        return {f"example_{name}": tensor for name, tensor in self._asdict().items()}
+
+    def by(self, likelihood: Likelihood, device: torch.device) -> Example:
+        """Return the example of another likelihood at the same outputs and targets."""
+        return self.of(likelihood, self.outputs.to(device), self.targets.to(device))
+
+    def contradicts(self, likelihood: Likelihood, device: torch.device) -> bool:
+        """Whether a likelihood returns other values for the same outputs and targets."""
+        try:
+            distance = (self.by(likelihood, device).numbers - self.numbers).norm(dim=1)
+        except Exception:  # the user's likelihood may raise anything for targets it does not know
+            return True
+        rounding = 100 * torch.finfo(self.outputs.dtype).eps * self.outputs.numel() ** 0.5
+        return bool((distance > _SAME * self.numbers.norm(dim=1) + rounding).any())
+
+
+def _first(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first few outputs and targets."""
+    count = min(_EXAMPLES, max(2, _NUMBERS // max(1, f[:1].numel())))
+    return f[:count].detach().clone(), y[:count].detach().clone()
+
+
+def _numbers(likelihood: Likelihood, f: Tensor, y: Tensor) -> Iterator[Tensor]:
+    u = _direction(f)
+    yield _summary(likelihood.log_prob(f, y))
+    yield _summary(likelihood.gradient(f, y))
+    yield _summary(likelihood.hessian_product(f, u))
+    yield _summary(likelihood.hessian_sqrt_product(f, u))
+    yield _summary(likelihood.mean(f))
+    with suppress(NotImplementedError):
+        yield _summary(likelihood.variance(f))
+
+
+def _summary(values: Tensor) -> Tensor:
+    flat = values.detach().double().flatten().nan_to_num(0, 0, 0)
+    return torch.stack([flat @ _direction(flat), flat.norm()])
+
+
+def _direction(like: Tensor) -> Tensor:
+    """Return standard normal numbers of the shape of a tensor, the same in every call."""
+    row = torch.zeros(1, dtype=torch.long, device=like.device)
+    return normals(0, 0, [0], row, like.numel()).view(like.shape).to(like)
+
+
+def compare_with_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
+    """Raise an error if a user's likelihood has derivatives that are not those of its log_prob.
+
+    Gradient, H and S are compared at the first examples' outputs and at a tenth of them, where
+    the network is less certain. H may be the Hessian of -log p, or its expectation over y (the
+    Fisher information), which is checked by draws of y.
+
+    Args:
+        likelihood (Likelihood): the likelihood; those of the library are not checked.
+        f (Tensor): outputs, shape (B, *sites, C).
+        y (Tensor): targets, as ``log_prob`` takes them.
+
+    Raises:
+        ValueError: if the gradient, H or S are off by more than rounding.
+
+    Example::
+
+        compare_with_log_prob(MyLikelihood(), model(x), y)
+    """
+    if isinstance(likelihood, Weighted):
+        y = likelihood.unpack(y, f)[0]
+    likelihood = likelihood.plain
+    if type(likelihood).__module__.startswith("torch_lla_em."):
+        return
+    f, y = _first(f, y)
+    f, y = torch.cat([f, f / 10]), torch.cat([y, y])
+    for dtype in (torch.float64, f.dtype):
+        y = y.to(dtype) if y.is_floating_point() else y
+        try:
+            derivatives = _Derivatives.of(likelihood, f.to(dtype), y)
+        except Exception as error:  # log_prob may not work in this precision, or not twice
+            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+            continue
+        derivatives.check(likelihood)
+        return
+    logger.warning(
+        "The derivatives of %s could not be compared with its log_prob (%s): check them yourself.",
+        type(likelihood).__name__,
+        reason,
+    )
+
+
+class _Derivatives(NamedTuple):
+    """Derivatives of log_prob by autograd, and those that the likelihood states."""
+
+    f: Tensor
+    expected_gradient: Tensor
+    expected_Hu: Tensor
+    gradient: Tensor
+    Hu: Tensor
+    SSu: Tensor
+
+    @classmethod
+    def of(cls, likelihood: Likelihood, f: Tensor, y: Tensor) -> _Derivatives:
+        u, mask = _direction(f), likelihood.mask(y)
+        counts = 1 if mask is None else mask.unsqueeze(-1)
+        stated = (
+            likelihood.gradient(f, y),
+            likelihood.hessian_product(f, u),
+            Likelihood.hessian_product(likelihood, f, u),  # S Sᵀ u
+        )
+        return cls(f, *_by_autograd(likelihood, f, y), *(each.detach() * counts for each in stated))
+
+    def check(self, likelihood: Likelihood) -> None:
+        """Raise an error where they differ."""
+        name = type(likelihood).__name__
+        if off := _error(self.gradient, self.expected_gradient):
+            raise ValueError(
+                f"{name}.gradient(f, y) is not the gradient of -log_prob in f: it is off by {off} "
+                "on the first batch. Correct it, or leave it out for the default by autograd."
+            )
+        if off := _error(self.SSu, self.Hu):
+            raise ValueError(
+                f"{name}: S Sᵀ u by hessian_sqrt_product is not H u by hessian_product: they differ "
+                f"by {off} on the first batch. Correct one of them, or leave hessian_product out "
+                "for the default S Sᵀ u."
+            )
+        off = _error(self.Hu, self.expected_Hu)
+        if not off or self._is_fisher(likelihood):
+            return
+        message = (
+            f"{name}: H u by hessian_product (or curvature, or S Sᵀ u) is neither the Hessian of "
+            f"-log_prob in f, from which it is off by {off} on the first batch, nor its "
+            "expectation over y"
+        )
+        if likelihood.convex:
+            raise ValueError(
+                f"{message}. Correct it; if it is that expectation, define sample(f, generator) "
+                "for the check."
+            )
+        logger.warning("%s: the posterior is that of the H given.", message)
+
+    def _is_fisher(self, likelihood: Likelihood) -> bool:
+        """Whether ⟨u, H u⟩ is the Hessian's expectation over y, by draws of y."""
+        f, u, draws = self.f, _direction(self.f), []
+        generator = torch.Generator(f.device).manual_seed(0)
+        try:
+            for _ in range(_DRAWS):
+                y = likelihood.sample(f, generator)
+                draws.append((_by_autograd(likelihood, f, y)[1] * u).sum())
+        except NotImplementedError:
+            return False
+        each = torch.stack(draws)
+        allowed = 5 * each.std() / _DRAWS**0.5 + _TOLERANCE * each.mean().abs()
+        return bool(((u * self.Hu).sum() - each.mean()).abs() <= allowed)
+
+
+def _by_autograd(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ∇(-log p) and ∇²(-log p) u."""
+    with torch.enable_grad():
+        at = f.clone().requires_grad_()
+        loss = -likelihood.log_prob(at, y).sum()
+        (gradient,) = torch.autograd.grad(loss, at, create_graph=True)
+        if not gradient.requires_grad:
+            return gradient, torch.zeros_like(f)
+        return gradient.detach(), torch.autograd.grad((gradient * _direction(f)).sum(), at)[0]
+
+
+def _error(found: Tensor, expected: Tensor) -> str:
+    """Return the relative error in percent if it is more than rounding, else an empty string."""
+    finite = found.isfinite() & expected.isfinite()
+    gap, size = (found - expected)[finite].norm(), expected[finite].norm()
+    eps = torch.finfo(found.dtype).eps
+    if gap <= max(_TOLERANCE, 30 * eps**0.5) * size + 100 * eps * found.numel() ** 0.5:
+        return ""
+    return f"{100 * (gap / size.clamp_min(1e-300)).item():.3g} %"

@@ -1,0 +1,172 @@
+"""Likelihoods with Gaussian noise, constant or predicted by the network."""
+
+from __future__ import annotations
+
+import copy
+from math import log, pi
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.likelihoods.base import Likelihood, sum_rows
+from torch_lla_em.likelihoods.elementwise import ElementwiseLikelihood
+from torch_lla_em.runtime import check_options
+
+
+class Gaussian(Likelihood):
+    """Continuous targets that are normally distributed around their mean."""
+
+    real_valued = True
+
+    def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
+        return self.mean(f)
+
+    def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        mean = self.mean(f)
+        noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
+        return mean + self.variance(f).sqrt() * noise
+
+
+class Regression(Gaussian, ElementwiseLikelihood):
+    """Gaussian observation noise, y ~ N(f, σ²), with targets of the shape of the outputs.
+
+    Args:
+        sigma_noise (float or Tensor (C,), default None): where EM starts to learn the standard
+            deviation σ of the noise, one for all outputs or one per output. None: the size of
+            the network's own residuals. Change it to have a σ per output, or if the network
+            has overfitted its training set, so that its residuals are too small.
+
+    Raises:
+        TypeError: if sigma_noise is not a number or tensor; in ``fit``, if targets are complex.
+        ValueError: if sigma_noise is not positive; in ``fit``, if it does not fit the outputs.
+
+    Example::
+
+        la = LinearisedLaplace(model, Regression(0.1)).fit(loader)
+        mean, variance = la(x)                      # the variance includes σ²
+    """
+
+    normalised = True
+    """Whether log_prob has its constant, beside which small residuals may be lost to rounding."""
+
+    def __init__(self, sigma_noise: float | Tensor | None = None):
+        check_options(sigma_noise=sigma_noise)
+        self.from_data = sigma_noise is None
+        """Whether a fit starts σ from the network's own residuals; until then it is 1."""
+
+        sigma_noise = 1.0 if sigma_noise is None else sigma_noise
+        sigma_noise = torch.as_tensor(sigma_noise, dtype=torch.float64, device="cpu")
+        if sigma_noise.dim() > 1:
+            raise ValueError(
+                f"sigma_noise must be a positive number or one per output, not {sigma_noise}."
+            )
+        self.sigma_noise = sigma_noise.detach().clone()
+
+    def at_noise(self, sigma_noise: Tensor) -> Regression:
+        """Return the same likelihood with another σ."""
+        other = copy.copy(self)
+        other.sigma_noise, other.from_data = sigma_noise, False
+        return other
+
+    def without_constant(self) -> Regression:
+        """Return the same likelihood with -log p = ½ Σ (y - f)² / σ² alone."""
+        other = copy.copy(self)
+        other.normalised = False
+        return other
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        sigma = self._sigma(f)
+        terms = -0.5 * ((y - self.mean(f)) / sigma) ** 2
+        if self.normalised:
+            terms = terms - sigma.log() - 0.5 * log(2 * pi)
+        return sum_rows(terms, y)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        return (self.mean(f) - y) / self._sigma(f) ** 2
+
+    def curvature(self, f: Tensor) -> Tensor:
+        return (self._sigma(f) ** -2).expand_as(f)
+
+    def mean(self, f: Tensor) -> Tensor:
+        return f
+
+    def variance(self, f: Tensor) -> Tensor:
+        return (self._sigma(f) ** 2).expand_as(self.mean(f))
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        super().check(f, y)
+        if self.sigma_noise.dim() and len(self.sigma_noise) != f.shape[-1]:
+            raise ValueError(
+                f"sigma_noise has {len(self.sigma_noise)} values, but the network has "
+                f"{f.shape[-1]} outputs: pass one number, or one per output."
+            )
+
+    @property
+    def is_quadratic(self) -> bool:
+        return True
+
+    def _sigma(self, f: Tensor) -> Tensor:
+        sigma = self.sigma_noise
+        if sigma.dim() or sigma.device == f.device:
+            return sigma.to(f, non_blocking=f.is_cuda)  # avoids a GPU sync in every batch
+        return f.new_full((), sigma.item())
+
+
+class HeteroscedasticRegression(Gaussian):
+    """y ~ N(μ, exp(s)): the first C of 2 C outputs are means μ, the others log variances s.
+
+    -log p = ½ s + ½ (y - μ)² exp(-s) is not convex in (μ, s) together. H is its expectation
+    over y, the Fisher information diag(exp(-s), ½), which is positive semi-definite, does not
+    depend on y, and equals the generalised Gauss-Newton matrix. The posterior covers μ and s, so
+    it also says how well the noise is known. The mode is found with H in place of the Hessian
+    (Fisher scoring), which is slower than Newton's method: expect a relative error of some 1e-3.
+
+    Raises:
+        ValueError: in ``fit``, if there are not twice as many outputs as targets.
+
+    Example::
+
+        la = LinearisedLaplace(model, "heteroscedastic").fit(loader)   # model: (B, 2 C), y: (B, C)
+    """
+
+    convex = False
+
+    elementwise = True
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        mu, s = f.chunk(2, -1)
+        return sum_rows(-0.5 * (s + (y - mu) ** 2 * (-s).exp() + log(2 * pi)), y)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        mu, s = f.chunk(2, -1)
+        error, precision = mu - y, (-s).exp()
+        return torch.cat([error * precision, 0.5 - 0.5 * error**2 * precision], -1)
+
+    def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
+        return self._fisher(f) * u
+
+    def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
+        return self._fisher(f).sqrt() * noise
+
+    def mean(self, f: Tensor) -> Tensor:
+        """Return μ, half of the outputs."""
+        return f.chunk(2, -1)[0]
+
+    def variance(self, f: Tensor) -> Tensor:
+        """Return exp(s), half of the outputs."""
+        return f.chunk(2, -1)[1].exp()
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        if f.dim() < 2 or f.shape[-1] % 2 or y.shape != (*f.shape[:-1], f.shape[-1] // 2):
+            raise ValueError(
+                f"Targets have shape {tuple(y.shape)} and the outputs {tuple(f.shape)} (classes "
+                "last), but there must be twice as many outputs as targets: all means first, "
+                "then all log variances."
+            )
+        if y.is_complex() or not torch.isfinite(y).all():
+            raise ValueError("Targets must be finite real numbers: remove other examples.")
+
+    @staticmethod
+    def _fisher(f: Tensor) -> Tensor:
+        s = f.chunk(2, -1)[1]
+        return torch.cat([(-s).exp(), torch.full_like(s, 0.5)], -1)

@@ -1,0 +1,128 @@
+"""Likelihoods as a fit counts them: at a temperature, or with a weight for each example."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.likelihoods.base import Likelihood
+
+
+class Tempered(Likelihood):
+    """p(y | f)^(1/T) in the fit: every example counts 1/T times; predictions keep p(y | f).
+
+    The posterior covariance is (G / T + Λ)⁻¹ = T (G + T Λ)⁻¹, as with laplace-torch's
+    ``temperature``. ``LinearisedLaplace(..., temperature=T)`` makes it.
+
+    Args:
+        likelihood (Likelihood): p(y | f).
+        temperature (float): T. Below 1 the posterior is colder, hence more certain.
+
+    Example::
+
+        Tempered(Classification(), 0.5)
+    """
+
+    def __init__(self, likelihood: Likelihood, temperature: float = 1.0):
+        self.inner, self.temperature = likelihood, temperature
+        self.elementwise, self.convex = likelihood.elementwise, likelihood.convex
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.inner.log_prob(f, y) / self.temperature
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.inner.gradient(f, y) / self.temperature
+
+    def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
+        return self.inner.hessian_product(f, u) / self.temperature
+
+    def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
+        return self.inner.hessian_sqrt_product(f, noise) / self.temperature**0.5
+
+    def mean(self, f: Tensor) -> Tensor:
+        return self.inner.mean(f)
+
+    def mask(self, y: Tensor) -> Tensor | None:
+        return self.inner.mask(y)
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        self.inner.check(f, y)
+
+    @property
+    def is_quadratic(self) -> bool:
+        return self.inner.is_quadratic
+
+    @property
+    def plain(self) -> Likelihood:
+        return self.inner.plain
+
+
+class Weighted(Tempered):
+    """p(y | f)^(w/T) in the fit, for targets packed with their weights w, shape (B, ..., 2).
+
+    The mask is the weight, and the sums over the data multiply gradient and curvature by it.
+
+    Args:
+        likelihood (Likelihood): p(y | f), or ``Tempered``.
+
+    Raises:
+        TypeError: if targets do not belong to single outputs, as with linear measurements.
+        ValueError: if σ is to be learnt from the data.
+
+    Example::
+
+        packed = torch.stack([labels.double(), weights.double()], -1)
+        Weighted(Classification()).log_prob(f, packed)
+    """
+
+    def __init__(self, likelihood: Likelihood):
+        super().__init__(likelihood)
+        plain = likelihood.plain
+        if plain.real_valued and not plain.elementwise:
+            raise TypeError(
+                f"{type(plain).__name__} takes no weights: its targets do not belong to single outputs."
+            )
+        if getattr(plain, "from_data", False):
+            raise ValueError(
+                "A weighted regression does not learn σ: pass LinearisedLaplace(..., sigma_noise=...)."
+            )
+
+    def unpack(self, packed: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
+        """Return targets, and the weights of sites (B, *sites), in the types of the likelihood."""
+        y, w = packed.unbind(-1)
+        return (y.to(f.dtype), w[..., 0]) if self.elementwise else (y.long(), w)
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        y, w = self.unpack(y, f)
+        if w.dim() == 1:
+            return self.inner.log_prob(f, y) * w.to(f.dtype)
+        lead = f.shape[: f.dim() - w.dim() - 1]  # each site is an example of its own
+        f, sites = f.flatten(len(lead), -2), y.flatten(0, w.dim() - 1)
+        each = self.inner.log_prob(f, sites).view(*lead, *w.shape)
+        return (each * w.to(f.dtype)).flatten(len(lead) + 1).sum(-1)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.inner.gradient(f, self.unpack(y, f)[0])
+
+    def mask(self, y: Tensor) -> Tensor:
+        """Return the weight of each site, 0 where it has no label."""
+        targets, w = self.unpack(y, y)
+        kept = self.inner.mask(targets)
+        return w if kept is None else w * kept
+
+    def align(self, y: Tensor, class_dim: int) -> Tensor:
+        if self.elementwise and y.dim() < 3:
+            raise ValueError(
+                "Weights need an axis for the outputs: have the network return (B, 1), and pass "
+                "targets of that shape."
+            )
+        aligned = (self.inner.align(part, class_dim) for part in y.unbind(-1))
+        return torch.stack([part.double() for part in aligned], -1)
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        self.inner.check(f, self.unpack(y, f)[0])
+
+
+def tempered(likelihood: Likelihood, temperature: float) -> Likelihood:
+    """Return the likelihood at this temperature; itself at 1."""
+    return likelihood if temperature == 1 else Tempered(likelihood, temperature)

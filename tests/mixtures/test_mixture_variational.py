@@ -185,7 +185,7 @@ def test_a_start_is_checked(change, message):
 
 
 def test_options_are_checked():
-    with pytest.raises(ValueError, match="covariance must be one of"):
+    with pytest.raises(ValueError, match="covariance='round' is not known"):
         VariationalGaussianMixture(2, covariance="round")
     with pytest.raises(ValueError, match="weight_concentration must be above 0, not 0"):
         VariationalGaussianMixture(2, prior=ConjugatePrior(0.0))

@@ -1,6 +1,6 @@
 """Mixtures of independent Bernoulli columns, by maximum likelihood and by MAP."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,15 +70,23 @@ class BernoulliFamily(Family):
     def leave(self, parameters: Bernoullis) -> Bernoullis:
         return parameters
 
-    def moments(self, parameters: Bernoullis) -> tuple[Tensor, Tensor]:
-        mean = parameters.weights @ parameters.means
-        return mean, mean * (1 - mean)
-
 
 class BernoulliMixture(Mixture):
     """p(x) = Σ_k π_k Π_d p_kd^x_d (1 − p_kd)^(1 − x_d), by ML, or by MAP with a prior.
 
-    Probabilities stay ``min_probability`` away from 0 and 1. ``options`` are those of ``Mixture``.
+    Args:
+        num_components (int): K.
+        prior (BetaPrior, default None): None for maximum likelihood; ``BetaPrior()`` for MAP,
+            which keeps probabilities away from 0 and 1 if examples are few.
+        min_probability (float, default 1e-6): how far probabilities stay away from 0 and 1.
+        **options: those of ``Mixture``.
+
+    Raises:
+        ValueError: if an option is out of range; in ``fit``, if the data are not zeros and ones.
+
+    Example::
+
+        mixture = BernoulliMixture(2, prior=BetaPrior()).fit(torch.rand(500, 8).round())
     """
 
     def __init__(
@@ -87,7 +95,7 @@ class BernoulliMixture(Mixture):
         *,
         prior: BetaPrior | None = None,
         min_probability: float = 1e-6,
-        **options,
+        **options: Any,
     ):
         super().__init__(num_components, **options)
         if not 0 < min_probability < 0.5:
@@ -100,6 +108,6 @@ class BernoulliMixture(Mixture):
         if not ((x == 0) | (x == 1)).all():
             raise ValueError("A Bernoulli mixture takes zeros and ones only. Binarise the data.")
 
-    def _family(self, num_components: int, moments: tuple[Tensor, Tensor]) -> BernoulliFamily:
+    def _family(self, num_components: int, centre: Tensor, variance: Tensor) -> BernoulliFamily:
         prior = self.prior or BetaPrior(1.0, 1.0, 1.0)
-        return BernoulliFamily(num_components, len(moments[0]), prior, self.min_probability)
+        return BernoulliFamily(num_components, len(centre), prior, self.min_probability)

@@ -9,22 +9,19 @@ A covariance is block-diagonal, with blocks of size d that columns or components
     spherical    (K, 1, 1, 1)    1   all columns
 """
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
-STRUCTURES = ("full", "tied", "diagonal", "spherical")
-
-
-def check_structure(structure: str) -> None:
-    """Raise an error unless this is the name of a structure."""
-    if structure not in STRUCTURES:
-        raise ValueError(f"covariance must be one of {STRUCTURES}, not {structure!r}.")
+Structure = Literal["full", "tied", "diagonal", "spherical"]
+STRUCTURES = get_args(Structure)
 
 
 class Blocks:
     """The block structure of K covariances in D dimensions."""
 
-    def __init__(self, structure: str, num_components: int, dim: int):
+    def __init__(self, structure: Structure, num_components: int, dim: int):
         self.structure, self.num_components, self.dim = structure, num_components, dim
         self.dense, self.tied = structure in ("full", "tied"), structure == "tied"
         self.size = dim if self.dense else 1
@@ -99,11 +96,6 @@ class Blocks:
             matrix = matrix.diagonal()
             matrix = matrix.mean(0, keepdim=True) if self.copies > 1 else matrix
         return matrix.reshape(1, *self.shape[1:]).expand(self.shape)
-
-    def check_positive(self, covariances: Tensor, name: str) -> None:
-        """Raise an error unless covariances in the user's shape are positive definite."""
-        if torch.linalg.cholesky_ex(covariances.reshape(self.shape)).info.any():
-            raise ValueError(f"The {name} must be positive definite.")
 
 
 def log_dets(blocks: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ class NormalWishart(NamedTuple):
 
 
 class ConjugatePrior(NamedTuple):
-    """What is believed of the components before the data; None is chosen from the data.
+    """The prior of a Gaussian mixture's weights and components; None is chosen from the data.
 
     The defaults are weak and follow the location and scale of the data (Fraley and Raftery,
     2007): enough that no component collapses, little compared with a hundred examples.

@@ -1,5 +1,13 @@
-"""EM for mixtures of exponential families: log p(x, component k) = θ_k · φ(x)."""
+"""EM for mixtures of exponential families: log p(x, component k) = θ_k · φ(x).
 
+For any distribution q over the components z of the examples,
+
+    log p(X | θ) = L(q, θ) + KL(q ‖ p(z | X, θ)),   L(q, θ) = E_q[log p(X, z | θ) − log q(z)].
+
+The E-step makes the divergence zero and the M-step raises the bound L, so log p(X | θ) never falls.
+"""
+
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -7,15 +15,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
-from torch_lla_em.mixtures.examples import Examples
-from torch_lla_em.mixtures.iteration import iterate
-from torch_lla_em.mixtures.kmeans import kmeans
+from torch_lla_em.mixtures.data import Examples
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""Numbers computed with at once: on a CPU they should stay in the cache."""
+"""How many numbers to compute with at once: on a CPU they should stay in the cache."""
+
+ROUNDING = 1e-8
+"""The relative fall of the bound that rounding may explain."""
 
 Tensors = tuple[Tensor, ...]
+
+
+class BoundWarning(UserWarning):
+    """The lower bound, which should never fall, has fallen or is not a number."""
 
 
 class Family(ABC):
@@ -63,13 +77,9 @@ class Family(ABC):
     def leave(self, parameters: Any) -> Any:
         """Return parameters in the user's coordinates."""
 
-    @abstractmethod
-    def moments(self, parameters: Any) -> tuple[Tensor, Tensor]:
-        """Return the mean and variance of each column of the mixture, in the fit's coordinates."""
-
 
 class MixtureState(NamedTuple):
-    """What one EM step hands to the next, and the answer after the last."""
+    """The result of one EM step, from which the next begins."""
 
     parameters: Any
     """The parameters of the mixture, in the coordinates of the fit."""
@@ -77,15 +87,18 @@ class MixtureState(NamedTuple):
     natural: Tensors
     """θ."""
 
-    objective: float
+    objective: float = -float("inf")
     """log p(X | θ) of the parameters that the step began with, plus log p(θ) for MAP."""
 
-    lower_bound: float
+    lower_bound: float = -float("inf")
     """A lower bound of the objective at the step's new parameters.
 
     It lies between this step's ``objective`` and that of the next step, which is higher by the
     divergence KL(q ‖ p) that the M-step left.
     """
+
+    converged: bool = False
+    """Whether the bound per example changed by no more than the tolerance."""
 
 
 @dataclass(frozen=True)
@@ -94,21 +107,29 @@ class EM:
 
     family: Family
     batches: Iterable[Examples]
-    num_examples: int
+    tolerance: float
+    """How much of a change of the bound, over all examples, counts as convergence."""
+
     classes: Tensor | None = None
     """The label of each component, shape (K,): examples belong to components of their label."""
 
-    def states(self, parameters: Any, max_steps: int, tolerance: float) -> Iterator[MixtureState]:
-        """Yield the state after each step, from these parameters until the bound settles."""
-        unknown = -float("inf")
-        return iterate(
-            self.step,
-            MixtureState(parameters, self.family.natural(parameters), unknown, unknown),
-            max_steps=max_steps,
-            settled=lambda old, new: self.settled(old.lower_bound, new.lower_bound, tolerance),
-            objective=lambda state: state.lower_bound,
-            rounding=1e-8,
-        )
+    def states(self, parameters: Any, max_steps: int) -> Iterator[MixtureState]:
+        """Yield the state after each step from these parameters, until the bound converges."""
+        state = MixtureState(parameters, self.family.natural(parameters))
+        for number in range(1, max_steps + 1):
+            before, state = state.lower_bound, self.step(state)
+            # the negation is true for NaN
+            if not state.lower_bound >= before - ROUNDING * max(1.0, abs(before)):
+                warnings.warn(
+                    f"The lower bound fell in step {number}, from {before:.10g} to "
+                    f"{state.lower_bound:.10g}, which EM excludes. Check that every pass sees the "
+                    "same data.",
+                    BoundWarning,
+                    stacklevel=3,
+                )
+            yield state
+            if state.converged:
+                return
 
     def step(self, state: MixtureState) -> MixtureState:
         """Return the state after an E-step and an M-step."""
@@ -117,13 +138,10 @@ class EM:
         natural = self.family.natural(parameters)
         # L(q, θ) − log p(X | θ_old) is the change of E_q log p(X, z | θ), which is linear in θ
         gain = _inner(natural, sums) - _inner(state.natural, sums)
-        objective = log_evidence + self.family.log_prior(state.parameters)
-        lower_bound = log_evidence + gain + self.family.log_prior(parameters)
-        return MixtureState(parameters, natural, float(objective), float(lower_bound))
-
-    def settled(self, old: float, new: float, tolerance: float) -> bool:
-        """Whether the bound per example has changed by no more than the tolerance."""
-        return abs(new - old) <= tolerance * self.num_examples
+        objective = float(log_evidence + self.family.log_prior(state.parameters))
+        bound = float(log_evidence + gain + self.family.log_prior(parameters))
+        converged = abs(bound - state.lower_bound) <= self.tolerance
+        return MixtureState(parameters, natural, objective, bound, converged)
 
     def expectation(self, natural: Tensors) -> tuple[Tensor, Tensors]:
         """Return log p(X | θ), shape (), and Σ_n r_kn φ(x_n), from one pass over the data."""
@@ -150,15 +168,14 @@ class EM:
         for label in labels.unique():
             own, rows = (classes == label).nonzero()[:, 0], labels == label
             member[rows] = own[kmeans(x[rows], len(own), generator)]
-        size, parts = chunk_size(self.family, x.device), []
+        size, parts = _chunk_size(self.family, x.device), []
         for part, k in zip(columns.split(size, 1), member.split(size)):
-            hard = torch.nn.functional.one_hot(k, num_components).T.to(x)
-            parts.append(self.family.sums(hard, part))
+            parts.append(self.family.sums(one_hot(k, num_components).T.to(x), part))
         sums = tuple(torch.stack(tensors).sum(0) for tensors in zip(*parts))
         return self.family.maximise(sums, None)
 
 
-def chunk_size(family: Family, device: torch.device) -> int:
+def _chunk_size(family: Family, device: torch.device) -> int:
     """Return how many examples to compute with at once, 256 at least."""
     return max(256, CHUNK.get(device.type, CHUNK["cpu"]) // family.width)
 
@@ -166,7 +183,7 @@ def chunk_size(family: Family, device: torch.device) -> int:
 def chunks(batches: Iterable[Examples], family: Family, device: torch.device) -> Iterator[Examples]:
     """Yield the examples on the device, in small chunks."""
     for batch in batches:
-        yield from batch.each(lambda part: part.to(device)).split(chunk_size(family, device))
+        yield from batch.each(lambda part: part.to(device)).split(_chunk_size(family, device))
 
 
 def _inner(natural: Tensors, sums: Tensors) -> Tensor:
@@ -174,3 +191,32 @@ def _inner(natural: Tensors, sums: Tensors) -> Tensor:
     constant, *others = natural
     constant = constant.where(constant != -torch.inf, 0.0)
     return torch.stack([(a * b).sum() for a, b in zip((constant, *others), sums)]).sum()
+
+
+def kmeans(x: Tensor, num_clusters: int, generator: torch.Generator, max_steps: int = 20) -> Tensor:
+    """Return the cluster of each row of x (n, D), shape (n,), by Lloyd's iteration."""
+    centres = plus_plus(x, num_clusters, generator)
+    nearest = torch.cdist(x, centres).argmin(1)
+    for _ in range(max_steps):
+        members = one_hot(nearest, num_clusters).to(x)
+        sizes = members.sum(0)[:, None]
+        centres = torch.where(sizes > 0, members.T @ x / sizes.clamp(min=1), centres)
+        before, nearest = nearest, torch.cdist(x, centres).argmin(1)
+        if torch.equal(before, nearest):
+            break
+    return nearest
+
+
+def plus_plus(x: Tensor, num_clusters: int, generator: torch.Generator) -> Tensor:
+    """Return rows of x as centres (k-means++): odds grow with squared distance to earlier ones."""
+    first = torch.randint(len(x), (1,), generator=generator, device=generator.device)
+    centres = x[first.to(x.device)]
+    distance = (x - centres).square().sum(1)
+    for _ in range(num_clusters - 1):
+        # if every row is a centre already, all are drawn with equal probability
+        odds = distance if distance.sum() > 0 else torch.ones_like(distance)
+        drawn = torch.multinomial(odds.to(generator.device), 1, generator=generator)
+        centre = x[drawn.to(x.device)]
+        centres = torch.cat([centres, centre])
+        distance = torch.minimum(distance, (x - centre).square().sum(1))
+    return centres

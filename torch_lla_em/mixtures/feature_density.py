@@ -6,7 +6,7 @@ mixture without labels, is fitted to the outputs of one layer.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 from zlib import crc32
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torch_lla_em.data import copied, map_tensors, to_device
 from torch_lla_em.mixtures.conjugate import ConjugatePrior
-from torch_lla_em.mixtures.examples import require_several_passes
+from torch_lla_em.mixtures.data import require_several_passes
 from torch_lla_em.mixtures.gaussian import GaussianMixture
 from torch_lla_em.mixtures.mixture import Mixture
 
@@ -25,19 +25,34 @@ _BATCH_SIZE = 256
 
 
 class FeatureDensity:
-    """A mixture fitted to the outputs of one layer of a network.
+    """A mixture fitted to the outputs of one layer of a network, which shows OOD inputs.
 
-    model: any trained module. It runs in evaluation mode and without gradients, and its mode,
-        hooks, buffers and attributes are put back afterwards.
-    layer: the name of a submodule, or the submodule itself. If the layer runs more than once in
-        a forward pass, its last output counts; of a tuple or a mapping, the first tensor.
-    mixture: Gaussians with the conjugate prior by default: one for each class with ``by_label``,
-        ten without.
-    by_label: give every class of batches (inputs, labels) components of its own.
-    pool: how outputs become features (B, D). "mean" averages over all axes but the first and
-        ``feature_axis``, "flatten" keeps every number, and a callable may do anything else.
-    feature_axis: 1 for the channels of a convolution, −1 for the tokens of a transformer.
-    forward_fn: called with the model and the inputs in place of ``model(inputs)``.
+    The model runs in evaluation mode and without gradients; its mode, hooks, buffers and
+    attributes are put back afterwards.
+
+    Args:
+        model (nn.Module): any trained module.
+        layer (str or nn.Module): a submodule or its name. If it runs more than once in a forward
+            pass, its last output counts; of a tuple or a mapping, the first tensor.
+        mixture (Mixture, default None): None for full Gaussians with the conjugate prior, one for
+            each class with ``by_label``, ten without. Pass one with ``covariance="diagonal"`` if
+            the layer has hundreds of outputs.
+        by_label (bool, default False): whether every class of batches (inputs, labels) has
+            components of its own. Use it for a classifier.
+        pool ("mean", "flatten" or callable, default "mean"): how outputs become features (B, D).
+            "mean" averages over all axes but the first and ``feature_axis``.
+        feature_axis (int, default 1): 1 for the channels of a convolution, −1 for the tokens of a
+            transformer.
+        forward_fn (callable, default None): called with the model and the inputs in place of
+            ``model(inputs)``.
+
+    Raises:
+        ValueError: if the model has no such layer, or ``pool`` is not known.
+
+    Example::
+
+        density = FeatureDensity(model, "body", by_label=True).fit(train_loader)
+        density.score(x)                 # log density of the features, (B,): low for OOD inputs
     """
 
     def __init__(
@@ -47,7 +62,7 @@ class FeatureDensity:
         mixture: Mixture | None = None,
         *,
         by_label: bool = False,
-        pool: str | Callable[[Tensor], Tensor] = "mean",
+        pool: Literal["mean", "flatten"] | Callable[[Tensor], Tensor] = "mean",
         feature_axis: int = 1,
         forward_fn: Callable[[nn.Module, Any], Any] | None = None,
     ):
@@ -60,12 +75,20 @@ class FeatureDensity:
         self._checksum: int | None = None
 
     def fit(self, data: Any, labels: Any = None) -> "FeatureDensity":
-        """Fit to the batches of a loader, or to tensors: ``fit(x, labels)``; return self.
+        """Fit to the features of training data; return self.
 
-        Batches are inputs, tuples (inputs, labels, ...) or dicts with "labels"; a tuple of two
-        tensors, (x, labels), is taken as one batch. A fit by label leaves out examples labelled
-        −100, which PyTorch's losses ignore too. Each EM step takes one pass over the data; if
-        all examples fit in the mixture's ``sample_size``, the network runs only once over them.
+        Each EM step takes one pass over the data, but if all examples fit in the mixture's
+        ``sample_size``, the network runs only once over them.
+
+        Args:
+            data: a loader or list of batches, a dataset, or a tensor. Batches are inputs, tuples
+                (inputs, labels, ...) or dicts with "labels". A tuple (x, labels) is one batch.
+            labels (Tensor, default None): the labels of a tensor ``data``. A fit by label leaves
+                out examples labelled −100, which PyTorch's losses ignore too.
+
+        Raises:
+            TypeError: if the data are an iterator or lack labels, or the layer returns no floats.
+            ValueError: if features are not finite, or there are fewer examples than components.
         """
         batches = _FeatureBatches(self, _as_batches(data, labels))
         self.mixture.fit(batches, by_label=self.by_label)

@@ -1,14 +1,23 @@
-"""Gaussian mixtures by maximum likelihood, and by MAP with the conjugate prior."""
+"""Gaussian mixtures by maximum likelihood, by MAP, and by variational EM."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.mixtures.blocks import Blocks, check_structure, inverse, log_dets, with_floor
-from torch_lla_em.mixtures.conjugate import ConjugatePrior, Gaussians
+from torch_lla_em.mixtures.blocks import (
+    STRUCTURES,
+    Blocks,
+    Structure,
+    inverse,
+    log_dets,
+    with_floor,
+)
+from torch_lla_em.mixtures.conjugate import ConjugatePrior, Gaussians, NormalWishart
 from torch_lla_em.mixtures.em import Family, Tensors
 from torch_lla_em.mixtures.mixture import Mixture, check_shapes, check_weights
+from torch_lla_em.runtime import check_choice
 
 
 class GaussianFamily(Family):
@@ -24,15 +33,15 @@ class GaussianFamily(Family):
     def __init__(
         self,
         blocks: Blocks,
-        moments: tuple[Tensor, Tensor],
+        centre: Tensor,
+        variance: Tensor,
         prior: ConjugatePrior | None,
         floor: float = 0.0,
     ):
         self.blocks, self.num_components, self.floor = blocks, blocks.num_components, floor
         self.width = blocks.dim * (blocks.shape[0] if blocks.dense else 2) + self.num_components
-        self.centre, variance = moments
         variance = variance.mean().expand_as(variance) if blocks.copies > 1 else variance
-        self.unit = torch.where(variance > 0, variance.sqrt(), 1.0)
+        self.centre, self.unit = centre, torch.where(variance > 0, variance.sqrt(), 1.0)
         self.weak_prior = (prior or ConjugatePrior()).of_components(
             blocks, self.concentration, self.centre, self.unit
         )
@@ -48,7 +57,7 @@ class GaussianFamily(Family):
     def sums(self, r: Tensor, columns: Tensor) -> Tensors:
         return *super().sums(r, columns), self.blocks.second_moments(r, columns)
 
-    def natural(self, parameters: Gaussians) -> Tensors:
+    def natural(self, parameters: Any) -> Tensors:
         weights, means, covariances = parameters
         log_det = -self.blocks.over_columns(log_dets(covariances))
         return self.natural_of(weights.log(), means, inverse(covariances), log_det)
@@ -62,7 +71,7 @@ class GaussianFamily(Family):
         constant = log_weights + 0.5 * log_det - volume - 0.5 * (linear * means).sum(1)
         return constant, linear, -0.5 * precision
 
-    def maximise(self, sums: Tensors, old: Gaussians | None) -> Gaussians:
+    def maximise(self, sums: Tensors, old: Any) -> Any:
         counts, means, scatter = moments = self.blocks.moments(sums)
         prior = self.weak_prior if old is None else self.prior
         if prior is not None:
@@ -73,67 +82,107 @@ class GaussianFamily(Family):
         covariances = torch.where(degrees > 0, scatter / degrees, old.covariances)
         return Gaussians(counts / counts.sum(), means, with_floor(covariances, self.floor))
 
-    def log_prior(self, parameters: Gaussians) -> Tensor:
+    def log_prior(self, parameters: Any) -> Tensor:
         if self.prior is None:
             return self.unit.new_zeros(())
         return self.prior.log_density(parameters, self.blocks)
 
-    def enter(self, parameters: Gaussians) -> Gaussians:
-        num_components, dim = self.num_components, self.blocks.dim
-        check_shapes(parameters, (num_components,), (num_components, dim), self.blocks.user_shape)
+    def enter(self, parameters: Any) -> Any:
+        each = (self.num_components,)
+        check_shapes(parameters, each, (*each, self.blocks.dim), self.blocks.user_shape)
         check_weights(parameters.weights)
-        weights, means, covariances = (t.to(self.unit) for t in parameters)
-        self.blocks.check_positive(covariances, "covariances")
-        return Gaussians(weights, *self.inwards(means, covariances))
+        return self._inwards(parameters, "covariances")
 
-    def leave(self, parameters: Gaussians) -> Gaussians:
-        return Gaussians(parameters.weights, *self.outwards(*parameters[1:]))
+    def _inwards(self, parameters: Any, name: str) -> Any:
+        """Return parameters (weights, means, ..., matrices) in the coordinates of the fit."""
+        weights, means, *others, matrices = (t.to(self.unit) for t in parameters)
+        blocks = self.blocks.rescale(matrices.reshape(self.blocks.shape), 1 / self.unit)
+        if torch.linalg.cholesky_ex(blocks).info.any():
+            raise ValueError(f"The {name} must be positive definite.")
+        return type(parameters)(weights, (means - self.centre) / self.unit, *others, blocks)
 
-    def moments(self, parameters: Gaussians) -> tuple[Tensor, Tensor]:
-        weights, means, covariances = parameters
-        mean = weights @ means
-        variances = covariances.diagonal(dim1=-2, dim2=-1).flatten(1)
-        return mean, weights @ (variances + (means - mean).square())
+    def leave(self, parameters: Any) -> Any:
+        weights, means, *others, blocks = parameters
+        matrices = self.blocks.rescale(blocks, self.unit).reshape(self.blocks.user_shape)
+        return type(parameters)(weights, means * self.unit + self.centre, *others, matrices)
 
-    def inwards(self, means: Tensor, covariances: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the user's means and covariances in the coordinates of the fit, in blocks."""
-        blocks = self.blocks.rescale(covariances.reshape(self.blocks.shape), 1 / self.unit)
-        return (means - self.centre) / self.unit, blocks
 
-    def outwards(self, means: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return means and blocks in the user's coordinates and shapes."""
-        covariances = self.blocks.rescale(blocks, self.unit).reshape(self.blocks.user_shape)
-        return means * self.unit + self.centre, covariances
+class VariationalFamily(GaussianFamily):
+    """Gaussian components with a normal–Wishart posterior each."""
+
+    @property
+    def concentration(self) -> float:
+        return 1 / self.num_components
+
+    def natural(self, parameters: NormalWishart) -> Tensors:
+        log_det = self.blocks.over_columns(parameters.expected_log_dets(self.blocks))
+        log_det = log_det - self.blocks.dim / parameters.strength
+        log_weights = parameters.expected_log_weights()
+        precision = parameters.expected_precision()
+        return self.natural_of(log_weights, parameters.means, precision, log_det)
+
+    def maximise(self, sums: Tensors, old: NormalWishart | None) -> NormalWishart:
+        return self.weak_prior.updated(self.blocks.moments(sums), self.blocks)
+
+    def log_prior(self, parameters: NormalWishart) -> Tensor:
+        return -parameters.divergence(self.weak_prior, self.blocks)
+
+    def enter(self, parameters: NormalWishart) -> NormalWishart:
+        blocks, each = self.blocks, (self.num_components,)
+        shapes = each, (*each, blocks.dim), each, blocks.shape[:1], blocks.user_shape
+        check_shapes(parameters, *shapes)
+        if min(parameters.concentration.min(), parameters.strength.min()) <= 0:
+            raise ValueError("The concentration and the strength must be above 0.")
+        if (parameters.dof <= blocks.size - 1).any():
+            raise ValueError(f"dof must be above {blocks.size - 1}.")
+        return self._inwards(parameters, "scale")
 
 
 class GaussianMixture(Mixture):
     """p(x) = Σ_k π_k N(x | μ_k, Σ_k), by maximum likelihood, or by MAP with a prior.
 
-    ``covariance`` is "full", "tied", "diagonal" or "spherical". Without a prior, no variance
-    falls below ``min_variance`` times the variance of its column, in any direction. Data of any
-    precision are computed with in float64. ``options`` are those of ``Mixture``.
+    Data of any precision are computed with in float64.
+
+    Args:
+        num_components (int): K.
+        covariance ("full", "tied", "diagonal" or "spherical", default "full"): the structure of
+            Σ_k; "tied" components share one full matrix. Choose a smaller one if there are few
+            examples per component, or hundreds of columns.
+        prior (ConjugatePrior, default None): None for maximum likelihood; ``ConjugatePrior()``
+            for MAP, which does not collapse onto few examples.
+        min_variance (float, default 1e-6): without a prior, the least variance in any direction,
+            relative to the variance of the column.
+        **options: those of ``Mixture``.
+
+    Raises:
+        ValueError: if an option is out of range.
+
+    Example::
+
+        mixture = GaussianMixture(3, prior=ConjugatePrior()).fit(torch.randn(500, 2))
+        mixture.log_prob(torch.randn(5, 2))
     """
 
     def __init__(
         self,
         num_components: int,
         *,
-        covariance: str = "full",
+        covariance: Structure = "full",
         prior: ConjugatePrior | None = None,
         min_variance: float = 1e-6,
-        **options,
+        **options: Any,
     ):
         super().__init__(num_components, **options)
-        check_structure(covariance)
+        check_choice("covariance", covariance, STRUCTURES)
         if not 0 < min_variance < 1:
             raise ValueError(f"min_variance must be between 0 and 1, not {min_variance}.")
         if prior is not None:
             prior.check(least_concentration=1.0)
         self.covariance, self.prior, self.min_variance = covariance, prior, min_variance
 
-    def _family(self, num_components: int, moments: tuple[Tensor, Tensor]) -> GaussianFamily:
-        blocks = Blocks(self.covariance, num_components, len(moments[0]))
-        return GaussianFamily(blocks, moments, self.prior, self.min_variance)
+    def _family(self, num_components: int, centre: Tensor, variance: Tensor) -> GaussianFamily:
+        blocks = Blocks(self.covariance, num_components, len(centre))
+        return GaussianFamily(blocks, centre, variance, self.prior, self.min_variance)
 
     def sample(self, num_examples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return examples drawn from the mixture, shape (n, D), and their components, (n,)."""
@@ -148,3 +197,45 @@ class GaussianMixture(Mixture):
         root = torch.linalg.cholesky(covariances.reshape(blocks.shape))
         root = root.expand(len(means), *root.shape[1:])[component]
         return means[component] + blocks.apply(root, noise), component
+
+
+class VariationalGaussianMixture(Mixture):
+    """A mean-field posterior over Gaussian mixtures, q(z) q(π, μ, Λ), by variational EM.
+
+    The lower bound is the ELBO with all its constants, a bound of the log marginal likelihood.
+    ``log_prob`` is log Σ_k exp E_q log p(x, k): a little below the predictive log density, and
+    equal to it in the limit of many examples. ``parameters`` is a ``NormalWishart``;
+    ``parameters.expected()`` returns a plain mixture. Weights of superfluous components shrink.
+
+    Args:
+        num_components (int): K, the most components.
+        covariance ("full", "tied", "diagonal" or "spherical", default "full"): as in
+            ``GaussianMixture``.
+        prior (ConjugatePrior, default ConjugatePrior()): the prior of weights and components.
+        **options: those of ``Mixture``.
+
+    Raises:
+        ValueError: if an option is out of range.
+
+    Example::
+
+        mixture = VariationalGaussianMixture(8).fit(torch.randn(500, 2))
+        mixture.parameters.expected().weights
+    """
+
+    def __init__(
+        self,
+        num_components: int,
+        *,
+        covariance: Structure = "full",
+        prior: ConjugatePrior | None = None,
+        **options: Any,
+    ):
+        super().__init__(num_components, **options)
+        check_choice("covariance", covariance, STRUCTURES)
+        self.covariance, self.prior = covariance, prior or ConjugatePrior()
+        self.prior.check(least_concentration=0.0)
+
+    def _family(self, num_components: int, centre: Tensor, variance: Tensor) -> VariationalFamily:
+        blocks = Blocks(self.covariance, num_components, len(centre))
+        return VariationalFamily(blocks, centre, variance, self.prior)

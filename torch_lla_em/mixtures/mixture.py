@@ -1,4 +1,4 @@
-"""What every mixture offers: its fit, and what a fitted one answers."""
+"""The public interface of every mixture: its fit, and its densities."""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -8,29 +8,49 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_lla_em.mixtures.data import ExampleBatches, Examples, Survey, survey
 from torch_lla_em.mixtures.em import EM, Family, MixtureState, Tensors, chunks
-from torch_lla_em.mixtures.examples import ExampleBatches, Examples, Survey, survey
-from torch_lla_em.mixtures.iteration import Evidence, split_evidence
 
 
 class Progress(NamedTuple):
-    """One line of a fit's history; see ``MixtureState``."""
+    """One entry of a fit's history; see ``MixtureState``."""
 
     objective: float
     lower_bound: float
 
 
-class Mixture(ABC):
-    """A mixture of ``num_components``, fitted by EM.
+class Evidence(NamedTuple):
+    """log p(X | θ), split into a lower bound and the divergence that it leaves."""
 
-    EM stops when the bound per example changes by no more than ``tolerance``, or after
-    ``max_steps``. It starts from k-means on a random ``sample_size`` of the examples. With
-    several ``restarts``, EM runs on that sample from each of them, and the fit goes on from the
-    one with the highest bound. ``seed`` is an integer, or a ``torch.Generator``.
+    lower_bound: Tensor
+    """L(q, θ), shape ()."""
+
+    divergence: Tensor
+    """KL(q ‖ p(z | X, θ)), shape ()."""
+
+
+class Mixture(ABC):
+    """A mixture of ``num_components``, fitted by EM from a k-means start.
+
+    Args:
+        num_components (int): K; with labels, the number of components of each label.
+        max_steps (int, default 200): the most EM steps. Increase it after the warning that EM
+            has not converged.
+        tolerance (float, default 1e-4): EM stops when the lower bound per example changes by no
+            more than this. Decrease it for parameters with more digits.
+        restarts (int, default 1): with several, EM runs on a sample of the data from each start,
+            and the fit continues from the one with the highest bound. Increase it for many
+            components, where a single start may end at a poor local optimum.
+        sample_size (int, default 10,000): how many random examples the starts are found on. If
+            the data have no more, they are read only once.
+        seed (int or torch.Generator, default 0): the randomness of starts and sample.
+
+    Raises:
+        ValueError: if an option is out of range.
     """
 
     parameters: Any = None
-    """In the data's coordinates; None before ``fit``. ``use`` and ``start`` take them."""
+    """A named tuple of tensors in the data's coordinates; None before ``fit``."""
 
     classes: Tensor | None = None
     """After a fit by label, the label that each component belongs to, shape (K,)."""
@@ -56,7 +76,7 @@ class Mixture(ABC):
         self.converged = False
 
     @abstractmethod
-    def _family(self, num_components: int, moments: tuple[Tensor, Tensor]) -> Family:
+    def _family(self, num_components: int, centre: Tensor, variance: Tensor) -> Family:
         """Return the family for data whose columns have these means and variances."""
 
     def _check_values(self, x: Tensor) -> None:
@@ -66,19 +86,34 @@ class Mixture(ABC):
     def fit(
         self, data: Tensor | Iterable, *, start: Any = None, by_label: bool = False
     ) -> "Mixture":
-        """Fit to a tensor (N, D) or to a loader's batches; return self.
+        """Fit the mixture to data; return self.
 
-        The first pass surveys the data, then each EM step takes one pass. If all examples fit in
-        ``sample_size``, the survey is the only pass. EM begins at ``start`` if that is given.
-        ``by_label`` gives every label of batches (x, labels) ``num_components`` of its own;
-        examples labelled −100 are left out.
+        The first pass surveys the data, and each EM step takes another. If all examples fit in
+        ``sample_size``, the survey is the only pass.
+
+        Args:
+            data (Tensor or iterable): a tensor (N, D), or batches that can be read several times.
+            start (default None): parameters to begin with, as those of an earlier fit.
+            by_label (bool, default False): give every label of batches (x, labels)
+                ``num_components`` of its own. Examples labelled −100 are left out.
+
+        Returns:
+            The mixture itself, with ``parameters``, ``history`` and ``converged``.
+
+        Raises:
+            TypeError: if the data are no float tensors, an iterator, or lack labels.
+            ValueError: if they are empty, of unequal width, not finite, or fewer than components.
+
+        Example::
+
+            mixture = GaussianMixture(3).fit(torch.randn(500, 2))
         """
         for _ in self.steps(data, start=start, by_label=by_label):
             pass
         if not self.converged:
             warnings.warn(
                 f"EM has not converged after {self.max_steps} steps. Increase max_steps, or "
-                "tolerance (the change of the bound per example at which EM stops).",
+                "tolerance if such a fit is good enough.",
                 stacklevel=2,
             )
         return self
@@ -87,33 +122,26 @@ class Mixture(ABC):
         self, data: Tensor | Iterable, *, start: Any = None, by_label: bool = False
     ) -> Iterator[MixtureState]:
         """Fit as ``fit`` does and yield each state; the mixture holds the latest."""
-        seed = self.seed
-        if isinstance(seed, torch.Generator):
-            generator = seed
-        else:
-            generator = torch.Generator("cpu").manual_seed(seed)
+        generator = self.seed
+        if not isinstance(generator, torch.Generator):
+            generator = torch.Generator("cpu").manual_seed(generator)
         batches = ExampleBatches(data, by_label)
         seen = survey(batches, self.sample_size, generator, self._check_values)
         classes = self._label_components(seen)
         num_components = self.num_components if classes is None else len(classes)
-        family = self._family(num_components, (seen.mean, seen.variance))
-        in_sample = len(seen.sample.x)
-        whole = sample = EM(family, [seen.sample], in_sample, classes)
-        if in_sample < seen.num_examples:
-            whole = EM(family, batches, seen.num_examples, classes)
-        if start is None:
-            first = self._start(sample, generator)
-        else:
-            first = family.enter(start)
+        family, in_sample = self._family(num_components, seen.mean, seen.variance), seen.sample.x
+        sample = EM(family, [seen.sample], self.tolerance * len(in_sample), classes)
+        whole = sample
+        if len(in_sample) < seen.num_examples:
+            whole = EM(family, batches, self.tolerance * seen.num_examples, classes)
+        first = self._start(sample, generator) if start is None else family.enter(start)
 
         self.history, self.converged, self.classes = [], False, classes
-        before = -float("inf")
-        for state in whole.states(first, self.max_steps, self.tolerance):
+        for state in whole.states(first, self.max_steps):
             self.history.append(Progress(state.objective, state.lower_bound))
-            self.converged = whole.settled(before, state.lower_bound, self.tolerance)
+            self.converged = state.converged
             self._hold(family, state.parameters, state.natural)
             yield state
-            before = state.lower_bound
 
     def _start(self, sample: EM, generator: torch.Generator) -> Any:
         """Return a k-means start, or the end of EM on the sample from the best of several."""
@@ -121,7 +149,7 @@ class Mixture(ABC):
             return sample.start(generator)
         ends = []
         for _ in range(self.restarts):
-            *_, last = sample.states(sample.start(generator), self.max_steps, self.tolerance)
+            *_, last = sample.states(sample.start(generator), self.max_steps)
             ends.append(last)
         return max(ends, key=lambda state: state.lower_bound).parameters
 
@@ -140,11 +168,19 @@ class Mixture(ABC):
         return labels.repeat_interleave(self.num_components)
 
     def use(self, parameters: Any, classes: Tensor | None = None) -> "Mixture":
-        """Take parameters as they are, in place of a fit; return self."""
+        """Take over parameters instead of fitting; return self.
+
+        Args:
+            parameters: as ``parameters`` of a fitted mixture.
+            classes (Tensor, default None): as ``classes`` of one fitted by label.
+
+        Example::
+
+            again = GaussianMixture(3).use(mixture.parameters)
+        """
         num_components = self.num_components if classes is None else len(classes)
-        mean = torch.zeros_like(parameters.means[0], dtype=torch.float64)
-        standard = self._family(num_components, (mean, mean + 1))
-        family = self._family(num_components, standard.moments(standard.enter(parameters)))
+        centre = parameters.means.double().mean(0)
+        family = self._family(num_components, centre, torch.ones_like(centre))
         entered = family.enter(parameters)
         self._hold(family, entered, family.natural(entered))
         self.classes = classes
@@ -189,7 +225,9 @@ class Mixture(ABC):
 
     def evidence(self, x: Tensor, q: Tensor) -> Evidence:
         """Split log p(x), summed over x, at responsibilities q (n, K): bound and divergence."""
-        return split_evidence(self.log_joint(x), q.double())
+        log_joint, q = self.log_joint(x), q.double()
+        bound = (q * (log_joint - q.log())).where(q > 0, 0.0).sum()
+        return Evidence(bound, log_joint.logsumexp(1).sum() - bound)
 
 
 def check_shapes(parameters: Any, *shapes: Sequence[int]) -> None:

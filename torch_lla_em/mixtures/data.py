@@ -1,4 +1,4 @@
-"""The data of a mixture: batches of examples that can be read again and again."""
+"""The data of a mixture: batches of examples that can be read several times."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +11,7 @@ IGNORED = -100
 """The label that PyTorch's losses ignore."""
 
 PIECE = 1 << 20
-"""Numbers that are converted to double precision at once."""
+"""How many numbers are converted to double precision at once."""
 
 
 class Examples(NamedTuple):
@@ -37,7 +37,7 @@ def require_several_passes(data: Any) -> None:
     """Raise an error for data that end after one pass."""
     if isinstance(data, Iterator):
         raise TypeError(
-            f"The data are an iterator ({type(data).__name__}), which ends after one pass, and EM "
+            f"The data are an iterator ({type(data).__name__}), which ends after one pass, but EM "
             "needs several. Pass tensors, a list of batches or a DataLoader."
         )
 
@@ -75,7 +75,7 @@ def _check_x(x: Any, number: int, dim: int | None) -> None:
             "a single column is x[:, None]."
         )
     if dim not in (None, x.shape[1]):
-        raise ValueError(f"Batch {number} has {x.shape[1]} columns, those before {dim}.")
+        raise ValueError(f"Batch {number} has {x.shape[1]} columns, but earlier ones had {dim}.")
 
 
 def _checked_labels(others: list, number: int, count: int) -> Tensor:
@@ -84,8 +84,7 @@ def _checked_labels(others: list, number: int, count: int) -> Tensor:
             "A fit by label needs batches (x, labels): pass [(x, labels)] or a loader. Batches of "
             "a network may also be dicts with 'labels'."
         )
-    labels = others[0]
-    labels = labels if isinstance(labels, Tensor) else torch.as_tensor(labels, device="cpu")
+    labels = torch.as_tensor(others[0], device=getattr(others[0], "device", "cpu"))
     if labels.shape != (count,) or labels.is_floating_point():
         raise ValueError(
             f"The labels of batch {number} have shape {tuple(labels.shape)} and type "
@@ -95,7 +94,7 @@ def _checked_labels(others: list, number: int, count: int) -> Tensor:
 
 
 class Survey(NamedTuple):
-    """What the first pass finds out about the data."""
+    """Statistics of the data, from the first pass."""
 
     num_examples: int
     """N."""
@@ -123,30 +122,26 @@ def survey(
     count, mean, squares = 0, torch.zeros((), device="cpu"), torch.zeros((), device="cpu")
     class_counts: Counter[int] = Counter()
     kept: list[tuple[Tensor, Examples]] = []
-    smallest_key = -1.0
     for number, batch in enumerate(batches):
         check(batch.x)
         for piece in batch.split(max(1, PIECE // batch.x.shape[1])):
-            x = piece.x.double()
-            variance, centre = torch.var_mean(x, 0, correction=0)
+            variance, centre = torch.var_mean(piece.x.double(), 0, correction=0)
             if not torch.isfinite(variance).all():
-                bad = int((~torch.isfinite(x)).any(1).sum())
+                bad = int((~torch.isfinite(piece.x)).any(1).sum())
                 raise ValueError(
                     f"Batch {number} has {bad} examples with NaN or infinity, or values too large "
                     "to square. Remove, impute or rescale them."
                 )
-            delta, total = centre - mean.to(x), count + len(x)
-            squares = squares.to(x) + variance * len(x) + delta.square() * (count * len(x) / total)
-            mean, count = mean.to(x) + delta * (len(x) / total), total
+            n = len(piece.x)
+            delta, count = centre - mean.to(centre), count + n
+            squares = squares.to(centre) + n * variance + delta.square() * (n * (count - n) / count)
+            mean = mean.to(centre) + delta * (n / count)
             if piece.labels is not None:
                 class_counts.update(piece.labels.tolist())
-
-            keys = torch.rand(len(x), generator=generator, device=generator.device).to(x.device)
-            chosen = keys > smallest_key
-            kept.append((keys[chosen], piece.each(lambda part: part[chosen])))
+            keys = torch.rand(n, generator=generator, device=generator.device).to(centre.device)
+            kept.append((keys, piece))
             if sum(len(keys) for keys, _ in kept) > 2 * sample_size:
                 kept = [_with_largest_keys(kept, sample_size)]
-                smallest_key = float(kept[0][0].min())
     if count == 0:
         ignored = f", or are all labels {IGNORED}, which are left out" if batches.by_label else ""
         raise ValueError(f"The data hold no examples. Is the loader empty or used up{ignored}?")
@@ -155,7 +150,7 @@ def survey(
 
 
 def _with_largest_keys(kept: list[tuple[Tensor, Examples]], size: int) -> tuple[Tensor, Examples]:
-    """Return a uniform sample: the examples that drew the largest random keys, in their order."""
+    """Return a uniform sample: the examples with the largest random keys, in their order."""
     keys, x, labels = zip(*((keys, *examples) for keys, examples in kept))
     chosen = torch.cat(keys).topk(min(size, sum(map(len, keys)))).indices.sort().values
     everything = Examples(torch.cat(x), None if labels[0] is None else torch.cat(labels))

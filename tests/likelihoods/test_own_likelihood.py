@@ -1,4 +1,4 @@
-"""Likelihoods of one's own are compared with their log_prob, and known again by what they do."""
+"""A user's own likelihood is compared with derivatives of its log_prob."""
 
 import logging
 
@@ -8,7 +8,7 @@ from tiny import Binomial, tiny
 from torch.nn.functional import logsigmoid, softplus
 
 from torch_lla_em import Bernoulli, Classification, LinearisedLaplace, Regression
-from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob, tempered
+from torch_lla_em.likelihoods import Likelihood, Weighted, compare_with_log_prob, tempered
 
 F = torch.linspace(-3, 4, 24).view(12, 2)
 LABELS = (torch.arange(24).view(12, 2) % 3 == 0).float()
@@ -49,16 +49,19 @@ WRONG = {
 
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_wrong_derivatives_are_refused(kind, dtype):
-    likelihood, message = WRONG[kind]
-    for temperature in (1.0, 0.5):
-        with pytest.raises(ValueError, match=f"{likelihood.__name__}.*{message}"):
-            compare_with_log_prob(
-                tempered(likelihood(), temperature), F.to(dtype), LABELS.to(dtype)
-            )
+def test_wrong_derivatives_raise(kind, dtype):
+    (own, message), f, y = WRONG[kind], F.to(dtype), LABELS.to(dtype)
+    packed = torch.stack([y, torch.ones_like(y)], -1)
+    for likelihood, targets in (
+        (own(), y),
+        (tempered(own(), 0.5), y),
+        (Weighted(tempered(own(), 0.5)), packed),
+    ):
+        with pytest.raises(ValueError, match=f"{own.__name__}.*{message}"):
+            compare_with_log_prob(likelihood, f, targets)
 
 
-def test_fits_compare_them_once():
+def test_fits_check_the_derivatives():
     case = tiny("bernoulli")
     with pytest.raises(ValueError, match="Batch 0: WrongCurvature"):
         LinearisedLaplace(case.model, WrongCurvature()).fit(
@@ -97,7 +100,7 @@ class BentProbit(Probit):
     convex = False
 
 
-def test_the_fisher_information_is_compared_by_draws(caplog):
+def test_the_fisher_information_is_checked_by_draws(caplog):
     f, y = F[4:].double(), LABELS[4:].double()
     compare_with_log_prob(SampledProbit(), f, y)
     for likelihood in (Probit(), WrongProbit()):
@@ -148,14 +151,14 @@ RIGHT = {
 
 @pytest.mark.parametrize("kind", RIGHT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_right_derivatives_are_taken(kind, dtype, caplog):
+def test_right_derivatives_pass(kind, dtype, caplog):
     likelihood, f, y = RIGHT[kind]
     dtype = torch.float32 if kind == "in one precision" else dtype
     compare_with_log_prob(likelihood, f.to(dtype), y.to(dtype) if y.is_floating_point() else y)
     assert not caplog.records
 
 
-def test_what_autograd_cannot_tell_is_said(caplog):
+def test_a_log_prob_without_gradients_warns(caplog):
     class Detached(Bernoulli):
         def log_prob(self, f, y):
             return super().log_prob(f.detach(), y)

@@ -1,0 +1,280 @@
+"""Fits with predicted noise, preferences and a temperature; weight decay as a prior precision."""
+
+import pytest
+import torch
+from tiny import basis_noise, tiny
+from torch import nn
+from torch.nn.functional import gaussian_nll_loss
+from torch.testing import assert_close
+
+from torch_lla_em import Classification, LinearisedLaplace, Regression
+from torch_lla_em.data.loader import Data
+from torch_lla_em.exact import ExactLaplace
+from torch_lla_em.inference.linear_mode import optimise_MAP
+from torch_lla_em.inference.prior import prior_precision_from_weight_decay
+from torch_lla_em.jacobian.linear_model import LinearModel
+from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
+from torch_lla_em.likelihoods import (
+    BradleyTerry,
+    HeteroscedasticRegression,
+    compare,
+    preferred,
+    tempered,
+)
+from torch_lla_em.problem.problem import Problem
+from torch_lla_em.solvers import Newton
+
+FIXED = {"em_steps": 0, "prior_precision": 20.0, "progress_bar": False}
+EXACT = {"curvature": "network", "num_samples": 4, "tolerance": 1e-9, "g_prior": False}
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def net(inputs, outputs, hidden=4):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs)).double()
+
+
+def heteroscedastic_data(count, seed=0):
+    x = draw(count, 1, seed=seed)
+    return x, (2 * x).sin() + (0.1 + 0.5 * x.abs()) * draw(count, 1, seed=seed + 2)
+
+
+@pytest.fixture(scope="module")
+def heteroscedastic():
+    """A network trained to predict mean and log variance, and its data."""
+    model, (x, y) = net(1, 2, hidden=5), heteroscedastic_data(40)
+    optimiser = torch.optim.LBFGS(model.parameters(), max_iter=200)
+
+    def closure():
+        optimiser.zero_grad()
+        mu, s = model(x).chunk(2, -1)
+        decay = 1e-3 * sum(p.square().sum() for p in model.parameters())
+        loss = gaussian_nll_loss(mu, y, s.exp()) + decay
+        loss.backward()
+        return loss
+
+    optimiser.step(closure)
+    return model, x, y
+
+
+def test_predicted_noise_has_the_dense_posterior(heteroscedastic):
+    model, x, y = heteroscedastic
+    layout = ParameterLayout.of(model, select_parameters(model))
+    batches = Data([(x[:17], y[:17]), (x[17:], y[17:])], x.device)
+    linear = LinearModel(Network(model), layout)
+    problem = Problem(linear, HeteroscedasticRegression(), batches)
+
+    def log_prob(f, y):
+        constant = torch.log(torch.tensor(2 * torch.pi))
+        return -0.5 * (f[1] + (y[0] - f[0]) ** 2 * (-f[1]).exp() + constant)
+
+    exact = ExactLaplace.of(model, x, y, log_prob, list(layout.names))
+    s = exact.f[:, 1]
+    fisher = torch.diag_embed(torch.stack([(-s).exp(), torch.full_like(s, 0.5)], 1))
+    G = torch.einsum("ncp,ncd,ndq->pq", exact.J, fisher, exact.J)
+    rows = problem.rows()
+    assert_close(rows.T @ rows, G)
+    precision = torch.tensor(5.0, dtype=torch.float64)
+    noise = basis_noise(problem, g_prior=False, layerwise=False)
+    mode = optimise_MAP(problem, noise.prior, precision, Newton(1e-2))
+    loss, gradient = problem.loss_and_gradient(mode.w)
+    assert_close(loss, exact.loss(mode.w).item())
+    residual = (gradient + precision * mode.w).norm() * precision**-0.5
+    assert residual <= 1e-2 * precision**0.5 * mode.w.norm()
+
+
+@pytest.mark.parametrize("curvature", ["network", "linear"])
+def test_fits_with_predicted_noise(heteroscedastic, curvature):
+    model, x, y = heteroscedastic
+    la = LinearisedLaplace(model, "heteroscedastic", num_samples=16, curvature=curvature)
+    la.fit([(x, y)], progress_bar=False)
+    mean, variance = la(x)
+    assert mean.shape == variance.shape == (40, 1)
+    assert_close(mean, model(x)[:, :1])
+    prediction = la.predict(x)
+    assert_close(variance, prediction.aleatoric + prediction.epistemic)
+    assert variance[x[:, 0].abs() > 1].mean() > 2 * variance[x[:, 0].abs() < 0.3].mean()
+    assert torch.isfinite(la.joint_log_prob(x, y))
+    fresh = heteroscedastic_data(200, seed=7)
+    before = la.predict(fresh[0]).log_prob(fresh[1]).sum()
+    la.calibrate([fresh])
+    assert la.predict(fresh[0]).log_prob(fresh[1]).sum() >= before
+
+
+def test_means_and_log_variances_may_be_channels():
+    torch.manual_seed(0)
+    model, x, y = nn.Conv2d(1, 4, 3, padding=1).double(), draw(6, 1, 4, 4), draw(6, 2, 4, 4, seed=1)
+    options = {"curvature": "network", "num_samples": 3, "class_dim": 1}
+    la = LinearisedLaplace(model, "heteroscedastic", **options).fit([(x, y)], **FIXED)
+    mean, variance = la(x)
+    assert mean.shape == variance.shape == (6, 2, 4, 4)
+    assert_close(mean, model(x)[:, :2])
+    assert torch.isfinite(la.predict(x).log_prob(y)).all()
+
+
+@pytest.fixture(scope="module")
+def preferences():
+    """A reward model, candidates a and b, which is preferred, and the posterior."""
+    model, a, b = net(3, 1), draw(30, 3), draw(30, 3, seed=1)
+    y = (b.sum(1) > a.sum(1)).long()
+    la = LinearisedLaplace(model, BradleyTerry(), **EXACT).fit([((a, b), y)], **FIXED)
+    return model, a, b, y, la
+
+
+def test_preferences_are_bernoulli_in_the_difference(preferences):
+    model, a, b, y, la = preferences
+    difference = LinearisedLaplace(
+        model, "bernoulli", forward_fn=lambda model, pair: model(pair[1]) - model(pair[0]), **EXACT
+    )
+    difference.fit([((a, b), y[:, None].double())], **FIXED)
+    assert_close(la.w_lin, difference.w_lin, rtol=1e-5, atol=1e-7)
+    assert_close(la.predict((a, b)).mean.diff(dim=1), model(b) - model(a))
+    expected = la.predict((a, b)).functions.diff(dim=-1).sigmoid().mean(0)
+    assert_close(la((a, b))[:, 1:], expected)
+
+
+def test_a_single_reward_has_a_variance(preferences):
+    model, a, b, _, la = preferences
+    assert_close(la.predict(a).mean, model(a))
+    assert la.predict(a).variance.shape == (30, 1)
+    assert_close(la.functional_samples((a, b))[..., :1], la.functional_samples(a))
+    with pytest.raises(ValueError, match="several candidates"):
+        la(a)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_directions_without_data_keep_their_size(dtype, preferences):
+    """The last bias moves all rewards alike: up to rounding it has no feature."""
+    _, a, b, y, _ = preferences
+    a, b = a.to(dtype), b.to(dtype)
+    la = LinearisedLaplace(net(3, 1).to(dtype), "reward_modeling", num_samples=8)
+    la.fit([(a, b, y)], progress_bar=False)
+    assert la._linear_model.layout.unflatten(la.scale)["2.bias"] == 0
+    spread = la.predict(a).variance.sqrt().mean()
+    assert spread < 100 * la.predict((a, b)).variance.sqrt().mean()
+
+
+def test_chosen_and_rejected_are_a_pair(preferences):
+    model, a, b, _, _ = preferences
+    batches = {"chosen": a, "rejected": b}, ((a, b), torch.zeros(30).long())
+    modes = [
+        LinearisedLaplace(model, "reward_modeling", **EXACT).fit([x], **FIXED) for x in batches
+    ]
+    assert_close(modes[0].w_lin, modes[1].w_lin)
+    assert torch.equal(preferred((a, torch.ones(2))), torch.ones(2))
+
+
+def test_the_last_layer_of_a_reward_model(preferences):
+    model, a, b, y, _ = preferences
+    las = []
+    for parameters in ("last_layer", ["2.*"]):
+        options = {"curvature": "network", "num_samples": 4, "parameters": parameters}
+        las.append(LinearisedLaplace(model, "reward_modeling", **options))
+        las[-1].fit([(a, b, y)], progress_bar=False)
+    assert_close(las[0].predict((a, b)).mean, torch.cat([model(a), model(b)], 1))
+    assert_close(las[0].w_samples, las[1].w_samples)
+
+
+def test_several_candidates_and_a_saved_posterior(preferences, tmp_path):
+    model, a, b, y, _ = preferences
+    la = LinearisedLaplace(model, "reward_modeling", num_samples=4, temperature=0.5)
+    la.fit([((a, b, a + b), y)], progress_bar=False).save(tmp_path / "posterior.pt")
+    assert_close(la((a, b, a + b)).sum(1), torch.ones(30).double())
+    loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", model)
+    assert_close(loaded((a, b)), la((a, b)))
+    assert loaded.temperature == 0.5
+
+
+def test_rewards_are_single_numbers(preferences):
+    _, a, b, y, _ = preferences
+    with pytest.raises(ValueError, match="one number per example"):
+        compare(net(3, 2), (a, b))
+    assert compare(lambda x: x[:, 0], (a, b)).shape == (30, 2)
+    with pytest.raises(ValueError, match="tuple of candidates"):
+        LinearisedLaplace(net(3, 1), "reward_modeling").fit([(a, y)], **FIXED)
+
+
+def test_temperature_divides_the_curvature():
+    case, T = tiny("classification"), 0.3
+    exact, problem = case.exact(), case.problem(7, 8)
+    problem = problem.with_likelihood(tempered(problem.likelihood, T))
+    w = draw(3, problem.size)
+    assert_close(problem.ggn_product(w), w @ exact.ggn / T)
+    rows = problem.rows()
+    assert_close(rows.T @ rows, exact.ggn / T)
+    loss, gradient = problem.loss_and_gradient(0.1 * w[0])
+    assert_close(loss, exact.loss(0.1 * w[0]).item() / T)
+    assert_close(gradient, torch.func.grad(exact.loss)(0.1 * w[0]) / T)
+
+
+def test_temperature_is_a_scale_at_another_precision():
+    """(G / T + Λ)⁻¹ = T (G + T Λ)⁻¹."""
+    case, T = tiny("classification"), 0.25
+    cold = LinearisedLaplace(case.model, "classification", temperature=T, **EXACT)
+    cold.fit([(case.x, case.y)], **FIXED)
+    plain = LinearisedLaplace(case.model, "classification", **EXACT)
+    plain.fit([(case.x, case.y)], **{**FIXED, "prior_precision": 20.0 * T})
+    assert_close(cold.w_samples, T**0.5 * plain.w_samples, rtol=1e-5, atol=1e-8)
+    assert_close(cold.w_lin, plain.w_lin, rtol=1e-5, atol=1e-7)
+    assert_close(cold.effective_dim, plain.effective_dim)
+    p = cold.predict(case.x)
+    assert isinstance(p.likelihood, Classification)  # predictions keep it as it is
+    assert_close(p.probs, p.functions.softmax(-1).mean(0))
+
+
+def test_a_tempered_fit_keeps_the_noise():
+    case = tiny("regression")
+    options = {"sigma_noise": 0.4, "temperature": 2.0, "num_samples": 4}
+    la = LinearisedLaplace(case.model, "regression", **options)
+    la.fit([(case.x, case.y)], progress_bar=False)
+    assert_close(la.sigma_noise.item(), 0.4)
+    mean, variance = la(case.x)
+    assert_close(variance, la.predict(case.x).variance + 0.16)
+    other = LinearisedLaplace(case.model, "regression", **options)
+    other.load_state_dict(la.state_dict())
+    assert_close(other(case.x)[1], variance)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])
+def test_temperatures_are_positive(temperature):
+    with pytest.raises(ValueError, match="temperature"):
+        LinearisedLaplace(net(2, 2), "classification", temperature=temperature)
+
+
+@pytest.mark.parametrize("kind", ["cross-entropy", "mse", "bce"])
+def test_weight_decay_is_a_prior_precision(kind):
+    """Training a linear model with weight decay ends at the mode under that precision."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2, bias=False).double(), draw(25, 3)
+    y, loss, likelihood, options = {
+        "cross-entropy": ((x[:, 0] > 0).long(), nn.CrossEntropyLoss(), "classification", {}),
+        "mse": (
+            draw(25, 2, seed=1),
+            nn.MSELoss(),
+            Regression(0.7),
+            {"loss": "mse", "sigma_noise": 0.7, "num_outputs": 2},
+        ),
+        "bce": ((x[:, :2] > 0).double(), nn.BCEWithLogitsLoss(), "bernoulli", {"num_outputs": 2}),
+    }[kind]
+    optimiser = torch.optim.SGD(model.parameters(), 0.5, weight_decay=0.02)
+    for _ in range(1000):
+        optimiser.zero_grad()
+        loss(model(x), y).backward()
+        optimiser.step()
+    la = LinearisedLaplace(model, likelihood, **{**EXACT, "tolerance": 1e-7})
+    precision = prior_precision_from_weight_decay(0.02, 25, **options)
+    la.fit([(x, y)], em_steps=0, prior_precision=precision, progress_bar=False)
+    assert_close(la.w_lin, model.weight.detach().flatten(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"loss": "l1"}, {"num_data": 0}, {"num_outputs": 0}, {"weight_decay": -1}, {"sigma_noise": 0}],
+)
+def test_weight_decay_is_checked(arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        prior_precision_from_weight_decay(**{"weight_decay": 0.1, "num_data": 3, **arguments})

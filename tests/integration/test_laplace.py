@@ -1,4 +1,4 @@
-"""The face: fit on any loader, predict, save and load, and the network left as it was."""
+"""The public interface: fit on any loader, predict, save and load, and leave the network unchanged."""
 
 import copy
 import json
@@ -19,19 +19,24 @@ from torch_lla_em import (
     NotFittedError,
     Regression,
 )
+from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.prediction.functions import JOINT, functions_of
 
 NAMES = list(LOG_PROBS)
+FIXED = {"em_steps": 0, "prior_precision": 3.0, "progress_bar": False}
 
 
-def fitted(name="classification", loader=None, **options):
+def fitted(name="classification", loader=None, em_steps=20, prior_precision=None, **options):
     case = tiny(name)
-    fit = {"progress_bar": False, "prior_precision": options.pop("prior_precision", None)}
-    fit["em_steps"] = options.pop("em_steps", 20)
-    options = {"num_samples": 6, "tolerance": 1e-8, **options}
-    options = {"curvature": "network", **options}
+    fit = {"em_steps": em_steps, "prior_precision": prior_precision, "progress_bar": False}
+    options = {"num_samples": 6, "tolerance": 1e-8, "curvature": "network", **options}
     la = LinearisedLaplace(case.model, likelihood_of(name), **options)
     return case, la.fit([(case.x, case.y)] if loader is None else loader(case), **fit)
+
+
+def surprising(case):
+    """Validation data whose labels are not those that were learnt."""
+    return [(case.x, (case.y + 1) % 3)]
 
 
 class Stream(IterableDataset):
@@ -50,25 +55,30 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("name", ["classification", "regression"])
-def test_batches_do_not_matter(loader, name):
+def test_the_batch_size_does_not_change_the_posterior(name):
     _, whole = fitted(name, g_prior=False)
-    _, cut = fitted(name, LOADERS[loader], g_prior=False)
-    assert cut.num_data == 30
-    for key in ("prior_precision", "w_lin", "w_samples", "effective_dim"):
-        assert_close(getattr(cut, key), getattr(whole, key), rtol=1e-5, atol=1e-7)
+    for loader in LOADERS.values():
+        _, batched = fitted(name, loader, g_prior=False)
+        assert batched.num_data == 30
+        for key in ("prior_precision", "w_lin", "w_samples", "effective_dim"):
+            assert_close(getattr(batched, key), getattr(whole, key), rtol=1e-5, atol=1e-7)
 
 
-def test_g_prior_does_not_depend_on_batches_of_whole_groups():
+def test_dropped_examples_are_not_counted():
+    _, la = fitted(loader=lambda c: DataLoader(TensorDataset(c.x, c.y), 8, drop_last=True))
+    assert la.num_data == 24
+
+
+def test_the_g_prior_does_not_depend_on_batches_of_whole_groups():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     x, y = torch.randn(128, 2).double(), torch.randint(3, (128,))
     posteriors = []
     for size in (32, 64, 128):
         la = LinearisedLaplace(model, "classification", num_samples=3)
-        fit = {"em_steps": 0, "prior_precision": 50.0, "progress_bar": False}
-        posteriors.append(la.fit(list(zip(x.split(size), y.split(size))), **fit))
+        loader = list(zip(x.split(size), y.split(size)))
+        posteriors.append(la.fit(loader, **{**FIXED, "prior_precision": 50.0}))
     for la in posteriors[1:]:
         assert_close(la.scale, posteriors[0].scale)
         assert_close(la.w_samples, posteriors[0].w_samples, rtol=1e-3, atol=1e-4)
@@ -83,25 +93,18 @@ def test_shuffled_data_give_the_same_mode_and_the_same_moments():
     case, whole = fitted(**options)
     _, shuffle = fitted(loader=shuffled, **options)
     assert_close(shuffle.w_lin, whole.w_lin, rtol=1e-6, atol=1e-6)
-    # each draw meets other rows, but it solves its own system on the same G
-    problem = case.problem()
-    residual = problem.ggn_product(shuffle.w_samples) + 2.0 * shuffle.w_samples
+    # each draw meets other examples, but it solves its own system with the same G
+    residual = case.problem().ggn_product(shuffle.w_samples) + 2.0 * shuffle.w_samples
     assert residual.std() == pytest.approx((case.exact().ggn.diagonal() + 2).mean().sqrt(), rel=0.5)
     assert (shuffle.certificate < 1e-6).all()
 
 
-def test_short_loaders_are_counted():
-    _, la = fitted(loader=lambda c: DataLoader(TensorDataset(c.x, c.y), 8, drop_last=True))
-    assert la.num_data == 24
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("prior", ["scalar", "layerwise"])
-def test_every_likelihood_and_prior_fits_and_predicts(name, prior):
-    with pytest.MonkeyPatch.context() as patch:
-        if prior == "layerwise":  # weights that the evidence prunes reach the bounds
-            patch.setattr("torch_lla_em.inference.mackay.PRECISION_BOUNDS", (0.0, float("inf")))
-        case, la = fitted(name, prior=prior, em_steps=3)
+def test_every_likelihood_and_prior_fits_and_predicts(name, prior, monkeypatch):
+    if prior == "layerwise":  # weights that the evidence prunes reach the bounds
+        monkeypatch.setattr("torch_lla_em.inference.mackay.PRECISION_BOUNDS", (0.0, float("inf")))
+    case, la = fitted(name, prior=prior, em_steps=3)
     assert la.history[-1]["step"] == len(la.history)
     prediction = la.predict(case.x)
     assert prediction.mean.shape == (30, 3)
@@ -118,24 +121,20 @@ def test_every_likelihood_and_prior_fits_and_predicts(name, prior):
 
 @pytest.mark.parametrize("curvature", ["network", "linear"])
 def test_samples_solve_their_system(curvature):
+    """(G + Λ) w = Λ^{1/2} ξ + η, whose right-hand side is known."""
     case, la = fitted(curvature=curvature, em_steps=0, prior_precision=40.0)
-    exact = case.exact(la.scale)
-    w = la.w_samples
+    exact, problem = case.exact(la.scale), case.problem()
+    G = exact.ggn
     if curvature == "linear":
         G = torch.func.hessian(exact.loss)(exact.mode(la.prior_precision))
-    else:
-        G = exact.ggn
-    # (G + Λ) w = Λ^{1/2} ξ + η, whose prior part is known
-    from torch_lla_em.inference.stochastic_prior import get_sto_samples
-
-    problem = case.problem().with_curvature_at(la.w_lin if curvature == "linear" else None)
+        problem = problem.with_curvature_at(la.w_lin)
     noise = get_sto_samples(problem, 6, 0)
     Lambda = la.prior_precision / la.scale**2
     right = Lambda.sqrt() * noise.xi + noise.eta
-    assert_close(w @ (G + torch.diag(Lambda)), right, rtol=1e-5, atol=1e-5)
+    assert_close(la.w_samples @ (G + torch.diag(Lambda)), right, rtol=1e-5, atol=1e-5)
 
 
-def test_linear_mean_is_the_mode_of_the_linear_model():
+def test_the_linear_mean_is_the_mode_of_the_linear_model():
     case, la = fitted()
     exact = case.exact(la.scale)
     linear = la.predict(case.x, mean="linear")
@@ -143,7 +142,7 @@ def test_linear_mean_is_the_mode_of_the_linear_model():
     assert_close(linear.deviations, la.predict(case.x).deviations)
 
 
-def test_functions_are_joint_and_repeat_themselves():
+def test_functions_share_their_weights_over_inputs():
     case, la = fitted()
     together = la.functional_samples(case.x)
     apart = torch.cat([la.functional_samples(x) for x in case.x.split(4)], dim=1)
@@ -151,39 +150,51 @@ def test_functions_are_joint_and_repeat_themselves():
     assert_close(la.function_sample(2)(case.x), together[2])
     assert_close(la.predictive_samples(case.x), together.softmax(-1))
     assert_close(la(case.x), la.predict(case.x).functions.softmax(-1).mean(0))
+    few = la.predict(case.x, num_samples=2)
+    assert_close(few.deviations, la.predict(case.x).deviations[:2])
+    with pytest.raises(ValueError, match="num_samples=9"):
+        la.predict(case.x, num_samples=9)
 
 
-def test_generator_draws_fresh_functions_reproducibly():
+def test_a_generator_decides_every_draw():
     case, la = fitted()
-    first, again, other = (
-        la(case.x, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
-    )
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert torch.equal(la(case.x), la(case.x))
+    for call in (la, la.functional_samples, la.predictive_samples):
+        first, again, other = (
+            call(case.x, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+        )
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+        assert torch.equal(call(case.x), call(case.x))
 
 
-def test_seed_makes_the_fit():
-    _, first = fitted(seed=3)
-    _, again = fitted(seed=3)
-    _, other = fitted(seed=4)
-    assert torch.equal(first.w_samples, again.w_samples)
-    assert not torch.equal(first.w_samples, other.w_samples)
-
-
-def test_the_global_generator_is_left_alone():
+def test_only_the_seed_decides_the_fit():
     torch.manual_seed(5)
     expected = torch.randn(3)
-    torch.manual_seed(5)
+    first, again, other = (fitted(seed=seed)[1] for seed in (3, 3, 4))
+    assert torch.equal(first.w_samples, again.w_samples)
+    assert not torch.equal(first.w_samples, other.w_samples)
     case = tiny("classification")
     torch.manual_seed(5)
-    LinearisedLaplace(case.model, "classification", num_samples=2).fit(
-        [(case.x, case.y)], progress_bar=False
-    )
-    assert torch.equal(torch.randn(3), expected)
+    LinearisedLaplace(case.model, "classification", num_samples=2).fit(case.x, case.y, **FIXED)
+    assert torch.equal(torch.randn(3), expected)  # the global generator is not used
 
 
-def test_network_comes_back_bitwise():
+def test_predictions_change_no_results():
+    case, la = fitted()
+    prediction = la.predict(case.x)
+    centre, deviations = prediction.centre.clone(), prediction.deviations.clone()
+    for link in ("mc", "probit", "probit_shared"):
+        la(case.x, link_approx=link)
+    for name in ("mean", "variance", "samples", "probs", "log_probs", "entropy", "epistemic"):
+        getattr(prediction, name)
+    prediction.smoothed(), prediction.smoothed(shared=True), prediction.credible_interval()
+    prediction.joint_log_prob(case.y)
+    assert torch.equal(prediction.centre, centre)
+    assert torch.equal(prediction.deviations, deviations)
+    assert torch.equal(la.predict(case.x).centre, centre)
+
+
+def test_the_network_is_not_changed():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 3))
     model[2].eval()
@@ -195,20 +206,21 @@ def test_network_comes_back_bitwise():
     la(x)
     with pytest.raises(ValueError, match="outside"):
         la.fit([(x, y + 9)], progress_bar=False)
-    assert [layer.training for layer in model.modules()] == [
-        layer.training for layer in before.modules()
-    ]
+    assert [m.training for m in model.modules()] == [m.training for m in before.modules()]
     for name, tensor in before.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor)
     assert keys == [set(vars(layer)) for layer in model.modules()]
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    model.train()(x)  # moves the running statistics
+    with pytest.raises(NotFittedError, match="have changed"):
+        la(x)
 
 
 def test_float32_agrees_with_float64():
     options = {"em_steps": 0, "prior_precision": 30.0}
     case, double = fitted(**options)
-    asked = {"num_samples": 6, "tolerance": 1e-3, "curvature": "network"}
-    single = LinearisedLaplace(copy.deepcopy(case.model).float(), "classification", **asked)
+    settings = {"num_samples": 6, "tolerance": 1e-3, "curvature": "network"}
+    single = LinearisedLaplace(copy.deepcopy(case.model).float(), "classification", **settings)
     single.fit([(case.x.float(), case.y)], progress_bar=False, **options)
     assert single.w_samples.dtype == torch.float32
     assert_close(single.w_samples.double(), double.w_samples, rtol=1e-2, atol=5e-3)
@@ -216,10 +228,10 @@ def test_float32_agrees_with_float64():
 
 
 @pytest.mark.parametrize("name", ["classification", "regression", "poisson"])
-def test_calibration_does_not_lose_on_its_own_rows(name):
+def test_calibration_improves_its_own_validation_set(name):
     case, la = fitted(name)
     y = case.y.clone()
-    if name == "classification":  # surprises
+    if name == "classification":
         y = case.model(case.x).argmin(1)
     else:
         y[::2] = y[::2] + 1.0
@@ -235,7 +247,7 @@ def test_calibration_does_not_lose_on_its_own_rows(name):
     assert la.calibration is None and la.predict(case.x).beside is None
 
 
-def test_a_mean_that_is_asked_for_is_taken():
+def test_calibration_keeps_the_mean_given():
     case, la = fitted()
     la.mixture = torch.tensor([[0.5, 1.0, 0.0, 1.0], [0.5, 0.0, 1.0, 0.0]]).double()
     alone = la.predict(case.x, mean="network")
@@ -251,9 +263,12 @@ def test_a_mean_that_is_asked_for_is_taken():
     assert_close(la(case.x), alone.probs)
 
 
-def test_all_answers_follow_the_calibration():
+def test_all_predictions_follow_the_calibration():
     case, la = fitted(num_samples=20)
-    la.calibrate([(case.x, (case.y + 1) % 3)])
+    function = la.function_sample(1)
+    drawn = function(case.x)
+    la.calibrate(surprising(case))
+    assert torch.equal(function(case.x), drawn)  # a function that was drawn before stays
     p = la.predict(case.x)
     assert p.weights is not None and len(p.beside) == 2
     assert_close(la(case.x), p.probs)
@@ -267,31 +282,13 @@ def test_all_answers_follow_the_calibration():
     assert_close(alone.mean, case.model(case.x).detach())
 
 
-def test_validation_rows_calibrate_the_fit():
+def test_fit_calibrates_on_a_validation_set():
     case, la = fitted()
-    surprising = [(case.x, (case.y + 1) % 3)]
-    expected = la.calibrate(surprising)(case.x)
+    expected = la.calibrate(surprising(case))(case.x)
     options = {"num_samples": 6, "tolerance": 1e-8, "curvature": "network"}
     again = LinearisedLaplace(case.model, "classification", **options)
-    again.fit([(case.x, case.y)], validation=surprising, progress_bar=False)
+    again.fit([(case.x, case.y)], validation=surprising(case), progress_bar=False)
     assert_close(again(case.x), expected)
-
-
-def test_fewer_samples_are_the_first_ones():
-    case, la = fitted()
-    few = la.predict(case.x, num_samples=2)
-    assert_close(few.deviations, la.predict(case.x).deviations[:2])
-    with pytest.raises(ValueError, match="num_samples=9"):
-        la.predict(case.x, num_samples=9)
-
-
-def test_calibration_is_saved(tmp_path):
-    case, la = fitted()
-    la.calibrate([(case.x, (case.y + 1) % 3)])
-    la.save(tmp_path / "posterior.pt")
-    again = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
-    assert torch.equal(again.mixture, la.mixture) and again.calibration == la.calibration
-    assert torch.equal(again(case.x), la(case.x))
 
 
 def test_joint_log_prob_is_that_of_the_functions():
@@ -309,24 +306,20 @@ def test_joint_log_prob_is_that_of_the_functions():
     assert_close(la.joint_log_prob(case.x, case.y), normal.log_prob(case.y.flatten()))
 
 
-def test_last_layer_posterior_is_dense_laplace_of_that_layer():
+def test_a_last_layer_posterior_is_the_dense_one_of_that_layer():
     case = tiny("classification")
     options = {"parameters": "last_layer", "num_samples": 4, "curvature": "network"}
-    la = LinearisedLaplace(case.model, "classification", **options)
-    la.fit([(case.x, case.y)], em_steps=0, prior_precision=3.0, progress_bar=False)
+    la = LinearisedLaplace(case.model, "classification", **options).fit(case.x, case.y, **FIXED)
     assert la.w_lin.shape == (15,)
-    exact = case.exact().__class__.of(
-        case.model, case.x, case.y, LOG_PROBS["classification"], ["2.weight", "2.bias"]
-    )
-    scaled = exact.mode(3.0 / la.scale**2)
-    assert_close(la.w_lin, scaled, rtol=0.02, atol=0.02)
+    log_prob, names = LOG_PROBS["classification"], ["2.weight", "2.bias"]
+    exact = type(case.exact()).of(case.model, case.x, case.y, log_prob, names)
+    assert_close(la.w_lin, exact.mode(3.0 / la.scale**2), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("solver", [None, BlockCG(), FunctionSpace()])
-def test_history_tells_the_path(solver):
+def test_history_records_the_steps(solver):
     _, la = fitted(solver=solver)
-    steps = [record["step"] for record in la.history]
-    assert steps == list(range(1, len(steps) + 1))
+    assert [record["step"] for record in la.history] == list(range(1, len(la.history) + 1))
     last = la.history[-1]
     # the last step of log λ is below its Monte Carlo error, which 6 samples leave
     allowed = (6 * last["effective_dim"]) ** -0.5
@@ -335,35 +328,28 @@ def test_history_tells_the_path(solver):
     assert last["data_passes"] > 0 and last["seconds"] > 0
 
 
-def test_saved_posterior_predicts_the_same(tmp_path):
-    for name in ("classification", "regression"):
-        case, la = fitted(name)
-        la.calibrate([(case.x, case.y)])
-        la.save(tmp_path / "posterior.pt")
-        loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
-        for ours, theirs in zip(_flat(la(case.x)), _flat(loaded(case.x))):
-            assert torch.equal(ours, theirs)
-        assert loaded.history == la.history
-        assert loaded.num_data == 30
-        assert torch.equal(
-            loaded.log_marginal_likelihood().value, la.log_marginal_likelihood().value
-        )
-        state = torch.load(tmp_path / "posterior.pt", weights_only=True)
-        assert all(isinstance(value, torch.Tensor) for value in state.values())
-
-
-def _flat(outputs):
-    return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def test_state_dict_moves_between_objects(tmp_path):
-    case, la = fitted()
-    other = LinearisedLaplace(case.model, "classification")
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_a_saved_posterior_predicts_the_same(name, tmp_path):
+    case, la = fitted(name)
+    la.calibrate(surprising(case) if name == "classification" else [(case.x, case.y)])
+    la.save(tmp_path / "posterior.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
+    other = LinearisedLaplace(case.model, name)
     other.load_state_dict(la.state_dict())
-    assert torch.equal(other(case.x), la(case.x))
+    for copied in (loaded, other, copy.deepcopy(la), pickle.loads(pickle.dumps(la))):
+        if name == "classification":
+            assert torch.equal(copied(case.x), la(case.x))
+            assert copied.calibration == la.calibration
+        else:
+            assert all(map(torch.equal, copied(case.x), la(case.x)))
+    assert torch.equal(loaded.mixture, la.mixture)
+    assert loaded.history == la.history and loaded.num_data == 30
+    assert torch.equal(loaded.log_marginal_likelihood().value, la.log_marginal_likelihood().value)
+    state = torch.load(tmp_path / "posterior.pt", weights_only=True)
+    assert all(isinstance(value, torch.Tensor) for value in state.values())
 
 
-def test_own_likelihoods_are_passed_again(tmp_path):
+def test_a_users_likelihood_is_passed_to_load(tmp_path):
     case, la = fitted("binomial")
     la.save(tmp_path / "own.pt")
     with pytest.raises(ValueError, match="pass likelihood"):
@@ -372,25 +358,27 @@ def test_own_likelihoods_are_passed_again(tmp_path):
     assert torch.equal(loaded(case.x), la(case.x))
 
 
-def test_files_that_do_not_fit_are_refused(tmp_path):
+def test_unsuitable_files_raise(tmp_path):
     case, la = fitted()
     path = tmp_path / "posterior.pt"
     la.save(path)
+
+    def written(content):
+        file = tmp_path / "other.pt"
+        file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+        return file
+
     with pytest.raises(FileNotFoundError):
         LinearisedLaplace.load(tmp_path / "nowhere.pt", case.model)
-    path.with_name("short.pt").write_bytes(path.read_bytes()[:500])
-    with pytest.raises(ValueError, match="truncated"):
-        LinearisedLaplace.load(path.with_name("short.pt"), case.model)
-    torch.save({"a": torch.ones(1)}, path.with_name("foreign.pt"))
-    with pytest.raises(ValueError, match="no version key"):
-        LinearisedLaplace.load(path.with_name("foreign.pt"), case.model)
-    newer = {**la.state_dict(), "torch_lla_em_version": torch.tensor(99)}
-    torch.save(newer, path.with_name("newer.pt"))
-    with pytest.raises(ValueError, match="format 99"):
-        LinearisedLaplace.load(path.with_name("newer.pt"), case.model)
-    torch.save(la.state_dict(), path.with_name("state.pt"))
-    with pytest.raises(ValueError, match="load_state_dict"):
-        LinearisedLaplace.load(path.with_name("state.pt"), case.model)
+    state = la.state_dict()
+    for content, message in (
+        (path.read_bytes()[:500], "truncated"),
+        ({"a": torch.ones(1)}, "no version key"),
+        ({**state, "torch_lla_em_version": torch.tensor(99)}, "format 99"),
+        (state, "load_state_dict"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LinearisedLaplace.load(written(content), case.model)
     with pytest.raises(ValueError, match="another architecture"):
         LinearisedLaplace.load(path, nn.Sequential(nn.Linear(2, 5), nn.Linear(5, 3)))
     changed = copy.deepcopy(case.model)
@@ -402,35 +390,33 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
         LinearisedLaplace.load(path, case.model, parameters="last_layer")
     with pytest.raises(ValueError, match="construct it with the same one"):
         LinearisedLaplace.load(path, case.model, likelihood="poisson")
-
-
-def test_changed_weights_are_noticed():
-    case, la = fitted()
     with torch.no_grad():
         case.model[0].weight.mul_(1.1)
     with pytest.raises(NotFittedError, match="have changed"):
         la(case.x)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda la, x: la(x),
-        lambda la, x: la.functional_samples(x),
-        lambda la, x: la.function_sample(0),
-        lambda la, x: la.calibrate([(x, x)]),
-        lambda la, x: la.log_marginal_likelihood(),
-        lambda la, x: la.state_dict(),
-        lambda la, x: la.curve([1.0]),
-    ],
-)
-def test_everything_asks_for_a_fit_first(call):
+def test_everything_requires_a_fit_first():
     case = tiny("classification")
-    with pytest.raises(NotFittedError, match="call la.fit"):
-        call(LinearisedLaplace(case.model, "classification"), case.x)
+    la, x = LinearisedLaplace(case.model, "classification"), case.x
+    calls = {
+        "call": lambda: la(x),
+        "predict": lambda: la.predict(x),
+        "functional_samples": lambda: la.functional_samples(x),
+        "predictive_samples": lambda: la.predictive_samples(x),
+        "function_sample": lambda: la.function_sample(0),
+        "joint_log_prob": lambda: la.joint_log_prob(x, case.y),
+        "calibrate": lambda: la.calibrate([(x, x)]),
+        "log_marginal_likelihood": la.log_marginal_likelihood,
+        "curve": lambda: la.curve([1.0]),
+        "state_dict": la.state_dict,
+    }
+    for call in calls.values():
+        with pytest.raises(NotFittedError, match="call la.fit"):
+            call()
 
 
-def test_moving_takes_the_network_along():
+def test_moving_moves_the_network_too():
     case, la = fitted()
     la.to(torch.float32)
     assert next(case.model.parameters()).dtype == torch.float32
@@ -440,55 +426,31 @@ def test_moving_takes_the_network_along():
 
 def test_true_em_reaches_the_same_precision():
     case = tiny("regression")
-    la = LinearisedLaplace(case.model, "regression", num_samples=8, sigma_noise=0.4)
+    la, slow = (
+        LinearisedLaplace(case.model, "regression", num_samples=8, sigma_noise=0.4)
+        for _ in range(2)
+    )
     la.fit([(case.x, case.y)], progress_bar=False)
-    slow = LinearisedLaplace(case.model, "regression", num_samples=8, sigma_noise=0.4)
     slow.fit([(case.x, case.y)], em_steps=400, update="em", progress_bar=False)
     assert_close(slow.prior_precision, la.prior_precision, rtol=0.1, atol=0)
     values = torch.tensor([record["log_evidence"] for record in slow.history])
     assert (values.diff() > -1e-9).all()
 
 
-def test_saved_arguments_serve_the_next_fit(tmp_path):
+def test_saved_arguments_are_those_of_the_next_fit(tmp_path):
     case = tiny("regression")
     la = LinearisedLaplace(case.model, "regression", sigma_noise=0.1, num_samples=2)
-    fixed = {"em_steps": 0, "prior_precision": 1.0, "progress_bar": False}
-    la.fit([(case.x, case.y)], **fixed).save(tmp_path / "posterior.pt")
+    la.fit([(case.x, case.y)], **FIXED).save(tmp_path / "posterior.pt")
     loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
-    assert loaded.fit([(case.x, case.y)], **fixed).sigma_noise == 0.1
+    assert loaded.fit([(case.x, case.y)], **FIXED).sigma_noise == 0.1
     case = tiny("classification")
     la = LinearisedLaplace(case.model, Classification(ignore_index=-1), num_samples=2)
-    la.fit([(case.x, case.y)], **fixed).save(tmp_path / "ignoring.pt")
+    la.fit([(case.x, case.y)], **FIXED).save(tmp_path / "ignoring.pt")
     with pytest.raises(ValueError, match="arguments of your own"):
         LinearisedLaplace.load(tmp_path / "ignoring.pt", case.model)
 
 
-def test_copies_predict():
-    case, la = fitted()
-    for other in (copy.deepcopy(la), pickle.loads(pickle.dumps(la))):
-        assert torch.equal(other(case.x), la(case.x))
-
-
-def test_statistics_that_move_are_noticed():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    x, y = torch.randn(20, 2), torch.randint(3, (20,))
-    la = LinearisedLaplace(model, "classification", num_samples=2)
-    la.fit([(x, y)], progress_bar=False)
-    model.train()(x)
-    with pytest.raises(NotFittedError, match="have changed"):
-        la(x)
-
-
-def test_drawn_functions_outlive_calibration():
-    case, la = fitted()
-    function = la.function_sample(1)
-    before = function(case.x)
-    la.calibrate([(case.x, (case.y + 1) % 3)])
-    assert torch.equal(function(case.x), before)
-
-
-def test_own_kinds_of_regression_stay():
+def test_subclasses_of_regression_stay():
     class Shifted(Regression):
         def mean(self, f):
             return f + 1.0
@@ -504,29 +466,22 @@ def test_values_passed_in_are_copied():
     case = tiny("classification")
     precision = torch.tensor(3.0).double()
     la = LinearisedLaplace(case.model, "classification", num_samples=2)
-    la.fit([(case.x, case.y)], em_steps=0, prior_precision=precision, progress_bar=False)
+    la.fit([(case.x, case.y)], **{**FIXED, "prior_precision": precision})
     precision.mul_(50)
     assert la.prior_precision == 3.0
 
 
-def test_truth_values_and_small_integers_are_targets():
-    case = tiny("bernoulli")
-    fixed = {"em_steps": 0, "prior_precision": 3.0, "progress_bar": False}
-    la = LinearisedLaplace(case.model, "bernoulli", num_samples=2)
-    expected = la.fit([(case.x, case.y)], **fixed).w_lin
-    assert_close(la.fit([(case.x, case.y.bool())], **fixed).w_lin, expected)
-    case = tiny("classification")
-    la = LinearisedLaplace(case.model, "classification", num_samples=2)
-    expected = la.fit([(case.x, case.y)], **fixed).w_lin
-    assert_close(la.fit([(case.x, case.y.byte())], **fixed).w_lin, expected)
+@pytest.mark.parametrize("name, dtype", [("bernoulli", "bool"), ("classification", "byte")])
+def test_booleans_and_small_integers_are_targets(name, dtype):
+    case = tiny(name)
+    la = LinearisedLaplace(case.model, name, num_samples=2)
+    expected = la.fit([(case.x, case.y)], **FIXED).w_lin
+    assert_close(la.fit([(case.x, getattr(case.y, dtype)())], **FIXED).w_lin, expected)
 
 
 def test_linear_curvature_is_that_of_the_last_mode():
-    case, la = fitted(curvature="linear", num_samples=32, tolerance=1e-6)
+    options = {"curvature": "linear", "num_samples": 32, "tolerance": 1e-6}
+    _, la = fitted(**options)
     assert [record["step"] for record in la.history] == list(range(1, len(la.history) + 1))
-    again = LinearisedLaplace(
-        case.model, "classification", curvature="linear", num_samples=32, tolerance=1e-6
-    )
-    precision = la.prior_precision
-    again.fit([(case.x, case.y)], em_steps=0, prior_precision=precision, progress_bar=False)
+    _, again = fitted(em_steps=0, prior_precision=la.prior_precision, **options)
     assert_close(again.effective_dim, la.effective_dim, rtol=0.03, atol=0)

@@ -36,7 +36,7 @@ from torch_lla_em.likelihoods import (
     preferred,
     tempered,
 )
-from torch_lla_em.prediction import Fitted, NotFittedError, stored, warn_of_collapse
+from torch_lla_em.prediction import Fitted, NotFittedError, stored
 from torch_lla_em.problem import Plan, Problem
 from torch_lla_em.report import write_report
 from torch_lla_em.runtime import Compute, Group, check_choice, check_options, group_of
@@ -248,8 +248,8 @@ class LinearisedLaplace(OnHub, Fitted):
                     self._store(posterior, run.history, data.num_labelled)
                     self._example = example
                     if not is_weighted:  # whose targets are packed with their weights
-                        warn_of_collapse(self, data)
-                    self.said = run.said
+                        self._warn_of_collapse(data)
+                    self.messages = run.said
                     run.keep(self.state_dict())
             self._loaders, self._data_seen = loaders, data.parts
 

@@ -97,8 +97,10 @@ class LaplaceCallback(Callback):
 
     def _is_current(self) -> bool:
         """Whether the last validation has fitted the very weights that training ended with."""
-        standing = getattr(getattr(self, "la", None), "_standing", None)
-        return standing is not None and standing.holds(self.la._linear_model.network, surely=True)
+        la = getattr(self, "la", None)
+        if la is None or la.w_lin is None:
+            return False
+        return la._state_of_network.holds(la._linear_model.network, surely=True)
 
     def _fit(self, trainer: Trainer, module: LightningModule) -> None:
         loader = _in_order(trainer.train_dataloader) if self.loader is None else self.loader

@@ -34,7 +34,7 @@ _EDGE = 2.0
 def write_report(la: Fitted, loader: Iterable[Any], path: str | PathLike, other: Any) -> None:
     """Write a page about predictions of a loader's rows; ``other`` are unfamiliar inputs."""
     rows = predicted_data(la, loader)
-    plan, *said = la.said
+    plan, *said = la.messages
     parts = [
         la._repr_html_(),
         f"<h2>How well {len(rows.targets):,} rows are predicted</h2>",
@@ -76,7 +76,7 @@ def as_card(la: Fitted, loader: Iterable[Any] | None = None) -> str:
         rows = predicted_data(la, loader)
         parts += [f"## On {len(rows.targets):,} validation examples\n", _as_markdown(_scored(rows))]
         parts += [f"- {line}\n" for line in advice(la, rows)]
-    warnings = [f"- {line}\n" for line in la.said[1:]]
+    warnings = [f"- {line}\n" for line in la.messages[1:]]
     return "\n".join([*parts, *(["## Warnings of the fit\n"] if warnings else []), *warnings])
 
 

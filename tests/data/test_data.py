@@ -532,7 +532,7 @@ def test_examples_that_influence_each_other_are_told(kind):
     x, y = x.repeat(100, 1), y.repeat(100)  # half of which have nearly the statistics of all
     la = LinearisedLaplace(model, "classification", num_samples=2)
     la.fit(x, y, em_steps=1, progress_bar=False)
-    told = [words for words in la.said if "other examples in its batch" in words]
+    told = [words for words in la.messages if "other examples in its batch" in words]
     assert len(told) == (kind in ("batch norm", "own"))
     assert ("BatchNorm1d '1'" in "".join(told)) == (kind == "batch norm")
 

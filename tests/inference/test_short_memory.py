@@ -49,7 +49,7 @@ def fit(monkeypatch):
 def test_fewer_directions_find_the_same_posterior(fit):
     whole, expected = fit(10_000)
     la, found = fit(5 * K + 5)
-    assert whole.restarts == 0 < la.restarts and not la.said[1:]
+    assert whole.restarts == 0 < la.restarts and not la.messages[1:]
     assert len(la.w_samples) == K and la.mean == "linear"
     log_ratio = (la.prior_precision / whole.prior_precision).log().abs()
     assert log_ratio < 3 * (K * whole.effective_dim).rsqrt()
@@ -60,7 +60,7 @@ def test_fewer_directions_find_the_same_posterior(fit):
 def test_fewer_samples_are_taken_with_a_warning(fit):
     la, _ = fit(5 * 5 + 1)
     assert len(la.w_samples) == 4 and la.mean == "linear"
-    assert "allows 4 posterior samples" in la.said[1] and "allows 4 posterior" in str(la)
+    assert "allows 4 posterior samples" in la.messages[1] and "allows 4 posterior" in str(la)
     assert la.predict(torch.randn(2, 6), num_samples=4).probs.isfinite().all()
     with pytest.raises(ValueError, match="there are 4 samples"):
         la.predict(torch.randn(2, 6), num_samples=K)
@@ -69,7 +69,7 @@ def test_fewer_samples_are_taken_with_a_warning(fit):
 def test_the_network_comes_last_with_a_warning_that_stays(fit):
     la, _ = fit(10)
     assert la.mean == "network" and len(la.w_samples) == K
-    assert any('curvature="network"' in line for line in la.said)
+    assert any('curvature="network"' in line for line in la.messages)
     assert "whose predictions are usually worse" in " ".join(str(la).split())
 
 
@@ -83,4 +83,4 @@ def test_out_of_memory_halves_the_samples(monkeypatch, fit):
 
     monkeypatch.setattr(Variational, "residuals", short)
     la, _ = fit(10_000)
-    assert len(la.w_samples) == 4 and "allows 4 posterior samples" in la.said[1]
+    assert len(la.w_samples) == 4 and "allows 4 posterior samples" in la.messages[1]

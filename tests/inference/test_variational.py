@@ -153,7 +153,7 @@ def test_lambda_does_not_depend_on_its_start_once_the_span_is_complete():
     for start in (None, 1e-6, 1e6):
         la = LinearisedLaplace(model, "classification")
         la.fit(x, y, prior_precision=start, progress_bar=False)
-        assert not la.said[1:]
+        assert not la.messages[1:]
         found.append(la.prior_precision)
     logs = torch.stack(found).log()
     # the Monte Carlo error of log λ
@@ -174,7 +174,7 @@ def test_a_fit_that_ends_unsettled_says_so(curvature):
     options = {"curvature": curvature, "num_samples": 4, "g_prior": True}
     la = LinearisedLaplace(model, "classification", **options)
     la.fit(x, y, prior_precision=1e5, em_steps=1, progress_bar=False)
-    assert any("had not settled after 1 EM steps" in line for line in la.said)
+    assert any("had not settled after 1 EM steps" in line for line in la.messages)
 
 
 @pytest.mark.parametrize("name", KINDS)

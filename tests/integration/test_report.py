@@ -80,12 +80,12 @@ def test_what_was_warned_of_is_kept(tmp_path, caplog):
     la = LinearisedLaplace(case.model, "classification", num_samples=4)
     with caplog.at_level(logging.WARNING, logger="torch_lla_em"):
         la.fit(case.x, case.y, em_steps=0, prior_precision=1e9, progress_bar=False)
-    assert "samples of 27 weights" in la.said[0] and len(la.said) > 1
-    assert all(words in caplog.text for words in la.said[1:])
+    assert "samples of 27 weights" in la.messages[0] and len(la.messages) > 1
+    assert all(words in caplog.text for words in la.messages[1:])
     assert not logging.getLogger("torch_lla_em").filters
     la.save(tmp_path / "posterior.pt")
     again = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
-    assert again.said == la.said
+    assert again.messages == la.messages
     again.report([(case.x, case.y)], tmp_path / "report.html")
     assert "next to none of the weights" in (tmp_path / "report.html").read_text()
 

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from torch_lla_em.data import Batch
 from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson, Regression
 from torch_lla_em.prediction.calibration import calibrated, numbers_of
-from torch_lla_em.prediction.parts import posterior_alone, predicted
+from torch_lla_em.prediction.pushed import posterior_alone, predicted
 from torch_lla_em.runtime import Group
 
 PLAIN = posterior_alone()

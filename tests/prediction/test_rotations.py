@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from torch_lla_em.likelihoods import Classification
-from torch_lla_em.prediction import mixture
+from torch_lla_em.prediction import functions
 from torch_lla_em.prediction.functions import FUNCTIONS, functions_of
 from torch_lla_em.prediction.prediction import Prediction
 
@@ -44,7 +44,7 @@ def test_averages_do_not_depend_on_how_many_rows_are_taken_at_once(monkeypatch):
         return [*values, p.joint_log_prob(y), *p.credible_interval()]
 
     whole = everything()
-    monkeypatch.setattr(mixture, "_NUMBERS", 1)
+    monkeypatch.setattr(functions, "_NUMBERS", 1)
     for few, all_at_once in zip(everything(), whole):
         assert_close(few, all_at_once)
 

@@ -16,7 +16,7 @@ from torch_lla_em import LinearisedLaplace, Prediction
 from torch_lla_em.data import Batch
 from torch_lla_em.inference import Estimate
 from torch_lla_em.likelihoods import Bernoulli, Classification, Regression
-from torch_lla_em.prediction import collapse
+from torch_lla_em.prediction import metrics
 
 
 def fitted(name, **fit):
@@ -31,12 +31,14 @@ def test_everything_is_shown(name):
     case, la = fitted(name)
     assert "call la.fit" in repr(LinearisedLaplace(case.model, likelihood_of(name)))
     before, prediction = repr(la), repr(la.predict(case.x))
-    assert "27 of 27, 6 samples" in before and "validation" not in before
+    assert "27 of 27, 6 samples" in before and "validation NLL" not in before
+    assert ("Call la.calibrate" in before) == (not la.likelihood.is_quadratic)
     assert len(prediction.splitlines()) == 9 and "of 30" in prediction
     la.calibrate([(case.x, case.y)])
     shown = repr(la)
-    kept = "" if la.calibration.applied else "; not applied"
-    assert re.search(rf"validation NLL +{re.escape(str(la.calibration))}, 30 examples{kept}", shown)
+    kind = "good" if la.calibration.applied else "not applied"
+    words = rf"validation NLL {re.escape(str(la.calibration))}, 30 examples"
+    assert re.search(rf"{kind} +{words}", shown) and "Call la.calibrate" not in shown
     assert ("coverage" in shown) == name.startswith("regression")
     for html in (la._repr_html_(), la.predict(case.x)._repr_html_()):
         assert html.startswith("<table>") and html.count("<tr>") == html.count("</tr>") > 5
@@ -114,9 +116,9 @@ def estimate(value, error=0.0):
 
 
 def test_a_posterior_that_is_the_prior_is_noticed():
-    assert any("the prior" in s for s in collapse.of_weights(estimate(0.1), 32))
-    assert any("the prior" in s for s in collapse.of_weights(estimate(10.0, 6.0), 32))
-    assert not list(collapse.of_weights(estimate(3.0, 0.5), 32))
+    assert any("the prior" in s for s in metrics.check_weights(estimate(0.1), 32))
+    assert any("the prior" in s for s in metrics.check_weights(estimate(10.0, 6.0), 32))
+    assert not list(metrics.check_weights(estimate(3.0, 0.5), 32))
 
 
 def test_the_error_of_one_example_is_not_known():
@@ -132,19 +134,19 @@ def test_the_error_of_one_example_is_not_known():
     "precision, said", [(1e20, True), ([1.0, 1e-20], True), (1.0, False), ([1.0, 130.0], False)]
 )
 def test_a_precision_at_a_bound_is_noticed(precision, said):
-    assert bool(list(collapse.of_precision(torch.tensor(precision)))) == said
+    assert bool(list(metrics.check_precision(torch.tensor(precision)))) == said
 
 
 def test_evidence_of_guessing_is_noticed():
     y = torch.zeros(4, dtype=torch.long)
     p = Prediction(Classification(), torch.zeros(4, 3), torch.zeros(2, 4, 3))
     guess = -100 * log(3)
-    assert list(collapse.of_evidence(estimate(guess - 1), p, y, 100))
-    assert not list(collapse.of_evidence(estimate(guess + 1), p, y, 100))
+    assert list(metrics.check_evidence(estimate(guess - 1), p, y, 100))
+    assert not list(metrics.check_evidence(estimate(guess + 1), p, y, 100))
     labels = Prediction(Bernoulli(), torch.zeros(4, 3), torch.zeros(2, 4, 3))
     guess = -300 * log(2)
-    assert list(collapse.of_evidence(estimate(guess - 1), labels, torch.zeros(4, 3), 100))
-    assert not list(collapse.of_evidence(estimate(guess + 1), labels, torch.zeros(4, 3), 100))
+    assert list(metrics.check_evidence(estimate(guess - 1), labels, torch.zeros(4, 3), 100))
+    assert not list(metrics.check_evidence(estimate(guess + 1), labels, torch.zeros(4, 3), 100))
 
 
 @pytest.mark.parametrize("spread, said", [(8.0, True), (0.1, False)])
@@ -154,11 +156,11 @@ def test_predictions_far_less_certain_than_right_are_noticed(spread, said):
     centre = 4.0 * torch.nn.functional.one_hot(y, 5)
     deviations = spread * torch.randn(16, 200, 5, generator=generator)
     p = Prediction(Classification(), centre, deviations)
-    assert bool(list(collapse.of_certainty(p, y))) == said
+    assert bool(list(metrics.check_certainty(p, y))) == said
     b = Prediction(Bernoulli(), centre - 2, deviations)
-    assert bool(list(collapse.of_certainty(b, (centre > 0).float()))) == said
+    assert bool(list(metrics.check_certainty(b, (centre > 0).float()))) == said
     r = Prediction(Regression(0.1), centre, deviations)
-    assert bool(list(collapse.of_certainty(r, centre + 0.1))) == (spread == 8.0)
+    assert bool(list(metrics.check_certainty(r, centre + 0.1))) == (spread == 8.0)
 
 
 def test_a_fit_says_what_is_amiss(caplog):
@@ -174,6 +176,6 @@ def test_a_fit_says_what_is_amiss(caplog):
 def test_large_rows_are_not_looked_at():
     batch = Batch(0, torch.arange(9), torch.zeros(9, 2), torch.zeros(9))
     data = SimpleNamespace(num_rows=9, num_outputs=9 * 10**6, first=lambda: batch)
-    assert collapse.few_rows(data, 32) is None
+    assert metrics.few_examples(data, 32) is None
     data.num_outputs = 9 * 2**15
-    assert len(collapse.few_rows(data, 32).rows) == 4
+    assert len(metrics.few_examples(data, 32).rows) == 4

@@ -182,7 +182,7 @@ def test_a_softmax_at_the_end_is_said():
     case = tiny("classification")
     model = nn.Sequential(case.model, nn.Softmax(-1))
     la = LinearisedLaplace(model, "classification", num_samples=2)
-    with pytest.warns(UserWarning, match="before the softmax"):
+    with pytest.warns(UserWarning, match="remove the softmax"):
         la.fit([(case.x, case.y)], em_steps=0, prior_precision=5.0, progress_bar=False)
 
 

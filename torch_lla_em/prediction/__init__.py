@@ -1,16 +1,28 @@
-"""What a fitted posterior predicts, how it is calibrated and compared, and how it is stored."""
+"""Predictions of a fitted posterior, and how they are calibrated, compared and stored.
+
+``functions`` and ``prediction`` hold the predictive distribution, ``conformal`` its comparison with a
+validation set; ``pushed`` computes them from inputs. ``calibration``, ``metrics`` and ``validation``
+use held-out data. ``posterior`` and ``stored`` keep the results of a fit, ``fitted`` has the methods
+that users call, ``summary`` prints them; ``ensemble`` and ``export`` follow.
+"""
 
 from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Calibration
-from torch_lla_em.prediction.collapse import stated_and_right, warn_of_collapse
-from torch_lla_em.prediction.compare import Comparison, compare
 from torch_lla_em.prediction.ensemble import LaplaceEnsemble
 from torch_lla_em.prediction.fitted import Fitted
-from torch_lla_em.prediction.held_out import PredictedData, predicted_data
-from torch_lla_em.prediction.parts import posterior_alone
+from torch_lla_em.prediction.metrics import (
+    auroc,
+    binned,
+    calibration_error,
+    outcomes,
+    scores,
+    stated_and_right,
+)
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.scores import auroc, binned, calibration_error, outcomes, scores
+from torch_lla_em.prediction.pushed import posterior_alone
 from torch_lla_em.prediction.stored import NotFittedError
+from torch_lla_em.prediction.summary import findings
+from torch_lla_em.prediction.validation import Comparison, PredictedData, compare, predicted_data
 
 __all__ = [
     "Calibration",
@@ -24,11 +36,11 @@ __all__ = [
     "binned",
     "calibration_error",
     "compare",
+    "findings",
     "outcomes",
     "posterior_alone",
     "predicted_data",
     "scores",
     "stated_and_right",
     "stored",
-    "warn_of_collapse",
 ]

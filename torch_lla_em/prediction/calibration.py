@@ -1,10 +1,10 @@
 """Calibration: a few numbers of the predictions, fitted to a validation set.
 
-For classes and labels they are six: a temperature of the network, a scale of the posterior's
+For classes and labels there are six: a temperature of the network, a scale of the posterior's
 variance, a factor of the softmax at the posterior's mean, and the weights of the three; temperature
-scaling is a special case. For regression: the scale, the observation noise, and the share of the
-linear mode in the mean. All maximise the posterior density under mild priors, by L-BFGS on outputs
-that one pass has stored.
+scaling is a special case. For regression there are three: the scale, the observation noise, and the
+share of the linear mode in the mean. They maximise the posterior density under weak priors, by L-BFGS
+on outputs that one pass has stored.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood, Regression
-from torch_lla_em.prediction.conformal import Reference, errors, unusual
-from torch_lla_em.prediction.parts import Pushed, joined
+from torch_lla_em.prediction.conformal import Reference
+from torch_lla_em.prediction.pushed import Pushed, Tables, joined
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import Group
 
@@ -31,41 +31,45 @@ FACTOR, SCALE, WEIGHT = 0.5, 1.0, 1.0
 LEVEL = 0.9
 """Level of the intervals whose coverage is reported."""
 
-# log factors beyond which the validation set is unlike the training data
+# log factors above which the validation set probably differs from the training data
 _EDGE = log(10)
-# functions times outputs in memory at a time
+# number of functions times outputs that are held in memory at a time
 _NUMBERS = 2**22
 _STEPS = 100
 _DIFFERENCE = 0.05
 
 
 class Calibration(NamedTuple):
-    """What the last ``calibrate`` measured on the validation set."""
+    """The result of ``calibrate`` on a validation set; ``print`` it for one sentence.
+
+    Example:
+        >>> improvement = la.calibration.before - la.calibration.after
+    """
 
     num_rows: int
     """Number of validation examples with a label."""
 
     before: float
-    """Their mean negative log-likelihood (NLL) before."""
+    """Their mean negative log-likelihood (NLL) before calibration."""
 
     after: float
-    """The NLL with the numbers found, plus what fitting them to the same examples gains by itself."""
+    """The NLL after it, corrected for having been fitted to the same examples."""
 
     standard_error: float
-    """Standard error of the difference, over examples; NaN for one example."""
+    """Standard error of the difference over examples; NaN for a single example."""
 
     coverage: tuple[float, float] | None = None
-    """Regression: the share of targets in their 90 % intervals, before and after."""
+    """For regression: the coverage of 90 % prediction intervals before and after."""
 
     coverage_error: float | None = None
-    """Standard error of the difference of the two shares, over examples."""
+    """Standard error of the difference of the two coverages over examples."""
 
     applied: bool = True
-    """Whether predictions were changed: not where the NLL before was lower."""
+    """Whether predictions were changed: not if the NLL before was lower."""
 
     @property
     def kept(self) -> float:
-        """The NLL of the predictions that were kept."""
+        """The NLL of the predictions that are in use."""
         return self.after if self.applied else self.before
 
     def __str__(self) -> str:
@@ -81,48 +85,48 @@ class Calibration(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """The numbers that are fitted, as a map from an unconstrained vector θ."""
+    """The numbers that are fitted, as functions of an unconstrained vector θ."""
 
     at: Callable[[Tensor], tuple[Tensor, Tensor]]
-    """θ (zeros at the start) -> the table of parts that ``predicted`` takes, and a factor of σ."""
+    """Maps θ (zeros at the start) to a table of components and a factor of σ."""
 
     deviations: tuple[float, ...]
     """Prior standard deviations of θ."""
 
     factors: tuple[int, ...]
-    """Indices in θ of logarithms that should stay moderate."""
+    """Indices in θ of logarithms that are expected to stay moderate."""
 
 
 class Found(NamedTuple):
-    """The numbers found, or the earlier ones where they are better."""
+    """The table of components and the factor of σ that are kept, and how they were found."""
 
-    table: Tensor
+    table: Any
+    """One table, or that of each member of an ensemble if they are kept as they were."""
+
     noise: float
     calibration: Calibration
     reference: Reference
 
 
 def calibrated(problem: Problem, columns: Tensor, mean: str | None, before: Tensor) -> Found:
-    """Return the numbers that the problem's data, a validation set, call for; one pass.
+    """Fit the numbers to the problem's data, a validation set, in one pass.
 
-    ``columns`` are w_lin and the samples, (1 + K, P); ``before`` the parts of predictions so far,
-    which stay as they are where the validation NLL is lower with them.
+    ``columns`` are w_lin and the samples, (1 + K, P). ``before`` is the table so far, which is kept
+    if its validation NLL is lower.
     """
+    likelihood = problem.likelihood
     parts = [
-        Pushed(problem.likelihood, f, Jw, batch.targets)
+        Pushed.of(likelihood, f, Jw, batch.targets)
         for batch, f, Jw in problem.push_forward(columns)
     ]
     if not parts:  # a rank without data
         none = torch.zeros(0, 1, device="cpu")
-        parts = [Pushed(problem.likelihood, none, none.expand(len(columns), 0, 1), none[:, 0])]
+        parts = [Pushed.of(likelihood, none, none.expand(len(columns), 0, 1), none[:, 0])]
     return calibrated_on(joined(parts), problem.data.group, mean, before)
 
 
-def calibrated_on(data: Any, group: Group, mean: str | None, before: Any) -> Found:
-    """Return the same by examples that have been pushed forward, those of this rank.
-
-    ``data`` and ``before`` are of one posterior, or of all members of an ensemble.
-    """
+def calibrated_on(data: Pushed, group: Group, mean: str | None, before: Tables) -> Found:
+    """Fit the numbers to examples that have been pushed forward, those of this rank."""
     likelihood = data.likelihood
     count = group.sum(likelihood.labelled(data.y).sum().double()).item()
     if not count:
@@ -150,7 +154,7 @@ def calibrated_on(data: Any, group: Group, mean: str | None, before: Any) -> Fou
         first, second = _covered(data, *so_far), _covered(data, *found)
         coverage = mean_and_error(first)[0], mean_and_error(second)[0]
         coverage_error = mean_and_error(second - first)[1]
-    applied, reference = gain > optimism, _reference(numbers, data, group)
+    applied, reference = gain > optimism, _split(numbers, data, group)
     calibration = Calibration(
         int(count), nll, nll - gain + optimism, error, coverage, coverage_error, applied
     )
@@ -162,18 +166,18 @@ def calibrated_on(data: Any, group: Group, mean: str | None, before: Any) -> Fou
     return Found(table, noise.item(), calibration, reference)
 
 
-def _reference(numbers: Numbers, data: Pushed, group: Group) -> Reference:
-    """Fit the numbers to every other labelled example, and score those between by them."""
+def _split(numbers: Numbers, data: Pushed, group: Group) -> Reference:
+    """Fit the numbers to every other labelled example, and compute scores of the remaining ones."""
     data = data.part(data.likelihood.labelled(data.y))
     table, noise = numbers.at(_most_probable(numbers, data.part(slice(None, None, 2)), group))
     judged = data.part(slice(1, None, 2)).prediction(table, noise)
     sigma = judged.likelihood.sigma_noise if isinstance(judged.likelihood, Regression) else None
-    scores = group.gather(unusual(judged)), group.gather(errors(judged, data.y[1::2]))
+    scores = group.gather(judged._ood_scores()), group.gather(judged._errors(data.y[1::2]))
     return Reference(table, sigma, scores[0], scores[1].sort(0).values)
 
 
 def numbers_of(likelihood: Likelihood, mean: str | None) -> Numbers:
-    """Return the numbers of a likelihood, around one mean, or around both (None)."""
+    """Return the numbers of a likelihood, for one mean, or for both (None)."""
     if isinstance(likelihood, Regression):
         share = {"network": 0.0, "linear": 1.0}.get(mean)
 
@@ -208,22 +212,22 @@ def _table(rows: list[list[Tensor]]) -> Tensor:
 
 def _pieces(data: Pushed) -> Iterator[Pushed]:
     """Yield a few examples at a time, in double precision."""
-    for piece in data.split(max(1, _NUMBERS // max(1, 64 * data.f[:1].numel()))):
+    for piece in data.split(max(1, _NUMBERS // max(1, 64 * data.f[0][:1].numel()))):
         yield piece.double()
 
 
-def _log_prob(data: Pushed, table: Tensor, noise: Tensor) -> Tensor:
+def _log_prob(data: Pushed, table: Tables, noise: Tensor) -> Tensor:
     return data.prediction(table, noise)._log_prob(data.y)
 
 
-def _log_probs(data: Pushed, table: Tensor, noise: Tensor) -> Tensor:
+def _log_probs(data: Pushed, table: Tables, noise: Tensor) -> Tensor:
     """Return log p(y_n | x_n), (N,)."""
     parts = [_log_prob(piece, table, noise) for piece in _pieces(data)]
     return torch.cat(parts) if parts else noise.new_zeros(0)
 
 
-def _covered(data: Pushed, table: Tensor, noise: Tensor) -> Tensor:
-    """Return the share of each example's targets that lie in their intervals, (N,)."""
+def _covered(data: Pushed, table: Tables, noise: Tensor) -> Tensor:
+    """Return the share of each example's targets in their prediction intervals, (N,)."""
     shares = [noise.new_zeros(0)]
     for piece in _pieces(data):
         lower, upper = piece.prediction(table, noise).credible_interval(LEVEL)
@@ -233,7 +237,7 @@ def _covered(data: Pushed, table: Tensor, noise: Tensor) -> Tensor:
 
 def _most_probable(numbers: Numbers, data: Pushed, group: Group) -> Tensor:
     """Return θ at the maximum of log p(y | x, θ) + log p(θ), by L-BFGS."""
-    deviations = torch.tensor(numbers.deviations, dtype=torch.float64, device=data.f.device)
+    deviations = torch.tensor(numbers.deviations, dtype=torch.float64, device=data.f[0].device)
     theta = torch.zeros_like(deviations).requires_grad_()
     search = torch.optim.LBFGS([theta], max_iter=_STEPS, line_search_fn="strong_wolfe")
 
@@ -252,7 +256,7 @@ def _most_probable(numbers: Numbers, data: Pushed, group: Group) -> Tensor:
 
 
 def _determined(numbers: Numbers, theta: Tensor, data: Pushed, group: Group) -> float:
-    """Return how many numbers the data determine: the log-likelihood gained by fitting alone."""
+    """Return the number of parameters that the data determine: the optimism of the fitted NLL."""
     steps = _DIFFERENCE * torch.eye(len(theta), dtype=theta.dtype, device=theta.device)
 
     def rows(theta: Tensor) -> Tensor:

@@ -1,31 +1,30 @@
-"""Conformal p-values, prediction sets and intervals: statements whose error rate is guaranteed.
+"""Conformal p-values, prediction sets and intervals, whose error rates are guaranteed.
 
-``calibrate`` fits its numbers to the first half of the validation set once more, and scores the
-second half by the predictions that follow. Nothing was fitted to these reference scores, so a new
-input from the same source is as likely to have any rank among them as any other.
+``calibrate`` fits its numbers a second time, to one half of the validation set, and computes scores
+of the other half. Nothing was fitted to these reference scores, so a new input from the same
+distribution has any rank among them with the same probability.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.mixture import FunctionMixture
+from torch_lla_em.prediction.functions import Mixture
 
-# comparisons that are held at a time
+# comparisons that are held in memory at a time
 _NUMBERS = 2**22
-# of products of a level and a count, whose last bit is rounded
+# products of a level and a count are rounded in their last bit
 _ROUNDING = 1e-9
 
 
 class Interval(NamedTuple):
-    """The ends of an interval."""
+    """The ends of an interval, as tensors of the same shape."""
 
     lower: Tensor
     upper: Tensor
@@ -35,51 +34,67 @@ class Reference(NamedTuple):
     """What ``calibrate`` finds by splitting the validation set in two halves."""
 
     table: Tensor
-    """The parts of predictions, fitted to the first half."""
+    """The components of predictions, fitted to the first half."""
 
     sigma: Tensor | None
     """The observation noise of a regression, fitted to the first half."""
 
     unusual: Tensor
-    """Out-of-distribution scores of the second half, (n, 2)."""
+    """Out-of-distribution scores of the second half, shape (n, 2)."""
 
     errors: Tensor
-    """Errors of the second half, (n, outputs), sorted."""
+    """Sorted errors of the second half, shape (n, outputs)."""
 
 
 REFERENCE = tuple(f"conformal_{name}" for name in Reference._fields)
-"""The names of these as buffers."""
+"""The names of these fields as buffers of a posterior."""
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Reference scores, and the prediction by which inputs are compared with them."""
+    """Reference scores, and the prediction that is compared with them."""
 
     reference: Reference
     prediction: Callable[[], Conformal]
+    """Returns the prediction with the numbers that were fitted to the first half."""
 
 
-class Conformal(FunctionMixture):
-    """What is said of inputs by their ranks among the reference examples."""
+@dataclass(frozen=True, repr=False)
+class Conformal(Mixture):
+    """A prediction's methods that compare its inputs with a validation set."""
 
-    likelihood: Likelihood
-    judge: Judge | None
+    judge: Judge | None = field(default=None, kw_only=True)
 
     @property
     def p_value(self) -> Tensor:
-        """The conformal p-value that the input is from the validation set's distribution, (B,).
+        """Conformal p-value of each input for being from the validation set's distribution, (B,).
 
-        The share of reference examples that are at least as unusual as the input, which is counted
-        as one of them. An example is as unusual as the larger of its ranks by two scores: mutual
-        information (of a regression: the variance of f relative to the observation noise), which
-        finds inputs between classes, and the variance of the centred outputs, which finds those far
-        away. For inputs from the distribution of the validation set, P(p_value <= rate) <= rate.
+        It is the share of reference examples that are at least as unusual as the input, the input
+        included. Two scores measure how unusual an example is, and the larger rank counts: mutual
+        information (for regression the variance of f relative to the observation noise), which
+        finds inputs between classes, and the variance of the centred outputs, which finds inputs
+        far from the data. For inputs from that distribution, P(p_value <= rate) <= rate.
+
+        Raises:
+            ValueError: If the posterior has not been calibrated.
         """
         judge = self._judge("p_value")
-        return p_values(judge.reference.unusual, unusual(judge.prediction()))
+        return p_values(judge.reference.unusual, judge.prediction()._ood_scores())
 
     def is_ood(self, rate: float = 0.05) -> Tensor:
-        """Return which inputs are out-of-distribution, at this rate of false alarms at most, (B,)."""
+        """Return which inputs are out-of-distribution (OOD), as a mask of shape (B,).
+
+        Args:
+            rate (float): The largest accepted share of false alarms among inputs from the
+                validation set's distribution. Default 0.05; it needs at least 1 / rate - 1
+                reference examples.
+
+        Raises:
+            ValueError: If the posterior has not been calibrated, or with too few examples.
+
+        Example:
+            >>> suspicious = la.predict(x).is_ood(rate=0.1)
+        """
         if not 0 < rate < 1:
             raise ValueError(f"rate must lie between 0 and 1, not {rate}.")
         count, needed = len(self._judge("is_ood").reference.unusual), ceil(1 / rate - 1 - _ROUNDING)
@@ -87,14 +102,26 @@ class Conformal(FunctionMixture):
         return self.p_value <= rate
 
     def prediction_set(self, level: float = 0.9) -> Tensor:
-        """Return a set of classes that holds the label with this probability at least, as mask (B, C).
+        """Return a set of classes that contains the label with probability ``level`` or more.
 
-        The classes by falling probability, until those before have more of it than a threshold,
-        which is the conformal quantile of the reference examples: an adaptive prediction set (APS)
-        without randomisation. The most probable class is always in the set.
+        It is an adaptive prediction set (APS) without randomisation: classes are added in the order
+        of falling probability until their probability exceeds a conformal quantile.
+
+        Args:
+            level (float): Coverage, between 0 and 1. Default 0.9.
+
+        Returns:
+            A boolean mask of shape (B, C). The most probable class is always in the set.
+
+        Raises:
+            ValueError: If the posterior has not been calibrated, or with too few examples.
+            TypeError: If the targets are not one class label per example.
+
+        Example:
+            >>> sizes = la.predict(x).prediction_set(level=0.8).sum(1)
         """
         judge = self._judge("prediction_set")
-        if not _has_classes(self.likelihood, self.centre):
+        if not self._has_classes:
             raise TypeError(
                 "prediction_set is for one class label per example; use interval(level) for a "
                 "regression."
@@ -103,12 +130,25 @@ class Conformal(FunctionMixture):
         return self._out(_mass_above(judge.prediction()._expected()) <= threshold)
 
     def interval(self, level: float = 0.9) -> Interval:
-        """Return intervals that hold the target with this probability at least, for each output.
+        """Return conformal prediction intervals, which contain y with probability ``level`` or more.
 
-        They are around the mean, in proportion to the predictive standard deviation.
+        They are centred at the mean and proportional to the predictive standard deviation.
+
+        Args:
+            level (float): Coverage for each output, between 0 and 1. Default 0.9.
+
+        Returns:
+            An ``Interval`` of ``lower`` and ``upper``, each of shape (B, C).
+
+        Raises:
+            ValueError: If the posterior has not been calibrated, or with too few examples.
+            TypeError: If the targets are not continuous.
+
+        Example:
+            >>> lower, upper = regression.predict(x).interval(level=0.8)
         """
         judge = self._judge("interval")
-        if not _has_values(self.likelihood, self.centre):
+        if not self._has_values:
             raise TypeError(
                 "interval is for continuous targets of shape (B,) or (B, C); use "
                 "prediction_set(level) for classes, and credible_interval(level) otherwise."
@@ -127,49 +167,58 @@ class Conformal(FunctionMixture):
             )
         return self.judge
 
-    def _expected(self) -> Tensor:
-        raise NotImplementedError
+    def _ood_scores(self) -> Tensor:
+        """Return two scores of each input that are large out of distribution, (B, 2)."""
+        deviations, likelihood = self.deviations, self.likelihood
+        if likelihood.gives_probabilities and not likelihood.elementwise:
+            deviations = deviations - deviations.mean(-1, keepdim=True)
+        epistemic = variance = deviations.square().mean(0)
+        if likelihood.gives_probabilities:
+            epistemic = self._uncertainties()[1]
+        elif likelihood.real_valued:
+            aleatoric, epistemic = self._uncertainties()
+            variance = epistemic = epistemic / aleatoric
+        scores = (s.flatten(1).mean(1) if s.dim() > 1 else s for s in (epistemic, variance))
+        return torch.stack([s.double().nan_to_num(nan=torch.inf) for s in scores], 1)
 
-    def _variance(self) -> Tensor:
+    def _errors(self, y: Tensor) -> Tensor:
+        """Return the error of each prediction, (B, outputs); no columns for other likelihoods.
+
+        For classes it is the probability of all classes that are more probable than the label, for
+        regression the residual in predictive standard deviations.
+        """
+        if self._has_classes:
+            return _mass_above(self._expected()).gather(1, y.long()[:, None]).double()
+        if not self._has_values:
+            return self.centre.new_zeros(len(y), 0).double()
+        return ((y - self._expected()).abs() / self._variance().sqrt()).double()
+
+    @property
+    def _has_classes(self) -> bool:
+        likelihood = self.likelihood
+        one_label = likelihood.gives_probabilities and not likelihood.elementwise
+        return one_label and self.centre.dim() == 2
+
+    @property
+    def _has_values(self) -> bool:
+        return self.likelihood.real_valued and self.centre.dim() == 2
+
+    def _expected(self) -> Tensor:
         raise NotImplementedError
 
     def _uncertainties(self) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
-
-def unusual(prediction: Conformal) -> Tensor:
-    """Return two scores of each input that are large out of distribution, (B, 2)."""
-    deviations, likelihood = prediction.deviations, prediction.likelihood
-    if likelihood.gives_probabilities and not likelihood.elementwise:
-        deviations = deviations - deviations.mean(-1, keepdim=True)
-    epistemic = variance = deviations.square().mean(0)
-    if likelihood.gives_probabilities:
-        epistemic = prediction._uncertainties()[1]
-    elif likelihood.real_valued:
-        aleatoric, epistemic = prediction._uncertainties()
-        variance = epistemic = epistemic / aleatoric
-    scores = (s.flatten(1).mean(1) if s.dim() > 1 else s for s in (epistemic, variance))
-    return torch.stack([s.double().nan_to_num(nan=torch.inf) for s in scores], 1)
-
-
-def errors(prediction: Conformal, y: Tensor) -> Tensor:
-    """Return how far each prediction is from its target, (B, outputs); without outputs if unknown.
-
-    For classes the probability of all that are more probable than the label, for regression the
-    residual in predictive standard deviations.
-    """
-    if _has_classes(prediction.likelihood, prediction.centre):
-        return _mass_above(prediction._expected()).gather(1, y.long()[:, None]).double()
-    if not _has_values(prediction.likelihood, prediction.centre):
-        return prediction.centre.new_zeros(len(y), 0).double()
-    return ((y - prediction._expected()).abs() / prediction._variance().sqrt()).double()
+    def _variance(self) -> Tensor:
+        aleatoric, epistemic = self._uncertainties()
+        return aleatoric + epistemic
 
 
 def p_values(reference: Tensor, scores: Tensor) -> Tensor:
-    """Return the conformal p-values of scores (B, 2) among those of a reference (n, 2), shape (B,).
+    """Return conformal p-values, (B,), of scores (B, 2) among reference scores (n, 2).
 
-    Ranks are taken among the reference examples and the input together, so that all of them are
-    treated alike and the p-value is exact.
+    Ranks are taken among the reference examples and the input together. All of them are treated
+    alike, so the p-value is exact.
     """
     reference, count = reference.to(scores.device), len(reference)
     in_order = reference.sort(0).values.T.contiguous()
@@ -197,22 +246,14 @@ def quantiles(errors: Tensor, level: float) -> Tensor:
 def _require(count: int, needed: int, asked: str) -> None:
     if count < needed:
         raise ValueError(
-            f"{asked} needs at least {needed} reference examples, and there are {count}: half of the "
-            f"validation set serves as such, so calibrate with {2 * needed} examples or more."
+            f"{asked} needs at least {needed} reference examples, and there are {count}. Half of the "
+            f"validation set is used as reference: calibrate with {2 * needed} examples or more."
         )
 
 
 def _mass_above(probs: Tensor) -> Tensor:
-    """Return the probability of all classes that are more probable, for each class, (B, C)."""
+    """Return, for each class, the probability of all classes that are more probable, (B, C)."""
     falling, order = probs.double().sort(dim=1, descending=True, stable=True)
     above = torch.zeros_like(falling)
     above[:, 1:] = falling.cumsum(1)[:, :-1]
     return above.scatter(1, order, above)
-
-
-def _has_classes(likelihood: Likelihood, f: Tensor) -> bool:
-    return likelihood.gives_probabilities and not likelihood.elementwise and f.dim() == 2
-
-
-def _has_values(likelihood: Likelihood, f: Tensor) -> bool:
-    return likelihood.real_valued and f.dim() == 2

@@ -1,49 +1,69 @@
-"""A fitted posterior: what it predicts, and how predictions are calibrated."""
+"""The public methods of a fitted posterior: predictions, calibration, export."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from os import PathLike
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from torch_lla_em.data import paired
+from torch_lla_em.data import Data, paired
 from torch_lla_em.inference import Estimate
 from torch_lla_em.likelihoods import Regression
-from torch_lla_em.prediction import parts, summary
+from torch_lla_em.prediction import metrics, summary
 from torch_lla_em.prediction.calibration import calibrated
 from torch_lla_em.prediction.conformal import REFERENCE, Judge, Reference
 from torch_lla_em.prediction.export import Ways, exported
-from torch_lla_em.prediction.functions import mixed, slots
-from torch_lla_em.prediction.held_out import held_out_evidence, over
+from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT, mixed, slots
 from torch_lla_em.prediction.posterior import StoredPosterior
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.pushing import push_forward
-from torch_lla_em.prediction.tables import Lines, Shown
+from torch_lla_em.prediction.pushed import posterior_alone, predicted, push_forward
+from torch_lla_em.prediction.validation import held_out_evidence, over
 from torch_lla_em.runtime import check_choice, check_options, heard
 
+logger = logging.getLogger("torch_lla_em")
 
-class Fitted(Shown, StoredPosterior):
-    """A fitted posterior that predicts."""
+Mean = Literal["network", "linear"]
+Link = Literal["mc", "probit", "probit_shared"]
+
+
+class Fitted(summary.Printed, StoredPosterior):
+    """A fitted posterior that predicts; the base class of ``LinearisedLaplace``."""
 
     def forward(
         self,
         x: Any = None,
-        link_approx: str = "mc",
+        link_approx: Link = "mc",
         generator: torch.Generator | None = None,
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return probabilities or rates; for regression (mean, variance of y).
+        """Return calibrated probabilities or rates; for continuous targets (mean, variance) of y.
 
-        The variance includes the observation noise σ²: it is ``predict(x).predictive_variance``,
-        and that of f alone is ``predict(x).function_variance``. A model of several inputs takes a
-        tuple, a dict, or keywords: ``la(input_ids=...)``. ``"mc"`` averages over the samples, or
-        over as many fresh ones from a generator; ``"probit"`` uses the variance of f alone,
-        ``"probit_shared"`` one variance for all classes, which keeps the most probable class.
+        Args:
+            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them. The
+                model may also be given its inputs by name: ``la(input_ids=...)``.
+            link_approx (str): How E[y] is computed from functions. "mc", the default, averages over
+                functions; "probit" uses mean and variance of f; "probit_shared" gives all classes
+                one variance, which keeps the network's most probable class.
+            generator (torch.Generator, optional): Draws new samples of the same covariance. Default
+                None: the posterior samples themselves, so that calls are repeatable.
+
+        Returns:
+            Tensor (B, ..., C) of probabilities or rates; for regression two tensors, the mean and
+            the variance of y. The variance includes the observation noise σ².
+
+        Raises:
+            NotFittedError: Before ``fit``, or if the model has changed since.
+
+        Example:
+            >>> probabilities = la(x)
+            >>> mean, variance = regression(x)
         """
         check_choice("link_approx", link_approx, ("mc", "probit", "probit_shared"))
         prediction = self.predict(x, generator=generator, **inputs)
@@ -56,15 +76,32 @@ class Fitted(Shown, StoredPosterior):
     def predict(
         self,
         x: Any = None,
-        mean: str | None = None,
+        mean: Mean | None = None,
         generator: torch.Generator | None = None,
         num_samples: int | None = None,
         **inputs: Any,
     ) -> Prediction:
         """Return the predictive distribution at x: as fitted, or as calibrated.
 
-        ``mean`` takes the posterior alone, around f(x) ("network") or J(x) w_lin ("linear").
-        ``num_samples`` takes the first few samples only, which is faster and less exact.
+        Args:
+            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them; or pass
+                them by name.
+            mean (str, optional): Use the posterior alone, around f(x) ("network") or J(x) w_lin
+                ("linear"). Default None: the mixture that the fit or ``calibrate`` has chosen.
+            generator (torch.Generator, optional): Draws new samples of the same covariance.
+            num_samples (int, optional): Use the first few samples only: faster, less exact. Default
+                None: all.
+
+        Returns:
+            A ``Prediction``. It is differentiable in x if x requires gradients.
+
+        Raises:
+            NotFittedError: Before ``fit``, or if the model has changed since.
+            ValueError: If ``num_samples`` exceeds the number of samples.
+            TypeError: If inputs are passed both by position and by name.
+
+        Example:
+            >>> uncertainty = la.predict(x).epistemic
         """
         self._require_fit()
         count = len(self.w_samples)
@@ -72,60 +109,112 @@ class Fitted(Shown, StoredPosterior):
             raise ValueError(f"num_samples={num_samples}, but there are {count} samples.")
         if inputs and x is not None:
             raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
-        x = inputs if x is None else x
-        prediction = self._predicted(x, self._parts(mean), num_samples)
+        prediction = self._predicted(
+            inputs if x is None else x, self._table_around(mean), num_samples
+        )
         if generator is None:
             return prediction
         return replace(prediction, deviations=mixed(prediction.deviations, generator))
 
     def is_ood(self, x: Any = None, rate: float = 0.05, **inputs: Any) -> Tensor:
-        """Return which inputs are out-of-distribution, (B,), after ``calibrate``.
+        """Return which inputs are out-of-distribution (OOD), after ``calibrate``.
 
-        At most this share of inputs from the distribution of the validation set are flagged
-        (false alarms). ``predict(x).p_value`` has the p-values that are compared with ``rate``.
+        Args:
+            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
+            rate (float): Largest share of false alarms among inputs from the validation set's
+                distribution. Default 0.05.
+
+        Returns:
+            A mask of shape (B,). ``predict(x).p_value`` has the p-values.
+
+        Raises:
+            ValueError: If the posterior has not been calibrated, or with too few examples.
+
+        Example:
+            >>> suspicious = la.is_ood(x, rate=0.1)
         """
         return self.predict(x, **inputs).is_ood(rate)
 
     def functional_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
-        """Return the mean + √τ J(x) w_k, shape (K, B, C): joint over the inputs."""
+        """Return samples of f at x, shape (K, B, ..., C), joint over inputs.
+
+        Args:
+            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
+            generator (torch.Generator, optional): Draws new samples of the same covariance.
+
+        Example:
+            >>> spread = la.functional_samples(x).std(0)
+        """
         return self.predict(x, generator=generator).samples
 
     def predictive_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
-        """Return the functional samples after the link, shape (K, B, C)."""
+        """Return the functional samples after the link function, such as softmax.
+
+        Args:
+            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
+            generator (torch.Generator, optional): Draws new samples of the same covariance.
+
+        Returns:
+            Tensor of shape (K, B, ..., C).
+        """
         return self.predict(x, generator=generator).predictive_samples
 
     def function_sample(self, k: int) -> Callable[[Any], Tensor]:
-        """Return the k-th function of the posterior, x -> (B, C): the same at every call."""
+        """Return the k-th function of the posterior, the same function at every call.
+
+        Args:
+            k (int): Number of the sample, from 0 to K - 1.
+
+        Returns:
+            A function that maps inputs to outputs of shape (B, ..., C).
+
+        Raises:
+            IndexError: If there is no such sample.
+            NotFittedError: Before ``fit``, or if the model has changed since.
+
+        Example:
+            >>> outputs = la.function_sample(0)(x)
+        """
         self._require_fit()
         count = len(self.w_samples)
         if not -count <= k < count:
             raise IndexError(f"There are {count} samples: k runs from 0, not to {k}.")
-        part = slots(self.mixture[:, parts.WEIGHT], count)[k]
+        part = slots(self.mixture[:, WEIGHT], count)[k]
         alone = self.mixture[part].to(self.w_lin, copy=True)
-        w = alone[parts.MODE] * self.w_lin + alone[parts.SCALE].sqrt() * self.w_samples[k]
+        w = alone[MODE] * self.w_lin + alone[SCALE].sqrt() * self.w_samples[k]
 
         def sample(x: Any) -> Tensor:
             f, Jw = push_forward(self._linear_model, x, w[None])
             class_dim = self._linear_model.network.class_dim
-            centre = alone[parts.NETWORK].to(f) * f
-            return Prediction(self.likelihood, centre, Jw, class_dim).samples[0]
+            return Prediction(self.likelihood, alone[NETWORK].to(f) * f, Jw, class_dim).samples[0]
 
         return sample
 
     def export(
         self,
         x: Any,
-        path: Any = None,
+        path: str | PathLike[str] | None = None,
         num_samples: int | None = None,
         level: float | None = None,
     ) -> ExportedProgram:
-        """Return ``la(x)`` as a program of torch alone, and save it.
+        """Return ``la(x)`` as a program of torch operations, which runs without this library.
 
-        ``x``: example inputs; the program takes any number of them where that is possible.
-        ``path`` (None): a name that ends with .pt2 for torch.export, or with .onnx.
-        ``num_samples`` (None): take the first few samples only, as ``predict`` does.
-        ``level`` (None): after ``calibrate``, also return the mask of ``prediction_set(level)``, or
-        both ends of ``interval(level)`` for continuous targets.
+        Args:
+            x (Tensor, tuple or dict): Example inputs. The program takes any number of examples if
+                the network allows it, which is logged otherwise.
+            path (str, optional): Where to save it: a name that ends with .pt2 for torch.export, or
+                with .onnx for ONNX. Default None: it is not saved.
+            num_samples (int, optional): Use the first few samples only. Default None: all.
+            level (float, optional): Return the mask of ``prediction_set(level)``, or the ends of
+                ``interval(level)`` for continuous targets, as well. It needs ``calibrate``.
+
+        Raises:
+            ValueError: If the name of the file has another ending.
+            RuntimeError: If the program returns other values than ``la(x)``, as of a network whose
+                operations depend on values of its inputs.
+
+        Example:
+            >>> program = la.export(x).module()  # doctest: +SKIP
         """
         self._require_fit(surely=True)
         judges = num_samples is None and self.conformal_table is not None
@@ -133,34 +222,54 @@ class Fitted(Shown, StoredPosterior):
         ways = Ways(partial(self.predict, num_samples=num_samples), of_products, level)
         return exported(self._linear_model, self._columns(num_samples), x, ways, path)
 
-    def joint_log_prob(self, x: Any, y: Tensor, mean: str | None = None) -> Tensor:
-        """Return log p(y_1..y_B | x_1..x_B), shape ()."""
+    def joint_log_prob(self, x: Any, y: Tensor, mean: Mean | None = None) -> Tensor:
+        """Return log p(y_1..y_B | x_1..x_B), shape ().
+
+        Args:
+            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
+            y (Tensor): Targets, as in the training data.
+            mean (str, optional): Use the posterior alone, as in ``predict``. Default None.
+        """
         return self.predict(x, mean).joint_log_prob(y)
 
     def calibrate(
-        self, loader: Any, targets: Tensor | None = None, *, mean: str | None = None
+        self, loader: Any, targets: Tensor | None = None, *, mean: Mean | None = None
     ) -> Fitted:
-        """Fit a few numbers of the predictions to a validation set, in one pass; return self.
+        """Fit a few numbers of the predictions to a validation set, in one pass.
 
         For classes and labels these are a temperature of the network, a scale of the posterior's
-        variance, a factor of the softmax at the posterior's mean, and the weights of the three;
-        temperature scaling is a special case. For regression: the scale, the observation noise σ,
-        and the share of the linear mode in the mean. Predictions are kept as they were if their
-        validation negative log-likelihood (NLL) is lower; ``calibration`` holds what was found.
+        variance, a factor of the softmax at the posterior's mean, and the weights of the three. For
+        regression they are the scale, the observation noise σ, and the share of the linear mode in
+        the mean. If the validation NLL does not improve, predictions are kept as they were.
 
         The numbers are fitted to all examples. For ``p_value``, ``is_ood``, ``prediction_set`` and
-        ``interval`` of predictions they are fitted once more to every other example, and the
-        examples between, which they were not fitted to, are the reference.
+        ``interval`` they are fitted a second time, to every other example; the others are the
+        reference.
 
-        ``loader`` is a loader of inputs and targets, or the inputs, with ``targets``. ``mean`` keeps
-        to the posterior around the "network" or the "linear" mode. Ranks call it together.
+        Args:
+            loader (DataLoader, Dataset, list of batches, or inputs): The validation set. It must
+                not have been used in training.
+            targets (Tensor, optional): The targets, if ``loader`` are inputs.
+            mean (str, optional): Keep to the posterior around the "network" or the "linear" mode.
+                Default None: the mixture is fitted.
+
+        Returns:
+            The posterior itself; ``la.calibration`` holds the improvement. All ranks call it.
+
+        Raises:
+            ValueError: If no example has a label.
+            NotFittedError: Before ``fit``, or if the model has changed since.
+
+        Example:
+            >>> improvement = str(la.calibrate(x, y).calibration)
         """
         check_choice("mean", mean, (None, "network", "linear"))
         self._require_fit(surely=True)
         before = self.mixture
-        if mean is not None and not parts.is_around(before, mean):
-            before = self._parts(mean).to(before)
-        with heard(self.said), over(self, paired(loader, targets)) as problem:
+        other = NETWORK if mean == "linear" else MODE
+        if mean is not None and before[:, other].any():
+            before = self._table_around(mean).to(before)
+        with heard(self.messages), over(self, paired(loader, targets)) as problem:
             found = calibrated(problem, self._columns(), mean, before)
         self.mixture, self.calibration = found.table.to(self.mixture), found.calibration
         for name, tensor in zip(REFERENCE, found.reference):
@@ -170,33 +279,45 @@ class Fitted(Shown, StoredPosterior):
             self.likelihood = self.likelihood.at_noise(self.sigma_noise)
         return self
 
-    def _parts(self, mean: str | None) -> Tensor:
-        """Return the parts of predictions, of the posterior alone around a mean if it is given."""
-        self._require_fit()
-        check_choice("mean", mean, (None, "network", "linear"))
-        if mean is None:
-            return self.mixture
-        factor = self.mean_factor if mean == self.mean else 1.0
-        return parts.posterior_alone(mean, factor, self.posterior_scale)
-
     def held_out_evidence(
         self, loader: Any, targets: Tensor | None = None, *, together: int = 1
     ) -> Estimate:
-        """Return the log predictive density of held-out data, with its standard error over groups.
+        """Return the log predictive density of held-out data; the larger, the better.
 
-        ``loader`` is a loader of held-out data, or inputs that come with ``targets``. The value
-        compares networks with their posteriors: the larger the better. (What networks predict
-        alone is ranked by their validation loss.) ``together`` is the number of consecutive
-        examples that are predicted jointly, whatever the loader's batch size.
+        It compares networks with their posteriors. Networks alone are compared by their validation
+        loss.
+
+        Args:
+            loader (DataLoader, Dataset, list of batches, or inputs): The held-out data.
+            targets (Tensor, optional): The targets, if ``loader`` are inputs.
+            together (int): Number of consecutive examples that are predicted jointly, whatever the
+                loader's batch size. Default 1.
+
+        Returns:
+            An ``Estimate`` of ``value`` and ``standard_error`` over groups of examples.
+
+        Raises:
+            NotFittedError: Before ``fit``, or if the model has changed since.
+
+        Example:
+            >>> log_density = la.held_out_evidence(x, y, together=5).value
         """
         check_options(together=together)
         self._require_fit(surely=True)
         with over(self, paired(loader, targets)) as problem:
             return held_out_evidence(problem, self._columns(), self.mixture, together)
 
+    def _table_around(self, mean: Mean | None) -> Tensor:
+        """Return the components of predictions, of the posterior alone if a mean is given."""
+        check_choice("mean", mean, (None, "network", "linear"))
+        if mean is None:
+            return self.mixture
+        factor = self.mean_factor if mean == self.mean else 1.0
+        return posterior_alone(mean, factor, self.posterior_scale)
+
     def _predicted(self, x: Any, table: Tensor, num_samples: int | None = None) -> Prediction:
         judges = table is self.mixture and num_samples is None and self.conformal_table is not None
-        has_mode = judges or bool(table[:, parts.MODE].any())
+        has_mode = judges or bool(table[:, MODE].any())
         mode = [self.w_lin[None]] * has_mode
         f, Jw = push_forward(self._linear_model, x, *mode, self.w_samples[:num_samples])
         if not has_mode:
@@ -204,16 +325,34 @@ class Fitted(Shown, StoredPosterior):
         return self._of_products(f, Jw, table, judges)
 
     def _of_products(self, f: Tensor, Jw: Tensor, table: Tensor, judges: bool) -> Prediction:
-        """Return the prediction out of f, (B, ..., C), and J w of w_lin and the samples."""
+        """Return the prediction from f, (B, ..., C), and J w of w_lin and the samples."""
         class_dim = self._linear_model.network.class_dim
-        prediction = parts.predicted(self.likelihood, f, Jw, table, class_dim)
+        prediction = predicted(self.likelihood, f, Jw, table, class_dim)
         if not judges:
             return prediction
         reference, likelihood = Reference(*(getattr(self, n) for n in REFERENCE)), self.likelihood
         if isinstance(likelihood, Regression):
             likelihood = likelihood.at_noise(reference.sigma)
-        other = partial(parts.predicted, likelihood, f, Jw, reference.table, class_dim)
+        other = partial(predicted, likelihood, f, Jw, reference.table, class_dim)
         return replace(prediction, judge=Judge(reference, other))
 
-    def _table(self) -> tuple[str, Lines]:
+    def _warn_of_collapse(self, data: Data) -> None:
+        """Log a warning for each sign that the fit has collapsed."""
+        count = len(self.w_samples)
+        batch = metrics.few_examples(data, count) if data.group.rank == 0 else None
+        if batch is None:
+            return
+        prediction, y = self._predicted(batch.inputs, self.mixture), batch.targets
+        y = y if y.is_floating_point() else y.long()
+        gamma = Estimate(self.effective_dim, self.effective_dim_error)
+        # if the posterior is the prior, λ may be anywhere
+        of_prior = list(metrics.check_weights(gamma, count))
+        for words in (
+            *(of_prior or metrics.check_precision(self.prior_precision)),
+            *metrics.check_evidence(Estimate(*self._log_evidence), prediction, y, self.num_data),
+            *metrics.check_certainty(prediction, y),
+        ):
+            logger.warning("%s", words)
+
+    def _table(self) -> tuple[str, summary.Rows]:
         return summary.of_fit(self)

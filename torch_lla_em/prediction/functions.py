@@ -1,51 +1,65 @@
-"""The functions that averages are taken over, made of K samples and with their covariance."""
+"""The functions that a prediction averages over, computed from K posterior samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from math import log
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_lla_em.likelihoods import Likelihood, average
+
 FUNCTIONS = 64
 """The least number of functions in an average over one example.
 
-Mirror images alone leave 1 to 20 % more error than any number of rotations would, one rotation 1
-to 9 %, and the samples' own error stays.
+With mirror images alone, averages have 1 to 20 % more error than with any number of rotations; with
+one rotation, 1 to 9 % more. The error that comes from the number of samples remains.
 """
 
 JOINT = 1024
 """The same for joint log-probabilities, where few functions dominate a product of many terms."""
 
-# outputs of one example beyond which there are only the samples and their mirror images
-_LARGE_ROW = 2**10
-# samples up to which a rotation, of K³ operations, is drawn
+WEIGHT, MODE, NETWORK, SCALE = range(4)
+"""The columns of a table of components: a prediction's mixture, as fitted or as calibrated.
+
+Each row is a component: its weight, how much of J w_lin and of f its mean contains, and the scale τ
+of the posterior's variance. The first row has the samples' deviations, the others have none.
+"""
+
+# number of outputs per example above which only the samples and their mirror images are used
+_MANY_OUTPUTS = 2**10
+# largest number of samples for which a rotation is drawn, which takes K³ operations
 _ROTATED = 256
+# numbers that averages over functions hold at a time
+_NUMBERS = 2**23
+# largest number of functions of equal weight that stand for a mixture
+_ALIKE = 1024
 
 
 def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
-    """Return S ≥ 2 K zero-mean functions, shape (S, B, ...), of deviations (K, B, ...).
+    """Return S ≥ 2 K zero-mean functions, shape (S, B, ...), from deviations (K, B, ...).
 
-    Samples, and random rotations among them, each with its mirror image. All sets have the
-    samples' covariance Σ_k d_k d_kᵀ / K, and all together the mean 0, so that what is left of
-    the error of averages is mostly that of the covariance. What is drawn depends on K and on
-    nothing else.
+    They are the samples, random rotations of them, and the mirror image of each. Every set has the
+    samples' covariance Σ_k d_k d_kᵀ / K, and the mean of all functions is 0, so that the error of an
+    average is mostly that of the covariance. The rotations depend on K alone.
     """
     sets = _sets(deviations, at_least)
     if sets > 1:
         Q = _rotations(len(deviations), sets - 1)
         with own_precision(deviations):
-            turned = torch.tensordot(Q.to(deviations), deviations, dims=1)
-        deviations = torch.cat([deviations, turned])
+            rotated = torch.tensordot(Q.to(deviations), deviations, dims=1)
+        deviations = torch.cat([deviations, rotated])
     return torch.cat([deviations, -deviations])
 
 
 @contextmanager
 def own_precision(values: Tensor) -> Iterator[None]:
-    """Compute in the precision of the values, whatever autocast holds outside."""
+    """Compute in the dtype of the values, also inside an autocast context."""
     device = values.device.type
     if not torch.amp.is_autocast_available(device):
         yield
@@ -55,27 +69,27 @@ def own_precision(values: Tensor) -> Iterator[None]:
 
 
 def number_of_functions(deviations: Tensor, at_least: int = FUNCTIONS) -> int:
-    """Return S without drawing them."""
+    """Return S, the number of functions that ``functions_of`` returns."""
     return 2 * len(deviations) * _sets(deviations, at_least)
 
 
 def _sets(deviations: Tensor, at_least: int) -> int:
-    count, row = len(deviations), deviations[0, :1].numel()
-    if count == 1 or row > _LARGE_ROW:
+    count, outputs = len(deviations), deviations[0, :1].numel()
+    if count == 1 or outputs > _MANY_OUTPUTS:
         return 1
     return max(2 if count <= _ROTATED else 1, -(-at_least // (2 * count)))
 
 
 @lru_cache(maxsize=8)
 def _rotations(count: int, sets: int) -> Tensor:
-    """Return random orthogonal matrices, stacked to (sets × K, K)."""
+    """Return random orthogonal matrices, stacked to shape (sets × K, K)."""
     generator = torch.Generator("cpu").manual_seed(0)
     normal = torch.randn(sets, count, count, generator=generator, dtype=torch.float64, device="cpu")
     return torch.linalg.qr(normal).Q.flatten(0, 1)
 
 
 def mixed(deviations: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw K fresh Gaussian functions with the samples' own covariance."""
+    """Draw K new Gaussian functions that have the samples' covariance."""
     size = (len(deviations), len(deviations))
     weights = torch.randn(size, generator=generator, device=generator.device)
     weights = weights.to(deviations) / len(deviations) ** 0.5
@@ -84,9 +98,9 @@ def mixed(deviations: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def slots(weights: Tensor, count: int) -> Tensor:
-    """Return which part of a mixture each of ``count`` functions is of, in shares of its weights.
+    """Assign each of ``count`` functions to a part of a mixture, in proportion to its weights.
 
-    Any first few are in these shares too, as nearly as their number allows.
+    The first few functions follow these proportions too, as nearly as their number allows.
     """
     places = (
         (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) * 0.6180339887498949
@@ -95,15 +109,15 @@ def slots(weights: Tensor, count: int) -> Tensor:
     return torch.searchsorted(ends / ends[-1], places).clamp(max=len(weights) - 1)
 
 
-def log_mean(values: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the logarithm of the mean of exp over the leading axis."""
+def log_mean(values: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the logarithm of the mean of exp(values) over the first axis."""
     if weights is None:
         return values.logsumexp(0) - log(len(values))
     return (values.movedim(0, -1) + weights.log().to(values)).logsumexp(-1)
 
 
 def quantile(values: Tensor, share: float, weights: Tensor | None) -> Tensor:
-    """Return a quantile over the leading axis, which torch.quantile limits in size."""
+    """Return a quantile over the first axis; torch.quantile limits the size of its input."""
     values, order = values.sort(0)
     if weights is None:
         position = share * (len(values) - 1)
@@ -118,11 +132,152 @@ def quantile(values: Tensor, share: float, weights: Tensor | None) -> Tensor:
 
 
 def pair_error(values: Tensor, count: int) -> Tensor:
-    """Return the standard error that ``count`` samples leave in the mean over their functions.
+    """Return the standard error of the mean over the functions of ``count`` samples.
 
-    Averages over a sample and its mirror image are nearly quadratic in it, so that their spread
-    over the samples is that of the covariance, which rotations do not lessen.
+    An average over a sample and its mirror image is nearly quadratic in the sample. Its spread over
+    the samples is therefore that of their covariance, which rotations do not reduce.
     """
     half = len(values) // 2
     pairs = 0.5 * (values[:count] + values[half : half + count])
     return pairs.std(0) / count**0.5 if count > 1 else torch.full_like(pairs[0], float("nan"))
+
+
+def joint_gaussian(residual: Tensor, deviations: Tensor, sigma: Tensor) -> Tensor:
+    """Return log N(residual; 0, D Dᵀ / K + diag(σ²)), shape (), for D of shape (K, ...)."""
+    sigma = sigma.flatten().double()
+    error = residual.flatten().double() / sigma
+    root = deviations.flatten(1).double() / sigma / len(deviations) ** 0.5
+    # a K × K matrix in the place of B C × B C: I + D Dᵀ and I + Dᵀ D have the same determinant
+    gram = root @ root.T + torch.eye(len(root), dtype=root.dtype, device=root.device)
+    factor, projected = torch.linalg.cholesky(gram), root @ error
+    explained = torch.cholesky_solve(projected[:, None], factor)[:, 0] @ projected
+    log_det = 2 * factor.diagonal().log().sum() + 2 * sigma.log().sum()
+    return -0.5 * (error @ error - explained + log_det + len(error) * log(2 * torch.pi))
+
+
+@dataclass(frozen=True, repr=False)
+class Mixture:
+    """A distribution over functions at B inputs: a posterior, and further functions with weights.
+
+    The classes are last in the fields, wherever the model has them.
+    """
+
+    likelihood: Likelihood
+
+    centre: Tensor
+    """The mean of the posterior over functions, f or J w_lin, shape (B, ..., C)."""
+
+    deviations: Tensor
+    """Samples minus their mean, √τ J w_k, shape (K, B, ..., C), joint over inputs."""
+
+    class_dim: int = -1
+    """The axis of the classes in the network's outputs."""
+
+    beside: Tensor | None = None
+    """Further functions in the mixture, without uncertainty, shape (M, B, ..., C)."""
+
+    weights: Tensor | None = None
+    """Weights of the posterior and of the further functions, shape (1 + M,); their sum is 1."""
+
+    members: tuple[Any, ...] = ()
+    """The mixtures whose average this is, for an ensemble of posteriors; otherwise empty."""
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        return self.members or (self,)
+
+    def _centres(self) -> Tensor:
+        """Return the means of all components, (1 + M, B, ..., C)."""
+        centre = self.centre[None]
+        return centre if self.beside is None else torch.cat([centre, self.beside])
+
+    def _weights_of_parts(self, count: int) -> Tensor:
+        """Return the weights of members or components, (count,)."""
+        equal = torch.full((count,), 1 / count, device=self.centre.device)
+        return equal if self.weights is None else self.weights
+
+    def _mean(self) -> Tensor:
+        return average(self._centres(), self.weights)
+
+    def _variance_of_f(self) -> Tensor:
+        if self.members:
+            within = torch.stack([member._variance_of_f() for member in self.members])
+            return within.mean(0) + self._spread(Mixture._mean)
+        variance = self.deviations.square().mean(0)
+        if self.beside is None:
+            return variance
+        spread = average((self._centres() - self._mean()).square(), self.weights)
+        return self.weights[0].to(variance) * variance + spread
+
+    def _spread(self, of: Callable[[Any], Tensor]) -> Tensor:
+        """Return the variance of a quantity over the members of an ensemble."""
+        return torch.stack([of(member) for member in self.members]).var(0, correction=0)
+
+    def _samples(self) -> Tensor:
+        """Return K functions, (K, B, ..., C), of every component in proportion to its weight."""
+        samples = self.centre + self.deviations
+        if self.beside is None:
+            return samples
+        part, own = slots(self.weights, len(samples)), torch.arange(len(samples), device="cpu")
+        chosen = torch.where(part > 0, len(samples) + part - 1, own)
+        return torch.cat([samples, self.beside])[chosen.to(samples.device)]
+
+    def _functions(self, rows: slice = slice(None), at_least: int = FUNCTIONS) -> Tensor:
+        """Return S functions, (S, b, ..., C), those of the posterior first."""
+        if self.members:
+            return torch.cat([member._functions(rows, at_least) for member in self.members])
+        functions = self.centre[rows] + functions_of(self.deviations[:, rows], at_least)
+        return functions if self.beside is None else torch.cat([functions, self.beside[:, rows]])
+
+    def _weights(self, at_least: int = FUNCTIONS) -> Tensor | None:
+        """Return the weight of each of these functions, (S,), or None where they are equal."""
+        if self.members:
+            each = [member._weights(at_least) for member in self.members]
+            counts = [number_of_functions(member.deviations, at_least) for member in self.members]
+            equal = (self.centre.new_full((n,), 1 / n) for n in counts)
+            return torch.cat([e if w is None else w for e, w in zip(equal, each)]) / len(each)
+        if self.weights is None:
+            return None
+        count, weights = number_of_functions(self.deviations, at_least), self.weights
+        weights = weights.to(self.centre)
+        return torch.cat([(weights[:1] / count).expand(count), weights[1:]])
+
+    def _weighting(self) -> tuple[Tensor, ...]:
+        """Return the weights as an argument, which a user's likelihood may not take."""
+        weights = self._weights()
+        return () if weights is None else (weights,)
+
+    def _alike(self) -> Tensor:
+        """Return functions of equal weights, (S, B, ..., C)."""
+        functions = self._functions()
+        if self.beside is None:
+            return functions
+        weights, count = self.weights.tolist(), len(functions) - len(self.beside)
+        total = min(count / max(weights[0], 1e-9), _ALIKE)
+        half, pairs = round(0.5 * total * weights[0]), functions[:count].unflatten(0, (2, -1))
+        copies = (
+            function.expand(round(total * weight), *function.shape)
+            for function, weight in zip(self.beside, weights[1:])
+        )
+        return torch.cat([pairs[:, :half].flatten(0, 1), *copies])
+
+    def _over_rows(
+        self, take: Callable[[Tensor, slice], Tensor], dim: int = 0, at_least: int = FUNCTIONS
+    ) -> Tensor:
+        """Apply ``take`` to all functions (S, b, ..., C) of a few examples at a time."""
+        count = len(self.centre)
+        row = number_of_functions(self.deviations, at_least) * self.centre[:1].numel()
+        step = max(1, _NUMBERS // max(row, 1))
+        chunks = [slice(start, start + step) for start in range(0, count, step)]
+        if len(chunks) < 2:  # without a number of rows, so that exported programs take any
+            chunks = [slice(None)]
+        with own_precision(self.centre):
+            parts = [take(self._functions(rows, at_least), rows) for rows in chunks]
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+
+    def _site_values(self, values: Tensor) -> Tensor:
+        return self._out(values) if values.dim() == self.centre.dim() else values
+
+    def _out(self, values: Tensor, leading: int = 0) -> Tensor:
+        """Move the classes back to where the model has them."""
+        return values.movedim(-1, self.class_dim + leading * (self.class_dim >= 0))

@@ -1,7 +1,8 @@
-"""A posterior on its network: its tensors, whether they still hold, and how they are kept."""
+"""A posterior on its network: its tensors, and how they are kept and moved."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,80 +13,121 @@ from torch_lla_em.data import Data, TargetFn
 from torch_lla_em.inference import Curve, Estimate, Modes, Posterior, curve
 from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.likelihoods import Example, Likelihood, Regression, is_named
-from torch_lla_em.prediction import parts, stored
+from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Calibration
-from torch_lla_em.prediction.standing import Standing
+from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE
+from torch_lla_em.prediction.pushed import mean_of
 from torch_lla_em.problem import place_of_vectors
 from torch_lla_em.runtime import Compute, check_options, free_memory, records
 from torch_lla_em.solvers import Spectrum
 
 
 class StoredPosterior(nn.Module):
-    """What a fit leaves, as buffers of a module that a network is beside, not inside.
+    """The result of a fit, as buffers of a module.
 
-    The network is no submodule: its weights are the user's, and no part of this state.
+    The network is not a submodule: its weights are the user's, and not part of this state.
     """
 
     model: nn.Module
     likelihood: Likelihood
     compute: Compute
     num_samples: int
+    tolerance: float
     target_fn: TargetFn | None
+    w_lin: Tensor
+    w_samples: Tensor
+    prior_precision: Tensor
+    sigma_noise: Tensor
+    mixture: Tensor
+    effective_dim: Tensor
+    effective_dim_error: Tensor
+    _log_evidence: Tensor
     _linear_model: LinearModel
     _given_likelihood: Any
     _given: list[str]
-    sigma_noise: Tensor
-    mixture: Tensor
+    _state_of_network: stored.NetworkState
 
     def __init__(self, model: nn.Module):
         super().__init__()
         object.__setattr__(self, "model", model)
-        self.history: list[dict[str, Any]] = []
-        self.calibration: Calibration | None = None
-        """What the last ``calibrate`` measured on its validation set."""
-
-        self.said: list[str] = []
-        """The plan of the fit, and the warnings of it and of ``calibrate``."""
-
-        self.num_data: int | None = None
         for name in stored.TENSORS:
             self.register_buffer(name, None)
-        self._standing: Standing | None = None
+        self.history: list[dict[str, Any]] = []
+        """A record of every EM step."""
+
+        self.calibration: Calibration | None = None
+        """The result of the last ``calibrate``, or None."""
+
+        self.messages: list[str] = []
+        """The memory plan of the fit, then the warnings of it and of ``calibrate``."""
+
+        self.num_data: int | None = None
+        """The number of training examples with a label."""
+
         self._example: Example | None = None
         self._shard: str | None = None
 
     @property
+    def said(self) -> list[str]:
+        """Deprecated: the former name of ``messages``."""
+        warnings.warn("la.said is now called la.messages.", DeprecationWarning, stacklevel=2)
+        return self.messages
+
+    @property
     def mean(self) -> str:
-        """What the posterior is around in predictions: "network" or "linear"."""
-        return "network" if self.mixture is None else parts.mean_of(self.mixture)
+        """Which function the posterior's samples are added to: "network" or "linear"."""
+        return "network" if self.mixture is None else mean_of(self.mixture)
 
     @property
     def posterior_scale(self) -> Tensor | None:
-        """τ, by which the posterior's variance is multiplied in predictions."""
-        return None if self.mixture is None else self.mixture[0, parts.SCALE]
+        """τ, the factor of the posterior's variance in predictions; None before ``fit``."""
+        return None if self.mixture is None else self.mixture[0, SCALE]
 
     @property
     def mean_factor(self) -> Tensor | None:
-        """What the posterior's mean is multiplied by in predictions."""
+        """The factor of the posterior's mean in predictions; None before ``fit``."""
         if self.mixture is None:
             return None
-        return self.mixture[0, parts.MODE if self.mean == "linear" else parts.NETWORK]
+        return self.mixture[0, MODE if self.mean == "linear" else NETWORK]
 
     def log_marginal_likelihood(self) -> Estimate:
         """Return log p(y | λ, σ) of the linear model, with its standard error over samples.
 
-        It compares what stands on the features of one network: λ, σ, priors, likelihoods. It does
-        not compare networks, whose features were learnt from the same targets, and follows their
-        training loss: for these there is ``held_out_evidence``.
+        It compares priors, noise levels and likelihoods on the features of one network. It does not
+        compare networks, whose features were learnt from the same targets: use
+        ``held_out_evidence`` or ``compare`` for these.
+
+        Returns:
+            An ``Estimate`` of ``value`` and ``standard_error``.
+
+        Raises:
+            NotFittedError: Before ``fit``, or if the model has changed since.
+
+        Example:
+            >>> evidence = la.log_marginal_likelihood().value
         """
         self._require_fit()
         return Estimate(*self._log_evidence)
 
     def curve(self, precisions: Iterable[float] | Tensor) -> Curve:
-        """Return γ and the log evidence over a grid of λ, without a pass over data.
+        """Return γ and the log evidence over a grid of prior precisions, without a pass over data.
 
-        The evidence of a non-Gaussian likelihood is known where EM went and half a decade
-        either side of λ*, and NaN beyond.
+        The evidence of a non-Gaussian likelihood is known near the values that EM visited, up to
+        half a decade on either side of λ, and NaN elsewhere.
+
+        Args:
+            precisions (list of float or Tensor): Values of λ, all positive.
+
+        Returns:
+            A ``Curve``; ``plot_curve`` plots it.
+
+        Raises:
+            ValueError: If the fit used several precisions, a variational curvature or a solver
+                other than block Krylov.
+            NotFittedError: Before ``fit``, or if the model has changed since.
+
+        Example:
+            >>> best = regression.curve([0.1, 1.0, 10.0]).best
         """
         self._require_fit()
         check_options(precisions=precisions)
@@ -108,7 +150,11 @@ class StoredPosterior(nn.Module):
         return torch.cat([self.w_lin[None], self.w_samples[:num_samples]])
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Return the posterior as tensors, with a version and the network's fingerprint."""
+        """Return the posterior as tensors, with a format version and the network's fingerprint.
+
+        Raises:
+            NotFittedError: Before ``fit``, or if the model has changed since.
+        """
         self._require_fit(surely=True)
         layout, tensors = self._linear_model.layout, dict(self._buffers)
         record = {
@@ -117,7 +163,7 @@ class StoredPosterior(nn.Module):
             "num_data": self.num_data,
             "history": self.history,
             "calibration": self.calibration,
-            "said": self.said,
+            "said": self.messages,
             "names": layout.names,
             "shapes": [list(shape) for shape in layout.shapes],
         }
@@ -126,12 +172,20 @@ class StoredPosterior(nn.Module):
             **{name: tensors[name] for name in stored.TENSORS if tensors[name] is not None},
             **(example.tensors() if example else {}),
             "torch_lla_em_version": torch.tensor(records.VERSION, device="cpu"),
-            "fingerprint": self._standing.fingerprint,
+            "fingerprint": self._state_of_network.fingerprint,
             "record": records.to_bytes(record),
         }
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
-        """Take over a posterior; refused where the network is not the one it was fitted to."""
+        """Load a posterior that ``state_dict`` returned.
+
+        Args:
+            state (dict): The tensors by name.
+            strict (bool): Ignored: the state is always compared with the network and the options.
+
+        Raises:
+            ValueError: If the state is damaged, or belongs to another network or likelihood.
+        """
         tensors, record = stored.checked(state, self._linear_model)
         self._refuse_other_options(state, record)
         size = state["w_samples"].nbytes
@@ -140,12 +194,12 @@ class StoredPosterior(nn.Module):
             setattr(self, name, None if tensor is None else tensor.to(place, copy=True))
         self.history, self.num_data = record["history"], record["num_data"]
         self.calibration = record.get("calibration") and Calibration(*record["calibration"])
-        self.said = record.get("said", ["The plan was not kept."])
+        self.messages = record.get("said", ["The memory plan was not saved."])
         if self.sigma_noise is not None:
             self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
         self.num_samples = len(self.w_samples)
         self._example = Example.known(state)
-        self._standing = Standing(self._linear_model.network)
+        self._state_of_network = stored.NetworkState(self._linear_model.network)
 
     def __getattr__(self, name: str) -> Any:
         """Return a buffer."""
@@ -154,12 +208,12 @@ class StoredPosterior(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredPosterior:
         """Move posterior and network together."""
         network = self._linear_model.network
-        stands = self.w_lin is not None and self._standing.holds(network)
+        unchanged = self.w_lin is not None and self._state_of_network.holds(network)
         super()._apply(fn, recurse)
         self.model._apply(fn, recurse)
         self._linear_model = LinearModel(network, self._linear_model.layout)  # to be probed there
-        if stands:
-            self._standing = Standing(network)
+        if unchanged:
+            self._state_of_network = stored.NetworkState(network)
         return self
 
     def _store(self, posterior: Posterior, history: list[dict[str, Any]], num_data: int) -> None:
@@ -168,13 +222,13 @@ class StoredPosterior(nn.Module):
         self.history, self.num_data, self.calibration = history, num_data, None
         if self.sigma_noise is not None:
             self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
-        elif isinstance(self._given_likelihood, Regression):  # tempered, so its noise stays
+        elif isinstance(self._given_likelihood, Regression):  # tempered, so its noise is fixed
             self.likelihood = self._given_likelihood
             self.sigma_noise = self.likelihood.sigma_noise.to(self.w_lin.device)
-        self._standing = Standing(self._linear_model.network)
+        self._state_of_network = stored.NetworkState(self._linear_model.network)
 
     def _example_of(self, data: Data) -> Example | None:
-        """Return what a likelihood of one's own makes of a few outputs, to know it again."""
+        """Return values of a user's own likelihood, by which a loaded state is compared with it."""
         if is_named(self._given_likelihood):
             return None
         network, batch = self._linear_model.network, next(data.first().split(64))
@@ -184,7 +238,7 @@ class StoredPosterior(nn.Module):
         return Example.of(self.likelihood, f, y)
 
     def _refuse_other_options(self, state: dict[str, Tensor], record: dict[str, Any]) -> None:
-        """Refuse a state that was fitted with another likelihood, or with a forward_fn."""
+        """Raise if a state was fitted with another likelihood, or with a forward_fn."""
         if "forward_fn" in record.get("given", ()) and "forward_fn" not in self._given:
             raise ValueError(
                 "The posterior was fitted with a forward_fn of your own, but this object has none: "
@@ -210,7 +264,7 @@ class StoredPosterior(nn.Module):
             raise stored.NotFittedError(
                 "There is no posterior yet: call la.fit(train_loader), or la.load_state_dict(state)."
             )
-        if not self._standing.holds(self._linear_model.network, surely):
+        if not self._state_of_network.holds(self._linear_model.network, surely):
             raise stored.NotFittedError(
                 "The model's weights have changed since fit(), so this posterior is no longer valid. "
                 "Call la.fit(train_loader) again."

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import log, pi
+from math import pi
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.data import as_targets
-from torch_lla_em.likelihoods import Likelihood, Regression, average, sum_rows
-from torch_lla_em.prediction.conformal import Conformal, Interval, Judge
+from torch_lla_em.likelihoods import Regression, average, sum_rows
+from torch_lla_em.prediction.conformal import Conformal, Interval
 from torch_lla_em.prediction.functions import (
     JOINT,
+    joint_gaussian,
     log_mean,
     number_of_functions,
+    own_precision,
     pair_error,
     quantile,
 )
-from torch_lla_em.prediction.tables import Lines, Shown, cell
-
-# examples that are shown
-_SHOWN = 6
+from torch_lla_em.prediction.summary import Printed, Rows, of_prediction
 
 
 class Moments(NamedTuple):
@@ -33,85 +33,139 @@ class Moments(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Prediction(Shown, Conformal):
-    """The predictive distribution at B inputs: of the network's function f, and of the targets y.
+class Prediction(Printed, Conformal):
+    """The predictive distribution at B inputs, as returned by ``la.predict(x)``.
 
-    ``mean``, ``function_variance`` (also ``variance``), ``covariance`` and ``samples`` are of f, in
-    the network's output space and without observation noise. ``expectation``,
-    ``predictive_variance``, ``credible_interval`` (of continuous targets) and ``log_prob`` are of y,
-    with observation noise; ``la(x)`` returns the first two for regression. Classes stay on the axis
-    where the model has them.
+    It describes the network's function f, without observation noise, by ``mean``,
+    ``function_variance``, ``covariance`` and ``samples``; and the targets y by ``expectation``,
+    ``probs``, ``predictive_variance``, ``credible_interval`` and ``log_prob``. After ``calibrate``,
+    ``p_value``, ``is_ood``, ``prediction_set`` and ``interval`` compare the inputs with the
+    validation set. All shapes are those of the network's outputs, (B, ..., C).
+
+    The distribution is a mixture: the posterior, and further functions without uncertainty. That of
+    a ``LaplaceEnsemble`` is the average over the mixtures of its members. Print it for a table.
+
+    Example:
+        >>> prediction = la.predict(x)
+        >>> classes, uncertainty = prediction.probs.argmax(1), prediction.epistemic
     """
 
-    likelihood: Likelihood
-    centre: Tensor
-    """The mean of the posterior over functions, f or J w_lin, shape (B, ..., C), classes last."""
+    @staticmethod
+    def averaged(members: Sequence[Prediction], class_dim: int = -1) -> Prediction:
+        """Return the equally weighted mixture of predictions at the same inputs."""
+        members = tuple(replace(member, class_dim=class_dim) for member in members)
+        means = torch.stack([member._mean() for member in members])
+        centre = means.mean(0)
+        apart = torch.cat([m.deviations + (at - centre) for m, at in zip(members, means)])
+        return Prediction(members[0].likelihood, centre, apart, class_dim, members=members)
 
-    deviations: Tensor
-    """Samples minus their mean, √τ J w_k, shape (K, B, ..., C), joint over inputs."""
+    @property
+    def mean(self) -> Tensor:
+        """The mean of f, shape (B, ..., C)."""
+        return self._out(self._mean())
 
-    class_dim: int = -1
+    @property
+    def function_variance(self) -> Tensor:
+        """The variance of f, without observation noise, shape (B, ..., C)."""
+        return self._out(self._variance_of_f())
 
-    beside: Tensor | None = None
-    """Further functions in the mixture, without uncertainty, shape (M, B, ..., C)."""
+    @property
+    def variance(self) -> Tensor:
+        """The variance of f, without observation noise: the same as ``function_variance``."""
+        return self.function_variance
 
-    weights: Tensor | None = None
-    """Weights of the posterior and of the further functions, shape (1 + M,); their sum is 1."""
+    @property
+    def covariance(self) -> Tensor:
+        """The covariance of f over all inputs and outputs, of ``mean.flatten()``, (B C, B C)."""
+        parts = self.members or self._centres()
+        means = [p.mean if self.members else self._out(p) for p in parts]
+        apart = (torch.stack(means) - self.mean).flatten(1)
+        weights = self._weights_of_parts(len(apart)).to(apart)
+        if self.members:
+            within = torch.stack([member.covariance for member in self.members]).mean(0)
+        else:
+            flat = self._out(self.deviations, leading=1).flatten(1)
+            with own_precision(flat):
+                within = weights[0] * (flat.T @ flat / len(flat))
+        with own_precision(apart):
+            return within + apart.T @ (weights[:, None] * apart)
 
-    judge: Judge | None = None
-    """What a validation set says of these inputs, after ``calibrate``."""
+    @property
+    def samples(self) -> Tensor:
+        """K samples of f, (K, B, ..., C), joint over inputs: f + √τ J w_k for a single posterior.
+
+        Further functions of the mixture replace some of them in proportion to their weight. An
+        ensemble has the samples of all members.
+        """
+        return self._out(torch.cat([member._samples() for member in self._parts]), leading=1)
+
+    @property
+    def functions(self) -> Tensor:
+        """Functions of equal weight that averages such as ``probs`` are taken over, (S, B, ..., C).
+
+        They have the mean and the covariance of the samples, and S is at least 2 K: each has its
+        mirror image, and random rotations of the samples reduce the error of averages. Further
+        functions of the mixture are repeated in proportion to their weight.
+        """
+        return self._out(torch.cat([member._alike() for member in self._parts]), leading=1)
+
+    @property
+    def predictive_samples(self) -> Tensor:
+        """E[y | f_k]: the samples after the link function, such as softmax, (K, B, ..., C)."""
+        samples = torch.cat([member._samples() for member in self._parts])
+        return self._out(self.likelihood.mean(samples), leading=1)
+
+    @property
+    def expectation(self) -> Tensor:
+        """E[y], (B, ..., C): probabilities of classes and labels, rates of counts, or the mean."""
+        return self._out(self._expected())
 
     @property
     def predictive_variance(self) -> Tensor:
         """The variance of y, with observation noise, shape (B, ..., C).
 
-        For regression it is ``function_variance`` + σ², and the second of what ``la(x)`` returns.
-        For classes and labels it is that of the indicator of each, p (1 - p).
+        For regression it is ``function_variance`` + σ², the second value that ``la(x)`` returns. For
+        classes and labels it is p (1 - p), the variance of the indicator of each.
         """
         if self.likelihood.gives_probabilities:
             return self.probs * (1 - self.probs)
         return self._site_values(self._variance())
 
     @property
-    def predictive_samples(self) -> Tensor:
-        """E[y | f_k], the samples after the link function, shape (K, B, ..., C)."""
-        return self._out(self.likelihood.mean(self._samples()), leading=1)
-
-    @property
-    def expectation(self) -> Tensor:
-        """E[y], averaged over ``functions``: probabilities of classes and labels, rates of counts."""
-        return self._out(self._expected())
-
-    @property
     def standard_error(self) -> Tensor:
-        """Monte Carlo error of ``expectation`` over samples at this λ and H: a lower bound over seeds."""
-        if self.likelihood.real_valued:
-            return self._out(torch.zeros_like(self.likelihood.mean(self.centre)))
-        count, samples = number_of_functions(self.deviations), len(self.deviations)
+        """Monte Carlo error of ``expectation`` that K samples leave, (B, ..., C).
 
-        def error(f: Tensor, _: slice) -> Tensor:
-            return pair_error(self.likelihood.mean(f[:count]), samples)
-
-        share = 1.0 if self.weights is None else self.weights[0].to(self.centre)
-        return self._out(share * self._over_rows(error))
+        λ and the curvature are taken as known, so fits of other seeds differ by more. It is 0 for
+        continuous targets and NaN for a single sample.
+        """
+        errors = torch.stack([member._standard_error() for member in self._parts])
+        return self._out(errors.square().sum(0).sqrt() / len(errors))
 
     @property
     def probs(self) -> Tensor:
-        """The probability of every class or label, averaged over ``functions``."""
+        """The probability of every class or label, (B, ..., C).
+
+        Raises:
+            TypeError: If E[y] is not a probability; use ``expectation`` then.
+        """
         self._require_probabilities("probs")
         return self.expectation
 
     @property
     def log_probs(self) -> Tensor:
-        """The logarithm of ``probs``, finite also where they underflow."""
+        """The logarithm of ``probs``, finite also where they underflow, (B, ..., C).
+
+        Raises:
+            TypeError: If E[y] is not a probability.
+        """
         self._require_probabilities("log_probs")
-        weights = self._each()
+        weights = self._weights()
         values = self._over_rows(lambda f, _: log_mean(self.likelihood.log_mean(f), weights))
         return self._out(values)
 
     @property
     def entropy(self) -> Tensor:
-        """The entropy of y, of every site for classes, else of every output.
+        """The entropy of y in nats: one value per label for classes, (B, ...), else per output.
 
         For regression it is that of a Gaussian with the same mean and variance.
         """
@@ -122,39 +176,54 @@ class Prediction(Shown, Conformal):
 
     @property
     def aleatoric(self) -> Tensor:
-        """The uncertainty that more data would not reduce: expected entropy, or E[Var[y | f]]."""
+        """Uncertainty that more data would not reduce: expected entropy, or E[Var[y | f]]."""
         return self._site_values(self._uncertainties()[0])
 
     @property
     def epistemic(self) -> Tensor:
-        """The uncertainty that more data would reduce: mutual information, or Var[E[y | f]]."""
+        """Uncertainty that more data would reduce: mutual information, or Var[E[y | f]]."""
         return self._site_values(self._uncertainties()[1])
 
     def moments(self) -> Moments:
-        """Return E[y] and the variance of y, with observation noise."""
+        """Return E[y] and the variance of y, with observation noise.
+
+        Returns:
+            ``Moments`` of ``mean`` and ``variance``, each of shape (B, ..., C).
+        """
         return Moments(self.expectation, self.predictive_variance)
 
     def credible_interval(self, level: float = 0.95) -> Interval:
-        """Return an interval that contains y or E[y | f] with probability ``level``.
+        """Return an interval that contains y, or E[y | f], with probability ``level``.
 
-        For regression it is a prediction interval of y, with observation noise; otherwise a credible
-        interval of the probability or rate E[y | f], from quantiles of the samples where f has no
-        monotone link.
+        For regression it is a prediction interval of y, with observation noise. Otherwise it is a
+        credible interval of the probability or rate E[y | f].
+
+        Args:
+            level (float): Probability under the posterior, between 0 and 1. Default 0.95. For a
+                guaranteed coverage use ``interval``, after ``calibrate``.
+
+        Returns:
+            An ``Interval`` of ``lower`` and ``upper``, each of shape (B, ..., C).
+
+        Raises:
+            ValueError: If ``level`` does not lie between 0 and 1.
+
+        Example:
+            >>> lower, upper = la.predict(x).credible_interval(0.9)
         """
         if not 0 < level < 1:
             raise ValueError(f"level must lie between 0 and 1, not {level}.")
         tail = 0.5 - 0.5 * level
         z = -torch.special.ndtri(torch.tensor(tail, dtype=torch.float64, device="cpu")).item()
         if self.likelihood.real_valued:
-            centre = self._expected()
-            half = z * self._variance().sqrt()
+            centre, half = self._expected(), z * self._variance().sqrt()
             lower, upper = centre - half, centre + half
         elif self.likelihood.monotone and self.beside is None:
             half = z * self._variance_of_f().sqrt()
             lower = self.likelihood.mean(self.centre - half)
             upper = self.likelihood.mean(self.centre + half)
         else:
-            weights = self._each()
+            weights = self._weights()
 
             def quantiles(f: Tensor, _: slice) -> Tensor:
                 values = self.likelihood.mean(f)
@@ -164,60 +233,71 @@ class Prediction(Shown, Conformal):
         return Interval(self._out(lower), self._out(upper))
 
     def smoothed(self, shared: bool = False) -> Tensor:
-        """Return E[y] in closed form from mean and variance of f (the probit link).
+        """Return E[y] in closed form from mean and variance of f: the probit approximation.
 
-        ``shared`` gives all classes of an input one variance, so that the most probable
-        class stays the network's.
+        Args:
+            shared (bool): Give all classes of an input the same variance, so that the most probable
+                class stays the network's. Default False.
+
+        Returns:
+            Probabilities or rates, shape (B, ..., C).
         """
-        variance = self._shared_variance() if shared else self.deviations.square().mean(0)
-        smoothed = self.likelihood.smoothed_mean(self.centre, variance)[None]
-        if self.beside is not None:
-            certain = self.likelihood.smoothed_mean(self.beside, torch.zeros_like(variance))
-            smoothed = torch.cat([smoothed, certain])
-        return self._out(average(smoothed, self.weights))
+        each = [member._smoothed(shared) for member in self._parts]
+        return self._out(torch.stack(each).mean(0))
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """Return log p(y_n | x_n) of each example on its own, shape (B,)."""
+        """Return log p(y_n | x_n) of each example on its own, shape (B,).
+
+        Args:
+            y (Tensor): Targets, as in the training data.
+
+        Raises:
+            ValueError: If the targets do not fit the outputs.
+
+        Example:
+            >>> nll = -la.predict(x).log_prob(y).mean()
+        """
         return self._log_prob(self._aligned(y))
 
     def joint_log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_1..y_B | x_1..x_B), shape (): the samples are joint over inputs.
 
-        For a Gaussian likelihood in closed form from the samples' covariance, whose Monte
-        Carlo error is far below that of averaging densities.
+        Under a Gaussian likelihood it is computed in closed form from the samples' covariance,
+        otherwise as an average over functions.
+
+        Args:
+            y (Tensor): Targets, as in the training data.
+
+        Raises:
+            ValueError: If the targets do not fit the outputs.
         """
         y = self._aligned(y)
-        if self._is_gaussian:
-            return self._joint_gaussian(y)
-        every = self._over_rows(lambda f, rows: self.likelihood.log_prob(f, y[rows]), 1, JOINT)
-        return log_mean(every.sum(1), self._each(JOINT))
+        return log_mean(torch.stack([member._own_joint_log_prob(y) for member in self._parts]))
 
     def _log_prob(self, y: Tensor) -> Tensor:
+        return log_mean(torch.stack([member._own_log_prob(y) for member in self._parts]))
+
+    def _own_log_prob(self, y: Tensor) -> Tensor:
         if self._is_gaussian:
             variance = self._variance()
-            terms = -0.5 * (
-                (y - self.likelihood.mean(self.centre)) ** 2 / variance + (2 * pi * variance).log()
-            )
-            return sum_rows(terms, y)
-        weights = self._each()
+            error = y - self.likelihood.mean(self.centre)
+            return sum_rows(-0.5 * (error**2 / variance + (2 * pi * variance).log()), y)
+        weights = self._weights()
         return self._over_rows(
             lambda f, rows: log_mean(self.likelihood.log_prob(f, y[rows]), weights)
         )
 
-    def _joint_gaussian(self, y: Tensor) -> Tensor:
-        sigma = self.likelihood.variance(self.centre).sqrt().flatten().double()
-        error = (y - self.likelihood.mean(self.centre)).flatten().double() / sigma
-        root = (
-            self.likelihood.mean(self.deviations).flatten(1).double()
-            / sigma
-            / len(self.deviations) ** 0.5
-        )
-        # K × K instead of B C × B C: I + D Dᵀ has the determinant of I + Dᵀ D
-        gram = root @ root.T + torch.eye(len(root), dtype=root.dtype, device=root.device)
-        factor, projected = torch.linalg.cholesky(gram), root @ error
-        explained = torch.cholesky_solve(projected[:, None], factor)[:, 0] @ projected
-        log_det = 2 * factor.diagonal().log().sum() + 2 * sigma.log().sum()
-        return -0.5 * (error @ error - explained + log_det + len(error) * log(2 * pi))
+    def _own_joint_log_prob(self, y: Tensor) -> Tensor:
+        if self._is_gaussian:
+            residual = y - self.likelihood.mean(self.centre)
+            sigma = self.likelihood.variance(self.centre).sqrt()
+            return joint_gaussian(residual, self.likelihood.mean(self.deviations), sigma)
+        every = self._over_rows(lambda f, rows: self.likelihood.log_prob(f, y[rows]), 1, JOINT)
+        return log_mean(every.sum(1), self._weights(JOINT))
+
+    @property
+    def _is_gaussian(self) -> bool:
+        return isinstance(self.likelihood, Regression) and self.beside is None
 
     def _aligned(self, y: Tensor) -> Tensor:
         """Move the outputs' axis of targets last, and check that they fit."""
@@ -234,69 +314,18 @@ class Prediction(Shown, Conformal):
                 "not a probability. Use .expectation, or log_prob(y) for the density of a target."
             )
 
-    def _table(self) -> tuple[str, Lines]:
-        """Return a title and a table of the first examples, its heading first."""
-        title, count = f"Prediction under {type(self.likelihood).__name__}", len(self.centre)
-        if self.centre.dim() != 2 or not count:
-            shape = f" of shape {tuple(self.mean.shape)}, {len(self.deviations)} samples"
-            return title, [("outputs", shape)]
-        columns = self._first(_SHOWN)._columns()
-        cells = [
-            [cell(values[i]) for values in columns.values()] for i in range(min(count, _SHOWN))
-        ]
-        table: Lines = [("row", *columns), *((str(i), *row) for i, row in enumerate(cells))]
-        more = [] if count <= _SHOWN else [(f"of {count}", *("…" for _ in columns))]
-        return title, [*table, *more]
-
-    def _first(self, count: int) -> Prediction:
-        beside = None if self.beside is None else self.beside[:, :count].detach()
-        centre, deviations = self.centre[:count].detach(), self.deviations[:, :count].detach()
-        return replace(self, centre=centre, deviations=deviations, beside=beside)
-
-    def _columns(self) -> dict[str, Tensor]:
-        """Return what is shown of each example, by its heading."""
-        if self.likelihood.real_valued:
-            of_y, of_mean = self.predictive_variance.sqrt(), self.epistemic.sqrt()
-            return {"mean": self.expectation, "sd of y": of_y, "sd of its mean": of_mean}
-        if self.likelihood.gives_probabilities and not self.likelihood.elementwise:
-            best = self.probs.max(-1)
-            error = self.standard_error.gather(-1, best.indices[:, None])
-            columns = {"class": best.indices, "probability": best.values}
-            columns |= {"Monte Carlo error": error, "entropy": self.entropy}
-            return columns | {"epistemic": self.epistemic}
-        columns = {"E[y]": self.expectation, "Monte Carlo error": self.standard_error}
-        return columns | (
-            {"epistemic": self.epistemic} if self.likelihood.gives_probabilities else {}
-        )
-
-    @property
-    def _is_gaussian(self) -> bool:
-        return isinstance(self.likelihood, Regression) and self.beside is None
-
-    def _weighting(self) -> tuple[Tensor, ...]:
-        """Return the weights as an argument, none for likelihoods that take none."""
-        weights = self._each()
-        return () if weights is None else (weights,)
-
-    def _shared_variance(self) -> Tensor:
-        """Half the mean variance of a difference of two outputs, which a shift leaves alone."""
-        count = self.centre.shape[-1]
-        if self.likelihood.monotone or count == 1:
-            return self.deviations.square().mean(0)
-        contrasts = self.deviations - self.deviations.mean(-1, keepdim=True)
-        return contrasts.square().mean(0).sum(-1, keepdim=True) / (count - 1)
-
     def _expected(self) -> Tensor:
         if self.likelihood.real_valued:
             return average(self.likelihood.mean(self._centres()), self.weights)
-        weights = self._each()
+        weights = self._weights()
         return self._over_rows(lambda f, _: average(self.likelihood.mean(f), weights))
 
-    def _variance(self) -> Tensor:
-        aleatoric, epistemic = self._uncertainties()
-        return aleatoric + epistemic
-
     def _uncertainties(self) -> tuple[Tensor, Tensor]:
+        """Return the aleatoric and the epistemic uncertainty."""
+        if self.likelihood.real_valued and self.members:
+            each = zip(*(member._uncertainties() for member in self.members))
+            aleatoric, epistemic = (torch.stack(values).mean(0) for values in each)
+            return aleatoric, epistemic + self._spread(Prediction._expected)
         if self._is_gaussian:  # E[y | f] is linear in f
             deviations = self.likelihood.mean(self.deviations)
             return self.likelihood.variance(self.centre), deviations.square().mean(0)
@@ -306,5 +335,35 @@ class Prediction(Shown, Conformal):
         )
         return both[0], both[1]
 
-    def _site_values(self, values: Tensor) -> Tensor:
-        return self._out(values) if values.dim() == self.centre.dim() else values
+    def _standard_error(self) -> Tensor:
+        if self.likelihood.real_valued:
+            return torch.zeros_like(self.likelihood.mean(self.centre))
+        count, samples = number_of_functions(self.deviations), len(self.deviations)
+        share = 1.0 if self.weights is None else self.weights[0].to(self.centre)
+        return share * self._over_rows(
+            lambda f, _: pair_error(self.likelihood.mean(f[:count]), samples)
+        )
+
+    def _smoothed(self, shared: bool) -> Tensor:
+        variance = self.deviations.square().mean(0)
+        if shared and not self.likelihood.monotone and self.centre.shape[-1] > 1:
+            # half the mean variance of a difference of two outputs, which a shift does not change
+            contrasts = self.deviations - self.deviations.mean(-1, keepdim=True)
+            total = contrasts.square().mean(0).sum(-1, keepdim=True)
+            variance = total / (self.centre.shape[-1] - 1)
+        smoothed = self.likelihood.smoothed_mean(self.centre, variance)[None]
+        if self.beside is not None:
+            certain = self.likelihood.smoothed_mean(self.beside, torch.zeros_like(variance))
+            smoothed = torch.cat([smoothed, certain])
+        return average(smoothed, self.weights)
+
+    def first(self, count: int) -> Prediction:
+        """Return the prediction of the first few inputs, detached."""
+        if self.members:
+            return self.averaged([member.first(count) for member in self.members], self.class_dim)
+        beside = None if self.beside is None else self.beside[:, :count].detach()
+        centre, deviations = self.centre[:count].detach(), self.deviations[:, :count].detach()
+        return replace(self, centre=centre, deviations=deviations, beside=beside, judge=None)
+
+    def _table(self) -> tuple[str, Rows]:
+        return of_prediction(self)

@@ -1,4 +1,4 @@
-"""A posterior as tensors by name, the file that holds them, and when it may be loaded."""
+"""How a posterior is stored: tensors by name, files, and whether the network is still the same."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from torch_lla_em.inference import Posterior
 from torch_lla_em.jacobian import LinearModel, Network, ParameterLayout
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, is_named
 from torch_lla_em.prediction.conformal import REFERENCE
-from torch_lla_em.prediction.parts import posterior_alone
+from torch_lla_em.prediction.pushed import posterior_alone
 from torch_lla_em.runtime import files
 from torch_lla_em.runtime import records as persistence
 
-# what a posterior is, as buffers; the private ones serve evidence and curve
+# entries of a tensor that are compared at every call
+_COMPARED = 16
+
+# the buffers of a posterior; the private ones are for the evidence and its curve
 TENSORS = (
     "w_lin",
     "w_samples",
@@ -39,15 +42,15 @@ TENSORS = (
 
 
 class DamagedError(ValueError):
-    """A stored posterior lacks something, or holds values that no fit leaves."""
+    """A stored posterior is incomplete, or contains values that no fit produces."""
 
 
 class NotFittedError(RuntimeError):
-    """A prediction was asked for before ``fit``, or after the network has changed."""
+    """Predictions were requested before ``fit``, or after the network had changed."""
 
 
 def tensors_of(posterior: Posterior) -> dict[str, Tensor | None]:
-    """Return what a fit has found, by the names of ``TENSORS``, not calibrated yet."""
+    """Return the results of a fit by the names of ``TENSORS``, without a calibration."""
     spectrum, mixture = posterior.spectrum or (None, None, None), posterior.mixture
     return {
         "w_lin": posterior.w_lin,
@@ -69,7 +72,7 @@ def tensors_of(posterior: Posterior) -> dict[str, Tensor | None]:
 def checked(
     state: dict[str, Tensor], linear_model: LinearModel
 ) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
-    """Return tensors and record of a state; refused where it is damaged or of other weights."""
+    """Return tensors and record of a state, or raise if it is damaged or of another network."""
     persistence.check(state)
     record = _record_of(state)
     _refuse_other_weights(record, linear_model.layout)
@@ -88,14 +91,14 @@ def write(state: dict[str, Tensor], path: str | PathLike, options: dict[str, Any
 
 
 def likelihood_option(given: Likelihood) -> dict[str, str]:
-    """Return how a likelihood is named among saved options: not at all, if it is one's own."""
+    """Return the name of a likelihood as a saved option; none for a user's own."""
     names = {kind: name for name, kind in LIKELIHOODS.items()}
     return {"likelihood": names[type(given)]} if is_named(given) else {}
 
 
 @contextmanager
 def naming(path: str | PathLike) -> Iterator[None]:
-    """Say which file is damaged."""
+    """Add the file's name to errors about damaged states."""
     try:
         yield
     except DamagedError as error:
@@ -105,7 +108,7 @@ def naming(path: str | PathLike) -> Iterator[None]:
 def read(
     path: str | PathLike, model: nn.Module, given: dict[str, Any], known: Iterable[str]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return state and options of a saved posterior, with ``given`` in the place of those saved."""
+    """Return state and options of a saved posterior; ``given`` options replace those saved."""
     state = persistence.read(path)
     if "options" not in state:
         raise ValueError("The file holds a state_dict: construct the object and load_state_dict.")
@@ -151,7 +154,7 @@ def _record_of(state: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _refuse_damaged(state: dict[str, Tensor], layout: ParameterLayout) -> None:
-    """Refuse tensors of other shapes, kinds or values than a fit leaves."""
+    """Raise for tensors of other shapes, dtypes or values than a fit produces."""
     P, blocks = layout.size, len(layout.names)
     samples = state.get("w_samples")
     K = len(samples) if isinstance(samples, Tensor) and samples.dim() else 0
@@ -215,3 +218,80 @@ def _refuse_other_network(saved: Tensor, module: nn.Module) -> None:
             "The network's weights or buffers are not those that the posterior was fitted to: "
             "load the checkpoint of that network first, or fit again."
         )
+
+
+class NetworkState:
+    """The weights and running statistics of a network at one time, to notice later changes.
+
+    Every call compares the tensors' addresses and version counters, the types of the layers, and a
+    few entries of each tensor, since fused optimisers and ``.data`` write without a new version. If
+    any of these has changed, or if required, every bit is compared.
+    """
+
+    def __init__(self, network: Network):
+        module = network.module
+        with network.alone():
+            self.fingerprint = persistence.fingerprint(module)
+            """A hash of every bit."""
+
+            self._kinds = _kinds(module)
+            self._marks: list[Any] | None = _marks(module)
+            self._numbers: Tensor | None = _numbers(module)
+
+    def holds(self, network: Network, surely: bool = False) -> bool:
+        """Whether the network is unchanged; ``surely`` compares every bit."""
+        with network.alone():
+            return self._holds(network.module, surely)
+
+    def _holds(self, module: nn.Module, surely: bool) -> bool:
+        if not surely and self._marks == _marks(module):
+            numbers = _numbers(module)
+            if torch.equal(numbers.nan_to_num(), self._numbers.nan_to_num()):
+                return True
+        if _kinds(module) != self._kinds:
+            return False
+        if not torch.equal(persistence.fingerprint(module), self.fingerprint):
+            return False
+        self._marks, self._numbers = _marks(module), _numbers(module)
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out addresses, which differ in a copy of the network."""
+        return {**self.__dict__, "_marks": None, "_numbers": None}
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    buffers = [b for b in module.buffers() if b.is_floating_point() or b.is_complex()]
+    return [*module.parameters(), *buffers]
+
+
+def _marks(module: nn.Module) -> list[Any]:
+    """Return what most changes of a tensor alter, and is free to read."""
+    return [(id(t), t.dtype, t.device, t.shape, *_place(t)) for t in _tensors(module)] + _kinds(
+        module
+    )
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    pointer = tensor.data_ptr() if tensor.layout is torch.strided else 0
+    return pointer, -1 if tensor.is_inference() else tensor._version
+
+
+def _kinds(module: nn.Module) -> list[Any]:
+    return [type(layer) for layer in module.modules()]
+
+
+def _numbers(module: nn.Module) -> Tensor:
+    """Return a few entries of every tensor, (n,)."""
+    found = []
+    for tensor in _tensors(module):
+        if tensor.layout is torch.strided and not tensor.is_quantized and tensor.numel():
+            entries = tensor.detach()
+            if entries.is_complex():
+                entries = torch.view_as_real(entries.resolve_conj())
+            if not entries.is_contiguous():  # views, of dense tensors with any order of axes
+                order = sorted(range(entries.dim()), key=entries.stride, reverse=True)
+                entries = entries.permute(order)
+            entries = entries.reshape(-1)
+            found.append(entries[:: max(1, len(entries) // _COMPARED)].double())
+    return torch.cat([entries.to(found[0].device) for entries in found])

@@ -1,0 +1,147 @@
+"""From inputs to predictions: products with the posterior's vectors, and components made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from torch_lla_em.data import as_loader, inputs_of, map_tensors, tensors_in, to_device
+from torch_lla_em.jacobian import LinearModel, explained, require_rows
+from torch_lla_em.likelihoods import Likelihood, Regression
+from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT
+from torch_lla_em.prediction.prediction import Prediction
+
+Tables = Tensor | tuple[Tensor, ...]
+"""A table of components, the same for all members of an ensemble, or one for each."""
+
+
+def push_forward(linear_model: LinearModel, x: Any, *w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return f(x), shape (B, ..., C), and J(x) w, (K, B, ..., C); differentiable in x if required.
+
+    The vectors may be given in several blocks, so that they need not be copied into one. Of a
+    DataLoader or a Dataset all batches are used, without their targets.
+    """
+    if isinstance(x, (DataLoader, Dataset)):
+        parts = [push_forward(linear_model, inputs_of(batch), *w) for batch in as_loader(x)]
+        outputs, products = zip(*parts)
+        return torch.cat(outputs), torch.cat(products, dim=1)
+    network = linear_model.network
+    x = to_device(inputs_of(x) if isinstance(x, Mapping) else x, network.device)
+    tensors, count = tensors_in(x), sum(map(len, w))
+    differentiate = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    is_empty = bool(tensors) and tensors[0].dim() > 0 and not len(tensors[0])
+    with explained(network, x), torch.set_grad_enabled(differentiate):
+        try:
+            if linear_model.report is None and not is_empty:
+                linear_model.probe(map_tensors(Tensor.detach, x))
+            with network.guarded(), torch.set_grad_enabled(differentiate):
+                if is_empty:
+                    f = linear_model.outputs(x)
+                    return f, f.new_zeros(count, *f.shape)
+                rows = linear_model.at(x, count, pulls=False)
+                Jw = torch.cat([rows.push(block) for block in w])
+                f = rows.f
+        except RuntimeError:  # possibly because x is a single example
+            with network.guarded():
+                require_rows(linear_model.outputs(x), x)
+            raise
+        require_rows(f, x)
+        return f, Jw
+
+
+def posterior_alone(
+    mean: str = "network", factor: float | Tensor = 1.0, scale: float | Tensor = 1.0
+) -> Tensor:
+    """Return the table of a single component: √τ J w_k around one mean times a factor."""
+    row = torch.zeros(1, 4, dtype=torch.float64, device="cpu")
+    row[0, WEIGHT], row[0, SCALE] = 1.0, float(scale)
+    row[0, MODE if mean == "linear" else NETWORK] = float(factor)
+    return row
+
+
+def mean_of(table: Tensor) -> str:
+    """Return which mean the posterior's samples are mostly added to: "linear" or "network"."""
+    return "linear" if table[0, MODE].abs() > table[0, NETWORK].abs() else "network"
+
+
+def predicted(
+    likelihood: Likelihood, f: Tensor, Jw: Tensor, table: Tensor, class_dim: int = -1
+) -> Prediction:
+    """Return the prediction from f, (B, ..., C), and J w of w_lin and of the samples."""
+    table = table.to(f)
+    columns = table.view(*table.shape, *(1,) * f.dim()).unbind(1)
+    centres = columns[MODE] * Jw[0] + columns[NETWORK] * f
+    deviations = table[0, SCALE].sqrt() * Jw[1:]
+    if len(table) == 1:
+        return Prediction(likelihood, centres[0], deviations, class_dim)
+    return Prediction(likelihood, centres[0], deviations, class_dim, centres[1:], table[:, WEIGHT])
+
+
+class Pushed(NamedTuple):
+    """Examples with their outputs and products, under one posterior or all members of an ensemble."""
+
+    likelihoods: tuple[Likelihood, ...]
+    """One for each member; they may differ in σ."""
+
+    f: tuple[Tensor, ...]
+    """The networks' outputs, (B, ..., C), classes last."""
+
+    Jw: tuple[Tensor, ...]
+    """J w of w_lin and of the samples, (1 + K, B, ..., C)."""
+
+    y: Tensor
+
+    @classmethod
+    def of(cls, likelihood: Likelihood, f: Tensor, Jw: Tensor, y: Tensor) -> Pushed:
+        """Return the examples under a single posterior."""
+        return cls((likelihood,), (f,), (Jw,), y)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood of the first member."""
+        return self.likelihoods[0]
+
+    def prediction(
+        self, table: Tables, noise: Tensor | None = None, class_dim: int = -1
+    ) -> Prediction:
+        """Return the prediction of the examples, for regression with σ times ``noise``."""
+        tables = table if isinstance(table, tuple) else (table,) * len(self.f)
+        likelihoods = [_at_noise(each, noise) for each in self.likelihoods]
+        members = [
+            predicted(*each, class_dim) for each in zip(likelihoods, self.f, self.Jw, tables)
+        ]
+        return members[0] if len(members) == 1 else Prediction.averaged(members, class_dim)
+
+    def double(self) -> Pushed:
+        """Return the examples in double precision."""
+        return self._each(Tensor.double, Tensor.double)
+
+    def part(self, examples: slice | Tensor) -> Pushed:
+        """Return some of the examples."""
+        some = self._each(lambda f: f[examples], lambda Jw: Jw[:, examples])
+        return some._replace(y=self.y[examples])
+
+    def split(self, size: int) -> Iterator[Pushed]:
+        """Yield ``size`` examples at a time."""
+        for start in range(0, len(self.y), size):
+            yield self.part(slice(start, start + size))
+
+    def _each(self, of_f: Any, of_Jw: Any) -> Pushed:
+        return self._replace(f=tuple(map(of_f, self.f)), Jw=tuple(map(of_Jw, self.Jw)))
+
+
+def joined(parts: Iterable[Pushed]) -> Pushed:
+    """Concatenate the examples of several batches."""
+    likelihoods, f, Jw, y = zip(*parts)
+    products = (torch.cat(each, 1) for each in zip(*Jw))
+    return Pushed(likelihoods[0], tuple(map(torch.cat, zip(*f))), tuple(products), torch.cat(y))
+
+
+def _at_noise(likelihood: Likelihood, noise: Tensor | None) -> Likelihood:
+    if noise is None or not isinstance(likelihood, Regression):
+        return likelihood
+    return likelihood.at_noise(likelihood.sigma_noise.to(noise) * noise)

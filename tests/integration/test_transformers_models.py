@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from daily import daily
 from jacobians import check, linear_model
 
 transformers = pytest.importorskip("transformers")
@@ -81,7 +82,7 @@ def build(name, config):
     return getattr(transformers, name)(config).double().train()
 
 
-@pytest.mark.parametrize("name", ["GPT2ForSequenceClassification", "GPT2LMHeadModel"])
+@pytest.mark.parametrize("name", daily("GPT2LMHeadModel", rest=["GPT2ForSequenceClassification"]))
 def test_gpt2(name):
     model = build(name, gpt2())
     assert model.config._attn_implementation == "sdpa"
@@ -89,8 +90,11 @@ def test_gpt2(name):
     assert check(model, TEXT, "last_layer").factors
 
 
-def test_bert():
-    model = build("BertForSequenceClassification", transformers.BertConfig(**BERT, **SMALL))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Bert", "DistilBert"])
+def test_encoders(name):
+    config = distilbert() if name == "DistilBert" else transformers.BertConfig(**BERT, **SMALL)
+    model = build(f"{name}ForSequenceClassification", config)
     assert check(model, TEXT).path.forward
     assert check(model, TEXT, "last_layer").factors
 
@@ -101,13 +105,7 @@ def test_bert_of_masked_words_has_tied_padding_rows():
     assert not report.path.forward and "tied padding_idx" in report.forward
 
 
-def test_distilbert():
-    model = build("DistilBertForSequenceClassification", distilbert())
-    assert check(model, TEXT).path.forward
-    assert check(model, TEXT, "last_layer").factors
-
-
-@pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "LlamaForCausalLM"])
+@pytest.mark.parametrize("name", daily("LlamaForCausalLM", rest=["LlamaForSequenceClassification"]))
 def test_llama(name):
     model = build(name, llama())
     assert check(model, TEXT, **SINGLE).path.forward
@@ -154,13 +152,14 @@ def lora(**options):
 
 
 @peft_warns
-def test_only_the_adapters_of_lora_are_random():
+def test_only_the_adapters_of_lora_are_in_the_posterior():
     model = lora()
     names = linear_model(model).layout.names
     assert len(names) == 8 and all("lora_" in name for name in names)
     assert check(model, TEXT, **SINGLE).path.forward
 
 
+@pytest.mark.slow
 @peft_warns
 def test_lora_with_a_trained_head():
     model = lora(task_type="SEQ_CLS")

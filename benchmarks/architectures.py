@@ -1,11 +1,11 @@
-"""Which direction of differentiation each architecture takes, and how exact it is.
+"""How J w is computed for each architecture, and how exact it is.
 
     python benchmarks/architectures.py
 
-writes docs/architectures.md in about a minute on one CPU core. It needs torchvision,
-transformers and peft; models are made from small random configurations, and nothing is
-downloaded. Expect adjoint errors at the rounding of the precision: below 1e-8 in float64
-(layers that compute in float32 whatever they are given show theirs), below 1e-3 in float32.
+updates the tables of docs/architectures.md in about a minute on one CPU core. It needs torchvision,
+transformers and peft. Models have small random configurations, and nothing is downloaded. Expect
+adjoint errors at the rounding of the precision: below 1e-8 in float64 (layers that always compute
+in float32 have larger ones), below 1e-3 in float32.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import peft
 import torch
 import torchvision
 import transformers
+from methods import markdown
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -277,7 +278,7 @@ def to(inputs, dtype):
 def row(name, make):
     double, single = probe(make, torch.float64), probe(make, torch.float32)
     if isinstance(double, Exception):
-        return f"| {name} | refused | | | {double} |"
+        return f"| {name} | {double} |"
     direction = {True: "forward", False: "reverse"}[double.path.forward]
     single_direction = {True: "forward", False: "reverse"}[single.path.forward]
     notes = [f"forward mode {double.forward}" if double.forward else ""]
@@ -301,41 +302,26 @@ def main():
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     lines = [
-        "# Architectures",
-        "",
-        "How J(x) w is computed for each architecture, and how well it agrees with J(x)ᵀ: the "
-        "adjoint error is the relative difference of ⟨u, J v⟩ and ⟨Jᵀu, v⟩, for v = Jᵀu and for "
-        "u = J v, where Jᵀu is what `backward` gives on the model as it is. *Forward* is one "
-        "forward-mode pass; *reverse* two reverse passes, where forward mode is missing or does "
-        "not differentiate what training did. A *refused* model ends in the error that is quoted. The probe that "
-        "decides runs on the first batch of every fit.",
-        "",
-        "Made by `python benchmarks/architectures.py` on a CPU with Python "
+        "Measured on a CPU with Python "
         f"{platform.python_version()}, torch {torch.__version__.split('+')[0]}, torchvision "
         f"{torchvision.__version__.split('+')[0]}, transformers {transformers.__version__} and "
-        f"peft {peft.__version__}. Models have random weights and, for transformers, small "
-        "configurations; attention is the default one.",
+        f"peft {peft.__version__}.",
     ]
     sections = {
         "Layers": LAYERS,
         "torchvision": VISION,
-        "transformers": LANGUAGE,
-        "Refused": REFUSED,
+        "transformers and peft": LANGUAGE,
+        "Not supported": REFUSED,
     }
     for title, cases in sections.items():
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            "| | J w by | error, float64 | error, float32 | |",
-            "|---|---|---|---|---|",
-        ]
+        columns = ["architecture", "J w", "error, float64", "error, float32", "note"]
+        if cases is REFUSED:
+            columns = ["architecture", "error message"]
+        lines += ["", f"## {title}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         for name, make in cases.items():
             lines.append(row(name, make))
             print(lines[-1], flush=True)
-    # what is written by hand stays
-    by_hand = out.read_text().partition("\n## What of torch") if out.exists() else ("", "", "")
-    out.write_text("\n".join(lines) + "\n" + "".join(by_hand[1:]))
+    markdown.insert(out, "architectures", "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,9 @@
-"""The pictures of docs/gallery.md: python benchmarks/gallery.py --out docs/images/gallery."""
+"""The figures of the home page and of docs/gallery.md, from fits to small data sets.
+
+    python benchmarks/gallery.py --out docs/images/gallery
+
+takes half a minute. The charts of the benchmark pages are drawn by ``benchmarks/charts.py``.
+"""
 
 import argparse
 import logging
@@ -21,15 +26,15 @@ Rows = tuple[Tensor, Tensor]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("results/gallery"))
-    parser.add_argument("--tiny", action="store_true", help="few steps, to see that it runs")
+    parser.add_argument("--tiny", action="store_true", help="train for a few steps only")
     given = parser.parse_args()
     logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
     given.out.mkdir(parents=True, exist_ok=True)
     steps = 20 if given.tiny else 1500
 
-    def keep(name: str, draw: Callable, *args, size: tuple[float, float] = (4.6, 3.4)) -> None:
+    def save(name: str, draw: Callable, *args, size: tuple[float, float] = (4.6, 3.4)) -> None:
         axes = plt.subplots(figsize=size, layout="constrained")[1]
         draw(*args, axes=axes)
         axes.figure.savefig(given.out / f"{name}.png", dpi=90)
@@ -37,21 +42,51 @@ def main() -> None:
         print(given.out / f"{name}.png")
 
     la, rows, other = digits(steps)
-    keep("reliability", plot.reliability, la, rows)
-    keep("extremes", plot.extremes, la, rows, size=(6.4, 2.2))
-    keep("unfamiliarity", plot.unfamiliarity, la, rows, other)
+    curve, points = gap(steps)
+    figure = overview(curve, points, la, rows, other)
+    figure.savefig(given.out / "overview.png", dpi=110)
+    plt.close(figure)
+    save("reliability", plot.reliability, la, rows)
+    save("extremes", plot.extremes, la, rows, size=(6.4, 2.2))
+    save("unfamiliarity", plot.unfamiliarity, la, rows, other)
     la, rows = moons(steps)
-    keep("confidence", plot.confidence, la, rows)
-    la, rows = gap(steps)
-    keep("bands", plot.bands, la, rows)
-    keep("em_path", plot.em_path, la)
+    save("confidence", plot.confidence, la, rows)
+    save("bands", plot.bands, curve, points)
+    save("em_path", plot.em_path, curve)
     la, rows = diabetes(steps)
-    keep("predicted", plot.bands, la, rows)
-    keep("coverage", plot.coverage, la, rows)
+    save("predicted", plot.bands, la, rows)
+    save("coverage", plot.coverage, la, rows)
+
+
+def overview(
+    curve: LinearisedLaplace,
+    points: Rows,
+    la: LinearisedLaplace,
+    rows: Rows,
+    other: Tensor,
+    count: int = 6,
+) -> plt.Figure:
+    """Return a regression with its intervals, and digits with their OOD flags, in one figure."""
+    figure = plt.figure(figsize=(9, 2.9), layout="constrained")
+    left, right = figure.subfigures(1, 2, width_ratios=(4, 5))
+    axes = plot.bands(curve, points, axes=left.subplots())
+    axes.set_title("Regression: 90 % intervals", fontsize=10)
+    axes.legend(loc="lower right", fontsize=7)
+    right.suptitle("Classification: prediction, and OOD flag at a rate of 0.05", fontsize=10)
+    for line, images in zip(right.subplots(2, count), (rows[0], other), strict=True):
+        prediction = la.predict(images[:count])
+        flags, probs = prediction.is_ood(0.05), prediction.probs
+        for cell, image, flag, prob in zip(line, images, flags, probs, strict=False):
+            cell.imshow(image[0], cmap="gray_r")
+            cell.set(xticks=[], yticks=[])
+            text = f"{prob.argmax()}: {prob.max():.2f}" + ("\nOOD" if flag else "\n")
+            cell.set_xlabel(text, color="C3" if flag else "black", fontsize=8)
+        line[0].set_ylabel("test digits" if images is rows[0] else "rotated", fontsize=8)
+    return figure
 
 
 def digits(steps: int) -> tuple[LinearisedLaplace, Rows, Tensor]:
-    """Digits calibrated by held-out rows; the test rows, and the same turned by 90°."""
+    """Return a calibrated classifier of digits, test digits, and the same rotated by 90°."""
     x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))
     x = x.float().div(16).view(-1, 1, 8, 8)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -65,7 +100,7 @@ def digits(steps: int) -> tuple[LinearisedLaplace, Rows, Tensor]:
 
 
 def moons(steps: int) -> tuple[LinearisedLaplace, Rows]:
-    """Two moons."""
+    """Return a classifier of two moons, and its data."""
     x, y = make_moons(200, noise=0.15, random_state=0)
     x, y = torch.tensor(x).float(), torch.tensor(y)
     network = trained(perceptron(2, 32, 2), x, y, nn.functional.cross_entropy, steps, 1e-2)
@@ -73,17 +108,19 @@ def moons(steps: int) -> tuple[LinearisedLaplace, Rows]:
 
 
 def gap(steps: int) -> tuple[LinearisedLaplace, Rows]:
-    """A wave with noise and a gap."""
+    """Return a regression on a noisy sine wave with a gap in the data, and its data."""
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(120, 1, generator=generator) * 6 - 3
     x = x[(x[:, 0] < -0.5) | (x[:, 0] > 1)]
     y = (2 * x).sin() + 0.2 * torch.randn(len(x), 1, generator=generator)
-    network = trained(perceptron(1, 50, 1), x, y, nn.functional.mse_loss, steps)
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1))
+    network = trained(network, x, y, nn.functional.mse_loss, 2 * steps)
     return LinearisedLaplace(network, "regression").fit(x, y, progress_bar=False), (x, y)
 
 
 def diabetes(steps: int) -> tuple[LinearisedLaplace, Rows]:
-    """The progress of diabetes in a year, by ten measurements; rows that were not trained on."""
+    """Return a regression of the progress of diabetes on ten measurements, and test data."""
     x, y = (torch.tensor(part).float() for part in load_diabetes(return_X_y=True))
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     x, y = 20 * x[order], (y[order, None] - y.mean()) / y.std()
@@ -95,7 +132,7 @@ def diabetes(steps: int) -> tuple[LinearisedLaplace, Rows]:
 
 
 def perceptron(inputs: int, hidden: int, outputs: int) -> nn.Module:
-    """Two hidden layers."""
+    """Return an untrained perceptron with two hidden layers."""
     torch.manual_seed(0)
     layers = nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh()
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(hidden, outputs))
@@ -104,7 +141,7 @@ def perceptron(inputs: int, hidden: int, outputs: int) -> nn.Module:
 def trained(
     network: nn.Module, x: Tensor, y: Tensor, loss: Callable, steps: int, decay: float = 1e-3
 ) -> nn.Module:
-    """Train on all rows at once."""
+    """Train on full batches."""
     optimiser = torch.optim.AdamW(network.parameters(), 5e-3, weight_decay=decay)
     return descend(network, (x, y), steps, optimiser, loss=loss)
 

@@ -1,11 +1,11 @@
-"""The tables of the pages, from benchmarks/results/*.jsonl.
+"""Writes the tables and draws the charts of the benchmark pages, from benchmarks/results/*.jsonl.
 
-    python benchmarks/report.py                          # fill the pages
-    python benchmarks/report.py results/tables.jsonl     # first put a run in the place of what is kept
+    python benchmarks/report.py                          # update the pages
+    python benchmarks/report.py results/tables.jsonl     # first replace the stored results by a run's
 
-takes a second. Scripts write JSON lines to results/, which git ignores; what is kept of them in
-benchmarks/results is a mean and a standard error a row. Of repeated runs of one row with one
-seed the last counts.
+takes a few seconds. Benchmarks write JSON lines to results/, which git ignores. What is stored in
+benchmarks/results is the mean and the standard error over seeds. If a run has repeated lines of one
+seed, the last of them counts.
 """
 
 import argparse
@@ -13,8 +13,10 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+import charts
 import tables
 from methods import markdown
+from methods.names import named
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -26,49 +28,70 @@ class Shown(NamedTuple):
 
     page: str
     file: str
-    """Of benchmarks/results."""
+    """Its name in benchmarks/results, without the suffix."""
 
-    rows: tuple[str, ...]
+    rows: dict[str, str]
+    """Keys whose values name a row -> titles of their columns."""
+
     columns: dict[str, str]
-    """Key of a line -> title."""
+    """Keys of the columns -> their titles."""
 
     where: dict = {}
-    """What lines of the file have."""
+    """Values that a line must have to be in the table; tuples hold several."""
 
     across: tuple[str, str] | None = None
-    """What names the columns, and what their cells hold; ``columns`` are then its values."""
+    """A key whose values name the columns, and the key of their cells; ``columns`` are then values."""
+
+    best: dict[str, str] = {}
+    """Columns whose "min" or "max" is set in bold."""
+
+    decimals: int | None = None
+
+    names: dict[str, str] = {}
+    """Names of rows on the page, where they differ from those on the other pages."""
 
 
 BENCHMARKS = "docs/benchmarks.md"
 MORE = "docs/more_benchmarks.md"
 SCORES = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "joint_dyadic": "joint NLL"}
-COMPARED = SCORES | {
-    "auroc_rotated": "rotated",
-    "auroc_shuffled": "shuffled",
-    "auroc_unseen": "unseen",
+COMPARED = {
+    "nll": "NLL",
+    "ece": "ECE",
+    "joint_dyadic": "joint NLL",
+    "auroc_rotated": "AUROC rotated",
+    "auroc_unseen": "AUROC unseen",
     "fit_seconds": "fit, s",
 }
 RELATIVE = {
     "nll": "NLL",
-    "worst": "worst",
-    "near": "neighbours",
-    "dyadic": "dyadic",
-    "brier": "Brier",
+    "worst": "worst NLL",
+    "near": "joint NLL, neighbours",
+    "dyadic": "joint NLL, dyadic",
     "ece": "ECE",
     "accuracy": "accuracy",
-    "gain": "AUROC",
-    "seconds": "seconds",
+    "gain": "OOD AUROC",
 }
-TESTED = {"network": "network", "fitted": "ours, as fitted", "calibrated": "ours, calibrated"}
-NUMBERS = {"nll": "NLL", "worst": "worst", "coverage": "90 % covers", "rmse": "RMSE"}
+LEAST = dict.fromkeys(("nll", "worst", "near", "dyadic", "ece"), "min")
+RELATIVE_BEST = LEAST | {"accuracy": "max", "gain": "max"}
+LOW_HIGH = {"accuracy": "max", "nll": "min", "ece": "min", "joint_dyadic": "min"}
+TESTED = {
+    "network": "network alone",
+    "fitted": "posterior, as fitted",
+    "calibrated": "posterior, calibrated",
+}
+NUMBERS = {"nll": "NLL", "worst": "worst NLL", "coverage": "coverage of 90 %", "rmse": "RMSE"}
+VALIDATION_NOISE = {
+    "temperature": "network, validation noise",
+    "ensemble of 5, temperature": "ensemble of five, validation noise",
+}
+STAGES = {"early": "early stopping", "on": "100 epochs"}
 COSTS = {
-    "before": "before",
-    "epochs": "epochs",
-    "F": "F",
-    "predict F": "of 500 rows, F",
-    "seconds": "seconds",
-    "ensemble": "ensemble, s",
-    "laplace_torch": "KFAC, s",
+    "epochs": "fit, epochs",
+    "F": "fit, forward passes",
+    "predict F": "500 predictions, forward passes",
+    "seconds": "fit, s",
+    "ensemble": "ensemble of five, s",
+    "laplace_torch": "laplace-torch KFAC, s",
 }
 LENGTHS = {str(epochs): f"{epochs} epochs" for epochs in (8, 20, 60, 300)}
 SHOWN = {"nll": "NLL", "auroc": "AUROC"}
@@ -82,14 +105,14 @@ TOMOGRAPHY = {
     "nll": "NLL",
     "patch_nll": "NLL, patches",
     "pearson": "Pearson",
-    "coverage": "95 % covers",
-    "mean_sd": "mean sd",
+    "coverage": "coverage of 95 %",
+    "mean_sd": "mean standard deviation",
 }
 REACHED = {"10 %": "10 %", "3 %": "3 %", "1 %": "1 %"}
 FIT = {
-    "error": "certificate",
-    "passes": "sample passes",
-    "single": "single columns",
+    "error": "error bound",
+    "passes": "passes, samples",
+    "single": "columns, mode",
     "seconds": "seconds",
     "precision": "λ",
     "gamma": "γ",
@@ -98,72 +121,169 @@ SAMPLES = {
     f"{what}, {target}": f"{what}, {target}" for what in ("samples", "γ") for target in REACHED
 }
 EM = {f"λ, {target}": f"λ, {target}" for target in REACHED} | {
-    "passes": "sample passes",
-    "single": "single columns",
-    "precision": "last λ",
-    "error": "its error",
+    "passes": "passes, samples",
+    "single": "columns, mode",
+    "precision": "final λ",
+    "error": "error of λ",
 }
 COLUMNS = {"1": "K = 1", "8": "K = 8", "32": "K = 32"}
 BATCHES = {str(batch): f"batches of {batch}" for batch in (1, 8, 64, 100, 1024)}
-RANKS = {"seconds": "wall s", "own_seconds": "own s", "bytes": "bytes / K P 4"}
+RANKS = {
+    "seconds": "wall-clock, s",
+    "own_seconds": "CPU of a rank, s",
+    "bytes": "bytes sent / 4 K P",
+}
 
 
 TABLES = {
-    "digits": Shown(
+    "headline": Shown(
         "README.md",
-        "digits",
-        ("method",),
-        {key: key for key in ("accuracy", "NLL", "joint NLL", "rotated", "noised", "shuffled")},
+        "tables",
+        {"row": "test NLL / that of temperature scaling"},
+        STAGES,
+        {"set": "kept", "row": tuple(charts.METHODS)},
+        ("network", "nll"),
+        dict.fromkeys(STAGES, "min"),
+        2,
     ),
-    "compare": Shown(MORE, "compare", ("row",), COMPARED, {"task": "digits"}),
-    "tuning": Shown(MORE, "tables", ("network", "row"), RELATIVE, {"set": "tuning"}),
-    "kept": Shown(BENCHMARKS, "tables", ("network", "row"), RELATIVE, {"set": "kept"}),
-    "regression": Shown(BENCHMARKS, "tables", ("network", "row"), NUMBERS, {"set": "regression"}),
+    "digits": Shown(
+        MORE,
+        "digits",
+        {"method": "method"},
+        {key: key for key in ("accuracy", "NLL", "joint NLL", "rotated", "noised", "shuffled")},
+        best={"NLL": "min", "joint NLL": "min"}
+        | dict.fromkeys(("accuracy", "rotated", "noised", "shuffled"), "max"),
+        decimals=3,
+    ),
+    "compare": Shown(
+        MORE,
+        "compare",
+        {"row": "method"},
+        COMPARED,
+        {"task": "digits"},
+        best=LOW_HIGH | {f"auroc_{name}": "max" for name in ("rotated", "unseen")},
+    ),
     "ranking": Shown(
         BENCHMARKS,
         "ranking",
-        ("score",),
+        {"score": "ranked by"},
         {f"with {name}": title for name, title in TESTED.items()},
+        best={f"with {name}": "max" for name in TESTED},
+        decimals=2,
     ),
-    "lengths": Shown(MORE, "lengths", ("row",), LENGTHS, {}, ("epochs", "nll")),
-    "mnist": Shown(MORE, "mnist", ("row",), MNIST),
-    "tomography": Shown(MORE, "tomography", ("row",), TOMOGRAPHY),
-    "passes": Shown("docs/passes.md", "passes", ("problem", "solver"), REACHED, {"part": "solver"}),
-    "fits": Shown("docs/passes.md", "passes", ("problem", "fit"), FIT, {"part": "fit"}),
+    "lengths": Shown(
+        MORE,
+        "lengths",
+        {"row": "method"},
+        LENGTHS,
+        across=("epochs", "nll"),
+        best=dict.fromkeys(LENGTHS, "min"),
+    ),
+    "mnist": Shown(
+        MORE,
+        "mnist",
+        {"row": "method"},
+        MNIST,
+        best={key: "max" if "a" in key[:1] else "min" for key in MNIST},
+    ),
+    "tomography": Shown(
+        MORE,
+        "tomography",
+        {"row": "method"},
+        TOMOGRAPHY,
+        best={"nll": "min", "patch_nll": "min", "pearson": "max"},
+    ),
+    "passes": Shown(
+        "docs/passes.md",
+        "passes",
+        {"problem": "network and data", "solver": "solver"},
+        REACHED,
+        {"part": "solver"},
+    ),
+    "fits": Shown(
+        "docs/passes.md",
+        "passes",
+        {"problem": "network and data", "fit": "solver"},
+        FIT,
+        {"part": "fit"},
+    ),
     "deflation": Shown(
         "docs/passes.md",
         "passes",
-        ("precision",),
+        {"precision": "λ"},
         {key: key for key in ("block CG", "1 step", "2 steps", "3 steps")},
         {"part": "deflation"},
     ),
     "paper samples": Shown(
-        "docs/passes.md", "paper_sgd", ("method",), SAMPLES, {"part": "samples"}
+        "docs/passes.md", "paper_sgd", {"method": "solver"}, SAMPLES, {"part": "samples"}
     ),
-    "paper em": Shown("docs/passes.md", "paper_sgd", ("method",), EM, {"part": "em"}),
+    "paper em": Shown("docs/passes.md", "paper_sgd", {"method": "solver"}, EM, {"part": "em"}),
     "speed": Shown(
-        "docs/speed.md", "speed", ("network", "rows", "means"), COLUMNS, {}, ("columns", "ratio")
+        "docs/speed.md",
+        "speed",
+        {"network": "network", "rows": "batch size", "means": "method"},
+        COLUMNS,
+        across=("columns", "ratio"),
     ),
-    "cost": Shown("docs/speed.md", "cost", ("problem", "weights", "rows"), COSTS, {"part": "fits"}),
+    "cost": Shown(
+        "docs/speed.md",
+        "cost",
+        {"problem": "network", "weights": "parameters", "rows": "examples"},
+        COSTS,
+        {"part": "fits"},
+    ),
     "loaders": Shown(
-        "docs/speed.md", "cost", ("problem",), BATCHES, {"part": "loaders"}, ("batch", "seconds")
+        "docs/speed.md",
+        "cost",
+        {"problem": "network"},
+        BATCHES,
+        {"part": "loaders"},
+        ("batch", "seconds"),
     ),
     "growth": Shown(
         "docs/speed.md",
         "cost",
-        ("problem", "weights", "rows", "classes", "K"),
-        {key: key for key in ("epochs", "F", "seconds", "columns")},
+        {
+            "problem": "varied",
+            "weights": "parameters P",
+            "rows": "examples N",
+            "classes": "classes C",
+            "K": "samples K",
+        },
+        {"epochs": "epochs", "F": "forward passes", "seconds": "seconds", "columns": "columns"},
         {"part": "growth"},
     ),
-    "scaling": Shown("docs/scaling.md", "scaling", ("kind", "ranks", "rows", "shard"), RANKS),
+    "scaling": Shown(
+        "docs/scaling.md",
+        "scaling",
+        {"kind": "scaling", "ranks": "ranks", "rows": "examples", "shard": "shard"},
+        RANKS,
+    ),
 }
+for stage in STAGES:
+    for name, page, columns, best in (
+        ("kept", BENCHMARKS, RELATIVE, RELATIVE_BEST),
+        ("regression", BENCHMARKS, NUMBERS, dict.fromkeys(("nll", "worst", "rmse"), "min")),
+        ("tuning", MORE, RELATIVE, RELATIVE_BEST),
+    ):
+        where = {"set": name, "network": stage}
+        TABLES[f"{name} {stage}"] = Shown(
+            page,
+            "tables",
+            {"row": "method"},
+            columns,
+            where,
+            best=best,
+            decimals=3,
+            names=VALIDATION_NOISE if name == "regression" else {},
+        )
 
 BY = {"ranking": ("score",), "mnist": ("task", "network", "row"), "tomography": ("row",)}
-"""What a kept line is a mean over the seeds of; of other files every line is kept."""
+"""Keys of the lines that are averaged over seeds; of other files every line is stored."""
 
 
 def kept(path: Path) -> list[dict]:
-    """Return what is kept of a run: means over seeds, and where they come from."""
+    """Return what is stored of a run: means over seeds, with their commit."""
     lines = markdown.read(path)
     if path.stem == "tables":
         return [line | {"commit": lines[-1]["commit"]} for line in tables.lines(lines)]
@@ -177,30 +297,40 @@ def kept(path: Path) -> list[dict]:
 
 
 def fill(results: Path, root: Path) -> None:
-    """Write every table whose lines are there into its page."""
+    """Write all tables into their pages."""
     for name, shown in TABLES.items():
         lines = [
             line
             for line in markdown.read(results / f"{shown.file}.jsonl")
-            if all(line.get(key) == value for key, value in shown.where.items())
+            if all(_is(line.get(key), value) for key, value in shown.where.items())
         ]
         if shown.across:
-            lines = markdown.across(lines, shown.rows, *shown.across)
+            lines = markdown.across(lines, [*shown.rows], *shown.across)
+        lines = [
+            line | {key: shown.names.get(line[key]) or named(line[key]) for key in shown.rows}
+            for line in lines
+        ]
         if lines:
             found = {k: v for k, v in shown.columns.items() if any(k in line for line in lines)}
-            markdown.insert(root / shown.page, name, markdown.table(lines, shown.rows, found))
+            text = markdown.table(lines, shown.rows, found, shown.best, shown.decimals)
+            markdown.insert(root / shown.page, name, text)
+
+
+def _is(value: object, asked: object) -> bool:
+    return value in asked if isinstance(asked, tuple) else value == asked
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="*", type=Path, help="JSON lines to keep the means of")
-    parser.add_argument("--root", type=Path, default=ROOT, help="of the pages")
+    parser.add_argument("runs", nargs="*", type=Path, help="results to store: JSON lines of runs")
+    parser.add_argument("--root", type=Path, default=ROOT, help="root of the repository")
     args = parser.parse_args(arguments)
     results = args.root / "benchmarks" / "results"
     for path in args.runs:
         text = "".join(json.dumps(line) + "\n" for line in kept(path))
         (results / path.name).write_text(text)
     fill(results, args.root)
+    charts.draw(results, args.root / "docs" / "images" / "charts")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The pages of the site that are made, not written: API pages and tutorials.
+"""Generates the API pages, the tutorial pages and the redirects of the documentation site.
 
-MkDocs calls ``on_files``. A tutorial is a script of ``examples/`` in percent format; what its cells
-printed and drew when ``python docs/pages.py [NAME ...]`` last ran them is kept in ``examples/shown/``.
+ProperDocs (and MkDocs) call the functions whose names begin with ``on_``. A tutorial is a script in
+``examples/`` with ``# %%`` cells. The text and figures that its cells produced are stored in
+``examples/shown/``; ``python docs/pages.py [NAME ...]`` runs the scripts and stores them again.
 ``python docs/pages.py --notebooks FOLDER`` writes all tutorials as Jupyter notebooks.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import configparser
 import contextlib
 import io
 import json
@@ -25,30 +27,88 @@ PACKAGE = ROOT / "torch_lla_em"
 EXAMPLES = ROOT / "examples"
 SHOWN = EXAMPLES / "shown"
 
+PUBLIC = "prediction", "likelihoods", "solvers", "inference", "mixtures"
+"""Subpackages for users, in the order of the navigation."""
+
+INTERNAL = "data", "jacobian", "problem", "checkpoint", "runtime"
+"""Subpackages that only developers of the library import from."""
+
+MODULES = "plot", "sklearn", "lightning", "torch_uncertainty", "botorch", "exact"
+"""Modules of the package's root with an API page of their own."""
+
+REDIRECTS = {"cards": "gpu"}
+"""Former address of a page -> its address now."""
+
+
+def on_config(config: Any) -> Any:
+    """Show the version, link the repository, and add the API pages to the navigation."""
+    config.copyright = f"torch_lla_em {version()}, MIT licence"
+    config.repo_url = config.repo_url or repository()
+    *_, api = config.nav
+    public, internal = subpackages()
+    pages = [name for name in MODULES if (PACKAGE / f"{name}.py").exists()]
+    api["API"] += [{name: f"api/{name}.md"} for name in public + pages]
+    api["API"].append({"Internals": [{name: f"api/{name}.md"} for name in internal]})
+    return config
+
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add a page for each room and each example."""
-    from mkdocs.structure.files import File
-
+    """Add the API pages, the tutorials with their figures and notebooks, and the redirects."""
+    File = type(next(iter(files)))
     nav = {title: pages for part in config.nav for title, pages in part.items()}
     examples = [Path(page).stem for page in nav["Tutorials"][1:]]
-    pages = [Path(page).stem for part in nav["API"][1:] for page in part.values()]
-    rooms = [page for page in pages if (PACKAGE / page).is_dir()]
-    made: dict[str, str | bytes] = {**api_pages(rooms), **tutorial_pages(examples)}
+    made: dict[str, str | bytes] = {**api_pages(), **tutorial_pages(examples)}
     made |= {f"tutorials/{path.name}": path.read_bytes() for path in SHOWN.glob("*.png")}
     made |= {f"tutorials/{name}.ipynb": notebook(name) for name in examples if is_portable(name)}
+    for old, new in REDIRECTS.items():
+        made[f"{old}/index.html"] = f'<meta http-equiv="refresh" content="0; url=../{new}/">\n'
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Keep the errors of a table's figures on their line."""
+    """Insert the version, and keep ± and its two numbers on one line in tables."""
+    markdown = markdown.replace("{{ version }}", version())
     return re.sub(r"(?m)^\|.* ± .*", lambda row: row[0].replace(" ± ", "\u00a0±\u00a0"), markdown)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Label the cells of tables with their column: on narrow screens a row becomes a list."""
+    return re.sub(r"<table>.*?</table>", lambda table: labelled(table[0]), html, flags=re.DOTALL)
+
+
+def labelled(table: str) -> str:
+    """Return an HTML table whose cells have the titles of their columns as an attribute."""
+    titles = re.findall(r"<th\b[^>]*>(.*?)</th>", table, re.DOTALL)
+    titles = [re.sub(r"<.*?>", "", title).replace('"', "&quot;") for title in titles]
+    if len(titles) < 3:
+        return table
+
+    def label(row: re.Match) -> str:
+        remaining = iter(titles)
+        return re.sub(r"<td", lambda _: f'<td data-label="{next(remaining, "")}"', row[0])
+
+    table = re.sub(r"<tr>.*?</tr>", label, table, flags=re.DOTALL)
+    return table.replace("<table>", "<table data-stack>")
+
+
+def version() -> str:
+    return re.search(r'__version__ = "(.*?)"', (PACKAGE / "__init__.py").read_text())[1]
+
+
+def repository() -> str | None:
+    """Return the address of the repository, once setup.cfg states one."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    urls = dict(
+        re.findall(r"^(.+?) = (.+)$", setup["metadata"].get("project_urls", ""), re.MULTILINE)
+    )
+    return urls.get("Repository")
+
+
 class Listed(griffe.Extension):
-    """Turn lines that begin with an argument into a list, and patterns into code."""
+    """Turn docstring lines that begin with an argument's name into a list."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
@@ -58,42 +118,83 @@ class Listed(griffe.Extension):
             obj.docstring.value = re.sub(r'"\*\w+\*"', r"`\g<0>`", listed)
 
 
-def api_pages(rooms: list[str]) -> dict[str, str]:
-    """Return the page of every room by its path: all that its face shows, from docstrings."""
-    rows, pages = [], {}
-    for room in rooms:
-        face = PACKAGE / room / "__init__.py"
-        names = public_names(face)
-        purpose = (ast.get_docstring(ast.parse(face.read_text())) or "").splitlines()[0]
-        blocks = "".join(f"\n::: torch_lla_em.{room}.{name}\n" for name in names)
-        pages[f"api/{room}.md"] = f"# {room}\n\n{purpose}\n{blocks}"
-        rows.append(f"| [{room}]({room}.md) | {', '.join(f'`{name}`' for name in names)} |")
-    pages["api/index.md"] = API + "\n".join(rows) + "\n"
+def subpackages() -> tuple[list[str], list[str]]:
+    """Return the names of the subpackages: those for users and the internal ones."""
+    names = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+    first = [name for name in PUBLIC if name in names]
+    public = first + [name for name in names if name not in PUBLIC + INTERNAL]
+    return public, [name for name in INTERNAL if name in names]
+
+
+def api_pages() -> dict[str, str]:
+    """Return the API pages by their paths: every public name, from its docstring."""
+    public, internal = subpackages()
+    rows, pages = {}, {}
+    for name in public + internal:
+        path = PACKAGE / name / "__init__.py"
+        exported = public_names(PACKAGE / "__init__.py")
+        names = sorted(public_names(path), key=lambda member: member not in exported)
+        purpose = (ast.get_docstring(ast.parse(path.read_text())) or name).splitlines()[0]
+        blocks = "".join(f"\n::: {address(name, member)}\n" for member in names)
+        pages[f"api/{name}.md"] = f"# torch_lla_em.{name}\n\n{purpose}\n{blocks}"
+        rows[name] = f"| [{name}]({name}.md) | {', '.join(f'`{member}`' for member in names)} |"
+    for name in MODULES:
+        if (PACKAGE / f"{name}.py").exists():
+            options = "    options:\n      show_root_heading: false\n"
+            pages[f"api/{name}.md"] = f"# torch_lla_em.{name}\n\n::: torch_lla_em.{name}\n{options}"
+            members = (f"`{member}`" for member in defined_names(PACKAGE / f"{name}.py"))
+            rows[name] = f"| [{name}]({name}.md) | {', '.join(members)} |"
+    users = "\n".join(rows[name] for name in rows if name not in internal)
+    developers = "\n".join(rows[name] for name in internal)
+    pages["api/index.md"] = API.format(users=users, developers=developers)
     return pages
 
 
-API = """# API
+def address(subpackage: str, member: str) -> str:
+    """Return the dotted name of a public name, also if a module of its subpackage is called alike."""
+    module = PACKAGE / subpackage / f"{member}.py"
+    alike = module.exists() and member in defined_names(module)
+    return f"torch_lla_em.{subpackage}.{member}" + f".{member}" * alike
 
-Every public name stands on the page of the room it is made in, with arguments, defaults and
-shapes; most are `torch_lla_em.NAME` too. Sizes: N data, B batch, C outputs, P weights, K samples.
 
-| page | what is on it |
+API = """# API reference
+
+Most names can be imported from `torch_lla_em` directly, for example
+`from torch_lla_em import LinearisedLaplace, LaplaceEnsemble, compare`. Shapes use these letters:
+N examples, B examples in a batch, C outputs, P parameters in the posterior, K posterior samples.
+
+| module | contents |
 |---|---|
-| [the root](laplace.md) | `LinearisedLaplace`, what a fit leaves, `botorch`, `exact` |
-| [plot](plot.md) | pictures of a posterior |
-| [sklearn](sklearn.md) | estimators of scikit-learn |
+| [LinearisedLaplace](laplace.md) | `LinearisedLaplace`, `NotFittedError` |
+{users}
+
+## Internals
+
+These modules are for developers of the library. Their names can change in any release.
+
+| module | contents |
+|---|---|
+{developers}
 """
 
 
 def public_names(path: Path) -> list[str]:
+    """Return ``__all__`` of a file."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return sorted(ast.literal_eval(node.value), key=str.lower)
     return []
 
 
+def defined_names(path: Path) -> list[str]:
+    """Return the public functions and classes that a file defines."""
+    kinds = ast.FunctionDef, ast.ClassDef
+    body = ast.parse(path.read_text()).body
+    return [n.name for n in body if isinstance(n, kinds) and not n.name.startswith("_")]
+
+
 class Cell(NamedTuple):
-    """A cell of a script in percent format."""
+    """A cell of a script with ``# %%`` cells."""
 
     text: str
     """Markdown, or code."""
@@ -102,7 +203,7 @@ class Cell(NamedTuple):
 
 
 def cells(path: Path) -> list[Cell]:
-    """Return the cells of a script; text is commented out in it."""
+    """Return the cells of a script. The text of Markdown cells stands in comments."""
     found = []
     for part in re.split(r"^# %%", path.read_text(), flags=re.MULTILINE)[1:]:
         kind, _, body = part.partition("\n")
@@ -114,14 +215,14 @@ def cells(path: Path) -> list[Cell]:
 
 
 def tutorial_pages(names: list[str]) -> dict[str, str]:
-    """Return the page of every example, and the list of all, by path."""
+    """Return the page of every example, and the index of all tutorials, by their paths."""
     rows, pages = [], {}
     for name in names:
         path = EXAMPLES / f"{name}.py"
         shown = json.loads((SHOWN / f"{name}.json").read_text())
-        also = f", or as a [notebook]({name}.ipynb)" if is_portable(name) else ""
-        source = f"`examples/{path.name}`{also}"
-        head = f"\n*{source}; {shown['seconds']:.0f} s on one core.*\n"
+        also = f", [Jupyter notebook]({name}.ipynb)" if is_portable(name) else ""
+        source = f"Source: `examples/{path.name}`{also}"
+        head = f"\n*{source}. Run time: {shown['seconds']:.0f} s on one CPU core.*\n"
         parts = [head]
         outputs = iter(shown["outputs"])
         for cell in cells(path):
@@ -139,27 +240,28 @@ def tutorial_pages(names: list[str]) -> dict[str, str]:
 
 TUTORIALS = """# Tutorials
 
-Each is a script: real data where there are some, one idea, no network of more than a minute's
-training. Run one whole with `python examples/NAME.py`, or cell by cell in an editor that knows
-`# %%`. `pip install -e ".[examples]"` brings what they need.
+Each tutorial is a script in `examples/` that runs in minutes or less on one CPU core. Run it with
+`python examples/NAME.py`, cell by cell in an editor that supports `# %%` cells, or as a Jupyter
+notebook. `pip install "torch_lla_em[examples]"` installs everything that they import.
 
-| | CPU seconds |
+| tutorial | CPU seconds |
 |---|---|
 """
 
 
 def as_markdown(output: dict[str, Any]) -> str:
     text = f'\n```text title="Output"\n{output["text"].rstrip()}\n```\n' if output["text"] else ""
-    return text + "".join(f"\n![]({picture})\n" for picture in output["pictures"])
+    pictures = zip(output["pictures"], output.get("alt", [""] * len(output["pictures"])))
+    return text + "".join(f"\n![{alt}]({picture})\n" for picture, alt in pictures)
 
 
 def is_portable(name: str) -> bool:
-    """Whether an example runs cell by cell: one that starts itself again needs its file."""
+    """Whether an example runs as a notebook: one that starts itself again needs its file."""
     return "__file__" not in (EXAMPLES / f"{name}.py").read_text()
 
 
 def notebook(name: str) -> str:
-    """Return an example as a Jupyter notebook, with what its cells printed and drew."""
+    """Return an example as a Jupyter notebook, with the stored output of its cells."""
     shown = iter(json.loads((SHOWN / f"{name}.json").read_text())["outputs"])
     found = [_cell("setup", "# %pip install 'torch_lla_em[examples]'", [])]
     for number, cell in enumerate(cells(EXAMPLES / f"{name}.py")):
@@ -188,7 +290,7 @@ def _outputs(shown: dict[str, Any]) -> list[Any]:
 
 
 def record(name: str) -> None:
-    """Run an example cell by cell, and keep what each printed and drew."""
+    """Run an example cell by cell, and store the text and figures that each cell produces."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -204,22 +306,30 @@ def record(name: str) -> None:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(cell.text, f"{path.name}, cell {number}", "exec"), names)
-        pictures = []
+        pictures, alt = [], []
         for figure in map(plt.figure, plt.get_fignums()):
             pictures.append(f"{name}-{number}-{figure.number}.png")
+            alt.append(description(figure))
             figure.savefig(SHOWN / pictures[-1], dpi=110, bbox_inches="tight")
         plt.close("all")
-        outputs.append({"text": printed.getvalue(), "pictures": pictures})
+        outputs.append({"text": printed.getvalue(), "pictures": pictures, "alt": alt})
     shown = {"seconds": time.process_time() - began, "outputs": outputs}
     (SHOWN / f"{name}.json").write_text(json.dumps(shown, indent=1) + "\n")
 
 
+def description(figure: Any) -> str:
+    """Return the alternative text of a figure, from the titles and labels of its axes."""
+    if figure.get_suptitle():
+        return figure.get_suptitle()
+    plots = [axes for axes in figure.axes if axes.get_xlabel() and axes.get_ylabel()]
+    texts = (axes.get_title() or f"{axes.get_ylabel()} by {axes.get_xlabel()}" for axes in plots)
+    return "; ".join(texts)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="examples to run; all by default")
-    parser.add_argument(
-        "--notebooks", type=Path, help="write notebooks to this folder; run nothing"
-    )
+    parser.add_argument("names", nargs="*", help="examples to run (default: all)")
+    parser.add_argument("--notebooks", type=Path, help="only write notebooks to this folder")
     asked = parser.parse_args()
     for name in asked.names or [path.stem for path in sorted(EXAMPLES.glob("*.py"))]:
         if asked.notebooks and is_portable(name):

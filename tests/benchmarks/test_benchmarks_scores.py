@@ -1,25 +1,18 @@
 """What predictions score, what runs are measured by, and what is kept and shown of them."""
 
 import json
-import sys
 import time
 from math import log
 from pathlib import Path
 
-import pytest
+import report
 import torch
+from methods.measure import Meter
+from methods.metrics import Classes, Numbers, auroc
+from methods.provenance import provenance
+from methods.tasks import SharedDropout
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-for package in ("sklearn", "torchmetrics", "matplotlib", "laplace"):
-    pytest.importorskip(package)
-
-import report  # noqa: E402
-from methods.measure import Meter  # noqa: E402
-from methods.metrics import Classes, Numbers, auroc  # noqa: E402
-from methods.provenance import provenance  # noqa: E402
-from methods.tasks import SharedDropout  # noqa: E402
 
 
 def test_joint_nll_of_one_function_is_the_marginal_nll():

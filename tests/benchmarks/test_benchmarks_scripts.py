@@ -1,0 +1,221 @@
+"""The smaller benchmarks run at a tiny size, and their arithmetic is right."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import aims
+import card
+import cost
+import digits
+import pytest
+import speed
+import torch
+from methods import markdown, tasks
+from methods.plain_pass import plain_product
+from tiny import tiny
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+SPEED = "--networks lenet --batch 4 --columns 1 2 --repeats 1".split()
+
+
+def run_script(name, *options):
+    command = [sys.executable, BENCHMARKS / name, *options]
+    subprocess.run(list(map(str, command)), check=True, timeout=300)
+
+
+def test_ratios_of_aims_are_averaged_over_tasks_and_the_worst_over_seeds():
+    keys = "accuracy", "auroc permuted", "auroc noise", "auroc inputs x 3"
+    keys = *keys, "confidence test", "confidence noise"
+
+    def record(task, seed, method, nll, **more):
+        common = {"task": task, "seed": seed, "stage": "on", "method": method, "nll": nll}
+        return common | dict.fromkeys(keys, 0.5) | more
+
+    records = []
+    for task, seed, ratio in (("a", 0, 4.0), ("a", 1, 1.0), ("b", 0, 0.5)):
+        records.append(record(task, seed, "network", 0.3, accuracy=0.4))
+        records.append(record(task, seed, aims.REFERENCE, 0.3))
+        surer = {"confidence noise": 0.6 if task == "a" else 0.4}
+        records.append(record(task, seed, "as fitted", 0.3 * ratio, **surer))
+    line = aims.lines(aims.compared(records))[-1]
+    assert line["NLL"] == pytest.approx(2 ** (1 / 3)) and line["worst"] == pytest.approx(2.0)
+    assert line["accuracy"] == pytest.approx(0.1) and line["surer on noise"] == 2
+    found = {line["figure"]: line["met"] for line in aims.verdicts([line])}
+    assert found == {"NLL": "no", "worst": "no", "accuracy": "yes", "surer on noise": "no"}
+    assert len(aims.HIDDEN) == 8 and not set(aims.HIDDEN) & set(tasks.TUNING)
+
+
+@pytest.mark.slow
+def test_aims_continue_from_their_records(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "aims.jsonl"
+    command = ["--tasks", "vehicle", "--seeds", "0", "--quick", "--out", str(out)]
+    aims.main(command)
+    records = markdown.read(out)
+    found = {(record["stage"], record["method"]) for record in records}
+    assert found >= {("on", "as fitted"), ("early", "network")}
+    assert "| tables | as fitted | NLL |" in capsys.readouterr().out
+    monkeypatch.setattr(aims, "run", lambda *_: pytest.fail("a network was trained again"))
+    aims.main(command)
+    assert markdown.read(out) == records
+
+
+@pytest.mark.parametrize("name", cost.PROBLEMS)
+def test_networks_of_cost_take_their_data(name):
+    problem = cost.made(cost.PROBLEMS[name])
+    assert problem.network.eval()(problem.x[:2]).shape[0] == 2
+    assert len(problem.y) == len(problem.x)
+    if not problem.regression:
+        counts = problem.y.bincount().double()
+        assert len(counts) > 1 and counts.max() < 0.8 * counts.sum()
+
+
+@pytest.mark.slow
+def test_parts_of_cost_write_lines(tmp_path, monkeypatch):
+    small = partial(cost.mlp, rows=60, width=5)
+    monkeypatch.setattr(cost, "PROBLEMS", {"mlp": small, "cnn": small})
+    monkeypatch.setattr(cost, "GROWTH", {"K": [({"rows": 60, "width": 5}, 2)]})
+    cost.main(["--num-samples", "2", "--out", str(tmp_path)])
+    lines = markdown.read(tmp_path / "cost.jsonl")
+    parts = [line["part"] for line in lines]
+    assert parts == 4 * ["fits"] + 10 * ["loaders"] + ["growth"]
+    for line in lines:
+        assert line["epochs"] == pytest.approx(line["seconds"] / line["epoch_seconds"])
+    assert lines[1]["laplace_torch"] > 0 and lines[1]["ensemble"] > 0
+    again = ["--parts", "fits", "--problems", "mlp", "--before", str(tmp_path / "cost.jsonl")]
+    cost.main([*again, "--num-samples", "2", "--out", str(tmp_path / "again")])
+    again = markdown.read(tmp_path / "again" / "cost.jsonl")
+    assert [line["before"] for line in again] == [line["epochs"] for line in lines[:2]]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_gpu_is_measured_whole(tmp_path, device, monkeypatch):
+    monkeypatch.setattr(cost, "PROBLEMS", {"mlp": partial(cost.mlp, rows=60, width=5)})
+    card.main(["--tiny", "--device", device, "--out", str(tmp_path)])
+    steps = json.loads((tmp_path / "card.json").read_text())["steps"]
+    known = {"fit lenet", "product lenet, eager", "launches lenet"}
+    assert set(steps) == known | {"recovery", "compile lenet", "cost mlp"}
+    assert not [line for lines in steps.values() for line in lines if "error" in line]
+    assert steps["fit lenet"][0]["relative_certificate"] <= 1e-3
+    assert steps["compile lenet"][0]["difference"] < 1e-5
+    assert [line["problem"] for line in steps["cost mlp"]][1:] == ["mlp"]
+    page = (tmp_path / "card.md").read_text()
+    assert "| lenet | 4 | eager | 2 |" in page
+
+
+def test_a_step_that_fails_is_reported_and_the_rest_runs(tmp_path, monkeypatch):
+    def fail(args):
+        raise RuntimeError("no memory")
+
+    steps = {"fit lenet": fail, "recovery": lambda args: [{"of": "it", "seconds": 1.0}]}
+    monkeypatch.setattr(card, "steps", lambda args: steps)
+    card.main(["--device", "cpu", "--out", str(tmp_path)])
+    page = (tmp_path / "card.md").read_text()
+    assert "- fit lenet: RuntimeError: no memory" in page and "| it |" in page
+
+
+def test_committed_coverage_and_false_alarms_keep_their_promise():
+    records = markdown.read(BENCHMARKS / "results/coverage.jsonl")
+    for table in {record["table"] for record in records}:
+        ours = [r for r in records if r["method"] in ("prediction_set", "interval")]
+        runs = [r for r in ours if r["table"] == table]
+        assert len(runs) == 20
+        n, level = runs[0]["validation"] // 2, runs[0]["level"]
+
+        def error(p):  # splits of one table overlap: they count as the trainings do
+            return 3 * (p * (1 - p) * (1 / n + 1 / runs[0]["tested"]) / 4) ** 0.5
+
+        assert sum(r["coverage"] for r in runs) / 20 > level - error(level)
+        assert sum(r["flagged test"] for r in runs) / 20 < 0.05 + error(0.05)
+
+
+def test_coverage_runs(tmp_path, capsys):
+    # by its path, since a package has the same name
+    spec = importlib.util.spec_from_file_location("coverage_here", BENCHMARKS / "coverage.py")
+    coverage = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(coverage)
+    options = ["--trainings", "1", "--splits", "1", "--epochs", "3", "--tables", "diabetes"]
+    coverage.main([*options, "--out", str(tmp_path / "out.jsonl")])
+    assert "interval" in capsys.readouterr().out
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_digits_run_on_a_gpu(tmp_path, monkeypatch):
+    load, train = digits.load, digits.train
+    few = lambda part: digits.Split(part.x[:60], part.y[:60])  # noqa: E731
+    monkeypatch.setattr(digits, "load", lambda device: map(few, load(device)))
+    monkeypatch.setattr(digits, "train", partial(train, epochs=15))
+    options = ["--device", "cuda", "--num-samples", "4", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["digits.py", *options])
+    digits.main()
+    lines = markdown.read(tmp_path / "digits.jsonl")
+    assert len(lines) == 5 and all(line["machine"] for line in lines)
+    assert (tmp_path / "digits.png").exists()
+
+
+@pytest.mark.cuda
+def test_speed_runs_on_a_gpu(monkeypatch, capsys):
+    for means in speed.MEANS:
+        own = [*SPEED, "--device", "cuda", "--means", means, "--child"]
+        monkeypatch.setattr(sys, "argv", ["speed.py", *own])
+        speed.main()
+        lines = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert [line["columns"] for line in lines] == [1, 2]
+        assert all(line["peak_gb"] > 0 for line in lines)
+
+
+@pytest.mark.slow
+def test_speed_writes_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["speed.py", *SPEED, "--out", str(tmp_path)])
+    speed.main()
+    for line, count in zip(markdown.read(tmp_path / "speed.jsonl"), (1, 2), strict=True):
+        assert line["weights"] == 61706 and line["rows"] == 4 and line["columns"] == count
+        assert line["ratio"] == pytest.approx(line["product"] / line["forward"] / (1 + 4 * count))
+        assert line["peak_gb"] > 0.1 and line["commit"]
+
+
+def test_the_plain_pass_of_speed_is_the_same_product():
+    case = tiny("classification")
+    problem = case.problem()
+    w = torch.randn(3, problem.size, dtype=case.x.dtype)
+    plain = plain_product(case.model, problem.linear_model.layout.names, case.x)
+    torch.testing.assert_close(plain(w), problem.ggn_product(w))
+
+
+@pytest.mark.slow
+def test_scaling_measures_every_way_to_share(tmp_path):
+    small = "--rows 8 --batch 4 --width 8 --num-samples 2 --repeats 1 --ranks 1 2".split()
+    run_script("scaling.py", *small, "--out", tmp_path)
+    lines = markdown.read(tmp_path / "scaling.jsonl")
+    shards = [line["shard"] for line in lines if (line["kind"], line["ranks"]) == ("strong", 2)]
+    assert shards == ["data", "weights"]
+    sent = {line["shard"]: line["bytes"] for line in lines if line["ranks"] == 2}
+    assert sent["data"] >= 2  # 2 (R - 1) K P numbers, and the traffic of others
+
+
+@pytest.mark.slow
+def test_serving_asks_every_predictor_in_both_ways(tmp_path):
+    run_script("serving.py", "--tiny", "--out", tmp_path / "serving.jsonl")
+    lines = markdown.read(tmp_path / "serving.jsonl")
+    assert len(lines) == 12 and {line["way"] for line in lines} == {"alone", "batched"}
+    assert all(line["requests/s"] > 0 and line["p99 ms"] > 0 for line in lines)
+
+
+@pytest.mark.slow
+def test_the_gallery_is_drawn(tmp_path):
+    run_script("gallery.py", "--tiny", "--out", tmp_path)
+    assert pictures(tmp_path) == pictures(ROOT / "docs/images/gallery")
+
+
+def test_charts_are_drawn_from_the_stored_results(tmp_path):
+    run_script("charts.py", "--out", tmp_path)
+    assert pictures(tmp_path) == pictures(ROOT / "docs/images/charts")
+
+
+def pictures(folder):
+    return {path.name for path in folder.glob("*.png")}

@@ -202,7 +202,7 @@ def test_the_estimate_is_what_a_fit_takes():
 
 def test_a_small_device_gets_smaller_pieces(monkeypatch):
     case = tiny("classification")
-    monkeypatch.setattr("torch_lla_em.problem.setting.free_memory", lambda _: 4000.0)
+    monkeypatch.setattr("torch_lla_em.problem.plan.free_memory", lambda _: 4000.0)
     plan = prepare(case.problem(), 4, Compute())
     assert plan.tight and "may not fit" in str(plan)
     assert plan.columns == 1 and plan.rows < len(case.x)
@@ -213,7 +213,7 @@ def test_processes_on_one_device_share_its_memory(monkeypatch):
         def meet(self, subject, value, merge):
             return merge([value, value])
 
-    monkeypatch.setattr("torch_lla_em.problem.setting.free_memory", lambda _: 8e6)
+    monkeypatch.setattr("torch_lla_em.problem.plan.free_memory", lambda _: 8e6)
     case = tiny("classification")
     alone = prepare(case.problem(), 4, Compute())
     problem = case.problem()

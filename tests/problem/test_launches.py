@@ -12,8 +12,8 @@ from torch_lla_em.data.loader import Data
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
+from torch_lla_em.problem.plan import prepare
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.problem.setting import prepare
 
 # they launch nothing
 VIEWS = """_efficientzerotensor _has_same_storage_numel _unsafe_view alias as_strided detach empty

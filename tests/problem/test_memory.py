@@ -205,23 +205,6 @@ def problem_of_rows(model):
     return Problem(la._linear_model, Classification(), Data([(x, y)], torch.device("cpu")))
 
 
-def test_a_shortage_is_no_reason_to_take_rows_for_one():
-    small = problem()
-    network = small.linear_model.network
-    whole, calls = network.forward_fn, []
-
-    def refused_once(module, x):
-        calls.append(len(x))
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("none left")
-        return whole(module, x)
-
-    network.forward_fn = refused_once
-    with network.guarded():
-        assert small.sweep.pieces.stand_alone(small.data.first(), 8)
-    assert calls == [16, 8, 8, 4]
-
-
 @pytest.mark.parametrize(
     "words", ["shapes do not match", "could not create a primitive descriptor for a convolution"]
 )

@@ -152,9 +152,8 @@ def test_squares_without_factors_are_the_same_however_rows_are_batched(known, cu
     def squares(*cuts, columns=None):
         problem = case.problem(*cuts)
         problem.linear_model.probe(case.x)
-        factors = problem.linear_model.known_factors
-        problem.linear_model.factored = None
-        problem.linear_model.known_factors = replace(factors, names=known) if known else None
+        factors = problem.linear_model.factored
+        problem.linear_model.factored = replace(factors, names=known) if known else None
         problem.linear_model.columns = columns
         return problem.noise_features(5, 0).squares
 
@@ -167,7 +166,7 @@ def test_the_squares_of_groups_are_those_of_32_rows_on_average():
     case = repeated("classification")
     problem = case.problem(50)
     problem.linear_model.probe(case.x)
-    problem.linear_model.known_factors = problem.linear_model.factored = None
+    problem.linear_model.factored = None
     K = 400
     found = problem.noise_features(K, 0).squares
     expected = case.exact().expected_squared_features

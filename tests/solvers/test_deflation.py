@@ -212,7 +212,7 @@ def test_going_on_at_another_precision_needs_no_product_for_its_residual(precisi
 
 
 def test_without_room_for_a_basis_solves_are_plain(monkeypatch):
-    monkeypatch.setattr("torch_lla_em.problem.setting.free_memory", lambda device: 4.0)
+    monkeypatch.setattr("torch_lla_em.problem.plan.free_memory", lambda device: 4.0)
     problem = tiny("classification").problem(7, 18)
     noise = get_sto_samples(problem, 3, layerwise=True)
     hyper = hyper_of(problem, 1.0, 3.0, 5.0, 2.0)

@@ -1,6 +1,7 @@
 """A network as a function of its weights, and its Jacobian as products."""
 
 from torch_lla_em.jacobian.bad_inputs import explained, require_rows
+from torch_lla_em.jacobian.faults import layer_of
 from torch_lla_em.jacobian.layers import called_last
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import ForwardFn, Network
@@ -16,6 +17,7 @@ __all__ = [
     "Selection",
     "called_last",
     "explained",
+    "layer_of",
     "require_rows",
     "select_parameters",
 ]

@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from torch_lla_em.jacobian.factors import FETCHED_BYTES
 from torch_lla_em.jacobian.network import NoJacobianError
-from torch_lla_em.jacobian.rows import Rows, Weights
+from torch_lla_em.jacobian.rows import Rows, Weights, num_examples
+
+# where a CPU's cache holds fewer columns than this, Jᵀu is faster one by one: J w shares its forward
+# pass among columns, but their backward passes share nothing, and stacking them costs time
+_PULLED_ALONE = 8
 
 
 class Path(NamedTuple):
@@ -20,21 +25,35 @@ class Path(NamedTuple):
     """J w by forward mode; otherwise by two reverse passes."""
 
     jvp_columns: int | None = None
-    """How many columns of J w are taken at once; None: all."""
+    """How many columns of J w are taken at once, at most; None: no limit."""
 
     vjp_columns: int | None = None
-    """How many columns of Jᵀ u are taken at once; None: all."""
+    """How many columns of Jᵀ u are taken at once, at most; None: no limit."""
+
+    example_bytes: int | None = None
+    """Bytes of the largest output of a layer for one example, on a CPU; None elsewhere."""
 
     shared: bool = False
     """Whether one column takes J w and Jᵀ u from one forward pass, a fifth of its work."""
 
     def within(self, columns: int | None) -> Path:
         """Return the same with at most so many columns at once."""
-        pushed, pulled = (
-            min((side for side in (own, columns) if side is not None), default=None)
-            for own in (self.jvp_columns, self.vjp_columns)
+        return self._replace(
+            jvp_columns=_least(self.jvp_columns, columns),
+            vjp_columns=_least(self.vjp_columns, columns),
         )
-        return self._replace(jvp_columns=pushed, vjp_columns=pulled)
+
+    def at_once(self, examples: int) -> tuple[int | None, int | None]:
+        """Return how many columns of J w and of Jᵀ u are best taken at once; None: all."""
+        cached = pulled = None
+        if self.example_bytes is not None:
+            cached = max(2, FETCHED_BYTES // max(1, self.example_bytes * examples))
+            pulled = 1 if cached <= _PULLED_ALONE else cached
+        return _least(self.jvp_columns, cached), _least(self.vjp_columns, pulled)
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 class ByAutodiff(Rows):
@@ -49,7 +68,7 @@ class ByAutodiff(Rows):
         pulls: bool = True,
     ):
         """``names``: some of the weights, if not all; ``pulls``: whether Jᵀ u will be needed."""
-        super().__init__(weights, (path.jvp_columns, path.vjp_columns))
+        super().__init__(weights, path.at_once(num_examples(x)))
         self._path, self._names, self._pulls = path, names, pulls
         self._function, self._values = weights.network.function(x), weights.values(names)
         self._f: Tensor | None = None

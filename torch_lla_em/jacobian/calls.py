@@ -69,6 +69,15 @@ class Call(NamedTuple):
         return not self.given.is_floating_point()
 
     @property
+    def multiplications(self) -> int:
+        """Those by the weight in a forward pass; of a table, the entries that a gradient has."""
+        if self.weight is None:
+            return self.shape.numel()
+        if self.is_lookup:
+            return self.shape.numel() + self.weight.shape.numel()
+        return self.shape.numel() * self.weight.shape[1:].numel()
+
+    @property
     def is_kept(self) -> bool:
         """Whether what was given has not been written to."""
         return self.given._version == self.version

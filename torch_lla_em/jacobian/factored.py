@@ -34,14 +34,8 @@ class Factored:
     least_columns: int = 1
     """From how many columns on factors pay that are not kept."""
 
-    seconds: tuple[float, float] = (0.0, 0.0)
-    """What a column takes, by kept factors and without."""
-
     shared: tuple[str, ...] = ()
     """Tables of which one lookup serves all rows."""
-
-    pays: bool = True
-    """Whether products are not faster without."""
 
     @classmethod
     def find(
@@ -102,6 +96,7 @@ class Factored:
             [term.outer() for term in terms if not term.is_dense],
             torch.cat([torch.cat(term.pieces, 1) for term in dense], 2) if dense else None,
             [piece for term in dense for piece in term.call.pieces],
+            sum(call.multiplications for call in calls),
         )
 
     def _backward(self, f: Tensor, terms: list[_Term]) -> None:

@@ -18,6 +18,10 @@ from torch_lla_em.jacobian.calls import Piece
 # takes as long as the arithmetic
 FETCHED_BYTES = 2**24
 
+# how much more arithmetic factors may take than torch.func, which also does all that is no product
+# with a weight, in many small steps
+_SLOWER = 3
+
 
 class Outer(NamedTuple):
     """J of one call, B ⊗ a summed over places, as its factors."""
@@ -87,10 +91,23 @@ class Terms(NamedTuple):
     columns: list[Piece]
     """Whose they are."""
 
+    forward: int = 0
+    """Multiplications by the weights in a forward pass."""
+
     @property
     def nbytes(self) -> int:
         dense = 0 if self.dense is None else self.dense.nbytes
         return self.f.nbytes + dense + sum(term.nbytes for term in self.outer)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether torch.func needs much less arithmetic, as of many outputs of narrow layers.
+
+        A column takes torch.func four forward passes, and factors twice what they hold.
+        """
+        dense = 0 if self.dense is None else self.dense.numel()
+        b = sum(term.b.numel() for term in self.outer if term.b is not None)
+        return 2 * (self.forward + dense + b) > _SLOWER * 4 * self.forward
 
     @property
     def at_once(self) -> int | None:

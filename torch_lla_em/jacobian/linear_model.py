@@ -53,13 +53,7 @@ class LinearModel:
         """How far J w is from float32, relative, where ``Compute`` asks for less."""
 
         self.factored: Factored | None = None
-        """The weights whose Jacobian is taken by factors where that is faster."""
-
-        self.rows_probed = 0
-        """How many rows the probe saw: of one it cannot be told what has factors."""
-
-        self.known_factors: Factored | None = None
-        """The weights that have factors, also where products are faster without."""
+        """The weights whose Jacobian is taken by factors."""
 
     @property
     def report(self) -> Report | None:
@@ -127,24 +121,15 @@ class LinearModel:
         dtypes = {weight.dtype for weight in self.weights.values().values()}
         return reduce(torch.promote_types, dtypes, torch.float32)
 
-    def at(
-        self,
-        x: Any,
-        columns: int = 1,
-        keep: bool = False,
-        pulls: bool = True,
-        squares: bool = False,
-    ) -> Rows:
+    def at(self, x: Any, columns: float = 1, keep: bool = False, pulls: bool = True) -> Rows:
         """Return the linear model at one batch's inputs, for use inside ``network.guarded()``.
 
         ``columns``: how many will be taken, in all; ``keep``: whether the result is to be kept
-        from pass to pass, if it can be; ``pulls``: whether Jᵀ u will be needed; ``squares``: whether
-        the squares of single rows will be, which take factors.
+        from pass to pass, if it can be; ``pulls``: whether Jᵀ u will be needed.
         """
-        factored = self.known_factors if squares else self.factored
+        factored = self.factored
         if factored is not None and not torch.is_grad_enabled():
-            needed = squares or keep or columns >= factored.least_columns
-            terms = factored.run(x, keep) if needed else None
+            terms = factored.run(x, keep) if keep or columns >= factored.least_columns else None
             if terms is not None:
                 return self.by_factors(factored, terms, x)
         return self.by_autodiff(x, pulls=pulls)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torch_lla_em.jacobian.autodiff import Path
 from torch_lla_em.jacobian.factored import Factored
-from torch_lla_em.jacobian.factors import FETCHED_BYTES
 from torch_lla_em.jacobian.faults import (
     checked_outputs,
     distance,
@@ -23,17 +22,12 @@ from torch_lla_em.jacobian.faults import (
 from torch_lla_em.jacobian.layers import floating_tensors, hooked
 from torch_lla_em.jacobian.network import Network, NoJacobianError
 from torch_lla_em.jacobian.parameters import ParameterLayout
-from torch_lla_em.jacobian.rows import Rows
-from torch_lla_em.jacobian.trial import find_factors, words_of
+from torch_lla_em.jacobian.rows import Rows, num_examples
+from torch_lla_em.jacobian.trial import find_factors
 from torch_lla_em.runtime import is_shortage
 
 # rounding in a deep network in float32 or with TF32, well below what a wrong rule leaves
 _ROUNDING = 0.03
-
-# where fewer columns than this fit a CPU's cache, Jᵀu is faster one by one: J w shares its
-# forward pass among columns, but their backward passes share nothing, and stacking costs
-_PULLED_ALONE = 8
-
 
 # blocks whose gradient is smaller than this share of the largest count for less: rounding
 _SMALL = 1e-3
@@ -55,7 +49,10 @@ class Report(NamedTuple):
     """The products of which an operation cannot be batched over columns."""
 
     factors: str = ""
-    """How many of the weights have a Jacobian in factors, and what that gives."""
+    """How many of the weights have a Jacobian in factors."""
+
+    examples: int = 1
+    """How many were looked at: of one it cannot be told what has factors."""
 
     def __str__(self) -> str:
         direction = "forward mode" if self.path.forward else "two reverse passes"
@@ -79,8 +76,6 @@ class Products(Protocol):
     layout: ParameterLayout
     path: Path
     factored: Factored | None
-    known_factors: Factored | None
-    rows_probed: int
 
     def by_autodiff(self, x: Any) -> Rows: ...
 
@@ -101,12 +96,8 @@ class _Columns(NamedTuple):
     """(2, P)."""
 
     tolerance: float
-    largest: int | None
-    """Bytes of the largest output of a layer, on a CPU."""
-
-    def at_once(self, bound: int) -> int | None:
-        """How many columns a CPU takes, at most, for temporaries of so many bytes."""
-        return None if self.largest is None else max(2, bound // self.largest)
+    example_bytes: int | None
+    """Bytes of the largest output of a layer for one example, on a CPU."""
 
 
 def choose_path(model: Products, x: Any) -> Report | None:
@@ -123,9 +114,7 @@ def choose_path(model: Products, x: Any) -> Report | None:
             report = None
             if columns is not None:
                 report = _choose(model, x, columns)
-                model.rows_probed = columns.u.shape[1] if columns.u.dim() > 2 else 1
-                found = model.known_factors = find_factors(model, x, columns.largest)
-                model.factored = found if found is not None and found.pays else None
+                model.factored = find_factors(model, x)
         except Exception:  # perhaps of memory: with fewer rows all of it is tried again
             model.path = start
             raise
@@ -139,11 +128,15 @@ def choose_path(model: Products, x: Any) -> Report | None:
     if report is None:
         model.path = start
         return None
-    factored = () if model.factored is None else model.factored.names
-    if len(factored) == len(model.layout.names) and not report.unbatched:
-        # there is nothing whose columns a cache would have to hold
-        model.path = model.path._replace(jvp_columns=None, vjp_columns=None)
-    return report._replace(path=model.path, factors=words_of(model))
+    return report._replace(path=model.path, factors=_words_of_factors(model))
+
+
+def _words_of_factors(model: Products) -> str:
+    if model.factored is None:
+        return ""
+    of = dict(zip(model.layout.names, model.layout.sizes))
+    number = sum(of[name] for name in model.factored.names)
+    return f"{number:,} of {model.layout.size:,} weights have factors"
 
 
 def _columns(model: Products, x: Any) -> _Columns | None:
@@ -178,8 +171,9 @@ def _columns(model: Products, x: Any) -> _Columns | None:
     norms = squares.clamp_min(_SMALL**2 * squares.max())
     v[0] = JTu[0].double() / layout.expand(norms)
     eps = max(torch.finfo(t.dtype).eps for t in (f, *weights.values()))
-    largest = max(sizes) if network.device.type == "cpu" else None
-    return _Columns(v, (squares / norms).sum(), u, JTu, math.sqrt(eps), largest)
+    on_cpu = network.device.type == "cpu"
+    example_bytes = -(-max(sizes) // num_examples(x)) if on_cpu else None
+    return _Columns(v, (squares / norms).sum(), u, JTu, math.sqrt(eps), example_bytes)
 
 
 def _choose(model: Products, x: Any, columns: _Columns) -> Report:
@@ -205,16 +199,17 @@ def _choose(model: Products, x: Any, columns: _Columns) -> Report:
     if errors.get(forward, math.inf) > max(columns.tolerance, _ROUNDING):
         raise NoJacobianError(_refusal(model, reasons))
     model.path = start._replace(forward=forward)
-    unbatched, cached = [], columns.at_once(FETCHED_BYTES)
-    pulled = 1 if cached is not None and cached <= _PULLED_ALONE else cached
-    for side, name, at_once in (("jvp_columns", "J w", cached), ("vjp_columns", "Jᵀu", pulled)):
+    unbatched = []
+    for side, name in (("jvp_columns", "J w"), ("vjp_columns", "Jᵀu")):
         if _vmap_works(model, x, columns, side, Jv[forward]):
-            model.path = model.path._replace(**{side: at_once})  # type: ignore[arg-type]
+            model.path = model.path._replace(**{side: None})
         else:
             unbatched.append(name)
+    model.path = model.path._replace(example_bytes=columns.example_bytes)
     model.path = model.path._replace(shared=forward and _shares(model, x, columns, Jv[forward]))
     why = "" if forward else reasons.get(True, "treats the rows of a tied padding_idx otherwise")
-    return Report(model.path, errors[forward], why, tuple(unbatched))
+    examples = columns.u.shape[1] if columns.u.dim() > 2 else 1
+    return Report(model.path, errors[forward], why, tuple(unbatched), examples=examples)
 
 
 def _refuse_shortage(error: Exception) -> None:

@@ -9,9 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_lla_em.data import tensors_in
 from torch_lla_em.jacobian.faults import padding_rows
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
+
+
+def num_examples(x: Any) -> int:
+    """Return how many examples there are in inputs, as far as their tensors show."""
+    return next((len(tensor) for tensor in tensors_in(x) if tensor.dim()), 1)
 
 
 class Weights:

@@ -4,9 +4,16 @@ from torch_lla_em.problem.cost import Cost
 from torch_lla_em.problem.operators import WhitenedGGN, WhitenedLoss
 from torch_lla_em.problem.outputs import Outputs, outputs, pull_back
 from torch_lla_em.problem.placement import Vectors
-from torch_lla_em.problem.plan import VECTORS, Plan, place_of_vectors, size_of
+from torch_lla_em.problem.plan import (
+    VECTORS,
+    Plan,
+    columns_held,
+    place_of_vectors,
+    prepare,
+    room,
+    size_of,
+)
 from torch_lla_em.problem.problem import NoiseFeatures, Problem
-from torch_lla_em.problem.setting import columns_held, prepare, room
 
 __all__ = [
     "VECTORS",

@@ -1,17 +1,33 @@
-"""What a fit will hold, before it holds it: vectors, basis, one batch, and how many columns."""
+"""Before anything is allocated: the network is probed, and the memory of a fit planned."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import LinearModel
+from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.sweep import Sweep, no_room
-from torch_lla_em.runtime import Compute, DoesNotFit, attempt, pinned_bytes
+from torch_lla_em.runtime import (
+    Compute,
+    DoesNotFit,
+    Group,
+    attempt,
+    free_memory,
+    least_share,
+    pinned_bytes,
+    place_of,
+)
+
+logger = logging.getLogger("torch_lla_em")
 
 VECTORS = 20
 """Vectors of length P per sample at the peak of a fit, without a Krylov basis."""
@@ -22,6 +38,11 @@ _SHARE = 0.8
 _FACTORS = 0.25
 # temporaries of an operation's derivative, in its own size
 _TEMPORARIES = 3
+# of how many examples a forward pass is measured
+_FEW = 8
+# what a batch best has: small ones are joined up to it, and large ones on a CPU are cut
+_BATCH_ROWS = 1024
+_BATCH_BYTES = 1 << 26
 
 
 class Activations(NamedTuple):
@@ -40,10 +61,14 @@ class Activations(NamedTuple):
     def of(cls, linear_model: LinearModel, x: Any, rows: int) -> Activations:
         """Measure by one forward pass inside the network's guard."""
         sizes: dict[int, int] = {}
+        parameters = linear_model.network.module.parameters()
+        weights = {p.untyped_storage().data_ptr() for p in parameters if p.layout == torch.strided}
 
         def see(tensor: Tensor) -> Tensor:
             if tensor.layout == torch.strided and type(tensor) is Tensor:
-                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in weights:  # which are there anyway
+                    sizes[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         try:
@@ -52,6 +77,11 @@ class Activations(NamedTuple):
         except RuntimeError:  # torch.func inside a network allows no hooks: then it is not known
             linear_model.by_autodiff(x).forward()
         return cls(sum(sizes.values()), max(sizes.values(), default=0), rows)
+
+    def of_rows(self, rows: int) -> Activations:
+        """Return what a batch of so many rows takes, which grows with them."""
+        more = rows / max(1, self.rows)
+        return Activations(int(self.kept * more), int(self.largest * more), rows)
 
 
 class Plan(NamedTuple):
@@ -97,16 +127,103 @@ class Plan(NamedTuple):
         )
 
 
+def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "data") -> Plan:
+    """Look at the first batch, plan memory, and have passes keep to the plan.
+
+    ``shard`` is what ranks share out: "data", or "weights" as well.
+    """
+    model, data, group = problem.linear_model, problem.data, problem.data.group
+    if shard == "weights":
+        problem.vectors.group = group
+    model.network.precision = compute.precision
+    data.keep = compute.keep_data
+    first = _several(problem, data.first())
+    if model.report is not None and model.report.examples == 1 < len(first.rows):
+        model.forget()
+    part, activations = measured(problem.sweep, first, compute.rows)
+    _warn_of_influence(problem)
+    if part is first and compute.keep_data:
+        activations = _resized(problem, part, activations)
+    if len(part.rows) < min(compute.rows or inf, len(first.rows)):
+        problem.sweep.take(None, len(part.rows))
+    held, free_on = columns_held(problem, num_samples), partial(free_for_each, group)
+    plan = make_plan(model, held, compute, activations, free_on)
+    problem.sweep.take(plan.columns, plan.rows)
+    problem.sweep.kept.room = plan.factors
+    problem.sweep.columns, problem.vectors.device = plan.group, plan.vectors_on
+    return plan
+
+
+def _warn_of_influence(problem: Problem) -> None:
+    """Warn where the outputs for an example depend on the others in its batch."""
+    pieces, module = problem.sweep.pieces, problem.linear_model.network.module
+    if not pieces.influence:
+        return
+    layers = [
+        f"{type(layer).__name__} {name!r}"
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and layer.running_mean is None
+    ]
+    logger.warning(
+        "The network's outputs for an example change by %.0f %% with the other examples in its batch%s. "
+        "The posterior and all predictions then depend on how data are batched: let layers use running "
+        "statistics, or always predict batches as those of the fit.",
+        100 * pieces.influence,
+        f" (by {', '.join(layers)})" if layers else "",
+    )
+
+
+def _several(problem: Problem, first: Batch) -> Batch:
+    """Return a batch of two rows or more in the place of one, where the network takes them together."""
+    if len(first.rows) > 1:
+        return first
+    more = problem.data.ahead(2, least=2)
+    return more if problem.sweep.pieces.stand_alone(more) else first
+
+
+def _resized(problem: Problem, first: Batch, activations: Activations) -> Activations:
+    """Have small batches joined and large ones cut where examples stand alone."""
+    data, per_row = problem.data, activations.kept / max(1, activations.rows)
+    rows = int(max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1.0, per_row))))
+    if len(first.rows) > rows and problem.device.type == "cpu":
+        problem.sweep.batch_rows = rows
+        return activations.of_rows(rows)
+    if data.group.size > 1 or rows < 2 * len(first.rows) or data.num_batches() == 1:
+        return activations
+    several = data.ahead(rows)
+    if len(several.rows) < 2 * len(first.rows) or not problem.sweep.pieces.stand_alone(several):
+        return activations
+    data.merge_rows = rows
+    return activations.of_rows(rows)
+
+
+def columns_held(problem: Problem, num_samples: int) -> int:
+    """Return how many whole columns a rank holds in the place of K."""
+    group = problem.vectors.group
+    return num_samples if group is None else -(-num_samples // group.size)
+
+
+def free_for_each(group: Group, device: torch.device) -> float:
+    """Return the bytes that every rank may still allocate on a device, as many on each."""
+    return group.meet("free memory", [place_of(device), free_memory(device)], least_share)
+
+
+def room(problem: Problem) -> float:
+    """Return the bytes that every rank may still allocate for vectors."""
+    return free_for_each(problem.data.group, problem.device)
+
+
 def measured(sweep: Sweep, first: Batch, rows: int | None) -> tuple[Batch, Activations]:
-    """Probe the network on as many rows of a batch as fit, and measure a forward pass."""
+    """Probe the network on a few examples of a batch, and measure a forward pass of all of them."""
     model = sweep.linear_model
-    # of one row it cannot be told whether weights have factors
+    # of one example it is not known whether weights have factors
     part = first if rows is None else next(first.split(max(2, rows)))
 
     def measure() -> Activations:
         with model.network.guarded():
             sweep.probe(part)
-            return Activations.of(model, part.inputs, len(part.rows))
+            few = next(part.split(_FEW)) if sweep.pieces.stand_alone(part) else part
+            return Activations.of(model, few.inputs, len(few.rows)).of_rows(len(part.rows))
 
     while True:
         activations, shortage = attempt(measure)

@@ -36,7 +36,7 @@ class RowSquares:
     @property
     def rows_at_once(self) -> float:
         """Return how many rows a piece of a batch may have."""
-        known = self._model.known_factors
+        known = self._model.factored
         names = () if known is None or self._model.report is None else known.names
         return inf if set(names) == set(self._model.layout.names) else _GROUP_ROWS
 

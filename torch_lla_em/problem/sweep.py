@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data, tensors_in
-from torch_lla_em.jacobian import LinearModel, Rows, explained
+from torch_lla_em.jacobian import LinearModel, Rows, explained, layer_of
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.finite import (
     DERIVATIVE,
@@ -28,7 +28,7 @@ from torch_lla_em.problem.kept_rows import KeptRows
 from torch_lla_em.problem.pieces import Pieces
 from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.problem.unchanged import UnchangedWeights
-from torch_lla_em.runtime import DoesNotFit, release, shortage_of
+from torch_lla_em.runtime import DoesNotFit, is_shortage, release, shortage_of
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -37,6 +37,9 @@ BLOCK, VECTOR, SCALAR, OF_ROWS = "block", "vector", "scalar", "of rows"
 a column says of every example, (K, N C), each example's own once."""
 
 _BY_COLUMN = BLOCK, OF_ROWS
+
+# how many examples the probe looks at
+_FEW = 8
 
 Sums = dict[str, Tensor]
 Add = Callable[[Rows, Batch, Tensor, Sums], None]
@@ -56,7 +59,7 @@ class Pass(NamedTuple):
     """Rows at a time, cut at multiples of it, where the network takes rows alone."""
 
     squares: bool = False
-    """Whether the squares of single rows are needed."""
+    """Whether the squares of single rows are needed, which takes factors where there are any."""
 
     may_overflow: bool = False
     """Whether a likelihood that is not finite is a step too long, which solvers know."""
@@ -85,6 +88,9 @@ class Sweep:
         self.weights = UnchangedWeights(linear_model.network)
         self.rows = inf
         """Rows of a batch at once."""
+
+        self.batch_rows = inf
+        """Rows beyond which a batch is taken as several, because they are no cheaper together."""
 
         self.columns: int | None = None
         """Columns on the device at once, where vectors live elsewhere; None: all of them."""
@@ -137,7 +143,7 @@ class Sweep:
                     piece, done = todo.pop(0)
                     step, counted = len(w) - done, self.data.num_outputs
                     try:
-                        rows = self.kept(piece, self.rows, step, task.squares)
+                        rows = self.kept(piece, self.rows, inf if task.squares else step)
                         step = min(step, (rows.columns if task.kinds else None) or step)
                         for columns in w[done:].split(step):
                             task.add(rows, piece, columns, _of(sums, task, done, len(columns)))
@@ -177,13 +183,15 @@ class Sweep:
                     yield whole
                     continue
                 self.probe(whole)
-                whole, start = whole._replace(position=position), 0
+                whole = whole._replace(position=position)
                 position += len(whole.rows)
-                for batch in self.pieces(whole, at_most, aligned=True):
-                    self._check_inputs(batch)
-                    targets = self._likelihood.align(batch.targets, class_dim)
-                    yield batch._replace(targets=targets, whole=(whole, start))
-                    start += len(batch.rows)
+                for part in [whole] if in_step else self.pieces(whole, self.batch_rows):
+                    start = 0
+                    for batch in self.pieces(part, at_most, aligned=True):
+                        self._check_inputs(batch)
+                        targets = self._likelihood.align(batch.targets, class_dim)
+                        yield batch._replace(targets=targets, whole=(part, start))
+                        start += len(batch.rows)
         self.weights.refuse_changes()
 
     def probe(self, batch: Batch) -> None:
@@ -191,11 +199,21 @@ class Sweep:
         if self.linear_model.report is None:
             try:
                 with explained(self.linear_model.network, batch.inputs):
-                    self.linear_model.probe(batch.inputs)
+                    self._probe(batch)
             except ValueError:  # of outputs, perhaps
                 with self._searching():
                     self._check_inputs(batch)
                 raise
+
+    def _probe(self, batch: Batch) -> None:
+        model, few = self.linear_model, next(batch.split(_FEW))
+        try:
+            model.probe(few.inputs)
+        except Exception as error:
+            in_network = layer_of(error, model.network) is not None and not is_shortage(error)
+            if len(few.rows) == len(batch.rows) or not in_network:
+                raise
+            model.probe(batch.inputs)  # inputs that only look as if they went by examples
 
     def _after(self, batch: Batch, sums: Sums, rows: int) -> None:
         """Report that a batch is done, as so many rows of this pass; look at it where one is at fault."""

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from torch_lla_em.jacobian.probe import NoJacobianError
 
@@ -35,6 +36,7 @@ class Calls(nn.Module):
 
 
 def build(forward, **layers):
+    """Return such a module in double precision; layers are made here if they are functions."""
     torch.manual_seed(0)
     made = {
         name: layer() if callable(layer) and not isinstance(layer, nn.Module) else layer
@@ -43,56 +45,43 @@ def build(forward, **layers):
     return Calls(forward, **made).double()
 
 
+def two_layers(forward=lambda m, x: m.b(m.a(x).tanh())):
+    return build(forward, a=lambda: nn.Linear(3, 3), b=lambda: nn.Linear(3, 2))
+
+
+def recurrent(kind, bidirectional):
+    rnn = lambda: kind(3, 2, 2, batch_first=True, bidirectional=bidirectional, dropout=0.5)  # noqa: E731
+    head = lambda: nn.Linear(4 if bidirectional else 2, 2)  # noqa: E731
+    return build(lambda m, x: m.head(m.rnn(x)[0][:, -1]), rnn=rnn, head=head)
+
+
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 def test_recurrent_layers(kind):
     for bidirectional in (False, True):
-        rnn = kind(3, 2, 2, batch_first=True, bidirectional=bidirectional, dropout=0.5)
-        head = nn.Linear(4 if bidirectional else 2, 2)
-        model = build(lambda m, x: m.head(m.rnn(x)[0][:, -1]), rnn=rnn, head=head)
+        model = recurrent(kind, bidirectional)
         flat_weights = model.rnn._flat_weights
         assert check(model.train(), inputs(2, 3, 3)).path.forward
         assert model.rnn._flat_weights is flat_weights
 
 
-def test_recurrent_cells():
-    def forward(m, x):
-        state = None
-        for t in range(x.shape[1]):
-            state = m.cell(x[:, t], state)
-        return m.head(state[0])
-
-    model = build(forward, cell=nn.LSTMCell(3, 2), head=nn.Linear(2, 2))
-    assert check(model, inputs(2, 3, 3)).path.forward
+def lstm_cell(m, x):
+    state = None
+    for t in range(x.shape[1]):
+        state = m.cell(x[:, t], state)
+    return m.head(state[0])
 
 
-@pytest.mark.parametrize("need_weights", [False, True])
-def test_multihead_attention(need_weights):
-    model = build(
+def attention(need_weights):
+    return build(
         lambda m, x: m.attention(x, x, x, need_weights=need_weights)[0].mean(1),
-        attention=nn.MultiheadAttention(4, 2, batch_first=True, dropout=0.5),
+        attention=lambda: nn.MultiheadAttention(4, 2, batch_first=True, dropout=0.5),
     )
-    assert check(model, inputs(2, 3, 4)).path.forward
-
-
-@pytest.mark.parametrize("padding", [False, True])
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
-def test_transformer_encoder(padding, norm_first):
-    layer = nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, norm_first=norm_first)
-    model = build(
-        lambda m, x, mask=None: m.head(m.encoder(x, src_key_padding_mask=mask)[:, 0]),
-        encoder=nn.TransformerEncoder(layer, 2),
-        head=nn.Linear(4, 2),
-    )
-    x = {"x": inputs(2, 3, 4)}
-    if padding:
-        x["mask"] = torch.tensor([[False, False, True], [False, False, False]])
-    assert check(model, x).path.forward
 
 
 class TinyViT(nn.Module):
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.patch = nn.Conv2d(1, 4, 2, 2)
         self.token = nn.Parameter(torch.randn(1, 1, 4))
         self.position = nn.Parameter(torch.randn(1, 5, 4))
@@ -106,295 +95,115 @@ class TinyViT(nn.Module):
         return self.head((x + self.attention(x, x, x, need_weights=False)[0])[:, 0])
 
 
-def test_vision_transformer():
-    torch.manual_seed(0)
-    model = TinyViT().double()
-    assert check(model, inputs(2, 1, 4, 4)).path.forward
-    assert check(model, inputs(2, 1, 4, 4), "last_layer").factors
+def added_in_place(m, x):
+    h = m.a(x)
+    h += x
+    h[:, 0] = h[:, 1] * 2
+    return m.b(h.relu_())
 
 
-class TestEmbedding:
-    def pooled(self, **options):
-        return build(
-            lambda m, ids: m.head(torch.tanh(m.embed(ids)).mean(1)),
-            embed=nn.Embedding(5, 3, **options),
-            head=nn.Linear(3, 2),
-        )
-
-    @pytest.mark.parametrize("options", [{}, {"padding_idx": 0}, {"padding_idx": -5}])
-    def test_padding_idx(self, options):
-        assert check(self.pooled(**options), IDS).path.forward
-
-    def test_padding_row_moves_nothing(self):
-        linear = linear_model(self.pooled(padding_idx=0))
-        w = torch.zeros(2, linear.layout.size).double()
-        w[:, :3] = 1
-        _, Jw, total = products(linear, IDS, w, torch.ones(2, 2, 2).double())
-        assert not Jw.any() and not total[:, :3].any() and total[:, 3:].any()
-
-    def test_padding_idx_of_tied_weights_takes_reverse_mode(self):
-        model = build(
-            lambda m, ids: m.head(torch.tanh(m.embed(ids)).mean(1)),
-            embed=nn.Embedding(5, 3, padding_idx=0),
-            head=nn.Linear(3, 5),
-        )
-        model.head.weight = model.embed.weight
-        report = check(model, IDS)
-        assert not report.path.forward and "tied padding_idx" in report.forward
-        assert linear_model(model).layout.size == 15 + 5
-
-    def test_functional_padding_idx_takes_reverse_mode(self):
-        model = build(
-            lambda m, ids: m.head(F.embedding(ids, m.embed.weight, padding_idx=0).sin().mean(1)),
-            embed=nn.Embedding(5, 3),
-            head=nn.Linear(3, 2),
-        )
-        report = check(model, IDS)
-        assert not report.path.forward and "disagrees with backward" in report.forward
-
-    def test_sparse(self):
-        model = self.pooled(sparse=True)
-        assert check(model, IDS).path.forward and model.embed.sparse
-
-    def test_max_norm_shrinks_a_copy(self):
-        model = self.pooled(max_norm=0.5)
-        linear, before = linear_model(model), model.embed.weight.clone()
-        report = linear.probe(IDS)
-        w, u = torch.ones(2, linear.layout.size).double(), torch.ones(2, 2, 2).double()
-        _, Jw, total = products(linear, IDS, w, u)
-        assert report.path.forward and torch.equal(model.embed.weight, before)
-        assert_close((Jw * u).sum((1, 2)), (total * w).sum(1))
-        assert check(self.pooled(max_norm=100.0), IDS).path.forward
+def assembled_in_place(m, x):
+    h = m.a(x)
+    out = x.new_zeros(len(x), 4)
+    out[:, :3] = h
+    out[:, 3] = h.prod(1)
+    return out
 
 
-def test_tied_weights():
-    model = build(
-        lambda m, ids: m.head(torch.tanh(m.embed(ids))).mean(1),
-        embed=nn.Embedding(5, 3),
-        head=nn.Linear(3, 5, bias=False),
+def embedded(head=lambda: nn.Linear(3, 2), **options):
+    return build(
+        lambda m, ids: m.head(torch.tanh(m.embed(ids)).mean(1)),
+        embed=lambda: nn.Embedding(5, 3, **options),
+        head=head,
     )
+
+
+X = inputs(5, 3)
+FORWARD = {
+    "LSTM cell": lambda: (
+        build(lstm_cell, cell=lambda: nn.LSTMCell(3, 2), head=lambda: nn.Linear(2, 2)),
+        inputs(2, 3, 3),
+    ),
+    "attention": lambda: (attention(False), inputs(2, 3, 4)),
+    "attention with weights": lambda: (attention(True), inputs(2, 3, 4)),
+    "vision transformer": lambda: (TinyViT().double(), inputs(2, 1, 4, 4)),
+    "embedding": lambda: (embedded(), IDS),
+    "padding_idx": lambda: (embedded(padding_idx=0), IDS),
+    "padding_idx from the end": lambda: (embedded(padding_idx=-5), IDS),
+    "large max_norm": lambda: (embedded(max_norm=100.0), IDS),
+    "gated linear unit": lambda: (
+        build(lambda m, x: F.glu(m.a(x)), a=lambda: nn.Linear(3, 4)),
+        X,
+    ),
+    "residual added in place": lambda: (two_layers(added_in_place), X),
+    "outputs assembled in place": lambda: (two_layers(assembled_in_place), X),
+    "detach": lambda: (two_layers(lambda m, x: m.b(m.a(x) * m.a(x).detach())), X),
+    "checkpointing": lambda: (
+        two_layers(lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False).tanh())),
+        X,
+    ),
+    "a branch on the data": lambda: (
+        two_layers(lambda m, x: m.b(m.a(x)) * (2 if m.a(x).sum().item() > 0 else 3)),
+        X,
+    ),
+    "outputs of a sequence": lambda: (
+        build(
+            lambda m, ids: m.head(torch.tanh(m.embed(ids))),
+            embed=lambda: nn.Embedding(5, 3),
+            head=lambda: nn.Linear(3, 4),
+        ),
+        IDS,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.filterwarnings(FALLBACK)
+def test_forward_mode_is_used_for(name):
+    assert check(*FORWARD[name]()).path.forward
+
+
+@pytest.mark.parametrize("padding, norm_first", [(False, False), (True, True)])
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+def test_transformer_encoder(padding, norm_first):
+    layer = nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, norm_first=norm_first)
+    model = build(
+        lambda m, x, mask=None: m.head(m.encoder(x, src_key_padding_mask=mask)[:, 0]),
+        encoder=lambda: nn.TransformerEncoder(layer, 2),
+        head=lambda: nn.Linear(4, 2),
+    )
+    x = {"x": inputs(2, 3, 4)}
+    if padding:
+        x["mask"] = torch.tensor([[False, False, True], [False, False, False]])
+    assert check(model, x).path.forward
+
+
+def test_the_last_layer_of_a_vision_transformer():
+    assert check(TinyViT().double(), inputs(2, 1, 4, 4), "last_layer").factors
+
+
+def test_maps_of_classes():
+    model = build(
+        lambda m, x: m.b(torch.tanh(m.a(x))),
+        a=lambda: nn.Conv2d(1, 2, 3, padding=1),
+        b=lambda: nn.Conv2d(2, 3, 1),
+    )
+    assert check(model, inputs(2, 1, 3, 3), class_dim=1).path.forward
+
+
+def tied(model):
     model.head.weight = model.embed.weight
-    assert linear_model(model).layout.size == 15
-    assert check(model, IDS).path.forward
-    check(model, IDS, "last_layer")
+    return model
 
 
-@pytest.mark.parametrize(
-    "norm",
-    [
-        nn.BatchNorm2d(4),
-        nn.BatchNorm2d(4, track_running_stats=False),
-        nn.SyncBatchNorm(4),
-        nn.GroupNorm(2, 4),
-        nn.LayerNorm((4, 3, 3)),
-        nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
-        nn.RMSNorm(3),
-    ],
-    ids=lambda layer: str(layer).replace(", ", ","),
-)
-@pytest.mark.parametrize("selection", [None, "all"])
-def test_normalisation(norm, selection):
-    model = build(
-        lambda m, x: m.head(m.norm(m.conv(x)).relu().mean((2, 3))),
-        conv=nn.Conv2d(1, 4, 3, padding=1),
-        norm=norm,
-        head=nn.Linear(4, 2),
-    )
-    model.train()(inputs(4, 1, 3, 3))  # statistics that are not their initial values
-    assert check(model, inputs(2, 1, 3, 3), selection).path.forward
-    assert ("norm.weight" in linear_model(model, selection).layout.names) == bool(selection)
+def functional_padding(m, ids):
+    return m.head(F.embedding(ids, m.embed.weight, padding_idx=0).sin().mean(1))
 
 
-@pytest.mark.parametrize(
-    "activation",
-    [
-        nn.ReLU(True),
-        nn.LeakyReLU(inplace=True),
-        nn.SiLU(True),
-        nn.Hardswish(True),
-        nn.ELU(inplace=True),
-        nn.Dropout(inplace=True),
-        nn.AlphaDropout(),
-        nn.RReLU(),
-        nn.PReLU(),
-        nn.GELU(),
-        nn.Hardsigmoid(),
-        nn.Softplus(),
-    ],
-    ids=lambda layer: type(layer).__name__,
-)
-def test_activations_and_dropout(activation):
-    model = build(
-        lambda m, x: m.b(m.a(m.stem(x))), stem=nn.Linear(3, 4), a=activation, b=nn.Linear(4, 2)
-    )
-    assert check(model.train(), inputs(5, 3)).path.forward
-
-
-@pytest.mark.filterwarnings(FALLBACK)
-def test_gated_linear_unit():
-    model = build(lambda m, x: F.glu(m.a(x)), a=nn.Linear(3, 4))
-    assert check(model, inputs(5, 3)).path.forward
-
-
-def test_residual_added_in_place():
-    def forward(m, x):
-        h = m.a(x)
-        h += x
-        h[:, 0] = h[:, 1] * 2
-        return m.b(h.relu_())
-
-    model = build(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 2))
-    assert check(model, inputs(5, 3)).path.forward
-
-
-def test_outputs_assembled_in_place():
-    def forward(m, x):
-        h = m.a(x)
-        out = x.new_zeros(len(x), 4)
-        out[:, :3] = h
-        out[:, 3] = h.prod(1)
-        return out
-
-    assert check(build(forward, a=nn.Linear(3, 3)), inputs(5, 3)).path.forward
-
-
-def test_buffers_changed_at_every_forward():
-    def forward(m, x):
-        h = m.a(x)
-        m.count += 1
-        m.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
-        m.last = h.detach()
-        m.plain.add_(1)
-        return h * (m.mean + m.count + m.plain)
-
-    model = build(forward, a=nn.Linear(3, 3))
-    model.register_buffer("count", torch.zeros(()))
-    model.register_buffer("mean", torch.zeros(3).double())
-    model.register_buffer("last", torch.zeros(0))
-    model.plain = torch.zeros(1)
-    linear = linear_model(model)
-    assert check(model, inputs(5, 3)).path.forward
-    linear.probe(inputs(5, 3))
-    assert model.count == 0 and not model.mean.any() and model.last.numel() == 0
-    assert model.plain == 0
-
-
-@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
-def test_parametrisations(name):
-    norm = getattr(parametrizations, name)
-    model = build(lambda m, x: m.b(m.a(x).tanh()), a=norm(nn.Linear(3, 3)), b=norm(nn.Linear(3, 2)))
-    report = check(model.train(), inputs(5, 3))
-    assert report.path.forward == (name == "spectral_norm")
-    if name == "weight_norm":
-        assert "fails in 'a.parametrizations.weight.0' (_WeightNorm)" in report.forward
-    assert check(model, inputs(5, 3), "last_layer").adjoint_error < 1e-12
-
-
-@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
-def test_norms_by_hooks(name):
-    a = nn.Linear(3, 3)
-    model = build(lambda m, x: m.b(m.a(x).tanh()), a=a, b=nn.Linear(3, 2))
-    getattr(nn.utils, name)(a)
+def gated_without_gradient(m, x):
     with torch.no_grad():
-        a.weight = a.weight.detach()  # a graph here would not be copied by the reference
-    report = check(model, inputs(5, 3))
-    assert report.path.forward == (name == "spectral_norm")
-
-
-def test_no_grad_inside_forward_takes_reverse_mode():
-    def forward(m, x):
-        with torch.no_grad():
-            gate = m.a(x).sigmoid()
-        return m.b(m.a(x) * gate)
-
-    report = check(build(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 2)), inputs(5, 3))
-    assert not report.path.forward and "disagrees with backward" in report.forward
-
-
-def test_detach_inside_forward():
-    model = build(lambda m, x: m.a(x) * m.a(x).detach(), a=nn.Linear(3, 3))
-    assert check(model, inputs(5, 3)).path.forward
-
-
-def right_or_refused(model, x):
-    """Where torch, of whatever version, takes the derivative of Jᵀu in u, check; else see a refusal."""
-    f, chosen = model(x), list(model.parameters())
-    u = torch.zeros_like(f, requires_grad=True)
-    JTu = torch.autograd.grad(f, chosen, u, create_graph=True, allow_unused=True)
-    try:
-        torch.autograd.grad(sum(g.sum() for g in JTu if g is not None), u)
-    except (RuntimeError, NotImplementedError):
-        with pytest.raises(NoJacobianError):
-            check(model, x)
-        return None
-    return check(model, x)
-
-
-@pytest.mark.filterwarnings(FALLBACK)
-def test_grid_sample():
-    def forward(m, x):
-        grid = F.affine_grid(
-            m.locate(x.flatten(1)).view(-1, 2, 3), (len(x), 2, 3, 3), align_corners=False
-        )
-        return F.grid_sample(m.conv(x), grid, align_corners=False).sum((2, 3))
-
-    model = build(forward, conv=nn.Conv2d(1, 2, 3, padding=1), locate=nn.Linear(9, 6))
-    right_or_refused(model, inputs(2, 1, 3, 3))
-
-
-def test_distances():
-    model = build(lambda m, x: torch.cdist(m.a(x), x), a=nn.Linear(3, 3))
-    report = right_or_refused(model, inputs(4, 3))
-    if report is not None:  # forward mode is not written, and torch says so
-        assert report.path.forward or "fails in the model's own forward" in report.forward
-
-
-class Scales(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(0.5))
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, x):
-        return (0.5 * self.scale + 1.0) * self.layer(x * self.scale) + self.shift
-
-
-class ScaledMatrix(Scales):
-    def forward(self, x):
-        return self.layer(x) @ (0.5 * self.scale).expand(2, 2) + self.shift
-
-
-@pytest.mark.parametrize("kind", [Scales, ScaledMatrix])
-def test_zero_dimensional_parameters(kind):
-    torch.manual_seed(0)
-    model = kind()
-    x = inputs(4, 3)
-    single = linear_model(model)
-    report = single.probe(x.float())
-    # in float32 the tangent of 0.5 * scale is float64, which a matrix product does not take
-    assert report.path.forward == (kind is Scales)
-    w, u = torch.ones(2, single.layout.size), torch.ones(2, 4, 2)
-    rough = products(single, x.float(), w, u)
-    assert all(t.dtype is torch.float32 for t in rough)
-    assert check(model.double(), x).path.forward
-    exact = products(linear_model(model), x, w.double(), u.double())
-    for a, b in zip(rough, exact):
-        assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
-
-
-def test_checkpointing_without_reentry():
-    model = build(
-        lambda m, x: m.b(torch.utils.checkpoint.checkpoint(m.a, x, use_reentrant=False)),
-        a=nn.Sequential(nn.Linear(3, 3), nn.Tanh()),
-        b=nn.Linear(3, 2),
-    )
-    assert check(model, inputs(5, 3)).path.forward
-
-
-def test_data_dependent_branches():
-    model = build(lambda m, x: m.a(x) * (2 if m.a(x).sum().item() > 0 else 3), a=nn.Linear(3, 2))
-    assert check(model, inputs(5, 3)).path.forward
+        gate = m.a(x).sigmoid()
+    return m.b(m.a(x) * gate)
 
 
 class Square(torch.autograd.Function):
@@ -410,10 +219,214 @@ class Square(torch.autograd.Function):
         return 2 * u * ctx.saved_tensors[0]
 
 
+REVERSE = {
+    "tied padding_idx": (
+        lambda: (tied(embedded(lambda: nn.Linear(3, 5), padding_idx=0)), IDS),
+        "tied padding_idx",
+    ),
+    "functional padding_idx": (
+        lambda: (
+            build(
+                functional_padding,
+                embed=lambda: nn.Embedding(5, 3),
+                head=lambda: nn.Linear(3, 2),
+            ),
+            IDS,
+        ),
+        "disagrees with backward",
+    ),
+    "no_grad inside": (lambda: (two_layers(gated_without_gradient), X), "disagrees with backward"),
+    "a user's function": (lambda: (two_layers(lambda m, x: Square.apply(m.a(x))), X), "fails in"),
+}
+
+
+@pytest.mark.parametrize("name", REVERSE)
+def test_reverse_mode_is_used_for(name):
+    made, words = REVERSE[name]
+    report = check(*made())
+    assert not report.path.forward and words in report.forward
+
+
+def test_padding_rows_have_no_effect():
+    linear = linear_model(embedded(padding_idx=0))
+    w = torch.zeros(2, linear.layout.size).double()
+    w[:, :3] = 1
+    _, Jw, total = products(linear, IDS, w, torch.ones(2, 2, 2).double())
+    assert not Jw.any() and not total[:, :3].any() and total[:, 3:].any()
+
+
+def test_sparse_gradients_and_a_copy_for_max_norm():
+    model = embedded(sparse=True)
+    assert check(model, IDS).path.forward and model.embed.sparse
+    model = embedded(max_norm=0.5)
+    linear, before = linear_model(model), model.embed.weight.clone()
+    report = linear.probe(IDS)
+    w, u = torch.ones(2, linear.layout.size).double(), torch.ones(2, 2, 2).double()
+    _, Jw, total = products(linear, IDS, w, u)
+    assert report.path.forward and torch.equal(model.embed.weight, before)
+    assert_close((Jw * u).sum((1, 2)), (total * w).sum(1))
+
+
+def test_tied_weights_are_one_parameter():
+    head = lambda: nn.Linear(3, 5, bias=False)  # noqa: E731
+    model = tied(embedded(head))
+    assert linear_model(model).layout.size == 15
+    assert check(model, IDS).path.forward
+    check(model, IDS, "last_layer")
+
+
+NORMS = [
+    nn.BatchNorm2d(4),
+    nn.BatchNorm2d(4, track_running_stats=False),
+    nn.SyncBatchNorm(4),
+    nn.GroupNorm(2, 4),
+    nn.LayerNorm((4, 3, 3)),
+    nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+    nn.RMSNorm(3),
+]
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda layer: str(layer).replace(", ", ","))
+@pytest.mark.parametrize("selection", [None, "all"])
+def test_normalisation(norm, selection):
+    model = build(
+        lambda m, x: m.head(m.norm(m.conv(x)).relu().mean((2, 3))),
+        conv=lambda: nn.Conv2d(1, 4, 3, padding=1),
+        norm=norm,
+        head=lambda: nn.Linear(4, 2),
+    )
+    model.train()(inputs(4, 1, 3, 3))  # statistics that are not their initial values
+    assert check(model, inputs(2, 1, 3, 3), selection).path.forward
+    assert ("norm.weight" in linear_model(model, selection).layout.names) == bool(selection)
+
+
+ACTIVATIONS = [
+    nn.ReLU(True),
+    nn.LeakyReLU(inplace=True),
+    nn.SiLU(True),
+    nn.Hardswish(True),
+    nn.ELU(inplace=True),
+    nn.Dropout(inplace=True),
+    nn.AlphaDropout(),
+    nn.RReLU(),
+    nn.PReLU(),
+    nn.GELU(),
+    nn.Hardsigmoid(),
+    nn.Softplus(),
+]
+
+
+def test_activations_and_dropout():
+    for activation in ACTIVATIONS:
+        model = nn.Sequential(nn.Linear(3, 4), activation, nn.Linear(4, 2)).double()
+        assert check(model.train(), X).path.forward, activation
+
+
+def test_buffers_that_every_forward_pass_changes():
+    def forward(m, x):
+        h = m.a(x)
+        m.count += 1
+        m.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
+        m.last = h.detach()
+        m.plain.add_(1)
+        return h * (m.mean + m.count + m.plain)
+
+    model = build(forward, a=lambda: nn.Linear(3, 3))
+    model.register_buffer("count", torch.zeros(()))
+    model.register_buffer("mean", torch.zeros(3).double())
+    model.register_buffer("last", torch.zeros(0))
+    model.plain = torch.zeros(1)
+    assert check(model, X).path.forward
+    linear_model(model).probe(X)
+    assert model.count == 0 and not model.mean.any() and model.last.numel() == 0
+    assert model.plain == 0
+
+
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
+@pytest.mark.parametrize("by_hooks", [False, True])
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+def test_normalised_weights(name, by_hooks):
+    model = two_layers()
+    for layer in (model.a,) if by_hooks else (model.a, model.b):
+        getattr(nn.utils if by_hooks else parametrizations, name)(layer)
+    if by_hooks:
+        with torch.no_grad():
+            model.a.weight = model.a.weight.detach()  # the reference cannot copy a graph
+    report = check(model.train(), X)
+    assert report.path.forward == (name == "spectral_norm")
+    if not by_hooks:
+        if name == "weight_norm":
+            assert "fails in 'a.parametrizations.weight.0' (_WeightNorm)" in report.forward
+        assert check(model, X, "last_layer").adjoint_error < 1e-12
+
+
+def right_or_refused(model, x):
+    """Check where this torch can differentiate Jᵀu in u; expect an error elsewhere."""
+    f, chosen = model(x), list(model.parameters())
+    u = torch.zeros_like(f, requires_grad=True)
+    JTu = torch.autograd.grad(f, chosen, u, create_graph=True, allow_unused=True)
+    try:
+        torch.autograd.grad(sum(g.sum() for g in JTu if g is not None), u)
+    except (RuntimeError, NotImplementedError):
+        with pytest.raises(NoJacobianError):
+            check(model, x)
+        return None
+    return check(model, x)
+
+
+@pytest.mark.filterwarnings(FALLBACK)
+def test_grid_sample():
+    def forward(m, x):
+        theta = m.locate(x.flatten(1)).view(-1, 2, 3)
+        grid = F.affine_grid(theta, (len(x), 2, 3, 3), align_corners=False)
+        return F.grid_sample(m.conv(x), grid, align_corners=False).sum((2, 3))
+
+    conv = lambda: nn.Conv2d(1, 2, 3, padding=1)  # noqa: E731
+    right_or_refused(build(forward, conv=conv, locate=nn.Linear(9, 6)), inputs(2, 1, 3, 3))
+
+
+def test_distances():
+    model = build(lambda m, x: torch.cdist(m.a(x), x), a=lambda: nn.Linear(3, 3))
+    report = right_or_refused(model, inputs(4, 3))
+    if report is not None:  # forward mode is not implemented, and torch says so
+        assert report.path.forward or "fails in the model's own forward" in report.forward
+
+
+class Scales(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.shift = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(0.5))
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return (0.5 * self.scale + 1.0) * self.layer(x * self.scale) + self.shift
+
+
+class ScaledMatrix(Scales):
+    def forward(self, x):
+        return self.layer(x) @ (0.5 * self.scale).expand(2, 2) + self.shift
+
+
+@pytest.mark.parametrize("kind", [Scales, ScaledMatrix])
+def test_zero_dimensional_parameters(kind):
+    model, x = kind(), inputs(4, 3)
+    single = linear_model(model)
+    report = single.probe(x.float())
+    # in float32 the tangent of 0.5 * scale is float64, which a matrix product does not accept
+    assert report.path.forward == (kind is Scales)
+    w, u = torch.ones(2, single.layout.size), torch.ones(2, 4, 2)
+    rough = products(single, x.float(), w, u)
+    assert all(t.dtype is torch.float32 for t in rough)
+    assert check(model.double(), x).path.forward
+    for a, b in zip(rough, products(linear_model(model), x, w.double(), u.double())):
+        assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
 class UnbatchedSquare(Square):
     @staticmethod
     def backward(ctx, u):
-        u.sum().item()  # what vmap does not allow
+        u.sum().item()  # which vmap does not allow
         return 2 * u * ctx.saved_tensors[0]
 
 
@@ -468,39 +481,31 @@ class OnceSquare(Square):
     backward = staticmethod(torch.autograd.function.once_differentiable(Square.backward))
 
 
-def test_own_function_takes_reverse_mode():
-    model = build(lambda m, x: Square.apply(m.a(x)), a=nn.Linear(3, 2))
-    report = check(model, inputs(5, 3))
-    assert not report.path.forward and "fails in" in report.forward
-
-
-def test_own_function_that_cannot_be_batched_runs_column_by_column(caplog):
+def test_functions_that_vmap_gets_wrong_run_column_by_column(caplog):
     caplog.set_level(logging.INFO, logger="torch_lla_em")
-    model = build(lambda m, x: UnbatchedSquare.apply(m.a(x)), a=nn.Linear(3, 2))
-    assert check(model, inputs(5, 3)).unbatched == ("Jᵀu",)
-    model = build(lambda m, x: UnbatchedForward.apply(m.a(x)), a=nn.Linear(3, 2))
-    report = check(model, inputs(5, 3))
-    assert report.path.forward and report.path.jvp_columns == 1 and report.unbatched == ("J w",)
+
+    def report(function):
+        return check(build(lambda m, x: function.apply(m.a(x)), a=lambda: nn.Linear(3, 2)), X)
+
+    assert report(UnbatchedSquare).unbatched == ("Jᵀu",)
+    unbatched = report(UnbatchedForward)
+    assert unbatched.path.jvp_columns == 1 and unbatched.unbatched == ("J w",)
     for entry, product in zip(caplog.records, ("Jᵀu", "J w")):
         assert entry.levelname == "WARNING"
         assert f"the columns of {product} run one by one" in entry.message
+    for found in (unbatched, report(WronglyBatchedForward)):
+        assert found.path.forward and found.path.jvp_columns == 1
 
 
-def test_own_function_that_is_batched_wrongly_runs_column_by_column():
-    model = build(lambda m, x: WronglyBatchedForward.apply(m.a(x)), a=nn.Linear(3, 2))
-    report = check(model, inputs(5, 3))
-    assert report.path.forward and report.path.jvp_columns == 1
-
-
-def test_own_function_with_one_derivative_is_refused():
+def test_a_function_with_one_derivative_raises():
     class Block(nn.Module):
         def forward(self, x):
             return OnceSquare.apply(x)
 
     model = nn.Sequential(nn.Linear(3, 2), nn.Sequential(Block(), nn.Linear(2, 2))).double()
     with pytest.raises(NotImplementedError) as caught:
-        linear_model(model).probe(inputs(5, 3))
-    # once_differentiable cuts the graph without an error; the adjoint test sees it
+        linear_model(model).probe(X)
+    # once_differentiable cuts the graph without an error; the adjoint test finds it
     assert "by forward mode it fails in '1.0' (Block)" in str(caught.value)
     assert "disagrees with backward" in str(caught.value)
     assert ", first in '1.0' (Block)" in str(caught.value)
@@ -512,37 +517,18 @@ def test_autocast_inside_forward():
             h = m.a(x)
         return m.b(h.float().tanh())
 
-    torch.manual_seed(0)
-    model = Calls(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 2))
-    assert linear_model(model).probe(inputs(5, 3).float()).adjoint_error < 0.03
+    assert linear_model(two_layers(forward).float()).probe(X.float()).adjoint_error < 0.03
 
 
-def test_hooks_of_the_user_fire():
-    model = build(lambda m, x: m.b(m.a(x).tanh()), a=nn.Linear(3, 3), b=nn.Linear(3, 2))
-    seen = []
+def test_hooks_of_the_user():
+    model, seen = two_layers(), []
     model.a.register_forward_hook(lambda module, args, output: output * 2)
     model.b.register_forward_pre_hook(lambda *_: seen.append(1))
-    check(model, inputs(5, 3))
-    check(model, inputs(5, 3), "last_layer")
+    check(model, X)
+    check(model, X, "last_layer")
     assert seen
-
-
-def test_backward_hooks_of_the_user():
-    model = build(lambda m, x: m.b(m.a(x).tanh()), a=nn.Linear(3, 3), b=nn.Linear(3, 2))
+    model = two_layers()
     model.a.register_full_backward_hook(lambda *_: None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        check(model, inputs(5, 3))
-
-
-def test_sequence_outputs_of_any_rank():
-    model = build(
-        lambda m, ids: m.head(torch.tanh(m.embed(ids))),
-        embed=nn.Embedding(5, 3),
-        head=nn.Linear(3, 4),
-    )
-    assert check(model, IDS).path.forward
-    model = build(
-        lambda m, x: m.b(torch.tanh(m.a(x))), a=nn.Conv2d(1, 2, 3, padding=1), b=nn.Conv2d(2, 3, 1)
-    )
-    assert check(model, inputs(2, 1, 3, 3), class_dim=1).path.forward
+        check(model, X)

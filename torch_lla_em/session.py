@@ -39,12 +39,6 @@ logger = logging.getLogger("torch_lla_em")
 SHARDS = "auto", "data", "weights", None
 """What ranks share out; None: each fits on its own."""
 
-_NOT_COMPARED = (
-    "Nothing of the inputs is compared at a restart: they are in objects whose contents cannot be "
-    "read, or in batches that are made in another way at every pass. The checkpoint would go on with "
-    "other inputs unnoticed."
-)
-
 # seconds between two updates of the bar
 _UPDATE = 0.2
 _BAR = "{desc}: {n:.0f} columns [{elapsed}{postfix}]"
@@ -201,8 +195,6 @@ class Session:
         """Put the posterior in the place of the checkpoint's state."""
         if self._folder is not None:
             self._folder.finish(state, self.problem.data.facts())
-            if not (self._group.rank or self.problem.data.tells_inputs):
-                logger.warning(_NOT_COMPARED)
 
     def _shard(self, num_samples: int) -> str:
         """Return what ranks share: the data, and the vectors too where they do not fit on one."""

@@ -46,13 +46,13 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_joined_rows_are_those_of_the_loader(form):
     loader = [form(*batch) for batch in one_by_one(*rows())]
-    whole, (expected,) = joined([form(*rows())])
+    whole, (expected,) = joined([form(*rows())], at_most=0)
     data, batches = joined(loader)
     assert [len(batch.rows) for batch in batches] == [10, 10, 3]
     assert [batch.index for batch in batches] == ["0 to 9", "10 to 19", "20 to 22"]
     assert torch.cat([batch.rows for batch in batches]).tolist() == list(range(23))
     assert torch.equal(torch.cat([batch.targets for batch in batches]), expected.targets)
-    assert data.parts[0].repeats(whole.parts[0])
+    assert data.parts[0].agrees(whole.parts[0])
 
 
 def test_batches_are_joined_as_far_as_they_fit():
@@ -64,14 +64,14 @@ def test_batches_are_joined_as_far_as_they_fit():
     assert len(batches) == 23
     data.merge_rows = 10
     assert len(list(data.batches(in_step=True))) == 23  # steps stay the loader's
-    assert data.num_reads == 2 and data.num_steps() == 23
+    assert data.num_steps() == 23
 
 
 def test_batches_of_two_loaders_are_not_joined():
     x, y = rows()
     _, batches = joined(Chain([one_by_one(x[:7], y[:7]), one_by_one(x[7:9], y[7:9])]), 10, 2)
     assert [batch.rows.tolist() for batch in batches] == [list(range(7)), [7, 8]]
-    assert [batch.index for batch in batches] == ["0 to 6", "7 to 8"]
+    assert [batch.index for batch in batches] == ["0 to 6", "0 to 1"]
 
 
 @dataclass
@@ -122,14 +122,14 @@ def test_memory_that_is_filled_again_may_be_joined():
     data, batches = joined(loader, passes=4)
     assert_close(torch.cat([batch.inputs for batch in batches]), rows()[0])
     assert data.kept is not None  # in memory of its own
-    assert loader.reads == data.num_reads == 3
+    assert loader.reads == 2
 
 
 def test_what_is_kept_is_not_read_for_its_identity_again(monkeypatch):
     data, expected = joined(one_by_one(*rows()), passes=3)
     monkeypatch.setattr("torch_lla_em.data.identity.row_hashes", None)
     assert [batch.rows.tolist() for batch in data] == [batch.rows.tolist() for batch in expected]
-    assert data.num_reads == 1 and data.num_passes == 4
+    assert data.num_passes == 4
 
 
 def test_kept_batches_that_somebody_changes_are_read_again():
@@ -141,7 +141,7 @@ def test_kept_batches_that_somebody_changes_are_read_again():
     x += 1
     with pytest.warns(UserWarning, match="disagree"):
         list(data)
-    assert data.kept is None and data.num_reads == 2
+    assert data.kept is None
 
 
 @pytest.mark.parametrize("name", ["classification", "regression"])
@@ -208,45 +208,73 @@ def test_a_loader_of_single_rows_costs_little_more_than_one_of_many():
     assert counts[100] < counts[0] / 2
 
 
-def test_rows_can_be_looked_at_ahead():
+class Begun(DataLoader):
+    """Counts how often it was iterated over."""
+
+    begun = 0
+
+    def __iter__(self):
+        self.begun += 1
+        return super().__iter__()
+
+
+def test_the_first_pass_goes_on_from_the_batches_that_were_looked_at():
     x, y = rows()
-    loader = DataLoader(TensorDataset(x, y), 1, shuffle=True)
-    torch.manual_seed(0)
-    expected = torch.cat([batch.targets for batch in Data(loader, CPU)])
-    torch.manual_seed(0)
+    loader = Begun(TensorDataset(x, y), 1, shuffle=True)
     data = Data(loader, CPU)
-    few, many = data.ahead(4), data.ahead(100)
-    assert len(few.rows) == 4 and len(many.rows) == 23
-    assert torch.equal(many.targets[:4], few.targets)
-    assert many.rows.tolist() == list(range(23))
-    assert torch.equal(torch.cat([batch.targets for batch in data]), expected)
-    assert data.num_reads == 1  # the pass has gone on where the looks ended
-    assert len(data.ahead().rows) == 1 and data.num_reads == 2
+    few, many = data.first(4), data.first(100)
+    assert len(few.rows) == 4 and many.rows.tolist() == list(range(23))
+    assert torch.equal(torch.cat([batch.targets for batch in data]), many.targets)
+    assert len(data.first().rows) == 1 and loader.begun == 1
 
 
-def test_batches_looked_at_are_not_filled_again():
+def test_batches_that_were_looked_at_are_not_overwritten():
     loader = Refilling(*rows())
     data = Data(loader, CPU)
-    assert_close(data.ahead(10).inputs, rows()[0][:10])
+    assert_close(data.first(10).inputs, rows()[0][:10])
     assert_close(torch.cat([batch.inputs + 0 for batch in data]), rows()[0])
-    assert loader.reads == data.num_reads == 1
+    assert loader.reads == 1
 
 
-def test_the_loader_is_begun_once_before_the_first_pass_has_ended():
-    class Counting(DataLoader):
-        begun = 0
-
-        def __iter__(self):
-            self.begun += 1
-            return super().__iter__()
-
-    x, y = rows()
+def test_the_loader_is_begun_once_for_every_pass_that_reads_it():
+    loader = Begun(TensorDataset(*rows()), 1, shuffle=True)
     la = LinearisedLaplace(torch.nn.Linear(2, 3), "classification", parameters="last_layer")
-    loader = Counting(TensorDataset(x, y), 1, shuffle=True)
     la.plan(loader)
     assert loader.begun == 1
     la.fit(loader, em_steps=0, prior_precision=1.0, progress_bar=False)
-    assert loader.begun == 4  # rows that come in another order are kept from the third pass on
+    assert loader.begun == 3  # batches are kept from the second pass on
+
+
+class Weighted(torch.utils.data.Sampler):
+    """A sampler of somebody's own."""
+
+    def __iter__(self):
+        return iter(torch.randperm(23).tolist())
+
+    def __len__(self):
+        return 23
+
+
+@pytest.mark.parametrize("sampler", [None, torch.utils.data.SubsetRandomSampler(range(3, 20))])
+@pytest.mark.parametrize("size", [4, 23])
+def test_shuffled_loaders_come_in_the_order_of_their_dataset(sampler, size):
+    x, y = rows()
+    before = torch.get_rng_state()
+    loader = DataLoader(TensorDataset(x, y), size, sampler=sampler, shuffle=sampler is None or None)
+    data = Data(loader, CPU)
+    data.keep = False
+    for _ in range(2):
+        found = torch.cat([batch.inputs for batch in data])
+        assert torch.equal(found, x if sampler is None else x[3:20])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_other_samplers_keep_the_order_that_they_draw():
+    x, y = rows()
+    data = Data(DataLoader(TensorDataset(x, y), 23, sampler=Weighted()), CPU)
+    data.keep = False
+    first, second = (torch.cat([batch.inputs for batch in data]) for _ in range(2))
+    assert not torch.equal(first, second) and torch.equal(first.sort(0)[0], second.sort(0)[0])
 
 
 def test_every_factory_names_its_device():
@@ -257,10 +285,9 @@ def test_every_factory_names_its_device():
     with torch.device("meta"):
         found = [batch for _ in range(4) for batch in data]
         data.restore(data.facts())
-        data.ahead(5)
+        data.first(5)
         labels = next(iter(Data([(torch.ones(2, 1, device="cpu"), [0, 1])], CPU))).targets
     assert {batch.rows.device for batch in found} == {CPU} == {labels.device}
-    assert data.parts[0].state()["sums"]
 
 
 @pytest.mark.cuda
@@ -274,26 +301,3 @@ def test_pinned_memory_that_is_filled_again_arrives_whole(at_most):
         found = torch.cat([batch.inputs + 0 for batch in data])
         assert torch.equal(found.cpu(), rows()[0])
     assert pretended_card.races() == raced
-
-
-@pytest.mark.cuda
-def test_an_order_drawn_on_a_card_comes_again():
-    loader = DataLoader(TensorDataset(*rows()), 5, sampler=Drawn())
-    data = Data(loader, torch.device("cuda"))
-    known = data.facts()
-    first, second = ([batch.targets.tolist() for batch in data] for _ in range(2))
-    data.restore(known)
-    assert first == [batch.targets.tolist() for batch in data] != second
-
-
-class Drawn:
-    """A sampler with a generator of the card's."""
-
-    def __init__(self):
-        self.generator = torch.Generator("cuda")
-
-    def __iter__(self):
-        yield from torch.randperm(23, generator=self.generator, device="cuda").tolist()
-
-    def __len__(self):
-        return 23

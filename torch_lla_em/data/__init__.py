@@ -4,20 +4,15 @@ from torch_lla_em.data.batch import (
     Batch,
     TargetFn,
     as_targets,
-    copied,
+    default_forward,
     default_targets,
     inputs_of,
-    is_sequence,
-    map_tensors,
     next_tokens,
-    tensors_in,
-    to_device,
 )
-from torch_lla_em.data.forward import default_forward
 from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.loader import Data
-from torch_lla_em.data.sources import Chain, as_loader, paired
-from torch_lla_em.data.weights import Weighed
+from torch_lla_em.data.sources import Chain, Weighed, as_loader, paired
+from torch_lla_em.data.trees import copied, is_sequence, map_tensors, tensors_in, to_device
 
 __all__ = [
     "Batch",

@@ -1,38 +1,37 @@
-"""Batches of a pass beside each other: joined into larger ones, or kept for the next pass."""
+"""Batches of a pass next to each other: joined into larger ones, and kept for the next pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from torch_lla_em.data.batch import Batch, is_sequence, map_tensors, tensors_in
+from torch_lla_em.data.batch import Batch
+from torch_lla_em.data.trees import map_tensors, row_form, tensors_in
 
 
-def joined(batches: Iterable[tuple[int, Batch]], at_most: int) -> Iterator[tuple[int, Batch]]:
-    """Yield batches of each loader, joined into ones of up to so many rows where rows go one to one."""
+def joined(batches: Iterable[tuple[int, Batch]], size: int) -> Iterator[tuple[int, Batch]]:
+    """Join small batches of each loader into batches of up to ``size`` examples.
+
+    Only batches in which every tensor has a row for every example are joined.
+    """
     waiting: list[Batch] = []
     key: Any = None
     for part, batch in batches:
-        form = _form((batch.inputs, batch.targets), len(batch.rows))
-        alone = form is None or len(batch.rows) >= at_most
+        form = row_form((batch.inputs, batch.targets), len(batch.rows))
+        alone = form is None or len(batch.rows) >= size
         rows = sum(len(other.rows) for other in waiting) + len(batch.rows)
-        if waiting and (alone or (part, form) != key or rows > at_most):
+        if waiting and (alone or (part, form) != key or rows > size):
             yield key[0], _together(waiting)
             waiting = []
         if alone:
             yield part, batch
             continue
         key = part, form
-        # a loader may fill the same memory again before this is read
-        inputs, targets = map_tensors(Tensor.clone, (batch.inputs, batch.targets))
-        waiting.append(batch._replace(inputs=inputs, targets=targets))
-        if rows == at_most:
-            yield part, _together(waiting)
-            waiting = []
+        # a loader may write to the same memory again before this is read
+        waiting.append(batch.copied())
     if waiting:
         yield key[0], _together(waiting)
 
@@ -49,22 +48,8 @@ def _together(batches: list[Batch]) -> Batch:
     return Batch(f"{first.index} to {last.index}", rows, inputs, targets)
 
 
-def _form(tree: Any, rows: int) -> Any:
-    """Return what batches that can be joined have in common, or None of others."""
-    if isinstance(tree, Tensor):
-        whole = tree.layout == torch.strided and tree.dim() and not tree.is_nested
-        return (tree.dtype, tree.device, tree.shape[1:]) if whole and len(tree) == rows else None
-    if isinstance(tree, Mapping):
-        parts = {key: _form(value, rows) for key, value in tree.items()}
-        return None if not parts or None in parts.values() else parts
-    if is_sequence(tree):
-        several = [_form(part, rows) for part in tree]
-        return None if not several or None in several else several
-    return None
-
-
 class Kept:
-    """The batches of one pass, as far as they have room."""
+    """The batches of one pass, if they fit into the memory that they may take."""
 
     def __init__(self, room: float):
         self._room = room
@@ -78,8 +63,8 @@ class Kept:
     def has_room(self) -> bool:
         return self._room > 0
 
-    def see(self, batch: Batch) -> None:
-        """Keep a batch, unless those before it have taken all of the room."""
+    def add(self, batch: Batch) -> None:
+        """Keep a batch; give up all of them if they take more memory than they may."""
         if self._room > 0:
             self._batches.append(batch)
             self._places += _places(batch)
@@ -87,10 +72,10 @@ class Kept:
         if self._room <= 0:
             self._batches.clear()
 
-    def serves(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether this is all of the pass, in memory of its own that nobody has written to.
 
-        A loader that fills the same memory again would leave nothing but its last batch.
+        A loader that writes to the same memory again would leave nothing but its last batch.
         """
         places = [place for batch in self._batches for place in _places(batch)]
         alone = len({pointer for pointer, _ in places}) == len(places)
@@ -107,7 +92,7 @@ def _places(batch: Batch) -> list[tuple[int, int]]:
 
 
 def _bytes(batch: Batch) -> float:
-    """Return the size of a batch; that of objects with insides of their own is unknown."""
+    """Return the size of a batch; that of objects such as graphs is unknown."""
     sizes: list[float] = [batch.targets.nbytes]
     map_tensors(
         lambda tensor: sizes.append(tensor.numel() * tensor.element_size()),

@@ -1,11 +1,11 @@
-"""Whether two passes see the same rows: sums of one 64-bit hash of all the bytes of each row."""
+"""Whether two passes see the same data: numbers of examples, and sums of hashes of examples."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -13,167 +13,135 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torch_lla_em.data.batch import is_opaque
+from torch_lla_em.data.trees import is_opaque
+from torch_lla_em.runtime import mixed
 
-_BITS = 64
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FACTORS = 1 << 16
-_AT_ONCE = 1 << 20
-_GOLDEN, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
-
-# what is summed: hashes of whole rows; of rows and their places; of targets alone
-_ROWS, _ORDER, _TARGETS = range(3)
-_PLAIN = "in_order", "repeated", "num_rows", "has_objects"
+_LOW = (1 << 32) - 1
 
 
 class Identity:
-    """Sums of row hashes: equal for the same rows, whatever their order and their batches.
+    """Number of examples and sums of their 64-bit hashes, in any order and in the order of a pass.
 
-    A row's hash is made of the bytes of its targets and inputs together, so that permuted labels
-    or a changed column are other data. Nothing is rounded: the bytes are those that the loader
-    gave. Where batches are padded to their own lengths, or hold objects such as graphs, hashes
-    change with the batch that a row is in. Such rows are compared where the loader keeps its order
-    (``in_order``), or once a second pass has shown that they come again as they were; else their
-    targets alone are.
+    A hash covers the bytes of an example's targets and inputs together, so that permuted labels or
+    a changed column are other data. Where batches are padded to their own lengths, or hold objects
+    such as graphs, hashes depend on the batch that an example is in: these are compared if the
+    loader keeps its order, or once a second pass has had the same sum.
     """
 
     def __init__(self, in_order: bool = False) -> None:
         self.in_order, self.repeated, self.num_rows = in_order, False, 0
-        self._sums = torch.zeros(3, dtype=torch.int64, device="cpu")
-        self._shapes: dict[int, set[tuple[int, ...]]] = {}
-        self.has_objects = False
+        self._shapes: set[tuple[tuple[int, ...], ...]] = set()
+        self._has_objects = False
+        # of hashes, and of hashes together with the numbers of their examples
+        self._sums = torch.zeros(2, dtype=torch.int64, device="cpu")
 
     def add(self, batch: Any, rows: Tensor | None = None) -> None:
-        """Take in a batch (targets, inputs), and the numbers of its rows, shape (B,)."""
-        found = list(contents(batch))
-        if not found:
+        """Add a batch (targets, inputs), and the numbers of its examples, shape (B,)."""
+        leaves = list(contents(batch))
+        if not leaves:
             return
-        device, size = found[0][0].device, len(found[0][0])
-        rows = torch.arange(size, device="cpu") if rows is None else rows
+        size, device = len(leaves[0][0]), leaves[0][0].device
+        rows = (
+            torch.arange(self.num_rows, self.num_rows + size, device="cpu")
+            if rows is None
+            else rows
+        )
         hashes = torch.zeros(size, dtype=torch.int64, device=device)
-        targets, beside = hashes, []
-        for position, (tensor, is_row) in enumerate(found):
-            own = _mixed((row_hashes(tensor) + _factor(position)).to(device, non_blocking=True))
-            if is_row and len(own) == size:
-                self._shapes.setdefault(position, set()).add(tuple(tensor.shape[1:]))
-                hashes = hashes + own * _factor(position)
-                targets = own if position == 0 else targets
-            else:  # an object, or what does not go by rows: one hash for the whole batch
-                places = torch.arange(len(own), device=device) * _signed(_MIX)
-                beside.append(_mixed(own + places).sum() * _factor(position))
-        places = rows.to(device, non_blocking=True) * _signed(_GOLDEN)
-        whole, ordered = [hashes], [hashes + places]
-        if beside:
-            self.has_objects, apart = True, torch.stack(beside).sum()[None]
-            whole.append(apart + targets.sum())
-            ordered.append(apart + places[:1])
-        sums = [_mixed(torch.cat(whole)).sum(), _mixed(torch.cat(ordered)).sum(), targets.sum()]
-        self._sums = self._sums.to(device, non_blocking=True) + torch.stack(sums)
+        others, shapes = [], []
+        for place, (leaf, of_examples) in enumerate(leaves):
+            key = int(_factors(torch.device("cpu"))[-1 - place])
+            own = mixed(row_hashes(leaf).to(device, non_blocking=True) + key)
+            if of_examples and len(own) == size:
+                hashes = hashes + own * key
+                shapes.append(tuple(leaf.shape[1:]))
+            else:  # one hash for the whole batch
+                numbers = torch.arange(len(own), device=device)
+                others.append(mixed(own + numbers * _GOLDEN).sum() * key)
+        whole = mixed(torch.stack([*others, hashes.sum()]).sum()) if others else hashes[:0].sum()
+        places = rows.to(device, non_blocking=True) * _GOLDEN
+        self._sums = self._sums.to(device, non_blocking=True) + torch.stack(
+            [mixed(hashes).sum() + whole, mixed(hashes + places).sum() + whole * (places[0] | 1)]
+        )
+        self._shapes.add(tuple(shapes))
+        self._has_objects |= bool(others)
         self.num_rows += size
 
-    @property
-    def is_padded(self) -> bool:
-        """Whether rows of a tensor have several shapes."""
-        return any(len(shapes) > 1 for shapes in self._shapes.values())
-
-    @property
-    def tells_inputs(self) -> bool:
-        """Whether other inputs with the same targets are told from these."""
-        varies = self.has_objects or self.is_padded
-        some = len(self._shapes) + self.has_objects > 1
-        return some and (self.in_order or self.repeated or not varies)
-
     def agrees(self, other: Identity) -> bool:
-        """Whether both may be of the same rows; in the same order where both keep theirs."""
+        """Whether both may be of the same examples; in the same order if both keep theirs."""
         if self.num_rows != other.num_rows:
             return False
+        mine, theirs = self._sums.tolist(), other._sums.tolist()
         if self.in_order and other.in_order:
-            return self._equal(other, _ORDER)
-        if self.has_rows_of(other):
-            return True
-        both = Identity()
-        both.merge(self)
-        both.merge(other)
-        varies = both.has_objects or both.is_padded
-        if not varies or self.repeated or other.repeated:
-            return False
-        return len(both._shapes.get(0, ())) != 1 or self._equal(other, _TARGETS)
-
-    def has_rows_of(self, other: Identity) -> bool:
-        """Whether both are surely of the same rows."""
-        return self.num_rows == other.num_rows and self._equal(other, _ROWS)
-
-    def repeats(self, other: Identity) -> bool:
-        """Whether both are of the same rows in one order."""
-        return self.num_rows == other.num_rows and self._equal(other, _ORDER)
+            return mine[1] == theirs[1]
+        if mine[0] == theirs[0] or self.repeated or other.repeated:
+            return mine[0] == theirs[0]
+        return self._has_objects or other._has_objects or len(self._shapes | other._shapes) > 1
 
     def learn(self, second: Identity) -> None:
-        """Note whether a second pass has shown that rows come again as they were."""
-        self.repeated = self.has_rows_of(second)
+        """Note whether a second pass has shown that the sum of hashes is the same again."""
+        self.repeated = self._sums.tolist()[0] == second._sums.tolist()[0]
 
     def merge(self, other: Identity) -> None:
-        """Take in the rows of another, beside this one's own."""
+        """Add the examples of another, which are not in this one."""
         self.num_rows += other.num_rows
         self._sums = self._sums + other._sums.to(self._sums.device)
-        self.has_objects |= other.has_objects
-        for position, shapes in other._shapes.items():
-            self._shapes.setdefault(position, set()).update(shapes)
-
-    def on_cpu(self) -> Identity:
-        """Return it as other ranks can have it."""
-        found = Identity(self.in_order)
-        found.merge(self)
-        return found
-
-    def state(self) -> dict[str, Any]:
-        """Return plain numbers that ``of`` restores."""
-        shapes = {str(key): sorted(map(list, value)) for key, value in self._shapes.items()}
-        own = {name: value for name, value in vars(self).items() if name in _PLAIN}
-        return {**own, "sums": self._sums.tolist(), "shapes": shapes}
+        self._has_objects |= other._has_objects
+        self._shapes |= other._shapes
 
     @classmethod
-    def of(cls, state: dict[str, Any]) -> Identity:
-        """Return the identity of a state."""
-        identity = cls()
-        vars(identity).update({name: state[name] for name in _PLAIN})
-        identity._sums = torch.tensor(state["sums"], dtype=torch.int64, device="cpu")
-        identity._shapes = {int(p): set(map(tuple, s)) for p, s in state["shapes"].items()}
-        return identity
+    def of(cls, parts: list[Identity]) -> Identity:
+        """Return the identity of the examples of all parts, on the CPU."""
+        whole = cls(all(part.in_order for part in parts))
+        for part in parts:
+            whole.merge(part)
+        return whole
 
-    def _equal(self, other: Identity, which: int) -> bool:
-        return self._sums.tolist()[which] == other._sums.tolist()[which]
+    def state(self) -> dict[str, Any]:
+        """Return plain numbers, from which ``from_state`` makes the same identity."""
+        own = {
+            name: value for name, value in vars(self).items() if name not in ("_sums", "_shapes")
+        }
+        return {**own, "sums": self._sums.tolist(), "shapes": sorted(self._shapes)}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Identity:
+        """Return the identity of a state."""
+        identity, own = cls(), dict(state)
+        identity._sums = torch.tensor(own.pop("sums"), dtype=torch.int64, device="cpu")
+        identity._shapes = {tuple(map(tuple, shapes)) for shapes in own.pop("shapes")}
+        vars(identity).update(own)
+        return identity
 
 
 def row_hashes(tensor: Tensor) -> Tensor:
-    """Return Σ_j c_j word_j mod 2⁶⁴ of the words of each row, shape (B,), with odd factors c.
+    """Return Σ_j c_j word_j mod 2⁶⁴ over the 64-bit words of each row, shape (B,), with odd c.
 
-    Rows that differ have the same hash with a probability of 2⁻³³ at most. Zeros at a row's end
-    change nothing, so that what they pad may be compared.
+    Each word's upper half is added to its lower half (exclusive or) before, without which changes of
+    two highest bits would cancel. Zeros at the end of a row do not change its hash, so that rows
+    padded with zeros can be compared.
     """
     words = _words(tensor)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    step = min(_FACTORS, 1 << max(0, (_AT_ONCE // max(len(words), 1)).bit_length() - 1))
-    for start in range(0, max(words.shape[1], 1), step):
-        piece, (block, first) = words[:, start : start + step].long(), divmod(start, _FACTORS)
-        c = _factors(words.device)[first : first + piece.shape[1]]
-        c = c * _factor(block) if block else c
-        # integer matrix products are the faster way, which only CPUs know
+    words = words ^ ((words >> 32) & _LOW)
+    total = torch.zeros(len(words), dtype=torch.int64, device=words.device)
+    for block, piece in enumerate(words.split(_FACTORS, dim=1)):
+        c = _factors(words.device)[: piece.shape[1]] * (2 * block + 1)
+        # integer matrix products are faster, but not implemented on GPUs
         total = total + (piece @ c if piece.device.type == "cpu" else (piece * c).sum(1))
     return total
 
 
 def contents(
-    tree: Any, inside: bool = False, above: tuple[int, ...] = ()
+    tree: Any, of_examples: bool = True, above: tuple[int, ...] = ()
 ) -> Iterator[tuple[Tensor, bool]]:
-    """Yield every tensor that a batch holds, and whether its rows may be those of the data.
+    """Yield every tensor that a batch holds, and whether its rows may be those of examples.
 
-    Rows inside objects that move themselves (``.to``) may be of anything, as the nodes of
-    graphs. Lists of words or numbers come as hashes of them.
+    Rows inside objects such as graphs may be of anything, as of nodes. Lists of words come as
+    hashes of them.
     """
-    if isinstance(tree, np.ndarray) and tree.dtype.kind in "biufc":
-        plain = np.ascontiguousarray(tree)
-        if not tree.dtype.isnative or tree.dtype.kind == "c" or tree.dtype.itemsize > 8:
-            plain = plain.reshape(*plain.shape, 1).view(np.uint8)
-        tree = torch.from_numpy(plain)
+    if isinstance(tree, np.ndarray):
+        tree = _from_numpy(tree)
     if isinstance(tree, Tensor):
         tree = tree.detach()
         if tree.layout == torch.sparse_coo:
@@ -181,24 +149,29 @@ def contents(
         elif tree.layout == torch.strided and not (
             tree.is_nested or tree.is_quantized or tree.is_meta
         ):
-            yield (tree, not inside) if tree.dim() else (tree[None], False)
+            yield (tree, of_examples) if tree.dim() else (tree[None], False)
         return
-    parts: list[Any] = []
     if isinstance(tree, Mapping):
         parts = list(tree.values())
     elif isinstance(tree, (tuple, list)):
         parts = list(tree)
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        parts = [getattr(tree, field.name) for field in fields(tree)]
-    elif is_opaque(tree):
-        parts = list(getattr(tree, "__dict__", {}).values())
+    else:
+        own = is_opaque(tree) or (is_dataclass(tree) and not isinstance(tree, type))
+        parts = list(getattr(tree, "__dict__", {}).values()) if own else []
+    of_examples = of_examples and not is_opaque(tree)
     if parts and all(isinstance(part, (str, bytes, int, float)) for part in parts):
-        if isinstance(tree, (tuple, list)):
-            words = all(isinstance(part, (str, bytes)) for part in parts)
-            yield torch.tensor([*map(_word, parts)], device="cpu"), words and not inside
-        return
-    for part in parts if id(tree) not in above else ():
-        yield from contents(part, inside or is_opaque(tree), (*above, id(tree)))
+        yield torch.tensor([_word(part) for part in parts], device="cpu"), of_examples
+    elif id(tree) not in above:  # objects may contain themselves
+        for part in parts:
+            yield from contents(part, of_examples, (*above, id(tree)))
+
+
+def _from_numpy(array: np.ndarray) -> Any:
+    """Return an array as a tensor of its bytes, or as a list if it holds objects."""
+    if array.dtype.hasobject:
+        return array.tolist()
+    plain = np.ascontiguousarray(array)
+    return torch.from_numpy(plain.reshape(*plain.shape, 1).view(np.uint8))
 
 
 def _word(part: Any) -> int:
@@ -207,37 +180,18 @@ def _word(part: Any) -> int:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return the bytes of each row as 32-bit words, (B, W), the last of them filled with zeros."""
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
+    """Return the bytes of each row as 64-bit words, (B, W), the last of them filled with zeros."""
+    tensor = tensor.resolve_conj().resolve_neg()
     rows = tensor.reshape(len(tensor), tensor.shape[1:].numel()).contiguous()
     size = rows.element_size()
-    if rows.shape[1] * size % 4:
-        rows = pad(rows.view(torch.uint8), (0, -rows.shape[1] * size % 4))
-    elif rows.storage_offset() * size % 4:
+    if rows.shape[1] * size % 8:
+        rows = pad(rows.view(torch.uint8), (0, -rows.shape[1] * size % 8))
+    elif rows.storage_offset() * size % 8:
         rows = rows.clone()
-    return rows.view(torch.int32)
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Return numbers whose sums are equal of equal numbers only: no linear map of x."""
-    x = x ^ (x >> 32)
-    x *= _signed(_MIX)
-    return x.bitwise_xor_(x >> 29)
-
-
-def _signed(number: int) -> int:
-    number %= 1 << _BITS
-    return number - (1 << _BITS) if number >> (_BITS - 1) else number
-
-
-@functools.lru_cache(maxsize=1 << 10)
-def _factor(index: int) -> int:
-    """Return one odd factor of many that have nothing to do with each other."""
-    return int(_factors(torch.device("cpu"))[-1 - index])
+    return rows.view(torch.int64)
 
 
 @functools.lru_cache(maxsize=8)
 def _factors(device: torch.device) -> Tensor:
     places = torch.arange(1, _FACTORS + 1, dtype=torch.int64, device=device)
-    return _mixed(_mixed(places * _signed(_GOLDEN))) | 1
+    return mixed(mixed(places * _GOLDEN)) | 1

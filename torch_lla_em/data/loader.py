@@ -1,43 +1,71 @@
-"""Data: passes over a loader, which must see the same rows every time."""
+"""Passes over loaders, which must yield the same data every time."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from itertools import islice
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from torch_lla_em.data import sources
-from torch_lla_em.data.batch import Batch, TargetFn
+from torch_lla_em.data.batch import Batch, TargetFn, check_rows, default_targets, split
 from torch_lla_em.data.buffers import Kept, joined
 from torch_lla_em.data.identity import Identity
-from torch_lla_em.data.reading import (
-    Mask,
-    Reading,
-    refuse_changed,
-    refuse_other,
-    together,
-    whole,
-)
-from torch_lla_em.data.shares import Share
-from torch_lla_em.data.sources import Chain, as_loader
+from torch_lla_em.data.sources import Chain, Source, as_loader
 from torch_lla_em.runtime import Group, free_memory
 
-# where a batch of several rows is looked for
+_EMPTY = "The loader is empty: it yielded no examples."
+_OTHER_COUNT = (
+    "The loader yielded {} examples in this pass but {} in the first. Every pass must see the same "
+    "data: make the loader re-iterable and finite, or pass a list of its batches."
+)
+_CHANGED = (
+    "Two passes over the loader disagree: its data change from pass to pass, as under random "
+    "augmentation. The posterior is that of fixed data: fit on a loader without augmentation."
+)
+_OTHER_RANKS = (
+    "Rank {} sees other data than rank 0{}. Pass every rank the same loader, in the same order and "
+    "without random augmentation, since fit shares out its batches; a DistributedSampler may be there."
+)
+_REPEATED = (
+    "Each of the {0} workers of the DataLoader yields all examples of its IterableDataset, so that every "
+    "example comes {0} times: share them out by torch.utils.data.get_worker_info() in the dataset's "
+    "__iter__, or pass num_workers=0."
+)
+# among which a batch of several examples is looked for
 _BATCHES_AHEAD = 32
 
-_FACTS = "num_rows", "num_targets", "num_outputs", "num_passes"
+_FACTS = "num_rows", "num_targets", "num_labelled", "num_outputs", "num_passes"
+
+Mask = Callable[[Tensor], Tensor | None]
+
+
+class Count(NamedTuple):
+    """What a pass has counted, on one rank or on all."""
+
+    rows: int
+    labelled: int
+    """Examples with a label that is not ignored."""
+
+    targets: int
+    """Entries of all targets."""
+
+    outputs: int
+    """Entries of all outputs."""
+
+    parts: list[Identity]
+    """The examples of every loader."""
 
 
 class Data:
-    """A re-iterable loader; every pass must see the same rows, in any order.
+    """A re-iterable loader whose passes are compared: each must see the same examples, in any order.
 
     Batches are (inputs, targets), longer tuples that end with the targets, mappings with
-    "labels", or anything that ``target_fn`` takes targets from. Of several ranks each sees
-    its share; counts are of all of them. ``known`` are the rows of the first loaders when an
-    earlier fit read them.
+    "labels", or anything that ``target_fn`` takes targets from. Each of several ranks reads its
+    share; counts are those of all ranks. ``known`` are the identities of the first loaders, if an
+    earlier fit has read them.
     """
 
     def __init__(
@@ -49,32 +77,34 @@ class Data:
         known: Sequence[Identity] | None = None,
     ):
         given = loader.loaders if isinstance(loader, Chain) else (loader,)
-        self._loaders = Chain([as_loader(part, target_fn) for part in given])
+        loaders = [as_loader(part, target_fn) for part in given]
         self.group, self._device, self._target_fn = group, device, target_fn
-        self._shares = [Share(part, group) for part in self._loaders.loaders]
-        self._next: Reading | None = None
-        """The next pass, where its first batches were looked at."""
+        self._sources = [Source(part, group.size) for part in loaders]
+        self._ahead: list[tuple[int, Batch]] = []
+        """The first batches, as far as they have been looked at."""
+
+        self._rest: Iterator[tuple[int, Batch]] | None = None
+        """What comes after them in the next pass; None where no pass has begun."""
 
         self._known = known or ()
         self._first: Identity | None = None
-        """The rows of the first pass, until another one has seen others."""
+        """The examples of the first pass, until another pass has seen others."""
 
-        self._read = self._restored = False
-        """Whether this process has read all data, and whether an earlier run alone has."""
+        self._restored = False
+        """Whether the examples are those of an earlier run, and still to be compared."""
 
-        self._steps: set[int] = set()
-        self._kept_in: list[str] = []
-        """Where the generators were when the pass that is kept began."""
+        self._num_read, self._steps = 0, set[int]()
+        """Batches that were read in this pass; and in all passes, of which one is a step of SGD."""
 
         self.kept: Kept | None = None
         """All batches, if a quarter of the memory holds them: those of a list from the first pass
-        on, others once three passes were the same."""
+        on, others once two passes were the same."""
 
         self.keep = True
         """Whether batches may be kept."""
 
         self.merge_rows = 0
-        """Rows up to which batches are joined, where theirs go one to one; 0: none are."""
+        """Size up to which batches are joined, where examples do not depend on each other; 0: none are."""
 
         self.mask: Mask = lambda targets: None
         """Which targets are labels, where some are to be ignored."""
@@ -83,49 +113,38 @@ class Data:
         """N, known after the first pass."""
 
         self.num_targets = self.num_labelled = 0
-        """Entries of all targets, N C where every output has one; and rows that have a label."""
+        """Entries of all targets, N C where every output has one; and examples that have a label."""
 
         self.num_outputs = 0
-        """Entries of all outputs, N C: set by whoever sees them first."""
+        """Entries of all outputs, N C: set by the first pass that calls the network."""
 
-        self.num_passes = self.num_reads = 0
-        """Passes over the data so far, and how often the loader itself was read."""
-
+        self.num_passes = 0
         self.parts: list[Identity] = []
-        """The rows of every loader."""
+        """The examples of every loader."""
 
-    def first(self) -> Batch:
-        """Return the first batch."""
-        return self.ahead()
+    def first(self, rows: int = 1, least: int = 1) -> Batch:
+        """Return the first batch, or several joined into up to so many examples.
 
-    def ahead(self, rows: int = 0, least: int = 1) -> Batch:
-        """Return the first batch, or up to so many rows of several; the next pass begins with them.
-
-        ``least``: the first batch of so many rows, if there is one.
+        ``least``: the first of at least so many examples, if it is among the first few batches. The
+        next pass goes on from there, so that the loader starts only once.
         """
-        if self.kept is not None and self.kept.serves():
-            return next(iter(self.kept))
-        drawn = sources.states(self._loaders)
-        reading = self._begin() if self.group.size == 1 else self._alone()
-        first = None
-        for batch in islice(joined(reading.ahead(), rows), _BATCHES_AHEAD):
-            first = batch[1] if first is None or len(first.rows) < least else first
-            if len(first.rows) >= least:
-                break
-        if self.group.size > 1 or self._read:  # nothing goes on from here
-            sources.restore(self._loaders, drawn)
-        if first is None:
-            empty = sources.OTHER_COUNT.format(0, self.num_rows)
-            raise ValueError(empty if self._read else sources.EMPTY)
-        return first.on(self._device)[0]
+        found = [batch for _, batch in islice(joined(self._looked_at(), rows), 1)]
+        if found and len(found[0].rows) < least:
+            found = [batch for _, batch in islice(self._looked_at(), _BATCHES_AHEAD)]
+        if not found:
+            raise ValueError(
+                _EMPTY if self.num_rows is None else _OTHER_COUNT.format(0, self.num_rows)
+            )
+        batch = next((batch for batch in found if len(batch.rows) >= least), found[0])
+        return batch.on(self._device)[0]
 
     def batches(self, in_step: bool = False) -> Iterator[Batch]:
         """Yield this rank's batches of one pass.
 
-        ``in_step``: as the loader gives them, and as many on every rank, the last of them empty
+        ``in_step``: as the loader yields them, and as many on every rank; the last of them are empty
         where one has fewer.
         """
-        if self.kept is not None and not self.kept.serves():
+        if self.kept is not None and not self.kept.is_whole():
             self.kept = None
         if self.kept is None or in_step:
             yield from self._over(in_step)
@@ -136,8 +155,8 @@ class Data:
     __iter__ = batches
 
     def num_batches(self) -> int | None:
-        """Return the batches of a pass over all ranks, if that is known without one."""
-        counts = [share.num_batches() for share in self._shares]
+        """Return the number of batches of a pass over all ranks, if it is known without one."""
+        counts = [source.num_batches() for source in self._sources]
         return None if None in counts else sum(counts)
 
     def num_steps(self) -> int | None:
@@ -146,143 +165,190 @@ class Data:
 
     def facts(self) -> dict[str, Any]:
         """Return what passes have found out, as plain numbers that ``restore`` takes."""
-        return {
-            **{name: getattr(self, name) for name in _FACTS},
-            "first": None if self._first is None else self._first.state(),
-            "steps": sorted(self._steps),
-            "kept_in": self._kept_in,
-            "orders": self._orders(),
-        }
+        first = None if self._first is None else self._first.state()
+        known = {name: getattr(self, name) for name in _FACTS}
+        return {**known, "first": first, "steps": sorted(self._steps)}
 
     def restore(self, facts: dict[str, Any]) -> None:
         """Take over what passes of an earlier run have found out; its data must be these."""
-        sources.restore(self._loaders, facts["orders"])
-        if self._read:
-            return
         for name in _FACTS:
             setattr(self, name, facts[name])
-        self._first = None if facts["first"] is None else Identity.of(facts["first"])
-        if self._first and self._is_shared_out:  # batches, and so their padding, go by the ranks
-            self._first.repeated = False
-        self._steps, self._kept_in, self._next = set(facts["steps"]), facts["kept_in"], None
-        self._restored = True
+        self._first = None if facts["first"] is None else Identity.from_state(facts["first"])
+        self._steps, self._restored = set(facts["steps"]), self.num_passes > 0
 
     def confirm(self) -> None:
-        """Read the data once where an earlier run alone has, so that others are refused.
-
-        What is known of them, and the order that comes next, stay as they are.
-        """
-        if not self._restored:
-            return
-        self.keep, known = False, self.facts()
-        for _ in self:
-            pass
-        self.num_passes = known["num_passes"]
-        self.restore(known)
-
-    @property
-    def tells_inputs(self) -> bool:
-        """Whether other inputs would be noticed, as far as two passes have shown."""
-        first = self._first
-        if first is None or self.num_passes < 2:
-            return True
-        return first.tells_inputs
-
-    @property
-    def _is_shared_out(self) -> bool:
-        return any(share.is_shared_out for share in self._shares)
+        """Read the data once if only an earlier run has, so that other data are refused."""
+        if self._restored:
+            self.keep = False
+            for _ in self:
+                pass
+            self.num_passes -= 1
 
     @property
     def _changes(self) -> bool:
-        """Whether rows have changed from pass to pass."""
+        """Whether examples have changed from pass to pass."""
         return self._first is None and self.num_passes > 0
 
-    def _orders(self) -> list[str]:
-        """Return what the next pass draws its order from; of several ranks nothing is put back."""
-        return sources.states(self._loaders) if self.group.size == 1 else []
+    def _looked_at(self) -> Iterator[tuple[int, Batch]]:
+        """Yield the first batches of the data; the next pass of one process goes on after them."""
+        yield from self._ahead
+        if self._rest is None:
+            if self._ahead:
+                return
+            self._rest = self._read(0, 1)
+        for part, batch in self._rest:
+            if not self._sources[part].is_list:  # the loader may write to the same memory again
+                batch = batch.copied()
+            self._ahead.append((part, batch))
+            yield part, batch
 
-    def _begin(self, in_step: bool = False) -> Reading:
-        """Return the next pass, whose first batches may have been looked at."""
-        if self._next is None:
-            reading = self._next = Reading(self._shares, self._device, self._target_fn)
-            reading.drawn = self._orders()
-            reading.again = [] if in_step or self.kept else self._kept_in
-            sources.restore(self._loaders, reading.again)  # as an unbroken run goes over them
-            reading.begin(is_first=not self._read, group=self.group)
-            self.num_reads += 1
-        return self._next
+    def _begun(self) -> Iterable[tuple[int, Batch]]:
+        """Return the batches of a pass, of which the first may have been looked at."""
+        if self.group.size > 1:
+            if self.num_passes == 0:
+                self._compare_first()
+            self._rest = None
+            # ranks with different data see another sum of hashes, once each reads what another read
+            share = (self.group.rank + (self.num_passes > 0)) % self.group.size
+            return self._read(share, self.group.size)
+        rest, self._rest = self._rest, None
+        return self._read(0, 1) if rest is None else chain(tuple(self._ahead), rest)
 
-    def _alone(self) -> Reading:
-        """Return a pass over all that the loaders yield, of this rank alone."""
-        shares = [Share(loader, Group()) for loader in self._loaders.loaders]
-        reading = Reading(shares, self._device, self._target_fn)
-        reading.begin(is_first=False, group=Group())
-        self.num_reads += 1
-        return reading
+    def _compare_first(self) -> None:
+        """Refuse ranks whose loaders have another size, or begin with other examples, than rank 0's."""
+        own, size = Identity(in_order=True), " and ".join(source.size for source in self._sources)
+        for _, batch in islice(self._looked_at(), 1):
+            own.add((batch.targets, batch.inputs), batch.rows)
+        every = self.group.meet("the first batch", (Identity.of([own]), size), list)
+        for rank, (identity, size) in enumerate(every):
+            if size and every[0][1] and size != every[0][1]:
+                raise ValueError(_OTHER_RANKS.format(rank, f" ({size} against {every[0][1]})"))
+            if not identity.agrees(every[0][0]):
+                raise ValueError(_OTHER_RANKS.format(rank, ""))
+
+    def _read(self, first: int, step: int) -> Iterator[tuple[int, Batch]]:
+        """Yield every ``step``-th batch of the loaders, each with the number of its loader."""
+        self._num_read = start = 0
+        for part, source in enumerate(self._sources):
+            seen, several = 0, source.num_workers > 1 and self.num_passes == 0
+            workers = [Identity() for _ in range(source.num_workers * several)]
+            for place, begin, raw in source.batches(first, step, self._count):
+                inputs, targets = split(raw, self._target_fn, self._device)
+                size = check_rows(inputs, targets, place)
+                if not size:
+                    continue
+                begin = start + (seen if begin is None else begin)
+                rows = torch.arange(begin, begin + size, device="cpu")
+                seen, self._num_read = seen + size, self._num_read + 1
+                if workers:
+                    workers[place % len(workers)].add((targets, inputs))
+                yield part, Batch(place, rows, inputs, targets)
+            if workers and all(own.num_rows and own.agrees(workers[0]) for own in workers):
+                raise ValueError(_REPEATED.format(len(workers)))
+            start += source.num_rows or seen
+
+    def _count(self, raw: Any) -> int:
+        """Return the number of examples of a batch that another rank takes."""
+        return len((self._target_fn or default_targets)(raw))
 
     def _over(self, in_step: bool) -> Iterator[Batch]:
         """Yield this rank's batches from the loader, joined, counted and perhaps kept."""
-        reading, self._next = self._begin(in_step), None
+        rows = labelled = targets = 0
+        parts = [Identity(source.keeps_order) for source in self._sources]
         candidate = Kept(self._room(in_step))
-        for part, batch in joined(reading, 0 if in_step else self.merge_rows):
-            if not self._read:
-                reading.count_labels(batch.targets, self.mask)
+        for part, batch in joined(self._begun(), 0 if in_step else self.merge_rows):
+            rows, targets = rows + len(batch.rows), targets + batch.targets.numel()
+            labelled += self._labelled(batch.targets) if self.num_passes == 0 else 0
+            if not self._changes:
+                parts[part].add((batch.targets, batch.inputs), batch.rows)
             batch, wait = batch.on(self._device)
-            reading.count(part, batch, not self._changes)
-            candidate.see(batch)
+            candidate.add(batch)
             batch = batch._replace(kept=candidate if candidate.has_room else None)
-            yield self._stepped(batch) if in_step else batch
+            yield self._in_step(batch) if in_step else batch
             wait()
         nothing = torch.zeros(0, device="cpu")
         while (
-            in_step and (last := self._stepped(Batch(-1, nothing.long(), None, nothing))).step_rows
+            in_step and (last := self._in_step(Batch(-1, nothing.long(), None, nothing))).step_rows
         ):
-            reading.batches += 1
+            self._num_read += 1
             yield last
-        sources.restore(self._loaders, reading.drawn if reading.again else [])
         if in_step or self.group.size == 1:
-            self._steps.add(reading.batches)
-        self._end(reading)
-        if not self._changes and self.keep and candidate.serves():
-            self.kept, self._kept_in = candidate, reading.again or reading.drawn
+            self._steps.add(self._num_read)
+        self._end(Count(rows, labelled, targets, self.num_outputs, parts))
+        if not self._changes and self.keep and candidate.is_whole():
+            self.kept = candidate
 
     def _room(self, in_step: bool) -> float:
-        """Return the bytes that the batches of a pass may take to be kept."""
-        repeats = self.num_passes > 1 or all(share.is_list for share in self._shares)
+        """Return the number of bytes that the batches of a pass may take to be kept."""
+        repeats = self.num_passes > 0 or all(source.is_list for source in self._sources)
         keeps = self.keep and self.kept is None and repeats and not self._changes
         keeps = keeps and not (in_step and self.merge_rows)
         return free_memory(self._device) / 4 if keeps and self.group.size == 1 else 0.0
 
-    def _stepped(self, batch: Batch) -> Batch:
-        """Return a batch that knows the rows of all ranks' batches in this step."""
+    def _in_step(self, batch: Batch) -> Batch:
+        """Return a batch that knows the number of examples in this step of all ranks."""
         return batch._replace(step_rows=self.group.meet("a step", len(batch.rows), sum))
 
-    def _end(self, reading: Reading) -> None:
-        """Take note of what all ranks have counted, and refuse or tell of other rows than before."""
-        reading.outputs = self.num_outputs
-        every = self.group.meet("the end of a pass", reading.tally(), together)
-        changes, parts = self._changes, every["parts"]
-        rows, identity = every["rows"], whole(parts)
-        if not changes:
-            refuse_changed(parts, self._known)
-            self.parts, self._known = parts, ()
-            if self._restored:
-                refuse_other(identity, self._first)
-        self.num_targets, self._restored = every["targets"], False
-        if not self._read:
-            self.num_labelled, self._read = every["labelled"], True
+    def _labelled(self, targets: Tensor) -> int:
+        """Return how many examples have a target that is not ignored."""
+        kept = self.mask(targets)
+        if kept is None or not kept.dim():
+            return len(targets)
+        return int(kept.reshape(len(kept), -1).any(1).sum())
+
+    def _end(self, own: Count) -> None:
+        """Take over what all ranks have counted; refuse other data, and warn of changing data."""
+        own = own._replace(parts=[Identity.of([part]) for part in own.parts])
+        found: Count = self.group.meet("the end of a pass", own, _together)
+        identity = Identity.of(found.parts)
+        if not self._changes:
+            self._refuse_others(found.parts, identity)
         if self.num_passes == 0:
-            self.num_outputs = every["outputs"]
+            self.num_labelled, self.num_outputs = found.labelled, found.outputs
+        self.num_targets, self._restored = found.targets, False
         self.num_passes += 1
         if self.num_rows is None:
-            if rows == 0:
-                raise ValueError(sources.EMPTY)
-            self.num_rows, self._first = rows, identity
-        elif rows != self.num_rows:
-            raise ValueError(sources.OTHER_COUNT.format(rows, self.num_rows))
-        elif not changes and not identity.agrees(self._first):
-            warnings.warn(sources.changes_of(self._loaders), stacklevel=2)
-            self._first = self.kept = None
-            self.parts = []
-        elif not changes and self.num_passes == 2 and not self._is_shared_out:
+            if found.rows == 0:
+                raise ValueError(_EMPTY)
+            self.num_rows, self._first = found.rows, identity
+        elif found.rows != self.num_rows:
+            raise ValueError(_OTHER_COUNT.format(found.rows, self.num_rows))
+        elif not self._changes and not identity.agrees(self._first):
+            self._warn_of_changes()
+        elif not self._changes and self.num_passes == 2:
             self._first.learn(identity)
+
+    def _refuse_others(self, parts: list[Identity], identity: Identity) -> None:
+        """Raise an error where the data are not those of an earlier fit, or of a checkpoint."""
+        for now, before in zip(parts, self._known):
+            if not now.agrees(before):
+                raise ValueError(
+                    f"The data of an earlier fit have changed: it read {before.num_rows} examples, and "
+                    f"the same loader now yields {now.num_rows} of other content. With override=False "
+                    "the earlier data are read again, so do not refill their list or write to their "
+                    "tensors; or call fit once with one loader of all data."
+                )
+        self.parts, self._known = parts, ()
+        if self._restored and not identity.agrees(self._first):
+            order = " or order" if identity.in_order else ""
+            raise ValueError(
+                f"The checkpoint is of other data: it has read {self._first.num_rows} examples, and "
+                f"these are {identity.num_rows} examples of another content{order}. Delete its "
+                "folder, or pass another."
+            )
+
+    def _warn_of_changes(self) -> None:
+        if self.group.size > 1:
+            raise ValueError(
+                _OTHER_RANKS.format("1 or another", ", or the data change from pass to pass")
+            )
+        warnings.warn(_CHANGED, stacklevel=2)
+        self._first = self.kept = None
+        self.parts = []
+
+
+def _together(every: list[Count]) -> Count:
+    """Return what all ranks have counted."""
+    rows, labelled, targets, outputs, parts = zip(*every)
+    identities = [Identity.of(list(of_ranks)) for of_ranks in zip(*parts)]
+    return Count(sum(rows), sum(labelled), sum(targets), sum(outputs), identities)

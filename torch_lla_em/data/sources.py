@@ -1,23 +1,40 @@
-"""What is gone over: loaders as people have them, and the order that their rows come in."""
+"""Loaders as people pass them: the order of their examples, and each rank's share of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, SequentialSampler
-
-from torch_lla_em.data.batch import TargetFn
-
-EMPTY = "The loader is empty: it yielded no rows."
-OTHER_COUNT = (
-    "The loader yielded {} rows in this pass but {} in the first. Every pass must see the same data: "
-    "make the loader re-iterable and finite, or pass a list of its batches."
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
 )
-_ROWS_AT_ONCE = 100
+from torch.utils.data.distributed import DistributedSampler
+
+from torch_lla_em.data.batch import TargetFn, as_targets, default_targets, inputs_of
+
+_EXAMPLES_AT_ONCE = 100
+
+# what a DataLoader was built with, and keeps under the same name
+_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+)
 
 
 class Chain:
@@ -38,8 +55,65 @@ class Chain:
         return Chain, ((),)
 
 
+class Weighed:
+    """A loader whose examples have weights: yields (inputs, targets and weights in one tensor)."""
+
+    def __init__(
+        self,
+        loader: Any,
+        weights: Tensor | str | Callable[[Tensor], Tensor],
+        target_fn: TargetFn | None,
+    ):
+        if isinstance(weights, str) and weights != "last":
+            raise ValueError(
+                f'weights={weights!r}: pass "last" where batches end with their weights, a tensor '
+                "beside inputs and targets, or a function of the targets."
+            )
+        if not (callable(weights) or isinstance(weights, str)):
+            # fit(x, y) passes a list of one batch
+            loader = loader[0] if isinstance(loader, list) and len(loader) == 1 else loader
+            if not is_pair(loader):
+                raise TypeError(
+                    "A tensor of weights goes with inputs and targets: fit(x, y, weights=w). For a "
+                    'loader, have batches end with their weights and pass weights="last".'
+                )
+            loader, weights = [(*loader, torch.as_tensor(weights, device="cpu"))], "last"
+        self.loader, self._weights, self._target_fn = as_loader(loader), weights, target_fn
+
+    def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
+        return map(self.packed, self.loader)
+
+    def packed(self, batch: Any) -> tuple[Any, Tensor]:
+        """Return a batch of the loader as inputs, and targets with their weights."""
+        weights = self._weights
+        if not callable(weights):
+            if not isinstance(batch, (tuple, list)) or len(batch) < 3:
+                raise TypeError(
+                    'With weights="last" batches are (inputs, targets, weights), not a '
+                    f"{type(batch).__name__}."
+                )
+            *batch, weights = batch
+        given = None if self._target_fn is None else self._target_fn(batch)
+        y = as_targets(default_targets(batch) if given is None else given)
+        return inputs_of(batch, given), _packed(y, weights(y) if callable(weights) else weights)
+
+
+def _packed(y: Tensor, weights: Any) -> Tensor:
+    """Return targets and weights, (*y.shape, 2), in double precision, which holds any label."""
+    w = torch.as_tensor(weights, dtype=torch.float64, device=y.device)
+    if w.shape not in (y.shape, y.shape[:1]):
+        raise ValueError(
+            f"The weights have shape {tuple(w.shape)}, but the targets {tuple(y.shape)}: pass one "
+            "weight for each example, or for each label."
+        )
+    if not (torch.isfinite(w).all() and (w >= 0).all()):
+        raise ValueError("Weights must be finite and not negative.")
+    w = w.reshape(*w.shape, *(1,) * (y.dim() - w.dim())).expand(y.shape)
+    return torch.stack([y.double(), w], -1)
+
+
 def as_loader(data: Any, target_fn: TargetFn | None = None) -> Iterable[Any]:
-    """Return batches to go over again and again: ``data``, or made of (X, y) or a Dataset."""
+    """Return an iterable of batches that can be read repeatedly, from (X, y) or a Dataset too."""
     if isinstance(data, Iterator):
         raise ValueError(
             "The loader is a generator or an iterator, which is exhausted after one pass; "
@@ -48,7 +122,7 @@ def as_loader(data: Any, target_fn: TargetFn | None = None) -> Iterable[Any]:
     if target_fn is None and (is_pair(data) or (isinstance(data, Mapping) and "labels" in data)):
         return [data]
     if isinstance(data, Dataset) and not isinstance(data, Iterable):
-        return DataLoader(data, _ROWS_AT_ONCE)
+        return DataLoader(data, _EXAMPLES_AT_ONCE)
     if not isinstance(data, Iterable):
         raise TypeError(
             f"The loader is a {type(data).__name__}, which cannot be iterated over: pass a "
@@ -58,12 +132,12 @@ def as_loader(data: Any, target_fn: TargetFn | None = None) -> Iterable[Any]:
 
 
 def paired(data: Any, targets: Tensor | None) -> Any:
-    """Return a loader as it is, or one of inputs and their targets."""
+    """Return a loader as it is, or inputs and their targets as a list of one batch."""
     return data if targets is None else [(data, targets)]
 
 
 def is_pair(data: Any) -> bool:
-    """Whether this is (X, y): without targets, no two tensors are batches."""
+    """Whether this is (X, y): a list of two batches without targets cannot be fitted."""
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         return False
     kinds = Tensor, np.ndarray
@@ -72,63 +146,138 @@ def is_pair(data: Any) -> bool:
     return arrays and len(data[0]) == len(data[1])
 
 
-def states(loader: Any) -> list[str]:
-    """Return the state of every generator that the next pass may draw its order from."""
-    return [g.get_state().numpy().tobytes().hex() for g in _generators(loader)]
+class Source:
+    """A loader in an order that is the same at every pass, shared out among ranks by batches.
+
+    A ``DataLoader`` that shuffles reads the same examples in the order of its dataset, since the
+    posterior does not depend on their order. Other loaders come in the order that they have. Several
+    ranks each take every R-th batch; a loader that cannot skip batches is read by all of them.
+    """
+
+    def __init__(self, loader: Any, num_ranks: int = 1):
+        weighed = loader if isinstance(loader, Weighed) else None
+        self._convert: Callable[[Any], Any] = weighed.packed if weighed else lambda batch: batch
+        self.loader: Any = loader if weighed is None else weighed.loader
+        self._own: _OwnBatches | None = None
+        rows = fixed_order(self.loader, num_ranks)
+        self.is_list = type(self.loader) in (list, tuple)
+        """Whether all batches are in memory."""
+
+        self.keeps_order = self.is_list or rows is not None
+        """Whether batches come in the order of a list, or of a dataset."""
+
+        self.num_rows = 0
+        """Number of examples of all ranks in the last pass; 0 where every batch was read."""
+
+        own = _sampler(self.loader)
+        if rows is None:
+            if num_ranks > 1 and isinstance(own, DistributedSampler):
+                raise ValueError(
+                    "The loader has a DistributedSampler, but makes batches in its own way, so that "
+                    "examples which the sampler repeats cannot be left out: pass a DataLoader with a "
+                    "batch_size, or one without a DistributedSampler."
+                )
+        elif num_ranks > 1 or type(own) is not SequentialSampler:
+            inner: Any = self.loader
+            self._own = _OwnBatches(rows, inner)
+            options = {n: getattr(self.loader, n, None) for n in _OPTIONS}
+            self.loader = DataLoader(
+                inner.dataset,
+                batch_sampler=self._own,
+                generator=torch.Generator(device="cpu"),
+                **{name: value for name, value in options.items() if value},
+            )
+
+    @property
+    def num_workers(self) -> int:
+        """Return how many workers each iterate over a dataset of their own."""
+        streams = isinstance(self.loader, DataLoader) and not _has_rows(self.loader)
+        return self.loader.num_workers if streams else 0
+
+    def num_batches(self) -> int | None:
+        """Return the number of batches of a pass over all ranks, if it is known without one."""
+        try:
+            return len(self.loader) if self._own is None else self._own.num_batches
+        except TypeError:
+            return None
+
+    @property
+    def size(self) -> str:
+        """Return the size of the loader in words, "" if it is not known without a pass."""
+        if self._own is not None:
+            return f"{self._own.num_rows} examples"
+        number = self.num_batches()
+        return "" if number is None else f"{number} batches"
+
+    def batches(
+        self, first: int, step: int, count: Callable[[Any], int]
+    ) -> Iterator[tuple[int, int | None, Any]]:
+        """Yield every ``step``-th batch of one pass from batch ``first`` on.
+
+        With its place and the number of its first example, None if every batch is read. ``count``
+        returns the number of examples of a batch that is left out.
+        """
+        if self._own is not None:
+            self._own.first, self._own.step = first, step
+            places = range(first, self._own.num_batches, step)
+            self.num_rows = self._own.num_rows if step > 1 else 0
+            for place, batch in zip(places, self.loader):
+                start = place * self._own.size if step > 1 else None
+                yield place, start, self._convert(batch)
+            return
+        self.num_rows = 0
+        for place, batch in enumerate(self.loader):
+            converted = self._convert(batch)
+            if place % step == first:
+                yield place, self.num_rows if step > 1 else None, converted
+            self.num_rows += count(converted) if step > 1 else 0
 
 
-def restore(loader: Any, known: list[str]) -> None:
-    """Put the generators where they were, if there are as many of the same kinds as then."""
-    generators = _generators(loader)
-    if [len(state) for state in known] == [len(state) for state in states(loader)]:
-        for generator, state in zip(generators, known):
-            generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+class _OwnBatches:
+    """Lists of the examples of every ``step``-th batch, from batch ``first`` on."""
+
+    def __init__(self, rows: Sequence[Any], loader: DataLoader):
+        self._rows, self.size = rows, loader.batch_size or 1
+        whole, rest = divmod(len(rows), self.size)
+        self.num_batches = whole + (rest > 0 and not loader.drop_last)
+        self.num_rows = whole * self.size if loader.drop_last else len(rows)
+        self.first, self.step = 0, 1
+
+    def __len__(self) -> int:
+        return len(range(self.first, self.num_batches, self.step))
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for place in range(self.first, self.num_batches, self.step):
+            yield list(self._rows[place * self.size : (place + 1) * self.size])
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Return torch's own generators, and those of a loader and of its samplers."""
-    own = [torch.default_generator]
-    device = torch.get_default_device()
-    if device.type == "cuda":  # where samplers without a generator draw a seed
-        here = torch.cuda.current_device() if device.index is None else device.index
-        own.append(torch.cuda.default_generators[here])
-    found = {id(generator): generator for generator in own}
-    left, seen = [loader], set()
-    while left:
-        part = left.pop(0)
-        if part is None or id(part) in seen:
-            continue
-        seen.add(id(part))
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator):
-            found[id(generator)] = generator
-        left += [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
-        several = getattr(part, "loaders", ())
-        left += several if isinstance(several, (list, tuple)) else ()
-    return list(found.values())
-
-
-def changes_of(loader: Any) -> str:
-    """Return what is said where two passes over a loader disagree."""
-    if _drops_random_rows(loader):
-        return (
-            "The loader shuffles and has drop_last=True, so every pass leaves out other rows. "
-            "The posterior is that of fixed data: set drop_last=False."
-        )
-    return (
-        "Two passes over the loader disagree: its data change from pass to pass, as under "
-        "random augmentation. The posterior is that of fixed data: fit on a loader without "
-        "augmentation."
+def fixed_order(loader: Any, num_ranks: int) -> Sequence[Any] | None:
+    """Return the examples of a loader's dataset in a fixed order, None if only it can order them."""
+    listed = (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and type(loader.batch_sampler) is BatchSampler
+        and _has_rows(loader)
     )
+    sampler = _sampler(loader) if listed else None
+    if type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    ):
+        return range(len(sampler.data_source))
+    if isinstance(sampler, DistributedSampler) and num_ranks > 1:
+        return range(len(sampler.dataset))  # type: ignore[arg-type]
+    if type(sampler) is SubsetRandomSampler:
+        return list(sampler.indices)
+    return sampler if type(sampler) in (list, tuple, range) else None
 
 
-def _drops_random_rows(loader: Any) -> bool:
-    if isinstance(loader, Chain):
-        return any(map(_drops_random_rows, loader.loaders))
-    if not isinstance(loader, DataLoader) or not loader.drop_last:
-        return False
-    try:
-        drops = len(loader.dataset) % loader.batch_size != 0  # type: ignore[arg-type]
-    except TypeError:  # an iterable dataset without a length
-        return False
-    return drops and not isinstance(loader.sampler, SequentialSampler)
+def _sampler(loader: Any) -> Any:
+    """Return the sampler below a loader's batches."""
+    batches = getattr(loader, "batch_sampler", None)
+    return getattr(loader if batches is None else batches, "sampler", None)
+
+
+def _has_rows(loader: DataLoader) -> bool:
+    return not isinstance(loader.dataset, IterableDataset)

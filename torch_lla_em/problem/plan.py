@@ -177,7 +177,7 @@ def _several(problem: Problem, first: Batch) -> Batch:
     """Return a batch of two rows or more in the place of one, where the network takes them together."""
     if len(first.rows) > 1:
         return first
-    more = problem.data.ahead(2, least=2)
+    more = problem.data.first(2, least=2)
     return more if problem.sweep.pieces.stand_alone(more) else first
 
 
@@ -190,7 +190,7 @@ def _resized(problem: Problem, first: Batch, activations: Activations) -> Activa
         return activations.of_rows(rows)
     if data.group.size > 1 or rows < 2 * len(first.rows) or data.num_batches() == 1:
         return activations
-    several = data.ahead(rows)
+    several = data.first(rows)
     if len(several.rows) < 2 * len(first.rows) or not problem.sweep.pieces.stand_alone(several):
         return activations
     data.merge_rows = rows

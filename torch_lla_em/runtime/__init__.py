@@ -18,7 +18,7 @@ from torch_lla_em.runtime.memory import (
     shortage_of,
     words_of,
 )
-from torch_lla_em.runtime.noise import normal, normals
+from torch_lla_em.runtime.noise import mixed, normal, normals
 from torch_lla_em.runtime.options import check_options
 from torch_lla_em.runtime.states import Grown, new_key, pack, unpack
 
@@ -38,6 +38,7 @@ __all__ = [
     "is_shortage",
     "least_share",
     "leaving_cleanly",
+    "mixed",
     "new_key",
     "normal",
     "normals",

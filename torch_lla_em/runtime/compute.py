@@ -37,7 +37,8 @@ class Compute:
 
     keep_data: bool = True
     """Join small batches, and keep them on the device if a quarter of its memory holds them: those of
-    a list at once, others after the third pass. False takes each as it comes, at every pass."""
+    a list at once, others once two passes were the same. False reads the loader at every pass, and
+    takes its batches as they are."""
 
     graphs: InitVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""A stand-in for a small card: tensors beyond a limit are refused as CUDA refuses them."""
+"""Simulates a small GPU: tensors beyond a limit raise the out-of-memory error of CUDA."""
 
 import weakref
 
@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocator(TorchDispatchMode):
-    """Counts the bytes of live tensors made inside it, and refuses more than ``limit``."""
+    """Counts the bytes of live tensors made inside it, and raises an error beyond ``limit``."""
 
     def __init__(self, limit=float("inf")):
         super().__init__()
@@ -31,7 +31,7 @@ class Allocator(TorchDispatchMode):
         if key not in self.live:
             if self.used + size > self.limit:
                 self.refusals += 1
-                raise torch.OutOfMemoryError("Tried to allocate more than there is.")
+                raise torch.OutOfMemoryError("Tried to allocate more than the limit.")
             self.live[key] = 0
             self.used += size
             self.peak = max(self.peak, self.used)

@@ -1,4 +1,4 @@
-"""Fits that die after a state is saved, in the middle of a pass, or with a worker."""
+"""Fits that are interrupted after saving a state or in the middle of a pass."""
 
 import os
 import time
@@ -32,7 +32,7 @@ class Fuse:
 
 
 class Slow(Fuse):
-    """A loader that takes its time, so that a signal from outside hits any place of a fit."""
+    """A slow loader, so that a signal may arrive anywhere in a fit."""
 
     def __iter__(self):
         for batch in super().__iter__():
@@ -43,7 +43,7 @@ class Slow(Fuse):
 SOLVERS = {"krylov": None, "cg": BlockCG(), "function space": FunctionSpace()}
 
 
-READ = Compute(keep_data=False)  # at every pass, so that the loaders can break it
+READ = Compute(keep_data=False)  # in every pass, so that loaders can interrupt it
 
 
 def fit(solver, loader, folder, **options):
@@ -61,7 +61,7 @@ def fit_slowly(folder):
 
 @contextmanager
 def dying_after(saves):
-    """Have a fit end with an InterruptedError after so many states are saved."""
+    """Make a fit raise InterruptedError after it has saved this many states."""
     save, done = Folder.save, []
 
     def then_die(self, *args):
@@ -76,7 +76,7 @@ def dying_after(saves):
 
 
 def until_done(run, saves=1, most=100):
-    """Return what ``run()`` gives once it saves fewer states, and how often it died before."""
+    """Return the result of ``run()`` once it completes, and how often it was interrupted."""
     for deaths in range(most):
         try:
             with dying_after(saves):

@@ -1,10 +1,10 @@
-"""Examples for mixtures."""
+"""Data for the tests of mixtures."""
 
 import torch
 
 
 def draw(seed=0, n=300, dim=3, num_components=3, dtype=torch.float64):
-    """Overlapping clusters away from the origin, with columns of unlike scale."""
+    """Overlapping clusters away from the origin, with columns of different scale."""
     generator = torch.Generator().manual_seed(seed)
     normal = {"generator": generator, "dtype": torch.float64}
     centres = 2 * torch.randn(num_components, dim, **normal)

@@ -1,8 +1,8 @@
 import logging
 import warnings
 
-import pretended_card
 import pytest
+import simulated_gpu
 import torch
 
 torch.set_num_threads(1)
@@ -11,9 +11,9 @@ pytest.register_assert_rewrite("jacobians")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Have a plain ``pytest`` run by two processes where xdist is installed; files stay whole."""
+    """Run a plain ``pytest`` in two processes if xdist is installed, with whole files."""
     if hasattr(config, "workerinput") or config.invocation_params.args:
-        return  # one of the two, or somebody who has said what to do
+        return  # a worker, or a run with arguments
     if config.pluginmanager.hasplugin("xdist"):
         config.option.numprocesses, config.option.dist = 2, "loadfile"
 
@@ -22,12 +22,12 @@ def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):
-                item.add_marker(pytest.mark.skip(reason=pretended_card.absent))
+                item.add_marker(pytest.mark.skip(reason=simulated_gpu.absent))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cuda_context():
-    """Make cuBLAS's first calls here, forward and backward: it warns of a missing context."""
+    """Make the first calls of cuBLAS here, forward and backward: they warn of a missing context."""
     if torch.cuda.is_available():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -37,16 +37,16 @@ def cuda_context():
 
 
 @pytest.fixture
-def pretended():
-    """The pretended card, for what only it tells: waits, races, memory that ends on demand."""
-    if pretended_card.absent:
-        pytest.skip("needs the pretended card")
-    return pretended_card
+def simulated():
+    """The simulated GPU, for what only it counts: synchronisations, races, out of memory on demand."""
+    if simulated_gpu.absent:
+        pytest.skip("needs the simulated GPU")
+    return simulated_gpu
 
 
 @pytest.fixture(autouse=True)
-def logging_as_it_was():
-    """Scripts set what they want to hear of the library, in this process too."""
+def restored_logging():
+    """Restore log levels, which scripts change."""
     loggers = [logging.getLogger(), logging.getLogger("torch_lla_em")]
     levels = [logger.level for logger in loggers]
     yield

@@ -6,7 +6,7 @@ from torch_lla_em.exact import gaussian_log_prob
 
 
 def dense_step(exact, precision, sigma, layout, layerwise, start=None):
-    """One step of MacKay's iteration on dense matrices; also γ of every weight, and the mode."""
+    """One step of MacKay's iteration on dense matrices; also return γ of every weight, and the mode."""
     if sigma is not None:
         exact = exact.at_noise(gaussian_log_prob(sigma))
     per_weight = layout.expand(precision) if layerwise else precision

@@ -1,16 +1,16 @@
-"""Processes that have imported torch and done nothing else."""
+"""Fresh processes, which have imported torch and done nothing else."""
 
 import multiprocessing
 import sys
 import traceback
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CARD = [name for name in sys.modules if name == "pretended_card.plugin"]
-CONTEXT.set_forkserver_preload([*CARD, "torch", "torch_lla_em"])
+GPU = [name for name in sys.modules if name == "simulated_gpu.plugin"]
+CONTEXT.set_forkserver_preload([*GPU, "torch", "torch_lla_em"])
 
 
 def run_fresh(function, *arguments, timeout=120):
-    """Run a module's function in such a process; raise what it raised, as text."""
+    """Run a module's function in a fresh process; raise its error as text."""
     receiver, sender = CONTEXT.Pipe(duplex=False)
     process = CONTEXT.Process(target=_work, args=(sender, function, arguments))
     process.start()

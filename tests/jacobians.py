@@ -1,4 +1,4 @@
-"""Products of a network's Jacobian, and the same by plain reverse mode, row by row."""
+"""Products of a network's Jacobian, and the same by reverse mode, one output at a time."""
 
 import copy
 
@@ -18,7 +18,7 @@ def linear_model(model, selection=None, forward_fn=None, class_dim=-1):
 
 
 def products(linear, x, w, u):
-    """f, J w and Jᵀ u as a caller takes them: one linear model a batch."""
+    """Return f, J w and Jᵀ u of one batch."""
     total = torch.zeros(len(u), linear.layout.size, dtype=w.dtype)
     with linear.network.guarded():
         rows = linear.at(x, len(w))
@@ -30,7 +30,7 @@ def products(linear, x, w, u):
 
 
 def plain_products(model, names, forward, w, u):
-    """f, J w and Jᵀ u from the rows of J, each by one backward pass of the model itself."""
+    """Return f, J w and Jᵀ u from the rows of J, each by one backward pass of the model."""
     model = copy.deepcopy(model).eval().requires_grad_(False)
     chosen = [dict(model.named_parameters())[name].requires_grad_() for name in names]
     f = forward(model)
@@ -45,7 +45,7 @@ def plain_products(model, names, forward, w, u):
 
 
 def check(model, x, selection=None, forward_fn=None, class_dim=-1, rtol=1e-7):
-    """Compare one and three columns with plain reverse mode; return what the probe found."""
+    """Compare one and three columns with reverse mode; return the report of the probe."""
     linear = linear_model(model, selection, forward_fn, class_dim)
     module, names = linear.network.module, linear.layout.names
     before = copy.deepcopy(module.state_dict())
@@ -82,7 +82,7 @@ X = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_se
 
 
 def prepared(model):
-    """In double precision, with weights and statistics that are not those of a fresh layer."""
+    """Return the model in double precision, with other weights and statistics than at the start."""
     generator = torch.Generator().manual_seed(2)
     for name, tensor in model.double().state_dict().items():
         if tensor.is_floating_point():

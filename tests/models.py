@@ -1,4 +1,4 @@
-"""Networks that several tests look at."""
+"""Networks that several test files use."""
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ def images(n=40):
 
 
 class Bent(nn.Module):
-    """A network with finite outputs, and no derivative where an input is 0: in one way, or both."""
+    """A network with finite outputs but no derivative at inputs of 0, in one mode or both."""
 
     def __init__(self, net, backwards_only=False, calls=0):
         super().__init__()
@@ -30,6 +30,8 @@ class Bent(nn.Module):
             return self.net(x)
         z = x[:, :1] * self.weight
         root = z.abs().sqrt()
-        if self.backwards_only:  # forward mode takes the other side, backward mode 0 times infinity
+        if (
+            self.backwards_only
+        ):  # forward mode takes the other branch, reverse mode 0 times infinity
             root = torch.where(z > 0, root, 0.0 * z)
-        return self.net(x) + torch.where(x[:, :1] == 0, root, 0.0)  # nothing, elsewhere
+        return self.net(x) + torch.where(x[:, :1] == 0, root, 0.0)  # 0 for other inputs

@@ -1,4 +1,4 @@
-"""Functions run in several processes of one gloo group, and what they return."""
+"""Runs functions in several processes of one gloo group."""
 
 import importlib
 import os
@@ -17,7 +17,7 @@ COORDINATES = "_eigenvalues", "_xi_coordinates", "_eta_coordinates"
 
 
 def run(size, function, folder, *arguments, timeout=60.0):
-    """Return what ``function(rank, *arguments)`` returns or raises on each rank, None if killed."""
+    """Return the result or error of ``function(rank, *arguments)`` on each rank; None if killed."""
     folder.mkdir(parents=True, exist_ok=True)
     name = function.__module__, function.__name__
     ranks = [
@@ -26,7 +26,7 @@ def run(size, function, folder, *arguments, timeout=60.0):
     ]
     for process in ranks:
         process.start()
-    end = time.monotonic() + 600  # a net: what a test waits for ends by itself
+    end = time.monotonic() + 600  # only for processes that hang
     for process in ranks:
         process.join(max(0.0, end - time.monotonic()))
         if process.is_alive():

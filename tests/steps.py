@@ -1,4 +1,4 @@
-"""E-steps and EM of a problem, made as a fit makes them."""
+"""E-steps and EM of a problem, constructed as in a fit."""
 
 from torch_lla_em.inference.e_step import Deflation, IterativeEStep
 from torch_lla_em.inference.em import State, em

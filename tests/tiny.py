@@ -1,4 +1,4 @@
-"""Tiny problems that carry their exact answers, with noise that is a basis."""
+"""Tiny problems with their exact answers, and a basis in place of random noise."""
 
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ from torch_lla_em.problem.problem import Problem
 
 
 class Binomial(Likelihood):
-    """A user's likelihood: successes in three trials, by the three methods it takes."""
+    """A user's likelihood of successes in three trials, by the three required methods."""
 
     elementwise = True
 
@@ -65,7 +65,7 @@ class Tiny:
         return ParameterLayout.of(self.model, select_parameters(self.model))
 
     def problem(self, *cuts: int) -> Problem:
-        """The problem over uneven minibatches, cut at these rows."""
+        """The problem over uneven minibatches, cut before these examples."""
         pieces = zip(self.x.tensor_split(cuts), self.y.tensor_split(cuts))
         linear = LinearModel(Network(self.model), self.layout)
         return Problem(linear, likelihood_of(self.name), Data(list(pieces), torch.device("cpu")))
@@ -77,7 +77,7 @@ class Tiny:
 
 
 def tiny(name: str) -> Tiny:
-    """A trained-looking network whose linear model explains its targets."""
+    """A network and targets that its linear model explains."""
     generator = torch.Generator().manual_seed(1)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
@@ -100,7 +100,7 @@ def tiny(name: str) -> Tiny:
 
 
 def basis_noise(problem: Problem, g_prior: bool, layerwise: bool) -> StochasticPrior:
-    """Noise whose mean over samples of any product of two entries is its expectation."""
+    """Noise for which the mean over samples of any product of two entries is its expectation."""
     rows = problem.rows()
     num_samples = problem.size + len(rows)
     xi = num_samples**0.5 * torch.eye(num_samples, problem.size).to(rows)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
-import pretended_card
+import simulated_gpu
 import pytest
 import torch
 from tiny import tiny
@@ -296,8 +296,8 @@ def test_pinned_memory_that_is_filled_again_arrives_whole(at_most):
     loader = Refilling(*rows(), size=5)
     loader.x, loader.y = loader.x.pin_memory(), loader.y.pin_memory()
     data = Data(loader, torch.device("cuda"))
-    data.merge_rows, raced = at_most, pretended_card.races()
+    data.merge_rows, raced = at_most, simulated_gpu.races()
     for _ in range(4):
         found = torch.cat([batch.inputs + 0 for batch in data])
         assert torch.equal(found.cpu(), rows()[0])
-    assert pretended_card.races() == raced
+    assert simulated_gpu.races() == raced

@@ -5,8 +5,8 @@ from collections import UserDict, namedtuple
 from dataclasses import dataclass
 
 import numpy as np
-import pretended_card
 import pytest
+import simulated_gpu
 import torch
 from tiny import tiny
 from torch import nn
@@ -220,8 +220,8 @@ def test_pinned_inputs_move_to_the_network():
 @pytest.mark.cuda
 def test_batches_on_a_card_arrive_at_a_network_on_the_cpu():
     x, y = case()
-    # a pretended card is late of itself
-    busy = torch.ones(2 * (4096 if pretended_card.absent else 8,), device="cuda")
+    # copies of the simulated GPU are late anyway
+    busy = torch.ones(2 * (4096 if simulated_gpu.absent else 8,), device="cuda")
 
     class Late:
         def __iter__(self):

@@ -1,10 +1,10 @@
-"""On a CUDA device: placement, TF32, the end of memory."""
+"""On a GPU: placement, TF32, out of memory."""
 
 import gc
 import logging
 
-import pretended_card
 import pytest
+import simulated_gpu
 import torch
 from models import images, small_cnn
 from torch import nn
@@ -40,7 +40,7 @@ def fit(model, batches, **options):
 
 
 @pytest.mark.parametrize("solver", [None, BlockCG()])
-def test_the_posterior_is_that_of_the_cpu(solver):
+def test_the_posterior_equals_that_of_the_cpu(solver):
     here = fit(small_cnn(), images(), solver=solver, tolerance=1e-4)
     there = fit(small_cnn().cuda(), images(), solver=solver, tolerance=1e-4)
     assert there.w_samples.is_cuda
@@ -48,7 +48,7 @@ def test_the_posterior_is_that_of_the_cpu(solver):
 
 
 @pytest.mark.parametrize("vectors", ["cpu", "device"])
-def test_vectors_live_where_they_are_told(vectors):
+def test_vectors_are_where_compute_puts_them(vectors):
     compute = Compute(vectors=vectors)
     la = fit(small_cnn().cuda(), images(), compute=compute, tolerance=1e-4)
     assert la.w_samples.is_cuda == (vectors == "device")
@@ -58,7 +58,7 @@ def test_vectors_live_where_they_are_told(vectors):
 
 
 @pytest.mark.filterwarnings("ignore:Please use the new API settings")
-def test_tf32_is_off_unless_asked_for():
+def test_tf32_is_off_unless_requested():
     torch.set_float32_matmul_precision("high")
     try:
         exact = fit(wide().cuda(), rows())._linear_model
@@ -68,25 +68,25 @@ def test_tf32_is_off_unless_asked_for():
         torch.set_float32_matmul_precision("highest")
     assert exact.report.adjoint_error < 1e-5 and exact.precision_error == 0
     assert low.precision_error < 0.01
-    # older ones have none, and what stands in for a card rounds like a CPU
-    if torch.cuda.get_device_capability() >= (8, 0) and pretended_card.absent:
+    # older GPUs have no TF32, and the simulated one rounds like a CPU
+    if torch.cuda.get_device_capability() >= (8, 0) and simulated_gpu.absent:
         assert low.precision_error > 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:The linear mode is known to a relative error")
-def test_a_small_share_of_the_card_is_enough(caplog, monkeypatch):
+def test_a_small_share_of_the_memory_suffices(caplog, monkeypatch):
     caplog.set_level(logging.WARNING)
-    # without a Krylov basis, which would be sized by what the driver says is free
+    # without a Krylov basis, whose size follows from the free memory that the driver reports
     options = {"tolerance": 1e-3, "solver": BlockCG()}
-    width = 3000 if pretended_card.absent else 300
+    width = 3000 if simulated_gpu.absent else 300
     whole = fit(wide(width), rows(1000), **options)
     gc.collect()
     torch.cuda.empty_cache()
     model = wide(width).cuda()
-    # the plan is not told of it
+    # the plan does not know of it
     monkeypatch.setattr("torch_lla_em.runtime.memory._share_of", lambda _: 1.0)
     total = torch.cuda.get_device_properties(0).total_memory
-    # and the allocator's own grain
+    # plus the granularity of the allocator
     share = (torch.cuda.memory_reserved() + 30 * K * 4 * 73 * width + 32e6) / total
     torch.cuda.set_per_process_memory_fraction(share)
     try:
@@ -94,32 +94,32 @@ def test_a_small_share_of_the_card_is_enough(caplog, monkeypatch):
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "columns at a time" in caplog.text
-    # by another way, to the same tolerance
+    # computed in another way, to the same tolerance
     off = small.w_samples.cpu() - whole.w_samples
     assert off.norm() < 1e-2 * whole.w_samples.norm()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_memory_that_ends_once_changes_nothing(count, pretended):
+def test_out_of_memory_once_changes_nothing(count, simulated):
     whole = fit(wide(), rows(), tolerance=1e-2)
     model = wide().cuda()
     torch.cuda.empty_cache()
-    pretended.fail_at_malloc(count)
+    simulated.fail_at_malloc(count)
     short = fit(model, rows(), tolerance=1e-2)
-    assert not pretended.fail_at_malloc(0)
+    assert not simulated.fail_at_malloc(0)
     torch.testing.assert_close(short.w_samples.cpu(), whole.w_samples, rtol=2e-2, atol=2e-3)
 
 
-def test_pinned_memory_is_counted_and_handed_back(pretended, caplog):
+def test_pinned_memory_is_counted_and_released(simulated, caplog):
     caplog.set_level(logging.INFO)
     torch._C._host_emptyCache()
-    before, size = pretended.pinned(), sum(p.numel() for p in wide(300).parameters())
+    before, size = simulated.pinned(), sum(p.numel() for p in wide(300).parameters())
     la = fit(wide(300).cuda(), rows(), compute=Compute(vectors="cpu"), tolerance=1e-2)
-    held = pretended.pinned()
+    held = simulated.pinned()
     torch._C._host_emptyCache()
-    assert pretended.pinned() == held <= before + 2 * 4 * (2 * K + 1) * size
+    assert simulated.pinned() == held <= before + 2 * 4 * (2 * K + 1) * size
     # a block of K vectors of 21,653 weights, 1.39 MB, takes 2.1
     assert f"vectors up to {20 * 2**21 / 1e6:.3g} MB on cpu" in caplog.text
     del la
     torch._C._host_emptyCache()
-    assert pretended.pinned() == before
+    assert simulated.pinned() == before

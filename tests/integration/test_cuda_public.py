@@ -1,4 +1,4 @@
-"""Everything public on a card, equal to the CPU to rounding."""
+"""The public interface on a GPU equals that on the CPU to rounding."""
 
 import pytest
 import ranks
@@ -23,7 +23,7 @@ from torch_lla_em import (
 
 pytestmark = pytest.mark.cuda
 
-CARD = torch.device("cuda")
+GPU = torch.device("cuda")
 
 
 def fitted(model, likelihood, batches, em_steps=3, **options):
@@ -34,9 +34,9 @@ def fitted(model, likelihood, batches, em_steps=3, **options):
 
 
 def both(name="classification", **options):
-    """Return the posterior on the CPU and that on the card, and their inputs and targets."""
+    """Return the posterior on the CPU and that on the GPU, and their inputs and targets."""
     found = []
-    for device in ("cpu", CARD):
+    for device in ("cpu", GPU):
         case = tiny(name)
         x, y = case.x.to(device), case.y.to(device)
         batches = list(zip(x.tensor_split([17]), y.tensor_split([17])))
@@ -72,7 +72,7 @@ CASES = {
 
 @pytest.mark.filterwarnings("ignore:.* SGD more epochs", "ignore:SGD", "ignore:The samples")
 @pytest.mark.parametrize("case", CASES)
-def test_a_fit_is_that_of_the_cpu(case):
+def test_a_fit_equals_that_of_the_cpu(case):
     here, there, x, _ = both(**CASES[case])
     loose = {"rtol": 1e-3, "atol": 1e-4} if "single" in case or case == "SGD" else {}
     if case == "poisson":  # over a complete span the iteration ends within 2e-3 of its fixed point
@@ -86,7 +86,7 @@ def test_a_fit_is_that_of_the_cpu(case):
         the_same(getattr(predicted, name), getattr(expected, name), **loose)
 
 
-def test_what_a_posterior_tells_is_that_of_the_cpu(tmp_path):
+def test_predictions_equal_those_of_the_cpu(tmp_path):
     here, there, x, y = both(curvature="network")
     loader = list(zip(x.split(10), y.split(10)))
     cases = {
@@ -101,14 +101,14 @@ def test_what_a_posterior_tells_is_that_of_the_cpu(tmp_path):
         "one function": lambda la, x, y: la.function_sample(1)(x),
         "joint": lambda la, x, y: la.joint_log_prob(x, y),
         "evidence": lambda la, x, y: la.log_marginal_likelihood().value,
-        "held out": lambda la, x, y: la.held_out_evidence(loader).value,
+        "held-out": lambda la, x, y: la.held_out_evidence(loader).value,
         "curve": lambda la, x, y: la.curve(torch.tensor([1.0, 9.0]).to(x)).effective_dim.value,
         "list": lambda la, x, y: la.curve([1.0, 9.0]).log_evidence.value,
         "calibrated": lambda la, x, y: la.calibrate(loader)(x),
     }
-    for tell in cases.values():
+    for call in cases.values():
         the_same(
-            torch.as_tensor(tell(there, x.cuda(), y.cuda())), torch.as_tensor(tell(here, x, y))
+            torch.as_tensor(call(there, x.cuda(), y.cuda())), torch.as_tensor(call(here, x, y))
         )
     assert str(there).partition("  EM ")[0] == str(here).partition("  EM ")[0]  # before the seconds
     there.save(tmp_path / "la.pt")
@@ -120,14 +120,14 @@ def test_what_a_posterior_tells_is_that_of_the_cpu(tmp_path):
 
 
 @pytest.mark.parametrize("curvature", ["variational", "network"])
-def test_a_fit_goes_on_across_devices(curvature, tmp_path):
+def test_a_fit_continues_on_another_device(curvature, tmp_path):
     def fit(device, folder):
         case = tiny("classification")
         options = {"num_samples": 3, "curvature": curvature}
         la = LinearisedLaplace(case.model.to(device), "classification", **options)
         return la.fit([(case.x, case.y)], em_steps=3, progress_bar=False, checkpoint=folder)
 
-    for start, end in (("cpu", CARD), (CARD, "cpu")):
+    for start, end in (("cpu", GPU), (GPU, "cpu")):
         folder = tmp_path / str(start)
         with pytest.raises(InterruptedError), dying_after(2):
             fit(start, folder)
@@ -148,7 +148,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_networks_predict_once_they_are_moved(kind, tmp_path):
+def test_recurrent_networks_predict_after_a_move(kind, tmp_path):
     x = torch.randn(12, 4, 2, generator=torch.Generator().manual_seed(0))
     batches = [(x, torch.arange(12) % 2)]
     here = fitted(Recurrent(kind), "classification", batches, tolerance=0.1)
@@ -168,10 +168,10 @@ def test_a_default_device_changes_nothing(way):
     batches = list(zip(x.tensor_split([17]), y.tensor_split([17])))
     try:
         if way == "set":
-            torch.set_default_device(CARD)
+            torch.set_default_device(GPU)
             la = fitted(case.model, "classification", batches)
         else:
-            with CARD:
+            with GPU:
                 la = fitted(case.model, "classification", batches)
         the_same(la.w_samples, here.w_samples)
         assert not la.w_samples.is_cuda
@@ -184,12 +184,12 @@ def test_a_default_device_changes_nothing(way):
 
 
 @pytest.mark.filterwarnings("ignore:The linear mode is known")
-def test_two_outputs_a_row_with_a_noise_of_its_own():
+def test_predicted_noise_equals_that_of_the_cpu():
     x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     las = []
-    for device in ("cpu", CARD):
+    for device in ("cpu", GPU):
         batches = [(x, x.sum(1, keepdim=True))]
         las.append(
             fitted(
@@ -211,7 +211,7 @@ def test_products_and_basis_in_bfloat16():
         "compute": Compute(precision="bfloat16"),
         "solver": BlockKrylov(storage=torch.bfloat16),
     }
-    for device in ("cpu", CARD):
+    for device in ("cpu", GPU):
         model, batch = case.model.float().to(device), (case.x.float(), case.y)
         las.append(fitted(model, "classification", [batch], 0, tolerance=0.3, **options))
         assert las[-1]._linear_model.precision_error > 1e-4
@@ -225,7 +225,7 @@ def test_preferences_between_rewards():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     y, found = (a < b).long()[:, 0], []
-    for device in ("cpu", CARD):
+    for device in ("cpu", GPU):
         pair = a.to(device), b.to(device)
         for batch in ((pair, y.to(device)), {"chosen": pair[0], "rejected": pair[1]}):
             la = fitted(model.to(device), "reward_modeling", [batch], curvature="network")
@@ -246,7 +246,7 @@ def test_linear_measurements_of_an_image():
         lambda f: f.flatten(1) @ A.to(f).T, lambda v: (v @ A.to(v)).unflatten(1, shape), shape
     )
     y, found = x.flatten(1) @ A.T + 0.3 * torch.randn(1, 20, **kind), []
-    for device in ("cpu", CARD):
+    for device in ("cpu", GPU):
         likelihood, inputs = LinearOperatorRegression(operator, 0.3), x.to(device)
         la = fitted(model.double().to(device), likelihood, [(inputs, y.to(device))])
         predicted = la.predict(inputs)
@@ -257,11 +257,11 @@ def test_linear_measurements_of_an_image():
 
 
 class Drawn(DataLoader):
-    """A loader shuffled by a generator on the card."""
+    """A loader shuffled by a generator on the GPU."""
 
     def __init__(self):
         case = tiny("classification")
-        rows, generator = list(zip(case.x, case.y)), torch.Generator(CARD).manual_seed(5)
+        rows, generator = list(zip(case.x, case.y)), torch.Generator(GPU).manual_seed(5)
         super().__init__(rows, sampler=Permuted(len(rows), generator), batch_size=5)
 
 
@@ -270,14 +270,14 @@ class Permuted(Sampler):
         self.size, self.generator = size, generator
 
     def __iter__(self):
-        return iter(torch.randperm(self.size, generator=self.generator, device=CARD).tolist())
+        return iter(torch.randperm(self.size, generator=self.generator, device=GPU).tolist())
 
     def __len__(self):
         return self.size
 
 
-def test_a_restart_sees_the_order_that_a_card_draws(tmp_path):
-    """Also where noise is drawn again, at the linear mode, for rows that come in another order."""
+def test_a_restart_repeats_the_order_drawn_on_a_gpu(tmp_path):
+    """Also if noise is drawn again, at the linear mode, for examples in another order."""
 
     def run(folder):
         options = {"curvature": "linear", "compute": Compute(keep_data=False), "num_samples": 3}
@@ -289,26 +289,26 @@ def test_a_restart_sees_the_order_that_a_card_draws(tmp_path):
     assert deaths > 2 and torch.equal(la.w_samples, whole.w_samples)
 
 
-def _on_a_card(rank):
+def _on_a_gpu(rank):
     case = tiny("classification")
     la = fitted(case.model.cuda(), "classification", ranks.batches(case), curvature="network")
     return la.w_samples.is_cuda, la.w_samples.cpu()
 
 
-def test_ranks_have_a_card_each(tmp_path, pretended):
+def test_ranks_have_a_gpu_each(tmp_path, simulated):
     case = tiny("classification")
     here = fitted(case.model, "classification", ranks.batches(case), curvature="network")
-    for is_cuda, w_samples in ranks.run(2, _on_a_card, tmp_path):
+    for is_cuda, w_samples in ranks.run(2, _on_a_gpu, tmp_path):
         assert is_cuda
         the_same(w_samples, here.w_samples, rtol=1e-3, atol=1e-4)
 
 
-def test_botorch_takes_inputs_on_a_card():
+def test_botorch_takes_inputs_on_a_gpu():
     pytest.importorskip("botorch")
     from torch_lla_em.botorch import LaplaceModel
 
     here, there, x, _ = both("regression")
     models = [LaplaceModel(la, num_outputs=3) for la in (here, there)]
-    expected, found = (m(x.to(d)) for m, d in zip(models, ("cpu", CARD)))
+    expected, found = (m(x.to(d)) for m, d in zip(models, ("cpu", GPU)))
     assert found.is_cuda
     the_same(found, expected)

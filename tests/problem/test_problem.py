@@ -330,7 +330,7 @@ def test_no_batch_waits_for_the_card(name):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["classification", "regression"])
-def test_the_host_waits_for_the_end_of_a_pass_alone(name, pretended):
+def test_the_host_waits_for_the_end_of_a_pass_alone(name, simulated):
     """And in the first pass once a batch, for what is wrong with its targets."""
     case = tiny(name)
     linear = LinearModel(Network(case.model.cuda()), case.layout)
@@ -341,9 +341,9 @@ def test_the_host_waits_for_the_end_of_a_pass_alone(name, pretended):
     w = torch.randn(3, problem.size, dtype=torch.float64, device="cuda")
     limits = [len(batches) + 3, 2, 2]
     for limit in limits:
-        with pretended.watched() as seen:
+        with simulated.watched() as seen:
             problem.ggn_product(w)
-        assert pretended.waits(seen) <= limit, seen
+        assert simulated.waits(seen) <= limit, seen
     assert problem.data.kept
     for run in (
         lambda: problem.ggn_product(w),
@@ -352,6 +352,6 @@ def test_the_host_waits_for_the_end_of_a_pass_alone(name, pretended):
         lambda: problem.loss_and_gradient(w[0]),
         lambda: problem.push_forward(w),
     ):
-        with pretended.watched() as seen:
+        with simulated.watched() as seen:
             run()
-        assert 0 < pretended.waits(seen) <= 3, seen
+        assert 0 < simulated.waits(seen) <= 3, seen

@@ -1,4 +1,4 @@
-"""Whole fits of tiny networks in seconds: the first thing to run after a change."""
+"""Whole fits of tiny networks in seconds: run them first after a change."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_a_fit_is_the_dense_posterior(name, prior):
     assert 0.7 < fixed_point < 1.4
 
 
-def test_predictions_have_their_shapes_and_files_keep_them(tmp_path):
+def test_predictions_and_files(tmp_path):
     torch.manual_seed(0)
     x, y = torch.randn(60, 2), torch.randint(3, (60,))
     model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))

@@ -1,4 +1,4 @@
-"""What the CPU has under another name, and the fused cells of CUDA's recurrent layers."""
+"""Operations that the CPU has under another name, and the fused cells of recurrent layers."""
 
 import torch
 
@@ -81,17 +81,17 @@ def gru_cell_backward(grad, workspace, has_bias):
 
 
 def rnn(x, weight, stride, buffer, hx, cx, mode, hidden, proj, layers, first, *others):
-    """cuDNN's forward pass; its derivative is absent, as its second is of the real one."""
+    """cuDNN's forward pass, without a derivative: the real one has no second derivative either."""
     dropout, train, both, sizes, _ = others
     if sizes or (dropout and train):
-        raise NotImplementedError("The pretended cuDNN has no dropout and no packed sequences.")
+        raise NotImplementedError("The simulated cuDNN has no dropout and no packed sequences.")
     run = (torch.rnn_relu, torch.rnn_tanh, torch.lstm, torch.gru)[mode]
     state = (hx, cx) if mode == 2 else hx
     out = run(x, state, weight, stride > 2, layers, 0.0, False, both, first)
     return out[0], out[1], out[2] if mode == 2 else _nothing(), _nothing(torch.uint8), _nothing()
 
 
-OTHERWISE = {
+REPLACEMENTS = {
     "cudnn_convolution": convolution,
     "cudnn_convolution_transpose": transposed,
     "_conv_depthwise2d": depthwise,

@@ -1,4 +1,4 @@
-"""A card that is not there: torch's own CUDA code over host memory, with CPU kernels below it."""
+"""A simulated GPU: torch's own CUDA code over host memory, with CPU kernels below it."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from importlib import metadata
 from pathlib import Path
 
 VERSIONS = "2.14", "2.15"
-"""Of torch, whose private names are known."""
+"""The versions of torch whose private names are known."""
 
 MEMORY = 8 << 30
 _SOURCE = Path(__file__).with_name("runtime.c")
 
 library: ctypes.CDLL | None = None
-"""The runtime, once it stands in."""
+"""The runtime, once it is installed."""
 
-absent: str | None = "no CUDA device: see tests/pretended_card"
-"""Why there is none."""
+absent: str | None = "no CUDA device: see tests/simulated_gpu"
+"""Why there is no simulated GPU; None if there is one."""
 
 _watchers: list[Callable[[str], None]] = []
 _callbacks: list[object] = []
 
 
 def install() -> None:
-    """Put the runtime in the place of CUDA's, before torch is imported; say why where it cannot."""
+    """Replace CUDA's runtime, before torch is imported; set ``absent`` if that is not possible."""
     global library, absent
     version = metadata.version("torch")
     headers = _headers()
     if not version.startswith(tuple(f"{known}." for known in VERSIONS)):
-        absent = f"the pretended card knows torch {' and '.join(VERSIONS)}, not {version}"
+        absent = f"the simulated GPU supports torch {' and '.join(VERSIONS)}, not {version}"
     elif headers is None or not (compiler := shutil.which("cc") or shutil.which("gcc")):
-        absent = "the pretended card takes a C compiler, and CUDA's headers, which triton has"
+        absent = "the simulated GPU needs a C compiler, and CUDA's headers, which triton has"
     else:
         library = ctypes.CDLL(str(_built(compiler, headers)), ctypes.RTLD_GLOBAL)
-        see = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_see)
-        _callbacks.append(see)
-        library.card_setup(ctypes.c_size_t(MEMORY), see)
-        from pretended_card import kernels  # which imports torch
+        report = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_report)
+        _callbacks.append(report)
+        library.gpu_setup(ctypes.c_size_t(MEMORY), report)
+        from simulated_gpu import kernels  # which imports torch
 
-        kernels.stand_in()
+        kernels.install()
         absent = None
 
 
@@ -61,7 +61,7 @@ def _headers() -> Path | None:
 
 def _built(compiler: str, headers: Path) -> Path:
     mark = hashlib.sha256(_SOURCE.read_bytes() + str(headers).encode()).hexdigest()[:16]
-    built = Path(tempfile.gettempdir()) / f"pretended_card_{os.getuid()}_{mark}.so"
+    built = Path(tempfile.gettempdir()) / f"simulated_gpu_{os.getuid()}_{mark}.so"
     if not built.exists():
         made = f"{built}.{os.getpid()}"
         command = [compiler, "-shared", "-fPIC", "-O2", "-w", f"-I{headers}", str(_SOURCE)]
@@ -71,14 +71,14 @@ def _built(compiler: str, headers: Path) -> Path:
     return built
 
 
-def _see(what: bytes) -> None:
+def _report(what: bytes) -> None:
     for watcher in list(_watchers):
         watcher(what.decode())
 
 
 @contextmanager
 def watched() -> Iterator[Counter[tuple[str, str]]]:
-    """Count what the runtime tells (waits of the host, races), by line of the library."""
+    """Count what the runtime reports (synchronisations, races), by line of the library."""
     counts: Counter[tuple[str, str]] = Counter()
 
     def watch(what: str) -> None:
@@ -94,25 +94,25 @@ def watched() -> Iterator[Counter[tuple[str, str]]]:
 
 
 def waits(counts: Counter[tuple[str, str]]) -> int:
-    """Return how often the host has waited."""
+    """Return how often the host synchronised with the GPU."""
     return sum(n for (what, _), n in counts.items() if what.endswith(("Synchronize", "Memcpy")))
 
 
 def fail_at_malloc(count: int) -> int:
-    """Let memory end once, at the so-manieth time that the card is asked for some from now on.
+    """Make the ``count``-th allocation from now on run out of memory, once.
 
-    Returns how often it still had to be asked for the end that was ordered before.
+    Returns how many allocations were left until the failure that was requested before.
     """
-    ordered = ctypes.c_long.in_dll(library, "card_fail_malloc")
-    left, ordered.value = ordered.value, count
+    requested = ctypes.c_long.in_dll(library, "gpu_fail_malloc")
+    left, requested.value = requested.value, count
     return left
 
 
 def races() -> int:
-    """Return how often the host has written to pinned memory under a copy; 0 on a real card."""
-    return ctypes.c_long.in_dll(library, "card_races").value if library else 0
+    """Return how often the host wrote to pinned memory during a copy; 0 on a real GPU."""
+    return ctypes.c_long.in_dll(library, "gpu_races").value if library else 0
 
 
 def pinned() -> int:
-    """Return the bytes of pinned memory that the runtime has given out."""
-    return ctypes.c_long.in_dll(library, "card_pinned").value
+    """Return the bytes of pinned memory that are allocated."""
+    return ctypes.c_long.in_dll(library, "gpu_pinned").value

@@ -1,8 +1,8 @@
 /* A CUDA runtime over host memory: what torch's own CUDA code calls, loaded before libcudart is.
  *
- * No kernel can be launched; kernels.py puts others in their place.  What the host must not count on is
- * made visible: a copy from the card to pinned memory arrives at the next wait, and reads 0xFF bytes
- * (NaN) till then; pinned memory that has changed under a copy to the card by then is a race.
+ * No kernel can be launched; kernels.py puts others in their place.  What the host must not rely on is
+ * made visible: a copy from the GPU to pinned memory arrives at the next synchronisation, and reads 0xFF bytes
+ * (NaN) until then; pinned memory that has changed under a copy to the GPU by then is a race.
  */
 #define cudaStreamGetCaptureInfo declared_otherwise_by_every_version
 #include <cuda_runtime_api.h>
@@ -20,8 +20,8 @@ typedef cudaStream_t S;
 /* What the tests read and set. */
 static size_t total, used;
 static void (*see)(const char *);
-long card_races, card_pinned, card_fail_malloc, card_settled;
-void card_setup(size_t memory, void (*seen)(const char *)) { total = memory; see = seen; }
+long gpu_races, gpu_pinned, gpu_fail_malloc, gpu_settled;
+void gpu_setup(size_t memory, void (*seen)(const char *)) { total = memory; see = seen; }
 static void tell(const char *what) { if (see) see(what); }
 
 static __thread E error;
@@ -29,7 +29,7 @@ static E fail(E why) { return error = why; }
 E cudaGetLastError(void) { E e = error; error = OK; return e; }
 E cudaPeekAtLastError(void) { return error; }
 
-/* Memory, of the card and pinned. */
+/* Memory of the GPU, and pinned memory. */
 typedef struct block { char *start; size_t size; int pinned; struct block *next; } block;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static block *blocks;
@@ -41,12 +41,12 @@ static block *owner(const void *p) {
 }
 static E take(void **p, size_t size, int pinned) {
     pthread_mutex_lock(&lock);
-    int full = !pinned && (used + size > total || (card_fail_malloc && !--card_fail_malloc));
+    int full = !pinned && (used + size > total || (gpu_fail_malloc && !--gpu_fail_malloc));
     if (!full) {
         if (posix_memalign(p, 512, size ? size : 1)) abort();
         memset(*p, 0xFF, size);
         blocks = NEW(block, *p, size, pinned, blocks);
-        *(pinned ? (size_t *)&card_pinned : &used) += size;
+        *(pinned ? (size_t *)&gpu_pinned : &used) += size;
     }
     pthread_mutex_unlock(&lock);
     return full ? fail(cudaErrorMemoryAllocation) : OK;
@@ -57,7 +57,7 @@ static E drop(void *p) {
     while (*at && (*at)->start != p) at = &(*at)->next;
     if ((b = *at)) {
         *at = b->next;
-        *(b->pinned ? (size_t *)&card_pinned : &used) -= b->size;
+        *(b->pinned ? (size_t *)&gpu_pinned : &used) -= b->size;
         free(b->start); free(b);
     }
     pthread_mutex_unlock(&lock);
@@ -93,7 +93,7 @@ static void settle(void) {
         } else raced |= memcmp(c->host, c->bytes, c->size) != 0;
         next = c->next; free(c->bytes); free(c);
     }
-    first = NULL; last = &first; queries = 0; card_races += raced; card_settled++;
+    first = NULL; last = &first; queries = 0; gpu_races += raced; gpu_settled++;
     pthread_mutex_unlock(&lock);
     if (raced) tell("race");
 }
@@ -138,7 +138,7 @@ E cudaStreamGetCaptureInfo(S s, enum cudaStreamCaptureStatus *c, unsigned long l
 }
 E cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *m) { return OK; }
 
-/* One card, with streams and events that are but handles. */
+/* One GPU, whose streams and events are mere handles. */
 E cudaGetDeviceCount(int *n) { *n = 1; return OK; }
 E cudaGetDevice(int *d) { *d = 0; return OK; }
 E cudaSetDevice(int d) { return d ? fail(cudaErrorInvalidDevice) : OK; }
@@ -153,8 +153,8 @@ E cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
         .regsPerBlock = 65536, .sharedMemPerBlock = 49152, .sharedMemPerBlockOptin = 232448,
         .sharedMemPerMultiprocessor = 233472, .l2CacheSize = 52428800, .unifiedAddressing = 1,
         .maxThreadsDim = {1024, 1024, 64}, .maxGridSize = {2147483647, 65535, 65535}};
-    strcpy(p->name, "Pretended card");
-    memcpy(p->uuid.bytes, "pretended-card-0", 16);
+    strcpy(p->name, "Simulated GPU");
+    memcpy(p->uuid.bytes, "simulated-gpu-00", 16);
     return OK;
 }
 static E handle(void **p) { *p = malloc(64); return OK; }

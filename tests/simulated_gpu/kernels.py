@@ -1,4 +1,4 @@
-"""Stand-ins for all kernels of CUDA: they look where their arguments are, and run the CPU's."""
+"""Replacements for all CUDA kernels: they check the devices of their arguments and run on the CPU."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import torch
 import torchgen
 from torch import Tensor
 
-from pretended_card import cells
+from simulated_gpu import cells
 
 CPU = torch.device("cpu")
 
-# they look at sizes alone, or do no more than the runtime can
+# These use sizes only, or what the simulated runtime can do.
 NATIVE = """empty.memory_format empty_strided as_strided view view_as_real view_as_complex unfold
     _reshape_alias resize_ set_ set_.source_Storage set_.source_Storage_storage_offset
     set_.source_Tensor is_set_to record_stream _local_scalar_dense _efficientzerotensor
     _fused_sdp_choice _nested_view_from_buffer""".split()
 
-# the host waits for sizes, for an answer, or for an error code of linear algebra
+# The host waits for sizes, for a result, or for an error code of linear algebra.
 WAITING = """nonzero nonzero.out masked_select masked_select.out _unique _unique2 unique_dim
     unique_consecutive unique_dim_consecutive repeat_interleave.Tensor bincount equal _linalg_eigh
     _linalg_eigh.eigenvalues _linalg_svd _linalg_svd.U linalg_eig linalg_eig.out linalg_lstsq.out
     _ctc_loss""".split()
 
-# cuBLAS has none of integers
+# cuBLAS has no products of integers.
 PRODUCTS = "mm bmm addmm baddbmm addmv addr dot vdot".split()
 
 _kept: list[object] = []
 
 
-def stand_in() -> None:
-    """Replace what is registered under the dispatch key of CUDA."""
+def install() -> None:
+    """Replace the kernels registered under the dispatch key CUDA."""
     library = torch.library.Library("aten", "IMPL")
     _kept.append(library)
     between = torch.library.get_kernel(torch.ops.aten.copy_.default, "CUDA")
@@ -50,14 +50,14 @@ def stand_in() -> None:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
     def copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
-        """Copy on the card; to and from it torch's own code does, which may have to wait."""
+        """Copy on the GPU; torch's own code copies to and from it, and may have to wait."""
         if self.is_cuda and src.is_cuda:
             return within(self, src, non_blocking)
         between.call_boxed(keys, self, src, non_blocking)
         return self
 
     def flatten(weights: list[Tensor], *shape: Any) -> Tensor:
-        """Make the weights views of one buffer, as cuDNN wants them."""
+        """Make the weights views of one buffer, as cuDNN requires."""
         buffer = torch.cat([w.reshape(-1) for w in weights])
         for weight, part in zip(weights, buffer.split([w.numel() for w in weights])):
             weight.set_(part.view(weight.shape))
@@ -68,7 +68,7 @@ def stand_in() -> None:
 
 
 def _lenient() -> set[str]:
-    """Return the operations that take a number on the CPU among tensors on a card."""
+    """Return the operations that accept a number on the CPU among tensors on a GPU."""
     text = (
         Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
     ).read_text()
@@ -77,11 +77,11 @@ def _lenient() -> set[str]:
 
 
 class Kernel:
-    """The stand-in for one operation."""
+    """The replacement of one operation."""
 
     def __init__(self, name: str, op: Any, lenient: bool):
         self.name, self.lenient = name, lenient
-        self.run = cells.OTHERWISE.get(name, op)
+        self.run = cells.REPLACEMENTS.get(name, op)
         self.arguments = op._schema.arguments
         self.tensors = {a.name for a in self.arguments if "Tensor" in str(a.type)}
         self.written = {a.name for a in self.arguments if a.alias_info and a.alias_info.is_write}
@@ -106,7 +106,7 @@ class Kernel:
         return self.run(*args, **kwargs)
 
     def _drawn(self, args: list, kwargs: dict) -> Any:
-        """Run with numbers that follow from the card's generator, and move that on."""
+        """Run with numbers that follow from the GPU's generator, and advance it."""
         place = self.generator
         given = kwargs.get("generator")
         if place is not None and place < len(args):
@@ -126,7 +126,7 @@ class Kernel:
 
 
 class Call:
-    """The tensors of one call: those on the card, and the same memory as the CPU sees it."""
+    """The tensors of one call: those on the GPU, and CPU tensors over the same memory."""
 
     def __init__(self, kernel: Kernel):
         self.kernel = kernel
@@ -136,7 +136,7 @@ class Call:
         self.dtype: torch.dtype | None = None
 
     def inward(self, value: Any, name: str) -> Any:
-        """Return an argument as the CPU's kernel takes it."""
+        """Return an argument as the CPU kernel takes it."""
         if isinstance(value, (list, tuple)):
             return [self.inward(v, name) for v in value]
         if isinstance(value, torch.Generator) and value.device.type != "cuda":
@@ -150,7 +150,7 @@ class Call:
         picks = self.kernel.indexes and name == "indices"
         written = name in self.kernel.written
         if not value.is_cuda:
-            if picks:  # copied to the card, by a copy that waits
+            if picks:  # copied to the GPU, by a copy that waits
                 self.waits |= bool(value.numel())
             elif value.dim() or written or not self.kernel.lenient:
                 self.stray = True
@@ -158,7 +158,7 @@ class Call:
                 self.numbers += 1
             return value
         if value.layout != torch.strided:
-            raise NotImplementedError(f"The pretended card has no {value.layout} tensors.")
+            raise NotImplementedError(f"The simulated GPU has no {value.layout} tensors.")
         self.waits |= picks and value.dtype in (torch.bool, torch.uint8)
         self.dtype = self.dtype or value.dtype
         if written and not value.numel():
@@ -170,7 +170,7 @@ class Call:
         return host
 
     def _number(self, value: float) -> Tensor:
-        """Return what arrives unwrapped as a tensor again, of the dtype that promotion finds."""
+        """Return a number as a tensor again, of the dtype that type promotion gives."""
         dtype = self.dtype
         whole = dtype is None or not (dtype.is_floating_point or dtype.is_complex)
         if whole and isinstance(value, float):
@@ -180,7 +180,7 @@ class Call:
         return torch.tensor(value, dtype=dtype, device=CPU)
 
     def check(self, named: dict[str, Any]) -> None:
-        """Refuse what the real kernel would, and wait where it does."""
+        """Raise the errors of the real kernel, and synchronise where it does."""
         name = self.kernel.name
         if (self.stray and self.pairs) or (self.numbers > 1 and not name.startswith("where")):
             raise RuntimeError(
@@ -193,33 +193,33 @@ class Call:
             torch.cuda.current_stream().synchronize()
 
     def outward(self, value: Any) -> Any:
-        """Return the results on the card."""
+        """Return the results on the GPU."""
         if isinstance(value, (list, tuple)):
             return type(value)(self.outward(v) for v in value)
         if not isinstance(value, Tensor):
             return value
-        for card, host in self.empty:
+        for gpu, host in self.empty:
             if value is host:
-                card.resize_(host.shape)
-                seen_by_cpu(card).copy_(host)
-                return card
+                gpu.resize_(host.shape)
+                seen_by_cpu(gpu).copy_(host)
+                return gpu
         memory = value.untyped_storage().data_ptr()
-        for card, host in self.pairs:
+        for gpu, host in self.pairs:
             own = memory and memory == host.untyped_storage().data_ptr()
-            if value is host or (own and value.dtype == card.dtype):
+            if value is host or (own and value.dtype == gpu.dtype):
                 if value is host:
-                    return card
+                    return gpu
                 shape = value.shape, value.stride(), value.storage_offset()
-                return torch.ops.aten.as_strided(card, *shape)
+                return torch.ops.aten.as_strided(gpu, *shape)
         value = value.contiguous() if 0 in value.stride() else value
-        card = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+        gpu = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
         if value.numel():
-            seen_by_cpu(card).copy_(value)
-        return card
+            seen_by_cpu(gpu).copy_(value)
+        return gpu
 
 
 def seen_by_cpu(tensor: Tensor) -> Tensor:
-    """Return a tensor on the CPU over the memory of one on the card."""
+    """Return a CPU tensor over the memory of one on the GPU."""
     own = tensor.untyped_storage()
     storage = torch._C._construct_storage_from_data_pointer(own.data_ptr(), CPU, own.nbytes())
     empty = torch.empty(0, dtype=tensor.dtype, device=CPU)

@@ -1,16 +1,16 @@
-"""What the pretended card sees, and what it says where it cannot be."""
+"""What the simulated GPU detects, and how it says why it is absent."""
 
 from importlib import metadata
 
 import pytest
 import torch
 
-import pretended_card
+import simulated_gpu
 
 pytestmark = pytest.mark.cuda
 
 
-def test_what_lies_elsewhere_is_refused(pretended):
+def test_tensors_on_other_devices_raise(simulated):
     a = torch.ones(3, device="cuda")
     with pytest.raises(RuntimeError, match="same device"):
         a + torch.ones(3)
@@ -21,33 +21,33 @@ def test_what_lies_elsewhere_is_refused(pretended):
     assert (a + torch.tensor(2.0)).tolist() == [3.0] * 3
 
 
-def test_copies_arrive_late_and_races_are_counted(pretended):
+def test_copies_arrive_late_and_races_are_counted(simulated):
     there = torch.full((4,), 2.0, device="cuda")
     here = torch.zeros(4, pin_memory=True)
     here.copy_(there, non_blocking=True)
     assert here.isnan().all()
-    with pretended.watched() as seen:
+    with simulated.watched() as seen:
         torch.cuda.current_stream().synchronize()
-    assert here.tolist() == there.tolist() and pretended.waits(seen) == 1
-    raced = pretended.races()
+    assert here.tolist() == there.tolist() and simulated.waits(seen) == 1
+    raced = simulated.races()
     there.copy_(here, non_blocking=True)
     here.zero_()
     torch.cuda.current_stream().synchronize()
-    assert pretended.races() == raced + 1
+    assert simulated.races() == raced + 1
 
 
-def test_what_makes_the_host_wait_is_counted(pretended):
+def test_synchronisations_are_counted(simulated):
     a = torch.arange(3.0, device="cuda")
     for run in (lambda: a.sum().item(), lambda: a[a > 1], lambda: a.nonzero(), lambda: a.cpu()):
-        with pretended.watched() as seen:
+        with simulated.watched() as seen:
             run()
-        assert pretended.waits(seen) == 1
-    with pretended.watched() as seen:
+        assert simulated.waits(seen) == 1
+    with simulated.watched() as seen:
         a.sin().cumsum(0)[1:] @ a[1:]
     assert not seen
 
 
-def test_numbers_follow_from_the_seed_alone():
+def test_random_numbers_follow_from_the_seed():
     torch.cuda.manual_seed(3)
     first = torch.randn(5, device="cuda"), torch.randn(5, device="cuda")
     state = torch.get_rng_state()
@@ -56,8 +56,8 @@ def test_numbers_follow_from_the_seed_alone():
     assert not torch.equal(*first) and torch.equal(torch.get_rng_state(), state)
 
 
-def test_other_versions_are_named(monkeypatch):
+def test_unsupported_versions_are_named(monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: "1.13.1")
-    monkeypatch.setattr(pretended_card, "absent", None)
-    pretended_card.install()
-    assert pretended_card.absent.endswith("knows torch 2.14 and 2.15, not 1.13.1")
+    monkeypatch.setattr(simulated_gpu, "absent", None)
+    simulated_gpu.install()
+    assert simulated_gpu.absent.endswith("supports torch 2.14 and 2.15, not 1.13.1")

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 import numpy as np
-import simulated_gpu
 import pytest
+import simulated_gpu
 import torch
 from tiny import tiny
 from torch.testing import assert_close

@@ -1,10 +1,9 @@
 # %% [markdown]
 # # Bayesian optimisation with BoTorch
 #
-# Which C and γ should a support vector machine have? Each answer costs a cross-validation, so one asks
-# where a surrogate expects an improvement. The surrogate here is a small network with its posterior:
-# `LaplaceModel` makes it a model of BoTorch, whose samples are functions, joint over candidates and
-# differentiable in them.
+# We search for the hyperparameters C and γ of a support vector machine. Each evaluation is a cross-validation, so we use a
+# surrogate model to choose the next point. The surrogate is a small network with its posterior: `LaplaceModel` turns it
+# into a BoTorch model, whose samples are joint over candidates and differentiable.
 
 # %%
 import os
@@ -24,13 +23,13 @@ from torch import nn
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.botorch import LaplaceModel
 
-TINY = "TINY" in os.environ  # for the tests: a single round
+TINY = "TINY" in os.environ  # the tests run a single round
 BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
 X, labels = load_breast_cancer(return_X_y=True)
 
 
 def objective(point):
-    """Return the log odds of being right, cross-validated, at (C, γ) on a log scale."""
+    """Return the cross-validated accuracy, in log odds, at (C, γ) on a log scale."""
     C, gamma = 10 ** (6 * point[0].item() - 3), 10 ** (6 * point[1].item() - 5)
     machine = make_pipeline(StandardScaler(), SVC(C=C, gamma=gamma))
     accuracy = cross_val_score(machine, X, labels, cv=5).mean()
@@ -40,8 +39,8 @@ def objective(point):
 # %% [markdown]
 # ## The surrogate
 #
-# Train, fit, wrap: the outputs are standardised, and σ is learnt. A few dozen weights take a tenth of a
-# second a round.
+# Train a network on the evaluations so far, fit its posterior, and wrap it. This takes a fraction of a second per round. The
+# targets are standardised, and the observation noise is learnt.
 
 # %%
 
@@ -68,8 +67,8 @@ class Centred(nn.Module):
 # %% [markdown]
 # ## The search
 #
-# Five points at random, then twelve where the expected improvement is largest. As many points at random
-# stand beside it.
+# We start with five random points and add twelve points with the largest expected improvement. For comparison, we also
+# evaluate as many random points.
 
 # %%
 rounds = 1 if TINY else 12
@@ -80,7 +79,9 @@ for _ in range(rounds):
     y = ((values - values.mean()) / values.std())[:, None]
     model = surrogate(x, y)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a search that ends early is still a candidate
+        warnings.simplefilter(
+            "ignore"
+        )  # an optimisation that stops early still returns a candidate
         point, _ = optimize_acqf(
             qLogExpectedImprovement(model, best_f=y.max()),
             BOUNDS,
@@ -91,12 +92,13 @@ for _ in range(rounds):
     x = torch.cat([x, point])
     values = torch.cat([values, objective(point[0])[None]])
 
-print(f"best accuracy: {values.max().sigmoid():.4f} by expected improvement, ", end="")
-print(f"{random_values.max().sigmoid():.4f} at random, {len(x)} cross-validations each")
+print(f"best accuracy after {len(x)} cross-validations: ", end="")
+print(f"expected improvement {values.max().sigmoid():.4f}, ", end="")
+print(f"random search {random_values.max().sigmoid():.4f}")
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
-for name, found in {"expected improvement": values, "random": random_values}.items():
+for name, found in {"expected improvement": values, "random search": random_values}.items():
     left.plot(range(5, len(x) + 1), found.cummax(0).values[4:].sigmoid(), label=name)
 left.set(xlabel="cross-validations", ylabel="best accuracy so far")
 left.legend()
@@ -106,10 +108,10 @@ deviation = surrogate(x, ((values - values.mean()) / values.std())[:, None]).la.
 shown = deviation.variance.sqrt().view(40, 40).T
 image = right.imshow(shown, origin="lower", extent=(-3, 3, -5, 1), aspect="auto")
 right.plot(6 * x[:, 0] - 3, 6 * x[:, 1] - 5, "w.")
-right.set(xlabel="log10 C", ylabel="log10 γ", title="Deviation of the surrogate")
+right.set(xlabel="log10 C", ylabel="log10 γ", title="Standard deviation of the surrogate")
 figure.colorbar(image)
 figure.tight_layout()
 
 # %% [markdown]
-# On so easy a problem chance does nearly as well, and one search is an anecdote: what this shows is the
-# plumbing, and where the surrogate does not know.
+# This problem is so easy that random search is nearly as good, and a single run proves nothing. The example shows how the
+# parts fit together, and the standard deviation of the surrogate shows where it needs data.

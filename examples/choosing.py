@@ -1,9 +1,9 @@
 # %% [markdown]
-# # Choosing a prior, and choosing a network
+# # Choosing a prior and a network
 #
-# Two questions that look alike. On *one* network, which prior or likelihood? The evidence answers, with
-# the training data alone. *Which* network? The evidence cannot answer that: the features of every network
-# were learnt from the very targets that it would explain. A validation set can.
+# Which prior or likelihood suits *one* network? The evidence answers this from the training data alone. Which of several
+# *networks* is best? The evidence cannot answer this, because the features of each network were learnt from the targets
+# that the evidence would explain. Use a validation set. ([Choosing a model](../choosing_a_model.md) has the background.)
 
 # %%
 import os
@@ -15,12 +15,12 @@ from torch import nn
 
 from torch_lla_em import LinearisedLaplace, compare, plot_curve
 
-TINY = "TINY" in os.environ  # for the tests: a few steps, a few samples
+TINY = "TINY" in os.environ  # the tests run with a few steps and samples
 K = 4 if TINY else 32
 x, y = load_breast_cancer(return_X_y=True)
 x, y = torch.tensor(x, dtype=torch.float32), torch.tensor(y)
 shuffled = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-train, held_out, test = shuffled[:200], shuffled[200:300], shuffled[300:]
+train, validation, test = shuffled[:200], shuffled[200:300], shuffled[300:]
 x = (x - x[train].mean(0)) / x[train].std(0)
 
 
@@ -36,31 +36,31 @@ def trained(width, epochs):
 
 
 # %% [markdown]
-# ## Priors, by evidence
+# ## Comparing priors by evidence
 #
-# One network, three priors. `log_marginal_likelihood` comes with its Monte Carlo error, so that one sees
-# whether a difference means anything.
+# One network, three priors. `log_marginal_likelihood` returns its Monte Carlo error as well, so that you can see whether a
+# difference is significant.
 
 # %%
 model = trained(20, 60)
 priors = {
     "g-prior, one precision": {},
     "plain, one precision": {"g_prior": False},
-    "g-prior, a precision a tensor": {"prior": "layerwise"},
+    "g-prior, layerwise": {"prior": "layerwise"},
 }
 fits = {}
 for name, options in priors.items():
-    # the evidence of all three by the same method: a layerwise prior has no variational bound
+    # a layerwise prior has no variational bound, so all three use curvature="network"
     la = LinearisedLaplace(model, "classification", num_samples=K, curvature="network", **options)
     fits[name] = la.fit(x[train], y[train], progress_bar=False)
     evidence = la.log_marginal_likelihood()
-    print(f"{name:30}log evidence {evidence.value:7.1f} ± {evidence.standard_error:.1f}", end="")
+    print(f"{name:24}log evidence {evidence.value:7.1f} ± {evidence.standard_error:.1f}", end="")
     print(f", γ {la.effective_dim.sum():.1f}")
 
 # %% [markdown]
-# With a precision for each tensor, the precision of one may grow without bound, which prunes the tensor;
-# here `fit` warns that one does. With one precision, the whole curve over λ follows without another pass over the data. EM stops at its
-# maximum.
+# With a layerwise prior the precision of a tensor can grow without bound, which removes the tensor from the posterior;
+# `fit` warns if this happens. With one precision, the whole curve over λ is available without another pass over the data.
+# EM stops at its maximum.
 
 # %%
 la = fits["g-prior, one precision"]
@@ -71,11 +71,10 @@ figure.set_size_inches(8, 3.2)
 figure.tight_layout()
 
 # %% [markdown]
-# ## Networks, by a validation set
+# ## Comparing networks on a validation set
 #
-# Four networks, from one that has hardly learnt to one that has overfitted the training set. `compare`
-# puts their posteriors into one table. All of them see the same examples, so the standard errors of the
-# differences are paired, and much smaller than those of each NLL.
+# Four networks, from one that has hardly been trained to one that has overfitted. `compare` evaluates their posteriors on
+# the same examples, so the standard errors of the differences are paired, and much smaller than those of each NLL.
 
 # %%
 networks = {
@@ -88,14 +87,14 @@ posteriors = {}
 for name, (width, epochs) in networks.items():
     la = LinearisedLaplace(trained(width, epochs), "classification", num_samples=K)
     posteriors[name] = la.fit(x[train], y[train], progress_bar=False)
-print(compare(posteriors, x[held_out], y[held_out]))
+print(compare(posteriors, x[validation], y[validation]))
 
 # %% [markdown]
-# The NLL ranks networks with their posteriors, one example at a time; the held-out evidence ranks joint
-# predictions of ten examples; the network NLL ranks the networks alone. Hardly trained or trained too
-# long, a network predicts much better with its posterior than alone.
+# *NLL* ranks the networks with their posteriors; *network NLL* ranks the networks alone; *held-out evidence* ranks joint
+# predictions of ten examples. Networks that were trained for too few or too many epochs predict much better with their
+# posterior than alone.
 #
-# The same table on the test set, which no choice above has used:
+# The same table on the test set, which was not used above:
 
 # %%
 print(compare(posteriors, x[test], y[test]))

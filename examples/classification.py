@@ -1,9 +1,9 @@
 # %% [markdown]
-# # Images, and images of something else
+# # Image classification and OOD detection
 #
-# A small network learns handwritten digits from 0 to 7. Error bars for it take two lines; what they
-# are good for shows on images it should not be sure of: digits lying on their side, noise, and the
-# two digits that it has never seen.
+# A small convolutional network learns the handwritten digits 0 to 7. We fit a posterior to it and use it on inputs for
+# which the network should not be certain: rotated digits, shuffled pixels, and the digits 8 and 9, which it has never
+# seen.
 
 # %%
 import os
@@ -16,17 +16,17 @@ from torchmetrics.functional import auroc
 
 from torch_lla_em import LinearisedLaplace
 
-TINY = "TINY" in os.environ  # for the tests: a few epochs, a few samples
+TINY = "TINY" in os.environ  # the tests run with a few epochs and samples
 torch.manual_seed(0)
 x, y = load_digits(return_X_y=True)
 x, y = torch.tensor(x / 16, dtype=torch.float32).view(-1, 1, 8, 8), torch.tensor(y)
 unseen = x[y > 7]
 x, y = x[y < 8], y[y < 8]
 shuffled = torch.randperm(len(x))
-train, held_out, test = shuffled[:700], shuffled[700:900], shuffled[900:]
+train, validation, test = shuffled[:700], shuffled[700:900], shuffled[900:]
 
 # %% [markdown]
-# Training is yours, and nothing about it changes.
+# Train the network as usual.
 
 # %%
 model = nn.Sequential(
@@ -40,15 +40,16 @@ model = nn.Sequential(
 )
 optimiser = torch.optim.Adam(model.parameters(), 3e-3)
 for _ in range(2 if TINY else 30):
-    for rows in train[torch.randperm(len(train))].split(50):
+    for batch in train[torch.randperm(len(train))].split(50):
         optimiser.zero_grad()
-        nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+        nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
         optimiser.step()
 
 # %% [markdown]
-# ## Error bars
+# ## Fit the posterior
 #
-# `fit` takes tensors, a `Dataset` or a `DataLoader`. `print(la)` tells what was found.
+# `fit` accepts tensors, a `Dataset` or a `DataLoader`. `print(la)` shows the prior precision, the numerical error and the
+# run time.
 
 # %%
 la = LinearisedLaplace(model, "classification", num_samples=4 if TINY else 32)
@@ -56,29 +57,28 @@ la.fit(x[train], y[train], progress_bar=False)
 print(la)
 
 # %% [markdown]
-# With a few held-out rows `calibrate` finds how far to go from the network towards the posterior;
-# temperature scaling is a special case of what it fits. It says what it gained: here hardly anything,
-# since the posterior took its curvature where it predicts itself.
+# With a validation set, `calibrate` improves the probabilities. It contains temperature scaling as a special case. If the
+# validation NLL does not improve, predictions stay as they were.
 
 # %%
-la.calibrate(x[held_out], y[held_out])
-calibrated = la.predict(x[test])
+la.calibrate(x[validation], y[validation])
+prediction = la.predict(x[test])
 network = model(x[test]).detach().log_softmax(-1)
 before, after = la.calibration.before, la.calibration.after
-print(f"NLL on held-out images: as fitted {before:.3f}, calibrated {after:.3f}")
-print(f"NLL on test images: network {nn.functional.nll_loss(network, y[test]):.3f}, ", end="")
-print(f"posterior {-calibrated.log_prob(y[test]).mean():.3f}")
-print(f"accuracy: {(calibrated.probs.argmax(-1) == y[test]).float().mean():.3f}")
+print(f"validation NLL: as fitted {before:.3f}, calibrated {after:.3f}")
+print(f"test NLL: network {nn.functional.nll_loss(network, y[test]):.3f}, ", end="")
+print(f"posterior {-prediction.log_prob(y[test]).mean():.3f}")
+print(f"test accuracy: {(prediction.probs.argmax(-1) == y[test]).float().mean():.3f}")
 
 # %% [markdown]
-# ## Which images are unlike the training data?
+# ## Out-of-distribution detection
 #
-# `epistemic` is the mutual information between the label and the function: what more training data
-# would teach. It is large where the functions of the posterior disagree. The entropy of the network's
-# own probabilities is what one would use without a posterior. A perfect detector has an AUROC of 1.
+# After `calibrate`, `is_ood` flags inputs at a rate of false alarms that you choose. To rank inputs, use `-p_value`, or
+# without a validation set `epistemic`, the mutual information between label and function. The entropy of the network's
+# own probabilities is the usual score without a posterior. A perfect detector has an AUROC of 1.
 
 # %%
-strange = {
+shifted = {
     "rotated by 90°": x[test].rot90(1, (-2, -1)),
     "pixels shuffled": x[test].flatten(1)[:, torch.randperm(64)].view(-1, 1, 8, 8),
     "8 and 9": unseen,
@@ -94,51 +94,63 @@ def epistemic(images):
     return la.predict(images).epistemic
 
 
+def p_value(images):
+    return -la.predict(images).p_value
+
+
 def detection(score, images):
     scores = torch.cat([score(x[test]), score(images)])
-    is_strange = torch.cat([torch.zeros(len(test)), torch.ones(len(images))]).long()
-    return auroc(scores, is_strange, task="binary").item()
+    is_shifted = torch.cat([torch.zeros(len(test)), torch.ones(len(images))]).long()
+    return auroc(scores, is_shifted, task="binary").item()
 
 
-print(f"{'AUROC':20}{'entropy of the network':>24}{'epistemic':>12}")
-for name, images in strange.items():
-    print(f"{name:20}{detection(entropy, images):24.3f}{detection(epistemic, images):12.3f}")
+print(f"{'':18}{'AUROC: entropy':>16}{'epistemic':>12}{'-p_value':>12}{'flagged as OOD':>17}")
+print(f"{'test digits':18}{'':40}{la.is_ood(x[test], rate=0.05).float().mean():17.0%}")
+for name, images in shifted.items():
+    line = f"{name:18}{detection(entropy, images):16.3f}{detection(epistemic, images):12.3f}"
+    flagged = la.is_ood(images, rate=0.05).float().mean()
+    print(f"{line}{detection(p_value, images):12.3f}{flagged:17.0%}")
 
 # %%
 shown = {
-    "test, least": (x[test], False),
-    "test, most": (x[test], True),
-    "rotated, most": (strange["rotated by 90°"], True),
-    "8 and 9, most": (unseen, True),
+    "test, lowest": (x[test], False),
+    "test, highest": (x[test], True),
+    "rotated, highest": (shifted["rotated by 90°"], True),
+    "8 and 9, highest": (unseen, True),
 }
-figure, rows = plt.subplots(4, 10, figsize=(8, 4))
-for row, (title, (images, most)) in zip(rows, shown.items(), strict=True):
-    doubt = epistemic(images)
-    for axes, n in zip(row, doubt.argsort(descending=most), strict=False):
+figure, lines = plt.subplots(4, 10, figsize=(8, 4))
+for line, (title, (images, highest)) in zip(lines, shown.items(), strict=True):
+    score = epistemic(images)
+    for axes, n in zip(line, score.argsort(descending=highest), strict=False):
         axes.imshow(images[n, 0], cmap="gray_r")
-        axes.set_title(f"{doubt[n]:.2f}", fontsize=8)
+        axes.set_title(f"{score[n]:.2f}", fontsize=8)
         axes.set(xticks=[], yticks=[])
-    row[0].set_ylabel(title, rotation=0, ha="right")
-figure.suptitle("Unfamiliar images, by mutual information in nats")
+    line[0].set_ylabel(title, rotation=0, ha="right")
+figure.suptitle("Digits with the lowest and the highest mutual information (nats)")
 
 # %% [markdown]
-# ## How errors go together
+# ## Joint predictions
 #
-# A sample is one function at all inputs, so predictions of several images are joint. Of five noisy
-# pictures of the same digit, all are misread if one is: `joint_log_prob` knows that, and a product of
+# A posterior sample is one function, evaluated at all inputs, so predictions of several inputs are joint. Of five noisy
+# copies of one digit, usually either all are misclassified or none: `joint_log_prob` accounts for this, and a product of
 # five probabilities does not.
 
 # %%
 alone, together = [], []
 for n in test[:50]:
-    pictures, labels = x[n] + 0.4 * torch.randn(5, 1, 8, 8), y[n].expand(5)
-    alone.append(la.predict(pictures).log_prob(labels).sum())
-    together.append(la.joint_log_prob(pictures, labels))
+    images, labels = x[n] + 0.4 * torch.randn(5, 1, 8, 8), y[n].expand(5)
+    alone.append(la.predict(images).log_prob(labels).sum())
+    together.append(la.joint_log_prob(images, labels))
 print(f"log probability of five labels: as a product {torch.stack(alone).mean():.3f}, ", end="")
-print(f"together {torch.stack(together).mean():.3f}")
+print(f"jointly {torch.stack(together).mean():.3f}")
+
+# %% [markdown]
+# ## Save and load
+#
+# `save` writes the posterior without the network.
 
 # %%
-la.save("posterior.pt")  # the posterior, without the network
-again = LinearisedLaplace.load("posterior.pt", model)
-assert torch.equal(again(x[test]), la(x[test]))
+la.save("posterior.pt")
+loaded = LinearisedLaplace.load("posterior.pt", model)
+assert torch.equal(loaded(x[test]), la(x[test]))
 os.remove("posterior.pt")

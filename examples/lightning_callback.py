@@ -1,8 +1,8 @@
 # %% [markdown]
-# # Lightning: a posterior when training ends
+# # Lightning
 #
-# `LaplaceCallback` fits the posterior once training is over, calibrates it on the validation loader, logs
-# NLL, ECE, prior precision and effective dimension, and saves the posterior beside the checkpoint.
+# `LaplaceCallback` fits the posterior at the end of training, calibrates it on the validation loader, logs NLL, ECE, prior
+# precision and effective dimension, and saves the posterior.
 
 # %%
 import logging
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.lightning import LaplaceCallback
 
-TINY = "TINY" in os.environ  # for the tests: one epoch, a few samples
+TINY = "TINY" in os.environ  # the tests run with one epoch and few samples
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="lightning")
 
@@ -45,8 +45,8 @@ class Digits(lightning.LightningModule):
 
 lightning.seed_everything(0, verbose=False)
 x, y = load_digits(return_X_y=True)
-rows = TensorDataset(torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y))
-train, validation, test = random_split(rows, [800, 200, len(rows) - 1000])
+data = TensorDataset(torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y))
+train, validation, test = random_split(data, [800, 200, len(data) - 1000])
 
 folder = Path(tempfile.mkdtemp())
 posterior = LaplaceCallback(
@@ -68,12 +68,13 @@ trainer.fit(Digits(), DataLoader(train, 50, shuffle=True), DataLoader(validation
 print(posterior.la)
 
 # %% [markdown]
-# `network` names the submodule that maps inputs to outputs; leave it out if the LightningModule has a
-# `forward`. If the training loader augments at random, pass `loader=`, one that does not: the posterior is
-# that of fixed data. With `when="validation_end"` the posterior is fitted at every validation, and
-# `ModelCheckpoint(monitor="posterior/NLL")` can choose by it.
+# - `network` is the name of the submodule that maps inputs to outputs. Omit it if the LightningModule has a `forward`.
+# - If the training loader augments at random, pass a loader without augmentation as `loader=`, because the posterior needs
+#   fixed data.
+# - With `when="validation_end"` the posterior is fitted at every validation, and `ModelCheckpoint(monitor="posterior/NLL")`
+#   can select a checkpoint by it.
 #
-# ## What was logged, and the NLL on a test set
+# ## Logged metrics and test NLL
 
 # %%
 columns, *lines = (next(folder.rglob("metrics.csv"))).read_text().splitlines()
@@ -85,6 +86,8 @@ print(f"test NLL: network {network:.3f}, ", end="")
 print(f"posterior {-posterior.la.predict(x).log_prob(y).mean():.3f}")
 
 # %% [markdown]
+# ## Load the posterior
+#
 # Another process needs the network and the file.
 
 # %%

@@ -1,8 +1,8 @@
 # %% [markdown]
-# # A likelihood of your own
+# # Custom likelihoods
 #
-# How many of the 32 pixels of a digit's lower half are inked, seen its upper half? That is a count
-# out of a known number: binomial, which the library does not have. Three methods make it so.
+# We predict how many of the 32 pixels in the lower half of a digit are black, from its upper half. The target is a count out
+# of a known total, so the likelihood is binomial. The library has no binomial likelihood; we write one with three methods.
 
 # %%
 import os
@@ -15,30 +15,35 @@ from torch.nn.functional import softplus
 
 from torch_lla_em import Likelihood, LinearisedLaplace
 
-TINY = "TINY" in os.environ  # for the tests: a few steps, a few samples
+TINY = "TINY" in os.environ  # the tests run with a few steps and samples
 torch.manual_seed(0)
 images = torch.tensor(load_digits().images, dtype=torch.float32)
 x = images[:, :4].flatten(1) / 16
 y = (images[:, 4:] > 7).flatten(1).sum(1, keepdim=True).float()
 shuffled = torch.randperm(len(x))
-train, held_out, test = shuffled[:800], shuffled[800:1000], shuffled[1000:]
+train, validation, test = shuffled[:800], shuffled[800:1000], shuffled[1000:]
 
 # %% [markdown]
 # ## The likelihood
 #
-# `log_prob` sums over outputs and returns one number a row. `hessian_sqrt_product` multiplies noise by
-# a root of the Hessian of −log p in f; it must not depend on y. `mean` is the link. The gradient and the
-# Hessian follow by differentiation; every fit compares all of them with derivatives of `log_prob` on the
-# first batch. What else is defined unlocks more: `variance` the split of uncertainty, `sample` draws of y.
+# A likelihood needs these methods:
+#
+# - `log_prob` returns one number per example, summed over the outputs.
+# - `hessian_sqrt_product` multiplies random probes by a square root S of the Hessian of the negative log-likelihood with
+#   respect to f. S must not depend on y.
+# - `mean` is the inverse link function.
+#
+# Gradient and Hessian follow by differentiation. Every fit compares the methods with derivatives of `log_prob` on the first
+# batch. Optional methods enable more: `variance` the aleatoric uncertainty, `sample` random targets.
 
 # %%
 
 
 class Binomial(Likelihood):
-    """Counts out of ``total``, with logits f; one count an output."""
+    """Counts out of ``total``, with logits f; one count per output."""
 
-    elementwise = True  # y has an axis of its own for the outputs, as f has
-    monotone = True  # so that intervals follow from those of f
+    elementwise = True  # y has the same shape as f
+    monotone = True  # intervals of the mean follow from intervals of f
 
     def __init__(self, total: int):
         self.total = total
@@ -63,17 +68,17 @@ class Binomial(Likelihood):
 
 
 # %% [markdown]
-# Is the root right? S Sᵀ has to be the Hessian; for one output that is the square of S.
+# S Sᵀ must be the Hessian. For one output this is the square of S:
 
 # %%
 likelihood = Binomial(32)
 f, count = torch.tensor([[0.3]]), torch.tensor([[11.0]])
 hessian = torch.func.hessian(lambda f: -likelihood.log_prob(f, count).sum())(f)
 root = likelihood.hessian_sqrt_product(f, torch.ones(1, 1))
-print(f"Hessian {hessian.item():.5f}, square of the root {root.item() ** 2:.5f}")
+print(f"Hessian {hessian.item():.5f}, S² {root.item() ** 2:.5f}")
 
 # %% [markdown]
-# ## Train with it, fit with it
+# ## Train and fit
 
 # %%
 model = nn.Sequential(nn.Linear(32, 40), nn.Tanh(), nn.Linear(40, 1))
@@ -85,13 +90,13 @@ for _ in range(20 if TINY else 400):
 
 la = LinearisedLaplace(model, likelihood, num_samples=4 if TINY else 32)
 la.fit(x[train], y[train], progress_bar=False)
-la.calibrate(x[held_out], y[held_out])
+la.calibrate(x[validation], y[validation])
 print(la)
 
 # %% [markdown]
-# ## Is the binomial right?
+# ## Check the likelihood
 #
-# Draw counts from the prediction, and see how often the true count lies between their quantiles.
+# We draw counts from the predictions and check how often the true count lies between their quantiles.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -101,21 +106,20 @@ draws = likelihood.sample(functions, generator)
 for level in (0.5, 0.9):
     low, high = (draws.quantile(q, 0) for q in (0.5 - level / 2, 0.5 + level / 2))
     held = ((y[test] >= low) & (y[test] <= high)).float().mean()
-    print(f"intervals of {level:.0%} hold {held:.0%} of {len(test)} counts")
+    print(f"coverage of {level:.0%} intervals: {held:.0%} of {len(test)} counts")
 plain = likelihood.log_prob(model(x[test]).detach(), y[test]).mean()
-print(f"NLL: network {-plain:.3f}, posterior {-prediction.log_prob(y[test]).mean():.3f}")
+print(f"test NLL: network {-plain:.3f}, posterior {-prediction.log_prob(y[test]).mean():.3f}")
 
 figure, axes = plt.subplots(figsize=(5, 3.4))
 low, high = draws.quantile(0.05, 0)[:, 0], draws.quantile(0.95, 0)[:, 0]
 order = prediction.expectation[:, 0].argsort()
 axes.fill_between(range(len(test)), low[order], high[order], alpha=0.3, label="90 %")
-axes.plot(prediction.expectation[order, 0], label="expected")
+axes.plot(prediction.expectation[order, 0], label="mean")
 axes.plot(y[test][order, 0], "k.", markersize=2, label="count")
-axes.set(xlabel="test images, by expectation", ylabel="inked pixels of 32")
+axes.set(xlabel="test images, by mean", ylabel="black pixels of 32")
 axes.legend()
 
 # %% [markdown]
-# The intervals hold more than they were asked to: the pixels of a digit are no independent draws, and
-# counts vary less than a binomial says. That is the likelihood's doing and not the posterior's, and such a
-# check is how one finds out. There was nothing to be gained by averaging here either, and `calibrate`
-# said so: 800 rows know 1,361 weights of a smooth function well.
+# The intervals cover more than their level: the pixels of a digit are not independent, so counts vary less than a binomial
+# distribution. This is a property of the likelihood, not of the posterior, and such a check reveals it. The posterior itself
+# improves the NLL little here, because 800 examples determine this smooth function well.

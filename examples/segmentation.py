@@ -1,10 +1,9 @@
 # %% [markdown]
-# # Segmentation: a posterior for every pixel
+# # Segmentation
 #
-# Networks for maps return (B, C, H, W), and their targets have pixels that do not count. Both are one
-# word each: `class_dim=1`, and the `ignore_index` of the likelihood. The scenes here are made of real
-# digits: four of them on a canvas, and every inked pixel is to be named. Pixels that are
-# neither paper nor ink, as at the edges, are left out of training, fit and score.
+# Segmentation networks return outputs of shape (B, C, H, W), and some pixels are ignored in training. Pass `class_dim=1`
+# and a likelihood with an `ignore_index`. The scenes here consist of four real digits on a canvas; each pixel of a digit
+# gets the label of the digit. Pixels at the edges of digits are ignored in training, fit and evaluation.
 
 # %%
 import os
@@ -16,7 +15,7 @@ from torch import nn
 
 from torch_lla_em import Classification, LinearisedLaplace
 
-TINY = "TINY" in os.environ  # for the tests: a few scenes, a few samples
+TINY = "TINY" in os.environ  # the tests run with a few scenes and samples
 torch.manual_seed(0)
 VOID = 255
 digits = load_digits()
@@ -30,13 +29,13 @@ def scenes(count, kinds):
     ink = images[chosen].permute(0, 1, 3, 2, 4).reshape(count, 16, 16)
     named = labels[chosen][..., None, None].expand(-1, -1, -1, 8, 8)
     named = named.permute(0, 1, 3, 2, 4).reshape(count, 16, 16)
-    target = torch.where(ink > 8, named + 1, 0)  # 0 is paper
+    target = torch.where(ink > 8, named + 1, 0)  # 0 is the background
     target = torch.where((ink > 2) & (ink <= 8), VOID, target)
     return ink[:, None] / 16, target
 
 
 KNOWN = [0, 1, 2, 3]
-train, held_out, test = (scenes(n, KNOWN) for n in ((20, 10, 10) if TINY else (40, 20, 50)))
+train, validation, test = (scenes(n, KNOWN) for n in ((20, 10, 10) if TINY else (40, 20, 50)))
 
 # %%
 model = nn.Sequential(
@@ -50,17 +49,16 @@ model = nn.Sequential(
 )
 optimiser = torch.optim.Adam(model.parameters(), 1e-2)
 for _ in range(2 if TINY else 80):
-    for rows in torch.randperm(len(train[0])).split(20):
+    for batch in torch.randperm(len(train[0])).split(20):
         optimiser.zero_grad()
-        outputs = model(train[0][rows])
-        nn.functional.cross_entropy(outputs, train[1][rows], ignore_index=VOID).backward()
+        outputs = model(train[0][batch])
+        nn.functional.cross_entropy(outputs, train[1][batch], ignore_index=VOID).backward()
         optimiser.step()
 
 # %% [markdown]
-# ## Fit
+# ## Fit the posterior
 #
-# A batch is given as for training. Held-out scenes are passed to `fit` here, which calls `calibrate` at
-# its end.
+# Batches have the same format as in training. With `validation`, `fit` calls `calibrate` at its end.
 
 # %%
 la = LinearisedLaplace(
@@ -68,15 +66,15 @@ la = LinearisedLaplace(
 )
 la.fit(
     [(x, y) for x, y in zip(train[0].split(20), train[1].split(20), strict=True)],
-    validation=[held_out],
+    validation=[validation],
     progress_bar=False,
 )
 print(la)
 
 # %% [markdown]
-# ## Pixels
+# ## Predictions for pixels
 #
-# `probs` is (B, C, H, W), `epistemic` and `entropy` are (B, H, W).
+# `probs` has the shape (B, C, H, W); `epistemic` and `entropy` have the shape (B, H, W).
 
 # %%
 prediction = la.predict(test[0])
@@ -84,32 +82,33 @@ print("probs", tuple(prediction.probs.shape), "epistemic", tuple(prediction.epis
 counts = test[1] != VOID
 right = prediction.probs.argmax(1) == test[1]
 ink = counts & (test[1] > 0)
-print(f"accuracy {right[counts].float().mean():.3f}, on ink {right[ink].float().mean():.3f}")
+print(f"accuracy {right[counts].float().mean():.3f}, on digits {right[ink].float().mean():.3f}")
 plain = model(test[0]).detach()
 nll = nn.functional.cross_entropy(plain, test[1], ignore_index=VOID)
-print(f"NLL a pixel: network {nll:.3f}, ", end="")
+print(f"NLL per pixel: network {nll:.3f}, ", end="")
 print(f"posterior {-prediction.log_prob(test[1]).sum() / counts.sum():.3f}")
 
 # %% [markdown]
-# ## Something else on the canvas
+# ## An unseen class
 #
-# The network has never seen a 7. It names its pixels all the same; the map of what the posterior's
-# functions disagree on shows where not to believe it.
+# The network has never seen a 7, but assigns one of the known classes to its pixels. The map of the epistemic uncertainty
+# shows where not to trust it.
 
 # %%
-strange, truth = scenes(40, [*KNOWN, 7])
-doubt = la.predict(strange).epistemic
+unseen, truth = scenes(40, [*KNOWN, 7])
+epistemic = la.predict(unseen).epistemic
 ink, seven = (truth > 0) & (truth != VOID), truth == 8
-print(f"mutual information on ink: known digits {doubt[ink & ~seven].mean():.3f}, ", end="")
-print(f"sevens {doubt[seven].mean():.3f}")
+print(f"mutual information: known digits {epistemic[ink & ~seven].mean():.3f}, ", end="")
+print(f"sevens {epistemic[seven].mean():.3f}")
 figure, rows = plt.subplots(3, 6, figsize=(9, 4.6))
 most = seven.flatten(1).sum(1).argsort(descending=True)[:6]
-named = la.predict(strange[most]).probs.argmax(1)
+predicted = la.predict(unseen[most]).probs.argmax(1)
 for column, n in zip(range(6), most, strict=True):
-    rows[0, column].imshow(strange[n, 0], cmap="gray_r")
-    rows[1, column].imshow(named[column], cmap="tab10", vmin=0, vmax=9)
-    rows[2, column].imshow(doubt[n], cmap="magma", vmin=0, vmax=doubt.max())
+    rows[0, column].imshow(unseen[n, 0], cmap="gray_r")
+    rows[1, column].imshow(predicted[column], cmap="tab10", vmin=0, vmax=9)
+    rows[2, column].imshow(epistemic[n], cmap="magma", vmin=0, vmax=epistemic.max())
 for axes in rows.flat:
     axes.set(xticks=[], yticks=[])
-for row, title in zip(rows, ("scene", "named", "epistemic"), strict=True):
+for row, title in zip(rows, ("scene", "prediction", "epistemic"), strict=True):
     row[0].set_ylabel(title)
+figure.suptitle("Scenes with a 7, predicted classes and epistemic uncertainty")

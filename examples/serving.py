@@ -1,9 +1,8 @@
 # %% [markdown]
-# # Serving from several threads
+# # A web service with FastAPI
 #
-# Any number of threads may call a fitted posterior; they take turns inside of the network. Here is a service
-# that answers with probabilities and with whether to believe them, and what the answer costs beside that
-# of the bare network.
+# The service returns probabilities and OOD flags. We compare its throughput with that of the network alone, and export the
+# posterior to a program that runs without this library. [Deployment](../serving.md) has the measurements.
 
 # %%
 import os
@@ -23,7 +22,7 @@ from torch import nn
 
 from torch_lla_em import LinearisedLaplace
 
-TINY = "TINY" in os.environ  # for the tests: a few steps, a few requests
+TINY = "TINY" in os.environ  # the tests run with a few steps and requests
 torch.manual_seed(0)
 x, y = load_digits(return_X_y=True)
 x, y = torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y)
@@ -36,43 +35,42 @@ for _ in range(10 if TINY else 150):
 la = LinearisedLaplace(model, "classification", num_samples=4 if TINY else 16)
 la.fit(x[:1000], y[:1000], progress_bar=False)
 la.calibrate(x[1000:1300], y[1000:1300])
-la.save("posterior.pt")  # a server loads it beside the network's own checkpoint
+la.save("posterior.pt")  # a server loads it together with the network's checkpoint
 
 # %% [markdown]
 # ## The service
 #
-# A threshold belongs to the data: here what 95 % of held-out rows stay below. Endpoints that are not
-# `async` run in a pool of threads. `num_samples` trades exactness for time.
+# After `calibrate`, `is_ood` flags out-of-distribution inputs with at most 5 % false alarms. FastAPI runs endpoints that are
+# not `async` in a thread pool; a posterior can be called from any number of threads.
 
 # %%
 posterior = LinearisedLaplace.load("posterior.pt", model)
 os.remove("posterior.pt")
-familiar = posterior.predict(x[1000:1300]).epistemic.quantile(0.95)
 app = FastAPI()
 
 
-class Rows(BaseModel):
+class Images(BaseModel):
     pixels: list[list[float]]
 
 
 @app.post("/network")
-def of_network(rows: Rows) -> dict[str, list]:
+def of_network(images: Images) -> dict[str, list]:
     with torch.no_grad():
-        return {"probabilities": model(torch.tensor(rows.pixels)).softmax(-1).tolist()}
+        return {"probabilities": model(torch.tensor(images.pixels)).softmax(-1).tolist()}
 
 
 @app.post("/posterior")
-def of_posterior(rows: Rows) -> dict[str, list]:
+def of_posterior(images: Images) -> dict[str, list]:
     with torch.no_grad():
-        prediction = posterior.predict(torch.tensor(rows.pixels), num_samples=4 if TINY else 8)
+        prediction = posterior.predict(torch.tensor(images.pixels))
         return {
             "probabilities": prediction.probs.tolist(),
-            "unfamiliar": (prediction.epistemic > familiar).tolist(),
+            "out_of_distribution": prediction.is_ood(rate=0.05).tolist(),
         }
 
 
 # %% [markdown]
-# `uvicorn module:app` would run it. Here the server is a thread, on a port of this machine.
+# Usually `uvicorn module:app` runs the service. Here the server is a thread of this process.
 
 # %%
 port = socket.create_server(("127.0.0.1", 0))
@@ -81,15 +79,15 @@ thread = threading.Thread(target=server.run, args=([port],), daemon=True)
 thread.start()
 client = httpx.Client(base_url=f"http://127.0.0.1:{port.getsockname()[1]}", timeout=60)
 usual, rotated = x[1300:1304], x[1300:1304].view(-1, 8, 8).rot90(1, (-2, -1)).flatten(1)
-for name, rows in {"digits": usual, "digits on their side": rotated}.items():
-    answer = client.post("/posterior", json={"pixels": rows.tolist()}).json()
-    print(f"{name:22}", answer["unfamiliar"])
+for name, images in {"digits": usual, "rotated digits": rotated}.items():
+    answer = client.post("/posterior", json={"pixels": images.tolist()}).json()
+    print(f"{name:16}out of distribution: {answer['out_of_distribution']}")
 
 # %% [markdown]
-# ## Threads
+# ## Throughput
 #
-# Four threads ask for eight rows each, at once. Clients and JSON share the interpreter with the server
-# here, so that the row of the bare network is what all but the posterior costs. The machine was busy.
+# Four threads send requests of eight images each. Clients, JSON and server share one interpreter here, so the line of the
+# network shows the cost of everything but the posterior.
 
 # %%
 request = {"pixels": x[1300:1308].tolist()}
@@ -108,23 +106,20 @@ for path in ("/network", "/posterior"):
         seconds = list(pool.map(ask, [path] * count))
         rate = count / (time.perf_counter() - began)
     tail = statistics.quantiles(seconds, n=100)[98]
-    print(f"{path:12}{rate:6.0f} requests a second, 99 % within {1000 * tail:.0f} ms")
+    print(f"{path:12}{rate:6.0f} requests/s, 99th percentile {1000 * tail:.0f} ms")
 
 server.should_exit = True
 thread.join()
 
 # %% [markdown]
-# ## Without this library
+# ## Export
 #
-# `export` writes `la(x)` as a program of torch alone: a server then needs neither this library nor the
-# network's code. The program takes any number of examples. A name that ends with .onnx writes ONNX.
+# `export` writes `la(x)` as a torch program: the server then needs neither this library nor the network's code. The program
+# accepts any batch size. A file name that ends in .onnx selects ONNX.
 
 # %%
 posterior.export(x[1300:1308], "posterior.pt2")
 program = torch.export.load("posterior.pt2").module()
 os.remove("posterior.pt2")
-rows = x[1300:1350]
-print(f"exported and not: apart by {(program(rows) - posterior(rows)).abs().max():.0e} at most")
-
-# %% [markdown]
-# How many requests a second that makes, batched and not, beside an ensemble: [serving](../serving.md).
+images = x[1300:1350]
+print(f"largest difference to la(x): {(program(images) - posterior(images)).abs().max():.0e}")

@@ -1,9 +1,9 @@
 # %% [markdown]
-# # Long runs, on several machines
+# # Checkpoints and distributed fits
 #
-# A fit of a large network on large data takes as long as a training, so it is given what a training is
-# given: a checkpoint that survives a kill, and more machines. Neither changes the posterior. The same
-# script runs alone and under `torchrun`.
+# A fit of a large network on many examples can take as long as its training. Like a training, it can be resumed from a
+# checkpoint and distributed over several machines. Neither changes the posterior. This script runs alone and under
+# `torchrun`.
 
 # %%
 import os
@@ -19,24 +19,22 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import LinearisedLaplace
 
-TINY = "TINY" in os.environ  # for the tests: a few steps, a few samples
+TINY = "TINY" in os.environ  # the tests run with a few steps and samples
 if dist.is_torchelastic_launched():
-    dist.init_process_group("gloo")  # "nccl" on cards
+    dist.init_process_group("gloo")  # "nccl" on GPUs
 first = not dist.is_initialized() or dist.get_rank() == 0
 
-torch.set_num_threads(
-    1
-)  # so that all processes train the very same network, as loading one would give
+torch.set_num_threads(1)  # all processes must train exactly the same network
 torch.manual_seed(0)
 x, y = load_digits(return_X_y=True)
-rows = TensorDataset(torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y))
-train = torch.utils.data.Subset(rows, range(1000))
-held_out = torch.utils.data.Subset(rows, range(1000, 1300))
+data = TensorDataset(torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y))
+train = torch.utils.data.Subset(data, range(1000))
+validation = torch.utils.data.Subset(data, range(1000, 1300))
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))  # your trained network
 optimiser = torch.optim.Adam(model.parameters(), 1e-2)
 for _ in range(10 if TINY else 100):
     optimiser.zero_grad()
-    nn.functional.cross_entropy(model(rows.tensors[0][:1000]), rows.tensors[1][:1000]).backward()
+    nn.functional.cross_entropy(model(data.tensors[0][:1000]), data.tensors[1][:1000]).backward()
     optimiser.step()
 
 
@@ -45,17 +43,16 @@ def posterior():
 
 
 # %% [markdown]
-# ## Killed, and gone on
+# ## Checkpoints
 #
-# `checkpoint` is a folder that keeps the state after every EM step. A signal, a crash or a batch
-# system may end the process at any moment; the same call goes on. Here a loader breaks in its fiftieth
-# batch.
+# `checkpoint` is a folder that stores the state after every EM step. If the process is killed, the same call resumes. Here
+# a loader raises an error at its fiftieth batch.
 
 # %%
 
 
 class Breaking:
-    """A loader that breaks once."""
+    """A loader that raises an error once."""
 
     def __init__(self, loader, after):
         self.loader, self.left = loader, after
@@ -64,7 +61,7 @@ class Breaking:
         for batch in self.loader:
             self.left -= 1
             if self.left == 0:
-                raise OSError("the file system is gone")
+                raise OSError("file system unavailable")
             yield batch
 
 
@@ -75,29 +72,29 @@ if not dist.is_initialized():
         posterior().fit(loader, checkpoint=folder, progress_bar=False)
     except OSError as error:
         kept = sum(os.path.getsize(os.path.join(folder, name)) for name in os.listdir(folder))
-        print(f"{error}; {kept / 1e6:.1f} MB are saved")
+        print(f"{error}; the checkpoint has {kept / 1e6:.1f} MB")
     again = posterior().fit(loader, checkpoint=folder, progress_bar=False)
     whole = posterior().fit(DataLoader(train, 50), progress_bar=False)
-    print(f"λ gone on {again.prior_precision:.6g}, in one go {whole.prior_precision:.6g}")
+    print(f"prior precision: resumed fit {again.prior_precision:.6g}, ", end="")
+    print(f"uninterrupted fit {whole.prior_precision:.6g}")
 
 # %% [markdown]
-# ## Several processes
+# ## Distributed fits
 #
-# Under `torchrun`, `fit` is called on every rank with the same arguments. It shares the data out (and, with
-# `shard="weights"`, slices of all vectors), and every rank ends with the posterior of one process. All
-# ranks call `calibrate`; one saves.
+# Under `torchrun`, call `fit` on every rank with the same arguments. The ranks share the data (and with `shard="weights"`
+# also the vectors), and every rank ends with the whole posterior. All ranks call `calibrate`; one rank saves.
 
 # %%
 if dist.is_initialized():
     la = posterior().fit(DataLoader(train, 50), progress_bar=False)
-    la.calibrate(DataLoader(held_out, 100))
+    la.calibrate(DataLoader(validation, 100))
     if first:
         la.save(sys.argv[1])
     dist.destroy_process_group()
 
 # %% [markdown]
-# Two processes of this machine stand for two machines: the command below is what each would run, with
-# `--nnodes` and `--rdzv-endpoint` beside it.
+# We use two processes on this machine. For several machines, run the same command on each, with `--nnodes` and
+# `--rdzv-endpoint`.
 
 # %%
 if not dist.is_torchelastic_launched():
@@ -105,15 +102,13 @@ if not dist.is_torchelastic_launched():
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, path]
     subprocess.run([sys.executable, *command], check=True, stderr=subprocess.DEVNULL)
     shared = LinearisedLaplace.load(path, model)
-    whole.calibrate(DataLoader(held_out, 100))
-    difference = (shared(rows.tensors[0][1300:]) - whole(rows.tensors[0][1300:])).abs().max()
+    whole.calibrate(DataLoader(validation, 100))
+    difference = (shared(data.tensors[0][1300:]) - whole(data.tensors[0][1300:])).abs().max()
     print(
-        f"λ of two processes {shared.prior_precision:.6g}, of one {whole.prior_precision:.6g}; ",
+        f"prior precision: two processes {shared.prior_precision:.6g}, one {whole.prior_precision:.6g}; ",
         end="",
     )
-    print(f"probabilities differ by {difference:.1e} at most")
+    print(f"largest difference of probabilities {difference:.1e}")
 
 # %% [markdown]
-# What is shared out how, what happens to a rank that fails, and what a pass costs over more of them:
-# [several cards and machines](../scaling.md). What a folder holds and when it is refused:
-# [long runs](../long_runs.md).
+# More on [several GPUs and machines](../scaling.md) and on [checkpoints](../long_runs.md#checkpoints).

@@ -1,10 +1,9 @@
 # %% [markdown]
-# # A transformer of `transformers`, and LoRA adapters
+# # Hugging Face transformers and LoRA
 #
-# Whose documentation is this line from: numpy's, torch's or the standard library's? Their docstrings are real
-# text that is already on this machine. A small BERT learns to tell; its posterior is over all its
-# weights, over its last layer, or over LoRA adapters, and is fitted on the loader that `Trainer` trained
-# with.
+# A small BERT classifies sentences from documentation: are they from numpy, torch or the standard library? (Docstrings are
+# real text that needs no download.) We fit posteriors over the last layer, over the encoder, and over LoRA adapters, with
+# the data loaders of `Trainer`.
 
 # %%
 import argparse
@@ -38,7 +37,7 @@ from transformers import (
 
 from torch_lla_em import LinearisedLaplace
 
-TINY = "TINY" in os.environ  # for the tests: few lines, one epoch, a few samples
+TINY = "TINY" in os.environ  # the tests run with few lines, one epoch and few samples
 K = 4 if TINY else 16
 torch.manual_seed(0)
 
@@ -73,11 +72,10 @@ texts = [
     for i in torch.randperm(len(found), generator=draw)[:most]
 ]
 labels = [label for label in range(3) for _ in range(most)]
-print({name: f"{len(found)} lines, {most} taken" for name, found in sources.items()})
+print({name: f"{len(found)} sentences, {most} used" for name, found in sources.items()})
 
 # %% [markdown]
-# A tokenizer of these lines, a BERT of two layers from its configuration. With a pretrained checkpoint
-# these would be two calls of `from_pretrained`.
+# We train a tokenizer and a BERT with two layers from scratch. With a pretrained checkpoint, use `from_pretrained` instead.
 
 # %%
 words = Tokenizer(models.WordPiece(unk_token="[UNK]"))
@@ -100,7 +98,7 @@ rows = [
 ]
 shuffled = torch.randperm(len(rows)).tolist()
 third = len(rows) // 4
-test, held_out = ([rows[i] for i in shuffled[a : a + third]] for a in (0, third))
+test, validation = ([rows[i] for i in shuffled[a : a + third]] for a in (0, third))
 train = [rows[i] for i in shuffled[2 * third :]]
 config = BertConfig(
     vocab_size=len(tokenizer),
@@ -128,7 +126,7 @@ def trained(model, epochs):
     )
     collator = DataCollatorWithPadding(tokenizer)
     trainer = Trainer(
-        model, arguments, train_dataset=train, eval_dataset=held_out, data_collator=collator
+        model, arguments, train_dataset=train, eval_dataset=validation, data_collator=collator
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
@@ -140,10 +138,9 @@ model = BertForSequenceClassification(config)
 trainer = trained(model, 8)
 
 # %% [markdown]
-# ## All weights, or the last layer
+# ## Last layer or encoder
 #
-# The batches of `Trainer`'s loaders are dicts with "labels", padded to their longest line: nothing needs
-# to be said about them.
+# The batches of `Trainer`'s loaders are dicts with "labels", padded to their longest sentence. They work as they are.
 
 # %%
 collated = DataCollatorWithPadding(tokenizer)(test)
@@ -152,7 +149,9 @@ y = collated.pop("labels")
 
 def report(name, la):
     prediction = la.predict(**collated)
-    print(f"{name:22}{la.w_samples.shape[1]:8,} weights  γ {la.effective_dim.sum():6.1f}  ", end="")
+    print(
+        f"{name:18}{la.w_samples.shape[1]:8,} parameters  γ {la.effective_dim.sum():6.1f}  ", end=""
+    )
     accuracy = (prediction.probs.argmax(-1) == y).float().mean()
     print(f"NLL {-prediction.log_prob(y).mean():.3f}  accuracy {accuracy:.3f}", end="")
     print(f"  {la.history[-1]['seconds']:.0f} s")
@@ -176,9 +175,8 @@ for name, parameters in {"last layer": "last_layer", "encoder and head": "*[re]r
 # %% [markdown]
 # ## LoRA adapters
 #
-# Averaging over functions mends the likelihood of an overconfident network, not its accuracy. For
-# adapters: freeze the network, train them, and take the posterior over the adapters alone: a name pattern
-# finds them.
+# The posterior improves the NLL of an overconfident network, not its accuracy. For fine-tuned models, fit the posterior over
+# the adapters alone: a name pattern selects them.
 
 # %%
 adapters = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"])
@@ -190,36 +188,36 @@ la.fit(lora.get_train_dataloader(), validation=lora.get_eval_dataloader(), progr
 report("LoRA adapters", la)
 
 # %% [markdown]
-# ## Lines from elsewhere
+# ## Other sentences
 #
-# Two of these lines are no documentation at all. A tokenizer that has seen nine hundred lines makes crumbs of
-# them, and so small a network knows little of language: do not expect wonders of its doubt.
+# Two of these sentences are not documentation. The tokenizer has seen nine hundred sentences only, and the network is small, so
+# its epistemic uncertainty separates them only roughly.
 
 # %%
 la = fits["encoder and head"]
-strange = [
+sentences = [
     "Returns the determinant of a square matrix.",
     "Whisk the eggs with sugar until the mixture is pale and thick.",
     "Applies dropout to the input during training.",
     "The committee will meet again on Thursday to vote on the budget.",
 ]
-asked = tokenizer(strange, padding=True, truncation=True, max_length=64, return_tensors="pt")
+asked = tokenizer(sentences, padding=True, truncation=True, max_length=64, return_tensors="pt")
 prediction = la.predict(**asked)
-for text, probs, doubt in zip(strange, prediction.probs, prediction.epistemic, strict=True):
+for text, probs, epistemic in zip(sentences, prediction.probs, prediction.epistemic, strict=True):
     name = list(sources)[probs.argmax()]
-    print(f"{name:8}{probs.max():.2f}, unfamiliar {doubt:.2f}: {text}")
+    print(f"{name:8}{probs.max():.2f}, epistemic {epistemic:.2f}: {text}")
 
 # %% [markdown]
-# ## On the Hub
+# ## Hugging Face Hub
 #
-# `la.push_to_hub("you/bert-posterior", trainer.get_eval_dataloader())` uploads a posterior as safetensors,
-# with a model card that holds its scores on the validation set. `save_pretrained` writes the same to a
-# folder. The network is not in it: it has a repository of its own, and is loaded first.
+# `la.push_to_hub("you/bert-posterior", trainer.get_eval_dataloader())` uploads a posterior as safetensors, with a model card
+# that contains its scores on the validation set. `save_pretrained` writes the same to a folder. The network is not included:
+# load it first, from its own repository.
 
 # %%
 folder = pathlib.Path(tempfile.mkdtemp(), "bert-posterior")
 la.save_pretrained(folder, trainer.get_eval_dataloader())
 again = LinearisedLaplace.from_pretrained(folder, model)
-print("the same predictions:", torch.equal(again.predict(**asked).probs, prediction.probs))
+print("predictions are equal:", torch.equal(again.predict(**asked).probs, prediction.probs))
 card = (folder / "README.md").read_text()
 print(card[card.index("##") :])

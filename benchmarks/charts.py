@@ -63,7 +63,7 @@ def regression(lines: list[dict]) -> plt.Figure:
 
 def compared(lines: list[dict], data: str, label: str, reference: float) -> plt.Figure:
     """Return dots for means over data sets, and lines to the worst data set."""
-    figure, columns = plt.subplots(1, 2, figsize=(8, 2.9), sharey=True, layout="constrained")
+    figure, columns = plt.subplots(1, 2, figsize=(7, 2.9), sharey=True, layout="constrained")
     for axes, (stage, title) in zip(columns, STAGES.items(), strict=True):
         found = {line["row"]: line for line in lines if _is(line, data, stage)}
         rows = [row for row in METHODS if row in found]
@@ -99,7 +99,7 @@ def _centre(value: float | list[float]) -> float:
 
 def ood(lines: list[dict]) -> plt.Figure:
     """AUROC of detecting test examples with permuted columns."""
-    figure, axes = plt.subplots(figsize=(8, 2.8), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 2.8), layout="constrained")
     rows = [row for row in METHODS if row != "temperature"]
     names = [METHODS[row].replace("\n", " ") for row in rows]
     values = {
@@ -119,7 +119,7 @@ def cost(lines: list[dict]) -> plt.Figure:
     titles = {"seconds": "torch_lla_em", "ensemble": "ensemble of five"}
     titles["laplace_torch"] = "laplace-torch, KFAC"
     names = [f"{named(line['problem'])} ({line['rows']:,})" for line in fits]
-    figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 4.6), layout="constrained")
     values = {
         title: {name: line.get(key) for name, line in zip(names, fits, strict=True)}
         for key, title in titles.items()
@@ -165,7 +165,7 @@ def ranking(lines: list[dict]) -> plt.Figure:
     """Rank correlation of a score with the test NLL, over twelve networks a data set."""
     titles = {"network": "network alone", "fitted": "posterior, as fitted"}
     titles["calibrated"] = "posterior, calibrated"
-    figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
     names = [named(line["score"]) for line in lines]
     values = {
         title: {named(line["score"]): line[f"with {key}"] for line in lines}
@@ -188,7 +188,7 @@ def coverage(lines: list[dict]) -> plt.Figure:
         if line.get("level") == 0.9 and line.get("method") in methods:
             row = found.setdefault(methods[line["method"]], {})
             row.setdefault(line["table"], []).append(line["coverage"])
-    figure, axes = plt.subplots(figsize=(8, 2.8), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 2.8), layout="constrained")
     names = list(dict.fromkeys(table for row in found.values() for table in row))
     order = sorted(found, key=lambda title: title.startswith("MAPIE"))
     for number, title in enumerate(order):

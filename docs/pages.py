@@ -74,7 +74,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Label the cells of tables with their column: on narrow screens a row becomes a list."""
+    """Label the cells of tables, which become lists on narrow screens, and link figures to their files."""
+    html = re.sub(r'<img [^>]*src="([^"]*)"[^>]*>', r'<a href="\1">\g<0></a>', html)
     return re.sub(r"<table>.*?</table>", lambda table: labelled(table[0]), html, flags=re.DOTALL)
 
 

@@ -1,9 +1,10 @@
 # %% [markdown]
 # # Bayesian optimisation with BoTorch
 #
-# We search for the hyperparameters C and γ of a support vector machine. Each evaluation is a cross-validation, so we use a
-# surrogate model to choose the next point. The surrogate is a small network with its posterior: `LaplaceModel` turns it
-# into a BoTorch model, whose samples are joint over candidates and differentiable.
+# We search for the hyperparameters C and γ of a support vector machine. Each evaluation is a
+# cross-validation, so we use a surrogate model to choose the next point. The surrogate is a small
+# network with its posterior: `LaplaceModel` turns it into a BoTorch model, whose samples are joint
+# over candidates and differentiable.
 
 # %%
 import os
@@ -39,8 +40,8 @@ def objective(point):
 # %% [markdown]
 # ## The surrogate
 #
-# Train a network on the evaluations so far, fit its posterior, and wrap it. This takes a fraction of a second per round. The
-# targets are standardised, and the observation noise is learnt.
+# Train a network on the evaluations so far, fit its posterior, and wrap it. This takes a fraction
+# of a second per round. The targets are standardised, and the observation noise is learnt.
 
 # %%
 
@@ -67,8 +68,8 @@ class Centred(nn.Module):
 # %% [markdown]
 # ## The search
 #
-# We start with five random points and add twelve points with the largest expected improvement. For comparison, we also
-# evaluate as many random points.
+# We start with five random points and add twelve points with the largest expected improvement. For
+# comparison, we also evaluate as many random points.
 
 # %%
 rounds = 1 if TINY else 12
@@ -113,5 +114,6 @@ figure.colorbar(image)
 figure.tight_layout()
 
 # %% [markdown]
-# This problem is so easy that random search is nearly as good, and a single run proves nothing. The example shows how the
-# parts fit together, and the standard deviation of the surrogate shows where it needs data.
+# This problem is so easy that random search is nearly as good, and a single run proves nothing.
+# The example shows how the parts fit together, and the standard deviation of the surrogate shows
+# where it needs data.

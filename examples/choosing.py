@@ -1,9 +1,10 @@
 # %% [markdown]
 # # Choosing a prior and a network
 #
-# Which prior or likelihood suits *one* network? The evidence answers this from the training data alone. Which of several
-# *networks* is best? The evidence cannot answer this, because the features of each network were learnt from the targets
-# that the evidence would explain. Use a validation set. ([Choosing a model](../choosing_a_model.md) has the background.)
+# Which prior or likelihood suits *one* network? The evidence answers this from the training data
+# alone. Which of several *networks* is best? The evidence cannot answer this, because the features
+# of each network were learnt from the targets that the evidence would explain. Use a validation
+# set. ([Choosing a model](../choosing_a_model.md) has the background.)
 
 # %%
 import os
@@ -38,8 +39,8 @@ def trained(width, epochs):
 # %% [markdown]
 # ## Comparing priors by evidence
 #
-# One network, three priors. `log_marginal_likelihood` returns its Monte Carlo error as well, so that you can see whether a
-# difference is significant.
+# One network, three priors. `log_marginal_likelihood` returns its Monte Carlo error as well, so
+# that you can see whether a difference is significant.
 
 # %%
 model = trained(20, 60)
@@ -58,9 +59,9 @@ for name, options in priors.items():
     print(f", γ {la.effective_dim.sum():.1f}")
 
 # %% [markdown]
-# With a layerwise prior the precision of a tensor can grow without bound, which removes the tensor from the posterior;
-# `fit` warns if this happens. With one precision, the whole curve over λ is available without another pass over the data.
-# EM stops at its maximum.
+# With a layerwise prior the precision of a tensor can grow without bound, which removes the tensor
+# from the posterior; `fit` warns if this happens. With one precision, the whole curve over λ is
+# available without another pass over the data. EM stops at its maximum.
 
 # %%
 la = fits["g-prior, one precision"]
@@ -73,8 +74,9 @@ figure.tight_layout()
 # %% [markdown]
 # ## Comparing networks on a validation set
 #
-# Four networks, from one that has hardly been trained to one that has overfitted. `compare` evaluates their posteriors on
-# the same examples, so the standard errors of the differences are paired, and much smaller than those of each NLL.
+# Four networks, from one that has hardly been trained to one that has overfitted. `compare`
+# evaluates their posteriors on the same examples, so the standard errors of the differences are
+# paired, and much smaller than those of each NLL.
 
 # %%
 networks = {
@@ -90,9 +92,9 @@ for name, (width, epochs) in networks.items():
 print(compare(posteriors, x[validation], y[validation]))
 
 # %% [markdown]
-# *NLL* ranks the networks with their posteriors; *network NLL* ranks the networks alone; *held-out evidence* ranks joint
-# predictions of ten examples. Networks that were trained for too few or too many epochs predict much better with their
-# posterior than alone.
+# *NLL* ranks the networks with their posteriors; *network NLL* ranks the networks alone; *held-out
+# evidence* ranks joint predictions of ten examples. Networks that were trained for too few or too
+# many epochs predict much better with their posterior than alone.
 #
 # The same table on the test set, which was not used above:
 

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Image classification and OOD detection
 #
-# A small convolutional network learns the handwritten digits 0 to 7. We fit a posterior to it and use it on inputs for
-# which the network should not be certain: rotated digits, shuffled pixels, and the digits 8 and 9, which it has never
-# seen.
+# A small convolutional network learns the handwritten digits 0 to 7. We fit a posterior to it and
+# use it on inputs for which the network should not be certain: rotated digits, shuffled pixels,
+# and the digits 8 and 9, which it has never seen.
 
 # %%
 import os
@@ -48,8 +48,8 @@ for _ in range(2 if TINY else 30):
 # %% [markdown]
 # ## Fit the posterior
 #
-# `fit` accepts tensors, a `Dataset` or a `DataLoader`. `print(la)` shows the prior precision, the numerical error and the
-# run time.
+# `fit` accepts tensors, a `Dataset` or a `DataLoader`. `print(la)` shows the prior precision, the
+# numerical error and the run time.
 
 # %%
 la = LinearisedLaplace(model, "classification", num_samples=4 if TINY else 32)
@@ -57,8 +57,8 @@ la.fit(x[train], y[train], progress_bar=False)
 print(la)
 
 # %% [markdown]
-# With a validation set, `calibrate` improves the probabilities. It contains temperature scaling as a special case. If the
-# validation NLL does not improve, predictions stay as they were.
+# With a validation set, `calibrate` improves the probabilities. It contains temperature scaling as
+# a special case. If the validation NLL does not improve, predictions stay as they were.
 
 # %%
 la.calibrate(x[validation], y[validation])
@@ -73,9 +73,10 @@ print(f"test accuracy: {(prediction.probs.argmax(-1) == y[test]).float().mean():
 # %% [markdown]
 # ## Out-of-distribution detection
 #
-# After `calibrate`, `is_ood` flags inputs at a rate of false alarms that you choose. To rank inputs, use `-p_value`, or
-# without a validation set `epistemic`, the mutual information between label and function. The entropy of the network's
-# own probabilities is the usual score without a posterior. A perfect detector has an AUROC of 1.
+# After `calibrate`, `is_ood` flags inputs at a rate of false alarms that you choose. To rank
+# inputs, use `-p_value`, or without a validation set `epistemic`, the mutual information between
+# label and function. The entropy of the network's own probabilities is the usual score without a
+# posterior. A perfect detector has an AUROC of 1.
 
 # %%
 shifted = {
@@ -131,9 +132,9 @@ figure.suptitle("Digits with the lowest and the highest mutual information (nats
 # %% [markdown]
 # ## Joint predictions
 #
-# A posterior sample is one function, evaluated at all inputs, so predictions of several inputs are joint. Of five noisy
-# copies of one digit, usually either all are misclassified or none: `joint_log_prob` accounts for this, and a product of
-# five probabilities does not.
+# A posterior sample is one function, evaluated at all inputs, so predictions of several inputs are
+# joint. Of five noisy copies of one digit, usually either all are misclassified or none:
+# `joint_log_prob` accounts for this, and a product of five probabilities does not.
 
 # %%
 alone, together = [], []

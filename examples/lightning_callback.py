@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Lightning
 #
-# `LaplaceCallback` fits the posterior at the end of training, calibrates it on the validation loader, logs NLL, ECE, prior
-# precision and effective dimension, and saves the posterior.
+# `LaplaceCallback` fits the posterior at the end of training, calibrates it on the validation
+# loader, logs NLL, ECE, prior precision and effective dimension, and saves the posterior.
 
 # %%
 import logging
@@ -68,11 +68,12 @@ trainer.fit(Digits(), DataLoader(train, 50, shuffle=True), DataLoader(validation
 print(posterior.la)
 
 # %% [markdown]
-# - `network` is the name of the submodule that maps inputs to outputs. Omit it if the LightningModule has a `forward`.
-# - If the training loader augments at random, pass a loader without augmentation as `loader=`, because the posterior needs
-#   fixed data.
-# - With `when="validation_end"` the posterior is fitted at every validation, and `ModelCheckpoint(monitor="posterior/NLL")`
-#   can select a checkpoint by it.
+# - `network` is the name of the submodule that maps inputs to outputs. Omit it if the
+#   LightningModule has a `forward`.
+# - If the training loader augments at random, pass a loader without augmentation as `loader=`,
+#   because the posterior needs fixed data.
+# - With `when="validation_end"` the posterior is fitted at every validation, and
+#   `ModelCheckpoint(monitor="posterior/NLL")` can select a checkpoint by it.
 #
 # ## Logged metrics and test NLL
 

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # Custom likelihoods
 #
-# We predict how many of the 32 pixels in the lower half of a digit are black, from its upper half. The target is a count out
-# of a known total, so the likelihood is binomial. The library has no binomial likelihood; we write one with three methods.
+# We predict how many of the 32 pixels in the lower half of a digit are black, from its upper half.
+# The target is a count out of a known total, so the likelihood is binomial. The library has no
+# binomial likelihood; we write one with three methods.
 
 # %%
 import os
@@ -29,12 +30,13 @@ train, validation, test = shuffled[:800], shuffled[800:1000], shuffled[1000:]
 # A likelihood needs these methods:
 #
 # - `log_prob` returns one number per example, summed over the outputs.
-# - `hessian_sqrt_product` multiplies random probes by a square root S of the Hessian of the negative log-likelihood with
-#   respect to f. S must not depend on y.
+# - `hessian_sqrt_product` multiplies random probes by a square root S of the Hessian of the
+#   negative log-likelihood with respect to f. S must not depend on y.
 # - `mean` is the inverse link function.
 #
-# Gradient and Hessian follow by differentiation. Every fit compares the methods with derivatives of `log_prob` on the first
-# batch. Optional methods enable more: `variance` the aleatoric uncertainty, `sample` random targets.
+# Gradient and Hessian follow by differentiation. Every fit compares the methods with derivatives
+# of `log_prob` on the first batch. Optional methods enable more: `variance` the aleatoric
+# uncertainty, `sample` random targets.
 
 # %%
 
@@ -96,7 +98,8 @@ print(la)
 # %% [markdown]
 # ## Check the likelihood
 #
-# We draw counts from the predictions and check how often the true count lies between their quantiles.
+# We draw counts from the predictions and check how often the true count lies between their
+# quantiles.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -120,6 +123,7 @@ axes.set(xlabel="test images, by mean", ylabel="black pixels of 32")
 axes.legend()
 
 # %% [markdown]
-# The intervals cover more than their level: the pixels of a digit are not independent, so counts vary less than a binomial
-# distribution. This is a property of the likelihood, not of the posterior, and such a check reveals it. The posterior itself
-# improves the NLL little here, because 800 examples determine this smooth function well.
+# The intervals cover more than their level: the pixels of a digit are not independent, so counts
+# vary less than a binomial distribution. This is a property of the likelihood, not of the
+# posterior, and such a check reveals it. The posterior does not improve the NLL here, because 800
+# examples determine this smooth function well.

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # Regression with prediction intervals
 #
-# Ten measurements of 442 patients, and the progress of their diabetes after one year. Each prediction gets an interval.
-# The data set is small, so we learn the observation noise from the training data.
+# Ten measurements of 442 patients, and the progress of their diabetes after one year. Each
+# prediction gets an interval. The data set is small, so we learn the observation noise from the
+# training data.
 
 # %%
 import os
@@ -33,8 +34,8 @@ for _ in range(20 if TINY else 300):
 # %% [markdown]
 # ## Fit the posterior
 #
-# EM learns the observation noise σ together with the prior precision, from the training data. σ is in the units of the
-# targets.
+# EM learns the observation noise σ together with the prior precision, from the training data. σ is
+# in the units of the targets.
 
 # %%
 la = LinearisedLaplace(model, "regression", num_samples=4 if TINY else 64)
@@ -44,9 +45,9 @@ print(la)
 # %% [markdown]
 # ## Prediction intervals
 #
-# `la(x)` returns mean and variance; the variance includes the observation noise. `la.predict(x)` also has the parts:
-# `.epistemic` is the variance that more data would reduce, `.aleatoric` the variance of the noise, and
-# `.credible_interval` includes both.
+# `la(x)` returns mean and variance; the variance includes the observation noise. `la.predict(x)`
+# also has the parts: `.epistemic` is the variance that more data would reduce, `.aleatoric` the
+# variance of the noise, and `.credible_interval` includes both.
 
 # %%
 prediction = la.predict(x[test])
@@ -60,8 +61,9 @@ for n in test[:3]:
 # %% [markdown]
 # ## Coverage
 #
-# A common alternative takes the network's prediction plus and minus the standard deviation of its *training* residuals.
-# These intervals are too narrow, because the network was fitted to the training data.
+# A common alternative takes the network's prediction plus and minus the standard deviation of its
+# *training* residuals. These intervals are too narrow, because the network was fitted to the
+# training data.
 
 # %%
 levels = torch.linspace(0.05, 0.95, 19)
@@ -97,14 +99,14 @@ right.legend()
 figure.tight_layout()
 
 # %% [markdown]
-# The posterior's intervals are still slightly too narrow, because σ is learnt from data that the network was fitted to.
-# With a validation set, `la.calibrate(loader)` corrects this, and `la.predict(x).interval(0.9)` has
-# [guaranteed coverage](../calibration.md).
+# The posterior's intervals are still slightly too narrow, because σ is learnt from data that the
+# network was fitted to. With a validation set, `la.calibrate(loader)` corrects this, and
+# `la.predict(x).interval(0.9)` has [guaranteed coverage](../calibration.md).
 #
 # ## Far from the data
 #
-# A typical patient is about three units from the mean of the standardised data. Further away the noise stays the same and
-# the epistemic standard deviation grows.
+# A typical patient is about three units from the mean of the standardised data. Further away the
+# noise stays the same and the epistemic standard deviation grows.
 
 # %%
 direction = nn.functional.normalize(torch.randn(10), dim=0)

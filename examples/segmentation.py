@@ -1,9 +1,10 @@
 # %% [markdown]
 # # Segmentation
 #
-# Segmentation networks return outputs of shape (B, C, H, W), and some pixels are ignored in training. Pass `class_dim=1`
-# and a likelihood with an `ignore_index`. The scenes here consist of four real digits on a canvas; each pixel of a digit
-# gets the label of the digit. Pixels at the edges of digits are ignored in training, fit and evaluation.
+# Segmentation networks return outputs of shape (B, C, H, W), and some pixels are ignored in
+# training. Pass `class_dim=1` and a likelihood with an `ignore_index`. The scenes here consist of
+# four real digits on a canvas; each pixel of a digit gets the label of the digit. Pixels at the
+# edges of digits are ignored in training, fit and evaluation.
 
 # %%
 import os
@@ -58,7 +59,8 @@ for _ in range(2 if TINY else 80):
 # %% [markdown]
 # ## Fit the posterior
 #
-# Batches have the same format as in training. With `validation`, `fit` calls `calibrate` at its end.
+# Batches have the same format as in training. With `validation`, `fit` calls `calibrate` at its
+# end.
 
 # %%
 la = LinearisedLaplace(
@@ -91,8 +93,8 @@ print(f"posterior {-prediction.log_prob(test[1]).sum() / counts.sum():.3f}")
 # %% [markdown]
 # ## An unseen class
 #
-# The network has never seen a 7, but assigns one of the known classes to its pixels. The map of the epistemic uncertainty
-# shows where not to trust it.
+# The network has never seen a 7, but assigns one of the known classes to its pixels. The map of
+# the epistemic uncertainty shows where not to trust it.
 
 # %%
 unseen, truth = scenes(40, [*KNOWN, 7])

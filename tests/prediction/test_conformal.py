@@ -90,16 +90,33 @@ def blobs():
     return la, x[200:], y[200:]
 
 
-def test_without_a_validation_set_nothing_is_promised(blobs):
-    la, x, _ = blobs
+def fresh_copy(la, without):
     fresh = LinearisedLaplace(la.model, "classification", num_samples=16)
-    state = {n: t for n, t in la.state_dict().items() if not n.startswith("conformal")}
+    state = {n: t for n, t in la.state_dict().items() if not n.startswith(without)}
     fresh.load_state_dict(state)
+    return fresh
+
+
+def test_without_a_validation_set_no_set_is_promised(blobs):
+    la, x, _ = blobs
+    fresh = fresh_copy(la, without="conformal")
+    with pytest.raises(ValueError, match="call la.calibrate"):
+        fresh.predict(x[:3]).prediction_set()
+
+
+def test_without_any_reference_nothing_is_promised(blobs):
+    la, x, _ = blobs
+    fresh = fresh_copy(la, without=("conformal", "training", "largest"))
     for ask in (fresh.is_ood, lambda x: fresh.predict(x).p_value):
         with pytest.raises(ValueError, match="call la.calibrate"):
             ask(x[:3])
-    with pytest.raises(ValueError, match="call la.calibrate"):
-        fresh.predict(x[:3]).prediction_set()
+
+
+def test_without_a_validation_set_training_examples_are_the_reference(blobs):
+    la, x, _ = blobs
+    fresh = fresh_copy(la, without="conformal")
+    assert fresh.is_ood(10 * draw(500, 3).float()).double().mean() > 0.9
+    assert fresh.is_ood(x[800:]).double().mean() < 0.15
 
 
 def test_far_inputs_are_flagged_and_others_at_the_rate(blobs):
@@ -126,7 +143,7 @@ def test_the_reference_is_of_examples_that_nothing_was_fitted_to(blobs):
     other[1::2] = (other[1::2] + 1) % 4
     la.calibrate(x[:60], other)
     assert torch.equal(la.conformal_table, before)
-    assert la.conformal_unusual.shape == (30, 2) and la.conformal_errors.shape == (30, 1)
+    assert la.conformal_unusual.shape == (30, 1) and la.conformal_errors.shape == (30, 1)
     la.calibrate(list(zip(x[:60].split(7), y[:60].split(7))))
     assert_close(la.conformal_table, before, rtol=1e-4, atol=1e-5)
 

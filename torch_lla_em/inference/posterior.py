@@ -34,6 +34,9 @@ class Posterior(NamedTuple):
     """What predictions are made of, as fitted: rows of weight, share of J w_lin, share of f, and
     scale of the samples' variance, (parts, 4); None: the samples around f."""
 
+    examples: Tensor | None = None
+    """J w_k at some of the training examples, (n, K, ..., C), where they are at hand."""
+
     def assembled(self, problem: Problem) -> Posterior:
         """Return it with whole vectors, also where they were in slices."""
         if problem.vectors.group is None:

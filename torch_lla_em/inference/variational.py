@@ -53,6 +53,9 @@ _RESTARTS = 10
 FEWEST_SAMPLES = 4
 """With which a fit goes on where memory allows no more."""
 
+_EXAMPLES, _NUMBERS = 512, 2**21
+"""Training examples that are kept for predictions at most, and numbers of all of them."""
+
 _TRUST = 4
 """Power of what is kept of f, by which the network is trusted in predictions."""
 
@@ -168,6 +171,7 @@ class VariationalEStep:
             None,
             None,
             mixture=_average(self._steps, q).to(columns.device),
+            examples=_at_examples(self._steps, q.samples).to(columns.device),
         )
 
 
@@ -207,6 +211,15 @@ def _average(steps: Variational, q: Q) -> Tensor:
     w = (1 / 3) if collapsed else kept.clamp(0, 1).item() ** _TRUST / 3
     parts = [[1 - 2 * w, 1, 0, 1], [w, 1, 0, 0], [w, 0, 1, 0]]
     return torch.tensor(parts, dtype=torch.float64, device="cpu")
+
+
+def _at_examples(steps: Variational, samples: Tensor) -> Tensor:
+    """Return J w_k at training examples that are spread evenly over the data, (n, K, ..., C)."""
+    N, *outputs = shape = steps.draws.shape
+    number = min(N, _EXAMPLES, _NUMBERS // max(1, len(samples) * math.prod(outputs)))
+    chosen = torch.linspace(0, N - 1, number, device="cpu").round().long()
+    J = steps.space.J.view(*shape, -1)[chosen.to(steps.space.J.device)]
+    return (J @ samples.T.to(J)).movedim(-1, 1).contiguous()
 
 
 def _begin(problem: Problem, noise: StochasticPrior, known: dict[str, Any] | None) -> Variational:

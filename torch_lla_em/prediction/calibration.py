@@ -20,6 +20,7 @@ from torch import Tensor
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction.conformal import Reference
 from torch_lla_em.prediction.pushed import Pushed, Tables, joined
+from torch_lla_em.prediction.training_examples import TrainingExamples
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import Group
 
@@ -108,7 +109,13 @@ class Found(NamedTuple):
     reference: Reference
 
 
-def calibrated(problem: Problem, columns: Tensor, mean: str | None, before: Tensor) -> Found:
+def calibrated(
+    problem: Problem,
+    columns: Tensor,
+    mean: str | None,
+    before: Tensor,
+    training: TrainingExamples | None = None,
+) -> Found:
     """Fit the numbers to the problem's data, a validation set, in one pass.
 
     ``columns`` are w_lin and the samples, (1 + K, P). ``before`` is the table so far, which is kept
@@ -116,7 +123,7 @@ def calibrated(problem: Problem, columns: Tensor, mean: str | None, before: Tens
     """
     likelihood = problem.likelihood
     parts = [
-        Pushed.of(likelihood, f, Jw, batch.targets)
+        Pushed.of(likelihood, f, Jw, batch.targets, training)
         for batch, f, Jw in problem.push_forward(columns)
     ]
     if not parts:  # a rank without data

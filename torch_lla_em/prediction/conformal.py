@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.prediction.functions import Mixture
+from torch_lla_em.prediction.training_examples import centred
 
 # comparisons that are held in memory at a time
 _NUMBERS = 2**22
@@ -40,10 +41,10 @@ class Reference(NamedTuple):
     """The observation noise of a regression, fitted to the first half."""
 
     unusual: Tensor
-    """Out-of-distribution scores of the second half, shape (n, 2)."""
+    """Out-of-distribution scores of the second half, shape (n, scores)."""
 
-    errors: Tensor
-    """Sorted errors of the second half, shape (n, outputs)."""
+    errors: Tensor | None
+    """Sorted errors of the second half, shape (n, outputs); None for training examples."""
 
 
 REFERENCE = tuple(f"conformal_{name}" for name in Reference._fields)
@@ -65,18 +66,27 @@ class Conformal(Mixture):
 
     judge: Judge | None = field(default=None, kw_only=True)
 
+    nearest: Callable[[], Tensor] | None = field(default=None, kw_only=True)
+    """Returns the distance of each input to the nearest training example, (B,), if some are kept."""
+
     @property
     def p_value(self) -> Tensor:
         """Conformal p-value of each input for being from the validation set's distribution, (B,).
 
         It is the share of reference examples that are at least as unusual as the input, the input
-        included. Two scores measure how unusual an example is, and the larger rank counts: mutual
-        information (for regression the variance of f relative to the observation noise), which
-        finds inputs between classes, and the variance of the centred outputs, which finds inputs
-        far from the data. For inputs from that distribution, P(p_value <= rate) <= rate.
+        included. For inputs from that distribution, P(p_value <= rate) <= rate.
+
+        With the variational curvature, an example is as unusual as it is far from the nearest of
+        some training examples; the distance is the posterior standard deviation of the difference
+        of their outputs. Otherwise the larger rank by two scores counts: mutual information (for
+        regression the variance of f relative to the observation noise), and the variance of the
+        centred outputs.
+
+        Without a validation set, the training examples are the reference, each compared with the
+        others. The network was fitted to them, so false alarms are then more frequent than stated.
 
         Raises:
-            ValueError: If the posterior has not been calibrated.
+            ValueError: If there is no reference: without a calibration, of other curvatures.
         """
         judge = self._judge("p_value")
         return p_values(judge.reference.unusual, judge.prediction()._ood_scores())
@@ -120,7 +130,7 @@ class Conformal(Mixture):
         Example:
             >>> sizes = la.predict(x).prediction_set(level=0.8).sum(1)
         """
-        judge = self._judge("prediction_set")
+        judge = self._judge("prediction_set", by_labels=True)
         if not self._has_classes:
             raise TypeError(
                 "prediction_set is for one class label per example; use interval(level) for a "
@@ -147,7 +157,7 @@ class Conformal(Mixture):
         Example:
             >>> lower, upper = regression.predict(x).interval(level=0.8)
         """
-        judge = self._judge("interval")
+        judge = self._judge("interval", by_labels=True)
         if not self._has_values:
             raise TypeError(
                 "interval is for continuous targets of shape (B,) or (B, C); use "
@@ -158,8 +168,8 @@ class Conformal(Mixture):
         half = quantiles(judge.reference.errors, level).to(centre) * prediction._variance().sqrt()
         return Interval(self._out(centre - half), self._out(centre + half))
 
-    def _judge(self, name: str) -> Judge:
-        if self.judge is None:
+    def _judge(self, name: str, by_labels: bool = False) -> Judge:
+        if self.judge is None or (by_labels and self.judge.reference.errors is None):
             raise ValueError(
                 f"{name} compares inputs with a validation set, and this prediction has none: call "
                 "la.calibrate(validation_loader), or la.fit(..., validation=loader), and then "
@@ -168,11 +178,11 @@ class Conformal(Mixture):
         return self.judge
 
     def _ood_scores(self) -> Tensor:
-        """Return two scores of each input that are large out of distribution, (B, 2)."""
-        deviations, likelihood = self.deviations, self.likelihood
-        if likelihood.gives_probabilities and not likelihood.elementwise:
-            deviations = deviations - deviations.mean(-1, keepdim=True)
-        epistemic = variance = deviations.square().mean(0)
+        """Return scores of each input that are large out of distribution, (B, 1) or (B, 2)."""
+        if self.nearest is not None:
+            return self.nearest()[:, None].double().nan_to_num(nan=torch.inf)
+        likelihood = self.likelihood
+        epistemic = variance = centred(likelihood, self.deviations).square().mean(0)
         if likelihood.gives_probabilities:
             epistemic = self._uncertainties()[1]
         elif likelihood.real_valued:
@@ -215,7 +225,7 @@ class Conformal(Mixture):
 
 
 def p_values(reference: Tensor, scores: Tensor) -> Tensor:
-    """Return conformal p-values, (B,), of scores (B, 2) among reference scores (n, 2).
+    """Return conformal p-values, (B,), of scores (B, S) among reference scores (n, S).
 
     Ranks are taken among the reference examples and the input together. All of them are treated
     alike, so the p-value is exact.

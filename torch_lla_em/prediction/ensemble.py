@@ -90,7 +90,7 @@ class LaplaceEnsemble(nn.Module):
         for member in self.members:
             member._require_fit()
             f, Jw = push_forward(member._linear_model, x, member.w_lin[None], member.w_samples)
-            pushed.append(Pushed.of(member.likelihood, f, Jw, f))
+            pushed.append(Pushed.of(member.likelihood, f, Jw, f, member._training()))
         data, class_dim = _together(pushed), self.members[0]._linear_model.network.class_dim
         prediction = data.prediction(self._tables(), self.noise, class_dim)
         if self.conformal_table is None:
@@ -217,5 +217,5 @@ class LaplaceEnsemble(nn.Module):
 
 def _together(members: list[Pushed]) -> Pushed:
     """Return the same examples under several posteriors, each given under one."""
-    likelihoods, f, Jw, y = zip(*members)
-    return Pushed(sum(likelihoods, ()), sum(f, ()), sum(Jw, ()), y[0])
+    likelihoods, f, Jw, y, training = zip(*members)
+    return Pushed(sum(likelihoods, ()), sum(f, ()), sum(Jw, ()), y[0], sum(training, ()))

@@ -176,19 +176,23 @@ class Fitted(summary.Printed, StoredPosterior):
             >>> outputs = la.function_sample(0)(x)
         """
         self._require_fit()
-        count = len(self.w_samples)
+        count, table = len(self.w_samples), self.mixture
         if not -count <= k < count:
             raise IndexError(f"There are {count} samples: k runs from 0, not to {k}.")
-        part = slots(self.mixture[:, WEIGHT], count)[k]
-        alone = self.mixture[part].to(self.w_lin, copy=True)
+        part = slots(table[:, WEIGHT], count)[k]
+        alone = table[part].to(self.w_lin, copy=True)
         w = alone[MODE] * self.w_lin + alone[SCALE].sqrt() * self.w_samples[k]
+        training, class_dim = self._training(), self._linear_model.network.class_dim
 
         def sample(x: Any) -> Tensor:
             f, Jw = push_forward(self._linear_model, x, w[None])
-            class_dim = self._linear_model.network.class_dim
             return Prediction(self.likelihood, alone[NETWORK].to(f) * f, Jw, class_dim).samples[0]
 
-        return sample
+        def shrunk(x: Any) -> Tensor:  # by the variance of all samples
+            f, Jw = push_forward(self._linear_model, x, self.w_lin[None], self.w_samples)
+            return predicted(self.likelihood, f, Jw, table, training, class_dim).samples[k]
+
+        return sample if training is None else shrunk
 
     def export(
         self,
@@ -217,7 +221,7 @@ class Fitted(summary.Printed, StoredPosterior):
             >>> program = la.export(x).module()  # doctest: +SKIP
         """
         self._require_fit(surely=True)
-        judges = num_samples is None and self.conformal_table is not None
+        judges = num_samples is None
         of_products = partial(self._of_products, table=self.mixture, judges=judges)
         ways = Ways(partial(self.predict, num_samples=num_samples), of_products, level)
         return exported(self._linear_model, self._columns(num_samples), x, ways, path)
@@ -270,7 +274,7 @@ class Fitted(summary.Printed, StoredPosterior):
         if mean is not None and before[:, other].any():
             before = self._table_around(mean).to(before)
         with heard(self.messages), over(self, paired(loader, targets)) as problem:
-            found = calibrated(problem, self._columns(), mean, before)
+            found = calibrated(problem, self._columns(), mean, before, self._training())
         self.mixture, self.calibration = found.table.to(self.mixture), found.calibration
         for name, tensor in zip(REFERENCE, found.reference):
             setattr(self, name, tensor)
@@ -305,7 +309,8 @@ class Fitted(summary.Printed, StoredPosterior):
         check_options(together=together)
         self._require_fit(surely=True)
         with over(self, paired(loader, targets)) as problem:
-            return held_out_evidence(problem, self._columns(), self.mixture, together)
+            columns, training = self._columns(), self._training()
+            return held_out_evidence(problem, columns, self.mixture, together, training)
 
     def _table_around(self, mean: Mean | None) -> Tensor:
         """Return the components of predictions, of the posterior alone if a mean is given."""
@@ -316,7 +321,7 @@ class Fitted(summary.Printed, StoredPosterior):
         return posterior_alone(mean, factor, self.posterior_scale)
 
     def _predicted(self, x: Any, table: Tensor, num_samples: int | None = None) -> Prediction:
-        judges = table is self.mixture and num_samples is None and self.conformal_table is not None
+        judges = table is self.mixture and num_samples is None
         has_mode = judges or bool(table[:, MODE].any())
         mode = [self.w_lin[None]] * has_mode
         f, Jw = push_forward(self._linear_model, x, *mode, self.w_samples[:num_samples])
@@ -327,14 +332,24 @@ class Fitted(summary.Printed, StoredPosterior):
     def _of_products(self, f: Tensor, Jw: Tensor, table: Tensor, judges: bool) -> Prediction:
         """Return the prediction from f, (B, ..., C), and J w of w_lin and the samples."""
         class_dim = self._linear_model.network.class_dim
-        prediction = predicted(self.likelihood, f, Jw, table, class_dim)
-        if not judges:
+        training = self._training(len(Jw) - 1) if table is self.mixture else None
+        prediction = predicted(self.likelihood, f, Jw, table, training, class_dim)
+        reference, likelihood = self._reference() if judges else None, self.likelihood
+        if reference is None:
             return prediction
-        reference, likelihood = Reference(*(getattr(self, n) for n in REFERENCE)), self.likelihood
         if isinstance(likelihood, Regression):
             likelihood = likelihood.at_noise(reference.sigma)
-        other = partial(predicted, likelihood, f, Jw, reference.table, class_dim)
+        other = partial(predicted, likelihood, f, Jw, reference.table, training, class_dim)
         return replace(prediction, judge=Judge(reference, other))
+
+    def _reference(self) -> Reference | None:
+        """Return the scores of validation examples, or else of training examples, if there are any."""
+        if self.conformal_table is not None:
+            return Reference(*(getattr(self, name) for name in REFERENCE))
+        training = self._training()
+        if training is None:
+            return None
+        return Reference(self.mixture, None, training.distances(self.likelihood)[:, None], None)
 
     def _warn_of_collapse(self, data: Data) -> None:
         """Log a warning for each sign that the fit has collapsed."""

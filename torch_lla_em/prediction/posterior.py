@@ -17,6 +17,7 @@ from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE
 from torch_lla_em.prediction.pushed import mean_of
+from torch_lla_em.prediction.training_examples import TrainingExamples, output_variance
 from torch_lla_em.problem import place_of_vectors
 from torch_lla_em.runtime import Compute, check_options, free_memory, records
 from torch_lla_em.solvers import Spectrum
@@ -145,6 +146,12 @@ class StoredPosterior(nn.Module):
         found = self.prior_precision.item()
         return Curve(precisions, gamma, evidence, torch.tensor(path, device="cpu"), found)
 
+    def _training(self, num_samples: int | None = None) -> TrainingExamples | None:
+        """Return the training examples that the fit has kept, if there are any."""
+        if self.training_deviations is None:
+            return None
+        return TrainingExamples(self.training_deviations[:, :num_samples], self.largest_variance)
+
     def _columns(self, num_samples: int | None = None) -> Tensor:
         """Return w_lin and samples, (1 + K, P)."""
         return torch.cat([self.w_lin[None], self.w_samples[:num_samples]])
@@ -219,6 +226,9 @@ class StoredPosterior(nn.Module):
     def _store(self, posterior: Posterior, history: list[dict[str, Any]], num_data: int) -> None:
         for name, tensor in stored.tensors_of(posterior).items():
             setattr(self, name, tensor)
+        if posterior.examples is not None:
+            deviations = posterior.examples.movedim(1, 0)
+            self.largest_variance = output_variance(self.likelihood, deviations).max()
         self.history, self.num_data, self.calibration = history, num_data, None
         if self.sigma_noise is not None:
             self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)

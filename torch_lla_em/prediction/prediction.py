@@ -57,7 +57,15 @@ class Prediction(Printed, Conformal):
         means = torch.stack([member._mean() for member in members])
         centre = means.mean(0)
         apart = torch.cat([m.deviations + (at - centre) for m, at in zip(members, means)])
-        return Prediction(members[0].likelihood, centre, apart, class_dim, members=members)
+        found = members[0].likelihood, centre, apart, class_dim
+        known = [member.nearest for member in members if member.nearest is not None]
+        if len(known) < len(members):
+            return Prediction(*found, members=members)
+
+        def nearest() -> Tensor:
+            return torch.stack([distance() for distance in known]).mean(0)
+
+        return Prediction(*found, members=members, nearest=nearest)
 
     @property
     def mean(self) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch_lla_em.jacobian import LinearModel, explained, require_rows
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT
 from torch_lla_em.prediction.prediction import Prediction
+from torch_lla_em.prediction.training_examples import TrainingExamples
 
 Tables = Tensor | tuple[Tensor, ...]
 """A table of components, the same for all members of an ensemble, or one for each."""
@@ -69,16 +71,28 @@ def mean_of(table: Tensor) -> str:
 
 
 def predicted(
-    likelihood: Likelihood, f: Tensor, Jw: Tensor, table: Tensor, class_dim: int = -1
+    likelihood: Likelihood,
+    f: Tensor,
+    Jw: Tensor,
+    table: Tensor,
+    training: TrainingExamples | None = None,
+    class_dim: int = -1,
 ) -> Prediction:
-    """Return the prediction from f, (B, ..., C), and J w of w_lin and of the samples."""
+    """Return the prediction from f, (B, ..., C), and J w of w_lin and of the samples.
+
+    If training examples are given, logits of inputs with a larger variance are shrunk.
+    """
     table = table.to(f)
     columns = table.view(*table.shape, *(1,) * f.dim()).unbind(1)
     centres = columns[MODE] * Jw[0] + columns[NETWORK] * f
-    deviations = table[0, SCALE].sqrt() * Jw[1:]
-    if len(table) == 1:
-        return Prediction(likelihood, centres[0], deviations, class_dim)
-    return Prediction(likelihood, centres[0], deviations, class_dim, centres[1:], table[:, WEIGHT])
+    deviations, nearest = table[0, SCALE].sqrt() * Jw[1:], None
+    if training is not None:
+        if likelihood.gives_probabilities:  # of counts, a mean of 0 would be a rate of 1
+            kept = training.kept_share(likelihood, Jw[1:])
+            centres = centres * kept.view(-1, *(1,) * (f.dim() - 1))
+        nearest = partial(training.distance, likelihood, Jw[1:])
+    beside = (centres[1:], table[:, WEIGHT]) if len(table) > 1 else ()
+    return Prediction(likelihood, centres[0], deviations, class_dim, *beside, nearest=nearest)
 
 
 class Pushed(NamedTuple):
@@ -95,10 +109,20 @@ class Pushed(NamedTuple):
 
     y: Tensor
 
+    training: tuple[TrainingExamples | None, ...]
+    """What each member keeps of its training examples."""
+
     @classmethod
-    def of(cls, likelihood: Likelihood, f: Tensor, Jw: Tensor, y: Tensor) -> Pushed:
+    def of(
+        cls,
+        likelihood: Likelihood,
+        f: Tensor,
+        Jw: Tensor,
+        y: Tensor,
+        training: TrainingExamples | None = None,
+    ) -> Pushed:
         """Return the examples under a single posterior."""
-        return cls((likelihood,), (f,), (Jw,), y)
+        return cls((likelihood,), (f,), (Jw,), y, (training,))
 
     @property
     def likelihood(self) -> Likelihood:
@@ -111,10 +135,14 @@ class Pushed(NamedTuple):
         """Return the prediction of the examples, for regression with σ times ``noise``."""
         tables = table if isinstance(table, tuple) else (table,) * len(self.f)
         likelihoods = [_at_noise(each, noise) for each in self.likelihoods]
-        members = [
-            predicted(*each, class_dim) for each in zip(likelihoods, self.f, self.Jw, tables)
-        ]
+        parts = zip(likelihoods, self.f, self.Jw, tables, self.training)
+        members = [predicted(*each, class_dim) for each in parts]
         return members[0] if len(members) == 1 else Prediction.averaged(members, class_dim)
+
+    def network(self) -> Prediction:
+        """Return the prediction of the network alone."""
+        alone = self._replace(training=(None,) * len(self.f))
+        return alone.prediction(posterior_alone(scale=0.0))
 
     def double(self) -> Pushed:
         """Return the examples in double precision."""
@@ -136,9 +164,9 @@ class Pushed(NamedTuple):
 
 def joined(parts: Iterable[Pushed]) -> Pushed:
     """Concatenate the examples of several batches."""
-    likelihoods, f, Jw, y = zip(*parts)
-    products = (torch.cat(each, 1) for each in zip(*Jw))
-    return Pushed(likelihoods[0], tuple(map(torch.cat, zip(*f))), tuple(products), torch.cat(y))
+    likelihoods, f, Jw, y, training = zip(*parts)
+    outputs, products = map(torch.cat, zip(*f)), (torch.cat(each, 1) for each in zip(*Jw))
+    return Pushed(likelihoods[0], tuple(outputs), tuple(products), torch.cat(y), training[0])
 
 
 def _at_noise(likelihood: Likelihood, noise: Tensor | None) -> Likelihood:

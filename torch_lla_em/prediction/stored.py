@@ -37,6 +37,8 @@ TENSORS = (
     "_xi_coordinates",
     "_eta_coordinates",
     "_modes",
+    "training_deviations",
+    "largest_variance",
     *REFERENCE,
 )
 
@@ -65,6 +67,8 @@ def tensors_of(posterior: Posterior) -> dict[str, Tensor | None]:
         "_log_evidence": torch.stack(list(posterior.log_evidence)),
         **dict(zip(("_eigenvalues", "_xi_coordinates", "_eta_coordinates"), spectrum)),
         "_modes": posterior.modes,
+        "training_deviations": posterior.examples,
+        "largest_variance": None,
         **dict.fromkeys(REFERENCE),
     }
 
@@ -197,6 +201,11 @@ def _refuse_damaged(state: dict[str, Tensor], layout: ParameterLayout) -> None:
         t is None or t.dim() != 2 for t in (reference[0], *reference[2:])
     ):
         raise DamagedError("'conformal_*' is incomplete or of other shapes.")
+    examples = [state.get(name) for name in ("training_deviations", "largest_variance")]
+    if any(t is not None for t in examples) and any(
+        t is None or not t.isfinite().all() for t in examples
+    ):
+        raise DamagedError("'training_deviations' or 'largest_variance' is missing or not finite.")
     if mixture is None and "posterior_scale" not in state:
         raise DamagedError("'mixture' is missing.")
 

@@ -17,8 +17,9 @@ from torch_lla_em.inference import Estimate
 from torch_lla_em.prediction.metrics import Outcomes, concatenated, outcomes, scores
 from torch_lla_em.prediction.posterior import StoredPosterior
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.pushed import Pushed, joined, posterior_alone, push_forward
+from torch_lla_em.prediction.pushed import Pushed, joined, push_forward
 from torch_lla_em.prediction.summary import Printed, Rows
+from torch_lla_em.prediction.training_examples import TrainingExamples
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import check_options, group_of
 
@@ -90,7 +91,7 @@ def push_batch(posterior: StoredPosterior, batch: Batch) -> Pushed:
         )
     y = likelihood.align(batch.targets.to(f.device), model.network.class_dim)
     likelihood.check(f, y)
-    return Pushed.of(likelihood, f, Jw, y)
+    return Pushed.of(likelihood, f, Jw, y, posterior._training())
 
 
 def predicted_data(posterior: StoredPosterior, loader: Iterable[Any]) -> PredictedData:
@@ -104,8 +105,7 @@ def predicted_data(posterior: StoredPosterior, loader: Iterable[Any]) -> Predict
     shapes = {x.shape[1:] if isinstance(x, Tensor) else None for x in inputs}
     whole = torch.cat(inputs) if len(shapes) == 1 and None not in shapes else None
     every = joined(parts)
-    network, own = map(every.prediction, (posterior_alone(scale=0.0), posterior.mixture))
-    return PredictedData(whole, every.y, network, own)
+    return PredictedData(whole, every.y, every.network(), every.prediction(posterior.mixture))
 
 
 @contextmanager
@@ -117,14 +117,20 @@ def over(posterior: StoredPosterior, loader: Iterable[Any]) -> Iterator[Problem]
         yield Problem(model, posterior.likelihood, data)
 
 
-def held_out_evidence(problem: Problem, columns: Tensor, table: Tensor, together: int) -> Estimate:
+def held_out_evidence(
+    problem: Problem,
+    columns: Tensor,
+    table: Tensor,
+    together: int,
+    training: TrainingExamples | None = None,
+) -> Estimate:
     """Return Σ log p(y of a group | x of the group) over groups of examples; one pass.
 
     Each rank forms groups of its own examples. The standard error is over groups, NaN for one group.
     """
     joint = JointLogProbs(table, together)
     for batch, f, Jw in problem.push_forward(columns):
-        joint.add(Pushed.of(problem.likelihood, f, Jw, batch.targets))
+        joint.add(Pushed.of(problem.likelihood, f, Jw, batch.targets, training))
     values = joint.values().to(problem.device)
     sums = torch.stack([torch.ones_like(values), values, values.square()]).sum(1)
     count, total, squares = problem.data.group.sum(sums)
@@ -263,7 +269,7 @@ def compare(
                 seen[name].append(
                     Outcomes(*(part if part is None else part.cpu() for part in found))
                 )
-                network = at.prediction(posterior_alone(scale=0.0)).log_prob(at.y).double()
+                network = at.network().log_prob(at.y).double()
                 alone[name].append(network[la.likelihood.labelled(at.y)].cpu())
     records, log_probs = {}, {}
     for name, la in named.items():

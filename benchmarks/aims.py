@@ -69,8 +69,9 @@ def of_predictions(found: dict[str, Prediction], y: Tensor) -> dict:
     record = scored({name: p.log_probs for name, p in found.items()}, scores, y)
     if not p_values:
         return record
-    sets = found["test"].prediction_set(LEVEL)
-    record["coverage"] = sets.gather(1, y[:, None]).double().mean().item()
+    if found["test"].judge.reference.errors is not None:
+        sets = found["test"].prediction_set(LEVEL)
+        record["coverage"] = sets.gather(1, y[:, None]).double().mean().item()
     flagged = {
         f"flagged {name}": p.is_ood(RATE).double().mean().item() for name, p in found.items()
     }
@@ -210,12 +211,14 @@ AIMS = (
     ("tables", "five posteriors, calibrated", "NLL", "<=", 0.88),
     ("tables", "as fitted", "accuracy", ">=", 0.0),
     ("tables", "calibrated", "accuracy", ">=", 0.0),
+    ("tables", "as fitted", "gain", ">=", 0.13),
     ("tables", "calibrated", "gain", ">=", 0.13),
     ("tables", "calibrated", "auroc noise", ">=", 0.95),
     ("tables", "calibrated", "auroc inputs x 3", ">=", 0.95),
     ("tables", "as fitted", "surer on noise", "<=", 0),
     ("tables", "calibrated", "surer on noise", "<=", 0),
     ("tables", "calibrated", "flagged test", "<=", RATE),
+    ("tables", "as fitted", "flagged test", "<=", RATE),
     ("tables", "calibrated", "coverage", ">=", LEVEL),
     ("images", "as fitted", "NLL", "<=", 0.95),
 )

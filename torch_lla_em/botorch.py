@@ -23,18 +23,31 @@ class LaplaceModel(EnsembleModel):
 
     Samples are values of f without observation noise, in the units of the network's outputs, and
     differentiable in X. Fantasy models are not supported: fit again after new observations.
+
+    Args:
+        la (LinearisedLaplace): The posterior, fitted.
+        num_outputs (int): Number of outputs of the network. Default 1.
+
+    Example::
+
+        acquisition = qLogExpectedImprovement(LaplaceModel(la), best_f=y.max())
     """
 
     la: LinearisedLaplace
 
     def __init__(self, la: LinearisedLaplace, num_outputs: int = 1):
+        """Wrap the posterior; the class documents the arguments."""
         super().__init__()
         # not a submodule, so that ``eval`` and ``to`` of this model leave the posterior alone
         object.__setattr__(self, "la", la)
         self._num_outputs = num_outputs
 
     def forward(self, X: Tensor) -> Tensor:
-        """Return the samples at X (..., n, d), shape (..., K, n, outputs)."""
+        """Return the samples at X (..., n, d), shape (..., K, n, outputs).
+
+        Raises:
+            ValueError: If the network has another number of outputs.
+        """
         rows = X.reshape(-1, X.shape[-1]).to(next(self.la.model.parameters()).dtype)
         samples = self.la.functional_samples(rows).to(X.dtype)
         if samples.dim() == 2 and self.num_outputs == 1:

@@ -16,37 +16,59 @@ _DOWNLOAD = "revision", "token", "cache_dir", "force_download", "local_files_onl
 
 
 class OnHub:
-    """What ``LinearisedLaplace`` does with the Hub, by huggingface_hub's ``ModelHubMixin``.
+    """Methods of ``LinearisedLaplace`` for the Hub, by huggingface_hub's ``ModelHubMixin``.
 
-    A repository or folder holds the posterior as safetensors and a model card with its report. The
+    A repository or folder holds the posterior as safetensors and a model card with its scores. The
     network is not in it: it has a repository of its own.
     """
 
     load: Any
 
-    def save_pretrained(self, folder: str | PathLike, validation: Any = None) -> None:
+    def save_pretrained(self, folder: str | PathLike[str], validation: Any = None) -> None:
         """Write the posterior and its model card to a folder, as ``push_to_hub`` uploads them.
 
-        ``validation`` (None): a loader of held-out data; the card then holds the scores on it.
+        Args:
+            folder (str): Name of the folder, which is created.
+            validation (DataLoader, optional): Held-out data, whose scores the card then shows.
+
+        Raises:
+            ImportError: Without huggingface_hub and safetensors.
+
+        Example:
+            >>> la.save_pretrained("posterior", validation=loader)  # doctest: +SKIP
         """
         _mixin()(self, validation).save_pretrained(folder)
 
     def push_to_hub(self, repo_id: str, validation: Any = None, **options: Any) -> str:
         """Upload what ``save_pretrained`` writes to a repository, and return the commit's address.
 
-        ``options``: those of ``huggingface_hub.ModelHubMixin.push_to_hub``, such as ``private``,
-        ``token`` and ``commit_message``.
+        Args:
+            repo_id (str): Name of the repository, "user/name".
+            validation (DataLoader, optional): Held-out data, whose scores the card then shows.
+            **options: Those of ``huggingface_hub.ModelHubMixin.push_to_hub``, such as ``private``,
+                ``token`` and ``commit_message``.
+
+        Raises:
+            ImportError: Without huggingface_hub and safetensors.
         """
         options = {"commit_message": "Add a posterior by torch_lla_em", **options}
         return _mixin()(self, validation).push_to_hub(repo_id, **options)
 
     @classmethod
-    def from_pretrained(cls, name: str | PathLike, model: nn.Module, **options: Any) -> Any:
+    def from_pretrained(cls, name: str | PathLike[str], model: nn.Module, **options: Any) -> Any:
         """Return the posterior in a folder or a repository of the Hub, on its network.
 
-        ``model``: the network, with the weights that the posterior was fitted to.
-        ``options``: ``revision``, ``token``, ``cache_dir``, ``force_download`` and
-        ``local_files_only`` are those of the Hub; others are those of ``LinearisedLaplace.load``.
+        Args:
+            name (str): Name of the folder or of the repository.
+            model (nn.Module): The network, with the weights that the posterior was fitted to.
+            **options: ``revision``, ``token``, ``cache_dir``, ``force_download`` and
+                ``local_files_only`` are those of the Hub; others those of ``load``.
+
+        Raises:
+            ValueError: If the posterior belongs to another network.
+
+        Example:
+            >>> la = LinearisedLaplace.from_pretrained("user/name", model)  # doctest: +SKIP
         """
         hub = {key: options.pop(key) for key in _DOWNLOAD if key in options}
         load = {"load": cls.load, "model": model, "options": options}

@@ -1,20 +1,19 @@
-"""``LinearisedLaplace``: wrap a trained network, fit, predict with error bars."""
+"""``LinearisedLaplace``: the posterior of a trained network, its fit and its files."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
-from inspect import signature
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torch_lla_em.checkpoint import FORMAT
-from torch_lla_em.data import Chain, Data, Identity, TargetFn, Weighed, paired
+from torch_lla_em.data import Chain, Data, TargetFn, Weighed, paired
 from torch_lla_em.hub import OnHub
 from torch_lla_em.inference import FitOptions, Solver, choose_scalings, learn
 from torch_lla_em.jacobian import (
@@ -36,7 +35,7 @@ from torch_lla_em.likelihoods import (
     preferred,
     tempered,
 )
-from torch_lla_em.prediction import Fitted, NotFittedError, stored
+from torch_lla_em.prediction import Fitted, NotFittedError
 from torch_lla_em.problem import Plan, Problem
 from torch_lla_em.report import write_report
 from torch_lla_em.runtime import Compute, Group, check_choice, check_options, group_of
@@ -45,65 +44,103 @@ from torch_lla_em.session import Session, check_shard
 
 logger = logging.getLogger("torch_lla_em")
 
-# of the Monte Carlo error of a standard deviation, 1/√(2K), for the error of each sample
+# the default tolerance as a share of the Monte Carlo error of a standard deviation, 1/√(2K)
 _QUARTER = 0.25
+
+Task = Literal[
+    "classification", "regression", "bernoulli", "poisson", "heteroscedastic", "reward_modeling"
+]
+
+
+class _Opened(NamedTuple):
+    """The data of a fit, ready to be read."""
+
+    loaders: Chain
+    data: Data
+    is_weighted: bool
+    """Whether targets are packed with the weights of their examples."""
+
+    def in_fit(self, likelihood: Likelihood, temperature: float) -> Likelihood:
+        """Return the likelihood of what the batches hold."""
+        likelihood = tempered(likelihood, temperature)
+        return Weighted(likelihood) if self.is_weighted else likelihood
 
 
 class LinearisedLaplace(OnHub, Fitted):
-    """The linearised Laplace posterior of a trained network, by samples.
+    """The linearised Laplace posterior of a trained network, represented by samples.
 
-    ``fit`` learns the prior precision (and the noise of a regression) by EM and draws posterior
-    samples; calling the object predicts. The network itself is never changed: its weights, buffers,
-    mode and attributes come back as they were. ``print`` shows what is fitted.
+    ``fit`` learns the prior precision λ (and the observation noise σ of a regression) by EM and
+    draws posterior samples; calling the object predicts. The network is never changed: its weights,
+    buffers, mode and attributes are restored after every call. ``print`` shows the results of the
+    fit, what is good about it, what is not, and what to do.
 
-    Arguments, with their defaults and when to change them:
+    Args:
+        model (nn.Module): The trained network, in any mode, on any device.
+        likelihood (str or Likelihood): "classification" (outputs are logits), "regression",
+            "bernoulli" (one logit per label), "poisson" (log rates), "heteroscedastic" (means, then
+            log variances), "reward_modeling", or a ``Likelihood`` of your own.
+        prior (str): "scalar" (default): one precision for all weights. "layerwise": one per tensor,
+            at several times the cost; it can prune tensors.
+        g_prior (bool or str, optional): How the prior standard deviation of a weight follows from
+            the size s of its feature. True: 1/s. "tensor": 1/s times the size of the features of its
+            tensor. "half": half-way between these two. False: the same for all weights. None
+            (default): "half" if the curvature is variational, else True; with
+            ``fit(validation=...)`` True and "tensor" are both fitted, and the one with the lower
+            calibrated validation NLL is kept. Set it to fit once.
+        num_samples (int): K, the number of posterior samples. Default 32: a standard deviation is
+            known to 12 %, with 8 samples to 25 %. Time and memory grow with K.
+        parameters (str, list or callable, optional): The parameters in the posterior. None
+            (default): all that require gradients, except those of normalisation layers.
+            "last_layer" for very large networks; a pattern ("*lora*"), a list of patterns, or a
+            predicate (name, parameter) -> bool.
+        sigma_noise (float or Tensor, optional): The observation noise of a regression at which EM
+            starts. None (default) starts from the network's residuals; a tensor with one number per
+            output learns one per output. With ``temperature`` other than 1 it is not learnt.
+        tolerance (float, optional): Error of the samples in posterior standard deviations. None
+            (default): a quarter of their Monte Carlo error, .03 for 32 samples.
+        curvature (str, optional): The point at which the GGN is evaluated: in expectation under the
+            posterior ("variational"), at the "linear" mode, or at the "network"'s outputs, as in the
+            paper and for ``curve``. None (default): "variational" for all but Gaussian likelihoods,
+            with the default ``prior``, ``solver`` and ``update``, for up to 256 classes, if memory
+            allows; else "network".
+        solver (Solver, optional): BlockKrylov(), BlockCG(), FunctionSpace() or SGD(). None (default)
+            chooses by size and logs the choice.
+        class_dim (int): The axis of the classes in the outputs. Default -1; 1 for maps (B, C, H, W).
+        forward_fn (callable, optional): (model, inputs) -> outputs, if model(inputs) is not enough.
+        target_fn (callable, optional): batch -> targets, if they are not the last entry of a tuple
+            or the "labels" of a dict.
+        seed (int): Seed of all random numbers. Default 0.
+        temperature (float): T: each example counts 1/T times. Default 1.0; below 1 is narrower.
+        compute (Compute): Precision of products, device of vectors, and limits of memory.
 
-    ``model``: the trained module, in any mode, on any device.
-    ``likelihood``: "classification" (the outputs are logits), "regression", "bernoulli" (a logit a
-    label), "poisson" (log rates), "heteroscedastic" (means, then log variances),
-    "reward_modeling", or a ``Likelihood``, which may have arguments.
-    ``prior`` ("scalar"): one precision for all weights; "layerwise" learns one per tensor, at some
-    times the price, and can prune tensors.
-    ``g_prior`` (None): how the prior standard deviation of a weight follows from the size s of its
-    feature. True: 1/s. "tensor": 1/s times the size of the features of its whole tensor. "half":
-    half-way between these two. False: the same for all weights. None: "half" where the curvature
-    is variational, else True; and with ``fit(validation=...)`` True and "tensor" are both fitted,
-    and the one with the lower calibrated validation NLL is kept.
-    ``num_samples`` (32): K posterior samples. Time and memory grow with it, errors fall as 1/√K:
-    a standard deviation is known to 12 % at 32, 25 % at 8.
-    ``parameters`` (None): which weights are random: all that require gradients but those of
-    normalisation layers. "last_layer" for large trunks; a pattern ("*lora*"), a list of them, or a
-    predicate (name, parameter) -> bool.
-    ``sigma_noise`` (None): standard deviation of the observation noise of a regression at which EM
-    starts. None starts from the network's own residuals (from 1 where ``temperature`` is not 1,
-    which holds it); a tensor with one number per output learns one per output.
-    ``tolerance`` (None): error of the samples, in posterior standard deviations; None is a quarter
-    of what K samples leave open of a standard deviation: .03 at 32.
-    ``curvature`` (None): where the Hessian is taken: in expectation under the posterior itself
-    ("variational"), at the "linear" mode, or at the "network"'s outputs, as in the paper and for
-    ``curve``. None is "variational" for all but Gaussian likelihoods, with the default ``prior``,
-    ``solver`` and ``update``, up to 256 classes, where memory allows; else "network".
-    ``solver`` (None): chosen by size and logged; BlockKrylov(), BlockCG(), FunctionSpace(), SGD().
-    ``class_dim`` (-1): the axis of the outputs that classes are on; 1 for maps (B, C, H, W).
-    ``forward_fn``: (model, inputs) -> outputs, where calling the model on them does not do it.
-    ``target_fn``: batch -> targets, where they are not last in a tuple or "labels" of a dict.
-    ``seed`` (0): of all noise; fits of different seeds differ by the Monte Carlo error.
-    ``temperature`` (1.0): each row counts 1/T times in the fit; below 1 the posterior is narrower.
-    ``compute``: precision of products, where vectors lie, and how much is done at once.
+    Attributes:
+        prior_precision (Tensor): λ.
+        sigma_noise (Tensor): σ of a regression, else None.
+        effective_dim (Tensor): γ, the number of weights that the data determine.
+        w_lin, w_samples (Tensor): The mode of the linear model, (P,), and the samples, (K, P).
+        calibration (Calibration): The result of the last ``calibrate``, or None.
+        messages (list of str): The memory plan, then the warnings of the fit.
+
+    Raises:
+        TypeError, ValueError: If an argument has a type or value that is not allowed.
+
+    Example:
+        >>> la = LinearisedLaplace(model, "classification", num_samples=8)
+        >>> probabilities = la.fit(x, y, progress_bar=False)(x)
     """
 
     def __init__(
         self,
         model: nn.Module,
-        likelihood: str | Likelihood,
+        likelihood: Task | Likelihood,
         *,
-        prior: str = "scalar",
-        g_prior: bool | str | None = None,
+        prior: Literal["scalar", "layerwise"] = "scalar",
+        g_prior: bool | Literal["tensor", "half"] | None = None,
         num_samples: int = 32,
         parameters: Selection = None,
         sigma_noise: float | Tensor | None = None,
         tolerance: float | None = None,
-        curvature: str | None = None,
+        curvature: Literal["variational", "linear", "network"] | None = None,
         solver: Solver | None = None,
         class_dim: int = -1,
         forward_fn: ForwardFn | None = None,
@@ -112,6 +149,7 @@ class LinearisedLaplace(OnHub, Fitted):
         temperature: float = 1.0,
         compute: Compute = Compute(),
     ):
+        """Create a posterior that is not fitted yet; the class documents the arguments."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a trained nn.Module, not {type(model).__name__}.")
         check_options(g_prior=g_prior, num_samples=num_samples, parameters=parameters, seed=seed)
@@ -123,24 +161,20 @@ class LinearisedLaplace(OnHub, Fitted):
         check_choice("curvature", curvature, (None, "network", "linear", "variational"))
         if prior == "layerwise" and curvature == "variational":
             raise ValueError('curvature="variational" has one precision: use prior="scalar".')
-        tolerance = _QUARTER * (2 * num_samples) ** -0.5 if tolerance is None else tolerance
         own = {"forward_fn": forward_fn, "target_fn": target_fn, "solver": solver}
-        self._given = [name for name, value in own.items() if value is not None]
+        self._given = [name for name in own if own[name] is not None]
         self.likelihood = self._given_likelihood = _likelihood(likelihood, sigma_noise)
-        tempered(self.likelihood, temperature)
+        tempered(self.likelihood, temperature)  # raises if it cannot be tempered
         if isinstance(self.likelihood, BradleyTerry):
             forward_fn, target_fn = forward_fn or compare, target_fn or preferred
         network = Network(model, forward_fn, int(class_dim))
         network.precision = compute.precision
         self._parameters_asked = parameters
         self._linear_model = _linear_model(network, parameters)
-        self.temperature = temperature
         self.prior, self.g_prior, self.curvature = prior, g_prior, curvature
-        self.num_samples, self.tolerance, self.seed = int(num_samples), tolerance, int(seed)
+        self.num_samples, self.seed, self.temperature = int(num_samples), int(seed), temperature
+        self.tolerance = _QUARTER * (2 * num_samples) ** -0.5 if tolerance is None else tolerance
         self.solver, self.target_fn, self.compute = solver, target_fn, compute
-        self._loaders: Chain | None = None
-        self._data_seen: list[Identity] = []
-        """The rows of each of these loaders, by which a change of them is noticed."""
 
     def fit(
         self,
@@ -151,32 +185,45 @@ class LinearisedLaplace(OnHub, Fitted):
         em_steps: int = 20,
         prior_precision: float | Tensor | None = None,
         progress_bar: bool = True,
-        checkpoint: str | PathLike | None = None,
-        update: str = "mackay",
+        checkpoint: str | PathLike[str] | None = None,
+        update: Literal["mackay", "em"] = "mackay",
         override: bool = True,
-        shard: str | None = "auto",
+        shard: Literal["auto", "data", "weights"] | None = "auto",
         weights: Any = None,
     ) -> LinearisedLaplace:
-        """Learn λ (and σ) by EM from ``prior_precision``, then find mode and samples.
+        """Learn λ (and σ) by EM, then find the mode and the posterior samples.
 
-        ``loader`` is a DataLoader, a Dataset or a list of batches; or inputs, with ``targets``.
-        ``validation`` is a loader of held-out rows, by which predictions are calibrated.
-        ``em_steps=0`` keeps ``prior_precision``. ``update="em"`` takes the slower steps
-        that never lower the evidence. ``checkpoint`` is a folder that keeps the state after
-        every EM step: the same call after a kill goes on from there.
+        Args:
+            loader (DataLoader, Dataset, list of batches, or inputs): The training data.
+            targets (Tensor, optional): The targets, if ``loader`` are inputs.
+            validation (DataLoader, optional): Held-out data to calibrate on; we recommend it.
+            em_steps (int): The largest number of EM steps. Default 20; 0 keeps ``prior_precision``.
+            prior_precision (float or Tensor, optional): λ at which EM starts. Default None: chosen.
+            progress_bar (bool): Show a progress bar. Default True.
+            checkpoint (str, optional): A folder that keeps the state after every EM step. After a
+                kill, the same call goes on from the last one. Default None.
+            update (str): "mackay" (default); "em" takes slower steps that never lower the evidence.
+            override (bool): False adds the data to those of earlier fits, which are read again; with
+                ``em_steps=0`` the λ and σ learnt so far are kept. Default True: the data replace
+                the earlier ones.
+            shard (str, optional): What the ranks of an initialised process group share: "data", or
+                "weights" to slice vectors as well. "auto" (default) uses "weights" if vectors do not
+                fit on one rank. None lets every rank fit on its own.
+            weights (Tensor, str or callable, optional): How often each example counts: a tensor
+                beside inputs and targets; "last" if batches are (inputs, targets, weights); or a
+                function of the targets, such as ``lambda y: class_weights[y]``. Predictions and
+                ``calibrate`` have no weights. Default None: once.
 
-        ``override=False`` adds the data to those of earlier fits, which are read again: the
-        result is that of one fit of all data. ``em_steps=0`` then keeps the λ and σ learnt so far.
-        An error is raised where the earlier data have changed since they were fitted.
+        Returns:
+            The posterior itself.
 
-        ``weights`` says how often each example counts: a tensor beside inputs and targets; "last"
-        where batches end with their weights, (inputs, targets, weights); or a function of the
-        targets, such as ``lambda y: class_weights[y]``. Predictions and ``calibrate`` take none.
+        Raises:
+            ValueError: If targets do not fit the outputs, outputs are not finite, or data of an
+                earlier fit or of a checkpoint have changed.
+            NotFittedError: If ``override=False`` and the earlier data are not available.
 
-        Under ``torchrun``, once its process group is initialised, all ranks fit together, each
-        on its share of the data (``shard="data"``). ``"weights"`` slices all vectors over the
-        ranks as well; ``"auto"`` does so where they do not fit on one rank, and logs its choice.
-        ``None`` lets each rank fit on its own.
+        Example:
+            >>> fresh = LinearisedLaplace(model, "classification").fit(loader, em_steps=1)
         """
         check_shard(shard)
         check_choice("update", update, ("mackay", "em"))
@@ -187,18 +234,18 @@ class LinearisedLaplace(OnHub, Fitted):
             data = Weighed(data, weights, self.target_fn)
         self._shard = shard
         more = not override and self.w_lin is not None
-        keeps = more and em_steps == 0
+        learnt = self.prior_precision if more and em_steps == 0 else None
         options = FitOptions(
-            self.num_samples,
-            self.seed,
-            True,
-            self.prior == "layerwise",
-            self.solver,
-            self.tolerance,
-            self.curvature,
-            update,
-            int(em_steps),
-            _start(prior_precision, em_steps, self.prior_precision if keeps else None),
+            num_samples=self.num_samples,
+            seed=self.seed,
+            g_prior=True,
+            layerwise=self.prior == "layerwise",
+            solver=self.solver,
+            tolerance=self.tolerance,
+            curvature=self.curvature,
+            update=update,
+            em_steps=int(em_steps),
+            prior_precision=_start(prior_precision, em_steps, learnt),
         )
         may_vary = not self.likelihood.is_quadratic and options.allows_variational
         choices = choose_scalings(self.g_prior, may_vary, validation is not None)
@@ -223,115 +270,98 @@ class LinearisedLaplace(OnHub, Fitted):
         loader: Any,
         options: FitOptions,
         more: bool,
-        checkpoint: str | PathLike | None,
+        checkpoint: str | PathLike[str] | None,
         progress_bar: bool,
     ) -> None:
         """Fit with one scaling of the prior; ``more`` adds the data to those of earlier fits."""
         keeps = more and options.em_steps == 0
         with group_of(self._shard).joined() as group:
-            loaders, data = self._open(loader, more, group)
+            opened = self._open(loader, more, group)
             likelihood = self.likelihood if keeps else self._given_likelihood
-            is_weighted = isinstance(loader, Weighed)
-            in_fit = tempered(likelihood, self.temperature)
-            in_fit = Weighted(in_fit) if is_weighted else in_fit
-            problem = Problem(self._linear_model, in_fit, data)
+            in_fit = opened.in_fit(likelihood, self.temperature)
+            problem = Problem(self._linear_model, in_fit, opened.data)
             header = self._header(options, likelihood)
             with Session(problem, header, self._shard, checkpoint, progress_bar) as run:
                 state = run.finished()
-                if state is not None:
-                    self.load_state_dict(state)
-                else:
+                if state is None:
                     run.plan(self.num_samples, self.compute)
-                    example = None if is_weighted else self._example_of(data)
+                    example = None if opened.is_weighted else self._example_of(opened.data)
                     posterior = learn(problem, options, run.on_step, run.begin(example))
                     run.end()
-                    self._store(posterior, run.history, data.num_labelled)
+                    self._store(posterior, run.history, opened.data.num_labelled)
                     self._example = example
-                    if not is_weighted:  # whose targets are packed with their weights
-                        self._warn_of_collapse(data)
+                    if not opened.is_weighted:
+                        self._warn_of_collapse(opened.data)
                     self.messages = run.said
                     run.keep(self.state_dict())
-            self._loaders, self._data_seen = loaders, data.parts
+                else:
+                    self.load_state_dict(state)
+            self._loaders, self._data_seen = opened.loaders, opened.data.parts
 
     def _snapshot(self) -> dict[str, Any]:
-        """Return what a fit changes, as it is now: a fit replaces tensors, it does not write to them."""
+        """Return what a fit changes; it replaces tensors and never writes to them."""
         return {**self.__dict__, "_buffers": dict(self._buffers)}
 
     def plan(self, loader: Any, targets: Tensor | None = None) -> Plan:
-        """Return the memory that ``fit`` of this loader will take: print it."""
-        _, data = self._open(paired(loader, targets), False, Group())
-        likelihood = tempered(self._given_likelihood, self.temperature)
-        with Session(Problem(self._linear_model, likelihood, data), {}) as run:
+        """Return the memory that ``fit`` of this loader will need; print it.
+
+        Args:
+            loader (DataLoader, Dataset, list of batches, or inputs): The training data.
+            targets (Tensor, optional): The targets, if ``loader`` are inputs.
+
+        Example:
+            >>> words = str(la.plan(x, y))
+        """
+        opened = self._open(paired(loader, targets), False, Group())
+        likelihood = opened.in_fit(self._given_likelihood, self.temperature)
+        with Session(Problem(self._linear_model, likelihood, opened.data), {}) as run:
             return run.plan(self.num_samples, self.compute)
 
-    def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
-        """Take over a posterior; refused where the network is not the one it was fitted to."""
-        super().load_state_dict(state, strict)
-        self._loaders = None
+    def report(
+        self, loader: Any, path: str | PathLike[str] = "report.html", other: Any = None
+    ) -> None:
+        """Write an HTML page with scores, plots, warnings and advice; it needs matplotlib.
 
-    def save(self, path: str | PathLike) -> None:
-        """Write the posterior to a file, without the network.
+        Args:
+            loader (DataLoader, Dataset or list of batches): Held-out data with targets.
+            path (str): Name of the file. Default "report.html".
+            other (DataLoader, Dataset or inputs, optional): Out-of-distribution inputs.
 
-        A name that ends with .safetensors is written in that format (which needs safetensors), any
-        other by torch. Loading runs no code from either.
+        Example:
+            >>> la.report(validation_loader)  # doctest: +SKIP
         """
-        given, model = self._given_likelihood, self._linear_model
-        own = "prior", "g_prior", "num_samples", "tolerance", "curvature", "seed", "temperature"
-        options = {
-            **{name: getattr(self, name) for name in own},
-            **stored.likelihood_option(given),
-            "sigma_noise": _sigma_noise(given),
-            "parameters": model.layout.names,
-            "class_dim": model.network.class_dim,
-        }
-        stored.write(self.state_dict(), path, options)
-
-    @classmethod
-    def load(cls, path: str | PathLike, model: nn.Module, **options: Any) -> LinearisedLaplace:
-        """Return a saved posterior on its network.
-
-        What tensors cannot hold (a likelihood of your own, forward_fn, target_fn, solver) has to
-        be passed again, as ``options``: the file records which of them the fit had.
-        """
-        with stored.naming(path):
-            state, options = stored.read(path, model, options, signature(cls).parameters)
-            la = cls(model, options.pop("likelihood"), **options)
-            la.load_state_dict(state)
-        return la
-
-    def report(self, loader: Any, path: str | PathLike = "report.html", other: Any = None) -> None:
-        """Write one page about a loader's rows; ``other`` are inputs that should be unfamiliar."""
         write_report(self, loader, path, other)
 
-    def _open(self, loader: Iterable[Any], more: bool, group: Group) -> tuple[Chain, Data]:
-        """Return the loaders to fit on, as they are and as data; settle which layer is last."""
+    def _open(self, loader: Iterable[Any], more: bool, group: Group) -> _Opened:
+        """Open the data of a fit, and find out which layer is the last."""
         if more and not (self._loaders and self._loaders.loaders):
             raise NotFittedError(
-                "The earlier data are not here, since a posterior is stored without them: call "
-                "la.fit with one loader of all data, old and new."
+                "The data of the earlier fit are not available, since a posterior is stored without "
+                "them: call la.fit with one loader of all data, old and new."
             )
-        if type(loader) is list:  # so that it may be filled anew for the next fit
+        if type(loader) is list:  # a copy, since users refill their list for the next fit
             loader = tuple(loader)
         loaders = Chain([*(self._loaders.loaders if more else ()), loader])
         whole = loader if len(loaders.loaders) == 1 else loaders
-        known = self._data_seen if more else None
         weighted = {isinstance(part, Weighed) for part in loaders.loaders}
         if len(weighted) > 1:
             raise ValueError(
                 "Some of the data have weights and some have none: pass weights for all, ones where "
                 "an example counts once."
             )
-        target_fn = None if True in weighted else self.target_fn
+        is_weighted = weighted == {True}
+        target_fn = None if is_weighted else self.target_fn
+        known = self._data_seen if more else None
         data = Data(whole, self._device, target_fn, group, known)
         if self._parameters_asked == "last_layer":
-            # which layer is called last is only known once there is something to call it on
+            # a call is needed to see which layer is called last
             network = self._linear_model.network
             last = called_last(network, data.first().inputs)
             self._linear_model = _linear_model(network, "last_layer", last)
-        return loaders, data
+        return _Opened(loaders, data, is_weighted)
 
     def _header(self, options: FitOptions, likelihood: Likelihood) -> dict[str, Any]:
-        """Return what a checkpoint must agree with, by name."""
+        """Return what a checkpoint is compared with, by name."""
         layout, network = self._linear_model.layout, self._linear_model.network
         weights = persistence.fingerprint(network.module)
         settings = {name: persistence.plain(value) for name, value in vars(options).items()}
@@ -342,7 +372,7 @@ class LinearisedLaplace(OnHub, Fitted):
             "random weights": list(layout.names),
             "likelihood": type(likelihood).__name__,
             "options of the likelihood": persistence.plain(vars(likelihood)),
-            "class_dim": self._linear_model.network.class_dim,
+            "class_dim": network.class_dim,
             "temperature": self.temperature,
             "precision": self.compute.precision,
             **settings,
@@ -355,7 +385,7 @@ def _linear_model(network: Network, parameters: Selection, last: str | None = No
 
 
 def _start(asked: float | Tensor | None, em_steps: int, learnt: Tensor | None) -> Tensor | None:
-    """Return λ where EM starts, or None to have it chosen; ``learnt`` is an earlier fit's."""
+    """Return λ at which EM starts, or None if it is to be chosen; ``learnt`` is an earlier fit's."""
     if asked is None:
         if em_steps == 0 and learnt is None:
             raise ValueError("em_steps=0 keeps the prior precision: pass prior_precision too.")
@@ -363,13 +393,7 @@ def _start(asked: float | Tensor | None, em_steps: int, learnt: Tensor | None) -
     return torch.as_tensor(asked, dtype=torch.float64, device="cpu").detach().clone()
 
 
-def _sigma_noise(given: Likelihood) -> float | list[float] | None:
-    """Return where a regression starts its noise, as it was asked for."""
-    asked = type(given) is Regression and not given.from_data
-    return given.sigma_noise.tolist() if asked else None  # type: ignore[attr-defined]
-
-
-def _likelihood(likelihood: str | Likelihood, sigma_noise: float | Tensor | None) -> Likelihood:
+def _likelihood(likelihood: Task | Likelihood, sigma_noise: float | Tensor | None) -> Likelihood:
     if isinstance(likelihood, Likelihood):
         return likelihood
     check_choice("likelihood", likelihood, tuple(LIKELIHOODS))

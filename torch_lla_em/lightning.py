@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from torch_lla_em.laplace import LinearisedLaplace
+from torch_lla_em.laplace import LinearisedLaplace, Task
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import compare
 from torch_lla_em.runtime import check_choice
@@ -28,40 +28,51 @@ _LOGGED |= {"network NLL": "network_NLL", "90 % coverage": "coverage_90"}
 
 
 class LaplaceCallback(Callback):
-    """Fit a posterior to the trained network, and log what it is worth on the validation set.
+    """Fit a posterior to the trained network, and log its scores on the validation set.
 
     Logged under ``posterior/``: NLL, that of the network alone, accuracy and ECE (or RMSE and
-    coverage), prior precision λ and effective dimension γ. ``la`` is the fitted
-    ``LinearisedLaplace``, on the CPU once the trainer is done; ``metrics`` is what was logged.
+    coverage), prior precision λ and effective dimension γ.
 
-    ``likelihood``: as in ``LinearisedLaplace``.
-    ``network`` (None): name of the submodule that maps inputs to outputs, such as "net"; None for
-    the LightningModule itself, which needs a ``forward``.
-    ``when`` ("train_end"): fit once, when training ends; "validation_end" fits at the end of every
-    validation too, so that checkpoints and early stopping can monitor "posterior/NLL".
-    ``loader`` (None): the training data; None takes the trainer's. Pass one without augmentation if
-    the trainer's augments at random: the posterior is that of fixed data.
-    ``calibrate`` (True): calibrate on the validation set when training ends, after the scores above
-    were taken; logs "posterior/calibrated_NLL".
-    ``path`` (None): file to which the posterior is saved, by rank 0.
-    ``options``: further arguments of ``LinearisedLaplace``, such as ``num_samples``.
+    Args:
+        likelihood (str or Likelihood): As in ``LinearisedLaplace``.
+        network (str, optional): Name of the submodule that maps inputs to outputs, such as "net".
+            None (default) for the LightningModule itself, which needs a ``forward``.
+        when (str): "train_end" (default) fits once, when training ends. "validation_end" fits at the
+            end of every validation too, so that checkpoints and early stopping can monitor
+            "posterior/NLL".
+        loader (DataLoader, optional): The training data. None (default) takes the trainer's. Pass
+            one without augmentation if the trainer's augments at random.
+        calibrate (bool): Calibrate on the validation set when training ends, after the scores were
+            computed; logs "posterior/calibrated_NLL". Default True.
+        path (str, optional): File to which rank 0 saves the posterior. Default None.
+        **options: Further arguments of ``LinearisedLaplace``, such as ``num_samples``.
 
-    Example: ``Trainer(callbacks=[LaplaceCallback("classification", network="net")])``.
+    Attributes:
+        la (LinearisedLaplace): The posterior, on the CPU once the trainer is done.
+        metrics (dict): What was logged.
+
+    Raises:
+        TypeError: When fitting, if the LightningModule has no ``forward``.
+
+    Example::
+
+        Trainer(callbacks=[LaplaceCallback("classification", network="net")]).fit(module, data)
     """
 
     la: LinearisedLaplace
 
     def __init__(
         self,
-        likelihood: str | Likelihood,
+        likelihood: Task | Likelihood,
         network: str | None = None,
         *,
-        when: str = "train_end",
+        when: Literal["train_end", "validation_end"] = "train_end",
         loader: Any = None,
         calibrate: bool = True,
-        path: str | PathLike | None = None,
+        path: str | PathLike[str] | None = None,
         **options: Any,
     ):
+        """Keep the options; the class documents the arguments."""
         check_choice("when", when, ("train_end", "validation_end"))
         self.likelihood, self.network, self.when = likelihood, network, when
         self.loader, self.calibrate, self.path = loader, calibrate, path
@@ -84,7 +95,7 @@ class LaplaceCallback(Callback):
             self.la.save(self.path)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Fit and log, if asked for at every validation."""
+        """Fit and log, if required at every validation."""
         fitting = trainer.state.fn == "fit" and not trainer.sanity_checking
         if self.when == "validation_end" and fitting:
             self._fit(trainer, pl_module)
@@ -96,7 +107,7 @@ class LaplaceCallback(Callback):
             self.la.to("cpu")
 
     def _is_current(self) -> bool:
-        """Whether the last validation has fitted the very weights that training ended with."""
+        """Whether the posterior belongs to the weights that training ended with."""
         la = getattr(self, "la", None)
         if la is None or la.w_lin is None:
             return False
@@ -106,8 +117,8 @@ class LaplaceCallback(Callback):
         loader = _in_order(trainer.train_dataloader) if self.loader is None else self.loader
         validation = _validation(trainer)
         self.la = LinearisedLaplace(self._network(module), self.likelihood, **self.options)
-        # Lightning validates in inference mode, whose tensors have no derivatives; and loaders draw
-        # seeds that training would draw
+        # Lightning validates in inference mode, whose tensors have no derivatives; loaders draw
+        # seeds, which would change those of training
         fork = torch.random.fork_rng(devices=[])
         with fork, torch.inference_mode(False), torch.enable_grad():
             self.la.fit(loader, progress_bar=False)

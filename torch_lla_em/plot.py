@@ -1,11 +1,13 @@
-"""Plots of a fitted posterior. All functions return matplotlib's axes, and most take a loader.
+"""Plots of a fitted posterior. Every function returns matplotlib's axes.
 
-Needs matplotlib: ``pip install torch_lla_em[plot]``.
+They need matplotlib: ``pip install torch_lla_em[plot]``. A loader may also be what
+``torch_lla_em.prediction.predicted_data(la, loader)`` returns, which several plots can share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -26,28 +28,38 @@ from torch_lla_em.prediction import (
 )
 
 Axes = Any
-"""Matplotlib's axes; matplotlib is optional."""
+"""Matplotlib's axes, an optional dependency."""
 
 Examples = Iterable[Any] | PredictedData
-"""A loader, or what ``predicted_data`` returns for it."""
+"""A loader, or the result of ``predicted_data`` for it."""
 
 _NETWORK, _POSTERIOR = "0.6", "C0"
 _DIAGONAL = {"color": "black", "linewidth": 0.8, "linestyle": ":"}
 _GRID = 80
-# 90 % of a normal distribution lie within so many standard deviations
+# 90 % of a normal distribution lie within this number of standard deviations
 _NINETY = 1.6449
+# largest numbers of points and of error bars in a plot; more are thinned evenly
+_POINTS, _BARS = 2000, 200
 
 
 def reliability(la: Fitted, loader: Examples, axes: Axes | None = None, bins: int = 10) -> Axes:
-    """Plot accuracy over confidence, with the expected calibration error (ECE).
+    """Plot accuracy over confidence for the network and the posterior, with their ECE.
 
-    The network's predictions are compared with the posterior's.
+    Args:
+        la (LinearisedLaplace): A fitted posterior.
+        loader (DataLoader, Dataset or list of batches): Held-out data.
+        bins (int): Number of bins of equal width. Default 10; fewer for small data sets.
+        axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
+
+    Raises:
+        TypeError: If the likelihood has no probabilities; use ``coverage`` for regression.
+
+    Example:
+        >>> axes = plot.reliability(la, loader)
     """
     rows, axes = _rows(la, loader), _axes(axes)
     if not la.likelihood.gives_probabilities:
-        raise TypeError(
-            "reliability needs a likelihood with probabilities. For regression, use coverage."
-        )
+        raise TypeError("reliability needs probabilities. For regression, use coverage.")
     axes.plot([0, 1], [0, 1], **_DIAGONAL)
     lowest = 1.0
     for name, colour, prediction in _both(rows):
@@ -63,7 +75,15 @@ def reliability(la: Fitted, loader: Examples, axes: Axes | None = None, bins: in
 
 
 def em_path(la: Fitted, axes: Axes | None = None) -> Axes:
-    """Plot the prior precision at each EM step, on the curve of the log evidence if it is known."""
+    """Plot the prior precision at each EM step, on the curve of the log evidence if it is known.
+
+    Args:
+        la (LinearisedLaplace): A fitted posterior.
+        axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
+
+    Example:
+        >>> axes = plot.em_path(la)
+    """
     path = np.array([record["prior_precision"] for record in la.history])
     chosen = _array(la.prior_precision.double())
     low, high = min(path.min(), 0.32 * chosen.min()), max(path.max(), 3.2 * chosen.max())
@@ -77,15 +97,31 @@ def em_path(la: Fitted, axes: Axes | None = None) -> Axes:
 
 
 def bands(la: Fitted, loader: Examples, axes: Axes | None = None, output: int = 0) -> Axes:
-    """Plot a regression with 90 % prediction intervals over an input of one number.
+    """Plot a regression with 90 % prediction intervals.
 
-    For other inputs, targets are plotted over predictions.
+    Inputs of one number are the horizontal axis. For other inputs targets are plotted over
+    predictions, in the order of the predictions and thinned to 200 error bars.
+
+    Args:
+        la (LinearisedLaplace): A fitted posterior.
+        loader (DataLoader, Dataset or list of batches): Held-out data.
+        output (int): The output to plot. Default 0.
+        axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
+
+    Raises:
+        TypeError: If the targets are not continuous.
+
+    Example:
+        >>> axes = plot.bands(regression, [(x, model(x).detach())])
     """
     rows, axes = _regression_rows(la, loader), _axes(axes)
     x, y = rows.inputs, _array(rows.targets.flatten(1)[:, output])
     if x is None or x[0].numel() != 1:
-        mean, inner, outer = _intervals(rows.posterior, output)
-        axes.errorbar(mean, y, xerr=outer, fmt=".", color=_POSTERIOR, alpha=0.4, label="90 %")
+        mean, _, outer = _intervals(rows.posterior, output)
+        kept = _thinned(mean.argsort(), _BARS)
+        label = "90 %" if len(kept) == len(y) else f"90 %, {len(kept)} of {len(y):,} examples"
+        bars = {"fmt": ".", "color": _POSTERIOR, "alpha": 0.4, "label": label}
+        axes.errorbar(mean[kept], y[kept], xerr=outer[kept], **bars)
         line = min(mean.min(), y.min()), max(mean.max(), y.max())
         axes.plot(line, line, **_DIAGONAL)
         return _finished(axes, "prediction", "target")
@@ -98,12 +134,25 @@ def bands(la: Fitted, loader: Examples, axes: Axes | None = None, output: int = 
         band = {"color": _POSTERIOR, "alpha": alpha, "linewidth": 0, "label": label}
         axes.fill_between(places, mean - half, mean + half, **band)
     axes.plot(places, mean, color=_POSTERIOR)
-    axes.scatter(_array(x.flatten()), y, 6, color="black", label="data", zorder=3)
+    kept = _thinned(_array(x.flatten().argsort()), _POINTS)
+    axes.scatter(_array(x.flatten())[kept], y[kept], 6, color="black", label="data", zorder=3)
     return _finished(axes, "input", "target")
 
 
 def confidence(la: Fitted, loader: Examples, axes: Axes | None = None) -> Axes:
-    """Plot the confidence of predictions, or their standard deviation, over two inputs."""
+    """Plot the confidence of predictions, or their standard deviation, over two inputs.
+
+    Args:
+        la (LinearisedLaplace): A fitted posterior.
+        loader (DataLoader, Dataset or list of batches): Held-out data.
+        axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
+
+    Raises:
+        ValueError: If inputs have not the shape (N, 2).
+
+    Example:
+        >>> axes = plot.confidence(la, loader)
+    """
     rows, axes = _rows(la, loader), _axes(axes)
     x, y = rows.inputs, rows.targets
     if x is None or x.dim() != 2 or x.shape[1] != 2:
@@ -128,9 +177,22 @@ def confidence(la: Fitted, loader: Examples, axes: Axes | None = None) -> Axes:
 
 
 def extremes(la: Fitted, loader: Examples, axes: Axes | None = None, count: int = 8) -> Axes:
-    """Show the inputs with the most and the least certain predictions, as images or columns.
+    """Show the inputs with the most and the least certain predictions.
 
-    Captions of wrong predictions are red.
+    Images are shown as images; rows of a table as columns of standardised features, with the two
+    features that are furthest from their mean in the caption. Captions of wrong predictions are red.
+
+    Args:
+        la (LinearisedLaplace): A fitted posterior.
+        loader (DataLoader, Dataset or list of batches): Held-out data.
+        count (int): Number of inputs of each kind. Default 8.
+        axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
+
+    Raises:
+        ValueError: If inputs are not tensors of one shape.
+
+    Example:
+        >>> axes = plot.extremes(la, loader, count=4)
     """
     rows, axes = _rows(la, loader), _axes(axes)
     if rows.inputs is None:
@@ -139,22 +201,35 @@ def extremes(la: Fitted, loader: Examples, axes: Axes | None = None, count: int 
     order = doubt.reshape(len(rows.targets), -1).mean(1).argsort()
     chosen = order[:count].tolist(), order[-count:].flip(0).tolist()
     images, captions = _array(_images(rows.inputs)), _captions(rows)
-    for low, places in zip((1.25, 0.0), chosen):
+    room = 0.15 + 0.15 * max(text.count("\n") + 1 for text, _ in captions)
+    for low, places in zip((0.92 + room, 0.0), chosen):
         for i, row in enumerate(places):
             extent = (i + 0.04, i + 0.96, low, low + 0.92)
             axes.imshow(images[row], extent=extent, cmap="gray_r", vmin=0, vmax=1)
             text, wrong = captions[row]
             words = {"ha": "center", "va": "top", "fontsize": 7, "color": "C3" if wrong else "0"}
             axes.text(i + 0.5, low - 0.02, text, **words)
-    axes.set_yticks([1.71, 0.46], ["most certain", "least certain"])
-    axes.set(xlim=(0, len(chosen[0])), ylim=(-0.3, 2.2), xticks=[], aspect="equal")
+    axes.set_yticks([1.38 + room, 0.46], ["most certain", "least certain"])
+    axes.set(xlim=(0, len(chosen[0])), ylim=(-room, 1.9 + room), xticks=[], aspect="equal")
     axes.set_frame_on(False)
     axes.tick_params(length=0)
     return axes
 
 
 def coverage(la: Fitted, loader: Examples, axes: Axes | None = None) -> Axes:
-    """Plot the coverage of prediction intervals over their nominal level, for regression."""
+    """Plot the coverage of prediction intervals over their nominal level, for regression.
+
+    Args:
+        la (LinearisedLaplace): A fitted posterior.
+        loader (DataLoader, Dataset or list of batches): Held-out data.
+        axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
+
+    Raises:
+        TypeError: If the targets are not continuous; use ``reliability`` for probabilities.
+
+    Example:
+        >>> axes = plot.coverage(regression, [(x, model(x).detach())])
+    """
     rows, axes = _regression_rows(la, loader), _axes(axes)
     levels = torch.linspace(0.02, 0.98, 49, device="cpu").tolist()
     axes.plot([0, 1], [0, 1], **_DIAGONAL)
@@ -169,14 +244,19 @@ def coverage(la: Fitted, loader: Examples, axes: Axes | None = None) -> Axes:
     return _finished(axes, "level of the interval", "coverage")
 
 
-def unfamiliarity(la: Fitted, loader: Examples, other: Any, axes: Axes | None = None) -> Axes:
+def out_of_distribution(la: Fitted, loader: Examples, other: Any, axes: Axes | None = None) -> Axes:
     """Plot the epistemic uncertainty of two data sets, and the AUROC with which it separates them.
 
-    ``other`` needs no targets: it may be a loader, a Dataset, or inputs.
+    Args:
+        la (LinearisedLaplace): A fitted posterior.
+        loader (DataLoader, Dataset or list of batches): Held-out data.
+        other (DataLoader, Dataset or inputs): Out-of-distribution (OOD) inputs, without targets.
+        axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
+
+    Example:
+        >>> axes = plot.out_of_distribution(la, loader, 10 * x)
     """
-    axes = _axes(axes)
-    own = [loader.posterior] if isinstance(loader, PredictedData) else _predictions(la, loader)
-    sets = [_epistemic(own), _epistemic(_predictions(la, other))]
+    axes, sets = _axes(axes), [_epistemic(la, data) for data in (loader, other)]
     area = auroc(*map(torch.from_numpy, reversed(sets)))
     both = np.log10(np.concatenate(sets))
     edges = np.logspace(np.quantile(both, 0.002), both.max() + 1e-3, 31)
@@ -187,10 +267,23 @@ def unfamiliarity(la: Fitted, loader: Examples, other: Any, axes: Axes | None = 
     return _finished(axes, "epistemic uncertainty", "share of examples")
 
 
+def unfamiliarity(la: Fitted, loader: Examples, other: Any, axes: Axes | None = None) -> Axes:
+    """Deprecated: the former name of ``out_of_distribution``."""
+    warnings.warn("Use plot.out_of_distribution.", DeprecationWarning, stacklevel=2)
+    return out_of_distribution(la, loader, other, axes)
+
+
 def plot_curve(curve: Curve, axes: Axes | None = None) -> Axes:
     """Plot the effective dimension γ and the log evidence over the prior precision λ.
 
     Vertical lines mark λ at each EM step and the chosen λ*.
+
+    Args:
+        curve (Curve): The result of ``la.curve(precisions)``.
+        axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
+
+    Example:
+        >>> axes = plot_curve(regression.curve([0.1, 1.0, 10.0]))
     """
     axes = _axes(axes)
     x, (evidence, error) = _array(curve.precisions), map(_array, curve.log_evidence)
@@ -246,15 +339,23 @@ def _images(x: Tensor) -> Tensor:
     """Return inputs as images with values from 0 to 1, (B, H, W) or (B, H, W, 3)."""
     if x.dim() == 4 and x.shape[1] in (1, 3):
         x = x[:, 0] if x.shape[1] == 1 else x.movedim(1, -1)
+    elif _is_table(x):
+        x = _standardised(x.flatten(1))[:, :, None]
     elif x.dim() != 3:
-        x = x.flatten(1)
-        side = round(x.shape[1] ** 0.5)
-        square = side > 3 and side**2 == x.shape[1]
-        if not square:
-            x = (x - x.mean(0)) / x.std(0).clamp_min(1e-12)
-        x = x.view(len(x), side, side) if square else x[:, :, None]
-    low, high = x.min(), x.max()
-    return (x - low) / (high - low).clamp_min(1e-12)
+        side = round(x[0].numel() ** 0.5)
+        x = x.reshape(len(x), side, side)
+    return (x - x.min()) / (x.max() - x.min()).clamp_min(1e-12)
+
+
+def _is_table(x: Tensor) -> bool:
+    """Whether inputs are not images: neither (B, H, W), nor squares of numbers in a row."""
+    side = round(x[0].numel() ** 0.5)
+    is_image = x.dim() == 3 or (x.dim() == 4 and x.shape[1] in (1, 3))
+    return not is_image and (side < 4 or side**2 != x[0].numel())
+
+
+def _standardised(x: Tensor) -> Tensor:
+    return (x - x.mean(0)) / x.std(0).clamp_min(1e-12)
 
 
 def _captions(rows: PredictedData) -> list[tuple[str, bool]]:
@@ -270,16 +371,27 @@ def _captions(rows: PredictedData) -> list[tuple[str, bool]]:
         texts = [f"{c}: {q:.2f}" for c, q in zip(best.tolist(), p.tolist())]
     else:
         wrong, texts = np.zeros(len(y), bool), [""] * len(y)
+    if _is_table(rows.inputs):
+        z = _standardised(rows.inputs.flatten(1))
+        furthest = z.abs().topk(min(2, z.shape[1]), 1).indices
+        for i, features in enumerate(furthest.tolist()):
+            texts[i] += "".join(f"\nx{j}: {z[i, j]:+.1f} sd" for j in features)
     return [*zip(texts, wrong.tolist())]
 
 
-def _predictions(la: Fitted, data: Any) -> Iterator[Prediction]:
-    """Yield the predictions for a loader's batches, or for inputs."""
-    for batch in [data] if isinstance(data, Tensor) else as_loader(data):
-        yield la.predict(inputs_of(batch))
+def _thinned(order: np.ndarray, most: int) -> np.ndarray:
+    """Return at most so many entries of an order, evenly spaced, both ends included."""
+    places = np.linspace(0, len(order) - 1, min(len(order), most)).round().astype(int)
+    return order[places]
 
 
-def _epistemic(predictions: Iterable[Prediction]) -> np.ndarray:
+def _epistemic(la: Fitted, data: Any) -> np.ndarray:
+    """Return the epistemic uncertainty of a loader's examples, or of inputs, (N,)."""
+    if isinstance(data, PredictedData):
+        predictions = [data.posterior]
+    else:
+        batches = [data] if isinstance(data, Tensor) else as_loader(data)
+        predictions = [la.predict(inputs_of(batch)) for batch in batches]
     values = [p.epistemic.reshape(len(p.centre), -1).mean(1) for p in predictions]
     return _array(torch.cat(values).double().clamp_min(1e-12))
 

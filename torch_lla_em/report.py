@@ -1,6 +1,6 @@
-"""One page about a fitted posterior: metrics, pictures, plan, warnings, and what to do about them.
+"""An HTML page, or a model card, about a fitted posterior: scores, plots, warnings, advice.
 
-Needs matplotlib: ``pip install torch_lla_em[report]``.
+The page needs matplotlib: ``pip install torch_lla_em[report]``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ from typing import Any
 
 from torch_lla_em import plot
 from torch_lla_em.likelihoods import BradleyTerry, Likelihood
-from torch_lla_em.prediction import Fitted, PredictedData, outcomes, predicted_data, scores
-from torch_lla_em.solvers import relative_error
+from torch_lla_em.prediction import (
+    Fitted,
+    PredictedData,
+    findings,
+    outcomes,
+    predicted_data,
+    scores,
+)
 
 _STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:62rem;padding:0 1rem;color:#222}
@@ -28,24 +34,24 @@ figure{margin:0}img{width:100%}figcaption{font-size:.85rem}
 li{margin:.4rem 0}
 """
 _EDGE = 2.0
-"""Standard errors by which a posterior is worse than its network."""
+"""Number of standard errors above which a posterior is reported as worse than its network."""
 
 
 def write_report(la: Fitted, loader: Iterable[Any], path: str | PathLike, other: Any) -> None:
-    """Write a page about predictions of a loader's rows; ``other`` are unfamiliar inputs."""
+    """Write a page about predictions of a loader's examples; ``other`` are OOD inputs."""
     rows = predicted_data(la, loader)
-    plan, *said = la.messages
+    plan, *warnings = la.messages
     parts = [
         la._repr_html_(),
-        f"<h2>How well {len(rows.targets):,} rows are predicted</h2>",
+        f"<h2>Scores on {len(rows.targets):,} examples</h2>",
         _table(rows),
         "<h2>What to do</h2>",
-        _list(advice(la, rows), "Nothing stands out."),
-        "<h2>Pictures</h2>",
+        _list(advice(la, rows), "Nothing: no problem was found."),
+        "<h2>Plots</h2>",
         f"<div>{''.join(_figure(*each) for each in _pictures(la, rows, other))}</div>",
-        "<h2>What the fit said</h2>",
+        "<h2>Memory plan and warnings of the fit</h2>",
         f"<p>{escape(plan)}</p>",
-        _list(said, "It gave no warning."),
+        _list(warnings, "There were no warnings."),
     ]
     title = escape(f"Posterior of {type(la.model).__name__}")
     page = (
@@ -69,7 +75,7 @@ la = LinearisedLaplace.from_pretrained("this repository", model)  # with its tra
 
 
 def as_card(la: Fitted, loader: Iterable[Any] | None = None) -> str:
-    """Return a model card in Markdown: what was fitted, and how well a loader is predicted."""
+    """Return a model card in Markdown: the fit, and its scores on a loader's examples."""
     fitted = [("", ""), *la._table()[1]]
     parts = [CARD.format(network=type(la.model).__name__), _as_markdown(fitted)]
     if loader is not None:
@@ -86,25 +92,16 @@ def _as_markdown(table: Iterable[Sequence[str]]) -> str:
 
 
 def advice(la: Fitted, rows: PredictedData) -> Iterator[str]:
-    """Yield what the numbers call for."""
+    """Yield what to do about a fit, one sentence at a time; nothing if all is well."""
     gain = rows.network.log_prob(rows.targets) - rows.posterior.log_prob(rows.targets)
     error = gain.double().std() / len(gain) ** 0.5
     if gain.double().mean() > _EDGE * error:
         yield (
-            f"The posterior predicts these rows worse than the network alone, by {gain.mean():.2g} ± "
-            f"{error:.1g} nats a row: la.calibrate(held_out_loader), "
-            'or fit with curvature="variational".'
+            f"The NLL of the posterior is higher than that of the network alone, by {gain.mean():.2g} "
+            f"± {error:.1g} per example: call la.calibrate(validation_loader), or fit with "
+            'curvature="variational".'
         )
-    elif la.calibration is None and not la.likelihood.is_quadratic:
-        yield "Predictions are as fitted: la.calibrate(held_out_loader) usually improves them."
-    missed = relative_error(la.certificate, la.effective_dim.sum())
-    if missed > 1.1 * la.tolerance:
-        yield (
-            f"Samples are known to an error of {missed:.1g}, not of {la.tolerance:.1g}: a solver "
-            "with more passes, or float64, brings them there."
-        )
-    if la.effective_dim_error.norm() > 0.1 * la.effective_dim.sum():
-        yield "γ is known to no more than 10 %: larger num_samples tells it better."
+    yield from (words for kind, words in findings(la) if kind == "to do")
 
 
 def _scored(rows: PredictedData) -> list[Sequence[str]]:
@@ -125,19 +122,22 @@ def _pictures(
 ) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     likelihood, x = la.likelihood, rows.inputs
     if likelihood.gives_probabilities:
-        yield "How often predictions come true", lambda axes: plot.reliability(la, rows, axes)
+        yield "Accuracy over confidence", lambda axes: plot.reliability(la, rows, axes)
     if _is_plain_regression(likelihood, rows):
-        yield "Regression", lambda axes: plot.bands(la, rows, axes)
-        yield "Coverage of intervals", lambda axes: plot.coverage(la, rows, axes)
+        yield "Prediction intervals", lambda axes: plot.bands(la, rows, axes)
+        yield "Coverage of prediction intervals", lambda axes: plot.coverage(la, rows, axes)
     if x is not None and x.is_floating_point():
         if x.shape[1:] == (2,):
-            yield "Over the two inputs", lambda axes: plot.confidence(la, rows, axes)
+            yield "Confidence over the two inputs", lambda axes: plot.confidence(la, rows, axes)
         if not isinstance(likelihood, BradleyTerry):
-            yield "Most and least certain", lambda axes: plot.extremes(la, rows, axes)
+            yield "Most and least certain predictions", lambda axes: plot.extremes(la, rows, axes)
     if other is not None:
-        yield "Unfamiliar inputs", lambda axes: plot.unfamiliarity(la, rows, other, axes)
+        yield (
+            "Out-of-distribution inputs",
+            lambda axes: plot.out_of_distribution(la, rows, other, axes),
+        )
     if la.history:
-        yield "Path of EM", lambda axes: plot.em_path(la, axes)
+        yield "Prior precision over EM steps", lambda axes: plot.em_path(la, axes)
 
 
 def _is_plain_regression(likelihood: Likelihood, rows: PredictedData) -> bool:

@@ -14,7 +14,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from torch_lla_em.laplace import LinearisedLaplace
+from torch_lla_em.laplace import LinearisedLaplace, Task
 from torch_lla_em.prediction import Prediction
 
 _BATCH = 128
@@ -76,7 +76,7 @@ class _Estimator(BaseEstimator):
         Seed of the split, the initial weights and the samples.
     """
 
-    _likelihood: str
+    _likelihood: Task
     _options: dict[str, Any] = {}
 
     def __init__(
@@ -170,7 +170,7 @@ class _Estimator(BaseEstimator):
 
 class LaplaceClassifier(ClassifierMixin, _Estimator):
     __doc__ = _Estimator.__doc__
-    _likelihood = "classification"
+    _likelihood: Task = "classification"
     # inputs are standardised, so that features are alike: the plain prior predicts better then
     _options = {"g_prior": False}
 
@@ -197,7 +197,7 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
 
 class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
     __doc__ = _Estimator.__doc__
-    _likelihood = "regression"
+    _likelihood: Task = "regression"
 
     def fit(self, X: Any, y: Any) -> LaplaceRegressor:
         """Train the network, fit its posterior and calibrate it; return self."""

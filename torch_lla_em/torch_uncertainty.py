@@ -8,22 +8,29 @@ from torch_lla_em.laplace import LinearisedLaplace
 
 
 class RoutineModel(nn.Module):
-    """What TorchUncertainty's routines take as a model, made of a fitted posterior.
+    """A fitted posterior as the model of a TorchUncertainty routine.
 
     With "classification" it returns log probabilities, shape (B, C), for
     ``ClassificationRoutine(RoutineModel(la), num_classes=C, loss=None)``: their softmax is
-    ``la(x)``. With ``class_dim=1`` they are those of ``SegmentationRoutine``. With continuous targets it returns the mean and the standard deviation of y, for
+    ``la(x)``. With ``class_dim=1`` they are for ``SegmentationRoutine``. With continuous targets it
+    returns the mean and the standard deviation of y, for
     ``RegressionRoutine(RoutineModel(la), output_dim=C, loss=None, dist_family="normal")``.
 
-    ``la``: the posterior, fitted. It moves with this module.
-    ``ensemble`` (False): return the K posterior functions, shape (K B, C), as an ensemble of
-    networks, for ``ClassificationRoutine(..., is_ensemble=True)`` with
-    ``format_batch_fn=RepeatTarget(la.num_samples)`` and its mutual information and disagreement.
+    Args:
+        la (LinearisedLaplace): The posterior, fitted. It moves with this module.
+        ensemble (bool): Return the K posterior functions, shape (K B, C), as an ensemble of
+            networks. Default False; set it for ``ClassificationRoutine(..., is_ensemble=True)`` with
+            ``format_batch_fn=RepeatTarget(la.num_samples)`` and its mutual information.
 
-    Raises ``TypeError`` for counts and for several labels, for which there is no routine.
+    Raises:
+        TypeError: For counts and for several labels, for which there is no routine.
+
+    Example:
+        >>> log_probs = RoutineModel(la)(x)
     """
 
     def __init__(self, la: LinearisedLaplace, ensemble: bool = False):
+        """Wrap the posterior; the class documents the arguments."""
         super().__init__()
         likelihood = la.likelihood
         classes = likelihood.gives_probabilities and not likelihood.elementwise
@@ -35,7 +42,11 @@ class RoutineModel(nn.Module):
         self.la, self.ensemble = la, ensemble
 
     def forward(self, inputs: Tensor) -> Tensor | dict[str, Tensor]:
-        """Return logits, or the parameters of a normal distribution."""
+        """Return log probabilities, or the parameters of a normal distribution.
+
+        Args:
+            inputs (Tensor): Inputs, as the network takes them.
+        """
         prediction = self.la.predict(inputs)
         if self.la.likelihood.real_valued:
             mean, variance = prediction.moments()

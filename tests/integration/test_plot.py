@@ -1,4 +1,6 @@
-"""Pictures: what is drawn is what the posterior says."""
+"""Plots of a posterior show what it predicts."""
+
+import re
 
 import pytest
 import torch
@@ -83,6 +85,19 @@ def test_bands_are_over_one_input_or_over_predictions():
     assert plot.bands(la, [(case.x, case.y)], output=1).get_xlabel() == "prediction"
 
 
+def test_bands_of_many_examples_are_sorted_and_thinned():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2000, 3, generator=generator).double()
+    network = nn.Linear(3, 1).double()
+    la = LinearisedLaplace(network, "regression", num_samples=4)
+    la.fit(x[:50], x[:50, :1], em_steps=1, progress_bar=False)
+    axes = plot.bands(la, [(x, x[:, :1])])
+    assert labels(axes) == ["90 %, 200 of 2,000 examples"]
+    shown, every = axes.containers[0].lines[0].get_xdata(), la(x)[0][:, 0]
+    assert len(shown) == 200 and (shown[1:] >= shown[:-1]).all()
+    assert shown[[0, -1]] == pytest.approx([every.min().item(), every.max().item()])
+
+
 @pytest.mark.parametrize("kind", ["classification", "bernoulli", "regression"])
 def test_confidence_is_over_two_inputs(kind):
     x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0)).double()
@@ -104,7 +119,7 @@ def test_extremes_are_ordered_by_doubt(name):
     axes = plot.extremes(la, [(case.x, case.y)], count=3)
     assert len(axes.images) == 6
     if name == "classification":
-        said = [float(text.get_text().split(": ")[1]) for text in axes.texts]
+        said = [float(re.match(r"\d: ([.\d]+)\n", t.get_text())[1]) for t in axes.texts]
         assert min(said[:3]) >= max(said[3:])
         entropy = la.predict(case.x).entropy
         red = [text.get_color() == "C3" for text in axes.texts]
@@ -114,7 +129,7 @@ def test_extremes_are_ordered_by_doubt(name):
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 4), (3, 4, 4), (4, 4), (16,), (5,)])
-def test_images_are_shown_as_such(shape):
+def test_inputs_are_shown_as_images_or_columns(shape):
     images = plot._images(torch.randn(6, *shape))
     assert images.min() == 0 and images.max() == 1
     assert images.shape[1:] == {3: (4, 4, 3), 1: (4, 4), 4: (4, 4), 16: (4, 4), 5: (5, 1)}[shape[0]]
@@ -122,9 +137,11 @@ def test_images_are_shown_as_such(shape):
 
 def test_two_sets_part():
     case, la = fitted("classification")
-    far = plot.unfamiliarity(la, [(case.x, case.y)], 10 * case.x)
+    far = plot.out_of_distribution(la, [(case.x, case.y)], 10 * case.x)
     assert float(far.get_title().split()[1]) > 0.5
-    same = plot.unfamiliarity(la, predicted_data(la, [(case.x, case.y)]), [(case.x, case.y)])
+    rows = predicted_data(la, [(case.x, case.y)])
+    with pytest.warns(DeprecationWarning, match="out_of_distribution"):
+        same = plot.unfamiliarity(la, rows, [(case.x, case.y)])
     assert float(same.get_title().split()[1]) == pytest.approx(0.5, abs=0.02)  # ties to rounding
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from inspect import signature
+from os import PathLike
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.data import Data, TargetFn
+from torch_lla_em.data import Chain, Data, Identity, TargetFn
 from torch_lla_em.inference import Curve, Estimate, Modes, Posterior, curve
 from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.likelihoods import Example, Likelihood, Regression, is_named
@@ -21,6 +23,8 @@ from torch_lla_em.prediction.training_examples import TrainingExamples, output_v
 from torch_lla_em.problem import place_of_vectors
 from torch_lla_em.runtime import Compute, check_options, free_memory, records
 from torch_lla_em.solvers import Spectrum
+
+Loaded = TypeVar("Loaded", bound="StoredPosterior")
 
 
 class StoredPosterior(nn.Module):
@@ -66,6 +70,12 @@ class StoredPosterior(nn.Module):
         """The number of training examples with a label."""
 
         self._example: Example | None = None
+        self._loaders: Chain | None = None
+        """The data of the fit, which are not stored."""
+
+        self._data_seen: list[Identity] = []
+        """By which a change of these data is noticed."""
+
         self._shard: str | None = None
 
     @property
@@ -204,9 +214,60 @@ class StoredPosterior(nn.Module):
         self.messages = record.get("said", ["The memory plan was not saved."])
         if self.sigma_noise is not None:
             self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
-        self.num_samples = len(self.w_samples)
+        self.num_samples, self._loaders = len(self.w_samples), None
         self._example = Example.known(state)
         self._state_of_network = stored.NetworkState(self._linear_model.network)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the posterior to a file, without the network. Loading it runs no code.
+
+        Args:
+            path (str): Name of the file. The ending .safetensors selects that format, which needs
+                the package safetensors; any other is written by ``torch.save``.
+
+        Raises:
+            NotFittedError: Before ``fit``, or if the model has changed since.
+
+        Example:
+            >>> la.save("posterior.pt")  # doctest: +SKIP
+        """
+        given, model = self._given_likelihood, self._linear_model
+        own = "prior", "g_prior", "num_samples", "tolerance", "curvature", "seed", "temperature"
+        options = {
+            **{name: getattr(self, name) for name in own},
+            **stored.likelihood_option(given),
+            "sigma_noise": stored.sigma_option(given),
+            "parameters": model.layout.names,
+            "class_dim": model.network.class_dim,
+        }
+        stored.write(self.state_dict(), path, options)
+
+    @classmethod
+    def load(
+        cls: type[Loaded], path: str | PathLike[str], model: nn.Module, **options: Any
+    ) -> Loaded:
+        """Return a saved posterior on its network.
+
+        Args:
+            path (str): Name of the file that ``save`` has written.
+            model (nn.Module): The network, with the weights that the posterior was fitted to.
+            **options: Arguments of ``LinearisedLaplace`` that a file cannot hold, and which the fit
+                had: a likelihood of your own, ``forward_fn``, ``target_fn`` or ``solver``; others
+                replace those saved.
+
+        Raises:
+            ValueError: If the file is damaged or belongs to another network, or if an option is
+                missing.
+
+        Example:
+            >>> la = LinearisedLaplace.load("posterior.pt", model)  # doctest: +SKIP
+        """
+        with stored.naming(path):
+            state, options = stored.read(path, model, options, signature(cls).parameters)
+            make: Any = cls
+            la: Loaded = make(model, options.pop("likelihood"), **options)
+            la.load_state_dict(state)
+        return la
 
     def __getattr__(self, name: str) -> Any:
         """Return a buffer."""

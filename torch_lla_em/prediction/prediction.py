@@ -52,7 +52,12 @@ class Prediction(Printed, Conformal):
 
     @staticmethod
     def averaged(members: Sequence[Prediction], class_dim: int = -1) -> Prediction:
-        """Return the equally weighted mixture of predictions at the same inputs."""
+        """Return the equally weighted mixture of predictions at the same inputs.
+
+        Args:
+            members (sequence of Prediction): Those of several posteriors.
+            class_dim (int): The axis of the classes in the networks' outputs. Default -1.
+        """
         members = tuple(replace(member, class_dim=class_dim) for member in members)
         means = torch.stack([member._mean() for member in members])
         centre = means.mean(0)
@@ -366,7 +371,11 @@ class Prediction(Printed, Conformal):
         return average(smoothed, self.weights)
 
     def first(self, count: int) -> Prediction:
-        """Return the prediction of the first few inputs, detached."""
+        """Return the prediction of the first few inputs, detached.
+
+        Args:
+            count (int): Their number.
+        """
         if self.members:
             return self.averaged([member.first(count) for member in self.members], self.class_dim)
         beside = None if self.beside is None else self.beside[:, :count].detach()

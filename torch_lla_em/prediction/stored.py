@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torch_lla_em.inference import Posterior
 from torch_lla_em.jacobian import LinearModel, Network, ParameterLayout
-from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, is_named
+from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression, is_named
 from torch_lla_em.prediction.conformal import REFERENCE
 from torch_lla_em.prediction.pushed import posterior_alone
 from torch_lla_em.runtime import files
@@ -98,6 +98,12 @@ def likelihood_option(given: Likelihood) -> dict[str, str]:
     """Return the name of a likelihood as a saved option; none for a user's own."""
     names = {kind: name for name, kind in LIKELIHOODS.items()}
     return {"likelihood": names[type(given)]} if is_named(given) else {}
+
+
+def sigma_option(given: Likelihood) -> float | list[float] | None:
+    """Return the observation noise at which a regression starts, as given by the user."""
+    asked = type(given) is Regression and not given.from_data
+    return given.sigma_noise.tolist() if asked else None  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The house: a file imports its own room, or the face of one that stands earlier."""
+"""Package structure: a file imports its own subpackage, or the ``__init__`` of an earlier one."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch_lla_em
 
 PACKAGE = Path(torch_lla_em.__file__).parent
-ROOMS = (
+SUBPACKAGES = (
     "runtime data solvers likelihoods jacobian problem inference checkpoint prediction laplace"
 ).split()
 BESIDE = {"mixtures": ("runtime", "data", "inference")}
@@ -30,31 +30,33 @@ def _imports(path: Path) -> set[str]:
     }
 
 
-def _room(path: Path) -> str:
+def _subpackage(path: Path) -> str:
     parts = path.relative_to(PACKAGE).parts
     return parts[0] if len(parts) > 1 else "laplace"
 
 
-def test_imports_go_to_the_own_room_or_to_the_face_of_an_earlier_one():
+def test_imports_follow_the_order_of_subpackages():
     faults = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        room = _room(path)
-        earlier = BESIDE.get(room) or ROOMS[: ROOMS.index(room)]
-        if room == "laplace":
+        subpackage = _subpackage(path)
+        earlier = BESIDE.get(subpackage) or SUBPACKAGES[: SUBPACKAGES.index(subpackage)]
+        if subpackage == "laplace":
             earlier = [*earlier, *BESIDE]
         for name in _imports(path):
             _, *parts = name.split(".")
             own = (
-                not parts or parts[0] == room or (room == "laplace" and parts[0] not in ROOMS[:-1])
+                not parts
+                or parts[0] == subpackage
+                or (subpackage == "laplace" and parts[0] not in SUBPACKAGES[:-1])
             )
             if not own and (parts[0] not in earlier or len(parts) > 1):
                 faults.append(f"{path.relative_to(PACKAGE)} imports {name}")
     assert not faults, faults
 
 
-def test_every_room_is_on_the_list():
-    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
-    assert rooms == {*ROOMS[:-1], *BESIDE}
+def test_every_subpackage_has_a_place_in_the_order():
+    found = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert found == {*SUBPACKAGES[:-1], *BESIDE}
 
 
 def test_no_file_is_too_long():
@@ -67,8 +69,8 @@ FACTORIES = """arange as_tensor empty eye full linspace logspace ones rand randi
     tensor zeros""".split()
 
 
-def test_every_factory_names_its_device():
-    """Or ``torch.set_default_device`` would choose it; estimators make data as their user does."""
+def test_every_tensor_factory_has_a_device():
+    """Otherwise ``torch.set_default_device`` would choose it; estimators create data as their user does."""
     unnamed = []
     for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / "sklearn.py"}:
         for call in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)):
@@ -81,8 +83,8 @@ def test_every_factory_names_its_device():
     assert not unnamed
 
 
-def test_no_imports_go_in_a_circle():
-    """Nor is a circle hidden behind ``TYPE_CHECKING``, which ``_imports`` reads like any other."""
+def test_imports_have_no_cycle():
+    """Imports under ``TYPE_CHECKING`` count too."""
     names = {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
             ".__init__"

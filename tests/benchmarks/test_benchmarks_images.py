@@ -83,7 +83,7 @@ def test_mnist_is_read_as_torchvision_reads_it(tmp_path):
     )
 
 
-def test_a_broken_idx_file_is_told(tmp_path):
+def test_a_damaged_idx_file_raises(tmp_path):
     write_mnist(tmp_path, (30, 20))
     path = tmp_path / "train-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-5])
@@ -216,7 +216,7 @@ def test_mnist_needs_no_folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_of_two_processes_the_first_writes(tmp_path):
+def test_the_first_of_two_processes_writes(tmp_path):
     launch = [
         sys.executable,
         "-m",
@@ -297,7 +297,7 @@ def test_averaged_statistics_are_those_of_the_data():
     torch.testing.assert_close(norm.running_mean, mean)
 
 
-def test_one_of_the_sources_is_asked_for(capsys):
+def test_a_source_of_data_is_required(capsys):
     with pytest.raises(SystemExit):
         ladder.options(imagenet.RUNG, "x").parse_args([])
     assert "--data-dir" in capsys.readouterr().err

@@ -70,7 +70,7 @@ def test_a_summed_step_is_the_papers(setting):
 
 
 @pytest.mark.slow
-def test_enough_epochs_find_its_minimum(setting):
+def test_enough_epochs_reach_the_minimum(setting):
     _, task, race = setting
     recipe = Recipe(0.5, ROWS, 400, relative=True)
     x = solve_samples(task, race.product, recipe, race.precision, K)
@@ -78,7 +78,7 @@ def test_enough_epochs_find_its_minimum(setting):
 
 
 @pytest.mark.slow
-def test_enough_epochs_find_the_dense_precision(setting):
+def test_enough_epochs_reach_the_dense_precision(setting):
     _, task, _ = setting
     stages = Recipe(0.5, ROWS, 100, relative=True), Recipe(0.1, ROWS, 100, relative=True)
     problems = task.problem, task.problem
@@ -111,7 +111,7 @@ def test_the_command_writes_every_part(tmp_path, monkeypatch):
         assert samples[solver]["samples, 1 %"].isdigit() and found[solver]["error"] < 0.2
 
 
-def test_targets_are_held_from_some_passes_on():
+def test_targets_are_held_after_some_passes():
     errors = [(5, 0.2), (10, 0.02), (20, 0.04), (40, 0.004)]
     assert [paper_sgd.held(errors, target) for target in (0.1, 0.03, 0.01)] == ["10", "40", "40"]
     assert paper_sgd.held(errors, 1e-3) == "– (0.004 at 40)"

@@ -76,7 +76,7 @@ def test_passes_are_those_taken(setting, race):
 
 
 @pytest.mark.parametrize("solver", ["block_krylov", "block_cg", "plain_cg"])
-def test_every_trace_comes_down(race, solver):
+def test_every_error_trace_decreases(race, solver):
     points = race.trace(solver)
     assert points[-1][2] < 0.01
     passes = [point[0] for point in points]
@@ -95,7 +95,7 @@ def test_sgd_takes_the_best_step_size(race):
     assert errors == sorted(errors, reverse=True) and errors[-1] < 0.2
 
 
-def test_remembered_products_are_asked_once():
+def test_remembered_products_are_computed_once():
     asked = []
 
     def double(x):
@@ -157,7 +157,7 @@ def test_layerwise_fits_agree_and_deflation_counts(setting):
     assert problem.spent["columns"] == pytest.approx(K * (counted + 6), abs=2 * K)
 
 
-def test_a_fit_that_fails_says_so(setting):
+def test_a_failed_fit_is_reported(setting):
     counted = problem_of(setting[0].model, batches_of(setting[0]))
     fit = whole_fit(counted, K, Fit(SGD(epochs=30, learning_rate=10.0)))
     assert fit["failed"].startswith("SGD diverged")

@@ -25,7 +25,7 @@ def test_joint_nll_of_one_function_is_the_marginal_nll():
     assert abs(all_right["brier"] - 2 / 3) < 1e-6
 
 
-def test_joint_nll_rewards_functions_that_hold_together():
+def test_joint_nll_rewards_dependent_functions():
     # one of two functions knows every label, the other says the opposite
     y = torch.zeros(20, dtype=torch.long)
     right = torch.tensor([9.0, -9.0]).expand(20, 2)
@@ -64,7 +64,7 @@ def test_a_shared_mask_drops_the_same_units_of_all_inputs():
     assert (out == out[0]).all() and 0 < (out[0] == 0).sum() < 40
 
 
-def test_the_meter_sees_memory_that_is_used_again():
+def test_the_meter_counts_reused_memory():
     def grown():
         with Meter() as meter:
             parts = [torch.ones(1 << 14) for _ in range(1000)]  # 64 kB each, from the heap
@@ -75,7 +75,7 @@ def test_the_meter_sees_memory_that_is_used_again():
     assert grown() > 50 and grown() > 50
 
 
-def test_folders_of_results_are_nobodys_business(monkeypatch):
+def test_provenance_leaves_out_folders(monkeypatch):
     command = ["/home/me/speed.py", "--networks", "lenet", "--out", "/home/me/results"]
     command += ["--docs", "/home/me/docs", "--seeds", "1"]
     monkeypatch.setattr("sys.argv", command)
@@ -92,7 +92,7 @@ def test_pages_are_filled_from_what_is_kept(tmp_path):
         assert path.read_text() == (ROOT / path.relative_to(tmp_path)).read_text(), path
 
 
-def test_what_is_kept_of_a_run_are_means_over_its_last_seeds(tmp_path):
+def test_means_over_the_last_seeds_are_kept(tmp_path):
     seeds = [{"seed": 0, "nll": 9.0}, {"seed": 0, "nll": 1.0}, {"seed": 1, "nll": 3.0}]
     lines = [{"task": "a", "network": "n", "row": "r", "commit": "c"} | line for line in seeds]
     path = tmp_path / "mnist.jsonl"

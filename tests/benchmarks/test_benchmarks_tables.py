@@ -39,7 +39,7 @@ def test_digits_are_split_disjointly_and_repeatable():
     assert task.network(0.0)(task.test.x[:2]).shape[0] == 2 and task.shifted
 
 
-def test_the_sets_of_tables_do_not_meet():
+def test_the_sets_of_tables_are_disjoint():
     assert not set(tasks.TUNING) & set(tasks.KEPT)
 
 
@@ -97,7 +97,7 @@ def test_tables_run_whole(tmp_path, capsys):
     assert reference["nll"] == 0
 
 
-def test_a_method_that_fails_is_a_line_with_its_message(tmp_path, monkeypatch, capsys):
+def test_a_failed_method_is_a_line_with_its_message(tmp_path, monkeypatch, capsys):
     def fail(case):
         raise MemoryError("too large")
         yield

@@ -92,7 +92,7 @@ def test_variance_of_the_image_is_the_dense_one():
     assert_close(Jw.square().mean(0).flatten(), expected)
 
 
-def test_scores_know_a_perfect_model_of_the_error():
+def test_a_perfect_model_of_the_error_scores_best():
     generator = torch.Generator().manual_seed(0)
     sd = torch.rand(1, 1, 40, 40, generator=generator) + 0.1
     truth = sd * torch.randn(sd.shape, generator=generator)

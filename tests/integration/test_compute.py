@@ -1,4 +1,4 @@
-"""Means of computation: they change what is held and how fast it goes, not what comes out."""
+"""Options of ``Compute`` change memory and speed, but not the posterior."""
 
 import logging
 import warnings
@@ -62,7 +62,7 @@ def test_groups_of_columns_that_visit_the_device_change_nothing():
 
 
 @pytest.mark.parametrize("prior", daily("scalar", rest=["layerwise"]))
-def test_bfloat16_products_say_how_wrong_they_are(prior, caplog):
+def test_bfloat16_products_log_their_error(prior, caplog):
     caplog.set_level(logging.INFO)
     fits = []
     for precision in ("float32", "bfloat16"):
@@ -82,7 +82,7 @@ def test_bfloat16_products_say_how_wrong_they_are(prior, caplog):
 
 @pytest.mark.parametrize("dtype", daily(torch.bfloat16, rest=[torch.float16]))
 @pytest.mark.parametrize("prior", daily("scalar", rest=["layerwise"]))
-def test_models_of_half_precision_are_taken_as_they_are(dtype, prior):
+def test_models_in_half_precision(dtype, prior):
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(60, 5, generator=generator), torch.randint(0, 3, (60,), generator=generator)
     variances = []
@@ -98,7 +98,7 @@ def test_models_of_half_precision_are_taken_as_they_are(dtype, prior):
     assert (found - exact).norm() < 0.1 * exact.norm()
 
 
-def test_channels_last_models_are_taken_as_they_are():
+def test_models_in_channels_last():
     plain = LinearisedLaplace(small_cnn(), "classification", num_samples=4)
     last = LinearisedLaplace(
         small_cnn().to(memory_format=torch.channels_last), "classification", num_samples=4
@@ -121,7 +121,7 @@ class Loader:
         return iter(list(zip(x.split(7), self.case.y.split(7))))
 
 
-def test_data_that_fit_are_read_a_few_times(monkeypatch):
+def test_data_that_fit_in_memory_are_read_a_few_times(monkeypatch):
     case = tiny("classification")
     kept, read = Loader(case), Loader(case)
     first, second = fit(case, Compute(), kept), fit(case, Compute(keep_data=False), read)
@@ -134,7 +134,7 @@ def test_data_that_fit_are_read_a_few_times(monkeypatch):
     assert small.reads >= la.history[-1]["data_passes"] > 5
 
 
-def test_memory_that_is_filled_again_is_not_kept():
+def test_reused_buffers_are_not_kept():
     case = tiny("classification")
     x, y = torch.empty(7, 2, dtype=case.x.dtype), torch.empty(7, dtype=case.y.dtype)
 
@@ -186,7 +186,7 @@ def wide():
     )
 
 
-def test_the_estimate_is_what_a_fit_takes():
+def test_the_plan_estimates_the_peak_memory():
     solver = BlockKrylov(memory=1.0)  # no basis
     x, y = torch.randn(64, 20), torch.randint(0, 3, (64,))
     la = LinearisedLaplace(wide(), "classification", num_samples=8, solver=solver)
@@ -240,12 +240,12 @@ def test_the_plan_is_logged_before_anything_is_allocated(monkeypatch, caplog, ca
 @pytest.mark.parametrize(
     "means", [{"precision": "half"}, {"vectors": "disk"}, {"columns": 0}, {"rows": 1.5}]
 )
-def test_unknown_means_are_refused(means):
+def test_unknown_options_of_compute_raise(means):
     with pytest.raises(ValueError, match=next(iter(means))):
         Compute(**means)
 
 
-def test_cuda_graphs_are_gone():
+def test_cuda_graphs_raise():
     Compute(graphs=False)
     with pytest.raises(TypeError, match="no longer supported.*Leave `graphs` out"):
         Compute(graphs=True)
@@ -258,7 +258,7 @@ def _data(batches):
 
 
 def flags():
-    """What TF32 is allowed by, under all names of it that torch will tell."""
+    """Return whether TF32 is allowed, by all names that torch has for it."""
     backends, found = torch.backends, {}
     readers = {
         "matmul": torch.get_float32_matmul_precision,
@@ -310,8 +310,8 @@ def flags_come_back(setting, inherits):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_flags_of_tf32_come_back_by_all_their_names(name):
-    """In a process of its own, since some of them cannot be unset."""
+def test_all_tf32_flags_are_restored(name):
+    """In a fresh process, since some of them cannot be unset."""
     if "fp32" in SETTINGS[name] and not hasattr(torch.backends, "fp32_precision"):
         pytest.skip("of a newer torch")
     inherits = name in ("nothing", "older, cudnn", "all", "all, ieee")
@@ -322,8 +322,8 @@ def test_flags_of_tf32_come_back_by_all_their_names(name):
     "vectors, free, place",
     [("device", 0.0, "meta"), ("cpu", 1e9, "cpu"), ("auto", 1e9, "meta"), ("auto", 1e3, "cpu")],
 )
-def test_a_loaded_posterior_lies_where_its_vectors_would(vectors, free, place, monkeypatch):
-    """With a device that holds nothing in the place of a card."""
+def test_a_loaded_posterior_is_where_compute_puts_vectors(vectors, free, place, monkeypatch):
+    """A device without storage takes the place of a GPU."""
     case = tiny("classification")
     state = fit(case, Compute()).state_dict()
     la = LinearisedLaplace(case.model, case.name, compute=Compute(vectors=vectors))

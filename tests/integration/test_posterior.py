@@ -74,7 +74,7 @@ def _precision(exact, per_weight):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_half_of_the_estimator_has_the_mean(name):
+def test_each_half_of_the_estimator_of_gamma_is_unbiased(name):
     problem, noise, precision, exact, _ = setting(name, True, False)
     w = optimise_samples(problem, noise, precision, BlockCG(1e-10)).w
     prior_draw = noise.prior.deviation(precision) * noise.xi
@@ -195,7 +195,7 @@ class _BasisEStep(IterativeEStep):
 )
 @pytest.mark.parametrize("g_prior", [False, True])
 @pytest.mark.parametrize("solver", ["block Krylov", "block CG", "function space"])
-def test_em_settles_at_the_dense_fixed_point(name, g_prior, solver, monkeypatch):
+def test_em_converges_to_the_dense_fixed_point(name, g_prior, solver, monkeypatch):
     # a basis has no Monte Carlo error for λ to stop at
     allowed = lambda self, gamma, expectation: torch.full_like(gamma, 0.01)  # noqa: E731
     monkeypatch.setattr(MStep, "allowed", allowed)
@@ -220,7 +220,7 @@ def test_em_settles_at_the_dense_fixed_point(name, g_prior, solver, monkeypatch)
 
 
 @pytest.mark.parametrize("name", daily("classification", rest=["regression"]))
-def test_em_by_sgd_settles_near_it(name):
+def test_em_by_sgd_ends_near_it(name):
     problem, noise, precision, exact, _ = setting(name, True, False)
     few = noise._replace(xi=noise.xi[::5], eta=noise.eta[::5])
     states = []
@@ -263,7 +263,7 @@ def test_updates_are_their_formulas():
     assert_close(em_noise(residual, gamma, count, sigma), ((residual + 0.75) / 20).sqrt())
 
 
-def test_bounds_act_with_a_warning():
+def test_bounds_on_the_precision_warn():
     gamma = torch.tensor([1.0, 1.0, 0.0]).double()
     norm = torch.tensor([1e-30, 1.0, 0.0]).double()
     precision = torch.full((3,), 7.0).double()

@@ -1,4 +1,4 @@
-"""Fits and predictions beside each other, over one network."""
+"""Fits and predictions of one network in several threads and processes."""
 
 import copy
 import os
@@ -15,7 +15,7 @@ from torch_lla_em import LinearisedLaplace
 from torch_lla_em.jacobian import one_at_a_time
 
 
-def test_two_fits_beside_predictions():
+def test_fits_and_predictions_in_threads():
     case = tiny("classification")
     case.model.train()
 
@@ -36,7 +36,7 @@ def test_two_fits_beside_predictions():
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_processes_forked_beside_predictions_can_predict():
+def test_forked_processes_predict():
     case = tiny("classification")
     la = LinearisedLaplace(case.model, "classification", num_samples=4)
     la.fit([(case.x, case.y)], em_steps=1, progress_bar=False)
@@ -62,7 +62,7 @@ def _end_of_child(check):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_process_forked_inside_of_a_network_says_so(monkeypatch):
+def test_a_process_forked_during_a_call_raises(monkeypatch):
     monkeypatch.setattr(one_at_a_time, "_WAIT", 0.01)
     case, inside, done = tiny("classification"), threading.Event(), threading.Event()
     network = LinearisedLaplace(case.model, "classification")._linear_model.network
@@ -87,7 +87,7 @@ def test_a_process_forked_inside_of_a_network_says_so(monkeypatch):
     assert network.weights(("0.weight",))
 
 
-def test_two_threads_may_fit_with_one_folder(tmp_path, caplog):
+def test_two_threads_fit_with_one_folder(tmp_path, caplog):
     case = tiny("classification")
     together, found = threading.Barrier(2), []
 

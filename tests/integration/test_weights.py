@@ -1,4 +1,4 @@
-"""Examples that count as often as their weights say, against the dense posterior."""
+"""Fits with a weight for each example, against the dense posterior."""
 
 import pytest
 import torch
@@ -22,11 +22,11 @@ FIT = {"em_steps": 0, "prior_precision": 5.0, "progress_bar": False}
 def weights_of(case):
     generator = torch.Generator().manual_seed(3)
     w = 3 * torch.rand(len(case.x), generator=generator).double()
-    return w.where(w > 0.5, 0.0)  # some count for nothing
+    return w.where(w > 0.5, 0.0)  # some weights are 0
 
 
 def dense(case, w):
-    """The dense posterior, whose log p is weighted; its targets are rows of (index)."""
+    """The dense posterior, whose log p is weighted; its targets are indices."""
     log_prob, index = LOG_PROBS[case.name], torch.arange(len(case.x))
 
     def weighted(f, i):
@@ -44,7 +44,7 @@ def fit(case, data, la=None, **options):
 
 
 @pytest.mark.parametrize("name", LOG_PROBS)
-def test_products_are_those_of_weighted_examples(name):
+def test_products_use_the_weights(name):
     case = tiny(name)
     w = weights_of(case)
     exact, likelihood = dense(case, w), Weighted(likelihood_of(name))
@@ -63,7 +63,7 @@ def test_products_are_those_of_weighted_examples(name):
 
 @pytest.mark.parametrize("name", LOG_PROBS)
 @pytest.mark.parametrize("curvature", ["network", "linear"])
-def test_fits_are_of_weighted_examples(name, curvature):
+def test_fits_use_the_weights(name, curvature):
     case = tiny(name)
     w = weights_of(case)
     exact = dense(case, w)
@@ -80,7 +80,7 @@ def test_fits_are_of_weighted_examples(name, curvature):
     ids=["plain", "g-prior", "cg"],
 )
 @pytest.mark.parametrize("curvature", ["network", "variational"])
-def test_whole_weights_are_repetitions_and_zeros_are_absences(curvature, options):
+def test_integer_weights_equal_repeated_examples(curvature, options):
     if curvature == "variational" and "solver" in options:
         pytest.skip("no such fit")
     case = tiny("classification")
@@ -89,7 +89,7 @@ def test_whole_weights_are_repetitions_and_zeros_are_absences(curvature, options
     la = {"curvature": curvature, "num_samples": 256, **options}
     own = fit(case, (case.x, case.y), weights=count, la=la, em_steps=20, prior_precision=None)
     other = fit(case, repeated, la=la, em_steps=20, prior_precision=None)
-    # their noise is not the same: λ follows from it up to the Monte Carlo error of γ
+    # their noise differs, so λ agrees up to the Monte Carlo error of γ
     gap = (own.prior_precision / other.prior_precision).log().abs()
     error = (
         own.effective_dim_error / own.effective_dim
@@ -117,7 +117,7 @@ def test_weights_come_in_three_ways():
     assert_close(named.w_samples, known.w_samples)
 
 
-def test_labels_of_a_map_have_weights_of_their_own():
+def test_labels_of_pixels_have_their_own_weights():
     torch.manual_seed(0)
     model = nn.Conv2d(2, 3, 1).double()
     x, y = torch.randn(4, 2, 3, 3).double(), torch.randint(3, (4, 3, 3))
@@ -137,7 +137,7 @@ def test_labels_of_a_map_have_weights_of_their_own():
     assert_close(la.w_lin, pixels.w_lin, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_no_weight_is_refused():
+def test_invalid_weights_raise():
     case = tiny("classification")
     data, ones = (case.x, case.y), torch.ones(30)
     for weights, message in {

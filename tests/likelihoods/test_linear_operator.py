@@ -162,7 +162,7 @@ def test_samples_of_measurements_have_the_noise(likelihood):
     assert y.shape == (500, MEASURED) and abs(y.std() - SIGMA) < 5 * SIGMA / (2 * y.numel()) ** 0.5
 
 
-def test_what_does_not_fit_is_told(likelihood, matrix):
+def test_unsuitable_operators_and_measurements_raise(likelihood, matrix):
     f, y = torch.zeros(2, *SHAPE).double(), torch.zeros(2, MEASURED).double()
     likelihood.check(f, y)
     with pytest.raises(ValueError, match="The operator takes outputs of shape"):

@@ -86,7 +86,7 @@ def test_a_gaussian_for_each_class(network):
 
 
 @pytest.mark.parametrize("by_label", [False, True])
-def test_unfamiliar_inputs_score_lower(network, by_label):
+def test_ood_inputs_score_lower(network, by_label):
     x, labels = data()
     density = FeatureDensity(network, "body", by_label=by_label).fit(Loader(x, labels))
     familiar, far = density.score(x), density.score(x[:60].flip(1) * 3)
@@ -137,7 +137,7 @@ def assert_same(before, network, state):
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("training", [True, False])
-def test_the_model_is_left_as_it_was(network, fails, training):
+def test_the_model_is_not_changed(network, fails, training):
     x, labels = data()
     network.train(training)
     network.body[1].eval()
@@ -220,7 +220,7 @@ def test_no_graph_is_built():
     assert grads == [False]
 
 
-def test_features_are_no_alias_of_the_input():
+def test_features_are_copies():
     x = torch.ones(3, 2)
     FeatureDensity(Echo(), "").features(x).zero_()
     assert x.sum() == 6
@@ -257,7 +257,7 @@ def test_tensors_arrays_and_datasets_are_data_too(network, by_label):
             torch.testing.assert_close(score(*args), expected)
 
 
-def test_examples_labelled_as_ignored_are_left_out_of_a_fit_by_label(network):
+def test_ignored_labels_are_left_out(network):
     x, labels = data()
     ignored = torch.arange(len(x)) % 7 == 0
     ignored[32:64] = True
@@ -281,7 +281,7 @@ def take_a_training_step(network):
 
 
 @pytest.mark.parametrize("change", [change_in_place, swap_two_weights, take_a_training_step])
-def test_changed_weights_are_refused(network, change):
+def test_changed_weights_raise(network, change):
     x, labels = data()
     density = FeatureDensity(network, "body", by_label=True).fit(x, labels)
     before = density.score(x)
@@ -309,14 +309,14 @@ def test_a_dataloader_of_single_precision(network):
     assert torch.isfinite(density.score(x.float() * 1e3)).all()
 
 
-def test_more_features_than_rows_stay_finite():
+def test_more_features_than_examples():
     x = torch.randn(30, 50, generator=torch.Generator().manual_seed(0))
     density = FeatureDensity(Echo(), "", by_label=True).fit([(x, torch.arange(30) % 3)])
     assert torch.isfinite(density.score(x)).all()
     assert density.score(x).min() > density.score(x * 10).max()
 
 
-def test_what_is_refused(network):
+def test_unsuitable_layers_and_data_raise(network):
     x, labels = data()
     with pytest.raises(ValueError, match=r"no layer 'tail'. It has: body, body.0"):
         FeatureDensity(network, "tail")
@@ -348,7 +348,7 @@ def test_what_is_refused(network):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("by_label", [False, True])
-def test_on_cuda(network, by_label):
+def test_a_gpu_agrees_with_the_cpu(network, by_label):
     x, labels = data()
     here = FeatureDensity(network, "body", by_label=by_label).fit(Loader(x, labels)).score(x)
     network.cuda()
@@ -359,7 +359,7 @@ def test_on_cuda(network, by_label):
         assert density.class_scores(x).is_cuda
 
 
-def test_inputs_are_not_written_to():
+def test_inputs_are_not_changed():
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 4), nn.Tanh())
     x = torch.linspace(-1, 1, 90).view(30, 3)
     before = x.clone()

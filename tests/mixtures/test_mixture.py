@@ -215,7 +215,7 @@ def test_the_floor_is_the_best_covariance_above_it():
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_component_without_rows_stays_where_it_is(structure):
+def test_a_component_without_examples_does_not_move(structure):
     x = draw()
     start = GaussianMixture(2, covariance=structure, max_steps=500).fit(x).parameters
     start = start._replace(weights=torch.tensor([1.0, 0.0]))
@@ -232,7 +232,7 @@ def test_a_component_without_rows_stays_where_it_is(structure):
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_streaming_is_the_fit_in_memory(structure):
+def test_streaming_equals_the_fit_in_memory(structure):
     x = draw()
     start = GaussianMixture(3, covariance=structure, max_steps=500, seed=3).fit(x).parameters
     start = start._replace(means=start.means + 0.1)
@@ -260,7 +260,7 @@ def test_a_shuffling_loader():
     assert mixture.history[-1].objective == pytest.approx(log_prob, rel=1e-4)
 
 
-def test_the_seed_decides():
+def test_the_seed_determines_the_fit():
     x = draw()
     options = {"sample_size": 40, "max_steps": 3, "tolerance": 1e9}
 
@@ -276,7 +276,7 @@ def test_the_seed_decides():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_restarts_keep_the_highest():
+def test_restarts_keep_the_highest_bound():
     x = draw(n=200, num_components=6)
     ends = []
     generator = torch.Generator().manual_seed(0)
@@ -344,7 +344,7 @@ def test_samples_have_the_moments_of_the_mixture(structure):
 # Labels.
 
 
-def test_by_label_is_one_mixture_for_each_class():
+def test_a_fit_by_label_is_one_mixture_for_each_class():
     x, generator = draw(n=400), torch.Generator().manual_seed(0)
     labels = torch.randint(2, (400,), generator=generator) * 4 + 1
     options = {"num_components": 2, "max_steps": 3, "tolerance": 0.0}
@@ -402,7 +402,7 @@ DEGENERATE = {
 
 
 @KINDS
-def test_degenerate_data_end_finite(make):
+def test_degenerate_data_give_finite_densities(make):
     for x in DEGENERATE.values():
         mixture = make(3).fit(x)
         assert all(torch.isfinite(t).all() for t in mixture.parameters)
@@ -477,7 +477,7 @@ def one_row(value):
         (ValueError, "must be positive definite", {"covariances": torch.ones(3, 3, 3)}),
     ],
 )
-def test_what_is_refused(error, message, case):
+def test_unsuitable_data_and_options_raise(error, message, case):
     start = {"weights": torch.ones(3) / 3, "means": torch.zeros(3, 3)}
     start["covariances"] = torch.eye(3).expand(3, 3, 3)
     changed = {name: case.pop(name) for name in start.keys() & case}
@@ -490,7 +490,7 @@ def test_what_is_refused(error, message, case):
         GaussianMixture(**{"num_components": 3} | case).fit(**fit)
 
 
-def test_questions_before_the_fit_say_what_to_call():
+def test_densities_require_a_fit():
     with pytest.raises(RuntimeError, match=r"no parameters yet. Call fit\(data\) first"):
         GaussianMixture(2).log_prob(draw())
     with pytest.raises(RuntimeError, match="Call fit"):
@@ -502,7 +502,7 @@ def test_questions_before_the_fit_say_what_to_call():
         mixture.log_prob(draw()[0])
 
 
-def test_a_fit_that_has_not_settled_says_so():
+def test_a_fit_that_has_not_converged_warns():
     mixture = GaussianMixture(3, max_steps=2, tolerance=0.0)
     with pytest.warns(UserWarning, match="not converged after 2 steps. Increase max_steps"):
         mixture.fit(draw())

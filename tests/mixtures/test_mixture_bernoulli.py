@@ -114,14 +114,14 @@ def test_any_type_of_zeros_and_ones(dtype):
     )
 
 
-def test_degenerate_data_end_finite():
+def test_degenerate_data_give_finite_densities():
     for x in (torch.zeros(10, 3), torch.ones(10, 3), torch.eye(3), torch.ones(3, 1)):
         for prior in (None, BetaPrior()):
             mixture = BernoulliMixture(3, prior=prior, max_steps=500).fit(x)
             assert torch.isfinite(mixture.log_prob(1 - x)).all()
 
 
-def test_what_is_refused():
+def test_unsuitable_data_and_options_raise():
     with pytest.raises(ValueError, match="zeros and ones only. Binarise"):
         BernoulliMixture(2).fit(draw() * 0.5)
     with pytest.raises(ValueError, match="zeros and ones only"):

@@ -67,7 +67,7 @@ def test_the_bound_of_one_component_is_the_log_marginal_likelihood(structure):
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_divergence_is_zero_at_home_and_positive_elsewhere(structure):
+def test_divergence_is_zero_only_at_the_prior(structure):
     blocks = Blocks(structure, 3, 2)
     prior = standard(ConjugatePrior(), blocks)
     assert prior.divergence(prior, blocks) == 0
@@ -137,7 +137,7 @@ def normal(q, precision):
     return MultivariateNormal(q.means, precision_matrix=q.strength[:, None, None] * precision)
 
 
-def test_superfluous_components_fade():
+def test_superfluous_components_shrink():
     x = draw(n=600, dim=2, num_components=2)
     mixture = VariationalGaussianMixture(8, max_steps=2000, tolerance=1e-6).fit(x)
     torch.testing.assert_close(mixture.parameters.concentration.sum().item(), 600.0 + 8 * (1 / 8))
@@ -146,7 +146,7 @@ def test_superfluous_components_fade():
     assert torch.isfinite(mixture.log_prob(x)).all()
 
 
-def test_expected_mixture_comes_close_to_the_density_with_many_rows():
+def test_the_expected_mixture_approaches_the_density_with_many_examples():
     x = draw(n=4000)
     mixture = VariationalGaussianMixture(2, max_steps=500).fit(x)
     weights, means, covariances = mixture.parameters.expected()
@@ -156,7 +156,7 @@ def test_expected_mixture_comes_close_to_the_density_with_many_rows():
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_posterior_can_be_taken_and_gone_on_from(structure):
+def test_a_fit_continues_from_a_posterior(structure):
     x = draw()
     options = {"covariance": structure, "max_steps": 500}
     mixture = VariationalGaussianMixture(3, **options).fit(x)

@@ -151,7 +151,7 @@ class Session:
             self._note_stages()
         if self._folder is None:
             return
-        self.problem.sweep.weights.refuse_changes()
+        self.problem.sweep.refuse_changes()
         state = {
             "history": self.history,
             "said": self.said[1:],
@@ -189,7 +189,7 @@ class Session:
             self._bar.n = self.problem.cost.columns
             self._bar.set_description_str("fitted")
         self.problem.data.confirm()
-        self.problem.sweep.weights.refuse_changes()
+        self.problem.sweep.refuse_changes()
 
     def keep(self, state: dict[str, Tensor]) -> None:
         """Put the posterior in the place of the checkpoint's state."""

@@ -7,7 +7,6 @@ import torch.distributed as dist
 from jacobians import X, check, linear_model, mlp, products
 from torch import nn
 from torch.nn import functional as F
-from torch.profiler import profile
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -271,7 +270,7 @@ class TestRefused:
                 return checkpoint(self.body, x, use_reentrant=True)
 
         model = nn.Sequential(nn.Linear(3, 3).double(), Block())
-        self.refuse(model, "'1' (Block)", "reentrant", "use_reentrant=False")
+        self.refuse(model, "reentrant", "use_reentrant=False")
         model(X).sum().backward()  # which the model may go on to do
         assert model[0].weight.grad.any()
 
@@ -429,38 +428,3 @@ def test_deep_copies_and_pickles_of_the_model_are_unaffected():
         warnings.simplefilter("error")
         again = copy.deepcopy(model)
     assert_close(again(X), model(X))
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_sizes_see_signs_and_places(device, monkeypatch):
-    monkeypatch.setattr("torch_lla_em.jacobian.weight_sums._CHUNK", 8)
-    model = nn.Conv2d(3, 4, 3).to(device, memory_format=torch.channels_last)
-    network = Network(model)
-    before, weights = network.sizes(), model.weight.detach().clone()
-    assert torch.equal(network.sizes(), before)
-    assert torch.equal(model.weight, weights)
-
-    def seen(changed):
-        model.weight.data.copy_(changed)
-        return not torch.equal(network.sizes(), before)
-
-    assert not seen(weights)
-    assert seen(-weights)
-    assert seen(weights.flip(0))
-    in_memory = weights.permute(0, 2, 3, 1).reshape(-1)
-    chunks = torch.cat([in_memory[8:16], in_memory[:8], in_memory[16:]])
-    assert seen(chunks.view(4, 3, 3, 3).permute(0, 3, 1, 2))
-
-
-def test_sizes_are_summed_in_one_order():
-    """As products of cuBLAS are not where other streams are at work."""
-    with profile() as seen:
-        Network(mlp()).sizes()
-    assert not {"aten::dot", "aten::mv", "aten::mm"} & {event.name for event in seen.events()}
-
-
-def test_sizes_take_little_memory():
-    model = nn.Conv2d(512, 512, 4).to(memory_format=torch.channels_last)  # 17 MB
-    with profile(profile_memory=True) as seen:
-        Network(model).sizes()
-    assert 0 < max(event.cpu_memory_usage for event in seen.events()) < 8e6

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from torch_lla_em.jacobian.faults import worst_block
 from torch_lla_em.jacobian.parameters import select_parameters
+from torch_lla_em.jacobian.probe import worst_block
 
 
 class Gate(nn.Module):

@@ -37,6 +37,11 @@ class Factored:
     shared: tuple[str, ...] = ()
     """Tables of which one lookup serves all rows."""
 
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The weights without factors."""
+        return tuple(name for name in self.weights.layout.names if name not in self.names)
+
     @classmethod
     def find(
         cls, weights: Weights, names: tuple[str, ...], x: Any, shared: tuple[str, ...] = ()

@@ -1,8 +1,9 @@
-"""The layers of a network as they are called: which comes last, what each is given and returns."""
+"""The layers of a network as they are called: what each is given and returns, and which is at fault."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,3 +61,47 @@ def floating_tensors(values: Any) -> list[Tensor]:
     """Return the floating-point tensors in what a module was given or returned."""
     leaves = torch.utils._pytree.tree_leaves(values)
     return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def layer_of(error: BaseException, network: Network) -> str | None:
+    """Return the path of the innermost submodule whose call raised an error, None if none did."""
+    paths = {id(layer): path for path, layer in network.module.named_modules()}
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        found = paths.get(id(frame.f_locals.get("self")), found)
+    return found
+
+
+def name_layer(network: Network, path: str | None) -> str:
+    """Return how a message names the submodule at a path: its path and its class."""
+    if not path:
+        return f"the model's own forward ({type(network.module).__name__})"
+    return f"{path!r} ({type(network.module.get_submodule(path)).__name__})"
+
+
+def first_layer(network: Network, x: Any, differs: Callable[[Tensor, Tensor], bool]) -> str:
+    """Return the name of the first submodule whose outputs in two passes satisfy a test.
+
+    One whose inputs satisfy it already is not at fault.
+    """
+    for (path, given, got), (_, *again) in zip(_record(network, x), _record(network, x)):
+        at_fault = [
+            any(a.shape == b.shape and differs(a, b) for a, b in zip(*pair))
+            for pair in zip((given, got), again)
+        ]
+        if at_fault == [False, True]:
+            return name_layer(network, path)
+    return name_layer(network, None)
+
+
+def _record(network: Network, x: Any) -> list[tuple[str, list[Tensor], list[Tensor]]]:
+    """Return what each submodule's call in f(x) was given and returned, as they finished."""
+    calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
+
+    def see(path: str, layer: Any, *call: Any) -> None:
+        given, got = floating_tensors(call[:2]), floating_tensors(call[2])
+        calls.append((path, [t.clone() for t in given], [t.clone() for t in got]))
+
+    with hooked(network.module, see):
+        network.outputs(x)
+    return calls

@@ -13,11 +13,9 @@ from torch import Tensor
 from torch_lla_em.jacobian.autodiff import ByAutodiff, Path
 from torch_lla_em.jacobian.by_factors import ByFactors
 from torch_lla_em.jacobian.factored import Factored
-from torch_lla_em.jacobian.factors import Terms
-from torch_lla_em.jacobian.faults import refuse_scripted
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
-from torch_lla_em.jacobian.probe import Report, choose_path
+from torch_lla_em.jacobian.probe import Report, probe
 from torch_lla_em.jacobian.rows import Rows, Weights
 
 logger = logging.getLogger("torch_lla_em")
@@ -34,12 +32,10 @@ class LinearModel:
     """
 
     def __init__(self, network: Network, layout: ParameterLayout):
-        self.network = network
-        self.layout = layout
-        refuse_scripted(network, layout)
+        self.network, self.layout = network, layout
         self.weights = Weights(network, layout)
         self.columns: int | None = None
-        """How many columns fit at once, where memory ends; None: all."""
+        """How many columns fit into memory at once; None: all."""
 
         self.forget()
 
@@ -58,15 +54,18 @@ class LinearModel:
     @property
     def report(self) -> Report | None:
         """What the probe found; None until it has run where the weights are, in their dtype."""
-        return self._report if self._probed == self._where() else None
-
-    def _where(self) -> tuple:
-        return self.network.device, self.dtype
+        return self._report if self._probed == (self.network.device, self.dtype) else None
 
     @property
     def w_MAP(self) -> Tensor:
         """The trained weights, shape (P,)."""
         return self.layout.flatten(self.weights.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of vectors in weight space: single precision at least."""
+        dtypes = {weight.dtype for weight in self.weights.values().values()}
+        return reduce(torch.promote_types, dtypes, torch.float32)
 
     @property
     def rounding(self) -> float:
@@ -81,45 +80,39 @@ class LinearModel:
         J is zero at these inputs, and others have to tell. The model, its buffers and the
         random state stay as they are.
         """
-        if self._probed not in (None, self._where()):
+        where = self.network.device, self.dtype
+        if self._probed not in (None, where):
             self.forget()
         with self.network.guarded(), warnings.catch_warnings():
             # torch's first forward-mode product loads parts of its own that it deprecates
             warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
             with self.network.computing("float32"):
-                report = choose_path(self, x)
+                report = probe(self.weights, x, self.path)
             if report is None:
                 logger.info("J is zero on these rows: derivatives are checked on later ones.")
                 return None
+            self.path, self.factored = report.path, report.factored
             if self.network.precision != "float32":
                 self._measure_precision(x)
         logger.log(logging.WARNING if report.unbatched else logging.INFO, "%s", report)
-        self._report, self._probed = report, self._where()
+        self._report, self._probed = report, where
         return report
 
     def _measure_precision(self, x: Any) -> None:
         """Log by how much the products differ from those in float32."""
         generator = torch.Generator("cpu").manual_seed(0)
-        w = torch.randn(2, self.layout.size, generator=generator, device="cpu").to(
-            self.network.device
-        )
+        w = torch.randn(2, self.layout.size, generator=generator, device="cpu")
+        w = w.to(self.network.device)
         low = self.by_autodiff(x, pulls=False).push(w)
         with self.network.computing("float32"):
             exact = self.by_autodiff(x, pulls=False).push(w)
         self.precision_error = ((low - exact).norm() / exact.norm().clamp_min(1e-300)).item()
-        level = logging.WARNING if self.precision_error > _PRECISION_ERROR else logging.INFO
         logger.log(
-            level,
+            logging.WARNING if self.precision_error > _PRECISION_ERROR else logging.INFO,
             "In %s, J w is off by %.1e of its size.",
             self.network.precision,
             self.precision_error,
         )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of vectors in weight space: single precision at least."""
-        dtypes = {weight.dtype for weight in self.weights.values().values()}
-        return reduce(torch.promote_types, dtypes, torch.float32)
 
     def at(self, x: Any, columns: float = 1, keep: bool = False, pulls: bool = True) -> Rows:
         """Return the linear model at one batch's inputs, for use inside ``network.guarded()``.
@@ -131,7 +124,8 @@ class LinearModel:
         if factored is not None and not torch.is_grad_enabled():
             terms = factored.run(x, keep) if keep or columns >= factored.least_columns else None
             if terms is not None:
-                return self.by_factors(factored, terms, x)
+                rest = self.by_autodiff(x, factored.others) if factored.others else None
+                return ByFactors(self.weights, terms, rest, self.columns)
         return self.by_autodiff(x, pulls=pulls)
 
     def by_autodiff(
@@ -140,18 +134,12 @@ class LinearModel:
         """Return the linear model at a batch, of all weights or the named ones, by ``torch.func``."""
         return ByAutodiff(self.weights, x, self.path.within(self.columns), names, pulls)
 
-    def by_factors(self, factored: Factored, terms: Terms, x: Any) -> ByFactors:
-        """Return the linear model at a batch by the factors of its Jacobian."""
-        others = tuple(name for name in self.layout.names if name not in factored.names)
-        rest = self.by_autodiff(x, others) if others else None
-        return ByFactors(self.weights, terms, rest, self.columns)
-
     def outputs(self, x: Any) -> Tensor:
         """Return f(x), shape (B, ..., C)."""
         return self.network.function(x)(self.weights.values())
 
     def leave_factors(self) -> None:
-        """Take no more factors where memory ends: torch.func can do with less."""
+        """Take no more factors after an out-of-memory error: torch.func can do with less."""
         if self.factored is not None:
             logger.warning("Out of memory: from now on J is taken without factors.")
             self.factored = None

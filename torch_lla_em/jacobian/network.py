@@ -14,10 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
 from torch_lla_em.data import copied, default_forward
+from torch_lla_em.jacobian.attributes import Attributes
 from torch_lla_em.jacobian.contiguous import ContiguousInputs
-from torch_lla_em.jacobian.memory import Memory, attributes_of
 from torch_lla_em.jacobian.one_at_a_time import ONE_AT_A_TIME
-from torch_lla_em.jacobian.weight_sums import WeightSums
 from torch_lla_em.runtime import tf32
 
 ForwardFn = Callable[[nn.Module, Any], Tensor]
@@ -60,9 +59,9 @@ class _State:
     (pytorch#164759). Here each module is visited once and given back its own tensors.
     """
 
-    def __init__(self, module: nn.Module, memory: Memory):
+    def __init__(self, module: nn.Module):
         layers = list(module.named_modules())
-        self.memory, self.attributes = memory, attributes_of(layers)
+        self.attributes = Attributes(layer for _, layer in layers)
         parameters = {id(p): name for name, p in module.named_parameters()}
         names = dict(parameters)
         self.slots: list[_Slot] = []
@@ -97,12 +96,10 @@ class _State:
                         tensor = (self.written[name] if tensor is None else tensor).clone()
                     placed[name] = tensor
                 holder[key] = placed[name]
-            self.memory.begin(self.attributes)
             yield
         finally:
             for holder, key, _, _, tensor in self.slots:
                 holder[key] = tensor
-            self.memory.end(self.attributes)
 
 
 class NoJacobianError(NotImplementedError):
@@ -122,11 +119,8 @@ class Network:
         self.precision = "float32"
         """Of matrix products: that of ``Compute``."""
 
-        self.memory = Memory()
-        """What calls write to the module's attributes."""
-
         self._held: _State | None = None
-        self._sums = WeightSums()
+        self._remembers = False
         self._contiguous: ContiguousInputs | None = ContiguousInputs()
         _refuse(self.module)
 
@@ -140,12 +134,16 @@ class Network:
 
     def function(self, x: Any, in_order: bool = True) -> WeightFunction:
         """Return the map from named weights to f(x), shape (B, ..., C), or with its axes as they are."""
-        state = self._held or _State(self.module, self.memory)
+        state = self._held or _State(self.module)
 
         def f(weights: dict[str, Tensor]) -> Tensor:
-            with state.exchanged(weights), self._contiguous or nullcontext():
-                # a copy of the inputs, since a layer that works in place writes to them
-                outputs = self.forward_fn(self.module, copied(x))
+            try:
+                with state.exchanged(weights), self._contiguous or nullcontext():
+                    # a copy of the inputs, since a layer that works in place writes to them
+                    outputs = self.forward_fn(self.module, copied(x))
+            finally:
+                if not self._remembers:
+                    state.attributes.restore()
             if self._contiguous and not self._contiguous.needed:
                 self._contiguous = None  # it takes microseconds of every call
             outputs = outputs.float() if self.precision == "bfloat16" else outputs
@@ -162,6 +160,17 @@ class Network:
         """Keep other threads from exchanging the module's tensors meanwhile."""
         with ONE_AT_A_TIME:
             yield
+
+    @contextmanager
+    def remembering(self) -> Iterator[Attributes]:
+        """Have calls begin with what the one before has left in attributes, till the block ends."""
+        held, self._held, self._remembers = self._held, None, True
+        attributes = Attributes(self.module.modules())
+        try:
+            yield attributes
+        finally:
+            self._held, self._remembers = held, False
+            attributes.restore()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -203,14 +212,8 @@ class Network:
                 layer.training = False
                 if isinstance(layer, nn.Embedding):
                     layer.sparse = False
-            self._held = _State(self.module, self.memory)
+            self._held = _State(self.module)
             yield
-
-    def sizes(self) -> Tensor:
-        """Return sums over every parameter, which a change without a new version changes too."""
-        with ONE_AT_A_TIME:
-            parameters, device = list(self.module.parameters()), self.device
-            return torch.cat([self._sums.of(p).to(device) for p in parameters]).cpu()
 
     @contextmanager
     def computing(self, precision: str) -> Iterator[None]:
@@ -224,18 +227,6 @@ class Network:
                     autocast = torch.autocast(device_type, torch.bfloat16, low, cache_enabled=False)
                     stack.enter_context(autocast)
             yield
-
-    def versions(self) -> dict[str, int]:
-        """Return a count by name that goes up with each change of a weight or a statistic.
-
-        Running statistics change without one, but the count of their batches has one.
-        """
-        with ONE_AT_A_TIME:
-            marks = {name: p._version for name, p in self.module.named_parameters()}
-            for name, buffer in self.module.named_buffers():
-                if buffer.is_floating_point() or name.endswith("num_batches_tracked"):
-                    marks[name] = buffer._version
-            return marks
 
     @property
     def device(self) -> torch.device:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_lla_em.data import tensors_in
-from torch_lla_em.jacobian.faults import padding_rows
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 
@@ -25,7 +25,8 @@ class Weights:
 
     def __init__(self, network: Network, layout: ParameterLayout):
         self.network, self.layout = network, layout
-        self.padding = padding_rows(network, layout)
+        _refuse_scripted(network, layout)
+        self.padding = _padding_rows(network, layout)
 
     def values(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Return the trained weights, all or the named ones, detached."""
@@ -106,3 +107,41 @@ def _flat(grads: Mapping[str, Tensor], total: Tensor) -> dict[str, Tensor]:
         name: grad.reshape(len(grad), -1).to(total.device, total.dtype)
         for name, grad in grads.items()
     }
+
+
+def _refuse_scripted(network: Network, layout: ParameterLayout) -> None:
+    for path, layer in network.module.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule):
+            own = [n for n in layout.names if n.startswith(f"{path}.")]
+            if own:
+                raise TypeError(
+                    f"The module {path!r} is scripted or traced (torch.jit), so its weights "
+                    "cannot be exchanged. Use the Python module it was made from, or leave "
+                    f"{own[0]!r} out of `parameters`."
+                )
+
+
+def _padding_rows(network: Network, layout: ParameterLayout) -> dict[str, list[int] | None]:
+    """Rows that no gradient reaches in training, by name; None for tied weights.
+
+    Reverse mode gives the row ``padding_idx`` of an embedding no gradient, forward mode
+    knows nothing of it.
+    """
+    rows: dict[str, list[int] | None] = {}
+    parameters = {id(p): name for name, p in network.module.named_parameters()}
+    uses = Counter(id(p) for m in network.module.modules() for p in m.parameters(recurse=False))
+    for path, layer in network.module.named_modules():
+        if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        name = parameters.get(id(layer.weight))
+        if name not in layout.names:
+            continue
+        if layer.scale_grad_by_freq:
+            raise ValueError(
+                f"The {type(layer).__name__} {path!r} has scale_grad_by_freq=True, so its "
+                "gradient is not the derivative of its output and there is no Jacobian. Set "
+                f"scale_grad_by_freq=False, or leave {name!r} out of `parameters`."
+            )
+        if layer.padding_idx is not None:
+            rows[name] = None if uses[id(layer.weight)] > 1 else [layer.padding_idx]
+    return rows

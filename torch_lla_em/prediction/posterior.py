@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torch_lla_em.data import Chain, Data, Identity, TargetFn
 from torch_lla_em.inference import Curve, Estimate, Modes, Posterior, curve
-from torch_lla_em.jacobian import LinearModel
+from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Example, Likelihood, Regression, is_named
 from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Calibration
@@ -50,7 +50,7 @@ class StoredPosterior(nn.Module):
     _linear_model: LinearModel
     _given_likelihood: Any
     _given: list[str]
-    _state_of_network: stored.NetworkState
+    _state_of_network: NetworkState
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -216,7 +216,7 @@ class StoredPosterior(nn.Module):
             self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
         self.num_samples, self._loaders = len(self.w_samples), None
         self._example = Example.known(state)
-        self._state_of_network = stored.NetworkState(self._linear_model.network)
+        self._state_of_network = NetworkState(self._linear_model.network)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the posterior to a file, without the network. Loading it runs no code.
@@ -281,7 +281,7 @@ class StoredPosterior(nn.Module):
         self.model._apply(fn, recurse)
         self._linear_model = LinearModel(network, self._linear_model.layout)  # to be probed there
         if unchanged:
-            self._state_of_network = stored.NetworkState(network)
+            self._state_of_network = NetworkState(network)
         return self
 
     def _store(self, posterior: Posterior, history: list[dict[str, Any]], num_data: int) -> None:
@@ -296,7 +296,7 @@ class StoredPosterior(nn.Module):
         elif isinstance(self._given_likelihood, Regression):  # tempered, so its noise is fixed
             self.likelihood = self._given_likelihood
             self.sigma_noise = self.likelihood.sigma_noise.to(self.w_lin.device)
-        self._state_of_network = stored.NetworkState(self._linear_model.network)
+        self._state_of_network = NetworkState(self._linear_model.network)
 
     def _example_of(self, data: Data) -> Example | None:
         """Return values of a user's own likelihood, by which a loaded state is compared with it."""

@@ -1,4 +1,4 @@
-"""How a posterior is stored: tensors by name, files, and whether the network is still the same."""
+"""How a posterior is stored: tensors by name, and files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from torch_lla_em.prediction.conformal import REFERENCE
 from torch_lla_em.prediction.pushed import posterior_alone
 from torch_lla_em.runtime import files
 from torch_lla_em.runtime import records as persistence
-
-# entries of a tensor that are compared at every call
-_COMPARED = 16
 
 # the buffers of a posterior; the private ones are for the evidence and its curve
 TENSORS = (
@@ -233,80 +230,3 @@ def _refuse_other_network(saved: Tensor, module: nn.Module) -> None:
             "The network's weights or buffers are not those that the posterior was fitted to: "
             "load the checkpoint of that network first, or fit again."
         )
-
-
-class NetworkState:
-    """The weights and running statistics of a network at one time, to notice later changes.
-
-    Every call compares the tensors' addresses and version counters, the types of the layers, and a
-    few entries of each tensor, since fused optimisers and ``.data`` write without a new version. If
-    any of these has changed, or if required, every bit is compared.
-    """
-
-    def __init__(self, network: Network):
-        module = network.module
-        with network.alone():
-            self.fingerprint = persistence.fingerprint(module)
-            """A hash of every bit."""
-
-            self._kinds = _kinds(module)
-            self._marks: list[Any] | None = _marks(module)
-            self._numbers: Tensor | None = _numbers(module)
-
-    def holds(self, network: Network, surely: bool = False) -> bool:
-        """Whether the network is unchanged; ``surely`` compares every bit."""
-        with network.alone():
-            return self._holds(network.module, surely)
-
-    def _holds(self, module: nn.Module, surely: bool) -> bool:
-        if not surely and self._marks == _marks(module):
-            numbers = _numbers(module)
-            if torch.equal(numbers.nan_to_num(), self._numbers.nan_to_num()):
-                return True
-        if _kinds(module) != self._kinds:
-            return False
-        if not torch.equal(persistence.fingerprint(module), self.fingerprint):
-            return False
-        self._marks, self._numbers = _marks(module), _numbers(module)
-        return True
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out addresses, which differ in a copy of the network."""
-        return {**self.__dict__, "_marks": None, "_numbers": None}
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    buffers = [b for b in module.buffers() if b.is_floating_point() or b.is_complex()]
-    return [*module.parameters(), *buffers]
-
-
-def _marks(module: nn.Module) -> list[Any]:
-    """Return what most changes of a tensor alter, and is free to read."""
-    return [(id(t), t.dtype, t.device, t.shape, *_place(t)) for t in _tensors(module)] + _kinds(
-        module
-    )
-
-
-def _place(tensor: Tensor) -> tuple[int, int]:
-    pointer = tensor.data_ptr() if tensor.layout is torch.strided else 0
-    return pointer, -1 if tensor.is_inference() else tensor._version
-
-
-def _kinds(module: nn.Module) -> list[Any]:
-    return [type(layer) for layer in module.modules()]
-
-
-def _numbers(module: nn.Module) -> Tensor:
-    """Return a few entries of every tensor, (n,)."""
-    found = []
-    for tensor in _tensors(module):
-        if tensor.layout is torch.strided and not tensor.is_quantized and tensor.numel():
-            entries = tensor.detach()
-            if entries.is_complex():
-                entries = torch.view_as_real(entries.resolve_conj())
-            if not entries.is_contiguous():  # views, of dense tensors with any order of axes
-                order = sorted(range(entries.dim()), key=entries.stride, reverse=True)
-                entries = entries.permute(order)
-            entries = entries.reshape(-1)
-            found.append(entries[:: max(1, len(entries) // _COMPARED)].double())
-    return torch.cat([entries.to(found[0].device) for entries in found])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data, tensors_in
-from torch_lla_em.jacobian import LinearModel, Rows, explained, layer_of
+from torch_lla_em.jacobian import LinearModel, NetworkState, Rows, explained, layer_of
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.finite import (
     DERIVATIVE,
@@ -27,7 +27,6 @@ from torch_lla_em.problem.finite import (
 from torch_lla_em.problem.kept_rows import KeptRows
 from torch_lla_em.problem.pieces import Pieces
 from torch_lla_em.problem.placement import Vectors
-from torch_lla_em.problem.unchanged import UnchangedWeights
 from torch_lla_em.runtime import DoesNotFit, is_shortage, release, shortage_of
 
 logger = logging.getLogger("torch_lla_em")
@@ -85,7 +84,7 @@ class Sweep:
         """Whether the pass under way is."""
 
         self.pieces, self.kept = Pieces(linear_model), KeptRows(linear_model)
-        self.weights = UnchangedWeights(linear_model.network)
+        self._begun_with = NetworkState(linear_model.network, exact=False)
         self.rows = inf
         """Rows of a batch at once."""
 
@@ -192,7 +191,7 @@ class Sweep:
                         targets = self._likelihood.align(batch.targets, class_dim)
                         yield batch._replace(targets=targets, whole=(part, start))
                         start += len(batch.rows)
-        self.weights.refuse_changes()
+        self.refuse_changes()
 
     def probe(self, batch: Batch) -> None:
         """Have the network's derivatives checked, the first time."""
@@ -204,6 +203,18 @@ class Sweep:
                 with self._searching():
                     self._check_inputs(batch)
                 raise
+
+    def refuse_changes(self) -> None:
+        """Raise where the weights are no longer those that the fit began with.
+
+        It waits for the device, and is to be called before anything is kept.
+        """
+        changed = self._begun_with.changed(self.linear_model.network)
+        if changed is not None:
+            raise RuntimeError(
+                f"The network's {changed!r} was changed while it was being fitted: leave the network "
+                "alone until fit returns, or fit a copy.deepcopy of it."
+            )
 
     def _probe(self, batch: Batch) -> None:
         model, few = self.linear_model, next(batch.split(_FEW))

@@ -1,7 +1,7 @@
-"""The dense posterior, for tiny networks: the reference that everything is tested against.
+"""The dense posterior of tiny networks: the reference for tests.
 
-Shares no line with the fast path: J by reverse mode one output at a time, H by two
-derivatives of the log likelihood, and dense linear algebra.
+It shares no code with the library: J by reverse mode one output at a time, H by two
+derivatives of the log-likelihood, and dense linear algebra.
 """
 
 from __future__ import annotations
@@ -19,31 +19,46 @@ LogProb = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ExactLaplace:
-    """N(w_lin, (G + Λ)⁻¹) with every matrix formed; float64 is advised."""
+    """N(w_lin, (G + Λ)⁻¹) with dense matrices; use float64.
+
+    Example::
+
+        names = [name for name, _ in model.named_parameters()]
+        exact = ExactLaplace.of(model, x, y, gaussian_log_prob(torch.tensor(0.1)), names)
+        exact.covariance(torch.tensor(2.0)), exact.mode(torch.tensor(2.0))
+    """
 
     J: Tensor
-    """(N, C, P): the Jacobian of all data, sites and classes in one axis."""
+    """The Jacobian of all examples, (N, C, P), with sites and classes in one axis."""
 
     f: Tensor
-    """(N, C): the network's outputs."""
+    """The network's outputs, (N, C)."""
 
     y: Tensor
-    """(N, ...): targets."""
+    """Targets, (N, ...)."""
 
     log_prob: LogProb
-    """(C,), target -> log p(y | f) of one datum."""
+    """The function f (C,), y -> log p(y | f) of one example."""
 
     H: Tensor
-    """(N, C, C)."""
+    """The Hessian of -log p in the outputs, at f, (N, C, C)."""
 
     scale: Tensor
-    """(P,)."""
+    """The prior's shape, (P,): Λ = diag(λ / scale²)."""
 
     @classmethod
     def of(
         cls, model: nn.Module, x: Any, y: Tensor, log_prob: LogProb, names: list[str]
     ) -> ExactLaplace:
-        """Return the dense pieces of a model in eval mode at (x, y)."""
+        """Return the dense posterior of a model.
+
+        Args:
+            model (nn.Module): a network in eval mode, in float64.
+            x: the inputs of all examples.
+            y (Tensor): their targets.
+            log_prob (callable): f (C,), y -> log p(y | f) of one example.
+            names (list of str): the parameters in the posterior, by name.
+        """
         parameters = dict(model.named_parameters())
         f = model(x).flatten(1)
         rows = [
@@ -62,7 +77,7 @@ class ExactLaplace:
 
     @property
     def expected_squared_features(self) -> Tensor:
-        """diag(G) / N, (P,): what s² estimates."""
+        """diag(G) / N, (P,): the expectation of s² of the g-prior."""
         return self.ggn.diagonal() / len(self.J)
 
     def covariance(self, precision: Tensor) -> Tensor:
@@ -70,7 +85,7 @@ class ExactLaplace:
         return torch.linalg.inv(self.ggn + torch.diag(precision / self.scale**2))
 
     def effective_dims(self, precision: Tensor) -> Tensor:
-        """Return the diagonal of Σ G, (P,): its sum is γ, its block sums γ of blocks."""
+        """Return the diagonal of Σ G, (P,), whose sum is γ, in total or per block."""
         return (self.covariance(precision) * self.ggn).sum(1)
 
     def mode(self, precision: Tensor, start: Tensor | None = None) -> Tensor:
@@ -100,7 +115,7 @@ class ExactLaplace:
         return -torch.vmap(self.log_prob)(self.J @ w, self.y).sum()
 
     def log_evidence(self, precision: Tensor) -> Tensor:
-        """Return log p(y | λ) by Laplace's method at the mode, with G as its curvature."""
+        """Return log p(y | λ) by Laplace's method at the mode, with the curvature G."""
         w = self.mode(precision)
         Lambda = precision / self.scale**2 * torch.ones_like(self.scale)
         root = Lambda.rsqrt()
@@ -110,7 +125,7 @@ class ExactLaplace:
         return -self.loss(w) - 0.5 * (Lambda * w**2).sum() - 0.5 * torch.logdet(whitened)
 
     def at_noise(self, log_prob: LogProb) -> ExactLaplace:
-        """Return the same data under another likelihood."""
+        """Return the posterior of the same data under another likelihood."""
         H = _hessians(log_prob, self.f, self.y)
         return replace(self, log_prob=log_prob, H=H)
 
@@ -122,7 +137,7 @@ class ExactLaplace:
 
 
 def gaussian_log_prob(sigma: Tensor) -> LogProb:
-    """Return log N(y | f, σ²) of one datum, for ``ExactLaplace``."""
+    """Return log N(y | f, σ²) of one example as a function, for ``ExactLaplace``."""
 
     def log_prob(f: Tensor, y: Tensor) -> Tensor:
         return (-0.5 * ((y - f) / sigma) ** 2 - sigma.log() - 0.5 * log(2 * pi)).sum()

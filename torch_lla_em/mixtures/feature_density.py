@@ -96,12 +96,26 @@ class FeatureDensity:
         return self
 
     def score(self, inputs: Any) -> Tensor:
-        """Return the log density of the inputs' features, shape (B,): low if they are OOD."""
+        """Return the log density of the inputs' features, shape (B,): low if they are OOD.
+
+        Args:
+            inputs: one batch of what the network takes.
+
+        Raises:
+            RuntimeError: before ``fit``, or if the model's weights have changed since.
+        """
         self._require_same_weights()
         return self.mixture.log_prob(self.features(inputs))
 
     def class_scores(self, inputs: Any) -> Tensor:
-        """Return log p(features, label), shape (B, C), with labels in increasing order."""
+        """Return log p(features, label), shape (B, C), with labels in increasing order.
+
+        Args:
+            inputs: one batch of what the network takes.
+
+        Raises:
+            RuntimeError: before ``fit``, after one without labels, or if the weights have changed.
+        """
         self._require_same_weights()
         return self.mixture.class_log_prob(self.features(inputs))
 
@@ -117,7 +131,7 @@ class FeatureDensity:
         outputs: list[Any] = []
         own = next(self.model.parameters(), next(self.model.buffers(), None))
         inputs = inputs if own is None else to_device(inputs, own.device)
-        with _left_as_it_was(self.model), torch.no_grad():
+        with _restored(self.model), torch.no_grad():
             self.layer.register_forward_hook(lambda module, args, out: outputs.append(out))
             self.forward_fn(self.model, copied(inputs))
         if not outputs:
@@ -163,13 +177,17 @@ class _FeatureBatches:
 def _as_batches(data: Any, labels: Any) -> Iterable:
     """Return the batches of a loader, of a dataset, of a dict, or of tensors x and labels."""
     require_several_passes(data)
-    if labels is not None or isinstance(data, (Tensor, np.ndarray)):
-        data = (data,) if labels is None else (data, labels)
+    if labels is not None:
+        data = (data, labels)
+    elif isinstance(data, (Tensor, np.ndarray)):
+        data = (data,)
+    if isinstance(data, Mapping):
+        return [data]
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return DataLoader(data, _BATCH_SIZE)
     if not isinstance(data, tuple) or len(data) > 2:
-        return [data] if isinstance(data, Mapping) else data
-    data = map_tensors(lambda tensor: tensor, data)
+        return data
+    data = map_tensors(lambda tensor: tensor, data)  # arrays become tensors
     if not all(isinstance(part, Tensor) for part in data):
         return [data]
     shapes = [tuple(part.shape) for part in data]
@@ -208,8 +226,8 @@ def _checksum(model: nn.Module) -> int:
 
 
 @contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Run the model in evaluation mode; put back whatever changed, also after an error."""
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode; restore its mode, attributes and buffers at the end."""
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     contents = [
         (value, value.copy())

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from torch_lla_em import LinearisedLaplace
-from torch_lla_em.inference.ascent import Variational
-from torch_lla_em.inference.search_space import SearchSpace
+from torch_lla_em.inference.expected_curvature import ExpectedCurvature
+from torch_lla_em.inference.span import Span
 
 N, C, K = 200, 3, 8
 
@@ -27,7 +27,7 @@ def trained():
 def fit(monkeypatch):
     """Fit with memory for so many directions."""
     model, x, y = trained()
-    restarts, restart = [], SearchSpace.restart
+    restarts, restart = [], Span.restart
 
     def counted(space, coordinates):
         restarts.append(space.size)
@@ -36,8 +36,8 @@ def fit(monkeypatch):
     def run(directions):
         P = sum(p.numel() for p in model.parameters())
         bytes_ = 4 * (directions * (2 * P + 3 * N * C) + 12 * N * C**2)
-        monkeypatch.setattr("torch_lla_em.inference.variational.room", lambda _: 2.0 * bytes_)
-        monkeypatch.setattr(SearchSpace, "restart", counted)
+        monkeypatch.setattr("torch_lla_em.inference.span_e_step.room", lambda _: 2.0 * bytes_)
+        monkeypatch.setattr(Span, "restart", counted)
         la = LinearisedLaplace(model, "classification", num_samples=K)
         la.fit(x, y, progress_bar=False)
         la.restarts = len(restarts)
@@ -74,13 +74,13 @@ def test_the_network_comes_last_with_a_warning_that_stays(fit):
 
 
 def test_out_of_memory_halves_the_samples(monkeypatch, fit):
-    residuals = Variational.residuals
+    residuals = ExpectedCurvature.residuals
 
     def short(steps, q):
         if len(q.samples) > 4:
             raise torch.OutOfMemoryError("none left")
         return residuals(steps, q)
 
-    monkeypatch.setattr(Variational, "residuals", short)
+    monkeypatch.setattr(ExpectedCurvature, "residuals", short)
     la, _ = fit(10_000)
     assert len(la.w_samples) == 4 and "allows 4 posterior samples" in la.messages[1]

@@ -8,11 +8,12 @@ from tiny import Binomial, basis_noise, likelihood_of, tiny
 from torch import nn
 
 from torch_lla_em import BlockKrylov, LinearisedLaplace
-from torch_lla_em.inference.ascent import SMALL, Variational
-from torch_lla_em.inference.draws import Draws, root_of
-from torch_lla_em.inference.search_space import SearchSpace
+from torch_lla_em.inference.expectations import Expectations, root_of
+from torch_lla_em.inference.expected_curvature import SMALL, ExpectedCurvature
+from torch_lla_em.inference.mackay import MStep
+from torch_lla_em.inference.span import Span
+from torch_lla_em.inference.span_e_step import Asked, over_span
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
-from torch_lla_em.inference.variational import Wanted, variational
 from torch_lla_em.likelihoods import HeteroscedasticRegression
 
 VARIATIONAL = {"curvature": "variational"}
@@ -81,29 +82,29 @@ def with_basis(name, draws):
     """A variational posterior whose noise is a basis, over all of weight space."""
     problem = tiny(name).problem(9, 20)
     noise = basis_noise(problem, g_prior=False, layerwise=False)
-    space = SearchSpace(problem, noise.prior, noise.xi, math.inf)
+    space = Span(problem, noise.prior, noise.xi, math.inf)
     assert space.widen(torch.eye(problem.size).double())
     f, targets, _ = space.rows
     K, P = noise.xi.shape
     epsilon = torch.cat([torch.zeros(P, f.numel()), K**0.5 * torch.eye(K - P)]).double()
-    expected = Draws(problem.likelihood, targets, f, 0, draws)
-    return problem, noise, Variational(space, expected, epsilon.view(K, *f.shape))
+    expected = Expectations(problem.likelihood, targets, f, 0, draws)
+    return problem, noise, ExpectedCurvature(space, expected, epsilon.view(K, *f.shape))
 
 
 def begun(steps, precision):
-    H = steps.draws.curvature(torch.zeros(steps.draws.shape).double(), None)
-    start = torch.zeros(steps.space.size).double()
-    return steps.at(steps.spectrum(H), precision, start)
+    H = steps.expected.curvature(torch.zeros(steps.expected.shape).double(), None)
+    start = torch.zeros(steps.span.size).double()
+    return steps.at(steps.curved(H), precision, start)
 
 
 def settled(steps, q, least):
     for _ in range(10):
-        q = steps.ascend(q, least)
+        q = steps.ascend(q, None, least)
     return q
 
 
 def in_weights(steps, q):
-    w = steps.space.weights(torch.cat([q.mean[None], q.samples]))
+    w = steps.span.weights(torch.cat([q.mean[None], q.samples]))
     return w[0], w[1:].T @ w[1:] / len(q.samples)
 
 
@@ -118,7 +119,7 @@ def test_it_is_the_dense_variational_posterior(name):
     assert best - 2 * SMALL < ours <= best + 1e-6
     # with the noise as a basis the samples are exact at their own curvature
     J = dense.J
-    G = torch.einsum("ncp,ncd,ndq->pq", J, q.spectrum.curvature, J)
+    G = torch.einsum("ncp,ncd,ndq->pq", J, q.curved.blocks, J)
     exact = torch.linalg.inv(G + 3 * torch.eye(len(G)))
     torch.testing.assert_close(covariance, exact, rtol=1e-6, atol=1e-8)
 
@@ -182,8 +183,8 @@ def test_no_step_lowers_the_bound(name):
     _, _, steps = with_basis(name, draws=8)
     q = begun(steps, 100.0)
     for _ in range(6):
-        new = steps.ascend(q, q.precision / 3)
-        again = steps.at(new.spectrum, new.precision, new.mean)
+        new = steps.ascend(q, None, q.precision / 3)
+        again = steps.at(new.curved, new.precision, new.mean)
         assert new.bound >= q.bound and again.bound >= new.bound - 1e-9
         q = new
 
@@ -204,7 +205,7 @@ def test_the_bound_is_that_of_its_samples():
 def test_draws_without_a_root_are_the_likelihood(name):
     case = tiny(name)
     f = torch.randn(30, 3).double()
-    draws = Draws(likelihood_of(name), case.y, f, 0, 2)
+    draws = Expectations(likelihood_of(name), case.y, f, 0, 2)
     likelihood = likelihood_of(name)
     u = torch.randn(30, 3).double()
     product = (draws.curvature(f, None) @ u.unsqueeze(-1)).squeeze(-1)
@@ -216,9 +217,9 @@ def test_draws_without_a_root_are_the_likelihood(name):
 def test_draws_do_not_depend_on_pieces(monkeypatch):
     case = tiny("classification")
     mean, root = torch.randn(30, 3).double(), torch.randn(30, 3, 3).double()
-    draws = Draws(likelihood_of("classification"), case.y, mean, 0, 5)
+    draws = Expectations(likelihood_of("classification"), case.y, mean, 0, 5)
     whole = draws.curvature(mean, root), draws.slope(mean, root)
-    monkeypatch.setattr("torch_lla_em.inference.draws._NUMBERS", 700)
+    monkeypatch.setattr("torch_lla_em.inference.expectations._NUMBERS", 700)
     torch.testing.assert_close((draws.curvature(mean, root), draws.slope(mean, root)), whole)
 
 
@@ -252,8 +253,9 @@ def test_its_evidence_is_known_to_its_standard_error():
     found = []
     for seed in range(8):
         few = get_sto_samples(problem, 32, seed, g_prior=False)
-        wanted = Wanted(1e-3, 0, torch.tensor(3.0).double())
-        found.append(variational(problem, few, wanted, lambda *_: None).log_evidence)
+        asked = Asked(1e-3, True, 0, torch.tensor(3.0).double())
+        m_step = MStep(problem, few.prior)
+        found.append(over_span(problem, few, asked, m_step, lambda *_: None).log_evidence)
     values = torch.stack([one.value for one in found])
     error = values.std().item() / len(values) ** 0.5
     # 32 samples know a variance to a quarter, which bends the curvature a little
@@ -340,7 +342,7 @@ def test_a_fit_that_was_stopped_goes_on(tmp_path, monkeypatch):
         )
         return la.fit(loader, progress_bar=False, checkpoint=tmp_path)
 
-    residuals, asked = Variational.residuals, []
+    residuals, asked = ExpectedCurvature.residuals, []
 
     def stopped(steps, q):
         asked.append(q)
@@ -349,7 +351,7 @@ def test_a_fit_that_was_stopped_goes_on(tmp_path, monkeypatch):
         return residuals(steps, q)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Variational, "residuals", stopped)
+        patch.setattr(ExpectedCurvature, "residuals", stopped)
         with pytest.raises(KeyboardInterrupt):
             fit()
     _, whole = fitted("classification", num_samples=4, tolerance=1e-2)
@@ -389,7 +391,7 @@ def test_where_memory_ends_the_network_is_gone_on_with(monkeypatch):
     case = tiny("bernoulli")
     la = LinearisedLaplace(case.model, "bernoulli", num_samples=4, g_prior=True)
     plain = LinearisedLaplace(case.model, "bernoulli", num_samples=4, curvature="network")
-    monkeypatch.setattr(Variational, "residuals", ends)
+    monkeypatch.setattr(ExpectedCurvature, "residuals", ends)
     for one in (la, plain):
         one.fit([(case.x, case.y)], progress_bar=False)
     torch.testing.assert_close(la.w_samples, plain.w_samples)

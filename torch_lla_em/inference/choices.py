@@ -80,6 +80,11 @@ def make_e_step(
     return IterativeEStep(problem, noise, solver, search, known)
 
 
+def allows_span(problem: Problem, options: FitOptions) -> bool:
+    """Whether a fixed curvature may go over a span: one λ, one σ, and no solver asked for."""
+    return options.solver is None and _shifts(problem, options.layerwise)
+
+
 def choose_scalings(g_prior: bool | str | None, variational: bool, validated: bool) -> tuple:
     """Return the values of ``g_prior`` to fit with, of which a validation set then decides.
 

@@ -152,7 +152,7 @@ def em(e_step: EStep, m_step: MStep, start: State, max_steps: int = 20) -> Itera
             m_step.problem.cost.columns,
             time.monotonic() - began,
         )
-        fresh = state.step is None or step.number > state.step.number
+        fresh = step.number > (0 if state.step is None else state.step.number)
         state = State(step.hyper, step, info, own, fresh, ended)
         yield state
     if max_steps and state.step is not None and not state.step.settled:

@@ -12,22 +12,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.choices import FitOptions, choose_curvature, make_e_step
+from torch_lla_em.inference.choices import (
+    FitOptions,
+    allows_span,
+    choose_curvature,
+    make_e_step,
+)
 from torch_lla_em.inference.e_step import FixedEStep
 from torch_lla_em.inference.em import Info, State, em
 from torch_lla_em.inference.evidence import log_evidences, sigma_of
 from torch_lla_em.inference.mackay import Estimate, Hyperparameters, MStep
 from torch_lla_em.inference.posterior import Posterior
+from torch_lla_em.inference.span_e_step import FEWEST_SAMPLES, Asked, over_span, with_fewer
 from torch_lla_em.inference.stochastic_prior import (
     StochasticPrior,
     get_sto_samples,
     with_noise,
-)
-from torch_lla_em.inference.variational import (
-    FEWEST_SAMPLES,
-    Wanted,
-    variational,
-    with_fewer,
 )
 from torch_lla_em.problem import (
     VECTORS,
@@ -55,6 +55,12 @@ _NO_ROWS = (
     "memory for them, or the examples come in another order at every pass. The fit goes on with "
     'curvature="%s", whose predictions are usually worse. Use a loader that does not shuffle, '
     "fewer `parameters`, or more memory; otherwise call `calibrate`."
+)
+
+
+_NO_SPAN = (
+    "The outputs of a few directions at all examples cannot be kept: there is no memory for them, or "
+    "the examples come in another order at every pass. The fit goes on by products with G."
 )
 
 
@@ -160,71 +166,96 @@ def _learn(
         start = Progress(0, Grown.of(noise.eta), noise.prior.scale, sigma_of(problem))
         tell(None, start)
     _check_start(options.prior_precision, options, len(noise.prior.layout.names))
-    curvature = options.curvature or choose_curvature(problem, options)
-    if curvature == "variational" and not problem.likelihood.is_quadratic:
+    curvature, quadratic = options.curvature, problem.likelihood.is_quadratic
+    curvature = curvature or choose_curvature(problem, options)
+    if curvature == "variational" and not quadratic:
         if start.state is None or start.state.own is not None:
-            found = _variational(problem, noise, options, tell, start)
+            found = _over_span(problem, noise, options, tell, start, moves=True)
             if found is not None:
                 return found
             start = start._replace(state=None, directions=None)
         curvature = "network" if options.curvature is None else "linear"
         logger.warning(_NO_ROWS, curvature)
     rounds = 0
-    if curvature != "network" and not problem.likelihood.is_quadratic:
+    if curvature != "network" and not quadratic:
         # a loss with several modes would wander from one to the next
         rounds = _LINEAR_ROUNDS if problem.likelihood.convex else 1
-    if start.state is None:
-        hyper = Hyperparameters(_starting_point(problem, noise, options), sigma_of(problem))
-        start = start._replace(state=State(hyper))
-    m_step, state = MStep(problem, noise.prior, options.update), start.state
-    at = problem if start.point is None else problem.with_curvature_at(start.point)
-    e_step = make_e_step(at, noise, options, state.hyper, start.directions)
-    if start.directions is not None:
-        start.directions.clear()  # the E-step may let go of what it takes
-    progress = start._replace(directions=None)
     while True:
-        for reached in em(e_step, m_step, state, options.em_steps):
-            state = reached
-            if e_step.noise.eta is not progress.eta.parts[0]:
-                progress = progress._replace(eta=Grown.of(e_step.noise.eta))
-            now = progress._replace(state=state, directions=e_step.state())
-            tell(state.info, now)
-            del now
-        hyper, moved = state.hyper, inf
-        if progress.begun is not None:
-            moved = (hyper.precision.log() - progress.begun).abs().max().item()
-        if progress.round == rounds or moved < _LINEAR_CHANGE:
-            return _posterior(e_step, noise, hyper, options.tolerance)
-        point, state = e_step.mode(hyper, options.tolerance).w, State(hyper)
-        at = problem.with_curvature_at(point)
-        noise = noise.drawn_again(at)
-        e_step = make_e_step(at, noise, options, hyper)
-        progress = progress._replace(
+        at = problem if start.point is None else problem.with_curvature_at(start.point)
+        found = None
+        if allows_span(problem, options) and (start.state is None or start.state.own is not None):
+            found = _over_span(at, noise, options, tell, start, moves=False)
+            if found is None:
+                logger.info(_NO_SPAN)
+                start = start._replace(state=None, directions=None)
+        if found is None:
+            found, noise = _by_solves(at, noise, options, tell, start)
+        log_precision, moved = found.hyper.precision.log(), inf
+        if start.begun is not None:
+            moved = (log_precision - start.begun).abs().max().item()
+        if start.round == rounds or moved < _LINEAR_CHANGE:
+            return found
+        noise = noise.drawn_again(problem.with_curvature_at(found.w_lin))
+        options = replace(options, prior_precision=found.hyper.precision)
+        start = start._replace(
             eta=Grown.of(noise.eta),
-            round=progress.round + 1,
-            point=point,
-            begun=hyper.precision.log(),
+            state=None,
+            directions=None,
+            round=start.round + 1,
+            point=found.w_lin,
+            begun=log_precision,
         )
 
 
-def _variational(
-    problem: Problem, noise: StochasticPrior, options: FitOptions, tell: Observe, start: Progress
+def _over_span(
+    problem: Problem,
+    noise: StochasticPrior,
+    options: FitOptions,
+    tell: Observe,
+    start: Progress,
+    moves: bool,
 ) -> Posterior | None:
-    """Return the variational posterior, with fewer samples where memory allows no more."""
-    wanted = Wanted(options.tolerance, options.em_steps, options.prior_precision)
+    """Return the posterior over a span, None where there is none: H ``moves``, or is fixed.
+
+    Where memory ends, a curvature that moves goes on with fewer samples.
+    """
+    asked = Asked(options.tolerance, moves, options.em_steps, options.prior_precision)
+    m_step = MStep(problem, noise.prior, options.update)
     known = None if start.state is None else (start.state, start.directions)
 
     def observe(state: State, directions: Any) -> None:
         told = state.info if state.fresh else None
         tell(told, start._replace(state=state, directions=directions))
 
-    with problem.cost.stage("ascent"):
+    with problem.cost.stage("ascent" if moves else "span"):
         while True:
-            run = partial(variational, problem, noise, wanted, observe, known)
+            run = partial(over_span, problem, noise, asked, m_step, observe, known)
             found, shortage = problem.attempt(run)
-            if found is not None or not shortage or len(noise.xi) <= FEWEST_SAMPLES:
+            if found is not None or not (moves and shortage) or len(noise.xi) <= FEWEST_SAMPLES:
                 return found
             noise, known = with_fewer(noise, max(FEWEST_SAMPLES, len(noise.xi) // 2)), None
+
+
+def _by_solves(
+    problem: Problem, noise: StochasticPrior, options: FitOptions, tell: Observe, start: Progress
+) -> tuple[Posterior, StochasticPrior]:
+    """Return the posterior by solves at one λ after the other, and the noise, η of which may be new."""
+    if start.state is None:
+        hyper = Hyperparameters(_starting_point(problem, noise, options), sigma_of(problem))
+        start = start._replace(state=State(hyper))
+    m_step, state = MStep(problem, noise.prior, options.update), start.state
+    e_step = make_e_step(problem, noise, options, state.hyper, start.directions)
+    if start.directions is not None:
+        start.directions.clear()  # the E-step may let go of what it takes
+    progress = start._replace(directions=None)
+    for reached in em(e_step, m_step, state, options.em_steps):
+        state = reached
+        if e_step.noise.eta is not progress.eta.parts[0]:
+            progress = progress._replace(eta=Grown.of(e_step.noise.eta))
+        now = progress._replace(state=state, directions=e_step.state())
+        tell(state.info, now)
+        del now
+    return _posterior(e_step, noise, state.hyper, options.tolerance), e_step.noise
 
 
 def _no_room(problem: Problem, num_samples: int, shortage: str) -> str:

@@ -21,6 +21,9 @@ PRECISION_BOUNDS = 1e-20, 1e20
 
 _LEAST_FREEDOM = 0.05
 
+# of the least residual that rounding allows: where there is a warning
+_NEAR_ROUNDING = 10
+
 logger = logging.getLogger("torch_lla_em")
 
 
@@ -84,6 +87,7 @@ def function_space_Mackay_update(
     squared_norm: Tensor,
     precision: Tensor,
     stride: float | None = None,
+    warns: bool = True,
 ) -> Tensor:
     """Return λ ← γ / ‖w_lin‖², () or (blocks,), the norm in scaled coordinates.
 
@@ -95,7 +99,7 @@ def function_space_Mackay_update(
     if stride is not None:
         step = (stride * (proposed / precision).log()).nan_to_num(0.0).clamp(-1.0, 1.0)
         proposed = precision * step.exp()
-    return _bounded(proposed, precision, warns=stride is None)
+    return _bounded(proposed, precision, warns and stride is None)
 
 
 def em_update(
@@ -109,7 +113,7 @@ def em_update(
     return _bounded(num_weights / (squared_norm + trace), precision)
 
 
-def resolved(residual: Tensor, targets: Tensor, eps: float) -> Tensor:
+def resolved(residual: Tensor, targets: Tensor, eps: float, warns: bool = True) -> Tensor:
     """Return Σ(y - J w_lin)², but ε Σ y² with a warning where it is less: no solver goes further."""
     if not (targets > 0).all():
         raise ValueError(
@@ -117,10 +121,10 @@ def resolved(residual: Tensor, targets: Tensor, eps: float) -> Tensor:
             "observation noise to learn. Check the targets, or leave this output out."
         )
     least = eps * targets
-    if (residual < least).any():
+    if warns and (residual < _NEAR_ROUNDING * least).any():
         warnings.warn(
-            "The linear model reproduces the targets so closely that their observation noise is "
-            f"lost to rounding: sigma_noise is held at {sqrt(eps):.0e} of their root mean square. "
+            "The linear model reproduces the targets so closely that their observation noise may be "
+            f"lost to rounding: sigma_noise is held above {sqrt(eps):.0e} of their root mean square. "
             "Check that the targets are not constant or free of noise; if their noise is that "
             "small, subtract their mean, or convert the model and its data to float64.",
             stacklevel=2,
@@ -128,10 +132,12 @@ def resolved(residual: Tensor, targets: Tensor, eps: float) -> Tensor:
     return torch.maximum(residual, least)
 
 
-def mackay_noise(residual: Tensor, effective_dim: Tensor, count: Tensor) -> Tensor:
+def mackay_noise(
+    residual: Tensor, effective_dim: Tensor, count: Tensor, warns: bool = True
+) -> Tensor:
     """Return σ ← √(Σ(y - J w_lin)² / (N - γ)), for residual sums and counts of equal shape."""
     left, least = count - effective_dim, _LEAST_FREEDOM * count
-    if (left < least).any():
+    if warns and (left < least).any():
         warnings.warn(
             "The weights' effective dimension reaches the number of targets, so that the data "
             "cannot tell noise from signal: sigma_noise is held as if a twentieth of the "
@@ -201,6 +207,9 @@ class MStep:
     update: str = "mackay"
     """"mackay": the fast fixed point; "em": never lowers the evidence, and is slow."""
 
+    warns: bool = True
+    """Whether to warn of λ at its bounds, and of σ that cannot be told."""
+
     def __call__(self, found: Expectation, before: Step | None = None) -> Step:
         """Return the step from these expectations, given the one that led to them."""
         start, gamma, square = found.hyper, found.effective_dims.mean(0), found.squared_norm
@@ -208,7 +217,9 @@ class MStep:
         if self.update == "em":
             precision = em_update(gamma, square, start.precision, self.prior.num_weights())
         else:
-            precision = function_space_Mackay_update(gamma, square, start.precision)
+            precision = function_space_Mackay_update(
+                gamma, square, start.precision, warns=self.warns
+            )
         new = self.accelerated(before, start, Hyperparameters(precision, sigma))
         step = self.taken(before, start, new, found.effective_dims)
         settled = before is not None and step.number > 2 and _left(before.change, step.change) < 1.0
@@ -231,10 +242,10 @@ class MStep:
         count = torch.full_like(sigma, self.problem.data.num_targets / sigma.numel())
         dims, targets = found.noise_dims.to(sigma), found.targets.to(sigma)
         eps = torch.finfo(self.problem.dtype).eps
-        residual = resolved(found.residual.to(sigma), targets, eps)
+        residual = resolved(found.residual.to(sigma), targets, eps, self.warns)
         if self.update == "em":
             return em_noise(residual, dims, count, sigma)
-        return mackay_noise(residual, dims, count)
+        return mackay_noise(residual, dims, count, self.warns)
 
     def allowed(self, gamma: Tensor, num_samples: int) -> Tensor:
         """Return the change of log λ that is as good as none, () or (blocks,).

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_lla_em.inference.linear_mode import LinearMode, Precondition, first_mode, optimise_MAP
 from torch_lla_em.inference.prior import Prior
-from torch_lla_em.inference.search_space import SearchSpace
+from torch_lla_em.inference.span import Span
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem import Problem, room
 from torch_lla_em.solvers import SGD, Newton, Operator, Space
@@ -93,9 +93,9 @@ class ModeSearch:
         elif state["span"]:
             self._span.restore(state["span"])
 
-    def _empty(self) -> SearchSpace:
+    def _empty(self) -> Span:
         none = self._problem.zeros(1)[:0]
-        return SearchSpace(self._problem, self._prior, none, room(self._problem) * _SHARE)
+        return Span(self._problem, self._prior, none, room(self._problem) * _SHARE)
 
     def _start(self, problem: Problem, precision: Tensor) -> Tensor:
         """Return the mode at the visited λ that is nearest."""
@@ -160,7 +160,7 @@ class ModeSearch:
 class _SpanLoss:
     """Σ loss(J w, y) over a span, in coordinates x in which the prior is ½ ‖x‖²."""
 
-    def __init__(self, span: SearchSpace, likelihood: Likelihood, metric: Tensor):
+    def __init__(self, span: Span, likelihood: Likelihood, metric: Tensor):
         self.space, self.rounding = Space(), 10 * torch.finfo(span.J.dtype).eps
         self._J, self._likelihood = span.J, likelihood
         f, self._targets, _ = span.rows

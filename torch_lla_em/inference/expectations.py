@@ -16,7 +16,7 @@ _NUMBERS = 1 << 22
 _JITTER = 1e-9
 
 
-class Draws:
+class Expectations:
     """The loss, its slope and its H at all rows, averaged over S draws and their mirror images.
 
     Each row has noise of its own, the same at every call: what a few draws of all rows have in
@@ -30,9 +30,11 @@ class Draws:
 
         mask = likelihood.mask(targets)
         self._mask = None if mask is None else mask.unsqueeze(-1).to(like)
-        rows = torch.arange(len(like), device=like.device)
-        noise = normals(seed, _STREAM, range(num), rows, like[0].numel())
-        self._noise = noise.to(like).view(num, *like.shape)
+        self._noise = like.new_zeros(num, *like.shape)
+        if num:
+            rows = torch.arange(len(like), device=like.device)
+            noise = normals(seed, _STREAM, range(num), rows, like[0].numel())
+            self._noise = noise.to(like).view(num, *like.shape)
 
     def loss(self, mean: Tensor, root: Tensor | None) -> float:
         """Return Σ E[-log p(y | h)], for means (N, ..., C) and roots (N, ..., C, C) or 0."""
@@ -73,7 +75,7 @@ class Draws:
 
     def _pieces(self, mean: Tensor, root: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
         """Yield rows and their draws, (2 S, n, ..., C), or their means where there is no root."""
-        entries = 2 * len(self._noise) * self.shape[1:].numel() * self.shape[-1]
+        entries = 2 * max(1, len(self._noise)) * self.shape[1:].numel() * self.shape[-1]
         step = max(1, _NUMBERS // entries)
         for start in range(0, len(mean), step):
             rows = slice(start, start + step)

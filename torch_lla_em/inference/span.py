@@ -18,7 +18,7 @@ _NEW = 1e-4
 _COPIES, _COPIES_OF_J = 2, 3
 
 
-class SearchSpace:
+class Span:
     """An orthonormal basis V of scaled weights z = w / scale, beside J V."""
 
     def __init__(self, problem: Problem, prior: Prior, xi: Tensor, memory: float):
@@ -51,6 +51,11 @@ class SearchSpace:
         self._basis, self.J = torch.cat(basis.parts), torch.cat(J.parts, dim=1)
         self.rows, self.xi, self._memory = state["rows"], state["xi"], state["memory"]
         self.noise = self.noise[: len(self.xi)]
+
+    @property
+    def basis(self) -> Tensor:
+        """V, shape (m, P)."""
+        return self._basis
 
     @property
     def size(self) -> int:

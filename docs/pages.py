@@ -108,15 +108,15 @@ def repository() -> str | None:
     return urls.get("Repository")
 
 
-class Listed(griffe.Extension):
-    """Turn docstring lines that begin with an argument's name into a list."""
+class Docstrings(griffe.Extension):
+    """Let griffe read ``Example:`` as a section with code, and patterns such as "*lora*" as code."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
-            listed = re.sub(
-                r"^``\w+``(?= \(|:)", r"- \g<0>", obj.docstring.value, flags=re.MULTILINE
-            )
-            obj.docstring.value = re.sub(r'"\*\w+\*"', r"`\g<0>`", listed)
+            text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            # arguments that are described one by one in text become a list
+            text = re.sub(r"^``\w+``(?= \(|:)", r"- \g<0>", text, flags=re.MULTILINE)
+            obj.docstring.value = re.sub(r'"\*\w+\*"', r"`\g<0>`", text)
 
 
 def subpackages() -> tuple[list[str], list[str]]:

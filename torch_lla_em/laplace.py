@@ -292,7 +292,7 @@ class LinearisedLaplace(OnHub, Fitted):
                     self._example = example
                     if not opened.is_weighted:
                         self._warn_of_collapse(opened.data)
-                    self.messages = run.said
+                    self.messages = run.messages
                     run.keep(self.state_dict())
                 else:
                     self.load_state_dict(state)

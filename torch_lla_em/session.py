@@ -1,4 +1,4 @@
-"""Around a fit: ranks, folder, signals, the bar, and what is kept of every step."""
+"""Everything around a fit: ranks, checkpoints, the progress bar, and the history of EM steps."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from torch_lla_em.runtime import (
     Compute,
     Group,
     check_choice,
-    heard,
-    leaving_cleanly,
+    collected_warnings,
     records,
     release_pinned,
     tf32,
@@ -37,15 +36,14 @@ from torch_lla_em.runtime import (
 logger = logging.getLogger("torch_lla_em")
 
 SHARDS = "auto", "data", "weights", None
-"""What ranks share out; None: each fits on its own."""
+"""What several ranks share; None: each fits on its own."""
 
-# seconds between two updates of the bar
-_UPDATE = 0.2
+_SECONDS_BETWEEN_UPDATES = 0.2
 _BAR = "{desc}: {n:.0f} columns [{elapsed}{postfix}]"
 
 
 class Session:
-    """One fit on its problem: opened before anything is computed, closed whatever happens."""
+    """One fit of a problem, as a context that is entered before anything is computed."""
 
     def __init__(
         self,
@@ -58,23 +56,23 @@ class Session:
         self.problem, self._shard_asked, self._has_bar = problem, shard, progress_bar
         self._group, self._device = problem.data.group, problem.device
         self.history: list[dict[str, Any]] = []
-        """Of every EM step so far."""
+        """Records of the EM steps so far."""
 
-        self.said: list[str] = []
-        """The plan, and what was warned of."""
+        self.messages: list[str] = []
+        """The memory plan, and the warnings of the fit."""
 
         self._stack = ExitStack()
         settings = {"shard": shard, "checkpoint": checkpoint is not None, **header}
         compare_ranks(self._group, self._device, settings)
-        self._folder: Folder | None = None
         self._example: Example | None = None
+        self._folder: Folder | None = None
         if checkpoint is not None:
             self._folder = Folder(checkpoint, header, self._group)
+            self._stack.callback(self._folder.close)
 
     def __enter__(self) -> Session:
         silent = self._group.rank > 0 or not self._has_bar
-        self._stack.enter_context(heard(self.said))
-        self._stack.enter_context(leaving_cleanly())
+        self._stack.enter_context(collected_warnings(self.messages))
         self._bar = self._stack.enter_context(
             tqdm(desc="setting up", bar_format=_BAR, disable=silent)
         )
@@ -84,7 +82,7 @@ class Session:
                 self._stack.enter_context(torch.autocast(device, enabled=False))
         self._stack.enter_context(torch.inference_mode(False))
         self._stack.enter_context(torch.no_grad())
-        # for the solvers; the network has a precision of its own
+        # solvers compute in full precision; the network's precision is set where it is called
         self._stack.enter_context(tf32(self._device, False))
         if self._device.type == "cuda":
             self._stack.callback(release_pinned)
@@ -99,7 +97,7 @@ class Session:
         return self._stack.__exit__(kind, error, trace)
 
     def finished(self) -> dict[str, Tensor] | None:
-        """Return the posterior of a finished checkpoint, if it is one and of these data."""
+        """Return the posterior if the checkpoint is of a finished fit; refuse other data."""
         state = None if self._folder is None else self._folder.posterior(self._device)
         if state is not None:
             self.problem.data.restore(records.from_bytes(state["facts"]))
@@ -108,26 +106,24 @@ class Session:
 
     def plan(self, num_samples: int, compute: Compute) -> Plan:
         """Plan memory, and share passes among ranks."""
-        problem, self._num_samples = self.problem, num_samples
+        problem = self.problem
         plan = prepare(problem, num_samples, compute, self._shard(num_samples))
         if not self._bar.disable:
             problem.sweep.report = self._draw
-        self.said.insert(0, str(plan))
+        self.messages.insert(0, str(plan))
         logger.log(logging.WARNING if plan.tight else logging.INFO, "%s", plan)
         return plan
 
     def begin(self, example: Example | None) -> Progress | None:
-        """Return where an earlier run of this fit has come to, None at its beginning.
+        """Return the last state of an earlier run of this fit, None where there is none.
 
-        ``example`` is what a likelihood of one's own is known again by.
+        ``example`` is a value of a user-defined likelihood, by which another one is noticed.
         """
         if self._folder is None:
             return None
         problem, self._example = self.problem, example
         saved = self._folder.load(problem.device, problem.vectors)
         if saved is None:
-            size = 2 * self._num_samples * problem.size * problem.dtype.itemsize
-            self._folder.require_room(size)
             return None
         known, likelihood = saved["example"], problem.likelihood
         known = known and Example(*(tensor.cpu() for tensor in known))
@@ -138,14 +134,14 @@ class Session:
                 "likelihood, or another folder."
             )
         self.history[:] = saved["history"]
-        self.said += [words for words in saved["said"] if words not in self.said]
+        self.messages += [words for words in saved["messages"] if words not in self.messages]
         problem.cost.restore(saved["columns"], saved["stages"])
         problem.data.restore(saved["facts"])
-        logger.info("The checkpoint goes on after EM step %d.", len(self.history))
+        logger.info("Resuming from the checkpoint after EM step %d.", len(self.history))
         return saved["progress"]
 
     def on_step(self, info: Info | None, progress: Progress) -> None:
-        """Take note of an EM step, if there is one, and save what the fit goes on with."""
+        """Record an EM step, if there is one, and save the state that the fit goes on from."""
         if info is not None:
             self.history.append(record_of(info, self.problem.data.num_passes))
             self._note_stages()
@@ -154,7 +150,7 @@ class Session:
         self.problem.sweep.refuse_changes()
         state = {
             "history": self.history,
-            "said": self.said[1:],
+            "messages": self.messages[1:],
             "columns": self.problem.cost.columns,
             "stages": self.problem.cost.stages(),
             "facts": self.problem.data.facts(),
@@ -170,7 +166,7 @@ class Session:
     def _draw(self, share: float | None) -> None:
         """Show the stage, how much of its pass is done, and what the last EM step found."""
         now, cost = time.monotonic(), self.problem.cost
-        if now - self._drawn < _UPDATE:
+        if now - self._drawn < _SECONDS_BETWEEN_UPDATES:
             return
         self._drawn, self._bar.n = now, cost.columns
         doing = f"{cost.running}, pass {self.problem.data.num_passes + 1}"
@@ -182,7 +178,7 @@ class Session:
         self._bar.set_postfix(summary_of(self.history[-1]) if self.history else {})
 
     def end(self) -> None:
-        """Refuse data that are not those of the checkpoint, and weights that have changed."""
+        """Refuse data other than those of the checkpoint, and weights that have changed."""
         if self.history:
             self._note_stages()
         if not self._bar.disable:
@@ -192,12 +188,12 @@ class Session:
         self.problem.sweep.refuse_changes()
 
     def keep(self, state: dict[str, Tensor]) -> None:
-        """Put the posterior in the place of the checkpoint's state."""
+        """Replace the state in the checkpoint by the posterior."""
         if self._folder is not None:
             self._folder.finish(state, self.problem.data.facts())
 
     def _shard(self, num_samples: int) -> str:
-        """Return what ranks share: the data, and the vectors too where they do not fit on one."""
+        """Return what ranks share: the data, and the vectors too if one rank cannot hold them."""
         group, shard = self._group, self._shard_asked
         if group.size == 1 or shard is None:
             return "data"

@@ -117,4 +117,4 @@ def test_two_threads_fit_with_one_folder(tmp_path, caplog):
         thread.join()
     assert all(isinstance(result, torch.Tensor) for result in found), found
     assert torch.equal(*found)
-    assert "thread is at work in the checkpoint folder" in caplog.text
+    assert "thread is writing to the checkpoint folder" in caplog.text

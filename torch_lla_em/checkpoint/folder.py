@@ -1,4 +1,4 @@
-"""A folder with the last state of a fit, or its posterior, and what they belong to."""
+"""Checkpoint folders: the last state of a fit or its posterior, and the settings that they belong to."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.problem import Vectors, size_of
+from torch_lla_em.problem import Vectors
 from torch_lla_em.runtime import Group, files, first, pack, records, unpack
 
 logger = logging.getLogger("torch_lla_em")
 
-FORMAT = 5
+FORMAT = 6
 """Version of the files in a checkpoint folder."""
 
 _HEADER, _STATE, _FINISHED = "header.pt", "state.pt", "posterior.pt"
 _BLOCK = "block-{}.pt"
-_ANEW = "Delete the folder to start anew, or pass another."
+_REMEDY = "Delete the folder to start a new fit, or pass another one."
 
 
 class Folder:
-    """One file with the state after the last EM step, one for each block of a growing basis.
+    """A folder with the state after the last EM step, and one file for each block of a growing basis.
 
-    Of several ranks the first reads and writes, and all go on from what it holds.
+    Of several ranks, rank 0 reads and writes the files; the others receive what it has read.
     """
 
     def __init__(self, folder: str | os.PathLike, header: dict[str, Any], group: Group = Group()):
@@ -34,15 +34,26 @@ class Folder:
             raise ValueError("checkpoint='' names no folder: pass the name of one, or None.")
         self.path, self._group = Path(folder), group
         self._reads = self.writes = group.rank == 0
-        """Whether this process keeps the folder."""
+        """Whether this process reads and writes the files."""
 
         self._blocks: set[str] = set()
-        """Those that are written."""
+        """Names of the blocks that have been written."""
 
+        self._lock: int | None = None
         if self._reads:
-            self._open(header)
-        # where rank 0 cannot write, all have heard of it by now
+            try:
+                self._open(header)
+            except BaseException:
+                self.close()
+                raise
+        # an error on rank 0 ends the other ranks here
         group.meet("the checkpoint", None, len)
+
+    def close(self) -> None:
+        """Let other processes write to the folder."""
+        if self._lock is not None:
+            files.unlock(self._lock)
+            self._lock = None
 
     def posterior(self, device: torch.device) -> dict[str, Tensor] | None:
         """Return the posterior of a finished fit, or None if it is not finished."""
@@ -55,7 +66,7 @@ class Folder:
         return self._received(state, device)
 
     def load(self, device: torch.device, vectors: Vectors) -> Any:
-        """Return the last state, its tensors on the device, or None where there is none."""
+        """Return the last state, with its tensors on the device, or None if there is none."""
         known, tensors = self._read() if self._reads else (None, {})
         known = self._group.meet("a saved state", known, first)
         if known is None:
@@ -71,7 +82,7 @@ class Folder:
         return unpack(known["tree"], received)
 
     def save(self, state: Any, vectors: Vectors) -> None:
-        """Put a state in the place of the last one; blocks that are there are not written again."""
+        """Replace the last state; blocks that have been written are not written again."""
         tree, tensors = pack(state)
         sliced = self._make_whole(tensors, vectors)
         if not self.writes:
@@ -87,8 +98,7 @@ class Folder:
             self._remove_blocks()
 
     def finish(self, posterior: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Put the posterior, and what is known of its data, in the place of the state."""
-        files.leave(self.path / _HEADER)
+        """Replace the state by the posterior and the facts about its data."""
         self._write({**posterior, "facts": records.to_bytes(facts)}, self.path / _FINISHED)
         if self.writes:
             files.remove(self.path / _STATE)
@@ -96,35 +106,22 @@ class Folder:
             self._remove_blocks()
         self._group.meet("the finished checkpoint", None, len)
 
-    def require_room(self, size: int) -> None:
-        """Refuse to begin where a state of so many bytes, at least, has no room."""
-        free = files.room_in(self.path) if self.writes else float("inf")
-        if free < size:
-            raise OSError(
-                f"The checkpoint folder {str(self.path)!r} has {size_of(free)} free, but a state "
-                f"takes {size_of(size)} at least: free space there, pass another folder, or take fewer "
-                "samples (num_samples)."
-            )
-
     def _open(self, header: dict[str, Any]) -> None:
-        lock = self.path / _HEADER
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if files.take(lock):
-                files.remove_stumps(self.path)
-            files.try_to_write(self.path)
+            self._lock = files.lock(self.path)
+            if self._lock is not None:
+                files.remove_temporary(self.path)
+            self._check_header(header)
         except OSError as error:
             raise OSError(
-                f"The checkpoint folder {str(self.path)!r} cannot be written to ({error}): free "
-                "space there, or pass another folder."
+                f"The checkpoint folder {str(self.path)!r} cannot be used ({error}): free space "
+                "there, or pass another folder."
             ) from error
-        self._check_header(header)
-        if (self.path / _FINISHED).exists():
-            files.leave(lock)
-        elif not files.take(lock):
+        if self._lock is None:
             logger.warning(
-                "Another process or thread is at work in the checkpoint folder %r: end one of them, "
-                "since two fits replace each other's states, or give this one another folder.",
+                "Another process or thread is writing to the checkpoint folder %r. Stop one of them, or "
+                "use another folder: two fits would overwrite each other's states.",
                 str(self.path),
             )
 
@@ -134,43 +131,43 @@ class Folder:
             for name in (_FINISHED, _STATE):
                 if (self.path / name).exists():
                     raise ValueError(
-                        f"{str(self.path / name)!r} is not of a checkpoint, but has the name of a "
-                        "file of one: pass a folder of its own as checkpoint."
+                        f"{str(self.path / name)!r} is not part of a checkpoint, although it has the "
+                        "name of such a file: pass another folder as checkpoint."
                     )
             files.write_atomically({"header": records.to_bytes(header)}, path)
             return
-        known = records.from_bytes(files.tensors_of(path, ("header",), _ANEW)["header"])
+        known = records.from_bytes(files.tensors_of(path, ("header",), _REMEDY)["header"])
         for name in sorted(known.keys() | header.keys()):
             if known.get(name) != header.get(name):
                 raise ValueError(
-                    f"The checkpoint in {str(self.path)!r} is of another run: its {name} is "
-                    f"{known.get(name)!r}, here it is {header.get(name)!r}. {_ANEW}"
+                    f"The checkpoint in {str(self.path)!r} is of another fit: its {name} is "
+                    f"{known.get(name)!r}, here it is {header.get(name)!r}. {_REMEDY}"
                 )
 
     def _block(self, name: str) -> Path:
         return self.path / _BLOCK.format(name)
 
     def _read(self) -> tuple[Any, dict[str, Tensor]]:
-        """Return what is known of the last state, and its tensors; remove blocks of no state."""
+        """Return the record of the last state and its tensors; remove blocks of no state."""
         if not os.path.exists(self.path / _STATE):
             self._remove_blocks()
             return None, {}
-        tensors = files.tensors_of(self.path / _STATE, ("known",), _ANEW)
+        tensors = files.tensors_of(self.path / _STATE, ("known",), _REMEDY)
         known = records.from_bytes(tensors.pop("known"))
         for name in known["blocks"]:
-            tensors[name] = files.tensors_of(self._block(name), ("block",), _ANEW)["block"]
+            tensors[name] = files.tensors_of(self._block(name), ("block",), _REMEDY)["block"]
         self._blocks = set(known["blocks"])
         self._remove_blocks()
         return known, tensors
 
     def _remove_blocks(self) -> None:
-        """Remove the blocks that are not of the last state."""
+        """Remove the blocks that do not belong to the last state."""
         kept = {self._block(name) for name in self._blocks}
         for path in set(self.path.glob(_BLOCK.format("*-*"))) - kept:
             files.remove(path)
 
     def _write(self, state: dict[str, Tensor], path: Path) -> None:
-        """Write a file, unless one could not be written before; what was written stays good."""
+        """Write a file; if that fails, warn once and write no more."""
         if not self.writes:
             return
         try:
@@ -178,15 +175,15 @@ class Folder:
         except OSError as error:
             self.writes = False
             logger.warning(
-                "The checkpoint cannot be written any more (%s); the fit goes on without, and the "
-                "last state that was written stays good.",
+                "The checkpoint cannot be written any more (%s). The fit continues without it; the last "
+                "state that was written remains valid.",
                 error,
             )
 
     def _make_whole(self, tensors: dict[str, Tensor], vectors: Vectors) -> list[str]:
-        """Put whole vectors in the place of slices, on rank 0; return the names of these tensors.
+        """Replace slices of vectors by whole vectors on rank 0; return the names of these tensors.
 
-        They are told by their shapes: no two ranks have slices of the same size throughout.
+        Tensors are slices if their shapes differ between ranks.
         """
         if vectors.group is None:
             return []
@@ -208,9 +205,9 @@ class Folder:
         """Return rank 0's tensors on this rank's device."""
         if self._group.size == 1:
             return {name: tensor.to(device) for name, tensor in tensors.items()}
-        told = [(name, list(t.shape), str(t.dtype).split(".")[1]) for name, t in tensors.items()]
+        shapes = [(name, list(t.shape), str(t.dtype).split(".")[1]) for name, t in tensors.items()]
         received = {}
-        for name, shape, dtype in self._group.meet("a checkpoint", told, first):
+        for name, shape, dtype in self._group.meet("a checkpoint", shapes, first):
             empty = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             held = tensors[name].to(device).contiguous() if self._reads else empty
             received[name] = self._group.from_first(held)
@@ -223,6 +220,6 @@ class Folder:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return a tensor on the CPU that is no view of a larger one, which would be written whole."""
+    """Return a tensor on the CPU; views are copied, since torch.save writes all of their storage."""
     own = tensor.detach().cpu()
     return own.clone() if own.untyped_storage().nbytes() > own.nbytes else own

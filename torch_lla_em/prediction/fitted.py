@@ -25,7 +25,7 @@ from torch_lla_em.prediction.posterior import StoredPosterior
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushed import posterior_alone, predicted, push_forward
 from torch_lla_em.prediction.validation import held_out_evidence, over
-from torch_lla_em.runtime import check_choice, check_options, heard
+from torch_lla_em.runtime import check_choice, check_options, collected_warnings
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -273,7 +273,7 @@ class Fitted(summary.Printed, StoredPosterior):
         other = NETWORK if mean == "linear" else MODE
         if mean is not None and before[:, other].any():
             before = self._table_around(mean).to(before)
-        with heard(self.messages), over(self, paired(loader, targets)) as problem:
+        with collected_warnings(self.messages), over(self, paired(loader, targets)) as problem:
             found = calibrated(problem, self._columns(), mean, before, self._training())
         self.mixture, self.calibration = found.table.to(self.mixture), found.calibration
         for name, tensor in zip(REFERENCE, found.reference):

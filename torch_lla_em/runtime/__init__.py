@@ -1,10 +1,9 @@
-"""What a process has: memory, precision, files, ranks, signals, keyed noise."""
+"""Memory, precision, files, ranks of a process group, and random numbers by key."""
 
 from torch_lla_em.runtime.compute import Compute, check_choice, tf32
 from torch_lla_em.runtime.files import write_atomically
 from torch_lla_em.runtime.group import Group, current_group, first, group_of
-from torch_lla_em.runtime.heard import heard
-from torch_lla_em.runtime.leaving import leaving_cleanly
+from torch_lla_em.runtime.logs import collected_warnings
 from torch_lla_em.runtime.memory import (
     DoesNotFit,
     attempt,
@@ -20,7 +19,7 @@ from torch_lla_em.runtime.memory import (
 )
 from torch_lla_em.runtime.noise import mixed, normal, normals
 from torch_lla_em.runtime.options import check_options
-from torch_lla_em.runtime.states import Grown, new_key, pack, unpack
+from torch_lla_em.runtime.records import Grown, new_key, pack, unpack
 
 __all__ = [
     "Compute",
@@ -30,14 +29,13 @@ __all__ = [
     "attempt",
     "check_choice",
     "check_options",
+    "collected_warnings",
     "current_group",
     "first",
     "free_memory",
     "group_of",
-    "heard",
     "is_shortage",
     "least_share",
-    "leaving_cleanly",
     "mixed",
     "new_key",
     "normal",

@@ -1,18 +1,15 @@
-"""Files of tensors that are there whole or not at all, and are read with their checksums."""
+"""Files of tensors, written as a whole or not at all, and read with their checksums."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-import shutil
 import uuid
 from contextlib import suppress
 from importlib.util import find_spec
-from math import inf
 from os import PathLike
 from pathlib import Path
-from threading import RLock, Thread, current_thread
 from typing import IO
 from zipfile import BadZipFile, ZipFile
 from zlib import crc32
@@ -31,24 +28,20 @@ logger = logging.getLogger("torch_lla_em")
 
 Path_ = str | PathLike
 
-# names of files that are being written
-_STUMP = re.compile(r"\.writing-[0-9a-f]{32}")
-
-# what this process has taken: its open handle, if it could be locked, and by which thread
-_taken: dict[Path, tuple[int | None, Thread]] = {}
-_taking = RLock()
+_TEMPORARY = re.compile(r"\.writing-[0-9a-f]{32}")
 
 
 class UnreadableError(ValueError):
-    """A file is damaged, or not one of ours."""
+    """A file is damaged, or was written by another program."""
 
 
 def tensors_of(
     path: Path_, names: tuple[str, ...] = (), remedy: str = "", device: str | torch.device = "cpu"
 ) -> dict[str, Tensor]:
-    """Return what a file holds, these names at least, or say what to do; no code in it is run.
+    """Return the tensors of a file, these names at least; no code in it is run.
 
-    A name that ends with .safetensors is of that format, any other of torch's.
+    A name that ends with .safetensors is read in that format, any other in torch's. If the file
+    cannot be read, the error ends with ``remedy``.
     """
     is_safe = _is_safe(path)
     with open(path, "rb") as file:
@@ -71,14 +64,73 @@ def tensors_of(
     return state
 
 
+def write_atomically(state: dict[str, Tensor], path: Path_) -> None:
+    """Write tensors to a temporary file and rename it, so that the file is never half written."""
+    path = Path(path)  # a link is replaced, not written through
+    temporary, is_safe = path.parent / f".writing-{uuid.uuid4().hex}", _is_safe(path)
+    try:
+        with open(temporary, "xb") as file:
+            try:
+                _write_safe(state, temporary) if is_safe else torch.save(state, file)
+            except RuntimeError as error:  # raised by both formats if the disk is full
+                raise OSError(f"{path.name!r} could not be written: {error}") from error
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        remove(temporary)
+        if isinstance(error, OSError) and error.filename == str(temporary):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+def remove(path: Path_) -> None:
+    """Remove a file that is not needed any more; log it if this is not possible."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        logger.info("%r cannot be removed (%s).", os.fspath(path), error)
+
+
+def remove_temporary(folder: Path) -> None:
+    """Remove what a killed process had half written."""
+    for path in folder.iterdir():
+        if _TEMPORARY.fullmatch(path.name):
+            remove(path)
+
+
+def lock(folder: Path) -> int | None:
+    """Return a handle of a folder that is locked until ``unlock``, None if another one holds the lock.
+
+    Where folders cannot be locked, as on Windows, the handle is -1.
+    """
+    handle = -1
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    except (OSError, AttributeError):
+        pass
+    return handle
+
+
+def unlock(handle: int) -> None:
+    """Release a lock, also from forked workers of a loader."""
+    with suppress(OSError, AttributeError):
+        fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
+
+
 def _check_sums(file: IO[bytes]) -> None:
-    """Compare a file's bytes with the checksums in it, which torch writes and does not read."""
+    """Compare a file with the checksums in it, which torch writes but does not read."""
     if torch.serialization.get_crc32_options():
         with ZipFile(file) as archive:
-            if (
-                sum(entry.file_size for entry in archive.infolist())
-                > os.fstat(file.fileno()).st_size
-            ):
+            claimed = sum(entry.file_size for entry in archive.infolist())
+            if claimed > os.fstat(file.fileno()).st_size:
                 raise BadZipFile("it claims to hold more than it does")
             damaged = archive.testzip()
         if damaged:
@@ -86,20 +138,8 @@ def _check_sums(file: IO[bytes]) -> None:
         file.seek(0)
 
 
-def write_atomically(state: dict[str, Tensor], path: Path_) -> None:
-    """Write tensors so that the file is there whole or not at all, also after a power failure."""
-    path = Path(path)  # a link is replaced, not written through
-    try:
-        _write(state, path)
-    except FileNotFoundError:
-        if not path.parent.is_dir():
-            raise
-        _write(state, path)  # what was half written was removed meanwhile, by whoever it was
-    _sync_folder(path.parent)
-
-
 def _is_safe(path: Path_) -> bool:
-    """Whether a file is of safetensors by its name; raise where that library is missing."""
+    """Whether a file is of safetensors by its name; raise an error if that library is missing."""
     if Path(path).suffix != ".safetensors":
         return False
     if find_spec("safetensors") is None:
@@ -111,7 +151,7 @@ def _is_safe(path: Path_) -> bool:
 
 
 def _write_safe(state: dict[str, Tensor], path: Path) -> None:
-    """Write safetensors with a checksum of all tensors, which the format itself has not."""
+    """Write safetensors with a checksum of all tensors, since the format itself has none."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -142,108 +182,3 @@ def _sum_of(state: dict[str, Tensor]) -> str:
     for name in sorted(state):
         found = crc32(state[name].reshape(-1).view(torch.uint8).numpy().data, found)
     return f"{found:08x}"
-
-
-def _write(state: dict[str, Tensor], path: Path) -> None:
-    name, is_safe = _stump(path.parent), _is_safe(path)
-    try:
-        handle = os.open(
-            name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666
-        )
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    try:
-        with os.fdopen(handle, "wb") as file:
-            try:
-                _write_safe(state, name) if is_safe else torch.save(state, file)
-            except RuntimeError as error:  # what both make of a disk that is full
-                raise OSError(f"{path.name!r} could not be written: {error}") from error
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        remove(name)
-        raise
-
-
-def _stump(folder: Path) -> Path:
-    """Return a name for a file that is being written."""
-    return folder / f".writing-{uuid.uuid4().hex}"
-
-
-def try_to_write(folder: Path) -> None:
-    """Raise where no file can be written."""
-    name = _stump(folder)
-    _write({"nothing": torch.zeros(1, device="cpu")}, name)
-    remove(name)
-
-
-def remove_stumps(folder: Path) -> None:
-    """Remove what was half written, where nobody else is at work."""
-    for path in folder.iterdir():
-        if _STUMP.fullmatch(path.name):
-            remove(path)
-
-
-def take(path: Path) -> bool:
-    """Take a file for this thread, until ``leave`` or its end; False if another one has it.
-
-    Threads are kept apart also where there is no such file yet; processes, where there can be locks.
-    """
-    with _taking:
-        leave(path)
-        if path in _taken:
-            return False
-        _taken[path] = None, current_thread()
-        try:
-            handle = os.open(path, os.O_RDWR)
-            _taken[path] = handle, current_thread()
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            leave(path)
-            return False
-        except (OSError, AttributeError):  # nothing can be locked there
-            pass
-        return True
-
-
-def leave(path: Path) -> None:
-    """Have others take a file, unless another thread is at work on it."""
-    with _taking:
-        handle, owner = _taken.get(path, (None, current_thread()))
-        if owner is not current_thread() and owner.is_alive():
-            return
-        _taken.pop(path, None)
-        if handle is not None:
-            with suppress(OSError, AttributeError):
-                fcntl.flock(handle, fcntl.LOCK_UN)  # forked processes have it open too
-            os.close(handle)
-
-
-def room_in(folder: Path) -> float:
-    """Return the bytes that are free where a folder lies, infinity where that is not told."""
-    try:
-        usage = shutil.disk_usage(folder)
-    except OSError:
-        return inf
-    return usage.free if usage.total else inf
-
-
-def _sync_folder(folder: Path) -> None:
-    """Have the names of files outlive a power failure, where the platform can."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def remove(path: Path_) -> None:
-    """Remove a file that is needed no more; where it cannot be, it stays."""
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        logger.info("%r stays, since it cannot be removed (%s).", os.fspath(path), error)

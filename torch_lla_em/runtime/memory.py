@@ -1,4 +1,4 @@
-"""Memory: how much is free, and what to make of its end."""
+"""Memory: how much is free, and which errors say that it has run out."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from math import ceil, inf, log2
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from torch_lla_em.runtime.cgroup import room
-
 T = TypeVar("T")
 
-# what is no OutOfMemoryError: of the CPU's allocator, of libraries with an allocator of their own
+# errors that are no OutOfMemoryError: of the CPU's allocator, and of libraries with their own
 _WORDS = (
     "can't allocate memory",
     "not enough memory",
@@ -29,13 +29,19 @@ _WORDS = (
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "CUSPARSE_STATUS_ALLOC_FAILED",
     "CUFFT_ALLOC_FAILED",
-    # of handles, which take memory of the card when they are first made
+    # of handles, which take memory of the GPU when they are first made
     "_STATUS_NOT_INITIALIZED",
-    # of a layer that is not supported they say the same, and still do when one row is tried
+    # also raised for layers that are not supported, then for a single example too
     "unable to find an engine to execute this computation",
     "could not create a primitive",
 )
 _UNSUPPORTED = "could not create a primitive descriptor"
+
+# limit, usage, and what of it are cached files, of a control group of Linux in its two versions
+_CONTROL_GROUPS = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 class DoesNotFit(MemoryError):
@@ -43,9 +49,9 @@ class DoesNotFit(MemoryError):
 
 
 def attempt(run: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return the result of ``run``, or what the allocator said when memory ended.
+    """Return the result of ``run``, or the allocator's message if it ran out of memory.
 
-    What the failed attempt held is free again by then.
+    The memory of the failed attempt has been released by then.
     """
     try:
         return run(), None
@@ -58,19 +64,19 @@ def attempt(run: Callable[[], T]) -> tuple[T | None, str | None]:
 
 
 def shortage_of(error: Exception) -> str:
-    """Return what the allocator said; raise what is no shortage, or one that nothing helps."""
+    """Return the allocator's message; raise an error that is none, or that nothing helps against."""
     if isinstance(error, DoesNotFit) or not is_shortage(error):
         raise error
     return words_of(error)
 
 
 def words_of(error: Exception) -> str:
-    """Return what the allocator said."""
+    """Return the first line of an allocator's message."""
     return str(error).split("\n")[0] or type(error).__name__
 
 
 def is_shortage(error: Exception) -> bool:
-    """Return whether an error says that memory has ended, and nothing else is wrong."""
+    """Whether an error says that memory has run out, and nothing else is wrong."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if not isinstance(error, RuntimeError) or _UNSUPPORTED in str(error):
@@ -79,7 +85,7 @@ def is_shortage(error: Exception) -> bool:
 
 
 def release() -> None:
-    """Hand back what is held by nothing but cycles and caches."""
+    """Release memory that is held only by reference cycles and caches."""
     gc.collect()  # graphs may be parts of cycles
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -87,12 +93,12 @@ def release() -> None:
 
 
 def release_pinned() -> None:
-    """Hand back pinned memory that nothing holds, which torch keeps by powers of two."""
+    """Release pinned memory that is not in use; torch caches it by powers of two."""
     torch._C._host_emptyCache()
 
 
 def pinned_bytes(size: float) -> float:
-    """Return what so many bytes of pinned memory take."""
+    """Return the size of an allocation of so many bytes of pinned memory."""
     return 2.0 ** ceil(log2(max(1.0, size)))
 
 
@@ -103,17 +109,17 @@ def free_memory(device: torch.device) -> float:
         reserved = torch.cuda.memory_reserved(device)
         cached = reserved - torch.cuda.memory_allocated(device)
         return max(0.0, min(free, _share_of(device) * total - reserved)) + cached
-    return min(_available(), room(), _below_limits())
+    return min(_available(), container_room(), _below_limits())
 
 
 def _share_of(device: torch.device) -> float:
-    """Return the share of a card that this process is allowed, where torch tells."""
+    """Return the share of a GPU that this process may use, as far as torch knows."""
     tell = getattr(torch.cuda, "get_per_process_memory_fraction", None)
     return 1.0 if tell is None else tell(None if device.index is None else device)
 
 
 def _below_limits() -> float:
-    """Return the bytes left below the limits of this process, on Linux; without any, infinity."""
+    """Return the bytes left below the ``ulimit`` of this process on Linux, infinity without one."""
     try:
         import resource
 
@@ -128,8 +134,35 @@ def _below_limits() -> float:
     return max(0.0, min(left, default=inf))
 
 
+def container_room(
+    groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> float:
+    """Return the bytes left below the limits of a container or job, infinity without one.
+
+    These are the limits of this process's control groups and of all groups that they are in.
+    """
+    folders = {mount, mount / "memory"}
+    with suppress(OSError):
+        paths = [line.split(":", 2)[2].lstrip("/") for line in groups.read_text().splitlines()]
+        folders |= {root / path for root in tuple(folders) for path in paths}
+    every = {above for folder in folders for above in (folder, *folder.parents)}
+    return min(_group_room(folder, names) for folder in every for names in _CONTROL_GROUPS)
+
+
+def _group_room(folder: Path, names: tuple[str, str, str]) -> float:
+    """Return the bytes left below the limit of one control group; cached files can be evicted."""
+    limit, usage, cached = names
+    try:
+        left = int((folder / limit).read_text()) - int((folder / usage).read_text())
+        lines = (folder / "memory.stat").read_text().splitlines()
+        left += int(dict(line.split() for line in lines).get(cached, 0))
+    except (OSError, ValueError):  # there is no such group, or its limit is "max"
+        return inf
+    return max(0.0, left)
+
+
 def _available() -> float:
-    """Return what the machine has left, or half of what it has where it does not tell."""
+    """Return the bytes available on this machine; if unknown, half of its memory."""
     try:
         with open("/proc/meminfo") as lines:
             fields = dict(line.split(":") for line in lines)
@@ -140,14 +173,14 @@ def _available() -> float:
 
 
 def place_of(device: torch.device) -> str:
-    """Return a name of the memory behind a device: its machine, and its card."""
-    card = device.type
-    if card == "cuda":
-        card = str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
-    return f"{socket.gethostname()}/{card}"
+    """Return a name of the memory of a device: its machine, and its GPU."""
+    name = device.type
+    if name == "cuda":
+        name = str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
+    return f"{socket.gethostname()}/{name}"
 
 
 def least_share(every: list[list]) -> float:
-    """Return what each of several processes may allocate, of [memory, free bytes] of all."""
+    """Return the bytes that each process may allocate, from (name of the memory, free bytes) of all."""
     sharing = Counter(place for place, _ in every)
     return min(free / sharing[place] for place, free in every)

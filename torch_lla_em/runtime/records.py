@@ -1,4 +1,4 @@
-"""Saving: tensors only, versioned, with a fingerprint of the network they belong to."""
+"""What files hold beside tensors: records, states of an iteration, fingerprints of networks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import hashlib
 import json
 import re
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -23,9 +25,9 @@ _ADDRESS = re.compile("0x[0-9a-fA-F]+")
 
 
 def fingerprint(model: nn.Module, earlier: bool = False) -> Tensor:
-    """Return 32 bytes that change with any parameter or buffer but counts of batches.
+    """Return 32 bytes that depend on every parameter and buffer but ``num_batches_tracked``.
 
-    ``earlier`` is that of earlier releases, which left integers and booleans out.
+    ``earlier``: as in earlier releases, without integers and booleans.
     """
     digest = hashlib.sha256()
     named = [*model.named_parameters(), *model.named_buffers()]
@@ -38,7 +40,7 @@ def fingerprint(model: nn.Module, earlier: bool = False) -> Tensor:
 
 
 def _raw(tensor: Tensor) -> bytes:
-    """Return what a tensor holds."""
+    """Return the bytes of a tensor."""
     tensor = tensor.detach().cpu()
     if tensor.layout != torch.strided:
         entries = tensor.to_sparse_coo().coalesce()
@@ -59,47 +61,6 @@ def _raw(tensor: Tensor) -> bytes:
 def to_bytes(record: Any) -> Tensor:
     """Return a JSON record as a tensor of bytes."""
     return torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8, device="cpu")
-
-
-def plain(value: Any, around: tuple[int, ...] = ()) -> str:
-    """Return a value as text: tensors to the last digit, objects by their kind and insides.
-
-    Every process makes the same text of it. ``around`` are the objects that it is in, by ``id``.
-    """
-    if id(value) in around:
-        return "..."
-    inside = partial(plain, around=(*around, id(value)))
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return f"array{value.shape} {value.dtype} {hashlib.sha256(value.tobytes()).hexdigest()}"
-    if isinstance(value, Tensor):
-        return f"tensor{tuple(value.shape)} {value.dtype} {hashlib.sha256(_raw(value)).hexdigest()}"
-    if isinstance(value, torch.Generator):  # its state is another after every draw
-        return f"Generator({value.device}, {value.initial_seed()})"
-    if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(inside, value))})"
-    if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(sorted(map(inside, value)))}}}"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{inside(key)}: {inside(entry)}' for key, entry in value.items())}}}"
-    if isinstance(value, partial):
-        return f"partial{inside((value.func, value.args, value.keywords))}"
-    if isinstance(value, ModuleType):
-        return value.__name__
-    if type(value).__repr__ is object.__repr__ or (
-        hasattr(value, "__dict__") and not callable(value)
-    ):
-        return f"{type(value).__qualname__}{inside(_attributes(value))}"
-    text = getattr(value, "__qualname__", None) or str(value)
-    return text if isinstance(value, str) else _ADDRESS.sub("", text)
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
-    names = [name for own in slots for name in ((own,) if isinstance(own, str) else own)]
-    given = {
-        name: getattr(value, name) for name in names if name != "__dict__" and hasattr(value, name)
-    }
-    return {**getattr(value, "__dict__", {}), **given}
 
 
 def from_bytes(tensor: Tensor) -> Any:
@@ -131,3 +92,113 @@ def check(state: Any) -> None:
             f"The posterior was saved in format {version}, but this release reads formats "
             f"{_READ}. Load it with the release that wrote it, or fit again."
         )
+
+
+def plain(value: Any, around: tuple[int, ...] = ()) -> str:
+    """Return a setting as text that is the same in every process: tensors by a hash of their bytes.
+
+    ``around`` are the ids of the objects that it is in, which it may refer to.
+    """
+    if id(value) in around:
+        return "..."
+    inside = partial(plain, around=(*around, id(value)))
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return f"array{value.shape} {value.dtype} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    if isinstance(value, Tensor):
+        return f"tensor{tuple(value.shape)} {value.dtype} {hashlib.sha256(_raw(value)).hexdigest()}"
+    if isinstance(value, torch.Generator):  # its state changes with every draw
+        return f"Generator({value.device}, {value.initial_seed()})"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(inside, value))})"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(inside, value)))}}}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{inside(key)}: {inside(entry)}' for key, entry in value.items())}}}"
+    if isinstance(value, partial):
+        return f"partial{inside((value.func, value.args, value.keywords))}"
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if hasattr(value, "__dict__") and not callable(value):
+        return f"{type(value).__qualname__}{inside(vars(value))}"
+    text = getattr(value, "__qualname__", None) or str(value)
+    return text if isinstance(value, str) else _ADDRESS.sub("", text)
+
+
+class Grown(NamedTuple):
+    """A growing list of tensors, each of which a checkpoint writes only once."""
+
+    key: str
+    """A unique name: see ``new_key``."""
+
+    parts: list[Tensor]
+
+    @classmethod
+    def of(cls, *parts: Tensor) -> Grown:
+        """Return a new list of these tensors."""
+        return cls(new_key(), list(parts))
+
+
+def new_key() -> str:
+    """Return a unique name for a new ``Grown``."""
+    return uuid4().hex
+
+
+def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Return a state for JSON, with names in the place of its tensors, and its tensors by name.
+
+    A state consists of nested tuples, lists and dicts of tensors and numbers. The parts of a
+    ``Grown`` keep their names, which contain a "-", from one state to the next.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def plain(value: Any) -> Any:
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, Tensor):
+            name = str(len(tensors))
+            tensors[name] = value
+            return {"tensor": name}
+        if isinstance(value, Grown):
+            names = [f"{value.key}-{number}" for number in range(len(value.parts))]
+            tensors.update(zip(names, value.parts))
+            return {"grown": value.key, "parts": names}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            kind = f"{type(value).__module__}:{type(value).__qualname__}"
+            return {"type": kind, "fields": [plain(part) for part in value]}
+        if isinstance(value, (list, tuple)):
+            return [plain(part) for part in value]
+        if isinstance(value, dict):
+            return {"items": [[plain(key), plain(part)] for key, part in value.items()]}
+        raise TypeError(
+            f"A state consists of tensors, numbers and strings, not {type(value).__name__}."
+        )
+
+    return plain(state), tensors
+
+
+def unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return the state that ``pack`` was given; plain tuples come back as lists."""
+    if isinstance(tree, list):
+        return [unpack(part, tensors) for part in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if "tensor" in tree:
+        return tensors[tree["tensor"]]
+    if "grown" in tree:
+        return Grown(tree["grown"], [tensors[name] for name in tree["parts"]])
+    if "items" in tree:
+        return {unpack(key, tensors): unpack(part, tensors) for key, part in tree["items"]}
+    return _kind(tree["type"])(*(unpack(part, tensors) for part in tree["fields"]))
+
+
+def _kind(name: str) -> type:
+    """Return a NamedTuple of this package by its name; no other class is ever imported."""
+    module, _, known_as = name.partition(":")
+    kind = None
+    if module.startswith(f"{__name__.partition('.')[0]}."):
+        kind = getattr(import_module(module), known_as, None)
+    if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        raise ValueError(
+            f"The state was saved by another version of torch_lla_em: this one has no {name!r}."
+        )
+    return kind

@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from torch_lla_em.runtime.cgroup import room
+from torch_lla_em.runtime.memory import container_room
 
 
 def write(folder, **files):
@@ -28,16 +28,16 @@ def groups(tmp_path):
 def test_the_tightest_group_counts(tmp_path, groups):
     mount = tmp_path / "fs"
     second(mount / "pods" / "one", 1000, 400, cached=100)
-    assert room(groups, mount) == 700
+    assert container_room(groups, mount) == 700
     second(mount / "pods", 2000, 1500)
-    assert room(groups, mount) == 500
+    assert container_room(groups, mount) == 500
     second(mount / "pods", "max", 1500)
-    assert room(groups, mount) == 700
+    assert container_room(groups, mount) == 700
 
 
 def test_a_group_seen_as_the_root(tmp_path, groups):
     second(tmp_path / "fs", 300, 100)
-    assert room(groups, tmp_path / "fs") == 200
+    assert container_room(groups, tmp_path / "fs") == 200
 
 
 def test_the_first_version(tmp_path):
@@ -46,17 +46,17 @@ def test_the_first_version(tmp_path):
     stat = "cache 1\ntotal_inactive_file 30\n"
     limits = {"memory__limit_in_bytes": "500\n", "memory__usage_in_bytes": "90\n"}
     write(mount / "memory" / "job", **limits, memory__stat=stat)
-    assert room(groups, mount) == 440
+    assert container_room(groups, mount) == 440
 
 
 def test_more_than_is_allowed_is_no_room(tmp_path, groups):
     second(tmp_path / "fs" / "pods" / "one", 100, 150)
-    assert room(groups, tmp_path / "fs") == 0
+    assert container_room(groups, tmp_path / "fs") == 0
 
 
 def test_without_limits_there_is_no_end(tmp_path, groups):
-    assert room(groups, tmp_path / "nowhere") == inf
-    assert room(tmp_path / "nothing", tmp_path) == inf
+    assert container_room(groups, tmp_path / "nowhere") == inf
+    assert container_room(tmp_path / "nothing", tmp_path) == inf
 
 
 def test_a_limit_makes_less_memory_free(monkeypatch):
@@ -64,5 +64,5 @@ def test_a_limit_makes_less_memory_free(monkeypatch):
 
     from torch_lla_em.runtime import memory
 
-    monkeypatch.setattr(memory, "room", lambda: 12345.0)
+    monkeypatch.setattr(memory, "container_room", lambda: 12345.0)
     assert memory.free_memory(torch.device("cpu")) == 12345.0

@@ -170,10 +170,10 @@ GROWTH: dict[str, list[tuple[dict, int]]] = {
 
 
 def seconds(run: Callable[[], object], repeats: int = 1) -> float:
-    """Return the least seconds of a call: of the processor, or with a card those that go by."""
-    card, taken = torch.cuda.is_initialized(), []
-    clock = time.perf_counter if card else time.process_time
-    wait = torch.cuda.synchronize if card else lambda: None
+    """Return the smallest duration of a call: CPU seconds, or wall-clock seconds on a GPU."""
+    on_gpu, taken = torch.cuda.is_initialized(), []
+    clock = time.perf_counter if on_gpu else time.process_time
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
     for _ in range(repeats):
         wait()
         began = clock()
@@ -217,12 +217,12 @@ def fitted(
 
 def line(problem: Problem, epoch: float, num_samples: int, batch: int = BATCH) -> dict:
     """Return what a fit costs."""
-    on_card = torch.cuda.is_initialized()
-    if on_card:
+    on_gpu = torch.cuda.is_initialized()
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated() if on_card else 0
+    held = torch.cuda.memory_allocated() if on_gpu else 0
     la, taken = fitted(problem, num_samples, batch)
-    peak = {"peak_gb": (torch.cuda.max_memory_allocated() - held) / 1e9} if on_card else {}
+    peak = {"peak_gb": (torch.cuda.max_memory_allocated() - held) / 1e9} if on_gpu else {}
     once = seconds(lambda: forward(problem, problem.x), 3)
     few = problem.x[:500]
     ahead = seconds(lambda: la(few), 2) / seconds(lambda: forward(problem, few), 3)

@@ -18,6 +18,10 @@ NAMES = {
     "the same, calibrated": '`curvature="linear"`, calibrated',
     "dense posterior, λ of ours": "dense posterior at the same λ",
     "constant sd, the true error's": "constant standard deviation (true error)",
+    "ours: plain, held-out angles": "plain prior, validation angles",
+    "ours: g-prior, held-out angles": "g-prior, validation angles",
+    "ours: plain": "plain prior",
+    "MC dropout, held-out angles": "MC dropout, validation angles",
     "bound": "lower bound on the evidence",
 }
 """Names of rows in the results -> names on the pages."""

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import aims
-import card
 import cost
 import digits
+import gpu
 import pytest
 import speed
 import torch
@@ -95,15 +95,15 @@ def test_parts_of_cost_write_lines(tmp_path, monkeypatch):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_a_gpu_is_measured_whole(tmp_path, device, monkeypatch):
     monkeypatch.setattr(cost, "PROBLEMS", {"mlp": partial(cost.mlp, rows=60, width=5)})
-    card.main(["--tiny", "--device", device, "--out", str(tmp_path)])
-    steps = json.loads((tmp_path / "card.json").read_text())["steps"]
+    gpu.main(["--tiny", "--device", device, "--out", str(tmp_path)])
+    steps = json.loads((tmp_path / "gpu.json").read_text())["steps"]
     known = {"fit lenet", "product lenet, eager", "launches lenet"}
     assert set(steps) == known | {"recovery", "compile lenet", "cost mlp"}
     assert not [line for lines in steps.values() for line in lines if "error" in line]
     assert steps["fit lenet"][0]["relative_certificate"] <= 1e-3
     assert steps["compile lenet"][0]["difference"] < 1e-5
     assert [line["problem"] for line in steps["cost mlp"]][1:] == ["mlp"]
-    page = (tmp_path / "card.md").read_text()
+    page = (tmp_path / "gpu.md").read_text()
     assert "| lenet | 4 | eager | 2 |" in page
 
 
@@ -112,9 +112,9 @@ def test_a_step_that_fails_is_reported_and_the_rest_runs(tmp_path, monkeypatch):
         raise RuntimeError("no memory")
 
     steps = {"fit lenet": fail, "recovery": lambda args: [{"of": "it", "seconds": 1.0}]}
-    monkeypatch.setattr(card, "steps", lambda args: steps)
-    card.main(["--device", "cpu", "--out", str(tmp_path)])
-    page = (tmp_path / "card.md").read_text()
+    monkeypatch.setattr(gpu, "steps", lambda args: steps)
+    gpu.main(["--device", "cpu", "--out", str(tmp_path)])
+    page = (tmp_path / "gpu.md").read_text()
     assert "- fit lenet: RuntimeError: no memory" in page and "| it |" in page
 
 

@@ -1,14 +1,14 @@
-"""What the library does on one CUDA card, in under half an hour.
+"""Measures the library on one CUDA GPU, in less than half an hour.
 
-    python benchmarks/card.py                              # needs a card
-    python benchmarks/card.py --tiny --device cpu          # every step at a toy's size, to try it
+    python benchmarks/gpu.py                              # needs a GPU
+    python benchmarks/gpu.py --tiny --device cpu          # every step at a tiny size, as a test
 
-runs the tests marked cuda; whole fits of LeNet, ResNet-18, ResNet-50 and ViT-S in float32 to a
-certificate of 1e-3, with the memory they took beside the plan that was logged; products with G
-(speed.py) in float32, TF32 and bfloat16 with their errors, for K = 1, 8, 32, with batches that fill
-the card, and with small ones; a fit where memory ends on the way; what compiling
-gives to the forward pass; what fits of small networks cost (cost.py). It writes results/card.json
-after every step, and the page results/card.md. What fails, or comes after --minutes, is told there.
+runs the tests marked cuda; whole fits of LeNet, ResNet-18, ResNet-50 and ViT-S in float32 to an
+error of 1e-3, with the memory used beside the logged plan; products with G (speed.py) in float32,
+TF32 and bfloat16 with their errors, for K = 1, 8, 32, with batches that fill the GPU and with small
+ones; a fit that runs out of memory on the way; the forward pass with torch.compile; and the cost of
+fits of small networks (cost.py). After every step it writes results/gpu.json and the page
+results/gpu.md, which lists failed steps and those left out after --minutes as well.
 """
 
 import argparse
@@ -30,19 +30,19 @@ from methods.provenance import provenance
 
 ROOT = Path(__file__).parents[1]
 BATCHES = {"lenet": 8192, "resnet18": 1024, "resnet50": 128, "vit_s": 128}
-"""Rows of a product on a card of 80 GB; in proportion on others."""
+"""Batch size of a product on a GPU with 80 GB; in proportion on others."""
 
 ROWS = {"lenet": 8192, "resnet18": 1024, "resnet50": 64, "vit_s": 64}
-"""Rows of a whole fit."""
+"""Examples of a whole fit."""
 
 MEANS = "torch.func", "eager", "tf32", "bfloat16"
 SMALL = "mlp", "cnn", "bert"
-COMPILE = "The library has no option for it: products differentiate the module that it wraps."
+COMPILE = "The library has no such option: products differentiate the wrapped module."
 Lines = list[dict]
 
 
 class Said(logging.Handler):
-    """Keeps what the library logs, its plan of memory among it."""
+    """Stores the log messages of the library, such as its memory plan."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ def page(record: dict) -> str:
         return [line for part in parts for line in part if "error" not in line]
 
     fits = ["rows", "K", "seconds", "F", "columns", "precision", "relative_certificate", "peak_gb"]
-    told = [f"- {name}: {part[0]['error']}" for name, part in found.items() if "error" in part[0]]
+    failed = [f"- {name}: {part[0]['error']}" for name, part in found.items() if "error" in part[0]]
     ended = [f"- {value}" for line in lines("tests") for value in line.values()]
     plans = [f"- {line['network']}: {said}" for line in lines("fit") for said in line["said"]]
     product = ["network", "rows", "means", "columns"]
@@ -178,27 +178,27 @@ def page(record: dict) -> str:
         "Whole fits": [markdown.table(lines("fit"), ["network", "means"], fits), *plans],
         "Products with G": [markdown.table(lines("product"), product, taken)],
         "Small batches": [markdown.table(lines("launches"), product, taken)],
-        "Where memory ends": [markdown.table(lines("recovery"), ["of"], [*fits, "off"])],
+        "Out of memory": [markdown.table(lines("recovery"), ["of"], [*fits, "off"])],
         "torch.compile": [COMPILE, markdown.table(lines("compile"), ["network", "rows"], gained)],
-        "What small fits cost": [
+        "Cost of small fits": [
             markdown.table(lines("cost"), ["problem"], [*fits, "epochs", "predict F", "ensemble"])
         ],
-        "Failed or left out": told,
+        "Failed or left out": failed,
     }
-    head = f"# One card\n\n{record['machine']}; {record['versions']}; commit {record['commit']}."
+    head = f"# One GPU\n\n{record['machine']}; {record['versions']}; commit {record['commit']}."
     shown = [f"## {title}\n\n" + "\n\n".join(part) for title, part in sections.items() if part]
     return "\n\n".join([head, *shown]) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tiny", action="store_true", help="toy sizes, to try the script")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to test the script")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--minutes", type=float, default=28.0)
     parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("There is no CUDA card here; --device cpu --tiny tries the script.")
+        raise SystemExit("No CUDA device is available. Use --device cpu --tiny to test the script.")
     logging.getLogger("torch_lla_em").setLevel(logging.INFO)
     args.out.mkdir(parents=True, exist_ok=True)
     record = provenance(("torch", "torchvision")) | {"steps": {}}
@@ -211,13 +211,13 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             try:
                 lines = step(args)
-            except Exception as error:  # the other steps are still to be seen
+            except Exception as error:  # the other steps still run
                 traceback.print_exc()
                 lines = [{"error": f"{type(error).__name__}: {error}"[:300]}]
         record["steps"][name] = lines
         print(name, *lines, sep="\n  ", flush=True)
-        (args.out / "card.json").write_text(json.dumps(record, indent=1) + "\n")
-        (args.out / "card.md").write_text(page(record))
+        (args.out / "gpu.json").write_text(json.dumps(record, indent=1) + "\n")
+        (args.out / "gpu.md").write_text(page(record))
 
 
 if __name__ == "__main__":

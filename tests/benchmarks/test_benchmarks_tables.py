@@ -3,7 +3,7 @@
 import pytest
 import tables
 import torch
-from methods import markdown, peers, tasks
+from methods import markdown, own_training, peers, tasks
 from methods.metrics import Classes, neighbours
 
 
@@ -82,7 +82,7 @@ def test_options_are_read_from_text():
 def test_tables_run_whole(tmp_path, capsys):
     out = str(tmp_path / "tables.jsonl")
     command = ["--tables", "wine", "diabetes", "--seeds", "0", "--quick", "--out", out]
-    methods = [*peers.METHODS, *peers.MORE]
+    methods = [*peers.METHODS, *own_training.MORE]
     tables.main([*command, "--ours", "num_samples=8", "--methods", *methods])
     records = markdown.read(tmp_path / "tables.jsonl")
     assert not [record for record in records if "error" in record]

@@ -13,7 +13,7 @@ from torch_lla_em.inference import (
     optimise_samples,
     prior_precision_from_weight_decay,
 )
-from torch_lla_em.laplace import LinearisedLaplace, NotFittedError
+from torch_lla_em.laplace import LinearisedLaplace
 from torch_lla_em.likelihoods import (
     Bernoulli,
     BradleyTerry,
@@ -27,7 +27,14 @@ from torch_lla_em.likelihoods import (
 )
 from torch_lla_em.mixtures import FeatureDensity
 from torch_lla_em.plot import plot_curve
-from torch_lla_em.prediction import Comparison, LaplaceEnsemble, Prediction, compare
+from torch_lla_em.prediction import (
+    Calibration,
+    Comparison,
+    LaplaceEnsemble,
+    NotFittedError,
+    Prediction,
+    compare,
+)
 from torch_lla_em.runtime import Compute
 from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton
 
@@ -39,6 +46,7 @@ __all__ = [
     "BlockCG",
     "BlockKrylov",
     "BradleyTerry",
+    "Calibration",
     "Classification",
     "Comparison",
     "Compute",

@@ -37,7 +37,7 @@ _EDGE = 2.0
 """Number of standard errors above which a posterior is reported as worse than its network."""
 
 
-def write_report(la: Fitted, loader: Iterable[Any], path: str | PathLike, other: Any) -> None:
+def write_report(la: Fitted, loader: Iterable[Any], path: str | PathLike[str], other: Any) -> None:
     """Write a page about predictions of a loader's examples; ``other`` are OOD inputs."""
     rows = predicted_data(la, loader)
     plan, *warnings = la.messages

@@ -55,7 +55,7 @@ REFERENCE = tuple(f"conformal_{name}" for name in Reference._fields)
 class Judge:
     """Reference scores, and the prediction that is compared with them."""
 
-    reference: Reference
+    reference: Callable[[], Reference]
     prediction: Callable[[], Conformal]
     """Returns the prediction with the numbers that were fitted to the first half."""
 
@@ -89,7 +89,7 @@ class Conformal(Mixture):
             ValueError: If there is no reference: without a calibration, of other curvatures.
         """
         judge = self._judge("p_value")
-        return p_values(judge.reference.unusual, judge.prediction()._ood_scores())
+        return p_values(judge.reference().unusual, judge.prediction()._ood_scores())
 
     def is_ood(self, rate: float = 0.05) -> Tensor:
         """Return which inputs are out-of-distribution (OOD), as a mask of shape (B,).
@@ -107,7 +107,10 @@ class Conformal(Mixture):
         """
         if not 0 < rate < 1:
             raise ValueError(f"rate must lie between 0 and 1, not {rate}.")
-        count, needed = len(self._judge("is_ood").reference.unusual), ceil(1 / rate - 1 - _ROUNDING)
+        count, needed = (
+            len(self._judge("is_ood").reference().unusual),
+            ceil(1 / rate - 1 - _ROUNDING),
+        )
         _require(count, needed, f"rate={rate}")
         return self.p_value <= rate
 
@@ -136,7 +139,7 @@ class Conformal(Mixture):
                 "prediction_set is for one class label per example; use interval(level) for a "
                 "regression."
             )
-        threshold = quantiles(judge.reference.errors, level)
+        threshold = quantiles(judge.reference().errors, level)
         return self._out(_mass_above(judge.prediction()._expected()) <= threshold)
 
     def interval(self, level: float = 0.9) -> Interval:
@@ -165,11 +168,11 @@ class Conformal(Mixture):
             )
         prediction = judge.prediction()
         centre = prediction._expected()
-        half = quantiles(judge.reference.errors, level).to(centre) * prediction._variance().sqrt()
+        half = quantiles(judge.reference().errors, level).to(centre) * prediction._variance().sqrt()
         return Interval(self._out(centre - half), self._out(centre + half))
 
     def _judge(self, name: str, by_labels: bool = False) -> Judge:
-        if self.judge is None or (by_labels and self.judge.reference.errors is None):
+        if self.judge is None or (by_labels and self.judge.reference().errors is None):
             raise ValueError(
                 f"{name} compares inputs with a validation set, and this prediction has none: call "
                 "la.calibrate(validation_loader), or la.fit(..., validation=loader), and then "

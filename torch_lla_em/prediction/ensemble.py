@@ -99,7 +99,7 @@ class LaplaceEnsemble(nn.Module):
         if isinstance(data.likelihood, Regression):
             noise = reference.sigma / data.likelihood.sigma_noise.to(reference.sigma)
         other = partial(data.prediction, reference.table, noise, class_dim)
-        return replace(prediction, judge=Judge(reference, other))
+        return replace(prediction, judge=Judge(lambda: reference, other))
 
     def is_ood(self, x: Any, rate: float = 0.05) -> Tensor:
         """Return which inputs are out-of-distribution (OOD), (B,), after ``calibrate``.

@@ -44,7 +44,7 @@ class Ways(NamedTuple):
 
 
 def exported(
-    model: LinearModel, columns: Tensor, x: Any, ways: Ways, path: str | PathLike | None
+    model: LinearModel, columns: Tensor, x: Any, ways: Ways, path: str | PathLike[str] | None
 ) -> ExportedProgram:
     """Return the map from inputs like x to what a posterior says of y, and save it to ``path``.
 
@@ -59,8 +59,11 @@ def exported(
     # what cannot be is refused here, derivatives are probed, and what is random is drawn
     ways.answer(ways.predict(x))
 
+    columns_at_once = model.by_autodiff(x, pulls=False).pushed
+
     def answer(x: Any) -> Any:
         rows = model.by_autodiff(x, pulls=False)
+        rows.pushed = columns_at_once  # the same for every batch size
         return ways.answer(ways.of_products(rows.f, rows.push(columns)))
 
     def due(x: Any) -> Any:
@@ -97,12 +100,12 @@ def _check(run: Callable[[Any], Any], due: Callable[[Any], Any], x: Any, others:
         _compare(run(other), expected, kind)
 
 
-def _save_program(program: ExportedProgram, path: str | PathLike, *_: Any) -> None:
+def _save_program(program: ExportedProgram, path: str | PathLike[str], *_: Any) -> None:
     torch.export.save(program, path)
 
 
 def _save_onnx(
-    program: ExportedProgram, path: str | PathLike, due: Callable[[Any], Any], x: Any
+    program: ExportedProgram, path: str | PathLike[str], due: Callable[[Any], Any], x: Any
 ) -> None:
     """Write ONNX, and compare what onnxruntime makes of the file with the posterior."""
     try:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ logger = logging.getLogger("torch_lla_em")
 
 Mean = Literal["network", "linear"]
 Link = Literal["mc", "probit", "probit_shared"]
+Own = TypeVar("Own", bound="Fitted")
 
 
 class Fitted(summary.Printed, StoredPosterior):
@@ -237,8 +238,8 @@ class Fitted(summary.Printed, StoredPosterior):
         return self.predict(x, mean).joint_log_prob(y)
 
     def calibrate(
-        self, loader: Any, targets: Tensor | None = None, *, mean: Mean | None = None
-    ) -> Fitted:
+        self: Own, loader: Any, targets: Tensor | None = None, *, mean: Mean | None = None
+    ) -> Own:
         """Fit a few numbers of the predictions to a validation set, in one pass.
 
         For classes and labels these are a temperature of the network, a scale of the posterior's
@@ -334,22 +335,21 @@ class Fitted(summary.Printed, StoredPosterior):
         class_dim = self._linear_model.network.class_dim
         training = self._training(len(Jw) - 1) if table is self.mixture else None
         prediction = predicted(self.likelihood, f, Jw, table, training, class_dim)
-        reference, likelihood = self._reference() if judges else None, self.likelihood
-        if reference is None:
+        if not judges or (self.conformal_table is None and training is None):
             return prediction
-        if isinstance(likelihood, Regression):
-            likelihood = likelihood.at_noise(reference.sigma)
-        other = partial(predicted, likelihood, f, Jw, reference.table, training, class_dim)
-        return replace(prediction, judge=Judge(reference, other))
+        likelihood, table = self.likelihood, self.conformal_table
+        table = self.mixture if table is None else table
+        if isinstance(likelihood, Regression) and self.conformal_sigma is not None:
+            likelihood = likelihood.at_noise(self.conformal_sigma)
+        other = partial(predicted, likelihood, f, Jw, table, training, class_dim)
+        return replace(prediction, judge=Judge(self._reference, other))
 
-    def _reference(self) -> Reference | None:
-        """Return the scores of validation examples, or else of training examples, if there are any."""
+    def _reference(self) -> Reference:
+        """Return the scores of validation examples, or of training examples without a calibration."""
         if self.conformal_table is not None:
             return Reference(*(getattr(self, name) for name in REFERENCE))
-        training = self._training()
-        if training is None:
-            return None
-        return Reference(self.mixture, None, training.distances(self.likelihood)[:, None], None)
+        unusual = self._training().distances(self.likelihood)[:, None]
+        return Reference(self.mixture, None, unusual, None)
 
     def _warn_of_collapse(self, data: Data) -> None:
         """Log a warning for each sign that the fit has collapsed."""

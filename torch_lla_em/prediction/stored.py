@@ -86,7 +86,7 @@ def checked(
     return tensors, record
 
 
-def write(state: dict[str, Tensor], path: str | PathLike, options: dict[str, Any]) -> None:
+def write(state: dict[str, Tensor], path: str | PathLike[str], options: dict[str, Any]) -> None:
     """Write a state and the options of its constructor to a file."""
     files.write_atomically({**state, "options": persistence.to_bytes(options)}, path)
 
@@ -104,7 +104,7 @@ def sigma_option(given: Likelihood) -> float | list[float] | None:
 
 
 @contextmanager
-def naming(path: str | PathLike) -> Iterator[None]:
+def naming(path: str | PathLike[str]) -> Iterator[None]:
     """Add the file's name to errors about damaged states."""
     try:
         yield
@@ -113,7 +113,7 @@ def naming(path: str | PathLike) -> Iterator[None]:
 
 
 def read(
-    path: str | PathLike, model: nn.Module, given: dict[str, Any], known: Iterable[str]
+    path: str | PathLike[str], model: nn.Module, given: dict[str, Any], known: Iterable[str]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return state and options of a saved posterior; ``given`` options replace those saved."""
     state = persistence.read(path)

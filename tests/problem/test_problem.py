@@ -305,7 +305,7 @@ def test_nothing_is_read_inside_a_pass(name, curved):
 
 def test_a_read_inside_a_pass_would_be_seen():
     problem = tiny("classification").problem(17)
-    problem.work.inspect = lambda rows, batch: bool(rows.f.isfinite().all())
+    problem.inspect = lambda rows, batch: bool(rows.f.isfinite().all())
     with pytest.raises(AssertionError, match="_local_scalar_dense"):
         unread_product(problem, torch.ones(3, problem.size, dtype=torch.float64))
 

@@ -1,9 +1,11 @@
-"""What of a pass is finite: one flag on the device, read when the pass has ended."""
+"""Numbers that are not finite: noticed at the end of a pass, and blamed on a batch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from torch_lla_em.data import Batch, tensors_in
 
 INPUTS = "The inputs of batch {} hold NaN or infinite values: remove those rows."
 OUTPUTS = "The network's outputs on batch {} are not finite."
@@ -22,38 +24,25 @@ _MODERATE = 1e12
 
 
 class Finite:
-    """Whether what a pass meets is finite: one flag for all batches, then the batch at fault.
-
-    Nothing is waited for until the pass has ended; where it went wrong, it is gone over again.
-    """
+    """Whether all that has to be finite in a pass is: one flag, for which no batch waits."""
 
     def __init__(self, device: torch.device):
         with torch.inference_mode(False):  # it is written to in place, whoever calls
             self.fine = torch.ones((), dtype=torch.bool, device=device)
-        """Whether all is that must be, so far."""
 
-        self.searching = False
-        """Whether this pass is gone over again, to find the batch at fault."""
-
-        self.excused: str | None = None
-        """What is not to be blamed while searching, and whether it was met."""
-
-        self.met = False
-        self.blames_sums = False
-        """Whether sums that are not finite are a batch's fault, while searching."""
-
-    def expect(self, index: int | str, what: str, tensor: Tensor) -> None:
-        """Have the pass gone over again if a tensor is not finite."""
+    def expect(self, tensor: Tensor) -> None:
+        """Take note if a tensor is not finite."""
         self.fine.logical_and_(all_finite(tensor))
-        self.check(index, what, tensor)
 
-    def check(self, index: int | str, what: str, tensor: Tensor) -> None:
-        """Raise at what is not finite while the batch at fault is searched."""
-        if not self.searching or is_finite(tensor):
-            return
-        if what != self.excused:
-            raise (ValueError if what == INPUTS else FloatingPointError)(what.format(index))
-        self.met = True
+
+def require(batch: Batch, what: str, tensor: Tensor) -> None:
+    """Raise an error that names the batch if a tensor is not finite."""
+    if is_finite(tensor):
+        return
+    inputs = [x for x in tensors_in(batch.inputs) if x.is_floating_point()]
+    if what == OUTPUTS and not all(map(is_finite, inputs)):
+        raise ValueError(INPUTS.format(batch.index))
+    raise FloatingPointError(what.format(batch.index))
 
 
 def all_finite(tensor: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def pull_back(problem: Problem, u: Tensor) -> tuple[Tensor, Tensor]:
 
     def add(rows: Rows, batch: Batch, columns: Tensor, sums: Sums) -> None:
         f = rows.f
-        problem.work.inspect(rows, batch)
+        problem.inspect(rows, batch)
         _place(problem, batch, f.expand(len(columns), *f.shape), sums["f"])
         own = u[columns.to(u.device)][:, batch.rows.to(u.device)]
         rows.pull(own.view(-1, *f.shape).to(f), sums["Ju"])

@@ -12,13 +12,20 @@ from torch import Tensor
 
 from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, ParameterLayout, Rows
-from torch_lla_em.likelihoods import Likelihood, Regression
-from torch_lla_em.problem.batch_work import BatchWork, Cotangent
+from torch_lla_em.likelihoods import Likelihood, Regression, compare_with_log_prob
 from torch_lla_em.problem.cost import Cost
-from torch_lla_em.problem.finite import DERIVATIVE, is_moderate
+from torch_lla_em.problem.finite import (
+    DERIVATIVE,
+    LIKELIHOOD,
+    OUTPUTS,
+    is_finite,
+    is_moderate,
+    require,
+)
 from torch_lla_em.problem.placement import Vectors
+from torch_lla_em.problem.point import Point
 from torch_lla_em.problem.row_squares import RowSquares
-from torch_lla_em.problem.sweep import BLOCK, SCALAR, VECTOR, Fold, Pass, Sums, Sweep
+from torch_lla_em.problem.sweep import BLOCK, SCALAR, VECTOR, Add, Fold, Pass, Sums, Sweep
 from torch_lla_em.runtime import attempt, normals
 from torch_lla_em.solvers import Space
 
@@ -28,6 +35,8 @@ _EPSILON_STREAM = 1
 _LEAST_SHARE = 1e-2
 
 BatchProduct = Callable[[Tensor], Tensor]
+Cotangent = Callable[[Batch, Tensor, Tensor], Tensor]
+"""(batch, outputs (B, ..., C) that H is taken at, J w) -> u."""
 
 T = TypeVar("T")
 
@@ -46,7 +55,7 @@ class Problem:
     """Σ_n loss(J_n w, y_n) over the data, its gradient, and products with G = Σ_n J_nᵀ H_n J_n.
 
     All vectors here are in weight space; solvers see them through ``operators.py``. ``sweep`` goes
-    over the data, and knows of memory, ranks, and vectors that live beside the device.
+    over the data, and handles memory, ranks, and vectors that live beside the device.
     """
 
     def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
@@ -54,7 +63,7 @@ class Problem:
         data.mask = likelihood.mask
         self.vectors = Vectors(linear_model)
         self.sweep = Sweep(linear_model, likelihood, data, self.vectors)
-        self.work = BatchWork(self.sweep, likelihood)
+        self.point = Point(data)
         self.cost = Cost()
 
     # the method
@@ -63,25 +72,26 @@ class Problem:
         """Return G w, shape (K, P)."""
 
         def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-            at, Jw = self.work.pushed(rows, batch, w)
-            rows.pull(self.work.curved(batch, at, Jw), sums["Gw"])
+            at, Jw = self._pushed(rows, batch, w)
+            rows.pull(self._curved(batch, at, Jw), sums["Gw"])
 
-        total = self.sweep(w, Pass({"Gw": BLOCK}, add))["Gw"]
+        total = self.sweep(w, Pass({"Gw": BLOCK}, add, self._looks(self._curved)))["Gw"]
         self.cost.columns += len(w)
         return total
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n -log p(y_n | J_n w) and its gradient, shape (P,)."""
-        work = BatchWork(self.sweep, self.likelihood)
+        problem = self.with_curvature_at(None)
 
         def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-            at, Jw = work.pushed(rows, batch, w)
+            at, Jw = problem._pushed(rows, batch, w)
             log_prob = self.likelihood.log_prob(Jw, batch.targets).sum(dtype=torch.float64)
-            rows.pull(work.sloped(batch, at, Jw), sums["gradient"])
+            rows.pull(self._sloped(batch, at, Jw), sums["gradient"])
             sums["loss"] -= log_prob
 
-        kinds = {"loss": SCALAR, "gradient": BLOCK}
-        sums = self.sweep(w[None], Pass(kinds, add, may_overflow=True))
+        # a likelihood that is not finite is a step too long, which solvers know
+        looks = problem._looks(self._sloped, may_overflow=True)
+        sums = self.sweep(w[None], Pass({"loss": SCALAR, "gradient": BLOCK}, add, looks))
         self.cost.columns += 1
         return sums["loss"].item(), sums["gradient"][0]
 
@@ -93,20 +103,19 @@ class Problem:
         A Gaussian likelihood without a σ gets one from the network's residuals, which the same
         pass sums up.
         """
-        squares_of = RowSquares(self.linear_model, self.work, num_samples)
+        squares_of = RowSquares(self.linear_model, num_samples)
         gaussian = self.likelihood
         unknown = isinstance(gaussian, Regression) and gaussian.from_data
 
         def add(rows: Rows, batch: Batch, samples: Tensor, sums: Sums) -> None:
-            def draw(at: Tensor) -> Tensor:
-                return _draw(seed, samples, batch.rows, at)
-
-            u, at = self.work.noise_outputs(rows, batch, draw)
+            at = self._at(rows, batch)
+            u = self._root(batch, at, _draw(seed, samples, batch.rows, at))
             product = torch.zeros_like(sums["eta"])
             rows.pull(u, product)
             if with_squares:
-                found = squares_of(rows, batch, samples.tolist(), (at, u, product))
-                sums["squares"] += found
+                noise = squares_of.columns(samples, at)
+                own = u if noise is None else self._root(batch, at, noise)
+                sums["squares"] += squares_of(rows, batch.position, samples, (own, product))
             sums["eta"] += product
             if unknown:
                 y = batch.targets.double()
@@ -118,7 +127,7 @@ class Problem:
         kinds = {"eta": BLOCK, "squares": VECTOR}
         kinds |= {"errors": SCALAR, "targets": SCALAR} if unknown else {}
         at_most = squares_of.rows_at_once if with_squares else inf
-        task = Pass(kinds, add, at_most, squares=with_squares)
+        task = Pass(kinds, add, self._looks(), at_most, squares=with_squares)
         sums = self.sweep(torch.arange(num_samples, device="cpu"), task)
         eta, squares = sums["eta"], sums["squares"]
         self.cost.columns += num_samples
@@ -129,8 +138,7 @@ class Problem:
             # networks that have overfitted have next to no residuals
             square = max(sums["errors"].item(), _LEAST_SHARE * sums["targets"].item())
             sigma = (square / (num_samples * self.data.num_targets)) ** 0.5 or 1.0
-            noise = torch.tensor(sigma, dtype=torch.float64, device="cpu")
-            self.take_noise(noise)
+            self.take_noise(torch.tensor(sigma, dtype=torch.float64, device="cpu"))
             eta, squares = eta / sigma, squares / sigma**2
         return NoiseFeatures(eta, squares / (num_samples * self.data.num_rows))
 
@@ -138,29 +146,24 @@ class Problem:
         """Take σ of a Gaussian likelihood, where the first pass has found it."""
         gaussian: Any = self.likelihood
         self.likelihood = gaussian.at_noise(sigma)
-        self.work = BatchWork(self.sweep, self.likelihood, self.work.point)
 
     def rows(self) -> Tensor:
         """Return R, shape (N C, P), with G = RᵀR: all of J, so for few data only."""
-
-        def identity(at: Tensor) -> Tensor:
-            size = at.numel()
-            return torch.eye(size, dtype=at.dtype, device=at.device).view(-1, *at.shape)
-
         parts = [self.vectors.whole_zeros(0)]
 
         def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
-            u, _ = self.work.noise_outputs(rows, batch, identity)
+            at = self._at(rows, batch)
+            identity = torch.eye(at.numel(), dtype=at.dtype, device=at.device)
+            u = self._root(batch, at, identity.view(-1, *at.shape))
             R, step = self.vectors.whole_zeros(len(u)), rows.columns or len(u)
             for start in range(0, len(u), step):
                 near = torch.zeros_like(R[start : start + step], device=u.device)
                 rows.pull(u[start : start + step], near)
-                self.sweep.finite.expect(batch.index, DERIVATIVE, near)
+                self.sweep.finite.expect(near)
                 R[start : start + step] = near
-            if not self.sweep.finite.searching:
-                parts.append(R)
+            parts.append(R)
 
-        self.sweep.over(torch.arange(1 << 16, device="cpu"), Pass({}, add))
+        self.sweep.over(torch.arange(1 << 16, device="cpu"), Pass({}, add, self._looks()))
         rows = self.vectors.own(self.data.group.gather(torch.cat(parts)))
         self.cost.columns += len(rows) // self.data.num_rows
         return rows
@@ -172,24 +175,27 @@ class Problem:
 
         def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
             Jw = rows.push(w)
-            self.work.inspect(rows, batch)
+            self.inspect(rows, batch)
             if moderate:
-                self.sweep.finite.expect(batch.index, DERIVATIVE, Jw)
-            if not self.sweep.finite.searching:
-                found.append((batch, rows.f, Jw))
+                self.sweep.finite.expect(Jw)
+            found.append((batch, rows.f, Jw))
 
-        self.sweep.over(torch.arange(len(w), device="cpu"), Pass({}, add))
+        def look(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
+            require(batch, OUTPUTS, rows.f)
+            if moderate:
+                require(batch, DERIVATIVE, rows.push(w))
+
+        self.sweep.over(torch.arange(len(w), device="cpu"), Pass({}, add, look))
         self.cost.columns += len(w)
         return found
 
     def minibatch_products(self) -> Iterator[tuple[int, BatchProduct]]:
         """Yield every batch's rows and its own product w -> J_bᵀ H_b J_b w."""
-        return self._minibatches(self.work.curved)
+        return self._minibatches(self._curved)
 
     def minibatch_gradients(self) -> Iterator[tuple[int, BatchProduct]]:
         """Yield every batch's rows and its own gradient w -> J_bᵀ ∇loss(J_b w)."""
-        problem = self.with_curvature_at(None)
-        return problem._minibatches(problem.work.sloped)
+        return self.with_curvature_at(None)._minibatches(self._sloped)
 
     # the same problem, otherwise
 
@@ -197,15 +203,91 @@ class Problem:
         """Return the same problem under another likelihood."""
         other = copy.copy(self)
         other.likelihood = likelihood
-        other.work = BatchWork(self.sweep, likelihood, self.work.point)
         return other
 
     def with_curvature_at(self, w: Tensor | None) -> Problem:
         """Return the same problem with H at the network's outputs, or at J w, for w (P,)."""
         other, near = copy.copy(self), self.linear_model.network.device
-        point = None if w is None else self.vectors.whole(w[None]).to(near)
-        other.work = BatchWork(self.sweep, self.likelihood, point)
+        other.point = Point(self.data, None if w is None else self.vectors.whole(w[None]).to(near))
         return other
+
+    # one batch
+
+    def _pushed(self, rows: Rows, batch: Batch, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where H is taken, (B, ..., C), and J w."""
+        at, Jw = self.point.push(rows, batch, w)
+        self.inspect(rows, batch)
+        return at, Jw
+
+    def _at(self, rows: Rows, batch: Batch) -> Tensor:
+        """Return where H is taken, (B, ..., C)."""
+        at = self.point.of(rows)
+        self.inspect(rows, batch)
+        return at
+
+    def _curved(self, batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
+        """Return H J w."""
+        return self._masked(self.likelihood.hessian_product(at, Jw), batch)
+
+    def _sloped(self, batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
+        """Return ∇loss(J w)."""
+        return self._masked(self.likelihood.gradient(Jw, batch.targets), batch)
+
+    def _root(self, batch: Batch, at: Tensor, noise: Tensor) -> Tensor:
+        """Return S ε."""
+        return self._masked(self.likelihood.hessian_sqrt_product(at, noise), batch, root=True)
+
+    def _masked(self, u: Tensor, batch: Batch, root: bool = False) -> Tensor:
+        mask = self.likelihood.mask(batch.targets)
+        if mask is None:
+            return u
+        mask = mask.unsqueeze(-1).to(u.dtype)
+        return u * (mask.sqrt() if root else mask)
+
+    def inspect(self, rows: Rows, batch: Batch) -> None:
+        """Expect outputs to be finite; in the first pass, check targets against them."""
+        if not self.sweep.is_new(rows):
+            return
+        data, f = self.data, rows.f
+        self.sweep.finite.expect(f)
+        if data.num_passes == 0:
+            is_first = data.num_outputs == 0
+            data.num_outputs += f.numel()
+            try:
+                self.likelihood.check(f, batch.targets)
+                if is_first:
+                    compare_with_log_prob(self.likelihood, f, batch.targets)
+            except (TypeError, ValueError) as error:
+                if torch.isfinite(f).all():  # else that is refused when the pass has ended
+                    raise type(error)(f"Batch {batch.index}: {error}") from None
+
+    def _looks(self, cotangent: Cotangent | None = None, may_overflow: bool = False) -> Add:
+        """Return what raises at a batch where something is not finite.
+
+        ``cotangent`` is what the pass pulls back of J w; None: S ε.
+        """
+
+        def look(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
+            require(batch, OUTPUTS, rows.f)
+            if cotangent is None:
+                at = self.point.of(rows)
+                u = self._root(batch, at, torch.ones_like(at)[None])
+            elif is_moderate(w):
+                at, Jw = self.point.push(rows, batch, w)
+                require(batch, DERIVATIVE, Jw)
+                u = cotangent(batch, at, Jw)
+            else:
+                return
+            if may_overflow and not is_finite(u):
+                return
+            require(batch, LIKELIHOOD, u)
+            total = torch.zeros(
+                len(u), self.linear_model.layout.size, dtype=self.dtype, device=u.device
+            )
+            rows.pull(u, total)
+            require(batch, DERIVATIVE, total)
+
+        return look
 
     # vectors, memory, checkpoints
 
@@ -257,7 +339,7 @@ class Problem:
 
             def product(w: Tensor, num_rows: int = num_rows, fold: Fold = fold) -> Tensor:
                 def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-                    at, Jw = self.work.pushed(rows, batch, w)
+                    at, Jw = self._pushed(rows, batch, w)
                     rows.pull(cotangent(batch, at, Jw), sums["sum"])
 
                 self.cost.columns += len(w) * num_rows / (self.data.num_rows or 1)

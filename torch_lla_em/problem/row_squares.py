@@ -7,9 +7,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import LinearModel, Rows
-from torch_lla_em.problem.batch_work import BatchWork
 
 # rows whose sum is squared where there are no factors
 _GROUP_ROWS = 32
@@ -26,8 +24,8 @@ class RowSquares:
     noise of rows is independent. Groups go on from batch to batch.
     """
 
-    def __init__(self, linear_model: LinearModel, work: BatchWork, num_samples: int):
-        self._model, self._work, self._num_samples = linear_model, work, num_samples
+    def __init__(self, linear_model: LinearModel, num_samples: int):
+        self._model, self._num_samples = linear_model, num_samples
         self._sums: dict[int, Tensor] = {}
         """Jᵀ S ε of each sample over the rows so far of the group under way."""
 
@@ -40,41 +38,39 @@ class RowSquares:
         names = () if known is None or self._model.report is None else known.names
         return inf if set(names) == set(self._model.layout.names) else _GROUP_ROWS
 
+    def columns(self, samples: Tensor, at: Tensor) -> Tensor | None:
+        """Return this share of the unit columns, times √K; None for S ε of rows with many outputs."""
+        size = at[0].numel()
+        if size > max(self._num_samples, _EXACT_OUTPUTS):
+            return None
+        # no index of a list, which a GPU would be waited for
+        eye = self._num_samples**0.5 * torch.eye(size, dtype=at.dtype, device=at.device)
+        units = torch.cat([eye[k :: self._num_samples] for k in samples.tolist()])
+        return units.view(-1, 1, *at.shape[1:]).expand(-1, *at.shape)
+
     def __call__(
-        self, rows: Rows, batch: Batch, samples: list[int], products: tuple[Tensor, Tensor, Tensor]
+        self, rows: Rows, position: int, samples: Tensor, products: tuple[Tensor, Tensor]
     ) -> Tensor:
         """Return what a batch adds for some of the samples, (P,).
 
-        ``products``: the outputs that H is taken at, and the columns of S ε and of Jᵀ S ε.
+        ``position``: rows of the pass before it; ``products``: S times ``columns``, and Jᵀ S ε.
         """
-        at, u, product = products
-        own = self._columns(batch, samples, at, u)
+        own, product = products
         squares, layout = rows.row_squares(own), self._model.layout
         total, names = product.new_zeros(layout.size), tuple(squares)
         layout.add_(total, squares)
         if set(names) < set(layout.names):
-            total += self._of_groups(batch, samples, product) * self._mask(names)
+            total += self._of_groups(position, samples.tolist(), product) * self._mask(names)
         return total
 
-    def _columns(self, batch: Batch, samples: list[int], at: Tensor, u: Tensor) -> Tensor:
-        """Return this share of the columns of S, times √K, or S ε of rows with many outputs."""
-        size = at[0].numel()
-        if size > max(self._num_samples, _EXACT_OUTPUTS):
-            return u
-        # no index of a list, which a GPU would be waited for
-        eye = self._num_samples**0.5 * torch.eye(size, dtype=at.dtype, device=at.device)
-        units = torch.cat([eye[k :: self._num_samples] for k in samples])
-        noise = units.view(-1, 1, *at.shape[1:]).expand(-1, *at.shape)
-        return self._work.root(batch, at, noise)
-
-    def _of_groups(self, batch: Batch, samples: list[int], product: Tensor) -> Tensor:
+    def _of_groups(self, position: int, samples: list[int], product: Tensor) -> Tensor:
         """Return what the squares of sums over groups of rows grow by."""
-        if batch.position != self._position:  # else other samples of the same rows
-            if batch.position < self._position:
+        if position != self._position:  # else other samples of the same rows
+            if position < self._position:
                 self._sums.clear()
-            group = batch.position // _GROUP_ROWS
-            self._opens = batch.position == 0 or group != self._position // _GROUP_ROWS
-            self._position = batch.position
+            group = position // _GROUP_ROWS
+            self._opens = position == 0 or group != self._position // _GROUP_ROWS
+            self._position = position
         if self._opens:
             grown, sums = product.square().sum(0), product.clone()
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from math import inf
 from typing import NamedTuple
@@ -12,18 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Batch, Data, tensors_in
+from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, NetworkState, Rows, explained, layer_of
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.problem.finite import (
-    DERIVATIVE,
-    INPUTS,
-    LIKELIHOOD,
-    Finite,
-    all_finite,
-    is_finite,
-    is_moderate,
-)
+from torch_lla_em.problem.finite import OUTPUTS, Finite, all_finite, is_finite, is_moderate, require
 from torch_lla_em.problem.kept_rows import KeptRows
 from torch_lla_em.problem.pieces import Pieces
 from torch_lla_em.problem.placement import Vectors
@@ -54,14 +45,14 @@ class Pass(NamedTuple):
     """BLOCK, VECTOR, SCALAR or OF_ROWS, by name; of none, all columns come at once."""
 
     add: Add
+    look: Add | None = None
+    """What raises at a batch where something is not finite."""
+
     at_most: float = inf
     """Rows at a time, cut at multiples of it, where the network takes rows alone."""
 
     squares: bool = False
     """Whether the squares of single rows are needed, which takes factors where there are any."""
-
-    may_overflow: bool = False
-    """Whether a likelihood that is not finite is a step too long, which solvers know."""
 
 
 Fold = Callable[[Tensor, Pass], Sums]
@@ -94,6 +85,7 @@ class Sweep:
         self.columns: int | None = None
         """Columns on the device at once, where vectors live elsewhere; None: all of them."""
 
+        self._seen: Rows | None = None
         self.report: Callable[[float | None], None] | None = None
         """Called with the share of a pass that is done, if that is known."""
 
@@ -150,20 +142,20 @@ class Sweep:
                         continue
                     except (RuntimeError, MemoryError) as error:
                         shortage = shortage_of(error)
-                    rows = None
+                    rows = self._seen = None
                     self.kept.let_go()
                     release()  # what the failed attempt held is free only outside of the handler
                     self.data.num_outputs = counted
                     self._halve(piece, min(step, self.linear_model.columns or step), shortage)
                     todo[:0] = [(smaller, done) for smaller in self.pieces(piece, self.rows)]
                 rows_done += len(one.rows)
-                self._after(one, sums, rows_done if batch is None else 0)
+                self._say(one, rows_done if batch is None else 0)
         except DoesNotFit:
             self.linear_model.columns, self.rows = limits
             raise
         finally:
             self.kept.let_go()
-        if batch is None and not self.finite.searching:
+        if batch is None and task.look is not None:
             self._name_fault(w, task, sums)
         return sums
 
@@ -187,7 +179,6 @@ class Sweep:
                 for part in [whole] if in_step else self.pieces(whole, self.batch_rows):
                     start = 0
                     for batch in self.pieces(part, at_most, aligned=True):
-                        self._check_inputs(batch)
                         targets = self._likelihood.align(batch.targets, class_dim)
                         yield batch._replace(targets=targets, whole=(part, start))
                         start += len(batch.rows)
@@ -200,8 +191,8 @@ class Sweep:
                 with explained(self.linear_model.network, batch.inputs):
                     self._probe(batch)
             except ValueError:  # of outputs, perhaps
-                with self._searching():
-                    self._check_inputs(batch)
+                with self.linear_model.network.guarded():
+                    require(batch, OUTPUTS, self.linear_model.outputs(batch.inputs))
                 raise
 
     def refuse_changes(self) -> None:
@@ -226,12 +217,14 @@ class Sweep:
                 raise
             model.probe(batch.inputs)  # inputs that only look as if they went by examples
 
-    def _after(self, batch: Batch, sums: Sums, rows: int) -> None:
-        """Report that a batch is done, as so many rows of this pass; look at it where one is at fault."""
-        if self.finite.searching:
-            for total in _vectors(sums) if self.finite.blames_sums and not self.finite.met else ():
-                self.finite.check(batch.index, DERIVATIVE, total)
-        elif self.report is not None:
+    def is_new(self, rows: Rows) -> bool:
+        """Whether these rows have not been asked for before this."""
+        is_new, self._seen = self._seen is not rows, rows
+        return is_new
+
+    def _say(self, batch: Batch, rows: int) -> None:
+        """Report that a batch is done, as so many rows of this pass."""
+        if self.report is not None:
             data = self.data
             number = data.num_rows or (data.num_batches() or 0) * len(batch.rows)
             known = rows and number
@@ -275,41 +268,21 @@ class Sweep:
         alike = group.meet(f"a pass at {tuple(w.shape)}", repr(mark), lambda m: len(set(m)) == 1)
         return w if alike else group.from_first(w)
 
-    def _check_inputs(self, batch: Batch) -> None:
-        for tensor in tensors_in(batch.inputs) if self.finite.searching else ():
-            if tensor.is_floating_point():
-                self.finite.check(batch.index, INPUTS, tensor)
-
     def _name_fault(self, w: Tensor, task: Pass, sums: Sums) -> None:
         """Name the batch at fault where sums are not finite; w beyond all measure, solvers know."""
-        vectors, fine = _vectors(sums), self.finite.fine
+        vectors, fine = [total for total in sums.values() if total.dim()], self.finite.fine
         moderate = is_moderate(w) if w.is_floating_point() else torch.ones_like(fine)
         # read at once, as the host waits each time
         fine, known, *finite = torch.stack([fine, moderate, *map(all_finite, vectors)]).tolist()
         fault = not fine or (known and not (all(finite) or all(map(is_finite, vectors))))
-        if not self.data.group.meet("sums that are not finite", fault, any):
-            return
-        with self._searching(LIKELIHOOD if task.may_overflow else None):
-            self.finite.blames_sums = bool(known)
-            self.over(w, task)
-
-    @contextmanager
-    def _searching(self, excused: str | None = None) -> Iterator[None]:
-        self.finite.searching, self.finite.excused, self.finite.met = True, excused, False
-        try:
-            yield
-        finally:
-            self.finite.searching = False
+        if self.data.group.meet("sums that are not finite", fault, any):
+            self.over(w, Pass({}, task.look, at_most=task.at_most))
 
 
 def _of(sums: Sums, task: Pass, start: int, count: int) -> Sums:
     """Return the sums for some of the columns."""
     here = slice(start, start + count)
     return {n: own[here] if task.kinds[n] in _BY_COLUMN else own for n, own in sums.items()}
-
-
-def _vectors(sums: Sums) -> list[Tensor]:
-    return [total for total in sums.values() if total.dim()]
 
 
 def no_room(piece: Batch, P: int, shortage: str) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_lla_em.jacobian.autodiff import ByAutodiff, Path
 from torch_lla_em.jacobian.by_factors import ByFactors
-from torch_lla_em.jacobian.factored import Factored
+from torch_lla_em.jacobian.factors import Factored
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.probe import Report, probe

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch_lla_em.jacobian.autodiff import ByAutodiff, Path
 from torch_lla_em.jacobian.by_factors import ByFactors
 from torch_lla_em.jacobian.checks import checked_outputs, distance, plain_gradients
-from torch_lla_em.jacobian.factored import Factored
-from torch_lla_em.jacobian.factors import Terms
+from torch_lla_em.jacobian.factors import Factored, Terms
 from torch_lla_em.jacobian.layers import floating_tensors, hooked, layer_of, name_layer
 from torch_lla_em.jacobian.network import NoJacobianError
 from torch_lla_em.jacobian.parameters import ParameterLayout

@@ -142,8 +142,8 @@ def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "
         model.forget()
     part, activations = measured(problem.sweep, first, compute.rows)
     _warn_of_influence(problem)
-    if part is first and compute.keep_data:
-        activations = _resized(problem, part, activations)
+    if part is first:
+        activations = _resized(problem, part, activations, compute.keep_data)
     if len(part.rows) < min(compute.rows or inf, len(first.rows)):
         problem.sweep.take(None, len(part.rows))
     held, free_on = columns_held(problem, num_samples), partial(free_for_each, group)
@@ -181,14 +181,16 @@ def _several(problem: Problem, first: Batch) -> Batch:
     return more if problem.sweep.pieces.stand_alone(more) else first
 
 
-def _resized(problem: Problem, first: Batch, activations: Activations) -> Activations:
+def _resized(problem: Problem, first: Batch, activations: Activations, join: bool) -> Activations:
     """Have small batches joined and large ones cut where examples stand alone."""
     data, per_row = problem.data, activations.kept / max(1, activations.rows)
     rows = int(max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1.0, per_row))))
-    if len(first.rows) > rows and problem.device.type == "cpu":
+    on_cpu = problem.linear_model.network.device.type == "cpu"
+    if len(first.rows) > rows and on_cpu and problem.sweep.pieces.stand_alone(first):
         problem.sweep.batch_rows = rows
         return activations.of_rows(rows)
-    if data.group.size > 1 or rows < 2 * len(first.rows) or data.num_batches() == 1:
+    one = data.group.size > 1 or rows < 2 * len(first.rows) or data.num_batches() == 1
+    if one or not join:
         return activations
     several = data.first(rows)
     if len(several.rows) < 2 * len(first.rows) or not problem.sweep.pieces.stand_alone(several):

@@ -72,7 +72,8 @@ class Problem:
         """Return G w, shape (K, P)."""
 
         def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-            at, Jw = self._pushed(rows, batch, w)
+            at, Jw = self.point.push(rows, batch, w)
+            self.inspect(rows, batch)
             rows.pull(self._curved(batch, at, Jw), sums["Gw"])
 
         total = self.sweep(w, Pass({"Gw": BLOCK}, add, self._looks(self._curved)))["Gw"]
@@ -84,7 +85,8 @@ class Problem:
         problem = self.with_curvature_at(None)
 
         def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-            at, Jw = problem._pushed(rows, batch, w)
+            at, Jw = problem.point.push(rows, batch, w)
+            self.inspect(rows, batch)
             log_prob = self.likelihood.log_prob(Jw, batch.targets).sum(dtype=torch.float64)
             rows.pull(self._sloped(batch, at, Jw), sums["gradient"])
             sums["loss"] -= log_prob
@@ -213,12 +215,6 @@ class Problem:
 
     # one batch
 
-    def _pushed(self, rows: Rows, batch: Batch, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where H is taken, (B, ..., C), and J w."""
-        at, Jw = self.point.push(rows, batch, w)
-        self.inspect(rows, batch)
-        return at, Jw
-
     def _at(self, rows: Rows, batch: Batch) -> Tensor:
         """Return where H is taken, (B, ..., C)."""
         at = self.point.of(rows)
@@ -339,7 +335,8 @@ class Problem:
 
             def product(w: Tensor, num_rows: int = num_rows, fold: Fold = fold) -> Tensor:
                 def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-                    at, Jw = self._pushed(rows, batch, w)
+                    at, Jw = self.point.push(rows, batch, w)
+                    self.inspect(rows, batch)
                     rows.pull(cotangent(batch, at, Jw), sums["sum"])
 
                 self.cost.columns += len(w) * num_rows / (self.data.num_rows or 1)

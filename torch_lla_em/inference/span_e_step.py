@@ -317,7 +317,7 @@ def _begin(
 
 def _outputs_at_point(problem: Problem) -> Tensor | None:
     """Return J w for the weights that H is taken at, None where it is taken at the network's outputs."""
-    point = problem.work.point
+    point = problem.point.w
     if point is None:
         return None
     found = outputs(problem, problem.vectors.own(point).to(problem.device))

@@ -183,7 +183,7 @@ def migration():
                     exec(block, theirs)
             else:
                 exec(block, ours)
-                if theirs is not None and not block.startswith("# here"):
+                if theirs is not None and not block.startswith("# torch_lla_em"):
                     theirs.update(ours)
             seen.append((theirs and dict(theirs), dict(ours)))
     assert len(seen) > 10 and ours["preference"].shape == (40, 2)
@@ -193,7 +193,7 @@ def migration():
 @pytest.mark.filterwarnings("ignore")
 def test_code_of_both_libraries_runs_and_shapes_agree(migration):
     theirs, ours = migration
-    table = page("coming_from_laplace_torch").split("| laplace-torch | here |")[1]
+    table = page("coming_from_laplace_torch").split("| laplace-torch | torch_lla_em |")[1]
     rows = [re.findall(r"`([^`]*)`", row) for row in table.split("\n\n")[0].splitlines()[2:]]
     assert len(rows) > 8
     for left, right in rows:

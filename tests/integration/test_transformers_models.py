@@ -82,12 +82,13 @@ def build(name, config):
     return getattr(transformers, name)(config).double().train()
 
 
-@pytest.mark.parametrize("name", daily("GPT2LMHeadModel", rest=["GPT2ForSequenceClassification"]))
+@pytest.mark.parametrize("name", daily("GPT2ForSequenceClassification", rest=["GPT2LMHeadModel"]))
 def test_gpt2(name):
     model = build(name, gpt2())
     assert model.config._attn_implementation == "sdpa"
     assert check(model, TEXT).path.forward
-    assert check(model, TEXT, "last_layer").factors
+    # factors of one output per token would be slower than torch.func
+    assert bool(check(model, TEXT, "last_layer").factors) == (name != "GPT2LMHeadModel")
 
 
 @pytest.mark.slow
@@ -109,7 +110,8 @@ def test_bert_of_masked_words_has_tied_padding_rows():
 def test_llama(name):
     model = build(name, llama())
     assert check(model, TEXT, **SINGLE).path.forward
-    assert check(model, TEXT, "last_layer", **SINGLE).factors
+    factors = check(model, TEXT, "last_layer", **SINGLE).factors
+    assert bool(factors) == (name != "LlamaForCausalLM")  # as for GPT-2
     assert not any("norm" in name for name in linear_model(model).layout.names)
 
 

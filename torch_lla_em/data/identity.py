@@ -26,12 +26,12 @@ class Identity:
 
     A hash covers the bytes of an example's targets and inputs together, so that permuted labels or
     a changed column are other data. Where batches are padded to their own lengths, or hold objects
-    such as graphs, hashes depend on the batch that an example is in: these are compared if the
-    loader keeps its order, or once a second pass has had the same sum.
+    such as graphs, hashes depend on the batch that an example is in: these are compared only if the
+    loader keeps its order, as a list or a ``DataLoader`` does.
     """
 
     def __init__(self, in_order: bool = False) -> None:
-        self.in_order, self.repeated, self.num_rows = in_order, False, 0
+        self.in_order, self.num_rows = in_order, 0
         self._shapes: set[tuple[tuple[int, ...], ...]] = set()
         self._has_objects = False
         # of hashes, and of hashes together with the numbers of their examples
@@ -75,13 +75,9 @@ class Identity:
         mine, theirs = self._sums.tolist(), other._sums.tolist()
         if self.in_order and other.in_order:
             return mine[1] == theirs[1]
-        if mine[0] == theirs[0] or self.repeated or other.repeated:
-            return mine[0] == theirs[0]
+        if mine[0] == theirs[0]:
+            return True
         return self._has_objects or other._has_objects or len(self._shapes | other._shapes) > 1
-
-    def learn(self, second: Identity) -> None:
-        """Note whether a second pass has shown that the sum of hashes is the same again."""
-        self.repeated = self._sums.tolist()[0] == second._sums.tolist()[0]
 
     def merge(self, other: Identity) -> None:
         """Add the examples of another, which are not in this one."""

@@ -315,8 +315,6 @@ class Data:
             raise ValueError(_OTHER_COUNT.format(found.rows, self.num_rows))
         elif not self._changes and not identity.agrees(self._first):
             self._warn_of_changes()
-        elif not self._changes and self.num_passes == 2:
-            self._first.learn(identity)
 
     def _refuse_others(self, parts: list[Identity], identity: Identity) -> None:
         """Raise an error where the data are not those of an earlier fit, or of a checkpoint."""

@@ -167,7 +167,7 @@ def on_another_path(rank):
 
 def test_ranks_on_different_paths_are_refused(tmp_path):
     for error in ranks.run(2, on_another_path, tmp_path):
-        assert "Rank 1 of 2 went another way than rank 0" in error
+        assert "Rank 1 of 2 has diverged from rank 0" in error
 
 
 def test_other_devices_are_refused(monkeypatch):

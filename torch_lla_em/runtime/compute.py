@@ -1,4 +1,4 @@
-"""How products are computed and where vectors live: nothing that changes what is computed."""
+"""How products are computed and where vectors are stored, which does not change the result."""
 
 from __future__ import annotations
 
@@ -18,22 +18,26 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Compute:
-    """Means of computation; the defaults suit everybody whose model fits on its device."""
+    """How a fit uses its device; the defaults are right if the model fits into memory.
+
+    Example:
+        >>> la = LinearisedLaplace(model, "classification", compute=Compute(vectors="cpu"))
+    """
 
     precision: str = "float32"
-    """Of matrix products inside the network: "float32" (or the model's own), "tf32" on CUDA,
-    "bfloat16" by autocast. The products' error is measured on the first batch and logged;
-    the solvers' own arithmetic stays as it is."""
+    """Precision of matrix products inside the network: "float32" (or the model's own), "tf32" on
+    CUDA, "bfloat16" by autocast. The error of products is measured on the first batch and logged.
+    Solvers compute in float32 at least."""
 
     vectors: str = "auto"
-    """Where samples, directions and the Krylov basis live: on the model's "device", or on the
-    "cpu", from where a few columns at a time visit the device; "auto" by what fits."""
+    """Where samples, directions and the Krylov basis are stored: on the model's "device", or on the
+    "cpu", from which a few columns at a time are copied to the device; "auto": wherever they fit."""
 
     columns: int | None = None
-    """Columns of a product at once, at most; None: as many as fit."""
+    """Largest number of columns that are multiplied at once; None: as many as fit."""
 
     rows: int | None = None
-    """Rows of a batch at once, at most; None: as many as fit."""
+    """Largest number of examples of a batch that are used at once; None: as many as fit."""
 
     keep_data: bool = True
     """Join small batches, and keep them on the device if a quarter of its memory holds them: those of
@@ -58,7 +62,7 @@ class Compute:
 
 
 def check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
-    """Refuse what is none of the choices."""
+    """Raise an error if a value is none of the choices."""
     if value not in choices:
         expected = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{name}={value!r} is not known: choose one of {expected}.")
@@ -66,7 +70,7 @@ def check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> N
 
 @contextmanager
 def tf32(device: torch.device, allowed: bool) -> Iterator[None]:
-    """Allow or forbid TF32 in products of matrices and convolutions on a CUDA device."""
+    """Allow or forbid TF32 in matrix products and convolutions on a CUDA device."""
     if device.type != "cuda":
         yield
         return
@@ -83,23 +87,23 @@ def tf32(device: torch.device, allowed: bool) -> Iterator[None]:
 
 
 def _flags() -> list[tuple[Any, Any]]:
-    """Return what TF32 is allowed by since torch 2.9, each with what it inherits from."""
+    """Return the flags for TF32 of torch 2.9 and later, each with the one that it inherits from."""
     if not hasattr(torch.backends, "fp32_precision"):
         return []
     cudnn: Any = torch.backends.cudnn
     mkldnn: Any = torch.backends.mkldnn
     cuda = [(flag, cudnn) for flag in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)]
-    return [*cuda, (mkldnn.matmul, mkldnn)]  # which goes with CUDA's where the older names are used
+    return [*cuda, (mkldnn.matmul, mkldnn)]  # which the older names set as well
 
 
 def _precisions() -> list[str]:
-    """Return the precision of every flag, "none" where it is inherited."""
+    """Return the precision of every flag, "none" if it is inherited."""
     found = [(flag.fp32_precision, parent.fp32_precision) for flag, parent in _flags()]
     return ["none" if own == inherited else own for own, inherited in found]
 
 
 def _legacy() -> tuple[str, bool]:
-    """Return the flags by their older names, which torch tells where the newer ones agree."""
+    """Return the flags by their older names, which torch refuses if the newer ones disagree."""
     try:
         with _silently():
             matmul = torch.get_float32_matmul_precision()
@@ -120,7 +124,7 @@ def _set_legacy(matmul: str, convolutions: bool) -> None:
 
 @contextmanager
 def _silently() -> Iterator[None]:
-    """Leave out that these names are to go: older releases know no other."""
+    """Ignore warnings of deprecated names, which are the only ones in older releases."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

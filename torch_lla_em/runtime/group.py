@@ -1,4 +1,4 @@
-"""The ranks of a process group of ``torch.distributed``, or this process alone."""
+"""Collectives of a process group of ``torch.distributed``, or of this process alone."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ class Group:
     rank, size = 0, 1
 
     def meet(self, subject: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
-        """Return ``merge`` of the values of all ranks, in their order: plain objects.
+        """Return ``merge`` of the list of all ranks' values, which can be any picklable objects.
 
-        Every rank merges the same values, so what it raises, all raise.
+        Every rank merges the same values, so that an error is raised on all of them. ``subject``
+        names the collective in the error of ranks that do not call the same one.
         """
         return merge([value])
 
     def sum(self, total: Tensor) -> Tensor:
-        """Return the sum over ranks, in place and with the same bits on every rank."""
+        """Return the sum over ranks, in place and bitwise the same on every rank."""
         return total
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -41,37 +42,37 @@ class Group:
 
     @contextmanager
     def joined(self) -> Iterator[Group]:
-        """Wait for all ranks; where one does not come, gloo names it."""
+        """Wait for all ranks on entry; with gloo, the error names a rank that is missing."""
         yield self
 
 
 class ProcessGroup(Group):
-    """The default group of ``torch.distributed``."""
+    """The default process group of ``torch.distributed``."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def meet(self, subject: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
-        """Return ``merge`` of the values of all ranks."""
+        """Return ``merge`` of the list of all ranks' values."""
         every: list[Any] = [None] * self.size
         dist.all_gather_object(every, (subject, value))
         for rank, (other, _) in enumerate(every):
             if other != every[0][0]:
                 raise RuntimeError(
-                    f"Rank {rank} of {self.size} went another way than rank 0: it came with "
-                    f"{other}, rank 0 with {every[0][0]}. Give all ranks the same model, loader "
-                    "and settings, on machines of one kind."
+                    f"Rank {rank} of {self.size} has diverged from rank 0: it exchanges {other}, but "
+                    f"rank 0 {every[0][0]}. Give all ranks the same model, loader and settings, on "
+                    "machines of one kind."
                 )
         return merge([value for _, value in every])
 
     def sum(self, total: Tensor) -> Tensor:
-        """Return the sum over ranks, with the same bits on every rank."""
+        """Return the sum over ranks."""
         total = total.contiguous()
         dist.all_reduce(total)
         return total
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return the rows (m, ...) of all ranks, in their order, shape (Σ m, ...)."""
+        """Return the rows of all ranks, which may differ in number."""
         shapes = self.meet("rows to gather", tuple(rows.shape), list)
         counts, rest = [shape[0] for shape in shapes], next((s[1:] for s in shapes if s[0]), ())
         padded = rows.new_zeros(max(counts), *rest)
@@ -83,20 +84,20 @@ class ProcessGroup(Group):
         return torch.cat([part[:n] for part, n in zip(every.split(len(padded)), counts)])
 
     def scatter_sum(self, total: Tensor) -> Tensor:
-        """Return this rank's part (1, ...) of the sum of (R, ...) over ranks."""
+        """Return this rank's part of the sum over ranks."""
         own = torch.empty_like(total[:1])
         dist.reduce_scatter_tensor(own, total)
         return own
 
     def from_first(self, tensor: Tensor) -> Tensor:
-        """Return rank 0's tensor, of the same shape on every rank."""
+        """Return rank 0's tensor."""
         tensor = tensor.clone()
         dist.broadcast(tensor, 0)
         return tensor
 
     @contextmanager
     def joined(self) -> Iterator[Group]:
-        """Wait for all ranks; where one does not come, gloo names it."""
+        """Wait for all ranks on entry."""
         if dist.get_backend() == "gloo":
             dist.monitored_barrier()
         yield self
@@ -110,7 +111,7 @@ def current_group() -> Group:
 
 
 def group_of(shard: str | None) -> Group:
-    """Return the ranks that fit together."""
+    """Return the ranks that fit together: this process alone if ``shard`` is None."""
     return Group() if shard is None else current_group()
 
 

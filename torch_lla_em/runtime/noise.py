@@ -1,7 +1,7 @@
 """Standard normal noise as a pure function of (seed, stream, sample, row, entry).
 
-A counter-based generator: no state, so that draws depend neither on chunks, batch
-sizes and devices nor on the number of processes, and any part can be drawn again.
+The generator is counter-based and has no state, so that draws do not depend on chunks, batch sizes,
+devices or the number of processes, and any part of them can be drawn again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which values the arguments of the public methods take: one table, one check, one message."""
+"""The values that arguments of public methods may have."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch
 
 from torch_lla_em.runtime.compute import Compute
 
-# beyond these, the prior precision or its inverse is 0 or infinite in single precision
+# outside of these bounds, the prior precision or its inverse is 0 or infinite in float32
 _PRECISIONS = 1e-20, 1e20
 
 
 class _Rule(NamedTuple):
     words: str
-    """What the argument must be, as the message says it."""
+    """What the argument must be, for the error message."""
 
     has_type: Callable[[Any], bool]
     holds: Callable[[Any], bool] = lambda value: True
 
 
 def check_options(**given: Any) -> None:
-    """Raise TypeError or ValueError for the first argument whose value its rule does not allow."""
+    """Raise a TypeError or ValueError for the first argument whose value is not allowed."""
     for name, value in given.items():
         words, has_type, holds = _RULES[name]
         if not has_type(value):
@@ -49,7 +49,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_real(value: Any) -> bool:
-    """Whether this is a number, or numbers that ``torch.as_tensor`` takes, and none is complex."""
+    """Whether this is a real number, or real numbers that ``torch.as_tensor`` accepts."""
     try:
         tensor = torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError):

@@ -93,3 +93,16 @@ def prepared(model):
 
 def drawn(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+class Calls(nn.Module):
+    """Layers a, b, ..., called by a function."""
+
+    def __init__(self, forward, **layers):
+        super().__init__()
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+        self.call = forward
+
+    def forward(self, *args, **kwargs):
+        return self.call(self, *args, **kwargs)

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from jacobians import check, linear_model, products
+from jacobians import Calls, check, linear_model, products
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -20,19 +20,6 @@ FALLBACK = "ignore:There is a performance drop because we have not yet implement
 
 def inputs(*shape):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
-class Calls(nn.Module):
-    """Layers a, b, ..., called by a function."""
-
-    def __init__(self, forward, **layers):
-        super().__init__()
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-        self.call = forward
-
-    def forward(self, *args, **kwargs):
-        return self.call(self, *args, **kwargs)
 
 
 def build(forward, **layers):

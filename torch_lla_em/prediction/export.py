@@ -1,8 +1,14 @@
-"""The predictive as a program of torch's own operations, which runs without this library."""
+"""The predictive as a program of torch's own operations, which runs without this library.
+
+torch's symbolic sizes do not work where derivatives are taken in C++. The same computation is therefore
+recorded at B and at B + 1 examples: a number that differs between the two graphs is linear in the batch
+size, and is computed from it.
+"""
 
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
@@ -11,33 +17,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 from torch_lla_em.data import map_tensors, tensors_in
 from torch_lla_em.jacobian import LinearModel
-from torch_lla_em.prediction.free_batch import batch_size, record, record_free, resized
 from torch_lla_em.prediction.prediction import Prediction
 
 logger = logging.getLogger("torch_lla_em")
 
+aten = torch.ops.aten
+
 
 class Ways(NamedTuple):
-    """How a posterior predicts, by itself and in a program."""
+    """The two ways in which a posterior predicts: by itself, and in a program."""
 
     predict: Callable[[Any], Prediction]
     of_products: Callable[[Tensor, Tensor], Prediction]
-    """f, (B, ..., C), and J w of w_lin and the samples -> what ``predict`` returns."""
+    """Maps f, (B, ..., C), and J w of w_lin and the samples to what ``predict`` returns."""
 
     level: float | None = None
-    """Of conformal sets or intervals beside the answer; None for the answer alone."""
+    """Level of the conformal sets or intervals that are returned as well; None for none."""
 
     def answer(self, prediction: Prediction) -> Any:
-        """Return what is said of y."""
+        """Return the tensors that the program returns."""
         real = prediction.likelihood.real_valued
-        found: tuple[Tensor, ...] = (prediction.expectation,)
-        if real:
-            found = tuple(prediction.moments())
+        found = tuple(prediction.moments()) if real else (prediction.expectation,)
         if self.level is not None and real:
-            found += (*prediction.interval(self.level),)
+            found += tuple(prediction.interval(self.level))
         elif self.level is not None:
             found += (prediction.prediction_set(self.level),)
         return found if len(found) > 1 else found[0]
@@ -46,9 +54,9 @@ class Ways(NamedTuple):
 def exported(
     model: LinearModel, columns: Tensor, x: Any, ways: Ways, path: str | PathLike[str] | None
 ) -> ExportedProgram:
-    """Return the map from inputs like x to what a posterior says of y, and save it to ``path``.
+    """Return the program that maps inputs like x to predictions, and save it to ``path``.
 
-    It takes any number of examples where its graph can be freed of that of x, else as many as x.
+    It takes any number of examples if its graph can be rewritten so, else as many as x.
     """
     suffix = ".pt2" if path is None else Path(path).suffix
     if suffix not in _FORMATS:
@@ -56,7 +64,7 @@ def exported(
             f"{str(path)!r} names no format: end it with .pt2 for torch.export or .onnx for ONNX."
         )
     x = map_tensors(lambda tensor: tensor.detach().to(model.network.device), x)
-    # what cannot be is refused here, derivatives are probed, and what is random is drawn
+    # raises for inputs that cannot be predicted, checks derivatives, and draws the rotations
     ways.answer(ways.predict(x))
 
     columns_at_once = model.by_autodiff(x, pulls=False).pushed
@@ -90,12 +98,12 @@ def exported(
 
 
 def _check(run: Callable[[Any], Any], due: Callable[[Any], Any], x: Any, others: Any) -> None:
-    """Refuse a program that does not answer as the posterior does at x and at other inputs."""
+    """Raise if a program returns other values than the posterior, at x or at other inputs."""
     _compare(run(x), due(x), "its example inputs")
     for kind, other in others.items():
         try:
             expected = due(other)
-        except Exception:  # inputs that the network does not take tell nothing
+        except Exception:  # the network does not take these inputs
             continue
         _compare(run(other), expected, kind)
 
@@ -107,7 +115,7 @@ def _save_program(program: ExportedProgram, path: str | PathLike[str], *_: Any) 
 def _save_onnx(
     program: ExportedProgram, path: str | PathLike[str], due: Callable[[Any], Any], x: Any
 ) -> None:
-    """Write ONNX, and compare what onnxruntime makes of the file with the posterior."""
+    """Write an ONNX file, and compare its values in onnxruntime with the posterior's."""
     try:
         import onnxruntime
         import onnxscript  # noqa: F401
@@ -131,7 +139,7 @@ _FORMATS = {".pt2": _save_program, ".onnx": _save_onnx}
 
 
 def _others(x: Any) -> Iterator[tuple[str, Any]]:
-    """Yield inputs like x, with what they are: of other values, in another order."""
+    """Yield inputs like x with other values or in another order, and their description."""
 
     def scaled(tensor: Tensor, factor: float) -> Tensor:
         return factor * tensor if tensor.is_floating_point() else tensor
@@ -156,9 +164,9 @@ def _others(x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _compare(answer: Any, due: Any, kind: str) -> None:
-    """Refuse a program that does not answer as the posterior does, at inputs of some kind."""
+    """Raise if a program's values differ from the posterior's, at inputs of some kind."""
     for found, expected in zip(*((a if isinstance(a, tuple) else (a,)) for a in (answer, due))):
-        if expected.dtype == torch.bool:  # of sets, whose edge rounding may move
+        if expected.dtype == torch.bool:  # rounding may change the last class of a set
             found, expected = found.double(), expected.double()
             if (found != expected).double().mean() <= 0.01 + 1 / expected.numel():
                 continue
@@ -176,3 +184,85 @@ def _compare(answer: Any, due: Any, kind: str) -> None:
                 "Exported networks use torch operations alone on what depends on their inputs: no "
                 ".item(), .tolist(), numpy or `if` on values."
             )
+
+
+class FixedBatchError(ValueError):
+    """A program can only take the batch size that it was recorded at."""
+
+
+def batch_size(x: Any) -> int:
+    """Return how many examples inputs hold, or raise if their tensors disagree."""
+    sizes = {len(leaf) for leaf in pytree.tree_leaves(x) if _is_batched(leaf)}
+    if len(sizes) != 1:
+        raise FixedBatchError(f"the inputs have first axes of the sizes {sorted(sizes)}")
+    return sizes.pop()
+
+
+def resized(x: Any, size: int) -> Any:
+    """Return inputs with so many examples, repeated if need be."""
+    at = torch.arange(size, device="cpu") % batch_size(x)
+    return pytree.tree_map(lambda leaf: leaf[at.to(leaf.device)] if _is_batched(leaf) else leaf, x)
+
+
+def record(function: Callable[[Any], Any], x: Any) -> GraphModule:
+    """Return the operations of a function at x, derivatives among them, for this batch size."""
+    return make_fx(function, decomposition_table=_PLAIN)(x)
+
+
+def record_free(function: Callable[[Any], Any], x: Any) -> GraphModule:
+    """Return the operations of a function for any batch size, or raise ``FixedBatchError``."""
+    size = max(batch_size(x), 2)  # operations treat an axis of size 1 differently
+    at, next_at = (record(function, resized(x, n)) for n in (size, size + 1))
+    inputs = [node for node in at.graph.nodes if node.op == "placeholder"]
+    batched = [_is_batched(leaf) for leaf in pytree.tree_leaves(x)]
+    with at.graph.inserting_after(inputs[-1]):
+        count = at.graph.call_function(aten.sym_size.int, (inputs[batched.index(True)], 0))
+    nodes = [node for node in at.graph.nodes if node is not count]
+    others = list(next_at.graph.nodes)
+    if [(n.op, n.target) for n in nodes] != [(n.op, n.target) for n in others]:
+        raise FixedBatchError("the network does other operations with one more example")
+    for node, other in zip(nodes, others):
+        constants = [
+            getattr(g, n.target) for g, n in ((at, node), (next_at, other)) if n.op == "get_attr"
+        ]
+        if constants and not torch.equal(*constants):
+            raise FixedBatchError("the network makes constants of the batch size")
+        with at.graph.inserting_before(node):
+            node.args = _freed(node.args, other.args, count, size)
+            node.kwargs = _freed(node.kwargs, other.kwargs, count, size)
+    at.graph.eliminate_dead_code()
+    at.recompile()
+    return at
+
+
+def _freed(value: Any, other: Any, count: Node, size: int) -> Any:
+    """Return an argument with numbers that differ as functions of the batch size."""
+    if isinstance(value, Node):
+        return value
+    if isinstance(value, dict):
+        return {key: _freed(each, other[key], count, size) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and len(value) == len(other):
+        return type(value)(_freed(*pair, count, size) for pair in zip(value, other))
+    if type(value) is int and type(other) is int and value != other:
+        slope = other - value
+        scaled = count.graph.call_function(operator.mul, (count, slope))
+        return count.graph.call_function(operator.add, (scaled, value - slope * size))
+    if value != other:
+        raise FixedBatchError(f"{value} becomes {other} with one more example")
+    return value
+
+
+def _is_batched(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def _zeros_with_axes_of(like: Tensor, other: Tensor, *, self_num_batch_dims: int = 0) -> Tensor:
+    return like.new_zeros([*like.shape[:self_num_batch_dims], *other.shape])
+
+
+# replacements for operations that torch.export or ONNX does not know
+_PLAIN: dict[Any, Callable[..., Any]] = {
+    aten._new_zeros_with_same_feature_meta.default: _zeros_with_axes_of,
+    aten._efficientzerotensor.default: lambda size, **kwargs: torch.zeros(size, **kwargs),
+    aten.sort.stable: lambda x, *, stable, **kwargs: torch.sort(x, **kwargs),
+}

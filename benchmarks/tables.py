@@ -22,7 +22,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator
-from math import exp, log
+from math import exp, log, nan
 from pathlib import Path
 from statistics import mean
 
@@ -104,7 +104,7 @@ def compared(records: list[dict]) -> Iterator[dict]:
         found = {name: record[name] for name in ("row", "network", "table", "auroc")}
         found["set"] = next((s for s, names in SETS.items() if record["table"] in names), "other")
         found |= {"seconds": record["fit_seconds"], "kind": "classes" if classes else "regression"}
-        found["trainings"] = record["fit_seconds"] / record["train_seconds"]
+        found["trainings"] = record["fit_seconds"] / record.get("train_seconds", nan)
         for score in RATIOS if classes else RATIOS[:2]:
             ours, theirs = record[score], base[score]
             # the logarithm of 0, of a network that is certain and right on every row

@@ -366,6 +366,7 @@ class Fitted(summary.Printed, StoredPosterior):
             *(of_prior or metrics.check_precision(self.prior_precision)),
             *metrics.check_evidence(Estimate(*self._log_evidence), prediction, y, self.num_data),
             *metrics.check_certainty(prediction, y),
+            *metrics.check_residuals(self.effective_dim.sum().item(), self.num_data, prediction, y),
         ):
             logger.warning("%s", words)
 

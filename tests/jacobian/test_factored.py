@@ -266,6 +266,21 @@ def test_rows_that_hang_together_have_no_factors():
 
 def test_many_outputs_have_no_factors():
     without_factors(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1000)), drawn(4, 3))
+    # a head at every token, whose outputs are those of the tokens together
+    without_factors(net(nn.Linear(3, 200)), drawn(4, 3, 3))
+    agree(net(nn.Linear(3, 600)), drawn(4, 3))
+
+
+class Projected(nn.Sequential):
+    """Four numbers, fixed combinations of which are the outputs."""
+
+    def forward(self, x):
+        return super().forward(x).tanh() @ torch.linspace(-1, 1, 4 * 200).view(4, 200).to(x)
+
+
+def test_wide_outputs_of_narrow_layers_have_no_factors():
+    """A backward pass kept for each output takes more arithmetic than the layer does."""
+    without_factors(prepared(Projected(nn.Linear(3, 4))), drawn(4, 3))
 
 
 def test_large_batches_take_backward_passes_of_few_outputs_at_once():

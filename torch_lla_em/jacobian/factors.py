@@ -169,7 +169,8 @@ class Factored:
             f, calls, others = recorded(weights.network, names, x, shared)
         if not names or others or not f.requires_grad:
             return None
-        if f[0].numel() > _MOST_OUTPUTS and not all(call.is_output(f) for call in calls):
+        ends = all(call.is_output(f) and len(call.shape) == 2 for call in calls)
+        if f[0].numel() > _MOST_OUTPUTS and not ends:
             return None
         u = torch.zeros_like(f)
         u[0] = torch.randn(

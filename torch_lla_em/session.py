@@ -40,6 +40,16 @@ SHARDS = "auto", "data", "weights", None
 
 _SECONDS_BETWEEN_UPDATES = 0.2
 _BAR = "{desc}: {n:.0f} columns [{elapsed}{postfix}]"
+# stages of a fit, as the progress bar names them
+_STAGES = {
+    "setting up": "checking the network",
+    "noise": "random probes",
+    "ascent": "E-step",
+    "span": "E-step",
+    "basis": "Krylov basis",
+    "mode": "linear mode",
+    "samples": "posterior samples",
+}
 
 
 class Session:
@@ -74,7 +84,7 @@ class Session:
         silent = self._group.rank > 0 or not self._has_bar
         self._stack.enter_context(collected_warnings(self.messages))
         self._bar = self._stack.enter_context(
-            tqdm(desc="setting up", bar_format=_BAR, disable=silent)
+            tqdm(desc=_STAGES["setting up"], bar_format=_BAR, disable=silent)
         )
         self._drawn = 0.0
         for device in {"cpu", self._device.type}:
@@ -169,7 +179,8 @@ class Session:
         if now - self._drawn < _SECONDS_BETWEEN_UPDATES:
             return
         self._drawn, self._bar.n = now, cost.columns
-        doing = f"{cost.running}, pass {self.problem.data.num_passes + 1}"
+        stage = _STAGES.get(cost.running, cost.running)
+        doing = f"{stage}, pass {self.problem.data.num_passes + 1}"
         if share is not None:
             doing += f" ({share:.0%})"
         if self.history:

@@ -124,7 +124,7 @@ fit("krylov", Fuse(int(sys.argv[2]), getattr(signal, sys.argv[3])), sys.argv[1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, passes", [("SIGKILL", 9), ("SIGINT", 4)])
+@pytest.mark.parametrize("number, passes", [("SIGKILL", 4), ("SIGINT", 3)])
 def test_killed_processes_resume(number, passes, tmp_path):
     script = RUN.format(tests=str(TESTS))
     command = [sys.executable, "-c", script, str(tmp_path / "run"), str(passes), number]

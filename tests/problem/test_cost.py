@@ -55,7 +55,7 @@ def test_the_summary_shows_the_seconds_of_the_whole_fit():
 @pytest.mark.parametrize("curvature", ["network", "variational"])
 @pytest.mark.parametrize("length", [True, False])
 def test_the_bar_counts_columns_and_shares_of_passes(curvature, length, capsys, monkeypatch):
-    monkeypatch.setattr("torch_lla_em.session._UPDATE", 0.0)
+    monkeypatch.setattr("torch_lla_em.session._SECONDS_BETWEEN_UPDATES", 0.0)
     compute = Compute(keep_data=False, rows=5)
     case, la = made(curvature=curvature, compute=compute)
     loader = list(zip(case.x.split(5), case.y.split(5)))
@@ -70,9 +70,9 @@ def test_the_bar_counts_columns_and_shares_of_passes(curvature, length, capsys, 
     columns = [int(part.partition(" columns")[0].split()[-1]) for part in drawn]
     assert columns == sorted(columns) and columns[-1] >= la.history[-1]["columns"] - 0.5
     # the noise is drawn in the first pass, batch by batch
-    shares = [part for part in drawn if "noise, pass 1 (" in part]
+    shares = [part for part in drawn if "random probes, pass 1 (" in part]
     assert [part.split("(")[1].split(")")[0] for part in shares] == [
         f"{n / 6:.0%}" for n in range(1, 7) if length
     ]
-    assert any("1 EM steps done" in part and "residual=" in part for part in drawn)
+    assert any("1 EM steps done" in part and "error=" in part for part in drawn)
     assert "fitted: " in drawn[-1] and torch.equal(la.w_samples, whole)

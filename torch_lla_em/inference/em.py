@@ -77,7 +77,7 @@ def summary_of(record: dict[str, Any]) -> dict[str, str]:
     if record["sigma_noise"] is not None:
         shown["σ"] = f"{torch.tensor(record['sigma_noise'], device='cpu').mean().item():.3g}"
     shown["γ"] = f"{gamma.sum().item():.1f}±{error.square().sum().sqrt().item():.1f}"
-    shown["residual"] = f"{max(record['sample_residual'], record['mode_residual']):.0e}"
+    shown["error"] = f"{max(record['sample_residual'], record['mode_residual']):.0e}"
     return shown
 
 

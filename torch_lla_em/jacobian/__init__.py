@@ -1,7 +1,6 @@
 """A network as a function of its weights, and its Jacobian as products."""
 
-from torch_lla_em.jacobian.bad_inputs import explained, require_rows
-from torch_lla_em.jacobian.layers import called_last, layer_of
+from torch_lla_em.jacobian.layers import called_last, explained, layer_of, require_rows
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import ForwardFn, Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, Selection, select_parameters

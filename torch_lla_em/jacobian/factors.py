@@ -150,6 +150,11 @@ class Factored:
     shared: tuple[str, ...] = ()
     """Tables of which one lookup serves all rows."""
 
+    def __str__(self) -> str:
+        layout = self.weights.layout
+        number = sum(n for name, n in zip(layout.names, layout.sizes) if name in self.names)
+        return f"{number:,} of {layout.size:,} weights have factors"
+
     @property
     def others(self) -> tuple[str, ...]:
         """The weights without factors."""

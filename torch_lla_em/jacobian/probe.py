@@ -45,9 +45,6 @@ class Report(NamedTuple):
     factored: Factored | None = None
     """How J is taken by factors, if it is."""
 
-    factors: str = ""
-    """How many of the weights have a Jacobian in factors."""
-
     examples: int = 1
     """How many were looked at: of one it cannot be told what has factors."""
 
@@ -62,6 +59,11 @@ class Report(NamedTuple):
                 "cannot be batched over them"
             )
         return "; ".join([*parts, *([self.factors] if self.factors else [])])
+
+    @property
+    def factors(self) -> str:
+        """How many of the weights have a Jacobian in factors; empty if none."""
+        return "" if self.factored is None else str(self.factored)
 
 
 def probe(weights: Weights, x: Any, start: Path) -> Report | None:
@@ -78,9 +80,7 @@ def probe(weights: Weights, x: Any, start: Path) -> Report | None:
         columns = _Columns(weights, x)
         if columns.JTu[0].any():
             report = columns.choose(start)
-            factored = _find_factors(weights, x, report.path)
-            words = "" if factored is None else _words(factored, weights.layout)
-            report = report._replace(factored=factored, factors=words)
+            report = report._replace(factored=_find_factors(weights, x, report.path))
     changed = before.changed(network)
     if changed:
         raise RuntimeError(
@@ -298,9 +298,3 @@ def worst_block(layout: ParameterLayout, ours: Tensor, truth: Tensor, eps: float
     excess = (error / (eps**0.5 * size + floor).clamp_min(1e-300)).reshape(-1, len(layout.names))
     worst = excess.amax(0)
     return layout.names[int(worst.argmax())] if worst.max() > 1 else None
-
-
-def _words(factored: Factored, layout: ParameterLayout) -> str:
-    of = dict(zip(layout.names, layout.sizes))
-    number = sum(of[name] for name in factored.names)
-    return f"{number:,} of {layout.size:,} weights have factors"

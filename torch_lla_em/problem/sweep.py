@@ -15,8 +15,7 @@ from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, NetworkState, Rows, explained, layer_of
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.finite import OUTPUTS, Finite, all_finite, is_finite, is_moderate, require
-from torch_lla_em.problem.kept_rows import KeptRows
-from torch_lla_em.problem.pieces import Pieces
+from torch_lla_em.problem.pieces import KeptRows, Pieces
 from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.runtime import DoesNotFit, is_shortage, release, shortage_of
 

@@ -74,6 +74,11 @@ class _Estimator(BaseEstimator):
         Device to train and predict on.
     random_state : int, RandomState or None, default=None
         Seed of the split, the initial weights and the samples.
+
+    Examples
+    --------
+    >>> probabilities = LaplaceClassifier(epochs=20).fit(X, labels).predict_proba(X)
+    >>> mean, sd = LaplaceRegressor(epochs=20).fit(X, y).predict(X, return_std=True)
     """
 
     _likelihood: Task
@@ -99,7 +104,7 @@ class _Estimator(BaseEstimator):
         self.options, self.device, self.random_state = options, device, random_state
 
     def _check(self) -> None:
-        """Refuse hyperparameters that no training can follow."""
+        """Raise an error for invalid hyperparameters."""
         if not all(isinstance(width, (int, np.integer)) and width > 0 for width in self._widths()):
             raise ValueError(
                 f"hidden must be one or more positive whole numbers, not {self.hidden!r}: the "
@@ -175,7 +180,7 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
     _options = {"g_prior": False}
 
     def fit(self, X: Any, y: Any) -> LaplaceClassifier:
-        """Train the network, fit its posterior and calibrate it; return self."""
+        """Train the network on X and y, fit its posterior, calibrate it, and return self."""
         self._check()
         X, y = validate_data(self, X, y, dtype=_DTYPES)
         check_classification_targets(y)
@@ -186,11 +191,11 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Return the probabilities of ``classes_``, (N, C)."""
+        """Return the probabilities of ``classes_``, shape (N, C), for the rows of X."""
         return np.concatenate([p.probs.cpu().numpy() for p in self._predictions(X)])
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return the most probable classes, (N,)."""
+        """Return the most probable class of each row of X, shape (N,)."""
         probs = self.predict_proba(X)
         return self.classes_[probs.argmax(1)]
 
@@ -200,7 +205,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
     _likelihood: Task = "regression"
 
     def fit(self, X: Any, y: Any) -> LaplaceRegressor:
-        """Train the network, fit its posterior and calibrate it; return self."""
+        """Train the network on X and y, fit its posterior, calibrate it, and return self."""
         self._check()
         several = {"multi_output": True, "y_numeric": True, "ensure_min_samples": 2}
         X, y = validate_data(self, X, y, dtype=_DTYPES, **several)
@@ -216,7 +221,10 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
-        """Return the mean of y, and its standard deviation, noise included, if asked."""
+        """Return the mean of y for the rows of X, and its standard deviation if ``return_std``.
+
+        The standard deviation includes the observation noise.
+        """
         parts = [p.moments() for p in self._predictions(X)]
         mean, variance = (torch.cat(values).cpu() for values in zip(*parts))
         found = self._centre + self._width * mean, self._width * variance.sqrt()

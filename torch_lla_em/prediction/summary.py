@@ -120,7 +120,7 @@ def findings(la: Any) -> Iterator[tuple[str, str]]:
     found, gamma, error = la.calibration, la.effective_dim.sum(), la.effective_dim_error.norm()
     solver_error = relative_error(la.certificate, gamma)
     if solver_error <= _BEYOND_TOLERANCE * la.tolerance:
-        yield "good", f"The solver reached its tolerance: error {solver_error:.1g} of a sample."
+        yield "good", f"The samples are accurate: relative error {solver_error:.1g} of the solver."
     else:
         yield (
             "to do",
@@ -128,7 +128,8 @@ def findings(la: Any) -> Iterator[tuple[str, str]]:
             f"{la.tolerance:.1g}: use a solver with more passes, or a float64 model.",
         )
     if error > _TOO_LARGE * gamma:
-        yield "to do", f"γ is known to {error / gamma:.0%} only: a larger num_samples helps."
+        words = f"The standard error of γ is {error / gamma:.0%} of it: increase num_samples."
+        yield "to do", words
     if found is not None:
         kind = "good" if found.applied else "not applied"
         yield kind, f"validation NLL {found}, {found.num_rows:,} examples"

@@ -269,6 +269,35 @@ def test_shuffled_loaders_come_in_the_order_of_their_dataset(sampler, size):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_minibatches_of_a_loader_that_shuffles_are_random(shuffle):
+    x, y = rows()
+    data = Data(DataLoader(TensorDataset(x, y), 4, shuffle=shuffle), CPU)
+    list(data)
+    passes = []
+    for _ in range(2):
+        batches = list(data.batches(in_step=True))
+        numbers = torch.cat([batch.rows for batch in batches])
+        assert torch.equal(torch.cat([batch.inputs for batch in batches]), x[numbers])
+        assert numbers.sort()[0].tolist() == list(range(23)) and len(batches) == 6
+        passes.append(numbers.tolist())
+    assert (passes[0] != passes[1]) == shuffle
+    assert not shuffle or passes[0] != sorted(passes[0])
+
+
+def test_a_collate_function_may_leave_out_examples():
+    x, y = rows()
+
+    def without_third(examples):
+        return torch.utils.data.default_collate(examples[:2] + examples[3:])
+
+    loader = DataLoader(TensorDataset(x, y), 4, shuffle=True, collate_fn=without_third)
+    data = Data(loader, CPU)
+    assert torch.cat([batch.rows for batch in data]).tolist() == list(range(17))
+    with pytest.raises(ValueError, match="Batch 0 has 3 examples, made of 4 of the dataset"):
+        list(data.batches(in_step=True))
+
+
 def test_other_samplers_keep_the_order_that_they_draw():
     x, y = rows()
     data = Data(DataLoader(TensorDataset(x, y), 23, sampler=Weighted()), CPU)

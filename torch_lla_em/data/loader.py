@@ -37,6 +37,10 @@ _REPEATED = (
 # among which a batch of several examples is looked for
 _BATCHES_AHEAD = 32
 
+_OTHER_SIZE = (
+    "Batch {} has {} examples, made of {} of the dataset: a collate_fn must keep the number of examples "
+    "where the loader shuffles or several ranks share it. Pass a list of batches instead."
+)
 _FACTS = "num_rows", "num_targets", "num_labelled", "num_outputs", "num_passes"
 
 Mask = Callable[[Tensor], Tensor | None]
@@ -202,17 +206,18 @@ class Data:
             self._ahead.append((part, batch))
             yield part, batch
 
-    def _begun(self) -> Iterable[tuple[int, Batch]]:
+    def _begun(self, in_step: bool) -> Iterable[tuple[int, Batch]]:
         """Return the batches of a pass, of which the first may have been looked at."""
+        seed = self.num_passes if in_step else None
         if self.group.size > 1:
             if self.num_passes == 0:
                 self._compare_first()
             self._rest = None
             # ranks with different data see another sum of hashes, once each reads what another read
             share = (self.group.rank + (self.num_passes > 0)) % self.group.size
-            return self._read(share, self.group.size)
+            return self._read(share, self.group.size, seed)
         rest, self._rest = self._rest, None
-        return self._read(0, 1) if rest is None else chain(tuple(self._ahead), rest)
+        return self._read(0, 1, seed) if rest is None else chain(tuple(self._ahead), rest)
 
     def _compare_first(self) -> None:
         """Refuse ranks whose loaders have another size, or begin with other examples, than rank 0's."""
@@ -226,23 +231,26 @@ class Data:
             if not identity.agrees(every[0][0]):
                 raise ValueError(_OTHER_RANKS.format(rank, ""))
 
-    def _read(self, first: int, step: int) -> Iterator[tuple[int, Batch]]:
+    def _read(self, first: int, step: int, seed: int | None = None) -> Iterator[tuple[int, Batch]]:
         """Yield every ``step``-th batch of the loaders, each with the number of its loader."""
         self._num_read = start = 0
         for part, source in enumerate(self._sources):
             seen, several = 0, source.num_workers > 1 and self.num_passes == 0
             workers = [Identity() for _ in range(source.num_workers * several)]
-            for place, begin, raw in source.batches(first, step, self._count):
+            for place, numbers, raw in source.batches(first, step, self._count, seed):
                 inputs, targets = split(raw, self._target_fn, self._device)
                 size = check_rows(inputs, targets, place)
                 if not size:
                     continue
-                begin = start + (seen if begin is None else begin)
-                rows = torch.arange(begin, begin + size, device="cpu")
+                if numbers is None or isinstance(numbers, int):
+                    begin = seen if numbers is None else numbers
+                    numbers = torch.arange(begin, begin + size, device="cpu")
+                elif len(numbers) != size:
+                    raise ValueError(_OTHER_SIZE.format(place, size, len(numbers)))
                 seen, self._num_read = seen + size, self._num_read + 1
                 if workers:
                     workers[place % len(workers)].add((targets, inputs))
-                yield part, Batch(place, rows, inputs, targets)
+                yield part, Batch(place, start + numbers, inputs, targets)
             if workers and all(own.num_rows and own.agrees(workers[0]) for own in workers):
                 raise ValueError(_REPEATED.format(len(workers)))
             start += source.num_rows or seen
@@ -254,9 +262,12 @@ class Data:
     def _over(self, in_step: bool) -> Iterator[Batch]:
         """Yield this rank's batches from the loader, joined, counted and perhaps kept."""
         rows = labelled = targets = 0
-        parts = [Identity(source.keeps_order) for source in self._sources]
+        parts = [
+            Identity(source.keeps_order and not (in_step and source.shuffles))
+            for source in self._sources
+        ]
         candidate = Kept(self._room(in_step))
-        for part, batch in joined(self._begun(), 0 if in_step else self.merge_rows):
+        for part, batch in joined(self._begun(in_step), 0 if in_step else self.merge_rows):
             rows, targets = rows + len(batch.rows), targets + batch.targets.numel()
             labelled += self._labelled(batch.targets) if self.num_passes == 0 else 0
             if not self._changes:

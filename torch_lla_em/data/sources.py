@@ -159,6 +159,9 @@ class Source:
         self._convert: Callable[[Any], Any] = weighed.packed if weighed else lambda batch: batch
         self.loader: Any = loader if weighed is None else weighed.loader
         self._own: _OwnBatches | None = None
+        self.shuffles = False
+        """Whether the loader's own order is random: minibatches of SGD have one too."""
+
         rows = fixed_order(self.loader, num_ranks)
         self.is_list = type(self.loader) in (list, tuple)
         """Whether all batches are in memory."""
@@ -167,7 +170,7 @@ class Source:
         """Whether batches come in the order of a list, or of a dataset."""
 
         self.num_rows = 0
-        """Number of examples of all ranks in the last pass; 0 where every batch was read."""
+        """Number of examples in the last pass, of all ranks; 0 if all batches were read in turn."""
 
         own = _sampler(self.loader)
         if rows is None:
@@ -178,6 +181,8 @@ class Source:
                     "batch_size, or one without a DistributedSampler."
                 )
         elif num_ranks > 1 or type(own) is not SequentialSampler:
+            in_turn = type(own) in (SequentialSampler, list, tuple, range)
+            self.shuffles = getattr(own, "shuffle", not in_turn)
             inner: Any = self.loader
             self._own = _OwnBatches(rows, inner)
             options = {n: getattr(self.loader, n, None) for n in _OPTIONS}
@@ -210,20 +215,21 @@ class Source:
         return "" if number is None else f"{number} batches"
 
     def batches(
-        self, first: int, step: int, count: Callable[[Any], int]
-    ) -> Iterator[tuple[int, int | None, Any]]:
+        self, first: int, step: int, count: Callable[[Any], int], seed: int | None = None
+    ) -> Iterator[tuple[int, Tensor | int | None, Any]]:
         """Yield every ``step``-th batch of one pass from batch ``first`` on.
 
-        With its place and the number of its first example, None if every batch is read. ``count``
-        returns the number of examples of a batch that is left out.
+        With its place and the numbers of its examples, or the first of them; None if they follow
+        those of the batch before. ``count`` returns the number of examples of a batch that is left
+        out. ``seed``: of another order, if the loader shuffles.
         """
         if self._own is not None:
-            self._own.first, self._own.step = first, step
-            places = range(first, self._own.num_batches, step)
-            self.num_rows = self._own.num_rows if step > 1 else 0
-            for place, batch in zip(places, self.loader):
-                start = place * self._own.size if step > 1 else None
-                yield place, start, self._convert(batch)
+            own, seed = self._own, seed if self.shuffles else None
+            own.begin(first, step, seed)
+            in_turn = step == 1 and seed is None
+            self.num_rows = 0 if in_turn else own.num_rows
+            for place, batch in zip(range(first, own.num_batches, step), self.loader):
+                yield place, None if in_turn else own.numbers(place), self._convert(batch)
             return
         self.num_rows = 0
         for place, batch in enumerate(self.loader):
@@ -237,18 +243,31 @@ class _OwnBatches:
     """Lists of the examples of every ``step``-th batch, from batch ``first`` on."""
 
     def __init__(self, rows: Sequence[Any], loader: DataLoader):
-        self._rows, self.size = rows, loader.batch_size or 1
-        whole, rest = divmod(len(rows), self.size)
+        self._rows, self._size = rows, loader.batch_size or 1
+        whole, rest = divmod(len(rows), self._size)
         self.num_batches = whole + (rest > 0 and not loader.drop_last)
-        self.num_rows = whole * self.size if loader.drop_last else len(rows)
-        self.first, self.step = 0, 1
+        self.num_rows = whole * self._size if loader.drop_last else len(rows)
+        self.begin(0, 1)
+
+    def begin(self, first: int, step: int, seed: int | None = None) -> None:
+        """Choose the batches of a pass, and the seed of their order, None for that of the data."""
+        self._places, self._order = range(first, self.num_batches, step), None
+        if seed is not None:
+            generator = torch.Generator(device="cpu").manual_seed(seed)
+            self._order = torch.randperm(self.num_rows, generator=generator, device="cpu")
+
+    def numbers(self, place: int) -> Tensor:
+        """Return the numbers of the examples of a batch."""
+        start, end = place * self._size, min((place + 1) * self._size, self.num_rows)
+        every = torch.arange(start, end, device="cpu")
+        return every if self._order is None else self._order[every]
 
     def __len__(self) -> int:
-        return len(range(self.first, self.num_batches, self.step))
+        return len(self._places)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        for place in range(self.first, self.num_batches, self.step):
-            yield list(self._rows[place * self.size : (place + 1) * self.size])
+        for place in self._places:
+            yield [self._rows[number] for number in self.numbers(place).tolist()]
 
 
 def fixed_order(loader: Any, num_ranks: int) -> Sequence[Any] | None:

@@ -144,7 +144,7 @@ def test_a_round_of_bayesian_optimisation_climbs(la):
     assert value >= acquisition(starts).max() - 1e-9
 
 
-def test_without_botorch_it_says_what_to_install(monkeypatch):
+def test_a_missing_botorch_raises_with_the_command_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "botorch.models.ensemble", None)
     with pytest.raises(ImportError, match="pip install"):
         runpy.run_path(sys.modules["torch_lla_em.botorch"].__file__)

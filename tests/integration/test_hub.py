@@ -37,7 +37,7 @@ def test_a_folder_holds_the_posterior_and_its_card(fitted, tmp_path):
     assert "30 validation examples" in card.text and "effective dimension" in card.text
 
 
-def test_what_is_pushed_is_what_the_folder_holds(fitted, tmp_path, monkeypatch):
+def test_pushed_files_are_those_of_the_folder(fitted, tmp_path, monkeypatch):
     case, la = fitted
     sent = {}
 
@@ -85,7 +85,7 @@ def hub_module():
     return hub
 
 
-def test_without_the_library_it_says_what_to_install(fitted, tmp_path, monkeypatch):
+def test_a_missing_library_raises_with_the_command_to_install_it(fitted, tmp_path, monkeypatch):
     real = builtins.__import__
 
     def without(name, *args):

@@ -123,7 +123,7 @@ def test_a_module_with_a_forward_is_the_network(tmp_path):
     assert set(callback.metrics) == {"posterior/prior_precision", "posterior/effective_dim"}
 
 
-def test_what_is_no_network_is_refused(tmp_path):
+def test_modules_without_forward_raise(tmp_path):
     with pytest.raises(TypeError, match='Small has no forward.*network="net"'):
         trained(LaplaceCallback("classification"), tmp_path, 1)
     with pytest.raises(AttributeError, match="nett"):

@@ -112,7 +112,7 @@ def test_confidence_is_over_two_inputs(kind):
 
 
 @pytest.mark.parametrize("name", LOG_PROBS)
-def test_extremes_are_ordered_by_doubt(name):
+def test_extremes_are_ordered_by_uncertainty(name):
     case, la = fitted(name)
     if name == "binomial":
         return  # of a likelihood without variance nothing is known but its samples
@@ -135,7 +135,7 @@ def test_inputs_are_shown_as_images_or_columns(shape):
     assert images.shape[1:] == {3: (4, 4, 3), 1: (4, 4), 4: (4, 4), 16: (4, 4), 5: (5, 1)}[shape[0]]
 
 
-def test_two_sets_part():
+def test_two_data_sets_are_separated():
     case, la = fitted("classification")
     far = plot.out_of_distribution(la, [(case.x, case.y)], 10 * case.x)
     assert float(far.get_title().split()[1]) > 0.5
@@ -160,7 +160,7 @@ def test_the_plot_marks_the_path_and_the_best():
     assert axes.get_xscale() == "log"
 
 
-def test_pictures_say_what_they_are_of():
+def test_plots_raise_for_other_likelihoods():
     case, la = fitted("classification")
     for draw in (plot.coverage, plot.bands):
         with pytest.raises(TypeError, match="reliability"):

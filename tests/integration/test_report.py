@@ -77,7 +77,7 @@ def test_inputs_that_are_not_finite_are_named(tmp_path):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_what_was_warned_of_is_kept(tmp_path, caplog):
+def test_warnings_are_saved_with_the_posterior(tmp_path, caplog):
     case = tiny("classification")
     la = LinearisedLaplace(case.model, "classification", num_samples=4)
     with caplog.at_level(logging.WARNING, logger="torch_lla_em"):
@@ -111,7 +111,7 @@ def test_advice_follows_the_numbers():
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser is at hand")
-def test_a_browser_shows_it(tmp_path):
+def test_the_report_is_shown_by_a_browser(tmp_path):
     case, la = fitted("classification")
     la.report([(case.x, case.y)], tmp_path / "report.html", 5 * case.x)
     quiet = "--disable-quic --no-first-run --disable-background-networking --disable-sync".split()

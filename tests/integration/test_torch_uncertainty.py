@@ -106,7 +106,7 @@ def test_the_segmentation_routine_takes_classes_first():
     assert found["seg/pixAcc"] == pytest.approx(own["accuracy"])
 
 
-def test_what_has_no_routine_is_refused():
+def test_likelihoods_without_a_routine_raise():
     for name, options in (("poisson", {}), ("bernoulli", {}), ("regression", {"ensemble": True})):
         with pytest.raises(TypeError, match="no .*routine for"):
             RoutineModel(fitted(name)[1], **options)

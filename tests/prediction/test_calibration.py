@@ -48,7 +48,7 @@ def fit(problem, mean=None, before=PLAIN):
 @pytest.mark.parametrize("mean", [None, "network"])
 @pytest.mark.parametrize("likelihood", [Classification(), Bernoulli()])
 @pytest.mark.parametrize("temperature", [0.5, 3.0])
-def test_where_the_posterior_knows_nothing_a_temperature_is_found(likelihood, mean, temperature):
+def test_calibration_finds_the_temperature_of_the_network(likelihood, mean, temperature):
     problem = rows(likelihood, temperature=temperature, deviation=4.0)
     f, Jw, y = problem.parts
     found = fit(problem, mean)
@@ -70,7 +70,7 @@ def objective(likelihood, parts, mean, theta):
 
 @pytest.mark.parametrize("mean", [None, "network", "linear"])
 @pytest.mark.parametrize("likelihood", [Classification(), Regression(0.5), Poisson()])
-def test_nothing_near_is_more_probable(likelihood, mean, monkeypatch):
+def test_calibration_maximises_the_posterior_density(likelihood, mean, monkeypatch):
     kept = {}
     from torch_lla_em.prediction import calibration
 
@@ -87,14 +87,14 @@ def test_nothing_near_is_more_probable(likelihood, mean, monkeypatch):
             assert objective(likelihood, problem.parts, mean, moved) < best + 1e-6
 
 
-def test_few_rows_leave_the_prior():
+def test_few_examples_leave_the_prior():
     found = fit(rows(count=8, deviation=1e-3), before=posterior_alone(factor=20.0))
     weight, mode, network, scale = found.table.unbind(1)
     assert (weight - 1 / 3).abs().max() < 0.3
     assert 0.3 < scale[0] < 3 and 0.5 < mode[1] < 2 and 0.5 < network[2] < 2
 
 
-def test_scale_and_noise_of_real_numbers_are_found():
+def test_calibration_finds_scale_and_noise_of_a_regression():
     f, sd = draw(20_000, 1), 0.5 + draw(20_000, 1, seed=1).square()
     signs = torch.cat([torch.zeros(1, 1, 1), torch.ones(1, 1, 1), -torch.ones(1, 1, 1)])
     y = f + (0.3 * sd**2 + 0.6**2).sqrt() * draw(20_000, 1, seed=2)
@@ -114,7 +114,7 @@ def test_the_mean_lies_between_the_two():
     assert_close(found.table[0, 1:3], torch.tensor([0.25, 0.75]).double(), rtol=0, atol=0.02)
 
 
-def test_what_fitting_gains_by_itself_is_taken_off():
+def test_the_nll_is_corrected_for_optimism():
     problem = rows(count=200)
     found = fit(problem)
     f, Jw, y = problem.parts
@@ -123,7 +123,7 @@ def test_what_fitting_gains_by_itself_is_taken_off():
     assert found.calibration.num_rows == 200
 
 
-def test_what_was_gained_is_said_in_one_sentence(caplog):
+def test_the_improvement_is_logged_in_one_sentence(caplog):
     problem = rows(Regression(2.0), count=400)
     problem.likelihood = Regression(1.0)
     with caplog.at_level(logging.INFO, logger="torch_lla_em"):
@@ -181,7 +181,7 @@ def test_ignored_labels_are_no_examples():
         fit(Rows(problem.likelihood, f, Jw, torch.full_like(y, -100)))
 
 
-def test_other_data_are_suspected(caplog):
+def test_data_of_another_source_are_warned_of(caplog):
     f = 50 * draw(3000, 3)
     y = Classification().sample(f / 50, torch.Generator().manual_seed(2))
     with caplog.at_level(logging.WARNING, logger="torch_lla_em"):

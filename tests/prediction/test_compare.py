@@ -49,7 +49,7 @@ def test_scores_are_those_of_torchmetrics(name):
 
 
 @pytest.mark.parametrize("name", LOG_PROBS)
-def test_a_row_of_the_table_is_what_the_posterior_itself_says(name):
+def test_the_table_shows_the_scores_of_each_posterior(name):
     (case, la), (_, other) = fitted(name), fitted(name, 500.0)
     loader = DataLoader(TensorDataset(case.x[:23], case.y[:23]), 20)
     table = compare({"wide": la, "narrow": other}, loader, together=8)
@@ -81,7 +81,7 @@ def test_differences_are_paired_where_the_loader_shuffles():
     assert "within the noise" in repr(table)  # of two that are the same
 
 
-def test_what_cannot_be_compared_is_refused():
+def test_posteriors_of_other_targets_raise():
     (case, la), (other, real) = fitted("classification"), fitted("regression")
     with pytest.raises(ValueError, match="one posterior or more"):
         compare([], case.x, case.y)

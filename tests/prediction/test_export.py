@@ -27,7 +27,7 @@ def fitted(model, likelihood, x, y, **options):
 @pytest.mark.parametrize(
     "name", daily("regression", rest=["classification", "bernoulli", "poisson"])
 )
-def test_programs_answer_as_the_posterior_does(name):
+def test_programs_return_the_predictions_of_the_posterior(name):
     case = tiny(name)
     la = fitted(case.model, likelihood_of(name), case.x, case.y)
     program = la.export(case.x[:7]).module()
@@ -128,7 +128,7 @@ def test_programs_of_the_last_layer_and_fewer_samples(kind):
         rest=[(kind, name) for kind in FREE for name in ("classification", "regression")],
     ),
 )
-def test_onnx_answers_as_the_posterior_does(kind, likelihood, tmp_path, no_warnings):
+def test_onnx_returns_the_predictions_of_the_posterior(kind, likelihood, tmp_path, no_warnings):
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
     la, x, shape = free_case(kind, likelihood)
@@ -174,7 +174,7 @@ def test_conformal_sets_and_intervals_are_exported(likelihood, suffix, tmp_path)
             assert_close(value, due, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
-def test_a_batch_size_that_the_network_depends_on_stays(caplog):
+def test_networks_that_loop_over_examples_keep_their_batch_size(caplog):
     class Counting(nn.Linear):
         def forward(self, x):
             out = super().forward(x)
@@ -191,7 +191,7 @@ def test_a_batch_size_that_the_network_depends_on_stays(caplog):
     assert_close(program(x + 1), la(x + 1))
 
 
-def test_a_name_of_no_format_is_refused(tmp_path):
+def test_unknown_file_endings_raise(tmp_path):
     case = tiny("classification")
     la = fitted(case.model, "classification", case.x, case.y)
     for name in ("posterior", "posterior.pt", "posterior.onnx.txt"):
@@ -220,7 +220,7 @@ def test_a_saved_program_needs_no_library(tmp_path):
     assert_close(variance, expected[1])
 
 
-def test_what_cannot_be_recorded_is_refused():
+def test_networks_with_data_dependent_branches_raise():
     class Branching(nn.Linear):
         def forward(self, x):
             return super().forward(x if x.sum() > 0 else -x)

@@ -45,7 +45,7 @@ def prediction(likelihood, *sites, outputs=C, class_dim=-1):
 
 
 @pytest.mark.parametrize("sites, class_dim", [((), -1), ((5,), -1), ((5, 2), 1), ((5, 2), -3)])
-def test_classes_come_back_where_the_model_has_them(sites, class_dim):
+def test_classes_stay_on_the_axis_of_the_model(sites, class_dim):
     p = prediction(Regression(), *sites, class_dim=class_dim)
     shape = p.centre.movedim(-1, class_dim).shape
     for values in (p.mean, p.variance, p.aleatoric, p.epistemic, p.entropy, p.expectation):
@@ -108,7 +108,7 @@ def test_entropy_of_counts_sums_over_counts():
         Prediction(Poisson(), torch.full((1, 1), 20.0), torch.zeros(2, 1, 1)).entropy
 
 
-def test_real_values_have_moments():
+def test_regression_has_moments():
     sigma = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
     p = prediction(Regression(sigma), 2, class_dim=1)
     noise = (sigma**2).view(1, 3, 1).expand(B, 3, 2)
@@ -186,7 +186,7 @@ def test_levels_are_probabilities(level):
         prediction(Regression()).credible_interval(level)
 
 
-def test_rows_alone_are_mixtures():
+def test_log_prob_of_single_examples_averages_over_functions():
     y = torch.tensor([0, 2, 1, -100])
     p = prediction(Classification())
     kept = p.probs.gather(1, y.clamp_min(0)[:, None])[:, 0].log()
@@ -199,7 +199,7 @@ def test_rows_alone_are_mixtures():
     assert_close(pixels.log_prob(labels), each.sum(2).exp().mean(0).log())
 
 
-def test_real_rows_alone_are_gaussian():
+def test_log_prob_of_continuous_targets_is_gaussian():
     p = prediction(Regression(0.7), 2, class_dim=1)
     y = draw(B, C, 2, seed=2)
     expected = Normal(p.mean, (p.variance + 0.49).sqrt()).log_prob(y).flatten(1).sum(1)
@@ -281,12 +281,12 @@ def test_two_classes_share_what_one_logit_has():
 
 @pytest.mark.parametrize("likelihood", [Regression(), Poisson(), HeteroscedasticRegression()])
 @pytest.mark.parametrize("name", ["probs", "log_probs"])
-def test_what_is_no_probability_is_not_called_so(likelihood, name):
+def test_probs_raise_for_other_likelihoods(likelihood, name):
     with pytest.raises(TypeError, match="expectation"):
         getattr(prediction(likelihood, outputs=4), name)
 
 
-def test_a_likelihood_without_an_entropy_says_so():
+def test_a_likelihood_without_an_entropy_raises():
     with pytest.raises(NotImplementedError, match="epistemic"):
         prediction(Binomial()).entropy
 

@@ -25,18 +25,18 @@ def test_functions_keep_covariance_and_mean(count):
     assert_close(functions[:count], deviations)
 
 
-def test_rows_alone_have_the_functions_of_all_rows():
+def test_functions_of_single_examples_are_those_of_the_batch():
     deviations = draw(5, 6, 2)
     together = functions_of(deviations)
     apart = [functions_of(part) for part in deviations.split(2, dim=1)]
     assert_close(together, torch.cat(apart, dim=1))
 
 
-def test_large_rows_have_mirror_images_alone():
+def test_many_outputs_use_mirror_images_only():
     assert len(functions_of(torch.zeros(4, 2, 3000))) == 8
 
 
-def test_averages_do_not_depend_on_how_many_rows_are_taken_at_once(monkeypatch):
+def test_averages_do_not_depend_on_the_chunk_size(monkeypatch):
     p, y = Prediction(Classification(), draw(7, 3), draw(4, 7, 3, seed=1)), torch.arange(7) % 3
 
     def everything():
@@ -49,7 +49,7 @@ def test_averages_do_not_depend_on_how_many_rows_are_taken_at_once(monkeypatch):
         assert_close(few, all_at_once)
 
 
-def test_no_rows_are_no_predictions():
+def test_an_empty_batch_has_empty_predictions():
     p = Prediction(Classification(), draw(0, 3), draw(4, 0, 3))
     assert p.probs.shape == (0, 3) and p.epistemic.shape == (0,)
 

@@ -27,7 +27,7 @@ def fitted(name, **fit):
 
 
 @pytest.mark.parametrize("name", LOG_PROBS)
-def test_everything_is_shown(name):
+def test_fits_and_predictions_are_printed(name):
     case, la = fitted(name)
     assert "call la.fit" in repr(LinearisedLaplace(case.model, likelihood_of(name)))
     before, prediction = repr(la), repr(la.predict(case.x))
@@ -163,7 +163,7 @@ def test_predictions_far_less_certain_than_right_are_noticed(spread, said):
     assert bool(list(metrics.check_certainty(r, centre + 0.1))) == (spread == 8.0)
 
 
-def test_a_fit_says_what_is_amiss(caplog):
+def test_a_collapsed_fit_logs_warnings(caplog):
     with caplog.at_level(logging.WARNING, logger="torch_lla_em"):
         fitted("classification", prior_precision=1e9)
     assert "next to none of the weights" in caplog.text
@@ -173,7 +173,7 @@ def test_a_fit_says_what_is_amiss(caplog):
     assert "the prior" not in caplog.text
 
 
-def test_large_rows_are_not_looked_at():
+def test_examples_with_many_outputs_are_not_checked():
     batch = Batch(0, torch.arange(9), torch.zeros(9, 2), torch.zeros(9))
     data = SimpleNamespace(num_rows=9, num_outputs=9 * 10**6, first=lambda: batch)
     assert metrics.few_examples(data, 32) is None

@@ -27,7 +27,7 @@ SAVED = Path(__file__).parent / "saved"
 
 
 @pytest.mark.parametrize("kind", ["classification", "regression"])
-def test_a_posterior_of_the_first_release_answers_as_it_did(kind):
+def test_a_posterior_of_the_first_release_predicts_the_same(kind):
     truth = torch.load(SAVED / f"{kind}_truth.pt", weights_only=True)
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     model.load_state_dict(truth["model"])
@@ -99,7 +99,7 @@ def test_damaged_files_are_refused_with_their_name_and_the_entry(name, damage, s
         LinearisedLaplace.load(tmp_path / "damaged.pt", model)
 
 
-def test_options_that_nobody_takes_are_refused(saved, tmp_path):
+def test_unknown_options_in_a_file_raise(saved, tmp_path):
     model, state = saved
     options = {**from_bytes(state["options"]), "colour": "red"}
     torch.save({**state, "options": to_bytes(options)}, tmp_path / "la.pt")
@@ -207,7 +207,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("kind", OWN)
-def test_likelihoods_are_known_again_by_what_they_do(kind, tmp_path):
+def test_other_likelihoods_of_the_user_raise_when_loading(kind, tmp_path):
     make, name, targets = OWN[kind]
     case = tiny(name)
     batches = list(zip(case.x.split(7), targets(case.y).split(7)))
@@ -233,7 +233,7 @@ def test_likelihoods_are_known_again_by_what_they_do(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", OWN)
-def test_an_unfinished_checkpoint_knows_its_likelihood(kind, tmp_path):
+def test_an_unfinished_checkpoint_raises_for_another_likelihood(kind, tmp_path):
     make, name, targets = OWN[kind]
     case = tiny(name)
     batches = list(zip(case.x.split(7), targets(case.y).split(7)))
@@ -259,7 +259,7 @@ def test_an_unfinished_checkpoint_knows_its_likelihood(kind, tmp_path):
     fit(make(0.5), batches)
 
 
-def test_names_alone_keep_no_targets():
+def test_named_likelihoods_store_no_examples():
     case = tiny("classification")
     la = LinearisedLaplace(case.model, "classification", num_samples=2)
     la.fit([(case.x, case.y)], em_steps=0, prior_precision=5.0, progress_bar=False)
@@ -274,7 +274,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_what_a_fit_was_given_is_passed_again(name, tmp_path):
+def test_functions_of_the_user_must_be_passed_to_load(name, tmp_path):
     case = tiny("classification")
     given = {name: GIVEN[name]}
     la = LinearisedLaplace(case.model, "classification", num_samples=2, **given)

@@ -1,4 +1,4 @@
-"""Weights that changed since the fit, however they were changed; and inputs as people pass them."""
+"""Predictions after the weights changed, of moved models, and of inputs of any form."""
 
 import copy
 import pickle
@@ -79,7 +79,7 @@ def test_changes_that_torch_does_not_count_are_noticed(change, fitted, tmp_path)
         la(case.x)
 
 
-def test_one_number_is_noticed_where_it_counts(fitted, tmp_path):
+def test_a_change_of_a_single_weight_is_noticed(fitted, tmp_path):
     case, la, model = fitted
     wide = nn.Linear(1000, 3).double()
     la = LinearisedLaplace(wide, "classification", num_samples=2)
@@ -99,7 +99,7 @@ def test_the_same_weights_in_another_place_are_the_same(fitted):
     assert torch.equal(pickle.loads(pickle.dumps(la))(case.x), expected)
 
 
-def test_moved_posteriors_are_probed_again(fitted):
+def test_moved_posteriors_check_derivatives_again(fitted):
     case, la, _ = fitted
     la(case.x)
     la.float()
@@ -108,7 +108,7 @@ def test_moved_posteriors_are_probed_again(fitted):
     assert la._linear_model.report is not None
 
 
-def test_loaded_posteriors_are_probed_before_they_answer(fitted):
+def test_loaded_posteriors_check_derivatives_before_predicting(fitted):
     case, la, model = fitted
     other = LinearisedLaplace(model, "classification")
     other.load_state_dict(la.state_dict())
@@ -135,7 +135,7 @@ def test_predictions_do_not_follow_autocast(fitted, dtype):
         assert torch.equal(a, b)
 
 
-def test_answers_inside_inference_mode(fitted):
+def test_predictions_work_in_inference_mode(fitted):
     case, la, _ = fitted
     expected = la(case.x)
     with torch.inference_mode():
@@ -173,12 +173,12 @@ def test_inputs_by_name():
 
 
 @pytest.mark.parametrize("solver", [Newton(), BlockCG])
-def test_what_is_no_solver_is_refused_at_once(solver):
+def test_invalid_solvers_raise_in_the_constructor(solver):
     with pytest.raises(TypeError, match="solver must be None, BlockKrylov"):
         LinearisedLaplace(tiny("regression").model, "regression", solver=solver)
 
 
-def test_a_softmax_at_the_end_is_said():
+def test_a_softmax_in_the_network_is_warned_of():
     case = tiny("classification")
     model = nn.Sequential(case.model, nn.Softmax(-1))
     la = LinearisedLaplace(model, "classification", num_samples=2)
@@ -186,7 +186,7 @@ def test_a_softmax_at_the_end_is_said():
         la.fit([(case.x, case.y)], em_steps=0, prior_precision=5.0, progress_bar=False)
 
 
-def test_a_fit_may_say_what_predictions_are_made_of(original):
+def test_a_fit_may_choose_the_components_of_predictions(original):
     case, la = original
     third = torch.tensor([[1 / 3, 1, 0, 1], [1 / 3, 1, 0, 0], [1 / 3, 0, 1, 0]]).double()
     hyper = Hyperparameters(la.prior_precision, None)
@@ -225,7 +225,7 @@ class Scaled(nn.Module):
         return self.last(torch.tanh(self.first(x)) * self.scale)
 
 
-def test_threads_predict_alike():
+def test_threads_return_the_same_predictions():
     torch.manual_seed(0)
     model, x = Scaled(), torch.randn(20, 2)
     la = LinearisedLaplace(model, "classification", num_samples=3)

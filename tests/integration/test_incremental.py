@@ -176,12 +176,6 @@ def test_copies_share_data_and_pickles_leave_them_out():
     assert torch.load(buffer, weights_only=False).loaders == ()
 
 
-def test_no_earlier_fit_is_no_error():
-    case = tiny("classification")
-    la = posterior(case).fit(parts(case, *CUTS)[0], override=False, **FIXED)
-    assert la.num_data == 11
-
-
 class Dying:
     """A loader of one batch that raises from some pass on."""
 

@@ -48,7 +48,7 @@ def main() -> None:
     plt.close(figure)
     save("reliability", plot.reliability, la, rows)
     save("extremes", plot.extremes, la, rows, size=(6.4, 2.2))
-    save("unfamiliarity", plot.out_of_distribution, la, rows, other)
+    save("out_of_distribution", plot.out_of_distribution, la, rows, other)
     la, rows = moons(steps)
     save("confidence", plot.confidence, la, rows)
     save("bands", plot.bands, curve, points)

@@ -298,8 +298,6 @@ def record(name: str) -> None:
     import matplotlib.pyplot as plt
 
     SHOWN.mkdir(exist_ok=True)
-    for old in SHOWN.glob(f"{name}-*.png"):
-        old.unlink()
     path, outputs = EXAMPLES / f"{name}.py", []
     names = {"__name__": "__main__", "__file__": str(path)}
     began = time.process_time()
@@ -314,6 +312,10 @@ def record(name: str) -> None:
             figure.savefig(SHOWN / pictures[-1], dpi=110, bbox_inches="tight")
         plt.close("all")
         outputs.append({"text": printed.getvalue(), "pictures": pictures, "alt": alt})
+    current = {picture for output in outputs for picture in output["pictures"]}
+    for picture in SHOWN.glob(f"{name}-*.png"):
+        if picture.name not in current:
+            picture.unlink()
     shown = {"seconds": time.process_time() - began, "outputs": outputs}
     (SHOWN / f"{name}.json").write_text(json.dumps(shown, indent=1) + "\n")
 

@@ -114,6 +114,6 @@ figure.colorbar(image)
 figure.tight_layout()
 
 # %% [markdown]
-# This problem is so easy that random search is nearly as good, and a single run proves nothing.
+# This problem is so easy that random search is as good, and a single run proves nothing.
 # The example shows how the parts fit together, and the standard deviation of the surrogate shows
 # where it needs data.

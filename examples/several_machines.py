@@ -46,7 +46,7 @@ def posterior():
 # ## Checkpoints
 #
 # `checkpoint` is a folder that stores the state after every EM step. If the process is killed, the
-# same call resumes. Here a loader raises an error at its fiftieth batch.
+# same call resumes. Here a loader raises an error at its thirtieth batch.
 
 # %%
 
@@ -66,7 +66,7 @@ class Breaking:
 
 
 if not dist.is_initialized():
-    loader = Breaking(DataLoader(train, 50), after=50)
+    loader = Breaking(DataLoader(train, 50), after=30)
     folder = tempfile.mkdtemp()
     try:
         posterior().fit(loader, checkpoint=folder, progress_bar=False)

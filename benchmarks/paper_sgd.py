@@ -40,7 +40,9 @@ from methods.recipe import (
 )
 
 from torch_lla_em.inference import Info
-from torch_lla_em.inference.learn import FitOptions, learn, starting_precision
+from torch_lla_em.inference.iterative_e_step import starting_precision
+from torch_lla_em.inference.learn import learn
+from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.problem.operators import WhitenedGGN
 from torch_lla_em.solvers import BlockCG, BlockKrylov, DivergenceError

@@ -1,21 +1,27 @@
-"""E-steps and EM of a problem, constructed as in a fit."""
+"""E-steps and EM of a problem, made as a fit makes them."""
 
-from torch_lla_em.inference.e_step import Deflation, IterativeEStep
 from torch_lla_em.inference.em import State, em
-from torch_lla_em.inference.krylov_e_step import KrylovEStep
+from torch_lla_em.inference.iterative_e_step import Deflation, IterativeEStep
 from torch_lla_em.inference.mackay import MStep
-from torch_lla_em.inference.mode_search import ModeSearch
-
-
-def krylov_e_step(problem, noise, solver):
-    return KrylovEStep(problem, noise, solver, ModeSearch(problem, noise.prior))
+from torch_lla_em.inference.options import FitOptions
+from torch_lla_em.inference.span_e_step import SpanEStep
 
 
 def iterative_e_step(problem, noise, solver, *, deflated_at=None, kind=IterativeEStep):
     known = None if deflated_at is None else Deflation.of(problem, noise, deflated_at)
-    search = ModeSearch(problem, noise.prior)
-    return kind(problem, noise, solver, search, {"deflation": known})
+    return kind(problem, noise, solver, {"deflation": known})
+
+
+def span_e_step(problem, noise, tolerance=1e-9, *, moves=False, **options):
+    return SpanEStep(problem, noise, FitOptions(tolerance=tolerance, **options), moves)
 
 
 def states_of_em(problem, prior, e_step, hyper, *, update="mackay", max_steps=20):
     return em(e_step, MStep(problem, prior, update), State(hyper), max_steps)
+
+
+def posterior_at(problem, noise, hyper, tolerance=1e-9, *, moves=False, **options):
+    """Return the posterior over a span at given hyper-parameters."""
+    e_step = span_e_step(problem, noise, tolerance, moves=moves, em_steps=0, **options)
+    *_, last = states_of_em(problem, noise.prior, e_step, hyper, max_steps=0)
+    return e_step.posterior(last)

@@ -11,8 +11,15 @@ from methods.plain_cg import iterates
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem.operators import WhitenedGGN
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, DivergenceError, Operator, Space
-from torch_lla_em.solvers.block_krylov import Shift
+from torch_lla_em.solvers import (
+    SGD,
+    BlockCG,
+    BlockLanczos,
+    DivergenceError,
+    KrylovPosterior,
+    Operator,
+    Space,
+)
 
 SOLVERS = "block_krylov", "block_cg", "plain_cg", "sgd"
 RATES = 0.03, 0.1, 0.2, 0.5
@@ -112,12 +119,12 @@ class Race:
         """Yield x after every product with 2 K columns, which count as two passes."""
         scale, K = self.noise.prior.scale, len(self.b)
         start = torch.cat([self.noise.xi, scale * self.noise.eta])
-        seconds, shift = 0.0, Shift(self.precision.item())
-        krylov = BlockKrylov().factorise(WhitenedGGN(self.problem, scale), start, K)
+        seconds, precision = 0.0, self.precision.item()
+        krylov = KrylovPosterior(BlockLanczos(WhitenedGGN(self.problem, scale), start), K)
         for passes in range(2, 40, 2):
             begin = time.monotonic()
             krylov.lanczos.extend()
-            x = shift.precision**0.5 * krylov.samples(shift)
+            x = precision**0.5 * krylov.samples(precision)
             seconds += time.monotonic() - begin
             yield passes, seconds, x
 

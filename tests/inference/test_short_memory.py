@@ -6,6 +6,7 @@ from torch import nn
 
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.inference.expected_curvature import ExpectedCurvature
+from torch_lla_em.inference.fixed_curvature import FixedCurvature
 from torch_lla_em.inference.span import Span
 
 N, C, K = 200, 3, 8
@@ -84,3 +85,25 @@ def test_out_of_memory_halves_the_samples(monkeypatch, fit):
     monkeypatch.setattr(ExpectedCurvature, "residuals", short)
     la, _ = fit(10_000)
     assert len(la.w_samples) == 4 and "allows 4 posterior samples" in la.messages[1]
+
+
+@pytest.mark.parametrize("when", [0, 3])
+def test_out_of_memory_a_fixed_curvature_goes_on_by_solves(when, monkeypatch):
+    model, x, y = trained()
+    residuals, asked, fits = FixedCurvature.residuals, [], []
+
+    def short(over, q, *sign):
+        asked.append(q)
+        if len(asked) > when:
+            raise torch.OutOfMemoryError("none left")
+        return residuals(over, q, *sign)
+
+    for patched in (False, True):
+        if patched:
+            monkeypatch.setattr(FixedCurvature, "residuals", short)
+        la = LinearisedLaplace(model, "classification", num_samples=K, curvature="network")
+        fits.append(la.fit(x, y, progress_bar=False))
+    assert any("goes on by products with G" in line for line in fits[1].messages)
+    log_ratio = (fits[0].prior_precision / fits[1].prior_precision).log().abs()
+    assert log_ratio < (K * fits[0].effective_dim).rsqrt()
+    assert (fits[0](x) - fits[1](x)).abs().max() < 0.05

@@ -10,9 +10,9 @@ from torch import nn
 from torch_lla_em import BlockKrylov, LinearisedLaplace
 from torch_lla_em.inference.expectations import Expectations, root_of
 from torch_lla_em.inference.expected_curvature import SMALL, ExpectedCurvature
-from torch_lla_em.inference.mackay import MStep
+from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.span import Span
-from torch_lla_em.inference.span_e_step import Asked, over_span
+from torch_lla_em.inference.span_e_step import over_span
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.likelihoods import HeteroscedasticRegression
 
@@ -253,9 +253,9 @@ def test_its_evidence_is_known_to_its_standard_error():
     found = []
     for seed in range(8):
         few = get_sto_samples(problem, 32, seed, g_prior=False)
-        asked = Asked(1e-3, True, 0, torch.tensor(3.0).double())
-        m_step = MStep(problem, few.prior)
-        found.append(over_span(problem, few, asked, m_step, lambda *_: None).log_evidence)
+        start = torch.tensor(3.0).double()
+        options = FitOptions(tolerance=1e-3, em_steps=0, prior_precision=start)
+        found.append(over_span(problem, few, options, True, lambda *_: None).log_evidence)
     values = torch.stack([one.value for one in found])
     error = values.std().item() / len(values) ** 0.5
     # 32 samples know a variance to a quarter, which bends the curvature a little

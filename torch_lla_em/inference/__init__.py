@@ -1,6 +1,5 @@
 """The four stages, and EM over them."""
 
-from torch_lla_em.inference.choices import FitOptions, choose_scalings
 from torch_lla_em.inference.em import Info, record_of, summary_of
 from torch_lla_em.inference.evidence import Curve, Modes, curve
 from torch_lla_em.inference.learn import Progress, learn
@@ -10,6 +9,7 @@ from torch_lla_em.inference.mackay import (
     Estimate,
     function_space_Mackay_update,
 )
+from torch_lla_em.inference.options import FitOptions, choose_scalings
 from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.posterior_samples import Solver, optimise_samples
 from torch_lla_em.inference.prior import prior_precision_from_weight_decay

@@ -13,7 +13,7 @@ from torch_lla_em.inference.mackay import Estimate
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.likelihoods import Regression
 from torch_lla_em.problem import Problem, WhitenedGGN, room
-from torch_lla_em.solvers import BlockLanczos, KrylovPosterior, Shift, Spectrum
+from torch_lla_em.solvers import BlockLanczos, KrylovPosterior, Spectrum
 
 _MAX_PASSES = 60
 
@@ -33,20 +33,20 @@ def log_dets(problem: Problem, noise: StochasticPrior, precision: Tensor) -> Ten
     # the basis is kept for orthogonality alone: nothing is lost where it does not fit
     memory = room(problem) / 2
     lanczos = BlockLanczos(WhitenedGGN(problem, deviation), start, memory)
-    krylov, unit = KrylovPosterior(lanczos, len(noise.xi)), Shift(1.0)
+    krylov = KrylovPosterior(lanczos, len(noise.xi))
     for _ in range(_MAX_PASSES):
-        lanczos.grow()
+        lanczos.extend()
         # quadrature converges with the square of the certificate
-        if lanczos.exhausted or krylov.error(unit) < 0.03:
+        if lanczos.exhausted or krylov.error(1.0) < 0.03:
             break
     else:
         warnings.warn(
-            f"The log evidence is known from samples with an error of {krylov.error(unit):.1e} "
+            f"The log evidence is known from samples with an error of {krylov.error(1.0):.1e} "
             f"only, after {_MAX_PASSES} passes. Start from a larger prior_precision, or use "
             "float64.",
             stacklevel=2,
         )
-    return krylov.log_dets(unit)
+    return krylov.spectrum.log_dets(1.0)
 
 
 def sigma_of(problem: Problem) -> Tensor | None:

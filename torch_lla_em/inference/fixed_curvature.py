@@ -28,8 +28,8 @@ from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers import DivergenceError
 
-_STEPS = 100
-"""Of λ and σ over one span; most take fewer than ten."""
+_STEPS, _SETTLING = 20, 200
+"""Steps of λ and σ over one span, and over a complete one; most take fewer than ten."""
 
 _AT_REST = 1e-3
 """Change of log λ and log σ that ends them."""
@@ -135,7 +135,7 @@ class FixedCurvature(OverSpan):
         self._newton = None
         return self.at(self.curved(), self.hyper(q), q.mean @ turn)
 
-    def ascend(self, q: Q, m_step: MStep, least: float) -> Q:
+    def ascend(self, q: Q, m_step: MStep, least: float, steps: int = _STEPS) -> Q:
         """Return the posterior at MacKay's fixed point over the span, with λ not below ``least``.
 
         By true EM, whose steps are small, it is one step nearer. An infinite ``least`` keeps λ.
@@ -143,7 +143,7 @@ class FixedCurvature(OverSpan):
         if least == math.inf:
             return q
         step, quiet = None, replace(m_step, warns=False)
-        for _ in range(1 if m_step.update == "em" else _STEPS):
+        for _ in range(1 if m_step.update == "em" else steps):
             here = self.hyper(q)
             step = quiet(self.expectation(q, 0.0, 0.0), step)
             new = step.hyper._replace(precision=step.hyper.precision.clamp_min(least))
@@ -161,7 +161,7 @@ class FixedCurvature(OverSpan):
         """Return the posterior at the fixed point over a complete span, and whether it was reached."""
         if not learns:
             return q, False
-        return self.ascend(q, m_step, PRECISION_BOUNDS[0]), m_step.update != "em"
+        return self.ascend(q, m_step, PRECISION_BOUNDS[0], _SETTLING), m_step.update != "em"
 
     def expectation(self, q: Q, mode_error: float, sample_error: float) -> Expectation:
         """Return what the M-step needs."""

@@ -9,21 +9,15 @@ from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from torch_lla_em.inference.choices import (
-    FitOptions,
-    allows_span,
-    choose_curvature,
-    make_e_step,
-)
-from torch_lla_em.inference.e_step import FixedEStep
 from torch_lla_em.inference.em import Info, State, em
-from torch_lla_em.inference.evidence import log_evidences, sigma_of
-from torch_lla_em.inference.mackay import Estimate, Hyperparameters, MStep
+from torch_lla_em.inference.evidence import sigma_of
+from torch_lla_em.inference.iterative_e_step import make_e_step, starting_point
+from torch_lla_em.inference.mackay import Hyperparameters, MStep
+from torch_lla_em.inference.options import FitOptions, allows_span, choose_curvature
 from torch_lla_em.inference.posterior import Posterior
-from torch_lla_em.inference.span_e_step import FEWEST_SAMPLES, Asked, over_span, with_fewer
+from torch_lla_em.inference.span_e_step import FEWEST_SAMPLES, over_span, with_fewer
 from torch_lla_em.inference.stochastic_prior import (
     StochasticPrior,
     get_sto_samples,
@@ -32,8 +26,6 @@ from torch_lla_em.inference.stochastic_prior import (
 from torch_lla_em.problem import (
     VECTORS,
     Problem,
-    WhitenedGGN,
-    WhitenedLoss,
     columns_held,
     size_of,
 )
@@ -186,7 +178,7 @@ def _learn(
         if allows_span(problem, options) and (start.state is None or start.state.own is not None):
             found = _over_span(at, noise, options, tell, start, moves=False)
             if found is None:
-                logger.info(_NO_SPAN)
+                logger.warning(_NO_SPAN)
                 start = start._replace(state=None, directions=None)
         if found is None:
             found, noise = _by_solves(at, noise, options, tell, start)
@@ -219,8 +211,6 @@ def _over_span(
 
     Where memory ends, a curvature that moves goes on with fewer samples.
     """
-    asked = Asked(options.tolerance, moves, options.em_steps, options.prior_precision)
-    m_step = MStep(problem, noise.prior, options.update)
     known = None if start.state is None else (start.state, start.directions)
 
     def observe(state: State, directions: Any) -> None:
@@ -229,7 +219,7 @@ def _over_span(
 
     with problem.cost.stage("ascent" if moves else "span"):
         while True:
-            run = partial(over_span, problem, noise, asked, m_step, observe, known)
+            run = partial(over_span, problem, noise, options, moves, observe, known)
             found, shortage = problem.attempt(run)
             if found is not None or not (moves and shortage) or len(noise.xi) <= FEWEST_SAMPLES:
                 return found
@@ -241,7 +231,7 @@ def _by_solves(
 ) -> tuple[Posterior, StochasticPrior]:
     """Return the posterior by solves at one λ after the other, and the noise, η of which may be new."""
     if start.state is None:
-        hyper = Hyperparameters(_starting_point(problem, noise, options), sigma_of(problem))
+        hyper = Hyperparameters(starting_point(problem, noise, options), sigma_of(problem))
         start = start._replace(state=State(hyper))
     m_step, state = MStep(problem, noise.prior, options.update), start.state
     e_step = make_e_step(problem, noise, options, state.hyper, start.directions)
@@ -255,7 +245,7 @@ def _by_solves(
         now = progress._replace(state=state, directions=e_step.state())
         tell(state.info, now)
         del now
-    return _posterior(e_step, noise, state.hyper, options.tolerance), e_step.noise
+    return e_step.posterior(state.hyper, options.tolerance), e_step.noise
 
 
 def _no_room(problem: Problem, num_samples: int, shortage: str) -> str:
@@ -265,22 +255,11 @@ def _no_room(problem: Problem, num_samples: int, shortage: str) -> str:
     return (
         f"Memory on {problem.device} ended outside of the passes over the data ({shortage}). "
         f"{num_samples} samples of {problem.size:,} weights take {size_of(block)}, and a fit "
-        f"up to {VECTORS} times that, beside a Krylov basis; FunctionSpace takes a row of "
+        f"up to {VECTORS} times that, beside a span of directions; FunctionSpace takes a row of "
         f"weights for each of {outputs:,} outputs. What helps: fewer samples (num_samples); "
         'fewer random weights (parameters="last_layer", or name patterns); vectors on the CPU '
-        '(compute=Compute(vectors="cpu")); a smaller basis (solver=BlockKrylov(memory=bytes)), '
-        "or one in bfloat16 (BlockKrylov(storage=torch.bfloat16))."
+        '(compute=Compute(vectors="cpu")); a smaller span (solver=BlockKrylov(memory=bytes)).'
     )
-
-
-def _starting_point(problem: Problem, noise: StochasticPrior, options: FitOptions) -> Tensor:
-    blocks = len(noise.prior.layout.names)
-    start = options.prior_precision
-    if start is None:
-        number = starting_precision(problem, noise, options.layerwise)
-        start = torch.tensor(number, dtype=torch.float64, device="cpu")
-    start = start.to(device=noise.eta.device, dtype=torch.float64)
-    return start.expand(blocks).clone() if options.layerwise and not start.dim() else start
 
 
 def _check_start(start: Tensor | None, options: FitOptions, blocks: int) -> None:
@@ -291,47 +270,3 @@ def _check_start(start: Tensor | None, options: FitOptions, blocks: int) -> None
             f"{f'{blocks} tensors' if options.layerwise else 'one precision'}: pass one number"
             f"{', or one per tensor' if options.layerwise else ''}."
         )
-
-
-def starting_precision(problem: Problem, noise: StochasticPrior, layerwise: bool = False) -> float:
-    """Return a λ at which the mode and γ are cheap, and the fixed point is near.
-
-    G along the gradient at w = 0, in the prior's scaled coordinates: above it, the data
-    hardly move the mode even where it would go first. Layerwise, the mean of diag(G).
-    """
-    scale = noise.prior.scale
-    features = scale * noise.eta
-    mean = problem.space.dots(
-        features, features
-    ).mean() / noise.prior.num_weights().sum().clamp_min(1)
-    start = mean.clamp_min(1e-8).item()
-    if layerwise:
-        return start
-    _, gradient = WhitenedLoss(problem, scale).value_and_gradient(problem.zeros(1)[0])
-    size = problem.space.norm(gradient)
-    if not 0 < size < inf:
-        return start
-    direction = (gradient / size)[None]
-    return max(start, problem.space.dot(direction[0], WhitenedGGN(problem, scale)(direction)[0]))
-
-
-def _posterior(
-    e_step: FixedEStep, noise: StochasticPrior, hyper: Hyperparameters, tolerance: float
-) -> Posterior:
-    mode, samples, log_dets = e_step.finish(hyper, tolerance)
-    norm = noise.prior.squared_norm(mode.w)
-    evidences = log_evidences(mode.loss, hyper.precision, norm, log_dets)
-    return Posterior(
-        hyper,
-        mode.w,
-        samples.w,
-        noise.prior.scale,
-        Estimate.of(samples.effective_dims),
-        samples.certificate,
-        Estimate.of(evidences),
-        mode.loss,
-        mode.error,
-        samples.error,
-        e_step.spectrum(hyper),
-        torch.stack(e_step.modes(hyper)),
-    )

@@ -113,18 +113,25 @@ class OverSpan:
         return (self.expected.slope(h, root).flatten() @ self.span.J).double()
 
     def newton_step(
-        self, precision: float, mean: Tensor, root: Tensor | None, solve: Solve
+        self, metric: Tensor | float, mean: Tensor, root: Tensor | None, solve: Solve
     ) -> tuple[Tensor, float]:
-        """Return the mean after a step that lowers E[loss] + ½ λ ‖m‖², and E[loss] there."""
+        """Return the mean after a step that lowers E[loss] + ½ ‖m‖²_Λ, and E[loss] there.
+
+        ``metric`` is λ, or Λ over the span, (m, m).
+        """
+
+        def pulled(m: Tensor) -> Tensor:
+            return metric @ m if isinstance(metric, Tensor) else metric * m
+
         h = self.outputs(mean)
-        slope = self.slope(h, root) + precision * mean
+        slope = self.slope(h, root) + pulled(mean)
         step = -solve(slope)
         moved, loss, fall = self.outputs(step), self.expected.loss(h, root), (slope @ step).item()
         rounding, length = _ROUNDINGS * torch.finfo(h.dtype).eps * abs(loss), 1.0
         while length > _SHORTEST:
             new = mean + length * step
             there = self.expected.loss(h + length * moved, root)
-            gained = loss - there + 0.5 * precision * (mean @ mean - new @ new).item()
+            gained = loss - there - 0.5 * ((new - mean) @ pulled(new + mean)).item()
             if gained >= -1e-4 * length * fall - rounding:
                 return new, there
             length /= 2

@@ -22,7 +22,7 @@ class Span:
     """An orthonormal basis V of scaled weights z = w / scale, beside J V."""
 
     def __init__(self, problem: Problem, prior: Prior, xi: Tensor, memory: float):
-        self._problem, self._prior, self._memory = problem, prior, memory
+        self._problem, self._prior, self.memory = problem, prior, memory
         self.noise = xi
         """ξ, shape (K, P)."""
 
@@ -42,14 +42,14 @@ class Span:
         """Return all that it goes on with."""
         parts = self._basis.split(self._sizes), self.J.split(self._sizes, dim=1)
         basis, J = (Grown(key, list(part)) for key, part in zip(self._keys, parts))
-        return {"basis": basis, "J": J, "rows": self.rows, "xi": self.xi, "memory": self._memory}
+        return {"basis": basis, "J": J, "rows": self.rows, "xi": self.xi, "memory": self.memory}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
         basis, J = state["basis"], state["J"]
         self._keys, self._sizes = (basis.key, J.key), [len(part) for part in basis.parts]
         self._basis, self.J = torch.cat(basis.parts), torch.cat(J.parts, dim=1)
-        self.rows, self.xi, self._memory = state["rows"], state["xi"], state["memory"]
+        self.rows, self.xi, self.memory = state["rows"], state["xi"], state["memory"]
         self.noise = self.noise[: len(self.xi)]
 
     @property
@@ -74,7 +74,7 @@ class Span:
 
     def has_room(self, directions: int) -> bool:
         """Whether the memory allows so many directions more."""
-        return self.bytes_of(self.size + directions) <= self._memory
+        return self.bytes_of(self.size + directions) <= self.memory
 
     def restart(self, coordinates: Tensor) -> Tensor:
         """Keep the span of ξ and of these coordinates (k, m); return the new basis in the old, (m, r)."""

@@ -18,6 +18,7 @@ from torch_lla_em.inference.expectations import Expectations
 from torch_lla_em.inference.expected_curvature import ExpectedCurvature
 from torch_lla_em.inference.fixed_curvature import FixedCurvature
 from torch_lla_em.inference.mackay import Estimate, Expectation, Hyperparameters, MStep, Step
+from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.over_span import Q
 from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.posterior_samples import refuse_noise
@@ -25,6 +26,7 @@ from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, outputs, room
 from torch_lla_em.runtime import normals
+from torch_lla_em.solvers import BlockKrylov
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -71,22 +73,6 @@ class NoSpan(Exception):
     """J w over all examples cannot be kept: there is no memory, or their order changes."""
 
 
-class Asked(NamedTuple):
-    """What is asked of a posterior over a span."""
-
-    tolerance: float
-    """Of samples and mean, in posterior standard deviations."""
-
-    moves: bool
-    """Whether H is an expectation under the posterior, or fixed."""
-
-    max_steps: int = 20
-    """Of λ; 0 keeps it."""
-
-    precision: Tensor | None = None
-    """Where λ begins; None has it chosen."""
-
-
 class Reached(NamedTuple):
     """What the E-step goes on with."""
 
@@ -114,21 +100,22 @@ class SpanEStep:
         self,
         problem: Problem,
         noise: StochasticPrior,
-        asked: Asked,
+        options: FitOptions,
+        moves: bool,
         known: dict[str, Any] | None = None,
     ):
-        self._problem, self.asked = problem, asked
+        self._problem, self._options, self._moves = problem, options, moves
         self._at = _outputs_at_point(problem) if known is None else known.pop("at")
         """Outputs (N, ..., C) that H is taken at, where they are not the network's."""
 
-        span, self.noise = _begin(problem, noise, asked, known)
+        span, self.noise = _begin(problem, noise, options, moves, known)
         self.span, (f, targets, _) = span, span.rows
         likelihood: Any = problem.likelihood
-        if not asked.moves:
+        if not moves:
             likelihood = likelihood if sigma_of(problem) is None else likelihood.without_constant()
             expected = Expectations(likelihood, targets, f, noise.seed, 0)
             self.over: Any = FixedCurvature(
-                problem, self.noise, span, expected, asked.tolerance, self._at
+                problem, self.noise, span, expected, options.tolerance, self._at
             )
             return
         rows, K = torch.arange(len(f), device=f.device), len(self.noise.xi)
@@ -139,7 +126,7 @@ class SpanEStep:
 
     def start(self) -> State:
         """Return the state that EM begins with."""
-        precision, span = self.asked.precision, self.span
+        precision, span = self._options.prior_precision, self.span
         if precision is None:
             square = (span.J @ span.xi.T.to(span.J)).square().mean()
             precision = _START * square.double()
@@ -151,11 +138,11 @@ class SpanEStep:
 
     def is_exact(self, state: State) -> bool:
         """Whether samples and mean are within the tolerance."""
-        return state.own is not None and _error(state.info) <= self.asked.tolerance
+        return state.own is not None and _error(state.info) <= self._options.tolerance
 
     def advance(self, state: State, m_step: MStep, kept: bool) -> Found:
         """Widen the span by what was missing, move λ, H and mean over it, see what is missing."""
-        over, old, learns = self.over, state.own, self.asked.max_steps > 0
+        over, old, learns = self.over, state.own, self._options.em_steps > 0
         climbs, at_rest, restarts = old is None or not kept, False, 0
         if old is None:
             q = over.first(state.hyper.precision.item())
@@ -168,7 +155,7 @@ class SpanEStep:
         before, complete = q, at_rest or self.span.is_complete
         if not complete and (old is None or state.info.sample_error > 1):
             m_step = replace(m_step, warns=False)  # λ and σ are far from known
-        if complete and (climbs or self.asked.moves):
+        if complete and (climbs or self._moves):
             q, found_all = over.settle(q, m_step, learns)
         elif climbs:
             q, found_all = (
@@ -183,10 +170,10 @@ class SpanEStep:
         certificate, found = self._expected(q, residuals)
         step = state.step
         settled = found_all or (step is not None and step.settled)
-        if climbs or (complete and self.asked.moves):
+        if climbs or (complete and self._moves):
             step = m_step.taken(step, over.hyper(before), found.hyper, q.effective_dims)
             step = step._replace(settled=settled or self._has_settled(step, before, q, found))
-            if learns and not (self.asked.moves or complete) and found.sample_error > 1:
+            if learns and not (self._moves or complete) and found.sample_error > 1:
                 # a span that is still narrow has taken no step
                 step = step._replace(number=0 if state.step is None else state.step.number)
         full = not self.span.has_room(len(certificate) + 1) and restarts == _RESTARTS
@@ -195,12 +182,12 @@ class SpanEStep:
         if error < 0.9 * best:
             best, stalled = error, 0
         own = Reached(q, torch.cat(residuals), certificate, restarts, best, stalled)
-        ended = complete if self.asked.moves else at_rest and (kept or step.settled)
+        ended = complete if self._moves else at_rest and (kept or step.settled)
         return Found(found, step, own, ended or full or stalled == _PATIENCE)
 
     def _has_settled(self, step: Step, before: Q, q: Q, found: Expectation) -> bool:
         """Whether λ has moved by less than its Monte Carlo error, or in vain, in a wide span."""
-        moves = self.asked.moves
+        moves = self._moves
         still = step.change < 1 or (moves and q.bound - before.bound < _GAIN)
         of_samples, of_mean = _SETTLED[moves]
         return still and found.sample_error < of_samples and found.mode_error < of_mean
@@ -216,12 +203,12 @@ class SpanEStep:
     def posterior(self, state: State) -> Posterior:
         """Return the posterior that EM has ended with."""
         q, info = state.own.q, state.info
-        if _error(info) > self.asked.tolerance:
-            _warn(info, self.asked.tolerance)
+        if _error(info) > self._options.tolerance:
+            _warn(info, self._options.tolerance)
         columns = self.span.weights(torch.cat([q.mean[None], q.samples]))
         spectrum = modes = mixture = examples = None
         evidence = info.log_evidence
-        if self.asked.moves:
+        if self._moves:
             mixture = _average(self.over, q).to(columns.device)
             examples = _at_examples(self.over, q.samples).to(columns.device)
         else:
@@ -249,8 +236,8 @@ class SpanEStep:
 def over_span(
     problem: Problem,
     noise: StochasticPrior,
-    asked: Asked,
-    m_step: MStep,
+    options: FitOptions,
+    moves: bool,
     on_step: Callable[[State, Any], None],
     start: tuple[State, Any] | None = None,
 ) -> Posterior | None:
@@ -260,9 +247,11 @@ def over_span(
     """
     state, known = start or (None, None)
     try:
-        e_step = SpanEStep(problem, noise, asked, known)
+        e_step = SpanEStep(problem, noise, options, moves, known)
         state = state or e_step.start()
-        for reached in em(e_step, m_step, state, asked.max_steps):
+        for reached in em(
+            e_step, MStep(problem, noise.prior, options.update), state, options.em_steps
+        ):
             state = reached
             on_step(state, e_step.state())
         return e_step.posterior(state)
@@ -295,16 +284,23 @@ def _at_examples(over: ExpectedCurvature, samples: Tensor) -> Tensor:
 
 
 def _begin(
-    problem: Problem, noise: StochasticPrior, asked: Asked, known: dict[str, Any] | None
+    problem: Problem,
+    noise: StochasticPrior,
+    options: FitOptions,
+    moves: bool,
+    known: dict[str, Any] | None,
 ) -> tuple[Span, StochasticPrior]:
     """Return a span of the noise, the network's weights and the first gradient, or a known one."""
-    span, prior = Span(problem, noise.prior, noise.xi, room(problem) / 2), noise.prior
+    prior, memory = noise.prior, room(problem) / 2
+    if isinstance(options.solver, BlockKrylov) and options.solver.memory is not None:
+        memory = min(memory, options.solver.memory)
+    span = Span(problem, prior, noise.xi, memory)
     if known is not None:
         span.restore(known)
         known.clear()  # of which there would be two
         K = len(span.noise)
         return span, noise._replace(xi=span.noise, eta=noise.eta[:K])
-    held = _that_fits(problem, noise, span, asked.moves)
+    held = _that_fits(problem, noise, span, moves)
     if held is None:
         raise NoSpan
     span.noise, span.xi = held.xi, span.xi[: len(held.xi)]
@@ -333,7 +329,7 @@ def _that_fits(
     data, K = problem.data, len(noise.xi)
     sites = data.num_rows if problem.likelihood.elementwise else data.num_targets
     blocks = data.num_outputs**2 / max(1, sites) * noise.xi.element_size()
-    left = room(problem) / 2 - (_BLOCKS * blocks if moves else 0)
+    left = span.memory - (_BLOCKS * blocks if moves else 0)
     fits = int(left / span.bytes_of(_DIRECTIONS)) - 1
     if fits < (min(K, FEWEST_SAMPLES) if moves else K):
         return None

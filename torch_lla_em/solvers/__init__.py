@@ -1,12 +1,11 @@
 """Solvers of (A + I) X = B and of convex losses; they know nothing of networks."""
 
 from torch_lla_em.solvers.block_cg import BlockCG
-from torch_lla_em.solvers.block_krylov import BlockKrylov, KrylovPosterior, Shift, Spectrum
-from torch_lla_em.solvers.block_lanczos import BlockLanczos
+from torch_lla_em.solvers.block_krylov import BlockKrylov
+from torch_lla_em.solvers.block_lanczos import BlockLanczos, KrylovPosterior
 from torch_lla_em.solvers.deflation import (
     DeflatedCG,
     FeaturePreconditioner,
-    KrylovPreconditioner,
     nystrom_features,
 )
 from torch_lla_em.solvers.function_space import FunctionSpace
@@ -20,6 +19,7 @@ from torch_lla_em.solvers.solution import (
     relative_error,
 )
 from torch_lla_em.solvers.space import Space, add_combined, combine
+from torch_lla_em.solvers.spectrum import Spectrum
 
 __all__ = [
     "SGD",
@@ -32,12 +32,10 @@ __all__ = [
     "FeaturePreconditioner",
     "FunctionSpace",
     "KrylovPosterior",
-    "KrylovPreconditioner",
     "Minimum",
     "Newton",
     "Operator",
     "Product",
-    "Shift",
     "Solution",
     "Space",
     "Spectrum",

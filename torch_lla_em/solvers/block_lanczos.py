@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.runtime import Grown, new_key
 from torch_lla_em.solvers.operator import Operator
-from torch_lla_em.solvers.solution import symmetric
+from torch_lla_em.solvers.solution import relative_error, symmetric
 from torch_lla_em.solvers.space import add_combined
+from torch_lla_em.solvers.spectrum import Spectrum
 
 logger = logging.getLogger("torch_lla_em")
 
-_STATE = (
-    *("start", "has_basis", "_memory", "_diagonal", "_coupling", "_lost", "_scale"),
-    *("eigenvalues", "vectors"),
-)
-
 # rounding of a product and of its orthogonalisation, in units of eps ‖G‖
 _NOISE = 30
-_WITHOUT = "λ and the evidence go on without a basis, samples will take a solve of their own."
 
 
 class BlockLanczos:
     """G Qᵀ ≈ Qᵀ T on the Krylov space of the rows of a block; one product a step.
 
     T is block tridiagonal, kept in float64. While the basis fits in ``memory`` bytes, every
-    new block is orthogonalised against all of it; beyond that, and where memory ends
-    before, against the last two, as the recurrence asks, and only what T alone gives is
-    available. Rows that become dependent leave.
+    new block is orthogonalised against all of it; beyond that against the last two, as the
+    recurrence asks, and only what T alone gives is available. Rows that become dependent leave.
     """
 
     def __init__(
@@ -39,38 +31,20 @@ class BlockLanczos:
         product: Operator,
         start: Tensor,
         memory: float = float("inf"),
-        storage: torch.dtype | None = None,
     ):
         self._product = product
         self.space = product.space
         self._memory = memory
-        self._storage = storage or start.dtype
         self.has_basis = True
-        self._ended = False
-        self._key = new_key()
         block, self.start = self.space.orthonormalise(start)
         self.basis = [block]
-        """Blocks of Q, each (r_j, P); the last one has no product with G yet. All but the last
-        two are in the dtype of storage, and taken out of it one by one."""
+        """Blocks of Q, each (r_j, P); the last one has no product with G yet."""
 
         self._diagonal: list[Tensor] = []
         self._coupling: list[Tensor] = []
         self._lost: list[Tensor] = []
         self._scale = 0.0
         self.eigenvalues = self.vectors = start.new_zeros(0, 0, dtype=torch.float64)
-
-    def state(self) -> dict[str, Any]:
-        """Return all that it goes on with."""
-        state = {name: getattr(self, name) for name in _STATE}
-        return {**state, "basis": Grown(self._key, self.basis)}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
-        for name in _STATE:
-            setattr(self, name, state[name])
-        self._key, self.basis = state["basis"]
-        for number, block in enumerate(self.basis[:-2]):
-            self.basis[number] = block.to(self._storage)
 
     @property
     def num_steps(self) -> int:
@@ -86,15 +60,6 @@ class BlockLanczos:
     def exhausted(self) -> bool:
         """Whether the Krylov space is invariant: nothing is left to add."""
         return not len(self.basis[-1])
-
-    def grow(self) -> None:
-        """Take one more product; where memory ends, without what more than T needs of the basis."""
-        if not self.has_basis or len(self.basis) <= 2:
-            self.extend()
-        elif self._product.attempt(self.extend)[1]:
-            logger.warning("Out of memory at %d blocks: %s", len(self.basis), _WITHOUT)
-            self.drop_basis()
-            self.extend()
 
     def extend(self) -> None:
         """Take one more product, and diagonalise T."""
@@ -114,8 +79,6 @@ class BlockLanczos:
         block, coupling = self._next_block(image)
         add_combined(image, coupling, block, -1)
         lost = gram(image, image)
-        if len(self.basis) > 1:
-            self.basis[-2] = self.basis[-2].to(self._storage)
         self._lost.append(lost)
         self._diagonal.append(exact)
         self._coupling.append(coupling.T)
@@ -173,26 +136,48 @@ class BlockLanczos:
             add_combined(total, piece, block)
         return total
 
-    def drop_basis(self) -> None:
-        """Keep what the next step needs only."""
-        last = self.basis[-1]
-        self.has_basis, self._key = False, new_key()
-        self.basis = [last.new_empty(0, last.shape[1])] if self._ended else self.basis[-2:]
-
-    def end(self) -> None:
-        """Take no more steps: without a basis, T alone is left."""
-        self._ended = True
-        if not self.has_basis:
-            self.drop_basis()
-
     def _orthogonalise(self, rows: Tensor) -> None:
         for earlier in self.basis:
             add_combined(rows, self.space.overlap(rows, earlier), earlier, -1)
 
     def _make_room(self) -> None:
-        """Keep the last two blocks only, once the basis has outgrown its memory."""
+        """Keep what the next step needs only, once the basis has outgrown its memory."""
         if self.has_basis and self.held > self._memory:
-            logger.info("The Krylov basis has outgrown %.1f GB: %s", self._memory / 1e9, _WITHOUT)
+            logger.info("The Krylov basis has outgrown %.1f GB.", self._memory / 1e9)
             self.has_basis = False
         if not self.has_basis:
-            self.drop_basis()
+            self.basis = self.basis[-2:]
+
+
+class KrylovPosterior:
+    """γ, certificates, the log det and samples for any λ, from one Krylov space.
+
+    Rows of the start block are [ξ; η] (2K). All vectors are in scaled coordinates, where the prior
+    is N(0, I / λ).
+    """
+
+    def __init__(self, lanczos: BlockLanczos, num_samples: int):
+        self.lanczos = lanczos
+        self.num_samples = num_samples
+
+    @property
+    def spectrum(self) -> Spectrum:
+        """What γ and the log det at any λ follow from."""
+        start = self.lanczos.starting_coordinates()
+        xi, eta = start[: self.num_samples], start[self.num_samples : 2 * self.num_samples]
+        return Spectrum(self.lanczos.eigenvalues.clamp_min(0), xi, eta)
+
+    def certificates(self, precision: float) -> Tensor:
+        """Return ‖r_k‖ in the norm of Λ⁻¹, (K,), with all that was lost to rounding."""
+        coordinates, lanczos = self.spectrum.solutions(precision), self.lanczos
+        following = coordinates @ lanczos.residual_coordinates().T
+        return (following.norm(dim=1) + lanczos.lost(coordinates)) / precision**0.5
+
+    def error(self, precision: float) -> float:
+        """Return the certificate relative to the samples: √(mean cert² / max(1, γ))."""
+        dims = self.spectrum.effective_dims(precision)
+        return relative_error(self.certificates(precision), dims)
+
+    def samples(self, precision: float) -> Tensor:
+        """Return (G + λ)⁻¹(√λ ξ + η), shape (K, P), by Galerkin projection."""
+        return self.lanczos.to_weights(self.spectrum.solutions(precision))

@@ -62,33 +62,6 @@ class FeaturePreconditioner:
         return moved.mul_(self._deviation).add_(rows)
 
 
-class KrylovPreconditioner:
-    """M = I + N / λ, with Nyström's N ≤ G of a Krylov basis and of the block that comes next.
-
-    G Qᵀ = Qᵀ T + (next)ᵀ C, so that N is a small matrix between rows that are there already.
-    """
-
-    def __init__(self, lanczos: BlockLanczos, precision: float):
-        self._basis, self._overlap = lanczos.basis, lanczos.space.overlap
-        theta = lanczos.eigenvalues
-        live = theta > _SMALLEST * theta[-1]
-        roots = theta[live].sqrt()
-        # of √θ⁻¹ G u, what is in Q, and in the next block
-        within = lanczos.vectors[:, live] * roots
-        beyond = lanczos.residual_coordinates()[:, live] / roots
-        u, singular, _ = torch.linalg.svd(torch.cat([within, beyond]), full_matrices=False)
-        self._vectors, self._values = u, singular.square() / precision
-
-    def power(self, rows: Tensor, exponent: float) -> Tensor:
-        """Return M to a power times rows, (k, P)."""
-        within = torch.cat([self._overlap(rows, block) for block in self._basis], dim=1)
-        change = within @ self._vectors * torch.expm1(exponent * torch.log1p(self._values))
-        moved, sizes = rows.clone(), [len(block) for block in self._basis]
-        for part, block in zip((change @ self._vectors.T).split(sizes, dim=1), self._basis):
-            add_combined(moved, part, block)
-        return moved
-
-
 @dataclass(frozen=True)
 class DeflatedCG:
     """Block CG on M^{-1/2} (A + I) M^{-1/2}, with a given M.

@@ -76,3 +76,11 @@ def test_the_bar_counts_columns_and_shares_of_passes(curvature, length, capsys, 
     ]
     assert any("1 EM steps done" in part and "error=" in part for part in drawn)
     assert "fitted: " in drawn[-1] and torch.equal(la.w_samples, whole)
+
+
+def test_a_batch_that_is_cut_is_not_done_after_its_first_piece():
+    case = tiny("classification")
+    problem, shares = case.problem(), []
+    problem.sweep.batch_rows, problem.sweep.report = 10, shares.append
+    problem.ggn_product(torch.zeros(1, problem.size).double())
+    assert shares == [1 / 3, 2 / 3, 1.0]

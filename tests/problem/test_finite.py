@@ -110,7 +110,7 @@ def test_a_checkpoint_stays_good(backwards_only, tmp_path):
 
     whole, taken = run(10**9, tmp_path / "whole")
     with pytest.raises(FloatingPointError, match="on batch 3"):
-        run(taken - 30, tmp_path / "broken")
+        run(taken // 2, tmp_path / "broken")
     state = torch.load(tmp_path / "broken" / "state.pt", weights_only=True)
     assert all(tensor.isfinite().all() for tensor in state.values())
     assert torch.equal(run(10**9, tmp_path / "broken")[0].w_samples, whole.w_samples)

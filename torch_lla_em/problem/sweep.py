@@ -85,6 +85,9 @@ class Sweep:
         """Columns on the device at once, where vectors live elsewhere; None: all of them."""
 
         self._seen: Rows | None = None
+        self._loaded = 0
+        """Rows of the loader's batch that is under way."""
+
         self.report: Callable[[float | None], None] | None = None
         """Called with the share of a pass that is done, if that is known."""
 
@@ -148,7 +151,7 @@ class Sweep:
                     self._halve(piece, min(step, self.linear_model.columns or step), shortage)
                     todo[:0] = [(smaller, done) for smaller in self.pieces(piece, self.rows)]
                 rows_done += len(one.rows)
-                self._say(one, rows_done if batch is None else 0)
+                self._say(rows_done if batch is None else 0)
         except DoesNotFit:
             self.linear_model.columns, self.rows = limits
             raise
@@ -173,7 +176,7 @@ class Sweep:
                     yield whole
                     continue
                 self.probe(whole)
-                whole = whole._replace(position=position)
+                whole, self._loaded = whole._replace(position=position), len(whole.rows)
                 position += len(whole.rows)
                 for part in [whole] if in_step else self.pieces(whole, self.batch_rows):
                     start = 0
@@ -221,11 +224,11 @@ class Sweep:
         is_new, self._seen = self._seen is not rows, rows
         return is_new
 
-    def _say(self, batch: Batch, rows: int) -> None:
-        """Report that a batch is done, as so many rows of this pass."""
+    def _say(self, rows: int) -> None:
+        """Report that so many rows of this pass are done."""
         if self.report is not None:
             data = self.data
-            number = data.num_rows or (data.num_batches() or 0) * len(batch.rows)
+            number = data.num_rows or (data.num_batches() or 0) * self._loaded
             known = rows and number
             self.report(min(1.0, rows * data.group.size / number) if known else None)
 

@@ -61,4 +61,5 @@ def centred(likelihood: Likelihood, deviations: Tensor) -> Tensor:
 
 def output_variance(likelihood: Likelihood, deviations: Tensor) -> Tensor:
     """Return the variance of the centred outputs, averaged over them, (B,), of (K, B, ..., C)."""
-    return centred(likelihood, deviations).square().mean(0).flatten(1).mean(1)
+    variance = centred(likelihood, deviations).square().mean(0)
+    return variance.reshape(len(variance), -1).mean(1)

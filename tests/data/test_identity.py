@@ -274,3 +274,9 @@ def test_words_go_with_their_rows():
     exchanged.restore(known.facts())
     with pytest.raises(ValueError, match="other data"):
         list(exchanged)
+
+
+def test_two_changed_signs_do_not_cancel():
+    """The highest bits of 64-bit words, whose products with odd factors have an even sum."""
+    x = torch.randn(20, 2, dtype=torch.float64)
+    assert (row_hashes(x) != row_hashes(-x)).all()

@@ -10,7 +10,7 @@ import torch
 from fresh import CONTEXT
 from torch import distributed as dist
 
-from torch_lla_em.solvers.block_krylov import Spectrum
+from torch_lla_em.solvers import Spectrum
 
 CUTS = 4, 11, 13, 20
 COORDINATES = "_eigenvalues", "_xi_coordinates", "_eta_coordinates"

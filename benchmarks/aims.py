@@ -185,8 +185,8 @@ def lines(found: list[Ratio]) -> list[dict]:
         line["AUROC"] = mean(one.record[other] for one in group)
         line["gain"] = mean(one.record[other] - one.alone[other] for one in group)
         for key in ("auroc noise", "auroc inputs x 3", "flagged test", "coverage"):
-            if key in first:
-                line[key] = mean(one.record[key] for one in group)
+            values = [one.record[key] for one in group if key in one.record]
+            line |= {key: mean(values)} if values else {}
         certain = [r.record["confidence noise"] >= r.record["confidence test"] for r in group]
         line |= {"confidence": mean(one.record["confidence test"] for one in group)}
         line |= {"on noise": mean(one.record["confidence noise"] for one in group)}
@@ -241,16 +241,28 @@ def summary(records: list[dict]) -> str:
     """Return the means, the NLL of each task, and the aims."""
     ratios = compared(records)
     found = lines(ratios)
+    parts = [markdown.table(found, ("tasks", "method"), COLUMNS)]
+    parts += [each_table(records), aims_table(records)]
+    return "\n\n".join(parts) + "\n"
+
+
+def each_table(records: list[dict]) -> str:
+    """Return the ratio of the NLL for each task and stage of training, of every method."""
+    ratios = compared(records)
     each = [
         {"task": r.record["task"], "stage": r.record["stage"], r.record["method"]: exp(r.nll)}
         for r in ratios
     ]
-    methods = list(dict.fromkeys(r.record["method"] for r in ratios))
-    parts = [markdown.table(found, ("tasks", "method"), COLUMNS)]
-    parts += [markdown.table(each, ("task", "stage"), methods)]
-    shown = verdicts(found)
-    parts += [markdown.table(shown, ("tasks", "method", "figure"), ("value", "aim", "met"))]
-    return "\n\n".join(parts) + "\n"
+    methods = list(dict.fromkeys(r.record["method"] for r in ratios if r.nll))
+    return markdown.table(each, {"task": "data", "stage": "stage"}, methods)
+
+
+def aims_table(records: list[dict]) -> str:
+    """Return each aim, its figure, and whether it is met."""
+    shown = verdicts(lines(compared(records)))
+    return markdown.table(
+        shown, {key: key for key in ("tasks", "method", "figure")}, ("value", "aim", "met")
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:

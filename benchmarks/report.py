@@ -13,7 +13,9 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+import aims
 import charts
+import scalings
 import tables
 from methods import markdown
 from methods.names import named
@@ -263,13 +265,14 @@ TABLES = {
 for stage in STAGES:
     for name, page, columns, best in (
         ("kept", BENCHMARKS, RELATIVE, RELATIVE_BEST),
+        ("peers", BENCHMARKS, RELATIVE | {"trainings": "price, trainings"}, RELATIVE_BEST),
         ("regression", BENCHMARKS, NUMBERS, dict.fromkeys(("nll", "worst", "rmse"), "min")),
         ("tuning", MORE, RELATIVE, RELATIVE_BEST),
     ):
         where = {"set": name, "network": stage}
         TABLES[f"{name} {stage}"] = Shown(
             page,
-            "tables",
+            "peers" if name == "peers" else "tables",
             {"row": "method"},
             columns,
             where,
@@ -277,6 +280,13 @@ for stage in STAGES:
             decimals=3,
             names=VALIDATION_NOISE if name == "regression" else {},
         )
+
+TEXTS = {
+    "aims": (BENCHMARKS, "aims", aims.aims_table),
+    "aims each": (BENCHMARKS, "aims", aims.each_table),
+    "scalings": ("docs/prior_precision.md", "scalings", scalings.summary),
+}
+"""Tables that a benchmark makes itself: page, file, and how."""
 
 BY = {"ranking": ("score",), "mnist": ("task", "network", "row"), "tomography": ("row",)}
 """Keys of the lines that are averaged over seeds; of other files every line is stored."""
@@ -314,6 +324,11 @@ def fill(results: Path, root: Path) -> None:
             found = {k: v for k, v in shown.columns.items() if any(k in line for line in lines)}
             text = markdown.table(lines, shown.rows, found, shown.best, shown.decimals)
             markdown.insert(root / shown.page, name, text)
+
+    for name, (page, file, text_of) in TEXTS.items():
+        lines = markdown.read(results / f"{file}.jsonl")
+        if lines:
+            markdown.insert(root / page, name, text_of(lines))
 
 
 def _is(value: object, asked: object) -> bool:

@@ -104,7 +104,9 @@ def summary(records: list[dict]) -> str:
             for scaling, found in each.items()
         }
         lines.append({"family": family, "network": network} | cells)
-    return markdown.table(lines, ("family", "network"), [str(scaling) for scaling in SCALINGS])
+    return markdown.table(
+        lines, {"family": "family", "network": "stage"}, [str(scaling) for scaling in SCALINGS]
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -55,9 +55,13 @@ class FitOptions:
 
 
 def allows_span(problem: Problem, options: FitOptions) -> bool:
-    """Whether a fixed curvature may go over a span: one λ, one σ, and no other solver asked for."""
+    """Whether a fixed curvature may go over a span, whose outputs at all examples are kept.
+
+    It takes one λ, one σ, no other solver asked for, and not too many classes.
+    """
     own = options.solver is None or isinstance(options.solver, BlockKrylov)
-    return own and not options.layerwise and has_one_noise(problem)
+    few = problem.likelihood.elementwise or not _has_many_outputs(problem)
+    return own and few and not options.layerwise and has_one_noise(problem)
 
 
 def choose_scalings(g_prior: bool | str | None, variational: bool, validated: bool) -> tuple:
@@ -76,11 +80,10 @@ def choose_scalings(g_prior: bool | str | None, variational: bool, validated: bo
 
 def choose_curvature(problem: Problem, options: FitOptions) -> str:
     """Return "variational" where one λ, an H that moves, and nothing asked of EM allow it."""
-    data, likelihood = problem.data, problem.likelihood
-    sites = data.num_rows if likelihood.elementwise else data.num_targets
+    likelihood = problem.likelihood
     against = ["a Gaussian likelihood has one H everywhere"] if likelihood.is_quadratic else []
     against += options.against_variational
-    if data.num_outputs > MOST_OUTPUTS * max(sites, 1):
+    if _has_many_outputs(problem):
         against.append("outputs are many")
     curvature = "network" if against else "variational"
     logger.info("Curvature %s: %s.", curvature, *against[:1] or ("it predicts best as fitted",))
@@ -91,3 +94,10 @@ def has_one_noise(problem: Problem) -> bool:
     """Whether what EM learns of the noise only scales G."""
     sigma = sigma_of(problem)
     return sigma is None or not sigma.dim()
+
+
+def _has_many_outputs(problem: Problem) -> bool:
+    """Whether an example has more outputs, or a site more classes, than blocks are made for."""
+    data = problem.data
+    sites = data.num_rows if problem.likelihood.elementwise else data.num_targets
+    return data.num_outputs > MOST_OUTPUTS * max(sites, 1)

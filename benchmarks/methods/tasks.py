@@ -194,7 +194,8 @@ def _column(words: tuple[str, ...]) -> np.ndarray:
     try:
         return np.array(words, dtype=float)[:, None]
     except ValueError:
-        return np.array([[word == one for one in sorted(set(words))] for word in words], float)
+        kinds = sorted(set(words))
+        return np.array([[word == one for one in kinds] for word in words], float)
 
 
 def _standardised(values: np.ndarray, rows: np.ndarray) -> np.ndarray:

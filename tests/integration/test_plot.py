@@ -29,6 +29,12 @@ def closed():
     pyplot.close("all")
 
 
+def noise(examples):
+    """Return observation noise, (examples, 1)."""
+    generator = torch.Generator().manual_seed(1)
+    return 0.1 * torch.randn(examples, 1, generator=generator, dtype=torch.float64)
+
+
 def labels(axes):
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
@@ -75,10 +81,11 @@ def test_coverage_grows_with_the_level():
 
 def test_bands_are_over_one_input_or_over_predictions():
     x = torch.linspace(-1, 1, 20).double()[:, None]
+    y = 2 * x + noise(20)
     network = nn.Linear(1, 1).double()
     la = LinearisedLaplace(network, "regression", num_samples=4)
-    la.fit(x, 2 * x, em_steps=1, progress_bar=False)
-    axes = plot.bands(la, [(x, 2 * x)])
+    la.fit(x, y, em_steps=1, progress_bar=False)
+    axes = plot.bands(la, [(x, y)])
     low, high = axes.get_lines()[0].get_xdata()[[0, -1]]
     assert (low, high) == pytest.approx((-1.6, 1.6)) and axes.get_xlabel() == "input"
     case, la = fitted("regression")
@@ -90,8 +97,9 @@ def test_bands_of_many_examples_are_sorted_and_thinned():
     x = torch.randn(2000, 3, generator=generator).double()
     network = nn.Linear(3, 1).double()
     la = LinearisedLaplace(network, "regression", num_samples=4)
-    la.fit(x[:50], x[:50, :1], em_steps=1, progress_bar=False)
-    axes = plot.bands(la, [(x, x[:, :1])])
+    y = x[:, :1] + noise(2000)
+    la.fit(x[:50], y[:50], em_steps=1, progress_bar=False)
+    axes = plot.bands(la, [(x, y)])
     assert labels(axes) == ["90 %, 200 of 2,000 examples"]
     shown, every = axes.containers[0].lines[0].get_xdata(), la(x)[0][:, 0]
     assert len(shown) == 200 and (shown[1:] >= shown[:-1]).all()
@@ -101,7 +109,7 @@ def test_bands_of_many_examples_are_sorted_and_thinned():
 @pytest.mark.parametrize("kind", ["classification", "bernoulli", "regression"])
 def test_confidence_is_over_two_inputs(kind):
     x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0)).double()
-    y = x[:, :1] if kind == "regression" else (x[:, :1] > 0).double()
+    y = x[:, :1] + noise(20) if kind == "regression" else (x[:, :1] > 0).double()
     outputs, y = (2, y[:, 0].long()) if kind == "classification" else (1, y)
     la = LinearisedLaplace(nn.Linear(2, outputs).double(), kind, num_samples=4)
     la.fit(x, y, em_steps=1, progress_bar=False)

@@ -27,8 +27,8 @@ _GAP = 0.2
 # smallest acceptable ratio of squared residuals of training data to their predictive variance
 _SHARE = 0.1
 
-# γ per target above which training residuals say little of the noise: networks below it had the stated
-# coverage on seven regressions with 200 and 800 examples, those above it 2 to 18 % less
+# γ per target above which training residuals say little of the noise. It was chosen on seven regressions
+# with 200 and 800 examples: above it 90 % intervals covered 72 to 88 %, below it at least 80 %
 _DETERMINED = 0.3
 # smallest acceptable ratio of the network's squared residuals to those that σ and γ imply
 _RESIDUALS = 0.8

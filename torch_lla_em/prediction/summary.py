@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from textwrap import wrap
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ Rows = list[tuple[str, ...]]
 
 # number of examples that are printed
 _SHOWN = 6
+# characters of a line of the last column
+_WIDTH = 76
 # relative errors above which a number is reported as not well known
 _TOO_LARGE, _BEYOND_TOLERANCE = 0.1, 1.1
 
@@ -33,7 +36,13 @@ class Printed:
     def __repr__(self) -> str:
         title, rows = self._table()
         widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in rows]
+        lines = []
+        for row in rows:
+            first, *more = wrap(row[-1], _WIDTH, break_on_hyphens=False) or [""]
+            cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths)]
+            lines.append("  ".join([*cells, first]))
+            indent = " " * (len(lines[-1]) - len(first))
+            lines += [indent + line for line in more]
         return "\n".join([title, *(f"  {line.rstrip()}" for line in lines)])
 
     def _repr_html_(self) -> str:

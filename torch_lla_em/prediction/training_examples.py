@@ -62,4 +62,4 @@ def centred(likelihood: Likelihood, deviations: Tensor) -> Tensor:
 def output_variance(likelihood: Likelihood, deviations: Tensor) -> Tensor:
     """Return the variance of the centred outputs, averaged over them, (B,), of (K, B, ..., C)."""
     variance = centred(likelihood, deviations).square().mean(0)
-    return variance.reshape(len(variance), -1).mean(1)
+    return variance[:, None].flatten(1).mean(1)

@@ -116,14 +116,14 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         rows = self.rows or self.activations.rows
-        remedy = " This may not fit: take fewer samples (num_samples) or weights (parameters)."
+        activations = self.activations.kept * rows / max(1, self.activations.rows)
+        remedy = " This may not fit: use fewer samples (num_samples) or weights (parameters)."
         return (
-            f"{self.num_samples} samples of {self.size:,} weights: vectors up to "
-            f"{size_of(self.vectors)} on {self.vectors_on} ({size_of(self.free)} free, half "
-            f"of which a Krylov basis may take); batches of {rows} rows keep "
-            f"{size_of(self.activations.kept * rows / max(1, self.activations.rows))} a forward "
-            f"pass, {self.columns or 'all'} columns at once; factors of J may keep "
-            f"{size_of(self.factors)} where batches are kept.{remedy if self.tight else ''}"
+            f"{self.num_samples} samples of {self.size:,} weights need up to "
+            f"{size_of(self.vectors)} on {self.vectors_on}, where {size_of(self.free)} are free; the "
+            f"basis of directions may use half of that. A forward pass of {rows} examples keeps "
+            f"{size_of(activations)}, and products take {self.columns or 'all'} columns at once. "
+            f"Cached factors of J may use {size_of(self.factors)}.{remedy if self.tight else ''}"
         )
 
 

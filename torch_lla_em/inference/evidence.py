@@ -35,7 +35,7 @@ def log_dets(problem: Problem, noise: StochasticPrior, precision: Tensor) -> Ten
     lanczos = BlockLanczos(WhitenedGGN(problem, deviation), start, memory)
     krylov = KrylovPosterior(lanczos, len(noise.xi))
     for _ in range(_MAX_PASSES):
-        lanczos.extend()
+        lanczos.grow()
         # quadrature converges with the square of the certificate
         if lanczos.exhausted or krylov.error(1.0) < 0.03:
             break

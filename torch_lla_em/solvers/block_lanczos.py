@@ -61,6 +61,16 @@ class BlockLanczos:
         """Whether the Krylov space is invariant: nothing is left to add."""
         return not len(self.basis[-1])
 
+    def grow(self) -> None:
+        """Take one more product; out of memory, keep only the last two blocks of the basis."""
+        if not self.has_basis or len(self.basis) <= 2:
+            self.extend()
+        elif self._product.attempt(self.extend)[1]:
+            logger.warning("Out of memory at %d Krylov blocks: keeping two.", len(self.basis))
+            self.has_basis = False
+            self.basis = self.basis[-2:]
+            self.extend()
+
     def extend(self) -> None:
         """Take one more product, and diagonalise T."""
         if self.exhausted:

@@ -184,12 +184,13 @@ def test_a_default_device_changes_nothing(way):
 
 @pytest.mark.filterwarnings("ignore:The linear mode is known")
 def test_predicted_noise_equals_that_of_the_cpu():
-    x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    x, noise = torch.randn(20, 3, generator=generator, dtype=torch.float64).split([2, 1], dim=1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     las = []
     for device in ("cpu", GPU):
-        batches = [(x, x.sum(1, keepdim=True))]
+        batches = [(x, x.sum(1, keepdim=True) + 0.3 * noise)]
         las.append(
             fitted(
                 model.to(device),
@@ -275,17 +276,16 @@ class Permuted(Sampler):
         return self.size
 
 
-def test_a_restart_repeats_the_order_drawn_on_a_gpu(tmp_path):
-    """Also if noise is drawn again, at the linear mode, for examples in another order."""
-
+def test_a_restart_with_an_order_drawn_on_a_gpu_equals_the_unbroken_fit(tmp_path):
     def run(folder):
-        options = {"curvature": "linear", "compute": Compute(keep_data=False), "num_samples": 3}
+        options = {"curvature": "network", "compute": Compute(keep_data=False), "num_samples": 3}
         la = LinearisedLaplace(tiny("classification").model, "classification", **options)
         return la.fit(Drawn(), em_steps=2, progress_bar=False, checkpoint=folder)
 
     whole = run(None)
     la, deaths = until_done(lambda: run(tmp_path))
-    assert deaths > 2 and torch.equal(la.w_samples, whole.w_samples)
+    assert deaths > 1
+    the_same(la.w_samples, whole.w_samples)
 
 
 def _on_a_gpu(rank):

@@ -20,7 +20,7 @@ from torch_lla_em.inference.mackay import (
 
 
 class Info(NamedTuple):
-    """What is told of a step: where its expectations were taken, and what they are."""
+    """One EM step: the hyperparameters of its expectations, and the expectations."""
 
     step: int
     hyper: Hyperparameters

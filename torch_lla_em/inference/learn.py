@@ -97,7 +97,7 @@ Observe = Callable[[Info | None, Progress], None]
 def learn(
     problem: Problem, options: FitOptions, on_step: Observe, start: Progress | None = None
 ) -> Posterior:
-    """Run EM to its fixed point, then the last E-step; ``on_step`` is told of every step.
+    """Run EM to its fixed point, then the last E-step; ``on_step`` is called after every step.
 
     ``start`` is what ``on_step`` was told last in an earlier run, to go on from.
     """
@@ -209,7 +209,7 @@ def _over_span(
 ) -> Posterior | None:
     """Return the posterior over a span, None where there is none: H ``moves``, or is fixed.
 
-    Where memory ends, a curvature that moves goes on with fewer samples.
+    Out of memory, a fit whose curvature moves goes on with fewer samples.
     """
     known = None if start.state is None else (start.state, start.directions)
 

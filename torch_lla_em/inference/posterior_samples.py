@@ -112,7 +112,7 @@ def refuse_noise(error: float, precision: Tensor) -> None:
         raise DivergenceError(
             f"The posterior at a prior precision of {precision.min().item():.1e} is known to an "
             f"error of {error:.1e} only, which leaves nothing of it: the prior is so wide, or "
-            f"the outputs are so large, that rounding swallows the smaller. Use a larger "
+            f"the outputs are so large, that the smaller is lost to rounding. Use a larger "
             "`prior_precision`, inputs scaled as in training, or a model and data in float64."
         )
 

@@ -262,8 +262,8 @@ def over_span(
 def _average(over: ExpectedCurvature, q: Q) -> Tensor:
     """Return the parts of predictions: q, and in some measure its mean alone and the network.
 
-    They are wrong in different places, and equal weights do best, but where the network has learnt
-    noise by heart: its mean then keeps less than the whole of the network's f, and so do they.
+    They are wrong at different inputs, and equal weights do best unless the network has overfitted:
+    the mean of q then keeps only a share of the network's f, and their weights fall with this share.
     """
     f = over.span.rows.f
     curved = over.expected.masked((q.curved.blocks @ f.unsqueeze(-1)).squeeze(-1))

@@ -26,7 +26,7 @@ class WhitenedGGN(Operator):
         return self._product(x * self.deviation).mul_(self.deviation)
 
     def attempt(self, run: Callable[[], T]) -> tuple[T | None, str | None]:
-        """Return the result of ``run``, or what was said when memory ended."""
+        """Return the result of ``run``, or the allocator's message if it ran out of memory."""
         return self.problem.attempt(run)
 
     def rows(self) -> Tensor:

@@ -27,7 +27,7 @@ class Outputs(NamedTuple):
 
 
 def outputs(problem: Problem, w: Tensor) -> Outputs | None:
-    """Return what is said of all rows, from half a pass; None where rows differ in shape."""
+    """Return f and J w of all examples, from half a pass; None if they differ in shape."""
     spent, group, like = problem.cost.columns, problem.data.group, problem.zeros(1)
     pushed = problem.push_forward(w)
     problem.cost.columns = spent + 0.5 * len(w)

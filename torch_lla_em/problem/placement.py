@@ -14,7 +14,7 @@ logger = logging.getLogger("torch_lla_em")
 
 
 class Vectors:
-    """Makes vectors where they live, and tells which of their entries do so here."""
+    """Makes vectors where they are stored, and returns which of their entries are stored here."""
 
     def __init__(self, linear_model: LinearModel):
         self.whole_layout = linear_model.layout

@@ -322,7 +322,7 @@ class Problem:
         return self.vectors.zeros(num_vectors)
 
     def attempt(self, run: Callable[[], T]) -> tuple[T | None, str | None]:
-        """Return the result, or what was said when memory ended; then no factors are kept either."""
+        """Return the result, or the allocator's message; out of memory, cached factors are dropped."""
         if self.data.group.size > 1:  # ranks would have to keep or drop it together
             return run(), None
         found, shortage = attempt(run)

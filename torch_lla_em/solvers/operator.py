@@ -29,7 +29,7 @@ class Operator:
         return self._product(x)
 
     def attempt(self, run: Callable[[], T]) -> tuple[T | None, str | None]:
-        """Return the result of ``run``, or what was said when memory ended."""
+        """Return the result of ``run``, or the allocator's message if it ran out of memory."""
         return attempt(run)
 
     @property

@@ -38,7 +38,7 @@ class Solution(NamedTuple):
     """Whether the error met the tolerance."""
 
     image: Tensor
-    """A x, as the true residual tells it, shape (K, P)."""
+    """A x by the true residual, shape (K, P)."""
 
     @property
     def error(self) -> float:

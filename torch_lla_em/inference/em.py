@@ -36,7 +36,7 @@ class Info(NamedTuple):
     """Σ_n -log p(y_n | J_n w_lin)."""
 
     log_evidence: Estimate
-    """Of the E-step's λ and σ; NaN where it would cost passes."""
+    """Log evidence at the λ and σ of the E-step; NaN if it would cost passes."""
 
     mode_error: float
     sample_error: float
@@ -91,7 +91,7 @@ class State(NamedTuple):
     """The last step of λ and σ; None at the start."""
 
     info: Info | None = None
-    """Of the step that led here; None at the start."""
+    """The record of the last step; None at the start."""
 
     own: Any = None
     """What the E-step goes on with, where H moves."""

@@ -48,7 +48,7 @@ SAMPLE_TOLERANCE = 0.1
 MODE_TOLERANCE = 0.03
 """Bounds the relative error of w_lin; ‖w_lin‖² was then right to 0.2 % where measured."""
 
-# of the certificate at the first λ; the basis need not be exact, only know the large end of G
+# certificate at the first λ that is enough: the basis only has to hold the large eigenvalues of G
 _ENOUGH = 0.1
 _MAX_STEPS = 4
 _WITHOUT = "Out of memory: block CG goes on without a preconditioner."

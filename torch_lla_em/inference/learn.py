@@ -38,7 +38,7 @@ _LINEAR_ROUNDS = 5
 _LINEAR_CHANGE = 0.05
 
 
-# of γ, at or below which the g-prior has kept nothing: a tenth of a weight
+# γ below which the g-prior has kept nothing of the data
 _KEPT = 0.1
 
 

@@ -21,7 +21,7 @@ PRECISION_BOUNDS = 1e-20, 1e20
 
 _LEAST_FREEDOM = 0.05
 
-# of the least residual that rounding allows: where there is a warning
+# a residual below this multiple of what rounding allows raises a warning
 _NEAR_ROUNDING = 10
 
 logger = logging.getLogger("torch_lla_em")

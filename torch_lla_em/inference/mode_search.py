@@ -14,10 +14,10 @@ from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.span import Span
 from torch_lla_em.problem import Problem, room
 
-# of the free memory, for the span; and directions with which it is of use
+# share of the free memory for the span, and the fewest directions that are useful
 _SHARE, _FEWEST = 1 / 4, 3
 _MAX_PASSES = 300
-# of the tolerance, for the minimum over the span; and steps of Newton's method towards it
+# share of the tolerance for the minimum over the span, and most Newton steps towards it
 _WITHIN, _NEWTON = 0.2, 50
 
 

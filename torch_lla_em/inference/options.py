@@ -28,7 +28,7 @@ class FitOptions:
     layerwise: bool = False
     solver: Solver | None = None
     tolerance: float = 0.03
-    """Of samples and mode at the end, in posterior standard deviations."""
+    """Largest error of samples and mode at the end, in posterior standard deviations."""
 
     curvature: str | None = None
     update: str = "mackay"

@@ -13,7 +13,7 @@ from torch_lla_em.solvers import Space
 DAMPING = 0.01
 """Share of the mean squared feature that the g-prior adds to every weight's own."""
 
-# of the mean squared feature of a tensor
+# powers of the mean squared feature of a tensor
 _POWERS = {"tensor": 0.5, "half": 0.25}
 
 

@@ -12,7 +12,7 @@ from torch_lla_em.problem import Outputs, Problem, outputs, pull_back
 from torch_lla_em.runtime import Grown, new_key
 from torch_lla_em.solvers import add_combined, combine
 
-# of a direction, once the space is taken out: what is left is rounding
+# relative norm outside the span below which a direction is rounding
 _NEW = 1e-4
 # while the basis grows it is held twice; J V thrice where G is taken
 _COPIES, _COPIES_OF_J = 2, 3

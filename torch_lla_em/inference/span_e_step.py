@@ -31,7 +31,7 @@ from torch_lla_em.solvers import BlockKrylov
 logger = logging.getLogger("torch_lla_em")
 
 _DRAWS, _FEWEST, _IN_ALL = 16, 4, 16_000
-"""Of every row at most and at least, and of all rows together: sums over rows average them."""
+"""Most and fewest draws for an example, and the number for all: sums over examples average them."""
 
 _FALL = 3.0
 """λ may fall by this factor before the space is widened: narrow spaces ask for too much of it."""
@@ -46,15 +46,15 @@ _START = 0.1
 """λ over the mean squared output of the prior at λ = 1."""
 
 _STEPS = 10
-"""Of Newton's method for the mean, once λ is found."""
+"""Steps of Newton's method for the mean once λ is found."""
 
 _EPSILON_STREAM = 1
 
 _DIRECTIONS, _BLOCKS = 5, 12
-"""Directions a sample, and blocks (C, C) a row, that a fit holds at least."""
+"""Fewest directions per sample, and blocks (C, C) per example, for which a fit needs memory."""
 
 _RESTARTS = 10
-"""Of the span, where memory holds no more directions."""
+"""Most restarts of the span when it has no memory for more directions."""
 
 _PATIENCE = 8
 """Steps at a λ that is kept, of which none takes a tenth off the error: what is left is rounding."""
@@ -78,13 +78,13 @@ class Reached(NamedTuple):
 
     q: Q
     residuals: Tensor
-    """Of the samples and of the mean, (K + 1, P): the directions that come next."""
+    """Residuals of the samples and of the mean, (K + 1, P): the next directions."""
 
     certificate: Tensor
-    """Of the samples, (K,)."""
+    """Error bounds of the samples, (K,)."""
 
     restarts: int
-    """Of the span, where memory held no more directions."""
+    """How often the span was restarted because it had no memory for more directions."""
 
     best: float = math.inf
     """The least error so far at a λ that is kept."""

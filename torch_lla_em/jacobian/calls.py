@@ -46,7 +46,7 @@ class Call(NamedTuple):
     """Where gradients in z arrive, whatever is written to it later."""
 
     shape: torch.Size
-    """Of z."""
+    """Shape of z."""
 
     second: bool = False
     """Whether rows are on the second axis of z, as attention has them."""

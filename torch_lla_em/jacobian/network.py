@@ -1,4 +1,4 @@
-"""A trained network as a pure function of its random weights."""
+"""A trained network as a pure function of its parameters in the posterior."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Network:
         self.forward_fn = forward_fn or default_forward
         self.class_dim = class_dim
         self.precision = "float32"
-        """Of matrix products: that of ``Compute``."""
+        """Precision of matrix products, from ``Compute``."""
 
         self._held: _State | None = None
         self._remembers = False

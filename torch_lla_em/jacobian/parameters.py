@@ -1,4 +1,4 @@
-"""The random weights: which parameters they are, and their one flat vector."""
+"""The parameters in the posterior: which they are, and their one flat vector."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ParameterLayout:
 
     @property
     def size(self) -> int:
-        """P, the number of random weights."""
+        """P, the number of parameters in the posterior."""
         return sum(self.sizes)
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -77,7 +77,7 @@ class ParameterLayout:
 def select_parameters(
     module: nn.Module, selection: Selection = None, last_layer: str | None = None
 ) -> tuple[str, ...]:
-    """Return the names of the random weights, tied ones once.
+    """Return the names of the parameters in the posterior, tied ones once.
 
     ``None`` takes all that require gradients, minus those of normalisation layers;
     ``"requires_grad"`` and ``"all"`` take those too; ``"last_layer"`` takes the layer at

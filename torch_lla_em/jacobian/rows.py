@@ -21,7 +21,7 @@ def num_examples(x: Any) -> int:
 
 
 class Weights:
-    """The random weights of a network by name, and vectors in their space."""
+    """The parameters in the posterior by name, and vectors in their space."""
 
     def __init__(self, network: Network, layout: ParameterLayout):
         self.network, self.layout = network, layout

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Spent(NamedTuple):
-    """Of one stage."""
+    """Seconds and columns of one stage."""
 
     seconds: float = 0.0
     columns: float = 0.0

@@ -40,7 +40,7 @@ class Vectors:
 
     @property
     def layout(self) -> ParameterLayout:
-        """The random weights, or what of them lies on this rank: parts of blocks."""
+        """The parameters in the posterior, or the slices of blocks that are stored on this rank."""
         if self.group is None:
             return self.whole_layout
         (start, stop), shapes, begin = self._slice, [], 0

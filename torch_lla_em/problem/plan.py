@@ -32,13 +32,13 @@ logger = logging.getLogger("torch_lla_em")
 VECTORS = 20
 """Vectors of length P per sample at the peak of a fit, without a Krylov basis."""
 
-# of what is left beside the vectors, for one batch
+# share for one batch of the memory that the vectors leave
 _SHARE = 0.8
-# of that, for factors of the Jacobian that are kept
+# share of that for cached factors of the Jacobian
 _FACTORS = 0.25
 # temporaries of an operation's derivative, in its own size
 _TEMPORARIES = 3
-# of how many examples a forward pass is measured
+# number of examples for which a forward pass is measured
 _FEW = 8
 # what a batch best has: small ones are joined up to it, and large ones on a CPU are cut
 _BATCH_ROWS = 1024
@@ -55,7 +55,7 @@ class Activations(NamedTuple):
     """The largest tensor among it."""
 
     rows: int
-    """Of that many rows."""
+    """The number of examples for which these were measured."""
 
     @classmethod
     def of(cls, linear_model: LinearModel, x: Any, rows: int) -> Activations:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import Rows
 
-# of J w at the point: 256 MB in float32
+# entries of J w at the point that are kept: 256 MB in float32
 _OUTPUTS_KEPT = 1 << 26
 
 

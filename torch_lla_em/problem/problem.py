@@ -31,7 +31,7 @@ from torch_lla_em.solvers import Space
 
 _EPSILON_STREAM = 1
 
-# of the mean square of the targets, for the first σ²
+# smallest share of the mean square of the targets for the first σ²
 _LEAST_SHARE = 1e-2
 
 BatchProduct = Callable[[Tensor], Tensor]
@@ -294,7 +294,7 @@ class Problem:
 
     @property
     def layout(self) -> ParameterLayout:
-        """The random weights, or what of them lies on this rank."""
+        """The parameters in the posterior, or the slice that is stored on this rank."""
         return self.vectors.layout
 
     @property

@@ -16,9 +16,9 @@ from torch_lla_em.solvers.space import Space
 
 Vectors = Callable[[Tensor], Tensor]
 
-# of a step, below which no descent is to be found
+# shortest fraction of a step that the line search tries
 _SHORTEST = 1e-6
-# of the whole, a promised descent that rounding of a sum over many rows may hide
+# promised relative descent that rounding of a sum over many examples may hide
 _SEEN = 1e-4
 
 

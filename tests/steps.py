@@ -1,15 +1,21 @@
 """E-steps and EM of a problem, made as a fit makes them."""
 
+import torch
+
 from torch_lla_em.inference.em import State, em
-from torch_lla_em.inference.iterative_e_step import Deflation, IterativeEStep
-from torch_lla_em.inference.mackay import MStep
+from torch_lla_em.inference.evidence import sigma_of
+from torch_lla_em.inference.iterative_e_step import IterativeEStep
+from torch_lla_em.inference.mackay import Hyperparameters, MStep
 from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.span_e_step import SpanEStep
 
 
-def iterative_e_step(problem, noise, solver, *, deflated_at=None, kind=IterativeEStep):
-    known = None if deflated_at is None else Deflation.of(problem, noise, deflated_at)
-    return kind(problem, noise, solver, {"deflation": known})
+def hyper_of(problem, precision):
+    return Hyperparameters(torch.tensor(precision, dtype=torch.float64), sigma_of(problem))
+
+
+def iterative_e_step(problem, noise, solver, tolerance=1e-9, *, kind=IterativeEStep):
+    return kind(problem, noise, FitOptions(tolerance=tolerance, solver=solver))
 
 
 def span_e_step(problem, noise, tolerance=1e-9, *, moves=False, **options):

@@ -10,9 +10,9 @@ PACKAGE = Path(torch_lla_em.__file__).parent
 SUBPACKAGES = (
     "runtime data solvers likelihoods jacobian problem inference checkpoint prediction laplace"
 ).split()
-BESIDE = {"mixtures": ("runtime", "data", "inference")}
+BESIDE = {"mixtures": ("runtime", "data", "jacobian", "inference")}
 LONGEST = 400
-ADAPTERS = {"botorch.py", "hub.py", "lightning.py", "sklearn.py", "torch_uncertainty.py"}
+ADAPTERS = {"botorch.py", "hub.py", "lightning.py", "sklearn.py"}
 """Files at the root that each need another library."""
 
 

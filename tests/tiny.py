@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torch_lla_em import LinearisedLaplace
 from torch_lla_em.data.loader import Data
 from torch_lla_em.exact import ExactLaplace, gaussian_log_prob
 from torch_lla_em.inference.prior import Prior
@@ -15,6 +16,11 @@ from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
 from torch_lla_em.likelihoods import Bernoulli, Classification, Likelihood, Poisson, Regression
 from torch_lla_em.problem.problem import Problem
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Standard normal numbers in double precision."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 class Binomial(Likelihood):
@@ -53,6 +59,12 @@ def likelihood_of(name: str) -> Likelihood:
     }[name]
 
 
+def problem_of(model: nn.Module, likelihood: Likelihood, loader, selection=None) -> Problem:
+    layout = ParameterLayout.of(model, select_parameters(model, selection))
+    linear = LinearModel(Network(model), layout)
+    return Problem(linear, likelihood, Data(loader, torch.device("cpu")))
+
+
 @dataclass(frozen=True)
 class Tiny:
     model: nn.Module
@@ -66,9 +78,8 @@ class Tiny:
 
     def problem(self, *cuts: int) -> Problem:
         """The problem over uneven minibatches, cut before these examples."""
-        pieces = zip(self.x.tensor_split(cuts), self.y.tensor_split(cuts))
-        linear = LinearModel(Network(self.model), self.layout)
-        return Problem(linear, likelihood_of(self.name), Data(list(pieces), torch.device("cpu")))
+        pieces = list(zip(self.x.tensor_split(cuts), self.y.tensor_split(cuts)))
+        return problem_of(self.model, likelihood_of(self.name), pieces)
 
     def exact(self, scale: Tensor | None = None) -> ExactLaplace:
         names = list(self.layout.names)
@@ -97,6 +108,18 @@ def tiny(name: str) -> Tiny:
     else:
         y = torch.bernoulli(f.sigmoid(), generator=generator)
     return Tiny(model, x, y, name)
+
+
+OF_FIT = "em_steps", "prior_precision", "checkpoint", "validation"
+
+
+def fitted(name: str = "classification", loader=None, **options) -> tuple[Tiny, LinearisedLaplace]:
+    """Return a tiny problem and its posterior; arguments of ``fit`` are among the options."""
+    case = tiny(name)
+    of_fit = {key: options.pop(key) for key in OF_FIT if key in options}
+    la = LinearisedLaplace(case.model, likelihood_of(name), **{"num_samples": 4, **options})
+    loader = [(case.x, case.y)] if loader is None else loader
+    return case, la.fit(loader, progress_bar=False, **of_fit)
 
 
 def basis_noise(problem: Problem, g_prior: bool, layerwise: bool) -> StochasticPrior:

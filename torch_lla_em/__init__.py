@@ -1,8 +1,8 @@
-"""Sampling-based linearised Laplace with EM: error bars for trained networks.
+"""Uncertainty estimates for trained PyTorch networks, by sampling-based linearised Laplace with EM.
 
-Reading order, lowest level first, by room: ``runtime``, ``data``, ``solvers``, ``likelihoods``,
-``jacobian``, ``problem``, ``inference``, ``checkpoint``, ``prediction``, ``laplace``. Beside them, the
-same EM for densities over features: ``mixtures``.
+``LinearisedLaplace`` is the main class. To read the code, start with the lowest level: ``runtime``,
+``data``, ``solvers``, ``likelihoods``, ``jacobian``, ``problem``, ``inference``, ``checkpoint``,
+``prediction``, ``laplace``. ``mixtures`` uses EM for mixtures and for densities of features.
 """
 
 from torch_lla_em.inference import (

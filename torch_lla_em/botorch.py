@@ -1,4 +1,4 @@
-"""A fitted posterior as a BoTorch model, whose posterior samples are joint over inputs.
+"""A fitted posterior as a BoTorch model with joint samples over inputs.
 
 Needs BoTorch: ``pip install torch_lla_em[botorch]``.
 """
@@ -19,7 +19,7 @@ except ImportError as error:
 
 
 class LaplaceModel(EnsembleModel):
-    """The K functions f + √τ J w_k as an ensemble, in which sample k is the same function for all X.
+    """The K functions of a posterior as a BoTorch ensemble; sample k is one function of X.
 
     Samples are values of f without observation noise, in the units of the network's outputs, and
     differentiable in X. Fantasy models are not supported: fit again after new observations.
@@ -28,9 +28,9 @@ class LaplaceModel(EnsembleModel):
         la (LinearisedLaplace): The posterior, fitted.
         num_outputs (int): Number of outputs of the network. Default 1.
 
-    Example::
-
-        acquisition = qLogExpectedImprovement(LaplaceModel(la), best_f=y.max())
+    Example:
+        >>> from botorch.acquisition.logei import qLogExpectedImprovement
+        >>> acquisition = qLogExpectedImprovement(LaplaceModel(one_output), best_f=1.0)
     """
 
     la: LinearisedLaplace
@@ -38,12 +38,18 @@ class LaplaceModel(EnsembleModel):
     def __init__(self, la: LinearisedLaplace, num_outputs: int = 1):
         """Wrap the posterior; the class documents the arguments."""
         super().__init__()
-        # not a submodule, so that ``eval`` and ``to`` of this model leave the posterior alone
+        # not a submodule, so that ``eval`` and ``to`` of this model do not change the posterior
         object.__setattr__(self, "la", la)
         self._num_outputs = num_outputs
 
     def forward(self, X: Tensor) -> Tensor:
-        """Return the samples at X (..., n, d), shape (..., K, n, outputs).
+        """Return the K functions at X.
+
+        Args:
+            X (Tensor): Inputs, shape (..., n, d).
+
+        Returns:
+            The values, shape (..., K, n, outputs).
 
         Raises:
             ValueError: If the network has another number of outputs.

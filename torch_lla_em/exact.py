@@ -21,11 +21,10 @@ LogProb = Callable[[Tensor, Tensor], Tensor]
 class ExactLaplace:
     """N(w_lin, (G + Λ)⁻¹) with dense matrices; use float64.
 
-    Example::
-
-        names = [name for name, _ in model.named_parameters()]
-        exact = ExactLaplace.of(model, x, y, gaussian_log_prob(torch.tensor(0.1)), names)
-        exact.covariance(torch.tensor(2.0)), exact.mode(torch.tensor(2.0))
+    Example:
+        >>> names = [name for name, _ in model.named_parameters()]
+        >>> exact = ExactLaplace.of(model, x, y, gaussian_log_prob(torch.tensor(0.1)), names)
+        >>> covariance, mode = exact.covariance(torch.tensor(2.0)), exact.mode(torch.tensor(2.0))
     """
 
     J: Tensor
@@ -82,7 +81,8 @@ class ExactLaplace:
 
     def covariance(self, precision: Tensor) -> Tensor:
         """Return Σ = (G + Λ)⁻¹, for Λ = diag(precision / scale²), precision () or (P,)."""
-        return torch.linalg.inv(self.ggn + torch.diag(precision / self.scale**2))
+        covariance: Tensor = torch.linalg.inv(self.ggn + torch.diag(precision / self.scale**2))
+        return covariance
 
     def effective_dims(self, precision: Tensor) -> Tensor:
         """Return the diagonal of Σ G, (P,), whose sum is γ, in total or per block."""
@@ -146,8 +146,10 @@ def gaussian_log_prob(sigma: Tensor) -> LogProb:
 
 
 def _gradients(log_prob: LogProb, f: Tensor, y: Tensor) -> Tensor:
-    return torch.vmap(torch.func.grad(lambda f, y: -log_prob(f, y)))(f, y)
+    gradients: Tensor = torch.vmap(torch.func.grad(lambda f, y: -log_prob(f, y)))(f, y)
+    return gradients
 
 
 def _hessians(log_prob: LogProb, f: Tensor, y: Tensor) -> Tensor:
-    return torch.vmap(torch.func.hessian(lambda f, y: -log_prob(f, y)))(f, y)
+    hessians: Tensor = torch.vmap(torch.func.hessian(lambda f, y: -log_prob(f, y)))(f, y)
+    return hessians

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from functools import cache
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
 
 from torch_lla_em.report import as_card
 
-FILE = "posterior.safetensors"
+FILE, CARD = "posterior.safetensors", "README.md"
 _DOWNLOAD = "revision", "token", "cache_dir", "force_download", "local_files_only"
 
 
 class OnHub:
-    """Methods of ``LinearisedLaplace`` for the Hub, by huggingface_hub's ``ModelHubMixin``.
+    """Methods of ``LinearisedLaplace`` for the Hub.
 
     A repository or folder holds the posterior as safetensors and a model card with its scores. The
     network is not in it: it has a repository of its own.
@@ -24,7 +25,7 @@ class OnHub:
 
     load: Any
 
-    def save_pretrained(self, folder: str | PathLike[str], validation: Any = None) -> None:
+    def save_pretrained(self: Any, folder: str | PathLike[str], validation: Any = None) -> None:
         """Write the posterior and its model card to a folder, as ``push_to_hub`` uploads them.
 
         Args:
@@ -32,27 +33,46 @@ class OnHub:
             validation (DataLoader, optional): Held-out data, whose scores the card then shows.
 
         Raises:
-            ImportError: Without huggingface_hub and safetensors.
+            ImportError: Without safetensors.
 
         Example:
             >>> la.save_pretrained("posterior", validation=loader)  # doctest: +SKIP
         """
-        _mixin()(self, validation).save_pretrained(folder)
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.save(folder / FILE)
+        (folder / CARD).write_text(as_card(self, validation), encoding="utf-8")
 
-    def push_to_hub(self, repo_id: str, validation: Any = None, **options: Any) -> str:
+    def push_to_hub(
+        self,
+        repo_id: str,
+        validation: Any = None,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        commit_message: str = "Add a posterior by torch_lla_em",
+    ) -> str:
         """Upload what ``save_pretrained`` writes to a repository, and return the commit's address.
 
         Args:
-            repo_id (str): Name of the repository, "user/name".
+            repo_id (str): Name of the repository, "user/name". It is created if it does not exist.
             validation (DataLoader, optional): Held-out data, whose scores the card then shows.
-            **options: Those of ``huggingface_hub.ModelHubMixin.push_to_hub``, such as ``private``,
-                ``token`` and ``commit_message``.
+            private (bool, optional): Whether a new repository is private. Default None: as your
+                account has it.
+            token (str, optional): Access token. Default None: that of ``hf auth login``.
+            commit_message (str): Message of the commit.
 
         Raises:
             ImportError: Without huggingface_hub and safetensors.
         """
-        options = {"commit_message": "Add a posterior by torch_lla_em", **options}
-        return _mixin()(self, validation).push_to_hub(repo_id, **options)
+        api = _hub().HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder, validation)
+            address: str = api.upload_folder(
+                repo_id=repo_id, folder_path=folder, commit_message=commit_message
+            )
+        return address
 
     @classmethod
     def from_pretrained(cls, name: str | PathLike[str], model: nn.Module, **options: Any) -> Any:
@@ -70,44 +90,18 @@ class OnHub:
         Example:
             >>> la = LinearisedLaplace.from_pretrained("user/name", model)  # doctest: +SKIP
         """
-        hub = {key: options.pop(key) for key in _DOWNLOAD if key in options}
-        load = {"load": cls.load, "model": model, "options": options}
-        return _mixin().from_pretrained(name, **hub, **load).la
+        download = {key: options.pop(key) for key in _DOWNLOAD if key in options}
+        folder = Path(name)
+        is_local = folder.is_dir()
+        path = folder / FILE if is_local else _hub().hf_hub_download(str(name), FILE, **download)
+        return cls.load(path, model, **options)
 
 
-@cache
-def _mixin() -> Any:
+def _hub() -> Any:
     try:
-        from huggingface_hub import ModelCard, ModelHubMixin, hf_hub_download
+        return import_module("huggingface_hub")
     except ImportError as error:
         raise ImportError(
             "The Hugging Face Hub needs huggingface_hub and safetensors: "
             "pip install torch_lla_em[hub]."
         ) from error
-
-    class Posterior(
-        ModelHubMixin,
-        library_name="torch_lla_em",
-        tags=["laplace", "uncertainty"],
-        paper_url="https://arxiv.org/abs/2210.04994",
-    ):
-        def __init__(self, la: Any, validation: Any = None):
-            self.la, self.validation = la, validation
-            self._hub_mixin_config = {"likelihood": type(la.likelihood).__name__}
-
-        def _save_pretrained(self, save_directory: Path) -> None:
-            self.la.save(save_directory / FILE)
-
-        @classmethod
-        def _from_pretrained(
-            cls, *, model_id: str, load: Any, model: nn.Module, options: Any, **hub: Any
-        ) -> Posterior:
-            folder = Path(model_id)
-            path = folder / FILE if folder.is_dir() else hf_hub_download(model_id, FILE, **hub)
-            return cls(load(path, model, **options))
-
-        def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
-            header = self._hub_mixin_info.model_card_data.to_yaml()
-            return ModelCard(f"---\n{header}\n---\n\n{as_card(self.la, self.validation)}")
-
-    return Posterior

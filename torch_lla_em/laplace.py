@@ -70,59 +70,61 @@ class LinearisedLaplace(OnHub, Fitted):
     """The linearised Laplace posterior of a trained network, represented by samples.
 
     ``fit`` learns the prior precision λ (and the observation noise σ of a regression) by EM and
-    draws posterior samples; calling the object predicts. The network is never changed: its weights,
+    draws posterior samples; calling the object predicts. The network is not changed: its weights,
     buffers, mode and attributes are restored after every call. ``print`` shows the results of the
-    fit, what is good about it, what is not, and what to do.
+    fit, an assessment of it, and recommendations.
 
     Args:
         model (nn.Module): The trained network, in any mode, on any device.
         likelihood (str or Likelihood): "classification" (outputs are logits), "regression",
             "bernoulli" (one logit per label), "poisson" (log rates), "heteroscedastic" (means, then
             log variances), "reward_modeling", or a ``Likelihood`` of your own.
-        prior (str): "scalar" (default): one precision for all weights. "layerwise": one per tensor,
-            at several times the cost; it can prune tensors.
-        g_prior (bool or str, optional): How the prior standard deviation of a weight follows from
-            the size s of its feature. True: 1/s. "tensor": 1/s times the size of the features of its
-            tensor. "half": half-way between these two. False: the same for all weights. None
-            (default): "half" if the curvature is variational, else True; with
-            ``fit(validation=...)`` True and "tensor" are both fitted, and the one with the lower
-            calibrated validation NLL is kept. Set it to fit once.
-        num_samples (int): K, the number of posterior samples. Default 32: a standard deviation is
-            known to 12 %, with 8 samples to 25 %. Time and memory grow with K.
+        prior (str): "scalar" (default): one precision for all parameters. "layerwise": one per
+            tensor, at several times the cost; it can prune tensors.
+        g_prior (bool or str, optional): Prior standard deviation of a parameter, where s is the size
+            of its feature and m the mean size in its tensor. True: 1/s. "half": √m/s. "tensor": m/s.
+            "root": √(m/s). False: the same for all parameters. None (default): with variational
+            curvature "half" if more than a quarter of the parameters hardly change any output (for
+            example on raw pixels), else "root"; with other curvatures True. If it is None,
+            ``fit(validation=...)`` fits both and keeps the lower calibrated validation NLL.
+        num_samples (int): Number K of posterior samples. Default 32, for which standard deviations
+            have a Monte Carlo error of 12 %; with 8 it is 25 %. Time and memory grow with K.
         parameters (str, list or callable, optional): The parameters in the posterior. None
-            (default): all that require gradients, except those of normalisation layers.
-            "last_layer" for very large networks; a pattern ("*lora*"), a list of patterns, or a
-            predicate (name, parameter) -> bool.
-        sigma_noise (float or Tensor, optional): The observation noise of a regression at which EM
-            starts. None (default) starts from the network's residuals; a tensor with one number per
-            output learns one per output. With ``temperature`` other than 1 it is not learnt.
-        tolerance (float, optional): Error of the samples in posterior standard deviations. None
-            (default): a quarter of their Monte Carlo error, .03 for 32 samples.
-        curvature (str, optional): The point at which the GGN is evaluated: in expectation under the
-            posterior ("variational"), at the "linear" mode, or at the "network"'s outputs, as in the
-            paper and for ``curve``. None (default): "variational" for all but Gaussian likelihoods,
-            with the default ``prior``, ``solver`` and ``update``, for up to 256 classes, if memory
-            allows; else "network".
-        solver (Solver, optional): BlockKrylov(), BlockCG(), FunctionSpace() or SGD(). None (default)
-            chooses by size and logs the choice.
-        class_dim (int): The axis of the classes in the outputs. Default -1; 1 for maps (B, C, H, W).
-        forward_fn (callable, optional): (model, inputs) -> outputs, if model(inputs) is not enough.
+            (default): all that require gradients, except those of normalisation layers. Use
+            "last_layer" for very large networks. Otherwise a pattern of names such as "*lora*", a
+            list of patterns, or a predicate (name, parameter) -> bool.
+        sigma_noise (float or Tensor, optional): Standard deviation of the observation noise at
+            which EM starts, for regression. None (default): that of the network's residuals. A
+            tensor learns one per output. It is not learnt if ``temperature`` is not 1.
+        tolerance (float, optional): Numerical error of the samples in posterior standard deviations.
+            None (default): a quarter of their Monte Carlo error, 0.03 for 32 samples.
+        curvature (str, optional): Where the GGN is evaluated: "variational": in expectation under
+            the posterior; "linear": at the mode of the linear model; "network": at the network's
+            outputs, as in the paper. ``curve`` needs one of the last two. None (default):
+            "variational" for all but Gaussian likelihoods, with the default ``prior``, ``solver`` and
+            ``update``, for up to 256 classes, if memory allows; else "network".
+        solver (Solver, optional): BlockKrylov(), BlockCG(), FunctionSpace() or SGD(). None (default):
+            a span of directions for one prior precision if memory allows, else an iterative solver.
+        class_dim (int): Axis of the classes in the outputs. Default -1; 1 for outputs (B, C, H, W).
+        forward_fn (callable, optional): (model, inputs) -> outputs, if model(inputs) does not work.
         target_fn (callable, optional): batch -> targets, if they are not the last entry of a tuple
             or the "labels" of a dict.
         seed (int): Seed of all random numbers. Default 0.
-        temperature (float): T: each example counts 1/T times. Default 1.0; below 1 is narrower.
-        compute (Compute): Precision of products, device of vectors, and limits of memory.
+        temperature (float): Every example counts 1/temperature times: lower is narrower. Default 1.0.
+        compute (Compute): Precision, device of the samples, limits on memory. Default Compute().
 
     Attributes:
         prior_precision (Tensor): λ.
-        sigma_noise (Tensor): σ of a regression, else None.
-        effective_dim (Tensor): γ, the number of weights that the data determine.
-        w_lin, w_samples (Tensor): The mode of the linear model, (P,), and the samples, (K, P).
+        sigma_noise (Tensor): σ of a regression, otherwise None.
+        effective_dim (Tensor): γ, the number of parameters that the data determine.
+        w_lin (Tensor): The mode of the linear model, shape (P,).
+        w_samples (Tensor): The posterior samples, with mean zero, shape (K, P).
         calibration (Calibration): The result of the last ``calibrate``, or None.
         messages (list of str): The memory plan, then the warnings of the fit.
 
     Raises:
-        TypeError, ValueError: If an argument has a type or value that is not allowed.
+        TypeError: If an argument has a type that is not allowed.
+        ValueError: If an argument has a value that is not allowed.
 
     Example:
         >>> la = LinearisedLaplace(model, "classification", num_samples=8)
@@ -135,7 +137,7 @@ class LinearisedLaplace(OnHub, Fitted):
         likelihood: Task | Likelihood,
         *,
         prior: Literal["scalar", "layerwise"] = "scalar",
-        g_prior: bool | Literal["tensor", "half"] | None = None,
+        g_prior: bool | Literal["root", "half", "tensor"] | None = None,
         num_samples: int = 32,
         parameters: Selection = None,
         sigma_noise: float | Tensor | None = None,
@@ -198,21 +200,21 @@ class LinearisedLaplace(OnHub, Fitted):
             targets (Tensor, optional): The targets, if ``loader`` are inputs.
             validation (DataLoader, optional): Held-out data to calibrate on; we recommend it.
             em_steps (int): The largest number of EM steps. Default 20; 0 keeps ``prior_precision``.
-            prior_precision (float or Tensor, optional): λ at which EM starts. Default None: chosen.
+            prior_precision (float or Tensor, optional): Initial λ. Default None: chosen from the data.
             progress_bar (bool): Show a progress bar. Default True.
-            checkpoint (str, optional): A folder that keeps the state after every EM step. After a
-                kill, the same call goes on from the last one. Default None.
+            checkpoint (str, optional): Folder to which the state is saved after every EM step. If
+                the process is killed, the same call resumes from it. Default None.
             update (str): "mackay" (default); "em" takes slower steps that never lower the evidence.
             override (bool): False adds the data to those of earlier fits, which are read again; with
                 ``em_steps=0`` the λ and σ learnt so far are kept. Default True: the data replace
                 the earlier ones.
-            shard (str, optional): What the ranks of an initialised process group share: "data", or
-                "weights" to slice vectors as well. "auto" (default) uses "weights" if vectors do not
-                fit on one rank. None lets every rank fit on its own.
-            weights (Tensor, str or callable, optional): How often each example counts: a tensor
-                beside inputs and targets; "last" if batches are (inputs, targets, weights); or a
+            shard (str, optional): How an initialised process group is used. "data": ranks share the
+                batches. "weights": they also store slices of the vectors. "auto" (default):
+                "weights" if vectors do not fit on one rank. None: every rank fits on its own.
+            weights (Tensor, str or callable, optional): Weights of the examples: a tensor, if inputs
+                and targets are tensors; "last" if batches are (inputs, targets, weights); or a
                 function of the targets, such as ``lambda y: class_weights[y]``. Predictions and
-                ``calibrate`` have no weights. Default None: once.
+                ``calibrate`` use no weights. Default None: every example counts once.
 
         Returns:
             The posterior itself.
@@ -285,11 +287,9 @@ class LinearisedLaplace(OnHub, Fitted):
                 state = run.finished()
                 if state is None:
                     run.plan(self.num_samples, self.compute)
-                    example = None if opened.is_weighted else self._example_of(opened.data)
-                    posterior = learn(problem, options, run.on_step, run.begin(example))
+                    posterior = learn(problem, options, run.on_step, run.begin())
                     run.end()
                     self._store(posterior, run.history, opened.data.num_labelled)
-                    self._example = example
                     if not opened.is_weighted:
                         self._warn_of_collapse(opened.data)
                     self.messages = run.messages
@@ -303,7 +303,7 @@ class LinearisedLaplace(OnHub, Fitted):
         return {**self.__dict__, "_buffers": dict(self._buffers)}
 
     def plan(self, loader: Any, targets: Tensor | None = None) -> Plan:
-        """Return the memory that ``fit`` of this loader will need; print it.
+        """Return a ``Plan`` of the memory that ``fit`` will need for these data; print it to read it.
 
         Args:
             loader (DataLoader, Dataset, list of batches, or inputs): The training data.
@@ -320,7 +320,7 @@ class LinearisedLaplace(OnHub, Fitted):
     def report(
         self, loader: Any, path: str | PathLike[str] = "report.html", other: Any = None
     ) -> None:
-        """Write an HTML page with scores, plots, warnings and advice; it needs matplotlib.
+        """Write an HTML page with metrics, plots, warnings and recommendations; needs Matplotlib.
 
         Args:
             loader (DataLoader, Dataset or list of batches): Held-out data with targets.
@@ -336,8 +336,8 @@ class LinearisedLaplace(OnHub, Fitted):
         """Open the data of a fit, and find out which layer is the last."""
         if more and not (self._loaders and self._loaders.loaders):
             raise NotFittedError(
-                "The data of the earlier fit are not available, since a posterior is stored without "
-                "them: call la.fit with one loader of all data, old and new."
+                "The data of the earlier fit are not available, because a posterior is saved "
+                "without them. Call la.fit with one loader of all data, old and new."
             )
         if type(loader) is list:  # a copy, since users refill their list for the next fit
             loader = tuple(loader)
@@ -346,8 +346,8 @@ class LinearisedLaplace(OnHub, Fitted):
         weighted = {isinstance(part, Weighed) for part in loaders.loaders}
         if len(weighted) > 1:
             raise ValueError(
-                "Some of the data have weights and some have none: pass weights for all, ones where "
-                "an example counts once."
+                "Some of the data have weights and some have none. Pass weights for all data; a "
+                "weight of 1 counts an example once."
             )
         is_weighted = weighted == {True}
         target_fn = None if is_weighted else self.target_fn
@@ -369,7 +369,7 @@ class LinearisedLaplace(OnHub, Fitted):
             "format": f"{persistence.VERSION}.{FORMAT}",
             "network weights": bytes(weights.tolist()).hex(),
             "layers": [type(layer).__qualname__ for layer in network.module.modules()],
-            "random weights": list(layout.names),
+            "parameters in the posterior": list(layout.names),
             "likelihood": type(likelihood).__name__,
             "options of the likelihood": persistence.plain(vars(likelihood)),
             "class_dim": network.class_dim,

@@ -1,4 +1,7 @@
-"""A Lightning callback that fits the posterior: ``pip install torch_lla_em[lightning]``."""
+"""A Lightning callback that fits the posterior.
+
+Needs Lightning: ``pip install torch_lla_em[lightning]``.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ except ImportError as error:
         "lightning."
     ) from error
 
-# scores by the names that loggers take
+# name of a score -> its name in the log
 _LOGGED = {name: name for name in ("NLL", "accuracy", "ECE", "RMSE")}
 _LOGGED |= {"network NLL": "network_NLL", "90 % coverage": "coverage_90"}
 
@@ -49,14 +52,15 @@ class LaplaceCallback(Callback):
 
     Attributes:
         la (LinearisedLaplace): The posterior, on the CPU once the trainer is done.
-        metrics (dict): What was logged.
+        metrics (dict): The logged scores.
 
     Raises:
         TypeError: When fitting, if the LightningModule has no ``forward``.
 
-    Example::
-
-        Trainer(callbacks=[LaplaceCallback("classification", network="net")]).fit(module, data)
+    Example:
+        >>> callback = LaplaceCallback("classification", network="net")
+        >>> Trainer(callbacks=[callback], **quiet).fit(module, loader)
+        >>> probabilities = callback.la(x)
     """
 
     la: LinearisedLaplace
@@ -95,30 +99,31 @@ class LaplaceCallback(Callback):
             self.la.save(self.path)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Fit and log, if required at every validation."""
+        """Fit and log, if ``when`` is "validation_end"."""
         fitting = trainer.state.fn == "fit" and not trainer.sanity_checking
         if self.when == "validation_end" and fitting:
             self._fit(trainer, pl_module)
             pl_module.log_dict(self.metrics)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Follow the network to the CPU, where the trainer leaves it."""
+        """Move the posterior to the CPU, where the trainer leaves the network."""
         if stage == "fit" and hasattr(self, "la"):
             self.la.to("cpu")
 
     def _is_current(self) -> bool:
-        """Whether the posterior belongs to the weights that training ended with."""
+        """Whether the posterior was fitted to the final weights."""
         la = getattr(self, "la", None)
         if la is None or la.w_lin is None:
             return False
-        return la._state_of_network.holds(la._linear_model.network, surely=True)
+        unchanged: bool = la._state_of_network.holds(la._linear_model.network, surely=True)
+        return unchanged
 
     def _fit(self, trainer: Trainer, module: LightningModule) -> None:
         loader = _in_order(trainer.train_dataloader) if self.loader is None else self.loader
         validation = _validation(trainer)
         self.la = LinearisedLaplace(self._network(module), self.likelihood, **self.options)
-        # Lightning validates in inference mode, whose tensors have no derivatives; loaders draw
-        # seeds, which would change those of training
+        # Lightning validates in inference mode, in which tensors have no derivatives. Iterating over
+        # a loader draws from torch's generator, which would change the order of training
         fork = torch.random.fork_rng(devices=[])
         with fork, torch.inference_mode(False), torch.enable_grad():
             self.la.fit(loader, progress_bar=False)
@@ -139,8 +144,8 @@ class LaplaceCallback(Callback):
             return module.get_submodule(self.network)
         if type(module).forward is LightningModule.forward:
             raise TypeError(
-                f"{type(module).__name__} has no forward, which the posterior is fitted to: define "
-                'it, or name the submodule that is the network, LaplaceCallback(..., network="net").'
+                f"{type(module).__name__} has no forward method, which the posterior needs: define "
+                'it, or name the submodule that is the network: LaplaceCallback(..., network="net").'
             )
         return module
 

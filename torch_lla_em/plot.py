@@ -36,8 +36,7 @@ Examples = Iterable[Any] | PredictedData
 _NETWORK, _POSTERIOR = "0.6", "C0"
 _DIAGONAL = {"color": "black", "linewidth": 0.8, "linestyle": ":"}
 _GRID = 80
-# 90 % of a normal distribution lie within this number of standard deviations
-_NINETY = 1.6449
+_NINETY = 1.6449  # standard deviations that contain 90 % of a normal distribution
 # largest numbers of points and of error bars in a plot; more are thinned evenly
 _POINTS, _BARS = 2000, 200
 
@@ -135,7 +134,8 @@ def bands(la: Fitted, loader: Examples, axes: Axes | None = None, output: int = 
         axes.fill_between(places, mean - half, mean + half, **band)
     axes.plot(places, mean, color=_POSTERIOR)
     kept = _thinned(_array(x.flatten().argsort()), _POINTS)
-    axes.scatter(_array(x.flatten())[kept], y[kept], 6, color="black", label="data", zorder=3)
+    dots = {"s": 6, "alpha": 1.0} if len(kept) <= _BARS else {"s": 2, "alpha": 0.4}
+    axes.scatter(_array(x.flatten())[kept], y[kept], color="black", label="data", zorder=3, **dots)
     return _finished(axes, "input", "target")
 
 
@@ -179,8 +179,9 @@ def confidence(la: Fitted, loader: Examples, axes: Axes | None = None) -> Axes:
 def extremes(la: Fitted, loader: Examples, axes: Axes | None = None, count: int = 8) -> Axes:
     """Show the inputs with the most and the least certain predictions.
 
-    Images are shown as images; rows of a table as columns of standardised features, with the two
-    features that are furthest from their mean in the caption. Captions of wrong predictions are red.
+    Images are shown as images. Rows of a table are shown as a column of standardised features, and
+    the caption names the two features that are furthest from their mean. Captions of wrong
+    predictions are red.
 
     Args:
         la (LinearisedLaplace): A fitted posterior.
@@ -201,16 +202,16 @@ def extremes(la: Fitted, loader: Examples, axes: Axes | None = None, count: int 
     order = doubt.reshape(len(rows.targets), -1).mean(1).argsort()
     chosen = order[:count].tolist(), order[-count:].flip(0).tolist()
     images, captions = _array(_images(rows.inputs)), _captions(rows)
-    room = 0.15 + 0.15 * max(text.count("\n") + 1 for text, _ in captions)
-    for low, places in zip((0.92 + room, 0.0), chosen):
+    below = 0.15 + 0.15 * max(text.count("\n") + 1 for text, _ in captions)
+    for low, places in zip((0.92 + below, 0.0), chosen):
         for i, row in enumerate(places):
             extent = (i + 0.04, i + 0.96, low, low + 0.92)
             axes.imshow(images[row], extent=extent, cmap="gray_r", vmin=0, vmax=1)
             text, wrong = captions[row]
             words = {"ha": "center", "va": "top", "fontsize": 7, "color": "C3" if wrong else "0"}
             axes.text(i + 0.5, low - 0.02, text, **words)
-    axes.set_yticks([1.38 + room, 0.46], ["most certain", "least certain"])
-    axes.set(xlim=(0, len(chosen[0])), ylim=(-room, 1.9 + room), xticks=[], aspect="equal")
+    axes.set_yticks([1.38 + below, 0.46], ["most certain", "least certain"])
+    axes.set(xlim=(0, len(chosen[0])), ylim=(-below, 1.9 + below), xticks=[], aspect="equal")
     axes.set_frame_on(False)
     axes.tick_params(length=0)
     return axes
@@ -337,52 +338,51 @@ def _intervals(prediction: Prediction, output: int) -> list[np.ndarray]:
 
 def _images(x: Tensor) -> Tensor:
     """Return inputs as images with values from 0 to 1, (B, H, W) or (B, H, W, 3)."""
+    side = round(x[0].numel() ** 0.5)
     if x.dim() == 4 and x.shape[1] in (1, 3):
         x = x[:, 0] if x.shape[1] == 1 else x.movedim(1, -1)
     elif _is_table(x):
-        x = _standardised(x.flatten(1))[:, :, None]
+        x = _standardised(x)[:, :, None]
     elif x.dim() != 3:
-        side = round(x[0].numel() ** 0.5)
         x = x.reshape(len(x), side, side)
     return (x - x.min()) / (x.max() - x.min()).clamp_min(1e-12)
 
 
 def _is_table(x: Tensor) -> bool:
-    """Whether inputs are not images: neither (B, H, W), nor squares of numbers in a row."""
+    """Whether inputs are rows of a table: not (B, H, W) or (B, C, H, W), and not square."""
     side = round(x[0].numel() ** 0.5)
     is_image = x.dim() == 3 or (x.dim() == 4 and x.shape[1] in (1, 3))
     return not is_image and (side < 4 or side**2 != x[0].numel())
 
 
 def _standardised(x: Tensor) -> Tensor:
-    return (x - x.mean(0)) / x.std(0).clamp_min(1e-12)
+    return ((x - x.mean(0)) / x.std(0).clamp_min(1e-12)).flatten(1)
 
 
 def _captions(rows: PredictedData) -> list[tuple[str, bool]]:
     """Return the prediction for each example as text, and whether it is wrong."""
     prediction, y = rows.posterior, rows.targets
+    texts, wrong = [""] * len(y), [False] * len(y)
     if prediction.likelihood.real_valued:
         mean, _, outer = _intervals(prediction, 0)
-        wrong = abs(_array(y.flatten(1)[:, 0]) - mean) > outer
-        texts = [f"{m:.3g} ± {h:.2g}" for m, h in zip(mean, outer)]
+        wrong = (abs(_array(y.flatten(1)[:, 0]) - mean) > outer).tolist()
+        texts = [f"{m:.3g}\n± {h:.2g}" for m, h in zip(mean, outer)]
     elif y.dim() == 1 and prediction.likelihood.gives_probabilities:
         p, best = prediction.probs.max(1)
-        wrong = _array(best != y)
         texts = [f"{c}: {q:.2f}" for c, q in zip(best.tolist(), p.tolist())]
-    else:
-        wrong, texts = np.zeros(len(y), bool), [""] * len(y)
+        wrong = (best != y).tolist()
     if _is_table(rows.inputs):
-        z = _standardised(rows.inputs.flatten(1))
+        z = _standardised(rows.inputs)
         furthest = z.abs().topk(min(2, z.shape[1]), 1).indices
         for i, features in enumerate(furthest.tolist()):
             texts[i] += "".join(f"\nx{j}: {z[i, j]:+.1f} sd" for j in features)
-    return [*zip(texts, wrong.tolist())]
+    return [*zip(texts, wrong)]
 
 
 def _thinned(order: np.ndarray, most: int) -> np.ndarray:
     """Return at most so many entries of an order, evenly spaced, both ends included."""
     places = np.linspace(0, len(order) - 1, min(len(order), most)).round().astype(int)
-    return order[places]
+    return np.asarray(order[places])
 
 
 def _epistemic(la: Fitted, data: Any) -> np.ndarray:

@@ -62,7 +62,14 @@ def write_report(la: Fitted, loader: Iterable[Any], path: str | PathLike[str], o
     Path(path).write_text(page, encoding="utf-8")
 
 
-CARD = """# Posterior of {network}
+CARD = """---
+library_name: torch_lla_em
+tags:
+- laplace
+- uncertainty
+---
+
+# Posterior of {network}
 
 A linearised Laplace posterior by torch_lla_em. The network is not in this repository:
 

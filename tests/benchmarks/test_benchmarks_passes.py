@@ -5,13 +5,11 @@ import sys
 import passes
 import pytest
 import torch
-from daily import daily
 from methods import markdown
 from methods.counted import problem_of
-from methods.fits import FITS, Fit, deflation, dense_fixed_point, whole_fit
-from methods.networks import PROBLEMS, trained
+from methods.fits import FITS, Fit, dense_fixed_point, whole_fit
 from methods.plain_cg import PlainCG
-from methods.race import Race, Remembered, reached
+from methods.race import Race
 from tiny import tiny
 
 from torch_lla_em.inference.linear_mode import optimise_MAP
@@ -83,32 +81,9 @@ def test_every_error_trace_decreases(race, solver):
     assert passes == sorted(passes) and passes[0] > 0
 
 
-def test_block_krylov_counts_twice(setting, race):
-    problem = setting[1]
-    problem.spent["columns"] = 0.0
-    points = race.trace("block_krylov", until=-1.0)[:2]
-    assert [point[0] for point in points] == [2, 4]
-
-
 def test_sgd_takes_the_best_step_size(race):
     errors = [error for _, _, error in race.trace("sgd")]
     assert errors == sorted(errors, reverse=True) and errors[-1] < 0.2
-
-
-def test_remembered_products_are_computed_once():
-    asked = []
-
-    def double(x):
-        asked.append(x)
-        return 2 * x
-
-    product, x = Remembered(double), torch.arange(3.0)
-    assert torch.equal(product(x), 2 * x)
-    product.begin()
-    assert torch.equal(product(x), 2 * x) and len(asked) == 1
-    assert torch.equal(product(x + 1), 2 * x + 2) and len(asked) == 2
-    product.begin()
-    assert torch.equal(product(x + 1), 2 * x + 2) and len(asked) == 3
 
 
 def test_plain_cg_solves_every_system_alone(race):
@@ -141,34 +116,15 @@ def test_whole_fits_agree_with_the_dense_fixed_point(setting):
         assert fit["path"][-1] == pytest.approx(dense, rel=monte_carlo)
 
 
-def test_layerwise_fits_agree_and_deflation_counts(setting):
-    tiny_setting, problem, noise = setting
-    ends = [
-        whole_fit(problem_of(tiny_setting.model, batches_of(tiny_setting)), K, FITS[name])
-        for name in ("layerwise_block_cg", "layerwise_deflated_block_cg")
-    ]
-    assert len(ends[0]["path"][-1]) == 4
-    assert ends[0]["gamma"] == pytest.approx(ends[1]["gamma"], rel=0.1)
-    problem.spent["columns"] = 0.0
-    rows = deflation(problem, noise, torch.tensor(4.0).double())
-    parts = [row[f"{n} step" + "s" * (n > 1)].split(" + ") for row in rows for n in (1, 2, 3)]
-    assert [int(steps) for steps, _ in parts[:3]] == [2, 4, 6]
-    counted = sum(row["block CG"] for row in rows) + sum(int(solve) for _, solve in parts)
-    assert problem.spent["columns"] == pytest.approx(K * (counted + 6), abs=2 * K)
+def test_layerwise_fits_have_a_precision_for_each_tensor(setting):
+    problem = problem_of(setting[0].model, batches_of(setting[0]))
+    assert len(whole_fit(problem, K, FITS["layerwise_block_cg"])["path"][-1]) == 4
 
 
 def test_a_failed_fit_is_reported(setting):
     counted = problem_of(setting[0].model, batches_of(setting[0]))
     fit = whole_fit(counted, K, Fit(SGD(epochs=30, learning_rate=10.0)))
     assert fit["failed"].startswith("SGD diverged")
-
-
-@pytest.mark.parametrize("name", daily(*list(PROBLEMS)[:2], rest=list(PROBLEMS)[2:]))
-def test_networks_take_their_data(name):
-    model, batches = trained(name, rows=3, epochs=1)
-    ((x, y),) = batches
-    classes = 1000 if x.shape[-1] == 224 else 10
-    assert model(x).shape == (3, classes) and y.shape == (3,) and not model.training
 
 
 def test_the_command_writes_lines(tmp_path, monkeypatch):
@@ -179,9 +135,3 @@ def test_the_command_writes_lines(tmp_path, monkeypatch):
     fit, *solvers = markdown.read(tmp_path / "passes.jsonl")
     assert fit["part"] == "fit" and fit["precision"] > 0 and fit["commit"]
     assert [line["solver"] for line in solvers] == ["block krylov", "block cg"]
-
-
-def test_a_target_is_reached_at_the_first_error_below_it():
-    points = [(2, 1.5, 0.2), (4, 3.0, 0.02)]
-    assert [reached(points, t) for t in (0.5, 0.1)] == ["2 (1.5 s)", "4 (3 s)"]
-    assert reached(points, 0.01) == "– (0.02 at 4)"

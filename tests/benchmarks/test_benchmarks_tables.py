@@ -4,7 +4,7 @@ import pytest
 import tables
 import torch
 from methods import markdown, own_training, peers, tasks
-from methods.metrics import Classes, neighbours
+from methods.metrics import neighbours
 
 
 def test_records_of_one_row_become_mean_and_standard_error():
@@ -12,11 +12,6 @@ def test_records_of_one_row_become_mean_and_standard_error():
     shown = markdown.table(records, ["row"], {"nll": "NLL", "word": ""}).splitlines()
     assert shown[0] == "| | NLL | |" and shown[2] == "| a | 0.200 ± 0.100 | |"
     assert shown[3] == "| b | | no |"
-
-
-def test_numbers_keep_three_digits():
-    found = [markdown.number(value) for value in (12, 0.0, 0.0123, 1.5, 12345.6, 2e-7)]
-    assert found == ["12", "0", "0.012", "1.500", "12,346", "2e-07"]
 
 
 @pytest.mark.parametrize("name", ["vowel", "german", "digits", "friedman2", "pima:5"])
@@ -62,20 +57,6 @@ def test_neighbours_begin_with_the_row_itself():
     assert groups.shape == (5, 10) and len(groups[:, 0].unique()) == 5
     nearest = (x[groups[0, 0]] - x).norm(dim=1).argsort()
     assert torch.equal(groups[0], nearest[:10])
-
-
-def test_joint_nll_of_groups_takes_all_labels_together():
-    y = torch.zeros(4, dtype=torch.long)
-    right = torch.tensor([9.0, -9.0]).expand(4, 2)
-    score = Classes.of(torch.stack([right, -right])).joint(y, torch.tensor([[0, 1, 2, 3]]))
-    assert abs(score - torch.tensor(2.0).log().item() / 4) < 1e-4
-
-
-def test_options_are_read_from_text():
-    assert peers.parsed("curvature=linear,num_samples=8") == {
-        "curvature": "linear",
-        "num_samples": 8,
-    }
 
 
 @pytest.mark.slow

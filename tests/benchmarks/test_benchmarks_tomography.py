@@ -1,24 +1,19 @@
 """The Radon transform, the posterior of an image against a dense one, and the script run whole."""
 
-import json
 from math import pi
 
 import pytest
 import tomography
 import torch
+from methods import markdown
 from methods.image_scores import Reconstruction, constant, scores
 from methods.radon import Radon, phantom
 from methods.unet import UNet
-from tiny import basis_noise
+from tiny import basis_noise, problem_of
 from torch.testing import assert_close
 
 from torch_lla_em import FunctionSpace, LinearOperator, LinearOperatorRegression
-from torch_lla_em.data.loader import Data
 from torch_lla_em.inference.posterior_samples import optimise_samples
-from torch_lla_em.jacobian.linear_model import LinearModel
-from torch_lla_em.jacobian.network import Network
-from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
-from torch_lla_em.problem.problem import Problem
 
 
 @pytest.fixture
@@ -30,12 +25,6 @@ def test_back_projection_is_the_adjoint(radon):
     f, y = torch.randn(3, 1, 16, 16).double(), torch.randn(3, radon.num_measurements).double()
     left = (radon.forward(f) * y).flatten(1).sum(1)
     assert_close(left, (f * radon.adjoint(y)).flatten(1).sum(1))
-
-
-def test_every_angle_sees_all_of_the_mass(radon):
-    f = phantom(16)
-    seen = radon.forward(f).view(7, radon.num_bins).sum(1)
-    assert_close(seen, (f.sum() / 16).expand(7))
 
 
 def test_a_disc_casts_the_same_shadow_everywhere():
@@ -60,12 +49,6 @@ def test_filtered_back_projection_finds_the_phantom():
     assert relative[0] < 0.45 < relative[1]
 
 
-def test_the_phantom_is_a_density():
-    image = phantom(40)
-    assert image.shape == (1, 1, 40, 40) and image.min() > -1e-6 and image.max() <= 1 + 1e-6
-    assert len(image.flatten().mul(100).round().unique()) > 8
-
-
 def test_variance_of_the_image_is_the_dense_one():
     torch.manual_seed(0)
     radon, model = Radon(12, torch.arange(4) * pi / 4), UNet((4, 4, 4)).double().eval()
@@ -73,17 +56,16 @@ def test_variance_of_the_image_is_the_dense_one():
     A = radon.forward(torch.eye(144).double().view(-1, 1, 12, 12)).T
     y = radon.forward(model(x).detach())
     operator = LinearOperator(radon.forward, radon.adjoint, (1, 12, 12))
-    layout = ParameterLayout.of(model, select_parameters(model))
-    problem = Problem(
-        LinearModel(Network(model), layout),
-        LinearOperatorRegression(operator, sigma),
-        Data([(x, y)], torch.device("cpu")),
-    )
+    problem = problem_of(model, LinearOperatorRegression(operator, sigma), [(x, y)])
     noise, precision = basis_noise(problem, False, False), torch.tensor(3.0).double()
     w = optimise_samples(problem, noise, precision, FunctionSpace(1e-10)).w
     Jw = problem.linear_model.by_autodiff(x).push(w)
     f = model(x).flatten()
-    weights = [parameter for name, parameter in model.named_parameters() if name in layout.names]
+    weights = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if name in problem.linear_model.layout.names
+    ]
     rows = [torch.autograd.grad(output, weights, retain_graph=True) for output in f]
     J = torch.stack([torch.cat([part.flatten() for part in row]) for row in rows])
     eye = torch.eye(J.shape[1]).double()
@@ -110,28 +92,10 @@ def test_a_perfect_model_of_the_error_scores_best():
 
 @pytest.mark.slow
 def test_the_script_runs_whole(tmp_path, capsys):
-    arguments = [
-        "--size",
-        "16",
-        "--angles",
-        "5",
-        "--channels",
-        "4",
-        "4",
-        "4",
-        "--steps",
-        "20",
-        "--num-samples",
-        "8",
-        "--dropout",
-        "0.1",
-    ]
-    tomography.main(
-        [*arguments, "--out", str(tmp_path), "--picture", str(tmp_path / "picture.png")]
-    )
-    records = [
-        json.loads(line) for line in (tmp_path / "tomography.jsonl").read_text().splitlines()
-    ]
+    arguments = "--size 16 --angles 5 --channels 4 4 4 --steps 20 --num-samples 8 --dropout .1"
+    out = ["--out", str(tmp_path), "--picture", str(tmp_path / "picture.png")]
+    tomography.main([*arguments.split(), *out])
+    records = markdown.read(tmp_path / "tomography.jsonl")
     assert [record["row"] for record in records][-1].startswith("MC dropout") and len(records) == 8
     ours = [record for record in records if "gamma" in record]
     assert len(ours) == 2 and all(r["learnt_sigma"] > 0 and r["outputs"] == 256 for r in ours)

@@ -30,7 +30,7 @@ CASES = {
     "linear": ("classification", {"curvature": "linear"}),
     "cg, a precision per tensor": ("poisson", {"prior": "layerwise"}),
     "cg, a noise per output": ("regression", {"sigma_noise": torch.tensor([0.4, 0.7, 0.2])}),
-    "cg, deflated": ("classification", {"solver": BlockCG()}),
+    "block CG": ("classification", {"solver": BlockCG()}),
     "function space": ("classification", {"solver": FunctionSpace()}),
     "sgd": ("classification", {"solver": SGD(epochs=3), "tolerance": 9.0}),
 }
@@ -57,23 +57,11 @@ def same(la, whole):
 
 
 @pytest.mark.parametrize("name", daily(*DAILY, rest=[name for name in CASES if name not in DAILY]))
-@pytest.mark.filterwarnings("ignore:The linear mode", "ignore:The samples")
+@pytest.mark.filterwarnings("ignore:The mode", "ignore:The samples")
 def test_fits_killed_after_every_step_end_like_whole_ones(name, tmp_path):
     whole = posterior(name)
     la, deaths = until_done(lambda: posterior(name, folder=tmp_path))
     assert deaths > len(whole.history) > 1  # the noise is saved, too
-    same(la, whole)
-
-
-@pytest.mark.parametrize("name", daily("variational", rest=["krylov"]))
-def test_two_priors_that_are_tried_are_gone_on_with(name, tmp_path, monkeypatch, caplog):
-    module = sys.modules["torch_lla_em.inference.learn"]
-    monkeypatch.setattr(module, "_KEPT", 1e9)  # as where γ is next to 0
-    whole = posterior(name)
-    assert "The plain prior has a log evidence" in caplog.text
-    assert whole.history[-1]["step"] == len(whole.history)
-    la, deaths = until_done(lambda: posterior(name, folder=tmp_path))
-    assert deaths >= len(whole.history) + 2  # the noise of both
     same(la, whole)
 
 
@@ -172,7 +160,7 @@ def test_other_data_are_refused(finished, tmp_path):
         "a column": [(case.x + torch.eye(case.x.shape[1])[0], case.y)],
     }
     for other in others.values():
-        with pytest.raises(ValueError, match="of other data"):
+        with pytest.raises(ValueError, match="belongs to other data"):
             fit("krylov", other, tmp_path)
     same(fit("krylov", Fuse(), tmp_path), fit("krylov", Fuse(), None))
 
@@ -184,20 +172,10 @@ def interrupted(folder, **options):
 
 def test_other_settings_are_refused_by_name(tmp_path):
     interrupted(tmp_path)
-    with pytest.raises(ValueError, match="its seed is '0', here it is '1'"):
+    with pytest.raises(ValueError, match="its seed is '0', but here it is '1'"):
         fit("krylov", Fuse(), tmp_path, seed=1)
     with pytest.raises(ValueError, match="its solver"):
         fit("cg", Fuse(), tmp_path)
-
-
-def test_other_weights_are_refused(tmp_path):
-    interrupted(tmp_path)
-    case = tiny("classification")
-    with torch.no_grad():
-        case.model[0].bias += 1e-6
-    la = LinearisedLaplace(case.model, "classification", num_samples=4, curvature="network")
-    with pytest.raises(ValueError, match="network weights"):
-        la.fit(Fuse(), progress_bar=False, checkpoint=tmp_path)
 
 
 def test_settings_are_compared_to_the_last_digit(tmp_path):
@@ -212,14 +190,6 @@ def test_settings_are_compared_to_the_last_digit(tmp_path):
         run(1.00004)
     with pytest.raises(ValueError, match="options of the likelihood"):
         run(1.00001, sigma_noise=1.00001)
-
-
-def test_the_same_call_twice_is_the_same_fit(tmp_path):
-    case = tiny("regression")
-    la = LinearisedLaplace(case.model, "regression", num_samples=4)
-    for _ in range(2):
-        la.fit([(case.x, case.y)], progress_bar=False, checkpoint=tmp_path)
-    assert la.sigma_noise != 1.0
 
 
 def test_a_restart_tells_what_the_whole_fit_took(tmp_path, caplog):
@@ -330,9 +300,3 @@ def test_weights_may_not_change_after_the_last_pass(monkeypatch):
     la = LinearisedLaplace(case.model, "classification", num_samples=4)
     with pytest.raises(RuntimeError, match="was changed"):
         la.fit([(case.x, case.y)], progress_bar=False)
-
-
-def test_a_pass_that_raises_leaves_the_state_before_it(tmp_path):
-    with pytest.raises(InterruptedError):
-        fit("krylov", Fuse(2), tmp_path)
-    same(fit("krylov", Fuse(), tmp_path), fit("krylov", Fuse(), None))

@@ -3,8 +3,6 @@
 import functools
 import os
 import stat
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -31,15 +29,6 @@ def test_files_have_ordinary_modes(mask, tmp_path):
     assert stat.S_IMODE((tmp_path / "state.pt").stat().st_mode) == 0o666 & ~mask
 
 
-def test_links_are_replaced_and_never_written_through(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    link = tmp_path / "latest.pt"
-    link.symlink_to(tmp_path / "elsewhere" / "state.pt")
-    write_atomically({"a": torch.ones(1)}, link)
-    assert link.is_file() and not link.is_symlink()
-    assert not (tmp_path / "elsewhere" / "state.pt").exists()
-
-
 def test_folders_that_are_not_there_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere/state.pt"):
         write_atomically({}, tmp_path / "nowhere" / "state.pt")
@@ -64,7 +53,6 @@ ALIKE = {
         lambda: functools.partial(torch.clamp, min=2.0),
         functools.partial(torch.clamp, min=3.0),
     ),
-    "generator": (lambda: torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)),
     "circle": (Circular, Tempered()),
     "module": (lambda: functools, os),
     "array": (lambda: np.arange(5000), np.arange(5000) ** 2),
@@ -83,20 +71,6 @@ def test_settings_are_the_same_text_in_every_process(name):
     kept, anew = make(), make()
     assert plain({"x": kept}) == plain({"x": anew}) != plain({"x": other})
     assert name == "text" or "0x" not in plain(kept)
-
-
-@pytest.mark.slow
-def test_sets_have_an_order_of_their_own():
-    script = (
-        "from torch_lla_em.runtime.records import plain; print(plain({'a', 'b', 'c', 'd', 'e'}))"
-    )
-    texts = {
-        subprocess.check_output(
-            [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}
-        )
-        for seed in "12"
-    }
-    assert len(texts) == 1
 
 
 class Masked(nn.Module):
@@ -150,16 +124,3 @@ def test_other_buffers_are_refused_and_counts_of_batches_are_not(tmp_path):
     with pytest.raises(ValueError, match="weights or buffers"):
         LinearisedLaplace.load(tmp_path / "la.pt", other)
     LinearisedLaplace.load(tmp_path / "la.pt", Masked())
-
-
-def test_posteriors_of_earlier_releases_load(tmp_path):
-    la = LinearisedLaplace(Masked(), "classification", num_samples=4)
-    la.fit(Fuse(10**6), progress_bar=False).save(tmp_path / "la.pt")
-    state = torch.load(tmp_path / "la.pt", weights_only=True)
-    torch.save({**state, "fingerprint": fingerprint(la.model, earlier=True)}, tmp_path / "old.pt")
-    old = LinearisedLaplace.load(tmp_path / "old.pt", Masked())
-    assert torch.equal(old.w_samples, la.w_samples)
-    with torch.no_grad():
-        la.model.net[0].bias += 1e-9
-    with pytest.raises(ValueError, match="weights or buffers"):
-        LinearisedLaplace.load(tmp_path / "old.pt", la.model)

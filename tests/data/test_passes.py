@@ -2,14 +2,12 @@
 
 import random
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from torch_lla_em.data.identity import Identity, contents
+from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.loader import Data
 
 CPU = torch.device("cpu")
@@ -81,7 +79,7 @@ def read(loader, passes=1, known=None):
     return data
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "objects"])
 @pytest.mark.parametrize("kind", ["list", "loader", "shuffled"])
 def test_other_inputs_are_refused(form, kind):
     def loader(seed):
@@ -91,16 +89,9 @@ def test_other_inputs_are_refused(form, kind):
         return DataLoader(dataset, 5, shuffle=kind == "shuffled", collate_fn=make)
 
     known = read(loader(0))
-    with pytest.raises(ValueError, match="of other data"):
+    with pytest.raises(ValueError, match="belongs to other data"):
         read(loader(1), known=known)
     read(loader(0), known=known)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_shuffled_rows_are_no_other_data(form):
-    make, known = collate(form), None
-    for seed, passes in enumerate([2, 4, 1]):
-        known = read(Loader(rows(0), make, shuffled=seed), passes, known)
 
 
 @pytest.mark.filterwarnings("error")
@@ -115,58 +106,15 @@ def test_no_order_is_taken_for_a_change(form, pad, most):
             list(data)
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("form", FORMS)
-def test_batches_in_another_order_are_no_change(form):
-    batches, draw = list(Loader(rows(0), collate(form))), random.Random(0)
-
-    class Shuffled:
-        def __iter__(self):
-            yield from draw.sample(batches, len(batches))
-
-    data = Data(Shuffled(), CPU)
-    for _ in range(300):  # some of which repeat the first
-        list(data)
-
-
 def test_the_sums_of_a_pass_do_not_depend_on_its_batches():
-    def of(parts, in_order=True):
-        identity, start = Identity(in_order), 0
+    def of(parts):
+        identity = Identity()
         for x in parts:
-            identity.add((x,), torch.arange(start, start + len(x)))
-            start += len(x)
+            identity.add((x,))
         return identity
 
     x = torch.randn(6, 2, dtype=torch.float64)
-    assert of(x.split(2)).agrees(of(x.split(3)))
-    assert not of(x.split(2)).agrees(of(x.flip(0).split(2)))
-    assert of(x.split(2)).agrees(of(x.flip(0).split(2), in_order=False))
-    assert not of([x, x[:, :1]]).agrees(of([x, x[:, 1:]]))
+    assert of(x.split(2)).agrees(of(x.flip(0).split(3)))
+    assert not of(x.split(2)).agrees(of((x + 1).split(2)))
     state = of([x, x[:, :1]]).state()
     assert Identity.from_state(state).agrees(of([x, x[:, :1]]))
-
-
-def test_contents_are_found_wherever_they_are():
-    class Holder:
-        def __init__(self):
-            self.inside = {"a": torch.ones(2), "itself": self, "name": "x"}
-            self.array, self.words = np.ones((3, 2))[::-1], ["a", "b"]
-
-        def to(self, device):
-            return self
-
-    found = list(contents((torch.ones(4, 1), Holder(), np.ones(2), "text", torch.ones(()))))
-    assert [(len(tensor), is_row) for tensor, is_row in found] == [
-        (4, True),
-        (2, False),
-        (3, False),
-        (2, False),
-        (2, True),
-        (1, False),
-    ]
-    words = [tensor for tensor, _ in contents((["a", "b"], ["a", "c"]))]
-    assert words[0][0] == words[1][0] and words[0][1] != words[1][1]
-    assert [len(tensor) for tensor, _ in contents(torch.eye(3).to_sparse())] == [2, 3]
-    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
-    assert [is_row for _, is_row in contents(packed)] == [False, False]
-    assert list(contents(torch.ones(2, 2, device="meta"))) == []

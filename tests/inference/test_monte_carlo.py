@@ -3,7 +3,7 @@
 import pytest
 import torch
 from dense import dense_fixed_point, dense_step
-from tiny import likelihood_of, tiny
+from tiny import fitted
 
 from torch_lla_em import LinearisedLaplace
 
@@ -12,14 +12,8 @@ COUNT = 2000
 
 
 def fit(name, **options):
-    case = tiny(name)
-    fit_options = {
-        key: options.pop(key) for key in ("em_steps", "prior_precision") if key in options
-    }
     options = {"num_samples": COUNT, "tolerance": 1e-8, "curvature": "network", **options}
-    la = LinearisedLaplace(case.model, likelihood_of(name), **options)
-    loader = list(zip(case.x.split(8), case.y.split(8)))
-    return case, la.fit(loader, progress_bar=False, **fit_options)
+    return fitted(name, **options)
 
 
 @pytest.mark.parametrize("name", ["classification", "regression", "bernoulli", "poisson"])
@@ -90,7 +84,9 @@ def test_noise_per_output_is_learnt():
     assert ((la.sigma_noise / sigma).log().abs() < 0.02 + 5 / 800**0.5).all()
 
 
-@pytest.mark.parametrize("name", ["classification", "regression", "bernoulli", "poisson"])
+@pytest.mark.parametrize(
+    "name", ["classification", "regression", "bernoulli", "poisson", "binomial"]
+)
 @pytest.mark.parametrize("prior", ["scalar", "layerwise"])
 def test_evidence_is_the_dense_one(name, prior):
     case, la = fit(name, prior=prior, em_steps=0, prior_precision=40.0, num_samples=500)

@@ -72,11 +72,3 @@ def test_sigma_starts_from_the_residuals_of_the_network():
     la.fit([(x[:150], y[:150]), (x[150:], y[150:])], em_steps=0, prior_precision=1.0)
     residuals = (y - model(x)).detach().square().mean().sqrt()
     torch.testing.assert_close(la.sigma_noise.item(), residuals.item())
-
-
-def test_without_a_start_it_is_saved_and_loaded(tmp_path):
-    model, x, y = scaled(1.0, torch.float32)
-    la = LinearisedLaplace(model, "regression", num_samples=4).fit(x, y, progress_bar=False)
-    la.save(tmp_path / "la.pt")
-    loaded = LinearisedLaplace.load(tmp_path / "la.pt", model)
-    assert loaded.sigma_noise == la.sigma_noise and torch.equal(loaded(x)[1], la(x)[1])

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from jacobians import Calls, check, linear_model, products
+from jacobians import Calls, check, drawn, linear_model, mlp, prepared, products
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -18,36 +18,22 @@ IDS = torch.tensor([[0, 1, 2, 0], [3, 3, 0, 0]])
 FALLBACK = "ignore:There is a performance drop because we have not yet implemented:UserWarning"
 
 
-def inputs(*shape):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
 def build(forward, **layers):
-    """Return such a module in double precision; layers are made here if they are functions."""
-    torch.manual_seed(0)
-    made = {
-        name: layer() if callable(layer) and not isinstance(layer, nn.Module) else layer
-        for name, layer in layers.items()
-    }
-    return Calls(forward, **made).double()
+    return prepared(Calls(forward, **layers))
 
 
 def two_layers(forward=lambda m, x: m.b(m.a(x).tanh())):
-    return build(forward, a=lambda: nn.Linear(3, 3), b=lambda: nn.Linear(3, 2))
-
-
-def recurrent(kind, bidirectional):
-    rnn = lambda: kind(3, 2, 2, batch_first=True, bidirectional=bidirectional, dropout=0.5)  # noqa: E731
-    head = lambda: nn.Linear(4 if bidirectional else 2, 2)  # noqa: E731
-    return build(lambda m, x: m.head(m.rnn(x)[0][:, -1]), rnn=rnn, head=head)
+    return build(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 2))
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 def test_recurrent_layers(kind):
-    for bidirectional in (False, True):
-        model = recurrent(kind, bidirectional)
+    for both in (False, True):
+        rnn = kind(3, 2, 2, batch_first=True, bidirectional=both, dropout=0.5)
+        head = nn.Linear(2 + 2 * both, 2)
+        model = build(lambda m, x: m.head(m.rnn(x)[0][:, -1]), rnn=rnn, head=head)
         flat_weights = model.rnn._flat_weights
-        assert check(model.train(), inputs(2, 3, 3)).path.forward
+        assert check(model.train(), drawn(2, 3, 3)).path.forward
         assert model.rnn._flat_weights is flat_weights
 
 
@@ -61,14 +47,13 @@ def lstm_cell(m, x):
 def attention(need_weights):
     return build(
         lambda m, x: m.attention(x, x, x, need_weights=need_weights)[0].mean(1),
-        attention=lambda: nn.MultiheadAttention(4, 2, batch_first=True, dropout=0.5),
+        attention=nn.MultiheadAttention(4, 2, batch_first=True, dropout=0.5),
     )
 
 
 class TinyViT(nn.Module):
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
         self.patch = nn.Conv2d(1, 4, 2, 2)
         self.token = nn.Parameter(torch.randn(1, 1, 4))
         self.position = nn.Parameter(torch.randn(1, 5, 4))
@@ -97,85 +82,118 @@ def assembled_in_place(m, x):
     return out
 
 
-def embedded(head=lambda: nn.Linear(3, 2), **options):
-    return build(
-        lambda m, ids: m.head(torch.tanh(m.embed(ids)).mean(1)),
-        embed=lambda: nn.Embedding(5, 3, **options),
-        head=head,
+def encoder(norm_first, padding):
+    layer = nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, norm_first=norm_first)
+    model = build(
+        lambda m, x, mask=None: m.head(m.encoder(x, src_key_padding_mask=mask)[:, 0]),
+        encoder=nn.TransformerEncoder(layer, 2),
+        head=nn.Linear(4, 2),
     )
+    mask = torch.tensor([[False, False, True], [False, False, False]])
+    return model, {"x": drawn(2, 3, 4), **({"mask": mask} if padding else {})}
 
 
-X = inputs(5, 3)
+def maps_of_classes():
+    conv = nn.Conv2d(1, 2, 3, padding=1)
+    return build(lambda m, x: m.b(m.a(x).tanh()), a=conv, b=nn.Conv2d(2, 3, 1))
+
+
+def with_tied_layers():
+    model = two_layers(lambda m, x: m.b(m.d(m.c(m.a(x).tanh()).tanh())))
+    model.c, model.d = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+    model.d.weight = model.c.weight
+    return model
+
+
+def with_frozen_layer():
+    model = mlp()
+    model[0].requires_grad_(False)
+    return model
+
+
+def with_dead_units():
+    model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)).double()
+    with torch.no_grad():
+        model[0].bias[:3] = -100.0
+    return model
+
+
+def with_transposed_weight():
+    model = mlp()
+    model[0].weight = nn.Parameter(drawn(3, 4).T)
+    return model
+
+
+def with_parameter_of_no_size():
+    model = build(lambda m, x: m.a(x) + m.none.sum(), a=nn.Linear(3, 3))
+    model.none = nn.Parameter(torch.zeros(0).double())
+    return model
+
+
+def force(m, x):
+    """The derivative of a network in its inputs, as of an energy."""
+    return torch.func.vmap(torch.func.grad(lambda x: m.b(m.a(x).tanh()).sum()))(x)
+
+
+def spectrum(m, x):
+    return m.b(torch.view_as_real(torch.fft.fft(m.a(x))).square().sum(-1))
+
+
+def embedded(head=None, forward=lambda m, ids: m.head(m.embed(ids).tanh().mean(1)), **options):
+    return build(forward, embed=nn.Embedding(5, 3, **options), head=head or nn.Linear(3, 2))
+
+
+X = drawn(5, 3)
+OF_TWO_LAYERS = {
+    "residual added in place": added_in_place,
+    "outputs assembled in place": assembled_in_place,
+    "gated linear unit": lambda m, x: F.glu(m.b(m.a(x))),
+    "detach": lambda m, x: m.b(m.a(x) * m.a(x).detach()),
+    "checkpointing": lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False).tanh()),
+    "a branch on the data": lambda m, x: m.b(m.a(x)) * (2 if m.a(x).sum().item() > 0 else 3),
+    "one layer twice": lambda m, x: m.b(m.a(m.a(x)).tanh()),
+    "function with all derivatives": lambda m, x: m.b(FullSquare.apply(m.a(x))),
+    "derivative inside": force,
+    "Fourier transform": spectrum,
+    "unused parameter": lambda m, x: m.a(x),
+}
 FORWARD = {
+    **{name: lambda f=f: (two_layers(f), X) for name, f in OF_TWO_LAYERS.items()},
     "LSTM cell": lambda: (
-        build(lstm_cell, cell=lambda: nn.LSTMCell(3, 2), head=lambda: nn.Linear(2, 2)),
-        inputs(2, 3, 3),
+        build(lstm_cell, cell=nn.LSTMCell(3, 2), head=nn.Linear(2, 2)),
+        drawn(2, 3, 3),
     ),
-    "attention": lambda: (attention(False), inputs(2, 3, 4)),
-    "attention with weights": lambda: (attention(True), inputs(2, 3, 4)),
-    "vision transformer": lambda: (TinyViT().double(), inputs(2, 1, 4, 4)),
+    "attention": lambda: (attention(False), drawn(2, 3, 4)),
+    "attention with weights": lambda: (attention(True), drawn(2, 3, 4)),
+    "vision transformer": lambda: (prepared(TinyViT()), drawn(2, 1, 4, 4)),
     "embedding": lambda: (embedded(), IDS),
     "padding_idx": lambda: (embedded(padding_idx=0), IDS),
     "padding_idx from the end": lambda: (embedded(padding_idx=-5), IDS),
     "large max_norm": lambda: (embedded(max_norm=100.0), IDS),
-    "gated linear unit": lambda: (
-        build(lambda m, x: F.glu(m.a(x)), a=lambda: nn.Linear(3, 4)),
-        X,
-    ),
-    "residual added in place": lambda: (two_layers(added_in_place), X),
-    "outputs assembled in place": lambda: (two_layers(assembled_in_place), X),
-    "detach": lambda: (two_layers(lambda m, x: m.b(m.a(x) * m.a(x).detach())), X),
-    "checkpointing": lambda: (
-        two_layers(lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False).tanh())),
-        X,
-    ),
-    "a branch on the data": lambda: (
-        two_layers(lambda m, x: m.b(m.a(x)) * (2 if m.a(x).sum().item() > 0 else 3)),
-        X,
-    ),
     "outputs of a sequence": lambda: (
-        build(
-            lambda m, ids: m.head(torch.tanh(m.embed(ids))),
-            embed=lambda: nn.Embedding(5, 3),
-            head=lambda: nn.Linear(3, 4),
-        ),
+        embedded(forward=lambda m, ids: m.head(m.embed(ids).tanh())),
         IDS,
     ),
+    "transformer encoder": lambda: encoder(norm_first=False, padding=False),
+    "transformer encoder with padding": lambda: encoder(norm_first=True, padding=True),
+    "maps of classes": lambda: (maps_of_classes(), drawn(2, 1, 3, 3), None, None, 1),
+    "tied layers": lambda: (with_tied_layers(), X),
+    "orthogonal weights": lambda: (mlp(parametrizations.orthogonal(nn.Linear(2, 2))).double(), X),
+    "frozen layer": lambda: (with_frozen_layer(), X),
+    "dead units": lambda: (with_dead_units(), X),
+    "transposed weight": lambda: (with_transposed_weight(), X),
+    "parameter of no size": lambda: (with_parameter_of_no_size(), X),
 }
 
 
 @pytest.mark.parametrize("name", FORWARD)
-@pytest.mark.filterwarnings(FALLBACK)
+@pytest.mark.filterwarnings(FALLBACK, "ignore:enable_nested_tensor is True:UserWarning")
 def test_forward_mode_is_used_for(name):
     assert check(*FORWARD[name]()).path.forward
 
 
-@pytest.mark.parametrize("padding, norm_first", [(False, False), (True, True)])
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
-def test_transformer_encoder(padding, norm_first):
-    layer = nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, norm_first=norm_first)
-    model = build(
-        lambda m, x, mask=None: m.head(m.encoder(x, src_key_padding_mask=mask)[:, 0]),
-        encoder=lambda: nn.TransformerEncoder(layer, 2),
-        head=lambda: nn.Linear(4, 2),
-    )
-    x = {"x": inputs(2, 3, 4)}
-    if padding:
-        x["mask"] = torch.tensor([[False, False, True], [False, False, False]])
-    assert check(model, x).path.forward
-
-
 def test_the_last_layer_of_a_vision_transformer():
-    assert check(TinyViT().double(), inputs(2, 1, 4, 4), "last_layer").factors
-
-
-def test_maps_of_classes():
-    model = build(
-        lambda m, x: m.b(torch.tanh(m.a(x))),
-        a=lambda: nn.Conv2d(1, 2, 3, padding=1),
-        b=lambda: nn.Conv2d(2, 3, 1),
-    )
-    assert check(model, inputs(2, 1, 3, 3), class_dim=1).path.forward
+    assert check(prepared(TinyViT()), drawn(2, 1, 4, 4), "last_layer").factors
 
 
 def tied(model):
@@ -208,18 +226,11 @@ class Square(torch.autograd.Function):
 
 REVERSE = {
     "tied padding_idx": (
-        lambda: (tied(embedded(lambda: nn.Linear(3, 5), padding_idx=0)), IDS),
+        lambda: (tied(embedded(nn.Linear(3, 5), padding_idx=0)), IDS),
         "tied padding_idx",
     ),
     "functional padding_idx": (
-        lambda: (
-            build(
-                functional_padding,
-                embed=lambda: nn.Embedding(5, 3),
-                head=lambda: nn.Linear(3, 2),
-            ),
-            IDS,
-        ),
+        lambda: (embedded(forward=functional_padding), IDS),
         "disagrees with backward",
     ),
     "no_grad inside": (lambda: (two_layers(gated_without_gradient), X), "disagrees with backward"),
@@ -255,7 +266,7 @@ def test_sparse_gradients_and_a_copy_for_max_norm():
 
 
 def test_tied_weights_are_one_parameter():
-    head = lambda: nn.Linear(3, 5, bias=False)  # noqa: E731
+    head = nn.Linear(3, 5, bias=False)
     model = tied(embedded(head))
     assert linear_model(model).layout.size == 15
     assert check(model, IDS).path.forward
@@ -278,12 +289,12 @@ NORMS = [
 def test_normalisation(norm, selection):
     model = build(
         lambda m, x: m.head(m.norm(m.conv(x)).relu().mean((2, 3))),
-        conv=lambda: nn.Conv2d(1, 4, 3, padding=1),
+        conv=nn.Conv2d(1, 4, 3, padding=1),
         norm=norm,
-        head=lambda: nn.Linear(4, 2),
+        head=nn.Linear(4, 2),
     )
-    model.train()(inputs(4, 1, 3, 3))  # statistics that are not their initial values
-    assert check(model, inputs(2, 1, 3, 3), selection).path.forward
+    model.train()(drawn(4, 1, 3, 3))  # statistics that are not their initial values
+    assert check(model, drawn(2, 1, 3, 3), selection).path.forward
     assert ("norm.weight" in linear_model(model, selection).layout.names) == bool(selection)
 
 
@@ -318,7 +329,7 @@ def test_buffers_that_every_forward_pass_changes():
         m.plain.add_(1)
         return h * (m.mean + m.count + m.plain)
 
-    model = build(forward, a=lambda: nn.Linear(3, 3))
+    model = build(forward, a=nn.Linear(3, 3))
     model.register_buffer("count", torch.zeros(()))
     model.register_buffer("mean", torch.zeros(3).double())
     model.register_buffer("last", torch.zeros(0))
@@ -368,13 +379,13 @@ def test_grid_sample():
         grid = F.affine_grid(theta, (len(x), 2, 3, 3), align_corners=False)
         return F.grid_sample(m.conv(x), grid, align_corners=False).sum((2, 3))
 
-    conv = lambda: nn.Conv2d(1, 2, 3, padding=1)  # noqa: E731
-    right_or_refused(build(forward, conv=conv, locate=nn.Linear(9, 6)), inputs(2, 1, 3, 3))
+    conv = nn.Conv2d(1, 2, 3, padding=1)
+    right_or_refused(build(forward, conv=conv, locate=nn.Linear(9, 6)), drawn(2, 1, 3, 3))
 
 
 def test_distances():
-    model = build(lambda m, x: torch.cdist(m.a(x), x), a=lambda: nn.Linear(3, 3))
-    report = right_or_refused(model, inputs(4, 3))
+    model = build(lambda m, x: torch.cdist(m.a(x), x), a=nn.Linear(3, 3))
+    report = right_or_refused(model, drawn(4, 3))
     if report is not None:  # forward mode is not implemented, and torch says so
         assert report.path.forward or "fails in the model's own forward" in report.forward
 
@@ -397,7 +408,7 @@ class ScaledMatrix(Scales):
 
 @pytest.mark.parametrize("kind", [Scales, ScaledMatrix])
 def test_zero_dimensional_parameters(kind):
-    model, x = kind(), inputs(4, 3)
+    model, x = kind(), drawn(4, 3)
     single = linear_model(model)
     report = single.probe(x.float())
     # in float32 the tangent of 0.5 * scale is float64, which a matrix product does not accept
@@ -456,6 +467,10 @@ class UnbatchedForward(torch.autograd.Function):
         return 2 * tangent * ctx.saved_tensors[0]
 
 
+class FullSquare(UnbatchedForward):
+    generate_vmap_rule = True
+
+
 class WronglyBatchedForward(UnbatchedForward):
     generate_vmap_rule = True
 
@@ -472,7 +487,7 @@ def test_functions_that_vmap_gets_wrong_run_column_by_column(caplog):
     caplog.set_level(logging.INFO, logger="torch_lla_em")
 
     def report(function):
-        return check(build(lambda m, x: function.apply(m.a(x)), a=lambda: nn.Linear(3, 2)), X)
+        return check(build(lambda m, x: function.apply(m.a(x)), a=nn.Linear(3, 2)), X)
 
     assert report(UnbatchedSquare).unbatched == ("Jᵀu",)
     unbatched = report(UnbatchedForward)

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import ranks
 import torch
+from daily import daily
 from ranks import batches, facts
 from tiny import Binomial, tiny
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -24,16 +25,8 @@ DAILY = {
 }
 # cases whose shares differ where a rank is neither the first nor the last
 OF_THREE = {
-    "krylov",
-    "variational",
-    "cg, layerwise",
-    "function space, regression",
-    "sampler",
-    "parts",
-    "shuffled",
-    "weights, regression",
-    "weights, layerwise",
-    "weights, function space",
+    *("krylov", "variational", "cg, layerwise", "function space, regression", "sampler", "parts"),
+    *("shuffled", "weights, regression", "weights, layerwise", "weights, function space"),
 }
 
 
@@ -72,6 +65,8 @@ def sampled(case):
     return DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
 
 
+NOISES = {"solver": BlockCG(), "sigma_noise": torch.tensor([0.4, 0.7, 0.2])}
+LAYERWISE, WEIGHTS = {"solver": BlockCG(), "prior": "layerwise"}, {"shard": "weights"}
 LIKELIHOODS = {"binomial": Binomial, "regression per output": "regression"}
 
 # name: (likelihood, loader, options of the posterior, options of the fit)
@@ -82,70 +77,39 @@ CASES = {
     "krylov, poisson": ("poisson", listed, {"g_prior": False}, {}),
     "krylov, bernoulli": ("bernoulli", batches, {}, {}),
     "variational": ("classification", batches, {"curvature": "variational"}, {}),
-    "weights, variational": ("bernoulli", batches, {"curvature": None}, {"shard": "weights"}),
-    "cg, layerwise": ("classification", streamed, {"solver": BlockCG(), "prior": "layerwise"}, {}),
-    "cg, noise by output": (
-        "regression per output",
-        batches,
-        {"solver": BlockCG(), "sigma_noise": torch.tensor([0.4, 0.7, 0.2])},
-        {},
-    ),
+    "weights, variational": ("bernoulli", batches, {"curvature": None}, WEIGHTS),
+    "cg, layerwise": ("classification", streamed, LAYERWISE, {}),
+    "cg, noise by output": ("regression per output", batches, NOISES, {}),
     "function space, layerwise": ("binomial", batches, {"prior": "layerwise"}, {}),
     "function space, regression": ("regression", in_one_batch, {"solver": FunctionSpace()}, {}),
     "last layer": ("classification", in_one_batch, {"parameters": "last_layer"}, {}),
     "sampler": ("classification", sampled, {"g_prior": False}, {}),
     "parts": ("classification", None, {"g_prior": False}, {}),
-    "parts, weights": ("classification", None, {"g_prior": False}, {"shard": "weights"}),
+    "parts, weights": ("classification", None, {"g_prior": False}, WEIGHTS),
     "shuffled": ("regression", shuffled, {}, {}),
-    "weights": ("classification", batches, {}, {"shard": "weights"}),
-    "weights, regression": ("regression", listed, {}, {"shard": "weights"}),
-    "weights, linear curvature": (
-        "bernoulli",
-        batches,
-        {"curvature": "linear"},
-        {"shard": "weights"},
-    ),
-    "weights, layerwise": (
-        "poisson",
-        batches,
-        {"prior": "layerwise", "solver": BlockCG()},
-        {"shard": "weights"},
-    ),
-    "weights, noise by output": (
-        "regression per output",
-        batches,
-        {"solver": BlockCG(), "sigma_noise": torch.tensor([0.4, 0.7, 0.2])},
-        {"shard": "weights"},
-    ),
-    "weights, function space": (
-        "classification",
-        batches,
-        {"solver": FunctionSpace()},
-        {"shard": "weights"},
-    ),
+    "weights": ("classification", batches, {}, WEIGHTS),
+    "weights, regression": ("regression", listed, {}, WEIGHTS),
+    "weights, linear curvature": ("bernoulli", batches, {"curvature": "linear"}, WEIGHTS),
+    "weights, layerwise": ("poisson", batches, LAYERWISE, WEIGHTS),
+    "weights, noise by output": ("regression per output", batches, NOISES, WEIGHTS),
+    "weights, function space": ("classification", batches, {"solver": FunctionSpace()}, WEIGHTS),
 }
 
 
 assert CASES.keys() >= OF_THREE | DAILY
 
 
-def cases_of(size, daily):
+def cases_of(size, is_daily):
     names = [name for name in CASES if size < 3 or name in OF_THREE]
     return [name for name in names if (size == 2 and name in DAILY) == daily]
 
 
-def every(values):
-    """(size, value) of all sizes, those of three slow."""
-    slow = {2: (), 3: pytest.mark.slow}
-    return [pytest.param(n, value, marks=slow[n]) for n in SIZES for value in values]
-
-
 def every_fit():
     return [
-        pytest.param(size, name, daily, marks=() if daily else pytest.mark.slow)
+        pytest.param(size, name, is_daily, marks=() if is_daily else pytest.mark.slow)
         for size in SIZES
-        for daily in (True, False)
-        for name in cases_of(size, daily)
+        for is_daily in (True, False)
+        for name in cases_of(size, is_daily)
     ]
 
 
@@ -175,13 +139,12 @@ def fitted(name):
     return facts(la)
 
 
-def every_case(rank, daily):
-    return {name: fitted(name) for name in cases_of(current_group().size, daily)}
-
-
-def every_pass(rank):
-    passes = {loader.__name__: one_pass(loader) for loader in LOADERS}
-    return {"passes": passes, "sgd": by_sgd(batches(tiny("classification")))}
+def every_case(rank, is_daily):
+    found = {name: fitted(name) for name in cases_of(current_group().size, is_daily)}
+    if is_daily:
+        found["passes"] = {loader.__name__: one_pass(loader) for loader in LOADERS}
+        found["sgd"] = by_sgd(batches(tiny("classification")))
+    return found
 
 
 LOADERS = batches, in_one_batch, listed, shuffled, streamed, sampled
@@ -226,9 +189,9 @@ def together(tmp_path_factory):
     return functools.cache(run)
 
 
-@pytest.mark.parametrize(("size", "name", "daily"), every_fit())
-def test_ranks_fit_what_one_process_fits(size, name, daily, together):
-    expected, every_rank = alone(name), together(size, every_case, daily)
+@pytest.mark.parametrize(("size", "name", "is_daily"), every_fit())
+def test_ranks_fit_what_one_process_fits(size, name, is_daily, together):
+    expected, every_rank = alone(name), together(size, every_case, is_daily)
     for found in every_rank:
         assert found[name]["num_data"] == expected["num_data"]
         for key, tensor in expected["state"].items():
@@ -242,11 +205,12 @@ def test_ranks_fit_what_one_process_fits(size, name, daily, together):
             assert [record[key] for record in found[name]["history"]] == pytest.approx(asked)
 
 
-@pytest.mark.parametrize(("size", "name"), every([loader.__name__ for loader in LOADERS]))
+@pytest.mark.parametrize("size", daily(2, rest=[3]))
+@pytest.mark.parametrize("name", [loader.__name__ for loader in LOADERS])
 def test_ranks_share_out_rows_by_their_numbers(size, name, together):
     """A rank may have none; together they have each once."""
     expected, counts = every_pass_alone()[name]
-    every_rank = together(size, every_pass)
+    every_rank = together(size, every_case, True)
     shares = [found["passes"][name][0] for found in every_rank]
     assert sum(map(len, shares)) == len(expected)
     assert {n: x for share in shares for n, x in share.items()} == expected
@@ -260,12 +224,12 @@ def every_pass_alone():
     return {loader.__name__: one_pass(loader) for loader in LOADERS}
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", daily(2, rest=[3]))
 def test_sgd_takes_one_batch_of_every_rank_a_step(size, together):
     every = batches(tiny("classification"))
     steps = [every[i : i + size] for i in range(0, len(every), size)]
     unions = [(torch.cat([x for x, _ in step]), torch.cat([y for _, y in step])) for step in steps]
     expected = by_sgd(unions)["state"]
-    for found in together(size, every_pass):
+    for found in together(size, every_case, True):
         for name, tensor in expected.items():
             torch.testing.assert_close(found["sgd"]["state"][name], tensor, rtol=1e-6, atol=1e-6)

@@ -1,11 +1,11 @@
-"""Posteriors in a folder as the Hub holds them, with the Hub's own mixin; nothing is sent."""
+"""Posteriors in a folder as the Hub holds them; nothing is sent."""
 
-import builtins
 import shutil
+import sys
 
 import pytest
+import tiny
 import torch
-from tiny import tiny
 
 from torch_lla_em import LinearisedLaplace
 
@@ -15,10 +15,7 @@ pytest.importorskip("safetensors")
 
 @pytest.fixture
 def fitted():
-    case = tiny("classification")
-    la = LinearisedLaplace(case.model, "classification", num_samples=3)
-    la.fit([(case.x, case.y)], em_steps=2, progress_bar=False)
-    return case, la
+    return tiny.fitted(em_steps=2)
 
 
 def test_a_folder_holds_the_posterior_and_its_card(fitted, tmp_path):
@@ -26,12 +23,12 @@ def test_a_folder_holds_the_posterior_and_its_card(fitted, tmp_path):
     folder = tmp_path / "posterior"
     la.save_pretrained(folder, [(case.x, case.y)])
     names = {path.name for path in folder.iterdir()}
-    assert names == {"README.md", "config.json", "posterior.safetensors"}
+    assert names == {"README.md", "posterior.safetensors"}
     again = LinearisedLaplace.from_pretrained(folder, case.model)
     assert type(again) is LinearisedLaplace
     assert torch.equal(again(case.x), la(case.x))
     card = hub.ModelCard.load(folder / "README.md")
-    assert card.data.library_name == "torch_lla_em" and "model_hub_mixin" in card.data.tags
+    assert card.data.library_name == "torch_lla_em" and "laplace" in card.data.tags
     nll = -la.predict(case.x).log_prob(case.y).mean().item()
     assert "| NLL |" in card.text and f"| {nll:.4g} |" in card.text
     assert "30 validation examples" in card.text and "effective dimension" in card.text
@@ -67,33 +64,13 @@ def test_a_repository_is_downloaded_as_asked(fitted, tmp_path, monkeypatch):
         asked.append((repo_id, filename, options["revision"]))
         return str(tmp_path / filename)
 
-    def config(*, repo_id, filename, **options):
-        return download(repo_id, filename, **options)
-
     monkeypatch.setattr(hub, "hf_hub_download", download)
-    monkeypatch.setattr(hub.hub_mixin, "hf_hub_download", config)
-    hub_module()._mixin.cache_clear()
     again = LinearisedLaplace.from_pretrained("someone/posterior", case.model, revision="v1")
-    hub_module()._mixin.cache_clear()
     assert asked[-1] == ("someone/posterior", "posterior.safetensors", "v1")
     assert torch.equal(again(case.x), la(case.x))
 
 
-def hub_module():
-    from torch_lla_em import hub
-
-    return hub
-
-
-def test_a_missing_library_raises_with_the_command_to_install_it(fitted, tmp_path, monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *args):
-        if name.startswith("huggingface_hub"):
-            raise ImportError(name)
-        return real(name, *args)
-
-    hub_module()._mixin.cache_clear()
-    monkeypatch.setattr(builtins, "__import__", without)
+def test_a_missing_library_raises_with_the_command_to_install_it(fitted, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match=r"torch_lla_em\[hub\]"):
-        fitted[1].save_pretrained(tmp_path)
+        fitted[1].push_to_hub("someone/posterior")

@@ -63,20 +63,13 @@ def test_parts_learn_what_all_data_teach(options, cut):
     assert later.prior_precision == la.prior_precision
 
 
-def refilled(case):
-    """A list whose only batch is replaced between two fits."""
-    batches = parts(case, 0, 11)[0]
-    yield batches
-    batches[:] = parts(case, 11, 30)[0]
-    yield batches
-
-
 def test_a_list_may_be_filled_anew_between_fits():
     case = tiny("classification")
     whole = posterior(case).fit([*parts(case, 0, 11)[0], *parts(case, 11, 30)[0]], **FIXED)
-    la = posterior(case)
-    for batches in refilled(case):
-        la.fit(batches, override=False, **FIXED)
+    la, batches = posterior(case), parts(case, 0, 11)[0]
+    la.fit(batches, override=False, **FIXED)
+    batches[:] = parts(case, 11, 30)[0]
+    la.fit(batches, override=False, **FIXED)
     assert la.num_data == 30
     assert_close(la.w_samples, whole.w_samples, rtol=1e-6, atol=1e-8)
 
@@ -109,7 +102,7 @@ def test_earlier_data_that_have_changed_are_refused(change):
     la.fit(parts(case, 11, 19)[0], override=False, **FIXED)
     before = la.w_samples
     change(x, y, stored)
-    with pytest.raises(ValueError, match="earlier fit have changed.*do not refill"):
+    with pytest.raises(ValueError, match="earlier fit have changed.*do not modify"):
         la.fit(parts(case, 19, 30)[0], override=False, **FIXED)
     assert la.num_data == 19 and la.w_samples is before
 
@@ -122,7 +115,7 @@ def test_noise_is_rescaled_to_what_was_learnt(sigma):
     la.fit(loaders[0], override=False, em_steps=3, progress_bar=False)
     learnt = la.sigma_noise
     assert not torch.allclose(learnt, torch.as_tensor(sigma).double())
-    fixed = replace_em(la.prior_precision)
+    fixed = {**FIXED, "prior_precision": la.prior_precision}
     for part in loaders[1:]:
         la.fit(part, override=False, **fixed)
     whole = posterior(case, "regression", sigma_noise=learnt)
@@ -131,10 +124,6 @@ def test_noise_is_rescaled_to_what_was_learnt(sigma):
     assert_close(la.scale, whole.scale)
     assert_close(la.w_samples, whole.w_samples, rtol=1e-6, atol=1e-8)
     assert_close(la.w_lin, whole.w_lin, rtol=1e-6, atol=1e-8)
-
-
-def replace_em(precision):
-    return {**FIXED, "prior_precision": precision}
 
 
 def test_a_plain_fit_forgets():
@@ -189,8 +178,11 @@ class Dying:
         yield from self.batches
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("name, sigma", [("classification", 1.0), ("regression", 0.4)])
+EACH = ("classification", 1.0, True), ("regression", 0.4, False)
+OTHERS = ("classification", 1.0, False), ("regression", 0.4, True)
+
+
+@pytest.mark.parametrize("name, sigma, first", daily(*EACH, rest=OTHERS))
 def test_the_last_of_several_fits_may_be_killed(name, sigma, first, tmp_path):
     case = tiny(name)
 
@@ -200,13 +192,8 @@ def test_the_last_of_several_fits_may_be_killed(name, sigma, first, tmp_path):
         loaders[2] = Dying(loaders[2], passes)
         for number, loader in enumerate(loaders):
             where = tmp_path / folder / str(number)
-            la.fit(
-                loader,
-                override=first and not number,
-                checkpoint=where,
-                em_steps=3,
-                progress_bar=False,
-            )
+            options = {"checkpoint": where, "em_steps": 3, "progress_bar": False}
+            la.fit(loader, override=first and not number, **options)
         return la
 
     whole = run("whole", 999)

@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 import torch
-from tiny import LOG_PROBS, likelihood_of, tiny
+from tiny import LOG_PROBS, tiny
+from tiny import fitted as tiny_fit
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -19,19 +20,14 @@ from torch_lla_em import (
     NotFittedError,
     Regression,
 )
-from torch_lla_em.inference.stochastic_prior import get_sto_samples
-from torch_lla_em.prediction.functions import JOINT, functions_of
 
 NAMES = list(LOG_PROBS)
 FIXED = {"em_steps": 0, "prior_precision": 3.0, "progress_bar": False}
 
 
-def fitted(name="classification", loader=None, em_steps=20, prior_precision=None, **options):
-    case = tiny(name)
-    fit = {"em_steps": em_steps, "prior_precision": prior_precision, "progress_bar": False}
+def fitted(name="classification", loader=None, **options):
     options = {"num_samples": 6, "tolerance": 1e-8, "curvature": "network", **options}
-    la = LinearisedLaplace(case.model, likelihood_of(name), **options)
-    return case, la.fit([(case.x, case.y)] if loader is None else loader(case), **fit)
+    return tiny_fit(name, loader and loader(tiny(name)), **options)
 
 
 def surprising(case):
@@ -51,52 +47,19 @@ LOADERS = {
     "list": lambda c: list(zip(c.x.split(7), c.y.split(7))),
     "DataLoader": lambda c: DataLoader(TensorDataset(c.x, c.y), batch_size=8),
     "drop_last": lambda c: DataLoader(TensorDataset(c.x, c.y), batch_size=6, drop_last=True),
+    "shuffled": lambda c: DataLoader(TensorDataset(c.x, c.y), batch_size=7, shuffle=True),
     "IterableDataset": lambda c: DataLoader(Stream(c), batch_size=11),
 }
 
 
 @pytest.mark.parametrize("name", ["classification", "regression"])
-def test_the_batch_size_does_not_change_the_posterior(name):
+def test_neither_batch_size_nor_order_changes_the_posterior(name):
     _, whole = fitted(name, g_prior=False)
     for loader in LOADERS.values():
         _, batched = fitted(name, loader, g_prior=False)
         assert batched.num_data == 30
         for key in ("prior_precision", "w_lin", "w_samples", "effective_dim"):
             assert_close(getattr(batched, key), getattr(whole, key), rtol=1e-5, atol=1e-7)
-
-
-def test_dropped_examples_are_not_counted():
-    _, la = fitted(loader=lambda c: DataLoader(TensorDataset(c.x, c.y), 8, drop_last=True))
-    assert la.num_data == 24
-
-
-def test_the_g_prior_does_not_depend_on_batches_of_whole_groups():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    x, y = torch.randn(128, 2).double(), torch.randint(3, (128,))
-    posteriors = []
-    for size in (32, 64, 128):
-        la = LinearisedLaplace(model, "classification", num_samples=3)
-        loader = list(zip(x.split(size), y.split(size)))
-        posteriors.append(la.fit(loader, **{**FIXED, "prior_precision": 50.0}))
-    for la in posteriors[1:]:
-        assert_close(la.scale, posteriors[0].scale)
-        assert_close(la.w_samples, posteriors[0].w_samples, rtol=1e-3, atol=1e-4)
-
-
-def test_shuffled_data_give_the_same_mode_and_the_same_moments():
-    def shuffled(case):
-        generator = torch.Generator().manual_seed(0)
-        return DataLoader(TensorDataset(case.x, case.y), 7, shuffle=True, generator=generator)
-
-    options = {"g_prior": False, "em_steps": 0, "prior_precision": 2.0}
-    case, whole = fitted(**options)
-    _, shuffle = fitted(loader=shuffled, **options)
-    assert_close(shuffle.w_lin, whole.w_lin, rtol=1e-6, atol=1e-6)
-    # each draw meets other examples, but it solves its own system with the same G
-    residual = case.problem().ggn_product(shuffle.w_samples) + 2.0 * shuffle.w_samples
-    assert residual.std() == pytest.approx((case.exact().ggn.diagonal() + 2).mean().sqrt(), rel=0.5)
-    assert (shuffle.certificate < 1e-6).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -117,21 +80,6 @@ def test_every_likelihood_and_prior_fits_and_predicts(name, prior, monkeypatch):
     else:
         assert la(case.x).shape == (30, 3)
     json.dumps(la.history)
-
-
-@pytest.mark.parametrize("curvature", ["network", "linear"])
-def test_samples_solve_their_system(curvature):
-    """(G + Λ) w = Λ^{1/2} ξ + η, whose right-hand side is known."""
-    case, la = fitted(curvature=curvature, em_steps=0, prior_precision=40.0)
-    exact, problem = case.exact(la.scale), case.problem()
-    G = exact.ggn
-    if curvature == "linear":
-        G = torch.func.hessian(exact.loss)(exact.mode(la.prior_precision))
-        problem = problem.with_curvature_at(la.w_lin)
-    noise = get_sto_samples(problem, 6, 0)
-    Lambda = la.prior_precision / la.scale**2
-    right = Lambda.sqrt() * noise.xi + noise.eta
-    assert_close(la.w_samples @ (G + torch.diag(Lambda)), right, rtol=1e-5, atol=1e-5)
 
 
 def test_the_linear_mean_is_the_mode_of_the_linear_model():
@@ -243,24 +191,8 @@ def test_calibration_improves_its_own_validation_set(name):
     assert la.calibration.before == pytest.approx(-before)
     assert (la.calibration.coverage is None) == (name != "regression")
     la.fit([(case.x, case.y)], progress_bar=False)
-    assert la.mean == "network" and la.mean_factor == 1 and la.posterior_scale == 1
+    assert la.mean == "network" and la.posterior_scale == 1
     assert la.calibration is None and la.predict(case.x).beside is None
-
-
-def test_calibration_keeps_the_mean_given():
-    case, la = fitted()
-    la.mixture = torch.tensor([[0.5, 1.0, 0.0, 1.0], [0.5, 0.0, 1.0, 0.0]]).double()
-    alone = la.predict(case.x, mean="network")
-    la.calibrate(case.x, case.model(case.x).argmax(1), mean="network")
-    assert la.mean == "network" and not la.mixture[:, 1].any() and la.calibration.applied
-    before = la.mixture.clone()
-    la.calibrate(case.x, case.model(case.x).argmax(1), mean="network")
-    assert torch.equal(la.mixture, before) and not la.calibration.applied
-    _, la = fitted()
-    la.mixture = torch.tensor([[0.5, 1.0, 0.0, 1.0], [0.5, 0.0, 1.0, 0.0]]).double()
-    la.calibrate(case.x[:1], alone.probs[:1].argmax(1), mean="network")
-    assert not la.calibration.applied  # one example shows no improvement
-    assert_close(la(case.x), alone.probs)
 
 
 def test_all_predictions_follow_the_calibration():
@@ -285,35 +217,7 @@ def test_all_predictions_follow_the_calibration():
 def test_fit_calibrates_on_a_validation_set():
     case, la = fitted()
     expected = la.calibrate(surprising(case))(case.x)
-    options = {"num_samples": 6, "tolerance": 1e-8, "curvature": "network"}
-    again = LinearisedLaplace(case.model, "classification", **options)
-    again.fit([(case.x, case.y)], validation=surprising(case), progress_bar=False)
-    assert_close(again(case.x), expected)
-
-
-def test_joint_log_prob_is_that_of_the_functions():
-    case, la = fitted()
-    prediction = la.predict(case.x)
-    p = (prediction.centre + functions_of(prediction.deviations, JOINT)).softmax(-1)
-    joint = p[:, torch.arange(30), case.y].prod(1).mean().log()
-    assert_close(la.joint_log_prob(case.x, case.y), joint)
-    case, la = fitted("regression")
-    prediction = la.predict(case.x)
-    noise = la.sigma_noise**2 * torch.eye(90, dtype=torch.float64)
-    normal = torch.distributions.MultivariateNormal(
-        prediction.mean.flatten(), prediction.covariance + noise
-    )
-    assert_close(la.joint_log_prob(case.x, case.y), normal.log_prob(case.y.flatten()))
-
-
-def test_a_last_layer_posterior_is_the_dense_one_of_that_layer():
-    case = tiny("classification")
-    options = {"parameters": "last_layer", "num_samples": 4, "curvature": "network"}
-    la = LinearisedLaplace(case.model, "classification", **options).fit(case.x, case.y, **FIXED)
-    assert la.w_lin.shape == (15,)
-    log_prob, names = LOG_PROBS["classification"], ["2.weight", "2.bias"]
-    exact = type(case.exact()).of(case.model, case.x, case.y, log_prob, names)
-    assert_close(la.w_lin, exact.mode(3.0 / la.scale**2), rtol=0.02, atol=0.02)
+    assert_close(fitted(validation=surprising(case))[1](case.x), expected)
 
 
 @pytest.mark.parametrize("solver", [None, BlockCG(), FunctionSpace()])
@@ -412,7 +316,7 @@ def test_everything_requires_a_fit_first():
         "state_dict": la.state_dict,
     }
     for call in calls.values():
-        with pytest.raises(NotFittedError, match="call la.fit"):
+        with pytest.raises(NotFittedError, match="[Cc]all la.fit"):
             call()
 
 
@@ -426,10 +330,8 @@ def test_moving_moves_the_network_too():
 
 def test_true_em_reaches_the_same_precision():
     case = tiny("regression")
-    la, slow = (
-        LinearisedLaplace(case.model, "regression", num_samples=8, sigma_noise=0.4)
-        for _ in range(2)
-    )
+    la = LinearisedLaplace(case.model, "regression", num_samples=8, sigma_noise=0.4)
+    slow = copy.deepcopy(la)
     la.fit([(case.x, case.y)], progress_bar=False)
     slow.fit([(case.x, case.y)], em_steps=400, update="em", progress_bar=False)
     assert_close(slow.prior_precision, la.prior_precision, rtol=0.1, atol=0)
@@ -446,7 +348,7 @@ def test_saved_arguments_are_those_of_the_next_fit(tmp_path):
     case = tiny("classification")
     la = LinearisedLaplace(case.model, Classification(ignore_index=-1), num_samples=2)
     la.fit([(case.x, case.y)], **FIXED).save(tmp_path / "ignoring.pt")
-    with pytest.raises(ValueError, match="arguments of your own"):
+    with pytest.raises(ValueError, match="with a custom likelihood"):
         LinearisedLaplace.load(tmp_path / "ignoring.pt", case.model)
 
 
@@ -471,12 +373,11 @@ def test_values_passed_in_are_copied():
     assert la.prior_precision == 3.0
 
 
-@pytest.mark.parametrize("name, dtype", [("bernoulli", "bool"), ("classification", "byte")])
-def test_booleans_and_small_integers_are_targets(name, dtype):
-    case = tiny(name)
-    la = LinearisedLaplace(case.model, name, num_samples=2)
+def test_booleans_are_targets():
+    case = tiny("bernoulli")
+    la = LinearisedLaplace(case.model, "bernoulli", num_samples=2)
     expected = la.fit([(case.x, case.y)], **FIXED).w_lin
-    assert_close(la.fit([(case.x, getattr(case.y, dtype)())], **FIXED).w_lin, expected)
+    assert_close(la.fit([(case.x, case.y.bool())], **FIXED).w_lin, expected)
 
 
 def test_linear_curvature_is_that_of_the_last_mode():

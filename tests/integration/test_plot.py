@@ -1,10 +1,12 @@
 """Plots of a posterior show what it predicts."""
 
+import functools
 import re
 
 import pytest
+import tiny
 import torch
-from tiny import LOG_PROBS, likelihood_of, tiny
+from tiny import LOG_PROBS
 from torch.testing import assert_close
 
 pytest.importorskip("matplotlib")
@@ -16,10 +18,9 @@ from torch_lla_em import LinearisedLaplace, plot, plot_curve
 from torch_lla_em.prediction import predicted_data
 
 
+@functools.cache
 def fitted(name, **options):
-    case = tiny(name)
-    la = LinearisedLaplace(case.model, likelihood_of(name), num_samples=6, **options)
-    return case, la.fit(case.x, case.y, em_steps=3, progress_bar=False)
+    return tiny.fitted(name, num_samples=6, em_steps=3, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +128,7 @@ def test_extremes_are_ordered_by_uncertainty(name):
     axes = plot.extremes(la, [(case.x, case.y)], count=3)
     assert len(axes.images) == 6
     if name == "classification":
-        said = [float(re.match(r"\d: ([.\d]+)\n", t.get_text())[1]) for t in axes.texts]
+        said = [float(re.match(r"\d: ([.\d]+)\nx\d: ", t.get_text())[1]) for t in axes.texts]
         assert min(said[:3]) >= max(said[3:])
         entropy = la.predict(case.x).entropy
         red = [text.get_color() == "C3" for text in axes.texts]

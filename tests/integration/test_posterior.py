@@ -12,7 +12,7 @@ from tiny import LOG_PROBS, basis_noise, tiny
 from torch.testing import assert_close
 
 from torch_lla_em import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton, Regression
-from torch_lla_em.exact import gaussian_log_prob
+from torch_lla_em.inference.em import State
 from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.iterative_e_step import IterativeEStep, starting_precision
 from torch_lla_em.inference.linear_mode import optimise_MAP
@@ -72,15 +72,6 @@ def _precision(exact, per_weight):
     return per_weight / exact.scale**2
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_each_half_of_the_estimator_of_gamma_is_unbiased(name):
-    problem, noise, precision, exact, _ = setting(name, True, False)
-    w = optimise_samples(problem, noise, precision, BlockCG(1e-10)).w
-    prior_draw = noise.prior.deviation(precision) * noise.xi
-    shrunk = noise.prior.squared_norm(prior_draw - w) * precision
-    assert_close(shrunk.mean(), exact.effective_dims(precision).sum())
-
-
 @GRID
 def test_mode_is_that_of_the_linear_model(name, g_prior, layerwise):
     problem, noise, precision, exact, per_weight = setting(name, g_prior, layerwise)
@@ -113,29 +104,24 @@ def test_sgd_does_not_take_a_negative_loss_for_divergence():
         optimise_MAP(sharper, noise.prior, precision, SGD(10.0, epochs=20))
 
 
-@pytest.mark.parametrize("averaging, clip", [(0.05, None), (None, 5.0)])
-def test_sgd_options_still_descend(averaging, clip):
+def test_sgd_may_average_its_iterates():
     problem, noise, precision, *_ = setting("classification", True, False)
     noise = noise._replace(xi=noise.xi[:2], eta=noise.eta[:2])
-    solver = SGD(1.0, epochs=60, averaging=averaging, clip=clip)
+    solver = SGD(1.0, epochs=60, averaging=0.05)
     assert optimise_samples(problem, noise, precision, solver).error < 0.5
 
 
 def test_certificate_bounds_every_prediction():
     problem, noise, precision, exact, per_weight = setting("classification", True, False)
     noise = noise._replace(xi=noise.xi[:8], eta=noise.eta[:8])
-    with pytest.warns(UserWarning, match="more passes"):
+    with pytest.warns(UserWarning, match="Increase the passes of BlockCG"):
         samples = optimise_samples(problem, noise, precision, BlockCG(1e-6, max_passes=3))
     covariance = exact.covariance(per_weight)
     dense = noise.at(precision) * _precision(exact, per_weight) @ covariance
-    features = torch.randn(500, len(covariance), dtype=torch.float64)
-    deviation = torch.einsum("fp,pq,fq->f", features, covariance, features).sqrt()
-    ratio = ((samples.w - dense) @ features.T).abs() / deviation
-    assert (ratio <= samples.certificate[:, None]).all()
     error = samples.w - dense
-    hessian = torch.linalg.inv(covariance)
-    truth = torch.einsum("kp,pq,kq->k", error, hessian, error).sqrt()
-    assert (samples.certificate < 30 * truth).all()
+    # the largest error of any output, in posterior standard deviations
+    truth = torch.einsum("kp,pq,kq->k", error, torch.linalg.inv(covariance), error).sqrt()
+    assert (truth <= samples.certificate).all() and (samples.certificate < 30 * truth).all()
 
 
 @GRID
@@ -143,7 +129,7 @@ def test_one_em_step_equals_the_dense_one(name, g_prior, layerwise):
     problem, noise, precision, exact, per_weight = setting(name, g_prior, layerwise)
     sigma = sigma_of(problem)
     hyper = Hyperparameters(precision, sigma)
-    step = iterative_e_step(problem, noise, BlockCG()).expect(hyper, 1e-10, 1e-9)
+    step, _ = iterative_e_step(problem, noise, BlockCG()).expect(State(hyper), 1e-10, 1e-9)
     w, gamma = exact.mode(per_weight), exact.effective_dims(per_weight)
     layout = noise.prior.layout
     total = layout.block_sums if layerwise else torch.sum
@@ -183,7 +169,7 @@ class _BasisEStep(IterativeEStep):
     def _at_noise(self, hyper):
         if hyper.sigma is None or not hyper.sigma.dim():
             return super()._at_noise(hyper)
-        problem = self._problem.with_likelihood(Regression(hyper.sigma))
+        problem = self.problem.with_likelihood(Regression(hyper.sigma))
         g_prior = not (self.noise.prior.scale == 1).all()
         noise = basis_noise(problem, g_prior, self.noise.prior.layerwise)
         return problem, noise._replace(prior=self.noise.prior)
@@ -266,27 +252,13 @@ def test_bounds_on_the_precision_warn():
     gamma = torch.tensor([1.0, 1.0, 0.0]).double()
     norm = torch.tensor([1e-30, 1.0, 0.0]).double()
     precision = torch.full((3,), 7.0).double()
-    with pytest.warns(UserWarning, match="bounds"):
+    with pytest.warns(UserWarning, match="reached a bound"):
         updated = function_space_Mackay_update(gamma, norm, precision)
     assert_close(updated, torch.tensor([1e20, 1.0, 7.0]).double())
     stepped = function_space_Mackay_update(gamma, norm, precision, stride=0.5)
     assert_close(stepped, torch.tensor([7 * math.e, 7**0.5, 7.0]).double())
     with pytest.warns(UserWarning, match="number of targets"):
         mackay_noise(torch.tensor(1.0), torch.tensor(5.0), torch.tensor(4.0))
-
-
-def test_true_em_climbs_the_evidence():
-    problem, noise, precision, exact, _ = setting("regression", True, False)
-    e_step = span_e_step(problem, noise, em_steps=40)
-    hyper = Hyperparameters(precision * 100, sigma_of(problem))
-    states = states_of_em(problem, noise.prior, e_step, hyper, update="em", max_steps=40)
-    states = [state.info for state in states]
-    values = torch.stack([state.log_evidence.value for state in states])
-    assert (values.diff() > -1e-9).all()
-    assert len(states) > 2
-    assert values[-1] > e_step.over.first(hyper.precision.item()).bound + 1
-    dense = exact.at_noise(gaussian_log_prob(states[-1].hyper.sigma))
-    assert_close(values[-1], dense.log_evidence(states[-1].hyper.precision))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,15 +2,10 @@
 
 import pytest
 import torch
-from jacobians import check
+from jacobians import check, drawn
 
 models = pytest.importorskip("torchvision.models")
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-
-
-def inputs(size):
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(2, 3, size, size, dtype=torch.float64, generator=generator)
 
 
 def resnet18():
@@ -53,7 +48,7 @@ def swin():
 @pytest.mark.parametrize("selection", [None, "last_layer"])
 def test_torchvision(build, size, selection):
     torch.manual_seed(0)
-    report = check(build().double().train(), inputs(size), selection)
+    report = check(build().double().train(), drawn(2, 3, size, size), selection)
     assert report.path.forward and report.factors
 
 
@@ -65,4 +60,4 @@ def test_torchvision_at_full_width(name):
     torch.manual_seed(0)
     model = getattr(models, name)(num_classes=2, **({"image_size": 32} if "vit" in name else {}))
     # every layer is differentiated through, at the price of few weights
-    assert check(model.double(), inputs(32)[:1], ["*.bias"]).path.forward
+    assert check(model.double(), drawn(1, 3, 32, 32), ["*.bias"]).path.forward

@@ -2,18 +2,15 @@
 
 import pytest
 import torch
-from tiny import LOG_PROBS, likelihood_of, tiny
+from tiny import LOG_PROBS, likelihood_of, problem_of, tiny
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import BlockCG, LinearisedLaplace
-from torch_lla_em.data import Data, Weighed
+from torch_lla_em.data import Weighed
 from torch_lla_em.exact import ExactLaplace
-from torch_lla_em.jacobian.linear_model import LinearModel
-from torch_lla_em.jacobian.network import Network
 from torch_lla_em.likelihoods import Weighted
-from torch_lla_em.problem.problem import Problem
 
 PRECISION = torch.tensor(5.0).double()
 FIT = {"em_steps": 0, "prior_precision": 5.0, "progress_bar": False}
@@ -49,8 +46,7 @@ def test_products_use_the_weights(name):
     w = weights_of(case)
     exact, likelihood = dense(case, w), Weighted(likelihood_of(name))
     batches = [(case.x[a:b], case.y[a:b], w[a:b]) for a, b in ((0, 7), (7, 8), (8, 30))]
-    data = Data(Weighed(batches, "last", None), torch.device("cpu"))
-    problem = Problem(LinearModel(Network(case.model), case.layout), likelihood, data)
+    problem = problem_of(case.model, likelihood, Weighed(batches, "last", None))
     unit = torch.eye(problem.size).double()
     assert_close(problem.ggn_product(unit), exact.ggn)
     rows = problem.rows()

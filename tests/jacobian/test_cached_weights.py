@@ -87,20 +87,31 @@ def kept_by(model):
     return {**cache, **cache.get("layer", {})} if isinstance(cache, dict) else cache
 
 
-@pytest.mark.parametrize("filled", [None, "without gradients", "with gradients"])
 @pytest.mark.parametrize("kind", CACHES)
-def test_cached_weights_are_refused_and_left_as_they_were(kind, filled):
-    model = CACHES[kind]()
-    if filled:
-        with torch.set_grad_enabled(filled == "with gradients"):
-            model(X)
-    before = repr(kept_by(model))
-    with pytest.raises(RuntimeError, match="'layer.weight'.*compute it anew|cannot be exchanged"):
-        fitted(model)
+def test_caches_in_attributes_are_empty_at_every_call(kind):
+    model, plain = CACHES[kind](), fitted(Caching())
+    before, la = repr(kept_by(model)), fitted(model)
+    assert_close(la.effective_dim, plain.effective_dim)
+    assert_close(la.predict(X).samples, plain.predict(X).samples)
     assert repr(kept_by(model)) == before
-    if filled is None:
-        model(X).sum().backward()
-        assert model.layer.weight.grad.abs().max() > 0
+    model(X).sum().backward()
+    assert model.layer.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize("kind", CACHES)
+def test_caches_that_are_full_are_told_and_left_as_they_were(kind, with_gradients):
+    model = CACHES[kind]()
+    with torch.set_grad_enabled(with_gradients):
+        model(X)
+    before = repr(kept_by(model))
+    if with_gradients and isinstance(model.cache, (dict, list)):
+        with pytest.raises(RuntimeError, match="'layer.weight' is also used .* cannot be replaced"):
+            fitted(model)
+    else:
+        (told,) = [words for words in fitted(model).messages if "do not depend on 1 of 3" in words]
+        assert "'layer.weight'" in told and "in an attribute" in told
+    assert repr(kept_by(model)) == before
 
 
 @pytest.mark.parametrize("layer", ["orthogonal", "weight_norm"])
@@ -135,7 +146,7 @@ HIDDEN = {"cache": functools.cache(Caching.doubled), "object": in_a_box}
 
 @pytest.mark.parametrize("kind", HIDDEN)
 def test_weights_cached_out_of_reach_are_refused(kind):
-    with pytest.raises(RuntimeError, match="'layer.weight' takes part in the first forward pass"):
+    with pytest.raises(RuntimeError, match="'layer.weight' is used in the first forward pass"):
         fitted(Caching(HIDDEN[kind]))
 
 

@@ -1,15 +1,12 @@
 """Linear layers whose inputs are transposed: no product may grow by a factor of the length."""
 
-import copy
-
 import pytest
 import torch
-from jacobians import check, linear_model, mlp
+from jacobians import check, linear_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_lla_em.jacobian.contiguous import ContiguousInputs
-from torch_lla_em.jacobian.network import Network
 
 BATCH, LENGTH, WIDTH = 4, 96, 32
 X = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -57,7 +54,6 @@ class Largest(TorchDispatchMode):
 
 def largest(model, count):
     linear = linear_model(model)
-    linear.path = linear.path._replace(shared=True)
     w = torch.randn(count, linear.layout.size)
     total = torch.zeros_like(w)
     with Largest() as seen, linear.network.guarded():
@@ -84,16 +80,3 @@ def test_no_product_is_taken_row_by_row(make, count, monkeypatch):
 def test_products_are_those_of_the_dense_jacobian(make):
     torch.manual_seed(0)
     check(make(dtype=torch.float64), X.double())
-
-
-def test_it_is_left_where_nothing_is_transposed():
-    network = Network(mlp())
-    network.outputs(torch.randn(2, 3).double())
-    assert network._contiguous is None
-    copy.deepcopy(network)
-
-
-def test_self_attention_is_told_by_one_tensor():
-    mode, x = ContiguousInputs(), X.transpose(0, 1)
-    query, key, value = mode._contiguous((x, x, x), 3)
-    assert query is key is value and query.is_contiguous() and mode.needed

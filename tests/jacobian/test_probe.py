@@ -1,15 +1,17 @@
 """What the probe must see, however many outputs there are, and what it must wait with."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from jacobians import X, drawn, linear_model, mlp, prepared
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from torch_lla_em.jacobian.parameters import select_parameters
-from torch_lla_em.jacobian.probe import worst_block
+from torch_lla_em.jacobian.probe import block_errors
 
 
 def test_blocks_are_compared_each_on_its_own_size():
@@ -19,8 +21,9 @@ def test_blocks_are_compared_each_on_its_own_size():
     wrong = truth.clone()
     wrong[:6] = 0
     eps = torch.finfo(torch.float64).eps
-    assert worst_block(layout, truth * (1 + eps), truth, eps) is None
-    assert worst_block(layout, wrong, truth, eps) == layout.names[0]
+    assert block_errors(layout, truth * (1 + eps), truth, eps).max() < eps**0.5
+    assert block_errors(layout, wrong, truth, eps).argmax() == 0
+    assert block_errors(layout, wrong, truth, eps)[0] > eps**0.5
 
 
 class Dead(nn.Module):
@@ -64,3 +67,16 @@ def test_a_network_made_in_inference_mode_says_what_to_do():
     with pytest.raises(ValueError, match="inference_mode.*copy.deepcopy"):
         linear_model(model)
     linear_model(copy.deepcopy(model)).probe(X)
+
+
+def test_copies_hold_no_data_and_are_probed_when_they_need_to_be():
+    linear = linear_model(mlp())
+    linear.probe(X, needs_path=False)
+    assert linear.report.path is None and linear.factored is not None
+    again = pickle.loads(pickle.dumps(linear))
+    assert not any(X.shape == getattr(value, "shape", None) for value in vars(again).values())
+    w = drawn(2, linear.layout.size)
+    for model in (linear, again):
+        with model.network.guarded():
+            assert_close(model.by_autodiff(X).push(w), linear.at(X, 9).push(w))
+        assert model.report.path.forward

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import LOG_PROBS, likelihood_of
+from tiny import LOG_PROBS, draw, likelihood_of
 from torch.nn.functional import gaussian_nll_loss, one_hot
 from torch.testing import assert_close
 
@@ -18,10 +18,6 @@ from torch_lla_em import (
 from torch_lla_em.likelihoods import Tempered, tempered
 
 NAMES = list(LOG_PROBS)
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def example(name):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import basis_noise
+from tiny import basis_noise, problem_of
 from torch import nn
 from torch.testing import assert_close
 
@@ -16,14 +16,9 @@ from torch_lla_em import (
     LinearOperator,
     LinearOperatorRegression,
 )
-from torch_lla_em.data.loader import Data
 from torch_lla_em.exact import ExactLaplace
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.posterior_samples import optimise_samples
-from torch_lla_em.jacobian.linear_model import LinearModel
-from torch_lla_em.jacobian.network import Network
-from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
-from torch_lla_em.problem.problem import Problem
 from torch_lla_em.solvers.newton import Newton
 
 SIDE, MEASURED, SIGMA = 12, 40, 0.3
@@ -84,12 +79,10 @@ def test_products_match_derivatives_of_the_density(likelihood, matrix):
 @pytest.mark.parametrize("g_prior", [False, True])
 def test_posterior_is_the_dense_one(setting, likelihood, matrix, solver, g_prior):
     model, x, y = setting
-    layout = ParameterLayout.of(model, select_parameters(model))
-    linear = LinearModel(Network(model), layout)
-    problem = Problem(linear, likelihood, Data([(x, y)], torch.device("cpu")))
+    problem = problem_of(model, likelihood, [(x, y)])
     noise = basis_noise(problem, g_prior, layerwise=False)
     log_prob = dense_log_prob(matrix, SIGMA)
-    exact = ExactLaplace.of(model, x, y, log_prob, list(layout.names))
+    exact = ExactLaplace.of(model, x, y, log_prob, list(problem.linear_model.layout.names))
     exact = replace(exact, scale=noise.prior.scale)
     precision = torch.tensor(2.5).double()
     samples = optimise_samples(problem, noise, precision, solver)

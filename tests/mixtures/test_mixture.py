@@ -15,22 +15,18 @@ from torch_lla_em.mixtures import (
     Gaussians,
     VariationalGaussianMixture,
 )
-from torch_lla_em.mixtures.blocks import STRUCTURES, with_floor
 from torch_lla_em.mixtures.data import ExampleBatches, survey
-from torch_lla_em.mixtures.em import BoundWarning, kmeans, plus_plus
+from torch_lla_em.mixtures.em import BoundWarning, kmeans
 
 torch.set_num_threads(1)
 
 
+STRUCTURES = "full", "diagonal"
+
+
 def as_matrices(parameters, structure):
-    covariances, (num_components, dim) = parameters.covariances, parameters.means.shape
-    if structure == "full":
-        return covariances
-    if structure == "tied":
-        return covariances.expand(num_components, dim, dim)
-    if structure == "diagonal":
-        return torch.diag_embed(covariances)
-    return covariances[:, None, None] * torch.eye(dim).to(covariances)
+    covariances = parameters.covariances
+    return covariances if structure == "full" else torch.diag_embed(covariances)
 
 
 def path(mixture):
@@ -47,29 +43,6 @@ def log_joint(x, parameters, structure):
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("a", [0.3, 1.0, 2.5])
-def test_two_components_in_closed_form(structure, a):
-    """Data −1 and 1, equal components at −a and a with variance 1.
-
-    p(right | x = 1) = σ(2a), so the means move to ± tanh(a) and the variance of each
-    to 1 − tanh(a)²; the likelihood is ∏ exp(−(1 + a²)/2) cosh(a) / √2π.
-    """
-    x = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
-    shape = {"full": (2, 1, 1), "tied": (1, 1), "diagonal": (2, 1), "spherical": (2,)}[structure]
-    means = torch.tensor([[-a], [a]], dtype=torch.float64)
-    start = Gaussians(torch.tensor([0.5, 0.5]), means, torch.ones(shape))
-    mixture = GaussianMixture(2, covariance=structure)
-    next(mixture.steps(x, start=start))
-    mean = torch.tensor(math.tanh(a), dtype=torch.float64)
-    torch.testing.assert_close(mixture.parameters.means, torch.stack([-mean, mean])[:, None])
-    variance = (1 - mean**2).expand(shape)
-    torch.testing.assert_close(mixture.parameters.covariances, variance)
-    torch.testing.assert_close(mixture.parameters.weights, torch.tensor([0.5, 0.5]).double())
-    expected = 2 * (math.log(math.cosh(a)) - (1 + a**2) / 2 - math.log(2 * math.pi) / 2)
-    assert mixture.history[0].objective == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_density_and_responsibilities(structure, dtype):
     x = draw(dtype=dtype)
@@ -80,41 +53,24 @@ def test_density_and_responsibilities(structure, dtype):
     torch.testing.assert_close(mixture.responsibilities(x), expected.softmax(1).to(dtype))
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_one_component_has_the_moments_of_the_data(structure):
-    x = draw()
-    parameters = GaussianMixture(1, covariance=structure).fit(x).parameters
-    covariance, variances = x.T.cov(correction=0), x.var(0, correction=0)
-    expected = {"full": covariance[None], "tied": covariance, "diagonal": variances[None]}
-    expected = 1.0, x.mean(0)[None], expected.get(structure, variances.mean()[None])
-    for found, truth in zip(parameters, expected):
-        torch.testing.assert_close(found, torch.as_tensor(truth).double().expand_as(found))
-
-
 # The bound.
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_bound_and_divergence_add_up_to_the_evidence(structure):
+    """The bound is that of the step's responsibilities; the next objective adds the divergence."""
     x = draw()
     mixture = GaussianMixture(3, covariance=structure)
     states = mixture.steps(x)
     next(states)
-    old = mixture.parameters
+    q = log_joint(x, mixture.parameters, structure).softmax(1)
     next(states)
-    q = log_joint(x, old, structure).softmax(1)
-    evidence = mixture.evidence(x, q)
-    log_evidence = log_joint(x, mixture.parameters, structure).logsumexp(1).sum()
-    torch.testing.assert_close(sum(evidence), log_evidence)
-    assert evidence.divergence > 0
-    certain = torch.nn.functional.one_hot(q.argmax(1), 3).double()  # q = 0 contributes nothing
-    torch.testing.assert_close(sum(mixture.evidence(x, certain)), log_evidence)
-    # The history's bound is that of the step's own responsibilities,
-    assert mixture.history[1].lower_bound == pytest.approx(float(evidence.lower_bound))
-    # and the divergence is what the next objective adds to it.
+    log_p = log_joint(x, mixture.parameters, structure)
+    bound = (q * (log_p - q.log())).sum().item()
+    assert mixture.history[1].lower_bound == pytest.approx(bound)
     next(states)
-    gap = mixture.history[2].objective - mixture.history[1].lower_bound
-    assert gap == pytest.approx(float(evidence.divergence), rel=1e-6)
+    assert mixture.history[2].objective == pytest.approx(log_p.logsumexp(1).sum().item())
+    assert mixture.history[2].objective > bound
 
 
 @settings(max_examples=150, deadline=None)
@@ -157,13 +113,11 @@ def log_posterior(x, parameters, structure, prior):
     value = value + Dirichlet(torch.full((num_components,), alpha).double()).log_prob(weights)
     matrices = as_matrices(parameters, structure)
     value = value + MultivariateNormal(mean, matrices / strength).log_prob(means).sum()
-    if structure in ("full", "tied"):
-        size, sigma = dim, covariances.reshape(-1, dim, dim)
+    if structure == "full":
+        size, sigma = dim, covariances
     else:
         size, sigma = 1, covariances.reshape(-1, 1, 1)
-        scale = scale.diagonal()
-        scale = scale.mean() if structure == "spherical" else scale.repeat(num_components)
-        scale = scale.reshape(-1, 1, 1)
+        scale = scale.diagonal().repeat(num_components).reshape(-1, 1, 1)
     precision = sigma.inverse()
     precision = (precision + precision.mT) / 2
     wishart = Wishart(torch.tensor(dof, dtype=torch.float64), precision_matrix=scale)
@@ -175,7 +129,7 @@ def log_posterior(x, parameters, structure, prior):
 def test_map_ends_at_the_mode_of_the_posterior(structure):
     """The objective is log p(X, θ) up to a constant, and its gradient vanishes at the end."""
     scale = torch.diag(torch.tensor([0.5, 3.0, 90.0])).double()
-    dense = structure in ("full", "tied")
+    dense = structure == "full"
     scale[0, 1] = scale[1, 0] = 0.3 * dense
     prior = ConjugatePrior(3.0, torch.tensor([6.0, 7, 8]).double(), 0.5, 6.0, scale)
     x, options = draw(n=120), {"prior": prior, "tolerance": 1e-14, "max_steps": 5000}
@@ -195,25 +149,6 @@ def test_map_ends_at_the_mode_of_the_posterior(structure):
         torch.testing.assert_close(gradient * unit, torch.zeros_like(leaf), atol=2e-4, rtol=0)
 
 
-def test_the_floor_is_the_best_covariance_above_it():
-    generator = torch.Generator().manual_seed(0)
-    root = torch.randn(1, 1, 3, 2, generator=generator).double()
-    scatter = root @ root.mT
-
-    def height(covariance):
-        return -torch.linalg.slogdet(covariance)[1] - (covariance.inverse() @ scatter).trace()
-
-    floored = with_floor(scatter, 0.1)
-    best, scatter = floored[0, 0], scatter[0, 0]
-    assert torch.linalg.eigvalsh(best).min() >= 0.1 - 1e-12
-    for _ in range(200):
-        direction = torch.randn(3, 3, generator=generator).double()
-        other = best + 0.05 * (direction + direction.T)
-        values, vectors = torch.linalg.eigh(other)
-        other = (vectors * values.clamp(min=0.1)) @ vectors.T
-        assert height(other) <= height(best) + 1e-12
-
-
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_component_without_examples_does_not_move(structure):
     x = draw()
@@ -223,8 +158,7 @@ def test_a_component_without_examples_does_not_move(structure):
     list(mixture.steps(x, start=start))
     torch.testing.assert_close(mixture.parameters.means[0], x.mean(0))
     torch.testing.assert_close(mixture.parameters.means[1], start.means[1])
-    if structure != "tied":
-        torch.testing.assert_close(mixture.parameters.covariances[1], start.covariances[1])
+    torch.testing.assert_close(mixture.parameters.covariances[1], start.covariances[1])
     assert torch.isfinite(path(mixture)).all()
 
 
@@ -238,7 +172,7 @@ def test_streaming_equals_the_fit_in_memory(structure):
     start = start._replace(means=start.means + 0.1)
     options = {"covariance": structure, "max_steps": 5, "tolerance": 0.0}
     whole, streamed = GaussianMixture(3, **options), GaussianMixture(3, sample_size=50, **options)
-    batches = Batches((part, None, "extra") for part in x.split(37))
+    batches = Batches((part, None) for part in x.split(37))
     assert len(list(whole.steps(x, start=start))) == 5
     assert len(list(streamed.steps(batches, start=start))) == 5 and batches.passes == 6
     assert len(list(GaussianMixture(3, **options).steps(batches))) == 5 and batches.passes == 7
@@ -276,18 +210,6 @@ def test_the_seed_determines_the_fit():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_restarts_keep_the_highest_bound():
-    x = draw(n=200, num_components=6)
-    ends = []
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(4):
-        mixture = GaussianMixture(6, seed=generator, max_steps=500).fit(x)
-        ends.append(mixture.history[-1].lower_bound)
-    assert max(ends) - min(ends) > 1
-    best = GaussianMixture(6, restarts=8, max_steps=500).fit(x).history[-1].lower_bound
-    assert best > sum(ends) / 4
-
-
 def test_kmeans_finds_separate_clusters():
     centres = torch.tensor([[0.0, 0], [10, 0], [0, 10]]).double()
     x = (centres[:, None] + 0.1 * draw(n=60, dim=2).reshape(3, 20, 2) / 7).reshape(60, 2)
@@ -296,49 +218,18 @@ def test_kmeans_finds_separate_clusters():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("places", [[0.0, 1, 3], [0.0, 10, 1, 13]])
-def test_plus_plus_draws_by_squared_distance(places):
-    """From centres at 0, or at 0 and 10, the next is 1 away or 3 away with odds 1 to 9."""
-    x = torch.tensor(places).double()[:, None]
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.stack([plus_plus(x, len(x) - 1, generator)[:, 0] for _ in range(6000)])
-    *first, last = draws[(draws[:, :-1] == x[:-2, 0]).all(1)].T
-    share = (last == places[-1]).double().mean()
-    assert abs(share - 0.9) < 5 * math.sqrt(0.09 / len(last))
-    assert (draws[:, 0] != draws[:, -1]).all()
-
-
-@pytest.mark.slow
 def test_the_sample_is_uniform():
     x = torch.arange(100.0)[:, None]
     generator = torch.Generator().manual_seed(0)
     counts = torch.zeros(100)
     for _ in range(400):
-        seen = survey(ExampleBatches(x.split(7)), 20, generator, lambda x: None)
+        seen = survey(ExampleBatches(x.split(7)), 20, generator)
         assert len(seen.sample.x) == 20 and seen.num_examples == 100
         counts[seen.sample.x[:, 0].long()] += 1
     error = (counts / 400 - 0.2) / math.sqrt(0.16 / 400)
     assert error.abs().max() < 5
     torch.testing.assert_close(seen.mean, x.double().mean(0))
     torch.testing.assert_close(seen.variance, x.double().var(0, correction=0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_samples_have_the_moments_of_the_mixture(structure):
-    mixture = GaussianMixture(2, covariance=structure, max_steps=500).fit(draw())
-    x, component = mixture.sample(20_000, torch.Generator().manual_seed(0))
-    covariances = as_matrices(mixture.parameters, structure)
-    for k in range(2):
-        rows, sigma = x[component == k], covariances[k]
-        share, weight = len(rows) / 20_000, float(mixture.parameters.weights[k])
-        assert abs(share - weight) < 5 * math.sqrt(weight * (1 - weight) / 20_000)
-        error = (rows.mean(0) - mixture.parameters.means[k]) / sigma.diagonal().sqrt()
-        assert error.abs().max() < 5 / math.sqrt(len(rows))
-        spread = (rows.T.cov() - sigma).abs()
-        variances = sigma.diagonal()
-        standard_error = ((sigma**2 + variances[:, None] * variances) / len(rows)).sqrt()
-        assert (spread < 5 * standard_error).all()
 
 
 # Labels.
@@ -432,48 +323,44 @@ def one_row(value):
         (ValueError, "have 2 examples for 3 components. Give at most one", {"data": draw(n=2)}),
         (ValueError, "1 examples with NaN or infinity", {"data": one_row(float("nan"))}),
         (ValueError, "1 examples with NaN or infinity", {"data": one_row(float("inf"))}),
-        (ValueError, r"shape \(300,\). Pass one row", {"data": draw()[:, 0]}),
-        (ValueError, r"Pass one row per example, shape \(n, D\)", {"data": draw()[:, :0]}),
-        (TypeError, r"type torch.int64. Pass floats: x.float\(\)", {"data": draw().long()}),
+        (ValueError, r"shape \(300,\). Pass tensors with one row", {"data": draw()[:, 0]}),
+        (ValueError, r"one row per example, shape \(n, D\)", {"data": draw()[:, :0]}),
         (ValueError, "no examples. Is the loader empty", {"data": []}),
         (TypeError, "iterator .list_iterator., which ends after one", {"data": iter([draw()])}),
-        (TypeError, "Batch 0 holds a ndarray. Pass tensors", {"data": [draw().numpy()]}),
-        (
-            ValueError,
-            "Batch 1 has 2 columns, but earlier ones had 3",
-            {"data": [draw(), draw(dim=2)]},
-        ),
-        (TypeError, r"needs batches \(x, labels\)", {"data": draw(), "by_label": True}),
-        (ValueError, "float32. Pass one integer per example", {"labels": torch.zeros(300)}),
-        (ValueError, "Pass one integer per example", {"labels": torch.zeros(3).long()}),
+        (ValueError, "holds a ndarray of shape None. Pass tensors", {"data": [draw().numpy()]}),
+        (ValueError, r"needs batches \(x, labels\)", {"data": draw(), "by_label": True}),
+        (ValueError, "labels are torch.float32", {"labels": torch.zeros(300)}),
+        (ValueError, "one integer per example", {"labels": torch.zeros(3).long()}),
         (ValueError, "class has 2 examples for 3", {"labels": (torch.arange(300) < 2).long()}),
         (ValueError, "num_components must be 1 or more, not 0", {"num_components": 0}),
         (ValueError, "max_steps must be 1 or more", {"max_steps": 0}),
-        (ValueError, "restarts must be 1 or more", {"restarts": 0}),
         (ValueError, "sample_size must be 1 or more", {"sample_size": 0}),
         (ValueError, "tolerance must be 0 or more", {"tolerance": -1.0}),
         (
             ValueError,
-            "covariance='round' is not known: choose one of .*'tied'",
+            "covariance='round' is not known: choose one of .*'diagonal'",
             {"covariance": "round"},
         ),
         (ValueError, "min_variance must be between 0 and 1", {"min_variance": 0.0}),
         (ValueError, "concentration must be at least 1, not 0.5", {"prior": ConjugatePrior(0.5)}),
-        (ValueError, "strength must be above 0", {"prior": ConjugatePrior(strength=0.0)}),
         (
             ValueError,
-            r"has shape \(2,\), not \(3,\)",
-            {"prior": ConjugatePrior(mean=torch.ones(2))},
+            "strength of a prior must be above 0",
+            {"prior": ConjugatePrior(strength=0.0)},
         ),
-        (ValueError, "dof must be above 2 here, not 2", {"prior": ConjugatePrior(dof=2.0)}),
-        (ValueError, r"matrix \(3, 3\)", {"prior": ConjugatePrior(scale=torch.ones(2))}),
+        (ValueError, r"has the shape \(2,\)", {"prior": ConjugatePrior(mean=torch.ones(2))}),
+        (ValueError, "dof above 2, not 2", {"prior": ConjugatePrior(dof=2.0)}),
+        (ValueError, r"its scale \(2, 2\)", {"prior": ConjugatePrior(scale=torch.ones(2))}),
         (ValueError, "positive definite", {"prior": ConjugatePrior(scale=-torch.ones(3))}),
-        (ValueError, "positive definite", {"prior": ConjugatePrior(scale=torch.ones(3, 3))}),
         (ValueError, r"weights have shape \(2,\), not \(3,\)", {"weights": torch.ones(2) / 2}),
         (ValueError, "weights must be .* sum to 1", {"weights": torch.tensor([0.5, 0.6, 0])}),
         (ValueError, "weights must be at least 0", {"weights": torch.tensor([1.5, -0.5, 0])}),
         (ValueError, r"means have shape \(3, 2\), not \(3, 3\)", {"means": torch.zeros(3, 2)}),
-        (ValueError, "means hold NaN", {"means": torch.full((3, 3), float("nan"))}),
+        (
+            ValueError,
+            "means have shape .* or hold NaN",
+            {"means": torch.full((3, 3), float("nan"))},
+        ),
         (ValueError, "must be positive definite", {"covariances": torch.ones(3, 3, 3)}),
     ],
 )
@@ -493,8 +380,6 @@ def test_unsuitable_data_and_options_raise(error, message, case):
 def test_densities_require_a_fit():
     with pytest.raises(RuntimeError, match=r"no parameters yet. Call fit\(data\) first"):
         GaussianMixture(2).log_prob(draw())
-    with pytest.raises(RuntimeError, match="Call fit"):
-        GaussianMixture(2).sample(3, torch.Generator())
     mixture = GaussianMixture(2, max_steps=500).fit(draw())
     with pytest.raises(RuntimeError, match="by_label=True"):
         mixture.class_log_prob(draw())

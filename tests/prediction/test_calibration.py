@@ -1,65 +1,51 @@
-"""What held-out rows call for, on rows whose answer is known."""
+"""What a validation set calls for, on examples whose answer is known."""
 
 import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny import draw
 from torch.testing import assert_close
 
-from torch_lla_em.data import Batch
 from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson, Regression
 from torch_lla_em.prediction.calibration import calibrated, numbers_of
-from torch_lla_em.prediction.pushed import posterior_alone, predicted
+from torch_lla_em.prediction.pushed import Pushed, posterior_alone, predicted
 from torch_lla_em.runtime import Group
 
 PLAIN = posterior_alone()
 
 
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def examples(likelihood, f, Jw, y):
+    return SimpleNamespace(likelihood=likelihood, parts=(f, Jw, y))
 
 
-class Rows:
-    """Held-out rows as a problem that pushes them forward, cut unevenly."""
-
-    def __init__(self, likelihood, f, Jw, y):
-        self.likelihood, self.parts = likelihood, (f, Jw, y)
-        self.data = SimpleNamespace(group=Group())
-
-    def push_forward(self, columns):
-        f, Jw, y = self.parts
-        for rows in (slice(0, 7), slice(7, None)):
-            yield Batch(0, torch.arange(len(y))[rows], None, y[rows]), f[rows], Jw[:, rows]
-
-
-def rows(likelihood=None, count=2000, K=8, C=3, temperature=1.0, deviation=1.0):
+def drawn(likelihood=None, count=2000, K=8, C=3, temperature=1.0, deviation=1.0):
     """Labels drawn from the network at a temperature, beside a posterior that knows nothing."""
     likelihood = likelihood or Classification()
     f, Jw = 2 * draw(count, C), deviation * draw(1 + K, count, C, seed=1)
     y = likelihood.sample(f / temperature, torch.Generator().manual_seed(2))
-    return Rows(likelihood, f, Jw, y)
+    return examples(likelihood, f, Jw, y)
 
 
-def fit(problem, mean=None, before=PLAIN):
-    return calibrated(problem, problem.parts[1][:, :1, 0], mean, before)
+def fit(problem, before=PLAIN):
+    return calibrated(Pushed.of(problem.likelihood, *problem.parts), Group(), before)
 
 
-@pytest.mark.parametrize("mean", [None, "network"])
 @pytest.mark.parametrize("likelihood", [Classification(), Bernoulli()])
 @pytest.mark.parametrize("temperature", [0.5, 3.0])
-def test_calibration_finds_the_temperature_of_the_network(likelihood, mean, temperature):
-    problem = rows(likelihood, temperature=temperature, deviation=4.0)
+def test_calibration_finds_the_temperature_of_the_network(likelihood, temperature):
+    problem = drawn(likelihood, temperature=temperature, deviation=4.0)
     f, Jw, y = problem.parts
-    found = fit(problem, mean)
+    found = fit(problem)
     truth = likelihood.log_prob(f / temperature, y)
     ours = predicted(likelihood, f, Jw, found.table).log_prob(y)
     assert (truth - ours).mean() < 0.01
     assert found.calibration.before > found.calibration.after
 
 
-def objective(likelihood, parts, mean, theta):
-    numbers = numbers_of(likelihood, mean)
+def objective(likelihood, parts, theta):
+    numbers = numbers_of(likelihood)
     f, Jw, y = parts
     table, noise = numbers.at(theta)
     if isinstance(likelihood, Regression):
@@ -68,9 +54,8 @@ def objective(likelihood, parts, mean, theta):
     return rows - 0.5 * (theta / torch.tensor(numbers.deviations)).square().sum()
 
 
-@pytest.mark.parametrize("mean", [None, "network", "linear"])
 @pytest.mark.parametrize("likelihood", [Classification(), Regression(0.5), Poisson()])
-def test_calibration_maximises_the_posterior_density(likelihood, mean, monkeypatch):
+def test_calibration_maximises_the_posterior_density(likelihood, monkeypatch):
     kept = {}
     from torch_lla_em.prediction import calibration
 
@@ -78,17 +63,17 @@ def test_calibration_maximises_the_posterior_density(likelihood, mean, monkeypat
     monkeypatch.setattr(
         calibration, "_most_probable", lambda *a: kept.setdefault("theta", search(*a))
     )
-    problem = rows(likelihood, count=300)
-    fit(problem, mean)
-    best = objective(likelihood, problem.parts, mean, kept["theta"])
+    problem = drawn(likelihood, count=300)
+    fit(problem)
+    best = objective(likelihood, problem.parts, kept["theta"])
     for step in torch.eye(len(kept["theta"]), dtype=torch.float64):
         for change in (0.03, -0.03):
             moved = kept["theta"] + change * step
-            assert objective(likelihood, problem.parts, mean, moved) < best + 1e-6
+            assert objective(likelihood, problem.parts, moved) < best + 1e-6
 
 
 def test_few_examples_leave_the_prior():
-    found = fit(rows(count=8, deviation=1e-3), before=posterior_alone(factor=20.0))
+    found = fit(drawn(count=8, deviation=1e-3), before=posterior_alone(factor=20.0))
     weight, mode, network, scale = found.table.unbind(1)
     assert (weight - 1 / 3).abs().max() < 0.3
     assert 0.3 < scale[0] < 3 and 0.5 < mode[1] < 2 and 0.5 < network[2] < 2
@@ -99,7 +84,7 @@ def test_calibration_finds_scale_and_noise_of_a_regression():
     signs = torch.cat([torch.zeros(1, 1, 1), torch.ones(1, 1, 1), -torch.ones(1, 1, 1)])
     y = f + (0.3 * sd**2 + 0.6**2).sqrt() * draw(20_000, 1, seed=2)
     Jw = signs.double() * sd + f * (signs == 0)
-    found = fit(Rows(Regression(2.0), f, Jw, y), "network")
+    found = fit(examples(Regression(2.0), f, Jw, y))
     assert_close(found.table[0, 3].item(), 0.3, rtol=0.1, atol=0)
     assert_close(2.0 * found.noise, 0.6, rtol=0.05, atol=0)
     before, after = found.calibration.coverage
@@ -110,12 +95,12 @@ def test_the_mean_lies_between_the_two():
     f, h = draw(500, 2), draw(500, 2, seed=1)
     y = 0.25 * h + 0.75 * f + 0.1 * draw(500, 2, seed=2)
     Jw = torch.cat([h[None], 0.01 * draw(4, 500, 2, seed=3)])
-    found = fit(Rows(Regression(0.1), f, Jw, y))
+    found = fit(examples(Regression(0.1), f, Jw, y))
     assert_close(found.table[0, 1:3], torch.tensor([0.25, 0.75]).double(), rtol=0, atol=0.02)
 
 
 def test_the_nll_is_corrected_for_optimism():
-    problem = rows(count=200)
+    problem = drawn(count=200)
     found = fit(problem)
     f, Jw, y = problem.parts
     inside = -predicted(problem.likelihood, f, Jw, found.table).log_prob(y).mean().item()
@@ -124,7 +109,7 @@ def test_the_nll_is_corrected_for_optimism():
 
 
 def test_the_improvement_is_logged_in_one_sentence(caplog):
-    problem = rows(Regression(2.0), count=400)
+    problem = drawn(Regression(2.0), count=400)
     problem.likelihood = Regression(1.0)
     with caplog.at_level(logging.INFO, logger="torch_lla_em"):
         found = fit(problem).calibration
@@ -139,7 +124,7 @@ def test_the_improvement_is_logged_in_one_sentence(caplog):
 
 def test_errors_are_those_of_paired_differences():
     likelihood = Regression(2.0)
-    problem = rows(likelihood, count=50)
+    problem = drawn(likelihood, count=50)
     problem.likelihood = likelihood = Regression(1.0)
     found = fit(problem)
     f, Jw, y = problem.parts
@@ -158,8 +143,8 @@ def test_errors_are_those_of_paired_differences():
 
 
 def test_better_predictions_are_kept(caplog):
-    first = fit(rows(count=2000, temperature=20.0))
-    for problem in (rows(count=2000, temperature=20.0), rows(count=8, temperature=20.0)):
+    first = fit(drawn(count=2000, temperature=20.0))
+    for problem in (drawn(count=2000, temperature=20.0), drawn(count=8, temperature=20.0)):
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="torch_lla_em"):
             again = fit(problem, before=first.table)
@@ -170,20 +155,20 @@ def test_better_predictions_are_kept(caplog):
 
 
 def test_ignored_labels_are_no_examples():
-    problem = rows(count=200)
+    problem = drawn(count=200)
     f, Jw, y = problem.parts
-    some = Rows(problem.likelihood, f, Jw, torch.where(torch.arange(200) < 150, -100, y))
-    kept = Rows(problem.likelihood, f[150:], Jw[:, 150:], y[150:])
+    some = examples(problem.likelihood, f, Jw, torch.where(torch.arange(200) < 150, -100, y))
+    kept = examples(problem.likelihood, f[150:], Jw[:, 150:], y[150:])
     found, alone = fit(some).calibration, fit(kept).calibration
     assert found.num_rows == 50
     assert found[:4] == pytest.approx(alone[:4])
     with pytest.raises(ValueError, match="None of the validation examples has a label"):
-        fit(Rows(problem.likelihood, f, Jw, torch.full_like(y, -100)))
+        fit(examples(problem.likelihood, f, Jw, torch.full_like(y, -100)))
 
 
 def test_data_of_another_source_are_warned_of(caplog):
     f = 50 * draw(3000, 3)
     y = Classification().sample(f / 50, torch.Generator().manual_seed(2))
     with caplog.at_level(logging.WARNING, logger="torch_lla_em"):
-        fit(Rows(Classification(), f, 1e-9 * draw(5, 3000, 3, seed=1), y), "network")
+        fit(examples(Classification(), f, 1e-9 * draw(5, 3000, 3, seed=1), y))
     assert "same source" in caplog.text

@@ -6,7 +6,7 @@ from tiny import LOG_PROBS, likelihood_of, tiny
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lla_em import LinearisedLaplace, NotFittedError, compare
+from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, NotFittedError, compare
 from torch_lla_em.prediction import outcomes, predicted_data, scores
 
 
@@ -103,3 +103,21 @@ def test_ignored_labels_are_no_examples():
     assert table.records["a"]["NLL"] == pytest.approx(alone.records["a"]["NLL"])
     assert table.records["a"]["network NLL"] == pytest.approx(alone.records["a"]["network NLL"])
     assert len(table.log_probs["a"]) == 10
+
+
+def test_a_loader_that_changes_its_order_is_refused():
+    case, la = fitted("classification")
+
+    class Turning:
+        """Batches that begin with another one in every pass."""
+
+        batches = list(zip(case.x.split(10), case.y.split(10)))
+
+        def __iter__(self):
+            self.batches = self.batches[1:] + self.batches[:1]
+            return iter(self.batches)
+
+    with pytest.raises(ValueError, match="pass a list of batches"):
+        compare([la, la], Turning())
+    with pytest.raises(ValueError, match="pass a list of batches"):
+        LaplaceEnsemble([la, la]).calibrate(Turning())

@@ -4,17 +4,13 @@ import copy
 
 import pytest
 import torch
-from tiny import tiny
+from tiny import draw, tiny
 from torch.testing import assert_close
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace
 from torch_lla_em.prediction.conformal import REFERENCE
 
 KINDS = {"classification": "classification", "regression": "regression", "poisson": "poisson"}
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def posterior(name, seed, fitted=True):
@@ -128,7 +124,7 @@ def test_ensembles_are_saved(members, calibrated, tmp_path):
     assert_close(loaded(x), ensemble(x), rtol=0, atol=0)
     if calibrated:
         assert torch.equal(loaded.predict(x).p_value, ensemble.predict(x).p_value)
-    with pytest.raises(ValueError, match="of 3 members, and this ensemble has 2"):
+    with pytest.raises(ValueError, match="has 3 members, but this ensemble has 2"):
         LaplaceEnsemble.load(tmp_path / "ensemble.pt", fresh[:2])
 
 
@@ -137,5 +133,5 @@ def test_members_have_one_likelihood():
     for members in ([], pair):
         with pytest.raises(ValueError, match="all with the same likelihood"):
             LaplaceEnsemble(members)
-    with pytest.raises(RuntimeError, match="call la.fit"):
+    with pytest.raises(RuntimeError, match="Call la.fit"):
         LaplaceEnsemble(pair[:1]).predict(tiny("classification").x)

@@ -2,20 +2,59 @@
 
 import doctest
 import inspect
+import logging
 import re
+import warnings
+from copy import deepcopy
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 from tiny import tiny
 
 import torch_lla_em
-from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, compare, plot, torch_uncertainty
-from torch_lla_em.prediction import Calibration, Comparison, Prediction
+from torch_lla_em import LinearisedLaplace
 
-CLASSES = (LinearisedLaplace, LaplaceEnsemble, Prediction, Comparison, Calibration)
-PUBLIC = [*CLASSES, compare, torch_uncertainty.RoutineModel]
-PUBLIC += [f for f in vars(plot).values() if getattr(f, "__module__", "") == plot.__name__]
-PUBLIC = [f for f in PUBLIC if f.__name__[0] != "_" and f is not plot.unfamiliarity]
+MODULES = {  # beside the package itself, whose names are those of __all__
+    "plot": None,
+    "botorch": "botorch",
+    "lightning": "lightning",
+    "sklearn": "sklearn",
+}
+"""Modules of the package's root -> the library that they need."""
+
+MORE = {
+    "likelihoods": ["Tempered", "Weighted", "compare_with_log_prob"],
+    "mixtures": ["BernoulliMixture", "GaussianMixture", "Mixture", "VariationalGaussianMixture"],
+}
+GIVEN = {"self", "cls", "trainer", "pl_module", "stage"}
+"""Arguments that need no description; those of hooks are described by Lightning."""
+
+FORMER = {"unfamiliarity"}
+"""Deprecated names."""
+
+
+def _defined(module):
+    """Return the public classes and functions that a file of the package's root defines."""
+    text = Path(torch_lla_em.__file__).with_name(f"{module}.py").read_text()
+    names = re.findall(r"^(?:class|def) ([a-zA-Z]\w*)", text, re.MULTILINE)
+    return [name for name in names if name not in FORMER]
+
+
+PUBLIC = [f".{name}" for name in torch_lla_em.__all__ if name != "NotFittedError"]
+PUBLIC += [f"{module}.{name}" for module in MODULES for name in _defined(module)]
+PUBLIC += [f"{module}.{name}" for module, names in MORE.items() for name in names]
+
+
+def _found(address):
+    """Return a public class or function; skip if the library that its module needs is missing."""
+    module, name = address.split(".")
+    if MODULES.get(module):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pytest.importorskip(MODULES[module])
+    return getattr(import_module(f"torch_lla_em.{module}".strip(".")), name)
 
 
 @pytest.fixture(scope="module")
@@ -25,47 +64,91 @@ def names():
     case, real = tiny("classification"), tiny("regression")
     la, other = (LinearisedLaplace(case.model, "classification", num_samples=4) for _ in range(2))
     regression = LinearisedLaplace(real.model, "regression", num_samples=4)
+    line = torch.nn.Linear(real.x.shape[1], 1).double()
+    one_output = LinearisedLaplace(line, "regression", num_samples=4)
     for each in (la, other):
         each.fit(case.x, case.y, **fit).calibrate(case.x, case.y)
     regression.fit(real.x, real.y, **fit).calibrate(real.x, real.y)
+    one_output.fit(real.x, real.y[:, :1], **fit)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(case.x, case.y), 16)
-    y = {"x": case.x, "y": case.y, "model": case.model, "loader": loader}
-    names = {**vars(torch_lla_em), "RoutineModel": torch_uncertainty.RoutineModel, **y}
-    return {**names, "la": la, "other": other, "regression": regression}
+    names = {name: getattr(torch_lla_em, name) for name in torch_lla_em.__all__}
+    names |= {"la": la, "other": other, "regression": regression, "one_output": one_output}
+    return (
+        names
+        | {"torch": torch, "plot": torch_lla_em.plot, "model": case.model}
+        | {"x": case.x, "y": case.y, "loader": loader}
+    )
+
+
+def _of_lightning(names):
+    """What the example of the callback uses."""
+    from lightning import LightningModule, Trainer
+
+    class Module(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = deepcopy(names["model"])
+
+        def training_step(self, batch, _):
+            x, y = batch
+            return torch.nn.functional.cross_entropy(self.net(x), y)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 1e-3)
+
+    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet = {"max_epochs": 1, "accelerator": "cpu", "enable_model_summary": False, **off}
+    return {"module": Module(), "Trainer": Trainer, "quiet": quiet}
+
+
+def _of_sklearn(names):
+    x, y = names["x"].float().numpy(), names["y"].numpy()
+    return {"X": x, "labels": y, "y": x[:, 0] + 0.1 * y}
 
 
 def _methods(public):
-    if not inspect.isclass(public):
-        return [public]
-    kept = [public]
-    for name in dir(public):
+    """Yield (name, function or class, docstring) of a class and its methods, or of a function."""
+    yield public.__qualname__, public, public.__doc__ or ""
+    for name in dir(public) if inspect.isclass(public) else ():
         value = inspect.getattr_static(public, name)
         value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
         if name[0] != "_" and getattr(value, "__module__", "").startswith("torch_lla_em"):
-            kept.append(value)
-    return kept
+            # methods of a subclass inherit the docstring
+            yield f"{public.__qualname__}.{name}", value, inspect.getdoc(getattr(public, name))
 
 
-@pytest.mark.parametrize("public", PUBLIC, ids=lambda public: public.__qualname__)
-def test_examples_run(public, names):
+@pytest.mark.parametrize("address", PUBLIC)
+@pytest.mark.filterwarnings("ignore")
+def test_examples_run(address, names, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    public, module = _found(address), address.split(".")[0]
+    if module:
+        names = names | vars(import_module(f"torch_lla_em.{module}"))
+    names = names | {"lightning": _of_lightning, "sklearn": _of_sklearn}.get(module, dict)(names)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     runner, parser = doctest.DocTestRunner(), doctest.DocTestParser()
-    for each in _methods(public):
-        test = parser.get_doctest(each.__doc__ or "", dict(names), each.__qualname__, None, 0)
-        runner.run(test)
+    for name, _, doc in _methods(public):
+        runner.run(parser.get_doctest(doc or "", dict(names), name, None, 0))
     assert not runner.failures
 
 
-@pytest.mark.parametrize("public", PUBLIC, ids=lambda public: public.__qualname__)
-def test_every_argument_is_documented(public):
+@pytest.mark.parametrize("address", PUBLIC)
+def test_every_argument_is_documented(address):
     missing = []
-    for each in _methods(public):
-        if each in (Prediction, Comparison, Calibration) or not (each.__doc__ or "").strip():
-            if not each.__doc__:
-                missing.append(each.__qualname__)
+    for name, value, doc in _methods(_found(address)):
+        if not doc:
+            missing.append(name)
             continue
-        for name, parameter in inspect.signature(each).parameters.items():
-            named = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-            is_documented = re.search(rf"^ +{name} \(", each.__doc__, re.MULTILINE)
-            if named and name not in ("self", "cls", "args", "kwargs") and not is_documented:
-                missing.append(f"{each.__qualname__}({name})")
+        if hasattr(value, "_fields") or hasattr(value, "__dataclass_fields__"):
+            continue  # a docstring below each field
+        for argument, parameter in inspect.signature(value).parameters.items():
+            several = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+            is_documented = re.search(rf"^ +{argument} \(|^ +{argument}:", doc, re.MULTILINE)
+            if argument not in GIVEN and not several and not is_documented:
+                missing.append(f"{name}({argument})")
     assert not missing
+
+
+def test_public_classes_and_functions_have_an_example():
+    without = {address for address in PUBLIC if ">>>" not in (_found(address).__doc__ or "")}
+    assert without <= {".Curve"}  # which la.curve returns

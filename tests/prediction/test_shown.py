@@ -2,7 +2,7 @@
 
 import logging
 import re
-from math import isnan, log
+from math import isnan
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +13,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import LinearisedLaplace, Prediction
-from torch_lla_em.data import Batch
-from torch_lla_em.inference import Estimate
-from torch_lla_em.likelihoods import Bernoulli, Classification, Regression
+from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson
 from torch_lla_em.prediction import metrics
 
 
@@ -48,11 +46,6 @@ def test_predictions_of_any_shape_are_shown():
     empty = Prediction(Classification(), torch.zeros(0, 3), torch.zeros(2, 0, 3))
     pixels = Prediction(Classification(), torch.zeros(2, 5, 5, 3), torch.zeros(2, 2, 5, 5, 3), 1)
     assert "(0, 3)" in repr(empty) and "(2, 3, 5, 5)" in repr(pixels)
-
-
-def test_the_steps_of_em_are_shown():
-    _, la = fitted("classification", em_steps=2)
-    assert "EM" in repr(la) and "passes" in repr(la)
 
 
 def test_loaders_are_run_through():
@@ -111,16 +104,6 @@ def test_groups_are_of_examples_of_one_shape():
     assert_close(found.value, sum(la.joint_log_prob(*group) for group in groups))
 
 
-def estimate(value, error=0.0):
-    return Estimate(torch.tensor(value), torch.tensor(error))
-
-
-def test_a_posterior_that_is_the_prior_is_noticed():
-    assert any("the prior" in s for s in metrics.check_weights(estimate(0.1), 32))
-    assert any("the prior" in s for s in metrics.check_weights(estimate(10.0, 6.0), 32))
-    assert not list(metrics.check_weights(estimate(3.0, 0.5), 32))
-
-
 def test_the_error_of_one_example_is_not_known():
     case = tiny("classification")
     la = LinearisedLaplace(case.model, "classification", num_samples=4)
@@ -130,23 +113,31 @@ def test_the_error_of_one_example_is_not_known():
     assert isnan(la.calibration.standard_error) and "nan" in str(la.calibration)
 
 
+def warnings(prediction=None, y=None, **changed):
+    """The warnings of a fit of which all is well but for what is changed."""
+    if prediction is None:
+        prediction, y = Prediction(Poisson(), torch.zeros(9, 3), torch.zeros(2, 9, 3)), None
+    well = {"effective_dim": 20.0, "effective_dim_error": 1.0, "prior_precision": 1.0}
+    found = {name: torch.tensor(value) for name, value in (well | changed).items()}
+    la = SimpleNamespace(**found, w_samples=torch.zeros(32, 1), num_data=200)
+    return list(metrics.warnings_of(la, prediction, y))
+
+
 @pytest.mark.parametrize(
-    "precision, said", [(1e20, True), ([1.0, 1e-20], True), (1.0, False), ([1.0, 130.0], False)]
+    "changed, words",
+    [
+        ({}, None),
+        ({"effective_dim": 0.1}, "is close to the prior"),
+        ({"effective_dim": 10.0, "effective_dim_error": 6.0}, "is close to the prior"),
+        ({"effective_dim": 3.0, "effective_dim_error": 0.5}, None),
+        ({"prior_precision": 1e20}, "ended at a bound"),
+        ({"prior_precision": [1.0, 1e-20]}, "ended at a bound"),
+        ({"prior_precision": [1.0, 130.0]}, None),
+    ],
 )
-def test_a_precision_at_a_bound_is_noticed(precision, said):
-    assert bool(list(metrics.check_precision(torch.tensor(precision)))) == said
-
-
-def test_evidence_of_guessing_is_noticed():
-    y = torch.zeros(4, dtype=torch.long)
-    p = Prediction(Classification(), torch.zeros(4, 3), torch.zeros(2, 4, 3))
-    guess = -100 * log(3)
-    assert list(metrics.check_evidence(estimate(guess - 1), p, y, 100))
-    assert not list(metrics.check_evidence(estimate(guess + 1), p, y, 100))
-    labels = Prediction(Bernoulli(), torch.zeros(4, 3), torch.zeros(2, 4, 3))
-    guess = -300 * log(2)
-    assert list(metrics.check_evidence(estimate(guess - 1), labels, torch.zeros(4, 3), 100))
-    assert not list(metrics.check_evidence(estimate(guess + 1), labels, torch.zeros(4, 3), 100))
+def test_a_posterior_without_data_or_at_a_bound_is_noticed(changed, words):
+    found = warnings(**changed)
+    assert len(found) == (words is not None) and (words is None or words in found[0])
 
 
 @pytest.mark.parametrize("spread, said", [(8.0, True), (0.1, False)])
@@ -155,27 +146,48 @@ def test_predictions_far_less_certain_than_right_are_noticed(spread, said):
     y = torch.arange(200) % 5
     centre = 4.0 * torch.nn.functional.one_hot(y, 5)
     deviations = spread * torch.randn(16, 200, 5, generator=generator)
-    p = Prediction(Classification(), centre, deviations)
-    assert bool(list(metrics.check_certainty(p, y))) == said
-    b = Prediction(Bernoulli(), centre - 2, deviations)
-    assert bool(list(metrics.check_certainty(b, (centre > 0).float()))) == said
-    r = Prediction(Regression(0.1), centre, deviations)
-    assert bool(list(metrics.check_certainty(r, centre + 0.1))) == (spread == 8.0)
+    assert bool(warnings(Prediction(Classification(), centre, deviations), y)) == said
+    labels = Prediction(Bernoulli(), centre - 2, deviations)
+    assert bool(warnings(labels, (centre > 0).float())) == said
 
 
 def test_a_collapsed_fit_logs_warnings(caplog):
     with caplog.at_level(logging.WARNING, logger="torch_lla_em"):
         fitted("classification", prior_precision=1e9)
-    assert "next to none of the weights" in caplog.text
+    assert "determine hardly any parameters" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="torch_lla_em"):
         fitted("regression")
     assert "the prior" not in caplog.text
 
 
-def test_examples_with_many_outputs_are_not_checked():
-    batch = Batch(0, torch.arange(9), torch.zeros(9, 2), torch.zeros(9))
-    data = SimpleNamespace(num_rows=9, num_outputs=9 * 10**6, first=lambda: batch)
-    assert metrics.few_examples(data, 32) is None
-    data.num_outputs = 9 * 2**15
-    assert len(metrics.few_examples(data, 32).rows) == 4
+def trained(width, num_data, steps, noise=0.3):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num_data, 3, generator=generator)
+    y = x[:, :1] + 0.5 * x[:, 1:2] ** 2 + noise * torch.randn(num_data, 1, generator=generator)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, 1))
+        optimizer = torch.optim.Adam(net.parameters(), 0.01)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+    la = LinearisedLaplace(net, "regression", num_samples=8)
+    return la.fit(x, y, progress_bar=False)
+
+
+@pytest.mark.parametrize(
+    "width, num_data, steps, overfitted",
+    [
+        (10, 400, 300, 0),
+        (5, 150, 300, 0),
+        (20, 600, 400, 0),
+        (100, 60, 2000, 1),
+        (200, 100, 1500, 1),
+    ],
+)
+def test_an_overfitted_regression_says_so_and_what_helps(width, num_data, steps, overfitted):
+    shown = repr(trained(width, num_data, steps))
+    assert ("The network has overfitted" in shown) == overfitted
+    assert not overfitted or "la.calibrate(validation_loader)" in shown

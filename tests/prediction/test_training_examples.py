@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny import draw
 from torch import nn
 from torch.testing import assert_close
 
@@ -9,10 +10,6 @@ from torch_lla_em import LaplaceEnsemble, LinearisedLaplace
 from torch_lla_em.likelihoods import Bernoulli, Classification
 from torch_lla_em.prediction.pushed import predicted, push_forward
 from torch_lla_em.prediction.training_examples import TrainingExamples, output_variance
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,8 @@ def test_history_tells_seconds_and_columns_by_stage():
     case, la = made()
     la.fit([(case.x, case.y)], progress_bar=False)
     stages = la.history[-1]["stages"]
-    assert {"noise", "span"} <= set(stages)
-    assert stages["noise"][1] == 4 and stages["span"][1] > 0
+    assert {"noise", "E-step"} <= set(stages)
+    assert stages["noise"][1] == 4 and stages["E-step"][1] > 0
     # what the last samples took is there too, though no step of EM came after them
     assert sum(columns for _, columns in stages.values()) >= la.history[-1]["columns"]
 

@@ -44,4 +44,6 @@ def test_few_frames_lie_between_a_product_and_the_network(likelihood):
     products = "ggn_product", "loss_and_gradient", "noise_features", "push_forward"
     names = [[name for _, name in stack] for stack in network.stacks]
     inside = [stack.index(p) for stack in names for p in products if p in stack]
-    assert inside and max(inside) <= 8
+    assert inside and max(inside) <= 7
+    from_fit = [stack.index("fit") for stack in names if set(products) & set(stack)]
+    assert max(from_fit) <= 12

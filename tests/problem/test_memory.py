@@ -1,6 +1,5 @@
 """Where memory ends, the work goes on in smaller pieces, with the same result."""
 
-import subprocess
 import sys
 
 import pytest
@@ -16,7 +15,7 @@ from torch_lla_em.data.loader import Data
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem.plan import measured
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.runtime.memory import DoesNotFit, attempt, free_memory
+from torch_lla_em.runtime.memory import DoesNotFit, attempt
 from torch_lla_em.solvers import space as blocks
 
 K = 8
@@ -172,14 +171,14 @@ def test_a_shortage_is_no_property_of_the_network():
         fresh = problem_of_rows(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
         first = fresh.data.first()
         with EndsOnce(refused) as operations:
-            measured(fresh.sweep, first, None)
-        return fresh.linear_model.report, -operations.left
+            measured(fresh, first)
+        return fresh.linear_model, -operations.left
 
     expected, count = prepared()
     assert expected.path.forward and count > 100
     for refused in range(1, count, count // 10):
-        report, _ = prepared(refused)
-        assert report.path.forward and not report.unbatched and not report.forward
+        linear, _ = prepared(refused)
+        assert linear.path.forward and not linear.report.unbatched and not linear.report.forward
 
 
 def problem_of_rows(model):
@@ -246,75 +245,6 @@ def test_layers_that_run_out_of_memory_are_understood():
     run_fresh(convolve_without_room)
 
 
-def test_pageable_memory_is_taken_where_pinned_memory_ends(monkeypatch, caplog):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    whole, pins, empty = problem(), [], torch.empty
-    monkeypatch.undo()
-
-    def unpinned(*args, pin_memory=False, **options):
-        if pin_memory:
-            pins.append(args)
-            raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be")
-        return empty(*args, **options)
-
-    monkeypatch.setattr(torch, "empty", unpinned)
-    first, second = (p.vectors.home(4, whole.size) for p in (whole, whole.with_curvature_at(None)))
-    assert first.shape == second.shape == (4, whole.size)
-    assert len(pins) == 1 and caplog.text.count("(CUDA error: out of memory)") == 1
-
-
-@pytest.mark.parametrize("share, free", [(1.0, 40.0), (0.5, 30.0), (0.1, 20.0)])
-def test_a_share_of_a_card_is_all_that_is_free(share, free, monkeypatch):
-    told = {
-        "mem_get_info": (20, 100),
-        "memory_reserved": 40,
-        "memory_allocated": 20,
-        "get_per_process_memory_fraction": share,
-    }
-    for name, value in told.items():
-        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value, raising=False)
-    assert free_memory(torch.device("cuda")) == free
-
-
-def measure_below(limit, name):
-    import resource
-
-    soft, hard = resource.getrlimit(limit)
-    resource.setrlimit(limit, (field(name) + (64 << 20), hard))
-    free = free_memory(torch.device("cpu"))
-    resource.setrlimit(limit, (soft, hard))
-    assert 32 << 20 < free <= 64 << 20, free
-    assert free_memory(torch.device("cpu")) > 64 << 20
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
-@pytest.mark.parametrize("limit, name", [("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")])
-def test_limits_of_the_process_are_what_is_free(limit, name):
-    import resource
-
-    run_fresh(measure_below, getattr(resource, limit), name)
-
-
-SCRIPT = """
-import resource, torch
-from torch_lla_em.runtime.memory import attempt
-torch.zeros(1)
-resource.setrlimit(resource.RLIMIT_DATA, (1 << 31, 1 << 31))
-result, shortage = attempt(lambda: torch.zeros(1 << 32))
-print("shortage:", shortage)
-assert result is None and attempt(lambda: 1) == (1, None)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux alone")
-def test_the_cpu_allocator_is_understood():
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120
-    )
-    assert ended.returncode == 0 and "allocate" in ended.stdout, ended.stderr
-
-
 SPACE, ROWS = blocks.Space(), torch.randn(4, 1 << 14, generator=torch.Generator().manual_seed(3))
 
 
@@ -351,24 +281,22 @@ def test_pieces_are_orthonormalised_as_the_whole_is(dependent, monkeypatch):
     torch.testing.assert_close((basis, coefficients), whole)
 
 
-# solver, prior, and a share of what a fit takes that is enough by smaller pieces
 SOLVERS = [
-    (BlockCG(), "scalar", 0.7),
-    (BlockCG(deflate=False), "scalar", 0.97),
-    (SGD(epochs=10), "scalar", 0.9),
-    (FunctionSpace(), "scalar", 0.97),
-    (BlockCG(), "layerwise", 0.7),
+    (BlockCG(), "scalar"),
+    (SGD(epochs=10), "scalar"),
+    (FunctionSpace(), "scalar"),
+    (BlockCG(), "layerwise"),
 ]
 
 
-@pytest.mark.parametrize("solver, prior, share", daily(SOLVERS[0], rest=SOLVERS[1:]))
-@pytest.mark.filterwarnings("ignore:The samples are known", "ignore:The linear mode is known")
-def test_fits_on_smaller_cards_are_the_same(solver, prior, share, monkeypatch, caplog):
+@pytest.mark.parametrize("solver, prior", daily(SOLVERS[0], rest=SOLVERS[1:]))
+@pytest.mark.filterwarnings("ignore:The samples", "ignore:The mode")
+def test_fits_on_smaller_gpus_are_the_same(solver, prior, monkeypatch, caplog):
     fit, x = small_fit(solver, prior, monkeypatch)
     fit()  # what is made once a process counts for none
     with Allocator() as unlimited:
         whole = fit()
-    with Allocator(share * unlimited.peak) as allocator:
+    with Allocator(0.85 * unlimited.peak) as allocator:
         small = fit()
     assert allocator.refusals and "Out of memory" in caplog.text
     torch.testing.assert_close(small.prior_precision, whole.prior_precision, rtol=0.05, atol=0)
@@ -390,8 +318,8 @@ def small_fit(solver, prior, monkeypatch):
     # pieces as small beside P as they are on a real card
     monkeypatch.setattr(blocks, "_ENTRIES", 1 << 12)
     torch.manual_seed(1)
-    x, y = torch.randn(12, 20), torch.randint(0, 3, (12,))
-    batches, model = list(zip(x.split(8), y.split(8))), network(20)
+    x, y = torch.randn(96, 20), torch.randint(0, 3, (96,))
+    batches, model = list(zip(x.split(64), y.split(64))), network(20)
 
     def fit():
         la = LinearisedLaplace(model, "classification", solver=solver, prior=prior, num_samples=3)
@@ -411,7 +339,7 @@ def test_what_a_fit_cannot_do_without_is_said(monkeypatch):
         la.fit([(x, y)], progress_bar=False)
     message = str(caught.value)
     size = la._linear_model.layout.size
-    assert f"{K} samples of {size:,} weights take" in message and "(none left)" in message
+    assert f"{K} samples of {size:,} parameters need" in message and "(none left)" in message
     for knob in ("num_samples", 'parameters="last_layer"', 'vectors="cpu"', "memory="):
         assert knob in message
 

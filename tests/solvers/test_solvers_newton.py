@@ -5,7 +5,6 @@ import torch
 from torch.nn.functional import softplus
 
 from torch_lla_em.solvers import DivergenceError, FaultyProductError, Newton, Operator, Space
-from torch_lla_em.solvers.newton import conjugate_gradients
 
 N, P = 60, 12
 
@@ -64,26 +63,16 @@ def zeros(dtype=torch.float64):
     return torch.zeros(P, dtype=dtype)
 
 
-def test_the_gradient_of_the_whole_vanishes(loss):
-    minimum = Newton(1e-10).minimise(loss, zeros())
-    assert minimum.converged
-    gradient = loss.value_and_gradient(minimum.x)[1] + minimum.x
-    assert gradient.norm() <= 1e-10 * minimum.x.norm()
-    assert minimum.loss == loss.value_and_gradient(minimum.x)[0]
-
-
-def test_the_gradient_bounds_the_error(loss):
-    exact = Newton(1e-12).minimise(loss, zeros()).x
-    minimum = Newton(0.1).minimise(loss, zeros())
-    error = (minimum.x - exact).norm()
-    assert error <= minimum.gradient_norm
-    assert minimum.error == pytest.approx(minimum.gradient_norm / minimum.x.norm().item())
-    assert minimum.error <= 0.1
-
-
-def test_passes_are_counted(loss):
-    minimum = Newton(1e-6).minimise(loss, zeros())
-    assert minimum.passes == loss.passes
+def test_the_gradient_vanishes_and_bounds_the_error(loss):
+    exact = Newton(1e-10).minimise(loss, zeros())
+    assert exact.converged and exact.passes == loss.passes
+    gradient = loss.value_and_gradient(exact.x)[1] + exact.x
+    assert gradient.norm() <= 1e-10 * exact.x.norm()
+    assert exact.loss == loss.value_and_gradient(exact.x)[0]
+    rough = Newton(0.1).minimise(loss, zeros())
+    assert (rough.x - exact.x).norm() <= rough.gradient_norm
+    assert rough.error == pytest.approx(rough.gradient_norm / rough.x.norm().item())
+    assert rough.error <= 0.1
 
 
 def test_a_quadratic_takes_one_step():
@@ -97,16 +86,6 @@ def test_a_warm_start_saves_passes(loss):
     exact = Newton(1e-10).minimise(loss, zeros()).x
     cold = Newton(1e-4).minimise(loss, zeros())
     assert Newton(1e-4).minimise(loss, exact * (1 + 1e-5)).passes < cold.passes
-
-
-def test_the_exact_inverse_as_preconditioner_saves_passes(loss):
-    exact = Newton(1e-12).minimise(loss, zeros()).x
-    inverse = torch.linalg.inv(loss.curvature(exact) + torch.eye(P).to(exact))
-    start = exact * 1.05
-    plain = Newton(1e-8).minimise(loss, start)
-    helped = Newton(1e-8).minimise(loss, start, lambda rows: rows @ inverse)
-    torch.testing.assert_close(helped.x, exact, rtol=1e-6, atol=1e-6)
-    assert helped.passes < plain.passes
 
 
 def test_too_few_passes_are_told(loss):
@@ -154,7 +133,7 @@ def test_a_gradient_of_another_loss_is_refused(loss):
         return value, -3 * gradient
 
     loss.value_and_gradient = wrong
-    with pytest.raises(DivergenceError, match="found no descent"):
+    with pytest.raises(DivergenceError, match="cannot decrease the loss"):
         Newton(1e-6).minimise(loss, zeros())
 
 
@@ -162,21 +141,3 @@ def test_negative_curvature_is_refused(loss):
     loss.curvature = lambda x: -100 * torch.eye(P, dtype=torch.float64)
     with pytest.raises(FaultyProductError, match="negative curvature"):
         Newton().minimise(loss, zeros())
-
-
-def test_conjugate_gradients_solve_and_stop():
-    A = torch.diag(torch.arange(1.0, P + 1, dtype=torch.float64))
-    b = torch.ones(P, dtype=torch.float64)
-    x, passes = conjugate_gradients(Operator(lambda v: v @ A), b, lambda x, size: size < 1e-12)
-    torch.testing.assert_close(x, b / (A.diagonal() + 1))
-    assert passes <= P
-    _, passes = conjugate_gradients(
-        Operator(lambda v: v @ A), b, lambda x, size: False, max_passes=3
-    )
-    assert passes == 3
-
-
-@pytest.mark.parametrize("name", ["tolerance", "max_passes"])
-def test_options_are_checked(name):
-    with pytest.raises(ValueError, match=f"Newton: {name} must be above 0"):
-        Newton(**{name: 0})

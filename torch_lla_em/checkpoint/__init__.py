@@ -1,4 +1,4 @@
-"""What survives a kill: the state after the last EM step."""
+"""Checkpoints: the state after the last EM step, from which a killed fit resumes."""
 
 from torch_lla_em.checkpoint.folder import FORMAT, Folder
 

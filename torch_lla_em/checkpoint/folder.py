@@ -29,9 +29,11 @@ class Folder:
     Of several ranks, rank 0 reads and writes the files; the others receive what it has read.
     """
 
-    def __init__(self, folder: str | os.PathLike, header: dict[str, Any], group: Group = Group()):
+    def __init__(
+        self, folder: str | os.PathLike[str], header: dict[str, Any], group: Group = Group()
+    ):
         if not os.fspath(folder):
-            raise ValueError("checkpoint='' names no folder: pass the name of one, or None.")
+            raise ValueError("checkpoint='' is not the name of a folder. Pass a name, or None.")
         self.path, self._group = Path(folder), group
         self._reads = self.writes = group.rank == 0
         """Whether this process reads and writes the files."""
@@ -39,21 +41,10 @@ class Folder:
         self._blocks: set[str] = set()
         """Names of the blocks that have been written."""
 
-        self._lock: int | None = None
         if self._reads:
-            try:
-                self._open(header)
-            except BaseException:
-                self.close()
-                raise
+            self._open(header)
         # an error on rank 0 ends the other ranks here
-        group.meet("the checkpoint", None, len)
-
-    def close(self) -> None:
-        """Let other processes write to the folder."""
-        if self._lock is not None:
-            files.unlock(self._lock)
-            self._lock = None
+        group.meet(None, len)
 
     def posterior(self, device: torch.device) -> dict[str, Tensor] | None:
         """Return the posterior of a finished fit, or None if it is not finished."""
@@ -61,20 +52,20 @@ class Folder:
         there = self._reads and os.path.exists(path)
         if there:
             state = records.read(path, ("facts",), "Delete it to fit again.")
-        if not self._group.meet("a finished fit", there, first):
+        if not self._group.meet(there, first):
             return None
         return self._received(state, device)
 
     def load(self, device: torch.device, vectors: Vectors) -> Any:
         """Return the last state, with its tensors on the device, or None if there is none."""
         known, tensors = self._read() if self._reads else (None, {})
-        known = self._group.meet("a saved state", known, first)
+        known = self._group.meet(known, first)
         if known is None:
             return None
         if vectors.group is not None and not known["sliced"]:
             raise ValueError(
-                f"The checkpoint in {str(self.path)!r} holds whole vectors, of which each rank would "
-                'take a slice: go on with shard="data", or pass another folder.'
+                f'The checkpoint in {str(self.path)!r} stores whole vectors, but shard="weights" '
+                'needs slices of them. Continue with shard="data", or pass another folder.'
             )
         received = self._received(tensors, device)
         if vectors.group is not None:
@@ -104,26 +95,18 @@ class Folder:
             files.remove(self.path / _STATE)
             self._blocks = set()
             self._remove_blocks()
-        self._group.meet("the finished checkpoint", None, len)
+        self._group.meet(None, len)
 
     def _open(self, header: dict[str, Any]) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = files.lock(self.path)
-            if self._lock is not None:
-                files.remove_temporary(self.path)
+            files.remove_temporary(self.path)
             self._check_header(header)
         except OSError as error:
             raise OSError(
                 f"The checkpoint folder {str(self.path)!r} cannot be used ({error}): free space "
                 "there, or pass another folder."
             ) from error
-        if self._lock is None:
-            logger.warning(
-                "Another process or thread is writing to the checkpoint folder %r. Stop one of them, or "
-                "use another folder: two fits would overwrite each other's states.",
-                str(self.path),
-            )
 
     def _check_header(self, header: dict[str, Any]) -> None:
         path = self.path / _HEADER
@@ -140,8 +123,8 @@ class Folder:
         for name in sorted(known.keys() | header.keys()):
             if known.get(name) != header.get(name):
                 raise ValueError(
-                    f"The checkpoint in {str(self.path)!r} is of another fit: its {name} is "
-                    f"{known.get(name)!r}, here it is {header.get(name)!r}. {_REMEDY}"
+                    f"The checkpoint in {str(self.path)!r} belongs to another fit: its {name} is "
+                    f"{known.get(name)!r}, but here it is {header.get(name)!r}. {_REMEDY}"
                 )
 
     def _block(self, name: str) -> Path:
@@ -187,8 +170,8 @@ class Folder:
         """
         if vectors.group is None:
             return []
-        shapes = self._group.meet("shapes", [list(t.shape) for t in tensors.values()], list)
-        there = self._group.meet("blocks", [name in self._blocks for name in tensors], first)
+        shapes = self._group.meet([list(t.shape) for t in tensors.values()], list)
+        there = self._group.meet([name in self._blocks for name in tensors], first)
         sliced = []
         for name, known, *of_ranks in zip(list(tensors), there, *shapes):
             if all(shape == of_ranks[0] for shape in of_ranks):
@@ -207,7 +190,7 @@ class Folder:
             return {name: tensor.to(device) for name, tensor in tensors.items()}
         shapes = [(name, list(t.shape), str(t.dtype).split(".")[1]) for name, t in tensors.items()]
         received = {}
-        for name, shape, dtype in self._group.meet("a checkpoint", shapes, first):
+        for name, shape, dtype in self._group.meet(shapes, first):
             empty = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             held = tensors[name].to(device).contiguous() if self._reads else empty
             received[name] = self._group.from_first(held)
@@ -216,7 +199,8 @@ class Folder:
     def _parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return the rows of a tensor in as many parts as there are ranks."""
         rows = tensor.reshape(-1, tensor.shape[-1])
-        return rows.split(max(1, -(-len(rows) // self._group.size)))
+        parts: tuple[Tensor, ...] = rows.split(max(1, -(-len(rows) // self._group.size)))
+        return parts
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Batches, passes over a loader, and whether they are of the same data."""
+"""Batches of a loader, passes over them, and checks that every pass sees the same data."""
 
 from torch_lla_em.data.batch import (
     Batch,

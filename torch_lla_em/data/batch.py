@@ -1,4 +1,4 @@
-"""What a loader may yield: examples with their targets, and how a network is called on them."""
+"""Formats of batches: inputs with their targets, and how the network is called on the inputs."""
 
 from __future__ import annotations
 
@@ -30,56 +30,45 @@ class Batch(NamedTuple):
     """One batch of a pass."""
 
     index: int | str  # type: ignore[assignment]
-    """Position in the pass, from 0; "0 to 9" where several were joined."""
+    """Position in the pass, from 0; "0 to 9" for several batches that were joined."""
 
     rows: Tensor
     """Numbers of the examples, shape (B,), on the CPU: the keys of their random probes."""
 
     inputs: Any
-    """What the network is called with."""
+    """Inputs of the network."""
 
     targets: Tensor
     """y."""
 
     step_rows: int = 0
-    """Number of examples in the batches of all ranks, where ranks go batch by batch."""
-
-    position: int = 0
-    """Number of this rank's examples before it in the pass."""
+    """Number of examples in the batches of all ranks, if all ranks process one batch at a time."""
 
     kept: Any = None
-    """The batches kept in memory that it is one of, None if it is read again at every pass."""
-
-    whole: Any = None
-    """The batch that it is a piece of, and where it begins there."""
+    """The list of stored batches that contains this one; None if it is read again in every pass."""
 
     @property
     def place(self) -> tuple[int, int]:
-        """The number of its first example, and its size: the same at every pass of kept batches."""
+        """Number of the first example, and the size: for stored batches the same in every pass."""
         return int(self.rows[:1].sum()), len(self.rows)
 
-    def split(self, size: int, first: int | None = None) -> Iterator[Batch]:
-        """Yield the batch in pieces of at most ``size`` rows, or whole if it has no rows to cut.
-
-        ``first`` is the size of the first piece, where that is another.
-        """
-        rows, first = len(self.rows), size if first is None else first
-        if rows <= first or cut(self.inputs, rows, slice(0, 1)) is None:
+    def split(self, size: int) -> Iterator[Batch]:
+        """Yield the batch in pieces of at most ``size`` examples, or whole if it cannot be split."""
+        rows = len(self.rows)
+        if rows <= size or cut(self.inputs, rows, slice(0, 1)) is None:
             yield self
             return
-        starts = [0, *range(first, rows, size)]
-        for start, end in zip(starts, [*starts[1:], rows]):
-            piece = slice(start, end)
+        for start in range(0, rows, size):
+            piece = slice(start, min(rows, start + size))
             yield self._replace(
                 rows=self.rows[piece],
                 inputs=cut(self.inputs, rows, piece),
                 targets=self.targets[piece],
-                position=self.position + start,
-                whole=None,
+                kept=None,
             )
 
     def copied(self) -> Batch:
-        """Return the batch in memory of its own."""
+        """Return a copy of the batch."""
         inputs, targets = copied((self.inputs, self.targets))
         return self._replace(inputs=inputs, targets=targets)
 
@@ -90,7 +79,7 @@ class Batch(NamedTuple):
 
 
 def inputs_of(batch: Any, targets: Tensor | None = None) -> Any:
-    """Return what the network is called with: a batch without its targets.
+    """Return the inputs of a batch: everything except its targets.
 
     ``targets`` is what a ``target_fn`` returned. If it is one of the entries, that entry is left
     out; else "labels" of a dict or the last entry of a tuple is. Objects with fields stay whole.
@@ -115,7 +104,7 @@ def default_targets(batch: Any) -> Any:
     if is_sequence(batch) and len(batch) >= 2:
         return batch[-1]
     raise TypeError(
-        f"No targets found in a batch of type {type(batch).__name__}: batches are (inputs, "
+        f"No targets found in a batch of type {type(batch).__name__}. Batches are (inputs, "
         'targets) or dicts with "labels"; for others pass target_fn=lambda batch: ...'
     )
 
@@ -136,8 +125,8 @@ def as_targets(targets: Any) -> Tensor:
     """Return targets as a tensor: from arrays, lists of numbers and columns of pandas too."""
     if targets is None:
         raise TypeError(
-            "The targets are None: batches are (inputs, targets), with one target or more an "
-            "example; a target_fn must return them."
+            "The targets are None. Batches are (inputs, targets), with at least one target per "
+            "example; a target_fn must return the targets."
         )
     if not isinstance(targets, Tensor):
         targets = targets.to_numpy() if hasattr(targets, "to_numpy") else targets
@@ -145,15 +134,15 @@ def as_targets(targets: Any) -> Tensor:
             targets = torch.as_tensor(targets, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
-                f"The targets are a {type(targets).__name__} that cannot be made a tensor "
-                f"({error}): pass numbers, and labels as class indices 0, 1, ..."
+                f"The targets are a {type(targets).__name__} that cannot be converted to a tensor "
+                f"({error}). Pass numbers, and labels as class indices 0, 1, ..."
             ) from error
     # torch implements few operations for these types
     return targets.long() if targets.dtype in _UNSIGNED else targets
 
 
 def check_rows(inputs: Any, targets: Tensor, index: int) -> int:
-    """Return the number of examples of a batch; refuse other numbers of inputs than of targets."""
+    """Return the number of examples of a batch; raise if there are more inputs than targets or fewer."""
     if targets.dim() == 0:
         raise ValueError(f"The targets of batch {index} are a single number, not one per example.")
     if isinstance(inputs, Tensor) and inputs.dim() and len(inputs) != len(targets):
@@ -167,7 +156,7 @@ def check_rows(inputs: Any, targets: Tensor, index: int) -> int:
 def next_tokens(batch: Mapping[str, Tensor]) -> Tensor:
     """Return the targets of a causal language model: at each token, the label after it.
 
-    The last token has no next one: its target is -100, which ``Classification`` ignores.
+    The target of the last token is -100, which ``Classification`` ignores.
     """
     labels = batch["labels"] if "labels" in batch else batch["input_ids"]
     if "attention_mask" in batch:
@@ -202,7 +191,7 @@ def default_forward(module: nn.Module, inputs: Any) -> Tensor:
             raise error
     elif hasattr(inputs, "to_numpy"):
         raise TypeError(
-            f"The inputs are a {type(inputs).__name__}, which a network cannot be called on: pass "
+            f"The inputs are a {type(inputs).__name__}, not a tensor. Pass "
             'torch.tensor(x.to_numpy("float32")).'
         )
     else:
@@ -225,13 +214,14 @@ def _refuse_numbers(inputs: Sequence[Any]) -> None:
 
 
 def _explain_number(module: nn.Module, inputs: Sequence[Any]) -> None:
-    """Raise an error with the remedy if a network takes another number of inputs than given."""
+    """Raise an error with a remedy if the network does not accept this number of inputs."""
     try:
         signature(module.forward).bind(*inputs)
     except TypeError as error:
         raise TypeError(
-            f"The network was called with {len(inputs)} inputs, which it does not take ({error}): the "
-            "last entry of a tuple is its targets, and all others are inputs. For batches (x, y, "
-            'weight) call fit(loader, weights="last"). For other entries that are no inputs pass '
-            "target_fn=lambda batch: batch[1] and forward_fn=lambda model, inputs: model(inputs[0])."
+            f"The network was called with {len(inputs)} inputs, which its forward method does not "
+            f"accept ({error}). The last entry of a tuple is the targets, and all others are "
+            'inputs. For batches (x, y, weight) call fit(loader, weights="last"). If other '
+            "entries are not inputs, pass target_fn=lambda batch: batch[1] and forward_fn=lambda "
+            "model, inputs: model(inputs[0])."
         ) from error

@@ -1,4 +1,4 @@
-"""Batches of a pass next to each other: joined into larger ones, and kept for the next pass."""
+"""Joins small batches into larger ones, and stores the batches of a pass for the next pass."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def joined(batches: Iterable[tuple[int, Batch]], size: int) -> Iterator[tuple[in
             yield part, batch
             continue
         key = part, form
-        # a loader may write to the same memory again before this is read
+        # a loader may overwrite the memory of a batch before the batch is used
         waiting.append(batch.copied())
     if waiting:
         yield key[0], _together(waiting)
 
 
 def _together(batches: list[Batch]) -> Batch:
-    """Return batches of one form as one."""
+    """Concatenate batches of the same format."""
     first, last = batches[0], batches[-1]
     if first is last:
         return first
@@ -49,7 +49,7 @@ def _together(batches: list[Batch]) -> Batch:
 
 
 class Kept:
-    """The batches of one pass, if they fit into the memory that they may take."""
+    """Stores the batches of one pass, if they fit into a given amount of memory."""
 
     def __init__(self, room: float):
         self._room = room
@@ -64,7 +64,7 @@ class Kept:
         return self._room > 0
 
     def add(self, batch: Batch) -> None:
-        """Keep a batch; give up all of them if they take more memory than they may."""
+        """Store a batch; drop all batches if they need more memory than allowed."""
         if self._room > 0:
             self._batches.append(batch)
             self._places += _places(batch)
@@ -73,9 +73,9 @@ class Kept:
             self._batches.clear()
 
     def is_whole(self) -> bool:
-        """Whether this is all of the pass, in memory of its own that nobody has written to.
+        """Whether all batches of the pass are stored, and nobody has written to their memory.
 
-        A loader that writes to the same memory again would leave nothing but its last batch.
+        If a loader reuses the memory of its batches, only the last batch would be left.
         """
         places = [place for batch in self._batches for place in _places(batch)]
         alone = len({pointer for pointer, _ in places}) == len(places)
@@ -83,7 +83,7 @@ class Kept:
 
 
 def _places(batch: Batch) -> list[tuple[int, int]]:
-    """Return where the tensors of a batch lie, and how often each was written to."""
+    """Return the addresses and version counters of the tensors of a batch."""
     return [
         (tensor.data_ptr(), tensor._version)
         for tensor in tensors_in((batch.inputs, batch.targets))

@@ -1,4 +1,4 @@
-"""Passes over loaders, which must yield the same data every time."""
+"""Passes over loaders, with a check that every pass sees the same data."""
 
 from __future__ import annotations
 
@@ -22,34 +22,36 @@ _OTHER_COUNT = (
     "data: make the loader re-iterable and finite, or pass a list of its batches."
 )
 _CHANGED = (
-    "Two passes over the loader disagree: its data change from pass to pass, as under random "
-    "augmentation. The posterior is that of fixed data: fit on a loader without augmentation."
+    "Two passes over the loader returned different data, for example because of random "
+    "augmentation. The posterior needs the same data in every pass: fit on a loader without "
+    "augmentation."
 )
 _OTHER_RANKS = (
-    "Rank {} sees other data than rank 0{}. Pass every rank the same loader, in the same order and "
-    "without random augmentation, since fit shares out its batches; a DistributedSampler may be there."
+    "A rank has other data than rank 0, or the data change from pass to pass. Pass the same loader on "
+    "every rank, in the same order and without random augmentation: fit distributes its batches. A "
+    "DistributedSampler is allowed."
 )
 _REPEATED = (
-    "Each of the {0} workers of the DataLoader yields all examples of its IterableDataset, so that every "
-    "example comes {0} times: share them out by torch.utils.data.get_worker_info() in the dataset's "
-    "__iter__, or pass num_workers=0."
+    "Each of the {0} workers of the DataLoader yields all examples of its IterableDataset, so "
+    "every example is read {0} times. Split the examples among workers by "
+    "torch.utils.data.get_worker_info() in the dataset's __iter__, or pass num_workers=0."
+)
+_OTHER_SIZE = (
+    "Batch {} has {} examples, but was collated from {} of the dataset. If the loader shuffles or "
+    "several ranks share it, its collate_fn must keep the number of examples. Pass a list of "
+    "batches instead."
 )
 # among which a batch of several examples is looked for
 _BATCHES_AHEAD = 32
 
-_OTHER_SIZE = (
-    "Batch {} has {} examples, made of {} of the dataset: a collate_fn must keep the number of examples "
-    "where the loader shuffles or several ranks share it. Pass a list of batches instead."
-)
 _FACTS = "num_rows", "num_targets", "num_labelled", "num_outputs", "num_passes"
 
 Mask = Callable[[Tensor], Tensor | None]
 
 
 class Count(NamedTuple):
-    """What a pass has counted, on one rank or on all."""
+    """Counts of one pass, on one rank or on all ranks."""
 
-    rows: int
     labelled: int
     """Examples with a label that is not ignored."""
 
@@ -61,6 +63,13 @@ class Count(NamedTuple):
 
     parts: list[Identity]
     """The examples of every loader."""
+
+    @classmethod
+    def together(cls, every: list[Count]) -> Count:
+        """Return the counts of all ranks together."""
+        labelled, targets, outputs, parts = zip(*every)
+        identities = [Identity.of(list(of_ranks)) for of_ranks in zip(*parts)]
+        return cls(sum(labelled), sum(targets), sum(outputs), identities)
 
 
 class Data:
@@ -85,20 +94,21 @@ class Data:
         self.group, self._device, self._target_fn = group, device, target_fn
         self._sources = [Source(part, group.size) for part in loaders]
         self._ahead: list[tuple[int, Batch]] = []
-        """The first batches, as far as they have been looked at."""
+        """The first batches, which were read before the first pass."""
 
         self._rest: Iterator[tuple[int, Batch]] | None = None
-        """What comes after them in the next pass; None where no pass has begun."""
+        """The iterator over the remaining batches; None if no pass has started."""
 
         self._known = known or ()
         self._first: Identity | None = None
         """The examples of the first pass, until another pass has seen others."""
 
         self._restored = False
-        """Whether the examples are those of an earlier run, and still to be compared."""
+        """Whether the first pass was made by an earlier run, whose data are not compared yet."""
 
-        self._num_read, self._steps = 0, set[int]()
-        """Batches that were read in this pass; and in all passes, of which one is a step of SGD."""
+        self._num_read = 0
+        self._num_steps: int | None = None
+        """Batches that were read in this pass; and in the last one."""
 
         self.kept: Kept | None = None
         """All batches, if a quarter of the memory holds them: those of a list from the first pass
@@ -108,10 +118,10 @@ class Data:
         """Whether batches may be kept."""
 
         self.merge_rows = 0
-        """Size up to which batches are joined, where examples do not depend on each other; 0: none are."""
+        """Size up to which batches are joined, if examples do not depend on each other; 0: never."""
 
         self.mask: Mask = lambda targets: None
-        """Which targets are labels, where some are to be ignored."""
+        """Returns which targets count, if the likelihood ignores some."""
 
         self.num_rows: int | None = None
         """N, known after the first pass."""
@@ -126,20 +136,19 @@ class Data:
         self.parts: list[Identity] = []
         """The examples of every loader."""
 
-    def first(self, rows: int = 1, least: int = 1) -> Batch:
-        """Return the first batch, or several joined into up to so many examples.
+    def first(self, least: int = 1) -> Batch:
+        """Return the first batch of at least so many examples, or the first batches joined to them.
 
-        ``least``: the first of at least so many examples, if it is among the first few batches. The
-        next pass goes on from there, so that the loader starts only once.
+        The next pass continues after these batches, so the loader is started only once.
         """
-        found = [batch for _, batch in islice(joined(self._looked_at(), rows), 1)]
-        if found and len(found[0].rows) < least:
-            found = [batch for _, batch in islice(self._looked_at(), _BATCHES_AHEAD)]
+        few = islice(self._looked_at(), 1 if least == 1 else _BATCHES_AHEAD)
+        found = [(part, batch) for part, batch in few]
         if not found:
             raise ValueError(
                 _EMPTY if self.num_rows is None else _OTHER_COUNT.format(0, self.num_rows)
             )
-        batch = next((batch for batch in found if len(batch.rows) >= least), found[0])
+        every = chain(found, joined(found, least))
+        batch = next((b for _, b in every if len(b.rows) >= least), found[0][1])
         return batch.on(self._device)[0]
 
     def batches(self, in_step: bool = False) -> Iterator[Batch]:
@@ -164,24 +173,23 @@ class Data:
         return None if None in counts else sum(counts)
 
     def num_steps(self) -> int | None:
-        """Return the steps of a pass that goes batch by batch, if they were as many each time."""
-        return next(iter(self._steps)) if len(self._steps) == 1 else None
+        """Return the steps of the last pass that went batch by batch."""
+        return self._num_steps
 
     def facts(self) -> dict[str, Any]:
-        """Return what passes have found out, as plain numbers that ``restore`` takes."""
-        first = None if self._first is None else self._first.state()
+        """Return the counts of the passes as plain numbers, for ``restore``."""
         known = {name: getattr(self, name) for name in _FACTS}
-        return {**known, "first": first, "steps": sorted(self._steps)}
+        return {**known, "first": None if self._first is None else self._first.state()}
 
     def restore(self, facts: dict[str, Any]) -> None:
-        """Take over what passes of an earlier run have found out; its data must be these."""
+        """Restore the counts of an earlier run; the data must be the same."""
         for name in _FACTS:
             setattr(self, name, facts[name])
         self._first = None if facts["first"] is None else Identity.from_state(facts["first"])
-        self._steps, self._restored = set(facts["steps"]), self.num_passes > 0
+        self._restored = self.num_passes > 0
 
     def confirm(self) -> None:
-        """Read the data once if only an earlier run has, so that other data are refused."""
+        """Read the data once if only an earlier run has read them, to refuse other data."""
         if self._restored:
             self.keep = False
             for _ in self:
@@ -194,7 +202,7 @@ class Data:
         return self._first is None and self.num_passes > 0
 
     def _looked_at(self) -> Iterator[tuple[int, Batch]]:
-        """Yield the first batches of the data; the next pass of one process goes on after them."""
+        """Yield the first batches; the next pass of a single process continues after them."""
         yield from self._ahead
         if self._rest is None:
             if self._ahead:
@@ -208,28 +216,12 @@ class Data:
 
     def _begun(self, in_step: bool) -> Iterable[tuple[int, Batch]]:
         """Return the batches of a pass, of which the first may have been looked at."""
-        seed = self.num_passes if in_step else None
-        if self.group.size > 1:
-            if self.num_passes == 0:
-                self._compare_first()
-            self._rest = None
-            # ranks with different data see another sum of hashes, once each reads what another read
-            share = (self.group.rank + (self.num_passes > 0)) % self.group.size
-            return self._read(share, self.group.size, seed)
-        rest, self._rest = self._rest, None
-        return self._read(0, 1, seed) if rest is None else chain(tuple(self._ahead), rest)
-
-    def _compare_first(self) -> None:
-        """Refuse ranks whose loaders have another size, or begin with other examples, than rank 0's."""
-        own, size = Identity(in_order=True), " and ".join(source.size for source in self._sources)
-        for _, batch in islice(self._looked_at(), 1):
-            own.add((batch.targets, batch.inputs), batch.rows)
-        every = self.group.meet("the first batch", (Identity.of([own]), size), list)
-        for rank, (identity, size) in enumerate(every):
-            if size and every[0][1] and size != every[0][1]:
-                raise ValueError(_OTHER_RANKS.format(rank, f" ({size} against {every[0][1]})"))
-            if not identity.agrees(every[0][0]):
-                raise ValueError(_OTHER_RANKS.format(rank, ""))
+        seed, rest, self._rest = self.num_passes if in_step else None, self._rest, None
+        if self.group.size == 1 and rest is not None:
+            return chain(tuple(self._ahead), rest)
+        # ranks with different data see another sum of hashes, once each reads what another read
+        share = (self.group.rank + (self.num_passes > 0)) % self.group.size
+        return self._read(share, self.group.size, seed)
 
     def _read(self, first: int, step: int, seed: int | None = None) -> Iterator[tuple[int, Batch]]:
         """Yield every ``step``-th batch of the loaders, each with the number of its loader."""
@@ -261,17 +253,16 @@ class Data:
 
     def _over(self, in_step: bool) -> Iterator[Batch]:
         """Yield this rank's batches from the loader, joined, counted and perhaps kept."""
-        rows = labelled = targets = 0
+        labelled = targets = 0
         parts = [
             Identity(source.keeps_order and not (in_step and source.shuffles))
             for source in self._sources
         ]
         candidate = Kept(self._room(in_step))
         for part, batch in joined(self._begun(in_step), 0 if in_step else self.merge_rows):
-            rows, targets = rows + len(batch.rows), targets + batch.targets.numel()
+            targets += batch.targets.numel()
             labelled += self._labelled(batch.targets) if self.num_passes == 0 else 0
-            if not self._changes:
-                parts[part].add((batch.targets, batch.inputs), batch.rows)
+            parts[part].add((batch.targets, batch.inputs), counts_only=self._changes)
             batch, wait = batch.on(self._device)
             candidate.add(batch)
             batch = batch._replace(kept=candidate if candidate.has_room else None)
@@ -284,8 +275,9 @@ class Data:
             self._num_read += 1
             yield last
         if in_step or self.group.size == 1:
-            self._steps.add(self._num_read)
-        self._end(Count(rows, labelled, targets, self.num_outputs, parts))
+            self._num_steps = self._num_read
+        own = Count(labelled, targets, self.num_outputs, [Identity.of([part]) for part in parts])
+        self._end(self.group.meet(own, Count.together))
         if not self._changes and self.keep and candidate.is_whole():
             self.kept = candidate
 
@@ -297,8 +289,8 @@ class Data:
         return free_memory(self._device) / 4 if keeps and self.group.size == 1 else 0.0
 
     def _in_step(self, batch: Batch) -> Batch:
-        """Return a batch that knows the number of examples in this step of all ranks."""
-        return batch._replace(step_rows=self.group.meet("a step", len(batch.rows), sum))
+        """Return the batch with the number of examples that all ranks have in this step."""
+        return batch._replace(step_rows=self.group.meet(len(batch.rows), sum))
 
     def _labelled(self, targets: Tensor) -> int:
         """Return how many examples have a target that is not ignored."""
@@ -307,57 +299,41 @@ class Data:
             return len(targets)
         return int(kept.reshape(len(kept), -1).any(1).sum())
 
-    def _end(self, own: Count) -> None:
-        """Take over what all ranks have counted; refuse other data, and warn of changing data."""
-        own = own._replace(parts=[Identity.of([part]) for part in own.parts])
-        found: Count = self.group.meet("the end of a pass", own, _together)
-        identity = Identity.of(found.parts)
-        if not self._changes:
+    def _end(self, found: Count) -> None:
+        """Store the counts of all ranks; refuse other data, and warn if the data change."""
+        identity, changed = Identity.of(found.parts), self._changes
+        if not changed:
             self._refuse_others(found.parts, identity)
         if self.num_passes == 0:
             self.num_labelled, self.num_outputs = found.labelled, found.outputs
         self.num_targets, self._restored = found.targets, False
         self.num_passes += 1
         if self.num_rows is None:
-            if found.rows == 0:
+            if identity.num_rows == 0:
                 raise ValueError(_EMPTY)
-            self.num_rows, self._first = found.rows, identity
-        elif found.rows != self.num_rows:
-            raise ValueError(_OTHER_COUNT.format(found.rows, self.num_rows))
-        elif not self._changes and not identity.agrees(self._first):
-            self._warn_of_changes()
+            self.num_rows, self._first = identity.num_rows, identity
+        elif not changed and self.group.size > 1 and not identity.agrees(self._first):
+            raise ValueError(_OTHER_RANKS)
+        elif identity.num_rows != self.num_rows:
+            raise ValueError(_OTHER_COUNT.format(identity.num_rows, self.num_rows))
+        elif not changed and not identity.agrees(self._first):
+            warnings.warn(_CHANGED, stacklevel=2)
+            self._first, self.kept, self.parts = None, None, []
 
     def _refuse_others(self, parts: list[Identity], identity: Identity) -> None:
-        """Raise an error where the data are not those of an earlier fit, or of a checkpoint."""
+        """Raise an error if the data are not those of an earlier fit, or of a checkpoint."""
         for now, before in zip(parts, self._known):
             if not now.agrees(before):
                 raise ValueError(
-                    f"The data of an earlier fit have changed: it read {before.num_rows} examples, and "
-                    f"the same loader now yields {now.num_rows} of other content. With override=False "
-                    "the earlier data are read again, so do not refill their list or write to their "
-                    "tensors; or call fit once with one loader of all data."
+                    f"The data of an earlier fit have changed: that fit read {before.num_rows} "
+                    f"examples, and the same loader now yields {now.num_rows} examples with other "
+                    "content. With override=False the earlier data are read again, so do not "
+                    "modify their list or tensors. Or call fit once with one loader of all data."
                 )
         self.parts, self._known = parts, ()
         if self._restored and not identity.agrees(self._first):
-            order = " or order" if identity.in_order else ""
             raise ValueError(
-                f"The checkpoint is of other data: it has read {self._first.num_rows} examples, and "
-                f"these are {identity.num_rows} examples of another content{order}. Delete its "
-                "folder, or pass another."
+                f"The checkpoint belongs to other data: its fit read {self._first.num_rows} "
+                f"examples, and this loader yields {identity.num_rows} examples with other "
+                f"content. Delete its folder, or pass another one."
             )
-
-    def _warn_of_changes(self) -> None:
-        if self.group.size > 1:
-            raise ValueError(
-                _OTHER_RANKS.format("1 or another", ", or the data change from pass to pass")
-            )
-        warnings.warn(_CHANGED, stacklevel=2)
-        self._first = self.kept = None
-        self.parts = []
-
-
-def _together(every: list[Count]) -> Count:
-    """Return what all ranks have counted."""
-    rows, labelled, targets, outputs, parts = zip(*every)
-    identities = [Identity.of(list(of_ranks)) for of_ranks in zip(*parts)]
-    return Count(sum(rows), sum(labelled), sum(targets), sum(outputs), identities)

@@ -1,4 +1,4 @@
-"""Loaders as people pass them: the order of their examples, and each rank's share of them."""
+"""Loaders of users: the order of their examples, and the share of each rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch_lla_em.data.batch import TargetFn, as_targets, default_targets, input
 
 _EXAMPLES_AT_ONCE = 100
 
-# what a DataLoader was built with, and keeps under the same name
+# arguments of a DataLoader that it stores as attributes of the same name
 _OPTIONS = (
     "num_workers",
     "collate_fn",
@@ -38,7 +38,7 @@ _OPTIONS = (
 
 
 class Chain:
-    """Several loaders, one after the other, at every pass."""
+    """Several loaders, one after the other, in every pass."""
 
     def __init__(self, loaders: Sequence[Iterable[Any]]):
         self.loaders = tuple(loaders)
@@ -66,16 +66,18 @@ class Weighed:
     ):
         if isinstance(weights, str) and weights != "last":
             raise ValueError(
-                f'weights={weights!r}: pass "last" where batches end with their weights, a tensor '
-                "beside inputs and targets, or a function of the targets."
+                f'weights={weights!r} is not valid: pass "last" if batches end with their '
+                "weights, a tensor together with inputs and targets, or a function of the "
+                "targets."
             )
         if not (callable(weights) or isinstance(weights, str)):
             # fit(x, y) passes a list of one batch
             loader = loader[0] if isinstance(loader, list) and len(loader) == 1 else loader
             if not is_pair(loader):
                 raise TypeError(
-                    "A tensor of weights goes with inputs and targets: fit(x, y, weights=w). For a "
-                    'loader, have batches end with their weights and pass weights="last".'
+                    "A tensor of weights needs inputs and targets that are tensors: fit(x, y, "
+                    "weights=w). With a loader, let its batches be (inputs, targets, weights) and "
+                    'pass weights="last".'
                 )
             loader, weights = [(*loader, torch.as_tensor(weights, device="cpu"))], "last"
         self.loader, self._weights, self._target_fn = as_loader(loader), weights, target_fn
@@ -116,8 +118,8 @@ def as_loader(data: Any, target_fn: TargetFn | None = None) -> Iterable[Any]:
     """Return an iterable of batches that can be read repeatedly, from (X, y) or a Dataset too."""
     if isinstance(data, Iterator):
         raise ValueError(
-            "The loader is a generator or an iterator, which is exhausted after one pass; "
-            "fitting takes several. Pass a DataLoader, or a list of its batches."
+            "The loader is a generator or an iterator, which is exhausted after one pass, but a "
+            "fit needs several. Pass a DataLoader, or a list of its batches."
         )
     if target_fn is None and (is_pair(data) or (isinstance(data, Mapping) and "labels" in data)):
         return [data]
@@ -125,8 +127,8 @@ def as_loader(data: Any, target_fn: TargetFn | None = None) -> Iterable[Any]:
         return DataLoader(data, _EXAMPLES_AT_ONCE)
     if not isinstance(data, Iterable):
         raise TypeError(
-            f"The loader is a {type(data).__name__}, which cannot be iterated over: pass a "
-            "DataLoader, or a list of batches, as [(X, y)]."
+            f"The loader is a {type(data).__name__}, which cannot be iterated over. Pass a "
+            "DataLoader, or a list of batches such as [(X, y)]."
         )
     return data
 
@@ -147,11 +149,11 @@ def is_pair(data: Any) -> bool:
 
 
 class Source:
-    """A loader in an order that is the same at every pass, shared out among ranks by batches.
+    """A loader in the same order in every pass, whose batches are distributed among ranks.
 
-    A ``DataLoader`` that shuffles reads the same examples in the order of its dataset, since the
-    posterior does not depend on their order. Other loaders come in the order that they have. Several
-    ranks each take every R-th batch; a loader that cannot skip batches is read by all of them.
+    A ``DataLoader`` that shuffles is read in the order of its dataset, since the posterior does not
+    depend on the order. Other loaders are read in their own order. Each of R ranks takes every R-th
+    batch; a loader that cannot skip batches is read by all ranks.
     """
 
     def __init__(self, loader: Any, num_ranks: int = 1):
@@ -173,19 +175,18 @@ class Source:
         """Number of examples in the last pass, of all ranks; 0 if all batches were read in turn."""
 
         own = _sampler(self.loader)
-        if rows is None:
-            if num_ranks > 1 and isinstance(own, DistributedSampler):
-                raise ValueError(
-                    "The loader has a DistributedSampler, but makes batches in its own way, so that "
-                    "examples which the sampler repeats cannot be left out: pass a DataLoader with a "
-                    "batch_size, or one without a DistributedSampler."
-                )
-        elif num_ranks > 1 or type(own) is not SequentialSampler:
+        if rows is None and num_ranks > 1 and isinstance(own, DistributedSampler):
+            raise ValueError(
+                "The loader has a DistributedSampler and a custom way of making batches, so "
+                "examples that the sampler repeats cannot be skipped. Pass a DataLoader with "
+                "a batch_size, or one without a DistributedSampler."
+            )
+        if rows is not None and (num_ranks > 1 or type(own) is not SequentialSampler):
             in_turn = type(own) in (SequentialSampler, list, tuple, range)
             self.shuffles = getattr(own, "shuffle", not in_turn)
             inner: Any = self.loader
-            self._own = _OwnBatches(rows, inner)
-            options = {n: getattr(self.loader, n, None) for n in _OPTIONS}
+            self._own = _OwnBatches(rows, inner.batch_size or 1, inner.drop_last)
+            options = {n: getattr(inner, n, None) for n in _OPTIONS}
             self.loader = DataLoader(
                 inner.dataset,
                 batch_sampler=self._own,
@@ -206,68 +207,58 @@ class Source:
         except TypeError:
             return None
 
-    @property
-    def size(self) -> str:
-        """Return the size of the loader in words, "" if it is not known without a pass."""
-        if self._own is not None:
-            return f"{self._own.num_rows} examples"
-        number = self.num_batches()
-        return "" if number is None else f"{number} batches"
-
     def batches(
         self, first: int, step: int, count: Callable[[Any], int], seed: int | None = None
     ) -> Iterator[tuple[int, Tensor | int | None, Any]]:
-        """Yield every ``step``-th batch of one pass from batch ``first`` on.
+        """Yield every ``step``-th batch of one pass, starting with batch ``first``.
 
-        With its place and the numbers of its examples, or the first of them; None if they follow
-        those of the batch before. ``count`` returns the number of examples of a batch that is left
-        out. ``seed``: of another order, if the loader shuffles.
+        Each batch comes with its position and the numbers of its examples, or the first of them, or
+        None if they follow those of the previous batch. ``count`` returns the number of examples of
+        a skipped batch. ``seed`` selects another order, if the loader shuffles.
         """
-        if self._own is not None:
-            own, seed = self._own, seed if self.shuffles else None
-            own.begin(first, step, seed)
-            in_turn = step == 1 and seed is None
-            self.num_rows = 0 if in_turn else own.num_rows
-            for place, batch in zip(range(first, own.num_batches, step), self.loader):
-                yield place, None if in_turn else own.numbers(place), self._convert(batch)
-            return
         self.num_rows = 0
-        for place, batch in enumerate(self.loader):
-            converted = self._convert(batch)
-            if place % step == first:
-                yield place, self.num_rows if step > 1 else None, converted
-            self.num_rows += count(converted) if step > 1 else 0
+        if self._own is None:
+            for place, batch in enumerate(self.loader):
+                converted = self._convert(batch)
+                if place % step == first:
+                    yield place, self.num_rows if step > 1 else None, converted
+                self.num_rows += count(converted) if step > 1 else 0
+            return
+        seed = seed if self.shuffles else None
+        chosen = self._own.choose(first, step, seed)
+        in_turn = step == 1 and seed is None
+        self.num_rows = 0 if in_turn else self._own.num_rows
+        for number, (rows, batch) in enumerate(zip(chosen, self.loader)):
+            yield first + number * step, None if in_turn else rows, self._convert(batch)
 
 
 class _OwnBatches:
-    """Lists of the examples of every ``step``-th batch, from batch ``first`` on."""
+    """The batch sampler of one pass: lists of a dataset's examples."""
 
-    def __init__(self, rows: Sequence[Any], loader: DataLoader):
-        self._rows, self._size = rows, loader.batch_size or 1
-        whole, rest = divmod(len(rows), self._size)
-        self.num_batches = whole + (rest > 0 and not loader.drop_last)
-        self.num_rows = whole * self._size if loader.drop_last else len(rows)
-        self.begin(0, 1)
+    def __init__(self, rows: Sequence[Any], size: int, drop_last: bool):
+        self._rows, self._size = rows, size
+        self.num_rows = len(rows) - len(rows) % size if drop_last else len(rows)
+        self.num_batches = -(-self.num_rows // size)
+        self._chosen: Sequence[Tensor] = ()
 
-    def begin(self, first: int, step: int, seed: int | None = None) -> None:
-        """Choose the batches of a pass, and the seed of their order, None for that of the data."""
-        self._places, self._order = range(first, self.num_batches, step), None
+    def choose(self, first: int, step: int, seed: int | None) -> Sequence[Tensor]:
+        """Choose every ``step``-th batch from ``first`` on; ``seed`` None: in the order of the data.
+
+        Return the numbers of the examples of each.
+        """
+        order = torch.arange(self.num_rows, device="cpu")
         if seed is not None:
             generator = torch.Generator(device="cpu").manual_seed(seed)
-            self._order = torch.randperm(self.num_rows, generator=generator, device="cpu")
-
-    def numbers(self, place: int) -> Tensor:
-        """Return the numbers of the examples of a batch."""
-        start, end = place * self._size, min((place + 1) * self._size, self.num_rows)
-        every = torch.arange(start, end, device="cpu")
-        return every if self._order is None else self._order[every]
+            order = torch.randperm(self.num_rows, generator=generator, device="cpu")
+        self._chosen = order.split(self._size)[first::step] if self.num_rows else ()
+        return self._chosen
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._chosen)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        for place in self._places:
-            yield [self._rows[number] for number in self.numbers(place).tolist()]
+        for numbers in self._chosen:
+            yield [self._rows[number] for number in numbers.tolist()]
 
 
 def fixed_order(loader: Any, num_ranks: int) -> Sequence[Any] | None:

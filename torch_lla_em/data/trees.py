@@ -104,7 +104,7 @@ def cut(tree: Any, size: int, piece: slice) -> Any | None:
 
 
 def row_form(tree: Any, rows: int) -> Any:
-    """Return what batches have in common that can be concatenated, None if this one cannot be."""
+    """Return a key that is equal for batches that can be concatenated; None if this one cannot be."""
     if isinstance(tree, Tensor):
         whole = tree.layout == torch.strided and tree.dim() and not tree.is_nested
         return (tree.dtype, tree.device, tree.shape[1:]) if whole and len(tree) == rows else None
@@ -118,7 +118,7 @@ def row_form(tree: Any, rows: int) -> Any:
 
 
 def is_sequence(tree: Any) -> bool:
-    """Whether this is a tuple or a list of several things, and no object of its own kind."""
+    """Whether this is a plain tuple or list, not a named tuple or another subclass."""
     return isinstance(tree, (tuple, list)) and not is_opaque(tree)
 
 
@@ -128,7 +128,7 @@ def is_opaque(tree: Any) -> bool:
 
 
 def like(tree: Mapping, items: dict[Any, Any]) -> Any:
-    """Return these items as a mapping of the same kind, if it is a ``UserDict``; else as a dict.
+    """Return these items as a mapping of the same kind if it is a ``UserDict``, otherwise as a dict.
 
     The ``BatchEncoding`` of Hugging Face is a ``UserDict``, whose keys are attributes too.
     """

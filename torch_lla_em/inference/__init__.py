@@ -1,4 +1,4 @@
-"""The four stages, and EM over them."""
+"""The four stages of the method, and the EM algorithm that repeats them."""
 
 from torch_lla_em.inference.em import Info, record_of, summary_of
 from torch_lla_em.inference.evidence import Curve, Modes, curve

@@ -1,4 +1,4 @@
-"""EM: the one iteration for every inference, whose E-steps it knows by one method."""
+"""The EM iteration, which is the same for every kind of E-step."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from torch_lla_em.inference.mackay import (
     Step,
     warn_unsettled,
 )
+from torch_lla_em.inference.posterior import Posterior
+from torch_lla_em.inference.stochastic_prior import StochasticPrior
+from torch_lla_em.problem import Problem
 
 
 class Info(NamedTuple):
-    """One EM step: the hyperparameters of its expectations, and the expectations."""
+    """The result of one EM step: hyperparameters and the expectations under them."""
 
-    step: int
     hyper: Hyperparameters
     """λ and σ of the E-step."""
 
@@ -36,21 +38,21 @@ class Info(NamedTuple):
     """Σ_n -log p(y_n | J_n w_lin)."""
 
     log_evidence: Estimate
-    """Log evidence at the λ and σ of the E-step; NaN if it would cost passes."""
+    """Log evidence at the λ and σ of the E-step; NaN if it would need more passes."""
 
     mode_error: float
     sample_error: float
     columns: float
-    """Columns pushed through the data since the start (K for a K-column pass)."""
+    """Number of columns multiplied by the GGN since the start; a pass with K columns counts K."""
 
     seconds: float
 
 
-def record_of(info: Info, data_passes: int) -> dict[str, Any]:
-    """Return what ``history`` keeps of a step: plain numbers, and lists where there are blocks."""
+def record_of(info: Info, number: int, data_passes: int) -> dict[str, Any]:
+    """Return the entry of an EM step in ``history``: plain numbers, and lists for several blocks."""
     sigma = info.hyper.sigma
     return {
-        "step": info.step,
+        "step": number,
         "prior_precision": info.hyper.precision.tolist(),
         "sigma_noise": None if sigma is None else sigma.tolist(),
         "effective_dim": info.effective_dim.value.tolist(),
@@ -68,7 +70,7 @@ def record_of(info: Info, data_passes: int) -> dict[str, Any]:
 
 
 def summary_of(record: dict[str, Any]) -> dict[str, str]:
-    """Return what the progress bar shows of a record; of blocks, the sum of γ and the mean log λ."""
+    """Return the numbers for the progress bar; for several blocks the sum of γ and the mean log λ."""
     precision, gamma, error = (
         torch.tensor(record[name], device="cpu")
         for name in ("prior_precision", "effective_dim", "effective_dim_error")
@@ -82,10 +84,10 @@ def summary_of(record: dict[str, Any]) -> dict[str, str]:
 
 
 class State(NamedTuple):
-    """What EM goes on with."""
+    """The state of EM between two steps."""
 
     hyper: Hyperparameters
-    """λ and σ at which the next E-step is taken."""
+    """λ and σ of the next E-step."""
 
     step: Step | None = None
     """The last step of λ and σ; None at the start."""
@@ -94,45 +96,60 @@ class State(NamedTuple):
     """The record of the last step; None at the start."""
 
     own: Any = None
-    """What the E-step goes on with, where H moves."""
+    """The state of the E-step."""
 
     fresh: bool = False
-    """Whether λ and σ took a step, rather than the posterior at a λ that is kept."""
+    """Whether the last step changed λ and σ; otherwise it only improved the posterior."""
 
     ended: bool = False
-    """Whether the E-step can find no more."""
+    """Whether the E-step cannot improve any more."""
 
     def is_kept(self, max_steps: int) -> bool:
-        """Whether λ and σ stay as they are: they have settled, or took all steps."""
+        """Whether λ and σ stay fixed: they have converged, or all steps are taken."""
         taken = 0 if self.step is None else self.step.number
         return self.ended or taken >= max_steps or (self.step is not None and self.step.settled)
 
 
 class Found(NamedTuple):
-    """What an E-step hands to EM."""
+    """The result of an E-step."""
 
     expectation: Expectation
     step: Step
-    """The one that follows from it, or the last one if λ is kept."""
+    """The next step of λ and σ, or the last one if λ stays fixed."""
 
     own: Any = None
     ended: bool = False
 
 
 class EStep(Protocol):
-    """An inference, with H fixed or moving, as EM sees it."""
+    """One way to find the posterior at given λ and σ."""
+
+    problem: Problem
+    noise: StochasticPrior
+
+    def start(self) -> State:
+        """Return the state that EM begins with."""
+        ...
 
     def advance(self, state: State, m_step: MStep, kept: bool) -> Found:
-        """Return the expectations, and the step of λ and σ unless they are kept."""
+        """Return the expectations, and the step of λ and σ unless they stay fixed."""
         ...
 
     def is_exact(self, state: State) -> bool:
-        """Whether no more steps are to be taken once λ is kept."""
+        """Return whether the posterior is exact enough once λ stays fixed."""
+        ...
+
+    def state(self) -> Any:
+        """Return the state that is not part of the state of EM."""
+        ...
+
+    def posterior(self, state: State) -> Posterior:
+        """Return the posterior at the final λ and σ."""
         ...
 
 
 def em(e_step: EStep, m_step: MStep, start: State, max_steps: int = 20) -> Iterator[State]:
-    """Yield the state after each step, until λ and σ have settled and the E-step is exact.
+    """Yield the state after each step, until λ and σ have converged and the E-step is exact.
 
     ``start`` may be the last state of an earlier run, whose steps count too.
     """
@@ -141,7 +158,6 @@ def em(e_step: EStep, m_step: MStep, start: State, max_steps: int = 20) -> Itera
     while not (state.is_kept(max_steps) and (state.ended or e_step.is_exact(state))):
         found, step, own, ended = e_step.advance(state, m_step, state.is_kept(max_steps))
         info = Info(
-            step.number,
             found.hyper,
             Estimate.of(found.effective_dims),
             found.squared_norm,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from math import log, pi
 from typing import Any, NamedTuple
 
@@ -12,10 +13,17 @@ from torch import Tensor
 from torch_lla_em.inference.mackay import Estimate
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.likelihoods import Regression
-from torch_lla_em.problem import Problem, WhitenedGGN, room
-from torch_lla_em.solvers import BlockLanczos, KrylovPosterior, Spectrum
+from torch_lla_em.problem import Problem, WhitenedGGN
+from torch_lla_em.solvers import Spectrum, add_combined, symmetric
 
 _MAX_PASSES = 60
+"""Largest number of products for the log det."""
+
+_SETTLED = 1e-4
+"""Relative change of the log det at which the products end."""
+
+_ROUNDING = 30
+"""Rounding of a product, in units of eps ‖G‖."""
 
 
 def log_evidences(loss: float, precision: Tensor, squared_norm: Tensor, log_dets: Tensor) -> Tensor:
@@ -27,26 +35,53 @@ def log_evidences(loss: float, precision: Tensor, squared_norm: Tensor, log_dets
 
 
 def log_dets(problem: Problem, noise: StochasticPrior, precision: Tensor) -> Tensor:
-    """Return log det(I + Λ^{-1/2} G Λ^{-1/2}) of every sample, (K,), by block quadrature."""
+    """Return log det(I + Λ^{-1/2} G Λ^{-1/2}) of every sample, (K,), by block quadrature.
+
+    Block Lanczos from ξ and from Λ^{-1/2} η, which holds two blocks of K vectors at a time.
+    """
     deviation = noise.prior.deviation(precision)
-    start = torch.cat([noise.xi, deviation * noise.eta])
-    # the basis is kept for orthogonality alone: nothing is lost where it does not fit
-    memory = room(problem) / 2
-    lanczos = BlockLanczos(WhitenedGGN(problem, deviation), start, memory)
-    krylov = KrylovPosterior(lanczos, len(noise.xi))
+    product = WhitenedGGN(problem, deviation)
+    of_xi = _quadrature(product, noise.xi, lambda values, xi: Spectrum(values, xi, 0 * xi))
+    features = deviation * noise.eta
+    return of_xi + _quadrature(
+        product, features, lambda values, eta: Spectrum(values, 0 * eta, eta)
+    )
+
+
+def _quadrature(
+    product: WhitenedGGN, rows: Tensor, spectrum_of: Callable[[Tensor, Tensor], Spectrum]
+) -> Tensor:
+    """Return the log det by quadrature over the Krylov space of the rows, (K,)."""
+    space, found, size = product.space, rows.new_zeros(len(rows), dtype=torch.float64), 0.0
+    block, start = space.orthonormalise(rows)
+    T, before, coupling = start.new_zeros(0, 0), block[:0], start.new_zeros(0, len(block))
     for _ in range(_MAX_PASSES):
-        lanczos.grow()
-        # quadrature converges with the square of the certificate
-        if lanczos.exhausted or krylov.error(1.0) < 0.03:
-            break
-    else:
-        warnings.warn(
-            f"The log evidence is known from samples with an error of {krylov.error(1.0):.1e} "
-            f"only, after {_MAX_PASSES} passes. Start from a larger prior_precision, or use "
-            "float64.",
-            stacklevel=2,
-        )
-    return krylov.spectrum.log_dets(1.0)
+        if not len(block):
+            return found
+        image = product(block)
+        diagonal = space.gram(block, image)
+        size = max(size, diagonal.abs().max().item())
+        allowed = product.allowed_asymmetry * size
+        T = torch.block_diag(T, symmetric(diagonal, allowed, -allowed))
+        end = len(T) - len(block)
+        T[end - len(before) : end, end:] = coupling
+        T[end:, end - len(before) : end] = coupling.T
+        for earlier in (block, before, block, before):
+            add_combined(image, space.overlap(image, earlier), earlier, -1)
+        values, vectors = torch.linalg.eigh(T)
+        spectrum = spectrum_of(values.clamp_min(0), start @ vectors[: start.shape[1]])
+        last, found = found, spectrum.log_dets(1.0)
+        if (found - last).mean().abs() < _SETTLED * found.mean():
+            return found
+        # directions that are as short as the rounding of a product are dropped
+        floor = _ROUNDING * torch.finfo(image.dtype).eps * size
+        before, (block, coupling) = block, space.orthonormalise(image, floor)
+    warnings.warn(
+        f"The log evidence has not settled after {_MAX_PASSES} passes. Start from a larger "
+        "prior_precision, or use float64.",
+        stacklevel=2,
+    )
+    return found
 
 
 def sigma_of(problem: Problem) -> Tensor | None:
@@ -63,12 +98,12 @@ def squared_residual(problem: Problem, w: Tensor) -> tuple[float, Tensor]:
 
 
 def gaussian_constant(problem: Problem, sigma: Tensor) -> float:
-    """Return the part of the Gaussian loss that holds no residual."""
+    """Return the part of the Gaussian loss that does not depend on residuals."""
     return problem.data.num_targets * (log(float(sigma)) + 0.5 * log(2 * pi))
 
 
 class Curve(NamedTuple):
-    """What the data say of every prior precision of a grid."""
+    """Effective dimension and log evidence on a grid of prior precisions, from ``la.curve``."""
 
     precisions: Tensor
     """λ, shape (L,)."""
@@ -77,13 +112,13 @@ class Curve(NamedTuple):
     """γ, shape (L,)."""
 
     log_evidence: Estimate
-    """log p(y | λ), shape (L,); NaN beyond the precisions whose mode was visited."""
+    """log p(y | λ), shape (L,); NaN outside the range of λ for which the mode is known."""
 
     path: Tensor
     """λ of every EM step, shape (steps,)."""
 
     best: float
-    """λ*, the one chosen."""
+    """λ*, the learnt prior precision."""
 
 
 class Modes(NamedTuple):
@@ -96,7 +131,7 @@ class Modes(NamedTuple):
     """loss(w_lin) + ½ λ ‖w_lin‖², shape (M,)."""
 
     slopes: Tensor
-    """½ λ ‖w_lin‖², shape (M,): all that is left of the derivative at a minimum."""
+    """½ λ ‖w_lin‖², shape (M,): the derivative in log λ at the minimum."""
 
     @classmethod
     def of(cls, precisions: Tensor, losses: Tensor, squared_norms: Tensor) -> Modes:

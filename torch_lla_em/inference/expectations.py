@@ -1,4 +1,4 @@
-"""Expectations under Gaussian outputs h_n ~ N(m_n, R_n R_nᵀ), by draws of every row's own."""
+"""Expectations under Gaussian outputs h_n ~ N(m_n, R_n R_nᵀ), with separate draws per example."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.runtime import normals
 
 _STREAM = 2
-# functions times outputs times classes that are held at once
+# number of functions times outputs times classes that are in memory at once
 _NUMBERS = 1 << 22
 _JITTER = 1e-9
 
 
 class Expectations:
-    """The loss, its slope and its H at all rows, averaged over S draws and their mirror images.
+    """The loss, its gradient and its H for all examples, averaged over S draws and their mirror images.
 
-    Each row has noise of its own, the same at every call: what a few draws of all rows have in
-    common cannot be fitted, and two means can be compared.
+    Every example has draws of its own, so that a fit cannot adapt to errors that all examples share.
+    The draws are the same at every call, so that two posteriors can be compared.
     """
 
     def __init__(self, likelihood: Likelihood, targets: Tensor, like: Tensor, seed: int, num: int):
@@ -57,11 +57,11 @@ class Expectations:
         return torch.cat([self._blocks(f) for _, f in self._pieces(mean, root)])
 
     def masked(self, u: Tensor) -> Tensor:
-        """Return u times the weights of sites, 0 where they do not count."""
+        """Return u times the weights of sites, which are 0 for sites that do not count."""
         return u if self._mask is None else u * self._mask
 
     def root_masked(self, u: Tensor) -> Tensor:
-        """Return u times the roots of these weights."""
+        """Return u times the square roots of these weights."""
         return u if self._mask is None else u * self._mask.sqrt()
 
     def _blocks(self, f: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class Expectations:
         return (total / len(f)).movedim(0, -1)
 
     def _pieces(self, mean: Tensor, root: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-        """Yield rows and their draws, (2 S, n, ..., C), or their means where there is no root."""
+        """Yield examples with their draws, (2 S, n, ..., C), or with their means if there is no root."""
         entries = 2 * max(1, len(self._noise)) * self.shape[1:].numel() * self.shape[-1]
         step = max(1, _NUMBERS // entries)
         for start in range(0, len(mean), step):
@@ -87,7 +87,7 @@ class Expectations:
 
 
 def by_row(blocks: Tensor, u: Tensor) -> Tensor:
-    """Return the products of every row's block, (N, ..., C, C), with vectors (k, N, ..., C)."""
+    """Return the products of every example's block, (N, ..., C, C), with vectors (k, N, ..., C)."""
     return (u.movedim(0, -2) @ blocks.mT).movedim(-2, 0)
 
 
@@ -100,4 +100,5 @@ def root_of(blocks: Tensor) -> Tensor:
         * size[..., None, None]
         * torch.eye(exact.shape[-1], dtype=exact.dtype, device=exact.device)
     )
-    return torch.linalg.cholesky_ex(exact + jitter)[0].to(blocks)
+    root: Tensor = torch.linalg.cholesky_ex(exact + jitter)[0]
+    return root.to(blocks)

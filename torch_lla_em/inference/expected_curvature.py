@@ -1,11 +1,11 @@
-"""The posterior whose curvature and mean are expectations under itself, and its ascent.
+"""The variational posterior, whose curvature and mean are expectations under itself.
 
 q = N(m, (G + Λ)⁻¹), G = Σ_n J_nᵀ E_q[H_n] J_n, with Σ_n J_nᵀ E_q[∇loss] + Λ m = 0, is where
 
     L = E_q[log p(y | J w)] − KL(q ‖ N(0, Λ⁻¹)),   KL = ½ (‖m‖²_Λ − γ + log det(I + Λ⁻¹ G)),
 
-is stationary, and dL / d log λ = ½ (γ − λ ‖m‖²): MacKay's fixed point is that of the bound. A step
-that would lower the bound is not taken.
+is stationary, and dL / d log λ = ½ (γ − λ ‖m‖²), so MacKay's fixed point is that of the bound. A
+step that would lower the bound is rejected.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from torch_lla_em.inference.span import Span
 
 _ROUNDS = 4
 SMALL = 0.05
-"""Nats: two rounds in a row that gain no more are the last."""
+"""Nats; the rounds end after two in a row that gain less."""
 
 _NEAR = 1e-4
-"""The step of the mean that ends Newton's method, relative."""
+"""Relative step of the mean at which Newton's method ends."""
 
 _NEWTON = 2
 """Newton steps of the mean in every round towards a fixed point."""
 
-_CLIMBS, _SETTLING = 30, 200
-"""Climbs, and rounds after them, towards the fixed point over a complete span."""
+_CLIMBS, _SETTLING = 30, 400
+"""Numbers of ascents, and of rounds after them, towards the fixed point over a complete span."""
 
 _POLISH = 50
 """Newton steps of the mean at the fixed point."""
 
-_AT_REST = 2e-3
-"""Relative change of the curvature in a round, and six times that of λ, at the fixed point."""
+_AT_REST = 1e-3
+"""Relative change of the curvature in a round (for λ: six times this) that counts as converged."""
 
 _SLACK = 1.0
-"""Nats that the bound may fall on the way to the fixed point, which is only near its maximum."""
+"""Nats that the bound may decrease on the way to the fixed point, which is only near its maximum."""
 
 
 class ExpectedCurvature(OverSpan):
-    """q over a span, and the rounds by which it ascends the bound."""
+    """q over a span, and the rounds that increase the bound."""
 
     def __init__(self, span: Span, expected: Expectations, epsilon: Tensor):
         super().__init__(span, expected)
         self._epsilon = epsilon
 
     def first(self, precision: float) -> Q:
-        """Return q at the curvature of undecided outputs and of the network's."""
+        """Return q at the average curvature of outputs 0 and of the network's outputs."""
         f, expected = self.span.rows.f, self.expected
         H = 0.5 * (expected.curvature(0 * f, None) + expected.curvature(f, None))
         return self.at(self.curved(H), precision, torch.zeros_like(self.span.xi[0]))
@@ -67,7 +67,7 @@ class ExpectedCurvature(OverSpan):
         return Hyperparameters(torch.full_like(q.mean[0], q.precision))
 
     def expectation(self, q: Q, mode_error: float, sample_error: float) -> Expectation:
-        """Return what EM notes of q."""
+        """Return the expectations under q that EM records."""
         return Expectation(
             self.hyper(q),
             q.effective_dims,
@@ -82,7 +82,7 @@ class ExpectedCurvature(OverSpan):
         )
 
     def curved(self, blocks: Tensor, known: Curved | None = None) -> Curved:
-        """Return G and the noise over the span; known of the first directions, by the others."""
+        """Return G and the random probes over the span; known parts are extended to new directions."""
         span, old = self.span, 0 if known is None else len(known.G)
         G = self.grown(known, lambda J: self._with_H(blocks, J))
         eta = (self.noise(blocks).flatten(1) @ span.J[:, old:]).double()
@@ -95,7 +95,7 @@ class ExpectedCurvature(OverSpan):
         return self.expected.root_masked(by_row(root_of(blocks), self._epsilon))
 
     def at(self, curved: Curved, precision: float, mean: Tensor, steps: int = 1) -> Q:
-        """Return q at this λ and curvature, with its mean some steps of Newton on."""
+        """Return q at this λ and curvature, after some Newton steps of its mean."""
         spectrum, loss = curved.spectrum, math.inf
         samples = spectrum.solutions(precision) @ curved.vectors.T
         gamma, root = spectrum.effective_dims(precision), self._root(samples)
@@ -110,26 +110,26 @@ class ExpectedCurvature(OverSpan):
         return Q(precision, 1.0, curved, mean, samples, loss, bounds, gamma, root)
 
     def stepped(self, q: Q, stride: float) -> float:
-        """Return λ after so many of MacKay's steps at once."""
+        """Return λ after a step of ``stride`` times MacKay's in log λ."""
         gamma, norm = q.effective_dims.mean(), q.mean.square().sum()
         precision = torch.full_like(norm, q.precision)
         return function_space_Mackay_update(gamma, norm, precision, stride).item()
 
     def widened(self, q: Q, steps: int = 1) -> Q:
-        """Return q over the span as it is now, at the same λ and curvature."""
+        """Return q over the extended span, at the same λ and curvature."""
         mean = q.mean.new_zeros(self.span.size)
         mean[: len(q.mean)] = q.mean
         return self.at(self.curved(q.curved.blocks, q.curved), q.precision, mean, steps)
 
     def restarted(self, q: Q) -> Q:
-        """Return q over the span of ξ, its mean and its samples alone."""
+        """Return q over the span of ξ, its mean and its samples only."""
         turn = self.span.restart(torch.cat([q.mean[None], q.samples]))
         return self.at(self.curved(q.curved.blocks), q.precision, q.mean @ turn)
 
     def ascend(self, q: Q, m_step: MStep, least: float) -> Q:
         """Return q after a few rounds of λ, curvature and mean, none of which lowers the bound.
 
-        ``least`` is the smallest λ, or the only one where it is infinite.
+        ``least`` is a lower bound on λ; if it is infinite, λ stays fixed.
         """
         damping, stride, small, refused = 0.7, 2.0, 0, 0
         for _ in range(_ROUNDS):
@@ -151,13 +151,11 @@ class ExpectedCurvature(OverSpan):
         return q
 
     def settle(self, q: Q, m_step: MStep, learns: bool) -> tuple[Q, bool]:
-        """Return q at the fixed point of curvature and mean, and whether it was reached.
+        """Return q at the fixed point of curvature and mean (and λ), and whether it was reached.
 
-        And of λ, where it is learnt.
-
-        This is for spans that hold all directions: no pass is needed. Full steps of the
-        curvature may overshoot forever, so they shrink where they turn back, and grow where
-        they keep their direction.
+        This is for spans that contain all directions, so no pass is needed. Full steps of the
+        curvature can overshoot forever, so steps shrink after a change of direction and grow
+        otherwise.
         """
         for _ in range(_CLIMBS):
             before, q = q, self.ascend(q, m_step, PRECISION_BOUNDS[0] if learns else math.inf)
@@ -183,8 +181,8 @@ class ExpectedCurvature(OverSpan):
                 q = new
         return self.at(q.curved, q.precision, q.mean, _POLISH), found
 
-    def residuals(self, q: Q) -> tuple[Tensor, Tensor] | None:
-        """Return those of the samples, (K, P), and of the mean, (1, P); None where rows moved."""
+    def residuals(self, q: Q) -> Tensor | None:
+        """Return the residuals of samples and mean, (K + 1, P); None if the order has changed."""
         J, shape = self.span.J, self.expected.shape
         pushed = (q.samples.to(J) @ J.T).view(-1, *shape)
         curved = by_row(q.curved.blocks, pushed)
@@ -193,9 +191,9 @@ class ExpectedCurvature(OverSpan):
         pulled = self.span.pulled(torch.cat([of_samples, of_mean[None]]))
         if pulled is None:
             return None
-        pulled -= q.precision * self.span.scaled(torch.cat([q.samples, q.mean[None]]))
-        pulled[:-1] += math.sqrt(q.precision) * self.span.noise
-        return pulled[:-1], pulled[-1:]
+        self.span.add_scaled(pulled, -q.precision * torch.cat([q.samples, q.mean[None]]))
+        pulled[:-1].add_(self.span.noise, alpha=math.sqrt(q.precision))
+        return pulled
 
     def _with_H(self, blocks: Tensor, J: Tensor) -> Tensor:
         """Return H J v for columns of J V, (N C, k)."""
@@ -203,6 +201,6 @@ class ExpectedCurvature(OverSpan):
         return self.expected.masked(curved.movedim(-1, 0)).movedim(0, -1).flatten(0, -2)
 
     def _root(self, samples: Tensor) -> Tensor:
-        """Return a root of the samples' covariance of every row's outputs."""
+        """Return a root of the sample covariance of the outputs of every example."""
         pushed = (self.span.J @ samples.T.to(self.span.J)).view(*self.expected.shape, -1)
         return root_of(pushed @ pushed.mT / pushed.shape[-1])

@@ -29,25 +29,25 @@ from torch_lla_em.problem import Problem
 from torch_lla_em.solvers import DivergenceError
 
 _STEPS, _SETTLING = 20, 200
-"""Steps of λ and σ over one span, and over a complete one; most take fewer than ten."""
+"""Largest numbers of steps of λ and σ over a span, and over a complete one; usually less than ten."""
 
 _AT_REST = 1e-3
-"""Change of log λ and log σ that ends them."""
+"""Change of log λ and log σ at which the steps end."""
 
 _NEWTON = 20
-"""Steps of Newton's method for the mode at one λ."""
+"""Largest number of Newton steps for the mode at one λ."""
 
 _SLOW = 0.25
-"""Share of the slope that a step leaves, above which H is taken anew for the next ones."""
+"""Share of the gradient left by a step above which H is evaluated again."""
 
 _MIRRORED, _SHARE = 4, 0.2
-"""Passes for the log det at most, and the share of its standard error that ends them."""
+"""Largest number of passes for the log det, and the share of its standard error at which they end."""
 
 _CURVE_POINTS, _CURVE_DECADES = 241, 6
 """Precisions at which the mode of a quadratic loss is tabulated, either side of λ."""
 
 _NEIGHBOURS = 10**-0.5, 10**-0.25, 1.0, 10**0.25, 10**0.5
-"""Precisions at which that of another loss is found, relative to λ."""
+"""Precisions, relative to λ, at which the mode of another loss is computed."""
 
 
 class FixedCurvature(OverSpan):
@@ -68,7 +68,7 @@ class FixedCurvature(OverSpan):
         rounding = 10 * torch.finfo(problem.dtype).eps
         self._tolerance = max(0.2 * tolerance, rounding)
         self._newton: Curved | None = None
-        """G with H near the mode, for as long as the span is the same."""
+        """G with H near the mode, as long as the span does not change."""
 
         self._f = span.rows.f if at is None else at
         zero = torch.zeros_like(self._f)
@@ -76,27 +76,27 @@ class FixedCurvature(OverSpan):
         self._slope_at_zero = expected.slope(zero, None).flatten()
 
     def first(self, precision: float) -> Q:
-        """Return the posterior at this λ, from the mode 0."""
+        """Return the posterior at this λ; the search for the mode starts at 0."""
         zero, curved = torch.zeros_like(self.span.xi[0]), self.curved()
         if not curved.G.any() and self._slope_at_zero.any():
             raise DivergenceError(
-                "The likelihood's H is 0 at every example: outputs so large that rounding hides the "
-                "loss. Are the inputs scaled as in training?"
+                "The likelihood's H is 0 for every example: the outputs are so large that the "
+                "loss is rounded to 0. Check that the inputs are scaled as in training."
             )
         return self.at(curved, Hyperparameters(zero.new_tensor(precision), self._sigma), zero)
 
     def curved(self, known: Curved | None = None) -> Curved:
         """Return G and the noise over the span; known of the first directions, by the others."""
         old, noise = 0 if known is None else len(known.G), self._noise
-        G, new = self.grown(known, self._with_H), self.span.basis[old:]
-        eta = self._problem.space.gram(noise.eta, new, noise.prior.scale)
+        G = self.grown(known, self._with_H)
+        eta = self.span.coordinates(noise.eta, noise.prior.scale, old)
         eta = eta if known is None else torch.cat([known.eta, eta], dim=1)
         return Curved.of(G, self.span.xi, eta)
 
     def at(self, curved: Curved, hyper: Hyperparameters, mean: Tensor, refined: bool = False) -> Q:
-        """Return the posterior at λ and σ; ``mean`` is where the search for the mode begins.
+        """Return the posterior at λ and σ; the search for the mode starts at ``mean``.
 
-        ``refined`` takes the rounding of G out of the mode of a quadratic loss.
+        ``refined`` corrects the mode of a quadratic loss for the rounding of G.
         """
         precision, noise = hyper.precision.item(), 1.0
         if hyper.sigma is not None:
@@ -123,14 +123,14 @@ class FixedCurvature(OverSpan):
         return Q(precision, noise, curved, mean, samples, loss, evidences, dims)
 
     def widened(self, q: Q, steps: int = 1) -> Q:
-        """Return the posterior over the span as it is now, at the same λ and σ."""
+        """Return the posterior over the extended span, at the same λ and σ."""
         mean = q.mean.new_zeros(self.span.size)
         mean[: len(q.mean)] = q.mean
         self._newton = None
         return self.at(self.curved(q.curved), self.hyper(q), mean)
 
     def restarted(self, q: Q) -> Q:
-        """Return the posterior over the span of the noise, the mode and the samples alone."""
+        """Return the posterior over the span of the random probes, the mode and the samples only."""
         turn = self.span.restart(torch.cat([q.mean[None], q.samples, q.curved.eta]))
         self._newton = None
         return self.at(self.curved(), self.hyper(q), q.mean @ turn)
@@ -138,7 +138,7 @@ class FixedCurvature(OverSpan):
     def ascend(self, q: Q, m_step: MStep, least: float, steps: int = _STEPS) -> Q:
         """Return the posterior at MacKay's fixed point over the span, with λ not below ``least``.
 
-        By true EM, whose steps are small, it is one step nearer. An infinite ``least`` keeps λ.
+        With update="em", whose steps are small, it takes one step. An infinite ``least`` fixes λ.
         """
         if least == math.inf:
             return q
@@ -154,7 +154,7 @@ class FixedCurvature(OverSpan):
             if moved < _AT_REST:
                 break
         q = self.at(q.curved, self.hyper(q), q.mean, refined=True)
-        m_step(self.expectation(q, 0.0, 0.0))  # warns of what is so at the end
+        m_step(self.expectation(q, 0.0, 0.0))  # gives the warnings
         return q
 
     def settle(self, q: Q, m_step: MStep, learns: bool) -> tuple[Q, bool]:
@@ -167,7 +167,7 @@ class FixedCurvature(OverSpan):
         """Return what the M-step needs."""
         hyper, residual, targets, noise_dims = self.hyper(q), None, None, None
         if hyper.sigma is not None:
-            # of a loss without its constant: ½ Σ (y - J w)² / σ² at the first σ
+            # the loss without its constant: ½ Σ (y - J w)² / σ² at the first σ
             squares = 2 * self._sigma.item() ** 2
             fit = (q.loss - gaussian_constant(self._problem, hyper.sigma)) * q.noise**2
             sums = fit, self._loss_at_zero
@@ -186,10 +186,10 @@ class FixedCurvature(OverSpan):
             sample_error,
         )
 
-    def residuals(self, q: Q, sign: float = 1.0) -> tuple[Tensor, Tensor] | None:
-        """Return those of the samples, (K, P), and of the mode, (1, P); None where rows moved.
+    def residuals(self, q: Q, sign: float = 1.0) -> Tensor | None:
+        """Return the residuals of samples and mode, (K + 1, P); None if the order has changed.
 
-        With ``sign`` -1, of the samples that η with the other sign gives.
+        With ``sign`` -1 they are those of the samples for -η.
         """
         span, shape, prior = self.span, self.expected.shape, self._noise.prior
         samples = _samples(q.curved, q.precision, q.noise, sign)
@@ -199,23 +199,23 @@ class FixedCurvature(OverSpan):
         if pulled is None:
             return None
         pulled /= -(q.noise**2)
-        pulled -= q.precision * span.scaled(torch.cat([samples, q.mean[None]]))
-        pulled[:-1] += math.sqrt(q.precision) * span.noise
+        span.add_scaled(pulled, -q.precision * torch.cat([samples, q.mean[None]]))
+        pulled[:-1].add_(span.noise, alpha=math.sqrt(q.precision))
         pulled[:-1] += sign * prior.scale * self._noise.eta / q.noise
-        return pulled[:-1], pulled[-1:]
+        return pulled
 
     def with_evidence(self, q: Q) -> Q:
-        """Return the posterior over a span that knows the log det as well as the samples.
+        """Return the posterior over a span in which the log det is as exact as the samples.
 
-        The span has grown for √λ ξ + η. The log det is a sum of functions of ξ and of η, whose own
-        spaces it has once it has grown for √λ ξ - η too.
+        So far the span was extended for √λ ξ + η. The log det is a sum of functions of ξ and of η,
+        for which the span is extended for √λ ξ - η too.
         """
         for _ in range(_MIRRORED):
             found = self.residuals(q, -1.0)
             if found is None or not self.span.has_room(len(q.samples)):
                 break
             before, error = q.bound, Estimate.of(q.bounds).standard_error.item()
-            if not self.span.widen(found[0]):
+            if not self.span.widen(found[:-1]):
                 break
             q = self.widened(q)
             if not abs(q.bound - before) > _SHARE * error:
@@ -223,7 +223,7 @@ class FixedCurvature(OverSpan):
         return q
 
     def modes(self, q: Q) -> Modes:
-        """Return the objective of the mode at λ and near it, or anywhere if it is quadratic."""
+        """Return the objective of the mode near λ, or for a wide range of λ if it is quadratic."""
         points = []
         if self._problem.likelihood.is_quadratic:
             values = q.curved.spectrum.eigenvalues / q.noise**2

@@ -1,9 +1,8 @@
-"""E-step, mode: w_lin = argmin_w Σ_n loss(J_n w, y_n) + ½ ‖w‖²_Λ, without the network's offset."""
+"""E-step, mode: w_lin = argmin_w Σ_n loss(J_n w, y_n) + ½ ‖w‖²_Λ."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from math import inf, sqrt
 from typing import NamedTuple
@@ -14,13 +13,11 @@ from torch_lla_em.inference.prior import Prior
 from torch_lla_em.problem import Problem, WhitenedLoss
 from torch_lla_em.solvers import SGD, Newton
 
-Precondition = Callable[[Tensor], Tensor]
-
 _FIRST_MODE_PASSES = 6
 
 
 class LinearMode(NamedTuple):
-    """The mode of the linear model, and how well it is known."""
+    """The mode of the linear model, with a bound on its error."""
 
     w: Tensor
     """w_lin, shape (P,)."""
@@ -29,7 +26,7 @@ class LinearMode(NamedTuple):
     """Σ_n -log p(y_n | J_n w_lin)."""
 
     error: float
-    """A bound on ‖w - w*‖_Λ / ‖w‖_Λ: the gradient of the whole over the norm."""
+    """A bound on the relative error ‖w - w*‖_Λ / ‖w‖_Λ, from the gradient of the objective."""
 
     passes: float
     """Single-column passes over the data."""
@@ -44,19 +41,40 @@ def optimise_MAP(
     precision: Tensor,
     solver: Newton | SGD = Newton(),
     start: Tensor | None = None,
-    *,
-    precondition: Precondition | None = None,
 ) -> LinearMode:
-    """Find the mode of the linear model, from ``start`` (P,) or 0."""
+    """Find the mode of the linear model.
+
+    Args:
+        problem (Problem): The network, the likelihood and the data.
+        prior (Prior): The prior of ``get_sto_samples``.
+        precision (Tensor): Prior precision λ, shape () or (blocks,).
+        solver (Newton or SGD): The solver with its options. Default Newton().
+        start (Tensor, optional): Initial weights, shape (P,). Default None: zeros.
+
+    Returns:
+        A ``LinearMode`` with the weights ``w``, the ``loss`` and a bound on the ``error``.
+
+    Raises:
+        DivergenceError: If the solver diverges.
+
+    Example:
+        >>> from torch_lla_em.data import Data
+        >>> from torch_lla_em.jacobian import LinearModel, Network, ParameterLayout
+        >>> from torch_lla_em.problem import Problem
+        >>> net = torch.nn.Linear(2, 3)
+        >>> linear = LinearModel(Network(net), ParameterLayout.of(net, ["weight", "bias"]))
+        >>> data = Data([(torch.randn(20, 2), torch.arange(20) % 3)], torch.device("cpu"))
+        >>> problem = Problem(linear, Classification(), data)
+        >>> noise = get_sto_samples(problem, num_samples=4)
+        >>> optimise_MAP(problem, noise.prior, torch.tensor(10.0)).w.shape
+        torch.Size([9])
+    """
     deviation = prior.deviation(precision)
     loss = WhitenedLoss(problem, deviation)
     x = problem.zeros(1)[0] if start is None else prior.whitened(start, precision)
-    if isinstance(solver, SGD):
-        minimum = solver.minimise(loss, x)
-    else:
-        quadratic = problem.likelihood.is_quadratic
-        solver = replace(solver, forcing=0.0) if quadratic else solver
-        minimum = solver.minimise(loss, x, precondition)
+    if isinstance(solver, Newton) and problem.likelihood.is_quadratic:
+        solver = replace(solver, forcing=0.0)
+    minimum = solver.minimise(loss, x)
     w = deviation * minimum.x
     mode = LinearMode(w, minimum.loss, minimum.error, minimum.passes, minimum.converged)
     if not mode.converged:
@@ -65,11 +83,11 @@ def optimise_MAP(
 
 
 def first_mode(problem: Problem, prior: Prior, precision: Tensor) -> Tensor:
-    """Return a start for the mode, (P,): the best of multiples of the trained weights.
+    """Return a start for the mode, shape (P,): the best multiple of the trained weights.
 
-    J w_MAP nearly says what the network says (exactly, up to a factor, where the network is
-    homogeneous in its weights), so that H there is near the one G is made of: the mode then
-    takes a third of the passes that it takes from 0, where the softmax is undecided.
+    J w_MAP is close to the outputs of the network (equal up to a factor, if the network is
+    homogeneous in its weights), so H there is close to the H of G. Finding the mode then takes a
+    third of the passes that it takes from 0, where all classes are equally probable.
     """
     if problem.likelihood.is_quadratic:
         return problem.zeros(1)[0]
@@ -92,15 +110,15 @@ def first_mode(problem: Problem, prior: Prior, precision: Tensor) -> Tensor:
 
 
 def _warn_of(mode: LinearMode, solver: Newton | SGD) -> None:
-    """Say that the mode is less exact than was asked, and what helps."""
+    """Warn that the mode has not reached its tolerance."""
     remedy = "Raise `tolerance`, or convert the model and its data to float64."
     if isinstance(solver, SGD):
         remedy = (
-            f"The prior precision follows from this mode, and may be far off. Give SGD more epochs "
-            f"(now {solver.epochs}), another learning_rate, or use the default solver."
+            "The prior precision depends on this mode and may be far off. Increase the epochs of SGD "
+            f"(now {solver.epochs}), change its learning_rate, or use the default solver."
         )
     warnings.warn(
-        f"The linear mode is known to a relative error of {mode.error:.1e} only, not "
-        f"{solver.tolerance:.1e}, after {mode.passes:g} passes. {remedy}",
+        f"The mode has a relative error of {mode.error:.1e} after {mode.passes:g} passes, and did not "
+        f"reach the tolerance of {solver.tolerance:.1e}. {remedy}",
         stacklevel=3,
     )

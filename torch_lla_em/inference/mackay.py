@@ -1,6 +1,6 @@
 """M-step: the prior precision λ and the observation noise σ from the effective dimension γ.
 
-Everything that decides how far λ and σ move, and when they have settled, is in this file.
+This file contains everything about the steps of λ and σ, and about their convergence.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ PRECISION_BOUNDS = 1e-20, 1e20
 
 _LEAST_FREEDOM = 0.05
 
-# a residual below this multiple of what rounding allows raises a warning
+# a residual below this multiple of the rounding error gives a warning
 _NEAR_ROUNDING = 10
 
 logger = logging.getLogger("torch_lla_em")
 
 
 class Hyperparameters(NamedTuple):
-    """What EM learns."""
+    """The quantities that EM learns."""
 
     precision: Tensor
     """λ, () or (blocks,), in float64."""
@@ -38,7 +38,7 @@ class Hyperparameters(NamedTuple):
 
 
 class Expectation(NamedTuple):
-    """What an E-step finds at one λ and σ: all that the M-step needs."""
+    """The result of an E-step at one λ and σ, for the M-step."""
 
     hyper: Hyperparameters
     """λ and σ of the posterior."""
@@ -62,7 +62,7 @@ class Expectation(NamedTuple):
     """γ by output, the shape of σ."""
 
     log_evidences: Tensor
-    """Log evidence with the log det of every sample, (K,); NaN where it would cost passes."""
+    """Log evidence with the log det of every sample, (K,); NaN if it would need more passes."""
 
     mode_error: float
     sample_error: float
@@ -89,11 +89,26 @@ def function_space_Mackay_update(
     stride: float | None = None,
     warns: bool = True,
 ) -> Tensor:
-    """Return λ ← γ / ‖w_lin‖², () or (blocks,), the norm in scaled coordinates.
+    """Return MacKay's update of the prior precision, λ ← γ / ‖w_lin‖².
 
-    Blocks that no datum determines (γ = 0) keep their precision. With a ``stride``, log λ goes
-    so many times as far, but at most by 1: λ ← λ (γ / λ ‖w_lin‖²)^stride. Such a step may still
-    be refused, so it reaches the bounds of λ without a warning.
+    Args:
+        effective_dim (Tensor): γ, shape () or (blocks,): the mean of ``effective_dims`` of
+            ``optimise_samples`` over samples.
+        squared_norm (Tensor): ‖w_lin‖² in scaled coordinates, shape () or (blocks,):
+            ``prior.squared_norm(mode.w)`` of the mode that ``optimise_MAP`` returns.
+        precision (Tensor): The current λ. Blocks that the data do not determine (γ = 0) keep it.
+        stride (float, optional): Exponent of the step, λ ← λ (γ / (λ ‖w_lin‖²))^stride, limited to
+            a change of log λ by 1. Default None: the plain update. With a stride, reaching a bound
+            of λ gives no warning, because such a step is a proposal that may be rejected.
+        warns (bool): Whether to warn if λ reaches a bound. Default True.
+
+    Returns:
+        The new λ, shape () or (blocks,).
+
+    Example:
+        >>> gamma, squared_norm = torch.tensor(8.0), torch.tensor(4.0)
+        >>> float(function_space_Mackay_update(gamma, squared_norm, torch.tensor(1.0)))
+        2.0
     """
     proposed = effective_dim / squared_norm
     if stride is not None:
@@ -108,25 +123,29 @@ def em_update(
     precision: Tensor,
     num_weights: Tensor,
 ) -> Tensor:
-    """Return λ ← P / (‖w_lin‖² + Tr Σ), which never lowers the evidence; slower than MacKay's."""
+    """Return the EM update λ ← P / (‖w_lin‖² + Tr Σ), which never lowers the evidence.
+
+    It needs more steps than MacKay's update.
+    """
     trace = (num_weights - effective_dim) / precision
     return _bounded(num_weights / (squared_norm + trace), precision)
 
 
 def resolved(residual: Tensor, targets: Tensor, eps: float, warns: bool = True) -> Tensor:
-    """Return Σ(y - J w_lin)², but ε Σ y² with a warning where it is less: no solver goes further."""
+    """Return Σ(y - J w_lin)², or ε Σ y² with a warning if it is less, which is below rounding."""
     if not (targets > 0).all():
         raise ValueError(
-            "All targets are 0 (of every output that has a noise of its own), so there is no "
-            "observation noise to learn. Check the targets, or leave this output out."
+            "All targets are 0 (or all targets of an output with its own noise), so there is no "
+            "observation noise to learn. Check the targets, or remove this output."
         )
     least = eps * targets
     if warns and (residual < _NEAR_ROUNDING * least).any():
         warnings.warn(
-            "The linear model reproduces the targets so closely that their observation noise may be "
-            f"lost to rounding: sigma_noise is held above {sqrt(eps):.0e} of their root mean square. "
-            "Check that the targets are not constant or free of noise; if their noise is that "
-            "small, subtract their mean, or convert the model and its data to float64.",
+            "The linear model reproduces the targets so closely that their observation noise may "
+            f"be lost to rounding: sigma_noise is held above {sqrt(eps):.0e} of their root mean "
+            "square. Check that the targets are not constant or without noise. If their noise "
+            "really is that small, subtract their mean, or convert the model and its data to "
+            "float64.",
             stacklevel=2,
         )
     return torch.maximum(residual, least)
@@ -139,9 +158,9 @@ def mackay_noise(
     left, least = count - effective_dim, _LEAST_FREEDOM * count
     if warns and (left < least).any():
         warnings.warn(
-            "The weights' effective dimension reaches the number of targets, so that the data "
-            "cannot tell noise from signal: sigma_noise is held as if a twentieth of the "
-            "targets were free. Use more data, or fewer random weights with `parameters`.",
+            "The effective dimension reaches the number of targets, so the data cannot separate "
+            "noise from signal. sigma_noise is limited as if the effective dimension were 95 % of "
+            "the number of targets. Use more data, or fewer `parameters` in the posterior.",
             stacklevel=2,
         )
     return (residual / torch.maximum(left, least)).sqrt()
@@ -158,9 +177,9 @@ def _bounded(proposed: Tensor, current: Tensor, warns: bool = True) -> Tensor:
     if warns and not torch.equal(kept, proposed):
         low, high = PRECISION_BOUNDS
         warnings.warn(
-            f"The prior precision left its bounds [{low:g}, {high:g}] and was held there: the "
-            "evidence prefers a model without these weights, or without a prior. Check that the "
-            "network is trained and the targets are the ones it was trained on.",
+            f"The prior precision reached a bound of [{low:g}, {high:g}]: the evidence prefers a "
+            "model without these parameters, or without a prior. Check that the network is "
+            "trained, and on these targets.",
             stacklevel=3,
         )
     return kept
@@ -178,19 +197,19 @@ class Step(NamedTuple):
     """Steps so far, this one included."""
 
     start: Hyperparameters
-    """λ and σ at which the expectations were taken."""
+    """λ and σ of the expectations."""
 
     plain: Tensor
     """log λ by the update, before acceleration."""
 
     hyper: Hyperparameters
-    """λ and σ at which the next expectations are taken."""
+    """λ and σ of the next expectations."""
 
     change: float
     """The largest |Δ log| of λ and σ², relative to the Monte Carlo error of log λ."""
 
     settled: bool
-    """Whether what is left of a geometric approach is below the Monte Carlo error."""
+    """Whether the remaining distance of a geometric convergence is below the Monte Carlo error."""
 
     @property
     def moved(self) -> float:
@@ -208,10 +227,10 @@ class MStep:
     """"mackay": the fast fixed point; "em": never lowers the evidence, and is slow."""
 
     warns: bool = True
-    """Whether to warn of λ at its bounds, and of σ that cannot be told."""
+    """Whether to warn if λ reaches a bound, or σ cannot be determined."""
 
     def __call__(self, found: Expectation, before: Step | None = None) -> Step:
-        """Return the step from these expectations, given the one that led to them."""
+        """Return the step that follows from these expectations, given the previous step."""
         start, gamma, square = found.hyper, found.effective_dims.mean(0), found.squared_norm
         sigma = None if start.sigma is None else self._noise(start.sigma, found)
         if self.update == "em":
@@ -248,10 +267,9 @@ class MStep:
         return mackay_noise(residual, dims, count, self.warns)
 
     def allowed(self, gamma: Tensor, num_samples: int) -> Tensor:
-        """Return the change of log λ that is as good as none, () or (blocks,).
+        """Return the change of log λ that counts as converged, () or (blocks,).
 
-        The slow steps of true EM are held to a tenth of a per cent: small steps there do
-        not mean that the end is near.
+        With update="em" it is 0.1 %, because small steps do not mean that the fixed point is close.
         """
         if self.update == "em":
             return torch.full_like(gamma, 1e-3)
@@ -260,33 +278,33 @@ class MStep:
     def accelerated(
         self, before: Step | None, start: Hyperparameters, proposed: Hyperparameters
     ) -> Hyperparameters:
-        """Go on along the fixed point's own contraction or oscillation (a secant step in log λ)."""
+        """Accelerate the fixed-point iteration by a secant step in log λ."""
         here, plain = start.precision.log(), proposed.precision.log()
         if self.update == "em" or here.dim() or start.sigma is not None or before is None:
             return proposed
         slope = (plain - before.plain) / (here - before.start.precision.log())
-        if not -1 < slope < 0.9:  # below 0 the fixed point is overshot from either side
+        if not -1 < slope < 0.9:  # negative: it overshoots from both sides
             return proposed
         return proposed._replace(precision=(here + (plain - here) / (1 - slope)).exp())
 
 
 def warn_unsettled(last: Step) -> None:
-    """Log that EM has ended before its fixed point."""
+    """Log a warning that EM has not converged."""
     logger.warning(
-        "The prior precision had not settled after %d EM steps: the last one changed it by a "
-        "factor of %.2g. Raise em_steps, or start nearer with prior_precision.",
+        "The prior precision has not converged after %d EM steps: the last one changed it by a "
+        "factor of %.2g. Increase em_steps, or pass a prior_precision closer to the result.",
         *(last.number, exp(last.moved)),
     )
 
 
 def _left(before: float, change: float) -> float:
-    """Return the most that a geometric approach with these two last changes has still to go."""
+    """Return a bound on the remaining distance of a geometric convergence, from two changes."""
     ratio = change / max(before, 1e-300)
     return change if ratio >= 1 else change * max(1.0, ratio / (1 - ratio))
 
 
 def _change(old: Hyperparameters, new: Hyperparameters, allowed: Tensor) -> float:
-    """Return the largest |Δ log| of λ over what is allowed, and of σ² over the least of it."""
+    """Return the largest |Δ log λ| and |Δ log σ²|, relative to the allowed change."""
     change = ((new.precision.log() - old.precision.log()).abs() / allowed).max().item()
     if old.sigma is not None:
         moved = 2 * (new.sigma.log() - old.sigma.log()).abs().max()

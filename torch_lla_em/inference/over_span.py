@@ -1,7 +1,7 @@
-"""The Gaussian posterior over a span of directions: small dense algebra at any λ, without a pass.
+"""The Gaussian posterior over a span of directions, by dense linear algebra without a pass.
 
-q = N(m, (G + Λ)⁻¹), with G = Σ_n J_nᵀ H_n J_n. What λ, σ and H are at is left to
-``fixed_curvature.py`` and ``expected_curvature.py``.
+q = N(m, (G + Λ)⁻¹), with G = Σ_n J_nᵀ H_n J_n. ``fixed_curvature.py`` and ``expected_curvature.py``
+choose λ, σ and H.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch_lla_em.solvers import Spectrum
 Solve = Callable[[Tensor], Tensor]
 
 _SHORTEST = 1e-3
-"""The shortest step of Newton's method, relative to the whole one."""
+"""The shortest step of Newton's method, relative to the full step."""
 
 _ROUNDINGS = 10
-"""Roundings of the loss that a step of Newton's method may seem to raise it by."""
+"""A Newton step may increase the loss by this multiple of its rounding error."""
 
 
 class Curved(NamedTuple):
-    """G over a span, from one curvature, and the noise that belongs to it."""
+    """G over a span for one curvature, and the random probes that belong to it."""
 
     G: Tensor
     """(m, m), in float64, as all that follows."""
@@ -41,7 +41,7 @@ class Curved(NamedTuple):
     """The eigenvalues of G, and ξ and η in its eigenvectors."""
 
     blocks: Tensor | None = None
-    """The curvature itself, (N, ..., C, C), where it is an expectation."""
+    """H of every example, (N, ..., C, C), if it is an expectation."""
 
     @classmethod
     def of(cls, G: Tensor, xi: Tensor, eta: Tensor, blocks: Tensor | None = None) -> Curved:
@@ -63,7 +63,7 @@ class Q(NamedTuple):
     """λ."""
 
     noise: float
-    """σ of a Gaussian likelihood, relative to the one that G was taken at; 1 for others."""
+    """σ of a Gaussian likelihood, relative to that of G; 1 for other likelihoods."""
 
     curved: Curved
     mean: Tensor
@@ -73,7 +73,7 @@ class Q(NamedTuple):
     """(K, m), with mean zero."""
 
     loss: float
-    """E[-log p(y | J w)]: under q where the curvature is an expectation, else at the mean."""
+    """E[-log p(y | J w)]: under q if the curvature is an expectation, otherwise at the mean."""
 
     bounds: Tensor
     """The log evidence, or its bound, by the γ and the log det of every sample, (K,)."""
@@ -91,7 +91,7 @@ class Q(NamedTuple):
 
 
 class OverSpan:
-    """What both kinds of curvature share: G grown with the span, and the mean by Newton steps."""
+    """Base class for both kinds of curvature: extends G with the span, and finds the mean."""
 
     def __init__(self, span: Span, expected: Expectations):
         self.span, self.expected = span, expected
@@ -101,7 +101,7 @@ class OverSpan:
         return (self.span.J @ mean.to(self.span.J)).view(self.expected.shape)
 
     def grown(self, known: Curved | None, with_H: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return G over the span; where it is known of the first directions, by the others alone."""
+        """Return G over the span; a known part for the first directions is only extended."""
         J, old = self.span.J, 0 if known is None else len(known.G)
         columns = (J.T @ with_H(J[:, old:])).double()
         if known is None:
@@ -113,25 +113,18 @@ class OverSpan:
         return (self.expected.slope(h, root).flatten() @ self.span.J).double()
 
     def newton_step(
-        self, metric: Tensor | float, mean: Tensor, root: Tensor | None, solve: Solve
+        self, precision: float, mean: Tensor, root: Tensor | None, solve: Solve
     ) -> tuple[Tensor, float]:
-        """Return the mean after a step that lowers E[loss] + ½ ‖m‖²_Λ, and E[loss] there.
-
-        ``metric`` is λ, or Λ over the span, (m, m).
-        """
-
-        def pulled(m: Tensor) -> Tensor:
-            return metric @ m if isinstance(metric, Tensor) else metric * m
-
+        """Return the mean after a step that lowers E[loss] + ½ λ ‖m‖², and E[loss] there."""
         h = self.outputs(mean)
-        slope = self.slope(h, root) + pulled(mean)
+        slope = self.slope(h, root) + precision * mean
         step = -solve(slope)
         moved, loss, fall = self.outputs(step), self.expected.loss(h, root), (slope @ step).item()
         rounding, length = _ROUNDINGS * torch.finfo(h.dtype).eps * abs(loss), 1.0
         while length > _SHORTEST:
             new = mean + length * step
             there = self.expected.loss(h + length * moved, root)
-            gained = loss - there - 0.5 * ((new - mean) @ pulled(new + mean)).item()
+            gained = loss - there - 0.5 * precision * ((new - mean) @ (new + mean)).item()
             if gained >= -1e-4 * length * fall - rounding:
                 return new, there
             length /= 2

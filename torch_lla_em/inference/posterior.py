@@ -1,4 +1,4 @@
-"""What a fit has found: inference returns it, storage stores it, prediction reads it."""
+"""The result of a fit, as a record of tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_lla_em.solvers import Spectrum
 
 
 class Posterior(NamedTuple):
-    """What a fit has found."""
+    """The result of a fit."""
 
     hyper: Hyperparameters
     w_lin: Tensor
@@ -28,17 +28,17 @@ class Posterior(NamedTuple):
     """Of scalar priors solved by block Krylov, at the final noise."""
 
     modes: Tensor | None
-    """log λ, objective and slope of the linear mode where it is known, shape (3, M)."""
+    """log λ, objective and slope of the linear mode for known λ, shape (3, M)."""
 
     mixture: Tensor | None = None
-    """What predictions are made of, as fitted: rows of weight, share of J w_lin, share of f, and
-    scale of the samples' variance, (parts, 4); None: the samples around f."""
+    """The components of predictions as fitted, (components, 4): weight, share of J w_lin, share of f,
+    and scale of the posterior variance; None: the samples around f."""
 
     examples: Tensor | None = None
-    """J w_k at some of the training examples, (n, K, ..., C), where they are at hand."""
+    """J w_k at some of the training examples, (n, K, ..., C), if they are known."""
 
     def assembled(self, problem: Problem) -> Posterior:
-        """Return it with whole vectors, also where they were in slices."""
+        """Return the posterior with whole vectors, gathered from slices if necessary."""
         if problem.vectors.group is None:
             return self
         whole = problem.vectors.whole

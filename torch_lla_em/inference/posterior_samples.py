@@ -11,14 +11,14 @@ from torch import Tensor
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, WhitenedGGN
-from torch_lla_em.solvers import SGD, BlockCG, DeflatedCG, DivergenceError, Solution
+from torch_lla_em.solvers import SGD, BlockCG, DivergenceError, Solution
 
-# an error of so many posterior standard deviations
+# largest usable error, in posterior standard deviations
 _NOTHING = 1e3
 
 
 class Solver(Protocol):
-    """Anything that solves (A + I) X = B, from a start or from scratch."""
+    """A solver of (A + I) X = B."""
 
     @property
     def tolerance(self) -> float: ...
@@ -27,7 +27,7 @@ class Solver(Protocol):
 
 
 class PosteriorSamples(NamedTuple):
-    """Zero-mean samples of the posterior, how well they are known, and their γ."""
+    """Zero-mean samples of the posterior, with error bounds and their γ."""
 
     w: Tensor
     """w_k, shape (K, P)."""
@@ -39,10 +39,10 @@ class PosteriorSamples(NamedTuple):
     """γ of every sample, (K,) or (K, blocks)."""
 
     function_space_dims: Tensor
-    """⟨w_k, G w_k⟩ of every sample, (K,): the seed estimator of γ."""
+    """⟨w_k, G w_k⟩ of every sample, (K,): the paper's estimator of γ."""
 
     error: float
-    """√(mean certificate² / max(1, γ)), what ``tolerance`` bounds."""
+    """√(mean certificate² / max(1, γ)), which is compared with ``tolerance``."""
 
     passes: int
     """K-column passes over the data."""
@@ -50,48 +50,53 @@ class PosteriorSamples(NamedTuple):
     converged: bool
     """Whether the error met the solver's tolerance."""
 
-    Gw: Tensor
-    """G w_k, shape (K, P), which spares a pass to whoever starts from here."""
-
-
-class Start(NamedTuple):
-    """Weights to start from, whose G w is known."""
-
-    w: Tensor
-    """(K, P)."""
-
-    Gw: Tensor
-    """(K, P)."""
-
 
 def optimise_samples(
     problem: Problem,
     noise: StochasticPrior,
     precision: Tensor,
     solver: Solver = BlockCG(),
-    start: Tensor | Start | None = None,
+    start: Tensor | None = None,
 ) -> PosteriorSamples:
-    """Turn the stochastic prior into posterior samples, from scratch or from a start.
+    """Compute posterior samples from the random probes, by solving K linear systems.
 
-    Which is weights (K, P), with their G w where that is known.
+    Args:
+        problem (Problem): The network, the likelihood and the data.
+        noise (StochasticPrior): The random probes, with their prior.
+        precision (Tensor): Prior precision λ, shape () or (blocks,).
+        solver (Solver): The solver with its options. Default BlockCG().
+        start (Tensor, optional): Initial samples, shape (K, P). Default None: zeros.
+
+    Returns:
+        ``PosteriorSamples`` with the samples ``w``, shape (K, P), the error bound ``certificate``
+        of each, and the ``effective_dims`` γ.
+
+    Raises:
+        DivergenceError: If the solver diverges, or the error is too large for the samples to be used.
+
+    Example:
+        >>> from torch_lla_em.data import Data
+        >>> from torch_lla_em.jacobian import LinearModel, Network, ParameterLayout
+        >>> from torch_lla_em.problem import Problem
+        >>> net = torch.nn.Linear(2, 3)
+        >>> linear = LinearModel(Network(net), ParameterLayout.of(net, ["weight", "bias"]))
+        >>> data = Data([(torch.randn(20, 2), torch.arange(20) % 3)], torch.device("cpu"))
+        >>> problem = Problem(linear, Classification(), data)
+        >>> noise = get_sto_samples(problem, num_samples=4)
+        >>> optimise_samples(problem, noise, torch.tensor(10.0)).w.shape
+        torch.Size([4, 9])
     """
     prior, deviation = noise.prior, noise.prior.deviation(precision)
-    b = noise.right_hand_side(precision)
+    x = None if start is None else prior.whitened(start, precision)
     product = WhitenedGGN(problem, deviation)
-    if isinstance(start, Start) and isinstance(solver, (BlockCG, DeflatedCG)):
-        x = prior.whitened(start.w, precision)
-        solution = solver.solve(product, b, x, deviation * start.Gw)
-    else:
-        w = start.w if isinstance(start, Start) else start
-        x = None if w is None else prior.whitened(w, precision)
-        solution = solver.solve(product, b, x)
+    solution = solver.solve(product, noise.right_hand_side(precision), x)
     refuse_noise(solution.error, precision)
     if not solution.converged:
         more = "epochs" if isinstance(solver, SGD) else "passes"
         warnings.warn(
-            f"The samples are known to an error of {solution.error:.1e} only, not "
-            f"{solver.tolerance:.1e}, after {solution.passes} passes. Give the solver "
-            f"({type(solver).__name__}) more {more}, raise `tolerance`, or use float64.",
+            f"The samples have an error of {solution.error:.1e} after {solution.passes} passes, and "
+            f"did not reach the tolerance of {solver.tolerance:.1e}. Increase the {more} of "
+            f"{type(solver).__name__}, increase `tolerance`, or use float64.",
             stacklevel=2,
         )
     return PosteriorSamples(
@@ -102,27 +107,26 @@ def optimise_samples(
         solution.error,
         solution.passes,
         solution.converged,
-        prior.whitened(solution.image, precision),
     )
 
 
 def refuse_noise(error: float, precision: Tensor) -> None:
-    """Raise where nothing of a posterior is left beside its error."""
+    """Raise an error if the numerical error is as large as the posterior itself."""
     if error > _NOTHING:
         raise DivergenceError(
-            f"The posterior at a prior precision of {precision.min().item():.1e} is known to an "
-            f"error of {error:.1e} only, which leaves nothing of it: the prior is so wide, or "
-            f"the outputs are so large, that the smaller is lost to rounding. Use a larger "
-            "`prior_precision`, inputs scaled as in training, or a model and data in float64."
+            f"The posterior at a prior precision of {precision.min().item():.1e} has a numerical "
+            f"error of {error:.1e} and cannot be used: the prior is so wide, or the outputs are "
+            "so large, that rounding dominates. Use a larger `prior_precision`, inputs scaled as "
+            "in training, or a model and data in float64."
         )
 
 
 def effective_dims(noise: StochasticPrior, solution: Solution) -> Tensor:
     """Return γ of every sample, (K,), or of every sample and block, (K, blocks).
 
-    In all, ½(⟨w, G w⟩ + ‖Λ^{-1/2} ξ - w‖²_Λ): the two terms are independent and each has
-    mean γ. Per block the second alone, which cannot turn negative; so too where the first,
-    a difference of numbers near ‖Λ^½ w‖², drowns in their rounding.
+    The total is ½(⟨w, G w⟩ + ‖Λ^{-1/2} ξ - w‖²_Λ): the terms are independent and have mean γ. The
+    second term, which cannot be negative, is used alone for the γ of a block, and if rounding
+    dominates the first term, a difference of numbers close to ‖Λ^½ w‖².
     """
     prior: Prior = noise.prior
     shrunk = prior.sum_of_squares(noise.xi - solution.x)

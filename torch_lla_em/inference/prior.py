@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,11 +12,16 @@ from torch import Tensor
 from torch_lla_em.jacobian import ParameterLayout
 from torch_lla_em.solvers import Space
 
-DAMPING = 0.01
-"""Share of the mean squared feature that the g-prior adds to every weight's own."""
+logger = logging.getLogger("torch_lla_em")
 
-# powers of the mean squared feature of a tensor
-_POWERS = {"tensor": 0.5, "half": 0.25}
+DAMPING = 0.01
+"""Share of the mean squared feature that the g-prior adds to that of every parameter."""
+
+_POWERS = {"tensor": (1.0, 0.0), "root": (0.5, 0.0), "half": (1.0, 0.5)}
+"""Powers of s / m (the feature of a parameter relative to its tensor) and of m, by which it divides."""
+
+_MOST_IDLE = 0.25
+"""Share of idle parameters above which ``g_prior=None`` uses "half" instead of "root"."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Prior:
     layerwise: bool = False
 
     space: Space = Space()
-    """Where the weights lie."""
+    """The space of vectors."""
 
     def deviation(self, precision: Tensor) -> Tensor:
         """Return the prior standard deviation scale / √λ, shape (P,)."""
@@ -68,11 +75,12 @@ class Prior:
 def g_prior_scale(squares: Tensor, prior: Prior, g_prior: bool | str = True) -> Tensor:
     """Return the prior standard deviation of every weight at λ = 1, (P,), from squared features s².
 
-    True: 1 / √(s² + 0.01 mean s²). "tensor" and "half" take the mean over the weight's own tensor,
-    m², and multiply by m or by √m: with "tensor" all tensors keep the balance that they have under
-    the plain prior, with "half" they are half-way between it and True. 0 where a weight moves no
-    output; 1 everywhere where none does. Without the mean in the root, weights that hardly any
-    example moves get prior deviations up to millions of times the others'.
+    True: 1 / s. With m the root mean square of s over a tensor, "tensor": m / s, so that tensors keep
+    the balance that they have under the plain prior; "root": √(m / s), half-way between "tensor" and
+    the plain prior; "half": √m / s, half-way between "tensor" and True. "auto" chooses between the
+    last two. 0 where a weight moves no output; 1 everywhere where none does. 1 % of the mean s² is
+    added to every s²: otherwise weights that hardly any example moves would get prior deviations up
+    to millions of times the others'.
     """
     live = squares > 0
     if not prior.space.sum(live.sum()):  # the curvature is 0 at every example
@@ -80,26 +88,58 @@ def g_prior_scale(squares: Tensor, prior: Prior, g_prior: bool | str = True) -> 
     by_tensor = replace(prior, layerwise=g_prior is not True)
     counts = by_tensor.sum(live.double()).clamp_min(1)
     mean = by_tensor.per_weight(by_tensor.sum(squares.double()) / counts).to(squares)
-    scale = _inverse(torch.where(live, squares + DAMPING * mean, 0).sqrt())
-    return scale if g_prior is True else scale * ((1 + DAMPING) * mean) ** _POWERS[str(g_prior)]
+    if g_prior == "auto":
+        g_prior = _choose(squares <= DAMPING * mean, prior)
+    within, across = _POWERS.get(str(g_prior), (1.0, 1.0))
+    mean = torch.where(mean > 0, (1 + DAMPING) * mean, 1)
+    relative = (squares + DAMPING / (1 + DAMPING) * mean) / mean
+    return torch.where(live, relative ** (-within / 2) * mean ** (-across / 2), 0)
+
+
+def _choose(idle: Tensor, prior: Prior) -> str:
+    """Return "half" or "root", by the share of parameters that hardly change any output."""
+    of_all = replace(prior, layerwise=False)
+    total = of_all.sum(torch.ones_like(idle, dtype=torch.float64))
+    share = (of_all.sum(idle.double()) / total).item()
+    chosen = "half" if share > _MOST_IDLE else "root"
+    logger.info('Scaling "%s": %.0f %% of the weights move hardly any output.', chosen, 100 * share)
+    return chosen
 
 
 def prior_precision_from_weight_decay(
     weight_decay: float,
     num_data: int,
     *,
-    loss: str = "nll",
+    loss: Literal["nll", "mse"] = "nll",
     sigma_noise: float = 1.0,
     num_outputs: int = 1,
 ) -> float:
-    """Return the λ that training with a mean loss and this weight decay has assumed.
+    """Return the prior precision λ that corresponds to a training with this weight decay.
 
     An optimiser that adds ``weight_decay * w`` to the gradient of the mean of N C losses
-    minimises 1 / (N C) Σ loss + ½ weight_decay ‖w‖². Times N C that is a negative log
-    posterior with λ = weight_decay N C where the loss is a negative log likelihood ("nll":
-    cross-entropy, BCE, Poisson); a squared error ("mse") is 2 σ² of those.
-    ``num_outputs`` counts the entries C over which the mean runs beside the data: 1 for
-    cross-entropy of one label per datum, the tokens of a sequence, the outputs of a regression.
+    minimises 1 / (N C) Σ loss + ½ weight_decay ‖w‖². Multiplied by N C, this is a negative
+    log posterior with λ = weight_decay N C if the loss is a negative log-likelihood. A squared
+    error is 2 σ² times a negative log-likelihood.
+
+    Args:
+        weight_decay (float): Weight decay of SGD or Adam, 0 or more.
+        num_data (int): Number of training examples N.
+        loss (str): "nll" (default) for cross-entropy, binary cross-entropy and Poisson losses, "mse"
+            for a squared error.
+        sigma_noise (float): Standard deviation σ of the observation noise, for "mse". Default 1.0.
+        num_outputs (int): Number of entries C of one example that the mean of the loss runs over.
+            Default 1, for one label per example; otherwise the number of outputs of a regression,
+            or of tokens of a sequence.
+
+    Returns:
+        The prior precision λ, for ``fit(..., prior_precision=λ)``.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> prior_precision_from_weight_decay(1e-4, 50_000)
+        5.0
     """
     if loss not in ("nll", "mse"):
         raise ValueError(f"loss={loss!r} is not known: choose 'nll' or 'mse'.")

@@ -1,4 +1,4 @@
-"""Directions of weight space beside their J v over all rows: over their span nothing takes a pass."""
+"""A span of directions v in parameter space, stored with J v for all examples."""
 
 from __future__ import annotations
 
@@ -8,18 +8,26 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.prior import Prior
-from torch_lla_em.problem import Outputs, Problem, outputs, pull_back
+from torch_lla_em.problem import Outputs, Problem, gathered, pull_back
 from torch_lla_em.runtime import Grown, new_key
-from torch_lla_em.solvers import add_combined, combine
+from torch_lla_em.solvers import add_combined
 
-# relative norm outside the span below which a direction is rounding
+# relative norm outside of the span below which a direction is only rounding
 _NEW = 1e-4
-# while the basis grows it is held twice; J V thrice where G is taken
-_COPIES, _COPIES_OF_J = 2, 3
+# copies of J V that are held at once where G is computed
+_COPIES_OF_J = 3
+# precisions of half the size, in which a basis is stored when memory is short
+_HALF = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
 
 
 class Span:
-    """An orthonormal basis V of scaled weights z = w / scale, beside J V."""
+    """An orthonormal basis V of scaled parameters z = w / scale, with J V for all examples.
+
+    The basis is kept in the blocks that it grew by, so that it is never copied. When memory is short
+    they are stored in half precision. J V, coordinates and residuals belong to the stored directions
+    and are computed in the model's precision, so error bounds hold as they are. Rounding is random in
+    every entry, and leaves the basis orthonormal to about 1e-5 for the many weights of such fits.
+    """
 
     def __init__(self, problem: Problem, prior: Prior, xi: Tensor, memory: float):
         self._problem, self._prior, self.memory = problem, prior, memory
@@ -27,11 +35,14 @@ class Span:
         """ξ, shape (K, P)."""
 
         self.rows: Outputs | None = None
-        """f and targets of all rows; None where rows differ."""
+        """f and targets of all examples; None if their order changes."""
 
         self._keys = new_key(), new_key()
-        self._sizes: list[int] = []
-        self._basis = xi[:0]
+        self._blocks: list[Tensor] = []
+        self._dtype = xi.dtype
+        self._at_once: int | None = None
+        """Number of directions that are added at a time when memory is short; None: all."""
+
         self.J = xi.new_zeros(0, 0)
         """J V, shape (N C, m)."""
 
@@ -39,91 +50,107 @@ class Span:
         """The coordinates of ξ, shape (K, m)."""
 
     def state(self) -> dict[str, Any]:
-        """Return all that it goes on with."""
-        parts = self._basis.split(self._sizes), self.J.split(self._sizes, dim=1)
+        """Return the state of the span, for ``restore``."""
+        parts = self._blocks, self.J.split([len(block) for block in self._blocks], dim=1)
         basis, J = (Grown(key, list(part)) for key, part in zip(self._keys, parts))
         return {"basis": basis, "J": J, "rows": self.rows, "xi": self.xi, "memory": self.memory}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state."""
         basis, J = state["basis"], state["J"]
-        self._keys, self._sizes = (basis.key, J.key), [len(part) for part in basis.parts]
-        self._basis, self.J = torch.cat(basis.parts), torch.cat(J.parts, dim=1)
-        self.rows, self.xi, self.memory = state["rows"], state["xi"], state["memory"]
+        self._keys, self._blocks = (basis.key, J.key), list(basis.parts)
+        self.J, self.rows = torch.cat(J.parts, dim=1), state["rows"]
+        self.xi, self.memory = state["xi"], state["memory"]
         self.noise = self.noise[: len(self.xi)]
-
-    @property
-    def basis(self) -> Tensor:
-        """V, shape (m, P)."""
-        return self._basis
+        if self._blocks[0].dtype != self.noise.dtype:
+            self.store_in_half()
 
     @property
     def size(self) -> int:
         """m."""
-        return len(self._basis)
+        return self.J.shape[1]
 
     @property
     def is_complete(self) -> bool:
-        """Whether the basis spans all weights that move an output."""
+        """Whether the basis spans all parameters that change an output."""
         return self.size >= int(self._prior.num_weights().sum().item())
 
     def bytes_of(self, directions: int) -> float:
-        """Return the most that so many directions take with their J v, copies for a while included."""
-        entries = _COPIES * self.noise.shape[1] + _COPIES_OF_J * self._problem.data.num_outputs
-        return float(directions * entries * self.noise.element_size())
+        """Return the peak memory of this number of directions with their J v, in bytes."""
+        of_J = _COPIES_OF_J * self._problem.data.num_outputs * self.noise.element_size()
+        return float(directions * (self.noise.shape[1] * self._dtype.itemsize + of_J))
 
     def has_room(self, directions: int) -> bool:
-        """Whether the memory allows so many directions more."""
+        """Whether there is memory for this number of further directions."""
         return self.bytes_of(self.size + directions) <= self.memory
 
+    def store_in_half(self) -> None:
+        """Store directions in half of the model's precision, and add a few at a time."""
+        self._dtype = _HALF.get(self.noise.dtype, self.noise.dtype)
+        self._at_once = max(1, len(self.noise) // 4)
+
     def restart(self, coordinates: Tensor) -> Tensor:
-        """Keep the span of ξ and of these coordinates (k, m); return the new basis in the old, (m, r)."""
-        turn, _ = torch.linalg.qr(torch.cat([self.xi, coordinates]).T)
-        self._basis, self.J = combine(turn.T, self._basis), self.J @ turn.to(self.J)
-        self.xi = self.xi @ turn
-        self._keys, self._sizes = (new_key(), new_key()), [len(self._basis)]
+        """Restrict the span to ξ and these coordinates, (k, m); return the new basis in the old, (m, r)."""
+        turn: Tensor = torch.linalg.qr(torch.cat([self.xi, coordinates]).T)[0]
+        self._blocks = [self.scaled(some).to(self._dtype) for some in turn.T.split(len(self.xi))]
+        self.J, self.xi = self.J @ turn.to(self.J), self.xi @ turn
+        self._keys = new_key(), new_key()
         return turn
 
     def weights(self, coordinates: Tensor) -> Tensor:
         """Return the weights (k, P) of coordinates (k, m)."""
-        return self._prior.scale * self.scaled(coordinates)
+        return self.scaled(coordinates).mul_(self._prior.scale)
 
     def scaled(self, coordinates: Tensor) -> Tensor:
         """Return Vᵀ c, shape (k, P)."""
-        return combine(coordinates, self._basis)
+        total = self.noise.new_zeros(len(coordinates), self.noise.shape[1])
+        self.add_scaled(total, coordinates)
+        return total
 
-    def metric(self, precision: Tensor) -> Tensor:
-        """Return V Λ Vᵀ, (m, m), for a λ of all weights or one for each tensor."""
-        if not precision.dim():
-            return precision * torch.eye(self.size, dtype=torch.float64, device=self.J.device)
-        weights = self._prior.layout.expand(precision)
-        return self._problem.space.gram(self._basis, self._basis, weights)
+    def add_scaled(self, total: Tensor, coordinates: Tensor) -> None:
+        """Add Vᵀ c to a total, (k, P), in place."""
+        for block, some in zip(self._blocks, coordinates.split([*map(len, self._blocks)], dim=1)):
+            add_combined(total, some, block)
 
-    def widen(self, z: Tensor) -> bool:
-        """Take in directions (k, P); return whether any was new, and rows are in order."""
-        space = self._problem.space
-        z = z / space.dots(z, z).sqrt().clamp_min(1e-300)[:, None].to(z)
-        for _ in range(2):
-            if self.size:
-                add_combined(z, space.overlap(z, self._basis), self._basis, -1)
-            z, _ = space.orthonormalise(z, _NEW)
-        if not len(z):
-            return False
-        found = outputs(self._problem, self._prior.scale * z)
-        if found is None or not self._in_order(found.f):
-            return False
-        self.rows = self.rows or found._replace(Jw=found.Jw[:0].clone())
-        self._sizes.append(len(z))
-        J = found.Jw.flatten(1).T
-        self.J = torch.cat([self.J, J], dim=1) if self.size else J.contiguous()
-        self._basis = torch.cat([self._basis, z])
-        self.xi = torch.cat([self.xi, space.gram(self.noise, z)], dim=1)
-        return True
+    def coordinates(self, z: Tensor, weights: Tensor | None = None, first: int = 0) -> Tensor:
+        """Return z diag(weights) Vᵀ, (k, m), of the directions from the ``first`` block's on."""
+        gram, found, start = self._problem.space.gram, [z.new_zeros(len(z), 0).double()], 0
+        for block in self._blocks:
+            found += [gram(z, block, weights)] if start >= first else []
+            start += len(block)
+        return torch.cat(found, dim=1)
+
+    def widen(self, *directions: Tensor) -> bool:
+        """Add directions (k, P); return whether any was new and the order of examples is the same."""
+        space, size, grew = self._problem.space, self._at_once, False
+        parts = directions if len(directions) == 1 else [torch.cat(directions)]
+        if size is not None:
+            parts = [part for each in directions for part in each.split(size)]
+        for z in parts:
+            z = z / space.dots(z, z).sqrt().clamp_min(1e-300)[:, None].to(z)
+            for _ in range(2):
+                for block in self._blocks:
+                    add_combined(z, space.overlap(z, block), block, -1)
+                z, _ = space.orthonormalise(z, _NEW)
+            if not len(z):
+                continue
+            block = z.to(self._dtype)
+            pushed = self._problem.push_forward(self._prior.scale * block)
+            found = gathered(self._problem, pushed, len(block))
+            if found is None or not self._in_order(found.f):
+                continue
+            self.rows = self.rows or found._replace(Jw=found.Jw[:0].clone())
+            J = found.Jw.flatten(1).T
+            self.J = torch.cat([self.J, J], dim=1) if self.size else J.contiguous()
+            self._blocks.append(block)
+            self.xi = torch.cat([self.xi, space.gram(self.noise, block)], dim=1)
+            grew = True
+        return grew
 
     def pulled(self, u: Tensor) -> Tensor | None:
         """Return Jᵀ u in scaled weights, (k, P), for u (k, N, ..., C), by half a pass."""
         Ju, f = pull_back(self._problem, u)
-        return self._prior.scale * Ju if self._in_order(f.view_as(self.rows.f)) else None
+        return Ju.mul_(self._prior.scale) if self._in_order(f.view_as(self.rows.f)) else None
 
     def _in_order(self, f: Tensor) -> bool:
         if self.rows is None:

@@ -1,4 +1,4 @@
-"""The stochastic prior: noise drawn once, which sampling then optimises."""
+"""The random probes, which are drawn once and define the samples for every λ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _XI_STREAM = 0
 
 
 class StochasticPrior(NamedTuple):
-    """Noise ξ ~ N(0, I) and η ~ N(0, G), free of λ, and the prior they belong to."""
+    """Random probes ξ ~ N(0, I) and η ~ N(0, G), which do not depend on λ, and their prior."""
 
     xi: Tensor
     """(K, P)."""
@@ -29,7 +29,7 @@ class StochasticPrior(NamedTuple):
     seed: int = 0
 
     def at(self, precision: Tensor) -> Tensor:
-        """Return w0 = Λ^{-1/2} ξ + Λ⁻¹ η, shape (K, P): the centre each sample is pulled to."""
+        """Return w0 = Λ^{-1/2} ξ + Λ⁻¹ η, shape (K, P): the regularisation target of each sample."""
         deviation = self.prior.deviation(precision)
         return deviation * (self.xi + deviation * self.eta)
 
@@ -38,7 +38,7 @@ class StochasticPrior(NamedTuple):
         return self.xi + self.prior.deviation(precision) * self.eta
 
     def drawn_again(self, problem: Problem) -> StochasticPrior:
-        """Return the same noise with η of another curvature, by one pass."""
+        """Return the same random probes with η for another curvature, by one pass."""
         return self._replace(
             eta=problem.noise_features(len(self.xi), self.seed, with_squares=False).eta
         )
@@ -51,7 +51,32 @@ def get_sto_samples(
     g_prior: bool | str = True,
     layerwise: bool = False,
 ) -> StochasticPrior:
-    """Draw the stochastic prior in one pass over the data."""
+    """Draw the random probes ξ and η in one pass over the data.
+
+    Args:
+        problem (Problem): The network, the likelihood and the data.
+        num_samples (int): Number of samples K.
+        seed (int): Seed of the random numbers. Default 0.
+        g_prior (bool or str): Scaling of the prior, as in ``LinearisedLaplace``, except None. Default True.
+        layerwise (bool): Whether every parameter tensor has a precision of its own. Default False.
+
+    Returns:
+        A ``StochasticPrior`` with the probes ``xi`` and ``eta``, both (K, P), and the ``prior``.
+
+    Raises:
+        ValueError: If ``num_samples`` is less than 1.
+
+    Example:
+        >>> from torch_lla_em.data import Data
+        >>> from torch_lla_em.jacobian import LinearModel, Network, ParameterLayout
+        >>> from torch_lla_em.problem import Problem
+        >>> net = torch.nn.Linear(2, 3)
+        >>> linear = LinearModel(Network(net), ParameterLayout.of(net, ["weight", "bias"]))
+        >>> data = Data([(torch.randn(20, 2), torch.arange(20) % 3)], torch.device("cpu"))
+        >>> problem = Problem(linear, Classification(), data)
+        >>> get_sto_samples(problem, num_samples=4).eta.shape
+        torch.Size([4, 9])
+    """
     if num_samples < 1:
         raise ValueError(f"num_samples must be 1 or more, not {num_samples}.")
     eta, squares = problem.noise_features(num_samples, seed, with_squares=bool(g_prior))
@@ -64,7 +89,7 @@ def get_sto_samples(
 def with_noise(
     problem: Problem, eta: Tensor, scale: Tensor, seed: int, layerwise: bool
 ) -> StochasticPrior:
-    """Return the stochastic prior of known η and scale, with ξ drawn by the seed."""
+    """Return the stochastic prior for known η and scale, with ξ drawn from the seed."""
     row = torch.zeros(1, dtype=torch.long, device=eta.device)
     size, own = problem.linear_model.layout.size, problem.vectors.own
     drawn = [own(normal(seed, _XI_STREAM, k, row, size))[0].to(eta) for k in range(len(eta))]

@@ -1,4 +1,4 @@
-"""A network as a function of its weights, and its Jacobian as products."""
+"""A network as a function of its parameters, and products with its Jacobian."""
 
 from torch_lla_em.jacobian.layers import called_last, explained, layer_of, require_rows
 from torch_lla_em.jacobian.linear_model import LinearModel

@@ -1,20 +1,20 @@
-"""J w and Jᵀ u of any network at one batch, by either direction of differentiation."""
+"""J w and Jᵀ u of any network at one batch, by automatic differentiation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from torch_lla_em.jacobian.factors import FETCHED_BYTES
 from torch_lla_em.jacobian.network import NoJacobianError
 from torch_lla_em.jacobian.rows import Rows, Weights, num_examples
 
-# where a CPU's cache holds fewer columns than this, Jᵀu is faster one by one: J w shares its forward
-# pass among columns, but their backward passes share nothing, and stacking them costs time
+# if the CPU cache holds fewer columns than this, Jᵀu is faster column by column: columns of J w
+# share a forward pass, but backward passes share nothing, and stacking them costs time
 _PULLED_ALONE = 8
 
 
@@ -25,26 +25,23 @@ class Path(NamedTuple):
     """J w by forward mode; otherwise by two reverse passes."""
 
     jvp_columns: int | None = None
-    """How many columns of J w are taken at once, at most; None: no limit."""
+    """Largest number of columns of J w that are computed at once; None: no limit."""
 
     vjp_columns: int | None = None
-    """How many columns of Jᵀ u are taken at once, at most; None: no limit."""
+    """Largest number of columns of Jᵀ u that are computed at once; None: no limit."""
 
     example_bytes: int | None = None
     """Bytes of the largest output of a layer for one example, on a CPU; None elsewhere."""
 
-    shared: bool = False
-    """Whether one column takes J w and Jᵀ u from one forward pass, a fifth of its work."""
-
     def within(self, columns: int | None) -> Path:
-        """Return the same with at most so many columns at once."""
+        """Return the same path with at most ``columns`` columns at once."""
         return self._replace(
             jvp_columns=_least(self.jvp_columns, columns),
             vjp_columns=_least(self.vjp_columns, columns),
         )
 
     def at_once(self, examples: int) -> tuple[int | None, int | None]:
-        """Return how many columns of J w and of Jᵀ u are best taken at once; None: all."""
+        """Return the best numbers of columns of J w and of Jᵀ u at once; None: all."""
         cached = pulled = None
         if self.example_bytes is not None:
             cached = max(2, FETCHED_BYTES // max(1, self.example_bytes * examples))
@@ -57,7 +54,7 @@ def _least(*limits: int | None) -> int | None:
 
 
 class ByAutodiff(Rows):
-    """The linear model at a batch by ``torch.func``; inside ``enable_grad``, differentiable in x."""
+    """The linear model at a batch by ``torch.func``; differentiable in x inside ``enable_grad``."""
 
     def __init__(
         self,
@@ -65,11 +62,10 @@ class ByAutodiff(Rows):
         x: Any,
         path: Path,
         names: Sequence[str] | None = None,
-        pulls: bool = True,
     ):
-        """``names``: some of the weights, if not all; ``pulls``: whether Jᵀ u will be needed."""
+        """``names``: some of the weights, if not all."""
         super().__init__(weights, path.at_once(num_examples(x)))
-        self._path, self._names, self._pulls = path, names, pulls
+        self._path, self._names = path, names
         self._function, self._values = weights.network.function(x), weights.values(names)
         self._f: Tensor | None = None
         self._recorded: tuple[Tensor, dict[str, Tensor]] | None = None
@@ -83,27 +79,16 @@ class ByAutodiff(Rows):
             self._f = f if torch.is_grad_enabled() else f.detach()
         return self._f
 
-    def part(self, rows: slice, x: Any) -> ByAutodiff:
-        """Return the linear model at some of the examples, whose inputs are x."""
-        return ByAutodiff(self._weights, x, self._path, self._names, self._pulls)
-
     def push(self, w: Tensor) -> Tensor:
         """Return J w, shape (K, B, ..., C), of columns (K, P)."""
-
-        def push(direction: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-            return torch.func.jvp(self._function, (self._values,), (direction,))[:2]
-
-        parts = []
+        jvp, parts = partial(torch.func.jvp, self._function, (self._values,)), []
         for directions in self._chunks(w):
-            one = {name: direction[0] for name, direction in directions.items()}
             if not self._path.forward:
                 Jw = self._push_by_reverse(directions)
             elif len(next(iter(directions.values()))) > 1:
-                self._f, Jw = torch.vmap(push, out_dims=(None, 0))(directions)
-            elif self._path.shared and self._pulls and self._recorded is None:
-                Jw = self._push_and_record(one)[None]
+                self._f, Jw = torch.vmap(jvp, out_dims=(None, 0))((directions,))[:2]
             else:
-                self._f, Jw = push(one)
+                self._f, Jw = jvp(({name: columns[0] for name, columns in directions.items()},))[:2]
                 Jw = Jw[None]
             parts.append(Jw)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -113,22 +98,12 @@ class ByAutodiff(Rows):
             directions = {n: directions[n] for n in self._values}
             if self._path.forward:
                 directions = self._weights.unpadded(directions)
-                # forward mode copies all that is not at the start of its memory, into zeros, but no copy
+                # forward mode copies views that do not start at the beginning of their memory
                 directions = {n: directions[n].to(w, copy=True) for n, w in self._values.items()}
             yield directions
 
-    def _push_and_record(self, direction: dict[str, Tensor]) -> Tensor:
-        """Return J w of one column, and keep the graph of its forward pass for Jᵀ u."""
-        leaves = _leaves(self._values)
-        # by the dual numbers themselves: torch.func wraps every tensor once more
-        with torch.enable_grad(), forward_ad.dual_level():
-            duals = {n: forward_ad.make_dual(leaf, direction[n]) for n, leaf in leaves.items()}
-            f, Jw = forward_ad.unpack_dual(self._function(duals))
-        self._recorded, self._f = (f, leaves), f.detach()
-        return torch.zeros_like(self._f) if Jw is None else Jw.detach()
-
     def _push_by_reverse(self, directions: dict[str, Tensor]) -> Tensor:
-        """Return J w as the derivative of u -> Jᵀ u, which is linear, so u may stay 0."""
+        """Return J w as the derivative of u -> Jᵀ u at u = 0, since this map is linear."""
         f, leaves = self.forward()
         if self._transposed is None and f.requires_grad:
             with torch.enable_grad():
@@ -151,10 +126,10 @@ class ByAutodiff(Rows):
             if self._names is not None:
                 return {}
             raise NoJacobianError(
-                "The outputs of a batch do not depend on the random weights, as those of batches "
-                "before it did: the forward pass runs under no_grad or inference_mode, or takes "
-                "another branch, for some inputs. Run it alike for all of them, or choose "
-                "`parameters` that all of them use."
+                "The outputs of a batch do not depend on the parameters in the posterior, "
+                "although those of earlier batches did. For some inputs the forward pass runs "
+                "under no_grad or inference_mode, or takes another branch. Make it the same for "
+                "all inputs, or choose `parameters` that all inputs use."
             )
         grads = _pull([f], list(leaves.values()), [u.to(f)])
         return {name: g for name, g in zip(leaves, grads) if g is not None}

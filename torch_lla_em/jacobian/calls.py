@@ -1,4 +1,4 @@
-"""The products of a network's weights in one forward pass, z = W a + b."""
+"""Records the products z = W a + b of a network's weights in one forward pass."""
 
 from __future__ import annotations
 
@@ -18,13 +18,20 @@ from torch_lla_em.jacobian.network import Network
 # what a network may do to its last layer's outputs without changing them
 _VIEWS = "PermuteBackward0", "ViewBackward0", "AliasBackward0"
 
+# how many multiplications an entry of a product takes
+_LENGTHS: dict[Callable, Callable[[Tensor, Tensor], int]] = {
+    **dict.fromkeys((F.linear, torch.matmul, Tensor.matmul, torch.bmm), lambda a, b: a.shape[-1]),
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), lambda x, weight: weight[0].numel()),
+    torch.addmm: lambda bias, a: a.shape[-1],
+}
+
 
 class Piece(NamedTuple):
     """Some rows of a parameter."""
 
     name: str
     part: slice | None
-    """Which; None: all."""
+    """Which rows; None: all."""
 
     shape: torch.Size
 
@@ -40,16 +47,16 @@ class Call(NamedTuple):
     bias: Piece | None
     given: Tensor
     version: int
-    """How often it had been written to."""
+    """Version counter of the input at the time of the call."""
 
     edge: GradientEdge
-    """Where gradients in z arrive, whatever is written to it later."""
+    """The node at which gradients with respect to z arrive, even if z is changed in place later."""
 
     shape: torch.Size
     """Shape of z."""
 
     second: bool = False
-    """Whether rows are on the second axis of z, as attention has them."""
+    """Whether examples are on the second axis of z, as in attention layers."""
 
     conv: tuple | None = None
     """Stride, padding, dilation and groups."""
@@ -57,11 +64,11 @@ class Call(NamedTuple):
     kernel: torch.Size = torch.Size()
 
     padding_idx: int | None = None
-    """The row of a table that learns nothing."""
+    """The row of an embedding that gets no gradient (padding)."""
 
     @property
     def pieces(self) -> list[Piece]:
-        """The weight and the bias, or which of them is random."""
+        """The weight and the bias, if they are in the posterior."""
         return [piece for piece in (self.weight, self.bias) if piece is not None]
 
     @property
@@ -70,7 +77,7 @@ class Call(NamedTuple):
 
     @property
     def multiplications(self) -> int:
-        """Those by the weight in a forward pass; of a table, the entries that a gradient has."""
+        """Number of multiplications by the weight in a forward pass; for a table, its gradient's size."""
         if self.weight is None:
             return self.shape.numel()
         if self.is_lookup:
@@ -79,7 +86,7 @@ class Call(NamedTuple):
 
     @property
     def is_kept(self) -> bool:
-        """Whether what was given has not been written to."""
+        """Whether the input has not been changed in place."""
         return self.given._version == self.version
 
     def outputs(self, z: Tensor, rows: int) -> Tensor:
@@ -111,7 +118,15 @@ class Call(NamedTuple):
         return a.flatten(2, 2 + n).flatten(3)
 
     def is_output(self, f: Tensor) -> bool:
-        """Whether f is what was returned, but for a view."""
+        """Whether f is what was returned, but for a view whose last axis has all channels."""
+        channels = self.shape[-1 if self.conv is None else 1]
+        if (
+            self.is_lookup
+            or f.dim() < 2
+            or f.shape[-1] != channels
+            or self.shape.numel() != f.numel()
+        ):
+            return False
         node = f.grad_fn
         while node is not None and node != self.edge.node and type(node).__name__ in _VIEWS:
             node = node.next_functions[0][0]
@@ -144,9 +159,10 @@ class _Seen(TorchFunctionMode):
         super().__init__()
         self._shared, self._rows = shared, rows
         self._names = {id(leaf): name for name, leaf in leaves.items()}
-        # they require gradients, so that there is a graph from the first of them on
+        # they require gradients, so that autograd records a graph
         self._aliases = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
         self.calls: list[Call] = []
+        self.multiplications = 0
         self._seen: dict[Callable, Callable] = {F.linear: self._linear}
         self._seen[F.embedding] = self._embedding
         self._seen[F.multi_head_attention_forward] = self._attention
@@ -158,7 +174,10 @@ class _Seen(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
-        return self._seen.get(func, func)(*args, **(kwargs or {}))
+        z = self._seen.get(func, func)(*args, **(kwargs or {}))
+        if func in _LENGTHS and len(args) > 1:
+            self.multiplications += z.numel() * _LENGTHS[func](*args[:2])
+        return z
 
     def _linear(
         self, input: Tensor, weight: Tensor, bias: Tensor | None = None, part: slice | None = None
@@ -247,7 +266,7 @@ class _Seen(TorchFunctionMode):
     def _note(
         self, run: Callable[..., Tensor], weights: tuple, given: Tensor, **kind: Any
     ) -> Tensor:
-        """Return ``run`` of the weights' aliases, and keep the call."""
+        """Return the result of ``run`` for aliases of the weights, and record the call."""
         names = [self._names.get(id(tensor)) for tensor in weights]
         if names == [None, None]:
             return run(*weights)
@@ -278,7 +297,10 @@ class Recorded(NamedTuple):
     calls: list[Call]
 
     others: set[str]
-    """The weights that act otherwise as well."""
+    """The weights that are also used in other ways."""
+
+    multiplications: int
+    """Those of all products in the forward pass."""
 
 
 def recorded(
@@ -293,7 +315,7 @@ def recorded(
     with torch.enable_grad(), _Seen(leaves, shared, rows) as seen:
         f = network.function(x)(leaves)
     others = _reached(f, {id(leaf): name for name, leaf in leaves.items()})
-    return Recorded(f, seen.calls, others)
+    return Recorded(f, seen.calls, others, seen.multiplications)
 
 
 def nodes_of(f: Tensor) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""What a forward pass must be before its derivatives can be trusted."""
+"""Checks of the forward pass, before derivatives are computed."""
 
 from __future__ import annotations
 
@@ -12,38 +12,31 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em.data import map_tensors
-from torch_lla_em.jacobian.attributes import Attributes
 from torch_lla_em.jacobian.calls import nodes_of
 from torch_lla_em.jacobian.layers import first_layer
 from torch_lla_em.jacobian.network import Network
-from torch_lla_em.runtime import is_shortage
 
 logger = logging.getLogger("torch_lla_em")
 
 
 def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
-    """Return f(x), shape (B, ..., C), if it is what derivatives can be taken of."""
-    with network.remembering() as attributes:
-        first, again = _traced(network, names, x), _traced(network, names, x)
-        _check_outputs(network, first.outputs, x)
-        _refuse_unexchanged(first, again)
-        unused = sorted(set(names) - again.reached)
-        if unused:
-            attributes.restore()
-            _refuse_caches(network, unused, x, attributes)
-    if distance(first.outputs, network.outputs(x)) > math.sqrt(
-        torch.finfo(first.outputs.dtype).eps
-    ):
+    """Return f(x), shape (B, ..., C), after checks that it can be differentiated."""
+    first, again = _traced(network, names, x), _traced(network, names, x)
+    _check_outputs(network, first.outputs, x)
+    _refuse_unexchanged(first, again)
+    if distance(first.outputs, again.outputs) > math.sqrt(torch.finfo(first.outputs.dtype).eps):
         raise ValueError(
             "Two forward passes over the same inputs disagree, first in "
-            f"{first_layer(network, x, lambda a, b: distance(a, b) > 0)}: it draws random numbers, "
-            "or remembers, in eval mode too. F.dropout(x) needs training=self.training."
+            f"{first_layer(network, x, lambda a, b: distance(a, b) > 0)}: it draws random numbers "
+            "or keeps state in eval mode. F.dropout(x) needs training=self.training."
         )
+    unused = sorted(set(names) - again.reached)
     if unused:
         logger.warning(
-            "The outputs do not depend on %d of %d parameter tensors in the posterior, as on %r: "
-            "leave them out by `parameters`. If they should, the model has kept what it computed of "
-            "them earlier (functools.cache, a global): clear that first.",
+            "The outputs do not depend on %d of %d parameter tensors in the posterior, for "
+            "example on %r. Exclude them with `parameters`. If the outputs should depend on them, "
+            "the model has cached a tensor computed from them (in an attribute, functools.cache, "
+            "a global): clear that first.",
             *(len(unused), len(names), unused[0]),
         )
     return first.outputs.movedim(network.class_dim, -1)
@@ -52,13 +45,10 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
 def plain_gradients(
     network: Network, names: tuple[str, ...], x: Any, u: Tensor
 ) -> list[dict[str, Tensor]]:
-    """Return Jᵀu by name for each of several u, (K, B, ..., C), as training takes it.
-
-    That is by backward from the module itself, to its own parameters.
-    """
+    """Return Jᵀu by name for each of several u, (K, B, ..., C), by ``backward`` as in training."""
     parameters = dict(network.module.named_parameters())
     with _requiring_gradients(parameters, names):
-        # the parameters stay in place; only what a forward pass may write is copied
+        # the module's own parameters are used; only tensors that a forward pass can change are copied
         f = network.outputs(x, dict(parameters)).movedim(network.class_dim, -1)
         if not f.requires_grad:
             return [{} for _ in u]
@@ -81,27 +71,28 @@ class _Traced(NamedTuple):
 
     outputs: Tensor
     reached: set[str]
-    """Those that can be exchanged."""
+    """Parameters in the graph that can be replaced."""
 
     elsewhere: set[str]
-    """Those that the graph reaches as the module's own, in the place of what was exchanged."""
+    """Parameters that the graph reaches directly, although they were replaced in the module."""
 
 
 def _traced(network: Network, names: tuple[str, ...], x: Any) -> _Traced:
-    """Return f(x), and which of these parameters its graph reaches."""
+    """Return f(x), and the parameters that its graph reaches."""
     parameters = dict(network.module.named_parameters())
     weights = {
         name: p.detach().requires_grad_() for name, p in parameters.items() if p.is_floating_point()
     }
-    # checkpoints hide what is inside of them where their inputs require no gradients
+    # checkpointed blocks are not recorded if their inputs require no gradients
     x = map_tensors(lambda t: t.clone().requires_grad_() if t.is_floating_point() else t, x)
     with _requiring_gradients(parameters, names):
         outputs = network.outputs(x, weights)
         nodes = list(nodes_of(outputs))
     if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes):
         raise NotImplementedError(
-            "The model uses reentrant activation checkpointing, whose derivatives leave out weights "
-            "without a word. Pass use_reentrant=False to torch.utils.checkpoint, or switch it off."
+            "The model uses reentrant activation checkpointing, whose derivatives silently ignore "
+            "some weights. Pass use_reentrant=False to torch.utils.checkpoint, or switch "
+            "checkpointing off."
         )
     variables = {id(getattr(node, "variable", None)) for node in nodes}
     return _Traced(
@@ -114,63 +105,45 @@ def _traced(network: Network, names: tuple[str, ...], x: Any) -> _Traced:
 def _check_outputs(network: Network, f: Tensor, x: Any) -> None:
     if not -f.ndim <= network.class_dim < f.ndim:
         raise ValueError(
-            f"The outputs have shape {tuple(f.shape)}, so class_dim={network.class_dim} "
-            f"is no axis of theirs; pass one from {-f.ndim} to {f.ndim - 1}."
+            f"The outputs have shape {tuple(f.shape)}, so they have no axis "
+            f"class_dim={network.class_dim}. Pass a class_dim from {-f.ndim} to {f.ndim - 1}."
         )
     if not f.is_floating_point():
         raise TypeError(
-            f"The outputs are {f.dtype}, not floating point: let the model, or forward_fn, return "
-            "the logits, not the decision."
+            f"The outputs are {f.dtype}, not floating point: the model, or forward_fn, must "
+            "return logits, not class labels."
         )
     if not f.isfinite().all():
         raise ValueError(
             "The outputs are not finite on the first batch, first in "
-            f"{first_layer(network, x, lambda a, _: not a.isfinite().all())}. Look at the inputs "
-            "and the weights there."
+            f"{first_layer(network, x, lambda a, _: not a.isfinite().all())}. Check the inputs "
+            "and the weights of that layer."
         )
 
 
 def _refuse_unexchanged(first: _Traced, again: _Traced) -> None:
-    """Raise where outputs depend on weights in another way than through the module."""
+    """Raise an error if outputs depend on weights in another way than through the module."""
     if again.elsewhere:
         raise RuntimeError(
-            f"The parameter {min(again.elsewhere)!r} is used in a place where it cannot be "
-            "exchanged: the model, or forward_fn, also keeps it outside of the module's parameters "
-            "(in a list, a closure or a second model). Register it there, or leave it out of "
-            "`parameters`."
+            f"The parameter {min(again.elsewhere)!r} is also used outside of the module's "
+            "registered parameters, where it cannot be replaced (in a list, a closure or a "
+            "second model). Register it as a parameter, or leave it out of `parameters`."
         )
     lost = first.reached - again.reached
     if lost:
         raise RuntimeError(
-            f"The parameter {min(lost)!r} takes part in the first forward pass alone: the model "
-            "keeps what it computed of it then (in an attribute, functools.cache, a global), and "
-            "derivatives are of weights that are used in every pass. Clear that, and compute it "
-            "anew in every forward pass."
+            f"The parameter {min(lost)!r} is used in the first forward pass only: the model "
+            "caches a tensor computed from it (in an attribute, functools.cache or a global), so "
+            "there is no derivative in later passes. Clear the cache, and compute the tensor in "
+            "every forward pass."
         )
-
-
-def _refuse_caches(network: Network, unused: list[str], x: Any, attributes: Attributes) -> None:
-    """Raise where outputs depend on unused weights once an attribute that holds tensors is empty."""
-    for name in attributes.emptied():
-        try:
-            reached = _traced(network, tuple(unused), x).reached
-        except Exception as error:  # whatever a module does without what it needs
-            if is_shortage(error):
-                raise
-            continue
-        if reached:
-            raise RuntimeError(
-                f"The outputs do not depend on the parameter {min(reached)!r}, since the model keeps "
-                f"what it computed of it earlier in its attribute {name!r}. Clear that, and compute "
-                "it anew in every forward pass."
-            )
 
 
 @contextmanager
 def _requiring_gradients(
     parameters: dict[str, nn.Parameter], names: tuple[str, ...]
 ) -> Iterator[None]:
-    """Have the module's own parameters of these names alone require gradients."""
+    """Let only these parameters of the module require gradients."""
     flags = {name: p.requires_grad for name, p in parameters.items()}
     try:
         for name, parameter in parameters.items():

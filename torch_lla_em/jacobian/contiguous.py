@@ -1,4 +1,4 @@
-"""Inputs of linear layers in the layout whose derivatives are fast."""
+"""Makes inputs of linear layers contiguous, for which derivatives are fast."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.overrides import TorchFunctionMode
 
 
 class ContiguousInputs(TorchFunctionMode):
-    """Copies what linear layers get in another layout than their own.
+    """Copies inputs of linear layers that are not contiguous.
 
-    ``torch.func`` multiplies a contiguous (B, L, E) by the weight at once; of any other, as
-    attention leaves after its transposes, it takes one product for each of the B or L, and a
-    gradient of the weight's size for each: four to six times as long, of a ViT.
+    ``torch.func`` multiplies a contiguous (B, L, E) by the weight in one product. For other layouts,
+    such as the transposed outputs of attention, it takes one product for each of the B or L entries,
+    and a gradient of the weight's size for each. For a ViT this takes four to six times as long.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class ContiguousInputs(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _contiguous(self, args: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-        """Return the first ``count`` arguments contiguous; those that were one stay one."""
+        """Return the first ``count`` arguments as contiguous tensors; equal arguments stay one tensor."""
         copies: dict[int, Any] = {}
         for tensor in args[:count]:
             if tensor.dim() > 2 and not tensor.is_contiguous():

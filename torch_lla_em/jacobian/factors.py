@@ -1,8 +1,4 @@
-"""Jacobians as factors: of weights that act by a matrix product, J_n = Σ_l B_nl ⊗ a_nl.
-
-a is what a layer is given, B = ∂f/∂z for what it returns, z = W a + b. Both are the same for
-all columns, so J W̃ = B (W̃ a) and Jᵀu = (Bᵀu) aᵀ are large matrix products without a graph.
-"""
+"""Finds weights that act only by matrix products, and computes the factors of their Jacobian."""
 
 from __future__ import annotations
 
@@ -11,76 +7,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from torch_lla_em.jacobian.calls import Call, Piece, recorded
+from torch_lla_em.jacobian.calls import Call, recorded
 from torch_lla_em.jacobian.rows import Weights
+from torch_lla_em.jacobian.terms import Dense, Lookup, Outer, Term
 
-# of the largest temporary on a CPU: beyond this every one is fetched anew from the system, which
-# takes as long as the arithmetic
+# bytes of the largest temporary tensor on a CPU; larger ones are allocated by the system each time,
+# which takes as long as the arithmetic
 FETCHED_BYTES = 2**24
 
-# how much more arithmetic factors may take than torch.func, which also does all that is no product
-# with a weight, in many small steps
+# factors may take this many times the arithmetic of torch.func, which also has to compute everything
+# that is not a product with a weight, in many small operations
 _SLOWER = 3
 
-# outputs of a row beyond which their backward passes cost more than they can save
+# columns that torch.func takes at once, which share what does not depend on them
+_TOGETHER = 8
+
+# number of outputs per example above which the backward passes cost more than they save
 _MOST_OUTPUTS = 512
-
-
-class Outer(NamedTuple):
-    """J of one call, B ⊗ a summed over places, as its factors."""
-
-    weight: Piece
-    bias: Piece | None
-    a: Tensor
-    """(rows, channels), (rows, groups, channels, places), or of a lookup (rows, places)."""
-
-    b: Tensor | None
-    """(rows, D, groups × channels × places); None: the identity."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.a.nbytes + (0 if self.b is None else self.b.nbytes)
-
-    def push(self, tangents: dict[str, Tensor]) -> Tensor:
-        """Return J w, (rows, K, D), from directions (K, *shape)."""
-        weight = self.weight.get(tangents)
-        bias = None if self.bias is None else self.bias.get(tangents)
-        K = len(weight)
-        if not self.a.is_floating_point():
-            z = weight[:, self.a].permute(1, 0, 3, 2)
-        elif self.a.dim() == 2:
-            flat = weight.reshape(-1, self.a.shape[1])
-            z = F.linear(self.a, flat, bias if bias is None else bias.flatten()).unflatten(
-                1, (K, -1)
-            )
-        else:
-            groups = self.a.shape[1]
-            weight = weight.reshape(K, groups, -1, self.a.shape[2])
-            if groups == 1:  # einsum copies the sum of all columns once more
-                z = (weight.flatten(0, 2) @ self.a[:, 0]).unflatten(1, weight.shape[:2] + (-1,))
-            else:
-                z = torch.einsum("kgoi,bgit->bkgot", weight, self.a)
-            if bias is not None:
-                z = z + bias.view(K, groups, -1, 1)
-        z = z.flatten(2)
-        return z if self.b is None else torch.bmm(z, self.b.mT)
-
-    def pull(self, u: Tensor) -> list[tuple[Piece, Tensor]]:
-        """Return Jᵀu, (K, ...), for the weight and the bias from u, (rows, K, D)."""
-        d = u if self.b is None else torch.bmm(u.to(self.b), self.b)
-        d = d.to(self.a) if self.a.is_floating_point() else d
-        K, bias = d.shape[1], None
-        if not self.a.is_floating_point():
-            d = d.unflatten(2, (-1, self.a.shape[1])).permute(1, 0, 3, 2).flatten(1, 2)
-            weight = d.new_zeros(K, *self.weight.shape).index_add_(1, self.a.flatten(), d)
-        elif self.a.dim() == 2:
-            weight, bias = d.flatten(1).mT @ self.a, d.sum(0)
-        else:
-            d = d.unflatten(2, (self.a.shape[1], -1, self.a.shape[3]))
-            weight, bias = torch.einsum("bkgot,bgit->kgoi", d, self.a), d.sum((0, 4))
-        return [(self.weight, weight), *([(self.bias, bias)] if self.bias else [])]
 
 
 class Terms(NamedTuple):
@@ -89,44 +33,44 @@ class Terms(NamedTuple):
     f: Tensor
     """(B, ..., C)."""
 
-    outer: list[Outer]
-    dense: Tensor | None
-    """Columns of J where they take less arithmetic than their factors, (B, D, p)."""
-
-    columns: list[Piece]
-    """Whose they are."""
-
+    parts: list[Term]
     forward: int = 0
     """Multiplications by the weights in a forward pass."""
 
+    rest: int = 0
+    """All others in it."""
+
     @property
     def nbytes(self) -> int:
-        dense = 0 if self.dense is None else self.dense.nbytes
-        return self.f.nbytes + dense + sum(term.nbytes for term in self.outer)
+        return self.f.nbytes + sum(term.nbytes for term in self.parts)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no backward pass was needed."""
+        return not any(_gradients_of(self.parts))
 
     @property
     def is_slow(self) -> bool:
-        """Whether torch.func needs much less arithmetic, as of many outputs of narrow layers.
+        """Whether torch.func needs much less arithmetic, as for many outputs of narrow layers.
 
-        A column takes torch.func four forward passes, and factors twice what they hold.
+        A column takes torch.func four forward passes by these weights, and twice all else for the
+        columns that are taken at once; it takes factors twice what they hold.
         """
-        dense = 0 if self.dense is None else self.dense.numel()
-        b = sum(term.b.numel() for term in self.outer if term.b is not None)
-        return 2 * (self.forward + dense + b) > _SLOWER * 4 * self.forward
+        held = sum(_gradients_of(self.parts))
+        by_func = 4 * self.forward + 2 * self.rest / _TOGETHER
+        return 2 * (self.forward + held) > _SLOWER * by_func
 
     @property
     def at_once(self) -> int | None:
-        """How many columns have temporaries that a CPU does not fetch anew each time."""
+        """Number of columns whose temporary tensors are not allocated by the system each time."""
         if self.f.device.type != "cpu":
             return None
-        widths = [term.a.shape[0] * term.b.shape[2] for term in self.outer if term.b is not None]
+        widths = [
+            len(term.a) * term.b.shape[2] if term.b is not None else self.f.numel()
+            for term in self.parts
+            if not isinstance(term, Dense) and (term.b is not None or term.a.dim() == 4)
+        ]
         return max(1, FETCHED_BYTES // (max(widths, default=1) * self.f.itemsize))
-
-    def part(self, rows: slice) -> Terms:
-        """Return the factors of some rows."""
-        cut = lambda t: None if t is None else t[rows]  # noqa: E731
-        outer = [term._replace(a=cut(term.a), b=cut(term.b)) for term in self.outer]
-        return self._replace(f=self.f[rows], outer=outer, dense=cut(self.dense))
 
 
 @dataclass
@@ -136,19 +80,19 @@ class Factored:
     weights: Weights
     names: tuple[str, ...]
     second: dict[str, bool]
-    """Whether rows are on the second axis of what a weight's calls return."""
+    """Whether examples are on the second axis of the outputs of a weight's calls."""
 
     can_batch: bool = True
-    """Whether backward passes of several outputs can be taken at once."""
+    """Whether backward passes of several outputs can be vectorised."""
 
     example_bytes: int | None = None
-    """Bytes of the largest output of a layer for one example; None: take all outputs at once."""
+    """Bytes of the largest output of a layer for one example; None: all outputs at once."""
 
     least_columns: int = 1
-    """From how many columns on factors pay that are not kept."""
+    """Number of columns from which factors are worth computing even if they are not stored."""
 
     shared: tuple[str, ...] = ()
-    """Tables of which one lookup serves all rows."""
+    """Tables of which one lookup is used for all examples."""
 
     def __str__(self) -> str:
         layout = self.weights.layout
@@ -164,18 +108,17 @@ class Factored:
     def find(
         cls, weights: Weights, names: tuple[str, ...], x: Any, shared: tuple[str, ...] = ()
     ) -> Factored | None:
-        """Return what has factors at x, or None; of one row it cannot be told."""
-        f, calls, others = recorded(weights.network, names, x, shared)
+        """Return the weights that have factors at x, or None; one example is not enough to decide."""
+        f, calls, others, _ = recorded(weights.network, names, x, shared)
         if f.dim() < 2 or len(f) < 2:
             return None
         own = {piece.name for call in calls for piece in call.pieces} - others
         if own != set(names):
             names = tuple(name for name in names if name in own)
-            f, calls, others = recorded(weights.network, names, x, shared)
+            f, calls, others, _ = recorded(weights.network, names, x, shared)
         if not names or others or not f.requires_grad:
             return None
-        ends = all(call.is_output(f) and len(call.shape) == 2 for call in calls)
-        if f[0].numel() > _MOST_OUTPUTS and not ends:
+        if f[0].numel() > _MOST_OUTPUTS and not all(call.is_output(f) for call in calls):
             return None
         u = torch.zeros_like(f)
         u[0] = torch.randn(
@@ -196,40 +139,39 @@ class Factored:
         return cls(weights, names, second, shared=shared)
 
     def run(self, x: Any, keep: bool = False) -> Terms | None:
-        """Return the factors at x, or None where a weight acts otherwise than it did.
+        """Return the factors at x, or None if a weight acts in another way than before.
 
-        What is to be kept shares no memory with anything else.
+        Factors that are stored share no memory with other tensors.
         """
-        f, calls, others = recorded(self.weights.network, self.names, x, self.shared)
+        f, calls, others, products = recorded(self.weights.network, self.names, x, self.shared)
         if others or not f.requires_grad or not all(call.is_kept for call in calls):
             return None
         B, D = len(f), f[0].numel()
-        terms: list[_Term] = []
-        inner: list[_Term] = []
+        terms: list[_Gathered] = []
+        inner: list[_Gathered] = []
         for call in calls:
             call = call._replace(second=self.second.get(call.pieces[0].name, False))
-            terms.append(_Term(call, B, D, keep))
-            if not (terms[-1].may_end and call.is_output(f)):
+            terms.append(_Gathered(call, B, D, keep, call.is_output(f)))
+            if not terms[-1].ends:
                 inner.append(terms[-1])
         if inner:
             self._backward(f, inner)
         terms = [term for term in terms if term.pieces or term not in inner]
         dense = [term for term in terms if term.is_dense]
-        return Terms(
-            f.detach(),
-            [term.outer() for term in terms if not term.is_dense],
-            torch.cat([torch.cat(term.pieces, 1) for term in dense], 2) if dense else None,
-            [piece for term in dense for piece in term.call.pieces],
-            sum(call.multiplications for call in calls),
-        )
+        parts: list[Term] = [term.factors() for term in terms if not term.is_dense]
+        if dense:
+            J = torch.cat([torch.cat(term.pieces, 1) for term in dense], 2)
+            parts.append(Dense([piece for term in dense for piece in term.call.pieces], J))
+        forward = sum(call.multiplications for call in calls)
+        return Terms(f.detach(), parts, forward, max(0, products - forward))
 
-    def _backward(self, f: Tensor, terms: list[_Term]) -> None:
-        """Give each term its gradients, by one backward pass for an output of all rows."""
+    def _backward(self, f: Tensor, terms: list[_Gathered]) -> None:
+        """Compute the gradients of each term, by one backward pass for each output of all examples."""
         B, D = len(f), f[0].numel()
         u = torch.eye(D, dtype=f.dtype, device=f.device)[:, None].expand(D, B, D)
         u = u.reshape(D, *f.shape)
         edges = [term.call.edge for term in terms]
-        used: list[_Term] = []
+        used: list[_Gathered] = []
 
         def pull(u: Tensor) -> list[Tensor]:
             grads = torch.autograd.grad(f, edges, u, retain_graph=True, allow_unused=True)
@@ -243,7 +185,7 @@ class Factored:
                 term.take(z)
 
     def _outputs_at_once(self, examples: int) -> int:
-        """Return how many outputs' backward passes are taken together."""
+        """Return the number of outputs whose backward passes are vectorised together."""
         if not self.can_batch:
             return 1
         if self.example_bytes is None:
@@ -251,23 +193,26 @@ class Factored:
         return max(1, FETCHED_BYTES // (self.example_bytes * max(1, examples)))
 
 
-class _Term:
+class _Gathered:
     """J of one call, gathered output by output."""
 
-    def __init__(self, call: Call, B: int, D: int, keep: bool):
+    def __init__(self, call: Call, B: int, D: int, keep: bool, ends: bool):
         self.call = call
         self.pieces: list[Tensor] = []
         self._B = B
         self._a = None if call.weight is None else call.inputs(B)
         self.is_dense = self._a is None
-        self.may_end = False
+        self.ends = ends and self._a is not None
+        """Whether its outputs are those of the network, which needs no backward pass."""
+
         if self._a is None or call.is_lookup:
             return
         G, I, T = self._a.shape[1:]
         O = call.shape.numel() // (B * G * T)
         # columns of J where they take less arithmetic, and no more than twice the memory
-        self.is_dense = T > 1 and min(O * T * (I + D), 2 * T * (I + D * O)) >= D * O * I
-        self.may_end = G * T == 1 and O == D
+        self.is_dense = (
+            T > 1 and not ends and min(O * T * (I + D), 2 * T * (I + D * O)) >= D * O * I
+        )
         own = self._a.untyped_storage().nbytes() == self._a.nbytes
         if keep and not (own and call.given.requires_grad):
             self._a = self._a.clone()
@@ -292,9 +237,18 @@ class _Term:
         z = z.transpose(1, 2).flatten(2, 3) @ self._a.mT
         return z.unflatten(2, (d, channels)).transpose(1, 2).flatten(2)
 
-    def outer(self) -> Outer:
-        a = self._a
-        if a.dim() == 4 and a.shape[1] == a.shape[3] == 1:
-            a = a[:, 0, :, 0]
+    def factors(self) -> Outer | Lookup:
+        """Return J as factors."""
+        a, call = self._a, self.call
         b = torch.cat(self.pieces, 1) if self.pieces else None
-        return Outer(self.call.weight, self.call.bias, a, b)
+        if call.is_lookup:
+            return Lookup(call.weight, a, b)
+        if a.shape[1] == a.shape[3] == 1:
+            a = a[:, 0, :, 0]
+        return Outer(call.weight, call.bias, a, b)
+
+
+def _gradients_of(terms: list[Term]) -> list[int]:
+    """Return how many numbers each term has that a backward pass for every output has found."""
+    held = [term.J if isinstance(term, Dense) else term.b for term in terms]
+    return [0 if tensor is None else tensor.numel() for tensor in held]

@@ -1,4 +1,4 @@
-"""The layers of a network as they are called: what each is given and returns, and which is at fault."""
+"""Inputs and outputs of the layers of a network, to find the layer that causes an error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_lla_em.jacobian.parameters import owns_weights
 def called_last(network: Network, x: Any) -> str:
     """Return the path of the layer with weights that is called last in f(x).
 
-    In the order in which calls end, a network with a class token of its own would come last.
+    Calls are ordered by their start; ordered by their end, a network with a class token would be last.
     """
     paths: list[str] = []
 
@@ -30,8 +30,8 @@ def called_last(network: Network, x: Any) -> str:
         network.outputs(x)
     if not paths:
         raise ValueError(
-            "No layer with weights is called in the forward pass, so there is no last layer; "
-            "pass `parameters=` a list of name patterns."
+            "No layer with weights is called in the forward pass, so there is no last layer. Pass "
+            "`parameters=` with a list of name patterns."
         )
     return paths[-1]
 
@@ -58,7 +58,7 @@ def hooked(module: nn.Module, see: Any, before: bool = False) -> Iterator[None]:
 
 
 def floating_tensors(values: Any) -> list[Tensor]:
-    """Return the floating-point tensors in what a module was given or returned."""
+    """Return the floating-point tensors in the inputs or outputs of a module."""
     leaves = torch.utils._pytree.tree_leaves(values)
     return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
 
@@ -73,7 +73,7 @@ def layer_of(error: BaseException, network: Network) -> str | None:
 
 
 def name_layer(network: Network, path: str | None) -> str:
-    """Return how a message names the submodule at a path: its path and its class."""
+    """Return the path and the class of a submodule, for error messages."""
     if not path:
         return f"the model's own forward ({type(network.module).__name__})"
     return f"{path!r} ({type(network.module.get_submodule(path)).__name__})"
@@ -82,7 +82,7 @@ def name_layer(network: Network, path: str | None) -> str:
 def first_layer(network: Network, x: Any, differs: Callable[[Tensor, Tensor], bool]) -> str:
     """Return the name of the first submodule whose outputs in two passes satisfy a test.
 
-    One whose inputs satisfy it already is not at fault.
+    A submodule whose inputs already satisfy the test is skipped.
     """
     for (path, given, got), (_, *again) in zip(_record(network, x), _record(network, x)):
         at_fault = [
@@ -95,7 +95,7 @@ def first_layer(network: Network, x: Any, differs: Callable[[Tensor, Tensor], bo
 
 
 def _record(network: Network, x: Any) -> list[tuple[str, list[Tensor], list[Tensor]]]:
-    """Return what each submodule's call in f(x) was given and returned, as they finished."""
+    """Return the inputs and outputs of each submodule's call in f(x), in the order of their end."""
     calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
 
     def see(path: str, layer: Any, *call: Any) -> None:
@@ -109,7 +109,7 @@ def _record(network: Network, x: Any) -> list[tuple[str, list[Tensor], list[Tens
 
 @contextmanager
 def explained(network: Network, x: Any) -> Iterator[None]:
-    """Raise a TypeError with the remedy where a network fails on inputs of another dtype."""
+    """Raise a TypeError with a remedy if a network fails on inputs of another dtype."""
     try:
         yield
     except RuntimeError as error:

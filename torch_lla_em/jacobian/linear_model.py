@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import warnings
+from contextlib import suppress
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_lla_em.data import map_tensors
 from torch_lla_em.jacobian.autodiff import ByAutodiff, Path
 from torch_lla_em.jacobian.by_factors import ByFactors
 from torch_lla_em.jacobian.factors import Factored
@@ -28,33 +30,48 @@ class LinearModel:
     """Jacobian J(x) of a network at its trained weights w_MAP, never materialised.
 
     ``at(x)`` returns the linear model at one batch of inputs, which pushes columns w (K, P) to
-    J w and pulls u to Jᵀ u. How J is taken is chosen by the probe, on the first batch.
+    J w and pulls u to Jᵀ u. The probe chooses how J is computed, on the first batch.
     """
 
     def __init__(self, network: Network, layout: ParameterLayout):
         self.network, self.layout = network, layout
         self.weights = Weights(network, layout)
         self.columns: int | None = None
-        """How many columns fit into memory at once; None: all."""
+        """Number of columns that fit into memory at once; None: all."""
 
         self.forget()
 
     def forget(self) -> None:
-        """Forget what the probe has found, which may not hold of other weights or elsewhere."""
+        """Discard the result of the probe, which may not hold for other weights or another device."""
         # of a tied embedding, reverse mode leaves out the padding row in one use only
-        self.path = Path(forward=None not in self.weights.padding.values())
+        self._start = Path(forward=None not in self.weights.padding.values())
+        self._path: Path | None = self._start
         self._report: Report | None = None
         self._probed: tuple | None = None
+        self._examples: Any = None
+        """The inputs that were probed."""
+
         self.precision_error = 0.0
-        """How far J w is from float32, relative, where ``Compute`` asks for less."""
+        """Relative error of J w compared with float32, if ``Compute`` selects a lower precision."""
 
         self.factored: Factored | None = None
-        """The weights whose Jacobian is taken by factors."""
+        """The weights whose Jacobian is computed by factors."""
 
     @property
     def report(self) -> Report | None:
-        """What the probe found; None until it has run where the weights are, in their dtype."""
+        """The result of the probe; None until it has run on the current device and dtype."""
         return self._report if self._probed == (self.network.device, self.dtype) else None
+
+    @property
+    def path(self) -> Path:
+        """How torch.func computes the products; probed when it is first needed."""
+        if self._path is None and self._examples is not None:
+            self.probe(self._examples)
+        return self._path or self._start
+
+    @path.setter
+    def path(self, path: Path) -> None:
+        self._path = path
 
     @property
     def w_MAP(self) -> Tensor:
@@ -63,22 +80,23 @@ class LinearModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of vectors in weight space: single precision at least."""
+        """The dtype of vectors in parameter space, float32 or higher."""
         dtypes = {weight.dtype for weight in self.weights.values().values()}
         return reduce(torch.promote_types, dtypes, torch.float32)
 
     @property
     def rounding(self) -> float:
-        """How far J w may be from exact, relative: by the model's own dtype, or by ``Compute``."""
+        """Relative rounding error of J w, from the dtype of the model or from ``Compute``."""
         dtypes = {p.dtype for p in self.network.module.parameters() if p.is_floating_point()}
         return max([self.precision_error, *(torch.finfo(dtype).eps for dtype in dtypes)])
 
-    def probe(self, x: Any) -> Report | None:
-        """Check derivatives at one batch's inputs, choose how to take them, and log it.
+    def probe(self, x: Any, needs_path: bool = True) -> Report | None:
+        """Check derivatives at the inputs of one batch, choose how to compute them, and log it.
 
-        Raises where neither direction is right, with the submodule and the remedy; None where
-        J is zero at these inputs, and others have to tell. The model, its buffers and the
-        random state stay as they are.
+        Raises an error that names the submodule and a remedy if no way is exact. Returns None if J is
+        zero at these inputs, so that other inputs are needed. Without ``needs_path``, torch.func is
+        tried only when it is needed, because torch loads much code for its first forward-mode
+        product. The model, its buffers and the random state are not changed.
         """
         where = self.network.device, self.dtype
         if self._probed not in (None, where):
@@ -87,11 +105,11 @@ class LinearModel:
             # torch's first forward-mode product loads parts of its own that it deprecates
             warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
             with self.network.computing("float32"):
-                report = probe(self.weights, x, self.path)
+                report = probe(self.weights, x, self._path or self._start, needs_path)
             if report is None:
-                logger.info("J is zero on these rows: derivatives are checked on later ones.")
+                logger.info("J is zero for these examples; derivatives are checked on later ones.")
                 return None
-            self.path, self.factored = report.path, report.factored
+            self._path, self.factored, self._examples = report.path, report.factored, x
             if self.network.precision != "float32":
                 self._measure_precision(x)
         logger.log(logging.WARNING if report.unbatched else logging.INFO, "%s", report)
@@ -99,26 +117,26 @@ class LinearModel:
         return report
 
     def _measure_precision(self, x: Any) -> None:
-        """Log by how much the products differ from those in float32."""
+        """Log the relative difference of the products from those in float32."""
         generator = torch.Generator("cpu").manual_seed(0)
         w = torch.randn(2, self.layout.size, generator=generator, device="cpu")
         w = w.to(self.network.device)
-        low = self.by_autodiff(x, pulls=False).push(w)
+        low = self.by_autodiff(x).push(w)
         with self.network.computing("float32"):
-            exact = self.by_autodiff(x, pulls=False).push(w)
+            exact = self.by_autodiff(x).push(w)
         self.precision_error = ((low - exact).norm() / exact.norm().clamp_min(1e-300)).item()
         logger.log(
             logging.WARNING if self.precision_error > _PRECISION_ERROR else logging.INFO,
-            "In %s, J w is off by %.1e of its size.",
+            "In %s, the relative error of J w is %.1e.",
             self.network.precision,
             self.precision_error,
         )
 
-    def at(self, x: Any, columns: float = 1, keep: bool = False, pulls: bool = True) -> Rows:
+    def at(self, x: Any, columns: float = 1, keep: bool = False) -> Rows:
         """Return the linear model at one batch's inputs, for use inside ``network.guarded()``.
 
-        ``columns``: how many will be taken, in all; ``keep``: whether the result is to be kept
-        from pass to pass, if it can be; ``pulls``: whether Jᵀ u will be needed.
+        ``columns`` is the total number of columns; ``keep`` is whether the result should be stored
+        between passes, if possible.
         """
         factored = self.factored
         if factored is not None and not torch.is_grad_enabled():
@@ -126,20 +144,43 @@ class LinearModel:
             if terms is not None:
                 rest = self.by_autodiff(x, factored.others) if factored.others else None
                 return ByFactors(self.weights, terms, rest, self.columns)
-        return self.by_autodiff(x, pulls=pulls)
+        return self.by_autodiff(x)
 
-    def by_autodiff(
-        self, x: Any, names: tuple[str, ...] | None = None, pulls: bool = True
-    ) -> ByAutodiff:
+    def by_autodiff(self, x: Any, names: tuple[str, ...] | None = None) -> ByAutodiff:
         """Return the linear model at a batch, of all weights or the named ones, by ``torch.func``."""
-        return ByAutodiff(self.weights, x, self.path.within(self.columns), names, pulls)
+        if self._path is None and self._examples is None:  # of a copy
+            self.probe(map_tensors(Tensor.detach, x))
+        return ByAutodiff(self.weights, x, self.path.within(self.columns), names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave data out of copies and pickles."""
+        return {**self.__dict__, "_examples": None}
 
     def outputs(self, x: Any) -> Tensor:
         """Return f(x), shape (B, ..., C)."""
         return self.network.function(x)(self.weights.values())
 
+    def activations(self, x: Any) -> int:
+        """Return the bytes that a forward pass stores for its derivatives."""
+        sizes: dict[int, int] = {}
+
+        def see(tensor: Tensor) -> Tensor:
+            if tensor.layout == torch.strided and type(tensor) is Tensor:
+                storage = tensor.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        rows = ByAutodiff(self.weights, x, self._start)
+        # torch.func inside a network allows no hooks: then it is not known
+        with suppress(RuntimeError), torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
+            rows.forward()
+        for parameter in self.network.module.parameters():  # which are there anyway
+            if parameter.layout == torch.strided:
+                sizes.pop(parameter.untyped_storage().data_ptr(), None)
+        return sum(sizes.values())
+
     def leave_factors(self) -> None:
-        """Take no more factors after an out-of-memory error: torch.func can do with less."""
+        """Use no factors any more after an out-of-memory error: torch.func needs less memory."""
         if self.factored is not None:
-            logger.warning("Out of memory: from now on J is taken without factors.")
+            logger.warning("Out of memory: continuing without stored Jacobian factors.")
             self.factored = None

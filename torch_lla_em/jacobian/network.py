@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -52,11 +51,10 @@ class _Slot(NamedTuple):
 
 
 class _State:
-    """Every tensor of a module, and the means to put others in their places.
+    """Every tensor of a module, which can be replaced by others for a call.
 
-    ``torch.func.functional_call`` would do, but it goes through names, and one module
-    under two names is left with the substitutes in place of its weights
-    (pytorch#164759). Here each module is visited once and given back its own tensors.
+    ``torch.func.functional_call`` works by names and does not restore a module that is registered
+    under two names (pytorch#164759). Here each module is visited only once.
     """
 
     def __init__(self, module: nn.Module):
@@ -86,7 +84,7 @@ class _State:
 
     @contextmanager
     def exchanged(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Put these weights in place, and copies of what a call may write; then the module's own."""
+        """Replace weights, and tensors that a call can change by copies; restore all on exit."""
         placed: dict[str, Tensor] = {}
         try:
             for holder, key, _, name, _ in self.slots:
@@ -103,11 +101,11 @@ class _State:
 
 
 class NoJacobianError(NotImplementedError):
-    """Neither direction of differentiation gives the Jacobian of a model."""
+    """Neither forward nor reverse mode gives the Jacobian of a model."""
 
 
 class Network:
-    """f(x; w) of a module whose weights, buffers, mode and attributes stay as they are.
+    """f(x; w) of a module, whose weights, buffers, mode and attributes are not changed.
 
     The axis of the classes is moved last, so that outputs are (B, ..., C) throughout.
     """
@@ -120,7 +118,6 @@ class Network:
         """Precision of matrix products, from ``Compute``."""
 
         self._held: _State | None = None
-        self._remembers = False
         self._contiguous: ContiguousInputs | None = ContiguousInputs()
         _refuse(self.module)
 
@@ -133,7 +130,7 @@ class Network:
             return {name: parameters[name].detach() for name in names}
 
     def function(self, x: Any, in_order: bool = True) -> WeightFunction:
-        """Return the map from named weights to f(x), shape (B, ..., C), or with its axes as they are."""
+        """Return the map from named weights to f(x), shape (B, ..., C), or in the module's own shape."""
         state = self._held or _State(self.module)
 
         def f(weights: dict[str, Tensor]) -> Tensor:
@@ -142,8 +139,7 @@ class Network:
                     # a copy of the inputs, since a layer that works in place writes to them
                     outputs = self.forward_fn(self.module, copied(x))
             finally:
-                if not self._remembers:
-                    state.attributes.restore()
+                state.attributes.restore()
             if self._contiguous and not self._contiguous.needed:
                 self._contiguous = None  # it takes microseconds of every call
             outputs = outputs.float() if self.precision == "bfloat16" else outputs
@@ -152,32 +148,21 @@ class Network:
         return f
 
     def outputs(self, x: Any, weights: dict[str, Tensor] | None = None) -> Tensor:
-        """Return the outputs with some weights exchanged, their axes as they are."""
+        """Return the outputs with some weights replaced, in the module's own shape."""
         return self.function(x, in_order=False)(weights or {})
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other threads from exchanging the module's tensors meanwhile."""
+        """Prevent other threads from replacing the module's tensors meanwhile."""
         with ONE_AT_A_TIME:
             yield
-
-    @contextmanager
-    def remembering(self) -> Iterator[Attributes]:
-        """Have calls begin with what the one before has left in attributes, till the block ends."""
-        held, self._held, self._remembers = self._held, None, True
-        attributes = Attributes(self.module.modules())
-        try:
-            yield attributes
-        finally:
-            self._held, self._remembers = held, False
-            attributes.restore()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """Make calls safe for torch.func, in eval mode; restore everything on exit.
 
-        Attributes that a forward pass sets on its modules are put back as well. One thread at a
-        time: what is set is the module's and the process's own.
+        Attributes that a forward pass sets on its modules are restored too. Only one thread at a time
+        can enter, because flags of the module and of the process are changed.
         """
         with ExitStack() as stack:
             stack.enter_context(ONE_AT_A_TIME)
@@ -187,7 +172,7 @@ class Network:
                 return
             layers = list(self.module.modules())
             # first in, last out: the modes are among the attributes
-            stack.callback(_restore_attributes, [(layer, dict(vars(layer))) for layer in layers])
+            stack.callback(Attributes(layers).restore)
             stack.callback(_restore_modes, [(layer, layer.training) for layer in layers])
             stack.callback(setattr, self, "_held", None)
             stack.enter_context(torch.inference_mode(False))
@@ -217,7 +202,7 @@ class Network:
 
     @contextmanager
     def computing(self, precision: str) -> Iterator[None]:
-        """Take matrix products in a precision, whatever holds outside."""
+        """Compute matrix products in the chosen precision, independent of global settings."""
         here = self.device.type
         with ExitStack() as stack:
             stack.enter_context(tf32(self.device, precision == "tf32"))
@@ -230,19 +215,18 @@ class Network:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
-        if self._held is not None:
-            return next(iter(self._held.fixed.values())).device
-        return next(self.module.parameters()).device
+        """The device of the weights; the CPU for a network without any."""
+        weights = self.module.parameters() if self._held is None else self._held.fixed.values()
+        return next((weight.device for weight in weights), torch.device("cpu"))
 
 
 def _refuse(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"The model is a {type(module).__name__}; pass the nn.Module itself.")
+        raise TypeError(f"The model is a {type(module).__name__}. Pass an nn.Module.")
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
             "The model is a scripted or traced module (torch.jit), whose weights cannot be "
-            "exchanged; pass the Python module it was made from."
+            "replaced. Pass the Python module that it was made from."
         )
     for name, parameter in module.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
@@ -251,22 +235,14 @@ def _refuse(module: nn.Module) -> None:
             )
         if parameter.is_inference():
             raise ValueError(
-                f"The parameter {name!r} was made in torch.inference_mode, of which "
-                "nothing can be differentiated: pass copy.deepcopy(model), made outside of it."
+                f"The parameter {name!r} was created in torch.inference_mode and cannot be "
+                "differentiated. Pass copy.deepcopy(model), made outside of inference mode."
             )
         if type(parameter).__name__ in ("DTensor", "FlatParameter"):
             raise TypeError(
                 f"The parameter {name!r} is sharded over processes (FSDP); pass the whole "
                 "module, and give each process its share of the data."
             )
-
-
-def _restore_attributes(attributes: list[tuple[nn.Module, dict[str, Any]]]) -> None:
-    for layer, before in attributes:
-        now = vars(layer)
-        if len(now) != len(before) or not all(map(operator.is_, now.values(), before.values())):
-            now.clear()
-            now.update(before)
 
 
 def _restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:

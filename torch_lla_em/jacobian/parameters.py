@@ -1,4 +1,4 @@
-"""The parameters in the posterior: which they are, and their one flat vector."""
+"""Selects the parameters in the posterior, and maps them to one flat vector."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ParameterLayout:
                 piece += tensors[name].reshape(piece.shape).to(piece.device)
 
     def expand(self, blocks: Tensor) -> Tensor:
-        """Return one value a block, shape (blocks,), as one value a weight, (P,)."""
+        """Return one value per block, shape (blocks,), as one value per parameter, (P,)."""
         sizes = torch.tensor(self.sizes, device=blocks.device)
         return blocks.repeat_interleave(sizes, output_size=self.size)
 
@@ -79,11 +79,11 @@ def select_parameters(
 ) -> tuple[str, ...]:
     """Return the names of the parameters in the posterior, tied ones once.
 
-    ``None`` takes all that require gradients, minus those of normalisation layers;
-    ``"requires_grad"`` and ``"all"`` take those too; ``"last_layer"`` takes the layer at
-    the path ``last_layer`` or, where it is not known which is called last, the last one
-    registered; a name pattern (``"encoder.*"``), a list of them or a predicate
-    ``(name, parameter) -> bool`` takes what it matches.
+    ``None`` selects all that require gradients, except those of normalisation layers;
+    ``"requires_grad"`` and ``"all"`` include these. ``"last_layer"`` selects the layer at the path
+    ``last_layer``, or the last registered one if that is not known. A name pattern
+    (``"encoder.*"``), a list of patterns or a predicate ``(name, parameter) -> bool`` selects what it
+    matches.
     """
     with ONE_AT_A_TIME:
         return _selected(module, selection, last_layer)
@@ -109,9 +109,9 @@ def _selected(module: nn.Module, selection: Selection, last_layer: str | None) -
     for name, parameter in parameters.items():
         if name in names and parameter.is_complex():
             raise TypeError(
-                f"The parameter {name!r} is complex, and posteriors are of real weights: keep it as "
-                "two reals (torch.view_as_real) and join them in forward, or leave it out of "
-                "`parameters`."
+                f"The parameter {name!r} is complex, but a posterior needs real parameters. Store "
+                "its real and imaginary parts (torch.view_as_real) and combine them in forward, "
+                "or leave it out of `parameters`."
             )
     chosen = tuple(
         name
@@ -120,15 +120,15 @@ def _selected(module: nn.Module, selection: Selection, last_layer: str | None) -
     )
     if not chosen:
         raise ValueError(
-            "The model has no random parameters: none require gradients outside of "
-            "normalisation layers, or the selection matches none. Pass `parameters=` "
-            "with names from model.named_parameters()."
+            "No parameter was selected for the posterior: none requires gradients outside of "
+            "normalisation layers, or the selection matches none. Pass `parameters=` with names "
+            "from model.named_parameters()."
         )
     return chosen
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
-    """Every name of every parameter -> the one name that stands for it."""
+    """Return, for every name of a parameter, the first name of the same (tied) parameter."""
     first: dict[int, str] = {}
     return {
         name: first.setdefault(id(parameter), name)
@@ -144,14 +144,14 @@ def _match_patterns(module: nn.Module, patterns: Sequence[str]) -> set[str]:
             near = get_close_matches(pattern, first, 3, 0.4) or list(first)[:5]
             raise ValueError(
                 f"The pattern {pattern!r} in `parameters` matches no parameter of the model; the "
-                f'nearest names are {near}. Beside patterns there are "last_layer", '
-                '"requires_grad", "all", and predicates (name, parameter) -> bool.'
+                f'nearest names are {near}. Other values are "last_layer", "requires_grad", '
+                '"all", and a predicate (name, parameter) -> bool.'
             )
     return set().union(*matched.values())
 
 
 def owns_weights(layer: nn.Module) -> bool:
-    """Whether a layer holds a matrix or kernel of its own, as a head does."""
+    """Whether a layer has a matrix or kernel of its own, like a head."""
     parametrised = getattr(layer, "parametrizations", {})
     return any(
         parameter.ndim > 1
@@ -161,7 +161,7 @@ def owns_weights(layer: nn.Module) -> bool:
 
 
 def _registered_last(module: nn.Module) -> str:
-    """Path of the last layer with weights: a bare scale, shift or PReLU is no head."""
+    """Return the path of the last layer with a matrix; scales, shifts and PReLU do not count."""
     layers = [(p, m) for p, m in module.named_modules() if ".parametrizations" not in f".{p}"]
     with_weights = [path for path, layer in layers if owns_weights(layer)]
     with_any = [path for path, layer in layers if any(True for _ in layer.parameters(False))]
@@ -177,10 +177,9 @@ _NORMALISATION = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn
 
 
 def _is_normalisation(layer: nn.Module) -> bool:
-    """Whether a layer normalises: torch's own by class, anybody's by name.
+    """Whether a layer is a normalisation: torch's own by class, others by name.
 
-    By name alone a "NormLinear" or a "PreNorm" would count too, so a layer that holds
-    more than scales and shifts does not.
+    Layers that hold more than scales and shifts, such as a "NormLinear", do not count.
     """
     return isinstance(layer, _NORMALISATION) or (
         "norm" in type(layer).__name__.lower()

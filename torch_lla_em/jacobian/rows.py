@@ -1,4 +1,4 @@
-"""The linear model at one batch of examples: f, J w and Jᵀ u, however J is taken."""
+"""The linear model at one batch of examples: f, J w and Jᵀ u, independent of how J is computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_lla_em.jacobian.parameters import ParameterLayout
 
 
 def num_examples(x: Any) -> int:
-    """Return how many examples there are in inputs, as far as their tensors show."""
+    """Return the number of examples of inputs, from the shapes of their tensors."""
     return next((len(tensor) for tensor in tensors_in(x) if tensor.dim()), 1)
 
 
@@ -53,12 +53,12 @@ class Rows:
     """
 
     nbytes = inf
-    """Bytes that it takes to keep this from pass to pass; infinity: it is not worth keeping."""
+    """Memory in bytes for storing this between passes; infinity: not worth storing."""
 
     def __init__(self, weights: Weights, at_once: tuple[int | None, int | None]):
         self._weights = weights
         self.pushed, self.pulled = at_once
-        """How many columns are taken at once, of J w and of Jᵀ u; None: all."""
+        """Number of columns of J w and of Jᵀ u that are computed at once; None: all."""
 
     @property
     def columns(self) -> int | None:
@@ -72,18 +72,14 @@ class Rows:
         """f(x), shape (B, ..., C)."""
         raise NotImplementedError
 
-    def part(self, rows: slice, x: Any) -> Rows:
-        """Return the linear model at some of the examples, whose inputs are x."""
-        raise NotImplementedError
-
     def push(self, w: Tensor) -> Tensor:
         """Return J w, shape (K, B, ..., C), of columns (K, P)."""
         raise NotImplementedError
 
     def pull(self, u: Tensor, total: Tensor) -> None:
-        """Add Jᵀ u to a total (K, P), u (K, B, ..., C): all of it, or nothing where this raises."""
+        """Add Jᵀ u for u (K, B, ..., C) to a total (K, P), completely or, after an error, not at all."""
         step = self.pulled or len(u)
-        # whatever takes memory is done before the first number is added
+        # all memory is allocated before the first number is added
         found = [_flat(self._pull(chunk), total) for chunk in u.split(step)]
         for part, grads in zip(total.split(step), found):
             self._weights.layout.add_(part, grads)
@@ -122,10 +118,9 @@ def _refuse_scripted(network: Network, layout: ParameterLayout) -> None:
 
 
 def _padding_rows(network: Network, layout: ParameterLayout) -> dict[str, list[int] | None]:
-    """Rows that no gradient reaches in training, by name; None for tied weights.
+    """Return the rows that get no gradient in training, by name; None for tied weights.
 
-    Reverse mode gives the row ``padding_idx`` of an embedding no gradient, forward mode
-    knows nothing of it.
+    Reverse mode gives the row ``padding_idx`` of an embedding no gradient, but forward mode does.
     """
     rows: dict[str, list[int] | None] = {}
     parameters = {id(p): name for name, p in network.module.named_parameters()}

@@ -1,8 +1,7 @@
-"""Whether a network's weights and statistics are still what they were."""
+"""Detects changes of a network's weights and running statistics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,15 +23,14 @@ class NetworkState:
     """
 
     def __init__(self, network: Network, exact: bool = True):
-        """``exact``: whether to take a hash of every bit; else whatever looks changed counts as it."""
+        """``exact``: whether to compute a hash of every bit, to decide whether a change is real."""
         module = network.module
         with network.alone():
             self.fingerprint = records.fingerprint(module) if exact else None
             """A hash of every bit."""
 
-            self._kinds = _kinds(module)
-            self._marks: dict[str, Any] | None = _marks(module)
-            self._entries: dict[str, Tensor] | None = _entries(module)
+            self._kinds = [type(layer) for layer in module.modules()]
+            self._seen: _Seen | None = _Seen(module)
 
     def holds(self, network: Network, surely: bool = False) -> bool:
         """Whether the network is unchanged; ``surely`` compares every bit."""
@@ -40,11 +38,12 @@ class NetworkState:
         with network.alone():
             if not surely and self._changed(module) is None:
                 return True
-            if _kinds(module) != self._kinds or self.fingerprint is None:
+            kinds = [type(layer) for layer in module.modules()]
+            if kinds != self._kinds or self.fingerprint is None:
                 return False
             if not torch.equal(records.fingerprint(module), self.fingerprint):
                 return False
-            self._marks, self._entries = _marks(module), _entries(module)
+            self._seen = _Seen(module)
             return True
 
     def changed(self, network: Network) -> str | None:
@@ -53,61 +52,55 @@ class NetworkState:
             return self._changed(network.module)
 
     def _changed(self, module: nn.Module) -> str | None:
-        marks, known = _marks(module), self._marks or {}
-        for name in marks.keys() | known.keys():
-            if marks.get(name) != known.get(name):
-                return name
-        now, before = _entries(module), self._entries or {}
-        if torch.equal(_joined(now), _joined(before)):  # one comparison, which a GPU is waited for
-            return None
-        return next(n for n in now if not torch.equal(now[n].nan_to_num(), before[n].nan_to_num()))
+        return "" if self._seen is None else _Seen(module).other_than(self._seen)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out addresses, which differ in a copy of the network."""
-        return {**self.__dict__, "_marks": None, "_entries": None}
+        return {**self.__dict__, "_seen": None}
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    for name, buffer in module.named_buffers():
-        if buffer.is_floating_point() or buffer.is_complex():
-            yield name, buffer
+class _Seen:
+    """Addresses and version counters, which most changes alter, and a few entries of every tensor."""
+
+    def __init__(self, module: nn.Module):
+        tensors = dict(module.named_parameters()) | {
+            name: buffer
+            for name, buffer in module.named_buffers()
+            if buffer.is_floating_point() or buffer.is_complex()
+        }
+        self.marks: dict[str, Any] = {
+            f"layer {path}": type(layer) for path, layer in module.named_modules()
+        }
+        entries = [torch.zeros(0, dtype=torch.float64, device="cpu")]
+        self.names: list[str] = []
+        """The name of the tensor that each entry belongs to."""
+
+        for name, tensor in tensors.items():
+            plain = tensor.layout is torch.strided
+            version = -1 if tensor.is_inference() else tensor._version
+            place = tensor.data_ptr() if plain else 0
+            self.marks[name] = id(tensor), tensor.dtype, tensor.device, tensor.shape, place, version
+            if plain and not tensor.is_quantized and tensor.numel():
+                entries.append(_some(tensor.detach()))
+                self.names += [name] * len(entries[-1])
+        # one tensor, as a GPU is waited for at every comparison
+        self.entries = torch.cat([own.to(entries[-1].device) for own in entries]).nan_to_num()
+
+    def other_than(self, known: _Seen) -> str | None:
+        """Return the name of a tensor or layer that differs, or None."""
+        for name in self.marks.keys() | known.marks.keys():
+            if self.marks.get(name) != known.marks.get(name):
+                return name
+        if torch.equal(self.entries, known.entries):
+            return None
+        return self.names[int((self.entries != known.entries).nonzero()[0])]
 
 
-def _marks(module: nn.Module) -> dict[str, Any]:
-    """Return what most changes of a tensor alter, and is free to read; and the types of the layers."""
-    marks: dict[str, Any] = {
-        name: (id(t), t.dtype, t.device, t.shape, *_place(t)) for name, t in _tensors(module)
-    }
-    return marks | {f"layer {path}": type(layer) for path, layer in module.named_modules()}
-
-
-def _place(tensor: Tensor) -> tuple[int, int]:
-    pointer = tensor.data_ptr() if tensor.layout is torch.strided else 0
-    return pointer, -1 if tensor.is_inference() else tensor._version
-
-
-def _kinds(module: nn.Module) -> list[Any]:
-    return [type(layer) for layer in module.modules()]
-
-
-def _entries(module: nn.Module) -> dict[str, Tensor]:
-    """Return a few entries of every tensor by name."""
-    found = {}
-    for name, tensor in _tensors(module):
-        if tensor.layout is torch.strided and not tensor.is_quantized and tensor.numel():
-            entries = tensor.detach()
-            if entries.is_complex():
-                entries = torch.view_as_real(entries.resolve_conj())
-            if not entries.is_contiguous():  # views, of dense tensors with any order of axes
-                order = sorted(range(entries.dim()), key=entries.stride, reverse=True)
-                entries = entries.permute(order)
-            entries = entries.reshape(-1)
-            some = entries[:: max(1, len(entries) // _COMPARED)]
-            found[name] = some.to(torch.float64, copy=True)
-    return found
-
-
-def _joined(entries: dict[str, Tensor]) -> Tensor:
-    every = list(entries.values())
-    return torch.cat([own.to(every[0].device) for own in every]).nan_to_num()
+def _some(tensor: Tensor) -> Tensor:
+    """Return a few entries, in double precision."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.is_contiguous():  # views, of dense tensors with any order of axes
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    entries = tensor.reshape(-1)
+    return entries[:: max(1, len(entries) // _COMPARED)].to(torch.float64, copy=True)

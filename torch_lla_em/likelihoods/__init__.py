@@ -1,12 +1,13 @@
 """Likelihoods p(y | f): losses with their gradients, Hessians H and roots S of H.
 
-``base`` (what a likelihood offers), ``classes``, ``elementwise``, ``gaussian``,
-``linear_operator``; ``wrappers`` (temperature and weights of a fit); ``checks`` (of a user's own).
-A new likelihood needs a file, and a line in ``LIKELIHOODS`` if it is to have a name.
+The base class is in ``base``. The likelihoods are in ``classes``, ``elementwise``, ``gaussian`` and
+``linear_operator``. ``wrappers`` adds the temperature and the weights of a fit, and ``checks``
+checks a custom likelihood. A new likelihood needs a file, and an entry in ``LIKELIHOODS`` if users
+should be able to choose it by name.
 """
 
 from torch_lla_em.likelihoods.base import Likelihood, average, sum_rows
-from torch_lla_em.likelihoods.checks import Example, compare_with_log_prob
+from torch_lla_em.likelihoods.checks import compare_with_log_prob
 from torch_lla_em.likelihoods.classes import BradleyTerry, Classification, compare, preferred
 from torch_lla_em.likelihoods.elementwise import Bernoulli, Poisson
 from torch_lla_em.likelihoods.gaussian import HeteroscedasticRegression, Regression
@@ -24,7 +25,7 @@ LIKELIHOODS = {
 
 
 def is_named(likelihood: Likelihood) -> bool:
-    """Whether a name, and the noise of a regression, describe a likelihood completely."""
+    """Whether its name (and σ, for a regression) describes a likelihood completely."""
     likelihood = likelihood.plain
     kind = type(likelihood)
     if kind not in LIKELIHOODS.values():
@@ -37,7 +38,6 @@ __all__ = [
     "Bernoulli",
     "BradleyTerry",
     "Classification",
-    "Example",
     "HeteroscedasticRegression",
     "Likelihood",
     "LinearOperator",

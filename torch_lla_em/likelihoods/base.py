@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Likelihood:
-    """How targets y arise from a network's outputs f; the base class of every likelihood.
+    """Base class of all likelihoods p(y | f), for targets y and outputs f of a network.
 
     Outputs have shape (..., B, *sites, C), with the classes or output columns last; leading
     sample axes broadcast. A subclass must define ``log_prob``, ``hessian_sqrt_product`` and
@@ -18,21 +18,19 @@ class Likelihood:
     aleatoric uncertainty, draws of y, entropies and ``link_approx="probit"``. Every fit compares
     gradient and Hessian with derivatives of ``log_prob`` on the first batch.
 
-    Example::
-
-        class Binomial(Likelihood):                # successes in three trials
-            elementwise = True
-
-            def log_prob(self, f, y):
-                return (y * f - 3 * softplus(f)).sum(-1)
-
-            def hessian_sqrt_product(self, f, noise):
-                return (3 * f.sigmoid() * (-f).sigmoid()).sqrt() * noise
-
-            def mean(self, f):
-                return 3 * f.sigmoid()
-
-        la = LinearisedLaplace(model, Binomial()).fit(loader)
+    Example:
+        >>> class Binomial(Likelihood):  # successes in three trials
+        ...     elementwise = True
+        ...
+        ...     def log_prob(self, f, y):
+        ...         return (y * f - 3 * torch.nn.functional.softplus(f)).sum(-1)
+        ...
+        ...     def hessian_sqrt_product(self, f, noise):
+        ...         return (3 * f.sigmoid() * (-f).sigmoid()).sqrt() * noise
+        ...
+        ...     def mean(self, f):
+        ...         return 3 * f.sigmoid()
+        >>> la = LinearisedLaplace(model, Binomial())
     """
 
     convex = True
@@ -51,71 +49,180 @@ class Likelihood:
     """Whether each entry of E[y | f] increases with its own entry of f and depends on no other."""
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return log p(y | f) of each example, shape (..., B)."""
+        """Return log p(y | f) of each example, shape (..., B).
+
+        Args:
+            f (Tensor): Outputs of the network, shape (..., B, *sites, C).
+            y (Tensor): Targets, shape (B, *sites), or that of the outputs if ``elementwise``.
+
+        Returns:
+            The log-probabilities, shape (..., B): those of the sites of an example are added up.
+        """
         raise self._lacks("log_prob(f, y)")
 
     def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
-        """Return S ε, where S Sᵀ = H(f), in the broadcast shape of f and ε."""
+        """Return S ε, where S is a root of the Hessian of the loss: S Sᵀ = H(f).
+
+        Args:
+            f (Tensor): Outputs of the network, shape (..., B, *sites, C).
+            noise (Tensor): ε, in the shape of the outputs; leading axes broadcast.
+
+        Returns:
+            S ε, in the broadcast shape of f and ε.
+        """
         raise self._lacks(
             "hessian_sqrt_product(f, noise): any linear map S of the noise with S Sᵀ equal to the "
             "Hessian of -log_prob in f"
         )
 
     def mean(self, f: Tensor) -> Tensor:
-        """Return E[y | f] (probabilities for classes), the shape of f."""
+        """Return E[y | f], which are probabilities for classes.
+
+        Args:
+            f (Tensor): Outputs of the network, shape (..., B, *sites, C).
+
+        Returns:
+            The means, in the shape of f.
+        """
         raise self._lacks("mean(f)")
 
     def log_mean(self, f: Tensor) -> Tensor:
-        """Return log E[y | f], the shape of f."""
+        """Return log E[y | f].
+
+        Args:
+            f (Tensor): Outputs of the network, shape (..., B, *sites, C).
+
+        Returns:
+            The logarithms, in the shape of f.
+        """
         return self.mean(f).log()
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return the gradient of -log p(y | f) in f."""
-        return torch.func.grad(lambda f: -self.log_prob(f, y).sum())(f)
+        """Return the gradient of -log p(y | f) with respect to f.
+
+        Args:
+            f (Tensor): Outputs of the network, shape (..., B, *sites, C).
+            y (Tensor): Targets, shape (B, *sites), or that of the outputs if ``elementwise``.
+
+        Returns:
+            The gradient, in the shape of f. Default: by automatic differentiation.
+        """
+        gradient: Tensor = torch.func.grad(lambda f: -self.log_prob(f, y).sum())(f)
+        return gradient
 
     def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
-        """Return H(f) u; by default S(Sᵀ u), with Sᵀ by reverse mode."""
+        """Return H(f) u, where H is the Hessian of -log p(y | f) with respect to f.
+
+        Args:
+            f (Tensor): Outputs of the network, shape (..., B, *sites, C).
+            u (Tensor): Vectors in the space of outputs, (..., B, *sites, C).
+
+        Returns:
+            H u, in the shape of u. Default: S(Sᵀ u), where Sᵀ is computed by reverse mode.
+        """
         f = f.expand_as(u)
         transpose = torch.func.vjp(lambda e: self.hessian_sqrt_product(f, e), u)[1]
         return self.hessian_sqrt_product(f, transpose(u)[0])
 
     def variance(self, f: Tensor) -> Tensor:
-        """Return Var[y | f], the shape of f."""
+        """Return Var[y | f].
+
+        Args:
+            f (Tensor): Outputs of the network, shape (..., B, *sites, C).
+
+        Returns:
+            The variances, in the shape of f.
+        """
         raise self._lacks("variance(f) for aleatoric uncertainty")
 
     def uncertainties(self, f: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the aleatoric and epistemic parts of Var[y] over sampled functions (S, ...)."""
+        """Return the aleatoric and the epistemic part of the uncertainty about y.
+
+        Args:
+            f (Tensor): Outputs of S functions from the posterior, shape (S, B, *sites, C).
+            weights (Tensor, optional): A weight for each function, shape (S,), with sum 1. Default
+                None: equal weights.
+
+        Returns:
+            Both parts. Default: of Var[y], in the shape of outputs; for labels, of the entropy.
+        """
         mean, variance = self.mean(f), self.variance(f)
         spread = (mean - average(mean, weights)).square()
         return average(variance, weights), average(spread, weights)
 
     def entropy(self, f: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the entropy of y under the mixture over sampled functions f (S, B, ..., C)."""
+        """Return the entropy of y under the average over functions from the posterior.
+
+        Args:
+            f (Tensor): Outputs of S functions from the posterior, shape (S, B, *sites, C).
+            weights (Tensor, optional): A weight for each function, shape (S,), with sum 1. Default
+                None: equal weights.
+
+        Returns:
+            The entropies, shape (B, *sites), or that of the outputs if ``elementwise``.
+        """
         raise self._lacks("entropy(f, weights). Or use .aleatoric and .epistemic")
 
     def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
-        """Return E[y] over Gaussian outputs with these means and variances, in closed form."""
+        """Return E[y] for normally distributed outputs, in closed form.
+
+        Args:
+            f (Tensor): Means of the outputs, shape (..., B, *sites, C).
+            variance (Tensor): Variances of the outputs, in the same shape.
+
+        Returns:
+            The expectations, in the shape of f.
+        """
         raise self._lacks('smoothed_mean(f, variance). Or use link_approx="mc"')
 
     def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draw y given f."""
+        """Draw targets y given f.
+
+        Args:
+            f (Tensor): Outputs of the network, shape (..., B, *sites, C).
+            generator (torch.Generator, optional): Source of randomness. Default None: torch's own.
+
+        Returns:
+            One draw for each example, in the shape of targets with the leading axes of f.
+        """
         raise self._lacks("sample(f, generator)")
 
     def mask(self, y: Tensor) -> Tensor | None:
-        """Return which sites count, or their weights, shape (B, *sites); None if all count once."""
+        """Return which sites count.
+
+        Args:
+            y (Tensor): Targets, shape (B, *sites), or that of the outputs if ``elementwise``.
+
+        Returns:
+            A mask or weights, shape (B, *sites); None if every site counts once.
+        """
         return None
 
     def labelled(self, y: Tensor) -> Tensor:
-        """Return whether each example has a target that counts, shape (B,)."""
+        """Return whether each example has a target that counts.
+
+        Args:
+            y (Tensor): Targets, shape (B, *sites), or that of the outputs if ``elementwise``.
+
+        Returns:
+            A mask, shape (B,).
+        """
         mask = self.mask(y)
         if mask is None:
             return torch.ones(len(y), dtype=torch.bool, device=y.device)
         return mask.flatten(1).any(1) if mask.dim() > 1 else mask
 
     def align(self, y: Tensor, class_dim: int) -> Tensor:
-        """Return targets with the axis of the outputs last, where they have one.
+        """Return targets with the axis of the outputs last, if they have one.
 
         Small integers become int64, as do booleans of an elementwise likelihood.
+
+        Args:
+            y (Tensor): Targets, as the loader returns them.
+            class_dim (int): Axis of the outputs, as in ``LinearisedLaplace``.
+
+        Returns:
+            The targets as ``log_prob`` takes them.
         """
         small = (torch.uint8, torch.int8, torch.int16, torch.int32)
         if y.dtype in small or (y.dtype == torch.bool and self.elementwise):
@@ -125,7 +232,15 @@ class Likelihood:
         return y
 
     def check(self, f: Tensor, y: Tensor) -> None:
-        """Raise an error if outputs or targets do not fit this likelihood."""
+        """Raise an error if outputs or targets do not fit this likelihood.
+
+        Args:
+            f (Tensor): Outputs of the network, shape (..., B, *sites, C).
+            y (Tensor): Targets, shape (B, *sites), or that of the outputs if ``elementwise``.
+
+        Raises:
+            ValueError, TypeError: With what is wrong and how to correct it. Default: no check.
+        """
 
     @property
     def is_quadratic(self) -> bool:
@@ -134,7 +249,7 @@ class Likelihood:
 
     @property
     def plain(self) -> Likelihood:
-        """The likelihood without the temperature and the weights of a fit."""
+        """This likelihood without the temperature and the weights of a fit."""
         return self
 
     def _lacks(self, method: str) -> NotImplementedError:
@@ -142,20 +257,26 @@ class Likelihood:
 
 
 class Labels(Likelihood):
-    """Discrete targets: E[y | f] are probabilities p, with an entropy that is concave in p."""
+    """Base class for discrete targets: E[y | f] is a probability p with an entropy."""
 
     gives_probabilities = True
 
     def entropy_of(self, p: Tensor) -> Tensor:
-        """Return the entropy of y under these probabilities."""
+        """Return the entropy of y.
+
+        Args:
+            p (Tensor): Probabilities, in the shape of outputs.
+
+        Returns:
+            The entropies.
+        """
         raise NotImplementedError
 
     def entropy(self, f: Tensor, weights: Tensor | None = None) -> Tensor:
         return self.entropy_of(average(self.mean(f), weights))
 
     def uncertainties(self, f: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the expected entropy and the mutual information."""
-        p = self.mean(f)
+        p = self.mean(f)  # the parts are the expected entropy and the mutual information
         expected = average(self.entropy_of(p), weights)
         return expected, (self.entropy_of(average(p, weights)) - expected).clamp_min(0)
 
@@ -164,13 +285,13 @@ class Labels(Likelihood):
 
 
 def sum_rows(terms: Tensor, y: Tensor) -> Tensor:
-    """Sum (..., B, *sites, C) over all but the leading axes and the examples of y (B, ...)."""
+    """Sum over sites and outputs: (..., B, *sites, C) becomes (..., B), for targets y (B, ...)."""
     within = y.dim() - 1
     return terms.flatten(terms.dim() - within).sum(-1) if within else terms
 
 
 def average(values: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the mean of (S, ...) over S functions, with weights (S,) unless they are None."""
+    """Return the mean of values (S, ...) over S functions, with weights (S,) if they are given."""
     if weights is None:
         return values.mean(0)
     weights = weights.to(values).view(-1, *(1,) * (values.dim() - 1))

@@ -1,10 +1,8 @@
-"""Checks of a user's own likelihood: its derivatives, and whether it is the same as before."""
+"""Checks of the derivatives of custom likelihoods."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -16,74 +14,16 @@ from torch_lla_em.runtime import normals
 
 logger = logging.getLogger("torch_lla_em")
 
-# the most examples to look at, and numbers of their outputs
+# the largest numbers of examples, and of their outputs, that are checked
 _EXAMPLES, _NUMBERS = 64, 1 << 16
-# Outputs are multiplied by these, as two likelihoods may differ only where f is large or small.
-_FACTORS = 1.0, 0.25, 4.0
-_SAME = 1e-4
 _TOLERANCE = 1e-3
 _DRAWS = 256
-
-
-class Example(NamedTuple):
-    """A few outputs and targets with what a likelihood returns there, to recognise it again."""
-
-    outputs: Tensor
-    targets: Tensor
-    numbers: Tensor
-    """A weighted sum and the norm of log p, its gradient, H u, S u, mean and variance, (n, 2)."""
-
-    @classmethod
-    def of(cls, likelihood: Likelihood, f: Tensor, y: Tensor) -> Example:
-        """Return the example of a likelihood at the first outputs and targets."""
-        f, y = _first(f, y)
-        rows = [row for factor in _FACTORS for row in _numbers(likelihood, factor * f, y)]
-        return cls(f.cpu(), y.cpu(), torch.stack(rows).cpu())
-
-    @classmethod
-    def known(cls, tensors: dict[str, Tensor]) -> Example | None:
-        """Return the example among tensors of ``tensors``, or None if there is none."""
-        found = [tensors.get(f"example_{name}") for name in cls._fields]
-        return None if None in found else cls(*found)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that ``known`` takes."""
-        return {f"example_{name}": tensor for name, tensor in self._asdict().items()}
-
-    def by(self, likelihood: Likelihood, device: torch.device) -> Example:
-        """Return the example of another likelihood at the same outputs and targets."""
-        return self.of(likelihood, self.outputs.to(device), self.targets.to(device))
-
-    def contradicts(self, likelihood: Likelihood, device: torch.device) -> bool:
-        """Whether a likelihood returns other values for the same outputs and targets."""
-        try:
-            distance = (self.by(likelihood, device).numbers - self.numbers).norm(dim=1)
-        except Exception:  # the user's likelihood may raise anything for targets it does not know
-            return True
-        rounding = 100 * torch.finfo(self.outputs.dtype).eps * self.outputs.numel() ** 0.5
-        return bool((distance > _SAME * self.numbers.norm(dim=1) + rounding).any())
 
 
 def _first(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first few outputs and targets."""
     count = min(_EXAMPLES, max(2, _NUMBERS // max(1, f[:1].numel())))
     return f[:count].detach().clone(), y[:count].detach().clone()
-
-
-def _numbers(likelihood: Likelihood, f: Tensor, y: Tensor) -> Iterator[Tensor]:
-    u = _direction(f)
-    yield _summary(likelihood.log_prob(f, y))
-    yield _summary(likelihood.gradient(f, y))
-    yield _summary(likelihood.hessian_product(f, u))
-    yield _summary(likelihood.hessian_sqrt_product(f, u))
-    yield _summary(likelihood.mean(f))
-    with suppress(NotImplementedError):
-        yield _summary(likelihood.variance(f))
-
-
-def _summary(values: Tensor) -> Tensor:
-    flat = values.detach().double().flatten().nan_to_num(0, 0, 0)
-    return torch.stack([flat @ _direction(flat), flat.norm()])
 
 
 def _direction(like: Tensor) -> Tensor:
@@ -93,23 +33,22 @@ def _direction(like: Tensor) -> Tensor:
 
 
 def compare_with_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
-    """Raise an error if a user's likelihood has derivatives that are not those of its log_prob.
+    """Raise an error if the derivatives of a custom likelihood are not those of its log_prob.
 
-    Gradient, H and S are compared at the first examples' outputs and at a tenth of them, where
-    the network is less certain. H may be the Hessian of -log p, or its expectation over y (the
-    Fisher information), which is checked by draws of y.
+    Gradient, H and S are compared at the outputs of the first examples, and at a tenth of these
+    outputs, where the network is less certain. H may be the Hessian of -log p, or its expectation
+    over y (the Fisher information), which is checked by draws of y.
 
     Args:
-        likelihood (Likelihood): the likelihood; those of the library are not checked.
-        f (Tensor): outputs, shape (B, *sites, C).
-        y (Tensor): targets, as ``log_prob`` takes them.
+        likelihood (Likelihood): The likelihood. Those of the library are not checked.
+        f (Tensor): Outputs, shape (B, *sites, C).
+        y (Tensor): Targets, as ``log_prob`` takes them.
 
     Raises:
-        ValueError: if the gradient, H or S are off by more than rounding.
+        ValueError: If the gradient, H or S differ by more than rounding.
 
-    Example::
-
-        compare_with_log_prob(MyLikelihood(), model(x), y)
+    Example:
+        >>> compare_with_log_prob(Classification(), model(x), y)
     """
     if isinstance(likelihood, Weighted):
         y = likelihood.unpack(y, f)[0]
@@ -156,7 +95,7 @@ class _Derivatives(NamedTuple):
         return cls(f, *_by_autograd(likelihood, f, y), *(each.detach() * counts for each in stated))
 
     def check(self, likelihood: Likelihood) -> None:
-        """Raise an error where they differ."""
+        """Raise an error if they differ."""
         name = type(likelihood).__name__
         if off := _error(self.gradient, self.expected_gradient):
             raise ValueError(
@@ -185,7 +124,7 @@ class _Derivatives(NamedTuple):
         logger.warning("%s: the posterior is that of the H given.", message)
 
     def _is_fisher(self, likelihood: Likelihood) -> bool:
-        """Whether ⟨u, H u⟩ is the Hessian's expectation over y, by draws of y."""
+        """Whether ⟨u, H u⟩ is the expectation over y of the Hessian, estimated by draws of y."""
         f, u, draws = self.f, _direction(self.f), []
         generator = torch.Generator(f.device).manual_seed(0)
         try:
@@ -211,7 +150,7 @@ def _by_autograd(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, 
 
 
 def _error(found: Tensor, expected: Tensor) -> str:
-    """Return the relative error in percent if it is more than rounding, else an empty string."""
+    """Return the relative error in percent if it exceeds rounding, otherwise an empty string."""
     finite = found.isfinite() & expected.isfinite()
     gap, size = (found - expected)[finite].norm(), expected[finite].norm()
     eps = torch.finfo(found.dtype).eps

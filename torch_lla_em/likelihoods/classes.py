@@ -20,17 +20,15 @@ class Classification(Labels):
     """Softmax over the last axis of the outputs; targets are class indices, shape (B, *sites).
 
     Args:
-        ignore_index (int, default -100): the label of sites that do not count, as in PyTorch's
-            losses. Change it if your data mark missing labels differently, as segmentation
-            data often do (255).
+        ignore_index (int): Label of sites that do not count, as in PyTorch's losses. Default -100.
+            Change it if your data mark missing labels differently; segmentation data often use 255.
 
     Raises:
-        TypeError: in ``fit``, if labels are not integers.
-        ValueError: in ``fit``, if outputs have one class, or labels another shape or range.
+        TypeError: In ``fit``, if labels are not integers.
+        ValueError: In ``fit``, if there is only one class, or labels have the wrong shape or range.
 
-    Example::
-
-        la = LinearisedLaplace(model, Classification(ignore_index=255), class_dim=1)
+    Example:
+        >>> la = LinearisedLaplace(model, Classification(ignore_index=255), class_dim=1)
     """
 
     def __init__(self, ignore_index: int = -100):
@@ -72,8 +70,8 @@ class Classification(Labels):
         return _log_softmax(f)
 
     def entropy_of(self, p: Tensor) -> Tensor:
-        """Return -Σ p log p over the last axis."""
-        return torch.special.entr(p).sum(-1)
+        entropy: Tensor = torch.special.entr(p).sum(-1)
+        return entropy
 
     def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
         p = f.softmax(-1)
@@ -116,24 +114,26 @@ class Classification(Labels):
 
 
 class BradleyTerry(Classification):
-    """Which of several candidates is preferred; outputs are rewards, targets indices, shape (B,).
+    """Preferences among candidates: outputs are rewards, targets the preferred indices, shape (B,).
 
-    p(first beats second) = sigmoid(r_1 - r_2); with more candidates, the softmax of rewards
-    (Luce's choice axiom). The network returns one reward per example. The inputs of a batch are
-    a tuple of candidates, or a dict {"chosen": ..., "rejected": ...}. One candidate alone has a
-    reward, with mean and variance, but no probability.
+    p(first is preferred) = sigmoid(r_1 - r_2) for two candidates, and the softmax of the rewards
+    for more (Luce's choice axiom). The network returns one reward per example. The inputs of a
+    batch are a tuple of candidates, or a dict {"chosen": ..., "rejected": ...}. A single candidate
+    has a reward, with mean and variance, but no probability.
 
     Args:
-        ignore_index (int, default -100): the index of examples that do not count.
+        ignore_index (int): Index of examples that do not count. Default -100.
 
     Raises:
-        ValueError: if there are fewer than two candidates, in ``fit`` or for probabilities.
+        ValueError: In ``fit`` or for probabilities, if there are fewer than two candidates.
 
-    Example::
-
-        la = LinearisedLaplace(reward_model, BradleyTerry())   # or "reward_modeling"
-        la.fit([((first, second), preferred_index)])
-        la.predict(first).variance
+    Example:
+        >>> reward_model = torch.nn.Linear(2, 1)
+        >>> first, second = torch.randn(20, 2), torch.randn(20, 2)
+        >>> preferred_index = torch.zeros(20, dtype=torch.long)
+        >>> la = LinearisedLaplace(reward_model, BradleyTerry())  # or "reward_modeling"
+        >>> la = la.fit([((first, second), preferred_index)], progress_bar=False)
+        >>> variance = la.predict(first).variance
     """
 
     def mean(self, f: Tensor) -> Tensor:
@@ -168,9 +168,10 @@ def compare(model: nn.Module, inputs: Any) -> Tensor:
 def preferred(batch: Any) -> Tensor:
     """Return the index of the preferred candidate: the batch's targets, or 0 for "chosen"."""
     if isinstance(batch, Mapping) and "chosen" in batch and "labels" not in batch:
-        first = tensors_in(batch["chosen"])[0]
+        first: Tensor = tensors_in(batch["chosen"])[0]
         return torch.zeros(len(first), dtype=torch.long, device=first.device)
-    return default_targets(batch)
+    targets: Tensor = default_targets(batch)
+    return targets
 
 
 def _check_labels(f: Tensor, y: Tensor) -> None:

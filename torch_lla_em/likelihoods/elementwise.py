@@ -1,4 +1,4 @@
-"""Likelihoods of one independent discrete target per output, whose H is diagonal."""
+"""Likelihoods with an independent discrete target for each output, whose H is diagonal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_COUNTS = 100_000
 
 
 class ElementwiseLikelihood(Likelihood):
-    """One independent target per output: y has the shape of f, and H is diagonal.
+    """Base class for independent targets, one for each output: y has the shape of f, H is diagonal.
 
     A subclass defines ``log_prob``, ``curvature`` and ``mean``.
     """
@@ -20,7 +20,14 @@ class ElementwiseLikelihood(Likelihood):
     elementwise = True
 
     def curvature(self, f: Tensor) -> Tensor:
-        """Return the diagonal of H(f), the shape of f."""
+        """Return the diagonal of H(f).
+
+        Args:
+            f (Tensor): Outputs of the network.
+
+        Returns:
+            The diagonal, in the shape of f.
+        """
         raise NotImplementedError
 
     def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
@@ -43,14 +50,14 @@ class ElementwiseLikelihood(Likelihood):
 
 
 class Bernoulli(Labels, ElementwiseLikelihood):
-    """Independent 0/1 targets with logits f: one output, or several labels.
+    """Independent 0/1 targets with logits f, for binary or multi-label classification.
 
     Raises:
-        ValueError: in ``fit``, if targets are not 0 or 1, or not of the shape of the outputs.
+        ValueError: In ``fit``, if targets are not 0 or 1, or do not have the shape of the outputs.
 
-    Example::
-
-        la = LinearisedLaplace(model, "bernoulli").fit([(x, y[:, None])])
+    Example:
+        >>> la = LinearisedLaplace(torch.nn.Linear(2, 3), "bernoulli")
+        >>> la = la.fit(torch.randn(20, 2), torch.ones(20, 3), progress_bar=False)
     """
 
     monotone = True
@@ -71,8 +78,8 @@ class Bernoulli(Labels, ElementwiseLikelihood):
         return logsigmoid(f)
 
     def entropy_of(self, p: Tensor) -> Tensor:
-        """Return the entropy of each output's target."""
-        return torch.special.entr(p) + torch.special.entr(1 - p)
+        entropy: Tensor = torch.special.entr(p) + torch.special.entr(1 - p)
+        return entropy
 
     def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.bernoulli(f.sigmoid(), generator=generator)
@@ -84,14 +91,14 @@ class Bernoulli(Labels, ElementwiseLikelihood):
 
 
 class Poisson(ElementwiseLikelihood):
-    """Counts with log rates f.
+    """Counts with a Poisson distribution whose rate is exp(f).
 
     Raises:
-        ValueError: in ``fit``, if targets are not counts, or not of the shape of the outputs.
+        ValueError: In ``fit``, if targets are not counts, or do not have the shape of the outputs.
 
-    Example::
-
-        la = LinearisedLaplace(model, "poisson").fit([(x, counts[:, None])])
+    Example:
+        >>> la = LinearisedLaplace(torch.nn.Linear(2, 1), "poisson")
+        >>> la = la.fit(torch.randn(20, 2), torch.ones(20, 1), progress_bar=False)
     """
 
     monotone = True
@@ -112,7 +119,7 @@ class Poisson(ElementwiseLikelihood):
         return f.exp()
 
     def entropy(self, f: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return -Σ p(y) log p(y) of the mixture, summed over every count that may occur."""
+        # -Σ p(y) log p(y) of the mixture, summed over all counts that can occur
         rates = f.exp()
         largest = rates.max().item()
         last = largest + 12 * largest**0.5 + 30

@@ -1,4 +1,4 @@
-"""Likelihoods with Gaussian noise, constant or predicted by the network."""
+"""Likelihoods with Gaussian observation noise, constant or predicted by the network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_lla_em.runtime import check_options
 
 
 class Gaussian(Likelihood):
-    """Continuous targets that are normally distributed around their mean."""
+    """Base class for continuous targets that are normally distributed around their mean."""
 
     real_valued = True
 
@@ -28,26 +28,26 @@ class Gaussian(Likelihood):
 
 
 class Regression(Gaussian, ElementwiseLikelihood):
-    """Gaussian observation noise, y ~ N(f, σ²), with targets of the shape of the outputs.
+    """Gaussian observation noise, y ~ N(f, σ²); targets have the shape of the outputs.
 
     Args:
-        sigma_noise (float or Tensor (C,), default None): where EM starts to learn the standard
-            deviation σ of the noise, one for all outputs or one per output. None: the size of
-            the network's own residuals. Change it to have a σ per output, or if the network
-            has overfitted its training set, so that its residuals are too small.
+        sigma_noise (float or Tensor (C,), optional): Standard deviation σ of the noise from which EM
+            starts, one number for all outputs or one per output. Default None: the standard
+            deviation of the network's residuals. Set it to learn one σ per output, or if the
+            network has overfitted its training set, so that its residuals are too small.
 
     Raises:
-        TypeError: if sigma_noise is not a number or tensor; in ``fit``, if targets are complex.
-        ValueError: if sigma_noise is not positive; in ``fit``, if it does not fit the outputs.
+        TypeError: If sigma_noise is not a number or tensor; in ``fit``, if targets are complex.
+        ValueError: If sigma_noise is not positive; in ``fit``, if it does not fit the outputs.
 
-    Example::
-
-        la = LinearisedLaplace(model, Regression(0.1)).fit(loader)
-        mean, variance = la(x)                      # the variance includes σ²
+    Example:
+        >>> la = LinearisedLaplace(torch.nn.Linear(2, 1), Regression(0.1))
+        >>> la = la.fit(torch.randn(20, 2), torch.randn(20, 1), progress_bar=False)
+        >>> mean, variance = la(torch.randn(5, 2))  # the variance includes σ²
     """
 
     normalised = True
-    """Whether log_prob has its constant, beside which small residuals may be lost to rounding."""
+    """Whether log_prob includes its constant, next to which small residuals may be rounded away."""
 
     def __init__(self, sigma_noise: float | Tensor | None = None):
         check_options(sigma_noise=sigma_noise)
@@ -63,7 +63,14 @@ class Regression(Gaussian, ElementwiseLikelihood):
         self.sigma_noise = sigma_noise.detach().clone()
 
     def at_noise(self, sigma_noise: Tensor) -> Regression:
-        """Return the same likelihood with another σ."""
+        """Return the same likelihood with another σ.
+
+        Args:
+            sigma_noise (float or Tensor (C,)): σ, one number or one per output.
+
+        Returns:
+            A new ``Regression``.
+        """
         other = copy.copy(self)
         other.sigma_noise, other.from_data = sigma_noise, False
         return other
@@ -113,20 +120,20 @@ class Regression(Gaussian, ElementwiseLikelihood):
 
 
 class HeteroscedasticRegression(Gaussian):
-    """y ~ N(μ, exp(s)): the first C of 2 C outputs are means μ, the others log variances s.
+    """y ~ N(μ, exp(s)): the first C of the 2 C outputs are means μ, the others log variances s.
 
     -log p = ½ s + ½ (y - μ)² exp(-s) is not convex in (μ, s) together. H is its expectation
     over y, the Fisher information diag(exp(-s), ½), which is positive semi-definite, does not
-    depend on y, and equals the generalised Gauss-Newton matrix. The posterior covers μ and s, so
-    it also says how well the noise is known. The mode is found with H in place of the Hessian
-    (Fisher scoring), which is slower than Newton's method: expect a relative error of some 1e-3.
+    depend on y, and equals the generalised Gauss-Newton matrix. The posterior includes both μ and s,
+    so the uncertainty of the noise is included too. The mode is found with H in place of the Hessian
+    (Fisher scoring), which is slower than Newton's method: expect a relative error of about 1e-3.
 
     Raises:
-        ValueError: in ``fit``, if there are not twice as many outputs as targets.
+        ValueError: In ``fit``, if there are not twice as many outputs as targets.
 
-    Example::
-
-        la = LinearisedLaplace(model, "heteroscedastic").fit(loader)   # model: (B, 2 C), y: (B, C)
+    Example:
+        >>> la = LinearisedLaplace(torch.nn.Linear(2, 2), "heteroscedastic")  # outputs (B, 2 C)
+        >>> la = la.fit(torch.randn(40, 2), torch.randn(40, 1), progress_bar=False)  # y: (B, C)
     """
 
     convex = False
@@ -149,11 +156,9 @@ class HeteroscedasticRegression(Gaussian):
         return self._fisher(f).sqrt() * noise
 
     def mean(self, f: Tensor) -> Tensor:
-        """Return μ, half of the outputs."""
         return f.chunk(2, -1)[0]
 
     def variance(self, f: Tensor) -> Tensor:
-        """Return exp(s), half of the outputs."""
         return f.chunk(2, -1)[1].exp()
 
     def check(self, f: Tensor, y: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Gaussian noise on linear measurements of the outputs: y = A f + noise, as in tomography."""
+"""Linear measurements of the outputs with Gaussian noise, y = A f + noise, as in tomography."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ _ADJOINT_ERROR = 1e-3
 
 @dataclass(frozen=True, repr=False)
 class LinearOperator:
-    """A linear map A of one output of the network, given by its products, never as a matrix.
+    """A linear map A of one output of the network, given by functions instead of a matrix.
 
     Args:
-        forward (callable): (n, *shape) -> (n, M), A f for n outputs.
-        adjoint (callable): (n, M) -> (n, *shape), Aᵀ v.
-        shape (tuple of ints): the shape of one output of the network, classes last.
+        forward (callable): Maps n outputs (n, *shape) to A f, shape (n, M).
+        adjoint (callable): Maps n measurements (n, M) to Aᵀ v, shape (n, *shape).
+        shape (tuple of ints): Shape of one output of the network, with the classes last.
 
-    Example::
-
-        radon = LinearOperator(lambda f: f.flatten(1) @ A.T, lambda v: (v @ A).view(-1, 1, 8, 8), (1, 8, 8))
+    Example:
+        >>> A = torch.randn(30, 64)
+        >>> forward, adjoint = lambda f: f.flatten(1) @ A.T, lambda v: (v @ A).view(-1, 1, 8, 8)
+        >>> radon = LinearOperator(forward, adjoint, (1, 8, 8))
     """
 
     forward: Callable[[Tensor], Tensor]
@@ -38,13 +39,29 @@ class LinearOperator:
         return f"LinearOperator of outputs of shape {self.shape}"
 
     def apply(self, f: Tensor) -> Tensor:
-        """Return A f, shape (..., M), for outputs (..., *shape)."""
+        """Return A f.
+
+        Args:
+            f (Tensor): Outputs, shape (..., *shape).
+
+        Returns:
+            The measurements, shape (..., M).
+        """
         leading = f.shape[: f.dim() - len(self.shape)]
-        return self.forward(f.reshape(-1, *self.shape)).unflatten(0, leading)
+        measured: Tensor = self.forward(f.reshape(-1, *self.shape)).unflatten(0, leading)
+        return measured
 
     def apply_adjoint(self, v: Tensor) -> Tensor:
-        """Return Aᵀ v, shape (..., *shape), for measurements (..., M)."""
-        return self.adjoint(v.reshape(-1, v.shape[-1])).unflatten(0, v.shape[:-1])
+        """Return Aᵀ v.
+
+        Args:
+            v (Tensor): Measurements, shape (..., M).
+
+        Returns:
+            A tensor in the shape of outputs, (..., *shape).
+        """
+        outputs: Tensor = self.adjoint(v.reshape(-1, v.shape[-1])).unflatten(0, v.shape[:-1])
+        return outputs
 
 
 class LinearOperatorRegression(Regression):
@@ -52,21 +69,25 @@ class LinearOperatorRegression(Regression):
 
     ``Prediction.mean``, ``.variance`` and ``.samples`` are those of the output f (the image);
     ``.expectation``, ``.moments``, ``.aleatoric``, ``.epistemic`` and the log probabilities are
-    those of y. The root S = Aᵀ/σ uses one number of noise per measurement, of which there is one
-    per output: so there can be at most as many measurements as outputs.
+    those of y. The root S = Aᵀ/σ needs one random number per measurement, and there is one per
+    output. Therefore there can be at most as many measurements as outputs.
 
     Args:
-        operator (LinearOperator): the map A.
-        sigma_noise (float, default None): as in ``Regression``, one number for all measurements.
+        operator (LinearOperator): The map A.
+        sigma_noise (float, optional): As in ``Regression``, one number for all measurements.
+            Default None.
 
     Raises:
-        ValueError: if sigma_noise is not one positive number; in ``fit``, if A does not fit the
+        ValueError: If sigma_noise is not one positive number; in ``fit``, if A does not fit the
             outputs or the measurements, or the adjoint does not belong to the forward map.
 
-    Example::
-
-        la = LinearisedLaplace(model, LinearOperatorRegression(radon, 0.05)).fit([(x, sinogram)])
-        la.predict(x).variance                      # of the image
+    Example:
+        >>> A = torch.randn(2, 3)
+        >>> projection = LinearOperator(lambda f: f @ A.T, lambda v: v @ A, (3,))
+        >>> likelihood = LinearOperatorRegression(projection, 0.05)
+        >>> la = LinearisedLaplace(torch.nn.Linear(4, 3), likelihood)
+        >>> la = la.fit(torch.randn(20, 4), torch.randn(20, 2), progress_bar=False)
+        >>> variance = la.predict(torch.randn(5, 4)).variance  # of the outputs f
     """
 
     elementwise = False
@@ -89,7 +110,6 @@ class LinearOperatorRegression(Regression):
         return self.operator.apply_adjoint(kept) / self._sigma(noise)
 
     def mean(self, f: Tensor) -> Tensor:
-        """Return E[y | f] = A f, shape (..., B, M)."""
         return self.operator.apply(f)
 
     def check(self, f: Tensor, y: Tensor) -> None:

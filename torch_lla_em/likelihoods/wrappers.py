@@ -1,4 +1,4 @@
-"""Likelihoods as a fit counts them: at a temperature, or with a weight for each example."""
+"""Likelihoods with a temperature, or with a weight for each example, during a fit."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from torch_lla_em.likelihoods.base import Likelihood
 
 
 class Tempered(Likelihood):
-    """p(y | f)^(1/T) in the fit: every example counts 1/T times; predictions keep p(y | f).
+    """p(y | f)^(1/T) in the fit: every example counts 1/T times. Predictions use p(y | f).
 
     The posterior covariance is (G / T + Λ)⁻¹ = T (G + T Λ)⁻¹, as with laplace-torch's
-    ``temperature``. ``LinearisedLaplace(..., temperature=T)`` makes it.
+    ``temperature``. ``LinearisedLaplace(..., temperature=T)`` uses this class.
 
     Args:
         likelihood (Likelihood): p(y | f).
-        temperature (float): T. Below 1 the posterior is colder, hence more certain.
+        temperature (float): T. Below 1 the posterior is colder, that is, more certain.
 
-    Example::
-
-        Tempered(Classification(), 0.5)
+    Example:
+        >>> likelihood = Tempered(Classification(), 0.5)
     """
 
     def __init__(self, likelihood: Likelihood, temperature: float = 1.0):
@@ -37,7 +36,8 @@ class Tempered(Likelihood):
         return self.inner.hessian_product(f, u) / self.temperature
 
     def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
-        return self.inner.hessian_sqrt_product(f, noise) / self.temperature**0.5
+        product: Tensor = self.inner.hessian_sqrt_product(f, noise) / self.temperature**0.5
+        return product
 
     def mean(self, f: Tensor) -> Tensor:
         return self.inner.mean(f)
@@ -58,21 +58,20 @@ class Tempered(Likelihood):
 
 
 class Weighted(Tempered):
-    """p(y | f)^(w/T) in the fit, for targets packed with their weights w, shape (B, ..., 2).
+    """p(y | f)^(w/T) in the fit, for targets stacked with their weights w, shape (B, ..., 2).
 
-    The mask is the weight, and the sums over the data multiply gradient and curvature by it.
+    ``mask`` returns the weights, and sums over the data multiply gradient and curvature by them.
 
     Args:
         likelihood (Likelihood): p(y | f), or ``Tempered``.
 
     Raises:
-        TypeError: if targets do not belong to single outputs, as with linear measurements.
-        ValueError: if σ is to be learnt from the data.
+        TypeError: If targets do not belong to single outputs, as with linear measurements.
+        ValueError: If σ would have to be learnt from the data.
 
-    Example::
-
-        packed = torch.stack([labels.double(), weights.double()], -1)
-        Weighted(Classification()).log_prob(f, packed)
+    Example:
+        >>> packed = torch.stack([y.double(), torch.rand(len(y), dtype=torch.float64)], -1)
+        >>> log_prob = Weighted(Classification()).log_prob(model(x), packed)
     """
 
     def __init__(self, likelihood: Likelihood):
@@ -88,7 +87,15 @@ class Weighted(Tempered):
             )
 
     def unpack(self, packed: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
-        """Return targets, and the weights of sites (B, *sites), in the types of the likelihood."""
+        """Return targets and weights from stacked ones.
+
+        Args:
+            packed (Tensor): Targets stacked with their weights, shape (B, ..., 2).
+            f (Tensor): Outputs of the network.
+
+        Returns:
+            The targets, in the dtype of the likelihood, and the weights of sites, (B, *sites).
+        """
         y, w = packed.unbind(-1)
         return (y.to(f.dtype), w[..., 0]) if self.elementwise else (y.long(), w)
 
@@ -105,7 +112,6 @@ class Weighted(Tempered):
         return self.inner.gradient(f, self.unpack(y, f)[0])
 
     def mask(self, y: Tensor) -> Tensor:
-        """Return the weight of each site, 0 where it has no label."""
         targets, w = self.unpack(y, y)
         kept = self.inner.mask(targets)
         return w if kept is None else w * kept
@@ -124,5 +130,5 @@ class Weighted(Tempered):
 
 
 def tempered(likelihood: Likelihood, temperature: float) -> Likelihood:
-    """Return the likelihood at this temperature; itself at 1."""
+    """Return the likelihood at this temperature; the likelihood itself at 1."""
     return likelihood if temperature == 1 else Tempered(likelihood, temperature)

@@ -1,12 +1,8 @@
 """Mixtures by EM, and densities of a network's features.
 
-``mixture`` (the public interface), ``em`` (the iteration), ``data``, then the kinds: ``gaussian``
-(with ``blocks`` and ``conjugate``), ``bernoulli``; and ``feature_density``.
-
-Example::
-
-    mixture = GaussianMixture(8, prior=ConjugatePrior()).fit(loader)
-    mixture.log_prob(x)
+The public interface is in ``mixture``, the iteration in ``em``, and the data in ``data``. The kinds of
+mixtures are in ``gaussian`` (with ``conjugate``) and ``bernoulli``, and densities of
+features in ``feature_density``.
 """
 
 from torch_lla_em.mixtures.bernoulli import BernoulliMixture, Bernoullis, BetaPrior

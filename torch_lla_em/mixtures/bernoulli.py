@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.mixtures.em import Family, Tensors
-from torch_lla_em.mixtures.mixture import Mixture, check_shapes, check_weights
+from torch_lla_em.mixtures.mixture import Mixture, check_parameters
 
 
 class Bernoullis(NamedTuple):
@@ -40,6 +40,8 @@ class BernoulliFamily(Family):
         self.prior, self.floor = prior, floor
 
     def columns(self, x: Tensor) -> Tensor:
+        if not ((x == 0) | (x == 1)).all():
+            raise ValueError("A Bernoulli mixture takes zeros and ones only. Binarise the data.")
         return x.T.double()
 
     def natural(self, parameters: Bernoullis) -> Tensors:
@@ -56,14 +58,13 @@ class BernoulliFamily(Family):
 
     def log_prior(self, parameters: Bernoullis) -> Tensor:
         (alpha, a, b), (weights, p) = self.prior, parameters
-        log_weights = torch.special.xlogy(alpha - 1, weights).sum()
+        log_weights: Tensor = torch.special.xlogy(alpha - 1, weights).sum()
         return log_weights + ((a - 1) * p.log() + (b - 1) * torch.log1p(-p)).sum()
 
     def enter(self, parameters: Bernoullis) -> Bernoullis:
-        check_shapes(parameters, (self.num_components,), (self.num_components, self.dim))
-        check_weights(parameters.weights)
+        check_parameters(parameters, (self.num_components,), (self.num_components, self.dim))
         weights, p = (t.double() for t in parameters)
-        if (p < 0).any() or (p > 1).any():
+        if not ((p >= 0) & (p <= 1)).all():
             raise ValueError("The means of a Bernoulli mixture must be between 0 and 1.")
         return Bernoullis(weights, p.clamp(self.floor, 1 - self.floor))
 
@@ -72,21 +73,22 @@ class BernoulliFamily(Family):
 
 
 class BernoulliMixture(Mixture):
-    """p(x) = Σ_k π_k Π_d p_kd^x_d (1 − p_kd)^(1 − x_d), by ML, or by MAP with a prior.
+    """A mixture of independent binary columns, by maximum likelihood, or by MAP with a prior.
+
+    p(x) = Σ_k π_k Π_d p_kd^x_d (1 − p_kd)^(1 − x_d).
 
     Args:
-        num_components (int): K.
-        prior (BetaPrior, default None): None for maximum likelihood; ``BetaPrior()`` for MAP,
-            which keeps probabilities away from 0 and 1 if examples are few.
-        min_probability (float, default 1e-6): how far probabilities stay away from 0 and 1.
-        **options: those of ``Mixture``.
+        num_components (int): Number of components K.
+        prior (BetaPrior, optional): Default None: maximum likelihood. ``BetaPrior()`` gives MAP,
+            which keeps probabilities away from 0 and 1 if there are few examples.
+        min_probability (float): Smallest distance of probabilities to 0 and 1. Default 1e-6.
+        **options: Further arguments, those of ``Mixture``.
 
     Raises:
-        ValueError: if an option is out of range; in ``fit``, if the data are not zeros and ones.
+        ValueError: If an option is out of range; in ``fit``, if the data are not zeros and ones.
 
-    Example::
-
-        mixture = BernoulliMixture(2, prior=BetaPrior()).fit(torch.rand(500, 8).round())
+    Example:
+        >>> mixture = BernoulliMixture(2, prior=BetaPrior()).fit(torch.rand(500, 8).round())
     """
 
     def __init__(
@@ -103,10 +105,6 @@ class BernoulliMixture(Mixture):
         if prior is not None and min(prior) < 1:
             raise ValueError(f"The numbers of a BetaPrior must be at least 1: {prior}.")
         self.prior, self.min_probability = prior, min_probability
-
-    def _check_values(self, x: Tensor) -> None:
-        if not ((x == 0) | (x == 1)).all():
-            raise ValueError("A Bernoulli mixture takes zeros and ones only. Binarise the data.")
 
     def _family(self, num_components: int, centre: Tensor, variance: Tensor) -> BernoulliFamily:
         prior = self.prior or BetaPrior(1.0, 1.0, 1.0)

@@ -3,6 +3,9 @@
 π ~ Dirichlet(α), Λ_k ~ Wishart(ν, Ψ⁻¹) block by block, μ_k | Λ_k ~ N(m, (κ Λ_k)⁻¹). For the
 covariances this is the normal–inverse-Wishart prior. Given the component of each example, the
 posterior has the same form: MAP-EM takes its mode, variational EM all of it.
+
+During a fit, covariances are blocks on a diagonal, so that one algebra serves both structures: one
+block of D × D ("full", shape (K, 1, D, D)), or D blocks of 1 × 1 ("diagonal", (K, D, 1, 1)).
 """
 
 import math
@@ -10,8 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from torch_lla_em.mixtures.blocks import Blocks, inverse, log_dets
 
 
 class Gaussians(NamedTuple):
@@ -24,7 +25,7 @@ class Gaussians(NamedTuple):
     """μ, shape (K, D)."""
 
     covariances: Tensor
-    """Σ: full (K, D, D), tied (D, D), diagonal (K, D) or spherical (K,); in blocks during a fit."""
+    """Σ: full (K, D, D) or diagonal (K, D); in blocks during a fit."""
 
 
 class NormalWishart(NamedTuple):
@@ -37,10 +38,10 @@ class NormalWishart(NamedTuple):
     """m, shape (K, D)."""
 
     strength: Tensor
-    """κ, how many examples the mean is worth, shape (K,)."""
+    """κ, the number of examples that the mean is worth, shape (K,)."""
 
     dof: Tensor
-    """ν, degrees of freedom, shape (K,), or (1,) if the covariance is tied."""
+    """ν, degrees of freedom, shape (K,)."""
 
     scale: Tensor
     """Ψ, in the shape of the covariances: see ``Gaussians``; in blocks during a fit."""
@@ -51,38 +52,36 @@ class NormalWishart(NamedTuple):
         dof = self.dof.reshape(-1, *[1] * (self.scale.ndim - 1))
         return Gaussians(weights, self.means, self.scale / dof)
 
-    def updated(self, moments: tuple[Tensor, Tensor, Tensor], blocks: Blocks) -> "NormalWishart":
-        """Return the posterior given counts, means and scatter."""
-        counts, means, scatter = moments
+    def updated(self, counts: Tensor, means: Tensor, scatter: Tensor) -> "NormalWishart":
+        """Return the posterior given the moments of each component's examples."""
         strength = self.strength + counts
         weighted = self.strength[:, None] * self.means + counts[:, None] * means
-        pull = blocks.outer(means - self.means, self.strength * counts / strength)
+        pull = outer(means - self.means, self.strength * counts / strength, scatter)
         return NormalWishart(
             self.concentration + counts,
             weighted / strength[:, None],
             strength,
-            self.dof + blocks.degrees(counts),
+            self.dof + counts,
             self.scale + scatter + pull,
         )
 
-    def mode(self, blocks: Blocks) -> Gaussians:
+    def mode(self) -> Gaussians:
         """Return the components at which the density of (π, μ, Σ) is greatest."""
         weights = self.concentration - 1
-        dof = self._mode_dof(blocks)[:, None, None, None]
+        dof = self._mode_dof()[:, None, None, None]
         return Gaussians(weights / weights.sum(), self.means, self.scale / dof)
 
-    def log_density(self, components: Gaussians, blocks: Blocks) -> Tensor:
+    def log_density(self, components: Gaussians) -> Tensor:
         """Return log p(π, μ, Σ) up to a constant, shape ()."""
         weights, means, covariances = components
         precision, deviation = inverse(covariances), means - self.means
-        distance = (self.strength[:, None] * deviation * blocks.apply(precision, deviation)).sum()
-        log_det = (self._mode_dof(blocks) * log_dets(precision).sum(1)).sum()
-        log_weights = torch.special.xlogy(self.concentration - 1, weights).sum()
+        distance = (self.strength[:, None] * deviation * apply(precision, deviation)).sum()
+        log_det = (self._mode_dof() * log_dets(precision).sum(1)).sum()
+        log_weights: Tensor = torch.special.xlogy(self.concentration - 1, weights).sum()
         return log_weights + 0.5 * (log_det - (self.scale * precision).sum() - distance)
 
-    def _mode_dof(self, blocks: Blocks) -> Tensor:
-        """Return ν + d + 1 + the number of means that share the block."""
-        return self.dof + blocks.size + 1 + blocks.degrees(torch.ones_like(self.concentration))
+    def _mode_dof(self) -> Tensor:
+        return self.dof + self.scale.shape[-1] + 2
 
     def expected_log_weights(self) -> Tensor:
         """Return E log π, shape (K,)."""
@@ -92,32 +91,32 @@ class NormalWishart(NamedTuple):
         """Return E Λ = ν Ψ⁻¹, in blocks."""
         return self.dof[:, None, None, None] * inverse(self.scale)
 
-    def expected_log_dets(self, blocks: Blocks) -> Tensor:
-        """Return E log|Λ| of each block, shape (K or 1, number of blocks)."""
-        d = blocks.size
+    def expected_log_dets(self) -> Tensor:
+        """Return E log|Λ| of each block, shape (K, number of blocks)."""
+        d = self.scale.shape[-1]
         half = (self.dof[:, None] - torch.arange(d, device="cpu").to(self.dof)) / 2
         return half.digamma().sum(1, keepdim=True) + d * math.log(2) - log_dets(self.scale)
 
-    def divergence(self, prior: "NormalWishart", blocks: Blocks) -> Tensor:
+    def divergence(self, prior: "NormalWishart") -> Tensor:
         """Return KL(self ‖ prior), shape ()."""
         precision, deviation = self.expected_precision(), self.means - prior.means
         change = self.concentration - prior.concentration
         weights = (change * self.expected_log_weights()).sum()
         ratio = prior.strength / self.strength
-        distance = prior.strength * (deviation * blocks.apply(precision, deviation)).sum(1)
-        means = (blocks.dim * (ratio - 1 - ratio.log()) + distance).sum()
-        log_det = (self.dof - prior.dof) * self.expected_log_dets(blocks).sum(1)
+        distance = prior.strength * (deviation * apply(precision, deviation)).sum(1)
+        means = (self.means.shape[1] * (ratio - 1 - ratio.log()) + distance).sum()
+        log_det = (self.dof - prior.dof) * self.expected_log_dets().sum(1)
         precisions = log_det.sum() - ((self.scale - prior.scale) * precision).sum()
-        normalisers = prior._log_normaliser(blocks) - self._log_normaliser(blocks)
+        normalisers = prior._log_normaliser() - self._log_normaliser()
         return normalisers + weights + 0.5 * (means + precisions)
 
-    def _log_normaliser(self, blocks: Blocks) -> Tensor:
+    def _log_normaliser(self) -> Tensor:
         """Return that of the Dirichlet plus those of the Wishart distributions."""
-        alpha, d = self.concentration, blocks.size
-        dirichlet = alpha.lgamma().sum() - alpha.sum().lgamma()
-        half = self.dof[:, None] / 2
+        alpha, half, d = self.concentration, self.dof[:, None] / 2, self.scale.shape[-1]
+        dirichlet: Tensor = alpha.lgamma().sum() - alpha.sum().lgamma()
         volume = half * (d * math.log(2) - log_dets(self.scale))
-        return dirichlet + (torch.special.multigammaln(half, d) + volume).sum()
+        log_normaliser: Tensor = dirichlet + (torch.special.multigammaln(half, d) + volume).sum()
+        return log_normaliser
 
 
 class ConjugatePrior(NamedTuple):
@@ -134,50 +133,71 @@ class ConjugatePrior(NamedTuple):
     """m, shape (D,). None: the column means."""
 
     strength: float = 0.01
-    """κ, how many examples the prior mean is worth."""
+    """κ, the number of examples that the prior mean is worth."""
 
     dof: float | None = None
-    """ν, of a block of size d (D for full and tied, 1 for diagonal and spherical). None: d + 2."""
+    """ν, of a block of size d (D for full, 1 for diagonal). None: d + 2."""
 
     scale: Tensor | None = None
     """Ψ, shape (D, D) or (D,), in the data's units. None: column variances · K^(−2/D)."""
 
-    def check(self, least_concentration: float) -> None:
-        """Raise an error for values that give no posterior mode, or no density at all."""
-        alpha = self.weight_concentration
-        if alpha is not None and not (alpha > 0 and alpha >= least_concentration):
-            bound = f"at least {least_concentration:g}" if least_concentration else "above 0"
-            raise ValueError(f"weight_concentration must be {bound}, not {alpha}.")
-        if not self.strength > 0:
-            raise ValueError(f"strength must be above 0, not {self.strength}.")
-
     def of_components(
-        self, blocks: Blocks, concentration: float, centre: Tensor, unit: Tensor
+        self, shape: tuple[int, ...], concentration: float, centre: Tensor, unit: Tensor
     ) -> NormalWishart:
-        """Return the prior of every component, in coordinates u = (x − centre) / unit."""
-        num_components, dim = blocks.num_components, blocks.dim
-        mean = centre if self.mean is None else self.mean.to(centre)
-        if mean.shape != (dim,):
-            raise ValueError(f"The prior's mean has shape {tuple(mean.shape)}, not ({dim},).")
-        dof = blocks.size + 2 if self.dof is None else self.dof
-        if dof <= blocks.size - 1:
-            raise ValueError(f"dof must be above {blocks.size - 1} here, not {dof}.")
-        if self.scale is None:
-            scale = torch.ones_like(unit).diag() * num_components ** (-2 / dim)
-        else:
-            scale = (self.scale.diag() if self.scale.ndim == 1 else self.scale).to(centre)
-            if scale.shape != (dim, dim) or torch.linalg.cholesky_ex(scale).info != 0:
-                raise ValueError(
-                    f"The prior's scale must be a positive definite matrix ({dim}, {dim}), "
-                    f"or the diagonal of one, ({dim},)."
-                )
-            scale = scale / unit[:, None] / unit
+        """Return the prior of K components in coordinates u = (x − centre) / unit.
+
+        ``shape`` is that of their covariances, in blocks.
+        """
+        num_components, dim, size = shape[0], len(centre), shape[-1]
         alpha = concentration if self.weight_concentration is None else self.weight_concentration
+        mean = centre if self.mean is None else self.mean.to(centre)
+        dof = size + 2 if self.dof is None else self.dof
+        scale = torch.diag(unit.square()) * num_components ** (-2 / dim)
+        if self.scale is not None:
+            scale = (self.scale.diag() if self.scale.ndim == 1 else self.scale).to(centre)
+        if not (alpha > 0 and self.strength > 0):
+            raise ValueError(
+                "weight_concentration and strength of a prior must be above 0, not "
+                f"{alpha} and {self.strength}."
+            )
+        if mean.shape != (dim,) or scale.shape != (dim, dim):
+            raise ValueError(
+                f"The data have {dim} columns, but the prior's mean has the shape "
+                f"{tuple(mean.shape)} and its scale {tuple(scale.shape)}."
+            )
+        if dof <= size - 1 or torch.linalg.cholesky_ex(scale).info != 0:
+            raise ValueError(
+                f"The prior needs dof above {size - 1}, not {dof}, and a positive definite scale."
+            )
+        scale = scale / unit[:, None] / unit
+        blocks = scale[None] if size == dim else scale.diagonal()[:, None, None]
         ones = centre.new_ones(num_components)
         return NormalWishart(
             alpha * ones,
             ((mean - centre) / unit).expand(num_components, dim),
             self.strength * ones,
-            float(dof) * centre.new_ones(blocks.shape[0]),
-            blocks.of_matrix(scale),
+            float(dof) * ones,
+            blocks.expand(shape),
         )
+
+
+def apply(blocks: Tensor, v: Tensor) -> Tensor:
+    """Return the product of each matrix with its row of v, shape (K, D)."""
+    return (blocks @ v.reshape(blocks.shape[:-1])[..., None]).reshape(v.shape)
+
+
+def outer(v: Tensor, weights: Tensor, like: Tensor) -> Tensor:
+    """Return w_k v_k v_kᵀ in blocks of the same shape as ``like``."""
+    v = v.reshape(like.shape[:-1])
+    return weights[:, None, None, None] * v[..., :, None] * v[..., None, :]
+
+
+def log_dets(blocks: Tensor) -> Tensor:
+    """Return log|A| of each block, shape (K, number of blocks)."""
+    log_det: Tensor = 2 * torch.linalg.cholesky(blocks).diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return log_det
+
+
+def inverse(blocks: Tensor) -> Tensor:
+    """Return the inverse of positive definite blocks."""
+    return torch.cholesky_inverse(torch.linalg.cholesky(blocks))

@@ -33,64 +33,41 @@ class Examples(NamedTuple):
             yield self.each(lambda part: part[first : first + size])
 
 
-def require_several_passes(data: Any) -> None:
-    """Raise an error for data that end after one pass."""
-    if isinstance(data, Iterator):
-        raise TypeError(
-            f"The data are an iterator ({type(data).__name__}), which ends after one pass, but EM "
-            "needs several. Pass tensors, a list of batches or a DataLoader."
-        )
-
-
 class ExampleBatches:
     """The checked batches of data that hold tensors, or tuples (x, labels, ...)."""
 
-    def __init__(self, data: Tensor | Iterable, by_label: bool = False):
-        require_several_passes(data)
+    def __init__(self, data: Tensor | Iterable[Any], by_label: bool = False):
+        if isinstance(data, Iterator):
+            raise TypeError(
+                f"The data are an iterator ({type(data).__name__}), which ends after one pass, but "
+                "EM needs several. Pass tensors, a list of batches or a DataLoader."
+            )
         self.batches = [data] if isinstance(data, Tensor) else data
         self.by_label = by_label
 
     def __iter__(self) -> Iterator[Examples]:
         """Yield the batches of one pass; examples whose label is ``IGNORED`` are left out."""
-        dim = None
-        for number, batch in enumerate(self.batches):
+        for batch in self.batches:
             x, *others = batch if isinstance(batch, (tuple, list)) else (batch,)
-            _check_x(x, number, dim)
-            x, dim = x.detach(), x.shape[1]
+            if not isinstance(x, Tensor) or x.ndim != 2 or x.shape[1] == 0:
+                shape = tuple(x.shape) if isinstance(x, Tensor) else None
+                raise ValueError(
+                    f"A batch holds a {type(x).__name__} of shape {shape}. Pass tensors with one "
+                    "row per example, shape (n, D); a single column is x[:, None]."
+                )
             if not self.by_label:
-                yield Examples(x)
+                yield Examples(x.detach())
                 continue
-            labels = _checked_labels(others, number, len(x)).to(x.device)
+            labels = torch.as_tensor(others[0], device=x.device) if others else None
+            if labels is None or labels.shape != x.shape[:1] or labels.is_floating_point():
+                found = "none" if labels is None else f"{labels.dtype} {tuple(labels.shape)}"
+                raise ValueError(
+                    "A fit by label needs batches (x, labels) with one integer per example, but "
+                    f"the labels are {found}. Pass [(x, labels)] or a loader."
+                )
             kept = labels != IGNORED
             if kept.any():
-                yield Examples(x[kept], labels[kept])
-
-
-def _check_x(x: Any, number: int, dim: int | None) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"Batch {number} holds a {type(x).__name__}. Pass tensors (n, D).")
-    if x.ndim != 2 or x.shape[1] == 0:
-        raise ValueError(
-            f"Batch {number} has shape {tuple(x.shape)}. Pass one row per example, shape (n, D); "
-            "a single column is x[:, None]."
-        )
-    if dim not in (None, x.shape[1]):
-        raise ValueError(f"Batch {number} has {x.shape[1]} columns, but earlier ones had {dim}.")
-
-
-def _checked_labels(others: list, number: int, count: int) -> Tensor:
-    if not others:
-        raise TypeError(
-            "A fit by label needs batches (x, labels): pass [(x, labels)] or a loader. Batches of "
-            "a network may also be dicts with 'labels'."
-        )
-    labels = torch.as_tensor(others[0], device=getattr(others[0], "device", "cpu"))
-    if labels.shape != (count,) or labels.is_floating_point():
-        raise ValueError(
-            f"The labels of batch {number} have shape {tuple(labels.shape)} and type "
-            f"{labels.dtype}. Pass one integer per example."
-        )
-    return labels
+                yield Examples(x.detach()[kept], labels[kept])
 
 
 class Survey(NamedTuple):
@@ -112,24 +89,18 @@ class Survey(NamedTuple):
     """The number of examples with each label; empty without labels."""
 
 
-def survey(
-    batches: ExampleBatches,
-    sample_size: int,
-    generator: torch.Generator,
-    check: Callable[[Tensor], None],
-) -> Survey:
+def survey(batches: Iterable[Examples], sample_size: int, generator: torch.Generator) -> Survey:
     """Count, average and sample the examples in one pass; refuse what no mixture can fit."""
     count, mean, squares = 0, torch.zeros((), device="cpu"), torch.zeros((), device="cpu")
     class_counts: Counter[int] = Counter()
     kept: list[tuple[Tensor, Examples]] = []
-    for number, batch in enumerate(batches):
-        check(batch.x)
+    for batch in batches:
         for piece in batch.split(max(1, PIECE // batch.x.shape[1])):
             variance, centre = torch.var_mean(piece.x.double(), 0, correction=0)
             if not torch.isfinite(variance).all():
                 bad = int((~torch.isfinite(piece.x)).any(1).sum())
                 raise ValueError(
-                    f"Batch {number} has {bad} examples with NaN or infinity, or values too large "
+                    f"A batch has {bad} examples with NaN or infinity, or values too large "
                     "to square. Remove, impute or rescale them."
                 )
             n = len(piece.x)
@@ -143,8 +114,10 @@ def survey(
             if sum(len(keys) for keys, _ in kept) > 2 * sample_size:
                 kept = [_with_largest_keys(kept, sample_size)]
     if count == 0:
-        ignored = f", or are all labels {IGNORED}, which are left out" if batches.by_label else ""
-        raise ValueError(f"The data hold no examples. Is the loader empty or used up{ignored}?")
+        raise ValueError(
+            "The data hold no examples. Is the loader empty or used up, or are all labels "
+            f"{IGNORED}, which are left out?"
+        )
     sample = _with_largest_keys(kept, sample_size)[1]
     return Survey(count, mean, squares / count, sample, class_counts)
 

@@ -161,16 +161,18 @@ class EM:
         """Return parameters to begin with, from a k-means clustering of the (few) data."""
         (sample,) = self.batches
         columns, num_components = self.family.columns(sample.x), self.family.num_components
-        x = columns.T.contiguous()
-        member = x.new_zeros(len(x), dtype=torch.long)
-        labels = member if self.classes is None else sample.labels
-        classes = member.new_zeros(num_components) if self.classes is None else self.classes
-        for label in labels.unique():
-            own, rows = (classes == label).nonzero()[:, 0], labels == label
-            member[rows] = own[kmeans(x[rows], len(own), generator)]
-        size, parts = _chunk_size(self.family, x.device), []
-        for part, k in zip(columns.split(size, 1), member.split(size)):
-            parts.append(self.family.sums(one_hot(k, num_components).T.to(x), part))
+        x, member = columns.T.contiguous(), torch.zeros_like(sample.x[:, 0], dtype=torch.long)
+        if self.classes is None:
+            member = kmeans(x, num_components, generator)
+        else:
+            for label in self.classes.unique():
+                own, rows = (self.classes == label).nonzero()[:, 0], sample.labels == label
+                member[rows] = own[kmeans(x[rows], len(own), generator)]
+        size = _chunk_size(self.family, x.device)
+        parts = [
+            self.family.sums(one_hot(k, num_components).T.to(x), part)
+            for part, k in zip(columns.split(size, 1), member.split(size))
+        ]
         sums = tuple(torch.stack(tensors).sum(0) for tensors in zip(*parts))
         return self.family.maximise(sums, None)
 
@@ -194,27 +196,24 @@ def _inner(natural: Tensors, sums: Tensors) -> Tensor:
 
 
 def kmeans(x: Tensor, num_clusters: int, generator: torch.Generator, max_steps: int = 20) -> Tensor:
-    """Return the cluster of each row of x (n, D), shape (n,), by Lloyd's iteration."""
+    """Return the cluster of each row of x (n, D), shape (n,), by k-means++ and Lloyd's iteration."""
     centres = plus_plus(x, num_clusters, generator)
-    nearest = torch.cdist(x, centres).argmin(1)
     for _ in range(max_steps):
+        nearest = torch.cdist(x, centres).argmin(1)
         members = one_hot(nearest, num_clusters).to(x)
-        sizes = members.sum(0)[:, None]
+        sizes, before = members.sum(0)[:, None], centres
         centres = torch.where(sizes > 0, members.T @ x / sizes.clamp(min=1), centres)
-        before, nearest = nearest, torch.cdist(x, centres).argmin(1)
-        if torch.equal(before, nearest):
+        if torch.equal(before, centres):
             break
     return nearest
 
 
 def plus_plus(x: Tensor, num_clusters: int, generator: torch.Generator) -> Tensor:
     """Return rows of x as centres (k-means++): odds grow with squared distance to earlier ones."""
-    first = torch.randint(len(x), (1,), generator=generator, device=generator.device)
-    centres = x[first.to(x.device)]
-    distance = (x - centres).square().sum(1)
-    for _ in range(num_clusters - 1):
-        # if every row is a centre already, all are drawn with equal probability
-        odds = distance if distance.sum() > 0 else torch.ones_like(distance)
+    centres, distance = x[:0], x.new_full((len(x),), torch.inf)
+    for _ in range(num_clusters):
+        # of the first centre, or if every row is a centre already, all odds are equal
+        odds = distance if 0 < distance.sum() < torch.inf else torch.ones_like(distance)
         drawn = torch.multinomial(odds.to(generator.device), 1, generator=generator)
         centre = x[drawn.to(x.device)]
         centres = torch.cat([centres, centre])

@@ -12,41 +12,32 @@ from torch_lla_em.mixtures.data import ExampleBatches, Examples, Survey, survey
 from torch_lla_em.mixtures.em import EM, Family, MixtureState, Tensors, chunks
 
 
-class Progress(NamedTuple):
+class Bounds(NamedTuple):
     """One entry of a fit's history; see ``MixtureState``."""
 
     objective: float
     lower_bound: float
 
 
-class Evidence(NamedTuple):
-    """log p(X | θ), split into a lower bound and the divergence that it leaves."""
-
-    lower_bound: Tensor
-    """L(q, θ), shape ()."""
-
-    divergence: Tensor
-    """KL(q ‖ p(z | X, θ)), shape ()."""
-
-
 class Mixture(ABC):
-    """A mixture of ``num_components``, fitted by EM from a k-means start.
+    """Base class of mixtures, which are fitted by EM from a k-means start.
 
     Args:
-        num_components (int): K; with labels, the number of components of each label.
-        max_steps (int, default 200): the most EM steps. Increase it after the warning that EM
-            has not converged.
-        tolerance (float, default 1e-4): EM stops when the lower bound per example changes by no
-            more than this. Decrease it for parameters with more digits.
-        restarts (int, default 1): with several, EM runs on a sample of the data from each start,
-            and the fit continues from the one with the highest bound. Increase it for many
-            components, where a single start may end at a poor local optimum.
-        sample_size (int, default 10,000): how many random examples the starts are found on. If
-            the data have no more, they are read only once.
-        seed (int or torch.Generator, default 0): the randomness of starts and sample.
+        num_components (int): Number of components K; with labels, that of each label.
+        max_steps (int): Largest number of EM steps. Default 200; increase it if a warning says that
+            EM has not converged.
+        tolerance (float): EM stops when the lower bound per example changes by no more than this.
+            Default 1e-4; decrease it for more exact parameters.
+        sample_size (int): Number of random examples from which starts are computed. Default 10,000.
+            If the data have no more, they are read only once.
+        seed (int or torch.Generator): Randomness of starts and sample. Default 0.
 
     Raises:
-        ValueError: if an option is out of range.
+        ValueError: If an option is out of range.
+
+    Example:
+        >>> from torch_lla_em.mixtures import GaussianMixture
+        >>> mixture = GaussianMixture(2, max_steps=500).fit(torch.randn(500, 2))
     """
 
     parameters: Any = None
@@ -61,52 +52,45 @@ class Mixture(ABC):
         *,
         max_steps: int = 200,
         tolerance: float = 1e-4,
-        restarts: int = 1,
         sample_size: int = 10_000,
         seed: int | torch.Generator = 0,
     ):
         self.num_components, self.max_steps, self.tolerance = num_components, max_steps, tolerance
-        self.restarts, self.sample_size, self.seed = restarts, sample_size, seed
-        for name in ("num_components", "max_steps", "restarts", "sample_size"):
+        self.sample_size, self.seed = sample_size, seed
+        for name in ("num_components", "max_steps", "sample_size"):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}.")
         if not tolerance >= 0:
             raise ValueError(f"tolerance must be 0 or more, not {tolerance}.")
-        self.history: list[Progress] = []
+        self.history: list[Bounds] = []
         self.converged = False
 
     @abstractmethod
     def _family(self, num_components: int, centre: Tensor, variance: Tensor) -> Family:
         """Return the family for data whose columns have these means and variances."""
 
-    def _check_values(self, x: Tensor) -> None:
-        if not x.is_floating_point():
-            raise TypeError(f"The data are of type {x.dtype}. Pass floats: x.float().")
-
     def fit(
-        self, data: Tensor | Iterable, *, start: Any = None, by_label: bool = False
+        self, data: Tensor | Iterable[Any], *, start: Any = None, by_label: bool = False
     ) -> "Mixture":
-        """Fit the mixture to data; return self.
+        """Fit the mixture to data.
 
-        The first pass surveys the data, and each EM step takes another. If all examples fit in
-        ``sample_size``, the survey is the only pass.
+        The first pass computes means and variances, and every EM step takes another pass. If there
+        are at most ``sample_size`` examples, they are read only once.
 
         Args:
-            data (Tensor or iterable): a tensor (N, D), or batches that can be read several times.
-            start (default None): parameters to begin with, as those of an earlier fit.
-            by_label (bool, default False): give every label of batches (x, labels)
-                ``num_components`` of its own. Examples labelled −100 are left out.
+            data (Tensor or iterable): A tensor (N, D), or batches that can be read several times.
+            start (optional): Parameters to start from, for example those of an earlier fit. Default
+                None: a k-means start.
+            by_label (bool): Whether each label of batches (x, labels) gets ``num_components``
+                components of its own. Default False. Examples with the label −100 are ignored.
 
         Returns:
             The mixture itself, with ``parameters``, ``history`` and ``converged``.
 
         Raises:
-            TypeError: if the data are no float tensors, an iterator, or lack labels.
-            ValueError: if they are empty, of unequal width, not finite, or fewer than components.
-
-        Example::
-
-            mixture = GaussianMixture(3).fit(torch.randn(500, 2))
+            TypeError: If the data are an iterator.
+            ValueError: If the data are not tensors, are empty, not finite, or fewer than components,
+                or if they lack labels.
         """
         for _ in self.steps(data, start=start, by_label=by_label):
             pass
@@ -119,14 +103,23 @@ class Mixture(ABC):
         return self
 
     def steps(
-        self, data: Tensor | Iterable, *, start: Any = None, by_label: bool = False
+        self, data: Tensor | Iterable[Any], *, start: Any = None, by_label: bool = False
     ) -> Iterator[MixtureState]:
-        """Fit as ``fit`` does and yield each state; the mixture holds the latest."""
+        """Fit like ``fit``, and yield the state after each EM step; the mixture holds the last one.
+
+        Args:
+            data (Tensor or iterable): As in ``fit``.
+            start (optional): As in ``fit``. Default None.
+            by_label (bool): As in ``fit``. Default False.
+
+        Yields:
+            ``MixtureState``, with the objective and the lower bound.
+        """
         generator = self.seed
         if not isinstance(generator, torch.Generator):
             generator = torch.Generator("cpu").manual_seed(generator)
         batches = ExampleBatches(data, by_label)
-        seen = survey(batches, self.sample_size, generator, self._check_values)
+        seen = survey(batches, self.sample_size, generator)
         classes = self._label_components(seen)
         num_components = self.num_components if classes is None else len(classes)
         family, in_sample = self._family(num_components, seen.mean, seen.variance), seen.sample.x
@@ -134,24 +127,14 @@ class Mixture(ABC):
         whole = sample
         if len(in_sample) < seen.num_examples:
             whole = EM(family, batches, self.tolerance * seen.num_examples, classes)
-        first = self._start(sample, generator) if start is None else family.enter(start)
+        first = sample.start(generator) if start is None else family.enter(start)
 
         self.history, self.converged, self.classes = [], False, classes
         for state in whole.states(first, self.max_steps):
-            self.history.append(Progress(state.objective, state.lower_bound))
+            self.history.append(Bounds(state.objective, state.lower_bound))
             self.converged = state.converged
             self._hold(family, state.parameters, state.natural)
             yield state
-
-    def _start(self, sample: EM, generator: torch.Generator) -> Any:
-        """Return a k-means start, or the end of EM on the sample from the best of several."""
-        if self.restarts == 1:
-            return sample.start(generator)
-        ends = []
-        for _ in range(self.restarts):
-            *_, last = sample.states(sample.start(generator), self.max_steps)
-            ends.append(last)
-        return max(ends, key=lambda state: state.lower_bound).parameters
 
     def _label_components(self, seen: Survey) -> Tensor | None:
         """Return the label of each component, or None; refuse fewer examples than components."""
@@ -168,15 +151,14 @@ class Mixture(ABC):
         return labels.repeat_interleave(self.num_components)
 
     def use(self, parameters: Any, classes: Tensor | None = None) -> "Mixture":
-        """Take over parameters instead of fitting; return self.
+        """Use given parameters instead of a fit.
 
         Args:
-            parameters: as ``parameters`` of a fitted mixture.
-            classes (Tensor, default None): as ``classes`` of one fitted by label.
+            parameters: The ``parameters`` of a fitted mixture.
+            classes (Tensor, optional): The ``classes`` of a mixture fitted by label. Default None.
 
-        Example::
-
-            again = GaussianMixture(3).use(mixture.parameters)
+        Returns:
+            The mixture itself.
         """
         num_components = self.num_components if classes is None else len(classes)
         centre = parameters.means.double().mean(0)
@@ -196,7 +178,14 @@ class Mixture(ABC):
         return self.parameters
 
     def log_joint(self, x: Tensor) -> Tensor:
-        """Return log p(x, component), shape (n, K), in float64."""
+        """Return log p(x, component).
+
+        Args:
+            x (Tensor): Examples, shape (n, D).
+
+        Returns:
+            The joint log densities, shape (n, K), in float64.
+        """
         dim = self._known_parameters().means.shape[-1]
         if x.ndim != 2 or x.shape[1] != dim:
             raise ValueError(f"x has shape {tuple(x.shape)}, and the mixture takes (n, {dim}).")
@@ -208,41 +197,52 @@ class Mixture(ABC):
         return torch.cat(parts, 1).T.to(x.device)
 
     def log_prob(self, x: Tensor) -> Tensor:
-        """Return log p(x), shape (n,)."""
+        """Return log p(x).
+
+        Args:
+            x (Tensor): Examples, shape (n, D).
+
+        Returns:
+            The log densities, shape (n,).
+        """
         return self.log_joint(x).logsumexp(1).to(_floating(x))
 
     def responsibilities(self, x: Tensor) -> Tensor:
-        """Return p(component | x), shape (n, K)."""
+        """Return p(component | x).
+
+        Args:
+            x (Tensor): Examples, shape (n, D).
+
+        Returns:
+            The probabilities, shape (n, K).
+        """
         return self.log_joint(x).softmax(1).to(_floating(x))
 
     def class_log_prob(self, x: Tensor) -> Tensor:
-        """Return log p(x, label), shape (n, C), with labels in increasing order."""
+        """Return log p(x, label), for mixtures fitted by label.
+
+        Args:
+            x (Tensor): Examples, shape (n, D).
+
+        Returns:
+            The joint log densities, shape (n, C), with labels in increasing order.
+        """
         if self.classes is None:
-            raise RuntimeError("This mixture knows no labels. Fit it with by_label=True.")
+            raise RuntimeError("This mixture was fitted without labels. Fit it with by_label=True.")
         log_joint = self.log_joint(x).to(_floating(x))
         own = [(self.classes == label).nonzero()[:, 0] for label in self.classes.unique()]
         return torch.stack([log_joint[:, k.to(x.device)].logsumexp(1) for k in own], 1)
 
-    def evidence(self, x: Tensor, q: Tensor) -> Evidence:
-        """Split log p(x), summed over x, at responsibilities q (n, K): bound and divergence."""
-        log_joint, q = self.log_joint(x), q.double()
-        bound = (q * (log_joint - q.log())).where(q > 0, 0.0).sum()
-        return Evidence(bound, log_joint.logsumexp(1).sum() - bound)
 
-
-def check_shapes(parameters: Any, *shapes: Sequence[int]) -> None:
-    """Raise an error for parameters of other shapes, or that are not finite."""
+def check_parameters(parameters: Any, *shapes: Sequence[int]) -> None:
+    """Raise an error for parameters of other shapes, that are not finite, or weights that are none."""
     for name, tensor, shape in zip(parameters._fields, parameters, shapes, strict=True):
-        if tuple(tensor.shape) != tuple(shape):
-            raise ValueError(f"The {name} have shape {tuple(tensor.shape)}, not {tuple(shape)}.")
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"The {name} hold NaN or infinity.")
-
-
-def check_weights(weights: Tensor) -> None:
-    """Raise an error unless the weights are probabilities."""
-    if (weights < 0).any() or abs(float(weights.sum()) - 1) > 1e-4:
-        raise ValueError("The weights must be at least 0 and sum to 1.")
+        if tensor.shape != tuple(shape) or not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"The {name} have shape {tuple(tensor.shape)}, not {tuple(shape)}, or hold NaN."
+            )
+        if name == "weights" and ((tensor < 0).any() or abs(float(tensor.sum()) - 1) > 1e-4):
+            raise ValueError("The weights must be at least 0 and sum to 1.")
 
 
 def _floating(x: Tensor) -> torch.dtype:

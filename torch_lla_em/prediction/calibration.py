@@ -19,9 +19,7 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction.conformal import Reference
-from torch_lla_em.prediction.pushed import Pushed, Tables, joined
-from torch_lla_em.prediction.training_examples import TrainingExamples
-from torch_lla_em.problem import Problem
+from torch_lla_em.prediction.pushed import Pushed, Tables
 from torch_lla_em.runtime import Group
 
 logger = logging.getLogger("torch_lla_em")
@@ -98,7 +96,7 @@ class Numbers(NamedTuple):
     """Indices in θ of logarithms that are expected to stay moderate."""
 
 
-class Found(NamedTuple):
+class Kept(NamedTuple):
     """The table of components and the factor of σ that are kept, and how they were found."""
 
     table: Any
@@ -109,37 +107,17 @@ class Found(NamedTuple):
     reference: Reference
 
 
-def calibrated(
-    problem: Problem,
-    columns: Tensor,
-    mean: str | None,
-    before: Tensor,
-    training: TrainingExamples | None = None,
-) -> Found:
-    """Fit the numbers to the problem's data, a validation set, in one pass.
+def calibrated(data: Pushed, group: Group, before: Tables) -> Kept:
+    """Fit the numbers to a validation set, of which ``data`` are the examples of this rank.
 
-    ``columns`` are w_lin and the samples, (1 + K, P). ``before`` is the table so far, which is kept
-    if its validation NLL is lower.
+    ``before`` is the table so far, which is kept if its validation NLL is lower.
     """
-    likelihood = problem.likelihood
-    parts = [
-        Pushed.of(likelihood, f, Jw, batch.targets, training)
-        for batch, f, Jw in problem.push_forward(columns)
-    ]
-    if not parts:  # a rank without data
-        none = torch.zeros(0, 1, device="cpu")
-        parts = [Pushed.of(likelihood, none, none.expand(len(columns), 0, 1), none[:, 0])]
-    return calibrated_on(joined(parts), problem.data.group, mean, before)
-
-
-def calibrated_on(data: Pushed, group: Group, mean: str | None, before: Tables) -> Found:
-    """Fit the numbers to examples that have been pushed forward, those of this rank."""
     likelihood = data.likelihood
     count = group.sum(likelihood.labelled(data.y).sum().double()).item()
     if not count:
         raise ValueError(
-            "None of the validation examples has a label (all are ignored), so there is nothing "
-            "to calibrate by: pass labelled examples."
+            "None of the validation examples has a label (all are ignored), so calibration is not "
+            "possible. Pass labelled examples."
         )
 
     def mean_and_error(values: Tensor) -> tuple[float, float]:
@@ -149,7 +127,7 @@ def calibrated_on(data: Pushed, group: Group, mean: str | None, before: Tables) 
         error = (max(second - first**2, 0.0) / (count - 1)) ** 0.5 if count > 1 else nan
         return first, error
 
-    numbers = numbers_of(likelihood, mean)
+    numbers = numbers_of(likelihood)
     theta = _most_probable(numbers, data, group)
     table, noise = found = numbers.at(theta)
     so_far = before, torch.ones_like(noise)
@@ -167,10 +145,10 @@ def calibrated_on(data: Pushed, group: Group, mean: str | None, before: Tables) 
     )
     if not applied:
         logger.warning("Validation NLL %s; predictions are kept as they were.", calibration)
-        return Found(before, 1.0, calibration, reference)
+        return Kept(before, 1.0, calibration, reference)
     logger.info("Validation NLL %s; calibration applied.", calibration)
     _warn_at_edges(numbers, theta)
-    return Found(table, noise.item(), calibration, reference)
+    return Kept(table, noise.item(), calibration, reference)
 
 
 def _split(numbers: Numbers, data: Pushed, group: Group) -> Reference:
@@ -183,34 +161,25 @@ def _split(numbers: Numbers, data: Pushed, group: Group) -> Reference:
     return Reference(table, sigma, scores[0], scores[1].sort(0).values)
 
 
-def numbers_of(likelihood: Likelihood, mean: str | None) -> Numbers:
-    """Return the numbers of a likelihood, for one mean, or for both (None)."""
+def numbers_of(likelihood: Likelihood) -> Numbers:
+    """Return the numbers that the predictions of a likelihood have."""
     if isinstance(likelihood, Regression):
-        share = {"network": 0.0, "linear": 1.0}.get(mean)
 
         def mixed_mean(theta: Tensor) -> tuple[Tensor, Tensor]:
-            a = theta[2].sigmoid() if share is None else theta.new_tensor(share)
+            a = theta[2].sigmoid()
             return _table([[theta.new_ones(()), a, 1 - a, (2 * theta[0]).exp()]]), theta[1].exp()
 
-        return Numbers(mixed_mean, (SCALE, SCALE, 2 * WEIGHT)[: 2 + (share is None)], (0, 1))
+        return Numbers(mixed_mean, (SCALE, SCALE, 2 * WEIGHT), (0, 1))
     factors = likelihood.gives_probabilities
 
-    def around_network(theta: Tensor) -> tuple[Tensor, Tensor]:
-        one, zero, w = theta.new_ones(()), theta.new_zeros(()), theta[-2:].softmax(0)
-        t = theta[1].exp() if factors else one
-        posterior = [w[0], zero, t, (2 * theta[0]).exp()]
-        return _table([posterior, [w[1], zero, t, zero]]), one
-
-    def around_mode(theta: Tensor) -> tuple[Tensor, Tensor]:
+    def mixture(theta: Tensor) -> tuple[Tensor, Tensor]:
         one, zero, w = theta.new_ones(()), theta.new_zeros(()), theta[-3:].softmax(0)
         t, c = theta[1:3].exp() if factors else (one, one)
         posterior = [w[0], one, zero, (2 * theta[0]).exp()]
         return _table([posterior, [w[1], c, zero, zero], [w[2], zero, t, zero]]), one
 
-    count = 1 if mean == "network" else 2
-    deviations = (SCALE, *(FACTOR,) * count * factors, *(WEIGHT,) * (count + 1))
-    places = tuple(range(1 + count * factors))
-    return Numbers(around_network if count == 1 else around_mode, deviations, places)
+    deviations = (SCALE, *(FACTOR,) * 2 * factors, WEIGHT, WEIGHT, WEIGHT)
+    return Numbers(mixture, deviations, tuple(range(1 + 2 * factors)))
 
 
 def _table(rows: list[list[Tensor]]) -> Tensor:
@@ -256,7 +225,8 @@ def _most_probable(numbers: Numbers, data: Pushed, group: Group) -> Tensor:
             sums += torch.cat([loss.detach()[None], *torch.autograd.grad(loss, theta)])
         loss, theta.grad = group.sum(sums).split([1, len(theta)])
         theta.grad = theta.grad + theta.detach() / deviations**2
-        return loss[0] + 0.5 * (theta.detach() / deviations).square().sum()
+        penalised: Tensor = loss[0] + 0.5 * (theta.detach() / deviations).square().sum()
+        return penalised
 
     search.step(objective)
     return theta.detach()
@@ -273,7 +243,8 @@ def _determined(numbers: Numbers, theta: Tensor, data: Pushed, group: Group) -> 
     scaled = torch.stack(slopes) * torch.tensor(numbers.deviations, device="cpu").to(theta)[:, None]
     information = group.sum(scaled @ scaled.T)
     known = torch.linalg.eigvalsh(information).clamp_min(0)
-    return (known / (1 + known)).sum().item()
+    count: float = (known / (1 + known)).sum().item()
+    return count
 
 
 def _warn_at_edges(numbers: Numbers, theta: Tensor) -> None:

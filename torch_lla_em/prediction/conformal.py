@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.prediction.functions import Mixture
+from torch_lla_em.prediction.functions import Functions
 from torch_lla_em.prediction.training_examples import centred
 
 # comparisons that are held in memory at a time
@@ -61,7 +61,7 @@ class Judge:
 
 
 @dataclass(frozen=True, repr=False)
-class Conformal(Mixture):
+class Conformal(Functions):
     """A prediction's methods that compare its inputs with a validation set."""
 
     judge: Judge | None = field(default=None, kw_only=True)
@@ -76,17 +76,18 @@ class Conformal(Mixture):
         It is the share of reference examples that are at least as unusual as the input, the input
         included. For inputs from that distribution, P(p_value <= rate) <= rate.
 
-        With the variational curvature, an example is as unusual as it is far from the nearest of
-        some training examples; the distance is the posterior standard deviation of the difference
-        of their outputs. Otherwise the larger rank by two scores counts: mutual information (for
-        regression the variance of f relative to the observation noise), and the variance of the
-        centred outputs.
+        With the variational curvature, the score of an example is its distance to the nearest stored
+        training example, where the distance is the posterior standard deviation of the difference
+        of their outputs. Otherwise there are two scores, and the larger rank is used: the mutual
+        information (for regression the variance of f relative to the observation noise), and the
+        variance of the centred outputs.
 
-        Without a validation set, the training examples are the reference, each compared with the
-        others. The network was fitted to them, so false alarms are then more frequent than stated.
+        Before ``calibrate``, with the variational curvature, stored training examples are the
+        reference. The network was fitted to them, so false alarms are more frequent than stated.
 
         Raises:
-            ValueError: If there is no reference: without a calibration, of other curvatures.
+            ValueError: If there are no reference examples: before ``calibrate``, if the curvature is
+                not variational.
         """
         judge = self._judge("p_value")
         return p_values(judge.reference().unusual, judge.prediction()._ood_scores())
@@ -100,7 +101,7 @@ class Conformal(Mixture):
                 reference examples.
 
         Raises:
-            ValueError: If the posterior has not been calibrated, or with too few examples.
+            ValueError: If there are no reference examples (see ``p_value``), or too few.
 
         Example:
             >>> suspicious = la.predict(x).is_ood(rate=0.1)
@@ -174,9 +175,9 @@ class Conformal(Mixture):
     def _judge(self, name: str, by_labels: bool = False) -> Judge:
         if self.judge is None or (by_labels and self.judge.reference().errors is None):
             raise ValueError(
-                f"{name} compares inputs with a validation set, and this prediction has none: call "
-                "la.calibrate(validation_loader), or la.fit(..., validation=loader), and then "
-                "la.predict(x) with neither mean= nor num_samples=."
+                f"{name} compares inputs with a validation set, but this prediction has none. "
+                "Call la.calibrate(validation_loader), or la.fit(..., validation=loader), and "
+                "then la.predict(x) without mean= and num_samples=."
             )
         return self.judge
 

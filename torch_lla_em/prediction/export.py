@@ -1,8 +1,9 @@
-"""The predictive as a program of torch's own operations, which runs without this library.
+"""Exports predictions as a program of torch operations, which runs without this library.
 
 torch's symbolic sizes do not work where derivatives are taken in C++. The same computation is therefore
 recorded at B and at B + 1 examples: a number that differs between the two graphs is linear in the batch
-size, and is computed from it.
+size, and is computed from it. What depends on weights and samples alone is computed once, when the
+program is made.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +22,12 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+from torch.fx.passes.shape_prop import TensorMetadata
 from torch.utils import _pytree as pytree
 
 from torch_lla_em.data import map_tensors, tensors_in
-from torch_lla_em.jacobian import LinearModel
+from torch_lla_em.jacobian import LinearModel, Network
 from torch_lla_em.prediction.prediction import Prediction
 
 logger = logging.getLogger("torch_lla_em")
@@ -31,7 +36,7 @@ aten = torch.ops.aten
 
 
 class Ways(NamedTuple):
-    """The two ways in which a posterior predicts: by itself, and in a program."""
+    """The two ways in which a posterior predicts: directly, and in a program."""
 
     predict: Callable[[Any], Prediction]
     of_products: Callable[[Tensor, Tensor], Prediction]
@@ -56,44 +61,70 @@ def exported(
 ) -> ExportedProgram:
     """Return the program that maps inputs like x to predictions, and save it to ``path``.
 
-    It takes any number of examples if its graph can be rewritten so, else as many as x.
+    It accepts any number of examples if its graph can be rewritten for that, otherwise as many as x.
     """
     suffix = ".pt2" if path is None else Path(path).suffix
     if suffix not in _FORMATS:
         raise ValueError(
-            f"{str(path)!r} names no format: end it with .pt2 for torch.export or .onnx for ONNX."
+            f"{str(path)!r} has no known ending. Use .pt2 for torch.export or .onnx for ONNX."
         )
     x = map_tensors(lambda tensor: tensor.detach().to(model.network.device), x)
     # raises for inputs that cannot be predicted, checks derivatives, and draws the rotations
     ways.answer(ways.predict(x))
 
-    columns_at_once = model.by_autodiff(x, pulls=False).pushed
-
-    def answer(x: Any) -> Any:
-        rows = model.by_autodiff(x, pulls=False)
-        rows.pushed = columns_at_once  # the same for every batch size
-        return ways.answer(ways.of_products(rows.f, rows.push(columns)))
-
     def due(x: Any) -> Any:
         return ways.answer(ways.predict(x))
 
-    try:
+    program, reason = None, ""
+    # ONNX has no operations for the derivatives of convolutions and of pooling
+    for factored in [False] if suffix == ".onnx" else [True, False]:
+        answer = _answer(_with_steady_sizes(model, x, factored), columns, ways)
+        try:
+            program = _for_any_batch(model.network, answer, x, due)
+            break
+        except Exception as error:  # torch's are of many kinds
+            reason = str(error).partition("\n")[0]
+    if program is None:
+        logger.warning("The exported program accepts only the batch size of x: %s", reason)
         with torch.no_grad(), model.network.guarded():
-            graph = record_free(answer, x)
-        shapes = map_tensors(lambda t: {0: Dim("batch")} if t.dim() else None, x)
-        program = torch.export.export(graph, (x,), dynamic_shapes=(shapes,))
-        sizes = 1, 2 * batch_size(x) + 1
-        _check(program.module(), due, x, {f"{n} examples": resized(x, n) for n in sizes})
-    except Exception as error:  # torch's are of many kinds
-        reason = str(error).partition("\n")[0]
-        logger.warning(
-            "The exported program takes as many examples as x and no other number: %s", reason
-        )
-        with torch.no_grad(), model.network.guarded():
-            program = torch.export.export(record(answer, x), (x,))
+            program = torch.export.export(simplified(record(answer, x)), (x,))
     _check(program.module(), due, x, dict(_others(x)))
     if path is not None:
         _FORMATS[suffix](program, path, due, x)
+    return program
+
+
+def _answer(model: LinearModel, columns: Tensor, ways: Ways) -> Callable[[Any], Any]:
+    """Return the function that is recorded."""
+    at_once = model.path.jvp_columns
+
+    def answer(x: Any) -> Any:
+        rows = model.at(x, len(columns))
+        rows.pushed = at_once
+        return ways.answer(ways.of_products(rows.f, rows.push(columns)))
+
+    return answer
+
+
+def _with_steady_sizes(model: LinearModel, x: Any, factored: bool) -> LinearModel:
+    """Return the same model, which takes equally many columns and outputs at once for any batch."""
+    steady, columns = copy(model), model.by_autodiff(x).pushed
+    steady.path = model.path._replace(jvp_columns=columns, example_bytes=None)
+    steady.factored = replace(model.factored, example_bytes=None) if factored else None
+    return steady
+
+
+def _for_any_batch(
+    network: Network, answer: Callable[[Any], Any], x: Any, due: Callable[[Any], Any]
+) -> ExportedProgram:
+    """Return the program for any number of examples, or raise if it cannot be had."""
+    with torch.no_grad(), network.guarded():
+        graph = simplified(record_free(answer, x))
+    shapes = map_tensors(lambda t: {0: Dim("batch")} if t.dim() else None, x)
+    several = resized(x, max(2, batch_size(x)))  # torch takes an axis of size 1 for a fixed one
+    program = torch.export.export(graph, (several,), dynamic_shapes=(shapes,))
+    sizes = 1, 2 * batch_size(x) + 1
+    _check(program.module(), due, x, {f"{n} examples": resized(x, n) for n in sizes})
     return program
 
 
@@ -179,19 +210,19 @@ def _compare(answer: Any, due: Any, kind: str) -> None:
         gap = (found.to(expected) - expected).abs().max()
         if expected.isfinite().all() and not gap <= room:
             raise RuntimeError(
-                f"The exported program is off by {gap.item():.2g} at {kind}: it holds values that "
-                "the network computed at the example inputs, or the network draws at random. "
-                "Exported networks use torch operations alone on what depends on their inputs: no "
-                ".item(), .tolist(), numpy or `if` on values."
+                f"The exported program is off by {gap.item():.2g} at {kind}: it contains "
+                "constants that the network computed from the example inputs, or the network "
+                "draws random numbers. Exported networks must use only torch operations on "
+                "values that depend on their inputs: no .item(), .tolist(), numpy or `if`."
             )
 
 
 class FixedBatchError(ValueError):
-    """A program can only take the batch size that it was recorded at."""
+    """A program accepts only the batch size with which it was recorded."""
 
 
 def batch_size(x: Any) -> int:
-    """Return how many examples inputs hold, or raise if their tensors disagree."""
+    """Return the number of examples of inputs; raise an error if their tensors disagree."""
     sizes = {len(leaf) for leaf in pytree.tree_leaves(x) if _is_batched(leaf)}
     if len(sizes) != 1:
         raise FixedBatchError(f"the inputs have first axes of the sizes {sorted(sizes)}")
@@ -206,7 +237,10 @@ def resized(x: Any, size: int) -> Any:
 
 def record(function: Callable[[Any], Any], x: Any) -> GraphModule:
     """Return the operations of a function at x, derivatives among them, for this batch size."""
-    return make_fx(function, decomposition_table=_PLAIN)(x)
+    graph = make_fx(function, decomposition_table=_PLAIN)(x)
+    for node in graph.graph.nodes:
+        node.meta["no_effect"] = _has_no_effect(node)
+    return graph
 
 
 def record_free(function: Callable[[Any], Any], x: Any) -> GraphModule:
@@ -220,19 +254,74 @@ def record_free(function: Callable[[Any], Any], x: Any) -> GraphModule:
     nodes = [node for node in at.graph.nodes if node is not count]
     others = list(next_at.graph.nodes)
     if [(n.op, n.target) for n in nodes] != [(n.op, n.target) for n in others]:
-        raise FixedBatchError("the network does other operations with one more example")
+        raise FixedBatchError("the network runs other operations with one more example")
     for node, other in zip(nodes, others):
         constants = [
             getattr(g, n.target) for g, n in ((at, node), (next_at, other)) if n.op == "get_attr"
         ]
         if constants and not torch.equal(*constants):
-            raise FixedBatchError("the network makes constants of the batch size")
+            raise FixedBatchError("the network turns the batch size into constants")
+        node.meta["no_effect"] &= other.meta["no_effect"]
         with at.graph.inserting_before(node):
             node.args = _freed(node.args, other.args, count, size)
             node.kwargs = _freed(node.kwargs, other.kwargs, count, size)
     at.graph.eliminate_dead_code()
     at.recompile()
     return at
+
+
+def simplified(graph: GraphModule) -> GraphModule:
+    """Compute once what does not depend on the inputs, and leave out operations without effect."""
+    known: dict[Node, Any] = {}
+    written = _written(graph)
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            known[node] = getattr(graph, node.target)
+        elif _is_fixed(node) and node not in written and known.keys() >= {*node.all_input_nodes}:
+            given = map_arg((node.args, node.kwargs), known.__getitem__)
+            known[node] = node.target(*given[0], **given[1])
+    for number, (node, value) in enumerate(known.items()):
+        if node.op != "get_attr" and isinstance(value, Tensor) and node.users.keys() - known.keys():
+            name = f"_known_{number}"
+            graph.register_buffer(name, value.detach().clone(memory_format=torch.contiguous_format))
+            with graph.graph.inserting_before(node):
+                node.replace_all_uses_with(graph.graph.get_attr(name))
+    for node in graph.graph.nodes:
+        if node.meta.get("no_effect"):
+            node.replace_all_uses_with(node.args[0])
+    graph.graph.eliminate_dead_code()
+    used = [node.target for node in graph.graph.nodes if node.op == "get_attr"]
+    return GraphModule({name: getattr(graph, name) for name in used}, graph.graph)
+
+
+def _has_no_effect(node: Node) -> bool:
+    """Whether an operation returns a view of its first argument with the same shape and strides."""
+    given = node.args[0] if node.args else None
+    if not isinstance(given, Node) or node.op != "call_function":
+        return False
+    shapes = [each.meta.get("tensor_meta") for each in (given, node)]
+    if not all(isinstance(shape, TensorMetadata) for shape in shapes):
+        return False
+    is_view = node.target in _VIEWS
+    return is_view and shapes[0].shape == shapes[1].shape and shapes[0].stride == shapes[1].stride
+
+
+def _is_fixed(node: Node) -> bool:
+    """Whether an operation returns the same for the same inputs."""
+    is_drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return node.op == "call_function" and not is_drawn
+
+
+def _written(graph: GraphModule) -> set[Node]:
+    """Return the nodes whose memory an operation writes to; a view is the first argument's."""
+    written: set[Node] = set()
+    for node in graph.graph.nodes:
+        if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+            at: Any = node
+            while isinstance(at, Node) and at not in written:
+                written.add(at)
+                at = at.args[0] if at.args else None
+    return written
 
 
 def _freed(value: Any, other: Any, count: Node, size: int) -> Any:
@@ -259,6 +348,11 @@ def _is_batched(leaf: Any) -> bool:
 def _zeros_with_axes_of(like: Tensor, other: Tensor, *, self_num_batch_dims: int = 0) -> Tensor:
     return like.new_zeros([*like.shape[:self_num_batch_dims], *other.shape])
 
+
+_VIEWS = {
+    getattr(aten, name).default
+    for name in ("alias", "detach", "expand", "permute", "t", "view", "_unsafe_view")
+} | {aten.slice.Tensor, aten.transpose.int}
 
 # replacements for operations that torch.export or ONNX does not know
 _PLAIN: dict[Any, Callable[..., Any]] = {

@@ -23,11 +23,14 @@ from torch_lla_em.prediction.export import Ways, exported
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT, mixed, slots
 from torch_lla_em.prediction.posterior import StoredPosterior
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.pushed import posterior_alone, predicted, push_forward
-from torch_lla_em.prediction.validation import held_out_evidence, over
-from torch_lla_em.runtime import check_choice, check_options, collected_warnings
+from torch_lla_em.prediction.pushed import joined, posterior_alone, predicted, push_forward
+from torch_lla_em.prediction.validation import held_out_evidence, pushed
+from torch_lla_em.runtime import check_choice, check_options, collected_warnings, group_of
 
 logger = logging.getLogger("torch_lla_em")
+
+# number of training examples whose predictions are checked, and of values that their samples take
+_EXAMPLES, _NUMBERS = 256, 2**22
 
 Mean = Literal["network", "linear"]
 Link = Literal["mc", "probit", "probit_shared"]
@@ -44,16 +47,16 @@ class Fitted(summary.Printed, StoredPosterior):
         generator: torch.Generator | None = None,
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return calibrated probabilities or rates; for continuous targets (mean, variance) of y.
+        """Return predicted probabilities or rates; for continuous targets (mean, variance) of y.
 
         Args:
             x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them. The
                 model may also be given its inputs by name: ``la(input_ids=...)``.
-            link_approx (str): How E[y] is computed from functions. "mc", the default, averages over
-                functions; "probit" uses mean and variance of f; "probit_shared" gives all classes
-                one variance, which keeps the network's most probable class.
-            generator (torch.Generator, optional): Draws new samples of the same covariance. Default
-                None: the posterior samples themselves, so that calls are repeatable.
+            link_approx (str): How E[y] is computed. "mc" (default): as an average over functions.
+                "probit": from the mean and the variance of f. "probit_shared": with one variance for
+                all classes, which keeps the network's most probable class.
+            generator (torch.Generator, optional): Used to draw new samples with the same covariance.
+                Default None: the posterior samples themselves, so that calls are repeatable.
 
         Returns:
             Tensor (B, ..., C) of probabilities or rates; for regression two tensors, the mean and
@@ -89,9 +92,9 @@ class Fitted(summary.Printed, StoredPosterior):
                 them by name.
             mean (str, optional): Use the posterior alone, around f(x) ("network") or J(x) w_lin
                 ("linear"). Default None: the mixture that the fit or ``calibrate`` has chosen.
-            generator (torch.Generator, optional): Draws new samples of the same covariance.
-            num_samples (int, optional): Use the first few samples only: faster, less exact. Default
-                None: all.
+            generator (torch.Generator, optional): Used to draw new samples with the same covariance.
+            num_samples (int, optional): Number of samples to use; fewer are faster and less
+                accurate. Default None: all.
 
         Returns:
             A ``Prediction``. It is differentiable in x if x requires gradients.
@@ -118,7 +121,10 @@ class Fitted(summary.Printed, StoredPosterior):
         return replace(prediction, deviations=mixed(prediction.deviations, generator))
 
     def is_ood(self, x: Any = None, rate: float = 0.05, **inputs: Any) -> Tensor:
-        """Return which inputs are out-of-distribution (OOD), after ``calibrate``.
+        """Return which inputs are out-of-distribution (OOD).
+
+        Call ``calibrate`` first. Without it, posteriors with variational curvature compare inputs
+        with training examples and give more false alarms than ``rate``; others raise an error.
 
         Args:
             x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
@@ -129,7 +135,7 @@ class Fitted(summary.Printed, StoredPosterior):
             A mask of shape (B,). ``predict(x).p_value`` has the p-values.
 
         Raises:
-            ValueError: If the posterior has not been calibrated, or with too few examples.
+            ValueError: If there are no reference examples, or too few for this rate.
 
         Example:
             >>> suspicious = la.is_ood(x, rate=0.1)
@@ -141,7 +147,7 @@ class Fitted(summary.Printed, StoredPosterior):
 
         Args:
             x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
-            generator (torch.Generator, optional): Draws new samples of the same covariance.
+            generator (torch.Generator, optional): Used to draw new samples with the same covariance.
 
         Example:
             >>> spread = la.functional_samples(x).std(0)
@@ -153,7 +159,7 @@ class Fitted(summary.Printed, StoredPosterior):
 
         Args:
             x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
-            generator (torch.Generator, optional): Draws new samples of the same covariance.
+            generator (torch.Generator, optional): Used to draw new samples with the same covariance.
 
         Returns:
             Tensor of shape (K, B, ..., C).
@@ -209,14 +215,15 @@ class Fitted(summary.Printed, StoredPosterior):
                 the network allows it, which is logged otherwise.
             path (str, optional): Where to save it: a name that ends with .pt2 for torch.export, or
                 with .onnx for ONNX. Default None: it is not saved.
-            num_samples (int, optional): Use the first few samples only. Default None: all.
+            num_samples (int, optional): Number of samples to use; fewer are faster. How much this
+                changes the predictions at x is logged. Default None: all.
             level (float, optional): Return the mask of ``prediction_set(level)``, or the ends of
                 ``interval(level)`` for continuous targets, as well. It needs ``calibrate``.
 
         Raises:
             ValueError: If the name of the file has another ending.
-            RuntimeError: If the program returns other values than ``la(x)``, as of a network whose
-                operations depend on values of its inputs.
+            RuntimeError: If the program returns other values than ``la(x)``, for example because the
+                network's operations depend on values of its inputs.
 
         Example:
             >>> program = la.export(x).module()  # doctest: +SKIP
@@ -225,21 +232,24 @@ class Fitted(summary.Printed, StoredPosterior):
         judges = num_samples is None
         of_products = partial(self._of_products, table=self.mixture, judges=judges)
         ways = Ways(partial(self.predict, num_samples=num_samples), of_products, level)
+        if not judges:
+            few, every = (self.predict(x, num_samples=n).expectation for n in (num_samples, None))
+            logger.info(
+                "With %d of %d samples, predictions at the example inputs change by up to %.2g.",
+                *(num_samples, len(self.w_samples), (few - every).abs().max()),
+            )
         return exported(self._linear_model, self._columns(num_samples), x, ways, path)
 
-    def joint_log_prob(self, x: Any, y: Tensor, mean: Mean | None = None) -> Tensor:
+    def joint_log_prob(self, x: Any, y: Tensor) -> Tensor:
         """Return log p(y_1..y_B | x_1..x_B), shape ().
 
         Args:
             x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
             y (Tensor): Targets, as in the training data.
-            mean (str, optional): Use the posterior alone, as in ``predict``. Default None.
         """
-        return self.predict(x, mean).joint_log_prob(y)
+        return self.predict(x).joint_log_prob(y)
 
-    def calibrate(
-        self: Own, loader: Any, targets: Tensor | None = None, *, mean: Mean | None = None
-    ) -> Own:
+    def calibrate(self: Own, loader: Any, targets: Tensor | None = None) -> Own:
         """Fit a few numbers of the predictions to a validation set, in one pass.
 
         For classes and labels these are a temperature of the network, a scale of the posterior's
@@ -255,11 +265,10 @@ class Fitted(summary.Printed, StoredPosterior):
             loader (DataLoader, Dataset, list of batches, or inputs): The validation set. It must
                 not have been used in training.
             targets (Tensor, optional): The targets, if ``loader`` are inputs.
-            mean (str, optional): Keep to the posterior around the "network" or the "linear" mode.
-                Default None: the mixture is fitted.
 
         Returns:
-            The posterior itself; ``la.calibration`` holds the improvement. All ranks call it.
+            The posterior itself; ``la.calibration`` holds the improvement. In a distributed run all
+            ranks have to call this method.
 
         Raises:
             ValueError: If no example has a label.
@@ -268,14 +277,11 @@ class Fitted(summary.Printed, StoredPosterior):
         Example:
             >>> improvement = str(la.calibrate(x, y).calibration)
         """
-        check_choice("mean", mean, (None, "network", "linear"))
         self._require_fit(surely=True)
-        before = self.mixture
-        other = NETWORK if mean == "linear" else MODE
-        if mean is not None and before[:, other].any():
-            before = self._table_around(mean).to(before)
-        with collected_warnings(self.messages), over(self, paired(loader, targets)) as problem:
-            found = calibrated(problem, self._columns(), mean, before, self._training())
+        group = group_of(self._shard)
+        with collected_warnings(self.messages), torch.inference_mode(False), torch.no_grad():
+            parts = pushed(self, paired(loader, targets), group)
+            found = calibrated(joined(part for _, part in parts), group, self.mixture)
         self.mixture, self.calibration = found.table.to(self.mixture), found.calibration
         for name, tensor in zip(REFERENCE, found.reference):
             setattr(self, name, tensor)
@@ -287,10 +293,10 @@ class Fitted(summary.Printed, StoredPosterior):
     def held_out_evidence(
         self, loader: Any, targets: Tensor | None = None, *, together: int = 1
     ) -> Estimate:
-        """Return the log predictive density of held-out data; the larger, the better.
+        """Return the log predictive density of held-out data; larger is better.
 
-        It compares networks with their posteriors. Networks alone are compared by their validation
-        loss.
+        Use it to choose between posteriors of different networks. To choose between networks that
+        are used without a posterior, compare their validation losses.
 
         Args:
             loader (DataLoader, Dataset, list of batches, or inputs): The held-out data.
@@ -309,17 +315,16 @@ class Fitted(summary.Printed, StoredPosterior):
         """
         check_options(together=together)
         self._require_fit(surely=True)
-        with over(self, paired(loader, targets)) as problem:
-            columns, training = self._columns(), self._training()
-            return held_out_evidence(problem, columns, self.mixture, together, training)
+        with torch.inference_mode(False), torch.no_grad():
+            data = paired(loader, targets)
+            return held_out_evidence(self, data, together, group_of(self._shard))
 
     def _table_around(self, mean: Mean | None) -> Tensor:
         """Return the components of predictions, of the posterior alone if a mean is given."""
         check_choice("mean", mean, (None, "network", "linear"))
         if mean is None:
             return self.mixture
-        factor = self.mean_factor if mean == self.mean else 1.0
-        return posterior_alone(mean, factor, self.posterior_scale)
+        return posterior_alone(mean, scale=self.posterior_scale)
 
     def _predicted(self, x: Any, table: Tensor, num_samples: int | None = None) -> Prediction:
         judges = table is self.mixture and num_samples is None
@@ -352,23 +357,17 @@ class Fitted(summary.Printed, StoredPosterior):
         return Reference(self.mixture, None, unusual, None)
 
     def _warn_of_collapse(self, data: Data) -> None:
-        """Log a warning for each sign that the fit has collapsed."""
-        count = len(self.w_samples)
-        batch = metrics.few_examples(data, count) if data.group.rank == 0 else None
-        if batch is None:
+        """Log a warning for each sign that the fit has failed, judged by some training examples."""
+        most = _NUMBERS // (len(self.w_samples) * max(data.num_outputs // data.num_rows, 1))
+        if data.group.rank > 0 or not most:
             return
-        prediction, y = self._predicted(batch.inputs, self.mixture), batch.targets
-        y = y if y.is_floating_point() else y.long()
-        gamma = Estimate(self.effective_dim, self.effective_dim_error)
-        # if the posterior is the prior, λ may be anywhere
-        of_prior = list(metrics.check_weights(gamma, count))
-        for words in (
-            *(of_prior or metrics.check_precision(self.prior_precision)),
-            *metrics.check_evidence(Estimate(*self._log_evidence), prediction, y, self.num_data),
-            *metrics.check_certainty(prediction, y),
-            *metrics.check_residuals(self.effective_dim.sum().item(), self.num_data, prediction, y),
-        ):
+        batch = next(data.first().split(min(_EXAMPLES, most)))
+        if len(batch.rows) > most:  # a batch that cannot be split
+            return
+        y = batch.targets if batch.targets.is_floating_point() else batch.targets.long()
+        prediction = self._predicted(batch.inputs, self.mixture)
+        for words in metrics.warnings_of(self, prediction, y):
             logger.warning("%s", words)
 
-    def _table(self) -> tuple[str, summary.Rows]:
+    def _table(self) -> tuple[str, summary.Cells]:
         return summary.of_fit(self)

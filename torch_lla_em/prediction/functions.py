@@ -85,7 +85,8 @@ def _rotations(count: int, sets: int) -> Tensor:
     """Return random orthogonal matrices, stacked to shape (sets × K, K)."""
     generator = torch.Generator("cpu").manual_seed(0)
     normal = torch.randn(sets, count, count, generator=generator, dtype=torch.float64, device="cpu")
-    return torch.linalg.qr(normal).Q.flatten(0, 1)
+    rotations: Tensor = torch.linalg.qr(normal).Q.flatten(0, 1)
+    return rotations
 
 
 def mixed(deviations: Tensor, generator: torch.Generator) -> Tensor:
@@ -128,7 +129,8 @@ def quantile(values: Tensor, share: float, weights: Tensor | None) -> Tensor:
     above = (places < share).sum(0, keepdim=True).clamp(1, len(values) - 1)
     ends, at = zip(*((values.gather(0, i), places.gather(0, i)) for i in (above - 1, above)))
     step = ((share - at[0]) / (at[1] - at[0]).clamp_min(1e-30)).clamp(0, 1)
-    return ends[0].lerp(ends[1], step)[0]
+    interpolated: Tensor = ends[0].lerp(ends[1], step)[0]
+    return interpolated
 
 
 def pair_error(values: Tensor, count: int) -> Tensor:
@@ -147,16 +149,19 @@ def joint_gaussian(residual: Tensor, deviations: Tensor, sigma: Tensor) -> Tenso
     sigma = sigma.flatten().double()
     error = residual.flatten().double() / sigma
     root = deviations.flatten(1).double() / sigma / len(deviations) ** 0.5
-    # a K × K matrix in the place of B C × B C: I + D Dᵀ and I + Dᵀ D have the same determinant
+    # a K × K matrix instead of B C × B C: I + D Dᵀ and I + Dᵀ D have the same determinant
     gram = root @ root.T + torch.eye(len(root), dtype=root.dtype, device=root.device)
     factor, projected = torch.linalg.cholesky(gram), root @ error
     explained = torch.cholesky_solve(projected[:, None], factor)[:, 0] @ projected
     log_det = 2 * factor.diagonal().log().sum() + 2 * sigma.log().sum()
-    return -0.5 * (error @ error - explained + log_det + len(error) * log(2 * torch.pi))
+    log_density: Tensor = -0.5 * (
+        error @ error - explained + log_det + len(error) * log(2 * torch.pi)
+    )
+    return log_density
 
 
 @dataclass(frozen=True, repr=False)
-class Mixture:
+class Functions:
     """A distribution over functions at B inputs: a posterior, and further functions with weights.
 
     The classes are last in the fields, wherever the model has them.
@@ -202,7 +207,7 @@ class Mixture:
     def _variance_of_f(self) -> Tensor:
         if self.members:
             within = torch.stack([member._variance_of_f() for member in self.members])
-            return within.mean(0) + self._spread(Mixture._mean)
+            return within.mean(0) + self._spread(Functions._mean)
         variance = self.deviations.square().mean(0)
         if self.beside is None:
             return variance
@@ -230,7 +235,7 @@ class Mixture:
         return functions if self.beside is None else torch.cat([functions, self.beside[:, rows]])
 
     def _weights(self, at_least: int = FUNCTIONS) -> Tensor | None:
-        """Return the weight of each of these functions, (S,), or None where they are equal."""
+        """Return the weight of each of these functions, (S,), or None if they are equal."""
         if self.members:
             each = [member._weights(at_least) for member in self.members]
             counts = [number_of_functions(member.deviations, at_least) for member in self.members]
@@ -279,5 +284,5 @@ class Mixture:
         return self._out(values) if values.dim() == self.centre.dim() else values
 
     def _out(self, values: Tensor, leading: int = 0) -> Tensor:
-        """Move the classes back to where the model has them."""
+        """Move the classes back to their axis in the model's outputs."""
         return values.movedim(-1, self.class_dim + leading * (self.class_dim >= 0))

@@ -1,16 +1,14 @@
-"""How well predictions match their targets, and warnings about fits that have collapsed."""
+"""Scores of predictions, and warnings about fits that have failed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from math import log
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Batch, Data
-from torch_lla_em.inference import PRECISION_BOUNDS, Estimate
+from torch_lla_em.inference import PRECISION_BOUNDS
 from torch_lla_em.likelihoods import Regression
 from torch_lla_em.prediction.prediction import Prediction
 
@@ -20,27 +18,17 @@ LEVEL = 0.9
 BINS = 15
 """Number of bins of the expected calibration error, all of the same width."""
 
-# number of training examples that are checked, and of values that their samples may take
-_EXAMPLES, _NUMBERS = 256, 2**22
 # accuracy minus mean confidence on training data above which predictions are too uncertain
 _GAP = 0.2
-# smallest acceptable ratio of squared residuals of training data to their predictive variance
-_SHARE = 0.1
-
-# γ per target above which training residuals say little of the noise. It was chosen on seven regressions
+# γ per target above which training residuals do not determine the noise. It was chosen on seven regressions
 # with 200 and 800 examples: above it 90 % intervals covered 72 to 88 %, below it at least 80 %
 _DETERMINED = 0.3
 # smallest acceptable ratio of the network's squared residuals to those that σ and γ imply
 _RESIDUALS = 0.8
 
-_REMEDY = (
-    "Call la.calibrate(validation_loader), or fit(..., validation=loader), or use the default "
-    "curvature."
-)
-
 
 class Outcomes(NamedTuple):
-    """Predictions compared with their targets; a field is None where it does not apply."""
+    """Predictions compared with their targets; a field is None if it does not apply."""
 
     log_prob: Tensor
     """log p(y | x) of each example with a label, (B,)."""
@@ -138,98 +126,52 @@ def binned(stated: Tensor, right: Tensor, bins: int) -> tuple[Tensor, Tensor, Te
     return count, confidence, correct
 
 
-def few_examples(data: Data, num_samples: int) -> Batch | None:
-    """Return some training examples, or None if one of them takes too much memory."""
-    count = int(_NUMBERS * data.num_rows / (num_samples * max(data.num_outputs, 1)))
-    count = min(_EXAMPLES, count)
-    batch = next(data.first().split(count)) if count else None
-    return batch if batch is not None and len(batch.rows) <= count else None
-
-
-def check_weights(effective_dim: Estimate, num_samples: int) -> Iterator[str]:
-    """Yield a warning if the effective dimension γ is below 4 / K, or not known to half of it."""
-    gamma, error = effective_dim.value.sum().item(), effective_dim.standard_error.norm().item()
-    if gamma < max(4 / num_samples, 2 * error):
-        yield (
-            f"The data determine next to none of the weights (γ = {gamma:.2g} ± {error:.1g}), so "
-            "that the posterior is the prior. If the network fits its data, try g_prior=False, a "
-            "smaller prior_precision to start from, or parameters of layers nearer to the outputs."
-        )
-
-
-def check_precision(precision: Tensor) -> Iterator[str]:
-    """Yield a warning if the prior precision ended at one of its bounds."""
+def warnings_of(la: Any, prediction: Prediction, y: Tensor) -> Iterator[str]:
+    """Yield a warning for each sign that a fit has failed, given predictions of training examples."""
+    gamma, error = la.effective_dim.sum().item(), la.effective_dim_error.norm().item()
     low, high = PRECISION_BOUNDS
-    if (precision <= 2 * low).any() or (precision >= high / 2).any():
+    if gamma < max(4 / len(la.w_samples), 2 * error):
         yield (
-            f"The prior precision ended at a bound of [{low:g}, {high:g}], so that the posterior is "
-            "that without a prior, or the prior alone. Check that the network was trained on these "
-            "targets; else try g_prior=False, fewer parameters, or em_steps=0 with a "
-            "prior_precision of your own."
+            f"The data determine hardly any parameters (γ = {gamma:.2g} ± {error:.1g}), so the "
+            "posterior is close to the prior. If the network fits its data, try g_prior=False, a "
+            "smaller initial prior_precision, or parameters of layers closer to the outputs."
+        )
+    elif (la.prior_precision <= 2 * low).any() or (la.prior_precision >= high / 2).any():
+        yield (
+            f"The prior precision ended at a bound of [{low:g}, {high:g}], so the fit ignores "
+            "either the prior or the data. Check that the network was trained on these targets. "
+            "Otherwise try g_prior=False, fewer parameters, or em_steps=0 with your own "
+            "prior_precision."
+        )
+    if prediction.likelihood.gives_probabilities:
+        yield from _too_uncertain(prediction, y)
+    elif isinstance(prediction.likelihood, Regression) and y.shape == prediction.mean.shape:
+        yield from _overfitted(prediction, y, gamma / (la.num_data * y[0].numel()))
+
+
+def _too_uncertain(prediction: Prediction, y: Tensor) -> Iterator[str]:
+    stated, right = stated_and_right(prediction, y)
+    accuracy, confidence = right.double().mean().item(), stated.double().mean().item()
+    if accuracy - confidence > _GAP + 1 / max(right.numel(), 1) ** 0.5:
+        yield (
+            f"On training data the accuracy is {accuracy:.0%} and the mean confidence "
+            f"{confidence:.0%}, so predictions are far less certain than they could be. Call "
+            "la.calibrate(validation_loader), or fit(..., validation=loader), or use the default "
+            "curvature."
         )
 
 
-def check_evidence(
-    evidence: Estimate, prediction: Prediction, y: Tensor, num_data: int
-) -> Iterator[str]:
-    """Yield a warning if the evidence is no better than that of guessing."""
-    likelihood, classes = prediction.likelihood, prediction.centre.shape[-1]
-    if not likelihood.gives_probabilities or not len(y):
-        return
-    each = log(2) if likelihood.elementwise else log(classes)
-    guessing = -num_data * y[0].numel() * each
-    if evidence.value.item() <= guessing:
-        yield (
-            f"The log evidence ({evidence.value:.4g}) is no better than that of guessing "
-            f"({guessing:.4g}): the linear model has learnt nothing from these data. Check that "
-            "targets belong to their inputs and that the network was trained, or try g_prior=False."
-        )
-
-
-def check_certainty(prediction: Prediction, y: Tensor) -> Iterator[str]:
-    """Yield a warning if predictions of training data are far too uncertain."""
-    if not len(y):
-        return
-    if prediction.likelihood.real_valued:
-        mean, variance = prediction.moments()
-        if y.shape != mean.shape:
-            return
-        share = ((y - mean).square() / variance).mean().item()
-        if share < _SHARE:
-            yield (
-                f"The errors of predictions of training data are {share**0.5:.0%} of the predicted "
-                f"standard deviations, so the posterior is far too wide. {_REMEDY}"
-            )
-    elif prediction.likelihood.gives_probabilities:
-        stated, right = stated_and_right(prediction, y)
-        if not right.numel():
-            return
-        accuracy, confidence = right.double().mean().item(), stated.double().mean().item()
-        if accuracy - confidence > _GAP + 1 / right.numel() ** 0.5:
-            yield (
-                f"On training data the accuracy is {accuracy:.0%} and the mean confidence "
-                f"{confidence:.0%}, so predictions are far less certain than they could be. {_REMEDY}"
-            )
-
-
-def check_residuals(
-    gamma: float, num_data: int, prediction: Prediction, y: Tensor
-) -> Iterator[str]:
+def _overfitted(prediction: Prediction, y: Tensor, share: float) -> Iterator[str]:
     """Yield a warning if a regression network has overfitted, so that σ is too small.
 
-    ``prediction`` is of training examples, around the network. If γ of the N C targets are needed to
-    determine the weights, their residuals have the variance σ² (1 - γ / N C); what is learnt of σ takes
-    this into account, but not that the features were fitted to the same targets.
+    If γ of the N C targets, a ``share`` of them, are needed to determine the weights, the residuals
+    have the variance σ² (1 - γ / N C); what is learnt of σ takes this into account, but not that the
+    features were fitted to the same targets.
     """
-    if not isinstance(prediction.likelihood, Regression) or y.shape != prediction.mean.shape:
-        return
-    if not len(y):
-        return
-    share = gamma / (num_data * y[0].numel())
     squares = ((y - prediction.mean).square() / prediction.aleatoric).double()
     left = squares.mean().item() / max(1 - share, 1e-9)
-    overfitted = left * (1 + 2 * (2 / y.numel()) ** 0.5) < _RESIDUALS
-    if share > _DETERMINED or overfitted:
+    few_residuals = left * (1 + 2 * (2 / y.numel()) ** 0.5) < _RESIDUALS
+    if share > _DETERMINED or few_residuals:
         why = (
             f"γ is {share:.0%} of the number of targets"
             if share > _DETERMINED

@@ -1,23 +1,22 @@
-"""A posterior on its network: its tensors, and how they are kept and moved."""
+"""The tensors of a posterior: as buffers of a module, in state dicts and in files."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from inspect import signature
 from os import PathLike
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.data import Chain, Data, Identity, TargetFn
+from torch_lla_em.data import Chain, Identity, TargetFn
 from torch_lla_em.inference import Curve, Estimate, Modes, Posterior, curve
 from torch_lla_em.jacobian import LinearModel, NetworkState
-from torch_lla_em.likelihoods import Example, Likelihood, Regression, is_named
+from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Calibration
-from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE
+from torch_lla_em.prediction.functions import SCALE
 from torch_lla_em.prediction.pushed import mean_of
 from torch_lla_em.prediction.training_examples import TrainingExamples, output_variance
 from torch_lla_em.problem import place_of_vectors
@@ -69,7 +68,6 @@ class StoredPosterior(nn.Module):
         self.num_data: int | None = None
         """The number of training examples with a label."""
 
-        self._example: Example | None = None
         self._loaders: Chain | None = None
         """The data of the fit, which are not stored."""
 
@@ -93,13 +91,6 @@ class StoredPosterior(nn.Module):
     def posterior_scale(self) -> Tensor | None:
         """τ, the factor of the posterior's variance in predictions; None before ``fit``."""
         return None if self.mixture is None else self.mixture[0, SCALE]
-
-    @property
-    def mean_factor(self) -> Tensor | None:
-        """The factor of the posterior's mean in predictions; None before ``fit``."""
-        if self.mixture is None:
-            return None
-        return self.mixture[0, MODE if self.mean == "linear" else NETWORK]
 
     def log_marginal_likelihood(self) -> Estimate:
         """Return log p(y | λ, σ) of the linear model, with its standard error over samples.
@@ -133,8 +124,8 @@ class StoredPosterior(nn.Module):
             A ``Curve``; ``plot_curve`` plots it.
 
         Raises:
-            ValueError: If the fit used several precisions, a variational curvature or a solver
-                other than block Krylov.
+            ValueError: If the fit used several precisions, a variational curvature, or a solver
+                instead of the default span of directions.
             NotFittedError: Before ``fit``, or if the model has changed since.
 
         Example:
@@ -144,7 +135,7 @@ class StoredPosterior(nn.Module):
         check_options(precisions=precisions)
         if self._eigenvalues is None:
             raise ValueError(
-                "The curve needs one λ, one curvature for all of them and the block-Krylov solver: "
+                "The curve needs a fit over a span of directions with one λ and a fixed curvature: "
                 "fit with curvature='network' (or 'linear'), prior='scalar', one sigma_noise, "
                 "solver=None."
             )
@@ -176,6 +167,7 @@ class StoredPosterior(nn.Module):
         layout, tensors = self._linear_model.layout, dict(self._buffers)
         record = {
             "likelihood": type(self.likelihood).__name__,
+            "likelihood_options": stored.options_of(self._given_likelihood),
             "given": self._given,
             "num_data": self.num_data,
             "history": self.history,
@@ -184,10 +176,8 @@ class StoredPosterior(nn.Module):
             "names": layout.names,
             "shapes": [list(shape) for shape in layout.shapes],
         }
-        example = self._example and self._example.by(self.likelihood, self._device)
         return {
             **{name: tensors[name] for name in stored.TENSORS if tensors[name] is not None},
-            **(example.tensors() if example else {}),
             "torch_lla_em_version": torch.tensor(records.VERSION, device="cpu"),
             "fingerprint": self._state_of_network.fingerprint,
             "record": records.to_bytes(record),
@@ -201,10 +191,10 @@ class StoredPosterior(nn.Module):
             strict (bool): Ignored: the state is always compared with the network and the options.
 
         Raises:
-            ValueError: If the state is damaged, or belongs to another network or likelihood.
+            ValueError: If the state belongs to another network or likelihood.
         """
         tensors, record = stored.checked(state, self._linear_model)
-        self._refuse_other_options(state, record)
+        self._refuse_other_options(record)
         size = state["w_samples"].nbytes
         place = place_of_vectors(size, self.compute, self._device, free_memory(self._device))
         for name, tensor in tensors.items():
@@ -215,7 +205,6 @@ class StoredPosterior(nn.Module):
         if self.sigma_noise is not None:
             self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
         self.num_samples, self._loaders = len(self.w_samples), None
-        self._example = Example.known(state)
         self._state_of_network = NetworkState(self._linear_model.network)
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -251,9 +240,9 @@ class StoredPosterior(nn.Module):
         Args:
             path (str): Name of the file that ``save`` has written.
             model (nn.Module): The network, with the weights that the posterior was fitted to.
-            **options: Arguments of ``LinearisedLaplace`` that a file cannot hold, and which the fit
-                had: a likelihood of your own, ``forward_fn``, ``target_fn`` or ``solver``; others
-                replace those saved.
+            **options: Arguments of ``LinearisedLaplace`` that the fit had and a file cannot store: a
+                custom likelihood, ``forward_fn``, ``target_fn`` or ``solver``. Other arguments replace
+                those saved.
 
         Raises:
             ValueError: If the file is damaged or belongs to another network, or if an option is
@@ -262,11 +251,10 @@ class StoredPosterior(nn.Module):
         Example:
             >>> la = LinearisedLaplace.load("posterior.pt", model)  # doctest: +SKIP
         """
-        with stored.naming(path):
-            state, options = stored.read(path, model, options, signature(cls).parameters)
-            make: Any = cls
-            la: Loaded = make(model, options.pop("likelihood"), **options)
-            la.load_state_dict(state)
+        state, options = stored.read(path, model, options)
+        make: Any = cls
+        la: Loaded = make(model, options.pop("likelihood"), **options)
+        la.load_state_dict(state)
         return la
 
     def __getattr__(self, name: str) -> Any:
@@ -277,7 +265,7 @@ class StoredPosterior(nn.Module):
         """Move posterior and network together."""
         network = self._linear_model.network
         unchanged = self.w_lin is not None and self._state_of_network.holds(network)
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.model._apply(fn, recurse)
         self._linear_model = LinearModel(network, self._linear_model.layout)  # to be probed there
         if unchanged:
@@ -298,42 +286,30 @@ class StoredPosterior(nn.Module):
             self.sigma_noise = self.likelihood.sigma_noise.to(self.w_lin.device)
         self._state_of_network = NetworkState(self._linear_model.network)
 
-    def _example_of(self, data: Data) -> Example | None:
-        """Return values of a user's own likelihood, by which a loaded state is compared with it."""
-        if is_named(self._given_likelihood):
-            return None
-        network, batch = self._linear_model.network, next(data.first().split(64))
-        with network.guarded():
-            f = network.outputs(batch.inputs).movedim(network.class_dim, -1)
-        y = self.likelihood.align(batch.targets, network.class_dim)
-        return Example.of(self.likelihood, f, y)
-
-    def _refuse_other_options(self, state: dict[str, Tensor], record: dict[str, Any]) -> None:
+    def _refuse_other_options(self, record: dict[str, Any]) -> None:
         """Raise if a state was fitted with another likelihood, or with a forward_fn."""
         if "forward_fn" in record.get("given", ()) and "forward_fn" not in self._given:
             raise ValueError(
-                "The posterior was fitted with a forward_fn of your own, but this object has none: "
-                "construct it with the same forward_fn."
+                "The posterior was fitted with a forward_fn, but this object has none. Construct "
+                "it with the same forward_fn."
             )
-        likelihood, sigma = self._given_likelihood, state.get("sigma_noise")
-        if record["likelihood"] != type(likelihood).__name__:
+        kind, options = type(self._given_likelihood).__name__, record.get("likelihood_options")
+        if record["likelihood"] != kind:
             raise ValueError(
                 f"The posterior was fitted with the likelihood {record['likelihood']}, but this "
-                f"object has {type(likelihood).__name__}: construct it with the same one."
+                f"object has {kind}: construct it with the same one."
             )
-        example = Example.known(state)
-        at = likelihood if sigma is None else likelihood.at_noise(sigma)
-        if example is not None and example.contradicts(at, self._device):
+        if options not in (None, stored.options_of(self._given_likelihood)):
             raise ValueError(
-                f"The posterior was fitted with another {record['likelihood']}: for the same outputs "
-                "and targets, this object's likelihood returns other values. Construct it with the "
-                "same likelihood, or fit again."
+                f"The posterior was fitted with a {kind} that has other attributes, {options}: "
+                "construct this object with the same likelihood, or fit again."
             )
 
     def _require_fit(self, surely: bool = False) -> None:
         if self.w_lin is None:
             raise stored.NotFittedError(
-                "There is no posterior yet: call la.fit(train_loader), or la.load_state_dict(state)."
+                "This posterior is not fitted yet. Call la.fit(train_loader), or "
+                "la.load_state_dict(state)."
             )
         if not self._state_of_network.holds(self._linear_model.network, surely):
             raise stored.NotFittedError(

@@ -22,7 +22,7 @@ from torch_lla_em.prediction.functions import (
     pair_error,
     quantile,
 )
-from torch_lla_em.prediction.summary import Printed, Rows, of_prediction
+from torch_lla_em.prediction.summary import Cells, Printed, of_prediction
 
 
 class Moments(NamedTuple):
@@ -42,8 +42,8 @@ class Prediction(Printed, Conformal):
     ``p_value``, ``is_ood``, ``prediction_set`` and ``interval`` compare the inputs with the
     validation set. All shapes are those of the network's outputs, (B, ..., C).
 
-    The distribution is a mixture: the posterior, and further functions without uncertainty. That of
-    a ``LaplaceEnsemble`` is the average over the mixtures of its members. Print it for a table.
+    The distribution is a mixture of the posterior and of further functions without uncertainty. The
+    prediction of a ``LaplaceEnsemble`` averages the mixtures of its members. ``print`` shows a table.
 
     Example:
         >>> prediction = la.predict(x)
@@ -55,7 +55,7 @@ class Prediction(Printed, Conformal):
         """Return the equally weighted mixture of predictions at the same inputs.
 
         Args:
-            members (sequence of Prediction): Those of several posteriors.
+            members (sequence of Prediction): The predictions of several posteriors.
             class_dim (int): The axis of the classes in the networks' outputs. Default -1.
         """
         members = tuple(replace(member, class_dim=class_dim) for member in members)
@@ -146,10 +146,10 @@ class Prediction(Printed, Conformal):
 
     @property
     def standard_error(self) -> Tensor:
-        """Monte Carlo error of ``expectation`` that K samples leave, (B, ..., C).
+        """Monte Carlo standard error of ``expectation`` with K samples, (B, ..., C).
 
-        λ and the curvature are taken as known, so fits of other seeds differ by more. It is 0 for
-        continuous targets and NaN for a single sample.
+        It does not include the errors of λ and of the curvature, so fits with different seeds differ
+        by more. It is 0 for continuous targets and NaN for a single sample.
         """
         errors = torch.stack([member._standard_error() for member in self._parts])
         return self._out(errors.square().sum(0).sqrt() / len(errors))
@@ -166,7 +166,7 @@ class Prediction(Printed, Conformal):
 
     @property
     def log_probs(self) -> Tensor:
-        """The logarithm of ``probs``, finite also where they underflow, (B, ..., C).
+        """The logarithm of ``probs``, (B, ..., C), which is finite even if they underflow.
 
         Raises:
             TypeError: If E[y] is not a probability.
@@ -374,7 +374,7 @@ class Prediction(Printed, Conformal):
         """Return the prediction of the first few inputs, detached.
 
         Args:
-            count (int): Their number.
+            count (int): The number of inputs.
         """
         if self.members:
             return self.averaged([member.first(count) for member in self.members], self.class_dim)
@@ -382,5 +382,5 @@ class Prediction(Printed, Conformal):
         centre, deviations = self.centre[:count].detach(), self.deviations[:, :count].detach()
         return replace(self, centre=centre, deviations=deviations, beside=beside, judge=None)
 
-    def _table(self) -> tuple[str, Rows]:
+    def _table(self) -> tuple[str, Cells]:
         return of_prediction(self)

@@ -1,4 +1,4 @@
-"""From inputs to predictions: products with the posterior's vectors, and components made of them."""
+"""From inputs to predictions: products with the vectors of the posterior, and mixture components."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def push_forward(linear_model: LinearModel, x: Any, *w: Tensor) -> tuple[Tensor,
                 if is_empty:
                     f = linear_model.outputs(x)
                     return f, f.new_zeros(count, *f.shape)
-                rows = linear_model.at(x, count, pulls=False)
+                rows = linear_model.at(x, count)
                 Jw = torch.cat([rows.push(block) for block in w])
                 f = rows.f
         except RuntimeError:  # possibly because x is a single example
@@ -110,7 +110,7 @@ class Pushed(NamedTuple):
     y: Tensor
 
     training: tuple[TrainingExamples | None, ...]
-    """What each member keeps of its training examples."""
+    """The stored training examples of each member."""
 
     @classmethod
     def of(

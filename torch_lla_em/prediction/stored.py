@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
@@ -40,10 +38,6 @@ TENSORS = (
 )
 
 
-class DamagedError(ValueError):
-    """A stored posterior is incomplete, or contains values that no fit produces."""
-
-
 class NotFittedError(RuntimeError):
     """Predictions were requested before ``fit``, or after the network had changed."""
 
@@ -73,17 +67,13 @@ def tensors_of(posterior: Posterior) -> dict[str, Tensor | None]:
 def checked(
     state: dict[str, Tensor], linear_model: LinearModel
 ) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
-    """Return tensors and record of a state, or raise if it is damaged or of another network."""
+    """Return tensors and record of a state, or raise if it is of another network."""
     persistence.check(state)
-    record = _record_of(state)
+    record = persistence.from_bytes(state["record"])
     _refuse_other_weights(record, linear_model.layout)
     _refuse_other_network(state["fingerprint"], linear_model.network.module)
-    _refuse_damaged(state, linear_model.layout)
-    tensors = {name: state.get(name) for name in TENSORS}
-    if tensors["mixture"] is None:  # of an earlier release
-        factor, scale = state.get("mean_factor", 1.0), state["posterior_scale"]
-        tensors["mixture"] = posterior_alone(record.get("mean", "network"), factor, scale)
-    return tensors, record
+    _refuse_other_shapes(state, linear_model.layout)
+    return {name: state.get(name) for name in TENSORS}, record
 
 
 def write(state: dict[str, Tensor], path: str | PathLike[str], options: dict[str, Any]) -> None:
@@ -97,23 +87,21 @@ def likelihood_option(given: Likelihood) -> dict[str, str]:
     return {"likelihood": names[type(given)]} if is_named(given) else {}
 
 
+def options_of(given: Likelihood) -> str | None:
+    """Return the attributes of a user's own likelihood, by which another one is noticed."""
+    return None if is_named(given) else persistence.plain(vars(given))
+
+
 def sigma_option(given: Likelihood) -> float | list[float] | None:
     """Return the observation noise at which a regression starts, as given by the user."""
-    asked = type(given) is Regression and not given.from_data
-    return given.sigma_noise.tolist() if asked else None  # type: ignore[attr-defined]
-
-
-@contextmanager
-def naming(path: str | PathLike[str]) -> Iterator[None]:
-    """Add the file's name to errors about damaged states."""
-    try:
-        yield
-    except DamagedError as error:
-        raise DamagedError(f"{str(path)!r} cannot be loaded: {error}") from None
+    if type(given) is not Regression or given.from_data:
+        return None
+    noise: float | list[float] = given.sigma_noise.tolist()
+    return noise
 
 
 def read(
-    path: str | PathLike[str], model: nn.Module, given: dict[str, Any], known: Iterable[str]
+    path: str | PathLike[str], model: nn.Module, given: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return state and options of a saved posterior; ``given`` options replace those saved."""
     state = persistence.read(path)
@@ -122,25 +110,22 @@ def read(
     options = {**persistence.from_bytes(state["options"]), **given}
     if "likelihood" not in options:
         raise ValueError(
-            "The file was written with a likelihood of your own, or with arguments of your "
-            "own: pass likelihood=."
+            "The posterior was fitted with a custom likelihood, or with non-default arguments of "
+            "one: pass likelihood=... to load."
         )
-    missing = [name for name in _record_of(state).get("given", ()) if name not in given]
+    record = persistence.from_bytes(state["record"])
+    missing = [name for name in record.get("given", ()) if name not in given]
     if missing:
         arguments = ", ".join(f"{name}=..." for name in missing)
         raise ValueError(
-            f"The posterior was fitted with {' and '.join(missing)} of your own, which a file cannot "
-            f"hold: pass {arguments} to load."
+            f"The posterior was fitted with your own {' and '.join(missing)}, which a file cannot "
+            f"store. Pass {arguments} to load."
         )
-    unknown = options.keys() - set(known)
-    if unknown:
-        raise DamagedError(f"there is no option {min(unknown)!r}.")
     sigma = options["sigma_noise"]
     if sigma is not None:
         options["sigma_noise"] = torch.as_tensor(sigma, dtype=torch.float64, device="cpu")
-    record = _record_of(state)
     shapes = {name: list(p.shape) for name, p in Network(model).module.named_parameters()}
-    missing = [n for n, s in zip(record["names"], record["shapes"]) if shapes.get(n) != s]
+    missing = [n for n, shape in zip(record["names"], record["shapes"]) if shapes.get(n) != shape]
     if missing:
         raise ValueError(
             f"The model has no parameter {missing[0]!r} of the saved shape: the posterior "
@@ -149,68 +134,18 @@ def read(
     return state, options
 
 
-def _record_of(state: dict[str, Tensor]) -> dict[str, Any]:
-    try:
-        record = persistence.from_bytes(state["record"])
-        missing = {"names", "shapes", "likelihood", "history", "num_data"} - record.keys()
-    except (KeyError, ValueError, TypeError, AttributeError):
-        missing = {"itself"}
-    if missing:
-        raise DamagedError(f"'record' lacks {sorted(missing)[0]!r}, or cannot be read.")
-    return record
-
-
-def _refuse_damaged(state: dict[str, Tensor], layout: ParameterLayout) -> None:
-    """Raise for tensors of other shapes, dtypes or values than a fit produces."""
-    P, blocks = layout.size, len(layout.names)
-    samples = state.get("w_samples")
-    K = len(samples) if isinstance(samples, Tensor) and samples.dim() else 0
-    shapes: dict[str, list[tuple[int, ...]]] = {
-        "w_lin": [(P,)],
-        "w_samples": [(K, P)] if K else [],
-        "scale": [(P,)],
-        "prior_precision": [(), (blocks,)],
-        "effective_dim": [(), (blocks,)],
-        "effective_dim_error": [(), (blocks,)],
-        "certificate": [(K,)],
-        "_log_evidence": [(2,)],
-    }
-    for name, allowed in shapes.items():
-        tensor = state.get(name)
-        if not isinstance(tensor, Tensor):
-            raise DamagedError(f"{name!r} is missing.")
-        if tuple(tensor.shape) not in allowed or not tensor.is_floating_point():
-            raise DamagedError(
-                f"{name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}, which is none of a "
-                f"posterior over {P} weights."
+def _refuse_other_shapes(state: dict[str, Tensor], layout: ParameterLayout) -> None:
+    """Raise if a tensor is missing, or has another shape than that of a posterior over the layout."""
+    P, K = layout.size, len(state.get("w_samples", ()))
+    shapes = {"w_samples": (K, P), "w_lin": (P,), "scale": (P,), "certificate": (K,)}
+    shapes["mixture"] = (len(state.get("mixture", ())), 4)
+    for name, shape in shapes.items():
+        found = tuple(state[name].shape) if name in state else "missing"
+        if found != shape or not K:
+            raise ValueError(
+                f"The posterior cannot be loaded: {name!r} is {found} instead of {shape}, for "
+                f"{K} samples of {P} weights. Save it again with la.save."
             )
-    for name, tensor in state.items():
-        if tensor.nbytes > tensor.untyped_storage().nbytes():
-            raise DamagedError(f"{name!r} claims to be larger than what is there.")
-    positive = {"prior_precision", "sigma_noise", "posterior_scale"}
-    for name in (*shapes, *positive, "mixture", "mean_factor"):
-        tensor = state.get(name)
-        if tensor is None or name == "_log_evidence":
-            continue
-        if not tensor.isfinite().all() or (name in positive and not (tensor > 0).all()):
-            raise DamagedError(f"{name!r} holds values that no fit leaves.")
-    if (state["scale"] < 0).any():
-        raise DamagedError("'scale' holds negative values.")
-    mixture = state.get("mixture")
-    if mixture is not None and (mixture.dim() != 2 or mixture.shape[1] != 4 or not len(mixture)):
-        raise DamagedError(f"'mixture' has shape {tuple(mixture.shape)}.")
-    reference = [state.get(name) for name in REFERENCE]
-    if any(t is not None for t in reference) and any(
-        t is None or t.dim() != 2 for t in (reference[0], *reference[2:])
-    ):
-        raise DamagedError("'conformal_*' is incomplete or of other shapes.")
-    examples = [state.get(name) for name in ("training_deviations", "largest_variance")]
-    if any(t is not None for t in examples) and any(
-        t is None or not t.isfinite().all() for t in examples
-    ):
-        raise DamagedError("'training_deviations' or 'largest_variance' is missing or not finite.")
-    if mixture is None and "posterior_scale" not in state:
-        raise DamagedError("'mixture' is missing.")
 
 
 def _refuse_other_weights(record: dict[str, Any], layout: ParameterLayout) -> None:
@@ -224,8 +159,7 @@ def _refuse_other_weights(record: dict[str, Any], layout: ParameterLayout) -> No
 
 
 def _refuse_other_network(saved: Tensor, module: nn.Module) -> None:
-    own = (persistence.fingerprint(module, earlier) for earlier in (False, True))
-    if not any(torch.equal(mark, saved.cpu()) for mark in own):
+    if not torch.equal(persistence.fingerprint(module), saved.cpu()):
         raise ValueError(
             "The network's weights or buffers are not those that the posterior was fitted to: "
             "load the checkpoint of that network first, or fit again."

@@ -14,7 +14,7 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT
 from torch_lla_em.solvers import relative_error
 
-Rows = list[tuple[str, ...]]
+Cells = list[tuple[str, ...]]
 
 # number of examples that are printed
 _SHOWN = 6
@@ -29,7 +29,7 @@ CALIBRATE = "Call la.calibrate(validation_loader) to calibrate the predictions o
 class Printed:
     """Base class of objects that are printed as a title above a table."""
 
-    def _table(self) -> tuple[str, Rows]:
+    def _table(self) -> tuple[str, Cells]:
         """Return the title and the cells, row by row."""
         raise NotImplementedError
 
@@ -52,7 +52,7 @@ class Printed:
         return f"<table><caption>{escape(title)}</caption>{body}</table>"
 
 
-def of_prediction(prediction: Any) -> tuple[str, Rows]:
+def of_prediction(prediction: Any) -> tuple[str, Cells]:
     """Return a title and a table of the first examples of a ``Prediction``."""
     title = f"Prediction under {type(prediction.likelihood).__name__}"
     count = len(prediction.centre)
@@ -60,7 +60,7 @@ def of_prediction(prediction: Any) -> tuple[str, Rows]:
         shape = tuple(prediction.mean.shape)
         return title, [("outputs", f"of shape {shape}, {len(prediction.deviations)} samples")]
     columns = _columns(prediction.first(_SHOWN), prediction.likelihood)
-    rows: Rows = [("example", *columns)]
+    rows: Cells = [("example", *columns)]
     for i in range(min(count, _SHOWN)):
         rows.append((str(i), *(_cell(values[i]) for values in columns.values())))
     return title, rows if count <= _SHOWN else [*rows, (f"of {count}", *("…" for _ in columns))]
@@ -88,12 +88,12 @@ def _cell(values: Tensor) -> str:
     return " ".join(shown) + (" …" if len(numbers) > 4 else "")
 
 
-def of_fit(la: Any) -> tuple[str, Rows]:
-    """Return a title, and what a fit found: results, what is good, what is not, what to do."""
+def of_fit(la: Any) -> tuple[str, Cells]:
+    """Return a title, and the results of a fit: numbers, what is good, what is not, what to do."""
     layout, module = la._linear_model.layout, la._linear_model.network.module
     title = f"{type(la).__name__} of {type(module).__name__}"
     size = f"{layout.size:,} of {sum(p.numel() for p in module.parameters()):,}"
-    rows: Rows = [("likelihood", type(la.likelihood).__name__)]
+    rows: Cells = [("likelihood", type(la.likelihood).__name__)]
     if la.w_samples is None:
         rows.append(("parameters in the posterior", size))
         return title, [*rows, ("posterior", "none yet: call la.fit(train_loader)")]
@@ -129,7 +129,10 @@ def findings(la: Any) -> Iterator[tuple[str, str]]:
     found, gamma, error = la.calibration, la.effective_dim.sum(), la.effective_dim_error.norm()
     solver_error = relative_error(la.certificate, gamma)
     if solver_error <= _BEYOND_TOLERANCE * la.tolerance:
-        yield "good", f"The samples are accurate: relative error {solver_error:.1g} of the solver."
+        yield (
+            "good",
+            (f"The samples are accurate: the relative error of the solver is {solver_error:.1g}."),
+        )
     else:
         yield (
             "to do",

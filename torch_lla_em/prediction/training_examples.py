@@ -1,4 +1,4 @@
-"""Training examples that a fit keeps, by which inputs far from all of them are known.
+"""Training examples that a fit stores, to detect inputs that are far from all of them.
 
 An input is described by J w_k, the posterior's samples of its outputs. Its distance to a training
 example is then the posterior standard deviation of the difference of their outputs: how little the
@@ -34,16 +34,18 @@ class TrainingExamples(NamedTuple):
         points = centred(likelihood, deviations).movedim(0, 1).flatten(1).to(known)
         parts = points.split(max(1, _NUMBERS // max(1, len(known))))
         nearest = [torch.cdist(part, known).min(1).values for part in parts]
-        return torch.cat(nearest).double() / len(deviations) ** 0.5
+        distances: Tensor = torch.cat(nearest).double() / len(deviations) ** 0.5
+        return distances
 
     def distances(self, likelihood: Likelihood) -> Tensor:
         """Return the distance of each of these examples to the nearest other one, (n,)."""
         known = self._features(likelihood)
         between = torch.cdist(known, known).fill_diagonal_(torch.inf)
-        return between.min(1).values.double() / self.deviations.shape[1] ** 0.5
+        distances: Tensor = between.min(1).values.double() / self.deviations.shape[1] ** 0.5
+        return distances
 
     def kept_share(self, likelihood: Likelihood, deviations: Tensor) -> Tensor:
-        """Return what is kept of the mean at inputs, (B,): 1 where the variance is that of training."""
+        """Return the factor of the mean at inputs, (B,): 1 if the variance is within that of training data."""
         variance = output_variance(likelihood, deviations)
         largest = self.largest_variance.to(variance)
         return torch.where(variance > largest, largest / variance, torch.ones_like(variance))

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from math import nan
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Batch, Data, paired
+from torch_lla_em.data import Data, as_loader, paired
 from torch_lla_em.inference import Estimate
-from torch_lla_em.prediction.metrics import Outcomes, concatenated, outcomes, scores
+from torch_lla_em.prediction.metrics import concatenated, outcomes, scores
 from torch_lla_em.prediction.posterior import StoredPosterior
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.pushed import Pushed, joined, push_forward
-from torch_lla_em.prediction.summary import Printed, Rows
-from torch_lla_em.prediction.training_examples import TrainingExamples
+from torch_lla_em.prediction.pushed import Pushed, joined
+from torch_lla_em.prediction.summary import Cells, Printed
 from torch_lla_em.problem import Problem
-from torch_lla_em.runtime import check_options, group_of
+from torch_lla_em.runtime import Group, check_options
 
 _CLEAR = 2.0
 """Number of standard errors above which a difference is reported as real."""
@@ -43,97 +42,62 @@ class PredictedData(NamedTuple):
     """That of the posterior, as fitted or as calibrated."""
 
 
-class JointLogProbs:
-    """log p of groups of consecutive examples, which do not depend on the batches.
+def pushed(
+    posterior: StoredPosterior, loader: Iterable[Any], group: Group = Group()
+) -> list[tuple[Any, Pushed]]:
+    """Return the inputs of every batch of a loader and their products; one pass.
+
+    Each rank of the group has batches of its own.
+    """
+    model, likelihood, columns = posterior._linear_model, posterior.likelihood, posterior._columns()
+    with torch.inference_mode(False), torch.no_grad(), group.joined():
+        data = Data(loader, model.network.device, posterior.target_fn, group)
+        found = Problem(model, likelihood, data).push_forward(columns)
+    training = posterior._training()
+    parts = [
+        (batch.inputs, Pushed.of(likelihood, f, Jw, batch.targets, training))
+        for batch, f, Jw in found
+    ]
+    if not parts:  # a rank without data
+        none = torch.zeros(0, 1, device="cpu")
+        empty = Pushed.of(likelihood, none, none.expand(len(columns), 0, 1), none[:, 0])
+        return [(None, empty)]
+    return parts
+
+
+def joint_log_probs(parts: Iterable[Pushed], table: Tensor, together: int) -> Tensor:
+    """Return log p of groups of consecutive examples, (groups,), which do not depend on the batches.
 
     Only the last group may be smaller, and one in front of examples of another shape.
     """
-
-    def __init__(self, table: Tensor, together: int):
-        self._table, self._together = table, together
-        self._rest: Pushed | None = None
-        self._found: list[Tensor] = []
-
-    def add(self, batch: Pushed) -> None:
-        """Evaluate the groups that end in this batch, and keep the remaining examples."""
-        if self._rest is not None:
-            if self._rest.f[0].shape[1:] == batch.f[0].shape[1:]:
-                batch = joined((self._rest, batch))
-            else:
-                self._evaluate(self._rest)
-        count = len(batch.y) - len(batch.y) % self._together
-        for group in batch.part(slice(count)).split(self._together):
-            self._evaluate(group)
-        self._rest = batch.part(slice(count, None)) if count < len(batch.y) else None
-
-    def values(self) -> Tensor:
-        """Return log p of every group, (groups,), including a smaller last one."""
-        if self._rest is not None:
-            self._evaluate(self._rest)
-            self._rest = None
-        return torch.stack(self._found) if self._found else self._table.new_zeros(0).double().cpu()
-
-    def _evaluate(self, group: Pushed) -> None:
-        value = group.prediction(self._table).joint_log_prob(group.y)
-        self._found.append(value.double().cpu())
-
-
-def push_batch(posterior: StoredPosterior, batch: Batch) -> Pushed:
-    """Push a batch through the linear model, and check its outputs and targets."""
-    model, likelihood = posterior._linear_model, posterior.likelihood
-    f, Jw = push_forward(model, batch.inputs, posterior._columns())
-    bad = ~f.isfinite().flatten(1).all(1)
-    if bad.any():
-        raise ValueError(
-            f"The network's outputs are NaN or infinite for {bad.sum()} of the {len(f)} examples "
-            f"of batch {batch.index}, the first of them example {bad.nonzero()[0].item()}. If "
-            "their inputs hold NaN or infinite values, impute them or remove these examples."
-        )
-    y = likelihood.align(batch.targets.to(f.device), model.network.class_dim)
-    likelihood.check(f, y)
-    return Pushed.of(likelihood, f, Jw, y, posterior._training())
+    runs = groupby(parts, lambda part: part.f[0].shape[1:])
+    groups = (group for _, run in runs for group in joined(run).split(together))
+    values = [group.prediction(table).joint_log_prob(group.y).double().cpu() for group in groups]
+    return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
 def predicted_data(posterior: StoredPosterior, loader: Iterable[Any]) -> PredictedData:
     """Return all examples of a loader with their predictions, on this rank alone; one pass."""
     posterior._require_fit(surely=True)
-    inputs, parts = [], []
-    with torch.no_grad():
-        for batch in Data(loader, posterior._device, posterior.target_fn):
-            inputs.append(batch.inputs)
-            parts.append(push_batch(posterior, batch))
+    inputs, parts = zip(*pushed(posterior, loader))
     shapes = {x.shape[1:] if isinstance(x, Tensor) else None for x in inputs}
     whole = torch.cat(inputs) if len(shapes) == 1 and None not in shapes else None
-    every = joined(parts)
-    return PredictedData(whole, every.y, every.network(), every.prediction(posterior.mixture))
-
-
-@contextmanager
-def over(posterior: StoredPosterior, loader: Iterable[Any]) -> Iterator[Problem]:
-    """Open a pass over other data, shared by the ranks that have fitted together."""
-    model = posterior._linear_model
-    with torch.inference_mode(False), torch.no_grad(), group_of(posterior._shard).joined() as group:
-        data = Data(loader, model.network.device, posterior.target_fn, group)
-        yield Problem(model, posterior.likelihood, data)
+    with torch.no_grad():
+        every = joined(parts)
+        return PredictedData(whole, every.y, every.network(), every.prediction(posterior.mixture))
 
 
 def held_out_evidence(
-    problem: Problem,
-    columns: Tensor,
-    table: Tensor,
-    together: int,
-    training: TrainingExamples | None = None,
+    posterior: StoredPosterior, loader: Iterable[Any], together: int, group: Group
 ) -> Estimate:
     """Return Σ log p(y of a group | x of the group) over groups of examples; one pass.
 
     Each rank forms groups of its own examples. The standard error is over groups, NaN for one group.
     """
-    joint = JointLogProbs(table, together)
-    for batch, f, Jw in problem.push_forward(columns):
-        joint.add(Pushed.of(problem.likelihood, f, Jw, batch.targets, training))
-    values = joint.values().to(problem.device)
+    parts = [part for _, part in pushed(posterior, loader, group)]
+    values = joint_log_probs(parts, posterior.mixture, together).to(posterior._device)
     sums = torch.stack([torch.ones_like(values), values, values.square()]).sum(1)
-    count, total, squares = problem.data.group.sum(sums)
+    count, total, squares = group.sum(sums)
     # the spread of one group is not known: 0 / 0 is NaN
     variance = (squares - total**2 / count).clamp_min(0) / (count - 1)
     return Estimate(total, (count * variance).sqrt())
@@ -196,7 +160,7 @@ class Comparison(Printed):
     def _repr_html_(self) -> str:
         return f"{super()._repr_html_()}<p>{'<br>'.join(map(escape, self.findings))}</p>"
 
-    def _table(self) -> tuple[str, Rows]:
+    def _table(self) -> tuple[str, Cells]:
         count = len(self.log_probs[self.ranking[0]])
         known = [c for c in _COLUMNS if any(c in record for record in self.records.values())]
         rows = [("", *known, "held-out evidence", "EM seconds", "parameters")]
@@ -215,7 +179,7 @@ def compare(
     *,
     together: int = 10,
 ) -> Comparison:
-    """Compare fitted posteriors on the same held-out data, in one pass.
+    """Compare fitted posteriors on the same held-out data, each in one pass.
 
     Use data that no posterior was fitted to or calibrated on. All posteriors see the same batches,
     so differences in NLL have paired standard errors.
@@ -223,8 +187,7 @@ def compare(
     Args:
         posteriors (sequence or mapping): Fitted ``LinearisedLaplace`` objects, or a mapping from
             names to them.
-        validation (DataLoader, Dataset, list of batches, or inputs): The data. Batches are split
-            into inputs and targets as by the first posterior's ``target_fn``.
+        validation (DataLoader, Dataset, list of batches, or inputs): The data.
         targets (Tensor, optional): The targets, if ``validation`` are inputs.
         together (int): Number of consecutive examples that the held-out evidence predicts jointly.
             Default 10; 1 ignores dependence between examples.
@@ -253,36 +216,44 @@ def compare(
             "Some of these posteriors predict continuous targets and others labels or counts: "
             "their NLLs are not on one scale. Compare posteriors of the same kind of targets."
         )
-    for la in named.values():
-        la._require_fit(surely=True)
-    first = next(iter(named.values()))
-    data = Data(paired(validation, targets), first._device, first.target_fn)
-    seen: dict[str, list[Outcomes]] = {name: [] for name in named}
-    alone: dict[str, list[Tensor]] = {name: [] for name in named}
-    joint = {name: JointLogProbs(la.mixture, together) for name, la in named.items()}
-    with torch.no_grad():
-        for batch in data:
-            for name, la in named.items():
-                at = push_batch(la, batch)
-                joint[name].add(at)
-                found = outcomes(at.prediction(la.mixture), at.y)
-                seen[name].append(
-                    Outcomes(*(part if part is None else part.cpu() for part in found))
-                )
-                network = at.network().log_prob(at.y).double()
-                alone[name].append(network[la.likelihood.labelled(at.y)].cpu())
-    records, log_probs = {}, {}
+    loader = as_loader(paired(validation, targets))
+    records, log_probs, known = {}, {}, None
     for name, la in named.items():
-        whole, evidence = concatenated(seen[name]), joint[name].values()
-        error = (len(evidence) * evidence.var()).sqrt().item() if len(evidence) > 1 else nan
-        log_probs[name] = whole.log_prob
-        records[name] = {
-            **scores(whole),
-            "network NLL": -torch.cat(alone[name]).mean().item(),
-            "held-out evidence": evidence.sum().item(),
-            "evidence error": error,
-            "parameters": sum(p.numel() for p in la.model.parameters()),
-        }
-        if la.history:
-            records[name]["seconds"] = la.history[-1]["seconds"]
+        la._require_fit(surely=True)
+        parts = [part for _, part in pushed(la, loader)]
+        known = require_same_targets(parts, known)
+        with torch.no_grad():
+            records[name], log_probs[name] = _scored(la, parts, together)
     return Comparison(records, log_probs, together)
+
+
+def require_same_targets(parts: Iterable[Pushed], known: Tensor | None) -> Tensor:
+    """Return the targets of a pass, or raise if they are not those of an earlier one."""
+    y = torch.cat([part.y.flatten().cpu() for part in parts])
+    if known is not None and not torch.equal(y, known):
+        raise ValueError(
+            "The loader has other examples, or another order of them, in every pass: pass a list of "
+            "batches, so that all posteriors see the same."
+        )
+    return y
+
+
+def _scored(
+    la: StoredPosterior, parts: Sequence[Pushed], together: int
+) -> tuple[dict[str, float], Tensor]:
+    """Return the scores of a posterior by name, and log p(y | x) of each example."""
+    labelled = la.likelihood.labelled
+    found = concatenated(outcomes(part.prediction(la.mixture), part.y) for part in parts)
+    network = [part.network().log_prob(part.y).double()[labelled(part.y)] for part in parts]
+    evidence = joint_log_probs(parts, la.mixture, together)
+    error = (len(evidence) * evidence.var()).sqrt().item() if len(evidence) > 1 else nan
+    record = {
+        **scores(found),
+        "network NLL": -torch.cat(network).mean().item(),
+        "held-out evidence": evidence.sum().item(),
+        "evidence error": error,
+        "parameters": sum(p.numel() for p in la.model.parameters()),
+    }
+    if la.history:
+        record["seconds"] = la.history[-1]["seconds"]
+    return record, found.log_prob.cpu()

@@ -1,8 +1,8 @@
-"""Σ loss(J w, y) and G = Σ Jᵀ H J over the data, as products of one pass."""
+"""Sums over the data, Σ loss(J w, y) and G w = Σ Jᵀ H J w, each computed in one pass."""
 
 from torch_lla_em.problem.cost import Cost
 from torch_lla_em.problem.operators import WhitenedGGN, WhitenedLoss
-from torch_lla_em.problem.outputs import Outputs, outputs, pull_back
+from torch_lla_em.problem.outputs import Outputs, gathered, pull_back
 from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.problem.plan import (
     VECTORS,
@@ -26,7 +26,7 @@ __all__ = [
     "WhitenedGGN",
     "WhitenedLoss",
     "columns_held",
-    "outputs",
+    "gathered",
     "place_of_vectors",
     "prepare",
     "pull_back",

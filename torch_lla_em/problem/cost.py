@@ -1,4 +1,4 @@
-"""What a fit costs, by stage."""
+"""The cost of a fit, by stage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Cost:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Count what is spent inside as this stage's, and not as that around it."""
+        """Assign the cost of the block to this stage, and not to the stage around it."""
         self.stages()
         outer, self.running = self.running, name
         try:
@@ -35,7 +35,7 @@ class Cost:
             self.running = outer
 
     def restore(self, columns: float, stages: dict[str, Spent]) -> None:
-        """Go on from what an earlier run has spent."""
+        """Add the cost of an earlier run."""
         self.stages()
         for name, spent in self._stages.items():
             stages[name] = Spent(*(a + b for a, b in zip(stages.get(name, Spent()), spent)))
@@ -43,7 +43,7 @@ class Cost:
         self._mark = time.monotonic(), columns
 
     def stages(self) -> dict[str, Spent]:
-        """Return what every stage has taken so far."""
+        """Return the cost of every stage so far."""
         now = time.monotonic(), self.columns
         before = self._stages.get(self.running, Spent())
         seconds, columns = (b + n - m for b, n, m in zip(before, now, self._mark))

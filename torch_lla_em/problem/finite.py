@@ -1,4 +1,4 @@
-"""Numbers that are not finite: noticed at the end of a pass, and blamed on a batch."""
+"""Finds values that are not finite at the end of a pass, and the batch that they come from."""
 
 from __future__ import annotations
 
@@ -7,32 +7,20 @@ from torch import Tensor
 
 from torch_lla_em.data import Batch, tensors_in
 
-INPUTS = "The inputs of batch {} hold NaN or infinite values: remove those rows."
+INPUTS = "The inputs of batch {} hold NaN or infinite values: remove those examples."
 OUTPUTS = "The network's outputs on batch {} are not finite."
 DERIVATIVE = (
-    "The derivative of the network's outputs on batch {} is not finite, though the outputs are: "
-    "some layer has none there, as a root or a norm at 0. Give it one, as in sqrt(x + 1e-12), or "
-    "leave those rows out."
+    "The derivative of the network's outputs on batch {} is not finite, although the outputs are: "
+    "some layer has no derivative there, for example a square root or a norm at 0. Use for "
+    "example sqrt(x + 1e-12), or remove those examples."
 )
 LIKELIHOOD = (
     "The likelihood's curvature on batch {} is not finite: check the network's outputs and the "
-    "targets there for extreme values."
+    "targets of this batch for extreme values."
 )
 
-# beyond this, what is not finite is blamed on w, as of a solver that diverges
+# for larger w, values that are not finite are attributed to w, as a solver may have diverged
 _MODERATE = 1e12
-
-
-class Finite:
-    """Whether all that has to be finite in a pass is: one flag, for which no batch waits."""
-
-    def __init__(self, device: torch.device):
-        with torch.inference_mode(False):  # it is written to in place, whoever calls
-            self.fine = torch.ones((), dtype=torch.bool, device=device)
-
-    def expect(self, tensor: Tensor) -> None:
-        """Take note if a tensor is not finite."""
-        self.fine.logical_and_(all_finite(tensor))
 
 
 def require(batch: Batch, what: str, tensor: Tensor) -> None:

@@ -1,12 +1,12 @@
-"""What solvers see: A = D G D in whitened coordinates x = w / D, as products of one pass."""
+"""The interface to solvers: products with A = D G D in whitened coordinates x = w / D."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor
 
-from torch_lla_em.problem.problem import BatchProduct, Problem, T
+from torch_lla_em.problem.problem import BatchProduct, Problem
 from torch_lla_em.solvers import Operator
 
 
@@ -25,16 +25,12 @@ class WhitenedGGN(Operator):
         """Return A x, shape (K, P)."""
         return self._product(x * self.deviation).mul_(self.deviation)
 
-    def attempt(self, run: Callable[[], T]) -> tuple[T | None, str | None]:
-        """Return the result of ``run``, or the allocator's message if it ran out of memory."""
-        return self.problem.attempt(run)
-
     def rows(self) -> Tensor:
         """Return R D, shape (N C, P), with A = (R D)ᵀ R D."""
         return self.problem.rows().mul_(self.deviation)
 
     def minibatches(self) -> Iterator[tuple[int, BatchProduct]]:
-        """Yield every batch's rows and its own share of the product."""
+        """Yield the number of examples of each batch, and its part of the product."""
         for rows, product in self.problem.minibatch_products():
             yield rows, _whitened(product, self.deviation)
 
@@ -58,7 +54,7 @@ class WhitenedLoss:
         return WhitenedGGN(problem, self.deviation)
 
     def minibatches(self) -> Iterator[tuple[int, BatchProduct]]:
-        """Yield every batch's rows and its own gradient."""
+        """Yield the number of examples of each batch, and its gradient."""
         for rows, gradient in self.problem.minibatch_gradients():
             yield rows, _whitened(gradient, self.deviation)
 

@@ -1,4 +1,4 @@
-"""What the linear model says of all rows at once, where they come in the same order every pass."""
+"""Outputs of the linear model for all examples at once, if their order is the same in every pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_lla_em.problem.sweep import BLOCK, OF_ROWS, Pass, Sums
 
 
 class Outputs(NamedTuple):
-    """f and J w of all rows, with their targets."""
+    """f and J w of all examples, with their targets."""
 
     f: Tensor
     """(N, ..., C)."""
@@ -26,22 +26,23 @@ class Outputs(NamedTuple):
     """(K, N, ..., C)."""
 
 
-def outputs(problem: Problem, w: Tensor) -> Outputs | None:
-    """Return f and J w of all examples, from half a pass; None if they differ in shape."""
-    spent, group, like = problem.cost.columns, problem.data.group, problem.zeros(1)
-    pushed = problem.push_forward(w)
-    problem.cost.columns = spent + 0.5 * len(w)
+Pushed = list[tuple[Batch, Tensor, Tensor]]
+
+
+def gathered(problem: Problem, pushed: Pushed, K: int) -> Outputs | None:
+    """Return f and J w of all examples from those of batches; None if they differ in shape."""
+    group, like = problem.data.group, problem.zeros(1)
     seen = [
         [str(b.targets.dtype), list(b.targets.shape[1:]), list(f.shape[1:])] for b, f, _ in pushed
     ]
-    dtype, of_targets, of_f = group.meet("shapes of outputs", seen, _the_same)
+    dtype, of_targets, of_f = group.meet(seen, _the_same)
     if dtype is None:
         return None
     N = problem.data.num_rows
     found = Outputs(
         like.new_zeros(N, *of_f),
         like.new_zeros(N, *of_targets, dtype=getattr(torch, dtype.split(".")[1])),
-        like.new_zeros(len(w), N, *of_f),
+        like.new_zeros(K, N, *of_f),
     )
     for batch, f, Jw in pushed:
         rows = batch.rows.to(like.device)
@@ -52,7 +53,7 @@ def outputs(problem: Problem, w: Tensor) -> Outputs | None:
 
 
 def pull_back(problem: Problem, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Jᵀ u, shape (K, P), for u (K, N, ..., C), and the f (N C,) that go with it."""
+    """Return Jᵀ u, shape (K, P), for u (K, N, ..., C), and the outputs f, shape (N C,)."""
 
     def add(rows: Rows, batch: Batch, columns: Tensor, sums: Sums) -> None:
         f = rows.f
@@ -68,15 +69,15 @@ def pull_back(problem: Problem, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _place(problem: Problem, batch: Batch, outputs: Tensor, total: Tensor) -> None:
-    """Put a batch's outputs (K, B, ..., C) where they belong among all, (K, N C)."""
+    """Copy the outputs of a batch, (K, B, ..., C), to their places among all, (K, N C)."""
     rows, entries = problem.data.num_rows, outputs[:, :1].numel() // len(outputs)
-    if entries * rows != total.shape[1]:  # there is no place for them, as ``outputs`` has said
+    if entries * rows != total.shape[1]:  # they have no place, as ``gathered`` has found
         return
     every = total.view(len(total), rows, entries)
     every[:, batch.rows.to(total.device)] = outputs.reshape(*outputs.shape[:2], -1).to(total)
 
 
 def _the_same(every: list[list[list[Any]]]) -> list[Any]:
-    """Return dtype and shapes where all batches of all ranks have the same."""
+    """Return the dtype and shapes of outputs and targets if they agree on all batches and ranks."""
     seen = [one for rank in every for one in rank]
     return seen[0] if all(one == seen[0] for one in seen) else [None, None, None]

@@ -1,4 +1,4 @@
-"""Pieces of batches, and the linear model at them, whose factors are kept from pass to pass."""
+"""Splits batches into pieces, and stores the Jacobian factors of batches between passes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import LinearModel, Rows
 from torch_lla_em.runtime import is_shortage
 
-# rounding of a batch against its pieces, well below what another batch does to an example
+# tolerance for rounding when outputs of a batch and of its pieces are compared
 _SPLIT_ERROR = 1e-2
 
 
 class Pieces:
-    """Cuts batches, once it is known that examples do not depend on each other."""
+    """Splits batches, if the outputs of an example do not depend on the others in its batch."""
 
     def __init__(self, linear_model: LinearModel):
         self._model = linear_model
@@ -22,19 +22,15 @@ class Pieces:
         self.influence = 0.0
         """The relative change of the outputs for an example with the others, if they change."""
 
-    def __call__(self, whole: Batch, at_most: float, aligned: bool = False) -> list[Batch]:
-        """Return the batch in pieces, or whole where examples depend on each other.
-
-        ``aligned``: cut where multiples of ``at_most`` rows of the pass have gone by.
-        """
-        first = at_most - whole.position % at_most if aligned and at_most < inf else at_most
-        if len(whole.rows) <= first:
+    def __call__(self, whole: Batch, at_most: float) -> list[Batch]:
+        """Return the batch in pieces, or whole if examples depend on each other."""
+        if len(whole.rows) <= at_most:
             return [whole]
-        pieces = list(whole.split(int(at_most), int(first)))
+        pieces = list(whole.split(int(at_most)))
         return pieces if len(pieces) > 1 and self.stand_alone(whole) else [whole]
 
     def stand_alone(self, whole: Batch) -> bool:
-        """Whether examples have the same outputs with others beside them; of one, not known yet."""
+        """Whether outputs do not depend on the other examples; None as long as this is not known."""
         if self._alone is None and len(whole.rows) > 1:
             with self._model.network.guarded():
                 self._alone = self._compare(whole)
@@ -60,38 +56,19 @@ class Pieces:
 
 
 class KeptRows:
-    """Finds the linear model at pieces of batches, once for all pieces of a batch."""
+    """Returns the linear model at a batch, and stores its Jacobian factors between passes."""
 
     def __init__(self, linear_model: LinearModel):
         self._model = linear_model
         self.room = 0.0
-        """Bytes that factors of the Jacobian may take, while their batches are kept."""
+        """Memory in bytes that the stored Jacobian factors may use."""
 
         self.known: dict[tuple[int, int], Rows] = {}
         self._pass: Any = None
         """The kept pass whose batches they are of."""
 
-        self._last: tuple[Batch, Rows] | None = None
-        """The batch under way, and the linear model there."""
-
-    def __call__(self, piece: Batch, at_most: float, columns: float) -> Rows:
-        """Return the linear model at a piece of at most so many rows, for so many columns."""
-        whole, start = piece.whole or (piece, 0)
-        if len(whole.rows) > at_most:  # of other sizes in every pass
-            whole, start = piece._replace(kept=None), 0
-        if self._last is None or self._last[0] is not whole:
-            self._last = whole, self._found(whole, columns)
-        return self._last[1].part(slice(start, start + len(piece.rows)), piece.inputs)
-
-    def let_go(self) -> None:
-        """Let go of the batch under way."""
-        self._last = None
-
-    def forget(self) -> None:
-        """Give up all that is kept, for good."""
-        self.known, self._last, self.room = {}, None, 0.0
-
-    def _found(self, batch: Batch, columns: float) -> Rows:
+    def __call__(self, batch: Batch, columns: float) -> Rows:
+        """Return the linear model at a batch, for so many columns."""
         if batch.kept is None:
             return self._model.at(batch.inputs, columns)
         if batch.kept is not self._pass:
@@ -105,3 +82,7 @@ class KeptRows:
                 if self.room > 0:
                     self.known[batch.place] = rows
         return rows
+
+    def forget(self) -> None:
+        """Drop all stored factors, and store none from now on."""
+        self.known, self.room = {}, 0.0

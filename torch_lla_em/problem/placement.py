@@ -1,4 +1,4 @@
-"""Where vectors in weight space live: on the network's device or beside it, whole or in slices."""
+"""Where vectors in parameter space are stored: on which device, and whole or in slices per rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger("torch_lla_em")
 
 
 class Vectors:
-    """Makes vectors where they are stored, and returns which of their entries are stored here."""
+    """Creates vectors on the device that stores them, and selects the entries of this rank."""
 
     def __init__(self, linear_model: LinearModel):
         self.whole_layout = linear_model.layout
@@ -35,7 +35,7 @@ class Vectors:
 
     @property
     def _width(self) -> int:
-        # never of the same size on all ranks, so that shapes tell slices from all else
+        # slices differ in size between ranks, so that a shape shows whether a tensor is a slice
         return self.whole_layout.size // (1 if self.group is None else self.group.size) + 1
 
     @property
@@ -61,30 +61,30 @@ class Vectors:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def home(self, count: int, size: int) -> Tensor:
-        """Return an uninitialised block where vectors live: pinned beside a GPU, while there is any."""
+        """Return an uninitialised block on the device of the vectors, in pinned memory if possible."""
         if self._pinned and self.device.type == "cpu":
             try:
                 return torch.empty(count, size, dtype=self.dtype, device="cpu", pin_memory=True)
             except RuntimeError as error:  # drivers have several words for it
                 self._pinned = False
                 what = str(error).split("\n")[0]
-                logger.warning("Pinned memory ended, pageable memory is taken instead (%s).", what)
+                logger.warning("Out of pinned memory; using pageable memory instead (%s).", what)
         return torch.empty(count, size, dtype=self.dtype, device=self.device)
 
     def visiting(self, vectors: Tensor) -> Tensor:
-        """Return vectors (K, P), whole and where the network is."""
+        """Return whole vectors (K, P) on the device of the network."""
         vectors = self.whole(vectors)
         return vectors if self.device.type == self.near.type else vectors.to(self.near, copy=True)
 
     def own(self, vectors: Tensor) -> Tensor:
-        """Return what lies on this rank of vectors (..., P)."""
+        """Return this rank's entries of vectors (..., P)."""
         if self.group is None:
             return vectors
         start, stop = self._slice
         return vectors[..., start:stop].clone()
 
     def whole(self, vectors: Tensor) -> Tensor:
-        """Return vectors (K, P) of everybody's slices."""
+        """Return whole vectors (K, P), gathered from the slices of all ranks."""
         if self.group is None:
             return vectors
         missing = self._width - vectors.shape[1]

@@ -1,4 +1,4 @@
-"""Where the Hessian H of the likelihood is taken: at the network's outputs, or at J w for some w."""
+"""The outputs at which the Hessian H of the likelihood is evaluated: f, or J w for some w."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _OUTPUTS_KEPT = 1 << 26
 
 
 class Point:
-    """The outputs at which H is taken, for one batch after the other."""
+    """Returns the outputs at which H is evaluated, for each batch."""
 
     def __init__(self, data: Data, w: Tensor | None = None):
         self._data = data
         self.w = w
-        """The w of J w, (1, P), where the network is; None: the network's own outputs."""
+        """The w of J w, (1, P), on the network's device; None: the network's own outputs."""
 
         self._known: dict[tuple[int, int], Tensor] = {}
         self._last: tuple[Rows, Tensor] | None = None
 
     def of(self, rows: Rows) -> Tensor:
-        """Return the outputs at which H is taken, (B, ..., C)."""
+        """Return the outputs at which H is evaluated, (B, ..., C)."""
         return rows.f if self.w is None else rows.push(self.w)[0]
 
     def push(self, rows: Rows, batch: Batch, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the outputs at which H is taken, and J w: one column more, unless they are known."""
+        """Return the outputs at which H is evaluated, and J w; this takes one more column at most."""
         if self.w is None:
             Jw = rows.push(w)
             return rows.f, Jw

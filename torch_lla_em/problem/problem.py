@@ -1,11 +1,11 @@
-"""The problem: linear model, likelihood and data, as products that take one pass each."""
+"""The problem of a fit: linear model, likelihood and data, as products that take one pass each."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
 from math import inf
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,19 +14,12 @@ from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, ParameterLayout, Rows
 from torch_lla_em.likelihoods import Likelihood, Regression, compare_with_log_prob
 from torch_lla_em.problem.cost import Cost
-from torch_lla_em.problem.finite import (
-    DERIVATIVE,
-    LIKELIHOOD,
-    OUTPUTS,
-    is_finite,
-    is_moderate,
-    require,
-)
+from torch_lla_em.problem.finite import DERIVATIVE, LIKELIHOOD, OUTPUTS, is_moderate, require
 from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.problem.point import Point
 from torch_lla_em.problem.row_squares import RowSquares
-from torch_lla_em.problem.sweep import BLOCK, SCALAR, VECTOR, Add, Fold, Pass, Sums, Sweep
-from torch_lla_em.runtime import attempt, normals
+from torch_lla_em.problem.sweep import BLOCK, SCALAR, VECTOR, Fold, Pass, Sums, Sweep
+from torch_lla_em.runtime import normals
 from torch_lla_em.solvers import Space
 
 _EPSILON_STREAM = 1
@@ -35,27 +28,25 @@ _EPSILON_STREAM = 1
 _LEAST_SHARE = 1e-2
 
 BatchProduct = Callable[[Tensor], Tensor]
-Cotangent = Callable[[Batch, Tensor, Tensor], Tensor]
-"""(batch, outputs (B, ..., C) that H is taken at, J w) -> u."""
-
-T = TypeVar("T")
+Cotangent = Callable[[Rows, Batch, Tensor], Tensor]
+"""(linear model at the batch, batch, w) -> u, (K, B, ..., C), of which Jᵀ u is added."""
 
 
 class NoiseFeatures(NamedTuple):
-    """The part of the stochastic prior that the data determine."""
+    """The part of the random probes that depends on the data."""
 
     eta: Tensor
     """η_k = Σ_n J_nᵀ S_n ε_nk ~ N(0, G), shape (K, P)."""
 
     squares: Tensor
-    """The expected squared feature s², shape (P,); 0 where it was not asked for."""
+    """The expected squared feature s², shape (P,); 0 if it was not requested."""
 
 
 class Problem:
     """Σ_n loss(J_n w, y_n) over the data, its gradient, and products with G = Σ_n J_nᵀ H_n J_n.
 
     All vectors here are in weight space; solvers see them through ``operators.py``. ``sweep`` goes
-    over the data, and handles memory, ranks, and vectors that live beside the device.
+    over the data, and handles memory, ranks, and vectors that are stored on another device.
     """
 
     def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
@@ -72,30 +63,25 @@ class Problem:
         """Return G w, shape (K, P)."""
 
         def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-            at, Jw = self.point.push(rows, batch, w)
-            self.inspect(rows, batch)
-            rows.pull(self._curved(batch, at, Jw), sums["Gw"])
+            rows.pull(self._curved(rows, batch, w), sums["Gw"])
 
-        total = self.sweep(w, Pass({"Gw": BLOCK}, add, self._looks(self._curved)))["Gw"]
+        total = self.sweep(w, Pass({"Gw": BLOCK}, add, self._examine))["Gw"]
         self.cost.columns += len(w)
         return total
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n -log p(y_n | J_n w) and its gradient, shape (P,)."""
-        problem = self.with_curvature_at(None)
 
         def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-            at, Jw = problem.point.push(rows, batch, w)
+            Jw = rows.push(w)
             self.inspect(rows, batch)
             log_prob = self.likelihood.log_prob(Jw, batch.targets).sum(dtype=torch.float64)
-            rows.pull(self._sloped(batch, at, Jw), sums["gradient"])
+            rows.pull(self._masked(self.likelihood.gradient(Jw, batch.targets), batch), sums["g"])
             sums["loss"] -= log_prob
 
-        # a likelihood that is not finite is a step too long, which solvers know
-        looks = problem._looks(self._sloped, may_overflow=True)
-        sums = self.sweep(w[None], Pass({"loss": SCALAR, "gradient": BLOCK}, add, looks))
+        sums = self.sweep(w[None], Pass({"loss": SCALAR, "g": BLOCK}, add, self._examine))
         self.cost.columns += 1
-        return sums["loss"].item(), sums["gradient"][0]
+        return sums["loss"].item(), sums["g"][0]
 
     def noise_features(
         self, num_samples: int, seed: int, with_squares: bool = True
@@ -117,27 +103,27 @@ class Problem:
             if with_squares:
                 noise = squares_of.columns(samples, at)
                 own = u if noise is None else self._root(batch, at, noise)
-                sums["squares"] += squares_of(rows, batch.position, samples, (own, product))
+                sums["squares"] += squares_of(rows, own, product)
             sums["eta"] += product
             if unknown:
                 y = batch.targets.double()
                 errors = (y - gaussian.mean(at).double()).square().sum()
-                # a batch comes once for every group of samples that is taken at once
+                # a batch is processed once for each group of samples
                 sums["errors"] += len(samples) * errors
                 sums["targets"] += len(samples) * y.square().sum()
 
         kinds = {"eta": BLOCK, "squares": VECTOR}
         kinds |= {"errors": SCALAR, "targets": SCALAR} if unknown else {}
         at_most = squares_of.rows_at_once if with_squares else inf
-        task = Pass(kinds, add, self._looks(), at_most, squares=with_squares)
+        task = Pass(kinds, add, self._examine, at_most, squares=with_squares)
         sums = self.sweep(torch.arange(num_samples, device="cpu"), task)
         eta, squares = sums["eta"], sums["squares"]
         self.cost.columns += num_samples
-        # what cancels up to rounding moves no output, and must not be scaled up to do so
+        # a feature that is only rounding is 0: it must not be scaled up
         largest = self.space.largest(squares.max().item())
         squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * largest
         if unknown:
-            # networks that have overfitted have next to no residuals
+            # networks that have overfitted have residuals close to 0
             square = max(sums["errors"].item(), _LEAST_SHARE * sums["targets"].item())
             sigma = (square / (num_samples * self.data.num_targets)) ** 0.5 or 1.0
             self.take_noise(torch.tensor(sigma, dtype=torch.float64, device="cpu"))
@@ -145,12 +131,12 @@ class Problem:
         return NoiseFeatures(eta, squares / (num_samples * self.data.num_rows))
 
     def take_noise(self, sigma: Tensor) -> None:
-        """Take σ of a Gaussian likelihood, where the first pass has found it."""
+        """Use the σ of a Gaussian likelihood that the first pass has estimated, if any."""
         gaussian: Any = self.likelihood
         self.likelihood = gaussian.at_noise(sigma)
 
     def rows(self) -> Tensor:
-        """Return R, shape (N C, P), with G = RᵀR: all of J, so for few data only."""
+        """Return R, shape (N C, P), with G = RᵀR; for small data sets only."""
         parts = [self.vectors.whole_zeros(0)]
 
         def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
@@ -161,11 +147,11 @@ class Problem:
             for start in range(0, len(u), step):
                 near = torch.zeros_like(R[start : start + step], device=u.device)
                 rows.pull(u[start : start + step], near)
-                self.sweep.finite.expect(near)
+                self.sweep.expect_finite(near)
                 R[start : start + step] = near
             parts.append(R)
 
-        self.sweep.over(torch.arange(1 << 16, device="cpu"), Pass({}, add, self._looks()))
+        self.sweep.over(torch.arange(1 << 16, device="cpu"), Pass({}, add, self._examine))
         rows = self.vectors.own(self.data.group.gather(torch.cat(parts)))
         self.cost.columns += len(rows) // self.data.num_rows
         return rows
@@ -179,16 +165,11 @@ class Problem:
             Jw = rows.push(w)
             self.inspect(rows, batch)
             if moderate:
-                self.sweep.finite.expect(Jw)
+                self.sweep.expect_finite(Jw)
             found.append((batch, rows.f, Jw))
 
-        def look(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
-            require(batch, OUTPUTS, rows.f)
-            if moderate:
-                require(batch, DERIVATIVE, rows.push(w))
-
-        self.sweep.over(torch.arange(len(w), device="cpu"), Pass({}, add, look))
-        self.cost.columns += len(w)
+        self.sweep.over(torch.arange(len(w), device="cpu"), Pass({}, add, self._examine))
+        self.cost.columns += 0.5 * len(w)  # half a product
         return found
 
     def minibatch_products(self) -> Iterator[tuple[int, BatchProduct]]:
@@ -197,7 +178,7 @@ class Problem:
 
     def minibatch_gradients(self) -> Iterator[tuple[int, BatchProduct]]:
         """Yield every batch's rows and its own gradient w -> J_bᵀ ∇loss(J_b w)."""
-        return self.with_curvature_at(None)._minibatches(self._sloped)
+        return self._minibatches(self._sloped)
 
     # the same problem, otherwise
 
@@ -216,17 +197,21 @@ class Problem:
     # one batch
 
     def _at(self, rows: Rows, batch: Batch) -> Tensor:
-        """Return where H is taken, (B, ..., C)."""
+        """Return the outputs at which H is evaluated, (B, ..., C)."""
         at = self.point.of(rows)
         self.inspect(rows, batch)
         return at
 
-    def _curved(self, batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
+    def _curved(self, rows: Rows, batch: Batch, w: Tensor) -> Tensor:
         """Return H J w."""
+        at, Jw = self.point.push(rows, batch, w)
+        self.inspect(rows, batch)
         return self._masked(self.likelihood.hessian_product(at, Jw), batch)
 
-    def _sloped(self, batch: Batch, at: Tensor, Jw: Tensor) -> Tensor:
+    def _sloped(self, rows: Rows, batch: Batch, w: Tensor) -> Tensor:
         """Return ∇loss(J w)."""
+        Jw = rows.push(w)
+        self.inspect(rows, batch)
         return self._masked(self.likelihood.gradient(Jw, batch.targets), batch)
 
     def _root(self, batch: Batch, at: Tensor, noise: Tensor) -> Tensor:
@@ -241,11 +226,11 @@ class Problem:
         return u * (mask.sqrt() if root else mask)
 
     def inspect(self, rows: Rows, batch: Batch) -> None:
-        """Expect outputs to be finite; in the first pass, check targets against them."""
+        """Note whether outputs are finite; in the first pass, check the targets."""
         if not self.sweep.is_new(rows):
             return
         data, f = self.data, rows.f
-        self.sweep.finite.expect(f)
+        self.sweep.expect_finite(f)
         if data.num_passes == 0:
             is_first = data.num_outputs == 0
             data.num_outputs += f.numel()
@@ -254,42 +239,24 @@ class Problem:
                 if is_first:
                     compare_with_log_prob(self.likelihood, f, batch.targets)
             except (TypeError, ValueError) as error:
-                if torch.isfinite(f).all():  # else that is refused when the pass has ended
+                if torch.isfinite(f).all():  # otherwise refused at the end of the pass
                     raise type(error)(f"Batch {batch.index}: {error}") from None
 
-    def _looks(self, cotangent: Cotangent | None = None, may_overflow: bool = False) -> Add:
-        """Return what raises at a batch where something is not finite.
-
-        ``cotangent`` is what the pass pulls back of J w; None: S ε.
-        """
-
-        def look(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-            require(batch, OUTPUTS, rows.f)
-            if cotangent is None:
-                at = self.point.of(rows)
-                u = self._root(batch, at, torch.ones_like(at)[None])
-            elif is_moderate(w):
-                at, Jw = self.point.push(rows, batch, w)
-                require(batch, DERIVATIVE, Jw)
-                u = cotangent(batch, at, Jw)
-            else:
-                return
-            if may_overflow and not is_finite(u):
-                return
-            require(batch, LIKELIHOOD, u)
-            total = torch.zeros(
-                len(u), self.linear_model.layout.size, dtype=self.dtype, device=u.device
-            )
-            rows.pull(u, total)
-            require(batch, DERIVATIVE, total)
-
-        return look
+    def _examine(self, rows: Rows, batch: Batch) -> None:
+        """Raise an error that names the batch if its inputs, outputs or derivatives are not finite."""
+        require(batch, OUTPUTS, rows.f)
+        ones = torch.ones(1, self.linear_model.layout.size, dtype=self.dtype, device=rows.f.device)
+        Jw, total = rows.push(ones), torch.zeros_like(ones)
+        rows.pull(torch.ones_like(Jw), total)
+        require(batch, DERIVATIVE, Jw)
+        require(batch, DERIVATIVE, total)
+        require(batch, LIKELIHOOD, self._curved(rows, batch, ones))
 
     # vectors, memory, checkpoints
 
     @property
     def space(self) -> Space:
-        """What an inner product is here: of slices, a sum over ranks."""
+        """Inner products of vectors; for slices they are sums over ranks."""
         return Space() if self.vectors.group is None else Space(self.vectors.group)
 
     @property
@@ -299,45 +266,34 @@ class Problem:
 
     @property
     def size(self) -> int:
-        """P, or how many of the weights lie on this rank."""
+        """P, or the number of entries that this rank stores."""
         return self.layout.size
 
     @property
     def device(self) -> torch.device:
-        """Where vectors live."""
+        """The device of vectors."""
         return self.vectors.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of vectors: single precision at least."""
+        """The dtype of vectors, float32 or higher."""
         return self.vectors.dtype
 
     @property
     def w_MAP(self) -> Tensor:
-        """The trained weights, shape (P,), where vectors live."""
+        """The trained weights, shape (P,), on the device of vectors."""
         return self.vectors.own(self.linear_model.w_MAP.to(self.device, self.dtype))
 
     def zeros(self, num_vectors: int) -> Tensor:
         """Return vectors in weight space, shape (num_vectors, P)."""
         return self.vectors.zeros(num_vectors)
 
-    def attempt(self, run: Callable[[], T]) -> tuple[T | None, str | None]:
-        """Return the result, or the allocator's message; out of memory, cached factors are dropped."""
-        if self.data.group.size > 1:  # ranks would have to keep or drop it together
-            return run(), None
-        found, shortage = attempt(run)
-        if shortage:
-            self.sweep.kept.forget()
-        return found, shortage
-
     def _minibatches(self, cotangent: Cotangent) -> Iterator[tuple[int, BatchProduct]]:
         for num_rows, fold in self.sweep.steps():
 
             def product(w: Tensor, num_rows: int = num_rows, fold: Fold = fold) -> Tensor:
                 def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-                    at, Jw = self.point.push(rows, batch, w)
-                    self.inspect(rows, batch)
-                    rows.pull(cotangent(batch, at, Jw), sums["sum"])
+                    rows.pull(cotangent(rows, batch, w), sums["sum"])
 
                 self.cost.columns += len(w) * num_rows / (self.data.num_rows or 1)
                 return fold(w, Pass({"sum": BLOCK}, add))["sum"]

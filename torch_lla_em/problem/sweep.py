@@ -1,4 +1,4 @@
-"""The one loop over the data: what every batch adds, in pieces that fit, summed over ranks."""
+"""The loop over the data: adds up batches in pieces that fit into memory, and sums over ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, NetworkState, Rows, explained, layer_of
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.problem.finite import OUTPUTS, Finite, all_finite, is_finite, is_moderate, require
+from torch_lla_em.problem.finite import OUTPUTS, all_finite, is_moderate, require
 from torch_lla_em.problem.pieces import KeptRows, Pieces
 from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.runtime import DoesNotFit, is_shortage, release, shortage_of
@@ -22,8 +22,8 @@ from torch_lla_em.runtime import DoesNotFit, is_shortage, release, shortage_of
 logger = logging.getLogger("torch_lla_em")
 
 BLOCK, VECTOR, SCALAR, OF_ROWS = "block", "vector", "scalar", "of rows"
-"""What is summed: a vector a column, (K, P); one vector, (P,); a number in float64; or what
-a column says of every example, (K, N C), each example's own once."""
+"""Kinds of sums: a vector per column, (K, P); one vector, (P,); a number in float64; or values of
+every example per column, (K, N C), each of which is added only once."""
 
 _BY_COLUMN = BLOCK, OF_ROWS
 
@@ -38,20 +38,20 @@ Whatever takes memory has to come before the first number is added."""
 
 
 class Pass(NamedTuple):
-    """One pass: what is summed, and how a batch adds to it."""
+    """One pass: the kinds of its sums, and the function that adds a batch."""
 
     kinds: dict[str, str]
     """BLOCK, VECTOR, SCALAR or OF_ROWS, by name; of none, all columns come at once."""
 
     add: Add
-    look: Add | None = None
-    """What raises at a batch where something is not finite."""
+    examine: Callable[[Rows, Batch], None] | None = None
+    """Raises an error at a batch where something is not finite."""
 
     at_most: float = inf
-    """Rows at a time, cut at multiples of it, where the network takes rows alone."""
+    """Number of examples at a time, if the network can process them separately."""
 
     squares: bool = False
-    """Whether the squares of single rows are needed, which takes factors where there are any."""
+    """Whether squares of single examples are needed, for which factors are used if possible."""
 
 
 Fold = Callable[[Tensor, Pass], Sums]
@@ -61,8 +61,8 @@ Fold = Callable[[Tensor, Pass], Sums]
 class Sweep:
     """Takes passes over the data.
 
-    The only handler of memory that runs out in a pass: it takes fewer columns at once from then
-    on, then fewer rows, and goes on where it was. What did not help is taken back.
+    Handles out-of-memory errors during a pass: it continues with fewer columns at a time, then with
+    fewer examples. A reduction that did not help is undone.
     """
 
     def __init__(
@@ -70,26 +70,27 @@ class Sweep:
     ):
         self.linear_model, self.data, self.vectors = linear_model, data, vectors
         self._likelihood = likelihood
-        self.finite = Finite(linear_model.network.device)
-        """Whether the pass under way is."""
+        with torch.inference_mode(False):  # it is written to in place, whoever calls
+            self._fine = torch.ones((), dtype=torch.bool, device=linear_model.network.device)
+        """Whether all outputs of this pass are finite; read once, at its end."""
 
         self.pieces, self.kept = Pieces(linear_model), KeptRows(linear_model)
         self._begun_with = NetworkState(linear_model.network, exact=False)
         self.rows = inf
-        """Rows of a batch at once."""
+        """Largest number of examples that are processed at once."""
 
         self.batch_rows = inf
-        """Rows beyond which a batch is taken as several, because they are no cheaper together."""
+        """Number of examples above which a batch is split, because larger batches are not cheaper."""
 
         self.columns: int | None = None
-        """Columns on the device at once, where vectors live elsewhere; None: all of them."""
+        """Columns that are on the device at once, if vectors are stored elsewhere; None: all."""
 
         self._seen: Rows | None = None
         self._loaded = 0
-        """Rows of the loader's batch that is under way."""
+        """Number of examples of the current batch of the loader."""
 
         self.report: Callable[[float | None], None] | None = None
-        """Called with the share of a pass that is done, if that is known."""
+        """Function that is called with the finished share of a pass, if it is known."""
 
     def take(self, columns: int | None, rows: int | None) -> None:
         """Take at most so many columns, and rows of a batch, at once."""
@@ -98,19 +99,22 @@ class Sweep:
         self.rows = min(self.rows, rows or inf)
 
     def __call__(self, w: Tensor, task: Pass, batch: Batch | None = None) -> Sums:
-        """Return the sums over all batches of all ranks, or over one of each, where vectors live.
+        """Return the sums over all batches of all ranks, or over one batch of each.
 
-        For columns w, (K, P), or the numbers of samples, (K,). Where vectors live beside the
-        device, or in slices on the ranks, a group of columns after the other takes a pass.
+        The columns are w, (K, P), or the numbers of samples, (K,). If vectors are stored on another
+        device or in slices, each group of columns takes a pass of its own.
         """
         vectors, step = self.vectors, self.columns or len(w)
         if vectors.group is not None:  # no rank ever holds more than its share of the vectors
             step = min(step, -(-len(w) // vectors.group.size))
-        w = self._agreed(w)
         found: Sums = {}
         for start in range(0, len(w), step):
             columns = slice(start, start + step)
-            near = vectors.visiting(w[columns]) if w.is_floating_point() else w[columns]
+            near = w[columns]
+            if w.is_floating_point():
+                near = vectors.visiting(near)
+                if vectors.group is None:  # rounding differs between machines
+                    near = self.data.group.from_first(near)
             for name, own in self.over(near, task, batch).items():
                 kind = task.kinds[name]
                 sliced = vectors.group is not None and kind in (BLOCK, VECTOR)
@@ -127,16 +131,17 @@ class Sweep:
         return found
 
     def over(self, w: Tensor, task: Pass, batch: Batch | None = None) -> Sums:
-        """Return the sums over this rank's batches, or over one, where the network is."""
+        """Return the sums over this rank's batches, or over one batch, on the network's device."""
         limits, sums, rows_done = (self.linear_model.columns, self.rows), self._zeros(w, task), 0
         try:
-            for one in self.batches(task.at_most) if batch is None else [batch]:
-                todo = [(piece, 0) for piece in self.pieces(one, self.rows) if len(piece.rows)]
+            for one in self.batches() if batch is None else [batch]:
+                pieces = self.pieces(one, min(self.rows, task.at_most))
+                todo = [(piece, 0) for piece in pieces if len(piece.rows)]
                 while todo:  # pieces of the batch, and how many of their columns are done
                     piece, done = todo.pop(0)
                     step, counted = len(w) - done, self.data.num_outputs
                     try:
-                        rows = self.kept(piece, self.rows, inf if task.squares else step)
+                        rows = self.kept(piece, inf if task.squares else step)
                         step = min(step, (rows.columns if task.kinds else None) or step)
                         for columns in w[done:].split(step):
                             task.add(rows, piece, columns, _of(sums, task, done, len(columns)))
@@ -145,7 +150,6 @@ class Sweep:
                     except (RuntimeError, MemoryError) as error:
                         shortage = shortage_of(error)
                     rows = self._seen = None
-                    self.kept.let_go()
                     release()  # what the failed attempt held is free only outside of the handler
                     self.data.num_outputs = counted
                     self._halve(piece, min(step, self.linear_model.columns or step), shortage)
@@ -155,39 +159,35 @@ class Sweep:
         except DoesNotFit:
             self.linear_model.columns, self.rows = limits
             raise
-        finally:
-            self.kept.let_go()
-        if batch is None and task.look is not None:
-            self._name_fault(w, task, sums)
+        if batch is None and task.examine is not None and self._is_faulty(w, sums):
+            examine = task.examine
+            # where nothing is found, sums are left as they are
+            self.over(w[:1], Pass({}, lambda rows, batch, *_: examine(rows, batch)))
         return sums
 
     def steps(self) -> Iterator[tuple[int, Fold]]:
-        """Yield the rows of one batch of every rank, and the pass over them; ranks go together."""
+        """Yield the number of examples of one batch per rank, and the pass over these batches."""
         for batch in self.batches(in_step=True):
             yield batch.step_rows or len(batch.rows), partial(self, batch=batch)
 
-    def batches(self, at_most: float = inf, in_step: bool = False) -> Iterator[Batch]:
+    def batches(self, in_step: bool = False) -> Iterator[Batch]:
         """Yield the batches of one pass, inside the network's guard."""
-        self.finite.fine.fill_(True)
-        position, class_dim = 0, self.linear_model.network.class_dim
+        self._fine.fill_(True)
+        class_dim = self.linear_model.network.class_dim
         with self.linear_model.network.guarded():
             for whole in self.data.batches(in_step=in_step):
                 if in_step and not len(whole.rows):
                     yield whole
                     continue
                 self.probe(whole)
-                whole, self._loaded = whole._replace(position=position), len(whole.rows)
-                position += len(whole.rows)
-                for part in [whole] if in_step else self.pieces(whole, self.batch_rows):
-                    start = 0
-                    for batch in self.pieces(part, at_most, aligned=True):
-                        targets = self._likelihood.align(batch.targets, class_dim)
-                        yield batch._replace(targets=targets, whole=(part, start))
-                        start += len(batch.rows)
+                self._loaded = len(whole.rows)
+                for batch in [whole] if in_step else self.pieces(whole, self.batch_rows):
+                    targets = self._likelihood.align(batch.targets, class_dim)
+                    yield batch._replace(targets=targets, kept=whole.kept)
         self.refuse_changes()
 
     def probe(self, batch: Batch) -> None:
-        """Have the network's derivatives checked, the first time."""
+        """Check the derivatives of the network, at the first batch."""
         if self.linear_model.report is None:
             try:
                 with explained(self.linear_model.network, batch.inputs):
@@ -198,34 +198,36 @@ class Sweep:
                 raise
 
     def refuse_changes(self) -> None:
-        """Raise where the weights are no longer those that the fit began with.
+        """Raise an error if the weights have changed since the start of the fit.
 
-        It waits for the device, and is to be called before anything is kept.
+        Call it before results are stored. It synchronises with the device.
         """
         changed = self._begun_with.changed(self.linear_model.network)
         if changed is not None:
             raise RuntimeError(
-                f"The network's {changed!r} was changed while it was being fitted: leave the network "
-                "alone until fit returns, or fit a copy.deepcopy of it."
+                f"The network's {changed!r} was changed during the fit. Do not change the network "
+                "until fit returns, or fit a copy.deepcopy of it."
             )
 
     def _probe(self, batch: Batch) -> None:
         model, few = self.linear_model, next(batch.split(_FEW))
         try:
-            model.probe(few.inputs)
+            model.probe(few.inputs, needs_path=False)
         except Exception as error:
             in_network = layer_of(error, model.network) is not None and not is_shortage(error)
             if len(few.rows) == len(batch.rows) or not in_network:
                 raise
-            model.probe(batch.inputs)  # inputs that only look as if they went by examples
+            model.probe(
+                batch.inputs, needs_path=False
+            )  # inputs that only look as if they went by examples
 
     def is_new(self, rows: Rows) -> bool:
-        """Whether these rows have not been asked for before this."""
+        """Whether these examples were not processed before in this pass."""
         is_new, self._seen = self._seen is not rows, rows
         return is_new
 
     def _say(self, rows: int) -> None:
-        """Report that so many rows of this pass are done."""
+        """Report the progress of this pass."""
         if self.report is not None:
             data = self.data
             number = data.num_rows or (data.num_batches() or 0) * self._loaded
@@ -233,25 +235,23 @@ class Sweep:
             self.report(min(1.0, rows * data.group.size / number) if known else None)
 
     def _halve(self, piece: Batch, columns: int, shortage: str) -> None:
-        """Take less than so many columns at once from now on; raise where that cannot be."""
+        """Halve the number of columns or examples that are processed at once; raise if not possible."""
         model = self.linear_model
         if model.factored is not None:
             self.kept.forget()
             model.leave_factors()
         elif columns > 1:
-            logger.warning("Out of memory: from now on %d columns at a time.", columns // 2)
+            logger.warning("Out of memory: continuing with %d columns at a time.", columns // 2)
             model.columns = columns // 2
-        elif model.path.shared:  # a shared forward pass holds two at once
-            model.path = model.path._replace(shared=False)
         else:
             size = (len(piece.rows) + 1) // 2
             if len(self.pieces(piece, size)) == 1:
                 raise DoesNotFit(no_room(piece, model.layout.size, shortage))
-            logger.warning("Out of memory: from now on at most %d rows of a batch at a time.", size)
+            logger.warning("Out of memory: continuing with at most %d examples at a time.", size)
             self.rows = size
 
     def _zeros(self, w: Tensor, task: Pass) -> Sums:
-        """Return sums of nothing, where the network is."""
+        """Return sums that are 0, on the network's device."""
         device, P = self.linear_model.network.device, self.linear_model.layout.size
         shapes = {BLOCK: (len(w), P), VECTOR: (P,), OF_ROWS: (len(w), self.data.num_outputs)}
         return {
@@ -261,24 +261,19 @@ class Sweep:
             for name, kind in task.kinds.items()
         }
 
-    def _agreed(self, w: Tensor) -> Tensor:
-        """Return w, or rank 0's where another machine's rounding has led to other bits."""
-        group = self.data.group
-        if group.size == 1 or self.vectors.group is not None or not w.is_floating_point():
-            return w
-        mark = [w.double().sum().item(), w.double().norm().item()]
-        alike = group.meet(f"a pass at {tuple(w.shape)}", repr(mark), lambda m: len(set(m)) == 1)
-        return w if alike else group.from_first(w)
+    def expect_finite(self, tensor: Tensor) -> None:
+        """Note whether a tensor is finite, for the end of the pass."""
+        self._fine.logical_and_(all_finite(tensor))
 
-    def _name_fault(self, w: Tensor, task: Pass, sums: Sums) -> None:
-        """Name the batch at fault where sums are not finite; w beyond all measure, solvers know."""
-        vectors, fine = [total for total in sums.values() if total.dim()], self.finite.fine
-        moderate = is_moderate(w) if w.is_floating_point() else torch.ones_like(fine)
-        # read at once, as the host waits each time
-        fine, known, *finite = torch.stack([fine, moderate, *map(all_finite, vectors)]).tolist()
-        fault = not fine or (known and not (all(finite) or all(map(is_finite, vectors))))
-        if self.data.group.meet("sums that are not finite", fault, any):
-            self.over(w, Pass({}, task.look, at_most=task.at_most))
+    def _is_faulty(self, w: Tensor, sums: Sums) -> bool:
+        """Whether a value is not finite on some rank, although w is moderate."""
+        fine = torch.stack(
+            [all_finite(total) for total in sums.values() if total.dim()] or [self._fine]
+        )
+        if w.is_floating_point():
+            fine = fine | ~is_moderate(w)
+        faults = (~(fine.all() & self._fine)).double()
+        return self.data.group.sum(faults).item() > 0
 
 
 def _of(sums: Sums, task: Pass, start: int, count: int) -> Sums:
@@ -288,13 +283,13 @@ def _of(sums: Sums, task: Pass, start: int, count: int) -> Sums:
 
 
 def no_room(piece: Batch, P: int, shortage: str) -> str:
-    """Return the message where one column of a piece that cannot be cut does not fit."""
+    """Return the error message if one column of a piece that cannot be split does not fit."""
     rows = len(piece.rows)
     return (
         f"One column of {rows} row{'s' * (rows > 1)} of batch {piece.index} does not fit into "
-        f"memory ({shortage}). It takes a forward pass that keeps its activations, twice their "
-        f"largest, and 2 P numbers for a direction and a gradient ({2 * P * 4 / 1e9:.2g} GB "
-        f"for P = {P}). What helps: smaller batches or inputs; fewer random weights "
-        '(parameters="last_layer", or name patterns); fewer samples, or their vectors on the '
-        'CPU (compute=Compute(vectors="cpu")).'
+        f"memory ({shortage}). It needs a forward pass with its activations, twice the largest of "
+        f"them, and 2 P numbers for a direction and a gradient ({2 * P * 4 / 1000000000.0:.2g} GB "
+        f"for P = {P}). Use smaller batches or inputs, fewer parameters in the posterior "
+        '(parameters="last_layer", or name patterns), fewer samples, or keep their vectors on '
+        'the CPU (compute=Compute(vectors="cpu")).'
     )

@@ -15,7 +15,6 @@ from torch_lla_em.runtime.memory import (
     release,
     release_pinned,
     shortage_of,
-    words_of,
 )
 from torch_lla_em.runtime.noise import mixed, normal, normals
 from torch_lla_em.runtime.options import check_options
@@ -48,6 +47,5 @@ __all__ = [
     "shortage_of",
     "tf32",
     "unpack",
-    "words_of",
     "write_atomically",
 ]

@@ -1,12 +1,11 @@
-"""How products are computed and where vectors are stored, which does not change the result."""
+"""Options for the precision of products, the place of vectors, and limits on memory."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,40 +17,39 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Compute:
-    """How a fit uses its device; the defaults are right if the model fits into memory.
+    """Precision and memory of a fit. The defaults choose what fits into memory.
 
     Example:
         >>> la = LinearisedLaplace(model, "classification", compute=Compute(vectors="cpu"))
     """
 
-    precision: str = "float32"
-    """Precision of matrix products inside the network: "float32" (or the model's own), "tf32" on
-    CUDA, "bfloat16" by autocast. The error of products is measured on the first batch and logged.
-    Solvers compute in float32 at least."""
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"
+    """Precision of matrix products inside the network: "float32" (default: the dtype of the model),
+    "tf32" on CUDA, or "bfloat16" by autocast. The error of the products is measured on the first
+    batch and logged. Solvers always use float32 or higher."""
 
-    vectors: str = "auto"
-    """Where samples, directions and the Krylov basis are stored: on the model's "device", or on the
-    "cpu", from which a few columns at a time are copied to the device; "auto": wherever they fit."""
+    vectors: Literal["auto", "device", "cpu"] = "auto"
+    """Where samples and directions are stored: on the model's "device", or on the "cpu", from which
+    a few at a time are copied to the device. Default "auto": on the device if they fit."""
 
     columns: int | None = None
-    """Largest number of columns that are multiplied at once; None: as many as fit."""
+    """Largest number of columns that are multiplied at once. Default None: as many as fit."""
 
     rows: int | None = None
-    """Largest number of examples of a batch that are used at once; None: as many as fit."""
+    """Largest number of examples that are processed at once. Default None: as many as fit."""
 
     keep_data: bool = True
-    """Join small batches, and keep them on the device if a quarter of its memory holds them: those of
-    a list at once, others once two passes were the same. False reads the loader at every pass, and
-    takes its batches as they are."""
+    """Whether to join small batches, and to keep the batches on the device if they fit into a quarter
+    of its memory. Default True. False takes the batches from the loader in every pass."""
 
     graphs: InitVar[bool] = False
 
     def __post_init__(self, graphs: bool) -> None:
         if graphs:
             raise TypeError(
-                "Compute(graphs=True) is no longer supported: CUDA graphs were never shown to be "
-                "faster. Leave `graphs` out; where small batches keep a GPU waiting for launches, "
-                "use larger ones, or keep_data=True, which joins small batches."
+                "Compute(graphs=True) is no longer supported, because CUDA graphs did not make fits "
+                "faster. Leave `graphs` out. If small batches leave the GPU idle, use larger "
+                "ones, or keep_data=True, which joins small batches."
             )
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
@@ -62,7 +60,7 @@ class Compute:
 
 
 def check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
-    """Raise an error if a value is none of the choices."""
+    """Raise an error if a value is not among the choices."""
     if value not in choices:
         expected = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{name}={value!r} is not known: choose one of {expected}.")
@@ -74,57 +72,23 @@ def tf32(device: torch.device, allowed: bool) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    before, legacy = _precisions(), _legacy()
-    _set_legacy("high" if allowed else "highest", allowed)
-    for flag, _ in _flags():
-        flag.fp32_precision = "tf32" if allowed else "ieee"
+    flags = _tf32_flags()
+    before = [getattr(flag, name) for flag, name, _ in flags]
+    # inherited values stay inherited
+    before = [own if own != inherited else "none" for own, (_, _, inherited) in zip(before, flags)]
+    for flag, name, inherited in flags:
+        setattr(flag, name, allowed if inherited is None else ("tf32" if allowed else "ieee"))
     try:
         yield
     finally:
-        _set_legacy(*legacy)
-        for (flag, _), precision in zip(_flags(), before):
-            flag.fp32_precision = precision
+        for (flag, name, _), value in zip(flags, before):
+            setattr(flag, name, value)
 
 
-def _flags() -> list[tuple[Any, Any]]:
-    """Return the flags for TF32 of torch 2.9 and later, each with the one that it inherits from."""
-    if not hasattr(torch.backends, "fp32_precision"):
-        return []
+def _tf32_flags() -> list[tuple[Any, str, str | None]]:
+    """Return the flags of TF32, each with the value that it would inherit; before torch 2.9 none does."""
     cudnn: Any = torch.backends.cudnn
-    mkldnn: Any = torch.backends.mkldnn
-    cuda = [(flag, cudnn) for flag in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)]
-    return [*cuda, (mkldnn.matmul, mkldnn)]  # which the older names set as well
-
-
-def _precisions() -> list[str]:
-    """Return the precision of every flag, "none" if it is inherited."""
-    found = [(flag.fp32_precision, parent.fp32_precision) for flag, parent in _flags()]
-    return ["none" if own == inherited else own for own, inherited in found]
-
-
-def _legacy() -> tuple[str, bool]:
-    """Return the flags by their older names, which torch refuses if the newer ones disagree."""
-    try:
-        with _silently():
-            matmul = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        matmul = "highest" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "high"
-    try:
-        with _silently():
-            return matmul, torch.backends.cudnn.allow_tf32
-    except RuntimeError:
-        return matmul, _flags()[1][0].fp32_precision != "tf32"
-
-
-def _set_legacy(matmul: str, convolutions: bool) -> None:
-    with _silently():
-        torch.set_float32_matmul_precision(matmul)
-        torch.backends.cudnn.allow_tf32 = convolutions
-
-
-@contextmanager
-def _silently() -> Iterator[None]:
-    """Ignore warnings of deprecated names, which are the only ones in older releases."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    if not hasattr(torch.backends, "fp32_precision"):
+        return [(part, "allow_tf32", None) for part in (torch.backends.cuda.matmul, cudnn)]
+    flags = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
+    return [(flag, "fp32_precision", cudnn.fp32_precision) for flag in flags]

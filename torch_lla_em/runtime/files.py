@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import uuid
-from contextlib import suppress
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
@@ -16,11 +15,6 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 from torch_lla_em.runtime.memory import is_shortage
 
@@ -58,8 +52,8 @@ def tensors_of(
             fault = type(error).__name__
     if fault:
         raise UnreadableError(
-            f"{os.fspath(path)!r} cannot be read: it is truncated, damaged or of another program "
-            f"({fault}). {remedy}".rstrip()
+            f"{os.fspath(path)!r} cannot be read: it is truncated, damaged or written by another "
+            f"program ({fault}). {remedy}".rstrip()
         )
     return state
 
@@ -101,37 +95,13 @@ def remove_temporary(folder: Path) -> None:
             remove(path)
 
 
-def lock(folder: Path) -> int | None:
-    """Return a handle of a folder that is locked until ``unlock``, None if another one holds the lock.
-
-    Where folders cannot be locked, as on Windows, the handle is -1.
-    """
-    handle = -1
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        return None
-    except (OSError, AttributeError):
-        pass
-    return handle
-
-
-def unlock(handle: int) -> None:
-    """Release a lock, also from forked workers of a loader."""
-    with suppress(OSError, AttributeError):
-        fcntl.flock(handle, fcntl.LOCK_UN)
-        os.close(handle)
-
-
 def _check_sums(file: IO[bytes]) -> None:
     """Compare a file with the checksums in it, which torch writes but does not read."""
     if torch.serialization.get_crc32_options():
         with ZipFile(file) as archive:
             claimed = sum(entry.file_size for entry in archive.infolist())
             if claimed > os.fstat(file.fileno()).st_size:
-                raise BadZipFile("it claims to hold more than it does")
+                raise BadZipFile("its header promises more data than the file holds")
             damaged = archive.testzip()
         if damaged:
             raise BadZipFile(damaged)
@@ -144,8 +114,8 @@ def _is_safe(path: Path_) -> bool:
         return False
     if find_spec("safetensors") is None:
         raise ImportError(
-            f"{os.fspath(path)!r} is a name for the safetensors format, which needs that library: "
-            "pip install safetensors, or choose a name that ends with .pt."
+            f"{os.fspath(path)!r} selects the safetensors format, which needs the package "
+            "safetensors: pip install safetensors, or choose a name that ends with .pt."
         )
     return True
 

@@ -16,11 +16,10 @@ class Group:
 
     rank, size = 0, 1
 
-    def meet(self, subject: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
+    def meet(self, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
         """Return ``merge`` of the list of all ranks' values, which can be any picklable objects.
 
-        Every rank merges the same values, so that an error is raised on all of them. ``subject``
-        names the collective in the error of ranks that do not call the same one.
+        Every rank merges the same values, so that an error is raised on all of them.
         """
         return merge([value])
 
@@ -52,18 +51,11 @@ class ProcessGroup(Group):
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def meet(self, subject: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
+    def meet(self, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
         """Return ``merge`` of the list of all ranks' values."""
         every: list[Any] = [None] * self.size
-        dist.all_gather_object(every, (subject, value))
-        for rank, (other, _) in enumerate(every):
-            if other != every[0][0]:
-                raise RuntimeError(
-                    f"Rank {rank} of {self.size} has diverged from rank 0: it exchanges {other}, but "
-                    f"rank 0 {every[0][0]}. Give all ranks the same model, loader and settings, on "
-                    "machines of one kind."
-                )
-        return merge([value for _, value in every])
+        dist.all_gather_object(every, value)
+        return merge(every)
 
     def sum(self, total: Tensor) -> Tensor:
         """Return the sum over ranks."""
@@ -73,7 +65,7 @@ class ProcessGroup(Group):
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows of all ranks, which may differ in number."""
-        shapes = self.meet("rows to gather", tuple(rows.shape), list)
+        shapes = self.meet(tuple(rows.shape), list)
         counts, rest = [shape[0] for shape in shapes], next((s[1:] for s in shapes if s[0]), ())
         padded = rows.new_zeros(max(counts), *rest)
         padded[: len(rows)] = rows.view(len(rows), *rest)

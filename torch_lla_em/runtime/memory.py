@@ -1,4 +1,4 @@
-"""Memory: how much is free, and which errors say that it has run out."""
+"""Free memory of a device, and the recognition of out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 T = TypeVar("T")
 
-# errors that are no OutOfMemoryError: of the CPU's allocator, and of libraries with their own
+# out-of-memory errors of other types: of the CPU's allocator, and of libraries with their own
 _WORDS = (
     "can't allocate memory",
     "not enough memory",
@@ -45,7 +45,7 @@ _CONTROL_GROUPS = (
 
 
 class DoesNotFit(MemoryError):
-    """One column of a batch takes more memory than there is."""
+    """One column of one example does not fit into memory."""
 
 
 def attempt(run: Callable[[], T]) -> tuple[T | None, str | None]:
@@ -64,7 +64,7 @@ def attempt(run: Callable[[], T]) -> tuple[T | None, str | None]:
 
 
 def shortage_of(error: Exception) -> str:
-    """Return the allocator's message; raise an error that is none, or that nothing helps against."""
+    """Return the allocator's message; raise the error if it has another cause or no remedy."""
     if isinstance(error, DoesNotFit) or not is_shortage(error):
         raise error
     return words_of(error)
@@ -76,7 +76,7 @@ def words_of(error: Exception) -> str:
 
 
 def is_shortage(error: Exception) -> bool:
-    """Whether an error says that memory has run out, and nothing else is wrong."""
+    """Whether an error is an out-of-memory error."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if not isinstance(error, RuntimeError) or _UNSUPPORTED in str(error):
@@ -85,7 +85,7 @@ def is_shortage(error: Exception) -> bool:
 
 
 def release() -> None:
-    """Release memory that is held only by reference cycles and caches."""
+    """Release memory that only reference cycles and caches hold."""
     gc.collect()  # graphs may be parts of cycles
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -98,40 +98,21 @@ def release_pinned() -> None:
 
 
 def pinned_bytes(size: float) -> float:
-    """Return the size of an allocation of so many bytes of pinned memory."""
+    """Return the size of the allocation for a number of bytes of pinned memory."""
     return 2.0 ** ceil(log2(max(1.0, size)))
 
 
 def free_memory(device: torch.device) -> float:
-    """Return the bytes that may still be allocated on a device."""
+    """Return the free memory of a device in bytes."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
         cached = reserved - torch.cuda.memory_allocated(device)
-        return max(0.0, min(free, _share_of(device) * total - reserved)) + cached
-    return min(_available(), container_room(), _below_limits())
-
-
-def _share_of(device: torch.device) -> float:
-    """Return the share of a GPU that this process may use, as far as torch knows."""
-    tell = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    return 1.0 if tell is None else tell(None if device.index is None else device)
-
-
-def _below_limits() -> float:
-    """Return the bytes left below the ``ulimit`` of this process on Linux, infinity without one."""
-    try:
-        import resource
-
-        with open("/proc/self/status") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
-        limits = {"VmSize": resource.RLIMIT_AS, "VmData": resource.RLIMIT_DATA}
-        allowed = {name: resource.getrlimit(limit)[0] for name, limit in limits.items()}
-        held = {name: float(fields[name].split()[0]) * 1024 for name in limits}
-    except (ImportError, OSError, KeyError):
-        return inf
-    left = [allowed[n] - held[n] for n in limits if allowed[n] != resource.RLIM_INFINITY]
-    return max(0.0, min(left, default=inf))
+        share = 1.0
+        if hasattr(torch.cuda, "get_per_process_memory_fraction"):  # not in older torch
+            share = torch.cuda.get_per_process_memory_fraction(device.index)
+        return max(0.0, min(free, share * total - reserved)) + cached
+    return min(_available(), container_room())
 
 
 def container_room(

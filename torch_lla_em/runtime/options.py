@@ -96,9 +96,9 @@ _RULES = {
         "a number above 0, or None", _or_none(_is_number), lambda value: value is None or value > 0
     ),
     "g_prior": _Rule(
-        'None, True, False, "half" or "tensor"',
+        'None, True, False, "root", "half" or "tensor"',
         lambda value: value is None or isinstance(value, (bool, str)),
-        lambda value: not isinstance(value, str) or value in ("half", "tensor"),
+        lambda value: not isinstance(value, str) or value in ("root", "half", "tensor"),
     ),
     "parameters": _Rule(
         'None, "last_layer", a pattern of parameter names, a list of them (names from '

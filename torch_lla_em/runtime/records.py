@@ -1,4 +1,4 @@
-"""What files hold beside tensors: records, states of an iteration, fingerprints of networks."""
+"""Contents of files besides tensors: records, states of an iteration, fingerprints of networks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import re
 from functools import partial
 from importlib import import_module
+from inspect import getclosurevars
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -19,21 +20,16 @@ from torch import Tensor, nn
 from torch_lla_em.runtime.files import Path_, tensors_of
 
 VERSION = 2
-_READ = 1, 2
 
 _ADDRESS = re.compile("0x[0-9a-fA-F]+")
 
 
-def fingerprint(model: nn.Module, earlier: bool = False) -> Tensor:
-    """Return 32 bytes that depend on every parameter and buffer but ``num_batches_tracked``.
-
-    ``earlier``: as in earlier releases, without integers and booleans.
-    """
+def fingerprint(model: nn.Module) -> Tensor:
+    """Return 32 bytes that depend on every parameter and buffer but ``num_batches_tracked``."""
     digest = hashlib.sha256()
     named = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in named:
-        counts = name.rpartition(".")[2] == "num_batches_tracked"
-        if tensor.is_floating_point() or not (earlier or counts):
+        if name.rpartition(".")[2] != "num_batches_tracked":
             digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
             digest.update(_raw(tensor))
     return torch.tensor(list(digest.digest()), dtype=torch.uint8, device="cpu")
@@ -71,7 +67,7 @@ def from_bytes(tensor: Tensor) -> Any:
 def read(
     path: Path_, names: tuple[str, ...] = (), remedy: str = "Pass a file of LinearisedLaplace.save."
 ) -> dict[str, Tensor]:
-    """Return the tensors of a saved posterior, or say why it is none."""
+    """Return the tensors of a saved posterior; raise an error if the file is none."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no file {str(path)!r}.")
     state = tensors_of(path, names, remedy)
@@ -80,17 +76,17 @@ def read(
 
 
 def check(state: Any) -> None:
-    """Raise unless a state is one of ours, of this version."""
+    """Raise an error if a state was not saved by this version of the library."""
     if not isinstance(state, dict) or "torch_lla_em_version" not in state:
         raise ValueError(
-            "This is not a posterior saved by torch_lla_em: it has no version key. Pass what "
-            "LinearisedLaplace.save or state_dict() wrote."
+            "This is not a posterior saved by torch_lla_em: it has no version key. Pass a file of "
+            "LinearisedLaplace.save, or the result of state_dict()."
         )
     version = int(state["torch_lla_em_version"])
-    if version not in _READ:
+    if version != VERSION:
         raise ValueError(
-            f"The posterior was saved in format {version}, but this release reads formats "
-            f"{_READ}. Load it with the release that wrote it, or fit again."
+            f"The posterior was saved in format {version}, but this release reads format {VERSION}. "
+            "Load it with the release that wrote it, or fit again."
         )
 
 
@@ -106,8 +102,6 @@ def plain(value: Any, around: tuple[int, ...] = ()) -> str:
         return f"array{value.shape} {value.dtype} {hashlib.sha256(value.tobytes()).hexdigest()}"
     if isinstance(value, Tensor):
         return f"tensor{tuple(value.shape)} {value.dtype} {hashlib.sha256(_raw(value)).hexdigest()}"
-    if isinstance(value, torch.Generator):  # its state changes with every draw
-        return f"Generator({value.device}, {value.initial_seed()})"
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(inside, value))})"
     if isinstance(value, (set, frozenset)):
@@ -116,9 +110,9 @@ def plain(value: Any, around: tuple[int, ...] = ()) -> str:
         return f"{{{', '.join(f'{inside(key)}: {inside(entry)}' for key, entry in value.items())}}}"
     if isinstance(value, partial):
         return f"partial{inside((value.func, value.args, value.keywords))}"
-    if isinstance(value, ModuleType):
-        return value.__name__
-    if hasattr(value, "__dict__") and not callable(value):
+    if isinstance(value, FunctionType):
+        return f"{value.__qualname__}{inside(dict(getclosurevars(value).nonlocals))}"
+    if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, ModuleType):
         return f"{type(value).__qualname__}{inside(vars(value))}"
     text = getattr(value, "__qualname__", None) or str(value)
     return text if isinstance(value, str) else _ADDRESS.sub("", text)
@@ -144,7 +138,7 @@ def new_key() -> str:
 
 
 def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return a state for JSON, with names in the place of its tensors, and its tensors by name.
+    """Return a state for JSON, with names instead of its tensors, and the tensors by name.
 
     A state consists of nested tuples, lists and dicts of tensors and numbers. The parts of a
     ``Grown`` keep their names, which contain a "-", from one state to the next.

@@ -1,13 +1,7 @@
-"""Solvers of (A + I) X = B and of convex losses; they know nothing of networks."""
+"""Solvers of (A + I) X = B and of convex losses, independent of networks."""
 
 from torch_lla_em.solvers.block_cg import BlockCG
 from torch_lla_em.solvers.block_krylov import BlockKrylov
-from torch_lla_em.solvers.block_lanczos import BlockLanczos, KrylovPosterior
-from torch_lla_em.solvers.deflation import (
-    DeflatedCG,
-    FeaturePreconditioner,
-    nystrom_features,
-)
 from torch_lla_em.solvers.function_space import FunctionSpace
 from torch_lla_em.solvers.newton import Minimum, Newton
 from torch_lla_em.solvers.operator import Operator, Product
@@ -17,6 +11,7 @@ from torch_lla_em.solvers.solution import (
     FaultyProductError,
     Solution,
     relative_error,
+    symmetric,
 )
 from torch_lla_em.solvers.space import Space, add_combined, combine
 from torch_lla_em.solvers.spectrum import Spectrum
@@ -25,13 +20,9 @@ __all__ = [
     "SGD",
     "BlockCG",
     "BlockKrylov",
-    "BlockLanczos",
-    "DeflatedCG",
     "DivergenceError",
     "FaultyProductError",
-    "FeaturePreconditioner",
     "FunctionSpace",
-    "KrylovPosterior",
     "Minimum",
     "Newton",
     "Operator",
@@ -41,6 +32,6 @@ __all__ = [
     "Spectrum",
     "add_combined",
     "combine",
-    "nystrom_features",
     "relative_error",
+    "symmetric",
 ]

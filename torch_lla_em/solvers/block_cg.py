@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -12,18 +13,17 @@ from torch_lla_em.solvers.operator import Operator
 from torch_lla_em.solvers.solution import (
     DivergenceError,
     Solution,
-    Task,
     check_positive,
-    relative_error,
     symmetric,
 )
 from torch_lla_em.solvers.space import add_combined, combine
 
-# products without a tenth off the residual: longer plateaus are rounding
+# products that may fail to reduce the residual by a tenth; longer plateaus are rounding
 _PATIENCE = 50
 _STAGNATES = (
-    "Block CG stagnates at an error of %.1e: %s arithmetic allows no better, or the model changes "
-    "from call to call. Loosen `tolerance`, or convert the model and its data to float64."
+    "Block CG stagnates at an error of %.1e: the precision of %s is exhausted, or the model "
+    "changes from call to call. Increase `tolerance`, or convert the model and its data to "
+    "float64."
 )
 
 logger = logging.getLogger("torch_lla_em")
@@ -31,46 +31,55 @@ logger = logging.getLogger("torch_lla_em")
 
 @dataclass(frozen=True)
 class BlockCG:
-    """Solve (A + I) X = B for all rows of B at once, one product with A an iteration.
+    """Block conjugate gradients: solves (A + I) X = B for all rows of B, one product per iteration.
 
-    The residual is kept as coefficients times an orthonormal basis (Dubrulle's QR form),
-    whose directions leave when columns converge or become dependent. After convergence
-    the true residual decides; where it disagrees, the iteration starts again from it.
+    The residual is stored as coefficients times an orthonormal basis (Dubrulle's QR form). Directions
+    are removed from the basis when columns converge or become linearly dependent. When the
+    recursion has converged, the true residual is computed; if it is larger, the iteration restarts.
+
+    Example:
+        >>> la = LinearisedLaplace(model, "classification", solver=BlockCG(tolerance=1e-3))
     """
 
     tolerance: float = 1e-2
-    """Bound on √(mean ‖r‖² / max(1, mean ⟨x, A x⟩)), the relative error of J x."""
+    """Bound on √(mean ‖r‖² / max(1, mean ⟨x, A x⟩)), the relative error of J x. Default 0.01."""
 
     max_passes: int = 200
-    """Products with A after which it stops, with a warning."""
+    """Largest number of products with A; it stops with a warning. Default 200."""
 
-    deflate: bool = True
-    """Whether EM preconditions its solves by what one Krylov basis knows of G."""
+    deflate: bool | None = None
+    """No longer used."""
 
     def __post_init__(self) -> None:
         check_positive("BlockCG", tolerance=self.tolerance, max_passes=self.max_passes)
+        if self.deflate is not None:
+            warnings.warn(
+                "BlockCG(deflate=...) has no effect any more and will be removed: leave it out.",
+                DeprecationWarning,
+                stacklevel=3,
+            )
 
-    def solve(
-        self,
-        product: Operator,
-        b: Tensor,
-        start: Tensor | None = None,
-        image: Tensor | None = None,
-    ) -> Solution:
-        """Return X, found from ``start`` or 0; ``image``, A start where known, saves a product."""
-        return self.run(Task(product, b, start, image))
+    def solve(self, product: Operator, b: Tensor, start: Tensor | None = None) -> Solution:
+        """Solve (A + I) X = B.
 
-    def run(self, task: Task) -> Solution:
-        """Improve x until its true residual meets the tolerance, stops falling, or passes end."""
-        b, x, passes, last = task.b, task.start, 0, float("inf")
-        if x is None:
-            x, residual = torch.zeros_like(b), b
-        elif task.image is not None:
-            residual = (b - x).sub_(task.image)
+        It stops when the true residual meets the tolerance or stops decreasing, or after the last pass.
+
+        Args:
+            product (Operator): The product with A.
+            b (Tensor): B, shape (K, P).
+            start (Tensor, optional): Where to start, shape (K, P). Default None: at 0.
+
+        Returns:
+            X with its true residual.
+        """
+        last = float("inf")
+        if start is None:
+            x, residual, passes = torch.zeros_like(b), b, 0
         else:
-            residual, passes = task.residual(x), 1
+            x, residual, passes = start, (b - product(start)).sub_(start), 1
         while True:
-            solution = task.judge(x, residual, passes, self.tolerance)
+            solution = Solution.of(product.space, b, x, residual)
+            solution = solution._replace(passes=passes, tolerance=self.tolerance)
             error = solution.error
             if not error < float("inf") or error > 1e3 * max(1.0, last):
                 raise DivergenceError(
@@ -84,12 +93,14 @@ class BlockCG:
                 logger.warning(_STAGNATES, error, x.dtype)
                 return solution
             last = error
-            x, used = self.descend(task, solution, residual)
-            residual, passes = task.residual(x), passes + used + 1
+            x, used = self._descend(product, b, solution, residual)
+            residual, passes = (b - product(x)).sub_(x), passes + used + 1
 
-    def descend(self, task: Task, solution: Solution, residual: Tensor) -> tuple[Tensor, int]:
-        """Improve x until its residual, by recursion, meets the tolerance or ceases to fall."""
-        product, space = task.product, task.product.space
+    def _descend(
+        self, product: Operator, b: Tensor, solution: Solution, residual: Tensor
+    ) -> tuple[Tensor, int]:
+        """Iterate until the residual of the recursion meets the tolerance or stops decreasing."""
+        space = product.space
         x, budget = solution.x.clone(), self.max_passes - solution.passes - 1
         basis, coefficients = space.orthonormalise(residual)
         directions, passes, best = basis, 0, (coefficients.norm(), 0)
@@ -112,7 +123,7 @@ class BlockCG:
                 best = norms.norm(), passes
             elif passes - best[1] > _PATIENCE:
                 break
-            energy = task.energies(x, combine(coefficients, basis))
-            if relative_error(norms, energy) <= 0.9 * self.tolerance:
+            reached = Solution.of(space, b, x, combine(coefficients, basis))
+            if reached.error <= 0.9 * self.tolerance:
                 break
         return x, passes

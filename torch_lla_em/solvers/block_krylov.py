@@ -1,4 +1,4 @@
-"""What is asked of a fit over one span of directions for every λ."""
+"""Options of the default fit, which uses one span of directions for every λ."""
 
 from __future__ import annotations
 
@@ -15,20 +15,27 @@ from torch_lla_em.solvers.solution import Solution, check_positive
 
 @dataclass(frozen=True)
 class BlockKrylov:
-    """One span of directions for the whole EM, which every pass widens by residuals."""
+    """The default solver with a limit on its memory: a span of directions, extended by each pass.
+
+    If a solver is given, the defaults are ``curvature="network"`` and ``g_prior=True``.
+
+    Example:
+        >>> la = LinearisedLaplace(model, "classification", solver=BlockKrylov(memory=2e9))
+    """
 
     tolerance: float = 1e-2
-    """Bound on √(mean ‖r‖² / max(1, mean ⟨x, A x⟩)), the relative error of J x, of ``solve``."""
+    """Bound on √(mean ‖r‖² / max(1, mean ⟨x, A x⟩)), the relative error of J x, in ``solve``.
+    Default 0.01."""
 
     max_passes: int = 100
-    """Products with G after which ``solve`` stops, with a warning."""
+    """Largest number of products in ``solve``; it stops with a warning. Default 100."""
 
     memory: float | None = None
-    """Bytes that the span may take; None: half of what is free where the weights are. A fit whose
-    span does not fit goes on by block CG."""
+    """Largest size of the span in bytes. Default None: half of the free memory of the device of the
+    samples. A fit whose span does not fit continues with block CG."""
 
     storage: torch.dtype | None = None
-    """No longer used: the span has the precision of the weights."""
+    """Deprecated; it has no effect."""
 
     def __post_init__(self) -> None:
         check_positive("BlockKrylov", tolerance=self.tolerance, max_passes=self.max_passes)
@@ -43,5 +50,14 @@ class BlockKrylov:
             )
 
     def solve(self, product: Operator, b: Tensor, start: Tensor | None = None) -> Solution:
-        """Solve (A + I) X = B at one λ, where block CG finds the same in the same space."""
+        """Solve (A + I) X = B for one λ, by block CG.
+
+        Args:
+            product (Operator): The product with A.
+            b (Tensor): B, shape (K, P).
+            start (Tensor, optional): Where to start, shape (K, P). Default None: at 0.
+
+        Returns:
+            X with its true residual.
+        """
         return BlockCG(self.tolerance, self.max_passes).solve(product, b, start)

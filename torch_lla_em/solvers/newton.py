@@ -14,11 +14,9 @@ from torch_lla_em.solvers.operator import Operator
 from torch_lla_em.solvers.solution import DivergenceError, FaultyProductError, check_positive
 from torch_lla_em.solvers.space import Space
 
-Vectors = Callable[[Tensor], Tensor]
-
-# shortest fraction of a step that the line search tries
+# shortest step that the line search tries, relative to the full step
 _SHORTEST = 1e-6
-# promised relative descent that rounding of a sum over many examples may hide
+# relative decrease of the loss that can be lost to rounding of a sum over many examples
 _SEEN = 1e-4
 
 
@@ -43,13 +41,13 @@ class Minimum(NamedTuple):
     """loss(x), without the quadratic."""
 
     gradient_norm: float
-    """‖∇‖ of the whole: a bound on ‖x - x*‖, since the quadratic is 1-strongly convex."""
+    """‖∇‖ of the objective: a bound on ‖x - x*‖, since the objective is 1-strongly convex."""
 
     norm: float
     """‖x‖."""
 
     passes: int
-    """Products and gradients that it took."""
+    """Number of products and gradients."""
 
     converged: bool
     """Whether gradient_norm ≤ tolerance ‖x‖."""
@@ -62,22 +60,35 @@ class Minimum(NamedTuple):
 
 @dataclass(frozen=True)
 class Newton:
-    """Minimise a convex loss(x) + ½‖x‖² by truncated Newton steps with a line search."""
+    """Minimises a convex loss(x) + ½‖x‖² by truncated Newton steps with a line search.
+
+    Example:
+        >>> solver = Newton(tolerance=1e-4)  # for optimise_MAP(problem, prior, precision, solver)
+    """
 
     tolerance: float = 1e-2
-    """Bound on ‖∇‖ / ‖x‖, the relative error of x."""
+    """Bound on ‖∇‖ / ‖x‖, the relative error of x. Default 0.01."""
 
     max_passes: int = 300
-    """Gradients and products after which it stops, with a warning."""
+    """Largest number of gradients and products; it stops with a warning. Default 300."""
 
     forcing: float = 0.1
-    """How far below ‖∇‖ each step's residual goes; 0 for a quadratic, which takes one step."""
+    """Residual at which a Newton step is accepted, relative to ‖∇‖. Default 0.1; 0 for a quadratic
+    loss, which needs one exact step."""
 
     def __post_init__(self) -> None:
         check_positive("Newton", tolerance=self.tolerance, max_passes=self.max_passes)
 
-    def minimise(self, loss: Loss, start: Tensor, precondition: Vectors | None = None) -> Minimum:
-        """Return the minimum, found from ``start`` (P,)."""
+    def minimise(self, loss: Loss, start: Tensor) -> Minimum:
+        """Minimise loss(x) + ½‖x‖².
+
+        Args:
+            loss (Loss): The convex loss, with its gradient and Hessian.
+            start (Tensor): Where to start, shape (P,).
+
+        Returns:
+            The minimum, with a bound on its error.
+        """
         x, passes, dot, norm = start, 1, loss.space.dot, loss.space.norm
         noise = max(10 * torch.finfo(x.dtype).eps, loss.rounding)
         value, gradient = loss.value_and_gradient(x)
@@ -96,7 +107,7 @@ class Newton:
             def enough(step: Tensor, residual: float, x: Tensor = x, size: float = size) -> bool:
                 return residual <= max(self.forcing * size, 0.3 * self.tolerance * norm(x + step))
 
-            step, used = conjugate_gradients(loss.hessian(x), -slope, enough, precondition)
+            step, used = conjugate_gradients(loss.hessian(x), -slope, enough)
             passes += used
             descent, fraction = dot(slope, step), 1.0
             while True:
@@ -112,10 +123,10 @@ class Newton:
                     break
                 if fraction < _SHORTEST:
                     raise DivergenceError(
-                        "Newton's method found no descent: outputs so large that rounding hides "
-                        "the loss (are the inputs scaled as in training?), a likelihood whose "
-                        "gradient and H do not belong to its log_prob, or a model that changes "
-                        "from call to call."
+                        "Newton's method cannot decrease the loss. Check that the inputs are "
+                        "scaled as in training (the outputs may be so large that the loss is "
+                        "rounded), that the gradient and H of the likelihood belong to its "
+                        "log_prob, and that the model does not change from call to call."
                     )
             stuck = new_total >= total and norm(gradient + trial) >= size
             stuck |= fraction < _SHORTEST
@@ -130,13 +141,11 @@ def conjugate_gradients(
     product: Operator,
     b: Tensor,
     enough: Callable[[Tensor, float], bool],
-    precondition: Vectors | None = None,
     max_passes: int = 500,
 ) -> tuple[Tensor, int]:
-    """Return x with (A + I) x ≈ b once ``enough(x, ‖residual‖)``, and the products taken."""
+    """Return x with (A + I) x ≈ b as soon as ``enough(x, ‖residual‖)``, and the number of products."""
     x, residual, dot, norm = torch.zeros_like(b), b.clone(), product.space.dot, product.space.norm
-    z = residual if precondition is None else precondition(residual[None])[0]
-    direction, rho, passes = z.clone(), dot(residual, z), 0
+    direction, rho, passes = residual.clone(), dot(residual, residual), 0
     while passes < max_passes and not enough(x, norm(residual)):
         image = direction + product(direction[None])[0]
         passes += 1
@@ -148,15 +157,14 @@ def conjugate_gradients(
             )
         x += rho / curvature * direction
         residual -= rho / curvature * image
-        z = residual if precondition is None else precondition(residual[None])[0]
-        new = dot(residual, z)
-        direction = z + new / rho * direction
+        new = dot(residual, residual)
+        direction = residual + new / rho * direction
         rho = new
     return x, passes
 
 
 def _shortening(fraction: float, descent: float, rise: float, slope: float) -> float:
-    """Return by how much to shorten a step: to the minimum of the cubic through both ends."""
+    """Return the factor that shortens a step to the minimum of the cubic through both ends."""
     left, right = fraction * descent, fraction * slope
     # left t + b t² + a t³ has value ``rise`` and slope ``right`` at t = 1
     a, b = left + right - 2 * rise, 3 * rise - 2 * left - right

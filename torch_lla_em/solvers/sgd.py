@@ -11,42 +11,46 @@ from torch import Tensor
 
 from torch_lla_em.solvers.newton import Loss, Minimum
 from torch_lla_em.solvers.operator import Minibatched, Operator, Product
-from torch_lla_em.solvers.solution import DivergenceError, Solution, Task, check_positive
+from torch_lla_em.solvers.solution import DivergenceError, Solution, check_positive
 
 Gradient = Callable[[Product, float, Tensor], Tensor]
 
 
 class MinibatchedLoss(Minibatched, Loss, Protocol):
-    """A loss whose gradient can be taken batch by batch."""
+    """A loss whose gradient can be computed batch by batch."""
 
 
 @dataclass(frozen=True)
 class SGD:
-    """Descend on ½⟨x, A x⟩ + ½‖x - b‖², one step a batch of the loader.
+    """The paper's solver: minimises ½⟨x, A x⟩ + ½‖x - b‖² with one step for each batch of the loader.
 
-    The noise of the targets is in b (the paper's L'), so that minibatches add none of it.
+    The random probes of the targets are part of b (the paper's L'), so minibatches add no noise.
+    Use it for comparisons with the paper; the default needs fewer passes and no step size.
+
+    Example:
+        >>> la = LinearisedLaplace(model, "classification", solver=SGD(epochs=50))
     """
 
     tolerance: float = 1e-2
-    """What the certificate of the result is compared with; it stops no epoch early."""
+    """Largest error that does not give a warning; no epoch ends early. Default 0.01."""
 
     epochs: int = 20
-    """Passes over the loader."""
+    """Passes over the loader. Default 20."""
 
     learning_rate: float | None = None
-    """First step size, for the sum over all data; None: 0.1 / the largest eigenvalue."""
+    """Initial step size, for the sum over all data. Default None: 0.1 / the largest eigenvalue."""
 
     momentum: float = 0.9
-    """Nesterov's."""
+    """Nesterov momentum. Default 0.9."""
 
     averaging: float | None = None
-    """Weight of the newest iterate in a running (Polyak) average; None: the last iterate."""
+    """Weight of the newest iterate in a running (Polyak) average. Default None: no average."""
 
     clip: float | None = None
-    """Largest norm of a gradient, that of all samples together; None: no bound."""
+    """Largest norm of a gradient, of all samples together. Default None: no limit."""
 
     decay: float = 1.0 / 330.0
-    """Last step size over the first; linear in between."""
+    """Final step size divided by the initial one; it falls linearly. Default 1/330."""
 
     def __post_init__(self) -> None:
         check_positive("SGD", tolerance=self.tolerance, epochs=self.epochs)
@@ -54,7 +58,16 @@ class SGD:
             check_positive("SGD", learning_rate=self.learning_rate)
 
     def solve(self, product: Minibatched, b: Tensor, start: Tensor | None = None) -> Solution:
-        """Return X after the epochs, from ``start`` or from b (the prior draw w0)."""
+        """Solve (A + I) X = B.
+
+        Args:
+            product (Minibatched): The product with A, batch by batch.
+            b (Tensor): B, shape (K, P).
+            start (Tensor, optional): Where to start, shape (K, P). Default None: at b.
+
+        Returns:
+            X after the last epoch, with its true residual.
+        """
 
         def gradient(batch_product: Product, weight: float, x: Tensor) -> Tensor:
             return weight * batch_product(x) + x - b
@@ -63,21 +76,30 @@ class SGD:
         # (A + I)⁻¹ shrinks, so the solution is no longer than b
         bound = product.space.norm(b)
         if start is None or product.space.norm(start) > bound:
-            # a start of another λ, or of a mode that had not converged, is worse than b
+            # a start for another λ, or a mode that has not converged, can be worse than b
             start = b
         x = self._descend(product, gradient, start, (rate, bound))
         residual = b - x - product(x)  # type: ignore[operator]
-        return Task(product, b).judge(x, residual, passes + self.epochs + 1, self.tolerance)  # type: ignore[arg-type]
+        found = Solution.of(product.space, b, x, residual)
+        return found._replace(passes=passes + self.epochs + 1, tolerance=self.tolerance)
 
     def minimise(self, loss: MinibatchedLoss, start: Tensor) -> Minimum:
-        """Return x (P,) near the minimum of loss(x) + ½‖x‖²."""
+        """Minimise loss(x) + ½‖x‖².
+
+        Args:
+            loss (MinibatchedLoss): The loss, batch by batch.
+            start (Tensor): Where to start, shape (P,).
+
+        Returns:
+            The last iterate, with a bound on its error.
+        """
 
         def gradient(batch_gradient: Product, weight: float, x: Tensor) -> Tensor:
             return weight * batch_gradient(x) + x
 
         _, slope = loss.value_and_gradient(start)
         rate, passes = self._rate(loss.hessian(start), torch.ones_like(start)[None])
-        # the whole is 1-strongly convex, so the minimum is no further than its gradient is long
+        # the objective is 1-strongly convex, so its gradient bounds the distance to the minimum
         norm = loss.space.norm
         bound = norm(start) + norm(slope + start)
         x = self._descend(loss, gradient, start[None], (rate, bound))[0]
@@ -93,14 +115,14 @@ class SGD:
         start: Tensor,
         limits: tuple[float, float],
     ) -> Tensor:
-        """Return x after the epochs, of the first step size and a bound on ‖x‖."""
+        """Return x after the last epoch, given the initial step size and a bound on ‖x‖."""
         (rate, bound), begun = limits, problem.space.norm(start)
         x, velocity, average, count = start.clone(), torch.zeros_like(start), start.clone(), 0
         num_batches = _num_batches(problem)
         last = max(1, self.epochs * num_batches - 1)
         for _ in range(self.epochs):
             for _, batch_product in problem.minibatches():
-                # every batch comes once an epoch, so uneven ones weigh alike: not by N / B
+                # every batch is used once per epoch, so batches of different sizes have equal weights
                 g = gradient(batch_product, num_batches, x + self.momentum * velocity)
                 if self.clip is not None:
                     g = g * (self.clip / max(problem.space.norm(g), self.clip))
@@ -120,7 +142,7 @@ class SGD:
         return x if self.averaging is None else average
 
     def _rate(self, product: Operator, v: Tensor) -> tuple[float, int]:
-        """Return the step size, and the passes spent on its estimate."""
+        """Return the step size, and the number of passes for its estimate."""
         if self.learning_rate is not None:
             return self.learning_rate, 0
         norm = product.space.norm
@@ -130,6 +152,6 @@ class SGD:
 
 
 def _num_batches(problem: Minibatched) -> int:
-    """Return the batches of an epoch: as the problem knows them, or counted in one more sweep."""
+    """Return the number of batches of an epoch, counted in one more pass if it is not known."""
     known = problem.num_steps()
     return sum(1 for _ in problem.minibatches()) if known is None else known

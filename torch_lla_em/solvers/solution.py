@@ -1,18 +1,17 @@
-"""What every solver is given and returns, how it fails, and how it starts again."""
+"""What every solver returns, and the errors that it raises."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.operator import Operator
+from torch_lla_em.solvers.space import Space
 
 
 class DivergenceError(ArithmeticError):
-    """A solve grew instead of settling; nothing of it is kept."""
+    """The iterates of a solver grow instead of converging."""
 
 
 class FaultyProductError(ArithmeticError):
@@ -31,73 +30,50 @@ class Solution(NamedTuple):
     energy: Tensor
     """⟨x_k, A x_k⟩, shape (K,)."""
 
-    passes: int
-    """Products with A that it took."""
+    passes: int = 0
+    """Number of products with A."""
 
-    converged: bool
-    """Whether the error met the tolerance."""
+    tolerance: float = 0.0
+    """The tolerance of the solver."""
 
-    image: Tensor
-    """A x by the true residual, shape (K, P)."""
+    @classmethod
+    def of(cls, space: Space, b: Tensor, x: Tensor, residual: Tensor) -> Solution:
+        """Return the solution x with its true residual; ⟨x, A x⟩ needs no further product."""
+        dots = space.dots
+        energy = (dots(x, b) - dots(x, residual) - dots(x, x)).clamp_min(0)
+        return cls(x, dots(residual, residual).sqrt(), energy)
 
     @property
     def error(self) -> float:
         """√(mean ‖r‖² / max(1, mean ⟨x, A x⟩)): bounds the relative error of J x on the data."""
         return relative_error(self.certificate, self.energy)
 
-
-class Task(NamedTuple):
-    """(A + I) X = B, and where X starts (0 if None)."""
-
-    product: Operator
-    b: Tensor
-    start: Tensor | None = None
-
-    image: Tensor | None = None
-    """A times the start, where it is known."""
-
-    original: Callable[[Tensor], Tensor] | None = None
-    """Where x is preconditioned: the map back, since energies are those of what it stands for."""
-
-    def residual(self, x: Tensor) -> Tensor:
-        """Return B - (A + I) X, from a product."""
-        return (self.b - self.product(x)).sub_(x)
-
-    def energies(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Return ⟨x, A x⟩ in the original coordinates, shape (K,), without another product."""
-        dots = self.product.space.dots
-        before = x if self.original is None else self.original(x)
-        return (dots(x, self.b) - dots(x, residual) - dots(before, before)).clamp_min(0)
-
-    def judge(self, x: Tensor, residual: Tensor, passes: int, tolerance: float) -> Solution:
-        """Return the record of x, with its true residual."""
-        dots = self.product.space.dots
-        certificate, energy = dots(residual, residual).sqrt(), self.energies(x, residual)
-        converged = relative_error(certificate, energy) <= tolerance
-        image = (self.b - x).sub_(residual)
-        return Solution(x, certificate, energy, passes, converged, image)
+    @property
+    def converged(self) -> bool:
+        """Whether the error met the tolerance."""
+        return self.error <= self.tolerance
 
 
 def relative_error(certificate: Tensor, energy: Tensor) -> float:
     """Return √(mean certificate² / max(1, mean energy)).
 
-    Below an energy of 1 the certificate itself counts: then it already bounds the error at
-    any input by ``tolerance`` posterior standard deviations.
+    For energies below 1 it is the certificate itself, which bounds the error at any input in
+    posterior standard deviations.
     """
     return (certificate.square().mean() / energy.mean().clamp_min(1.0)).sqrt().item()
 
 
 def check_positive(owner: str, **options: float) -> None:
-    """Raise where a solver's option is not above 0."""
+    """Raise an error if an option of a solver is not above 0."""
     for name, value in options.items():
         if not value > 0:
             raise ValueError(f"{owner}: {name} must be above 0, not {value}.")
 
 
 def symmetric(product: Tensor, allowed: Tensor | float, least: Tensor | float) -> Tensor:
-    """Return Dᵀ A D made symmetric; raise where it cannot be the product of a symmetric A ≥ 0.
+    """Return Dᵀ A D made symmetric; raise an error if A is not symmetric or not positive semi-definite.
 
-    It may be off by ``allowed``, and its eigenvalues are to be above ``least``.
+    ``allowed`` is the largest asymmetry, and ``least`` the smallest eigenvalue.
     """
     if not torch.isfinite(product).all():
         raise DivergenceError("A product with G is not finite: check the model's outputs.")
@@ -116,6 +92,6 @@ def symmetric(product: Tensor, allowed: Tensor | float, least: Tensor | float) -
 
 
 _OR_ROUNDING = (
-    "rounding hides the prior. Fix the model or the loader; where the data are sound, use a larger "
-    "`prior_precision`, inputs scaled as in training, or a model and data in float64."
+    "the prior is lost to rounding. Correct the model or the loader; if they are correct, use a "
+    "larger `prior_precision`, inputs scaled as in training, or a model and data in float64."
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_lla_em.runtime import Group
 
-# numbers taken to float64 at a time
+# numbers that are converted to float64 at a time
 _ENTRIES = 1 << 22
 # in which long vectors are factorised
 _PARTS = 16
@@ -20,19 +20,19 @@ _SUMMED = 1 << 12
 class Space:
     """The space of vectors (m, P), whole, or in slices (m, P / R) on the ranks of a group.
 
-    Where vectors are in slices, every sum over entries is one over ranks too.
+    If vectors are in slices, every sum over entries is also a sum over ranks.
     """
 
     def __init__(self, group: Group = Group()):
         self._group = group
 
     def sum(self, total: Tensor) -> Tensor:
-        """Return a sum over all entries, of the sum over those that lie here."""
+        """Return the sum over all entries, given the sum over those of this rank."""
         return self._group.sum(total)
 
     def largest(self, size: float) -> float:
-        """Return the largest of a number that every rank has of its own slice."""
-        return self._group.meet("the largest slice", size, max)
+        """Return the maximum over ranks."""
+        return self._group.meet(size, max)
 
     def dots(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the inner product of each pair of rows, shape (m,), in float64."""
@@ -62,7 +62,7 @@ class Space:
         return self.sum(total)
 
     def overlap(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a bᵀ, (m, n), up to a rounding of the vectors, for what is taken out of them.
+        """Return a bᵀ, (m, n), with an error of the rounding of the vectors, for orthogonalisation.
 
         In float32 pieces are summed in float64: three times as fast as ``gram``.
         """
@@ -77,8 +77,8 @@ class Space:
     def orthonormalise(self, rows: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
         """Return an orthonormal basis (r, P) and coefficients (m, r), rows = coefficients basis.
 
-        Rank-revealing: directions that are linear combinations of others up to rounding leave
-        the basis. Rounding is ``floor`` in every direction, or relative to each row if 0.
+        Directions that are linear combinations of others up to rounding are dropped. Rounding is
+        ``floor`` in every direction, or relative to each row if 0.
         """
         norms = self.dots(rows, rows).sqrt()
         live = (norms > floor).nonzero()[:, 0]
@@ -89,8 +89,8 @@ class Space:
         u, singular, vh = torch.linalg.svd(r.double(), full_matrices=False)
         relative = 10 * len(u) ** 0.5 * torch.finfo(rows.dtype).eps * singular[0]
         kept = singular > (relative if floor == 0 else floor)
-        # what rounding must not turn round, so that another number of ranks finds the same basis:
-        # the signs of either factors, and singular vectors of nearly equal values
+        # signs of the factors and nearly equal singular values are made independent of rounding,
+        # so that the basis does not depend on the number of ranks
         if kept.all():
             turn = torch.where(r.diagonal() < 0, -1, 1).diag().to(u)
             parts = turn @ r.double()
@@ -109,11 +109,11 @@ class Space:
     ) -> tuple[Tensor, list[tuple[slice, Tensor]], Tensor]:
         """Return Qᵀ, shape (m, P), and R of the live rows over their units, factorised in pieces.
 
-        Each piece (n, p) of Qᵀ is still to be turned by the matrix (n, m) beside it.
+        Each piece (n, p) of Qᵀ still has to be multiplied by its matrix (n, m).
         """
         size = rows.shape[1]
         step = max(1, _ENTRIES // len(live), -(-size // _PARTS))
-        # a slice may be shorter than there are rows
+        # a slice can have fewer entries than there are rows
         most = len(live) if self._group.size > 1 else min(len(live), size)
         q = rows.new_empty(most, size)
         parts, found = [slice(start, start + step) for start in range(0, max(1, size), step)], []
@@ -127,7 +127,7 @@ class Space:
     def _stacked_qr(self, factors: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the QR factors of matrices R (n, m) on top of each other, over all ranks.
 
-        Of the first factor this rank gets its own rows.
+        Each rank gets its own rows of the first factor.
         """
         group, own = self._group, torch.cat(factors)
         if group.size == 1:
@@ -147,7 +147,7 @@ class Space:
 
 
 def combine(coefficients: Tensor, rows: Tensor) -> Tensor:
-    """Return the combinations of rows, (k, m) with (m, P) to (k, P)."""
+    """Return linear combinations of rows, the product of (k, m) and (m, P)."""
     return coefficients.to(rows) @ rows
 
 
@@ -162,7 +162,7 @@ def add_combined(total: Tensor, coefficients: Tensor, rows: Tensor, factor: floa
 
 
 def _pieces(*blocks: Tensor) -> Iterator[slice]:
-    """Yield the columns of blocks in pieces that take little memory in another precision."""
+    """Yield the columns of blocks in pieces, which need little memory in another precision."""
     size, step = blocks[0].shape[1], max(1, _ENTRIES // max(1, sum(map(len, blocks))))
     for start in range(0, size, step):
         yield slice(start, start + step)

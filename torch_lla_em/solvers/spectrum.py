@@ -21,7 +21,7 @@ class Spectrum(NamedTuple):
     """(K, r)."""
 
     def at_noise(self, noise: float) -> Spectrum:
-        """Return the spectrum for a Gaussian noise of ``noise`` times the old deviation."""
+        """Return the spectrum for an observation noise of ``noise`` times the old σ."""
         return Spectrum(self.eigenvalues / noise**2, self.xi, self.eta / noise)
 
     def effective_dims(self, precision: float) -> Tensor:

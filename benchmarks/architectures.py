@@ -162,7 +162,7 @@ LAYERS = {
     "One module under two names": lambda: (two_names(), ROWS),
     "BatchNorm": lambda: (convolutional(nn.BatchNorm2d(4), nn.ReLU()), IMAGE),
     "GroupNorm": lambda: (convolutional(nn.GroupNorm(2, 4), nn.ReLU()), IMAGE),
-    "LayerNorm, random weights": lambda: (mlp(nn.LayerNorm(4)), ROWS, "all"),
+    "LayerNorm with parameters in the posterior": lambda: (mlp(nn.LayerNorm(4)), ROWS, "all"),
     "Activations in place": lambda: (convolutional(nn.SiLU(True), nn.ReLU(True)), IMAGE),
     "Hardsigmoid": lambda: (mlp(nn.Hardsigmoid(), nn.Linear(4, 2)), ROWS),
     "Buffer changed at every forward": lambda: (counting(), ROWS),

@@ -129,7 +129,7 @@ def cost(lines: list[dict]) -> plt.Figure:
         axes,
         names,
         values,
-        "CPU seconds, in addition to training the network (number of examples)",
+        "CPU seconds in addition to training (in brackets: examples)",
     )
     axes.set_xscale("log")
     return figure

@@ -1,16 +1,20 @@
-"""What a whole fit costs: in training epochs, in forward passes over the data, in seconds.
+"""What a fit and its predictions cost, beside the training of the network and an ensemble.
 
-    python benchmarks/cost.py                              # every network, K = 16: half an hour
+    python benchmarks/cost.py                              # every network: an hour
     python benchmarks/cost.py --parts fits --problems mlp regression cnn
     python benchmarks/cost.py --parts loaders growth       # batch sizes; N, P, C and K
     python benchmarks/cost.py --before old.jsonl           # another version's lines beside these
 
-One thread, processor seconds; with --device cuda, those on the wall. Classifiers are fitted as a
-user fits them, and by the curvature of the network's outputs. An epoch is one of the training that went before, by Adam in
-batches of 100; F is one forward pass over the training data in eval mode, without gradients; of
-predictions, over the rows that are predicted. The ensemble costs four further trainings;
+One thread, processor seconds; with --device cuda, those on the wall. There is a line for each
+network, which is trained by Adam in batches of 100. Classifiers are fitted as a user fits them, and
+a second time with ``curvature="network"``. K is 16, and 32 for the tables diamonds and flights. An
+epoch is one of the training; a forward pass (F) is one over the same examples in eval mode, without
+gradients. "served 1" and "served 8" are the time of an exported program for so many examples, with
+all samples, divided by that of five networks. The ensemble costs four further trainings;
 laplace-torch is Kronecker factors of all layers, tuned by its marginal likelihood, on the same
 network in the same run. Lines go to results/cost.jsonl.
+
+Expected: trainings 0.5 to 7 for fits of a few thousand examples; predict F 1 to 60; served 8 about 2.
 """
 
 import argparse
@@ -25,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from methods import markdown
+from methods import markdown, tasks
 from methods.networks import resnet20
 from methods.provenance import provenance
 from torch import Tensor, nn
@@ -51,6 +55,9 @@ class Problem(NamedTuple):
 
     workers: int = 0
     """Of a loader; 0: batches are a list."""
+
+    num_samples: int | None = None
+    """K, where it is not that of the command."""
 
     @property
     def regression(self) -> bool:
@@ -121,7 +128,7 @@ def lenet() -> Problem:
     return Problem(nn.Sequential(*layers), *images(1000, 1, 28), 10)
 
 
-def residual(rows: int = 2000) -> Problem:
+def residual(rows: int) -> Problem:
     """ResNet-20 on images of 32 × 32."""
     return Problem(resnet20(), *images(rows, 3, 32), 8)
 
@@ -148,16 +155,27 @@ def transformer(**options: str) -> Problem:
     return Problem(Classifier(), ids, y, 10, options)
 
 
+def table(name: str, rows: int, epochs: int) -> Problem:
+    """Two hidden layers of 100 units on so many examples of a large table, with K = 32."""
+    train = tasks.task(name, 0, rows).train
+    y = train.y if train.y.is_floating_point() else train.y.long()
+    sizes = train.x.shape[1], 100, 100, y.shape[1] if y.dim() > 1 else 2
+    return Problem(tasks.perceptron(sizes)(), train.x, y, epochs, num_samples=32)
+
+
 PROBLEMS: dict[str, Callable[[], Problem]] = {
     "mlp": mlp,
     "regression": regression,
     "cnn": cnn,
     "lenet": lenet,
-    "resnet20": residual,
+    "resnet20": partial(residual, 200),
     "many rows": partial(many, 10),
     "many rows, regression": partial(many, 1),
     "bert": transformer,
     "bert, last_layer": partial(transformer, parameters="last_layer"),
+    "diamonds": partial(table, "diamonds", 20_000, 100),
+    "flights, late or not": partial(table, "flights", 20_000, 100),
+    "flights, delay": partial(table, "flights:delay", 60_000, 100),
 }
 NETWORK = {"curvature": "network"}
 GROWTH: dict[str, list[tuple[dict, int]]] = {
@@ -215,7 +233,9 @@ def fitted(
     return la, seconds(lambda: la.fit(problem.loader(batch), progress_bar=False))
 
 
-def line(problem: Problem, epoch: float, num_samples: int, batch: int = BATCH) -> dict:
+def line(
+    problem: Problem, epoch: float, num_samples: int, batch: int = BATCH, serve: bool = False
+) -> dict:
     """Return what a fit costs."""
     on_gpu = torch.cuda.is_initialized()
     if on_gpu:
@@ -231,6 +251,8 @@ def line(problem: Problem, epoch: float, num_samples: int, batch: int = BATCH) -
         "weights": la.w_lin.numel(),
         "rows": len(problem.x),
         "K": num_samples,
+        "training_seconds": epoch * problem.epochs,
+        "trainings": taken / (epoch * problem.epochs),
         "epochs": taken / epoch,
         "seconds": taken,
         "F": taken / once,
@@ -244,7 +266,21 @@ def line(problem: Problem, epoch: float, num_samples: int, batch: int = BATCH) -
         "relative_certificate": la.certificate.square().mean().sqrt().item()
         / max(gamma, 1e-9) ** 0.5,
         "epoch_seconds": epoch,
+        **(served(problem, la) if serve else {}),
     } | peak
+
+
+@torch.no_grad()
+def served(problem: Problem, la: LinearisedLaplace) -> dict[str, float]:
+    """Return the time of an exported program for 1 and 8 examples, over that of five networks."""
+    program, found = la.export(problem.x[:8]).module(), {}
+    for rows in (1, 8):
+        x, taken = problem.x[:rows], ([], [])
+        for _ in range(7):  # in turns, since others may use the machine
+            for times, run in zip(taken, (program, problem.network)):
+                times.append(seconds(lambda run=run: [run(x) for _ in range(10)], 2))
+        found[f"served {rows}"] = min(taken[0]) / (5 * min(taken[1]))
+    return found
 
 
 def laplace_torch(problem: Problem) -> float:
@@ -266,13 +302,12 @@ def fits(args: argparse.Namespace) -> Iterator[dict]:
     """Yield a line of every network."""
     for name in args.problems or PROBLEMS:
         problem = made(PROBLEMS[name], args.device)
-        epoch = train(problem)
+        epoch, K = train(problem), problem.num_samples or args.num_samples
+        found = {"part": "fits", "problem": name} | line(problem, epoch, K, serve=True)
+        found["ensemble"] = 4 * problem.epochs * epoch
         if not problem.regression:
             by_network = problem._replace(options={**problem.options, **NETWORK})
-            taken = line(by_network, epoch, args.num_samples)
-            yield {"part": "fits", "problem": f"{name}, by the network's curvature"} | taken
-        found = {"part": "fits", "problem": name} | line(problem, epoch, args.num_samples)
-        found["ensemble"] = 4 * problem.epochs * epoch
+            found["network_curvature"] = fitted(by_network, K)[1]
         if not problem.options:
             try:
                 found["laplace_torch"] = laplace_torch(problem)
@@ -309,6 +344,11 @@ def made(make: Callable[[], Problem], device: str = "cpu") -> Problem:
     return make().on(device)
 
 
+SHOWN = (
+    *("weights", "rows", "K", "batch", "training_seconds", "seconds", "trainings", "before"),
+    *("epochs", "F", "network_curvature", "ensemble", "laplace_torch"),
+    *("predict F", "served 1", "served 8"),
+)
 PARTS = {"fits": fits, "loaders": loaders, "growth": growth}
 
 
@@ -339,8 +379,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(record, flush=True)
             with open(args.out / "cost.jsonl", "a") as lines:
                 lines.write(json.dumps(record | origin) + "\n")
-        keys = "weights", "rows", "K", "batch", "before", "epochs", "F", "predict F", "seconds"
-        print("\n" + markdown.table(found, ["problem"], [*keys, "ensemble", "laplace_torch"]))
+        print("\n" + markdown.table(found, ["problem"], [k for k in SHOWN if k in found[0]]))
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def main() -> None:
     rows = {name: evaluate(method, test) for name, method in methods.items()}
     la.calibrate([held_out])
     calibrated = "linearised Laplace, calibrated"
-    print(f"Calibrated: {la.mean} mean times {la.mean_factor:.2f}, τ = {la.posterior_scale:.2g}.")
+    print(f"Calibrated: {la.mean} mean, τ = {la.posterior_scale:.2g}.")
     rows[calibrated] = evaluate(of_ours(la), test)
     lines = [{"method": name, **row} for name, row in rows.items()]
     print("\n" + markdown.table(lines, ["method"], list(rows[calibrated])))

@@ -21,7 +21,7 @@ from threadpoolctl import threadpool_limits
 
 from torch_lla_em.mixtures import GaussianMixture
 
-NAMES = {"full": "full", "tied": "tied", "diagonal": "diag", "spherical": "spherical"}
+NAMES = {"full": "full", "diagonal": "diag"}
 
 
 def draw(args: argparse.Namespace) -> torch.Tensor:
@@ -53,9 +53,7 @@ def compare(x: torch.Tensor, structure: str, args: argparse.Namespace) -> dict:
         reg_covar=0.0,
         weights_init=weights.numpy(),
         means_init=means.numpy(),
-        precisions_init=(
-            covariances.inverse() if structure in ("full", "tied") else 1 / covariances
-        ).numpy(),
+        precisions_init=(covariances.inverse() if structure == "full" else 1 / covariances).numpy(),
     )
     clock = time.perf_counter()
     theirs.fit(x.numpy())

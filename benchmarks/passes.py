@@ -8,12 +8,10 @@
 
 takes about half an hour for digits on one core, and for the few images of resnet20; each of the
 three large networks takes that long with --parts block_krylov traces. A pass pushes K columns
-through the network, forwards and back; a pass of block Krylov carries 2 K, and counts as two.
-Errors are those of the functions J w_k on the data against a tightly solved reference. On the
-digits expect block Krylov and block CG at 1 % in about 6 passes, and the whole fit by block
-Krylov in about 10 passes and 90 single columns. --parts takes what is wanted: fits, the traces of
-solvers at the λ found, block CG with and without deflation at smaller λ, and the dense fixed
-point of λ where all of G fits. Lines go to results/passes.jsonl.
+through the network, forwards and back. Errors are those of the functions J w_k on the data against
+a tightly solved reference. On the digits expect block Krylov and block CG at 1 % in about 6 passes.
+--parts takes what is wanted: fits, the traces of solvers at the λ found, and the dense fixed point
+of λ where all of G fits. Lines go to results/passes.jsonl.
 """
 
 import argparse
@@ -22,7 +20,7 @@ from pathlib import Path
 
 import torch
 from methods.counted import problem_of
-from methods.fits import FITS, deflation, dense_fixed_point, whole_fit
+from methods.fits import FITS, dense_fixed_point, whole_fit
 from methods.markdown import append
 from methods.networks import PROBLEMS, trained
 from methods.provenance import provenance
@@ -30,7 +28,7 @@ from methods.race import SOLVERS, TARGETS, Race, reached
 
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 
-PARTS = (*FITS, "traces", "deflation", "dense")
+PARTS = (*FITS, "traces", "dense")
 
 
 def measured(args: argparse.Namespace, name: str) -> Iterator[dict]:
@@ -53,9 +51,6 @@ def measured(args: argparse.Namespace, name: str) -> Iterator[dict]:
         yield common | {"part": "fit", "fit": part.replace("_", " ")} | fit | scalar
     noise = get_sto_samples(problem, args.num_samples)
     precision = torch.tensor(precision).double()
-    if "deflation" in args.parts:
-        for row in deflation(problem, noise, precision):
-            yield common | {"part": "deflation"} | row
     if "dense" in args.parts:
         dense = dense_fixed_point(problem, noise, precision)
         yield common | {"part": "dense", "precision": dense, "found": precision.item()}

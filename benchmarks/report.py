@@ -88,13 +88,27 @@ VALIDATION_NOISE = {
 }
 STAGES = {"early": "early stopping", "on": "100 epochs"}
 COSTS = {
-    "epochs": "fit, epochs",
-    "F": "fit, forward passes",
-    "predict F": "500 predictions, forward passes",
+    "training_seconds": "training, s",
     "seconds": "fit, s",
-    "ensemble": "ensemble of five, s",
+    "trainings": "fit / training",
+    "epochs": "fit, training epochs",
+    "F": "fit, forward passes",
+    "network_curvature": 'fit with `curvature="network"`, s',
+    "ensemble": "four more networks, s",
     "laplace_torch": "laplace-torch KFAC, s",
 }
+PREDICTIONS = {
+    "predict F": "`la(x)` of 500 examples / forward pass",
+    "served 1": "exported, 1 example / five networks",
+    "served 8": "exported, 8 examples / five networks",
+}
+SERVED = {
+    "CPU ms of 1": "1 image: CPU, ms",
+    "ensembles, 1": "1 image / ensemble",
+    "CPU ms of 8": "8 images: CPU, ms",
+    "ensembles, 8": "8 images / ensemble",
+}
+OF_NETWORK = {"problem": "network", "weights": "parameters", "rows": "examples", "K": "samples"}
 LENGTHS = {str(epochs): f"{epochs} epochs" for epochs in (8, 20, 60, 300)}
 SHOWN = {"nll": "NLL", "auroc": "AUROC"}
 MNIST = SCORES | {
@@ -209,13 +223,6 @@ TABLES = {
         FIT,
         {"part": "fit"},
     ),
-    "deflation": Shown(
-        "docs/passes.md",
-        "passes",
-        {"precision": "λ"},
-        {key: key for key in ("block CG", "1 step", "2 steps", "3 steps")},
-        {"part": "deflation"},
-    ),
     "paper samples": Shown(
         "docs/passes.md", "paper_sgd", {"method": "solver"}, SAMPLES, {"part": "samples"}
     ),
@@ -230,9 +237,12 @@ TABLES = {
     "cost": Shown(
         "docs/speed.md",
         "cost",
-        {"problem": "network", "weights": "parameters", "rows": "examples"},
+        OF_NETWORK,
         COSTS,
         {"part": "fits"},
+    ),
+    "cost of predictions": Shown(
+        "docs/speed.md", "cost", OF_NETWORK, PREDICTIONS, {"part": "fits"}
     ),
     "loaders": Shown(
         "docs/speed.md",
@@ -255,6 +265,7 @@ TABLES = {
         {"epochs": "epochs", "F": "forward passes", "seconds": "seconds", "columns": "columns"},
         {"part": "growth"},
     ),
+    "serving": Shown("docs/serving.md", "serving", {"predictor": "predictor"}, SERVED),
     "scaling": Shown(
         "docs/scaling.md",
         "scaling",

@@ -90,7 +90,7 @@ def measured(rank, size, args, rows, folder):
         found[shard] = dict(zip(("seconds", "own_seconds", "bytes"), map(min, zip(*times))))
     numbers = args.num_samples * problem.linear_model.layout.size
     sums = [timed(lambda: group.sum(torch.zeros(numbers)))[0] for _ in range(args.repeats)]
-    meets = [timed(lambda: [group.meet("a test", 0, max) for _ in range(50)])[0] for _ in range(5)]
+    meets = [timed(lambda: [group.meet(0, max) for _ in range(50)])[0] for _ in range(5)]
     common = {
         "ranks": size,
         "rows": rows,

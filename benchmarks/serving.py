@@ -1,10 +1,12 @@
-"""Requests a second and the slowest in a hundred, of one image each, by threads of clients.
+"""The time of a prediction of one and of eight images, and requests a second by threads of clients.
 
-A posterior, whole, with fewer samples, of the last layer and exported, against the network alone
-and an ensemble of five. Alone: every client calls the predictor itself. Batched: a thread of the
-server joins what is waiting, up to 16 requests.
+A posterior of all layers and of the last one, as it is and exported, against the network alone and
+an ensemble of five. CPU milliseconds are the median of alternating calls. Requests are of one image
+each. Alone: every client calls the predictor itself. Batched: a thread of the server joins what is
+waiting, up to 16 requests.
 
-    python benchmarks/serving.py            # a LeNet, two minutes on one core
+    python benchmarks/serving.py            # a LeNet, two minutes on one core: exported with 8
+                                            # samples, 1.3 to 1.6 times an ensemble of five
     python benchmarks/serving.py --tiny     # to see that it runs
 """
 
@@ -21,6 +23,7 @@ from pathlib import Path
 import torch
 from methods import markdown
 from methods.learning import descend
+from methods.provenance import provenance
 from torch import Tensor, nn
 
 from torch_lla_em import LinearisedLaplace
@@ -44,25 +47,45 @@ def main() -> None:
     torch.set_num_threads(1)
     size, requests, rounds = (16, 24, 1) if given.tiny else (28, given.requests, given.rounds)
     x = torch.randn(64, 1, size, size, generator=torch.Generator().manual_seed(0))
+    makers = predictors(x)
     ways = {
-        (name, way): answer
-        for name, (one, many) in predictors(x).items()
-        for way, answer in (("alone", one), ("batched", batched(many)))
+        (name, way): made
+        for name, answer in makers.items()
+        for way, made in (("alone", answer), ("batched", batched(answer)))
     }
     found: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in ways}
     for _ in range(rounds):
         for key, answer in ways.items():
             found[key].append(measured(answer, x, given.clients, requests))
-    records = []
+    times = {images: cpu_times(makers, x[:images], 3 * rounds) for images in (1, 8)}
+    records: dict[str, dict] = {name: {"predictor": name} for name in makers}
     for (name, way), each in found.items():
         rate, slow = torch.tensor(each).median(0).values.tolist()
-        records.append({"predictor": name, "way": way, "requests/s": rate, "p99 ms": slow})
-    markdown.append(given.out, records)
-    print(markdown.table(records, ("predictor", "way"), ("requests/s", "p99 ms")))
+        records[name] |= {f"{way}, requests/s": rate, f"{way}, p99 ms": slow}
+    for images, each in times.items():
+        for name, taken in each.items():
+            records[name][f"CPU ms of {images}"] = taken
+            records[name][f"ensembles, {images}"] = taken / each["ensemble of five"]
+    markdown.append(given.out, [*records.values()], provenance(("torch",)))
+    columns = [key for key in records["network"] if key != "predictor"]
+    print(markdown.table([*records.values()], ("predictor",), columns))
 
 
-def predictors(x: Tensor) -> dict[str, tuple[Predictor, Predictor]]:
-    """Return what answers one row, and what answers up to ROWS of them."""
+def cpu_times(makers: dict[str, Predictor], x: Tensor, rounds: int) -> dict[str, float]:
+    """Return the median CPU milliseconds of a call, of predictors that take turns."""
+    taken: dict[str, list[float]] = {name: [] for name in makers}
+    for _ in range(rounds):
+        for name, answer in makers.items():
+            answer(x)
+            start = time.process_time()
+            for _ in range(5):
+                answer(x)
+            taken[name].append(1e3 * (time.process_time() - start) / 5)
+    return {name: torch.tensor(each).median().item() for name, each in taken.items()}
+
+
+def predictors(x: Tensor) -> dict[str, Predictor]:
+    """Return what answers any number of rows, by name."""
     y = torch.arange(len(x)) % 10
     networks = [lenet(x.shape[-1], seed) for seed in range(5)]
     for network in networks:
@@ -80,17 +103,20 @@ def predictors(x: Tensor) -> dict[str, tuple[Predictor, Predictor]]:
     la = LinearisedLaplace(networks[0], "classification").fit(x, y, **fit)
     last = LinearisedLaplace(networks[0], "classification", parameters="last_layer")
     last.fit(x, y, **fit)
-    one, many = (la.export(x[:rows], num_samples=8).module() for rows in (1, ROWS))
+    exported = {
+        f"posterior, {number} samples, exported": without_grad(
+            la.export(x[:8], None, number).module()
+        )
+        for number in (32, 8)
+    }
     return {
-        "network": (alone, alone),
-        "ensemble of five": (ensemble, ensemble),
-        "posterior, 32 samples": (la, la),
-        "posterior, 8 samples": (
-            lambda x: la.predict(x, num_samples=8).probs,
-            lambda x: la.predict(x, num_samples=8).probs,
-        ),
-        "posterior, 8 samples, exported": (one, lambda x: many(padded(x))[: len(x)]),
-        "posterior of the last layer": (last, last),
+        "network": alone,
+        "ensemble of five": ensemble,
+        "posterior, 32 samples": la,
+        "posterior, 8 samples": lambda x: la.predict(x, num_samples=8).probs,
+        **exported,
+        "last-layer posterior, 32 samples": last,
+        "last-layer posterior, 32 samples, exported": without_grad(last.export(x[:8]).module()),
     }
 
 
@@ -103,9 +129,9 @@ def lenet(size: int, seed: int) -> nn.Module:
     return nn.Sequential(*trunk, nn.MaxPool2d(2), nn.Flatten(), *head)
 
 
-def padded(x: Tensor) -> Tensor:
-    """Return ROWS rows, the last of x repeated: an exported program takes no other number."""
-    return torch.cat([x, x[-1:].expand(ROWS - len(x), *x.shape[1:])])
+def without_grad(program: nn.Module) -> Predictor:
+    """Return an exported program that records no graph."""
+    return torch.no_grad()(program)
 
 
 def batched(answer: Predictor) -> Predictor:

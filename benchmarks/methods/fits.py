@@ -14,11 +14,8 @@ from torch_lla_em.inference import FitOptions, Info, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.posterior_samples import Solver
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
-from torch_lla_em.problem.operators import WhitenedGGN
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, DivergenceError, Newton
-from torch_lla_em.solvers.block_lanczos import BlockLanczos
-from torch_lla_em.solvers.deflation import DeflatedCG, FeaturePreconditioner, nystrom_features
 
 
 class Fit(NamedTuple):
@@ -35,11 +32,9 @@ FITS = {
     "plain_cg": Fit(PlainCG()),
     "sgd": Fit(SGD(epochs=20)),
     "block_krylov_fine": Fit(BlockKrylov(), 1e-3),
-    "layerwise_block_cg": Fit(BlockCG(deflate=False), layerwise=True),
-    "layerwise_deflated_block_cg": Fit(BlockCG(), layerwise=True),
+    "layerwise_block_cg": Fit(BlockCG(), layerwise=True),
 }
 _SGD_STEPS = 4
-_BASIS_STEPS = 3
 
 
 def whole_fit(problem: Counted, num_samples: int, fit: Fit) -> dict:
@@ -81,30 +76,6 @@ def whole_fit(problem: Counted, num_samples: int, fit: Fit) -> dict:
     }
 
 
-def deflation(problem: Problem, noise: StochasticPrior, precision: Tensor) -> list[dict]:
-    """Return passes of block CG to 1 % at ever smaller λ, plain and after steps of a basis.
-
-    The steps' own passes, of 2 K columns, are told apart: theirs + block CG's.
-    """
-    scale, rows = noise.prior.scale, []
-    start = torch.cat([noise.xi, scale * noise.eta])
-    lanczos = BlockLanczos(WhitenedGGN(problem, scale), start)
-    features = []
-    for _ in range(_BASIS_STEPS):
-        lanczos.extend()
-        features.append(noise.prior.unscaled(nystrom_features(lanczos)))
-    for ratio in (1.0, 0.1, 0.01):
-        product = WhitenedGGN(problem, noise.prior.deviation(ratio * precision))
-        b = noise.right_hand_side(ratio * precision)
-        row = {"precision": (ratio * precision).item()}
-        row["block CG"] = BlockCG().solve(product, b).passes
-        for steps, F in enumerate(features, 1):
-            after = f"{steps} step" + "s" * (steps > 1)
-            row[after] = f"{2 * steps} + {_passes(F, product, b)}"
-        rows.append(row)
-    return rows
-
-
 def dense_fixed_point(
     problem: Problem, noise: StochasticPrior, precision: Tensor, averaged: bool = True
 ) -> float:
@@ -134,8 +105,3 @@ def dense_ggn(problem: Problem, noise: StochasticPrior) -> Tensor:
     """Return the scaled G, shape (P, P), in float64."""
     rows = problem.rows() * noise.prior.scale
     return sum(part.double().T @ part.double() for part in rows.split(2000))
-
-
-def _passes(features: Tensor, product: WhitenedGGN, b: Tensor) -> int:
-    known = FeaturePreconditioner(features, product.deviation)
-    return DeflatedCG(known).solve(product, b).passes

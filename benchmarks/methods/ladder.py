@@ -115,7 +115,6 @@ def measured(
         methods[f"ours: {prior}"] = posterior(la)
         costs[f"ours: {prior}"] = cost | {
             "tau": la.posterior_scale.item(),
-            "factor": la.mean_factor.item(),
             "mean": la.mean,
         }
     test = DataLoader(data.test, args.batch_size, num_workers=args.workers)

@@ -22,6 +22,9 @@ NAMES = {
     "ours: g-prior, held-out angles": "g-prior, validation angles",
     "ours: plain": "plain prior",
     "MC dropout, held-out angles": "MC dropout, validation angles",
+    "diamonds": "MLP, diamonds (price)",
+    "flights, late or not": "MLP, flights (late or not)",
+    "flights, delay": "MLP, flights (delay)",
     "bound": "lower bound on the evidence",
 }
 """Names of rows in the results -> names on the pages."""

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.solvers import Operator, Solution, Space
-from torch_lla_em.solvers.solution import Task, relative_error
 
 dots = Space().dots
 
@@ -23,15 +22,11 @@ class PlainCG:
         """Return X once the residual, by recursion, meets the tolerance; its true one is told."""
         x, passes = torch.zeros_like(b) if start is None else start, 0
         for passes, x, residual in iterates(product, b, start):
-            sizes = dots(residual, residual).sqrt()
-            near = (
-                relative_error(sizes, Task(product, b).energies(x, residual))
-                <= 0.9 * self.tolerance
-            )
+            near = Solution.of(product.space, b, x, residual).error <= 0.9 * self.tolerance
             if near or passes >= self.max_passes:
                 break
-        task = Task(product, b)
-        return task.judge(x, task.residual(x), passes + 1, self.tolerance)
+        found = Solution.of(product.space, b, x, b - x - product(x))
+        return found._replace(passes=passes + 1, tolerance=self.tolerance)
 
 
 def iterates(

@@ -33,7 +33,13 @@ PUBLIC = "prediction", "likelihoods", "solvers", "inference", "mixtures"
 INTERNAL = "data", "jacobian", "problem", "checkpoint", "runtime"
 """Subpackages that only developers of the library import from."""
 
-MODULES = "plot", "sklearn", "lightning", "torch_uncertainty", "botorch", "exact"
+FOR_USERS = {
+    "likelihoods": {"Tempered", "Weighted", "compare_with_log_prob"},
+    "inference": {"Estimate"},
+}
+"""Names of subpackages for users that the package itself does not export. Mixtures have only such names."""
+
+MODULES = "plot", "sklearn", "lightning", "botorch", "exact"
 """Modules of the package's root with an API page of their own."""
 
 REDIRECTS = {"cards": "gpu"}
@@ -76,6 +82,10 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Label the cells of tables, which become lists on narrow screens, and link figures to their files."""
     html = re.sub(r'<img [^>]*src="([^"]*)"[^>]*>', r'<a href="\1">\g<0></a>', html)
+    # griffe writes types such as "str, list or callable" as a tuple, in brackets
+    html = re.sub(
+        r"<code>\((((?!</code>).)* or ((?!</code>).)*)\)</code>", r"<code>\1</code>", html
+    )
     return re.sub(r"<table>.*?</table>", lambda table: labelled(table[0]), html, flags=re.DOTALL)
 
 
@@ -91,7 +101,9 @@ def labelled(table: str) -> str:
         return re.sub(r"<td", lambda _: f'<td data-label="{next(remaining, "")}"', row[0])
 
     table = re.sub(r"<tr>.*?</tr>", label, table, flags=re.DOTALL)
-    return table.replace("<table>", "<table data-stack>")
+    return table.replace(
+        "<table>", "<table data-stack data-wide>" if len(titles) > 8 else "<table data-stack>"
+    )
 
 
 def version() -> str:
@@ -112,6 +124,8 @@ class Docstrings(griffe.Extension):
     """Let griffe read ``Example:`` as a section with code, and patterns such as "*lora*" as code."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.name == "__init__":
+            obj.docstring = None  # the class documents the arguments
         if obj.docstring:
             text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
             # arguments that are described one by one in text become a list
@@ -133,10 +147,17 @@ def api_pages() -> dict[str, str]:
     rows, pages = {}, {}
     for name in public + internal:
         path = PACKAGE / name / "__init__.py"
-        exported = public_names(PACKAGE / "__init__.py")
-        names = sorted(public_names(path), key=lambda member: member not in exported)
+        exported = {*public_names(PACKAGE / "__init__.py"), *FOR_USERS.get(name, ())}
+        every = public_names(path)
+        names = [member for member in every if member in exported or name == "mixtures"] or every
+        others = [member for member in every if member not in names]
         purpose = (ast.get_docstring(ast.parse(path.read_text())) or name).splitlines()[0]
         blocks = "".join(f"\n::: {address(name, member)}\n" for member in names)
+        if others:
+            blocks += DEVELOPERS + "".join(
+                f"\n::: {address(name, member)}\n    options:\n      heading_level: 3\n"
+                for member in others
+            )
         pages[f"api/{name}.md"] = f"# torch_lla_em.{name}\n\n{purpose}\n{blocks}"
         rows[name] = f"| [{name}]({name}.md) | {', '.join(f'`{member}`' for member in names)} |"
     for name in MODULES:
@@ -157,6 +178,12 @@ def address(subpackage: str, member: str) -> str:
     alike = module.exists() and member in defined_names(module)
     return f"torch_lla_em.{subpackage}.{member}" + f".{member}" * alike
 
+
+DEVELOPERS = """
+## For developers of the library
+
+These names can change in any release.
+"""
 
 API = """# API reference
 

@@ -75,8 +75,8 @@ figure.tight_layout()
 # ## Comparing networks on a validation set
 #
 # Four networks, from one that has hardly been trained to one that has overfitted. `compare`
-# evaluates their posteriors on the same examples, so the standard errors of the differences are
-# paired, and much smaller than those of each NLL.
+# evaluates their posteriors on the same examples. The standard errors are those of paired
+# differences, so they are much smaller than the standard error of each NLL.
 
 # %%
 networks = {

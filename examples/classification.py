@@ -74,8 +74,8 @@ print(f"test accuracy: {(prediction.probs.argmax(-1) == y[test]).float().mean():
 # ## Out-of-distribution detection
 #
 # After `calibrate`, `is_ood` flags inputs at a rate of false alarms that you choose. To rank
-# inputs, use `-p_value`, or without a validation set `epistemic`, the mutual information between
-# label and function. The entropy of the network's own probabilities is the usual score without a
+# inputs, use `-p_value`. We compare it with `epistemic`, the mutual information between label and
+# function, and with the entropy of the network's own probabilities, the usual score without a
 # posterior. A perfect detector has an AUROC of 1.
 
 # %%

@@ -46,8 +46,8 @@ print(la)
 # ## Prediction intervals
 #
 # `la(x)` returns mean and variance; the variance includes the observation noise. `la.predict(x)`
-# also has the parts: `.epistemic` is the variance that more data would reduce, `.aleatoric` the
-# variance of the noise, and `.credible_interval` includes both.
+# also has the parts: `.epistemic` is the variance that more data would reduce, and `.aleatoric` is
+# the variance of the observation noise. `.credible_interval` includes both.
 
 # %%
 prediction = la.predict(x[test])

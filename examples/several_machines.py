@@ -112,5 +112,5 @@ if not dist.is_torchelastic_launched():
     print(f"largest difference of probabilities {difference:.1e}")
 
 # %% [markdown]
-# More on [several GPUs and machines](../scaling.md) and on
+# See also [several GPUs and machines](../scaling.md) and
 # [checkpoints](../long_runs.md#checkpoints).

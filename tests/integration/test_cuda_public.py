@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Sampler
 from torch_lla_em import (
     SGD,
     BlockCG,
-    BlockKrylov,
     Compute,
     FunctionSpace,
     HeteroscedasticRegression,
@@ -228,7 +227,7 @@ def test_a_default_device_changes_nothing(way):
 
 def test_products_in_bfloat16():
     case, las = tiny("classification"), []
-    options = {"compute": Compute(precision="bfloat16"), "solver": BlockKrylov()}
+    options = {"compute": Compute(precision="bfloat16"), "curvature": "network", "g_prior": True}
     for device in ("cpu", GPU):
         model, batch = case.model.float().to(device), (case.x.float(), case.y)
         las.append(fitted(model, "classification", [batch], 0, tolerance=0.3, **options))

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_lla_em import Bernoulli, BlockKrylov, Classification, LinearisedLaplace, Regression
+from torch_lla_em import Bernoulli, Classification, LinearisedLaplace, Regression
 from torch_lla_em.data.batch import next_tokens
 from torch_lla_em.data.loader import Data
 from torch_lla_em.exact import ExactLaplace, gaussian_log_prob
@@ -194,7 +194,7 @@ def test_nothing_is_of_size_classes_squared(classes):
     # every product is of a block of 2 K columns at most
     columns = 2 * samples + 1
     with Largest() as largest:
-        la = LinearisedLaplace(model, "classification", num_samples=samples, solver=BlockKrylov())
+        la = LinearisedLaplace(model, "classification", num_samples=samples, curvature="network")
         la.fit(loader, em_steps=2, progress_bar=False)
         for link in ("mc", "probit", "probit_shared"):
             la(x[:rows], link_approx=link)

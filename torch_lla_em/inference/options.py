@@ -39,11 +39,16 @@ class FitOptions:
     """Initial λ; None: chosen from the data."""
 
     @property
+    def has_default_solver(self) -> bool:
+        """Whether the fit may use a span of directions; ``BlockKrylov`` only limits its memory."""
+        return self.solver is None or isinstance(self.solver, BlockKrylov)
+
+    @property
     def against_variational(self) -> list[str]:
         """Why these options exclude the variational curvature; empty if they do not."""
         reasons = {
             "the prior has one precision per tensor": self.layerwise,
-            "a solver was chosen": self.solver is not None,
+            "a solver was chosen": not self.has_default_solver,
             'update="em" was chosen': self.update == "em",
         }
         return [why for why, holds in reasons.items() if holds]
@@ -59,9 +64,8 @@ def allows_span(problem: Problem, options: FitOptions) -> bool:
 
     It needs one λ, one σ, the default solver, and not too many classes.
     """
-    own = options.solver is None or isinstance(options.solver, BlockKrylov)
     few = problem.likelihood.elementwise or not _has_many_outputs(problem)
-    return own and few and not options.layerwise and has_one_noise(problem)
+    return options.has_default_solver and few and not options.layerwise and has_one_noise(problem)
 
 
 def choose_scalings(

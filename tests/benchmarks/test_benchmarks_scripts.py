@@ -11,6 +11,7 @@ import aims
 import cost
 import digits
 import gpu
+import ood
 import pytest
 import ranking
 import scalings
@@ -85,6 +86,20 @@ def test_aims_continue_from_their_records(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(aims, "run", lambda **_: pytest.fail("a network was trained again"))
     aims.main(command)
     assert markdown.read(out) == records
+
+
+@pytest.mark.slow
+def test_scores_of_ood_inputs_are_compared(tmp_path, capsys):
+    out = tmp_path / "ood.jsonl"
+    ood.main(["--tasks", "vehicle", "--seeds", "0", "--quick", "--out", str(out)])
+    assert len(markdown.read(out)) == 2 * (6 + 5)
+    assert "| entropy |" in capsys.readouterr().out
+
+
+def test_the_larger_of_two_ranks_is_taken():
+    among = [torch.tensor([3.0, 1.0, 2.0]), torch.tensor([10.0, 20.0, 30.0])]
+    values = [torch.tensor([2.5, 0.0]), torch.tensor([15.0, 15.0])]
+    assert ood.larger_rank(values, among).tolist() == [2, 1]
 
 
 @pytest.mark.slow

@@ -45,6 +45,8 @@ def test_programs_are_exact_by_factors_and_by_torch_func(dtype, tolerance, num_s
     x, y = torch.randn(12, 1, 8, 8, dtype=dtype), torch.arange(12) % 3
     la = fitted(convolutions().eval().to(dtype), "classification", x, y)
     program, other = la.export(x[:5], num_samples=num_samples), 2 * x
+    # the network runs once, also in forward mode
+    assert [str(node.target) for node in program.graph.nodes].count("aten.relu.default") == 1
     # with as many samples as outputs, the outputs are differentiated backwards
     backward = [
         node for node in program.graph.nodes if "pool2d_with_indices_backward" in str(node.target)

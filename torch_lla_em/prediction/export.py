@@ -101,7 +101,8 @@ def _answer(model: LinearModel, columns: Tensor, ways: Ways) -> Callable[[Any], 
     def answer(x: Any) -> Any:
         rows = model.at(x, len(columns))
         rows.pushed = at_once
-        return ways.answer(ways.of_products(rows.f, rows.push(columns)))
+        Jw = rows.push(columns)  # f comes with it in forward mode
+        return ways.answer(ways.of_products(rows.f, Jw))
 
     return answer
 

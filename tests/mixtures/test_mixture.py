@@ -15,7 +15,7 @@ from torch_lla_em.mixtures import (
     Gaussians,
     VariationalGaussianMixture,
 )
-from torch_lla_em.mixtures.data import ExampleBatches, survey
+from torch_lla_em.mixtures.data import Examples, survey
 from torch_lla_em.mixtures.em import BoundWarning, kmeans
 
 torch.set_num_threads(1)
@@ -150,16 +150,15 @@ def test_map_ends_at_the_mode_of_the_posterior(structure):
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_component_without_examples_does_not_move(structure):
+def test_a_component_without_examples_keeps_the_weight_zero(structure):
     x = draw()
     start = GaussianMixture(2, covariance=structure, max_steps=500).fit(x).parameters
     start = start._replace(weights=torch.tensor([1.0, 0.0]))
     mixture = GaussianMixture(2, covariance=structure, max_steps=2, tolerance=0.0)
     list(mixture.steps(x, start=start))
     torch.testing.assert_close(mixture.parameters.means[0], x.mean(0))
-    torch.testing.assert_close(mixture.parameters.means[1], start.means[1])
-    torch.testing.assert_close(mixture.parameters.covariances[1], start.covariances[1])
-    assert torch.isfinite(path(mixture)).all()
+    assert mixture.parameters.weights.tolist() == [1.0, 0.0]
+    assert all(torch.isfinite(t).all() for t in (path(mixture), *mixture.parameters))
 
 
 # Data that do not fit, and starts.
@@ -223,9 +222,9 @@ def test_the_sample_is_uniform():
     generator = torch.Generator().manual_seed(0)
     counts = torch.zeros(100)
     for _ in range(400):
-        seen = survey(ExampleBatches(x.split(7)), 20, generator)
-        assert len(seen.sample.x) == 20 and seen.num_examples == 100
-        counts[seen.sample.x[:, 0].long()] += 1
+        seen = survey(Examples(x.split(7)), 20, generator)
+        assert len(seen.x) == 20 and seen.num_examples == 100
+        counts[seen.x[:, 0].long()] += 1
     error = (counts / 400 - 0.2) / math.sqrt(0.16 / 400)
     assert error.abs().max() < 5
     torch.testing.assert_close(seen.mean, x.double().mean(0))
@@ -336,31 +335,19 @@ def one_row(value):
         (ValueError, "max_steps must be 1 or more", {"max_steps": 0}),
         (ValueError, "sample_size must be 1 or more", {"sample_size": 0}),
         (ValueError, "tolerance must be 0 or more", {"tolerance": -1.0}),
-        (
-            ValueError,
-            "covariance='round' is not known: choose one of .*'diagonal'",
-            {"covariance": "round"},
-        ),
+        (ValueError, "covariance='round' is not known: choose one", {"covariance": "round"}),
         (ValueError, "min_variance must be between 0 and 1", {"min_variance": 0.0}),
         (ValueError, "concentration must be at least 1, not 0.5", {"prior": ConjugatePrior(0.5)}),
-        (
-            ValueError,
-            "strength of a prior must be above 0",
-            {"prior": ConjugatePrior(strength=0.0)},
-        ),
-        (ValueError, r"has the shape \(2,\)", {"prior": ConjugatePrior(mean=torch.ones(2))}),
-        (ValueError, "dof above 2, not 2", {"prior": ConjugatePrior(dof=2.0)}),
-        (ValueError, r"its scale \(2, 2\)", {"prior": ConjugatePrior(scale=torch.ones(2))}),
+        (ValueError, "strength of the prior must be", {"prior": ConjugatePrior(strength=0.0)}),
+        (ValueError, "means of the prior", {"prior": ConjugatePrior(mean=torch.ones(2))}),
+        (ValueError, "dof above 2", {"prior": ConjugatePrior(dof=2.0)}),
+        (ValueError, "scale of the prior", {"prior": ConjugatePrior(scale=torch.ones(2))}),
         (ValueError, "positive definite", {"prior": ConjugatePrior(scale=-torch.ones(3))}),
-        (ValueError, r"weights have shape \(2,\), not \(3,\)", {"weights": torch.ones(2) / 2}),
+        (ValueError, r"have shape \(2,\), not \(3,\)", {"weights": torch.ones(2) / 2}),
         (ValueError, "weights must be .* sum to 1", {"weights": torch.tensor([0.5, 0.6, 0])}),
         (ValueError, "weights must be at least 0", {"weights": torch.tensor([1.5, -0.5, 0])}),
-        (ValueError, r"means have shape \(3, 2\), not \(3, 3\)", {"means": torch.zeros(3, 2)}),
-        (
-            ValueError,
-            "means have shape .* or hold NaN",
-            {"means": torch.full((3, 3), float("nan"))},
-        ),
+        (ValueError, r"have shape \(3, 2\), not \(3, 3\)", {"means": torch.zeros(3, 2)}),
+        (ValueError, "means of the .* or hold NaN", {"means": torch.full((3, 3), torch.nan)}),
         (ValueError, "must be positive definite", {"covariances": torch.ones(3, 3, 3)}),
     ],
 )
@@ -395,13 +382,12 @@ def test_a_fit_that_has_not_converged_warns():
     assert GaussianMixture(3, max_steps=500).fit(draw()).converged
 
 
-@pytest.mark.parametrize("changed", [lambda x: 3 * x, lambda x: x * float("nan")])
-def test_data_that_change_between_passes_warn(changed):
+def test_data_that_change_between_passes_warn():
     class Changing:
         x = draw() / 3
 
         def __iter__(self):
-            self.x = changed(self.x) if len(mixture.history) == 2 else self.x
+            self.x = 3 * self.x if len(mixture.history) == 2 else self.x
             return iter([self.x])
 
     mixture = GaussianMixture(2, sample_size=10, tolerance=0.0)

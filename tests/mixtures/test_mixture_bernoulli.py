@@ -108,7 +108,7 @@ def test_unsuitable_data_and_options_raise():
     start = Bernoullis(torch.ones(2) / 2, torch.full((2, 5), 1.5))
     with pytest.raises(ValueError, match="must be between 0 and 1"):
         BernoulliMixture(2).fit(draw(), start=start)
-    with pytest.raises(ValueError, match=r"means have shape \(2, 4\), not \(2, 5\)"):
+    with pytest.raises(ValueError, match=r"have shape \(2, 4\), not \(2, 5\)"):
         BernoulliMixture(2).fit(draw(), start=start._replace(means=torch.ones(2, 4)))
     with pytest.raises(RuntimeError, match="Call fit"):
         BernoulliMixture(2).log_prob(draw())

@@ -59,11 +59,11 @@ def test_a_fit_continues_from_a_posterior(structure):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"concentration": torch.tensor([1.0, 0.0])}, "and the strength must be above 0"),
-        ({"strength": torch.tensor([1.0, -1.0])}, "must be above 0"),
-        ({"dof": torch.tensor([4.0, 1.0])}, "dof must be above 1"),
-        ({"dof": torch.tensor([4.0])}, r"dof have shape \(1,\), not \(2,\)"),
-        ({"scale": -torch.eye(2).expand(2, 2, 2)}, "scale must be positive definite"),
+        ({"concentration": torch.tensor([1.0, 0.0])}, "concentration .* must be above 0"),
+        ({"strength": torch.tensor([1.0, -1.0])}, "strength of the parameters must be above 0"),
+        ({"dof": torch.tensor([4.0, 1.0])}, "dof above 1"),
+        ({"dof": torch.tensor([4.0])}, r"have shape \(1,\), not \(2,\)"),
+        ({"scale": -torch.eye(2).expand(2, 2, 2)}, "scale of the .* must be positive definite"),
     ],
 )
 def test_a_start_is_checked(change, message):
@@ -76,5 +76,5 @@ def test_a_start_is_checked(change, message):
 def test_options_are_checked():
     with pytest.raises(ValueError, match="covariance='round' is not known"):
         VariationalGaussianMixture(2, covariance="round")
-    with pytest.raises(ValueError, match="weight_concentration .* must be above 0, not 0"):
+    with pytest.raises(ValueError, match="concentration .* must be above 0"):
         VariationalGaussianMixture(2, prior=ConjugatePrior(0.0)).fit(draw())

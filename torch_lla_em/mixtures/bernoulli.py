@@ -35,9 +35,13 @@ class BetaPrior(NamedTuple):
 class BernoulliFamily(Family):
     """Bernoulli components with φ(x) = (1, x)."""
 
-    def __init__(self, num_components: int, dim: int, prior: BetaPrior, floor: float):
-        self.num_components, self.dim, self.width = num_components, dim, 2 * dim + num_components
-        self.prior, self.floor = prior, floor
+    def __init__(
+        self, mixture: "BernoulliMixture", num_components: int, centre: Tensor, variance: Tensor
+    ):
+        self.shape = num_components, len(centre)
+        self.width = 2 * len(centre) + num_components
+        self.prior = mixture.prior or BetaPrior(1.0, 1.0, 1.0)
+        self.floor = mixture.min_probability
 
     def columns(self, x: Tensor) -> Tensor:
         if not ((x == 0) | (x == 1)).all():
@@ -48,12 +52,17 @@ class BernoulliFamily(Family):
         weights, p = parameters
         return weights.log() + torch.log1p(-p).sum(1), p.logit()
 
-    def maximise(self, sums: Tensors, old: Bernoullis | None) -> Bernoullis:
+    def start(self, sums: Tensors) -> Bernoullis:
+        return self._mode(sums, BetaPrior())
+
+    def maximise(self, sums: Tensors) -> Bernoullis:
+        return self._mode(sums, self.prior)
+
+    def _mode(self, sums: Tensors, prior: BetaPrior) -> Bernoullis:
         counts, ones = sums
-        alpha, a, b = BetaPrior() if old is None else self.prior
+        alpha, a, b = prior
         weights, total = counts + alpha - 1, counts[:, None] + a + b - 2
-        p = (ones + a - 1) / total
-        p = p if old is None else torch.where(total > 0, p, old.means)
+        p = (ones + a - 1) / total.clamp_min(torch.finfo(total.dtype).tiny)
         return Bernoullis(weights / weights.sum(), p.clamp(self.floor, 1 - self.floor))
 
     def log_prior(self, parameters: Bernoullis) -> Tensor:
@@ -62,7 +71,7 @@ class BernoulliFamily(Family):
         return log_weights + ((a - 1) * p.log() + (b - 1) * torch.log1p(-p)).sum()
 
     def enter(self, parameters: Bernoullis) -> Bernoullis:
-        check_parameters(parameters, (self.num_components,), (self.num_components, self.dim))
+        check_parameters(parameters, (self.shape[:1], self.shape), "parameters")
         weights, p = (t.double() for t in parameters)
         if not ((p >= 0) & (p <= 1)).all():
             raise ValueError("The means of a Bernoulli mixture must be between 0 and 1.")
@@ -91,6 +100,8 @@ class BernoulliMixture(Mixture):
         >>> mixture = BernoulliMixture(2, prior=BetaPrior()).fit(torch.rand(500, 8).round())
     """
 
+    _kind = BernoulliFamily
+
     def __init__(
         self,
         num_components: int,
@@ -105,7 +116,3 @@ class BernoulliMixture(Mixture):
         if prior is not None and min(prior) < 1:
             raise ValueError(f"The numbers of a BetaPrior must be at least 1: {prior}.")
         self.prior, self.min_probability = prior, min_probability
-
-    def _family(self, num_components: int, centre: Tensor, variance: Tensor) -> BernoulliFamily:
-        prior = self.prior or BetaPrior(1.0, 1.0, 1.0)
-        return BernoulliFamily(num_components, len(centre), prior, self.min_probability)

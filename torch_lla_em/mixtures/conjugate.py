@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributions import Dirichlet, kl_divergence
 
 
 class Gaussians(NamedTuple):
@@ -26,6 +27,10 @@ class Gaussians(NamedTuple):
 
     covariances: Tensor
     """Σ: full (K, D, D) or diagonal (K, D); in blocks during a fit."""
+
+    def expectations(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log π and log|Λ|, each (K,), and Λ = Σ⁻¹ in blocks."""
+        return self.weights.log(), -log_dets(self.covariances).sum(1), inverse(self.covariances)
 
 
 class NormalWishart(NamedTuple):
@@ -83,40 +88,41 @@ class NormalWishart(NamedTuple):
     def _mode_dof(self) -> Tensor:
         return self.dof + self.scale.shape[-1] + 2
 
-    def expected_log_weights(self) -> Tensor:
-        """Return E log π, shape (K,)."""
-        return self.concentration.digamma() - self.concentration.sum().digamma()
+    def expectations(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return E log π and E log|Λ| − D / κ, each (K,), and E Λ = ν Ψ⁻¹ in blocks."""
+        log_weights = self.concentration.digamma() - self.concentration.sum().digamma()
+        log_dets = self._expected_log_dets() - self.means.shape[1] / self.strength
+        return log_weights, log_dets, self._expected_precision()
 
-    def expected_precision(self) -> Tensor:
-        """Return E Λ = ν Ψ⁻¹, in blocks."""
+    def _expected_precision(self) -> Tensor:
         return self.dof[:, None, None, None] * inverse(self.scale)
 
-    def expected_log_dets(self) -> Tensor:
-        """Return E log|Λ| of each block, shape (K, number of blocks)."""
+    def _expected_log_dets(self) -> Tensor:
+        """Return E log|Λ|, shape (K,)."""
         d = self.scale.shape[-1]
         half = (self.dof[:, None] - torch.arange(d, device="cpu").to(self.dof)) / 2
-        return half.digamma().sum(1, keepdim=True) + d * math.log(2) - log_dets(self.scale)
+        each = half.digamma().sum(1, keepdim=True) + d * math.log(2) - log_dets(self.scale)
+        return each.sum(1)
 
     def divergence(self, prior: "NormalWishart") -> Tensor:
         """Return KL(self ‖ prior), shape ()."""
-        precision, deviation = self.expected_precision(), self.means - prior.means
-        change = self.concentration - prior.concentration
-        weights = (change * self.expected_log_weights()).sum()
+        precision, deviation = self._expected_precision(), self.means - prior.means
+        weights = kl_divergence(Dirichlet(self.concentration), Dirichlet(prior.concentration))
         ratio = prior.strength / self.strength
         distance = prior.strength * (deviation * apply(precision, deviation)).sum(1)
         means = (self.means.shape[1] * (ratio - 1 - ratio.log()) + distance).sum()
-        log_det = (self.dof - prior.dof) * self.expected_log_dets().sum(1)
+        log_det = (self.dof - prior.dof) * self._expected_log_dets()
         precisions = log_det.sum() - ((self.scale - prior.scale) * precision).sum()
-        normalisers = prior._log_normaliser() - self._log_normaliser()
-        return normalisers + weights + 0.5 * (means + precisions)
+        normalisers = (prior._log_normalisers() - self._log_normalisers()).sum()
+        divergence: Tensor = weights + normalisers + 0.5 * (means + precisions)
+        return divergence
 
-    def _log_normaliser(self) -> Tensor:
-        """Return that of the Dirichlet plus those of the Wishart distributions."""
-        alpha, half, d = self.concentration, self.dof[:, None] / 2, self.scale.shape[-1]
-        dirichlet: Tensor = alpha.lgamma().sum() - alpha.sum().lgamma()
+    def _log_normalisers(self) -> Tensor:
+        """Return those of the Wishart distributions, shape (K, number of blocks)."""
+        half, d = self.dof[:, None] / 2, self.scale.shape[-1]
         volume = half * (d * math.log(2) - log_dets(self.scale))
-        log_normaliser: Tensor = dirichlet + (torch.special.multigammaln(half, d) + volume).sum()
-        return log_normaliser
+        log_normalisers: Tensor = torch.special.multigammaln(half, d) + volume
+        return log_normalisers
 
 
 class ConjugatePrior(NamedTuple):
@@ -142,42 +148,26 @@ class ConjugatePrior(NamedTuple):
     """Ψ, shape (D, D) or (D,), in the data's units. None: column variances · K^(−2/D)."""
 
     def of_components(
-        self, shape: tuple[int, ...], concentration: float, centre: Tensor, unit: Tensor
+        self, shape: tuple[int, ...], centre: Tensor, variance: Tensor
     ) -> NormalWishart:
-        """Return the prior of K components in coordinates u = (x − centre) / unit.
-
-        ``shape`` is that of their covariances, in blocks.
-        """
-        num_components, dim, size = shape[0], len(centre), shape[-1]
-        alpha = concentration if self.weight_concentration is None else self.weight_concentration
+        """Return the prior of K components whose covariances have this shape, (K, D, D) or (K, D)."""
+        num_components, dim = shape[:2]
         mean = centre if self.mean is None else self.mean.to(centre)
-        dof = size + 2 if self.dof is None else self.dof
-        scale = torch.diag(unit.square()) * num_components ** (-2 / dim)
+        scale = variance * num_components ** (-2 / dim)
         if self.scale is not None:
-            scale = (self.scale.diag() if self.scale.ndim == 1 else self.scale).to(centre)
-        if not (alpha > 0 and self.strength > 0):
-            raise ValueError(
-                "weight_concentration and strength of a prior must be above 0, not "
-                f"{alpha} and {self.strength}."
-            )
-        if mean.shape != (dim,) or scale.shape != (dim, dim):
-            raise ValueError(
-                f"The data have {dim} columns, but the prior's mean has the shape "
-                f"{tuple(mean.shape)} and its scale {tuple(scale.shape)}."
-            )
-        if dof <= size - 1 or torch.linalg.cholesky_ex(scale).info != 0:
-            raise ValueError(
-                f"The prior needs dof above {size - 1}, not {dof}, and a positive definite scale."
-            )
-        scale = scale / unit[:, None] / unit
-        blocks = scale[None] if size == dim else scale.diagonal()[:, None, None]
+            scale = self.scale.to(centre)
+        if scale.ndim == 1 and len(shape) == 3:
+            scale = scale.diag()
+        elif scale.ndim == 2 and len(shape) == 2:
+            scale = scale.diagonal()
+        dof = (dim if len(shape) == 3 else 1) + 2 if self.dof is None else self.dof
         ones = centre.new_ones(num_components)
         return NormalWishart(
-            alpha * ones,
-            ((mean - centre) / unit).expand(num_components, dim),
+            self.weight_concentration * ones,
+            mean.expand(num_components, -1),
             self.strength * ones,
-            float(dof) * ones,
-            blocks.expand(shape),
+            dof * ones,
+            scale.expand(num_components, *scale.shape),
         )
 
 

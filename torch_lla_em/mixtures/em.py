@@ -9,7 +9,7 @@ The E-step makes the divergence zero and the M-step raises the bound L, so log p
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,12 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from torch_lla_em.mixtures.data import Examples
+from torch_lla_em.mixtures.data import Examples, Survey
 
-CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""How many numbers to compute with at once: on a CPU they should stay in the cache."""
-
-ROUNDING = 1e-8
+_ROUNDING = 1e-8
 """The relative fall of the bound that rounding may explain."""
 
 Tensors = tuple[Tensor, ...]
@@ -39,11 +36,12 @@ class Family(ABC):
     those of the rest of φ = (1, x, ...). Sums of φ are a tuple of the same shapes.
     """
 
-    num_components: int
-    """K."""
-
     width: int
     """About how many numbers are computed for each example."""
+
+    @abstractmethod
+    def __init__(self, mixture: Any, num_components: int, centre: Tensor, variance: Tensor):
+        """Take the options of a mixture, and the means and variances of the data's columns."""
 
     @abstractmethod
     def columns(self, x: Tensor) -> Tensor:
@@ -62,8 +60,12 @@ class Family(ABC):
         """Return θ."""
 
     @abstractmethod
-    def maximise(self, sums: Tensors, old: Any) -> Any:
-        """Return the parameters that maximise the bound; ``old`` is None at the start of EM."""
+    def start(self, sums: Tensors) -> Any:
+        """Return the parameters at which EM starts, from a clustering of the examples."""
+
+    @abstractmethod
+    def maximise(self, sums: Tensors) -> Any:
+        """Return the parameters that maximise the bound."""
 
     @abstractmethod
     def log_prior(self, parameters: Any) -> Tensor:
@@ -98,7 +100,7 @@ class MixtureState(NamedTuple):
     """
 
     converged: bool = False
-    """Whether the bound per example changed by no more than the tolerance."""
+    """Whether the bound changed by no more than the tolerance."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,12 @@ class EM:
     """EM for one family on one data set."""
 
     family: Family
-    batches: Iterable[Examples]
+    examples: Examples
+    classes: Tensor
+    """The label of each component, shape (K,): examples belong to components of their label."""
+
     tolerance: float
     """How much of a change of the bound, over all examples, counts as convergence."""
-
-    classes: Tensor | None = None
-    """The label of each component, shape (K,): examples belong to components of their label."""
 
     def states(self, parameters: Any, max_steps: int) -> Iterator[MixtureState]:
         """Yield the state after each step from these parameters, until the bound converges."""
@@ -119,7 +121,7 @@ class EM:
         for number in range(1, max_steps + 1):
             before, state = state.lower_bound, self.step(state)
             # the negation is true for NaN
-            if not state.lower_bound >= before - ROUNDING * max(1.0, abs(before)):
+            if not state.lower_bound >= before - _ROUNDING * max(1.0, abs(before)):
                 warnings.warn(
                     f"The lower bound fell in step {number}, from {before:.10g} to "
                     f"{state.lower_bound:.10g}, which EM excludes. Check that every pass sees the "
@@ -134,7 +136,7 @@ class EM:
     def step(self, state: MixtureState) -> MixtureState:
         """Return the state after an E-step and an M-step."""
         log_evidence, sums = self.expectation(state.natural)
-        parameters = self.family.maximise(sums, state.parameters)
+        parameters = self.family.maximise(sums)
         natural = self.family.natural(parameters)
         # L(q, θ) − log p(X | θ_old) is the change of E_q log p(X, z | θ), which is linear in θ
         gain = _inner(natural, sums) - _inner(state.natural, sums)
@@ -146,46 +148,31 @@ class EM:
     def expectation(self, natural: Tensors) -> tuple[Tensor, Tensors]:
         """Return log p(X | θ), shape (), and Σ_n r_kn φ(x_n), from one pass over the data."""
         sums, log_evidence = [torch.zeros_like(t) for t in natural], natural[0].new_zeros(())
-        for x, labels in chunks(self.batches, self.family, natural[0].device):
-            columns = self.family.columns(x)
+        is_by_label = bool((self.classes != self.classes[0]).any())
+        for x, labels in self.examples.pieces(self.family.width):
+            columns = self.family.columns(x.to(log_evidence.device))
             r = self.family.log_joint(natural, columns)
-            if self.classes is not None:
-                r.masked_fill_(self.classes[:, None] != labels, -torch.inf)
+            if is_by_label:
+                r.masked_fill_(self.classes[:, None] != labels.to(r.device), -torch.inf)
             log_prob = r.logsumexp(0)
             r.sub_(log_prob).exp_()
             sums = [total + part for total, part in zip(sums, self.family.sums(r, columns))]
             log_evidence += log_prob.sum()
         return log_evidence, tuple(sums)
 
-    def start(self, generator: torch.Generator) -> Any:
-        """Return parameters to begin with, from a k-means clustering of the (few) data."""
-        (sample,) = self.batches
-        columns, num_components = self.family.columns(sample.x), self.family.num_components
-        x, member = columns.T.contiguous(), torch.zeros_like(sample.x[:, 0], dtype=torch.long)
-        if self.classes is None:
-            member = kmeans(x, num_components, generator)
-        else:
-            for label in self.classes.unique():
-                own, rows = (self.classes == label).nonzero()[:, 0], sample.labels == label
-                member[rows] = own[kmeans(x[rows], len(own), generator)]
-        size = _chunk_size(self.family, x.device)
-        parts = [
-            self.family.sums(one_hot(k, num_components).T.to(x), part)
-            for part, k in zip(columns.split(size, 1), member.split(size))
-        ]
-        sums = tuple(torch.stack(tensors).sum(0) for tensors in zip(*parts))
-        return self.family.maximise(sums, None)
 
-
-def _chunk_size(family: Family, device: torch.device) -> int:
-    """Return how many examples to compute with at once, 256 at least."""
-    return max(256, CHUNK.get(device.type, CHUNK["cpu"]) // family.width)
-
-
-def chunks(batches: Iterable[Examples], family: Family, device: torch.device) -> Iterator[Examples]:
-    """Yield the examples on the device, in small chunks."""
-    for batch in batches:
-        yield from batch.each(lambda part: part.to(device)).split(_chunk_size(family, device))
+def start_of(family: Family, seen: Survey, classes: Tensor, generator: torch.Generator) -> Any:
+    """Return parameters to begin with, from a k-means clustering of the sample."""
+    columns, member = family.columns(seen.x), torch.zeros_like(seen.labels)
+    x = columns.T.contiguous()
+    for label in classes.unique():
+        own, rows = (classes == label).nonzero()[:, 0], seen.labels == label
+        member[rows] = own[kmeans(x[rows], len(own), generator)]
+    sums = None
+    for piece, clusters in Examples([(columns.T, member)], True).pieces(family.width):
+        part = family.sums(one_hot(clusters, len(classes)).T.to(piece), piece.T)
+        sums = part if sums is None else tuple(a + b for a, b in zip(sums, part))
+    return family.start(sums)
 
 
 def _inner(natural: Tensors, sums: Tensors) -> Tensor:

@@ -11,8 +11,6 @@ from torch_lla_em.mixtures.conjugate import (
     Gaussians,
     NormalWishart,
     apply,
-    inverse,
-    log_dets,
     outer,
 )
 from torch_lla_em.mixtures.em import Family, Tensors
@@ -27,32 +25,31 @@ class GaussianFamily(Family):
     their digits.
     """
 
-    concentration, least_concentration = 2.0, 1.0
-    """α of the prior unless the user chooses it, and the least that the M-step allows."""
+    least_concentration = 1.0
+    """The smallest α of a prior for which the M-step has a maximum."""
 
     def __init__(
-        self,
-        shape: tuple[int, ...],
-        centre: Tensor,
-        variance: Tensor,
-        prior: ConjugatePrior | None,
-        floor: float = 0.0,
+        self, mixture: "GaussianMixture", num_components: int, centre: Tensor, variance: Tensor
     ):
-        """``shape`` is that of the covariances, (K, D, D) or (K, D)."""
-        self.num_components, dim = shape[:2]
-        self.shape, self.is_full, self.floor = shape, len(shape) == 3, floor
-        self.blocks = (shape[0], 1, dim, dim) if self.is_full else (*shape, 1, 1)
-        self.width = dim * (shape[0] if self.is_full else 2) + shape[0]
-        self.centre, self.unit = centre, torch.where(variance > 0, variance.sqrt(), 1.0)
-        self.weak_prior = (prior or ConjugatePrior()).of_components(
-            self.blocks, self.concentration, self.centre, self.unit
-        )
-        self.prior = None if prior is None else self.weak_prior
-        if (self.weak_prior.concentration < self.least_concentration).any():
+        dim, self.is_full = len(centre), mixture.covariance == "full"
+        self.shape = (num_components, dim, dim) if self.is_full else (num_components, dim)
+        self.blocks = (num_components, 1, dim, dim) if self.is_full else (*self.shape, 1, 1)
+        self.width = dim * (num_components if self.is_full else 2) + num_components
+        variance = torch.where(variance > 0, variance, 1.0)
+        self.centre, self.unit, self.floor = centre, variance.sqrt(), mixture.min_variance
+        self.is_map, prior = mixture.prior is not None, mixture.prior or ConjugatePrior()
+        alpha = prior.weight_concentration
+        alpha = self.usual_concentration() if alpha is None else alpha
+        if alpha < self.least_concentration:
             raise ValueError(
-                f"weight_concentration must be at least {self.least_concentration:g}, not "
-                f"{prior.weight_concentration}."
+                f"weight_concentration must be at least {self.least_concentration:g}, not {alpha}."
             )
+        prior = prior._replace(weight_concentration=alpha)
+        self.prior = self.enter(prior.of_components(self.shape, centre, variance), "prior")
+
+    def usual_concentration(self) -> float:
+        """Return α of the prior unless the user chooses it."""
+        return 2.0
 
     def columns(self, x: Tensor) -> Tensor:
         columns = x.T.to(self.unit, copy=True, memory_format=torch.contiguous_format)
@@ -73,48 +70,44 @@ class GaussianFamily(Family):
         return *super().sums(r, columns), second.view(self.blocks)
 
     def natural(self, parameters: Any) -> Tensors:
-        weights, means, covariances = parameters
-        log_det = -log_dets(covariances).sum(1)
-        return self.natural_of(weights.log(), means, inverse(covariances), log_det)
-
-    def natural_of(
-        self, log_weights: Tensor, means: Tensor, precision: Tensor, log_det: Tensor
-    ) -> Tensors:
-        """Return θ for log weights, means, precisions Λ and log|Λ|, each (K, ...)."""
+        log_weights, log_dets, precision = parameters.expectations()
         volume = self.unit.log().sum() + 0.5 * len(self.unit) * math.log(2 * math.pi)
-        linear = apply(precision, means)
-        constant = log_weights + 0.5 * log_det - volume - 0.5 * (linear * means).sum(1)
+        linear = apply(precision, parameters.means)
+        squares = (linear * parameters.means).sum(1)
+        constant = log_weights + 0.5 * (log_dets - squares) - volume
         return constant, linear, -0.5 * precision
 
-    def maximise(self, sums: Tensors, old: Any) -> Any:
-        counts, means, scatter = moments = _moments(*sums)
-        prior = self.weak_prior if old is None else self.prior
-        if prior is not None:
-            return prior.updated(*moments).mode()
-        # the bound does not depend on components without examples: they stay where they are
-        has_examples = counts > 0
-        means = torch.where(has_examples[:, None], means, old.means)
-        counts_of_blocks, has_examples = (t[:, None, None, None] for t in (counts, has_examples))
-        covariances = torch.where(has_examples, scatter / counts_of_blocks, old.covariances)
+    def start(self, sums: Tensors) -> Any:
+        return self.prior.updated(*_moments(*sums)).mode()
+
+    def maximise(self, sums: Tensors) -> Any:
+        if self.is_map:
+            return self.start(sums)
+        counts, means, scatter = _moments(*sums)
+        covariances = scatter / _positive(counts)[:, None, None, None]
         return Gaussians(counts / counts.sum(), means, with_floor(covariances, self.floor))
 
     def log_prior(self, parameters: Any) -> Tensor:
-        if self.prior is None:
-            return self.unit.new_zeros(())
-        return self.prior.log_density(parameters)
+        return self.prior.log_density(parameters) if self.is_map else self.unit.new_zeros(())
 
-    def enter(self, parameters: Any) -> Any:
-        each = (self.num_components,)
-        check_parameters(parameters, each, self.shape[:2], self.shape)
-        return self._inwards(parameters, "covariances")
-
-    def _inwards(self, parameters: Any, name: str) -> Any:
-        """Return parameters (weights, means, ..., matrices) in the coordinates of the fit."""
+    def enter(self, parameters: Any, whose: str = "parameters") -> Any:
+        each = [self.shape[:1]] * (len(parameters) - 3)
+        check_parameters(parameters, [self.shape[:1], self.shape[:2], *each, self.shape], whose)
+        size = self.blocks[-1]
+        if isinstance(parameters, NormalWishart):
+            concentration, _, strength, dof, _ = parameters
+            if torch.stack([concentration, strength, dof - size + 1]).min() <= 0:
+                raise ValueError(
+                    f"The concentration and the strength of the {whose} must be above 0, and its "
+                    f"dof above {size - 1}."
+                )
         weights, means, *others, matrices = (t.to(self.unit) for t in parameters)
         blocks = matrices.reshape(self.blocks) / self._units()
         if torch.linalg.cholesky_ex(blocks).info.any():
-            raise ValueError(f"The {name} must be positive definite.")
-        return type(parameters)(weights, (means - self.centre) / self.unit, *others, blocks)
+            name = parameters._fields[-1]
+            raise ValueError(f"The {name} of the {whose} must be positive definite.")
+        means = (means - self.centre) / self.unit
+        return type(parameters)(weights, means, *others, blocks)
 
     def leave(self, parameters: Any) -> Any:
         weights, means, *others, blocks = parameters
@@ -132,38 +125,27 @@ class VariationalFamily(GaussianFamily):
 
     least_concentration = 0.0
 
-    @property
-    def concentration(self) -> float:
-        return 1 / self.num_components
+    def usual_concentration(self) -> float:
+        return 1 / self.shape[0]
 
-    def natural(self, parameters: NormalWishart) -> Tensors:
-        log_det = parameters.expected_log_dets().sum(1) - len(self.unit) / parameters.strength
-        log_weights = parameters.expected_log_weights()
-        return self.natural_of(
-            log_weights, parameters.means, parameters.expected_precision(), log_det
-        )
+    def start(self, sums: Tensors) -> Any:
+        return self.prior.updated(*_moments(*sums))
 
-    def maximise(self, sums: Tensors, old: NormalWishart | None) -> NormalWishart:
-        return self.weak_prior.updated(*_moments(*sums))
+    maximise = start
 
     def log_prior(self, parameters: NormalWishart) -> Tensor:
-        return -parameters.divergence(self.weak_prior)
-
-    def enter(self, parameters: NormalWishart) -> NormalWishart:
-        each = (self.num_components,)
-        check_parameters(parameters, each, self.shape[:2], each, each, self.shape)
-        if min(parameters.concentration.min(), parameters.strength.min()) <= 0:
-            raise ValueError("The concentration and the strength must be above 0.")
-        if (parameters.dof <= self.blocks[-1] - 1).any():
-            raise ValueError(f"dof must be above {self.blocks[-1] - 1}.")
-        inside: NormalWishart = self._inwards(parameters, "scale")
-        return inside
+        return -parameters.divergence(self.prior)
 
 
 def _moments(counts: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return counts (K,), means (K, D), 0 without examples, and scatter about the means, in blocks."""
-    means = torch.where(counts[:, None] > 0, first / counts[:, None], 0.0)
+    """Return counts (K,), means (K, D), and scatter about the means, in blocks."""
+    means = first / _positive(counts)[:, None]
     return counts, means, (second + second.mT) / 2 - outer(means, counts, second)
+
+
+def _positive(counts: Tensor) -> Tensor:
+    """Return counts to divide by, where sums over no examples become 0."""
+    return counts.clamp_min(torch.finfo(counts.dtype).tiny)
 
 
 def with_floor(blocks: Tensor, least: float) -> Tensor:
@@ -203,7 +185,7 @@ class GaussianMixture(Mixture):
         >>> log_prob = mixture.log_prob(torch.randn(5, 2))
     """
 
-    _kind: type[GaussianFamily] = GaussianFamily
+    _kind = GaussianFamily
 
     def __init__(
         self,
@@ -219,11 +201,6 @@ class GaussianMixture(Mixture):
         if not 0 < min_variance < 1:
             raise ValueError(f"min_variance must be between 0 and 1, not {min_variance}.")
         self.covariance, self.prior, self.min_variance = covariance, prior, min_variance
-
-    def _family(self, num_components: int, centre: Tensor, variance: Tensor) -> GaussianFamily:
-        dims = (len(centre),) * (2 if self.covariance == "full" else 1)
-        shape = num_components, *dims
-        return self._kind(shape, centre, variance, self.prior, self.min_variance)
 
 
 class VariationalGaussianMixture(GaussianMixture):

@@ -1,15 +1,14 @@
 """The public interface of every mixture: its fit, and its densities."""
 
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.mixtures.data import ExampleBatches, Examples, Survey, survey
-from torch_lla_em.mixtures.em import EM, Family, MixtureState, Tensors, chunks
+from torch_lla_em.mixtures.data import Examples, survey
+from torch_lla_em.mixtures.em import EM, Family, MixtureState, Tensors, start_of
 
 
 class Bounds(NamedTuple):
@@ -19,7 +18,7 @@ class Bounds(NamedTuple):
     lower_bound: float
 
 
-class Mixture(ABC):
+class Mixture:
     """Base class of mixtures, which are fitted by EM from a k-means start.
 
     Args:
@@ -46,6 +45,8 @@ class Mixture(ABC):
     classes: Tensor | None = None
     """After a fit by label, the label that each component belongs to, shape (K,)."""
 
+    _kind: type[Family]
+
     def __init__(
         self,
         num_components: int,
@@ -64,10 +65,6 @@ class Mixture(ABC):
             raise ValueError(f"tolerance must be 0 or more, not {tolerance}.")
         self.history: list[Bounds] = []
         self.converged = False
-
-    @abstractmethod
-    def _family(self, num_components: int, centre: Tensor, variance: Tensor) -> Family:
-        """Return the family for data whose columns have these means and variances."""
 
     def fit(
         self, data: Tensor | Iterable[Any], *, start: Any = None, by_label: bool = False
@@ -118,37 +115,29 @@ class Mixture(ABC):
         generator = self.seed
         if not isinstance(generator, torch.Generator):
             generator = torch.Generator("cpu").manual_seed(generator)
-        batches = ExampleBatches(data, by_label)
-        seen = survey(batches, self.sample_size, generator)
-        classes = self._label_components(seen)
-        num_components = self.num_components if classes is None else len(classes)
-        family, in_sample = self._family(num_components, seen.mean, seen.variance), seen.sample.x
-        sample = EM(family, [seen.sample], self.tolerance * len(in_sample), classes)
-        whole = sample
-        if len(in_sample) < seen.num_examples:
-            whole = EM(family, batches, self.tolerance * seen.num_examples, classes)
-        first = sample.start(generator) if start is None else family.enter(start)
+        examples = Examples(data, by_label)
+        seen = survey(examples, self.sample_size, generator)
+        if len(seen.x) == seen.num_examples:
+            examples = Examples([(seen.x, seen.labels)], True)
+        smallest = min(seen.counts.values())
+        if smallest < self.num_components:
+            raise ValueError(
+                f"{'The smallest class has' if by_label else 'The data have'} {smallest} examples "
+                f"for {self.num_components} components. Give at most one component per example."
+            )
+        labels = torch.tensor(sorted(seen.counts), device=seen.mean.device)
+        classes = labels.repeat_interleave(self.num_components)
+        family = self._kind(self, len(classes), seen.mean, seen.variance)
+        em = EM(family, examples, classes, self.tolerance * seen.num_examples)
+        given = start is not None
+        first = family.enter(start) if given else start_of(family, seen, classes, generator)
 
-        self.history, self.converged, self.classes = [], False, classes
-        for state in whole.states(first, self.max_steps):
+        self.history, self.converged, self.classes = [], False, classes if by_label else None
+        for state in em.states(first, self.max_steps):
             self.history.append(Bounds(state.objective, state.lower_bound))
             self.converged = state.converged
             self._hold(family, state.parameters, state.natural)
             yield state
-
-    def _label_components(self, seen: Survey) -> Tensor | None:
-        """Return the label of each component, or None; refuse fewer examples than components."""
-        smallest = min(seen.class_counts.values(), default=seen.num_examples)
-        if smallest < self.num_components:
-            whose = "The smallest class has" if seen.class_counts else "The data have"
-            raise ValueError(
-                f"{whose} {smallest} examples for {self.num_components} components. "
-                "Give at most one component per example."
-            )
-        if not seen.class_counts:
-            return None
-        labels = torch.tensor(sorted(seen.class_counts), device=seen.mean.device)
-        return labels.repeat_interleave(self.num_components)
 
     def use(self, parameters: Any, classes: Tensor | None = None) -> "Mixture":
         """Use given parameters instead of a fit.
@@ -162,7 +151,7 @@ class Mixture(ABC):
         """
         num_components = self.num_components if classes is None else len(classes)
         centre = parameters.means.double().mean(0)
-        family = self._family(num_components, centre, torch.ones_like(centre))
+        family = self._kind(self, num_components, centre, torch.ones_like(centre))
         entered = family.enter(parameters)
         self._hold(family, entered, family.natural(entered))
         self.classes = classes
@@ -171,11 +160,6 @@ class Mixture(ABC):
     def _hold(self, family: Family, parameters: Any, natural: Tensors) -> None:
         self.parameters = family.leave(parameters)
         self._fitted = (family, natural)
-
-    def _known_parameters(self) -> Any:
-        if self.parameters is None:
-            raise RuntimeError("This mixture has no parameters yet. Call fit(data) first.")
-        return self.parameters
 
     def log_joint(self, x: Tensor) -> Tensor:
         """Return log p(x, component).
@@ -186,14 +170,17 @@ class Mixture(ABC):
         Returns:
             The joint log densities, shape (n, K), in float64.
         """
-        dim = self._known_parameters().means.shape[-1]
+        if self.parameters is None:
+            raise RuntimeError("This mixture has no parameters yet. Call fit(data) first.")
+        family, natural = self._fitted
+        dim = natural[1].shape[1]
         if x.ndim != 2 or x.shape[1] != dim:
             raise ValueError(f"x has shape {tuple(x.shape)}, and the mixture takes (n, {dim}).")
-        family, natural = self._fitted
-        constant = natural[0]
-        parts = [constant.new_empty(len(constant), 0)]
-        for part, _ in chunks([Examples(x.detach())], family, constant.device):
-            parts.append(family.log_joint(natural, family.columns(part)))
+        pieces = Examples(x).pieces(family.width)
+        parts = [
+            family.log_joint(natural, family.columns(part.to(natural[0].device)))
+            for part, _ in pieces
+        ]
         return torch.cat(parts, 1).T.to(x.device)
 
     def log_prob(self, x: Tensor) -> Tensor:
@@ -234,12 +221,13 @@ class Mixture(ABC):
         return torch.stack([log_joint[:, k.to(x.device)].logsumexp(1) for k in own], 1)
 
 
-def check_parameters(parameters: Any, *shapes: Sequence[int]) -> None:
+def check_parameters(parameters: Any, shapes: Sequence[Sequence[int]], whose: str) -> None:
     """Raise an error for parameters of other shapes, that are not finite, or weights that are none."""
     for name, tensor, shape in zip(parameters._fields, parameters, shapes, strict=True):
         if tensor.shape != tuple(shape) or not torch.isfinite(tensor).all():
             raise ValueError(
-                f"The {name} have shape {tuple(tensor.shape)}, not {tuple(shape)}, or hold NaN."
+                f"The {name} of the {whose} have shape {tuple(tensor.shape)}, not {tuple(shape)}, or "
+                "hold NaN."
             )
         if name == "weights" and ((tensor < 0).any() or abs(float(tensor.sum()) - 1) > 1e-4):
             raise ValueError("The weights must be at least 0 and sum to 1.")

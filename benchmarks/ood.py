@@ -94,9 +94,8 @@ def measured(task: Task, network: nn.Module, seed: int, steps: dict) -> Iterator
     alone = {name: network(x).log_softmax(1) for name, x in far.items()}
     yield of_confidence("network alone", alone, y)
     for name in ("posterior as fitted", "posterior calibrated"):
-        # a table of components that is not the posterior's own is used without shrinking
-        table = la.mixture.clone()
-        plain = {key: la._predicted(x, table).log_probs for key, x in far.items()}
+        every = {key: la._at(x).plain() for key, x in far.items()}
+        plain = {key: at.prediction(la.mixture).log_probs for key, at in every.items()}
         yield of_confidence(f"{name}, without shrinking", plain, y)
         own = {key: la.predict(x).log_probs for key, x in far.items()}
         yield of_confidence(name, own, y)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny import draw, tiny
 from torch.testing import assert_close
+from torch.utils.data import DataLoader
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace
 from torch_lla_em.prediction.conformal import REFERENCE
@@ -57,6 +58,23 @@ def test_the_mixture_is_the_average_of_its_members(members):
     assert_close(prediction.covariance.diagonal(), (second - mean**2).flatten())
     assert_close(prediction.samples, torch.cat([p.samples for p in each]))
     assert repr(prediction).startswith("Prediction under")
+
+
+def test_ensembles_predict_like_their_members(members):
+    x, _ = held_out(members)
+    ensemble = LaplaceEnsemble(members)
+    for options in ({"num_samples": 2}, {"mean": "network"}):
+        each = torch.stack([la.predict(x, **options).expectation for la in members])
+        assert_close(ensemble.predict(x, **options).expectation, each.mean(0))
+    drawn = ensemble.predict(x, generator=torch.Generator().manual_seed(1))
+    again = ensemble.predict(x, generator=torch.Generator().manual_seed(1))
+    assert_close(drawn.samples, again.samples)
+    assert not torch.allclose(drawn.samples, ensemble.predict(x).samples)
+    rows = DataLoader([(row, 0) for row in x], 7, shuffle=True)
+    assert_close(ensemble.predict(rows).mean.sum(0), ensemble.predict(x).mean.sum(0))
+    if not members[0].likelihood.real_valued:
+        each = torch.stack([la(x, "probit") for la in members])
+        assert_close(ensemble(x, "probit"), each.mean(0))
 
 
 def test_one_member_is_calibrated_as_alone(members):

@@ -2,8 +2,9 @@
 
 ``functions`` and ``prediction`` hold the predictive distribution, ``conformal`` its comparison with a
 validation set; ``pushed`` computes them from inputs. ``calibration``, ``metrics`` and ``validation``
-use held-out data. ``posterior`` and ``stored`` keep the results of a fit, ``fitted`` has the methods
-that users call, ``summary`` prints them; ``ensemble`` and ``export`` follow.
+use held-out data. ``posterior`` and ``stored`` keep the results of a fit, ``predictor`` has the methods
+that users call, of one posterior (``fitted``) or several (``ensemble``); ``export`` writes programs,
+``summary`` prints results.
 """
 
 from torch_lla_em.prediction import stored

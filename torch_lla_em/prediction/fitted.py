@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from os import PathLike
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,154 +16,46 @@ from torch_lla_em.data import Data, paired
 from torch_lla_em.inference import Estimate
 from torch_lla_em.likelihoods import Regression
 from torch_lla_em.prediction import metrics, summary
-from torch_lla_em.prediction.calibration import calibrated
-from torch_lla_em.prediction.conformal import REFERENCE, Judge, Reference
+from torch_lla_em.prediction.calibration import Kept
+from torch_lla_em.prediction.conformal import Reference
 from torch_lla_em.prediction.export import Ways, exported
-from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT, mixed, slots
+from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT, slots
 from torch_lla_em.prediction.posterior import StoredPosterior
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.pushed import joined, posterior_alone, predicted, push_forward
-from torch_lla_em.prediction.validation import held_out_evidence, pushed
-from torch_lla_em.runtime import check_choice, check_options, collected_warnings, group_of
+from torch_lla_em.prediction.predictor import Predictor
+from torch_lla_em.prediction.pushed import predicted, push_forward
+from torch_lla_em.prediction.validation import held_out_evidence
+from torch_lla_em.runtime import check_options, group_of
 
 logger = logging.getLogger("torch_lla_em")
 
 # number of training examples whose predictions are checked, and of values that their samples take
 _EXAMPLES, _NUMBERS = 256, 2**22
 
-Mean = Literal["network", "linear"]
-Link = Literal["mc", "probit", "probit_shared"]
-Own = TypeVar("Own", bound="Fitted")
 
-
-class Fitted(summary.Printed, StoredPosterior):
+class Fitted(summary.Printed, Predictor, StoredPosterior):
     """A fitted posterior that predicts; the base class of ``LinearisedLaplace``."""
 
-    def forward(
-        self,
-        x: Any = None,
-        link_approx: Link = "mc",
-        generator: torch.Generator | None = None,
-        **inputs: Any,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return predicted probabilities or rates; for continuous targets (mean, variance) of y.
+    @property
+    def _posteriors(self) -> Sequence[StoredPosterior]:
+        return (self,)
 
-        Args:
-            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them. The
-                model may also be given its inputs by name: ``la(input_ids=...)``.
-            link_approx (str): How E[y] is computed. "mc" (default): as an average over functions.
-                "probit": from the mean and the variance of f. "probit_shared": with one variance for
-                all classes, which keeps the network's most probable class.
-            generator (torch.Generator, optional): Used to draw new samples with the same covariance.
-                Default None: the posterior samples themselves, so that calls are repeatable.
+    @property
+    def _components(self) -> tuple[Tensor, None]:
+        return self.mixture, None
 
-        Returns:
-            Tensor (B, ..., C) of probabilities or rates; for regression two tensors, the mean and
-            the variance of y. The variance includes the observation noise σ².
+    def _keep(self, found: Kept) -> None:
+        self.mixture = found.table.to(self.mixture)
+        if isinstance(self.likelihood, Regression):
+            self.sigma_noise = self.sigma_noise * found.noise
+            self.likelihood = self.likelihood.at_noise(self.sigma_noise)
 
-        Raises:
-            NotFittedError: Before ``fit``, or if the model has changed since.
-
-        Example:
-            >>> probabilities = la(x)
-            >>> mean, variance = regression(x)
-        """
-        check_choice("link_approx", link_approx, ("mc", "probit", "probit_shared"))
-        prediction = self.predict(x, generator=generator, **inputs)
-        if self.likelihood.real_valued:
-            return prediction.expectation, prediction.predictive_variance
-        if link_approx == "mc":
-            return prediction.expectation
-        return prediction.smoothed(shared=link_approx == "probit_shared")
-
-    def predict(
-        self,
-        x: Any = None,
-        mean: Mean | None = None,
-        generator: torch.Generator | None = None,
-        num_samples: int | None = None,
-        **inputs: Any,
-    ) -> Prediction:
-        """Return the predictive distribution at x: as fitted, or as calibrated.
-
-        Args:
-            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them; or pass
-                them by name.
-            mean (str, optional): Use the posterior alone, around f(x) ("network") or J(x) w_lin
-                ("linear"). Default None: the mixture that the fit or ``calibrate`` has chosen.
-            generator (torch.Generator, optional): Used to draw new samples with the same covariance.
-            num_samples (int, optional): Number of samples to use; fewer are faster and less
-                accurate. Default None: all.
-
-        Returns:
-            A ``Prediction``. It is differentiable in x if x requires gradients.
-
-        Raises:
-            NotFittedError: Before ``fit``, or if the model has changed since.
-            ValueError: If ``num_samples`` exceeds the number of samples.
-            TypeError: If inputs are passed both by position and by name.
-
-        Example:
-            >>> uncertainty = la.predict(x).epistemic
-        """
-        self._require_fit()
-        count = len(self.w_samples)
-        if num_samples is not None and not 1 <= num_samples <= count:
-            raise ValueError(f"num_samples={num_samples}, but there are {count} samples.")
-        if inputs and x is not None:
-            raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
-        prediction = self._predicted(
-            inputs if x is None else x, self._table_around(mean), num_samples
-        )
-        if generator is None:
-            return prediction
-        return replace(prediction, deviations=mixed(prediction.deviations, generator))
-
-    def is_ood(self, x: Any = None, rate: float = 0.05, **inputs: Any) -> Tensor:
-        """Return which inputs are out-of-distribution (OOD).
-
-        Call ``calibrate`` first. Without it, posteriors with variational curvature compare inputs
-        with training examples and give more false alarms than ``rate``; others raise an error.
-
-        Args:
-            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
-            rate (float): Largest share of false alarms among inputs from the validation set's
-                distribution. Default 0.05.
-
-        Returns:
-            A mask of shape (B,). ``predict(x).p_value`` has the p-values.
-
-        Raises:
-            ValueError: If there are no reference examples, or too few for this rate.
-
-        Example:
-            >>> suspicious = la.is_ood(x, rate=0.1)
-        """
-        return self.predict(x, **inputs).is_ood(rate)
-
-    def functional_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
-        """Return samples of f at x, shape (K, B, ..., C), joint over inputs.
-
-        Args:
-            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
-            generator (torch.Generator, optional): Used to draw new samples with the same covariance.
-
-        Example:
-            >>> spread = la.functional_samples(x).std(0)
-        """
-        return self.predict(x, generator=generator).samples
-
-    def predictive_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
-        """Return the functional samples after the link function, such as softmax.
-
-        Args:
-            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
-            generator (torch.Generator, optional): Used to draw new samples with the same covariance.
-
-        Returns:
-            Tensor of shape (K, B, ..., C).
-        """
-        return self.predict(x, generator=generator).predictive_samples
+    def _reference(self) -> Callable[[], Reference] | None:
+        """Return what returns the scores of validation or, without a calibration, training examples."""
+        examples, likelihood, table = self._training(), self.likelihood, self.mixture
+        if self.conformal_table is not None or examples is None:
+            return super()._reference()
+        return cache(lambda: Reference(table, None, examples.distances(likelihood)[:, None], None))
 
     def function_sample(self, k: int) -> Callable[[Any], Tensor]:
         """Return the k-th function of the posterior, the same function at every call.
@@ -229,66 +120,18 @@ class Fitted(summary.Printed, StoredPosterior):
             >>> program = la.export(x).module()  # doctest: +SKIP
         """
         self._require_fit(surely=True)
-        judges = num_samples is None
-        of_products = partial(self._of_products, table=self.mixture, judges=judges)
+
+        def of_products(f: Tensor, Jw: Tensor) -> Prediction:
+            return self._predicted(self._of_products(f, Jw), judged=num_samples is None)
+
         ways = Ways(partial(self.predict, num_samples=num_samples), of_products, level)
-        if not judges:
+        if num_samples is not None:
             few, every = (self.predict(x, num_samples=n).expectation for n in (num_samples, None))
             logger.info(
                 "With %d of %d samples, predictions at the example inputs change by up to %.2g.",
                 *(num_samples, len(self.w_samples), (few - every).abs().max()),
             )
         return exported(self._linear_model, self._columns(num_samples), x, ways, path)
-
-    def joint_log_prob(self, x: Any, y: Tensor) -> Tensor:
-        """Return log p(y_1..y_B | x_1..x_B), shape ().
-
-        Args:
-            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
-            y (Tensor): Targets, as in the training data.
-        """
-        return self.predict(x).joint_log_prob(y)
-
-    def calibrate(self: Own, loader: Any, targets: Tensor | None = None) -> Own:
-        """Fit a few numbers of the predictions to a validation set, in one pass.
-
-        For classes and labels these are a temperature of the network, a scale of the posterior's
-        variance, a factor of the softmax at the posterior's mean, and the weights of the three. For
-        regression they are the scale, the observation noise σ, and the share of the linear mode in
-        the mean. If the validation NLL does not improve, predictions are kept as they were.
-
-        The numbers are fitted to all examples. For ``p_value``, ``is_ood``, ``prediction_set`` and
-        ``interval`` they are fitted a second time, to every other example; the others are the
-        reference.
-
-        Args:
-            loader (DataLoader, Dataset, list of batches, or inputs): The validation set. It must
-                not have been used in training.
-            targets (Tensor, optional): The targets, if ``loader`` are inputs.
-
-        Returns:
-            The posterior itself; ``la.calibration`` holds the improvement. In a distributed run all
-            ranks have to call this method.
-
-        Raises:
-            ValueError: If no example has a label.
-            NotFittedError: Before ``fit``, or if the model has changed since.
-
-        Example:
-            >>> improvement = str(la.calibrate(x, y).calibration)
-        """
-        self._require_fit(surely=True)
-        group = group_of(self._shard)
-        with collected_warnings(self.messages), torch.inference_mode(False), torch.no_grad():
-            parts = pushed(self, paired(loader, targets), group)
-            found = calibrated(joined(part for _, part in parts), group, self.mixture)
-        self.mixture, self.calibration = found.table.to(self.mixture), found.calibration
-        for name, tensor in zip(REFERENCE, found.reference):
-            setattr(self, name, tensor)
-        if isinstance(self.likelihood, Regression):
-            self.sigma_noise = self.sigma_noise * found.noise
-            self.likelihood = self.likelihood.at_noise(self.sigma_noise)
-        return self
 
     def held_out_evidence(
         self, loader: Any, targets: Tensor | None = None, *, together: int = 1
@@ -319,43 +162,6 @@ class Fitted(summary.Printed, StoredPosterior):
             data = paired(loader, targets)
             return held_out_evidence(self, data, together, group_of(self._shard))
 
-    def _table_around(self, mean: Mean | None) -> Tensor:
-        """Return the components of predictions, of the posterior alone if a mean is given."""
-        check_choice("mean", mean, (None, "network", "linear"))
-        if mean is None:
-            return self.mixture
-        return posterior_alone(mean, scale=self.posterior_scale)
-
-    def _predicted(self, x: Any, table: Tensor, num_samples: int | None = None) -> Prediction:
-        judges = table is self.mixture and num_samples is None
-        has_mode = judges or bool(table[:, MODE].any())
-        mode = [self.w_lin[None]] * has_mode
-        f, Jw = push_forward(self._linear_model, x, *mode, self.w_samples[:num_samples])
-        if not has_mode:
-            Jw = torch.cat([torch.zeros_like(Jw[:1]), Jw])
-        return self._of_products(f, Jw, table, judges)
-
-    def _of_products(self, f: Tensor, Jw: Tensor, table: Tensor, judges: bool) -> Prediction:
-        """Return the prediction from f, (B, ..., C), and J w of w_lin and the samples."""
-        class_dim = self._linear_model.network.class_dim
-        training = self._training(len(Jw) - 1) if table is self.mixture else None
-        prediction = predicted(self.likelihood, f, Jw, table, training, class_dim)
-        if not judges or (self.conformal_table is None and training is None):
-            return prediction
-        likelihood, table = self.likelihood, self.conformal_table
-        table = self.mixture if table is None else table
-        if isinstance(likelihood, Regression) and self.conformal_sigma is not None:
-            likelihood = likelihood.at_noise(self.conformal_sigma)
-        other = partial(predicted, likelihood, f, Jw, table, training, class_dim)
-        return replace(prediction, judge=Judge(self._reference, other))
-
-    def _reference(self) -> Reference:
-        """Return the scores of validation examples, or of training examples without a calibration."""
-        if self.conformal_table is not None:
-            return Reference(*(getattr(self, name) for name in REFERENCE))
-        unusual = self._training().distances(self.likelihood)[:, None]
-        return Reference(self.mixture, None, unusual, None)
-
     def _warn_of_collapse(self, data: Data) -> None:
         """Log a warning for each sign that the fit has failed, judged by some training examples."""
         most = _NUMBERS // (len(self.w_samples) * max(data.num_outputs // data.num_rows, 1))
@@ -365,7 +171,7 @@ class Fitted(summary.Printed, StoredPosterior):
         if len(batch.rows) > most:  # a batch that cannot be split
             return
         y = batch.targets if batch.targets.is_floating_point() else batch.targets.long()
-        prediction = self._predicted(batch.inputs, self.mixture)
+        prediction = self._predicted(self._at(batch.inputs), judged=False)
         for words in metrics.warnings_of(self, prediction, y):
             logger.warning("%s", words)
 

@@ -17,7 +17,7 @@ from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.functions import SCALE
-from torch_lla_em.prediction.pushed import mean_of
+from torch_lla_em.prediction.pushed import Pushed, mean_of
 from torch_lla_em.prediction.training_examples import TrainingExamples, output_variance
 from torch_lla_em.problem import place_of_vectors
 from torch_lla_em.runtime import Compute, check_options, free_memory, records
@@ -152,6 +152,11 @@ class StoredPosterior(nn.Module):
         if self.training_deviations is None:
             return None
         return TrainingExamples(self.training_deviations[:, :num_samples], self.largest_variance)
+
+    def _of_products(self, f: Tensor, Jw: Tensor) -> Pushed:
+        """Return examples by f, (B, ..., C), and J w of w_lin and the samples."""
+        found = Pushed.of(self.likelihood, f, Jw, f, self._training(len(Jw) - 1))
+        return found._replace(class_dim=self._linear_model.network.class_dim)
 
     def _columns(self, num_samples: int | None = None) -> Tensor:
         """Return w_lin and samples, (1 + K, P)."""

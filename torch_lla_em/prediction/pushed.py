@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from torch_lla_em.data import as_loader, inputs_of, map_tensors, tensors_in, to_device
+from torch_lla_em.data import inputs_of, map_tensors, tensors_in, to_device
 from torch_lla_em.jacobian import LinearModel, explained, require_rows
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT
@@ -24,13 +23,8 @@ Tables = Tensor | tuple[Tensor, ...]
 def push_forward(linear_model: LinearModel, x: Any, *w: Tensor) -> tuple[Tensor, Tensor]:
     """Return f(x), shape (B, ..., C), and J(x) w, (K, B, ..., C); differentiable in x if required.
 
-    The vectors may be given in several blocks, so that they need not be copied into one. Of a
-    DataLoader or a Dataset all batches are used, without their targets.
+    The vectors may be given in several blocks, so that they need not be copied into one.
     """
-    if isinstance(x, (DataLoader, Dataset)):
-        parts = [push_forward(linear_model, inputs_of(batch), *w) for batch in as_loader(x)]
-        outputs, products = zip(*parts)
-        return torch.cat(outputs), torch.cat(products, dim=1)
     network = linear_model.network
     x = to_device(inputs_of(x) if isinstance(x, Mapping) else x, network.device)
     tensors, count = tensors_in(x), sum(map(len, w))
@@ -112,6 +106,9 @@ class Pushed(NamedTuple):
     training: tuple[TrainingExamples | None, ...]
     """The stored training examples of each member."""
 
+    class_dim: int = -1
+    """The axis of the classes in the predicted outputs."""
+
     @classmethod
     def of(
         cls,
@@ -129,20 +126,21 @@ class Pushed(NamedTuple):
         """The likelihood of the first member."""
         return self.likelihoods[0]
 
-    def prediction(
-        self, table: Tables, noise: Tensor | None = None, class_dim: int = -1
-    ) -> Prediction:
+    def prediction(self, table: Tables, noise: Tensor | None = None) -> Prediction:
         """Return the prediction of the examples, for regression with σ times ``noise``."""
         tables = table if isinstance(table, tuple) else (table,) * len(self.f)
         likelihoods = [_at_noise(each, noise) for each in self.likelihoods]
         parts = zip(likelihoods, self.f, self.Jw, tables, self.training)
-        members = [predicted(*each, class_dim) for each in parts]
-        return members[0] if len(members) == 1 else Prediction.averaged(members, class_dim)
+        members = [predicted(*each, self.class_dim) for each in parts]
+        return members[0] if len(members) == 1 else Prediction.averaged(members, self.class_dim)
+
+    def plain(self) -> Pushed:
+        """Return the examples without training examples, whose means are not shrunk."""
+        return self._replace(training=(None,) * len(self.f))
 
     def network(self) -> Prediction:
         """Return the prediction of the network alone."""
-        alone = self._replace(training=(None,) * len(self.f))
-        return alone.prediction(posterior_alone(scale=0.0))
+        return self.plain().prediction(posterior_alone(scale=0.0))
 
     def double(self) -> Pushed:
         """Return the examples in double precision."""
@@ -164,9 +162,19 @@ class Pushed(NamedTuple):
 
 def joined(parts: Iterable[Pushed]) -> Pushed:
     """Concatenate the examples of several batches."""
-    likelihoods, f, Jw, y, training = zip(*parts)
+    first, *more = parts
+    if not more:
+        return first
+    _, f, Jw, y, *_ = zip(first, *more)
     outputs, products = map(torch.cat, zip(*f)), (torch.cat(each, 1) for each in zip(*Jw))
-    return Pushed(likelihoods[0], tuple(outputs), tuple(products), torch.cat(y), training[0])
+    return first._replace(f=tuple(outputs), Jw=tuple(products), y=torch.cat(y))
+
+
+def together(members: Sequence[Pushed]) -> Pushed:
+    """Return the same examples under several posteriors, each given under one."""
+    likelihoods, f, Jw, y, training, class_dim = zip(*members)
+    likelihoods, f, Jw, training = (sum(each, ()) for each in (likelihoods, f, Jw, training))
+    return Pushed(likelihoods, f, Jw, y[0], training, class_dim[0])
 
 
 def _at_noise(likelihood: Likelihood, noise: Tensor | None) -> Likelihood:

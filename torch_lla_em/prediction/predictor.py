@@ -1,0 +1,276 @@
+"""Predictions and calibration, the same for a posterior and for an ensemble of posteriors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from torch_lla_em.data import as_loader, inputs_of, paired
+from torch_lla_em.likelihoods import Regression
+from torch_lla_em.prediction.calibration import Calibration, Kept, calibrated
+from torch_lla_em.prediction.conformal import REFERENCE, Judge, Reference
+from torch_lla_em.prediction.functions import mixed
+from torch_lla_em.prediction.posterior import StoredPosterior
+from torch_lla_em.prediction.prediction import Prediction
+from torch_lla_em.prediction.pushed import (
+    Pushed,
+    Tables,
+    joined,
+    posterior_alone,
+    push_forward,
+    together,
+)
+from torch_lla_em.prediction.validation import pushed, require_same_targets
+from torch_lla_em.runtime import check_choice, collected_warnings, group_of
+
+Mean = Literal["network", "linear"]
+Link = Literal["mc", "probit", "probit_shared"]
+Own = TypeVar("Own", bound="Predictor")
+
+
+class Predictor:
+    """The public methods that a posterior and an ensemble have in common."""
+
+    calibration: Calibration | None
+    messages: list[str]
+    conformal_table: Tensor | None
+    _shard: str | None = None
+
+    @property
+    def _posteriors(self) -> Sequence[StoredPosterior]:
+        raise NotImplementedError
+
+    @property
+    def _components(self) -> tuple[Tables, Tensor | None]:
+        """The components of predictions, and a factor of every member's σ."""
+        raise NotImplementedError
+
+    def _keep(self, found: Kept) -> None:
+        """Store the numbers that ``calibrate`` has found."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x: Any = None,
+        link_approx: Link = "mc",
+        generator: torch.Generator | None = None,
+        **inputs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return predicted probabilities or rates; for continuous targets (mean, variance) of y.
+
+        Args:
+            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them. The
+                model may also be given its inputs by name: ``la(input_ids=...)``.
+            link_approx (str): How E[y] is computed. "mc" (default): as an average over functions.
+                "probit": from the mean and the variance of f. "probit_shared": with one variance for
+                all classes, which keeps the network's most probable class.
+            generator (torch.Generator, optional): Used to draw new samples with the same covariance.
+                Default None: the posterior samples themselves, so that calls are repeatable.
+
+        Returns:
+            Tensor (B, ..., C) of probabilities or rates; for regression two tensors, the mean and
+            the variance of y. The variance includes the observation noise σ².
+
+        Raises:
+            NotFittedError: Before ``fit``, or if the model has changed since.
+
+        Example:
+            >>> probabilities = la(x)
+            >>> mean, variance = regression(x)
+        """
+        check_choice("link_approx", link_approx, ("mc", "probit", "probit_shared"))
+        prediction = self.predict(x, generator=generator, **inputs)
+        if prediction.likelihood.real_valued:
+            return prediction.expectation, prediction.predictive_variance
+        if link_approx == "mc":
+            return prediction.expectation
+        return prediction.smoothed(shared=link_approx == "probit_shared")
+
+    def predict(
+        self,
+        x: Any = None,
+        mean: Mean | None = None,
+        generator: torch.Generator | None = None,
+        num_samples: int | None = None,
+        **inputs: Any,
+    ) -> Prediction:
+        """Return the predictive distribution at x: as fitted, or as calibrated.
+
+        Args:
+            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them; or pass
+                them by name.
+            mean (str, optional): Use the posterior alone, around f(x) ("network") or J(x) w_lin
+                ("linear"). Default None: the mixture that the fit or ``calibrate`` has chosen.
+            generator (torch.Generator, optional): Used to draw new samples with the same covariance.
+            num_samples (int, optional): Number of samples to use; fewer are faster and less
+                accurate. Default None: all.
+
+        Returns:
+            A ``Prediction``. It is differentiable in x if x requires gradients. That of an ensemble
+            has the predictions of its ``members``.
+
+        Raises:
+            NotFittedError: Before ``fit``, or if the model has changed since.
+            ValueError: If ``num_samples`` exceeds the number of samples.
+            TypeError: If inputs are passed both by position and by name.
+
+        Example:
+            >>> uncertainty = la.predict(x).epistemic
+        """
+        for posterior in self._posteriors:
+            posterior._require_fit()
+            count = len(posterior.w_samples)
+            if num_samples is not None and not 1 <= num_samples <= count:
+                raise ValueError(f"num_samples={num_samples}, but there are {count} samples.")
+        if inputs and x is not None:
+            raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
+        data = self._at(inputs if x is None else x, num_samples)
+        if mean is None:
+            prediction = self._predicted(data, judged=num_samples is None)
+        else:
+            alone = (posterior_alone(mean, scale=p.posterior_scale) for p in self._posteriors)
+            prediction = data.plain().prediction(tuple(alone), self._components[1])
+        return prediction if generator is None else _redrawn(prediction, generator)
+
+    def is_ood(self, x: Any = None, rate: float = 0.05, **inputs: Any) -> Tensor:
+        """Return which inputs are out-of-distribution (OOD).
+
+        Call ``calibrate`` first. Without it, posteriors with variational curvature compare inputs
+        with training examples and give more false alarms than ``rate``; others raise an error.
+
+        Args:
+            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
+            rate (float): Largest share of false alarms among inputs from the validation set's
+                distribution. Default 0.05.
+
+        Returns:
+            A mask of shape (B,). ``predict(x).p_value`` has the p-values.
+
+        Raises:
+            ValueError: If there are no reference examples, or too few for this rate.
+
+        Example:
+            >>> suspicious = la.is_ood(x, rate=0.1)
+        """
+        return self.predict(x, **inputs).is_ood(rate)
+
+    def functional_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
+        """Return samples of f at x, shape (K, B, ..., C), joint over inputs.
+
+        Args:
+            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
+            generator (torch.Generator, optional): Used to draw new samples with the same covariance.
+
+        Example:
+            >>> spread = la.functional_samples(x).std(0)
+        """
+        return self.predict(x, generator=generator).samples
+
+    def predictive_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
+        """Return the functional samples after the link function, such as softmax.
+
+        Args:
+            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
+            generator (torch.Generator, optional): Used to draw new samples with the same covariance.
+
+        Returns:
+            Tensor of shape (K, B, ..., C).
+        """
+        return self.predict(x, generator=generator).predictive_samples
+
+    def joint_log_prob(self, x: Any, y: Tensor) -> Tensor:
+        """Return log p(y_1..y_B | x_1..x_B), shape ().
+
+        Args:
+            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
+            y (Tensor): Targets, as in the training data.
+        """
+        return self.predict(x).joint_log_prob(y)
+
+    def calibrate(self: Own, loader: Any, targets: Tensor | None = None) -> Own:
+        """Fit a few numbers of the predictions to a validation set, in one pass for each network.
+
+        For classes and labels these are a temperature of the network, a scale of the posterior's
+        variance, a factor of the softmax at the posterior's mean, and the weights of the three. For
+        regression they are the scale, the observation noise σ, and the share of the linear mode in
+        the mean. If the validation NLL does not improve, predictions are kept as they were. The
+        members of an ensemble share these numbers, and are not changed.
+
+        The numbers are fitted to all examples. For ``p_value``, ``is_ood``, ``prediction_set`` and
+        ``interval`` they are fitted a second time, to every other example; the others are the
+        reference.
+
+        Args:
+            loader (DataLoader, Dataset, list of batches, or inputs): The validation set. It must
+                not have been used in training.
+            targets (Tensor, optional): The targets, if ``loader`` are inputs.
+
+        Returns:
+            The object itself; ``la.calibration`` holds the improvement. In a distributed run all
+            ranks have to call this method; an ensemble is calibrated by each process on its own.
+
+        Raises:
+            ValueError: If no example has a label.
+            NotFittedError: Before ``fit``, or if the model has changed since.
+
+        Example:
+            >>> improvement = str(la.calibrate(x, y).calibration)
+        """
+        for posterior in self._posteriors:
+            posterior._require_fit(surely=True)
+        loader, group = paired(loader, targets), group_of(self._shard)
+        each, known = [], None
+        with collected_warnings(self.messages), torch.inference_mode(False), torch.no_grad():
+            for posterior in self._posteriors:
+                parts = [part for _, part in pushed(posterior, loader, group)]
+                known = require_same_targets(parts, known)
+                each.append(joined(parts))
+            found = calibrated(together(each), group, self._components[0])
+        self.calibration = found.calibration
+        for name, tensor in zip(REFERENCE, found.reference):
+            setattr(self, name, tensor)
+        self._keep(found)
+        return self
+
+    def _at(self, x: Any, num_samples: int | None = None) -> Pushed:
+        """Return inputs, or all batches of a loader, with their products under all members."""
+        is_loader = isinstance(x, (DataLoader, Dataset))
+        batches = map(inputs_of, as_loader(x)) if is_loader else [x]
+
+        def under(posterior: StoredPosterior, x: Any) -> Pushed:
+            columns = posterior.w_lin[None], posterior.w_samples[:num_samples]
+            return posterior._of_products(*push_forward(posterior._linear_model, x, *columns))
+
+        return joined(together([under(p, x) for p in self._posteriors]) for x in batches)
+
+    def _predicted(self, data: Pushed, judged: bool = True) -> Prediction:
+        """Return the prediction, with its comparison with reference examples if ``judged``."""
+        prediction, reference = data.prediction(*self._components), self._reference()
+        if not judged or reference is None:
+            return prediction
+
+        def other() -> Prediction:
+            noise, (table, sigma, *_) = None, reference()
+            if sigma is not None and isinstance(data.likelihood, Regression):
+                noise = sigma / data.likelihood.sigma_noise.to(sigma)
+            return data.prediction(table, noise)
+
+        return replace(prediction, judge=Judge(reference, other))
+
+    def _reference(self) -> Callable[[], Reference] | None:
+        """Return what returns the scores of the reference examples, if there are any."""
+        if self.conformal_table is None:
+            return None
+        return lambda: Reference(*(getattr(self, name) for name in REFERENCE))
+
+
+def _redrawn(prediction: Prediction, generator: torch.Generator) -> Prediction:
+    """Return a prediction by new samples with the same covariance."""
+    members = tuple(_redrawn(member, generator) for member in prediction.members)
+    drawn = mixed(prediction.deviations, generator)
+    return replace(prediction, deviations=drawn, members=members)

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 
 import torch
+from dense import ExactLaplace, gaussian_log_prob
 from torch import Tensor, nn
 from torch.nn import functional
 
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.data.loader import Data
-from torch_lla_em.exact import ExactLaplace, gaussian_log_prob
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.jacobian.linear_model import LinearModel

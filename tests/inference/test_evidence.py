@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from daily import daily
+from dense import gaussian_log_prob
 from steps import hyper_of, span_e_step
 from tiny import basis_noise, fitted, likelihood_of, tiny
 from torch.testing import assert_close
 
 from torch_lla_em.data import Data
-from torch_lla_em.exact import gaussian_log_prob
 from torch_lla_em.inference.evidence import Modes, log_dets
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.jacobian import LinearModel, Network, ParameterLayout

@@ -6,12 +6,12 @@ Layers have their products with J compared in ``test_architectures``.
 import pytest
 import torch
 from daily import daily
+from dense import ExactLaplace
 from jacobians import Calls
 from tiny import LOG_PROBS, draw, likelihood_of, problem_of
 from torch import nn
 
 from torch_lla_em import LinearisedLaplace
-from torch_lla_em.exact import ExactLaplace
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 
 LAMBDA = 2.0

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from dense import ExactLaplace
 from tiny import LOG_PROBS, likelihood_of, problem_of, tiny
 from torch import nn
 from torch.testing import assert_close
@@ -9,7 +10,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import BlockCG, LinearisedLaplace
 from torch_lla_em.data import Weighed
-from torch_lla_em.exact import ExactLaplace
 from torch_lla_em.likelihoods import Weighted
 
 PRECISION = torch.tensor(5.0).double()

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense import ExactLaplace, gaussian_log_prob
 from torch import nn
 from torch.nn import functional
 from torch.testing import assert_close
@@ -12,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_lla_em import Bernoulli, Classification, LinearisedLaplace, Regression
 from torch_lla_em.data.batch import next_tokens
 from torch_lla_em.data.loader import Data
-from torch_lla_em.exact import ExactLaplace, gaussian_log_prob
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from dense import ExactLaplace
 from tiny import basis_noise, draw, problem_of, tiny
 from torch import nn
 from torch.nn.functional import gaussian_nll_loss
 from torch.testing import assert_close
 
 from torch_lla_em import Classification, LinearisedLaplace, Regression
-from torch_lla_em.exact import ExactLaplace
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.prior import prior_precision_from_weight_decay
 from torch_lla_em.likelihoods import (

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense import ExactLaplace
 from tiny import basis_noise, problem_of
 from torch import nn
 from torch.testing import assert_close
@@ -16,7 +17,6 @@ from torch_lla_em import (
     LinearOperator,
     LinearOperatorRegression,
 )
-from torch_lla_em.exact import ExactLaplace
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.posterior_samples import optimise_samples
 from torch_lla_em.solvers.newton import Newton

@@ -122,6 +122,15 @@ def fitted(name: str = "classification", loader=None, **options) -> tuple[Tiny, 
     return case, la.fit(loader, progress_bar=False, **of_fit)
 
 
+class Basis(StochasticPrior):
+    """Random probes of which the first belong to weights, and the others to outputs."""
+
+    def epsilon(self, like: Tensor) -> Tensor:
+        P, K = self.xi.shape[1], len(self.xi)
+        epsilon = torch.cat([torch.zeros(P, K - P), K**0.5 * torch.eye(K - P)]).to(like)
+        return epsilon.view(K, *like.shape)
+
+
 def basis_noise(problem: Problem, g_prior: bool, layerwise: bool) -> StochasticPrior:
     """Noise for which the mean over samples of any product of two entries is its expectation."""
     rows = problem.rows()
@@ -130,4 +139,4 @@ def basis_noise(problem: Problem, g_prior: bool, layerwise: bool) -> StochasticP
     eta = torch.cat([torch.zeros(problem.size, problem.size).to(rows), num_samples**0.5 * rows])
     squares = rows.square().sum(0) / problem.data.num_rows
     scale = squares.rsqrt() if g_prior else torch.ones_like(squares)
-    return StochasticPrior(xi, eta, Prior(problem.linear_model.layout, scale, layerwise))
+    return Basis(xi, eta, Prior(problem.linear_model.layout, scale, layerwise))

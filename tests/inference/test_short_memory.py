@@ -6,8 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import LinearisedLaplace
-from torch_lla_em.inference.expected_curvature import ExpectedCurvature
-from torch_lla_em.inference.fixed_curvature import FixedCurvature
+from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.span import Span
 
 N, C, K = 200, 3, 8
@@ -109,14 +108,14 @@ def test_the_network_comes_last_with_a_warning_that_stays(fit):
 
 
 def test_out_of_memory_halves_the_samples(monkeypatch, fit):
-    residuals = ExpectedCurvature.residuals
+    residuals = OverSpan.residuals
 
     def short(steps, q):
         if len(q.samples) > 4:
             raise torch.OutOfMemoryError("none left")
         return residuals(steps, q)
 
-    monkeypatch.setattr(ExpectedCurvature, "residuals", short)
+    monkeypatch.setattr(OverSpan, "residuals", short)
     la, _ = fit(10_000)
     assert len(la.w_samples) == 4 and "memory for 4 posterior samples" in la.messages[1]
 
@@ -124,7 +123,7 @@ def test_out_of_memory_halves_the_samples(monkeypatch, fit):
 @pytest.mark.parametrize("when", [0, 3])
 def test_out_of_memory_a_fixed_curvature_goes_on_by_solves(when, monkeypatch):
     model, x, y = trained()
-    residuals, asked, fits = FixedCurvature.residuals, [], []
+    residuals, asked, fits = OverSpan.residuals, [], []
 
     def short(over, q, *sign):
         asked.append(q)
@@ -134,7 +133,7 @@ def test_out_of_memory_a_fixed_curvature_goes_on_by_solves(when, monkeypatch):
 
     for patched in (False, True):
         if patched:
-            monkeypatch.setattr(FixedCurvature, "residuals", short)
+            monkeypatch.setattr(OverSpan, "residuals", short)
         la = LinearisedLaplace(model, "classification", num_samples=K, curvature="network")
         fits.append(la.fit(x, y, progress_bar=False))
     assert any("continues with block CG" in line for line in fits[1].messages)

@@ -10,9 +10,10 @@ from tiny import fitted as tiny_fit
 from torch import nn
 
 from torch_lla_em import BlockCG, BlockKrylov, LinearisedLaplace
+from torch_lla_em.inference.ascent import SMALL, climb
 from torch_lla_em.inference.expectations import Expectations, root_of
-from torch_lla_em.inference.expected_curvature import SMALL, ExpectedCurvature
 from torch_lla_em.inference.mackay import Hyperparameters
+from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 
@@ -85,21 +86,20 @@ def with_basis(name, draws):
     space = Span(problem, noise.prior, noise.xi, math.inf)
     assert space.widen(torch.eye(problem.size).double())
     f, targets, _ = space.rows
-    K, P = noise.xi.shape
-    epsilon = torch.cat([torch.zeros(P, f.numel()), K**0.5 * torch.eye(K - P)]).double()
-    expected = Expectations(problem.likelihood, targets, f, 0, draws)
-    return problem, noise, ExpectedCurvature(space, expected, epsilon.view(K, *f.shape))
+    over = OverSpan(problem, noise, space, moves=True, tolerance=1e-9)
+    over.expected = Expectations(problem.likelihood, targets, f, 0, draws)
+    return problem, noise, over
 
 
 def begun(steps, precision):
     H = steps.expected.curvature(torch.zeros(steps.expected.shape).double(), None)
     start = torch.zeros(steps.span.size).double()
-    return steps.at(steps.curved(H), precision, start)
+    return steps.at(steps.curved(H), precision, 1.0, start)
 
 
 def settled(steps, q, least):
     for _ in range(10):
-        q = steps.ascend(q, None, least)
+        q = climb(steps, q, least)
     return q
 
 
@@ -119,7 +119,7 @@ def test_it_is_the_dense_variational_posterior(name):
     assert best - 2 * SMALL < ours <= best + 1e-6
     # with the noise as a basis the samples are exact at their own curvature
     J = dense.J
-    G = torch.einsum("ncp,ncd,ndq->pq", J, q.curved.blocks, J)
+    G = torch.einsum("ncp,ncd,ndq->pq", J, q.curved.H, J)
     exact = torch.linalg.inv(G + 3 * torch.eye(len(G)))
     torch.testing.assert_close(covariance, exact, rtol=1e-6, atol=1e-8)
 
@@ -184,8 +184,8 @@ def test_no_step_lowers_the_bound(name):
     _, _, steps = with_basis(name, draws=8)
     q = begun(steps, 100.0)
     for _ in range(6):
-        new = steps.ascend(q, None, q.precision / 3)
-        again = steps.at(new.curved, new.precision, new.mean)
+        new = climb(steps, q, q.precision / 3)
+        again = steps.at(new.curved, new.precision, 1.0, new.mean)
         assert new.bound >= q.bound and again.bound >= new.bound - 1e-9
         q = new
 
@@ -314,7 +314,7 @@ def test_a_fit_that_was_stopped_goes_on(tmp_path, monkeypatch):
     def fit():
         return fitted("classification", tolerance=1e-2, checkpoint=tmp_path)[1]
 
-    residuals, asked = ExpectedCurvature.residuals, []
+    residuals, asked = OverSpan.residuals, []
 
     def stopped(steps, q):
         asked.append(q)
@@ -323,7 +323,7 @@ def test_a_fit_that_was_stopped_goes_on(tmp_path, monkeypatch):
         return residuals(steps, q)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ExpectedCurvature, "residuals", stopped)
+        patch.setattr(OverSpan, "residuals", stopped)
         with pytest.raises(KeyboardInterrupt):
             fit()
     _, whole = fitted("classification", tolerance=1e-2)
@@ -362,7 +362,7 @@ def test_where_memory_ends_the_network_is_gone_on_with(monkeypatch):
     case = tiny("bernoulli")
     la = LinearisedLaplace(case.model, "bernoulli", num_samples=4, g_prior=True)
     plain = LinearisedLaplace(case.model, "bernoulli", num_samples=4, curvature="network")
-    monkeypatch.setattr(ExpectedCurvature, "residuals", ends)
+    monkeypatch.setattr(OverSpan, "residuals", ends)
     for one in (la, plain):
         one.fit([(case.x, case.y)], progress_bar=False)
     torch.testing.assert_close(la.w_samples, plain.w_samples)

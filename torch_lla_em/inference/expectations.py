@@ -19,6 +19,9 @@ _JITTER = 1e-9
 class Expectations:
     """The loss, its gradient and its H for all examples, averaged over S draws and their mirror images.
 
+    Without draws H is fixed, and given by the outputs at which it is evaluated, (N, ..., C); otherwise
+    by its blocks, (N, ..., C, C).
+
     Every example has draws of its own, so that a fit cannot adapt to errors that all examples share.
     The draws are the same at every call, so that two posteriors can be compared.
     """
@@ -50,19 +53,30 @@ class Expectations:
             self._likelihood.gradient(f, self._targets[rows]).mean(0)
             for rows, f in self._pieces(mean, root)
         ]
-        return self.masked(torch.cat(parts))
+        return self._masked(torch.cat(parts))
 
     def curvature(self, mean: Tensor, root: Tensor | None) -> Tensor:
         """Return E[H], (N, ..., C, C)."""
-        return torch.cat([self._blocks(f) for _, f in self._pieces(mean, root)])
+        blocks = torch.cat([self._blocks(f) for _, f in self._pieces(mean, root)])
+        return blocks if self._mask is None else blocks * self._mask.unsqueeze(-1)
 
-    def masked(self, u: Tensor) -> Tensor:
+    def product(self, H: Tensor, Jw: Tensor) -> Tensor:
+        """Return H J w for columns J w, (N C, k)."""
+        if len(self._noise):
+            return (H @ Jw.reshape(*self.shape, -1)).flatten(0, -2)
+        u = self._likelihood.hessian_product(H, Jw.T.reshape(-1, *self.shape))
+        return self._masked(u).flatten(1).T
+
+    def root(self, H: Tensor, noise: Tensor) -> Tensor:
+        """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
+        if len(self._noise):
+            return by_row(root_of(H), noise)
+        u = self._likelihood.hessian_sqrt_product(H, noise)
+        return u if self._mask is None else u * self._mask.sqrt()
+
+    def _masked(self, u: Tensor) -> Tensor:
         """Return u times the weights of sites, which are 0 for sites that do not count."""
         return u if self._mask is None else u * self._mask
-
-    def root_masked(self, u: Tensor) -> Tensor:
-        """Return u times the square roots of these weights."""
-        return u if self._mask is None else u * self._mask.sqrt()
 
     def _blocks(self, f: Tensor) -> Tensor:
         C = f.shape[-1]

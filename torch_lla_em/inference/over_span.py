@@ -1,22 +1,38 @@
 """The Gaussian posterior over a span of directions, by dense linear algebra without a pass.
 
-q = N(m, (G + Λ)⁻¹), with G = Σ_n J_nᵀ H_n J_n. ``fixed_curvature.py`` and ``expected_curvature.py``
-choose λ, σ and H.
+q = N(m, (G + Λ)⁻¹) with G = Σ_n J_nᵀ H_n J_n. With H fixed at given outputs and m the mode, this is
+Laplace's method. If H moves, both are expectations under q, G = Σ_n J_nᵀ E_q[H_n] J_n and
+Σ_n J_nᵀ E_q[∇loss] + Λ m = 0, which is where
+
+    L = E_q[log p(y | J w)] − KL(q ‖ N(0, Λ⁻¹)),   KL = ½ (‖m‖²_Λ − γ + log det(I + Λ⁻¹ G)),
+
+is stationary. In both cases dL / d log λ = ½ (γ − λ ‖m‖²), so MacKay's fixed point is that of L.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.expectations import Expectations
+from torch_lla_em.inference.evidence import Modes, gaussian_constant, sigma_of
+from torch_lla_em.inference.expectations import Expectations, root_of
+from torch_lla_em.inference.mackay import Estimate, Expectation, Hyperparameters
 from torch_lla_em.inference.span import Span
-from torch_lla_em.solvers import Spectrum
+from torch_lla_em.inference.stochastic_prior import StochasticPrior
+from torch_lla_em.problem import Problem
+from torch_lla_em.solvers import DivergenceError, Spectrum
 
-Solve = Callable[[Tensor], Tensor]
+_DRAWS, _FEWEST, _IN_ALL = 16, 4, 16_000
+"""Largest and smallest number of draws per example, and the number for all examples together."""
+
+_NEWTON = 20
+"""Largest number of Newton steps for the mode at one λ, if H is fixed."""
+
+_SLOW = 0.25
+"""Share of the gradient left by a step above which H is evaluated again."""
 
 _SHORTEST = 1e-3
 """The shortest step of Newton's method, relative to the full step."""
@@ -24,12 +40,21 @@ _SHORTEST = 1e-3
 _ROUNDINGS = 10
 """A Newton step may increase the loss by this multiple of its rounding error."""
 
+_MIRRORED, _SHARE = 4, 0.2
+"""Largest number of passes for the log det, and the share of its standard error at which they end."""
+
+_CURVE_POINTS, _CURVE_DECADES = 241, 6
+"""Precisions at which the mode of a quadratic loss is tabulated, either side of λ."""
+
+_NEIGHBOURS = 10**-0.5, 10**-0.25, 1.0, 10**0.25, 10**0.5
+"""Precisions, relative to λ, at which the mode of another loss is computed."""
+
 
 class Curved(NamedTuple):
     """G over a span for one curvature, and the random probes that belong to it."""
 
     G: Tensor
-    """(m, m), in float64, as all that follows."""
+    """(m, m), in float64, as all that follows but H."""
 
     eta: Tensor
     """The coordinates of η, (K, m)."""
@@ -40,20 +65,19 @@ class Curved(NamedTuple):
     spectrum: Spectrum
     """The eigenvalues of G, and ξ and η in its eigenvectors."""
 
-    blocks: Tensor | None = None
-    """H of every example, (N, ..., C, C), if it is an expectation."""
+    H: Tensor
+    """The blocks of every example, (N, ..., C, C), or the outputs at which a fixed H is evaluated."""
 
     @classmethod
-    def of(cls, G: Tensor, xi: Tensor, eta: Tensor, blocks: Tensor | None = None) -> Curved:
+    def of(cls, G: Tensor, xi: Tensor, eta: Tensor, H: Tensor) -> Curved:
         """Return G with its eigenvectors, of the coordinates of ξ and η."""
         values, vectors = torch.linalg.eigh(0.5 * (G + G.T))
         spectrum = Spectrum(values.clamp_min(0), xi @ vectors, eta @ vectors)
-        return cls(G, eta, vectors, spectrum, blocks)
+        return cls(G, eta, vectors, spectrum, H)
 
-    def inverse(self, precision: float, noise: float = 1.0) -> Solve:
-        """Return the product with (G / noise² + λ)⁻¹."""
-        divisor, V = self.spectrum.eigenvalues / noise**2 + precision, self.vectors
-        return lambda b: V @ ((V.T @ b) / divisor)
+    def solve(self, b: Tensor, precision: float) -> Tensor:
+        """Return (G + λ)⁻¹ b, (m,)."""
+        return self.vectors @ ((self.vectors.T @ b) / (self.spectrum.eigenvalues + precision))
 
 
 class Q(NamedTuple):
@@ -73,7 +97,7 @@ class Q(NamedTuple):
     """(K, m), with mean zero."""
 
     loss: float
-    """E[-log p(y | J w)]: under q if the curvature is an expectation, otherwise at the mean."""
+    """E[-log p(y | J w)]: under q if H moves, otherwise at the mean."""
 
     bounds: Tensor
     """The log evidence, or its bound, by the γ and the log det of every sample, (K,)."""
@@ -82,7 +106,7 @@ class Q(NamedTuple):
     """γ of every sample, (K,)."""
 
     root: Tensor | None = None
-    """A root of the covariance of every example's outputs, (N, ..., C, C), if H is expected."""
+    """A root of the covariance of every example's outputs, (N, ..., C, C), if H moves."""
 
     @property
     def bound(self) -> float:
@@ -91,41 +115,221 @@ class Q(NamedTuple):
 
 
 class OverSpan:
-    """Base class for both kinds of curvature: extends G with the span, and finds the mean."""
+    """q over a span, at any λ, σ and H."""
 
-    def __init__(self, span: Span, expected: Expectations):
-        self.span, self.expected = span, expected
+    def __init__(
+        self, problem: Problem, noise: StochasticPrior, span: Span, moves: bool, tolerance: float
+    ):
+        self.span, self.moves, self._problem = span, moves, problem
+        f, targets, _ = span.rows
+        self._sigma, likelihood = sigma_of(problem), problem.likelihood
+        if self._sigma is not None:
+            gaussian: Any = likelihood
+            likelihood = gaussian.without_constant()
+        number = min(_DRAWS, max(_FEWEST, -(-_IN_ALL // len(f)))) if moves else 0
+        self.expected = Expectations(likelihood, targets, f, noise.seed, number)
+        self.epsilon = noise.epsilon(f)
+        """ε of every example, (K, N, ..., C)."""
+
+        rounding = 10 * torch.finfo(problem.dtype).eps
+        self._tolerance = max(0.2 * tolerance, rounding)
+        self._at_mode: Curved | None = None
+        """G with H near the mode, as long as the span does not change."""
+
+    def first(self, precision: float, at: Tensor | None = None) -> Q:
+        """Return q at this λ, with H at given outputs (default: the network's).
+
+        If H moves, it begins as the average of those at outputs 0 and at the network's outputs.
+        """
+        expected, H = self.expected, self.span.rows.f if at is None else at
+        zero = torch.zeros_like(H)
+        if self.moves:
+            H = 0.5 * (expected.curvature(zero, None) + expected.curvature(H, None))
+        curved = self.curved(H)
+        if not curved.G.any() and expected.slope(zero, None).any():
+            raise DivergenceError(
+                "The likelihood's H is 0 for every example: the outputs are so large that the "
+                "loss is rounded to 0. Check that the inputs are scaled as in training."
+            )
+        return self.at(curved, precision, 1.0, torch.zeros_like(self.span.xi[0]))
+
+    def at(self, curved: Curved, precision: float, noise: float, mean: Tensor, steps: int = 1) -> Q:
+        """Return q at λ, σ and H. Its mean is found from ``mean``, in at most ``steps`` if H moves."""
+        spectrum = curved.spectrum.at_noise(noise)
+        samples = spectrum.solutions(precision) @ curved.vectors.T
+        gamma = spectrum.effective_dims(precision)
+        root = self._root(samples) if self.moves else None
+        mean, loss = self._mean(curved, precision * noise**2, mean, root, steps)
+        loss /= noise**2
+        if self._sigma is not None:
+            loss += gaussian_constant(self._problem, noise * self._sigma)
+        norm = precision * mean.square().sum()
+        if self.moves:  # the span is not extended for ξ and η separately, and ξ knows more
+            log_dets = (spectrum.xi.square() * (spectrum.eigenvalues / precision).log1p()).sum(1)
+            norm = norm - gamma
+        else:
+            log_dets = spectrum.log_dets(precision)
+        bounds = -loss - 0.5 * (norm + log_dets)
+        return Q(precision, noise, curved, mean, samples, loss, bounds, gamma, root)
+
+    def curved(self, H: Tensor, known: Curved | None = None) -> Curved:
+        """Return G and η over the span; if they are known for its first directions, they grow."""
+        J, old = self.span.J, 0 if known is None else len(known.G)
+        G = (J.T @ self.expected.product(H, J[:, old:])).double()
+        eta = (self.expected.root(H, self.epsilon).flatten(1) @ J[:, old:]).double()
+        if known is not None:
+            G = torch.cat([torch.cat([known.G, G[:old].T]), G], dim=1)
+            eta = torch.cat([known.eta, eta], dim=1)
+        return Curved.of(G, self.span.xi, eta, H)
+
+    def widened(self, q: Q, steps: int = 1) -> Q:
+        """Return q over the extended span, at the same λ, σ and H."""
+        mean = q.mean.new_zeros(self.span.size)
+        mean[: len(q.mean)] = q.mean
+        self._at_mode = None
+        return self.at(self.curved(q.curved.H, q.curved), q.precision, q.noise, mean, steps)
+
+    def restarted(self, q: Q) -> Q:
+        """Return q over the span of its mean, its samples, ξ and a fixed H's η only."""
+        kept = [q.mean[None], q.samples] + [q.curved.eta] * (not self.moves)
+        turn = self.span.restart(torch.cat(kept))
+        self._at_mode = None
+        return self.at(self.curved(q.curved.H), q.precision, q.noise, q.mean @ turn)
 
     def outputs(self, mean: Tensor) -> Tensor:
         """Return J m, (N, ..., C)."""
         return (self.span.J @ mean.to(self.span.J)).view(self.expected.shape)
 
-    def grown(self, known: Curved | None, with_H: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return G over the span; a known part for the first directions is only extended."""
-        J, old = self.span.J, 0 if known is None else len(known.G)
-        columns = (J.T @ with_H(J[:, old:])).double()
-        if known is None:
-            return columns
-        return torch.cat([torch.cat([known.G, columns[:old].T]), columns], dim=1)
+    def hyper(self, q: Q) -> Hyperparameters:
+        """Return λ and σ."""
+        sigma = None if self._sigma is None else q.noise * self._sigma
+        return Hyperparameters(torch.full_like(q.mean[0], q.precision), sigma)
 
-    def slope(self, h: Tensor, root: Tensor | None) -> Tensor:
-        """Return the gradient of the expected loss in the coordinates, (m,)."""
-        return (self.expected.slope(h, root).flatten() @ self.span.J).double()
+    def noise_of(self, hyper: Hyperparameters) -> float:
+        """Return σ relative to that of G."""
+        return 1.0 if hyper.sigma is None else (hyper.sigma / self._sigma).item()
 
-    def newton_step(
-        self, precision: float, mean: Tensor, root: Tensor | None, solve: Solve
+    def expectation(self, q: Q, mode_error: float = 0.0, sample_error: float = 0.0) -> Expectation:
+        """Return what the M-step needs."""
+        hyper, residual, targets, dims = self.hyper(q), None, None, None
+        loss = self.expected.loss(self.outputs(q.mean), None) if self.moves else q.loss
+        if hyper.sigma is not None:
+            # the loss without its constant: ½ Σ (y - J w)² / σ² at the first σ
+            squares = 2 * self._sigma.item() ** 2
+            fit = (q.loss - gaussian_constant(self._problem, hyper.sigma)) * q.noise**2
+            at_zero = self.expected.loss(torch.zeros_like(self.span.rows.f), None)
+            residual, targets = hyper.sigma.new_tensor([squares * fit, squares * at_zero])
+            dims = q.effective_dims.mean()
+        return Expectation(
+            hyper,
+            q.effective_dims,
+            q.mean.square().sum(),
+            loss,
+            residual,
+            targets,
+            dims,
+            q.bounds,
+            mode_error,
+            sample_error,
+        )
+
+    def residuals(self, q: Q, sign: float = 1.0) -> Tensor | None:
+        """Return the residuals of samples and mean, (K + 1, P); None if the order has changed.
+
+        With ``sign`` -1 they are those of the samples for -η.
+        """
+        span, shape, expected = self.span, self.expected.shape, self.expected
+        spectrum = q.curved.spectrum.at_noise(q.noise)
+        spectrum = spectrum._replace(eta=sign * spectrum.eta)
+        samples = spectrum.solutions(q.precision) @ q.curved.vectors.T
+        curved = expected.product(q.curved.H, span.J @ samples.T.to(span.J)).T.reshape(-1, *shape)
+        of_samples = expected.root(q.curved.H, sign * q.noise * self.epsilon) - curved
+        of_mean = -expected.slope(self.outputs(q.mean), q.root)
+        pulled = span.pulled(torch.cat([of_samples, of_mean[None]]))
+        if pulled is None:
+            return None
+        pulled /= q.noise**2
+        span.add_scaled(pulled, -q.precision * torch.cat([samples, q.mean[None]]))
+        pulled[:-1].add_(span.noise, alpha=math.sqrt(q.precision))
+        return pulled
+
+    def with_evidence(self, q: Q) -> Q:
+        """Return q over a span in which the log det of a fixed H is as exact as the samples.
+
+        So far the span was extended for √λ ξ + η. The log det is a sum of functions of ξ and of η,
+        for which the span is extended for √λ ξ - η too.
+        """
+        for _ in range(_MIRRORED):
+            found = self.residuals(q, -1.0)
+            if found is None or not self.span.has_room(len(q.samples)):
+                break
+            before, error = q.bound, Estimate.of(q.bounds).standard_error.item()
+            if not self.span.widen(found[:-1]):
+                break
+            q = self.widened(q)
+            if not abs(q.bound - before) > _SHARE * error:
+                break
+        return q
+
+    def modes(self, q: Q) -> Modes:
+        """Return the objective of the mode near λ, or for a wide range of λ if it is quadratic."""
+        if self._problem.likelihood.is_quadratic:
+            ends = -_CURVE_DECADES, _CURVE_DECADES
+            decades = torch.linspace(*ends, _CURVE_POINTS, dtype=torch.float64, device="cpu")
+            values = q.curved.spectrum.eigenvalues / q.noise**2
+            there, turned = q.precision * 10 ** decades.to(q.mean), q.curved.vectors.T @ q.mean
+            means = turned * (values + q.precision) / (values + there[:, None])
+            moves = means - turned
+            # the gradient of the loss is -λ m at the mode
+            losses = q.loss - q.precision * (moves @ turned) + 0.5 * (moves.square() @ values)
+            return Modes.of(*(v.cpu() for v in (there, losses, means.square().sum(1))))
+        near = [self.at(q.curved, factor * q.precision, 1.0, q.mean) for factor in _NEIGHBOURS]
+        points = [(one.precision, one.loss, one.mean.square().sum().item()) for one in near]
+        return Modes.of(*torch.tensor(points, dtype=torch.float64, device="cpu").T)
+
+    def _mean(
+        self, curved: Curved, precision: float, start: Tensor, root: Tensor | None, steps: int
     ) -> tuple[Tensor, float]:
-        """Return the mean after a step that lowers E[loss] + ½ λ ‖m‖², and E[loss] there."""
-        h = self.outputs(mean)
-        slope = self.slope(h, root) + precision * mean
-        step = -solve(slope)
-        moved, loss, fall = self.outputs(step), self.expected.loss(h, root), (slope @ step).item()
-        rounding, length = _ROUNDINGS * torch.finfo(h.dtype).eps * abs(loss), 1.0
-        while length > _SHORTEST:
-            new = mean + length * step
-            there = self.expected.loss(h + length * moved, root)
-            gained = loss - there - 0.5 * precision * ((new - mean) @ (new + mean)).item()
-            if gained >= -1e-4 * length * fall - rounding:
-                return new, there
-            length /= 2
+        """Return the minimum of E[loss] + ½ λ ‖m‖² by Newton's method, and E[loss] there."""
+        expected, mean, h, before = self.expected, start, self.outputs(start), math.inf
+        loss = expected.loss(h, root)
+        refreshes = not self.moves and not self._problem.likelihood.is_quadratic
+        for number in range(steps if self.moves else _NEWTON):
+            pulled = (expected.slope(h, root).flatten() @ self.span.J).double()
+            slope = pulled + precision * mean
+            size = slope.norm().item()
+            if not size < math.inf:
+                raise DivergenceError(
+                    "The gradient of the linear model is not finite: check the model's outputs "
+                    "and the targets for extreme values."
+                )
+            if number and size <= self._tolerance * precision * mean.norm().item():
+                break
+            if refreshes:
+                if self._at_mode is None or size > _SLOW * before:
+                    self._at_mode = self._curved_at(h)
+                curved = self._at_mode
+            before, step = size, -curved.solve(slope, precision)
+            moved, fall, length = self.outputs(step), (slope @ step).item(), 1.0
+            rounding = _ROUNDINGS * torch.finfo(h.dtype).eps * abs(loss)
+            while length > _SHORTEST:
+                new = mean + length * step
+                there = expected.loss(h + length * moved, root)
+                gained = loss - there - 0.5 * precision * ((new - mean) @ (new + mean)).item()
+                if gained >= -1e-4 * length * fall - rounding:
+                    mean, h, loss = new, h + length * moved, there
+                    break
+                length /= 2
+            else:
+                break
         return mean, loss
+
+    def _curved_at(self, h: Tensor) -> Curved:
+        """Return G with H at the outputs h, without random probes."""
+        G = (self.span.J.T @ self.expected.product(h, self.span.J)).double()
+        return Curved.of(G, self.span.xi, self.span.xi, h)
+
+    def _root(self, samples: Tensor) -> Tensor:
+        """Return a root of the sample covariance of the outputs of every example."""
+        pushed = (self.span.J @ samples.T.to(self.span.J)).view(*self.expected.shape, -1)
+        return root_of(pushed @ pushed.mT / pushed.shape[-1])

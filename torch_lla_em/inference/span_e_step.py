@@ -11,26 +11,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_lla_em.inference.ascent import climb, settle
 from torch_lla_em.inference.em import Found, Info, State
 from torch_lla_em.inference.evidence import sigma_of
-from torch_lla_em.inference.expectations import Expectations
-from torch_lla_em.inference.expected_curvature import ExpectedCurvature
-from torch_lla_em.inference.fixed_curvature import FixedCurvature
-from torch_lla_em.inference.mackay import Estimate, Expectation, Hyperparameters, MStep, Step
+from torch_lla_em.inference.mackay import (
+    PRECISION_BOUNDS,
+    Estimate,
+    Expectation,
+    Hyperparameters,
+    MStep,
+    Step,
+)
 from torch_lla_em.inference.options import FitOptions
-from torch_lla_em.inference.over_span import Q
+from torch_lla_em.inference.over_span import OverSpan, Q
 from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.posterior_samples import refuse_noise
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, gathered, room
-from torch_lla_em.runtime import normals
 from torch_lla_em.solvers import BlockKrylov
 
 logger = logging.getLogger("torch_lla_em")
-
-_DRAWS, _FEWEST, _IN_ALL = 16, 4, 16_000
-"""Largest and smallest number of draws per example, and the number for all examples together."""
 
 _FALL = 3.0
 """Largest factor by which λ may decrease before the span is extended; small spans overestimate it."""
@@ -47,7 +48,8 @@ _START = 0.1
 _STEPS = 10
 """Newton steps for the mean once λ has converged."""
 
-_EPSILON_STREAM = 1
+_SETTLING = 20, 400
+"""Largest numbers of steps of λ and σ (and H) over a span, and over a complete one."""
 
 _DIRECTIONS, _BLOCKS = 5, 12
 """Smallest number of directions per sample, and of (C, C) blocks per example, that must fit."""
@@ -104,24 +106,8 @@ class SpanEStep:
         known: dict[str, Any] | None = None,
     ):
         self.problem, self._options, self._moves = problem, options, moves
-        self._at = _outputs_at_point(problem) if known is None else known.pop("at")
-        """Outputs (N, ..., C) at which H is evaluated, if they are not the network's."""
-
-        span, self.noise = _begin(problem, noise, options, moves, known)
-        self.span, (f, targets, _) = span, span.rows
-        likelihood: Any = problem.likelihood
-        if not moves:
-            likelihood = likelihood if sigma_of(problem) is None else likelihood.without_constant()
-            expected = Expectations(likelihood, targets, f, noise.seed, 0)
-            self.over: Any = FixedCurvature(
-                problem, self.noise, span, expected, options.tolerance, self._at
-            )
-            return
-        rows, K = torch.arange(len(f), device=f.device), len(self.noise.xi)
-        epsilon = normals(noise.seed, _EPSILON_STREAM, range(K), rows, f[0].numel())
-        number = min(_DRAWS, max(_FEWEST, -(-_IN_ALL // len(f))))
-        expected = Expectations(likelihood, targets, f, noise.seed, number)
-        self.over = ExpectedCurvature(span, expected, epsilon.to(f).view(K, *f.shape))
+        self.span, self.noise = _begin(problem, noise, options, moves, known)
+        self.over = OverSpan(problem, self.noise, self.span, moves, options.tolerance)
 
     def start(self) -> State:
         """Return the state that EM begins with."""
@@ -133,7 +119,7 @@ class SpanEStep:
 
     def state(self) -> dict[str, Any]:
         """Return the directions, which are not part of the state of EM."""
-        return {**self.span.state(), "at": self._at}
+        return self.span.state()
 
     def is_exact(self, state: State) -> bool:
         """Whether samples and mean are within the tolerance."""
@@ -144,32 +130,30 @@ class SpanEStep:
         over, old, learns = self.over, state.own, self._options.em_steps > 0
         climbs, at_rest, restarts = old is None or not kept, False, 0
         if old is None:
-            q = over.first(state.hyper.precision.item())
+            q = over.first(state.hyper.precision.item(), _outputs_at_point(self.problem))
         else:
             q, restarts = old.q, old.restarts
             if not self.span.has_room(len(old.residuals)):
                 q, restarts = over.restarted(q), restarts + 1
             at_rest = not self.span.widen(old.residuals)
             q = over.widened(q, _STEPS if kept else 1)
-        before, complete = q, at_rest or self.span.is_complete
+        before, complete, found_all = q, at_rest or self.span.is_complete, False
         if not complete and (old is None or state.info.sample_error > 1):
             m_step = replace(m_step, warns=False)  # λ and σ will still change
-        if complete and (climbs or self._moves):
-            q, found_all = over.settle(q, m_step, learns)
+        climbs = climbs or (complete and self._moves)
+        least = PRECISION_BOUNDS[0] if complete else q.precision / _FALL
+        least = least if learns else math.inf
+        if climbs and self._moves and not complete:
+            q = climb(over, q, least)
         elif climbs:
-            q, found_all = (
-                over.ascend(q, m_step, q.precision / _FALL if learns else math.inf),
-                False,
-            )
-        else:
-            found_all = False
+            q, found_all = settle(over, q, m_step, least, _SETTLING[complete])
         residuals = over.residuals(q)
         if residuals is None:
             raise NoSpan
         certificate, found = self._expected(q, residuals)
         step = state.step
-        settled = found_all or (step is not None and step.settled)
-        if climbs or (complete and self._moves):
+        settled = (complete and found_all) or (step is not None and step.settled)
+        if climbs:
             step = m_step.taken(step, over.hyper(before), found.hyper, q.effective_dims)
             step = step._replace(settled=settled or self._has_settled(step, before, q, found))
             if learns and not (self._moves or complete) and found.sample_error > 1:
@@ -232,7 +216,7 @@ class SpanEStep:
         )
 
 
-def _average(over: ExpectedCurvature, q: Q) -> Tensor:
+def _average(over: OverSpan, q: Q) -> Tensor:
     """Return the components of predictions: q, its mean alone, and the network.
 
     They make different errors, so an average is better than each. The weights are equal unless the
@@ -240,7 +224,7 @@ def _average(over: ExpectedCurvature, q: Q) -> Tensor:
     of mean and network decrease with this share.
     """
     f = over.span.rows.f
-    curved = over.expected.masked((q.curved.blocks @ f.unsqueeze(-1)).squeeze(-1))
+    curved = over.expected.product(q.curved.H, f.reshape(-1, 1)).view(f.shape)
     kept = (curved * over.outputs(q.mean)).sum() / (curved * f).sum().clamp_min(1e-30)
     collapsed = q.effective_dims.mean() < 4 / len(q.effective_dims)  # to a prior that keeps nothing
     w = (1 / 3) if collapsed else kept.clamp(0, 1).item() ** _TRUST / 3
@@ -248,7 +232,7 @@ def _average(over: ExpectedCurvature, q: Q) -> Tensor:
     return torch.tensor(parts, dtype=torch.float64, device="cpu")
 
 
-def _at_examples(over: ExpectedCurvature, samples: Tensor) -> Tensor:
+def _at_examples(over: OverSpan, samples: Tensor) -> Tensor:
     """Return J w_k at training examples that are spread evenly over the data, (n, K, ..., C)."""
     N, *outputs = shape = over.expected.shape
     number = min(N, _EXAMPLES, _NUMBERS // max(1, len(samples) * math.prod(outputs)))

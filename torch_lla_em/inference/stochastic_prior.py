@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.prior import Prior, g_prior_scale
-from torch_lla_em.problem import Problem
+from torch_lla_em.problem import Problem, output_noise
 from torch_lla_em.runtime import normal
 
 _XI_STREAM = 0
@@ -36,6 +36,11 @@ class StochasticPrior(NamedTuple):
     def right_hand_side(self, precision: Tensor) -> Tensor:
         """Return ξ + Λ^{-1/2} η, shape (K, P): Λ w0 in whitened coordinates."""
         return self.xi + self.prior.deviation(precision) * self.eta
+
+    def epsilon(self, like: Tensor) -> Tensor:
+        """Return ε of all examples, (K, N, ..., C), for outputs (N, ..., C)."""
+        samples, rows = (torch.arange(n, device="cpu") for n in (len(self.xi), len(like)))
+        return output_noise(self.seed, samples, rows, like)
 
     def drawn_again(self, problem: Problem) -> StochasticPrior:
         """Return the same random probes with η for another curvature, by one pass."""
@@ -69,7 +74,7 @@ def get_sto_samples(
     Example:
         >>> from torch_lla_em.data import Data
         >>> from torch_lla_em.jacobian import LinearModel, Network, ParameterLayout
-        >>> from torch_lla_em.problem import Problem
+        >>> from torch_lla_em.problem import Problem, output_noise
         >>> net = torch.nn.Linear(2, 3)
         >>> linear = LinearModel(Network(net), ParameterLayout.of(net, ["weight", "bias"]))
         >>> data = Data([(torch.randn(20, 2), torch.arange(20) % 3)], torch.device("cpu"))

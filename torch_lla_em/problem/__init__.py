@@ -13,7 +13,7 @@ from torch_lla_em.problem.plan import (
     room,
     size_of,
 )
-from torch_lla_em.problem.problem import NoiseFeatures, Problem
+from torch_lla_em.problem.problem import NoiseFeatures, Problem, output_noise
 
 __all__ = [
     "VECTORS",
@@ -27,6 +27,7 @@ __all__ = [
     "WhitenedLoss",
     "columns_held",
     "gathered",
+    "output_noise",
     "place_of_vectors",
     "prepare",
     "pull_back",

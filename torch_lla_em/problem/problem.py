@@ -97,7 +97,7 @@ class Problem:
 
         def add(rows: Rows, batch: Batch, samples: Tensor, sums: Sums) -> None:
             at = self._at(rows, batch)
-            u = self._root(batch, at, _draw(seed, samples, batch.rows, at))
+            u = self._root(batch, at, output_noise(seed, samples, batch.rows, at))
             product = torch.zeros_like(sums["eta"])
             rows.pull(u, product)
             if with_squares:
@@ -301,8 +301,8 @@ class Problem:
             yield num_rows, product
 
 
-def _draw(seed: int, samples: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-    """Return ε, shape (K, B, ..., C), keyed by (seed, sample, row)."""
+def output_noise(seed: int, samples: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+    """Return ε, shape (K, B, ..., C), keyed by (seed, sample, row), for outputs (B, ..., C)."""
     near, entries = rows.to(at.device, non_blocking=True), at[0].numel()
     noise = normals(seed, _EPSILON_STREAM, samples.tolist(), near, entries)
     return noise.to(at.dtype).view(len(samples), *at.shape)

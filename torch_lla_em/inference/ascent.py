@@ -1,0 +1,107 @@
+"""Steps of λ, σ and H over a span of directions, which take no pass over the data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from torch import Tensor
+
+from torch_lla_em.inference.mackay import MStep, function_space_Mackay_update
+from torch_lla_em.inference.over_span import OverSpan, Q
+
+_ROUNDS = 4
+SMALL = 0.05
+"""Nats; the rounds end after two in a row that gain less."""
+
+_CLIMBS = 30
+"""Largest number of ascents by rounds, before the steps towards the fixed point of a moving H."""
+
+_NEWTON, _POLISH = 2, 50
+"""Newton steps of the mean in every step towards the fixed point, and there."""
+
+_AT_REST = 1e-3
+"""Largest change of log λ, log σ and (relative) H in a step that counts as converged."""
+
+_SLOWER = 6
+"""Factor of the change of log λ if H moves, because H follows λ."""
+
+_SLACK = 1.0
+"""Nats that the bound may decrease on the way to the fixed point, which is only near its maximum."""
+
+
+def climb(over: OverSpan, q: Q, least: float) -> Q:
+    """Return q after a few rounds of λ, a moving H and the mean, none of which lowers the bound.
+
+    ``least`` is a lower bound on λ; if it is infinite, λ stays fixed.
+    """
+    damping, stride, small, refused = 0.7, 2.0, 0, 0
+    for _ in range(_ROUNDS):
+        precision = q.precision
+        if least < math.inf:
+            precision = max(_stepped(over, q, stride).item(), least)
+        tried = over.at(q.curved, precision, 1.0, q.mean)
+        H = over.expected.curvature(over.outputs(tried.mean), tried.root)
+        curved = over.curved(q.curved.H + damping * (H - q.curved.H))
+        tried = over.at(curved, precision, 1.0, tried.mean)
+        if tried.bound > q.bound:
+            small = small + 1 if tried.bound < q.bound + SMALL else 0
+            damping, stride, refused = min(1.0, 1.3 * damping), min(4.0, 1.3 * stride), 0
+            q = tried
+        else:
+            damping, stride, refused = damping / 2, stride / 3, refused + 1
+        if small > 1 or refused > 3:
+            break
+    return q
+
+
+def settle(over: OverSpan, q: Q, m_step: MStep, least: float, steps: int) -> tuple[Q, bool]:
+    """Return q at the fixed point of λ, σ, H and mean, and whether it was reached.
+
+    ``least`` is a lower bound on λ; if it is infinite, λ and σ stay fixed. With update="em", whose
+    steps are small, it takes one step. Full steps of a moving H can overshoot forever, so steps
+    shrink after a change of direction and grow otherwise.
+    """
+    learns, found, step, last = least < math.inf, False, None, None
+    if not (learns or over.moves):
+        return q, False
+    quiet, damping = replace(m_step, warns=False), 0.5
+    for _ in range(_CLIMBS * over.moves):
+        before, q = q, climb(over, q, least)
+        if q.bound < before.bound + SMALL:
+            break
+    for _ in range(1 if m_step.update == "em" else steps):
+        here = new = over.hyper(q)
+        if learns and over.moves:
+            new = here._replace(precision=_stepped(over, q, 1.0).clamp_min(least))
+        elif learns:
+            step = quiet(over.expectation(q), step)
+            new = step.hyper._replace(precision=step.hyper.precision.clamp_min(least))
+        noise, curved = over.noise_of(new), q.curved
+        moved = (new.precision / here.precision).log().abs().item()
+        moved = max(moved, abs(math.log(noise / q.noise)))
+        if over.moves:
+            change = over.expected.curvature(over.outputs(q.mean), q.root) - curved.H
+            of_H = (change.norm() / curved.H.norm().clamp_min(1e-300)).item()
+            moved = max(_SLOWER * moved, of_H)
+            ahead = last is not None and (change * last).sum().item() > 0
+            damping, last = min(1.0, 1.1 * damping) if ahead else max(0.02, 0.7 * damping), change
+            curved = over.curved(curved.H + damping * change)
+        tried = over.at(curved, new.precision.item(), noise, q.mean, _NEWTON)
+        if over.moves and tried.bound < q.bound - _SLACK:
+            damping /= 2
+        else:
+            q = tried
+        if moved < _AT_REST:
+            found = True
+            break
+    q = over.at(q.curved, q.precision, q.noise, q.mean, _POLISH)
+    if learns and not over.moves:
+        m_step(over.expectation(q))  # gives the warnings
+    return q, found
+
+
+def _stepped(over: OverSpan, q: Q, stride: float) -> Tensor:
+    """Return λ after a step of ``stride`` times MacKay's in log λ."""
+    gamma, norm, start = q.effective_dims.mean(), q.mean.square().sum(), over.hyper(q).precision
+    return function_space_Mackay_update(gamma, norm, start, stride)

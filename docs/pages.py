@@ -124,7 +124,7 @@ class Docstrings(griffe.Extension):
     """Let griffe read ``Example:`` as a section with code, and patterns such as "*lora*" as code."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        if obj.name == "__init__":
+        if obj.name == "__init__" and obj.docstring and "Args:" not in obj.docstring.value:
             obj.docstring = None  # the class documents the arguments
         if obj.docstring:
             text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)

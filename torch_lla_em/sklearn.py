@@ -69,6 +69,28 @@ class _Estimator(BaseEstimator):
         device: str = "cpu",
         random_state: Any = None,
     ):
+        """Keep the hyperparameters, which ``fit`` checks.
+
+        Args:
+            module (callable, optional): Called with the numbers of features and outputs, returns the
+                network to train. Default None: a perceptron with tanh activations. Pass your own for
+                data with a structure that a perceptron ignores.
+            hidden (int or tuple of int): Widths of the hidden layers. Default (50, 50).
+            epochs (int, optional): Passes over the training data. Default None: 100, or as many as make
+                1,000 gradient steps.
+            learning_rate (float): Initial step size of AdamW, which falls to 0 along a cosine. Default
+                0.01; reduce it if the training loss oscillates.
+            weight_decay (float, optional): Weight decay of AdamW. Default None: 300 divided by the
+                number of training examples, and 1 at most.
+            validation_fraction (float): Share of the examples that are held out to calibrate the
+                posterior, at least 0 and below 1. Default 0.1. If that is fewer than 20 examples, none
+                are held out; the predictions can then have a slightly higher NLL than the network's own.
+            num_samples (int): Number of posterior samples. Default 32; fewer are faster.
+            options (dict, optional): Further arguments of ``LinearisedLaplace``. Default None.
+            device (str): Device to train and predict on. Default "cpu".
+            random_state (int, RandomState or None): Seed of the split, the initial weights and the
+                samples. Default None; set it for reproducible results.
+        """
         self.module, self.hidden, self.epochs = module, hidden, epochs
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.validation_fraction, self.num_samples = validation_fraction, num_samples
@@ -150,26 +172,6 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
     ``fit`` trains a network by AdamW, fits its posterior, and calibrates it on held-out examples.
     Inputs are standardised.
 
-    Args:
-        module (callable, optional): Called with the numbers of features and outputs, returns the
-            network to train. Default None: a perceptron with tanh activations. Pass your own for
-            data with a structure that a perceptron ignores.
-        hidden (int or tuple of int): Widths of the hidden layers. Default (50, 50).
-        epochs (int, optional): Passes over the training data. Default None: 100, or as many as make
-            1,000 gradient steps.
-        learning_rate (float): Initial step size of AdamW, which falls to 0 along a cosine. Default
-            0.01; reduce it if the training loss oscillates.
-        weight_decay (float, optional): Weight decay of AdamW. Default None: 300 divided by the
-            number of training examples, and 1 at most.
-        validation_fraction (float): Share of the examples that are held out to calibrate the
-            posterior, at least 0 and below 1. Default 0.1. If that is fewer than 20 examples, none
-            are held out; the predictions can then have a slightly higher NLL than the network's own.
-        num_samples (int): Number of posterior samples. Default 32; fewer are faster.
-        options (dict, optional): Further arguments of ``LinearisedLaplace``. Default None.
-        device (str): Device to train and predict on. Default "cpu".
-        random_state (int, RandomState or None): Seed of the split, the initial weights and the
-            samples. Default None; set it for reproducible results.
-
     Attributes:
         classes_ (ndarray): The labels, in the order of the probabilities.
         laplace_ (LinearisedLaplace): The posterior. ``laplace_.calibration`` holds the validation
@@ -236,26 +238,6 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
 
     ``fit`` trains a network by AdamW, fits its posterior, and calibrates it on held-out examples.
     Inputs and targets are standardised, and predictions are in the units of y.
-
-    Args:
-        module (callable, optional): Called with the numbers of features and outputs, returns the
-            network to train. Default None: a perceptron with tanh activations. Pass your own for
-            data with a structure that a perceptron ignores.
-        hidden (int or tuple of int): Widths of the hidden layers. Default (50, 50).
-        epochs (int, optional): Passes over the training data. Default None: 100, or as many as make
-            1,000 gradient steps.
-        learning_rate (float): Initial step size of AdamW, which falls to 0 along a cosine. Default
-            0.01; reduce it if the training loss oscillates.
-        weight_decay (float, optional): Weight decay of AdamW. Default None: 300 divided by the
-            number of training examples, and 1 at most.
-        validation_fraction (float): Share of the examples that are held out to calibrate the
-            posterior, at least 0 and below 1. Default 0.1. If that is fewer than 20 examples, none
-            are held out; the predictions can then have a slightly higher NLL than the network's own.
-        num_samples (int): Number of posterior samples. Default 32; fewer are faster.
-        options (dict, optional): Further arguments of ``LinearisedLaplace``. Default None.
-        device (str): Device to train and predict on. Default "cpu".
-        random_state (int, RandomState or None): Seed of the split, the initial weights and the
-            samples. Default None; set it for reproducible results.
 
     Attributes:
         laplace_ (LinearisedLaplace): The posterior of standardised targets.

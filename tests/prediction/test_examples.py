@@ -108,7 +108,8 @@ def _of_sklearn(names):
 
 def _methods(public):
     """Yield (name, function or class, docstring) of a class and its methods, or of a function."""
-    yield public.__qualname__, public, public.__doc__ or ""
+    inits = public.__init__.__doc__ or "" if inspect.isclass(public) else ""
+    yield public.__qualname__, public, f"{public.__doc__ or ''}\n{inits}"
     for name in dir(public) if inspect.isclass(public) else ():
         value = inspect.getattr_static(public, name)
         value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value

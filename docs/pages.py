@@ -93,7 +93,7 @@ def labelled(table: str) -> str:
     """Return an HTML table whose cells have the titles of their columns as an attribute."""
     titles = re.findall(r"<th\b[^>]*>(.*?)</th>", table, re.DOTALL)
     titles = [re.sub(r"<.*?>", "", title).replace('"', "&quot;") for title in titles]
-    if len(titles) < 3:
+    if len(titles) < 2:
         return table
 
     def label(row: re.Match) -> str:

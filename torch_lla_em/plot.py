@@ -85,7 +85,7 @@ def em_path(la: Fitted, axes: Axes | None = None) -> Axes:
     """
     path = np.array([record["prior_precision"] for record in la.history])
     chosen = _array(la.prior_precision.double())
-    low, high = min(path.min(), 0.32 * chosen.min()), max(path.max(), 3.2 * chosen.max())
+    low, high = min(path.min(), 0.1 * chosen.min()), max(path.max(), 10 * chosen.max())
     try:
         return plot_curve(la.curve(torch.from_numpy(np.geomspace(low, high, _GRID))), axes)
     except ValueError:  # it is not known for several precisions, and after other solvers

@@ -283,13 +283,12 @@ def test_unsuitable_files_raise(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             LinearisedLaplace.load(written(content), case.model)
-    with pytest.raises(ValueError, match="another architecture"):
-        LinearisedLaplace.load(path, nn.Sequential(nn.Linear(2, 5), nn.Linear(5, 3)))
     changed = copy.deepcopy(case.model)
     with torch.no_grad():
         changed[0].bias += 1e-9
-    with pytest.raises(ValueError, match="weights or buffers are not those"):
-        LinearisedLaplace.load(path, changed)
+    for other in (changed, nn.Sequential(nn.Linear(2, 5), nn.Linear(5, 3))):
+        with pytest.raises(ValueError, match="weights or buffers are not those"):
+            LinearisedLaplace.load(path, other)
     with pytest.raises(ValueError, match="same `parameters`"):
         LinearisedLaplace.load(path, case.model, parameters="last_layer")
     with pytest.raises(ValueError, match="construct it with the same one"):

@@ -29,7 +29,8 @@ def drawn(likelihood=None, count=2000, K=8, C=3, temperature=1.0, deviation=1.0)
 
 
 def fit(problem, before=PLAIN):
-    return calibrated(Pushed.of(problem.likelihood, *problem.parts), Group(), before)
+    f, Jw, y = problem.parts
+    return calibrated(Pushed((problem.likelihood,), (f,), (Jw,), y, (None,)), Group(), before)
 
 
 @pytest.mark.parametrize("likelihood", [Classification(), Bernoulli()])

@@ -26,36 +26,6 @@ def saved(tmp_path_factory):
     return case.model, torch.load(path, weights_only=True)
 
 
-def cut(name, *index):
-    return lambda state: {**state, name: state[name][index]}
-
-
-def without(name):
-    return lambda state: {n: tensor for n, tensor in state.items() if n != name}
-
-
-DAMAGES = {
-    "w_lin": [cut("w_lin", slice(5)), without("w_lin")],
-    "w_samples": [
-        without("w_samples"),
-        cut("w_samples", slice(0)),
-        cut("w_samples", slice(None), slice(3)),
-    ],
-    "scale": [without("scale")],
-    "certificate": [cut("certificate", slice(2))],
-    "mixture": [without("mixture"), cut("mixture", slice(None), slice(2))],
-}
-CASES = [(name, damage) for name, damages in DAMAGES.items() for damage in damages]
-
-
-@pytest.mark.parametrize("name, damage", CASES, ids=lambda case: case if type(case) is str else "")
-def test_tensors_of_other_shapes_are_refused_by_name(name, damage, saved, tmp_path):
-    model, state = saved
-    torch.save(damage(state), tmp_path / "damaged.pt")
-    with pytest.raises(ValueError, match=f"cannot be loaded: '{name}' is"):
-        LinearisedLaplace.load(tmp_path / "damaged.pt", model)
-
-
 def test_files_that_claim_more_than_they_hold_are_refused(saved, tmp_path):
     model, state = saved
     torch.save({**state, "more": torch.zeros(10**6)}, tmp_path / "plain.pt")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from os import PathLike
@@ -38,22 +38,22 @@ aten = torch.ops.aten
 class Ways(NamedTuple):
     """The two ways in which a posterior predicts: directly, and in a program."""
 
-    predict: Callable[[Any], Prediction]
-    of_products: Callable[[Tensor, Tensor], Prediction]
-    """Maps f, (B, ..., C), and J w of w_lin and the samples to what ``predict`` returns."""
+    of_inputs: Callable[[Any], Any]
+    """Maps inputs to the tensors that the program returns."""
 
-    level: float | None = None
-    """Level of the conformal sets or intervals that are returned as well; None for none."""
+    of_products: Callable[[Tensor, Tensor], Any]
+    """Maps f, (B, ..., C), and J w of w_lin and the samples to these tensors."""
 
-    def answer(self, prediction: Prediction) -> Any:
-        """Return the tensors that the program returns."""
-        real = prediction.likelihood.real_valued
-        found = tuple(prediction.moments()) if real else (prediction.expectation,)
-        if self.level is not None and real:
-            found += tuple(prediction.interval(self.level))
-        elif self.level is not None:
-            found += (prediction.prediction_set(self.level),)
-        return found if len(found) > 1 else found[0]
+
+def returned(prediction: Prediction, level: float | None) -> Any:
+    """Return the tensors of a prediction that a program returns, with conformal sets at a level."""
+    real = prediction.likelihood.real_valued
+    found = tuple(prediction.moments()) if real else (prediction.expectation,)
+    if level is not None and real:
+        found += tuple(prediction.interval(level))
+    elif level is not None:
+        found += (prediction.prediction_set(level),)
+    return found if len(found) > 1 else found[0]
 
 
 def exported(
@@ -64,23 +64,21 @@ def exported(
     It accepts any number of examples if its graph can be rewritten for that, otherwise as many as x.
     """
     suffix = ".pt2" if path is None else Path(path).suffix
-    if suffix not in _FORMATS:
+    if suffix not in (".pt2", ".onnx"):
         raise ValueError(
             f"{str(path)!r} has no known ending. Use .pt2 for torch.export or .onnx for ONNX."
         )
     x = map_tensors(lambda tensor: tensor.detach().to(model.network.device), x)
     # raises for inputs that cannot be predicted, checks derivatives, and draws the rotations
-    ways.answer(ways.predict(x))
-
-    def due(x: Any) -> Any:
-        return ways.answer(ways.predict(x))
-
+    ways.of_inputs(x)
     program, reason = None, ""
     # ONNX has no operations for the derivatives of convolutions and of pooling
     for factored in [False] if suffix == ".onnx" else [True, False]:
         answer = _answer(_with_steady_sizes(model, x, factored), columns, ways)
         try:
-            program = _for_any_batch(model.network, answer, x, due)
+            program = _for_any_batch(model.network, answer, x)
+            sizes = {f"{n} examples": resized(x, n) for n in (1, 2 * batch_size(x) + 1)}
+            _check(program.module(), ways.of_inputs, x, sizes)
             break
         except Exception as error:  # torch's are of many kinds
             reason = str(error).partition("\n")[0]
@@ -88,9 +86,12 @@ def exported(
         logger.warning("The exported program accepts only the batch size of x: %s", reason)
         with torch.no_grad(), model.network.guarded():
             program = torch.export.export(simplified(record(answer, x)), (x,))
-    _check(program.module(), due, x, dict(_others(x)))
-    if path is not None:
-        _FORMATS[suffix](program, path, due, x)
+    others = {kind: map_tensors(change, x) for kind, change in _CHANGES.items()}
+    _check(program.module(), ways.of_inputs, x, others)
+    if suffix == ".onnx":
+        _save_onnx(program, path, ways.of_inputs, x)
+    elif path is not None:
+        torch.export.save(program, path)
     return program
 
 
@@ -102,7 +103,7 @@ def _answer(model: LinearModel, columns: Tensor, ways: Ways) -> Callable[[Any], 
         rows = model.at(x, len(columns))
         rows.pushed = at_once
         Jw = rows.push(columns)  # f comes with it in forward mode
-        return ways.answer(ways.of_products(rows.f, Jw))
+        return ways.of_products(rows.f, Jw)
 
     return answer
 
@@ -115,18 +116,13 @@ def _with_steady_sizes(model: LinearModel, x: Any, factored: bool) -> LinearMode
     return steady
 
 
-def _for_any_batch(
-    network: Network, answer: Callable[[Any], Any], x: Any, due: Callable[[Any], Any]
-) -> ExportedProgram:
+def _for_any_batch(network: Network, answer: Callable[[Any], Any], x: Any) -> ExportedProgram:
     """Return the program for any number of examples, or raise if it cannot be had."""
     with torch.no_grad(), network.guarded():
         graph = simplified(record_free(answer, x))
     shapes = map_tensors(lambda t: {0: Dim("batch")} if t.dim() else None, x)
     several = resized(x, max(2, batch_size(x)))  # torch takes an axis of size 1 for a fixed one
-    program = torch.export.export(graph, (several,), dynamic_shapes=(shapes,))
-    sizes = 1, 2 * batch_size(x) + 1
-    _check(program.module(), due, x, {f"{n} examples": resized(x, n) for n in sizes})
-    return program
+    return torch.export.export(graph, (several,), dynamic_shapes=(shapes,))
 
 
 def _check(run: Callable[[Any], Any], due: Callable[[Any], Any], x: Any, others: Any) -> None:
@@ -140,13 +136,7 @@ def _check(run: Callable[[Any], Any], due: Callable[[Any], Any], x: Any, others:
         _compare(run(other), expected, kind)
 
 
-def _save_program(program: ExportedProgram, path: str | PathLike[str], *_: Any) -> None:
-    torch.export.save(program, path)
-
-
-def _save_onnx(
-    program: ExportedProgram, path: str | PathLike[str], due: Callable[[Any], Any], x: Any
-) -> None:
+def _save_onnx(program: ExportedProgram, path: Any, due: Callable[[Any], Any], x: Any) -> None:
     """Write an ONNX file, and compare its values in onnxruntime with the posterior's."""
     try:
         import onnxruntime
@@ -165,34 +155,6 @@ def _save_onnx(
         return tuple(found) if len(found) > 1 else found[0]
 
     _check(run, due, x, {})
-
-
-_FORMATS = {".pt2": _save_program, ".onnx": _save_onnx}
-
-
-def _others(x: Any) -> Iterator[tuple[str, Any]]:
-    """Yield inputs like x with other values or in another order, and their description."""
-
-    def scaled(tensor: Tensor, factor: float) -> Tensor:
-        return factor * tensor if tensor.is_floating_point() else tensor
-
-    def rolled(tensor: Tensor) -> Tensor:
-        return tensor.roll(1, 0) if tensor.dim() else tensor
-
-    def flipped(tensor: Tensor) -> Tensor:
-        return tensor.flip(-1) if tensor.dim() > 1 else tensor
-
-    def shortened(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() or tensor.dim() < 2:
-            return tensor
-        kept = torch.arange(tensor.shape[-1], device=tensor.device) < tensor.shape[-1] / 2
-        return tensor * kept
-
-    yield "the examples in another order", map_tensors(rolled, x)
-    yield "half the inputs", map_tensors(lambda tensor: scaled(tensor, 0.5), x)
-    yield "inputs of the opposite sign", map_tensors(lambda tensor: scaled(tensor, -1.5), x)
-    yield "inputs flipped along their last axis", map_tensors(flipped, x)
-    yield "tokens or masks that are 0 from the middle on", map_tensors(shortened, x)
 
 
 def _compare(answer: Any, due: Any, kind: str) -> None:
@@ -218,15 +180,11 @@ def _compare(answer: Any, due: Any, kind: str) -> None:
             )
 
 
-class FixedBatchError(ValueError):
-    """A program accepts only the batch size with which it was recorded."""
-
-
 def batch_size(x: Any) -> int:
     """Return the number of examples of inputs; raise an error if their tensors disagree."""
     sizes = {len(leaf) for leaf in pytree.tree_leaves(x) if _is_batched(leaf)}
     if len(sizes) != 1:
-        raise FixedBatchError(f"the inputs have first axes of the sizes {sorted(sizes)}")
+        raise ValueError(f"the inputs have first axes of the sizes {sorted(sizes)}")
     return sizes.pop()
 
 
@@ -245,7 +203,7 @@ def record(function: Callable[[Any], Any], x: Any) -> GraphModule:
 
 
 def record_free(function: Callable[[Any], Any], x: Any) -> GraphModule:
-    """Return the operations of a function for any batch size, or raise ``FixedBatchError``."""
+    """Return the operations of a function for any batch size, or raise ``ValueError``."""
     size = max(batch_size(x), 2)  # operations treat an axis of size 1 differently
     at, next_at = (record(function, resized(x, n)) for n in (size, size + 1))
     inputs = [node for node in at.graph.nodes if node.op == "placeholder"]
@@ -255,13 +213,13 @@ def record_free(function: Callable[[Any], Any], x: Any) -> GraphModule:
     nodes = [node for node in at.graph.nodes if node is not count]
     others = list(next_at.graph.nodes)
     if [(n.op, n.target) for n in nodes] != [(n.op, n.target) for n in others]:
-        raise FixedBatchError("the network runs other operations with one more example")
+        raise ValueError("the network runs other operations with one more example")
     for node, other in zip(nodes, others):
         constants = [
             getattr(g, n.target) for g, n in ((at, node), (next_at, other)) if n.op == "get_attr"
         ]
         if constants and not torch.equal(*constants):
-            raise FixedBatchError("the network turns the batch size into constants")
+            raise ValueError("the network turns the batch size into constants")
         node.meta["no_effect"] &= other.meta["no_effect"]
         with at.graph.inserting_before(node):
             node.args = _freed(node.args, other.args, count, size)
@@ -278,7 +236,9 @@ def simplified(graph: GraphModule) -> GraphModule:
     for node in graph.graph.nodes:
         if node.op == "get_attr":
             known[node] = getattr(graph, node.target)
-        elif _is_fixed(node) and node not in written and known.keys() >= {*node.all_input_nodes}:
+        elif node.op != "call_function" or node in written or _is_random(node):
+            continue
+        elif known.keys() >= {*node.all_input_nodes}:
             given = map_arg((node.args, node.kwargs), known.__getitem__)
             known[node] = node.target(*given[0], **given[1])
     for number, (node, value) in enumerate(known.items()):
@@ -307,10 +267,8 @@ def _has_no_effect(node: Node) -> bool:
     return is_view and shapes[0].shape == shapes[1].shape and shapes[0].stride == shapes[1].stride
 
 
-def _is_fixed(node: Node) -> bool:
-    """Whether an operation returns the same for the same inputs."""
-    is_drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return node.op == "call_function" and not is_drawn
+def _is_random(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _written(graph: GraphModule) -> set[Node]:
@@ -338,12 +296,19 @@ def _freed(value: Any, other: Any, count: Node, size: int) -> Any:
         scaled = count.graph.call_function(operator.mul, (count, slope))
         return count.graph.call_function(operator.add, (scaled, value - slope * size))
     if value != other:
-        raise FixedBatchError(f"{value} becomes {other} with one more example")
+        raise ValueError(f"{value} becomes {other} with one more example")
     return value
 
 
 def _is_batched(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def _shortened(tensor: Tensor) -> Tensor:
+    """Return tokens or a mask that are 0 from the middle on."""
+    if tensor.is_floating_point() or tensor.dim() < 2:
+        return tensor
+    return tensor * (torch.arange(tensor.shape[-1], device=tensor.device) < tensor.shape[-1] / 2)
 
 
 def _zeros_with_axes_of(like: Tensor, other: Tensor, *, self_num_batch_dims: int = 0) -> Tensor:
@@ -360,4 +325,13 @@ _PLAIN: dict[Any, Callable[..., Any]] = {
     aten._new_zeros_with_same_feature_meta.default: _zeros_with_axes_of,
     aten._efficientzerotensor.default: lambda size, **kwargs: torch.zeros(size, **kwargs),
     aten.sort.stable: lambda x, *, stable, **kwargs: torch.sort(x, **kwargs),
+}
+
+# changes of inputs by which constants of the example inputs in a program are noticed
+_CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "the examples in another order": lambda x: x.roll(1, 0) if x.dim() else x,
+    "half the inputs": lambda x: 0.5 * x if x.is_floating_point() else x,
+    "inputs of the opposite sign": lambda x: -1.5 * x if x.is_floating_point() else x,
+    "inputs flipped along their last axis": lambda x: x.flip(-1) if x.dim() > 1 else x,
+    "tokens or masks that are 0 from the middle on": _shortened,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from os import PathLike
 from typing import Any
 
@@ -18,12 +18,10 @@ from torch_lla_em.likelihoods import Regression
 from torch_lla_em.prediction import metrics, summary
 from torch_lla_em.prediction.calibration import Kept
 from torch_lla_em.prediction.conformal import Reference
-from torch_lla_em.prediction.export import Ways, exported
-from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT, slots
+from torch_lla_em.prediction.export import Ways, exported, returned
+from torch_lla_em.prediction.functions import WEIGHT, slots
 from torch_lla_em.prediction.posterior import StoredPosterior
-from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import Predictor
-from torch_lla_em.prediction.pushed import predicted, push_forward
 from torch_lla_em.prediction.validation import held_out_evidence
 from torch_lla_em.runtime import check_options, group_of
 
@@ -74,23 +72,19 @@ class Fitted(summary.Printed, Predictor, StoredPosterior):
             >>> outputs = la.function_sample(0)(x)
         """
         self._require_fit()
-        count, table = len(self.w_samples), self.mixture
+        count, some = len(self.w_samples), slice(None)
         if not -count <= k < count:
             raise IndexError(f"There are {count} samples: k runs from 0, not to {k}.")
-        part = slots(table[:, WEIGHT], count)[k]
-        alone = table[part].to(self.w_lin, copy=True)
-        w = alone[MODE] * self.w_lin + alone[SCALE].sqrt() * self.w_samples[k]
-        training, class_dim = self._training(), self._linear_model.network.class_dim
+        if self._training() is None:  # else the variance of all samples shrinks the mean
+            some = slice(k % count, k % count + 1)
+        part = slots(self.mixture[:, WEIGHT], count)[k]
+        alone = self.mixture[None, part].clone()
 
         def sample(x: Any) -> Tensor:
-            f, Jw = push_forward(self._linear_model, x, w[None])
-            return Prediction(self.likelihood, alone[NETWORK].to(f) * f, Jw, class_dim).samples[0]
+            samples = self._at(x, some).prediction(alone).samples
+            return samples[k] if len(samples) == count else samples[0]
 
-        def shrunk(x: Any) -> Tensor:  # by the variance of all samples
-            f, Jw = push_forward(self._linear_model, x, self.w_lin[None], self.w_samples)
-            return predicted(self.likelihood, f, Jw, table, training, class_dim).samples[k]
-
-        return sample if training is None else shrunk
+        return sample
 
     def export(
         self,
@@ -121,17 +115,22 @@ class Fitted(summary.Printed, Predictor, StoredPosterior):
         """
         self._require_fit(surely=True)
 
-        def of_products(f: Tensor, Jw: Tensor) -> Prediction:
-            return self._predicted(self._of_products(f, Jw), judged=num_samples is None)
+        def of_inputs(x: Any) -> Any:
+            return returned(self.predict(x, num_samples=num_samples), level)
 
-        ways = Ways(partial(self.predict, num_samples=num_samples), of_products, level)
+        def of_products(f: Tensor, Jw: Tensor) -> Any:
+            data = self._of_products(f, Jw, f, self._linear_model.network.class_dim)
+            return returned(self._predicted(data, judged=num_samples is None), level)
+
         if num_samples is not None:
             few, every = (self.predict(x, num_samples=n).expectation for n in (num_samples, None))
             logger.info(
                 "With %d of %d samples, predictions at the example inputs change by up to %.2g.",
                 *(num_samples, len(self.w_samples), (few - every).abs().max()),
             )
-        return exported(self._linear_model, self._columns(num_samples), x, ways, path)
+        return exported(
+            self._linear_model, self._columns(num_samples), x, Ways(of_inputs, of_products), path
+        )
 
     def held_out_evidence(
         self, loader: Any, targets: Tensor | None = None, *, together: int = 1

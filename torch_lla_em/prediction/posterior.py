@@ -153,10 +153,10 @@ class StoredPosterior(nn.Module):
             return None
         return TrainingExamples(self.training_deviations[:, :num_samples], self.largest_variance)
 
-    def _of_products(self, f: Tensor, Jw: Tensor) -> Pushed:
-        """Return examples by f, (B, ..., C), and J w of w_lin and the samples."""
-        found = Pushed.of(self.likelihood, f, Jw, f, self._training(len(Jw) - 1))
-        return found._replace(class_dim=self._linear_model.network.class_dim)
+    def _of_products(self, f: Tensor, Jw: Tensor, y: Tensor, class_dim: int = -1) -> Pushed:
+        """Return examples by f, (B, ..., C), J w of w_lin and the samples, and the targets."""
+        training = self._training(len(Jw) - 1)
+        return Pushed((self.likelihood,), (f,), (Jw,), y, (training,), class_dim)
 
     def _columns(self, num_samples: int | None = None) -> Tensor:
         """Return w_lin and samples, (1 + K, P)."""

@@ -122,6 +122,7 @@ class Predictor:
         Example:
             >>> uncertainty = la.predict(x).epistemic
         """
+        check_choice("mean", mean, (None, "network", "linear"))
         for posterior in self._posteriors:
             posterior._require_fit()
             count = len(posterior.w_samples)
@@ -129,7 +130,7 @@ class Predictor:
                 raise ValueError(f"num_samples={num_samples}, but there are {count} samples.")
         if inputs and x is not None:
             raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
-        data = self._at(inputs if x is None else x, num_samples)
+        data = self._at(inputs if x is None else x, slice(num_samples))
         if mean is None:
             prediction = self._predicted(data, judged=num_samples is None)
         else:
@@ -237,14 +238,18 @@ class Predictor:
         self._keep(found)
         return self
 
-    def _at(self, x: Any, num_samples: int | None = None) -> Pushed:
-        """Return inputs, or all batches of a loader, with their products under all members."""
+    def _at(self, x: Any, some: slice = slice(None)) -> Pushed:
+        """Return inputs, or all batches of a loader, with the products of some samples."""
         is_loader = isinstance(x, (DataLoader, Dataset))
         batches = map(inputs_of, as_loader(x)) if is_loader else [x]
 
         def under(posterior: StoredPosterior, x: Any) -> Pushed:
-            columns = posterior.w_lin[None], posterior.w_samples[:num_samples]
-            return posterior._of_products(*push_forward(posterior._linear_model, x, *columns))
+            model, columns = (
+                posterior._linear_model,
+                (posterior.w_lin[None], posterior.w_samples[some]),
+            )
+            f, Jw = push_forward(model, x, *columns)
+            return posterior._of_products(f, Jw, f, model.network.class_dim)
 
         return joined(together([under(p, x) for p in self._posteriors]) for x in batches)
 

@@ -109,18 +109,6 @@ class Pushed(NamedTuple):
     class_dim: int = -1
     """The axis of the classes in the predicted outputs."""
 
-    @classmethod
-    def of(
-        cls,
-        likelihood: Likelihood,
-        f: Tensor,
-        Jw: Tensor,
-        y: Tensor,
-        training: TrainingExamples | None = None,
-    ) -> Pushed:
-        """Return the examples under a single posterior."""
-        return cls((likelihood,), (f,), (Jw,), y, (training,))
-
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood of the first member."""

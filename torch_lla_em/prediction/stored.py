@@ -70,9 +70,8 @@ def checked(
     """Return tensors and record of a state, or raise if it is of another network."""
     persistence.check(state)
     record = persistence.from_bytes(state["record"])
-    _refuse_other_weights(record, linear_model.layout)
     _refuse_other_network(state["fingerprint"], linear_model.network.module)
-    _refuse_other_shapes(state, linear_model.layout)
+    _refuse_other_weights(record, linear_model.layout)
     return {name: state.get(name) for name in TENSORS}, record
 
 
@@ -107,6 +106,7 @@ def read(
     state = persistence.read(path)
     if "options" not in state:
         raise ValueError("The file holds a state_dict: construct the object and load_state_dict.")
+    _refuse_other_network(state["fingerprint"], Network(model).module)
     options = {**persistence.from_bytes(state["options"]), **given}
     if "likelihood" not in options:
         raise ValueError(
@@ -124,28 +124,7 @@ def read(
     sigma = options["sigma_noise"]
     if sigma is not None:
         options["sigma_noise"] = torch.as_tensor(sigma, dtype=torch.float64, device="cpu")
-    shapes = {name: list(p.shape) for name, p in Network(model).module.named_parameters()}
-    missing = [n for n, shape in zip(record["names"], record["shapes"]) if shapes.get(n) != shape]
-    if missing:
-        raise ValueError(
-            f"The model has no parameter {missing[0]!r} of the saved shape: the posterior "
-            "belongs to another architecture."
-        )
     return state, options
-
-
-def _refuse_other_shapes(state: dict[str, Tensor], layout: ParameterLayout) -> None:
-    """Raise if a tensor is missing, or has another shape than that of a posterior over the layout."""
-    P, K = layout.size, len(state.get("w_samples", ()))
-    shapes = {"w_samples": (K, P), "w_lin": (P,), "scale": (P,), "certificate": (K,)}
-    shapes["mixture"] = (len(state.get("mixture", ())), 4)
-    for name, shape in shapes.items():
-        found = tuple(state[name].shape) if name in state else "missing"
-        if found != shape or not K:
-            raise ValueError(
-                f"The posterior cannot be loaded: {name!r} is {found} instead of {shape}, for "
-                f"{K} samples of {P} weights. Save it again with la.save."
-            )
 
 
 def _refuse_other_weights(record: dict[str, Any], layout: ParameterLayout) -> None:

@@ -53,16 +53,10 @@ def pushed(
     with torch.inference_mode(False), torch.no_grad(), group.joined():
         data = Data(loader, model.network.device, posterior.target_fn, group)
         found = Problem(model, likelihood, data).push_forward(columns)
-    training = posterior._training()
-    parts = [
-        (batch.inputs, Pushed.of(likelihood, f, Jw, batch.targets, training))
-        for batch, f, Jw in found
-    ]
-    if not parts:  # a rank without data
-        none = torch.zeros(0, 1, device="cpu")
-        empty = Pushed.of(likelihood, none, none.expand(len(columns), 0, 1), none[:, 0])
-        return [(None, empty)]
-    return parts
+    of = posterior._of_products
+    parts = [(batch.inputs, of(f, Jw, batch.targets)) for batch, f, Jw in found]
+    none = torch.zeros(0, 1, device="cpu")  # for a rank without data
+    return parts or [(None, of(none, none.expand(len(columns), 0, 1), none[:, 0]))]
 
 
 def joint_log_probs(parts: Iterable[Pushed], table: Tensor, together: int) -> Tensor:

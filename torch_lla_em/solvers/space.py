@@ -11,8 +11,8 @@ from torch_lla_em.runtime import Group
 
 # numbers that are converted to float64 at a time
 _ENTRIES = 1 << 22
-# in which long vectors are factorised
-_PARTS = 16
+# relative singular value that the products of vectors resolve in float64
+_RESOLVED = 2e-8
 # of an inner product in the vectors' own precision, whose rounding grows with its length
 _SUMMED = 1 << 12
 
@@ -84,66 +84,30 @@ class Space:
         live = (norms > floor).nonzero()[:, 0]
         if not len(live):
             return rows[:0].clone(), norms.new_zeros(len(rows), 0)
-        units = norms[live, None] if floor == 0 else torch.ones_like(norms[live, None])
-        q, turns, r = self._factors(rows, live, units)
-        u, singular, vh = torch.linalg.svd(r.double(), full_matrices=False)
-        relative = 10 * len(u) ** 0.5 * torch.finfo(rows.dtype).eps * singular[0]
-        kept = singular > (relative if floor == 0 else floor)
-        # signs of the factors and nearly equal singular values are made independent of rounding,
-        # so that the basis does not depend on the number of ranks
+        units = norms[live] if floor == 0 else torch.ones_like(norms[live])
+        gram = self.gram(rows, rows)[live][:, live] / torch.outer(units, units)
+        squares, vectors = torch.linalg.eigh(gram)
+        singular = squares.clamp_min(0).sqrt()
+        least = 10 * len(live) ** 0.5 * max(torch.finfo(rows.dtype).eps, _RESOLVED) * singular[-1]
+        kept = singular > max(least, floor)
+        # neither factor depends on rounding, so the basis does not depend on the number of ranks
         if kept.all():
-            turn = torch.where(r.diagonal() < 0, -1, 1).diag().to(u)
-            parts = turn @ r.double()
+            parts = torch.linalg.cholesky(gram)
+            turn = torch.linalg.inv(parts)
         else:
-            signs = vh.gather(1, vh.abs().argmax(1, keepdim=True)).sign()
-            turn, parts = (signs.T * u)[:, kept], (singular[:, None] * signs * vh)[kept]
-        coefficients = norms.new_zeros(len(rows), turn.shape[1])
-        coefficients[live] = units * parts.T
-        rank = turn.shape[1]
-        for piece, first in turns:
-            q[:rank, piece] = (first @ turn.to(first)).T @ q[: len(first), piece]
-        return q if rank == len(q) else q[:rank].clone(), coefficients
-
-    def _factors(
-        self, rows: Tensor, live: Tensor, units: Tensor
-    ) -> tuple[Tensor, list[tuple[slice, Tensor]], Tensor]:
-        """Return Qᵀ, shape (m, P), and R of the live rows over their units, factorised in pieces.
-
-        Each piece (n, p) of Qᵀ still has to be multiplied by its matrix (n, m).
-        """
-        size = rows.shape[1]
-        step = max(1, _ENTRIES // len(live), -(-size // _PARTS))
-        # a slice can have fewer entries than there are rows
-        most = len(live) if self._group.size > 1 else min(len(live), size)
-        q = rows.new_empty(most, size)
-        parts, found = [slice(start, start + step) for start in range(0, max(1, size), step)], []
-        for part in parts:
-            own, r = torch.linalg.qr((rows[:, part][live] / units.to(rows)).T)
-            q[: own.shape[1], part] = own.T
-            found.append(r)
-        turn, r = self._stacked_qr(found)
-        return q, list(zip(parts, turn.split([len(r) for r in found]))), r
-
-    def _stacked_qr(self, factors: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the QR factors of matrices R (n, m) on top of each other, over all ranks.
-
-        Each rank gets its own rows of the first factor.
-        """
-        group, own = self._group, torch.cat(factors)
-        if group.size == 1:
-            return (
-                (torch.eye(len(own), dtype=own.dtype, device=own.device), own)
-                if len(factors) == 1
-                else torch.linalg.qr(own)
-            )
-        columns, below = own.shape[1], None
-        if len(factors) > 1:
-            below, own = torch.linalg.qr(own)
-        square = own.new_zeros(columns, columns)
-        square[: len(own)] = own
-        every, r = torch.linalg.qr(group.gather(square))
-        turn = every[group.rank * columns : group.rank * columns + len(own)]
-        return turn if below is None else below @ turn, r
+            vectors = vectors * vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
+            parts, turn = (vectors * singular)[:, kept], (vectors / singular)[:, kept].T
+        coefficients = norms.new_zeros(len(rows), turn.shape[0])
+        coefficients[live] = units[:, None] * parts
+        turns = norms.new_zeros(coefficients.shape).T
+        turns[:, live] = turn / units
+        basis = combine(turns, rows)
+        # the basis of nearly dependent vectors is orthonormal only up to rounding
+        left = torch.linalg.cholesky(self.overlap(basis, basis))
+        turn = torch.linalg.inv(left).to(basis)
+        for piece in _pieces(basis, basis):
+            basis[:, piece] = turn @ basis[:, piece]
+        return basis, coefficients @ left
 
 
 def combine(coefficients: Tensor, rows: Tensor) -> Tensor:

@@ -110,14 +110,17 @@ def tiny(name: str) -> Tiny:
     return Tiny(model, x, y, name)
 
 
-OF_FIT = "em_steps", "prior_precision", "checkpoint", "validation"
+OF_FIT = "em_steps prior_precision checkpoint validation update override shard weights".split()
 
 
-def fitted(name: str = "classification", loader=None, **options) -> tuple[Tiny, LinearisedLaplace]:
+def fitted(
+    name: str = "classification", loader=None, model=None, likelihood=None, **options
+) -> tuple[Tiny, LinearisedLaplace]:
     """Return a tiny problem and its posterior; arguments of ``fit`` are among the options."""
     case = tiny(name)
     of_fit = {key: options.pop(key) for key in OF_FIT if key in options}
-    la = LinearisedLaplace(case.model, likelihood_of(name), **{"num_samples": 4, **options})
+    likelihood = likelihood_of(name) if likelihood is None else likelihood
+    la = LinearisedLaplace(model or case.model, likelihood, **{"num_samples": 4, **options})
     loader = [(case.x, case.y)] if loader is None else loader
     return case, la.fit(loader, progress_bar=False, **of_fit)
 

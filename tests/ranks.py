@@ -12,7 +12,6 @@ from torch import distributed as dist
 
 from torch_lla_em.solvers import Spectrum
 
-CUTS = 4, 11, 13, 20
 COORDINATES = "_eigenvalues", "_xi_coordinates", "_eta_coordinates"
 
 
@@ -52,11 +51,6 @@ def _work(rank, size, name, folder, arguments, timeout):
         traceback.print_exc()
         result = error
     torch.save(result, folder / f"rank-{rank}.pt")
-
-
-def batches(case):
-    """Five uneven batches."""
-    return list(zip(case.x.tensor_split(CUTS), case.y.tensor_split(CUTS)))
 
 
 def facts(la):

@@ -1,10 +1,14 @@
 """The public interface on a GPU equals that on the CPU to rounding."""
 
+from contextlib import contextmanager
+
 import pytest
 import ranks
 import torch
 from checkpoints import dying_after, until_done
-from jacobians import drawn
+from jacobians import Calls, drawn
+from loaders import batches
+from models import images, small_cnn
 from tiny import likelihood_of, tiny
 from torch import nn
 from torch.testing import assert_close
@@ -27,11 +31,17 @@ pytestmark = pytest.mark.cuda
 GPU = torch.device("cuda")
 
 
-def fitted(model, likelihood, batches, em_steps=3, **options):
+def fitted(model, likelihood, data, em_steps=3, **options):
     settings = {"num_samples": 3, "tolerance": 1e-4, **options}
     la = LinearisedLaplace(model, likelihood, **settings)
     start = {} if em_steps else {"prior_precision": 3.0}
-    return la.fit(batches, em_steps=em_steps, progress_bar=False, **start)
+    return la.fit(data, em_steps=em_steps, progress_bar=False, **start)
+
+
+def of_tiny(device, **options):
+    """Return the posterior of a network on a device, whose data are on the CPU."""
+    case = tiny("classification")
+    return fitted(case.model.to(device), "classification", batches(case), **options)
 
 
 def net(inputs, outputs, hidden=4):
@@ -66,22 +76,27 @@ def measurements():
     return model.double(), LinearOperatorRegression(operator, 0.3), batch, x
 
 
-OWN = [predicted_noise, preferences, chosen_and_rejected, measurements]
+def convolutions():
+    x, y = images()[0]
+    return small_cnn().double(), "classification", (x.double(), y), x.double()
+
+
+OWN = [predicted_noise, preferences, chosen_and_rejected, measurements, convolutions]
 
 
 def both(name="classification", **options):
-    """Return the posterior on the CPU and that on the GPU, and their inputs and targets."""
+    """Return the posterior on the CPU and that on the GPU, and inputs."""
     found = []
     for device in ("cpu", GPU):
         if callable(name):
             model, likelihood, batch, x = name()
-            batches, y = [tree_map(lambda t: t.to(device), batch)], None
+            data = [tree_map(lambda t: t.to(device), batch)]
         else:
             case = tiny(name)
-            model, likelihood, x, y = case.model, likelihood_of(name), case.x, case.y
-            batches = list(zip(x.to(device).tensor_split([17]), y.to(device).tensor_split([17])))
-        found.append(fitted(model.to(device), likelihood, batches, **options))
-    return *found, x, y
+            model, likelihood, x = case.model, likelihood_of(name), case.x
+            data = [(x.to(device), y.to(device)) for x, y in batches(case)]
+        found.append(fitted(model.to(device), likelihood, data, **options))
+    return *found, x
 
 
 def the_same(there, here, **tolerances):
@@ -115,7 +130,7 @@ CASES["predicted_noise"] |= {"em_steps": 1, "tolerance": 0.1}
 @pytest.mark.filterwarnings("ignore:The mode has a relative error")
 @pytest.mark.parametrize("case", CASES)
 def test_a_fit_equals_that_of_the_cpu(case):
-    here, there, x, _ = both(**CASES[case])
+    here, there, x = both(**CASES[case])
     loose = {"rtol": 1e-3, "atol": 1e-4} if case in ("SGD", "predicted_noise") else {}
     if case == "poisson":  # over a complete span the iteration ends within 2e-3 of its fixed point
         loose = {"rtol": 1e-3, "atol": 2e-3}
@@ -128,33 +143,32 @@ def test_a_fit_equals_that_of_the_cpu(case):
         the_same(getattr(predicted, name), getattr(expected, name), **loose)
 
 
+PREDICTIONS = {
+    "link": lambda la, x, y: la(x),
+    "probit": lambda la, x, y: la(x, link_approx="probit"),
+    "linear": lambda la, x, y: la.predict(x, mean="linear").probs,
+    "entropy": lambda la, x, y: la.predict(x).entropy,
+    "epistemic": lambda la, x, y: la.predict(x).epistemic,
+    "interval": lambda la, x, y: torch.stack([*la.predict(x).credible_interval(0.9)]),
+    "functions": lambda la, x, y: la.functional_samples(x),
+    "predictions": lambda la, x, y: la.predictive_samples(x),
+    "one function": lambda la, x, y: la.function_sample(1)(x),
+    "joint": lambda la, x, y: la.joint_log_prob(x, y),
+    "evidence": lambda la, x, y: la.log_marginal_likelihood().value,
+    "held-out": lambda la, x, y: la.held_out_evidence([(x, y)]).value,
+    "curve": lambda la, x, y: la.curve(torch.tensor([1.0, 9.0]).to(x)).effective_dim.value,
+    "list": lambda la, x, y: la.curve([1.0, 9.0]).log_evidence.value,
+    "calibrated": lambda la, x, y: la.calibrate([(x, y)])(x),
+}
+
+
 def test_predictions_equal_those_of_the_cpu(tmp_path):
-    here, there, x, y = both(curvature="network")
-    loader = list(zip(x.split(10), y.split(10)))
-    cases = {
-        "link": lambda la, x, y: la(x),
-        "probit": lambda la, x, y: la(x, link_approx="probit"),
-        "linear": lambda la, x, y: la.predict(x, mean="linear").probs,
-        "entropy": lambda la, x, y: la.predict(x).entropy,
-        "epistemic": lambda la, x, y: la.predict(x).epistemic,
-        "interval": lambda la, x, y: torch.stack([*la.predict(x).credible_interval(0.9)]),
-        "functions": lambda la, x, y: la.functional_samples(x),
-        "predictions": lambda la, x, y: la.predictive_samples(x),
-        "one function": lambda la, x, y: la.function_sample(1)(x),
-        "joint": lambda la, x, y: la.joint_log_prob(x, y),
-        "evidence": lambda la, x, y: la.log_marginal_likelihood().value,
-        "held-out": lambda la, x, y: la.held_out_evidence(loader).value,
-        "curve": lambda la, x, y: la.curve(torch.tensor([1.0, 9.0]).to(x)).effective_dim.value,
-        "list": lambda la, x, y: la.curve([1.0, 9.0]).log_evidence.value,
-        "calibrated": lambda la, x, y: la.calibrate(loader)(x),
-    }
-    for call in cases.values():
-        the_same(
-            torch.as_tensor(call(there, x.cuda(), y.cuda())), torch.as_tensor(call(here, x, y))
-        )
+    (here, there, x), case = both(curvature="network"), tiny("classification")
+    for call in PREDICTIONS.values():
+        found, expected = call(there, x.cuda(), case.y.cuda()), call(here, x, case.y)
+        the_same(torch.as_tensor(found), torch.as_tensor(expected))
     assert str(there).partition("  EM ")[0] == str(here).partition("  EM ")[0]  # before the seconds
     there.save(tmp_path / "la.pt")
-    case = tiny("classification")
     moved = LinearisedLaplace.load(tmp_path / "la.pt", case.model, likelihood="classification")
     the_same(there(x.cuda()), moved(x))
     back = LinearisedLaplace.load(tmp_path / "la.pt", case.model.cuda())
@@ -179,50 +193,47 @@ def test_a_fit_continues_on_another_device(curvature, tmp_path):
         the_same(fit(start, folder).w_samples, la.w_samples)  # the finished one
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.head = kind(2, 3, batch_first=True), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.head(self.body(x)[0][:, -1])
+def recurrent(kind):
+    torch.manual_seed(0)
+    layers = {"body": kind(2, 3, batch_first=True), "head": nn.Linear(3, 2)}
+    return Calls(lambda m, x: m.head(m.body(x)[0][:, -1]), **layers)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_networks_predict_after_a_move(kind, tmp_path):
     x = torch.randn(12, 4, 2, generator=torch.Generator().manual_seed(0))
-    batches = [(x, torch.arange(12) % 2)]
-    here = fitted(Recurrent(kind), "classification", batches, tolerance=0.1)
+    data = [(x, torch.arange(12) % 2)]
+    here = fitted(recurrent(kind), "classification", data, tolerance=0.1)
     expected, loose = here(x), {"rtol": 1e-3, "atol": 1e-4}
     here.save(tmp_path / "la.pt")
-    loaded = LinearisedLaplace.load(tmp_path / "la.pt", Recurrent(kind).cuda())
+    loaded = LinearisedLaplace.load(tmp_path / "la.pt", recurrent(kind).cuda())
     the_same(loaded(x.cuda()), expected, **loose)
     the_same(here.cuda()(x.cuda()), expected, **loose)
-    there = fitted(Recurrent(kind).cuda(), "classification", batches, tolerance=0.1)
+    there = fitted(recurrent(kind).cuda(), "classification", data, tolerance=0.1)
     the_same(there(x.cuda()), expected, **loose)
 
 
-@pytest.mark.parametrize("way", ["set", "with"])
-def test_a_default_device_changes_nothing(way):
-    here, _, x, y = both()
-    case = tiny("classification")
-    batches = list(zip(x.tensor_split([17]), y.tensor_split([17])))
+@contextmanager
+def default_device():
+    torch.set_default_device(GPU)
     try:
-        if way == "set":
-            torch.set_default_device(GPU)
-            la = fitted(case.model, "classification", batches)
-        else:
-            with GPU:
-                la = fitted(case.model, "classification", batches)
-        the_same(la.w_samples, here.w_samples)
-        assert not la.w_samples.is_cuda
-        la.calibrate(batches)
-        there = fitted(case.model.cuda(), "classification", batches)
-        assert there.calibrate(batches)(x.cuda()).is_cuda
-        the_same(there.w_samples, here.w_samples)
+        yield
     finally:
         torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("context", [default_device, lambda: GPU])
+def test_a_default_device_changes_nothing(context):
+    case, other = tiny("classification"), tiny("classification")
+    data, here = batches(case), of_tiny("cpu")
+    with context():
+        la = fitted(case.model, "classification", data)
+        assert not la.w_samples.is_cuda
+        the_same(la.w_samples, here.w_samples)
+        la.calibrate(data)
+        there = fitted(other.model.cuda(), "classification", data)
+        the_same(there.w_samples, here.w_samples)
+        assert there.calibrate(data)(case.x.cuda()).is_cuda
 
 
 def test_products_in_bfloat16():
@@ -236,31 +247,26 @@ def test_products_in_bfloat16():
     assert off.norm() < 0.05 * las[0].w_samples.norm()
 
 
-class Drawn(DataLoader):
-    """A loader shuffled by a generator on the GPU."""
+class Permuted(Sampler):
+    """An order drawn by a generator on the GPU."""
 
     def __init__(self):
-        case = tiny("classification")
-        rows, generator = list(zip(case.x, case.y)), torch.Generator(GPU).manual_seed(5)
-        super().__init__(rows, sampler=Permuted(len(rows), generator), batch_size=5)
-
-
-class Permuted(Sampler):
-    def __init__(self, size, generator):
-        self.size, self.generator = size, generator
+        self.generator = torch.Generator(GPU).manual_seed(5)
 
     def __iter__(self):
-        return iter(torch.randperm(self.size, generator=self.generator, device=GPU).tolist())
+        return iter(torch.randperm(30, generator=self.generator, device=GPU).tolist())
 
     def __len__(self):
-        return self.size
+        return 30
 
 
 def test_a_restart_with_an_order_drawn_on_a_gpu_equals_the_unbroken_fit(tmp_path):
     def run(folder):
+        case = tiny("classification")
+        loader = DataLoader(list(zip(case.x, case.y)), sampler=Permuted(), batch_size=5)
         options = {"curvature": "network", "compute": Compute(keep_data=False), "num_samples": 3}
-        la = LinearisedLaplace(tiny("classification").model, "classification", **options)
-        return la.fit(Drawn(), em_steps=2, progress_bar=False, checkpoint=folder)
+        la = LinearisedLaplace(case.model, "classification", **options)
+        return la.fit(loader, em_steps=2, progress_bar=False, checkpoint=folder)
 
     whole = run(None)
     la, deaths = until_done(lambda: run(tmp_path))
@@ -268,16 +274,14 @@ def test_a_restart_with_an_order_drawn_on_a_gpu_equals_the_unbroken_fit(tmp_path
     the_same(la.w_samples, whole.w_samples)
 
 
-def _on_a_gpu(rank):
-    case = tiny("classification")
-    la = fitted(case.model.cuda(), "classification", ranks.batches(case), curvature="network")
+def on_a_gpu(rank):
+    la = of_tiny(GPU, curvature="network")
     return la.w_samples.is_cuda, la.w_samples.cpu()
 
 
 def test_ranks_have_a_gpu_each(tmp_path, simulated):
-    case = tiny("classification")
-    here = fitted(case.model, "classification", ranks.batches(case), curvature="network")
-    for is_cuda, w_samples in ranks.run(2, _on_a_gpu, tmp_path):
+    here = of_tiny("cpu", curvature="network")
+    for is_cuda, w_samples in ranks.run(2, on_a_gpu, tmp_path):
         assert is_cuda
         the_same(w_samples, here.w_samples, rtol=1e-3, atol=1e-4)
 
@@ -286,7 +290,7 @@ def test_botorch_takes_inputs_on_a_gpu():
     pytest.importorskip("botorch")
     from torch_lla_em.botorch import LaplaceModel
 
-    here, there, x, _ = both("regression")
+    here, there, x = both("regression")
     models = [LaplaceModel(la, num_outputs=3) for la in (here, there)]
     expected, found = (m(x.to(d)) for m, d in zip(models, ("cpu", GPU)))
     assert found.is_cuda

@@ -8,9 +8,11 @@ import torch
 from allocator import Allocator
 from daily import daily
 from fresh import run_fresh
+from loaders import Loader, batches
 from models import images, small_cnn
-from tiny import problem_of, tiny
+from tiny import fitted, problem_of, tiny
 from torch import nn
+from torch.testing import assert_close
 
 from torch_lla_em import BlockCG, Compute, LinearisedLaplace
 from torch_lla_em.jacobian.network import Network
@@ -21,26 +23,18 @@ from torch_lla_em.runtime.compute import tf32
 from torch_lla_em.runtime.group import Group
 
 
-def fit(case, compute, loader=None, **options):
-    batches = list(zip(case.x.split(7), case.y.split(7)))
-    options = {"num_samples": 4, **options}
-    la = LinearisedLaplace(case.model, case.name, compute=compute, **options)
-    return la.fit(loader or batches, progress_bar=False)
-
-
 @pytest.mark.parametrize(
     "name", daily("classification", "regression per output", rest=["regression"])
 )
 @pytest.mark.parametrize("means", [{"columns": 1}, {"columns": 3, "rows": 4}, {"keep_data": False}])
 def test_pieces_change_nothing(name, means):
-    case = tiny(name)
-    sigma = {"sigma_noise": torch.tensor([0.4, 0.7, 0.2])} if "per output" in name else {}
-    case = case if not sigma else type(case)(case.model, case.x, case.y, "regression")
+    data = batches(tiny(name))
     # s² of the g-prior is an average over groups of rows, whose size is one of the means
-    options = {"g_prior": "rows" not in means, **sigma}
-    whole, parts = (fit(case, compute, **options) for compute in (Compute(), Compute(**means)))
-    torch.testing.assert_close(parts.w_samples, whole.w_samples, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(parts.w_lin, whole.w_lin, rtol=1e-6, atol=1e-6)
+    options = {"g_prior": "rows" not in means}
+    _, whole = fitted(name, data, **options)
+    _, parts = fitted(name, data, compute=Compute(**means), **options)
+    assert_close(parts.w_samples, whole.w_samples, rtol=1e-6, atol=1e-6)
+    assert_close(parts.w_lin, whole.w_lin, rtol=1e-6, atol=1e-6)
 
 
 def test_groups_of_columns_that_visit_the_device_change_nothing():
@@ -56,8 +50,7 @@ def test_groups_of_columns_that_visit_the_device_change_nothing():
             [eta, squares, problem.ggn_product(w), torch.tensor(loss), gradient]
             + [curved.ggn_product(w), curved.noise_features(8, seed=0).eta, problem.rows()]
         )
-    for one, other in zip(*results):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    assert_close(*results, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("prior", daily("scalar", rest=["layerwise"]))
@@ -98,47 +91,34 @@ def test_models_in_half_precision(dtype, prior):
 
 
 def test_models_in_channels_last():
-    plain = LinearisedLaplace(small_cnn(), "classification", num_samples=4)
-    last = LinearisedLaplace(
-        small_cnn().to(memory_format=torch.channels_last), "classification", num_samples=4
-    )
+    plain, last = small_cnn(), small_cnn().to(memory_format=torch.channels_last)
     x, y = images()[0]
-    plain.fit([(x, y)], progress_bar=False)
-    last.fit([(x.contiguous(memory_format=torch.channels_last), y)], progress_bar=False)
-    torch.testing.assert_close(last.w_samples, plain.w_samples, rtol=1e-3, atol=1e-3)
-
-
-class Loader:
-    """Batches whose reads are counted, and may change from some pass on."""
-
-    def __init__(self, case, changes_at=10**9):
-        self.case, self.reads, self.changes_at = case, 0, changes_at
-
-    def __iter__(self):
-        self.reads += 1
-        x = self.case.x + (self.reads >= self.changes_at)
-        return iter(list(zip(x.split(7), self.case.y.split(7))))
+    _, expected = fitted(loader=[(x, y)], model=plain)
+    _, found = fitted(loader=[(x.contiguous(memory_format=torch.channels_last), y)], model=last)
+    assert_close(found.w_samples, expected.w_samples, rtol=1e-3, atol=1e-3)
 
 
 def test_data_that_fit_in_memory_are_read_a_few_times(monkeypatch):
-    case = tiny("classification")
-    kept, read = Loader(case), Loader(case)
-    first, second = fit(case, Compute(), kept), fit(case, Compute(keep_data=False), read)
+    data = batches(tiny("classification"))
+    kept, read, small = Loader(data), Loader(data), Loader(data)
+    _, first = fitted(loader=kept)
+    _, second = fitted(loader=read, compute=Compute(keep_data=False))
     # the first of two passes begins with the batches that were looked at
-    assert kept.reads == 2 and read.reads >= second.history[-1]["data_passes"] > 5
-    torch.testing.assert_close(first.w_samples, second.w_samples, rtol=1e-9, atol=1e-9)
+    assert kept.passes == 2 and read.passes >= second.history[-1]["data_passes"] > 5
+    assert_close(first.w_samples, second.w_samples, rtol=1e-9, atol=1e-9)
     monkeypatch.setattr("torch_lla_em.data.loader.free_memory", lambda _: 100.0)
-    small = Loader(case)
-    la = fit(case, Compute(), small)
-    assert small.reads >= la.history[-1]["data_passes"] > 5
+    _, la = fitted(loader=small)
+    assert small.passes >= la.history[-1]["data_passes"] > 5
 
 
 def test_data_that_change_are_not_kept():
-    case = tiny("classification")
-    loader = Loader(case, 2)
+    def change(number):
+        loader.batches = [(x + 1, y) for x, y in batches(tiny("classification"))]
+
+    loader = Loader(batches(tiny("classification")), change)
     with pytest.warns(UserWarning, match="Two passes over the loader returned different"):
-        la = fit(case, Compute(), loader)
-    assert loader.reads >= la.history[-1]["data_passes"] > 5
+        _, la = fitted(loader=loader)
+    assert loader.passes >= la.history[-1]["data_passes"] > 5
 
 
 def test_the_plan_estimates_the_peak_memory():
@@ -179,17 +159,15 @@ def test_processes_on_one_device_share_its_memory(monkeypatch):
 
 
 def test_the_plan_is_logged_before_anything_is_allocated(monkeypatch, caplog, capsys):
-    case, logged = tiny("classification"), []
-    noise_features = Problem.noise_features
+    logged, noise_features = [], Problem.noise_features
 
     def noted(self, *args, **options):
         logged.extend(caplog.messages)
         return noise_features(self, *args, **options)
 
     monkeypatch.setattr(Problem, "noise_features", noted)
-    la = LinearisedLaplace(case.model, "classification", num_samples=4)
     with caplog.at_level("INFO", "torch_lla_em"):
-        la.fit([(case.x, case.y)])
+        _, la = fitted()
     assert any("4 samples of" in message for message in logged)
     assert "4 samples of" in repr(la) and not capsys.readouterr().out
 
@@ -227,8 +205,7 @@ def flags():
 
 SETTINGS = {
     "nothing": "",
-    "older, high": "torch.set_float32_matmul_precision('high')",
-    "older, medium": "torch.set_float32_matmul_precision('medium')",
+    "older": "torch.set_float32_matmul_precision('medium')",
     "older, cudnn": "backends.cudnn.allow_tf32 = False",
     "all": "backends.fp32_precision = 'tf32'",
     "all, ieee": "backends.fp32_precision = 'ieee'",
@@ -271,8 +248,8 @@ def test_all_tf32_flags_are_restored(name):
 )
 def test_a_loaded_posterior_is_where_compute_puts_vectors(vectors, free, place, monkeypatch):
     """A device without storage takes the place of a GPU."""
-    case = tiny("classification")
-    state = fit(case, Compute()).state_dict()
+    case, fit = fitted(em_steps=0, prior_precision=3.0)
+    state = fit.state_dict()
     la = LinearisedLaplace(case.model, case.name, compute=Compute(vectors=vectors))
     monkeypatch.setattr("torch_lla_em.prediction.posterior.free_memory", lambda _: free)
     monkeypatch.setattr(Network, "device", torch.device("meta"))

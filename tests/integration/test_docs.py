@@ -1,5 +1,6 @@
 """The code of the README, the pages and the examples runs, and their figures are committed results."""
 
+import importlib.util
 import json
 import os
 import re
@@ -30,6 +31,27 @@ def page(name):
 def blocks(text):
     """Return the Python code blocks of a page."""
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def run_page(name, names=None):
+    """Run the code of a page, and return the names it defines."""
+    names = {} if names is None else names
+    for block in blocks(page(name)):
+        exec(block, names)
+    return names
+
+
+def run_script(path, *options, cwd, **variables):
+    done = subprocess.run(
+        [sys.executable, str(path), *map(str, options)],
+        cwd=cwd,
+        env={**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT), **variables},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def results(name):
@@ -86,20 +108,15 @@ def test_every_subpackage_and_example_is_listed():
 
 def test_the_quickstart_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {}
-    for code in blocks(page("index")):
-        exec(code, names)
+    names = run_page("index")
     assert names["probs"].shape == (200, 3)
     assert (tmp_path / "posterior.pt").exists()
 
 
 def test_the_pages_on_calibration_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {}
-    for name in ("calibration", "out_of_distribution"):
-        for code in blocks(page(name)):
-            with torch.random.fork_rng():
-                exec(code, names)
+    with torch.random.fork_rng():
+        names = run_page("out_of_distribution", run_page("calibration"))
     la, X, prediction = names["la"], names["X"], names["prediction"]
     assert (tmp_path / "ensemble.pt").exists()
     assert prediction.prediction_set(0.9).shape == (len(X) - 1000, 10)
@@ -116,8 +133,7 @@ def test_the_page_on_mixtures_runs(capsys):
     names["model"].add_module("body", nn.Linear(3, 3, bias=False))
     nn.init.eye_(names["model"].body.weight)
     assert len(blocks(page("mixtures"))) == 5
-    for block in blocks(page("mixtures")):
-        exec(block, names)
+    run_page("mixtures", names)
     assert names["density"].score(x).shape == (300,)
     assert_close(names["again"].log_prob(x), names["mixture"].log_prob(x))
     assert names["posterior"].parameters.expected().weights.topk(3).values.sum() > 0.85
@@ -137,14 +153,14 @@ def test_the_table_on_mixtures_is_a_committed_result():
 
 
 def test_the_page_on_weight_decay_runs():
-    names, text = {}, page("prior_precision")
-    for block in blocks(text):
-        exec(block, names)
-    function = names["prior_precision_from_weight_decay"]
-    claims = re.findall(r"^(prior_precision_from_weight_decay\(.*\)) +# (\d+)$", text, re.MULTILINE)
+    names, claim = (
+        run_page("prior_precision"),
+        r"^(prior_precision_from_weight_decay\(.*\)) +# (\d+)$",
+    )
+    claims = re.findall(claim, page("prior_precision"), re.MULTILINE)
     assert len(claims) == 3
     for call, value in claims:
-        assert eval(call, {function.__name__: function}) == pytest.approx(float(value))
+        assert eval(call, names) == pytest.approx(float(value))
     assert names["held"].sigma_noise == pytest.approx(0.1)
 
 
@@ -166,22 +182,18 @@ def test_the_page_on_other_libraries_runs(package, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def migration():
-    """Names of laplace-torch's code, where it is installed, and of ours once both are fitted."""
-    theirs, ours, seen = {}, {}, []
-    try:
-        import laplace  # noqa: F401
-    except ImportError:
-        theirs = None
+    """Names of laplace-torch's code, None where it is not installed, and of ours, both fitted."""
+    theirs = {} if importlib.util.find_spec("laplace") else None
+    ours, seen = {}, []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for block in blocks(page("coming_from_laplace_torch")):
-            if block.startswith("# laplace-torch"):
-                if theirs is not None:
-                    exec(block, theirs)
-            else:
+            if not block.startswith("# laplace-torch"):
                 exec(block, ours)
                 if theirs is not None and not block.startswith("# torch_lla_em"):
                     theirs.update(ours)
+            elif theirs is not None:
+                exec(block, theirs)
             seen.append((theirs and dict(theirs), dict(ours)))
     assert len(seen) > 10 and ours["preference"].shape == (40, 2)
     return seen[2]
@@ -197,10 +209,9 @@ def test_code_of_both_libraries_runs_and_shapes_agree(migration):
         eval(right, ours)
         if theirs:
             eval(left, theirs)
-    if theirs:
-        for code in ("la(x)", "la.functional_samples(x)", "la.predictive_samples(x)"):
-            one, other = eval(code, theirs), eval(code, ours)
-            assert one.shape[-2:] == other.shape[-2:] and one.dim() == other.dim()
+    for code in ("la(x)", "la.functional_samples(x)", "la.predictive_samples(x)") if theirs else ():
+        one, other = eval(code, theirs), eval(code, ours)
+        assert one.shape[-2:] == other.shape[-2:] and one.dim() == other.dim()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -239,19 +250,12 @@ def test_every_code_cell_has_its_output(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_run(path, tmp_path):
-    environment = {**os.environ, "TINY": "1", "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(path)]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr
+    run_script(path, cwd=tmp_path, TINY="1")
 
 
 @pytest.mark.slow
 def test_the_demo_runs_with_another_solver(tmp_path):
-    command = [sys.executable, "benchmarks/digits.py", "--solver", "cg"]
-    command += ["--num-samples", "4", "--seed", "1", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    assert "linearised Laplace, calibrated" in done.stdout
+    options = "--solver", "cg", "--num-samples", 4, "--seed", 1, "--out", tmp_path
+    printed = run_script(ROOT / "benchmarks/digits.py", *options, cwd=ROOT)
+    assert "linearised Laplace, calibrated" in printed
     assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".jsonl"}

@@ -5,10 +5,9 @@ import sys
 
 import pytest
 import torch
+from tiny import fitted
 from torch import nn
 from torch.testing import assert_close
-
-from torch_lla_em import LinearisedLaplace
 
 pytest.importorskip("botorch")
 
@@ -18,41 +17,22 @@ from botorch.optim import optimize_acqf
 
 from torch_lla_em.botorch import LaplaceModel
 
-BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 1.0]]).double()
+X = torch.rand(6, 2, generator=torch.Generator().manual_seed(3)).double()
+Y = 1 - 4 * (X - torch.tensor([0.7, 0.2])).square().sum(-1, keepdim=True)
 
 
-def train(x, y, outputs=1, dtype=torch.float64):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, outputs)).to(dtype)
-    x, y = x.to(dtype), y.to(dtype)
-    optimiser = torch.optim.LBFGS(model.parameters(), max_iter=200, line_search_fn="strong_wolfe")
-
-    def closure():
-        optimiser.zero_grad()
-        decay = 1e-4 * sum(p.square().sum() for p in model.parameters())
-        loss = (model(x) - y).square().mean() + decay
-        loss.backward()
-        return loss
-
-    optimiser.step(closure)
-    la = LinearisedLaplace(model, "regression", num_samples=24, sigma_noise=0.1)
-    return la.fit([(x, y)], em_steps=5, progress_bar=False)
-
-
-def objective(x):
-    """Highest, 1, at (0.7, 0.2)."""
-    bowl = (x - torch.tensor([0.7, 0.2], dtype=x.dtype)).square().sum(-1, keepdim=True)
-    return 1 - 4 * bowl - 0.2 * (1 - (12 * bowl).cos())
-
-
-def start(count=6):
-    x = torch.rand(count, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    return x, objective(x)
+def fit(model=None, y=Y, dtype=torch.float64):
+    if model is None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, y.shape[1]))
+    data = [(X.to(dtype), y.to(dtype))]
+    return fitted("regression", data, model.to(dtype), num_samples=24, em_steps=3)[1]
 
 
 @pytest.fixture(scope="module")
 def la():
-    return train(*start())
+    return fit()
 
 
 @pytest.mark.parametrize("shape", [(5, 2), (3, 5, 2), (2, 3, 5, 2)])
@@ -75,17 +55,15 @@ def test_draws_are_functions(la):
 
 
 def test_single_precision_networks_take_double_points():
-    la = train(*start(), dtype=torch.float32)
+    la = fit(dtype=torch.float32)
     posterior = LaplaceModel(la).posterior(torch.rand(2, 2, dtype=torch.float64))
     assert posterior.mean.dtype == torch.float64
 
 
 def test_several_outputs_are_scalarised():
-    x, y = start()
-    la = train(x, torch.cat([y, -y], 1), outputs=2)
+    la = fit(y=torch.cat([Y, -Y], 1))
     model = LaplaceModel(la, num_outputs=2)
-    X = torch.rand(4, 2, dtype=torch.float64)
-    assert model.posterior(X, output_indices=[1]).mean.shape == (4, 1)
+    assert model.posterior(X, output_indices=[1]).mean.shape == (6, 1)
     weights = LinearMCObjective(torch.tensor([1.0, 0.5], dtype=torch.float64))
     acquisition = qUpperConfidenceBound(model, beta=1.0, objective=weights)
     assert torch.isfinite(acquisition(X[:, None])).all()
@@ -94,18 +72,8 @@ def test_several_outputs_are_scalarised():
 
 
 def test_a_flat_output_has_one_column(la):
-    class Flat(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return self.inner(x)[:, 0]
-
-    x, y = start()
-    flat = LinearisedLaplace(Flat(la.model), "regression", num_samples=3)
-    flat.fit([(x, y[:, 0])], em_steps=1, progress_bar=False)
-    assert LaplaceModel(flat).posterior(x).mean.shape == (6, 1)
+    flat = fit(nn.Sequential(la.model, nn.Flatten(0)), Y[:, 0])
+    assert LaplaceModel(flat).posterior(X).mean.shape == (6, 1)
 
 
 def test_acquisition_values_have_gradients(la):
@@ -120,9 +88,7 @@ def test_the_best_of_a_plane_is_its_corner():
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[2.0, -1.0]]))
         model.bias.zero_()
-    x = torch.rand(20, 2, generator=torch.Generator().manual_seed(0)).double()
-    la = LinearisedLaplace(model, "regression", num_samples=8, sigma_noise=0.1)
-    la.fit([(x, model(x).detach())], em_steps=0, prior_precision=1.0, progress_bar=False)
+    _, la = fitted("regression", [(X, model(X).detach())], model, em_steps=0, prior_precision=1.0)
     corners = la.functional_samples(torch.tensor([[0, 0], [1, 0], [0, 1]]).double())[..., 0]
     slopes = corners[:, 1:] - corners[:, :1]
     beta = 0.1
@@ -135,7 +101,7 @@ def test_the_best_of_a_plane_is_its_corner():
 
 def test_a_round_of_bayesian_optimisation_climbs(la):
     """A search that only climbs ends no lower than at any of its starts."""
-    acquisition = qLogExpectedImprovement(LaplaceModel(la), best_f=start()[1].max())
+    acquisition = qLogExpectedImprovement(LaplaceModel(la), best_f=Y.max())
     starts = torch.rand(3, 2, 2, generator=torch.Generator().manual_seed(0)).double()
     candidates, value = optimize_acqf(
         acquisition, BOUNDS, q=2, num_restarts=3, batch_initial_conditions=starts

@@ -203,11 +203,11 @@ def flags():
     return found
 
 
+EVERY_DAY = {"nothing": "", "all": "backends.fp32_precision = 'tf32'"}
 SETTINGS = {
-    "nothing": "",
+    **EVERY_DAY,
     "older": "torch.set_float32_matmul_precision('medium')",
     "older, cudnn": "backends.cudnn.allow_tf32 = False",
-    "all": "backends.fp32_precision = 'tf32'",
     "all, ieee": "backends.fp32_precision = 'ieee'",
     "matmul": "backends.cuda.matmul.fp32_precision = 'tf32'",
     "convolutions": "backends.cudnn.conv.fp32_precision = 'ieee'",
@@ -233,7 +233,7 @@ def flags_come_back(setting, inherits):
             assert backends.cuda.matmul.fp32_precision == precision
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", daily(*EVERY_DAY, rest=list(SETTINGS)[len(EVERY_DAY) :]))
 def test_all_tf32_flags_are_restored(name):
     """In a fresh process, since some of them cannot be unset."""
     if "fp32" in SETTINGS[name] and not hasattr(torch.backends, "fp32_precision"):

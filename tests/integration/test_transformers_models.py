@@ -23,6 +23,10 @@ def gpt2():
     return transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=2, **SMALL)
 
 
+def bert():
+    return transformers.BertConfig(**BERT, **SMALL)
+
+
 def llama(**options):
     sizes = {**BERT, "num_key_value_heads": 1, "bos_token_id": 0, "eos_token_id": 2}
     return transformers.LlamaConfig(**sizes, **SMALL, **options)
@@ -37,32 +41,30 @@ def build(name, config):
     return getattr(transformers, name)(config).double().train()
 
 
-@pytest.mark.parametrize("name", daily("GPT2ForSequenceClassification", rest=["GPT2LMHeadModel"]))
-def test_gpt2(name):
-    model = build(name, gpt2())
+PIXELS = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
+DAILY = [
+    ("GPT2ForSequenceClassification", gpt2, TEXT),
+    ("BertForSequenceClassification", bert, transformers.BatchEncoding(TEXT)),
+    ("LlamaForCausalLM", llama, TEXT),
+    ("ViTForImageClassification", vit, PIXELS),
+]
+OTHERS = [("GPT2LMHeadModel", gpt2, TEXT), ("LlamaForSequenceClassification", llama, TEXT)]
+
+
+@pytest.mark.parametrize("name, config, x", daily(*DAILY, rest=OTHERS))
+def test_forward_mode_is_used_for(name, config, x):
+    model = build(name, config())
     assert model.config._attn_implementation == "sdpa"
-    assert check(model, TEXT).path.forward
-    assert check(model, TEXT, "last_layer").factors
-
-
-def test_bert():
-    model = build("BertForSequenceClassification", transformers.BertConfig(**BERT, **SMALL))
-    assert check(model, transformers.BatchEncoding(TEXT)).path.forward
-    assert check(model, TEXT, "last_layer").factors
+    options = SINGLE if config is llama else {}
+    assert check(model, x, **options).path.forward
+    assert check(model, x, "last_layer", **options).factors
+    if config is llama:
+        assert not any("norm" in name for name in linear_model(model).layout.names)
 
 
 def test_bert_of_masked_words_has_tied_padding_rows():
-    model = build("BertForMaskedLM", transformers.BertConfig(**BERT, **SMALL))
-    report = check(model, TEXT)
+    report = check(build("BertForMaskedLM", bert()), TEXT)
     assert not report.path.forward and "tied padding_idx" in report.forward
-
-
-@pytest.mark.parametrize("name", daily("LlamaForCausalLM", rest=["LlamaForSequenceClassification"]))
-def test_llama(name):
-    model = build(name, llama())
-    assert check(model, TEXT, **SINGLE).path.forward
-    assert check(model, TEXT, "last_layer", **SINGLE).factors
-    assert not any("norm" in name for name in linear_model(model).layout.names)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
@@ -73,13 +75,6 @@ def test_llama_with_gradient_checkpointing():
         report = check(model, TEXT, **SINGLE)
     # its hook calls requires_grad_ on the embeddings, which torch.func forbids
     assert not report.path.forward and "Embedding" in report.forward
-
-
-def test_vit():
-    model = build("ViTForImageClassification", vit())
-    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
-    assert check(model, x).path.forward
-    assert check(model, x, "last_layer").factors
 
 
 peft_warns = pytest.mark.filterwarnings(

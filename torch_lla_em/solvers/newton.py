@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import sqrt
 from typing import NamedTuple, Protocol
 
 import torch
@@ -117,8 +116,7 @@ class Newton:
                 new_total = value + 0.5 * norm(trial) ** 2
                 if new_total <= total + 1e-4 * fraction * descent + noise * abs(total):
                     break
-                rise = (new_total - total, dot(gradient + trial, step))
-                fraction *= _shortening(fraction, descent, *rise)
+                fraction /= 2
                 if fraction < _SHORTEST and -descent <= _SEEN * abs(total):
                     break
                 if fraction < _SHORTEST:
@@ -161,14 +159,3 @@ def conjugate_gradients(
         direction = residual + new / rho * direction
         rho = new
     return x, passes
-
-
-def _shortening(fraction: float, descent: float, rise: float, slope: float) -> float:
-    """Return the factor that shortens a step to the minimum of the cubic through both ends."""
-    left, right = fraction * descent, fraction * slope
-    # left t + b t² + a t³ has value ``rise`` and slope ``right`` at t = 1
-    a, b = left + right - 2 * rise, 3 * rise - 2 * left - right
-    discriminant = b * b - 3 * a * left
-    if not discriminant > 0 or b + sqrt(discriminant) == 0:
-        return 0.5
-    return min(0.5, max(0.05, -left / (b + sqrt(discriminant))))

@@ -15,7 +15,7 @@ from torch_lla_em.data.loader import Data
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem.plan import measured
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.runtime.memory import DoesNotFit, attempt
+from torch_lla_em.runtime.memory import DoesNotFit, shortage_of
 from torch_lla_em.solvers import space as blocks
 
 K = 8
@@ -192,11 +192,8 @@ def problem_of_rows(model):
     "words", ["shapes do not match", "could not create a primitive descriptor for a convolution"]
 )
 def test_other_errors_are_not_mistaken_for_shortage(words):
-    def fail():
-        raise RuntimeError(words)
-
     with pytest.raises(RuntimeError, match=words):
-        attempt(fail)
+        shortage_of(RuntimeError(words))
 
 
 @pytest.mark.parametrize(
@@ -215,10 +212,7 @@ def test_other_errors_are_not_mistaken_for_shortage(words):
     ],
 )
 def test_libraries_have_words_of_their_own(words):
-    def fail():
-        raise RuntimeError(words)
-
-    assert attempt(fail) == (None, words)
+    assert shortage_of(RuntimeError(words)) == words
 
 
 def field(name):
@@ -234,10 +228,13 @@ def convolve_without_room():
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     x = torch.randn(128, 3, 32, 32)
     resource.setrlimit(resource.RLIMIT_DATA, (field("VmData") + (8 << 20), limits[1]))
-    result, shortage = attempt(lambda: layer(x))  # whose result takes 16 MiB
+    try:
+        layer(x)  # whose result takes 16 MiB
+    except RuntimeError as error:
+        shortage = shortage_of(error)
     resource.setrlimit(resource.RLIMIT_DATA, limits)
-    assert result is None and shortage
-    assert attempt(lambda: layer(x).shape)[0] == (128, 32, 32, 32)
+    assert shortage
+    assert layer(x).shape == (128, 32, 32, 32)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux alone")

@@ -17,11 +17,12 @@ from torch_lla_em.runtime import (
     Compute,
     DoesNotFit,
     Group,
-    attempt,
     free_memory,
     least_share,
     pinned_bytes,
     place_of,
+    release,
+    shortage_of,
 )
 
 logger = logging.getLogger("torch_lla_em")
@@ -146,16 +147,15 @@ def measured(problem: Problem, first: Batch) -> float:
     """Probe the network on a few examples, and return the bytes that a forward pass of one keeps."""
     model, sweep, part, rows = problem.linear_model, problem.sweep, first, _FEW
 
-    def measure() -> float:
-        with model.network.guarded():
-            sweep.probe(part)
-            few = next(part.split(_FEW)) if sweep.pieces.stand_alone(part) else part
-            return model.activations(few.inputs) / len(few.rows)
-
     while True:
-        found, shortage = attempt(measure)
-        if found is not None:
-            return found
+        try:
+            with model.network.guarded():
+                sweep.probe(part)
+                few = next(part.split(_FEW)) if sweep.pieces.stand_alone(part) else part
+                return model.activations(few.inputs) / len(few.rows)
+        except (RuntimeError, MemoryError) as error:
+            shortage = shortage_of(error)
+        release()  # what the failed attempt held is free only outside of the handler
         part, rows = next(first.split(rows)), rows // 2
         if not rows:
             raise DoesNotFit(no_room(part, model.layout.size, shortage))

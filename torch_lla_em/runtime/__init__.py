@@ -6,7 +6,6 @@ from torch_lla_em.runtime.group import Group, current_group, first, group_of
 from torch_lla_em.runtime.logs import collected_warnings
 from torch_lla_em.runtime.memory import (
     DoesNotFit,
-    attempt,
     free_memory,
     is_shortage,
     least_share,
@@ -25,7 +24,6 @@ __all__ = [
     "DoesNotFit",
     "Group",
     "Grown",
-    "attempt",
     "check_choice",
     "check_options",
     "collected_warnings",

@@ -6,15 +6,11 @@ import gc
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from math import ceil, inf, log2
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-
-T = TypeVar("T")
 
 # out-of-memory errors of other types: of the CPU's allocator, and of libraries with their own
 _WORDS = (
@@ -48,30 +44,10 @@ class DoesNotFit(MemoryError):
     """One column of one example does not fit into memory."""
 
 
-def attempt(run: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return the result of ``run``, or the allocator's message if it ran out of memory.
-
-    The memory of the failed attempt has been released by then.
-    """
-    try:
-        return run(), None
-    except (RuntimeError, MemoryError) as error:
-        if not is_shortage(error):
-            raise
-        shortage = words_of(error)
-    release()
-    return None, shortage
-
-
 def shortage_of(error: Exception) -> str:
     """Return the allocator's message; raise the error if it has another cause or no remedy."""
     if isinstance(error, DoesNotFit) or not is_shortage(error):
         raise error
-    return words_of(error)
-
-
-def words_of(error: Exception) -> str:
-    """Return the first line of an allocator's message."""
     return str(error).split("\n")[0] or type(error).__name__
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_lla_em import plot
-from torch_lla_em.likelihoods import BradleyTerry, Likelihood
+from torch_lla_em.likelihoods import BradleyTerry
 from torch_lla_em.prediction import (
     Fitted,
     PredictedData,
@@ -48,7 +48,7 @@ def write_report(la: Fitted, loader: Iterable[Any], path: str | PathLike[str], o
         "<h2>What to do</h2>",
         _list(advice(la, rows), "Nothing: no problem was found."),
         "<h2>Plots</h2>",
-        f"<div>{''.join(_figure(*each) for each in _pictures(la, rows, other))}</div>",
+        f"<div>{''.join(_figures(la, rows, other))}</div>",
         "<h2>Memory plan and warnings of the fit</h2>",
         f"<p>{escape(plan)}</p>",
         _list(warnings, "There were no warnings."),
@@ -124,43 +124,35 @@ def _table(rows: PredictedData) -> str:
     return f"<table><tr>{''.join(f'<th>{name}</th>' for name in header)}</tr>{body}</table>"
 
 
-def _pictures(
-    la: Fitted, rows: PredictedData, other: Any
-) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+def _figures(la: Fitted, rows: PredictedData, other: Any) -> Iterator[str]:
+    """Yield the plots that these predictions allow."""
     likelihood, x = la.likelihood, rows.inputs
     if likelihood.gives_probabilities:
-        yield "Accuracy over confidence", lambda axes: plot.reliability(la, rows, axes)
-    if _is_plain_regression(likelihood, rows):
-        yield "Prediction intervals", lambda axes: plot.bands(la, rows, axes)
-        yield "Coverage of prediction intervals", lambda axes: plot.coverage(la, rows, axes)
+        yield _figure("Accuracy over confidence", plot.reliability, la, rows)
+    if likelihood.real_valued and rows.posterior.expectation.shape == rows.targets.shape:
+        yield _figure("Prediction intervals", plot.bands, la, rows)
+        yield _figure("Coverage of prediction intervals", plot.coverage, la, rows)
     if x is not None and x.is_floating_point():
         if x.shape[1:] == (2,):
-            yield "Confidence over the two inputs", lambda axes: plot.confidence(la, rows, axes)
+            yield _figure("Confidence over the two inputs", plot.confidence, la, rows)
         if not isinstance(likelihood, BradleyTerry):
-            yield "Most and least certain predictions", lambda axes: plot.extremes(la, rows, axes)
+            yield _figure("Most and least certain predictions", plot.extremes, la, rows)
     if other is not None:
-        yield (
-            "Out-of-distribution inputs",
-            lambda axes: plot.out_of_distribution(la, rows, other, axes),
-        )
+        yield _figure("Out-of-distribution inputs", plot.out_of_distribution, la, rows, other)
     if la.history:
-        yield "Prior precision over EM steps", lambda axes: plot.em_path(la, axes)
+        yield _figure("Prior precision over EM steps", plot.em_path, la)
 
 
-def _is_plain_regression(likelihood: Likelihood, rows: PredictedData) -> bool:
-    return likelihood.real_valued and rows.posterior.expectation.shape == rows.targets.shape
-
-
-def _figure(caption: str, draw: Callable[[Any], Any]) -> str:
+def _figure(caption: str, draw: Callable[..., Any], *data: Any) -> str:
     from matplotlib.figure import Figure
 
     figure, png = Figure(figsize=(5, 3.6), layout="constrained"), BytesIO()
-    draw(figure.add_subplot())
+    draw(*data, axes=figure.add_subplot())
     figure.savefig(png, format="png", dpi=110, bbox_inches="tight")
-    data = b64encode(png.getvalue()).decode()
+    encoded = b64encode(png.getvalue()).decode()
     words = escape(caption)
     return (
-        f'<figure><img alt="{words}" src="data:image/png;base64,{data}">'
+        f'<figure><img alt="{words}" src="data:image/png;base64,{encoded}">'
         f"<figcaption>{words}</figcaption></figure>"
     )
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from torch_lla_em.laplace import LinearisedLaplace, Task
 from torch_lla_em.likelihoods import Likelihood
@@ -119,7 +118,7 @@ class LaplaceCallback(Callback):
         return unchanged
 
     def _fit(self, trainer: Trainer, module: LightningModule) -> None:
-        loader = _in_order(trainer.train_dataloader) if self.loader is None else self.loader
+        loader = trainer.train_dataloader if self.loader is None else self.loader
         validation = _validation(trainer)
         self.la = LinearisedLaplace(self._network(module), self.likelihood, **self.options)
         # Lightning validates in inference mode, in which tensors have no derivatives. Iterating over
@@ -154,12 +153,3 @@ def _validation(trainer: Trainer) -> Any:
     """Return the first validation loader, or None."""
     loaders = trainer.val_dataloaders
     return loaders[0] if isinstance(loaders, (list, tuple)) and loaders else loaders or None
-
-
-def _in_order(loader: Any) -> Any:
-    """Return a loader of the same examples that leaves the iteration of training alone."""
-    usual = RandomSampler, SequentialSampler, DistributedSampler
-    if not isinstance(loader, DataLoader) or not isinstance(loader.sampler, usual):
-        return loader
-    collate, workers = loader.collate_fn, loader.num_workers
-    return DataLoader(loader.dataset, loader.batch_size, collate_fn=collate, num_workers=workers)

@@ -6,7 +6,6 @@ They need matplotlib: ``pip install torch_lla_em[plot]``. A loader may also be w
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -266,12 +265,6 @@ def out_of_distribution(la: Fitted, loader: Examples, other: Any, axes: Axes | N
         axes.hist(values, edges, weights=weights, color=colour, alpha=0.6, label=name)
     axes.set(xscale="log", title=f"AUROC {area:.3f}")
     return _finished(axes, "epistemic uncertainty", "share of examples")
-
-
-def unfamiliarity(la: Fitted, loader: Examples, other: Any, axes: Axes | None = None) -> Axes:
-    """Deprecated: the former name of ``out_of_distribution``."""
-    warnings.warn("Use plot.out_of_distribution.", DeprecationWarning, stacklevel=2)
-    return out_of_distribution(la, loader, other, axes)
 
 
 def plot_curve(curve: Curve, axes: Axes | None = None) -> Axes:

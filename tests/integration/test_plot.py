@@ -140,8 +140,7 @@ def test_two_data_sets_are_separated():
     case, la, data = fitted("classification")
     far = plot.out_of_distribution(la, data, 10 * case.x)
     assert float(far.get_title().split()[1]) > 0.5
-    with pytest.warns(DeprecationWarning, match="out_of_distribution"):
-        same = plot.unfamiliarity(la, predicted_data(la, data), data)
+    same = plot.out_of_distribution(la, predicted_data(la, data), data)
     assert float(same.get_title().split()[1]) == pytest.approx(0.5, abs=0.02)  # ties to rounding
 
 

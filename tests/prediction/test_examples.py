@@ -31,15 +31,11 @@ MORE = {
 GIVEN = {"self", "cls", "trainer", "pl_module", "stage"}
 """Arguments that need no description; those of hooks are described by Lightning."""
 
-FORMER = {"unfamiliarity"}
-"""Deprecated names."""
-
 
 def _defined(module):
     """Return the public classes and functions that a file of the package's root defines."""
     text = Path(torch_lla_em.__file__).with_name(f"{module}.py").read_text()
-    names = re.findall(r"^(?:class|def) ([a-zA-Z]\w*)", text, re.MULTILINE)
-    return [name for name in names if name not in FORMER]
+    return re.findall(r"^(?:class|def) ([a-zA-Z]\w*)", text, re.MULTILINE)
 
 
 PUBLIC = [f".{name}" for name in torch_lla_em.__all__ if name != "NotFittedError"]

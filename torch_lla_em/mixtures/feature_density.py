@@ -11,7 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.data import as_loader, default_targets, inputs_of, is_sequence, to_device
+from torch_lla_em.data import (
+    as_loader,
+    default_targets,
+    inputs_of,
+    is_sequence,
+    tensors_in,
+    to_device,
+)
 from torch_lla_em.jacobian import Network, NetworkState
 from torch_lla_em.mixtures.conjugate import ConjugatePrior
 from torch_lla_em.mixtures.gaussian import GaussianMixture
@@ -157,17 +164,16 @@ class FeatureDensity:
         return self._pooled(outputs[-1])
 
     def _pooled(self, output: Any) -> Tensor:
-        while isinstance(output, (tuple, list, Mapping)) and output:
-            output = next(iter(output.values() if isinstance(output, Mapping) else output))
-        if callable(self.pool) and isinstance(output, Tensor):
-            output = self.pool(output)
-        if not isinstance(output, Tensor) or not output.is_floating_point() or output.ndim == 0:
-            what = f"{output.dtype} tensor" if isinstance(output, Tensor) else type(output).__name__
+        found = tensors_in(output)
+        if not found or not found[0].is_floating_point() or found[0].ndim == 0:
+            what = f"{found[0].dtype} tensor" if found else type(output).__name__
             raise TypeError(
                 f"The layer's output is a {what}, not a floating-point tensor (B, ...). "
                 "Choose another layer."
             )
-        features: Tensor = output.detach()
+        features = found[0].detach()
+        if callable(self.pool):
+            features = self.pool(features)
         if features.ndim == 1:
             return features[:, None]
         if features.ndim == 2 or self.pool == "flatten":

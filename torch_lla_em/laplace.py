@@ -40,7 +40,7 @@ from torch_lla_em.problem import Plan, Problem
 from torch_lla_em.report import write_report
 from torch_lla_em.runtime import Compute, Group, check_choice, check_options, group_of
 from torch_lla_em.runtime import records as persistence
-from torch_lla_em.session import Session, check_shard
+from torch_lla_em.session import SHARDS, Session
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -227,7 +227,7 @@ class LinearisedLaplace(OnHub, Fitted):
         Example:
             >>> fresh = LinearisedLaplace(model, "classification").fit(loader, em_steps=1)
         """
-        check_shard(shard)
+        check_choice("shard", shard, SHARDS)
         check_choice("update", update, ("mackay", "em"))
         check_options(em_steps=em_steps, prior_precision=prior_precision, override=override)
         check_options(progress_bar=progress_bar, checkpoint=checkpoint)

@@ -15,17 +15,10 @@ from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import Folder
 from torch_lla_em.inference import Info, Progress, record_of, summary_of
-from torch_lla_em.problem import (
-    VECTORS,
-    Plan,
-    Problem,
-    prepare,
-    room,
-)
+from torch_lla_em.problem import VECTORS, Plan, Problem, prepare, room
 from torch_lla_em.runtime import (
     Compute,
     Group,
-    check_choice,
     collected_warnings,
     records,
     release_pinned,
@@ -111,7 +104,8 @@ class Session:
     def plan(self, num_samples: int, compute: Compute) -> Plan:
         """Plan memory, and share passes among ranks."""
         problem = self.problem
-        plan = prepare(problem, num_samples, compute, self._shard(num_samples))
+        shard = _choose_shard(problem, self._shard_asked, num_samples)
+        plan = prepare(problem, num_samples, compute, shard)
         if not self._bar.disable:
             problem.sweep.report = self._draw
         self.messages.insert(0, str(plan))
@@ -187,28 +181,6 @@ class Session:
         if self._folder is not None:
             self._folder.finish(state, self.problem.data.facts())
 
-    def _shard(self, num_samples: int) -> str:
-        """Return what ranks share: the data, and the vectors too if one rank cannot hold them."""
-        group, shard = self._group, self._shard_asked
-        if group.size == 1 or shard is None:
-            return "data"
-        if shard == "auto":
-            shard, why = _choose_shard(self.problem, num_samples)
-            if group.rank == 0:
-                logger.info("%d ranks share the %s: %s.", group.size, shard, why)
-        return shard
-
-
-def check_shard(shard: str | None) -> None:
-    """Raise an error if ``shard`` has an unknown value."""
-    if shard == "columns":
-        raise ValueError(
-            'shard="columns" is no longer supported: pass shard="data", with which every rank '
-            "uses a share of the batches. If there are fewer batches than ranks, use smaller "
-            "batches."
-        )
-    check_choice("shard", shard, SHARDS)
-
 
 def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) -> None:
     """Raise an error that names the difference if a rank has another model, settings or device."""
@@ -217,11 +189,20 @@ def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) 
         group.sum(torch.zeros(1, device=device))
 
 
-def _choose_shard(problem: Problem, num_samples: int) -> tuple[str, str]:
+def _choose_shard(problem: Problem, asked: str | None, num_samples: int) -> str:
+    """Return what ranks share: the data, and the vectors too if one rank cannot hold them."""
+    group = problem.data.group
+    if group.size == 1 or asked is None:
+        return "data"
+    if asked != "auto":
+        return asked
     needed = VECTORS * num_samples * problem.size * problem.dtype.itemsize
     free = room(problem)
-    why = f"vectors take {needed / 1e9:.1f} GB, and each rank has {free / 1e9:.1f} GB free"
-    return ("data" if needed <= free else "weights"), why
+    shard = "data" if needed <= free else "weights"
+    if group.rank == 0:
+        why = f"vectors take {needed / 1e9:.1f} GB, and each rank has {free / 1e9:.1f} GB free"
+        logger.info("%d ranks share the %s: %s.", group.size, shard, why)
+    return shard
 
 
 def _same(every: list[dict[str, Any]]) -> None:

@@ -262,5 +262,5 @@ def test_unwritable_folders_end_all_ranks(tmp_path):
 
 
 def test_sharing_columns_is_refused():
-    with pytest.raises(ValueError, match='no longer supported: pass shard="data"'):
+    with pytest.raises(ValueError, match="shard='columns' is not known: choose one of"):
         fit(shard="columns")

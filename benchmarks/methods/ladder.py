@@ -2,7 +2,7 @@
 
 import argparse
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -203,17 +203,9 @@ def posterior(la: LinearisedLaplace) -> Method:
     """Return the method that averages over functions as fitted, by both links, and calibrated."""
 
     def method(images: Iterable[Tensor], f: Tensor) -> dict[str, Classes]:
-        parts = [la.predict(x) for x in images]
-        centre = torch.cat([part.centre.cpu() for part in parts])
-        deviations = torch.cat([part.deviations.cpu() for part in parts], dim=1)
-        beside = [part.beside.cpu() for part in parts if part.beside is not None]
-        calibrated = replace(
-            parts[0],
-            centre=centre,
-            deviations=deviations,
-            beside=torch.cat(beside, dim=1) if beside else None,
-        )
-        fitted = Prediction(la.likelihood, f, deviations / la.posterior_scale.sqrt().to(deviations))
+        calibrated = joined([la.predict(x) for x in images])
+        scale = la.posterior_scale.sqrt().to(calibrated.deviations)
+        fitted = Prediction(la.likelihood, f, calibrated.deviations / scale)
         return {
             ", Monte Carlo": Classes(fitted.log_probs, partial(functions, fitted)),
             ", probit": Classes(fitted.smoothed().log(), partial(functions, fitted)),
@@ -221,6 +213,14 @@ def posterior(la: LinearisedLaplace) -> Method:
         }
 
     return method
+
+
+def joined(parts: Sequence[Prediction]) -> Prediction:
+    """Return the prediction of the inputs of several batches."""
+    centre = torch.cat([part.centre.cpu() for part in parts])
+    deviations = torch.cat([part.deviations.cpu() for part in parts], dim=1)
+    members = tuple(joined(same) for same in zip(*(part.members for part in parts)))
+    return replace(parts[0], centre=centre, deviations=deviations, members=members)
 
 
 def functions(prediction: Prediction) -> Tensor:

@@ -205,9 +205,9 @@ def of_ours(la: LinearisedLaplace, mean: str | None = None) -> Predictor:
 
 def _at(found: Prediction, rows: Tensor) -> Prediction:
     """Return the prediction at some of its inputs."""
-    beside = None if found.beside is None else found.beside[:, rows]
-    deviations = found.deviations[:, rows]
-    return replace(found, centre=found.centre[rows], deviations=deviations, beside=beside)
+    centre, deviations = found.centre[rows], found.deviations[:, rows]
+    members = tuple(_at(member, rows) for member in found.members)
+    return replace(found, centre=centre, deviations=deviations, members=members)
 
 
 METHODS: dict[str, Callable[[Case], Found]] = {

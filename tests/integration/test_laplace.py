@@ -167,7 +167,7 @@ def test_calibration_improves_its_own_validation_set(name):
     assert (la.calibration.coverage is None) == (name != "regression")
     la.fit([(case.x, case.y)], progress_bar=False)
     assert la.mean == "network" and la.posterior_scale == 1
-    assert la.calibration is None and la.predict(case.x).beside is None
+    assert la.calibration is None and not la.predict(case.x).members
 
 
 def test_all_predictions_follow_the_calibration():
@@ -177,7 +177,7 @@ def test_all_predictions_follow_the_calibration():
     la.calibrate(surprising(case))
     assert torch.equal(function(case.x), drawn)  # a function that was drawn before stays
     p = la.predict(case.x)
-    assert p.weights is not None and len(p.beside) == 2
+    assert p.weights is not None and len(p.members) == 3
     assert_close(la(case.x), p.probs)
     assert_close(la.functional_samples(case.x), p.samples)
     for k in range(-1, 20):
@@ -185,7 +185,7 @@ def test_all_predictions_follow_the_calibration():
     assert_close(la.predictive_samples(case.x), p.samples.softmax(-1))
     assert_close(la.joint_log_prob(case.x, case.y), p.joint_log_prob(case.y))
     alone = la.predict(case.x, mean="network")
-    assert alone.beside is None
+    assert not alone.members
     assert_close(alone.mean, case.model(case.x).detach())
     # and so does a fit that is given the validation set
     assert_close(fitted(num_samples=20, validation=surprising(case))[1](case.x), la(case.x))

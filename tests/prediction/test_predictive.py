@@ -53,8 +53,15 @@ def test_classes_stay_on_the_axis_of_the_model(sites, class_dim):
 def mixture(likelihood, *sites, class_dim=-1):
     plain = prediction(likelihood, *sites, class_dim=class_dim)
     plain = replace(plain, deviations=draw(10, *plain.centre.shape, seed=1))
-    beside, weights = draw(2, B, *sites, C, seed=7), torch.tensor([0.5, 0.2, 0.3]).double()
-    return Prediction(likelihood, plain.centre, plain.deviations, class_dim, beside, weights)
+    return with_certain(plain, draw(2, B, *sites, C, seed=7))
+
+
+def with_certain(posterior, functions):
+    """A mixture of a posterior and of functions without uncertainty."""
+    none = posterior.deviations[:0]
+    certain = (replace(posterior, centre=f, deviations=none) for f in functions)
+    weights = torch.tensor([0.5, 0.2, 0.3]).double()
+    return replace(posterior, members=(posterior, *certain), weights=weights)
 
 
 BOTH = pytest.mark.parametrize("make", [prediction, mixture])
@@ -309,17 +316,17 @@ def test_one_sample_is_enough_for_a_density():
 def test_joint_probabilities_of_mixtures_are_averages_of_products():
     p, y = mixture(Classification()), torch.tensor([0, 2, 1, 1])
     own = Prediction(p.likelihood, p.centre, p.deviations).joint_log_prob(y).exp()
-    beside = p.beside.log_softmax(-1).gather(-1, y.expand(2, B)[..., None]).sum((1, 2)).exp()
-    assert_close(p.joint_log_prob(y).exp(), 0.5 * own + 0.2 * beside[0] + 0.3 * beside[1])
+    _, *certain = (torch.log_softmax(member.centre, -1) for member in p.members)
+    probs = [each.gather(1, y[:, None]).sum().exp() for each in certain]
+    assert_close(p.joint_log_prob(y).exp(), 0.5 * own + 0.2 * probs[0] + 0.3 * probs[1])
 
 
 def test_samples_of_mixtures_come_in_its_shares():
-    plain = prediction(Classification())
-    deviations = draw(200, B, C, seed=1)
-    weights = torch.tensor([0.5, 0.2, 0.3]).double()
-    p = Prediction(plain.likelihood, plain.centre, deviations, -1, draw(2, B, C, seed=7), weights)
+    plain = replace(prediction(Classification()), deviations=draw(200, B, C, seed=1))
+    certain = draw(2, B, C, seed=7)
+    p = with_certain(plain, certain)
     for first in (20, 200):
-        counts = [(p.samples[:first] == f).all(-1).all(-1).sum().item() for f in p.beside]
+        counts = [(p.samples[:first] == f).all(-1).all(-1).sum().item() for f in certain]
         assert counts == pytest.approx([0.2 * first, 0.3 * first], abs=2)
 
 
@@ -327,7 +334,7 @@ def test_smoothed_mixtures_average_the_parts():
     p = mixture(Classification())
     own = Prediction(p.likelihood, p.centre, p.deviations)
     for shared in (False, True):
-        parts = [own.smoothed(shared), *p.beside.softmax(-1)]
+        parts = [own.smoothed(shared), *(member.centre.softmax(-1) for member in p.members[1:])]
         expected = sum(w * part for w, part in zip(p.weights, parts))
         assert_close(p.smoothed(shared), expected)
 

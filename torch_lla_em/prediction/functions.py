@@ -70,7 +70,7 @@ def own_precision(values: Tensor) -> Iterator[None]:
 
 def number_of_functions(deviations: Tensor, at_least: int = FUNCTIONS) -> int:
     """Return S, the number of functions that ``functions_of`` returns."""
-    return 2 * len(deviations) * _sets(deviations, at_least)
+    return 2 * len(deviations) * _sets(deviations, at_least) if len(deviations) else 1
 
 
 def _sets(deviations: Tensor, at_least: int) -> int:
@@ -141,7 +141,14 @@ def pair_error(values: Tensor, count: int) -> Tensor:
     """
     half = len(values) // 2
     pairs = 0.5 * (values[:count] + values[half : half + count])
+    if not count:
+        return torch.zeros_like(values[0])
     return pairs.std(0) / count**0.5 if count > 1 else torch.full_like(pairs[0], float("nan"))
+
+
+def mean_square(deviations: Tensor) -> Tensor:
+    """Return the variance of samples, 0 if there are none."""
+    return deviations.square().sum(0) / max(1, len(deviations))
 
 
 def joint_gaussian(residual: Tensor, deviations: Tensor, sigma: Tensor) -> Tensor:
@@ -162,7 +169,7 @@ def joint_gaussian(residual: Tensor, deviations: Tensor, sigma: Tensor) -> Tenso
 
 @dataclass(frozen=True, repr=False)
 class Functions:
-    """A distribution over functions at B inputs: a posterior, and further functions with weights.
+    """A distribution over functions at B inputs: that of a posterior, or a mixture of several.
 
     The classes are last in the fields, wherever the model has them.
     """
@@ -170,82 +177,75 @@ class Functions:
     likelihood: Likelihood
 
     centre: Tensor
-    """The mean of the posterior over functions, f or J w_lin, shape (B, ..., C)."""
+    """The mean over functions, (B, ..., C); in a mixture with weights that of the first member."""
 
     deviations: Tensor
-    """Samples minus their mean, √τ J w_k, shape (K, B, ..., C), joint over inputs."""
+    """Samples minus this mean, √τ J w_k, (K, B, ..., C), joint over inputs; K is 0 without uncertainty."""
 
     class_dim: int = -1
     """The axis of the classes in the network's outputs."""
 
-    beside: Tensor | None = None
-    """Further functions in the mixture, without uncertainty, shape (M, B, ..., C)."""
+    members: tuple[Any, ...] = ()
+    """The distributions whose mixture this is; otherwise empty."""
 
     weights: Tensor | None = None
-    """Weights of the posterior and of the further functions, shape (1 + M,); their sum is 1."""
+    """The weights of a posterior and of functions without uncertainty, whose sum is 1; None: equal."""
 
-    members: tuple[Any, ...] = ()
-    """The mixtures whose average this is, for an ensemble of posteriors; otherwise empty."""
+    def _shares(self) -> Tensor:
+        """Return the weights of the members, also if they are equal."""
+        count = len(self.members)
+        return self.centre.new_full((count,), 1 / count) if self.weights is None else self.weights
 
-    @property
-    def _parts(self) -> tuple[Any, ...]:
-        return self.members or (self,)
+    def _averaged(self, of: Callable[[Any], Tensor]) -> Tensor:
+        """Return the mean of a quantity over the members."""
+        values = [of(member) for member in self.members]
+        return average(torch.stack(values), self.weights)
 
-    def _centres(self) -> Tensor:
-        """Return the means of all components, (1 + M, B, ..., C)."""
-        centre = self.centre[None]
-        return centre if self.beside is None else torch.cat([centre, self.beside])
-
-    def _weights_of_parts(self, count: int) -> Tensor:
-        """Return the weights of members or components, (count,)."""
-        equal = torch.full((count,), 1 / count, device=self.centre.device)
-        return equal if self.weights is None else self.weights
+    def _total_variance(
+        self, within: Callable[[Any], Tensor], of: Callable[[Any], Tensor]
+    ) -> Tensor:
+        """Return the mean of a variance over the members, plus the variance of a mean."""
+        mean = self._averaged(of)
+        return self._averaged(lambda member: within(member) + (of(member) - mean).square())
 
     def _mean(self) -> Tensor:
-        return average(self._centres(), self.weights)
+        return self._averaged(Functions._mean) if self.members else self.centre
 
     def _variance_of_f(self) -> Tensor:
         if self.members:
-            within = torch.stack([member._variance_of_f() for member in self.members])
-            return within.mean(0) + self._spread(Functions._mean)
-        variance = self.deviations.square().mean(0)
-        if self.beside is None:
-            return variance
-        spread = average((self._centres() - self._mean()).square(), self.weights)
-        return self.weights[0].to(variance) * variance + spread
-
-    def _spread(self, of: Callable[[Any], Tensor]) -> Tensor:
-        """Return the variance of a quantity over the members of an ensemble."""
-        return torch.stack([of(member) for member in self.members]).var(0, correction=0)
+            return self._total_variance(Functions._variance_of_f, Functions._mean)
+        return mean_square(self.deviations)
 
     def _samples(self) -> Tensor:
         """Return K functions, (K, B, ..., C), of every component in proportion to its weight."""
-        samples = self.centre + self.deviations
-        if self.beside is None:
+        if not self.members:
+            return self.centre + self.deviations
+        samples = torch.cat([member._samples() for member in self.members])
+        if self.weights is None:
             return samples
-        part, own = slots(self.weights, len(samples)), torch.arange(len(samples), device="cpu")
-        chosen = torch.where(part > 0, len(samples) + part - 1, own)
-        return torch.cat([samples, self.beside])[chosen.to(samples.device)]
+        count, certain = len(samples), [member.centre for member in self.members[1:]]
+        part, own = slots(self.weights, count), torch.arange(count, device="cpu")
+        chosen = torch.where(part > 0, count + part - 1, own)
+        return torch.cat([samples, torch.stack(certain)])[chosen.to(samples.device)]
 
     def _functions(self, rows: slice = slice(None), at_least: int = FUNCTIONS) -> Tensor:
-        """Return S functions, (S, b, ..., C), those of the posterior first."""
+        """Return S functions, (S, b, ..., C), those of the first member first."""
         if self.members:
             return torch.cat([member._functions(rows, at_least) for member in self.members])
-        functions = self.centre[rows] + functions_of(self.deviations[:, rows], at_least)
-        return functions if self.beside is None else torch.cat([functions, self.beside[:, rows]])
+        if not len(self.deviations):  # without uncertainty
+            return self.centre[rows][None]
+        return self.centre[rows] + functions_of(self.deviations[:, rows], at_least)
 
-    def _weights(self, at_least: int = FUNCTIONS) -> Tensor | None:
+    def _weights(self) -> Tensor | None:
         """Return the weight of each of these functions, (S,), or None if they are equal."""
-        if self.members:
-            each = [member._weights(at_least) for member in self.members]
-            counts = [number_of_functions(member.deviations, at_least) for member in self.members]
-            equal = (self.centre.new_full((n,), 1 / n) for n in counts)
-            return torch.cat([e if w is None else w for e, w in zip(equal, each)]) / len(each)
-        if self.weights is None:
+        if not self.members:
             return None
-        count, weights = number_of_functions(self.deviations, at_least), self.weights
-        weights = weights.to(self.centre)
-        return torch.cat([(weights[:1] / count).expand(count), weights[1:]])
+        each = []
+        for share, member in zip(self._shares(), self.members):
+            own, count = member._weights(), number_of_functions(member.deviations)
+            equal = self.centre.new_full((count,), 1 / count)
+            each.append(share.to(equal) * (equal if own is None else own))
+        return torch.cat(each)
 
     def _weighting(self) -> tuple[Tensor, ...]:
         """Return the weights as an argument, which a user's likelihood may not take."""
@@ -254,15 +254,16 @@ class Functions:
 
     def _alike(self) -> Tensor:
         """Return functions of equal weights, (S, B, ..., C)."""
-        functions = self._functions()
-        if self.beside is None:
-            return functions
-        weights, count = self.weights.tolist(), len(functions) - len(self.beside)
-        total = min(count / max(weights[0], 1e-9), _ALIKE)
-        half, pairs = round(0.5 * total * weights[0]), functions[:count].unflatten(0, (2, -1))
+        if self.weights is None:
+            members = self.members
+            return torch.cat([m._alike() for m in members]) if members else self._functions()
+        first, *certain = self.members
+        functions, weights = first._functions(), self.weights.tolist()
+        total = min(len(functions) / max(weights[0], 1e-9), _ALIKE)
+        half, pairs = round(0.5 * total * weights[0]), functions.unflatten(0, (2, -1))
         copies = (
-            function.expand(round(total * weight), *function.shape)
-            for function, weight in zip(self.beside, weights[1:])
+            member.centre.expand(round(total * weight), *member.centre.shape)
+            for member, weight in zip(certain, weights[1:])
         )
         return torch.cat([pairs[:, :half].flatten(0, 1), *copies])
 

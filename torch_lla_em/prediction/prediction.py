@@ -17,7 +17,7 @@ from torch_lla_em.prediction.functions import (
     JOINT,
     joint_gaussian,
     log_mean,
-    number_of_functions,
+    mean_square,
     own_precision,
     pair_error,
     quantile,
@@ -42,8 +42,8 @@ class Prediction(Printed, Conformal):
     ``p_value``, ``is_ood``, ``prediction_set`` and ``interval`` compare the inputs with the
     validation set. All shapes are those of the network's outputs, (B, ..., C).
 
-    The distribution is a mixture of the posterior and of further functions without uncertainty. The
-    prediction of a ``LaplaceEnsemble`` averages the mixtures of its members. ``print`` shows a table.
+    The distribution is a mixture of ``members``, the posterior and further functions without
+    uncertainty; the members of a ``LaplaceEnsemble`` are such mixtures. ``print`` shows a table.
 
     Example:
         >>> prediction = la.predict(x)
@@ -90,18 +90,18 @@ class Prediction(Printed, Conformal):
     @property
     def covariance(self) -> Tensor:
         """The covariance of f over all inputs and outputs, of ``mean.flatten()``, (B C, B C)."""
-        parts = self.members or self._centres()
-        means = [p.mean if self.members else self._out(p) for p in parts]
-        apart = (torch.stack(means) - self.mean).flatten(1)
-        weights = self._weights_of_parts(len(apart)).to(apart)
-        if self.members:
-            within = torch.stack([member.covariance for member in self.members]).mean(0)
-        else:
-            flat = self._out(self.deviations, leading=1).flatten(1)
+
+        def products(flat: Tensor) -> Tensor:
             with own_precision(flat):
-                within = weights[0] * (flat.T @ flat / len(flat))
-        with own_precision(apart):
-            return within + apart.T @ (weights[:, None] * apart)
+                return flat.T @ flat
+
+        if not self.members:
+            flat = self._out(self.deviations, leading=1).flatten(1)
+            return products(flat) / max(1, len(flat))
+        mean = self.mean
+        return self._averaged(
+            lambda member: member.covariance + products((member.mean - mean).flatten()[None])
+        )
 
     @property
     def samples(self) -> Tensor:
@@ -110,7 +110,7 @@ class Prediction(Printed, Conformal):
         Further functions of the mixture replace some of them in proportion to their weight. An
         ensemble has the samples of all members.
         """
-        return self._out(torch.cat([member._samples() for member in self._parts]), leading=1)
+        return self._out(self._samples(), leading=1)
 
     @property
     def functions(self) -> Tensor:
@@ -120,13 +120,12 @@ class Prediction(Printed, Conformal):
         mirror image, and random rotations of the samples reduce the error of averages. Further
         functions of the mixture are repeated in proportion to their weight.
         """
-        return self._out(torch.cat([member._alike() for member in self._parts]), leading=1)
+        return self._out(self._alike(), leading=1)
 
     @property
     def predictive_samples(self) -> Tensor:
         """E[y | f_k]: the samples after the link function, such as softmax, (K, B, ..., C)."""
-        samples = torch.cat([member._samples() for member in self._parts])
-        return self._out(self.likelihood.mean(samples), leading=1)
+        return self._out(self.likelihood.mean(self._samples()), leading=1)
 
     @property
     def expectation(self) -> Tensor:
@@ -151,8 +150,7 @@ class Prediction(Printed, Conformal):
         It does not include the errors of λ and of the curvature, so fits with different seeds differ
         by more. It is 0 for continuous targets and NaN for a single sample.
         """
-        errors = torch.stack([member._standard_error() for member in self._parts])
-        return self._out(errors.square().sum(0).sqrt() / len(errors))
+        return self._out(self._standard_error())
 
     @property
     def probs(self) -> Tensor:
@@ -231,7 +229,7 @@ class Prediction(Printed, Conformal):
         if self.likelihood.real_valued:
             centre, half = self._expected(), z * self._variance().sqrt()
             lower, upper = centre - half, centre + half
-        elif self.likelihood.monotone and self.beside is None:
+        elif self.likelihood.monotone and not self.members:
             half = z * self._variance_of_f().sqrt()
             lower = self.likelihood.mean(self.centre - half)
             upper = self.likelihood.mean(self.centre + half)
@@ -255,8 +253,7 @@ class Prediction(Printed, Conformal):
         Returns:
             Probabilities or rates, shape (B, ..., C).
         """
-        each = [member._smoothed(shared) for member in self._parts]
-        return self._out(torch.stack(each).mean(0))
+        return self._out(self._smoothed(shared))
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_n | x_n) of each example on its own, shape (B,).
@@ -284,33 +281,31 @@ class Prediction(Printed, Conformal):
         Raises:
             ValueError: If the targets do not fit the outputs.
         """
-        y = self._aligned(y)
-        return log_mean(torch.stack([member._own_joint_log_prob(y) for member in self._parts]))
+        return self._joint_log_prob(self._aligned(y))
 
     def _log_prob(self, y: Tensor) -> Tensor:
-        return log_mean(torch.stack([member._own_log_prob(y) for member in self._parts]))
-
-    def _own_log_prob(self, y: Tensor) -> Tensor:
+        if self.members:
+            return log_mean(torch.stack([m._log_prob(y) for m in self.members]), self.weights)
         if self._is_gaussian:
             variance = self._variance()
             error = y - self.likelihood.mean(self.centre)
             return sum_rows(-0.5 * (error**2 / variance + (2 * pi * variance).log()), y)
-        weights = self._weights()
-        return self._over_rows(
-            lambda f, rows: log_mean(self.likelihood.log_prob(f, y[rows]), weights)
-        )
+        return self._over_rows(lambda f, rows: log_mean(self.likelihood.log_prob(f, y[rows])))
 
-    def _own_joint_log_prob(self, y: Tensor) -> Tensor:
+    def _joint_log_prob(self, y: Tensor) -> Tensor:
+        if self.members:
+            each = [member._joint_log_prob(y) for member in self.members]
+            return log_mean(torch.stack(each), self.weights)
         if self._is_gaussian:
             residual = y - self.likelihood.mean(self.centre)
             sigma = self.likelihood.variance(self.centre).sqrt()
             return joint_gaussian(residual, self.likelihood.mean(self.deviations), sigma)
         every = self._over_rows(lambda f, rows: self.likelihood.log_prob(f, y[rows]), 1, JOINT)
-        return log_mean(every.sum(1), self._weights(JOINT))
+        return log_mean(every.sum(1))
 
     @property
     def _is_gaussian(self) -> bool:
-        return isinstance(self.likelihood, Regression) and self.beside is None
+        return isinstance(self.likelihood, Regression) and not self.members
 
     def _aligned(self, y: Tensor) -> Tensor:
         """Move the outputs' axis of targets last, and check that they fit."""
@@ -329,19 +324,19 @@ class Prediction(Printed, Conformal):
 
     def _expected(self) -> Tensor:
         if self.likelihood.real_valued:
-            return average(self.likelihood.mean(self._centres()), self.weights)
+            return self.likelihood.mean(self._mean())
         weights = self._weights()
         return self._over_rows(lambda f, _: average(self.likelihood.mean(f), weights))
 
     def _uncertainties(self) -> tuple[Tensor, Tensor]:
         """Return the aleatoric and the epistemic uncertainty."""
         if self.likelihood.real_valued and self.members:
-            each = zip(*(member._uncertainties() for member in self.members))
-            aleatoric, epistemic = (torch.stack(values).mean(0) for values in each)
-            return aleatoric, epistemic + self._spread(Prediction._expected)
+            aleatoric = self._averaged(lambda member: member._uncertainties()[0])
+            of = Prediction._expected
+            return aleatoric, self._total_variance(lambda member: member._uncertainties()[1], of)
         if self._is_gaussian:  # E[y | f] is linear in f
-            deviations = self.likelihood.mean(self.deviations)
-            return self.likelihood.variance(self.centre), deviations.square().mean(0)
+            epistemic = mean_square(self.likelihood.mean(self.deviations))
+            return self.likelihood.variance(self.centre), epistemic
         weights = self._weighting()
         both = self._over_rows(
             lambda f, _: torch.stack(self.likelihood.uncertainties(f, *weights)), dim=1
@@ -351,24 +346,22 @@ class Prediction(Printed, Conformal):
     def _standard_error(self) -> Tensor:
         if self.likelihood.real_valued:
             return torch.zeros_like(self.likelihood.mean(self.centre))
-        count, samples = number_of_functions(self.deviations), len(self.deviations)
-        share = 1.0 if self.weights is None else self.weights[0].to(self.centre)
-        return share * self._over_rows(
-            lambda f, _: pair_error(self.likelihood.mean(f[:count]), samples)
-        )
+        if self.members:
+            errors = torch.stack([member._standard_error() for member in self.members])
+            return average(errors.square(), self._shares().square()).sqrt()
+        count = len(self.deviations)
+        return self._over_rows(lambda f, _: pair_error(self.likelihood.mean(f), count))
 
     def _smoothed(self, shared: bool) -> Tensor:
-        variance = self.deviations.square().mean(0)
+        if self.members:
+            return self._averaged(lambda member: member._smoothed(shared))
+        variance = self._variance_of_f()
         if shared and not self.likelihood.monotone and self.centre.shape[-1] > 1:
             # half the mean variance of a difference of two outputs, which a shift does not change
             contrasts = self.deviations - self.deviations.mean(-1, keepdim=True)
-            total = contrasts.square().mean(0).sum(-1, keepdim=True)
+            total = mean_square(contrasts).sum(-1, keepdim=True)
             variance = total / (self.centre.shape[-1] - 1)
-        smoothed = self.likelihood.smoothed_mean(self.centre, variance)[None]
-        if self.beside is not None:
-            certain = self.likelihood.smoothed_mean(self.beside, torch.zeros_like(variance))
-            smoothed = torch.cat([smoothed, certain])
-        return average(smoothed, self.weights)
+        return self.likelihood.smoothed_mean(self.centre, variance)
 
     def first(self, count: int) -> Prediction:
         """Return the prediction of the first few inputs, detached.
@@ -376,11 +369,9 @@ class Prediction(Printed, Conformal):
         Args:
             count (int): The number of inputs.
         """
-        if self.members:
-            return self.averaged([member.first(count) for member in self.members], self.class_dim)
-        beside = None if self.beside is None else self.beside[:, :count].detach()
         centre, deviations = self.centre[:count].detach(), self.deviations[:, :count].detach()
-        return replace(self, centre=centre, deviations=deviations, beside=beside, judge=None)
+        members = tuple(member.first(count) for member in self.members)
+        return replace(self, centre=centre, deviations=deviations, members=members, judge=None)
 
     def _table(self) -> tuple[str, Cells]:
         return of_prediction(self)

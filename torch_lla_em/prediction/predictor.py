@@ -277,5 +277,6 @@ class Predictor:
 def _redrawn(prediction: Prediction, generator: torch.Generator) -> Prediction:
     """Return a prediction by new samples with the same covariance."""
     members = tuple(_redrawn(member, generator) for member in prediction.members)
-    drawn = mixed(prediction.deviations, generator)
+    is_posterior = prediction.weights is not None  # with functions without uncertainty
+    drawn = members[0].deviations if is_posterior else mixed(prediction.deviations, generator)
     return replace(prediction, deviations=drawn, members=members)

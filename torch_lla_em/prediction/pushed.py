@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -85,8 +86,13 @@ def predicted(
             kept = training.kept_share(likelihood, Jw[1:])
             centres = centres * kept.view(-1, *(1,) * (f.dim() - 1))
         nearest = partial(training.distance, likelihood, Jw[1:])
-    beside = (centres[1:], table[:, WEIGHT]) if len(table) > 1 else ()
-    return Prediction(likelihood, centres[0], deviations, class_dim, *beside, nearest=nearest)
+    prediction = Prediction(likelihood, centres[0], deviations, class_dim)
+    if len(table) == 1:
+        return replace(prediction, nearest=nearest)
+    certain = (replace(prediction, centre=c, deviations=deviations[:0]) for c in centres[1:])
+    return replace(
+        prediction, members=(prediction, *certain), weights=table[:, WEIGHT], nearest=nearest
+    )
 
 
 class Pushed(NamedTuple):

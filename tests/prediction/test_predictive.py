@@ -337,6 +337,7 @@ def test_smoothed_mixtures_average_the_parts():
         parts = [own.smoothed(shared), *(member.centre.softmax(-1) for member in p.members[1:])]
         expected = sum(w * part for w, part in zip(p.weights, parts))
         assert_close(p.smoothed(shared), expected)
+    assert_close(p.standard_error, 0.5 * own.standard_error)
 
 
 def test_the_standard_error_is_that_of_the_samples():

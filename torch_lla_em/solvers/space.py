@@ -85,7 +85,8 @@ class Space:
         if not len(live):
             return rows[:0].clone(), norms.new_zeros(len(rows), 0)
         units = norms[live] if floor == 0 else torch.ones_like(norms[live])
-        gram = self.gram(rows, rows)[live][:, live] / torch.outer(units, units)
+        known = rows if len(live) == len(rows) else rows[live]
+        gram = self.gram(known, known) / torch.outer(units, units)
         squares, vectors = torch.linalg.eigh(gram)
         singular = squares.clamp_min(0).sqrt()
         least = 10 * len(live) ** 0.5 * max(torch.finfo(rows.dtype).eps, _RESOLVED) * singular[-1]
@@ -99,9 +100,7 @@ class Space:
             parts, turn = (vectors * singular)[:, kept], (vectors / singular)[:, kept].T
         coefficients = norms.new_zeros(len(rows), turn.shape[0])
         coefficients[live] = units[:, None] * parts
-        turns = norms.new_zeros(coefficients.shape).T
-        turns[:, live] = turn / units
-        basis = combine(turns, rows)
+        basis = combine(turn / units, known)
         # the basis of nearly dependent vectors is orthonormal only up to rounding
         left = torch.linalg.cholesky(self.overlap(basis, basis))
         turn = torch.linalg.inv(left).to(basis)

@@ -133,7 +133,7 @@ class Study:
         def note(info: Info | None, _: object) -> None:
             if info is not None:
                 spent = problem.spent["columns"] / K, problem.spent["single"]
-                path.append([*spent, info.hyper.precision.item()])
+                path.append([*spent, info.found.hyper.precision.item()])
 
         options = FitOptions(K, 0, True, False, solver, 0.05, "network", "mackay", 20, None)
         learn(problem, options, note)

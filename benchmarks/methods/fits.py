@@ -43,7 +43,7 @@ def whole_fit(problem: Counted, num_samples: int, fit: Fit) -> dict:
 
     def note(info: Info | None, _: object) -> None:
         if info is not None:
-            path.append(info.hyper.precision.tolist())
+            path.append(info.found.hyper.precision.tolist())
 
     steps = _SGD_STEPS if isinstance(fit.solver, SGD) else 20
     options = FitOptions(
@@ -65,13 +65,14 @@ def whole_fit(problem: Counted, num_samples: int, fit: Fit) -> dict:
         except DivergenceError as error:
             passes = problem.spent["columns"] / num_samples
             return {"failed": str(error).split(":")[0], "passes": passes}
+    gamma = posterior.effective_dim.value.sum()
     return {
         "path": [*path, posterior.hyper.precision.tolist()],
         "passes": problem.spent["columns"] / num_samples,
         "single": problem.spent["single"],
         "seconds": time.monotonic() - begin,
-        "gamma": posterior.effective_dim.value.sum().item(),
-        "error": posterior.sample_error,
+        "gamma": gamma.item(),
+        "error": (posterior.certificate.square().mean() / gamma.clamp_min(1)).sqrt().item(),
         "warnings": sorted({re.split(r"[.:](?:\s|$)", str(w.message))[0] for w in caught}),
     }
 

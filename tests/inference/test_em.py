@@ -27,7 +27,7 @@ class Halving:
             number = 1 if step is None else step.number + 1
             step = Step(number, state.hyper, log, hyper, 1.0, settled)
         dims, one = torch.ones(2).double(), torch.ones(()).double()
-        found = Expectation(hyper, dims, one, 1.0, None, None, None, dims, 0.0, 0.0)
+        found = Expectation(hyper, dims, one, 1.0, dims, 0.0, 0.0)
         return Found(found, step, own=len(self.kept))
 
     def is_exact(self, state):

@@ -135,7 +135,7 @@ def test_em_follows_the_dense_path(name, g_prior, layerwise, monkeypatch):
         precision, sigma, gamma, _ = dense_step(exact, precision, sigma, layout, layerwise)
         # the mode is known to 1e-6, and pruned blocks are all but gone
         assert_close(state.hyper.precision, precision, rtol=1e-3, atol=0)
-        assert_close(state.info.effective_dim.value.sum(), gamma.sum(), rtol=1e-4, atol=0)
+        assert_close(state.info.found.effective_dim.value.sum(), gamma.sum(), rtol=1e-4, atol=0)
         if sigma is not None:
             assert_close(state.hyper.sigma, sigma, rtol=1e-4, atol=0)
 
@@ -176,7 +176,7 @@ def test_em_converges_to_the_dense_fixed_point(name, g_prior, solver, monkeypatc
     expected, sigma, gamma = dense_fixed_point(exact, *start, noise.prior.layout, False)
     # EM stops once λ moves by less than one per cent
     assert_close(last.hyper.precision, expected, rtol=0.02, atol=0)
-    assert_close(last.info.effective_dim.value, gamma.sum(), rtol=0.02, atol=0)
+    assert_close(last.info.found.effective_dim.value, gamma.sum(), rtol=0.02, atol=0)
     if sigma is not None:
         assert_close(last.hyper.sigma, sigma, rtol=0.01, atol=0)
 

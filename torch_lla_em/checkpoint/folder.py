@@ -15,7 +15,7 @@ from torch_lla_em.runtime import Group, files, first, pack, records, unpack
 
 logger = logging.getLogger("torch_lla_em")
 
-FORMAT = 6
+FORMAT = 7
 """Version of the files in a checkpoint folder."""
 
 _HEADER, _STATE, _FINISHED = "header.pt", "state.pt", "posterior.pt"

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from torch_lla_em.inference.mackay import (
-    Estimate,
     Expectation,
     Hyperparameters,
     MStep,
@@ -23,25 +21,11 @@ from torch_lla_em.problem import Problem
 
 
 class Info(NamedTuple):
-    """The result of one EM step: hyperparameters and the expectations under them."""
+    """The record of one EM step."""
 
-    hyper: Hyperparameters
-    """λ and σ of the E-step."""
+    found: Expectation
+    """The result of its E-step."""
 
-    effective_dim: Estimate
-    """γ, () or (blocks,), with its standard error over samples."""
-
-    squared_norm: Tensor
-    """‖w_lin / scale‖², () or (blocks,)."""
-
-    loss: float
-    """Σ_n -log p(y_n | J_n w_lin)."""
-
-    log_evidence: Estimate
-    """Log evidence at the λ and σ of the E-step; NaN if it would need more passes."""
-
-    mode_error: float
-    sample_error: float
     columns: float
     """Number of columns multiplied by the GGN since the start; a pass with K columns counts K."""
 
@@ -50,19 +34,21 @@ class Info(NamedTuple):
 
 def record_of(info: Info, number: int, data_passes: int) -> dict[str, Any]:
     """Return the entry of an EM step in ``history``: plain numbers, and lists for several blocks."""
-    sigma = info.hyper.sigma
+    found = info.found
+    precision, sigma = found.hyper
+    gamma, evidence = found.effective_dim, found.log_evidence
     return {
         "step": number,
-        "prior_precision": info.hyper.precision.tolist(),
+        "prior_precision": precision.tolist(),
         "sigma_noise": None if sigma is None else sigma.tolist(),
-        "effective_dim": info.effective_dim.value.tolist(),
-        "effective_dim_error": info.effective_dim.standard_error.tolist(),
-        "squared_norm": info.squared_norm.tolist(),
-        "loss": info.loss,
-        "mode_residual": info.mode_error,
-        "sample_residual": info.sample_error,
-        "log_evidence": info.log_evidence.value.item(),
-        "log_evidence_error": info.log_evidence.standard_error.item(),
+        "effective_dim": gamma.value.tolist(),
+        "effective_dim_error": gamma.standard_error.tolist(),
+        "squared_norm": found.squared_norm.tolist(),
+        "loss": found.loss,
+        "mode_residual": found.mode_error,
+        "sample_residual": found.sample_error,
+        "log_evidence": evidence.value.item(),
+        "log_evidence_error": evidence.standard_error.item(),
         "data_passes": data_passes,
         "columns": info.columns,
         "seconds": info.seconds,
@@ -157,17 +143,7 @@ def em(e_step: EStep, m_step: MStep, start: State, max_steps: int = 20) -> Itera
     state = start
     while not (state.is_kept(max_steps) and (state.ended or e_step.is_exact(state))):
         found, step, own, ended = e_step.advance(state, m_step, state.is_kept(max_steps))
-        info = Info(
-            found.hyper,
-            Estimate.of(found.effective_dims),
-            found.squared_norm,
-            found.loss,
-            Estimate.of(found.log_evidences),
-            found.mode_error,
-            found.sample_error,
-            m_step.problem.cost.columns,
-            time.monotonic() - began,
-        )
+        info = Info(found, m_step.problem.cost.columns, time.monotonic() - began)
         fresh = step.number > (0 if state.step is None else state.step.number)
         state = State(step.hyper, step, info, own, fresh, ended)
         yield state

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -72,33 +72,22 @@ class IterativeEStep:
 
     def advance(self, state: State, m_step: MStep, kept: bool) -> Found:
         """Return the expectations at a state's λ and σ, and the step that follows."""
-        found, solved = self.expect(state, SAMPLE_TOLERANCE, MODE_TOLERANCE)
-        return Found(found, m_step(found, state.step), solved)
+        problem, noise, mode, samples = self._solve(state, SAMPLE_TOLERANCE, MODE_TOLERANCE)
+        found = Expectation(
+            state.hyper,
+            samples.effective_dims,
+            noise.prior.squared_norm(mode.w),
+            mode.loss,
+            torch.full_like(samples.certificate, float("nan")),
+            mode.error,
+            samples.error,
+            *noise_sums(problem, state.hyper, mode, samples),
+        )
+        return Found(found, m_step(found, state.step), Solved(mode.w, samples.w))
 
     def is_exact(self, state: State) -> bool:
         """Return True: ``posterior`` solves for the last λ."""
         return True
-
-    def expect(
-        self, state: State, tolerance: float, mode_tolerance: float
-    ) -> tuple[Expectation, Solved]:
-        """Return the expectations for the M-step, and the solutions."""
-        hyper = state.hyper
-        problem, noise, mode, samples = self._solve(state, tolerance, mode_tolerance)
-        residual, targets, noise_dims = noise_sums(problem, hyper, mode, samples)
-        found = Expectation(
-            hyper,
-            samples.effective_dims,
-            noise.prior.squared_norm(mode.w),
-            mode.loss,
-            residual,
-            targets,
-            noise_dims,
-            torch.full_like(samples.certificate, float("nan")),
-            mode.error,
-            samples.error,
-        )
-        return found, Solved(mode.w, samples.w)
 
     def posterior(self, state: State) -> Posterior:
         """Return the posterior at the final λ and σ."""
@@ -115,10 +104,6 @@ class IterativeEStep:
             samples.certificate,
             Estimate.of(log_evidences(mode.loss, hyper.precision, norm, dets)),
             mode.loss,
-            mode.error,
-            samples.error,
-            None,
-            None,
         )
 
     def _solve(
@@ -142,35 +127,23 @@ class IterativeEStep:
 
     def _at_noise(self, hyper: Hyperparameters) -> tuple[Problem, StochasticPrior]:
         """Return problem and noise at σ; η is drawn again if σ has one value per output."""
-        if hyper.sigma is None or torch.equal(hyper.sigma, sigma_of(self.problem)):
+        last, gaussian = sigma_of(self.problem), cast(Any, self.problem.likelihood)
+        if hyper.sigma is None or torch.equal(hyper.sigma, last):
             return self.problem, self.noise
-        if hyper.sigma.dim():
-            self.problem = at_sigma(self.problem, hyper.sigma)
-            self.noise = self.noise.drawn_again(self.problem)
-            return self.problem, self.noise
-        return at_scalar_sigma(self.problem, self.noise, hyper.sigma)
-
-
-def at_sigma(problem: Problem, sigma: Tensor) -> Problem:
-    """Return the problem of a Gaussian likelihood at another noise."""
-    gaussian: Any = problem.likelihood
-    return problem.with_likelihood(gaussian.at_noise(sigma))
-
-
-def at_scalar_sigma(
-    problem: Problem, noise: StochasticPrior, sigma: Tensor
-) -> tuple[Problem, StochasticPrior]:
-    """Return the problem and the random probes at another scalar σ; η is proportional to 1 / σ."""
-    ratio = (sigma / sigma_of(problem)).item()
-    return at_sigma(problem, sigma), noise._replace(eta=noise.eta / ratio)
+        problem = self.problem.with_likelihood(gaussian.at_noise(hyper.sigma))
+        if not hyper.sigma.dim():  # η is proportional to 1 / σ
+            ratio = (hyper.sigma / last).item()
+            return problem, self.noise._replace(eta=self.noise.eta / ratio)
+        self.problem, self.noise = problem, self.noise.drawn_again(problem)
+        return self.problem, self.noise
 
 
 def noise_sums(
     problem: Problem, hyper: Hyperparameters, mode: LinearMode, samples: PosteriorSamples
-) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
-    """Return Σ_n (y_n - J_n w_lin)², Σ_n y_n² and γ by output, the shape of σ; None without a σ."""
+) -> tuple[Tensor, ...]:
+    """Return Σ_n (y_n - J_n w_lin)², Σ_n y_n² and γ by output, the shape of σ; () without a σ."""
     if hyper.sigma is None:
-        return None, None, None
+        return ()
     if not hyper.sigma.dim():
         sums = [squared_residual(problem, w)[0] for w in (mode.w, torch.zeros_like(mode.w))]
         return *hyper.sigma.new_tensor(sums), samples.effective_dims.mean(0).sum()

@@ -37,6 +37,20 @@ class Hyperparameters(NamedTuple):
     """σ of a Gaussian likelihood, () or (C,), in float64."""
 
 
+class Estimate(NamedTuple):
+    """A Monte Carlo mean and its standard error over samples."""
+
+    value: Tensor
+    standard_error: Tensor
+
+    @classmethod
+    def of(cls, samples: Tensor) -> Estimate:
+        """Return the mean over the first axis; the error is NaN for one sample."""
+        if len(samples) < 2:
+            return cls(samples.mean(0), torch.full_like(samples[0], float("nan")))
+        return cls(samples.mean(0), samples.std(0) / sqrt(len(samples)))
+
+
 class Expectation(NamedTuple):
     """The result of an E-step at one λ and σ, for the M-step."""
 
@@ -52,34 +66,35 @@ class Expectation(NamedTuple):
     loss: float
     """Σ_n -log p(y_n | J_n w_lin)."""
 
-    residual: Tensor | None
-    """Σ_n (y_n - J_n w_lin)², the shape of σ; None if the likelihood is not Gaussian."""
-
-    targets: Tensor | None
-    """Σ_n y_n², the shape of σ."""
-
-    noise_dims: Tensor | None
-    """γ by output, the shape of σ."""
-
     log_evidences: Tensor
     """Log evidence with the log det of every sample, (K,); NaN if it would need more passes."""
 
     mode_error: float
     sample_error: float
 
+    residual: Tensor | None = None
+    """Σ_n (y_n - J_n w_lin)², the shape of σ; None if the likelihood is not Gaussian."""
 
-class Estimate(NamedTuple):
-    """A Monte Carlo mean and its standard error over samples."""
+    targets: Tensor | None = None
+    """Σ_n y_n², the shape of σ."""
 
-    value: Tensor
-    standard_error: Tensor
+    noise_dims: Tensor | None = None
+    """γ by output, the shape of σ."""
 
-    @classmethod
-    def of(cls, samples: Tensor) -> Estimate:
-        """Return the mean over the first axis; the error is NaN for one sample."""
-        if len(samples) < 2:
-            return cls(samples.mean(0), torch.full_like(samples[0], float("nan")))
-        return cls(samples.mean(0), samples.std(0) / sqrt(len(samples)))
+    @property
+    def effective_dim(self) -> Estimate:
+        """γ, () or (blocks,), with its standard error over samples."""
+        return Estimate.of(self.effective_dims)
+
+    @property
+    def log_evidence(self) -> Estimate:
+        """Log evidence, with its standard error over samples."""
+        return Estimate.of(self.log_evidences)
+
+    @property
+    def error(self) -> float:
+        """The larger of the errors of the samples and of the mode."""
+        return max(self.sample_error, self.mode_error)
 
 
 def function_space_Mackay_update(
@@ -185,11 +200,6 @@ def _bounded(proposed: Tensor, current: Tensor, warns: bool = True) -> Tensor:
     return kept
 
 
-def monte_carlo_error(effective_dim: Tensor, num_samples: int) -> Tensor:
-    """Return max(0.01, 1 / √(K γ)), the Monte Carlo error of log λ, () or (blocks,)."""
-    return (num_samples * effective_dim.clamp_min(1e-12)).rsqrt().clamp_min(0.01)
-
-
 class Step(NamedTuple):
     """One step of λ and σ."""
 
@@ -210,11 +220,6 @@ class Step(NamedTuple):
 
     settled: bool
     """Whether the remaining distance of a geometric convergence is below the Monte Carlo error."""
-
-    @property
-    def moved(self) -> float:
-        """The largest |Δ log λ|."""
-        return (self.hyper.precision / self.start.precision).log().abs().max().item()
 
 
 @dataclass(frozen=True)
@@ -269,11 +274,11 @@ class MStep:
     def allowed(self, gamma: Tensor, num_samples: int) -> Tensor:
         """Return the change of log λ that counts as converged, () or (blocks,).
 
-        With update="em" it is 0.1 %, because small steps do not mean that the fixed point is close.
+        It is max(0.01, 1 / √(K γ)), the Monte Carlo error of log λ. With update="em" it is 0.1 %, because small steps do not mean that the fixed point is close.
         """
         if self.update == "em":
             return torch.full_like(gamma, 1e-3)
-        return monte_carlo_error(gamma, num_samples)
+        return (num_samples * gamma.clamp_min(1e-12)).rsqrt().clamp_min(0.01)
 
     def accelerated(
         self, before: Step | None, start: Hyperparameters, proposed: Hyperparameters
@@ -290,10 +295,11 @@ class MStep:
 
 def warn_unsettled(last: Step) -> None:
     """Log a warning that EM has not converged."""
+    moved = (last.hyper.precision / last.start.precision).log().abs().max().item()
     logger.warning(
         "The prior precision has not converged after %d EM steps: the last one changed it by a "
         "factor of %.2g. Increase em_steps, or pass a prior_precision closer to the result.",
-        *(last.number, exp(last.moved)),
+        *(last.number, exp(moved)),
     )
 
 

@@ -211,27 +211,20 @@ class OverSpan:
 
     def expectation(self, q: Q, mode_error: float = 0.0, sample_error: float = 0.0) -> Expectation:
         """Return what the M-step needs."""
-        hyper, residual, targets, dims = self.hyper(q), None, None, None
+        hyper = self.hyper(q)
+        sums: tuple[Tensor, ...] = ()
         loss = self.expected.loss(self.outputs(q.mean), None) if self.moves else q.loss
         if hyper.sigma is not None:
             # the loss without its constant: ½ Σ (y - J w)² / σ² at the first σ
             squares = 2 * self._sigma.item() ** 2
             fit = (q.loss - gaussian_constant(self._problem, hyper.sigma)) * q.noise**2
             at_zero = self.expected.loss(torch.zeros_like(self.span.rows.f), None)
-            residual, targets = hyper.sigma.new_tensor([squares * fit, squares * at_zero])
-            dims = q.effective_dims.mean()
-        return Expectation(
-            hyper,
-            q.effective_dims,
-            q.mean.square().sum(),
-            loss,
-            residual,
-            targets,
-            dims,
-            q.bounds,
-            mode_error,
-            sample_error,
-        )
+            sums = (
+                *hyper.sigma.new_tensor([squares * fit, squares * at_zero]),
+                q.effective_dims.mean(),
+            )
+        norm, errors = q.mean.square().sum(), (mode_error, sample_error)
+        return Expectation(hyper, q.effective_dims, norm, loss, q.bounds, *errors, *sums)
 
     def residuals(self, q: Q, sign: float = 1.0) -> Tensor | None:
         """Return the residuals of samples and mean, (K + 1, P); None if the order has changed.

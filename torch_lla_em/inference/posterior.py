@@ -22,12 +22,10 @@ class Posterior(NamedTuple):
     certificate: Tensor
     log_evidence: Estimate
     loss: float
-    mode_error: float
-    sample_error: float
-    spectrum: Spectrum | None
+    spectrum: Spectrum | None = None
     """Of scalar priors solved by block Krylov, at the final noise."""
 
-    modes: Tensor | None
+    modes: Tensor | None = None
     """log λ, objective and slope of the linear mode for known λ, shape (3, M)."""
 
     mixture: Tensor | None = None

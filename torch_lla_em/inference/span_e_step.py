@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.ascent import climb, settle
-from torch_lla_em.inference.em import Found, Info, State
+from torch_lla_em.inference.em import Found, State
 from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.mackay import (
     PRECISION_BOUNDS,
@@ -123,7 +123,7 @@ class SpanEStep:
 
     def is_exact(self, state: State) -> bool:
         """Whether samples and mean are within the tolerance."""
-        return state.own is not None and _error(state.info) <= self._options.tolerance
+        return state.own is not None and state.info.found.error <= self._options.tolerance
 
     def advance(self, state: State, m_step: MStep, kept: bool) -> Found:
         """Add the residuals to the span, update λ, H and mean, and compute the new residuals."""
@@ -138,7 +138,7 @@ class SpanEStep:
             at_rest = not self.span.widen(old.residuals)
             q = over.widened(q, _STEPS if kept else 1)
         before, complete, found_all = q, at_rest or self.span.is_complete, False
-        if not complete and (old is None or state.info.sample_error > 1):
+        if not complete and (old is None or state.info.found.sample_error > 1):
             m_step = replace(m_step, warns=False)  # λ and σ will still change
         climbs = climbs or (complete and self._moves)
         least = PRECISION_BOUNDS[0] if complete else q.precision / _FALL
@@ -161,9 +161,8 @@ class SpanEStep:
                 step = step._replace(number=0 if state.step is None else state.step.number)
         full = not self.span.has_room(len(certificate) + 1) and restarts == _RESTARTS
         best, stalled = (math.inf, 0) if old is None or climbs else (old.best, old.stalled + 1)
-        error = max(found.mode_error, found.sample_error)
-        if error < 0.9 * best:
-            best, stalled = error, 0
+        if found.error < 0.9 * best:
+            best, stalled = found.error, 0
         own = Reached(q, residuals, certificate, restarts, best, stalled)
         ended = complete if self._moves else at_rest and (kept or step.settled)
         return Found(found, step, own, ended or full or stalled == _PATIENCE)
@@ -185,34 +184,29 @@ class SpanEStep:
 
     def posterior(self, state: State) -> Posterior:
         """Return the posterior at the final λ and σ."""
-        q, info = state.own.q, state.info
-        if _error(info) > self._options.tolerance:
-            _warn(info, self._options.tolerance)
+        q, found, over = state.own.q, state.info.found, self.over
+        if found.error > self._options.tolerance:
+            _warn(found, self._options.tolerance)
         columns = self.span.weights(torch.cat([q.mean[None], q.samples]))
-        spectrum = modes = mixture = examples = None
-        evidence = info.log_evidence
-        if self._moves:
-            mixture = _average(self.over, q).to(columns.device)
-            examples = _at_examples(self.over, q.samples).to(columns.device)
-        else:
-            q = self.over.with_evidence(q)
-            evidence, spectrum = Estimate.of(q.bounds), q.curved.spectrum.at_noise(q.noise)
-            modes = torch.stack(self.over.modes(q))
-        return Posterior(
-            info.hyper,
+        known = Posterior(
+            found.hyper,
             columns[0],
             columns[1:].clone(),
             self.noise.prior.scale,
-            info.effective_dim,
+            found.effective_dim,
             state.own.certificate,
-            evidence,
-            info.loss,
-            info.mode_error,
-            info.sample_error,
-            spectrum,
-            modes,
-            mixture,
-            examples,
+            found.log_evidence,
+            found.loss,
+        )
+        if self._moves:
+            of_all = _average(over, q), _at_examples(over, q.samples)
+            mixture, examples = (part.to(columns.device) for part in of_all)
+            return known._replace(mixture=mixture, examples=examples)
+        q = over.with_evidence(q)
+        return known._replace(
+            log_evidence=Estimate.of(q.bounds),
+            spectrum=q.curved.spectrum.at_noise(q.noise),
+            modes=torch.stack(over.modes(q)),
         )
 
 
@@ -308,16 +302,10 @@ def with_fewer(noise: StochasticPrior, number: int) -> StochasticPrior:
     return noise._replace(xi=noise.xi[:number], eta=noise.eta[:number])
 
 
-def _error(info: Info) -> float:
-    """Return the larger of the errors of the samples and of the mean."""
-    return max(info.sample_error, info.mode_error)
-
-
-def _warn(info: Info, tolerance: float) -> None:
-    error = _error(info)
-    refuse_noise(error, info.hyper.precision)
+def _warn(found: Expectation, tolerance: float) -> None:
+    refuse_noise(found.error, found.hyper.precision)
     warnings.warn(
-        f"The posterior has a numerical error of {error:.1e} and did not reach the tolerance of "
+        f"The posterior has a numerical error of {found.error:.1e} and did not reach the tolerance of "
         f"{tolerance:.1e}: there was no memory for more directions, or rounding prevents it. Use "
         "fewer samples, increase `tolerance`, or convert the model and its data to float64.",
         stacklevel=2,

@@ -22,6 +22,16 @@ torch.set_num_threads(1)
 
 
 STRUCTURES = "full", "diagonal"
+KINDS = "ml", "map", "vb"
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
+EVERY_STRUCTURE = pytest.mark.parametrize("structure", STRUCTURES)
+
+
+def made(kind, num_components, **options):
+    if kind == "vb":
+        return VariationalGaussianMixture(num_components, **options)
+    prior = ConjugatePrior() if kind == "map" else None
+    return GaussianMixture(num_components, prior=prior, **options)
 
 
 def as_matrices(parameters, structure):
@@ -42,7 +52,7 @@ def log_joint(x, parameters, structure):
 # Closed forms.
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@EVERY_STRUCTURE
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_density_and_responsibilities(structure, dtype):
     x = draw(dtype=dtype)
@@ -56,7 +66,7 @@ def test_density_and_responsibilities(structure, dtype):
 # The bound.
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@EVERY_STRUCTURE
 def test_bound_and_divergence_add_up_to_the_evidence(structure):
     """The bound is that of the step's responsibilities; the next objective adds the divergence."""
     x = draw()
@@ -80,7 +90,7 @@ def test_bound_and_divergence_add_up_to_the_evidence(structure):
     dim=st.integers(1, 4),
     num_components=st.integers(1, 4),
     structure=st.sampled_from(STRUCTURES),
-    kind=st.sampled_from(["ml", "map", "variational"]),
+    kind=st.sampled_from(KINDS),
     dtype=st.sampled_from([torch.float64, torch.float32]),
     distinct=st.integers(1, 60),
 )
@@ -88,11 +98,7 @@ def test_the_bound_never_falls(seed, n, dim, num_components, structure, kind, dt
     x = draw(seed, n, dim, num_components, dtype)
     x = x[torch.arange(n) % distinct]
     options = {"covariance": structure, "max_steps": 20, "tolerance": 0.0, "seed": seed % 1000}
-    if kind == "variational":
-        mixture = VariationalGaussianMixture(num_components, **options)
-    else:
-        prior = ConjugatePrior() if kind == "map" else None
-        mixture = GaussianMixture(num_components, prior=prior, **options)
+    mixture = made(kind, num_components, **options)
     for _ in mixture.steps(x):
         pass
     bounds = path(mixture).flatten()
@@ -125,7 +131,7 @@ def log_posterior(x, parameters, structure, prior):
     return value + (wishart.log_prob(precision) + jacobian).sum()
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@EVERY_STRUCTURE
 def test_map_ends_at_the_mode_of_the_posterior(structure):
     """The objective is log p(X, θ) up to a constant, and its gradient vanishes at the end."""
     scale = torch.diag(torch.tensor([0.5, 3.0, 90.0])).double()
@@ -149,7 +155,7 @@ def test_map_ends_at_the_mode_of_the_posterior(structure):
         torch.testing.assert_close(gradient * unit, torch.zeros_like(leaf), atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@EVERY_STRUCTURE
 def test_a_component_without_examples_keeps_the_weight_zero(structure):
     x = draw()
     start = GaussianMixture(2, covariance=structure, max_steps=500).fit(x).parameters
@@ -164,7 +170,7 @@ def test_a_component_without_examples_keeps_the_weight_zero(structure):
 # Data that do not fit, and starts.
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@EVERY_STRUCTURE
 def test_streaming_equals_the_fit_in_memory(structure):
     x = draw()
     start = GaussianMixture(3, covariance=structure, max_steps=500, seed=3).fit(x).parameters
@@ -175,8 +181,7 @@ def test_streaming_equals_the_fit_in_memory(structure):
     assert len(list(whole.steps(x, start=start))) == 5
     assert len(list(streamed.steps(batches, start=start))) == 5 and batches.passes == 6
     assert len(list(GaussianMixture(3, **options).steps(batches))) == 5 and batches.passes == 7
-    for a, b in zip(whole.parameters, streamed.parameters, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(whole.parameters, streamed.parameters)
     torch.testing.assert_close(path(whole), path(streamed))
     taken = GaussianMixture(3, covariance=structure).use(whole.parameters)
     torch.testing.assert_close(taken.log_prob(x), whole.log_prob(x))
@@ -185,9 +190,7 @@ def test_streaming_equals_the_fit_in_memory(structure):
 def test_a_shuffling_loader():
     x = draw()
     data = torch.utils.data.TensorDataset(x, torch.zeros(len(x)))
-    loader = torch.utils.data.DataLoader(
-        data, batch_size=64, shuffle=True, generator=torch.Generator().manual_seed(0)
-    )
+    loader = torch.utils.data.DataLoader(data, batch_size=64, shuffle=True)
     mixture = GaussianMixture(3, sample_size=100, max_steps=500).fit(loader)
     log_prob = float(mixture.log_prob(x).sum())
     assert mixture.history[-1].objective == pytest.approx(log_prob, rel=1e-4)
@@ -264,19 +267,6 @@ def test_a_fit_by_label_is_one_mixture_for_each_class():
 # Degenerate data.
 
 
-def maker(kind, structure):
-    options = {"covariance": structure, "max_steps": 500}
-    if kind == "vb":
-        return lambda k: VariationalGaussianMixture(k, **options)
-    prior = ConjugatePrior() if kind == "map" else None
-    return lambda k: GaussianMixture(k, prior=prior, **options)
-
-
-KINDS = pytest.mark.parametrize(
-    "make",
-    [maker(kind, structure) for kind in ("ml", "map", "vb") for structure in STRUCTURES],
-    ids=[f"{kind}-{structure}" for kind in ("ml", "map", "vb") for structure in STRUCTURES],
-)
 DEGENERATE = {
     "equal": torch.full((20, 3), 5.0),
     "two points": torch.tensor([[0.0, 1.0, 2.0], [1.0, 0.0, 0.0]]).repeat(10, 1),
@@ -291,10 +281,11 @@ DEGENERATE = {
 }
 
 
-@KINDS
-def test_degenerate_data_give_finite_densities(make):
+@EVERY_KIND
+@EVERY_STRUCTURE
+def test_degenerate_data_give_finite_densities(kind, structure):
     for x in DEGENERATE.values():
-        mixture = make(3).fit(x)
+        mixture = made(kind, 3, covariance=structure, max_steps=500).fit(x)
         assert all(torch.isfinite(t).all() for t in mixture.parameters)
         assert torch.isfinite(mixture.log_prob(x)).all()
         assert torch.isfinite(mixture.log_prob(x + 1)).all()
@@ -398,15 +389,14 @@ def test_data_that_change_between_passes_warn():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@KINDS
-def test_cuda_agrees_with_the_cpu(make):
-    x = draw()
-    here, there = make(3).fit(x), make(3).fit(x.cuda())
+@EVERY_KIND
+@EVERY_STRUCTURE
+def test_cuda_agrees_with_the_cpu(kind, structure):
+    x, options = draw(), {"covariance": structure, "max_steps": 500}
+    here, there = made(kind, 3, **options).fit(x), made(kind, 3, **options).fit(x.cuda())
     assert there.log_prob(x.cuda()).is_cuda
-    for a, b in zip(here.parameters, there.parameters, strict=True):
-        torch.testing.assert_close(a, b.cpu())
+    torch.testing.assert_close(here.parameters, there.parameters, check_device=False)
     torch.testing.assert_close(here.log_prob(x), there.log_prob(x.cuda()).cpu())
     labels = torch.arange(len(x)).cuda() % 2
-    mixture = make(1).fit([(x.cuda(), labels)], by_label=True)
+    mixture = made(kind, 1, **options).fit([(x.cuda(), labels)], by_label=True)
     assert mixture.class_log_prob(x.cuda()).shape == (len(x), 2)

@@ -73,8 +73,6 @@ def test_a_start_is_checked(change, message):
         VariationalGaussianMixture(2).fit(draw(dim=2), start=start._replace(**change))
 
 
-def test_options_are_checked():
-    with pytest.raises(ValueError, match="covariance='round' is not known"):
-        VariationalGaussianMixture(2, covariance="round")
+def test_the_prior_is_checked():
     with pytest.raises(ValueError, match="concentration .* must be above 0"):
         VariationalGaussianMixture(2, prior=ConjugatePrior(0.0)).fit(draw())

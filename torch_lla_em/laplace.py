@@ -268,7 +268,8 @@ class LinearisedLaplace(OnHub, Fitted):
             loaders = self._all_loaders(loader, more)
             problem = self._problem(loaders, more, group, likelihood)
             header = self._header(options, likelihood)
-            with Session(problem, header, self._shard, checkpoint, progress_bar) as run:
+            session = Session(problem, header, self._shard, checkpoint, progress_bar)
+            with session.running() as run:
                 state = run.finished()
                 if state is None:
                     run.plan(self.num_samples, self.compute)
@@ -299,7 +300,7 @@ class LinearisedLaplace(OnHub, Fitted):
         """
         loaders = self._all_loaders(paired(loader, targets), False)
         problem = self._problem(loaders, False, Group(), self._given_likelihood)
-        with Session(problem, {}) as run:
+        with Session(problem, {}).running() as run:
             return run.plan(self.num_samples, self.compute)
 
     def report(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from os import PathLike
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ _STAGES = {
 
 
 class Session:
-    """Context manager of a fit: ranks, checkpoint, progress bar and history."""
+    """What surrounds a fit: ranks, checkpoint, progress bar and history."""
 
     def __init__(
         self,
@@ -60,38 +60,32 @@ class Session:
         self.messages: list[str] = []
         """The memory plan, and the warnings of the fit."""
 
-        self._stack = ExitStack()
         settings = {"shard": shard, "checkpoint": checkpoint is not None, **header}
         compare_ranks(self._group, self._device, settings)
         self._folder: Folder | None = None
         if checkpoint is not None:
             self._folder = Folder(checkpoint, header, self._group)
 
-    def __enter__(self) -> Session:
+    @contextmanager
+    def running(self) -> Iterator[Session]:
+        """Collect warnings, show the bar, and set torch's modes for a fit."""
         silent = self._group.rank > 0 or not self._has_bar
-        self._stack.enter_context(collected_warnings(self.messages))
-        self._bar = self._stack.enter_context(
-            tqdm(desc=_STAGES["setting up"], bar_format=_BAR, disable=silent)
-        )
-        self._drawn = 0.0
-        for device in {"cpu", self._device.type}:
-            if torch.amp.is_autocast_available(device):
-                self._stack.enter_context(torch.autocast(device, enabled=False))
-        self._stack.enter_context(torch.inference_mode(False))
-        self._stack.enter_context(torch.no_grad())
-        # solvers compute in full precision; that of the network is set for each of its calls
-        self._stack.enter_context(tf32(self._device, False))
-        if self._device.type == "cuda":
-            self._stack.callback(release_pinned)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
-        return self._stack.__exit__(kind, error, trace)
+        with ExitStack() as stack:
+            stack.enter_context(collected_warnings(self.messages))
+            self._bar = stack.enter_context(
+                tqdm(desc=_STAGES["setting up"], bar_format=_BAR, disable=silent)
+            )
+            self._drawn = 0.0
+            for device in {"cpu", self._device.type}:
+                if torch.amp.is_autocast_available(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            # solvers compute in full precision; that of the network is set for each of its calls
+            stack.enter_context(tf32(self._device, False))
+            if self._device.type == "cuda":
+                stack.callback(release_pinned)
+            yield self
 
     def finished(self) -> dict[str, Tensor] | None:
         """Return the posterior if the checkpoint is of a finished fit; refuse other data."""

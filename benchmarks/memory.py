@@ -36,7 +36,6 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock
 
 from torch_lla_em import LinearisedLaplace
-from torch_lla_em.runtime.memory import words_of
 
 
 class Case(NamedTuple):
@@ -104,7 +103,7 @@ def measured(name: str, divide: float, num_samples: int | None, gigabytes: float
     try:
         la.fit(x, y, progress_bar=False)
     except (MemoryError, RuntimeError) as error:
-        return found | {"ended": words_of(error)[:200]}
+        return found | {"ended": str(error).partition("\n")[0][:200]}
     return found | {
         "curvature": "variational" if la.training_deviations is not None else "network",
         "samples": len(la.w_samples),

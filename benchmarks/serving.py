@@ -6,7 +6,7 @@ each. Alone: every client calls the predictor itself. Batched: a thread of the s
 waiting, up to 16 requests.
 
     python benchmarks/serving.py            # a LeNet, two minutes on one core: exported with 8
-                                            # samples, 1.3 to 1.6 times an ensemble of five
+                                            # samples, 1.2 to 1.5 times an ensemble of five
     python benchmarks/serving.py --tiny     # to see that it runs
 """
 

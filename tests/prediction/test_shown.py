@@ -63,13 +63,6 @@ def test_inputs_and_targets_are_data_too():
     assert_close(again.calibrate(case.x, case.y)(case.x), la.calibrate([(case.x, case.y)])(case.x))
 
 
-def test_fewer_samples_are_the_first_ones():
-    case, la = fitted("regression")
-    few = la.predict(case.x, num_samples=3)
-    assert_close(few.samples, la.predict(case.x).samples[:3])
-    assert_close(few.variance, (few.samples - few.mean).square().mean(0))
-
-
 @pytest.mark.parametrize("name", ["classification", "regression", "poisson"])
 def test_held_out_evidence_is_that_of_groups(name):
     case, la = fitted(name)

@@ -20,7 +20,7 @@ from torch_lla_em.prediction.functions import SCALE
 from torch_lla_em.prediction.pushed import Pushed, mean_of
 from torch_lla_em.prediction.training_examples import TrainingExamples, output_variance
 from torch_lla_em.problem import place_of_vectors
-from torch_lla_em.runtime import Compute, check_options, free_memory, records
+from torch_lla_em.runtime import Compute, check_options, files, free_memory, records
 from torch_lla_em.solvers import Spectrum
 
 Loaded = TypeVar("Loaded", bound="StoredPosterior")
@@ -234,7 +234,8 @@ class StoredPosterior(nn.Module):
             "parameters": model.layout.names,
             "class_dim": model.network.class_dim,
         }
-        stored.write(self.state_dict(), path, options)
+        state = {**self.state_dict(), "options": records.to_bytes(options)}
+        files.write_atomically(state, path)
 
     @classmethod
     def load(

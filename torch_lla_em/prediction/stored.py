@@ -13,7 +13,6 @@ from torch_lla_em.jacobian import LinearModel, Network, ParameterLayout
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression, is_named
 from torch_lla_em.prediction.conformal import REFERENCE
 from torch_lla_em.prediction.pushed import posterior_alone
-from torch_lla_em.runtime import files
 from torch_lla_em.runtime import records as persistence
 
 # the buffers of a posterior; the private ones are for the evidence and its curve
@@ -73,11 +72,6 @@ def checked(
     _refuse_other_network(state["fingerprint"], linear_model.network.module)
     _refuse_other_weights(record, linear_model.layout)
     return {name: state.get(name) for name in TENSORS}, record
-
-
-def write(state: dict[str, Tensor], path: str | PathLike[str], options: dict[str, Any]) -> None:
-    """Write a state and the options of its constructor to a file."""
-    files.write_atomically({**state, "options": persistence.to_bytes(options)}, path)
 
 
 def likelihood_option(given: Likelihood) -> dict[str, str]:

@@ -84,17 +84,15 @@ def fit(name):
     options, case = {"curvature": "network", "em_steps": 2, **options}, tiny.tiny(likelihood)
     if loader is not None:
         return tiny.fitted(likelihood, loader(case), **options)[1]
-    first, second = (list(zip(case.x[i:j].split(8), case.y[i:j].split(8))) for i, j in PARTS)
+    parts = (0, 13), (13, 30)
+    first, second = (list(zip(case.x[i:j].split(8), case.y[i:j].split(8))) for i, j in parts)
     _, la = tiny.fitted(likelihood, first, override=False, **options)
     own = {key: options[key] for key in ("em_steps", "shard") if key in options}
     return la.fit(second, override=False, progress_bar=False, **own)
 
 
-PARTS = (0, 13), (13, 30)
-
-
 def fitted(name):
-    """A case's posterior, of some with a scale by held-out data."""
+    """Return the facts of a case's posterior; that of "krylov" is calibrated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         la = fit(name)
@@ -115,7 +113,7 @@ LOADERS = batches, in_one_batch, in_order, shuffled, streamed, sampled
 
 
 def one_pass(loader):
-    """What a pass counts, and which row each of this rank's inputs is."""
+    """Return this rank's inputs by the number of their row, and what a pass counts."""
     problem = tiny.tiny("regression").problem()
     data = Data(loader(tiny.tiny("regression")), torch.device("cpu"), group=current_group())
     rows = {int(n): x.tolist() for batch in data for n, x in zip(batch.rows, batch.inputs)}

@@ -107,7 +107,7 @@ def whole(x, y, **options):
 
 X, Y = tiny("classification").x, tiny("classification").y
 OTHER_DATA = "A rank has other data than rank 0"
-# what is said where rank 1 is given something else
+# name: (a fit for which rank 1 has something else, part of the error)
 DIFFERENCES = {
     "the model": (other_model, "another network weights than rank 0"),
     "the seed": (

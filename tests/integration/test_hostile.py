@@ -150,6 +150,14 @@ def a_parameter_in_a_list():
     fit(model=Calls(forward, layer=nn.Linear(2, 3).double(), bias=bias, kept=[bias]))
 
 
+def labels_per_pixel():
+    fit([(torch.randn(2, 3, 4, 4), torch.randint(5, (2, 4, 4)))], nn.Sequential(nn.Conv2d(3, 5, 1)))
+
+
+def empty_batches_alone():
+    fit([(torch.zeros(0, 2).double(), torch.zeros(0).long())])
+
+
 def made(**options):
     return LinearisedLaplace(tiny("classification").model, "classification", **options)
 
@@ -163,6 +171,8 @@ REFUSALS = {
     "solver=Newton()": ((TypeError, ValueError), "solver", lambda: made(solver=Newton())),
     "a solver class": ((TypeError, ValueError), "BlockCG", lambda: made(solver=BlockCG)),
     "a misspelt pattern": (ValueError, r"0\.weight", lambda: made(parameters=["0.wieght"])),
+    "labels per pixel": (ValueError, "class_dim=1", labels_per_pixel),
+    "empty batches alone": (ValueError, "no rows|no data|no batch|empty", empty_batches_alone),
     "a parameter in a list": (RuntimeError, "'bias'.*list", a_parameter_in_a_list),
 }
 

@@ -195,10 +195,12 @@ def test_em_by_sgd_ends_near_it(name):
 
 
 def test_precision_starts_at_the_mean_where_zero_is_the_mode():
+    """So do the precisions of tensors, wherever the mode is."""
     case = tiny("regression")
-    problem = replace(case, y=torch.zeros_like(case.y)).problem(10)
-    noise = basis_noise(problem, False, False)
-    assert_close(starting_precision(problem, noise), case.exact().ggn.diagonal().mean().item())
+    for y, layerwise in ((torch.zeros_like(case.y), False), (case.y, True)):
+        problem = replace(case, y=y).problem(10)
+        start = starting_precision(problem, basis_noise(problem, False, layerwise), layerwise)
+        assert_close(start, case.exact().ggn.diagonal().mean().item())
 
 
 def test_updates_are_their_formulas():

@@ -200,7 +200,8 @@ def extremes(la: Fitted, loader: Examples, axes: Axes | None = None, count: int 
     doubt = rows.posterior.aleatoric + rows.posterior.epistemic
     order = doubt.reshape(len(rows.targets), -1).mean(1).argsort()
     chosen = order[:count].tolist(), order[-count:].flip(0).tolist()
-    images, captions = _array(_images(rows.inputs)), _captions(rows)
+    images = _array(_images(rows.inputs))
+    captions = _captions(rows, is_table=images.shape[2] == 1)
     below = 0.15 + 0.15 * max(text.count("\n") + 1 for text, _ in captions)
     for low, places in zip((0.92 + below, 0.0), chosen):
         for i, row in enumerate(places):
@@ -330,29 +331,25 @@ def _intervals(prediction: Prediction, output: int) -> list[np.ndarray]:
 
 
 def _images(x: Tensor) -> Tensor:
-    """Return inputs as images with values from 0 to 1, (B, H, W) or (B, H, W, 3)."""
+    """Return inputs as images with values from 0 to 1, (B, H, W) or (B, H, W, 3).
+
+    Inputs that have no shape of images and are not square are rows of a table, (B, D, 1).
+    """
     side = round(x[0].numel() ** 0.5)
     if x.dim() == 4 and x.shape[1] in (1, 3):
         x = x[:, 0] if x.shape[1] == 1 else x.movedim(1, -1)
-    elif _is_table(x):
-        x = _standardised(x)[:, :, None]
-    elif x.dim() != 3:
+    elif x.dim() != 3 and side >= 4 and side**2 == x[0].numel():
         x = x.reshape(len(x), side, side)
+    elif x.dim() != 3:
+        x = _standardised(x)[:, :, None]
     return (x - x.min()) / (x.max() - x.min()).clamp_min(1e-12)
-
-
-def _is_table(x: Tensor) -> bool:
-    """Whether inputs are rows of a table: not (B, H, W) or (B, C, H, W), and not square."""
-    side = round(x[0].numel() ** 0.5)
-    is_image = x.dim() == 3 or (x.dim() == 4 and x.shape[1] in (1, 3))
-    return not is_image and (side < 4 or side**2 != x[0].numel())
 
 
 def _standardised(x: Tensor) -> Tensor:
     return ((x - x.mean(0)) / x.std(0).clamp_min(1e-12)).flatten(1)
 
 
-def _captions(rows: PredictedData) -> list[tuple[str, bool]]:
+def _captions(rows: PredictedData, is_table: bool) -> list[tuple[str, bool]]:
     """Return the prediction for each example as text, and whether it is wrong."""
     prediction, y = rows.posterior, rows.targets
     texts, wrong = [""] * len(y), [False] * len(y)
@@ -364,7 +361,7 @@ def _captions(rows: PredictedData) -> list[tuple[str, bool]]:
         p, best = prediction.probs.max(1)
         texts = [f"{c}: {q:.2f}" for c, q in zip(best.tolist(), p.tolist())]
         wrong = (best != y).tolist()
-    if _is_table(rows.inputs):
+    if is_table:
         z = _standardised(rows.inputs)
         furthest = z.abs().topk(min(2, z.shape[1]), 1).indices
         for i, features in enumerate(furthest.tolist()):

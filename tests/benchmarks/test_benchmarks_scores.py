@@ -68,6 +68,14 @@ def test_pages_are_filled_from_what_is_kept(tmp_path):
         assert path.read_text() == (ROOT / path.relative_to(tmp_path)).read_text(), path
 
 
+def test_methods_that_a_run_leaves_out_stay_stored():
+    line = {"kind": "classes", "set": "kept", "network": "on"}
+    stored = [line | {"row": "network", "nll": 1.0}, line | {"row": "other", "nll": 2.0}]
+    run = [line | {"row": "network", "nll": 3.0}]
+    assert report.replaced(stored, run) == [run[0], stored[1]]
+    assert report.replaced(stored, [{"row": "network"}]) == [{"row": "network"}]
+
+
 def test_means_over_the_last_seeds_are_kept(tmp_path):
     seeds = [{"seed": 0, "nll": 9.0}, {"seed": 0, "nll": 1.0}, {"seed": 1, "nll": 3.0}]
     lines = [{"task": "a", "network": "n", "row": "r", "commit": "c"} | line for line in seeds]

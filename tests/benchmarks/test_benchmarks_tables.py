@@ -4,7 +4,7 @@ import pytest
 import tables
 import torch
 from methods import markdown, own_training, peers, tasks
-from methods.metrics import neighbours
+from methods.metrics import Numbers, neighbours
 
 
 def test_records_of_one_row_become_mean_and_standard_error():
@@ -49,6 +49,20 @@ def test_a_summary_is_relative_to_a_temperature():
     assert reference["nll"] == reference["worst"] == 1
     assert other["nll"] == pytest.approx(2 ** (1 / 3)) and other["worst"] == pytest.approx(2.0)
     assert other["tables"] == "a, b" and other["accuracy"] == 0
+
+
+def test_the_noise_of_a_network_has_the_least_nll_on_its_rows():
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(30, 2, generator=generator), torch.randn(30, 1, generator=generator)
+    rows = tasks.Rows(x, y)
+    case = peers.Case(tasks.Task(rows, rows, rows, {}, None, torch.nn.Linear), [], 0, [""], 1, True)
+    functions = torch.stack([x[:, :1], x[:, 1:]])
+    predict = peers.averaged(case, lambda x: functions)
+    least = min(
+        torch.logspace(-3, 1, 400).tolist(),
+        key=lambda s: Numbers.of(functions[..., 0], s).scores(y, {})["nll"],
+    )
+    assert predict(x).sigma == pytest.approx(least)
 
 
 def test_neighbours_begin_with_the_row_itself():

@@ -27,14 +27,18 @@ class Identity:
     """
 
     def __init__(self, same_batches: bool = False) -> None:
-        self.same_batches, self.num_rows, self._sum = same_batches, 0, 0
+        self.same_batches = same_batches
+        self.num_rows = self.num_targets = self.num_labelled = 0
+        """Number of examples, of entries of their targets, and of examples with a label."""
+
+        self._sum = 0
         self._shapes: set[tuple[tuple[int, ...], ...]] = set()
         """Hashes of one example; several if they depend on the batch."""
 
     def add(self, batch: Any, counts_only: bool = False) -> None:
         """Add a batch (targets, inputs)."""
         size = len(batch[0])
-        self.num_rows += size
+        self.num_rows, self.num_targets = self.num_rows + size, self.num_targets + batch[0].numel()
         if counts_only:
             return
         examples: list[np.ndarray] = []
@@ -70,8 +74,9 @@ class Identity:
     def of(cls, parts: list[Identity]) -> Identity:
         """Return the identity of the examples of all parts."""
         whole = cls(all(part.same_batches for part in parts))
-        whole.num_rows = sum(part.num_rows for part in parts)
-        whole._sum = sum(part._sum for part in parts) % (1 << 64)
+        for name in ("num_rows", "num_targets", "num_labelled", "_sum"):
+            setattr(whole, name, sum(getattr(part, name) for part in parts))
+        whole._sum %= 1 << 64
         whole._shapes = set().union(*(part._shapes for part in parts))
         return whole
 

@@ -159,46 +159,40 @@ class Source:
     def __init__(self, loader: Any, num_ranks: int = 1):
         weighed = loader if isinstance(loader, Weighed) else None
         self._convert: Callable[[Any], Any] = weighed.packed if weighed else lambda batch: batch
-        self.loader: Any = loader if weighed is None else weighed.loader
+        inner: Any = loader if weighed is None else weighed.loader
+        self.loader = inner
         self._own: _OwnBatches | None = None
         self.shuffles = False
         """Whether the loader's own order is random: minibatches of SGD have one too."""
 
-        rows = fixed_order(self.loader, num_ranks)
-        self.is_list = type(self.loader) in (list, tuple)
+        sampler, rows = _sampler(inner), fixed_order(inner, num_ranks)
+        self.is_list = type(inner) in (list, tuple)
         """Whether all batches are in memory."""
 
         self.keeps_order = self.is_list or rows is not None
         """Whether batches come in the order of a list, or of a dataset."""
 
-        self.num_rows = 0
-        """Number of examples in the last pass, of all ranks; 0 if all batches were read in turn."""
+        streams = isinstance(inner, DataLoader) and not _has_rows(inner)
+        self.num_workers = inner.num_workers if streams else 0
+        """How many workers each iterate over a dataset of their own."""
 
-        own = _sampler(self.loader)
-        if rows is None and num_ranks > 1 and isinstance(own, DistributedSampler):
-            raise ValueError(
-                "The loader has a DistributedSampler and a custom way of making batches, so "
-                "examples that the sampler repeats cannot be skipped. Pass a DataLoader with "
-                "a batch_size, or one without a DistributedSampler."
-            )
-        if rows is not None and (num_ranks > 1 or type(own) is not SequentialSampler):
-            in_turn = type(own) in (SequentialSampler, list, tuple, range)
-            self.shuffles = getattr(own, "shuffle", not in_turn)
-            inner: Any = self.loader
+        if rows is not None:
+            in_turn = type(sampler) in (SequentialSampler, list, tuple, range)
+            self.shuffles = getattr(sampler, "shuffle", not in_turn)
             self._own = _OwnBatches(rows, inner.batch_size or 1, inner.drop_last)
-            options = {n: getattr(inner, n, None) for n in _OPTIONS}
+            options = {name: getattr(inner, name, None) for name in _OPTIONS}
             self.loader = DataLoader(
                 inner.dataset,
                 batch_sampler=self._own,
                 generator=torch.Generator(device="cpu"),
                 **{name: value for name, value in options.items() if value},
             )
-
-    @property
-    def num_workers(self) -> int:
-        """Return how many workers each iterate over a dataset of their own."""
-        streams = isinstance(self.loader, DataLoader) and not _has_rows(self.loader)
-        return self.loader.num_workers if streams else 0
+        elif num_ranks > 1 and isinstance(sampler, DistributedSampler):
+            raise ValueError(
+                "The loader has a DistributedSampler and a custom way of making batches, so "
+                "examples that the sampler repeats cannot be skipped. Pass a DataLoader with "
+                "a batch_size, or one without a DistributedSampler."
+            )
 
     def num_batches(self) -> int | None:
         """Return the number of batches of a pass over all ranks, if it is known without one."""
@@ -207,29 +201,30 @@ class Source:
         except TypeError:
             return None
 
+    def num_rows(self, step: int, seed: int | None) -> int:
+        """Return the number of examples of all ranks; 0 if it is found by reading them in turn."""
+        return 0 if self._own is None or self._in_turn(step, seed) else self._own.num_rows
+
     def batches(
-        self, first: int, step: int, count: Callable[[Any], int], seed: int | None = None
-    ) -> Iterator[tuple[int, Tensor | int | None, Any]]:
+        self, first: int, step: int, seed: int | None
+    ) -> Iterator[tuple[int, Tensor | None, Any]]:
         """Yield every ``step``-th batch of one pass, starting with batch ``first``.
 
-        Each batch comes with its position and the numbers of its examples, or the first of them, or
-        None if they follow those of the previous batch. ``count`` returns the number of examples of
-        a skipped batch. ``seed`` selects another order, if the loader shuffles.
+        Each batch comes with its position and the numbers of its examples, or None if they follow
+        those of the previous batch; a loader that cannot skip batches yields all. ``seed`` selects
+        another order, if the loader shuffles.
         """
-        self.num_rows = 0
         if self._own is None:
             for place, batch in enumerate(self.loader):
-                converted = self._convert(batch)
-                if place % step == first:
-                    yield place, self.num_rows if step > 1 else None, converted
-                self.num_rows += count(converted) if step > 1 else 0
+                yield place, None, self._convert(batch)
             return
-        seed = seed if self.shuffles else None
-        chosen = self._own.choose(first, step, seed)
-        in_turn = step == 1 and seed is None
-        self.num_rows = 0 if in_turn else self._own.num_rows
+        chosen = self._own.choose(first, step, seed if self.shuffles else None)
+        in_turn = self._in_turn(step, seed)
         for number, (rows, batch) in enumerate(zip(chosen, self.loader)):
             yield first + number * step, None if in_turn else rows, self._convert(batch)
+
+    def _in_turn(self, step: int, seed: int | None) -> bool:
+        return step == 1 and (seed is None or not self.shuffles)
 
 
 class _OwnBatches:

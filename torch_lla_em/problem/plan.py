@@ -90,9 +90,7 @@ def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "
     model.network.precision = compute.precision
     data.keep = compute.keep_data
     sweep.take(compute.columns, compute.rows)
-    first = data.first()
-    if len(first.rows) == 1:  # of one example it is not known whether weights have factors
-        first = data.first(2)
+    first = data.first()  # of one example it is not known whether weights have factors
     if model.report is not None and model.report.examples == 1 < len(first.rows):
         model.forget()
     activations = measured(problem, first)

@@ -1,0 +1,105 @@
+"""Reads loaders as batches with numbered examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any
+
+import torch
+
+from torch_lla_em.data.batch import Batch, TargetFn, check_rows, default_targets, split
+from torch_lla_em.data.buffers import joined
+from torch_lla_em.data.identity import Identity
+from torch_lla_em.data.sources import Source, as_loader
+
+_REPEATED = (
+    "Each of the {0} workers of the DataLoader yields all examples of its IterableDataset, so "
+    "every example is read {0} times. Split the examples among workers by "
+    "torch.utils.data.get_worker_info() in the dataset's __iter__, or pass num_workers=0."
+)
+_OTHER_SIZE = (
+    "Batch {} has {} examples, but was collated from {} of the dataset. If the loader shuffles or "
+    "several ranks share it, its collate_fn must keep the number of examples. Pass a list of "
+    "batches instead."
+)
+# among which a batch of several examples is looked for
+_BATCHES_AHEAD = 32
+
+Numbered = tuple[int, Batch]
+"""The number of a loader, and one of its batches."""
+
+
+class Reader:
+    """Several loaders, one after the other, of which each of several ranks reads its share."""
+
+    def __init__(
+        self,
+        loaders: Sequence[Any],
+        device: torch.device,
+        target_fn: TargetFn | None = None,
+        num_ranks: int = 1,
+    ):
+        self.sources = [Source(as_loader(part, target_fn), num_ranks) for part in loaders]
+        self._device, self._target_fn, self._num_ranks = device, target_fn, num_ranks
+        self._ahead: list[Numbered] = []
+        """The first batches, if they have been looked at before a pass."""
+
+        self._rest: Iterator[Numbered] | None = None
+        """The batches after them, with which the next pass continues."""
+
+        self.num_read = 0
+        """Number of batches that were read in the last pass."""
+
+    def first(self) -> Batch | None:
+        """Return the first batch of two examples or more, or small batches joined to one.
+
+        The next pass of a single process continues after these batches, so that the loader and its
+        workers are started only once.
+        """
+        if not self._ahead:
+            self._rest = self.batches(0, 1)
+            for part, batch in islice(self._rest, _BATCHES_AHEAD):
+                is_list = self.sources[part].is_list  # others may write to the same memory again
+                self._ahead.append((part, batch if is_list else batch.copied()))
+                if len(batch.rows) > 1:
+                    break
+        several = (batch for _, batch in joined(self._ahead, 2) if len(batch.rows) > 1)
+        return next(several, self._ahead[0][1] if self._ahead else None)
+
+    def begin(self, share: int, seed: int | None) -> Iterable[Numbered]:
+        """Return the batches of a pass, of which the first may have been looked at."""
+        rest, self._rest = self._rest, None
+        if self._num_ranks == 1 and rest is not None:
+            return chain(tuple(self._ahead), rest)
+        return self.batches(share, self._num_ranks, seed)
+
+    def batches(self, first: int, step: int, seed: int | None = None) -> Iterator[Numbered]:
+        """Yield every ``step``-th batch of each loader; ``seed`` selects another order of examples."""
+        self.num_read = start = 0
+        for part, source in enumerate(self.sources):
+            seen, workers = 0, [Identity() for _ in range(source.num_workers)]
+            for place, numbers, raw in source.batches(first, step, seed):
+                if numbers is None and place % step != first:  # another rank's
+                    seen += len((self._target_fn or default_targets)(raw))
+                    continue
+                inputs, targets = split(raw, self._target_fn, self._device)
+                size = check_rows(inputs, targets, place)
+                if not size:
+                    continue
+                if numbers is None:
+                    numbers = torch.arange(seen, seen + size, device="cpu")
+                elif len(numbers) != size:
+                    raise ValueError(_OTHER_SIZE.format(place, size, len(numbers)))
+                seen, self.num_read = seen + size, self.num_read + 1
+                if len(workers) > 1:
+                    workers[place % len(workers)].add((targets, inputs))
+                yield part, Batch(place, start + numbers, inputs, targets)
+            if len(workers) > 1 and all(w.num_rows and w.agrees(workers[0]) for w in workers):
+                raise ValueError(_REPEATED.format(len(workers)))
+            start += source.num_rows(step, seed) or seen
+
+    def num_batches(self) -> int | None:
+        """Return the number of batches of a pass over all ranks, if it is known without one."""
+        counts = [source.num_batches() for source in self.sources]
+        return None if None in counts else sum(counts)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
+from functools import partial
+from inspect import signature
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,8 +14,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torch_lla_em.data import tensors_in
 from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.rows import num_examples
 
 # what a network may do to its last layer's outputs without changing them
 _VIEWS = "PermuteBackward0", "ViewBackward0", "AliasBackward0"
@@ -24,6 +26,8 @@ _LENGTHS: dict[Callable, Callable[[Tensor, Tensor], int]] = {
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), lambda x, weight: weight[0].numel()),
     torch.addmm: lambda bias, a: a.shape[-1],
 }
+
+_ATTENTION = signature(F.multi_head_attention_forward)
 
 
 class Piece(NamedTuple):
@@ -163,13 +167,12 @@ class _Seen(TorchFunctionMode):
         self._aliases = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
         self.calls: list[Call] = []
         self.multiplications = 0
-        self._seen: dict[Callable, Callable] = {F.linear: self._linear}
-        self._seen[F.embedding] = self._embedding
-        self._seen[F.multi_head_attention_forward] = self._attention
-        for n, conv in enumerate((F.conv1d, F.conv2d, F.conv3d), start=1):
-            self._seen[conv] = lambda *args, f=conv, n=n, **kwargs: self._conv(
-                f, n, *args, **kwargs
-            )
+        self._seen: dict[Callable, Callable] = {
+            F.linear: self._linear,
+            F.embedding: self._embedding,
+            F.multi_head_attention_forward: self._attention,
+            **{conv: partial(self._conv, conv) for conv in (F.conv1d, F.conv2d, F.conv3d)},
+        }
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
@@ -190,7 +193,6 @@ class _Seen(TorchFunctionMode):
     def _conv(
         self,
         conv: Callable[..., Tensor],
-        n: int,
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
@@ -202,6 +204,7 @@ class _Seen(TorchFunctionMode):
         def run(W: Tensor, b: Tensor | None) -> Tensor:
             return conv(input, W, b, stride, padding, dilation, groups)
 
+        n = weight.dim() - 2
         if input.dim() != n + 2:
             return run(weight, bias)
         each = [s if isinstance(s, str) else _each(s, n) for s in (stride, padding, dilation)]
@@ -226,42 +229,25 @@ class _Seen(TorchFunctionMode):
         padding = None if padding_idx is None else padding_idx % len(weight)
         return self._note(run, (weight, None), input, padding_idx=padding)
 
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        width: int,
-        heads: int,
-        packed: Tensor | None,
-        biases: Tensor | None,
-        bias_k: Tensor | None,
-        bias_v: Tensor | None,
-        add_zero: bool,
-        dropout: float,
-        out_weight: Tensor,
-        out_bias: Tensor | None,
-        **others: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+    def _attention(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Project here, and leave the rest to torch's function with identities for weights."""
-        apart = [others.pop(f"{name}_proj_weight", None) for name in "qkv"]
-        others.pop("use_separate_proj_weight", None)
-        given: Any = []
-        for i, (x, weight) in enumerate(zip((query, key, value), apart)):
-            part = slice(i * width, (i + 1) * width)
+        call = _ATTENTION.bind(*args, **kwargs)
+        given, width = call.arguments, call.arguments["embed_dim_to_check"]
+        one = torch.eye(width, dtype=given["query"].dtype, device=given["query"].device)
+        for i, name in enumerate(("query", "key", "value")):
+            own, part = f"{name[0]}_proj_weight", slice(i * width, (i + 1) * width)
+            packed, bias = given["in_proj_weight"], given["in_proj_bias"]
             if packed is None:
-                bias = None if biases is None else biases[part]
-                given.append(self._linear(x, weight, bias))
+                bias = None if bias is None else bias[part]
+                given[name] = self._linear(given[name], given[own], bias)
             else:
-                given.append(self._linear(x, packed, biases, part))
-        one = torch.eye(width, dtype=query.dtype, device=query.device)
-        for name in "qkv":
-            others[f"{name}_proj_weight"] = one
-        rest: Any = (bias_k, bias_v, add_zero, dropout, one, None)
-        plain: Any = (*given, width, heads, None, None, *rest)
-        others["use_separate_proj_weight"] = True
-        y, attended = F.multi_head_attention_forward(*plain, **others)
-        return self._linear(y, out_weight, out_bias), attended
+                given[name] = self._linear(given[name], packed, bias, part)
+            given[own] = one
+        weight, bias = given["out_proj_weight"], given["out_proj_bias"]
+        given |= {"in_proj_weight": None, "in_proj_bias": None, "use_separate_proj_weight": True}
+        given |= {"out_proj_weight": one, "out_proj_bias": None}
+        y, attended = F.multi_head_attention_forward(*call.args, **call.kwargs)
+        return self._linear(y, weight, bias), attended
 
     def _note(
         self, run: Callable[..., Tensor], weights: tuple, given: Tensor, **kind: Any
@@ -311,8 +297,7 @@ def recorded(
     Of ``shared`` tables one lookup serves all rows, as of positions; it is done for each here.
     """
     leaves = {name: w.detach().requires_grad_() for name, w in network.weights(names).items()}
-    rows = next((len(tensor) for tensor in tensors_in(x) if tensor.dim()), 1)
-    with torch.enable_grad(), _Seen(leaves, shared, rows) as seen:
+    with torch.enable_grad(), _Seen(leaves, shared, num_examples(x)) as seen:
         f = network.function(x)(leaves)
     others = _reached(f, {id(leaf): name for name, leaf in leaves.items()})
     return Recorded(f, seen.calls, others, seen.multiplications)

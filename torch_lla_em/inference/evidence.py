@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from math import log, pi
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,13 +88,6 @@ def sigma_of(problem: Problem) -> Tensor | None:
     """Return σ of a Gaussian likelihood, None for others."""
     likelihood = problem.likelihood
     return likelihood.sigma_noise if isinstance(likelihood, Regression) else None
-
-
-def squared_residual(problem: Problem, w: Tensor) -> tuple[float, Tensor]:
-    """Return Σ_n ‖y_n - J_n w‖², summed directly, and the loss's gradient, for a scalar σ."""
-    gaussian: Any = problem.likelihood
-    loss, gradient = problem.with_likelihood(gaussian.without_constant()).loss_and_gradient(w)
-    return 2 * gaussian.sigma_noise.item() ** 2 * loss, gradient
 
 
 def gaussian_constant(problem: Problem, sigma: Tensor) -> float:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.em import Found, State
-from torch_lla_em.inference.evidence import log_dets, log_evidences, sigma_of, squared_residual
+from torch_lla_em.inference.evidence import log_dets, log_evidences, sigma_of
 from torch_lla_em.inference.linear_mode import LinearMode, first_mode, optimise_MAP
 from torch_lla_em.inference.mackay import Estimate, Expectation, Hyperparameters, MStep
 from torch_lla_em.inference.options import FitOptions, has_one_noise
@@ -145,8 +145,11 @@ def noise_sums(
     if hyper.sigma is None:
         return ()
     if not hyper.sigma.dim():
-        sums = [squared_residual(problem, w)[0] for w in (mode.w, torch.zeros_like(mode.w))]
-        return *hyper.sigma.new_tensor(sums), samples.effective_dims.mean(0).sum()
+        gaussian: Any = problem.likelihood  # without its constant the loss is ½ Σ (y - J w)² / σ²
+        plain = problem.with_likelihood(gaussian.without_constant())
+        ends = mode.w, torch.zeros_like(mode.w)
+        losses = hyper.sigma.new_tensor([plain.loss_and_gradient(w)[0] for w in ends])
+        return *(2 * hyper.sigma**2 * losses), samples.effective_dims.mean(0).sum()
     columns = torch.cat([mode.w[None], samples.w])
 
     shape = len(columns) + 1, len(hyper.sigma)

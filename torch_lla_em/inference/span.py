@@ -112,14 +112,6 @@ class Span:
         for block, some in zip(self._blocks, coordinates.split([*map(len, self._blocks)], dim=1)):
             add_combined(total, some, block)
 
-    def coordinates(self, z: Tensor, weights: Tensor | None = None, first: int = 0) -> Tensor:
-        """Return z diag(weights) Vᵀ, (k, m), of the directions from the ``first`` block's on."""
-        gram, found, start = self._problem.space.gram, [z.new_zeros(len(z), 0).double()], 0
-        for block in self._blocks:
-            found += [gram(z, block, weights)] if start >= first else []
-            start += len(block)
-        return torch.cat(found, dim=1)
-
     def widen(self, *directions: Tensor) -> bool:
         """Add directions (k, P); return whether any was new and the order of examples is the same."""
         space, size, grew = self._problem.space, self._at_once, False
@@ -150,7 +142,7 @@ class Span:
     def pulled(self, u: Tensor) -> Tensor | None:
         """Return Jᵀ u in scaled weights, (k, P), for u (k, N, ..., C), by half a pass."""
         Ju, f = pull_back(self._problem, u)
-        return Ju.mul_(self._prior.scale) if self._in_order(f.view_as(self.rows.f)) else None
+        return Ju.mul_(self._prior.scale) if self._in_order(f) else None
 
     def _in_order(self, f: Tensor) -> bool:
         if self.rows is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import Rows
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.problem.sweep import BLOCK, OF_ROWS, Pass, Sums
+from torch_lla_em.problem.sweep import BLOCK, Pass, Sums
 
 
 class Outputs(NamedTuple):
@@ -26,10 +26,9 @@ class Outputs(NamedTuple):
     """(K, N, ..., C)."""
 
 
-Pushed = list[tuple[Batch, Tensor, Tensor]]
-
-
-def gathered(problem: Problem, pushed: Pushed, K: int) -> Outputs | None:
+def gathered(
+    problem: Problem, pushed: list[tuple[Batch, Tensor, Tensor]], K: int
+) -> Outputs | None:
     """Return f and J w of all examples from those of batches; None if they differ in shape."""
     group, like = problem.data.group, problem.zeros(1)
     seen = [
@@ -53,28 +52,19 @@ def gathered(problem: Problem, pushed: Pushed, K: int) -> Outputs | None:
 
 
 def pull_back(problem: Problem, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Jᵀ u, shape (K, P), for u (K, N, ..., C), and the outputs f, shape (N C,)."""
+    """Return Jᵀ u, shape (K, P), for u (K, N, ..., C), and the outputs f, shape (N, ..., C)."""
+    f = torch.zeros_like(u[0])
 
     def add(rows: Rows, batch: Batch, columns: Tensor, sums: Sums) -> None:
-        f = rows.f
         problem.inspect(rows, batch)
-        _place(problem, batch, f.expand(len(columns), *f.shape), sums["f"])
-        own = u[columns.to(u.device)][:, batch.rows.to(u.device)]
-        rows.pull(own.view(-1, *f.shape).to(f), sums["Ju"])
+        here = batch.rows.to(u.device)
+        f[here] = rows.f.to(f)
+        own = u[columns.to(u.device)][:, here]
+        rows.pull(own.to(rows.f), sums["Ju"])
 
-    task = Pass({"Ju": BLOCK, "f": OF_ROWS}, add)
-    sums = problem.sweep(torch.arange(len(u), device="cpu"), task)
+    sums = problem.sweep(torch.arange(len(u), device="cpu"), Pass({"Ju": BLOCK}, add))
     problem.cost.columns += 0.5 * len(u)
-    return sums["Ju"], sums["f"][0]
-
-
-def _place(problem: Problem, batch: Batch, outputs: Tensor, total: Tensor) -> None:
-    """Copy the outputs of a batch, (K, B, ..., C), to their places among all, (K, N C)."""
-    rows, entries = problem.data.num_rows, outputs[:, :1].numel() // len(outputs)
-    if entries * rows != total.shape[1]:  # they have no place, as ``gathered`` has found
-        return
-    every = total.view(len(total), rows, entries)
-    every[:, batch.rows.to(total.device)] = outputs.reshape(*outputs.shape[:2], -1).to(total)
+    return sums["Ju"], problem.data.group.sum(f)
 
 
 def _the_same(every: list[list[list[Any]]]) -> list[Any]:

@@ -21,11 +21,8 @@ from torch_lla_em.runtime import DoesNotFit, is_shortage, release, shortage_of
 
 logger = logging.getLogger("torch_lla_em")
 
-BLOCK, VECTOR, SCALAR, OF_ROWS = "block", "vector", "scalar", "of rows"
-"""Kinds of sums: a vector per column, (K, P); one vector, (P,); a number in float64; or values of
-every example per column, (K, N C), each of which is added only once."""
-
-_BY_COLUMN = BLOCK, OF_ROWS
+BLOCK, VECTOR, SCALAR = "block", "vector", "scalar"
+"""Kinds of sums: a vector per column, (K, P); one vector, (P,); or a number in float64."""
 
 # how many examples the probe looks at
 _FEW = 8
@@ -41,7 +38,7 @@ class Pass(NamedTuple):
     """One pass: the kinds of its sums, and the function that adds a batch."""
 
     kinds: dict[str, str]
-    """BLOCK, VECTOR, SCALAR or OF_ROWS, by name; of none, all columns come at once."""
+    """BLOCK, VECTOR or SCALAR, by name; of none, all columns come at once."""
 
     add: Add
     examine: Callable[[Rows, Batch], None] | None = None
@@ -117,9 +114,9 @@ class Sweep:
                     near = self.data.group.from_first(near)
             for name, own in self.over(near, task, batch).items():
                 kind = task.kinds[name]
-                sliced = vectors.group is not None and kind in (BLOCK, VECTOR)
+                sliced = vectors.group is not None and kind != SCALAR
                 own = vectors.sum(own) if sliced else self.data.group.sum(own)
-                if kind not in _BY_COLUMN:
+                if kind != BLOCK:
                     own = own.to(vectors.device) if kind == VECTOR else own
                     found[name] = found[name] + own if start else own
                 elif len(near) == len(w) and own.device.type == vectors.device.type:
@@ -253,11 +250,10 @@ class Sweep:
     def _zeros(self, w: Tensor, task: Pass) -> Sums:
         """Return sums that are 0, on the network's device."""
         device, P = self.linear_model.network.device, self.linear_model.layout.size
-        shapes = {BLOCK: (len(w), P), VECTOR: (P,), OF_ROWS: (len(w), self.data.num_outputs)}
+        own, shapes = self.linear_model.dtype, {BLOCK: (len(w), P), VECTOR: (P,), SCALAR: ()}
+        kinds = {SCALAR: torch.float64}
         return {
-            name: torch.zeros((), dtype=torch.float64, device=device)
-            if kind == SCALAR
-            else torch.zeros(shapes[kind], dtype=self.linear_model.dtype, device=device)
+            name: torch.zeros(shapes[kind], dtype=kinds.get(kind, own), device=device)
             for name, kind in task.kinds.items()
         }
 
@@ -279,7 +275,7 @@ class Sweep:
 def _of(sums: Sums, task: Pass, start: int, count: int) -> Sums:
     """Return the sums for some of the columns."""
     here = slice(start, start + count)
-    return {n: own[here] if task.kinds[n] in _BY_COLUMN else own for n, own in sums.items()}
+    return {n: own[here] if task.kinds[n] == BLOCK else own for n, own in sums.items()}
 
 
 def no_room(piece: Batch, P: int, shortage: str) -> str:

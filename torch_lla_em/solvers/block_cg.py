@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -47,17 +46,8 @@ class BlockCG:
     max_passes: int = 200
     """Largest number of products with A; it stops with a warning. Default 200."""
 
-    deflate: bool | None = None
-    """No longer used."""
-
     def __post_init__(self) -> None:
         check_positive("BlockCG", tolerance=self.tolerance, max_passes=self.max_passes)
-        if self.deflate is not None:
-            warnings.warn(
-                "BlockCG(deflate=...) has no effect any more and will be removed: leave it out.",
-                DeprecationWarning,
-                stacklevel=3,
-            )
 
     def solve(self, product: Operator, b: Tensor, start: Tensor | None = None) -> Solution:
         """Solve (A + I) X = B.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from torch_lla_em.solvers.block_cg import BlockCG
@@ -34,20 +32,10 @@ class BlockKrylov:
     """Largest size of the span in bytes. Default None: half of the free memory of the device of the
     samples. A fit whose span does not fit continues with block CG."""
 
-    storage: torch.dtype | None = None
-    """Deprecated; it has no effect."""
-
     def __post_init__(self) -> None:
         check_positive("BlockKrylov", tolerance=self.tolerance, max_passes=self.max_passes)
         if self.memory is not None:
             check_positive("BlockKrylov", memory=self.memory)
-        if self.storage is not None:
-            warnings.warn(
-                "BlockKrylov(storage=...) has no effect any more and will be removed: leave it out. "
-                "To save memory, pass BlockKrylov(memory=bytes) or fewer samples.",
-                DeprecationWarning,
-                stacklevel=3,
-            )
 
     def solve(self, product: Operator, b: Tensor, start: Tensor | None = None) -> Solution:
         """Solve (A + I) X = B for one λ, by block CG.

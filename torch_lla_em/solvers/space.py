@@ -50,15 +50,13 @@ class Space:
         rows = rows.view(-1, rows.shape[-1])
         return self.dots(rows, rows).sum().sqrt().item()
 
-    def gram(self, a: Tensor, b: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return a bᵀ, or a diag(weights) bᵀ, shape (m, n), summed in float64."""
-        if weights is None and a.dtype == b.dtype == torch.float64:
+    def gram(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return a bᵀ, shape (m, n), summed in float64."""
+        if a.dtype == b.dtype == torch.float64:
             return self.sum(a @ b.T)
         total = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
         for piece in _pieces(a, b):
-            left = a[:, piece].double()
-            left = left if weights is None else left * weights.expand(a.shape[1])[piece]
-            total.addmm_(left, b[:, piece].double().T)
+            total.addmm_(a[:, piece].double(), b[:, piece].double().T)
         return self.sum(total)
 
     def overlap(self, a: Tensor, b: Tensor) -> Tensor:

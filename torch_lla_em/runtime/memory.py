@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import socket
 from collections import Counter
 from contextlib import suppress
@@ -12,26 +13,15 @@ from pathlib import Path
 
 import torch
 
-# out-of-memory errors of other types: of the CPU's allocator, and of libraries with their own
-_WORDS = (
-    "can't allocate memory",
-    "not enough memory",
-    "std::bad_alloc",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "DEVICE_ALLOCATION_FAILED",
-    "HOST_ALLOCATION_FAILED",
-    "CUSOLVER_STATUS_ALLOC_FAILED",
-    "CUSPARSE_STATUS_ALLOC_FAILED",
-    "CUFFT_ALLOC_FAILED",
-    # of handles, which take memory of the GPU when they are first made
-    "_STATUS_NOT_INITIALIZED",
-    # also raised for layers that are not supported, then for a single example too
-    "unable to find an engine to execute this computation",
-    "could not create a primitive",
+# out-of-memory errors of other types: of the CPU's allocator, and of libraries with their own. Their
+# handles take memory of the GPU when they are first made; the last two are also raised for layers that
+# are not supported, then for a single example too.
+_WORDS = re.compile(
+    "can't allocate memory|not enough memory|std::bad_alloc|CUDA error: out of memory"
+    "|ALLOC_FAILED|ALLOCATION_FAILED|_STATUS_NOT_INITIALIZED"
+    "|unable to find an engine to execute this computation"
+    "|could not create a primitive(?! descriptor)"
 )
-_UNSUPPORTED = "could not create a primitive descriptor"
 
 # limit, usage, and what of it are cached files, of a control group of Linux in its two versions
 _CONTROL_GROUPS = (
@@ -55,9 +45,7 @@ def is_shortage(error: Exception) -> bool:
     """Whether an error is an out-of-memory error."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    if not isinstance(error, RuntimeError) or _UNSUPPORTED in str(error):
-        return False
-    return any(words in str(error) for words in _WORDS)
+    return isinstance(error, RuntimeError) and _WORDS.search(str(error)) is not None
 
 
 def release() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, Literal
 
 import torch
@@ -42,7 +42,15 @@ class Compute:
     """Whether to join small batches, and to keep the batches on the device if they fit into a quarter
     of its memory. Default True. False takes the batches from the loader in every pass."""
 
-    def __post_init__(self) -> None:
+    graphs: InitVar[bool] = False
+
+    def __post_init__(self, graphs: bool) -> None:
+        if graphs:
+            raise TypeError(
+                "Compute(graphs=True) is no longer supported, because CUDA graphs did not make fits "
+                "faster. Leave `graphs` out. If small batches leave the GPU idle, use larger "
+                "ones, or keep_data=True, which joins small batches."
+            )
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         for name in ("columns", "rows"):

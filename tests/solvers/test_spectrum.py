@@ -55,6 +55,16 @@ def test_rounding_does_not_turn_a_basis():
         torch.testing.assert_close(*bases, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("distance", [1e-3, 1e-5, 1e-9])
+def test_nearly_dependent_rows_in_float32_have_an_orthonormal_basis(distance):
+    rows = randn(6, 5000).float()
+    rows = torch.cat([rows, rows[:3] + distance * randn(3, 5000, seed=1).float()])
+    basis, coefficients = Space().orthonormalise(rows)
+    assert len(basis) == (9 if distance > 1e-8 else 6)
+    torch.testing.assert_close(basis @ basis.T, torch.eye(len(basis)), rtol=0, atol=1e-5)
+    torch.testing.assert_close(coefficients.float() @ basis, rows, rtol=0, atol=1e-5)
+
+
 def test_overlaps_in_float32_are_as_exact_as_its_rows():
     a, b = randn(3, 10_000).float(), randn(2, 10_000, seed=1).float()
     lengths = torch.outer(a.double().norm(dim=1), b.double().norm(dim=1))

@@ -13,6 +13,7 @@ Lines go to results/memory.jsonl.
 Expected, divided by eight: "resnet18" is variational, with memory for 16 samples instead of 32 and a
 warning that says so; "many examples" has all 16, and takes 0.5 of 1 GB. "wide" has 16 of 32 samples
 too, and a warning. Memory that does not grow with the sizes counts for more in divided cases.
+"many examples" in full: variational with all 16 samples, a peak of 6.9 GB, 533 CPU seconds.
 """
 
 import argparse

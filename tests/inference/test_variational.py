@@ -231,6 +231,28 @@ def test_singular_blocks_have_roots():
     assert not root_of(torch.zeros(1, 2, 2)).isnan().any()
 
 
+def test_blocks_indefinite_by_rounding_have_roots():
+    tiny_blocks = torch.tensor([[0.0, -4e-44], [-4e-44, 0.0]])
+    rounded = torch.tensor([[1.0, 1 + 1e-7], [1 + 1e-7, 1.0]])
+    blocks = torch.stack([tiny_blocks, rounded])
+    R = root_of(blocks)
+    torch.testing.assert_close(R @ R.mT, blocks, rtol=1e-5, atol=1e-30)
+
+
+def test_separable_classes_are_fitted():
+    torch.manual_seed(0)
+    x = torch.randn(1000, 3)
+    y = (x @ torch.randn(3, 3)).argmax(1)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3))
+    optimiser = torch.optim.Adam(model.parameters(), 0.05)
+    for _ in range(15):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimiser.step()
+    la = LinearisedLaplace(model, "classification").fit(x, y, progress_bar=False)
+    assert not la.messages[1:] and 0.005 < la.prior_precision < 0.02
+
+
 def fitted(name, **options):
     case = tiny(name)
     batches = list(zip(case.x.split(13), case.y.split(13)))

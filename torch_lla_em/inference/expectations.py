@@ -106,13 +106,10 @@ def by_row(blocks: Tensor, u: Tensor) -> Tensor:
 
 
 def root_of(blocks: Tensor) -> Tensor:
-    """Return lower triangles R with R Rᵀ = blocks (..., C, C), which may be singular."""
-    exact = 0.5 * (blocks + blocks.mT).double()
-    size = exact.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(1e-300)
-    jitter = (
-        _JITTER
-        * size[..., None, None]
-        * torch.eye(exact.shape[-1], dtype=exact.dtype, device=exact.device)
-    )
-    root: Tensor = torch.linalg.cholesky_ex(exact + jitter)[0]
+    """Return R with R Rᵀ = blocks (..., C, C), which may be singular, or indefinite by rounding."""
+    exact, numbers = 0.5 * (blocks + blocks.mT).double(), torch.finfo(blocks.dtype)
+    diagonal = exact.diagonal(dim1=-2, dim2=-1)
+    size = diagonal.mean(-1, keepdim=True).clamp_min(numbers.tiny / numbers.eps)
+    diagonal += max(_JITTER, 10 * numbers.eps) * size
+    root: Tensor = torch.linalg.cholesky_ex(exact)[0]
     return root.to(blocks)

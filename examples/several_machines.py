@@ -24,18 +24,25 @@ if dist.is_torchelastic_launched():
     dist.init_process_group("gloo")  # "nccl" on GPUs
 first = not dist.is_initialized() or dist.get_rank() == 0
 
-torch.set_num_threads(1)  # all processes must train exactly the same network
 torch.manual_seed(0)
 x, y = load_digits(return_X_y=True)
 data = TensorDataset(torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y))
 train = torch.utils.data.Subset(data, range(1000))
 validation = torch.utils.data.Subset(data, range(1000, 1300))
-model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))  # your trained network
-optimiser = torch.optim.Adam(model.parameters(), 1e-2)
-for _ in range(10 if TINY else 100):
-    optimiser.zero_grad()
-    nn.functional.cross_entropy(model(data.tensors[0][:1000]), data.tensors[1][:1000]).backward()
-    optimiser.step()
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+folder = tempfile.mkdtemp() if len(sys.argv) < 2 else sys.argv[1]
+weights, fitted = os.path.join(folder, "network.pt"), os.path.join(folder, "posterior.pt")
+if dist.is_initialized():  # all processes need exactly the same network
+    model.load_state_dict(torch.load(weights))
+else:
+    optimiser = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(10 if TINY else 100):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(
+            model(data.tensors[0][:1000]), data.tensors[1][:1000]
+        ).backward()
+        optimiser.step()
+    torch.save(model.state_dict(), weights)
 
 
 def posterior():
@@ -67,13 +74,13 @@ class Breaking:
 
 if not dist.is_initialized():
     loader = Breaking(DataLoader(train, 50), after=30)
-    folder = tempfile.mkdtemp()
+    states = os.path.join(folder, "checkpoint")
     try:
-        posterior().fit(loader, checkpoint=folder, progress_bar=False)
+        posterior().fit(loader, checkpoint=states, progress_bar=False)
     except OSError as error:
-        kept = sum(os.path.getsize(os.path.join(folder, name)) for name in os.listdir(folder))
+        kept = sum(os.path.getsize(os.path.join(states, name)) for name in os.listdir(states))
         print(f"{error}; the checkpoint has {kept / 1e6:.1f} MB")
-    again = posterior().fit(loader, checkpoint=folder, progress_bar=False)
+    again = posterior().fit(loader, checkpoint=states, progress_bar=False)
     whole = posterior().fit(DataLoader(train, 50), progress_bar=False)
     print(f"prior precision: resumed fit {again.prior_precision:.6g}, ", end="")
     print(f"uninterrupted fit {whole.prior_precision:.6g}")
@@ -90,7 +97,7 @@ if dist.is_initialized():
     la = posterior().fit(DataLoader(train, 50), progress_bar=False)
     la.calibrate(DataLoader(validation, 100))
     if first:
-        la.save(sys.argv[1])
+        la.save(fitted)
     dist.destroy_process_group()
 
 # %% [markdown]
@@ -99,10 +106,9 @@ if dist.is_initialized():
 
 # %%
 if not dist.is_torchelastic_launched():
-    path = os.path.join(folder, "posterior.pt")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, path]
-    subprocess.run([sys.executable, *command], check=True, stderr=subprocess.DEVNULL)
-    shared = LinearisedLaplace.load(path, model)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run([sys.executable, *command, __file__, folder], check=True)
+    shared = LinearisedLaplace.load(fitted, model)
     whole.calibrate(DataLoader(validation, 100))
     difference = (shared(data.tensors[0][1300:]) - whole(data.tensors[0][1300:])).abs().max()
     print(

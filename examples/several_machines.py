@@ -30,7 +30,7 @@ data = TensorDataset(torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y))
 train = torch.utils.data.Subset(data, range(1000))
 validation = torch.utils.data.Subset(data, range(1000, 1300))
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-folder = tempfile.mkdtemp() if len(sys.argv) < 2 else sys.argv[1]
+folder = sys.argv[1] if dist.is_initialized() else tempfile.mkdtemp()
 weights, fitted = os.path.join(folder, "network.pt"), os.path.join(folder, "posterior.pt")
 if dist.is_initialized():  # all processes need exactly the same network
     model.load_state_dict(torch.load(weights))

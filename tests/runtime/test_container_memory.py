@@ -1,9 +1,13 @@
-"""Limits of containers, from files as the kernel writes them."""
+"""Limits of containers, from files as the kernel writes them, and of the process."""
 
+import resource
 from math import inf
+from pathlib import Path
 
 import pytest
+import torch
 
+from torch_lla_em.runtime import memory
 from torch_lla_em.runtime.memory import container_room
 
 
@@ -60,9 +64,17 @@ def test_without_limits_there_is_no_end(tmp_path, groups):
 
 
 def test_a_limit_makes_less_memory_free(monkeypatch):
-    import torch
-
-    from torch_lla_em.runtime import memory
-
     monkeypatch.setattr(memory, "container_room", lambda: 12345.0)
     assert memory.free_memory(torch.device("cpu")) == 12345.0
+
+
+def test_a_limit_of_the_process_makes_less_memory_free():
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    held = dict(line.split(":", 1) for line in lines)["VmData"]
+    limit = 1024 * int(held.split()[0]) + 10**8
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
+    try:
+        assert 5e7 < memory.free_memory(torch.device("cpu")) < 1.5e8
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)

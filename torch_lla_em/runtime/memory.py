@@ -76,7 +76,7 @@ def free_memory(device: torch.device) -> float:
         if hasattr(torch.cuda, "get_per_process_memory_fraction"):  # not in older torch
             share = torch.cuda.get_per_process_memory_fraction(device.index)
         return max(0.0, min(free, share * total - reserved)) + cached
-    return min(_available(), container_room())
+    return min(_available(), container_room(), _process_room())
 
 
 def container_room(
@@ -104,6 +104,25 @@ def _group_room(folder: Path, names: tuple[str, str, str]) -> float:
     except (OSError, ValueError):  # there is no such group, or its limit is "max"
         return inf
     return max(0.0, left)
+
+
+def _process_room() -> float:
+    """Return the bytes left below the limits of this process (``ulimit -d`` and ``-v``)."""
+    try:
+        import resource  # not on Windows
+
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except (ImportError, OSError):
+        return inf
+    used = dict(line.split(":", 1) for line in lines)
+    limits = {"VmData": resource.RLIMIT_DATA, "VmSize": resource.RLIMIT_AS}
+    soft = {name: resource.getrlimit(limit)[0] for name, limit in limits.items()}
+    left = [
+        limit - 1024 * int(used[name].split()[0])
+        for name, limit in soft.items()
+        if limit != resource.RLIM_INFINITY
+    ]
+    return max(0.0, min(left, default=inf))
 
 
 def _available() -> float:

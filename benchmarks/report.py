@@ -348,6 +348,7 @@ for stage in STAGES:
 TEXTS = {
     "aims": (BENCHMARKS, "aims", aims.aims_table),
     "aims each": (BENCHMARKS, "aims", aims.each_table),
+    "ensembles": ("docs/calibration.md", "aims", aims.ensembles_table),
     "ood scores": ("docs/out_of_distribution.md", "ood", ood.scores_table),
     "ood confidence": ("docs/out_of_distribution.md", "ood", ood.confidence_table),
     "scalings": ("docs/prior_precision.md", "scalings", scalings.summary),

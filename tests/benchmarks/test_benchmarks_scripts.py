@@ -8,13 +8,11 @@ from pathlib import Path
 
 import aims
 import cost
-import digits
 import gpu
 import ood
 import pytest
 import ranking
 import scalings
-import speed
 import torch
 from methods import markdown, tasks
 from methods.plain_pass import plain_product
@@ -167,32 +165,6 @@ def test_coverage_is_measured(tmp_path):
     options = "--trainings 1 --splits 1 --epochs 3 --tables diabetes".split()
     lines = run_script("coverage", *options, out=tmp_path / "coverage.jsonl")
     assert "interval" in {line["method"] for line in lines}
-
-
-@pytest.mark.cuda
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_digits_run_on_a_gpu(tmp_path, monkeypatch):
-    load, train = digits.load, digits.train
-    few = lambda part: digits.Split(part.x[:60], part.y[:60])  # noqa: E731
-    monkeypatch.setattr(digits, "load", lambda device: map(few, load(device)))
-    monkeypatch.setattr(digits, "train", partial(train, epochs=15))
-    options = ["--device", "cuda", "--num-samples", "4", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["digits.py", *options])
-    digits.main()
-    lines = markdown.read(tmp_path / "digits.jsonl")
-    assert len(lines) == 5 and all(line["machine"] for line in lines)
-    assert (tmp_path / "digits.png").exists()
-
-
-@pytest.mark.cuda
-def test_speed_runs_on_a_gpu(monkeypatch, capsys):
-    for means in speed.MEANS:
-        own = [*SPEED, "--device", "cuda", "--means", means, "--child"]
-        monkeypatch.setattr(sys, "argv", ["speed.py", *own])
-        speed.main()
-        lines = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert [line["columns"] for line in lines] == [1, 2]
-        assert all(line["peak_gb"] > 0 for line in lines)
 
 
 @pytest.mark.slow

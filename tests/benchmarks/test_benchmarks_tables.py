@@ -90,17 +90,3 @@ def test_tables_run_whole(tmp_path, capsys):
     )
     reference = next(r for r in tables.compared(records) if r["row"] == peers.REFERENCE)
     assert reference["nll"] == 0
-
-
-def test_a_failed_method_is_a_line_with_its_message(tmp_path, monkeypatch, capsys):
-    def fail(case):
-        raise MemoryError("too large")
-        yield
-
-    monkeypatch.setitem(peers.METHODS, "network", fail)
-    out = str(tmp_path / "tables.jsonl")
-    tables.main(
-        ["--tables", "diabetes", "--seeds", "0", "--methods", "network", "--quick", "--out", out]
-    )
-    records = markdown.read(tmp_path / "tables.jsonl")
-    assert [record["error"] for record in records] == ["MemoryError: too large"] * 2

@@ -1,4 +1,4 @@
-"""The Radon transform, the posterior of an image against a dense one, and the script run whole."""
+"""The Radon transform, the scores of an image, and the script run whole."""
 
 from math import pi
 
@@ -8,12 +8,7 @@ import torch
 from methods import markdown
 from methods.image_scores import Reconstruction, constant, scores
 from methods.radon import Radon, phantom
-from methods.unet import UNet
-from tiny import basis_noise, problem_of
 from torch.testing import assert_close
-
-from torch_lla_em import FunctionSpace, LinearOperator, LinearOperatorRegression
-from torch_lla_em.inference.posterior_samples import optimise_samples
 
 
 @pytest.fixture
@@ -47,31 +42,6 @@ def test_filtered_back_projection_finds_the_phantom():
         (x - image).norm() / image.norm() for x in (found, blurred * found.sum() / blurred.sum())
     ]
     assert relative[0] < 0.45 < relative[1]
-
-
-def test_variance_of_the_image_is_the_dense_one():
-    torch.manual_seed(0)
-    radon, model = Radon(12, torch.arange(4) * pi / 4), UNet((4, 4, 4)).double().eval()
-    x, sigma = torch.randn(1, 1, 12, 12).double(), 0.1
-    A = radon.forward(torch.eye(144).double().view(-1, 1, 12, 12)).T
-    y = radon.forward(model(x).detach())
-    operator = LinearOperator(radon.forward, radon.adjoint, (1, 12, 12))
-    problem = problem_of(model, LinearOperatorRegression(operator, sigma), [(x, y)])
-    noise, precision = basis_noise(problem, False, False), torch.tensor(3.0).double()
-    w = optimise_samples(problem, noise, precision, FunctionSpace(1e-10)).w
-    Jw = problem.linear_model.by_autodiff(x).push(w)
-    f = model(x).flatten()
-    weights = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if name in problem.linear_model.layout.names
-    ]
-    rows = [torch.autograd.grad(output, weights, retain_graph=True) for output in f]
-    J = torch.stack([torch.cat([part.flatten() for part in row]) for row in rows])
-    eye = torch.eye(J.shape[1]).double()
-    covariance = torch.linalg.inv(J.T @ A.T @ A @ J / sigma**2 + precision * eye)
-    expected = (J @ covariance * J).sum(1)
-    assert_close(Jw.square().mean(0).flatten(), expected)
 
 
 def test_a_perfect_model_of_the_error_scores_best():

@@ -157,20 +157,23 @@ def test_positions_looked_up_once_for_all_rows(flat, length):
 
 
 class Attention(nn.Module):
-    def __init__(self, batch_first, **options):
+    def __init__(self, batch_first, kind="self", **options):
         super().__init__()
-        self.batch_first = batch_first
+        self.batch_first, self.kind = batch_first, kind
         self.attention = nn.MultiheadAttention(4, 2, batch_first=batch_first, **options)
         self.head = nn.Linear(4, 2)
 
-    def forward(self, x, memory=None):
+    def forward(self, x):
         x = x if self.batch_first else x.transpose(0, 1)
         mask = torch.ones(x.shape[1 if self.batch_first else 0], 3, dtype=torch.bool).triu(1)
-        y, _ = (
-            self.attention(x, x[..., :3], x[..., :2], attn_mask=mask)
-            if memory
-            else (self.attention(x, x, x, attn_mask=mask))
-        )
+        memory = x.sin()
+        given = {
+            "self": (x, x, x),
+            "memory": (x, memory, memory),
+            "all differ": (x, memory, x.cos()),
+            "other widths": (x, memory[..., :3], memory[..., :2]),
+        }
+        y, _ = self.attention(*given[self.kind], attn_mask=mask)
         return self.head(y.mean(1 if self.batch_first else 0))
 
 
@@ -180,10 +183,22 @@ def test_attention(batch_first, rows):
     agree(prepared(Attention(batch_first)), drawn(rows, 3, 4), batches=[drawn(1, 3, 4)])
 
 
+@pytest.mark.parametrize("kind", ["memory", "all differ"])
+def test_attention_to_other_inputs(kind):
+    agree(prepared(Attention(True, kind)), drawn(4, 3, 4))
+
+
+def test_attention_to_inputs_of_other_widths():
+    """A bias that is cut into three is torch.func's."""
+    model = prepared(Attention(True, "other widths", kdim=3, vdim=2))
+    names = [name for name, _ in model.named_parameters() if not name.endswith("in_proj_bias")]
+    agree(model, drawn(4, 3, 4), factored=names)
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_attention_with_added_rows(batch_first):
     """Of rows added to keys and values the derivatives are torch.func's."""
-    model = prepared(Attention(batch_first, add_bias_kv=True, add_zero_attn=True))
+    model = prepared(Attention(batch_first, "self", add_bias_kv=True, add_zero_attn=True))
     names = [name for name, _ in model.named_parameters() if not name.endswith(("_k", "_v"))]
     agree(model, drawn(4, 3, 4), factored=names)
 

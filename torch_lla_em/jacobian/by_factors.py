@@ -26,7 +26,7 @@ class ByFactors(Rows):
         at_once = min((side for side in sides if side is not None), default=None)
         super().__init__(weights, (at_once, at_once))
         self.terms, self._rest = terms, rest
-        names = dict.fromkeys(piece.name for term in terms.parts for piece in term.pieces)
+        names = dict.fromkeys(name for term in terms.parts for name in term.names)
         self._values = weights.values(tuple(names))
         self.nbytes = terms.nbytes
 
@@ -60,12 +60,7 @@ class ByFactors(Rows):
         K = len(u)
         u = u.reshape(K, len(self.f), self.f[0].numel()).transpose(0, 1)
         for term in self.terms.parts:
-            for piece, pulled in zip(term.pieces, term.pull(u)):
-                pulled = pulled.reshape(K, *piece.shape)
-                if piece.part is None and piece.name not in total:
-                    total[piece.name] = pulled
-                    continue
-                if piece.name not in total:
-                    total[piece.name] = pulled.new_zeros(K, *self._values[piece.name].shape)
-                piece.get(total).add_(pulled)
+            for name, pulled in zip(term.names, term.pull(u)):
+                pulled = pulled.reshape(K, *self._values[name].shape)
+                total[name] = pulled if name not in total else total[name].add_(pulled)
         return total

@@ -30,25 +30,14 @@ _LENGTHS: dict[Callable, Callable[[Tensor, Tensor], int]] = {
 _ATTENTION = signature(F.multi_head_attention_forward)
 
 
-class Piece(NamedTuple):
-    """Some rows of a parameter."""
-
-    name: str
-    part: slice | None
-    """Which rows; None: all."""
-
-    shape: torch.Size
-
-    def get(self, tangents: dict[str, Tensor]) -> Tensor:
-        """Return the directions (K, *shape) of these rows."""
-        return tangents[self.name] if self.part is None else tangents[self.name][:, self.part]
-
-
 class Call(NamedTuple):
     """One product z = W a + b, or a lookup of rows a of a table W."""
 
-    weight: Piece | None
-    bias: Piece | None
+    weight: str | None
+    """The name of W; None if it is not in the posterior."""
+
+    bias: str | None
+    weight_shape: torch.Size
     given: Tensor
     version: int
     """Version counter of the input at the time of the call."""
@@ -65,15 +54,19 @@ class Call(NamedTuple):
     conv: tuple | None = None
     """Stride, padding, dilation and groups."""
 
-    kernel: torch.Size = torch.Size()
-
     padding_idx: int | None = None
     """The row of an embedding that gets no gradient (padding)."""
 
     @property
-    def pieces(self) -> list[Piece]:
-        """The weight and the bias, if they are in the posterior."""
-        return [piece for piece in (self.weight, self.bias) if piece is not None]
+    def names(self) -> list[str]:
+        """The names of the weight and the bias, if they are in the posterior."""
+        return [name for name in (self.weight, self.bias) if name is not None]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of their entries."""
+        both = (self.weight, self.weight_shape.numel()), (self.bias, self.weight_shape[0])
+        return [size for name, size in both if name is not None]
 
     @property
     def is_lookup(self) -> bool:
@@ -85,8 +78,8 @@ class Call(NamedTuple):
         if self.weight is None:
             return self.shape.numel()
         if self.is_lookup:
-            return self.shape.numel() + self.weight.shape.numel()
-        return self.shape.numel() * self.weight.shape[1:].numel()
+            return self.shape.numel() + self.weight_shape.numel()
+        return self.shape.numel() * self.weight_shape[1:].numel()
 
     @property
     def is_kept(self) -> bool:
@@ -111,14 +104,14 @@ class Call(NamedTuple):
             a = a.movedim(1, 0) if self.second else a
             return a.reshape(rows, 1, -1, a.shape[-1]).mT
         stride, padding, dilation, groups = self.conv
-        a = _padded(a, self.kernel, padding, dilation)
-        for d, size in enumerate(self.kernel):
+        kernel = self.weight_shape[2:]
+        a = _padded(a, kernel, padding, dilation)
+        for d, size in enumerate(kernel):
             a = a.unfold(2 + d, (size - 1) * dilation[d] + 1, stride[d])[..., :: dilation[d]]
-        n = len(self.kernel)
+        n = len(kernel)
         a = a.reshape(rows, -1, groups, a.shape[1] // groups, *a.shape[2:])
         # rows, groups, channels, kernel, repeats, places
-        kernel, places = range(4 + n, 4 + 2 * n), range(4, 4 + n)
-        a = a.permute(0, 2, 3, *kernel, 1, *places)
+        a = a.permute(0, 2, 3, *range(4 + n, 4 + 2 * n), 1, *range(4, 4 + n))
         return a.flatten(2, 2 + n).flatten(3)
 
     def is_output(self, f: Tensor) -> bool:
@@ -182,13 +175,8 @@ class _Seen(TorchFunctionMode):
             self.multiplications += z.numel() * _LENGTHS[func](*args[:2])
         return z
 
-    def _linear(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None = None, part: slice | None = None
-    ) -> Tensor:
-        def run(W: Tensor, b: Tensor | None) -> Tensor:
-            return F.linear(input, *(t if t is None or part is None else t[part] for t in (W, b)))
-
-        return self._note(run, (weight, bias), input, part=part)
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._note(partial(F.linear, input), (weight, bias), input)
 
     def _conv(
         self,
@@ -208,8 +196,7 @@ class _Seen(TorchFunctionMode):
         if input.dim() != n + 2:
             return run(weight, bias)
         each = [s if isinstance(s, str) else _each(s, n) for s in (stride, padding, dilation)]
-        kind = {"conv": (*each, groups), "kernel": weight.shape[2:]}
-        return self._note(run, (weight, bias), input, **kind)
+        return self._note(run, (weight, bias), input, conv=(*each, groups))
 
     def _embedding(
         self,
@@ -234,14 +221,17 @@ class _Seen(TorchFunctionMode):
         call = _ATTENTION.bind(*args, **kwargs)
         given, width = call.arguments, call.arguments["embed_dim_to_check"]
         one = torch.eye(width, dtype=given["query"].dtype, device=given["query"].device)
+        weight, bias = given["in_proj_weight"], given["in_proj_bias"]
+        inputs = {id(given[name]): given[name] for name in ("query", "key", "value")}
+        if weight is not None:  # one weight for all three, and one product for each input
+            packed = {key: self._linear(x, weight, bias) for key, x in inputs.items()}
         for i, name in enumerate(("query", "key", "value")):
-            own, part = f"{name[0]}_proj_weight", slice(i * width, (i + 1) * width)
-            packed, bias = given["in_proj_weight"], given["in_proj_bias"]
-            if packed is None:
-                bias = None if bias is None else bias[part]
-                given[name] = self._linear(given[name], given[own], bias)
+            own = f"{name[0]}_proj_weight"
+            if weight is None:
+                part = None if bias is None else bias.chunk(3)[i]
+                given[name] = self._linear(given[name], given[own], part)
             else:
-                given[name] = self._linear(given[name], packed, bias, part)
+                given[name] = packed[id(given[name])].chunk(3, -1)[i]
             given[own] = one
         weight, bias = given["out_proj_weight"], given["out_proj_bias"]
         given |= {"in_proj_weight": None, "in_proj_bias": None, "use_separate_proj_weight": True}
@@ -253,20 +243,14 @@ class _Seen(TorchFunctionMode):
         self, run: Callable[..., Tensor], weights: tuple, given: Tensor, **kind: Any
     ) -> Tensor:
         """Return the result of ``run`` for aliases of the weights, and record the call."""
-        names = [self._names.get(id(tensor)) for tensor in weights]
+        weight, bias = names = [self._names.get(id(tensor)) for tensor in weights]
         if names == [None, None]:
             return run(*weights)
-        version, part = given._version, kind.pop("part", None)
+        version = given._version
         z = run(*(self._aliases.get(name, tensor) for name, tensor in zip(names, weights)))
         if z.requires_grad:  # not under no_grad
-            weight, bias = (
-                Piece(name, part, (tensor if part is None else tensor[part]).shape)
-                if name
-                else None
-                for name, tensor in zip(names, weights)
-            )
-            edge = get_gradient_edge(z)
-            self.calls.append(Call(weight, bias, given, version, edge, z.shape, **kind))
+            shape, edge = weights[0].shape, get_gradient_edge(z)
+            self.calls.append(Call(weight, bias, shape, given, version, edge, z.shape, **kind))
         return z
 
 

@@ -112,7 +112,7 @@ class Factored:
         f, calls, others, _ = recorded(weights.network, names, x, shared)
         if f.dim() < 2 or len(f) < 2:
             return None
-        own = {piece.name for call in calls for piece in call.pieces} - others
+        own = {name for call in calls for name in call.names} - others
         if own != set(names):
             names = tuple(name for name in names if name in own)
             f, calls, others, _ = recorded(weights.network, names, x, shared)
@@ -131,7 +131,7 @@ class Factored:
                 continue
             ways = [call._replace(second=way) for way in (False, True)]
             fits = [way.second for way in ways if way.first_row_alone(z[None], len(f))]
-            name = call.pieces[0].name
+            name = call.names[0]
             if not fits and call.is_lookup and name not in shared:
                 return cls.find(weights, names, x, (*shared, name))
             if not fits or second.setdefault(name, fits[0]) not in fits:
@@ -150,7 +150,7 @@ class Factored:
         terms: list[_Gathered] = []
         inner: list[_Gathered] = []
         for call in calls:
-            call = call._replace(second=self.second.get(call.pieces[0].name, False))
+            call = call._replace(second=self.second.get(call.names[0], False))
             terms.append(_Gathered(call, B, D, keep, call.is_output(f)))
             if not terms[-1].ends:
                 inner.append(terms[-1])
@@ -161,7 +161,8 @@ class Factored:
         parts: list[Term] = [term.factors() for term in terms if not term.is_dense]
         if dense:
             J = torch.cat([torch.cat(term.pieces, 1) for term in dense], 2)
-            parts.append(Dense([piece for term in dense for piece in term.call.pieces], J))
+            names = [name for term in dense for name in term.call.names]
+            parts.append(Dense(names, [n for term in dense for n in term.call.sizes], J))
         forward = sum(call.multiplications for call in calls)
         return Terms(f.detach(), parts, forward, max(0, products - forward))
 
@@ -242,7 +243,7 @@ class _Gathered:
         a, call = self._a, self.call
         b = torch.cat(self.pieces, 1) if self.pieces else None
         if call.is_lookup:
-            return Lookup(call.weight, a, b)
+            return Lookup(call.weight, call.weight_shape, a, b)
         if a.shape[1] == a.shape[3] == 1:
             a = a[:, 0, :, 0]
         return Outer(call.weight, call.bias, a, b)

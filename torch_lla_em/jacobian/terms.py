@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_lla_em.jacobian.calls import Piece
-
 # numbers in the gradients of single rows that are held at once
 _NUMBERS = 1 << 24
 
@@ -22,8 +20,8 @@ _NUMBERS = 1 << 24
 class Outer(NamedTuple):
     """J of a linear or convolutional layer, B ⊗ a summed over places."""
 
-    weight: Piece
-    bias: Piece | None
+    weight: str
+    bias: str | None
     a: Tensor
     """(rows, channels), or (rows, groups, channels, places)."""
 
@@ -31,8 +29,8 @@ class Outer(NamedTuple):
     """(rows, D, groups × channels × places); None: the outputs are f, place by place."""
 
     @property
-    def pieces(self) -> list[Piece]:
-        """Whose Jacobian it is."""
+    def names(self) -> list[str]:
+        """The weights whose Jacobian it is."""
         return [self.weight, *([self.bias] if self.bias else [])]
 
     @property
@@ -45,8 +43,8 @@ class Outer(NamedTuple):
 
     def push(self, tangents: dict[str, Tensor]) -> Tensor:
         """Return J w, (rows, K, D), from directions (K, *shape)."""
-        weight = self.weight.get(tangents)
-        bias = None if self.bias is None else self.bias.get(tangents)
+        weight = tangents[self.weight]
+        bias = None if self.bias is None else tangents[self.bias]
         K = len(weight)
         if self.a.dim() == 2:
             flat = weight.reshape(-1, self.a.shape[1])
@@ -66,26 +64,26 @@ class Outer(NamedTuple):
         return torch.bmm(z.flatten(2), self.b.mT)
 
     def pull(self, u: Tensor) -> list[Tensor]:
-        """Return Jᵀu of each piece, (K, ...), from u, (rows, K, D)."""
+        """Return Jᵀu of each weight, (K, ...), from u, (rows, K, D)."""
         d = self._signals(u)
         if self.a.dim() == 2:
-            return [d.flatten(1).mT @ self.a, d.sum(0)][: len(self.pieces)]
-        return [torch.einsum("bkgot,bgit->kgoi", d, self.a), d.sum((0, 4))][: len(self.pieces)]
+            return [d.flatten(1).mT @ self.a, d.sum(0)][: len(self.names)]
+        return [torch.einsum("bkgot,bgit->kgoi", d, self.a), d.sum((0, 4))][: len(self.names)]
 
-    def gradient(self, piece: Piece, u: Tensor) -> Tensor:
-        """Return every row's own Jᵀu for a piece, (rows, K, ...)."""
+    def gradient(self, name: str, u: Tensor) -> Tensor:
+        """Return every row's own Jᵀu for a weight, (rows, K, ...)."""
         d = self._signals(u)
         if self.a.dim() == 2:
-            return d if piece is self.bias else torch.einsum("bko,bi->bkoi", d, self.a)
-        return d.sum(-1) if piece is self.bias else torch.einsum("bkgot,bgit->bkgoi", d, self.a)
+            return d if name == self.bias else torch.einsum("bko,bi->bkoi", d, self.a)
+        return d.sum(-1) if name == self.bias else torch.einsum("bkgot,bgit->bkgoi", d, self.a)
 
-    def squares(self, piece: Piece, u: Tensor) -> Tensor | None:
-        """Return Σ_n Σ_k (J_nᵀu_nk)² for a piece, or None where single rows are needed for it."""
+    def squares(self, name: str, u: Tensor) -> Tensor | None:
+        """Return Σ_n Σ_k (J_nᵀu_nk)² for a weight, or None where single rows are needed for it."""
         if self.a.dim() > 2:
             return None
         # one product d aᵀ a row, whose square is the product of the squares
         d = _wide(self._signals(u)).square().sum(1)
-        return d.sum(0) if piece is self.bias else d.mT @ _wide(self.a).square()
+        return d.sum(0) if name == self.bias else d.mT @ _wide(self.a).square()
 
     def _signals(self, u: Tensor) -> Tensor:
         """Return Bᵀu, (rows, K, channels) or (rows, K, groups, channels, places)."""
@@ -100,7 +98,10 @@ class Outer(NamedTuple):
 class Lookup(NamedTuple):
     """J of an embedding."""
 
-    table: Piece
+    table: str
+    shape: torch.Size
+    """Shape of the table."""
+
     a: Tensor
     """The entries that are looked up, (rows, places)."""
 
@@ -108,8 +109,8 @@ class Lookup(NamedTuple):
     """(rows, D, channels × places)."""
 
     @property
-    def pieces(self) -> list[Piece]:
-        """Whose Jacobian it is."""
+    def names(self) -> list[str]:
+        """The table whose Jacobian it is."""
         return [self.table]
 
     @property
@@ -122,23 +123,23 @@ class Lookup(NamedTuple):
 
     def push(self, tangents: dict[str, Tensor]) -> Tensor:
         """Return J w, (rows, K, D), from directions (K, *shape)."""
-        z = self.table.get(tangents)[:, self.a].permute(1, 0, 3, 2)
+        z = tangents[self.table][:, self.a].permute(1, 0, 3, 2)
         return torch.bmm(z.flatten(2), self.b.mT)
 
     def pull(self, u: Tensor) -> list[Tensor]:
         """Return Jᵀu of the table, (K, ...), from u, (rows, K, D)."""
         d = self._signals(u).permute(1, 0, 3, 2).flatten(1, 2)
-        return [d.new_zeros(len(d), *self.table.shape).index_add_(1, self.a.flatten(), d)]
+        return [d.new_zeros(len(d), *self.shape).index_add_(1, self.a.flatten(), d)]
 
-    def gradient(self, piece: Piece, u: Tensor) -> Tensor:
+    def gradient(self, name: str, u: Tensor) -> Tensor:
         """Return every row's own Jᵀu, (rows, K, *shape)."""
         d = self._signals(u).mT
-        table = d.new_zeros(*d.shape[:2], *piece.shape)
+        table = d.new_zeros(*d.shape[:2], *self.shape)
         return table.scatter_add_(2, self.a[:, None, :, None].expand_as(d), d)
 
-    def squares(self, piece: Piece, u: Tensor) -> Tensor:
+    def squares(self, name: str, u: Tensor) -> Tensor:
         """Return Σ_n Σ_k (J_nᵀu_nk)²: only entries that a row looks up are not 0."""
-        total = _wide(self.b.new_zeros(piece.shape))
+        total = _wide(self.b.new_zeros(self.shape))
         for rows in chunks(len(u), u.shape[1] * self.a.shape[1] * total.shape[1]):
             own = self.part(rows)
             d, a = own._signals(u[rows]), own.a
@@ -157,7 +158,10 @@ class Lookup(NamedTuple):
 class Dense(NamedTuple):
     """J itself, of weights for which that takes less arithmetic than factors."""
 
-    pieces: list[Piece]
+    names: list[str]
+    sizes: list[int]
+    """How many columns of J belong to each; a weight that is used several times is named each time."""
+
     J: Tensor
     """(rows, D, p)."""
 
@@ -171,21 +175,20 @@ class Dense(NamedTuple):
 
     def push(self, tangents: dict[str, Tensor]) -> Tensor:
         """Return J w, (rows, K, D), from directions (K, *shape)."""
-        w = torch.cat([piece.get(tangents).flatten(1) for piece in self.pieces], 1).to(self.J)
+        w = torch.cat([tangents[name].flatten(1) for name in self.names], 1).to(self.J)
         return (w @ self.J.flatten(0, 1).mT).view(len(w), *self.J.shape[:2]).transpose(0, 1)
 
     def pull(self, u: Tensor) -> list[Tensor]:
-        """Return Jᵀu of each piece, (K, ...), from u, (rows, K, D)."""
+        """Return Jᵀu of each weight, (K, ...), from u, (rows, K, D)."""
         pulled = u.transpose(0, 1).flatten(1).to(self.J) @ self.J.flatten(0, 1)
-        return list(pulled.split([piece.shape.numel() for piece in self.pieces], 1))
+        return list(pulled.split(self.sizes, 1))
 
-    def gradient(self, piece: Piece, u: Tensor) -> Tensor:
-        """Return every row's own Jᵀu for a piece, (rows, K, p)."""
-        sizes = [piece.shape.numel() for piece in self.pieces]
-        columns = self.J.split(sizes, 2)[[p is piece for p in self.pieces].index(True)]
-        return u.to(columns) @ columns
+    def gradient(self, name: str, u: Tensor) -> Tensor:
+        """Return every row's own Jᵀu for a weight, (rows, K, p)."""
+        columns = sum(J for own, J in zip(self.names, self.J.split(self.sizes, 2)) if own == name)
+        return u.to(self.J) @ columns
 
-    def squares(self, piece: Piece, u: Tensor) -> None:
+    def squares(self, name: str, u: Tensor) -> None:
         """Return None: single rows are needed for the squares."""
 
 
@@ -201,18 +204,15 @@ def chunks(rows: int, numbers: int) -> Iterator[slice]:
 
 def row_squares(terms: list[Term], weight: Tensor, name: str, u: Tensor) -> Tensor:
     """Return Σ_n Σ_k (J_nᵀu_nk)² for a weight, of its shape, from u, (rows, K, D)."""
-    parts = [(term, piece) for term in terms for piece in term.pieces if piece.name == name]
-    if len(parts) == 1 and parts[0][1].part is None:
-        term, piece = parts[0]
-        squares = term.squares(piece, u)
-        if squares is not None:
-            return squares.reshape(weight.shape)
+    terms = [term for term in terms if name in term.names]
+    squares = terms[0].squares(name, u) if len(terms) == 1 else None
+    if squares is not None:
+        return squares.reshape(weight.shape)
     total = _wide(torch.zeros_like(weight))
     for rows in chunks(len(u), u.shape[1] * weight.numel()):
         each = total.new_zeros(rows.stop - rows.start, u.shape[1], *weight.shape)
-        for term, piece in parts:
-            own = each if piece.part is None else each[:, :, piece.part]
-            own += term.part(rows).gradient(piece, u[rows]).reshape(own.shape)
+        for term in terms:
+            each += term.part(rows).gradient(name, u[rows]).reshape(each.shape)
         total += each.square_().sum((0, 1))
     return total
 

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.jacobian.factors import FETCHED_BYTES
 from torch_lla_em.jacobian.network import NoJacobianError
-from torch_lla_em.jacobian.rows import Rows, Weights, num_examples
+from torch_lla_em.jacobian.rows import FETCHED_BYTES, Rows, Weights, num_examples
 
 # if the CPU cache holds fewer columns than this, Jᵀu is faster column by column: columns of J w
 # share a forward pass, but backward passes share nothing, and stacking them costs time

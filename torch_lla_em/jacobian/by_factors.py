@@ -1,14 +1,231 @@
-"""The linear model at one batch by the factors of its Jacobian."""
+"""The linear model at one batch by the factors of its Jacobian, for three kinds of layers.
+
+z = W a + b is what a layer returns for a, and B = ∂f/∂z. Both are the same for all columns, so
+J W̃ = B (W̃ a) and Jᵀu = (Bᵀu) aᵀ are large matrix products without a graph.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from torch_lla_em.jacobian.autodiff import ByAutodiff
-from torch_lla_em.jacobian.factors import Terms
-from torch_lla_em.jacobian.rows import Rows, Weights
-from torch_lla_em.jacobian.terms import row_squares
+from torch_lla_em.jacobian.rows import FETCHED_BYTES, Rows, Weights
+
+# factors may take this many times the arithmetic of torch.func, which also has to compute everything
+# that is not a product with a weight, in many small operations
+_SLOWER = 3
+
+# columns that torch.func takes at once, which share what does not depend on them
+_TOGETHER = 8
+
+# numbers in the gradients of single rows that are held at once
+_NUMBERS = 1 << 24
+
+
+class Outer(NamedTuple):
+    """J of a linear or convolutional layer, B ⊗ a summed over places."""
+
+    weight: str
+    bias: str | None
+    a: Tensor
+    """(rows, channels), or (rows, groups, channels, places)."""
+
+    b: Tensor | None
+    """(rows, D, groups × channels × places); None: the outputs are f, place by place."""
+
+    @property
+    def names(self) -> list[str]:
+        """The weights whose Jacobian it is."""
+        return [self.weight, *([self.bias] if self.bias else [])]
+
+    def push(self, tangents: dict[str, Tensor]) -> Tensor:
+        """Return J w, (rows, K, D), from directions (K, *shape)."""
+        weight = tangents[self.weight]
+        bias = None if self.bias is None else tangents[self.bias]
+        K = len(weight)
+        if self.a.dim() == 2:
+            flat = weight.reshape(-1, self.a.shape[1])
+            z = F.linear(self.a, flat, None if bias is None else bias.flatten())
+            z = z.unflatten(1, (K, -1))
+        else:
+            groups = self.a.shape[1]
+            weight = weight.reshape(K, groups, -1, self.a.shape[2])
+            if groups == 1:  # einsum copies the sum of all columns once more
+                z = (weight.flatten(0, 2) @ self.a[:, 0]).unflatten(1, weight.shape[:2] + (-1,))
+            else:
+                z = torch.einsum("kgoi,bgit->bkgot", weight, self.a)
+            if bias is not None:
+                z = z + bias.view(K, groups, -1, 1)
+        if self.b is None:
+            return z if z.dim() == 3 else z.flatten(2, -2).mT.flatten(2)
+        return torch.bmm(z.flatten(2), self.b.mT)
+
+    def pull(self, u: Tensor) -> list[Tensor]:
+        """Return Jᵀu of each weight, (K, ...), from u, (rows, K, D)."""
+        d = self._signals(u)
+        if self.a.dim() == 2:
+            return [d.flatten(1).mT @ self.a, d.sum(0)][: len(self.names)]
+        return [torch.einsum("bkgot,bgit->kgoi", d, self.a), d.sum((0, 4))][: len(self.names)]
+
+    def gradient(self, name: str, u: Tensor) -> Tensor:
+        """Return every row's own Jᵀu for a weight, (rows, K, ...)."""
+        d = self._signals(u)
+        if self.a.dim() == 2:
+            return d if name == self.bias else torch.einsum("bko,bi->bkoi", d, self.a)
+        return d.sum(-1) if name == self.bias else torch.einsum("bkgot,bgit->bkgoi", d, self.a)
+
+    def squares(self, name: str, u: Tensor) -> Tensor | None:
+        """Return Σ_n Σ_k (J_nᵀu_nk)² for a weight, or None where single rows are needed for it."""
+        if self.a.dim() > 2:
+            return None
+        # one product d aᵀ a row, whose square is the product of the squares
+        d = _wide(self._signals(u)).square().sum(1)
+        return d.sum(0) if name == self.bias else d.mT @ _wide(self.a).square()
+
+    def _signals(self, u: Tensor) -> Tensor:
+        """Return Bᵀu, (rows, K, channels) or (rows, K, groups, channels, places)."""
+        if self.b is not None:
+            d = torch.bmm(u.to(self.b), self.b)
+        else:
+            d = u if self.a.dim() == 2 else u.unflatten(2, (self.a.shape[3], -1)).mT.flatten(2)
+        d = d.to(self.a)
+        return d if self.a.dim() == 2 else d.unflatten(2, (self.a.shape[1], -1, self.a.shape[3]))
+
+
+class Lookup(NamedTuple):
+    """J of an embedding."""
+
+    table: str
+    shape: torch.Size
+    """Shape of the table."""
+
+    a: Tensor
+    """The entries that are looked up, (rows, places)."""
+
+    b: Tensor
+    """(rows, D, channels × places)."""
+
+    @property
+    def names(self) -> list[str]:
+        """The table whose Jacobian it is."""
+        return [self.table]
+
+    def push(self, tangents: dict[str, Tensor]) -> Tensor:
+        """Return J w, (rows, K, D), from directions (K, *shape)."""
+        z = tangents[self.table][:, self.a].permute(1, 0, 3, 2)
+        return torch.bmm(z.flatten(2), self.b.mT)
+
+    def pull(self, u: Tensor) -> list[Tensor]:
+        """Return Jᵀu of the table, (K, ...), from u, (rows, K, D)."""
+        d = self._signals(u).permute(1, 0, 3, 2).flatten(1, 2)
+        return [d.new_zeros(len(d), *self.shape).index_add_(1, self.a.flatten(), d)]
+
+    def gradient(self, name: str, u: Tensor) -> Tensor:
+        """Return every row's own Jᵀu, (rows, K, *shape)."""
+        d = self._signals(u).mT
+        table = d.new_zeros(*d.shape[:2], *self.shape)
+        return table.scatter_add_(2, self.a[:, None, :, None].expand_as(d), d)
+
+    def squares(self, name: str, u: Tensor) -> Tensor:
+        """Return Σ_n Σ_k (J_nᵀu_nk)²: only entries that a row looks up are not 0."""
+        total = _wide(self.b.new_zeros(self.shape))
+        for rows in chunks(len(u), u.shape[1] * self.a.shape[1] * total.shape[1]):
+            own = part(self, rows)
+            d, a = own._signals(u[rows]), own.a
+            same = a[:, :, None] == a[:, None, :]
+            # places that look up the same entry are summed, and counted at the first of them
+            sums, is_first = d.to(total) @ same[:, None].to(total), ~same.tril(-1).any(2)
+            squares = (sums.square().sum(1) * is_first[:, None]).mT
+            total.index_add_(0, a.flatten(), squares.flatten(0, 1))
+        return total
+
+    def _signals(self, u: Tensor) -> Tensor:
+        """Return Bᵀu, (rows, K, channels, places)."""
+        return torch.bmm(u.to(self.b), self.b).unflatten(2, (-1, self.a.shape[1]))
+
+
+class Dense(NamedTuple):
+    """J itself, of weights for which that takes less arithmetic than factors."""
+
+    names: list[str]
+    sizes: list[int]
+    """How many columns of J belong to each; a weight that is used several times is named each time."""
+
+    J: Tensor
+    """(rows, D, p)."""
+
+    def push(self, tangents: dict[str, Tensor]) -> Tensor:
+        """Return J w, (rows, K, D), from directions (K, *shape)."""
+        w = torch.cat([tangents[name].flatten(1) for name in self.names], 1).to(self.J)
+        return (w @ self.J.flatten(0, 1).mT).view(len(w), *self.J.shape[:2]).transpose(0, 1)
+
+    def pull(self, u: Tensor) -> list[Tensor]:
+        """Return Jᵀu of each weight, (K, ...), from u, (rows, K, D)."""
+        pulled = u.transpose(0, 1).flatten(1).to(self.J) @ self.J.flatten(0, 1)
+        return list(pulled.split(self.sizes, 1))
+
+    def gradient(self, name: str, u: Tensor) -> Tensor:
+        """Return every row's own Jᵀu for a weight, (rows, K, p)."""
+        columns = sum(J for own, J in zip(self.names, self.J.split(self.sizes, 2)) if own == name)
+        return u.to(self.J) @ columns
+
+    def squares(self, name: str, u: Tensor) -> None:
+        """Return None: single rows are needed for the squares."""
+
+
+Term = Outer | Lookup | Dense
+
+
+class Terms(NamedTuple):
+    """The outputs of one batch, and their Jacobian as factors."""
+
+    f: Tensor
+    """(B, ..., C)."""
+
+    parts: list[Term]
+    forward: int = 0
+    """Multiplications by the weights in a forward pass."""
+
+    rest: int = 0
+    """All others in it."""
+
+    @property
+    def nbytes(self) -> int:
+        held = [entry for term in self.parts for entry in term if isinstance(entry, Tensor)]
+        return self.f.nbytes + sum(tensor.nbytes for tensor in held)
+
+    @property
+    def gradients(self) -> int:
+        """How many numbers backward passes for every output have found; 0 if none was needed."""
+        held = [term.J if isinstance(term, Dense) else term.b for term in self.parts]
+        return sum(tensor.numel() for tensor in held if tensor is not None)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether torch.func needs much less arithmetic, as for many outputs of narrow layers.
+
+        A column takes torch.func four forward passes by these weights, and twice all else for the
+        columns that are taken at once; it takes factors twice what they hold.
+        """
+        by_func = 4 * self.forward + 2 * self.rest / _TOGETHER
+        return 2 * (self.forward + self.gradients) > _SLOWER * by_func
+
+    @property
+    def at_once(self) -> int | None:
+        """Number of columns whose temporary tensors are not allocated by the system each time."""
+        if self.f.device.type != "cpu":
+            return None
+        widths = [
+            len(term.a) * term.b.shape[2] if term.b is not None else self.f.numel()
+            for term in self.parts
+            if not isinstance(term, Dense) and (term.b is not None or term.a.dim() == 4)
+        ]
+        return max(1, FETCHED_BYTES // (max(widths, default=1) * self.f.itemsize))
 
 
 class ByFactors(Rows):
@@ -64,3 +281,35 @@ class ByFactors(Rows):
                 pulled = pulled.reshape(K, *self._values[name].shape)
                 total[name] = pulled if name not in total else total[name].add_(pulled)
         return total
+
+
+def part(term: Any, rows: slice) -> Any:
+    """Return a term of some rows."""
+    entries = term._asdict().items()
+    return term._replace(**{n: entry[rows] for n, entry in entries if isinstance(entry, Tensor)})
+
+
+def chunks(rows: int, numbers: int) -> Iterator[slice]:
+    """Yield rows of so many numbers each, as many as are held at once."""
+    step = max(1, _NUMBERS // max(1, numbers))
+    for start in range(0, rows, step):
+        yield slice(start, min(rows, start + step))
+
+
+def row_squares(terms: list[Term], weight: Tensor, name: str, u: Tensor) -> Tensor:
+    """Return Σ_n Σ_k (J_nᵀu_nk)² for a weight, of its shape, from u, (rows, K, D)."""
+    terms = [term for term in terms if name in term.names]
+    squares = terms[0].squares(name, u) if len(terms) == 1 else None
+    if squares is not None:
+        return squares.reshape(weight.shape)
+    total = _wide(torch.zeros_like(weight))
+    for rows in chunks(len(u), u.shape[1] * weight.numel()):
+        each = total.new_zeros(rows.stop - rows.start, u.shape[1], *weight.shape)
+        for term in terms:
+            each += part(term, rows).gradient(name, u[rows]).reshape(each.shape)
+        total += each.square_().sum((0, 1))
+    return total
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

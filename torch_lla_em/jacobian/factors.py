@@ -3,74 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_lla_em.jacobian.by_factors import Dense, Lookup, Outer, Term, Terms
 from torch_lla_em.jacobian.calls import Call, recorded
-from torch_lla_em.jacobian.rows import Weights
-from torch_lla_em.jacobian.terms import Dense, Lookup, Outer, Term
-
-# bytes of the largest temporary tensor on a CPU; larger ones are allocated by the system each time,
-# which takes as long as the arithmetic
-FETCHED_BYTES = 2**24
-
-# factors may take this many times the arithmetic of torch.func, which also has to compute everything
-# that is not a product with a weight, in many small operations
-_SLOWER = 3
-
-# columns that torch.func takes at once, which share what does not depend on them
-_TOGETHER = 8
+from torch_lla_em.jacobian.rows import FETCHED_BYTES, Weights
 
 # number of outputs per example above which the backward passes cost more than they save
 _MOST_OUTPUTS = 512
-
-
-class Terms(NamedTuple):
-    """The outputs of one batch, and their Jacobian as factors."""
-
-    f: Tensor
-    """(B, ..., C)."""
-
-    parts: list[Term]
-    forward: int = 0
-    """Multiplications by the weights in a forward pass."""
-
-    rest: int = 0
-    """All others in it."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.f.nbytes + sum(term.nbytes for term in self.parts)
-
-    @property
-    def is_free(self) -> bool:
-        """Whether no backward pass was needed."""
-        return not any(_gradients_of(self.parts))
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether torch.func needs much less arithmetic, as for many outputs of narrow layers.
-
-        A column takes torch.func four forward passes by these weights, and twice all else for the
-        columns that are taken at once; it takes factors twice what they hold.
-        """
-        held = sum(_gradients_of(self.parts))
-        by_func = 4 * self.forward + 2 * self.rest / _TOGETHER
-        return 2 * (self.forward + held) > _SLOWER * by_func
-
-    @property
-    def at_once(self) -> int | None:
-        """Number of columns whose temporary tensors are not allocated by the system each time."""
-        if self.f.device.type != "cpu":
-            return None
-        widths = [
-            len(term.a) * term.b.shape[2] if term.b is not None else self.f.numel()
-            for term in self.parts
-            if not isinstance(term, Dense) and (term.b is not None or term.a.dim() == 4)
-        ]
-        return max(1, FETCHED_BYTES // (max(widths, default=1) * self.f.itemsize))
 
 
 @dataclass
@@ -247,9 +190,3 @@ class _Gathered:
         if a.shape[1] == a.shape[3] == 1:
             a = a[:, 0, :, 0]
         return Outer(call.weight, call.bias, a, b)
-
-
-def _gradients_of(terms: list[Term]) -> list[int]:
-    """Return how many numbers each term has that a backward pass for every output has found."""
-    held = [term.J if isinstance(term, Dense) else term.b for term in terms]
-    return [0 if tensor is None else tensor.numel() for tensor in held]

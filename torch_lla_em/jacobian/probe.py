@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.jacobian.autodiff import ByAutodiff, Path
-from torch_lla_em.jacobian.by_factors import ByFactors
+from torch_lla_em.jacobian.by_factors import ByFactors, Terms
 from torch_lla_em.jacobian.checks import checked_outputs, plain_gradients
-from torch_lla_em.jacobian.factors import Factored, Terms
+from torch_lla_em.jacobian.factors import Factored
 from torch_lla_em.jacobian.layers import floating_tensors, hooked, layer_of, name_layer
 from torch_lla_em.jacobian.network import NoJacobianError
 from torch_lla_em.jacobian.parameters import ParameterLayout
@@ -238,7 +238,7 @@ def _error_of_factors(reference: _Reference, factored: Factored, path: Path | No
         if is_shortage(failure):
             raise
         return None
-    passes = 0 if terms.is_free else terms.f[0].numel()
+    passes = terms.f[0].numel() if terms.gradients else 0
     factored.least_columns = max(1, passes * (2 if others else 1))
     return error if error <= math.sqrt(reference.eps) else None
 

@@ -14,6 +14,10 @@ from torch_lla_em.data import tensors_in
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 
+# bytes of the largest temporary tensor on a CPU; larger ones are allocated by the system each time,
+# which takes as long as the arithmetic
+FETCHED_BYTES = 2**24
+
 
 def num_examples(x: Any) -> int:
     """Return the number of examples of inputs, from the shapes of their tensors."""

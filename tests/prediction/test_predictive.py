@@ -18,7 +18,7 @@ from torch_lla_em.likelihoods import (
     Poisson,
     Regression,
 )
-from torch_lla_em.prediction import functions
+from torch_lla_em.prediction import mixture as mixtures
 from torch_lla_em.prediction.functions import (
     FUNCTIONS,
     JOINT,
@@ -363,6 +363,14 @@ def test_functions_of_a_rare_posterior_stay_few():
     assert len(p.functions) < 1100
 
 
+def test_functions_of_mixtures_of_mixtures_have_equal_weights():
+    p = mixture(Classification())
+    rare = replace(p, weights=torch.tensor([0.05, 0.45, 0.5]).double())
+    both = Prediction.averaged([p, rare])
+    assert_close(both.functions.softmax(-1).mean(0), both.probs, rtol=0, atol=0.01)
+    assert_close(both.probs, (p.probs + rare.probs) / 2)
+
+
 @pytest.mark.parametrize("count", [1, 2, 5, 32, 300])
 def test_functions_keep_covariance_and_mean(count):
     deviations = draw(count, 3, 4)
@@ -393,7 +401,7 @@ def test_averages_do_not_depend_on_the_chunk_size(monkeypatch):
         return [*values, p.joint_log_prob(y), *p.credible_interval()]
 
     whole = everything()
-    monkeypatch.setattr(functions, "_NUMBERS", 1)
+    monkeypatch.setattr(mixtures, "_NUMBERS", 1)
     for few, all_at_once in zip(everything(), whole):
         assert_close(few, all_at_once)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.prediction.functions import Functions
+from torch_lla_em.prediction.mixture import Mixture
 from torch_lla_em.prediction.training_examples import centred
 
 # comparisons that are held in memory at a time
@@ -61,7 +61,7 @@ class Judge:
 
 
 @dataclass(frozen=True, repr=False)
-class Conformal(Functions):
+class Conformal(Mixture):
     """A prediction's methods that compare its inputs with a validation set."""
 
     judge: Judge | None = field(default=None, kw_only=True)
@@ -216,16 +216,6 @@ class Conformal(Functions):
     @property
     def _has_values(self) -> bool:
         return self.likelihood.real_valued and self.centre.dim() == 2
-
-    def _expected(self) -> Tensor:
-        raise NotImplementedError
-
-    def _uncertainties(self) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
-    def _variance(self) -> Tensor:
-        aleatoric, epistemic = self._uncertainties()
-        return aleatoric + epistemic
 
 
 def p_values(reference: Tensor, scores: Tensor) -> Tensor:

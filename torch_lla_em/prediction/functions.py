@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from math import log
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from torch_lla_em.likelihoods import Likelihood, average
 
 FUNCTIONS = 64
 """The least number of functions in an average over one example.
@@ -35,10 +31,6 @@ of the posterior's variance. The first row has the samples' deviations, the othe
 _MANY_OUTPUTS = 2**10
 # largest number of samples for which a rotation is drawn, which takes K³ operations
 _ROTATED = 256
-# numbers that averages over functions hold at a time
-_NUMBERS = 2**23
-# largest number of functions of equal weight that stand for a mixture
-_ALIKE = 1024
 
 
 def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
@@ -46,8 +38,11 @@ def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
 
     They are the samples, random rotations of them, and the mirror image of each. Every set has the
     samples' covariance Σ_k d_k d_kᵀ / K, and the mean of all functions is 0, so that the error of an
-    average is mostly that of the covariance. The rotations depend on K alone.
+    average is mostly that of the covariance. The rotations depend on K alone. Without samples there
+    is one function, 0.
     """
+    if not len(deviations):
+        return deviations.new_zeros(1, *deviations.shape[1:])
     sets = _sets(deviations, at_least)
     if sets > 1:
         Q = _rotations(len(deviations), sets - 1)
@@ -165,125 +160,3 @@ def joint_gaussian(residual: Tensor, deviations: Tensor, sigma: Tensor) -> Tenso
         error @ error - explained + log_det + len(error) * log(2 * torch.pi)
     )
     return log_density
-
-
-@dataclass(frozen=True, repr=False)
-class Functions:
-    """A distribution over functions at B inputs: that of a posterior, or a mixture of several.
-
-    The classes are last in the fields, wherever the model has them.
-    """
-
-    likelihood: Likelihood
-
-    centre: Tensor
-    """The mean over functions, (B, ..., C); in a mixture with weights that of the first member."""
-
-    deviations: Tensor
-    """Samples minus this mean, √τ J w_k, (K, B, ..., C), joint over inputs; K is 0 without uncertainty."""
-
-    class_dim: int = -1
-    """The axis of the classes in the network's outputs."""
-
-    members: tuple[Any, ...] = ()
-    """The distributions whose mixture this is; otherwise empty."""
-
-    weights: Tensor | None = None
-    """The weights of a posterior and of functions without uncertainty, whose sum is 1; None: equal."""
-
-    def _shares(self) -> Tensor:
-        """Return the weights of the members, also if they are equal."""
-        count = len(self.members)
-        return self.centre.new_full((count,), 1 / count) if self.weights is None else self.weights
-
-    def _averaged(self, of: Callable[[Any], Tensor]) -> Tensor:
-        """Return the mean of a quantity over the members."""
-        values = [of(member) for member in self.members]
-        return average(torch.stack(values), self.weights)
-
-    def _total_variance(
-        self, within: Callable[[Any], Tensor], of: Callable[[Any], Tensor]
-    ) -> Tensor:
-        """Return the mean of a variance over the members, plus the variance of a mean."""
-        mean = self._averaged(of)
-        return self._averaged(lambda member: within(member) + (of(member) - mean).square())
-
-    def _mean(self) -> Tensor:
-        return self._averaged(Functions._mean) if self.members else self.centre
-
-    def _variance_of_f(self) -> Tensor:
-        if self.members:
-            return self._total_variance(Functions._variance_of_f, Functions._mean)
-        return mean_square(self.deviations)
-
-    def _samples(self) -> Tensor:
-        """Return K functions, (K, B, ..., C), of every component in proportion to its weight."""
-        if not self.members:
-            return self.centre + self.deviations
-        samples = torch.cat([member._samples() for member in self.members])
-        if self.weights is None:
-            return samples
-        count, certain = len(samples), [member.centre for member in self.members[1:]]
-        part, own = slots(self.weights, count), torch.arange(count, device="cpu")
-        chosen = torch.where(part > 0, count + part - 1, own)
-        return torch.cat([samples, torch.stack(certain)])[chosen.to(samples.device)]
-
-    def _functions(self, rows: slice = slice(None), at_least: int = FUNCTIONS) -> Tensor:
-        """Return S functions, (S, b, ..., C), those of the first member first."""
-        if self.members:
-            return torch.cat([member._functions(rows, at_least) for member in self.members])
-        if not len(self.deviations):  # without uncertainty
-            return self.centre[rows][None]
-        return self.centre[rows] + functions_of(self.deviations[:, rows], at_least)
-
-    def _weights(self) -> Tensor | None:
-        """Return the weight of each of these functions, (S,), or None if they are equal."""
-        if not self.members:
-            return None
-        each = []
-        for share, member in zip(self._shares(), self.members):
-            own, count = member._weights(), number_of_functions(member.deviations)
-            equal = self.centre.new_full((count,), 1 / count)
-            each.append(share.to(equal) * (equal if own is None else own))
-        return torch.cat(each)
-
-    def _weighting(self) -> tuple[Tensor, ...]:
-        """Return the weights as an argument, which a user's likelihood may not take."""
-        weights = self._weights()
-        return () if weights is None else (weights,)
-
-    def _alike(self) -> Tensor:
-        """Return functions of equal weights, (S, B, ..., C)."""
-        if self.weights is None:
-            members = self.members
-            return torch.cat([m._alike() for m in members]) if members else self._functions()
-        first, *certain = self.members
-        functions, weights = first._functions(), self.weights.tolist()
-        total = min(len(functions) / max(weights[0], 1e-9), _ALIKE)
-        half, pairs = round(0.5 * total * weights[0]), functions.unflatten(0, (2, -1))
-        copies = (
-            member.centre.expand(round(total * weight), *member.centre.shape)
-            for member, weight in zip(certain, weights[1:])
-        )
-        return torch.cat([pairs[:, :half].flatten(0, 1), *copies])
-
-    def _over_rows(
-        self, take: Callable[[Tensor, slice], Tensor], dim: int = 0, at_least: int = FUNCTIONS
-    ) -> Tensor:
-        """Apply ``take`` to all functions (S, b, ..., C) of a few examples at a time."""
-        count = len(self.centre)
-        row = number_of_functions(self.deviations, at_least) * self.centre[:1].numel()
-        step = max(1, _NUMBERS // max(row, 1))
-        chunks = [slice(start, start + step) for start in range(0, count, step)]
-        if len(chunks) < 2:  # without a number of rows, so that exported programs take any
-            chunks = [slice(None)]
-        with own_precision(self.centre):
-            parts = [take(self._functions(rows, at_least), rows) for rows in chunks]
-        return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
-
-    def _site_values(self, values: Tensor) -> Tensor:
-        return self._out(values) if values.dim() == self.centre.dim() else values
-
-    def _out(self, values: Tensor, leading: int = 0) -> Tensor:
-        """Move the classes back to their axis in the model's outputs."""
-        return values.movedim(-1, self.class_dim + leading * (self.class_dim >= 0))

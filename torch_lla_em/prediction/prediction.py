@@ -11,17 +11,13 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import as_targets
-from torch_lla_em.likelihoods import Regression, average, sum_rows
 from torch_lla_em.prediction.conformal import Conformal, Interval
 from torch_lla_em.prediction.functions import (
-    JOINT,
-    joint_gaussian,
     log_mean,
-    mean_square,
     own_precision,
-    pair_error,
     quantile,
 )
+from torch_lla_em.prediction.mixture import Mixture
 from torch_lla_em.prediction.summary import Cells, Printed, of_prediction
 
 
@@ -62,15 +58,13 @@ class Prediction(Printed, Conformal):
         means = torch.stack([member._mean() for member in members])
         centre = means.mean(0)
         apart = torch.cat([m.deviations + (at - centre) for m, at in zip(members, means)])
-        found = members[0].likelihood, centre, apart, class_dim
+        mixture = Prediction(members[0].likelihood, centre, apart, class_dim, members)
         known = [member.nearest for member in members if member.nearest is not None]
         if len(known) < len(members):
-            return Prediction(*found, members=members)
-
-        def nearest() -> Tensor:
-            return torch.stack([distance() for distance in known]).mean(0)
-
-        return Prediction(*found, members=members, nearest=nearest)
+            return mixture
+        return replace(
+            mixture, nearest=lambda: torch.stack([distance() for distance in known]).mean(0)
+        )
 
     @property
     def mean(self) -> Tensor:
@@ -91,17 +85,15 @@ class Prediction(Printed, Conformal):
     def covariance(self) -> Tensor:
         """The covariance of f over all inputs and outputs, of ``mean.flatten()``, (B C, B C)."""
 
-        def products(flat: Tensor) -> Tensor:
-            with own_precision(flat):
-                return flat.T @ flat
+        mean = self._mean()
 
-        if not self.members:
-            flat = self._out(self.deviations, leading=1).flatten(1)
-            return products(flat) / max(1, len(flat))
-        mean = self.mean
-        return self._averaged(
-            lambda member: member.covariance + products((member.mean - mean).flatten()[None])
-        )
+        def of(part: Mixture) -> Tensor:
+            flat = self._out(part.deviations, leading=1).flatten(1)
+            apart = self._out(part.centre - mean).flatten()[None]
+            with own_precision(flat):
+                return flat.T @ flat / max(1, len(flat)) + apart.T @ apart
+
+        return self._averaged(of)
 
     @property
     def samples(self) -> Tensor:
@@ -283,30 +275,6 @@ class Prediction(Printed, Conformal):
         """
         return self._joint_log_prob(self._aligned(y))
 
-    def _log_prob(self, y: Tensor) -> Tensor:
-        if self.members:
-            return log_mean(torch.stack([m._log_prob(y) for m in self.members]), self.weights)
-        if self._is_gaussian:
-            variance = self._variance()
-            error = y - self.likelihood.mean(self.centre)
-            return sum_rows(-0.5 * (error**2 / variance + (2 * pi * variance).log()), y)
-        return self._over_rows(lambda f, rows: log_mean(self.likelihood.log_prob(f, y[rows])))
-
-    def _joint_log_prob(self, y: Tensor) -> Tensor:
-        if self.members:
-            each = [member._joint_log_prob(y) for member in self.members]
-            return log_mean(torch.stack(each), self.weights)
-        if self._is_gaussian:
-            residual = y - self.likelihood.mean(self.centre)
-            sigma = self.likelihood.variance(self.centre).sqrt()
-            return joint_gaussian(residual, self.likelihood.mean(self.deviations), sigma)
-        every = self._over_rows(lambda f, rows: self.likelihood.log_prob(f, y[rows]), 1, JOINT)
-        return log_mean(every.sum(1))
-
-    @property
-    def _is_gaussian(self) -> bool:
-        return isinstance(self.likelihood, Regression) and not self.members
-
     def _aligned(self, y: Tensor) -> Tensor:
         """Move the outputs' axis of targets last, and check that they fit."""
         y = self.likelihood.align(as_targets(y).to(self.centre.device), -1)
@@ -321,47 +289,6 @@ class Prediction(Printed, Conformal):
                 f"A prediction under {type(self.likelihood).__name__} has no .{name}: its E[y] is "
                 "not a probability. Use .expectation, or log_prob(y) for the density of a target."
             )
-
-    def _expected(self) -> Tensor:
-        if self.likelihood.real_valued:
-            return self.likelihood.mean(self._mean())
-        weights = self._weights()
-        return self._over_rows(lambda f, _: average(self.likelihood.mean(f), weights))
-
-    def _uncertainties(self) -> tuple[Tensor, Tensor]:
-        """Return the aleatoric and the epistemic uncertainty."""
-        if self.likelihood.real_valued and self.members:
-            aleatoric = self._averaged(lambda member: member._uncertainties()[0])
-            of = Prediction._expected
-            return aleatoric, self._total_variance(lambda member: member._uncertainties()[1], of)
-        if self._is_gaussian:  # E[y | f] is linear in f
-            epistemic = mean_square(self.likelihood.mean(self.deviations))
-            return self.likelihood.variance(self.centre), epistemic
-        weights = self._weighting()
-        both = self._over_rows(
-            lambda f, _: torch.stack(self.likelihood.uncertainties(f, *weights)), dim=1
-        )
-        return both[0], both[1]
-
-    def _standard_error(self) -> Tensor:
-        if self.likelihood.real_valued:
-            return torch.zeros_like(self.likelihood.mean(self.centre))
-        if self.members:
-            errors = torch.stack([member._standard_error() for member in self.members])
-            return average(errors.square(), self._shares().square()).sqrt()
-        count = len(self.deviations)
-        return self._over_rows(lambda f, _: pair_error(self.likelihood.mean(f), count))
-
-    def _smoothed(self, shared: bool) -> Tensor:
-        if self.members:
-            return self._averaged(lambda member: member._smoothed(shared))
-        variance = self._variance_of_f()
-        if shared and not self.likelihood.monotone and self.centre.shape[-1] > 1:
-            # half the mean variance of a difference of two outputs, which a shift does not change
-            contrasts = self.deviations - self.deviations.mean(-1, keepdim=True)
-            total = mean_square(contrasts).sum(-1, keepdim=True)
-            variance = total / (self.centre.shape[-1] - 1)
-        return self.likelihood.smoothed_mean(self.centre, variance)
 
     def first(self, count: int) -> Prediction:
         """Return the prediction of the first few inputs, detached.

@@ -6,7 +6,7 @@ from jacobians import check, linear_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_lla_em.jacobian.contiguous import ContiguousInputs
+from torch_lla_em.jacobian.network import ContiguousInputs
 
 BATCH, LENGTH, WIDTH = 4, 96, 32
 X = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 from torch_lla_em.data import copied, default_forward
-from torch_lla_em.jacobian.attributes import Attributes
-from torch_lla_em.jacobian.contiguous import ContiguousInputs
-from torch_lla_em.jacobian.one_at_a_time import ONE_AT_A_TIME
+from torch_lla_em.jacobian.exchange import ONE_AT_A_TIME, Attributes, Exchange
 from torch_lla_em.runtime import tf32
 
 ForwardFn = Callable[[nn.Module, Any], Tensor]
@@ -33,71 +33,36 @@ def unwrap(module: nn.Module) -> nn.Module:
             return module
 
 
-class _Slot(NamedTuple):
-    """One place where a module keeps a tensor."""
+class ContiguousInputs(TorchFunctionMode):
+    """Copies inputs of linear layers that are not contiguous.
 
-    holder: dict[str, Any]
-    """The module's parameters, buffers or plain attributes."""
-
-    key: str
-
-    place: str
-    """The path of the module, and the key."""
-
-    name: str
-    """The name of the tensor, one for all places of tied weights."""
-
-    tensor: Tensor
-
-
-class _State:
-    """Every tensor of a module, which can be replaced by others for a call.
-
-    ``torch.func.functional_call`` works by names and does not restore a module that is registered
-    under two names (pytorch#164759). Here each module is visited only once.
+    ``torch.func`` multiplies a contiguous (B, L, E) by the weight in one product. For other layouts,
+    such as the transposed outputs of attention, it takes one product for each of the B or L entries,
+    and a gradient of the weight's size for each. For a ViT this takes four to six times as long.
     """
 
-    def __init__(self, module: nn.Module):
-        layers = list(module.named_modules())
-        self.attributes = Attributes(layer for _, layer in layers)
-        parameters = {id(p): name for name, p in module.named_parameters()}
-        names = dict(parameters)
-        self.slots: list[_Slot] = []
-        self.fixed: dict[str, Tensor] = {}
-        self.written: dict[str, Tensor] = {}
-        for path, layer in layers:
-            if isinstance(layer, torch.jit.ScriptModule):
-                continue
-            for holder in (layer._parameters, layer._buffers, vars(layer)):
-                for key, tensor in holder.items():
-                    if not isinstance(tensor, Tensor):
-                        continue
-                    place = f"{path}.{key}" if path else key
-                    name = names.setdefault(id(tensor), place)
-                    self.slots.append(_Slot(holder, key, place, name, tensor))
-                    kind = self.fixed if id(tensor) in parameters else self.written
-                    kind.setdefault(name, tensor.detach())
-            # a lookup with max_norm shrinks the rows it reads, in the weights themselves
-            if getattr(layer, "max_norm", None) is not None and "weight" in layer._parameters:
-                name = names[id(layer.weight)]
-                self.written[name] = self.fixed[name]
+    def __init__(self) -> None:
+        super().__init__()
+        self.needed = False
+        """Whether anything had to be copied."""
 
-    @contextmanager
-    def exchanged(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Replace weights, and tensors that a call can change by copies; restore all on exit."""
-        placed: dict[str, Tensor] = {}
-        try:
-            for holder, key, _, name, _ in self.slots:
-                if name not in placed:
-                    tensor = weights.get(name, self.fixed.get(name))
-                    if name in self.written:
-                        tensor = (self.written[name] if tensor is None else tensor).clone()
-                    placed[name] = tensor
-                holder[key] = placed[name]
-            yield
-        finally:
-            for holder, key, _, _, tensor in self.slots:
-                holder[key] = tensor
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.linear:
+            args = self._contiguous(args, 1)
+        elif func is F.multi_head_attention_forward:  # what it calls in turn goes by unseen
+            args = self._contiguous(args, 3)
+        return func(*args, **(kwargs or {}))
+
+    def _contiguous(self, args: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+        """Return the first ``count`` arguments as contiguous tensors; equal arguments stay one tensor."""
+        copies: dict[int, Any] = {}
+        for tensor in args[:count]:
+            if tensor.dim() > 2 and not tensor.is_contiguous():
+                copies.setdefault(id(tensor), tensor.contiguous())
+        self.needed = self.needed or bool(copies)
+        return tuple(copies.get(id(argument), argument) for argument in args)
 
 
 class NoJacobianError(NotImplementedError):
@@ -117,7 +82,7 @@ class Network:
         self.precision = "float32"
         """Precision of matrix products, from ``Compute``."""
 
-        self._held: _State | None = None
+        self._held: Exchange | None = None
         self._contiguous: ContiguousInputs | None = ContiguousInputs()
         _refuse(self.module)
 
@@ -131,15 +96,12 @@ class Network:
 
     def function(self, x: Any, in_order: bool = True) -> WeightFunction:
         """Return the map from named weights to f(x), shape (B, ..., C), or in the module's own shape."""
-        state = self._held or _State(self.module)
+        state = self._held or Exchange(self.module)
 
         def f(weights: dict[str, Tensor]) -> Tensor:
-            try:
-                with state.exchanged(weights), self._contiguous or nullcontext():
-                    # a copy of the inputs, since a layer that works in place writes to them
-                    outputs = self.forward_fn(self.module, copied(x))
-            finally:
-                state.attributes.restore()
+            with state.exchanged(weights), self._contiguous or nullcontext():
+                # a copy of the inputs, since a layer that works in place writes to them
+                outputs = self.forward_fn(self.module, copied(x))
             if self._contiguous and not self._contiguous.needed:
                 self._contiguous = None  # it takes microseconds of every call
             outputs = outputs.float() if self.precision == "bfloat16" else outputs
@@ -151,11 +113,9 @@ class Network:
         """Return the outputs with some weights replaced, in the module's own shape."""
         return self.function(x, in_order=False)(weights or {})
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager:
         """Prevent other threads from replacing the module's tensors meanwhile."""
-        with ONE_AT_A_TIME:
-            yield
+        return ONE_AT_A_TIME
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -171,9 +131,7 @@ class Network:
                 yield
                 return
             layers = list(self.module.modules())
-            # first in, last out: the modes are among the attributes
-            stack.callback(Attributes(layers).restore)
-            stack.callback(_restore_modes, [(layer, layer.training) for layer in layers])
+            stack.callback(Attributes(self.module).restore)
             stack.callback(setattr, self, "_held", None)
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
@@ -194,10 +152,12 @@ class Network:
                     stack.callback(setattr, backend, "enabled", backend.enabled)
                     backend.enabled = False
             for layer in layers:
+                # of a scripted layer, it is not among the attributes
+                stack.callback(setattr, layer, "training", layer.training)
                 layer.training = False
                 if isinstance(layer, nn.Embedding):
                     layer.sparse = False
-            self._held = _State(self.module)
+            self._held = Exchange(self.module)
             yield
 
     @contextmanager
@@ -243,8 +203,3 @@ def _refuse(module: nn.Module) -> None:
                 f"The parameter {name!r} is sharded over processes (FSDP); pass the whole "
                 "module, and give each process its share of the data."
             )
-
-
-def _restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
-    for layer, training in modes:
-        layer.training = training

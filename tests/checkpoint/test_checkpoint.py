@@ -1,10 +1,7 @@
 """A fit that is killed at any moment ends, when started again, where an unbroken one does."""
 
 import random
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +16,6 @@ from torch_lla_em import SGD, BlockCG, BlockKrylov, Compute, FunctionSpace, Line
 from torch_lla_em.inference.learn import learn
 from torch_lla_em.runtime import Grown, pack, unpack
 from torch_lla_em.solvers import Spectrum
-
-TESTS = Path(__file__).parents[1]
 
 CASES = {
     "variational": ("classification", {"curvature": None}),
@@ -97,28 +92,6 @@ def test_blocks_of_a_basis_are_written_once(tmp_path):
     assert len(seen[0]) < len(seen[2])
     posterior("krylov, regression", folder=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"header.pt", "posterior.pt"}
-
-
-RUN = """
-import signal, sys
-sys.path.insert(0, {tests!r})
-import torch
-torch.set_num_threads(1)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit it ignored
-from checkpoints import Fuse, fit
-fit("krylov", Fuse(int(sys.argv[2]), getattr(signal, sys.argv[3])), sys.argv[1])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number, passes", [("SIGKILL", 4), ("SIGINT", 3)])
-def test_killed_processes_resume(number, passes, tmp_path):
-    script = RUN.format(tests=str(TESTS))
-    command = [sys.executable, "-c", script, str(tmp_path / "run"), str(passes), number]
-    died = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert died.returncode != 0
-    assert not list((tmp_path / "run").glob(".writing-*"))
-    same(fit("krylov", Fuse(), tmp_path / "run"), fit("krylov", Fuse(), None))
 
 
 @pytest.mark.parametrize("kills", daily(2, rest=[12]))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import trained
 from torch import nn
 from torch.testing import assert_close
 
@@ -12,22 +13,18 @@ from torch_lla_em.inference.span import Span
 N, C, K = 200, 3, 8
 
 
-def trained():
+def classifier():
+    """A trained network and its data."""
     torch.manual_seed(0)
     x, model = torch.randn(N, 6), nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, C))
     y = (x @ torch.randn(6, C) + torch.randn(N, C)).argmax(1)
-    search = torch.optim.Adam(model.parameters(), 0.02)
-    for _ in range(40):
-        search.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        search.step()
-    return model, x, y
+    return trained(model, x, y, 40), x, y
 
 
 @pytest.fixture
 def fit(monkeypatch):
     """Fit with memory for so many directions."""
-    model, x, y = trained()
+    model, x, y = classifier()
     restarts, restart = [], Span.restart
 
     def counted(space, coordinates):
@@ -122,7 +119,7 @@ def test_out_of_memory_halves_the_samples(monkeypatch, fit):
 
 @pytest.mark.parametrize("when", [0, 3])
 def test_out_of_memory_a_fixed_curvature_goes_on_by_solves(when, monkeypatch):
-    model, x, y = trained()
+    model, x, y = classifier()
     residuals, asked, fits = OverSpan.residuals, [], []
 
     def short(over, q, *sign):

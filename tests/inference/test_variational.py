@@ -4,6 +4,7 @@ import warnings
 import numpy
 import pytest
 import torch
+from models import trained
 from steps import posterior_at
 from tiny import basis_noise, likelihood_of, tiny
 from tiny import fitted as tiny_fit
@@ -135,17 +136,12 @@ def test_lambda_is_where_the_bound_is_largest(name):
     assert best - 2 * SMALL < ours <= best + 1e-6
 
 
-def three_classes(seed=0):
-    """A network of 45 weights, fewer than the directions of 32 samples, and its data."""
-    torch.manual_seed(seed)
-    x, model = torch.randn(300, 3), nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3))
+def three_classes(count=300):
+    """A network of 45 weights, fewer than the directions of 32 samples, and its separable data."""
+    torch.manual_seed(0)
+    x, model = torch.randn(count, 3), nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3))
     y = (x @ torch.randn(3, 3)).argmax(1)
-    search = torch.optim.Adam(model.parameters(), 0.05)
-    for _ in range(15):
-        search.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        search.step()
-    return model, x, y
+    return trained(model, x, y, 15, 0.05), x, y
 
 
 def test_lambda_does_not_depend_on_its_start_once_the_span_is_complete():
@@ -240,15 +236,7 @@ def test_blocks_indefinite_by_rounding_have_roots():
 
 
 def test_separable_classes_are_fitted():
-    torch.manual_seed(0)
-    x = torch.randn(1000, 3)
-    y = (x @ torch.randn(3, 3)).argmax(1)
-    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3))
-    optimiser = torch.optim.Adam(model.parameters(), 0.05)
-    for _ in range(15):
-        optimiser.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimiser.step()
+    model, x, y = three_classes(1000)
     la = LinearisedLaplace(model, "classification").fit(x, y, progress_bar=False)
     assert not la.messages[1:] and 0.005 < la.prior_precision < 0.02
 
@@ -308,28 +296,8 @@ def test_a_precision_for_each_tensor_is_refused():
 
 
 def test_regression_is_as_without():
-    case = tiny("regression")
-    fits = [
-        LinearisedLaplace(case.model, "regression", curvature=kind, num_samples=4).fit(
-            [(case.x, case.y)], progress_bar=False
-        )
-        for kind in ("network", "variational")
-    ]
+    fits = [tiny_fit("regression", curvature=kind)[1] for kind in ("network", "variational")]
     assert torch.equal(fits[0].w_samples, fits[1].w_samples)
-
-
-def test_sites_that_do_not_count_say_nothing():
-    torch.manual_seed(0)
-    x, y = torch.randn(12, 5, 2).double(), torch.randint(3, (12, 5))
-    y[:, 3:] = -100
-    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    kept = []
-    for width in (5, 3):
-        la = LinearisedLaplace(model, "classification", curvature="variational", num_samples=8)
-        la.fit([(x[:, :width], y[:, :width])], em_steps=0, prior_precision=5.0, progress_bar=False)
-        kept.append(la.log_marginal_likelihood())
-    error = sum(one.standard_error**2 for one in kept) ** 0.5
-    assert (kept[0].value - kept[1].value).abs() < 5 * error
 
 
 def test_a_fit_that_was_stopped_goes_on(tmp_path, monkeypatch):

@@ -5,35 +5,13 @@ import torch
 aten = torch.ops.aten
 
 
-def _nothing(dtype=torch.float32):
-    return torch.empty(0, dtype=dtype, device="cpu")
+def _nothing():
+    return torch.empty(0, device="cpu")
 
 
 def convolution(x, weight, padding, stride, dilation, groups, *flags):
     return aten.convolution(
         x, weight, None, stride, padding, dilation, False, [0] * len(padding), groups
-    )
-
-
-def transposed(x, weight, padding, output_padding, stride, dilation, groups, *flags):
-    return aten.convolution(
-        x, weight, None, stride, padding, dilation, True, output_padding, groups
-    )
-
-
-def depthwise(x, weight, kernel_size, bias, stride, padding, dilation):
-    zeros, channels = [0] * len(padding), x.shape[1]
-    return aten.convolution(x, weight, bias, stride, padding, dilation, False, zeros, channels)
-
-
-def batch_norm(*arguments):
-    return *aten.native_batch_norm(*arguments), _nothing(torch.uint8)
-
-
-def batch_norm_backward(x, grad, weight, mean, var, save_mean, save_var, eps, reserve):
-    wanted = [True, True, True]
-    return aten.native_batch_norm_backward(
-        grad, x, weight, mean, var, save_mean, save_var, True, eps, wanted
     )
 
 
@@ -80,27 +58,10 @@ def gru_cell_backward(grad, workspace, has_bias):
     return inputs, hidden, grad * z, *sums
 
 
-def rnn(x, weight, stride, buffer, hx, cx, mode, hidden, proj, layers, first, *others):
-    """cuDNN's forward pass, without a derivative: the real one has no second derivative either."""
-    dropout, train, both, sizes, _ = others
-    if sizes or (dropout and train):
-        raise NotImplementedError("The simulated cuDNN has no dropout and no packed sequences.")
-    run = (torch.rnn_relu, torch.rnn_tanh, torch.lstm, torch.gru)[mode]
-    state = (hx, cx) if mode == 2 else hx
-    out = run(x, state, weight, stride > 2, layers, 0.0, False, both, first)
-    return out[0], out[1], out[2] if mode == 2 else _nothing(), _nothing(torch.uint8), _nothing()
-
-
 REPLACEMENTS = {
     "cudnn_convolution": convolution,
-    "cudnn_convolution_transpose": transposed,
-    "_conv_depthwise2d": depthwise,
-    "conv_depthwise3d": depthwise,
-    "cudnn_batch_norm": batch_norm,
-    "cudnn_batch_norm_backward": batch_norm_backward,
     "_thnn_fused_lstm_cell": lstm_cell,
     "_thnn_fused_lstm_cell_backward_impl": lstm_cell_backward,
     "_thnn_fused_gru_cell": gru_cell,
     "_thnn_fused_gru_cell_backward": gru_cell_backward,
-    "_cudnn_rnn": rnn,
 }

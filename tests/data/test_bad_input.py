@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import BlockCG, LinearisedLaplace
+from torch_lla_em import BlockCG, LinearisedLaplace, Newton
 
 
 def network(outputs=3):
@@ -43,17 +43,12 @@ def with_nan(tensor, row):
 HALVES = [(X[:5], LABELS[:5]), (X[5:], LABELS[5:])]
 
 CASES = {
-    "one logit": ("classification", [(X, LABELS.clamp(max=1))], 1, "bernoulli"),
-    "label too large": ("classification", [(X, LABELS + 1)], 3, "outside of 0 to 2"),
-    "label negative": ("classification", [(X, LABELS - 1)], 3, "outside of 0 to 2"),
     "label of nobody": (
         "classification",
         [(X, torch.where(LABELS < 2, LABELS, 255))],
         3,
         r"pass Classification\(ignore_index=255\)",
     ),
-    "labels in columns": ("classification", [(X, LABELS[:, None])], 3, "ask for"),
-    "broadcast targets": ("regression", [(X, REAL[:, 0])], 1, "reshape the targets"),
     "nan input": (
         "classification",
         [HALVES[0], (with_nan(X[5:], 2), LABELS[5:])],
@@ -61,8 +56,6 @@ CASES = {
         "batch 0 to 1",
     ),
     "nan target": ("regression", [(X, REAL), (X, with_nan(REAL, 1))], 1, "Batch 0 to 1.*NaN"),
-    "counts of classes": ("bernoulli", [(X, LABELS.float()[:, None])], 1, "0 or 1"),
-    "negative count": ("poisson", [(X, -torch.ones(10, 1))], 1, "counts"),
 }
 
 
@@ -71,12 +64,6 @@ def test_bad_data_are_refused(case):
     likelihood, loader, outputs, message = CASES[case]
     with pytest.raises(ValueError, match=message):
         fit(likelihood, loader, outputs)
-
-
-@pytest.mark.parametrize("targets", [LABELS.float(), LABELS.bool()])
-def test_labels_of_the_wrong_type_are_refused(targets):
-    with pytest.raises(TypeError, match="integers"):
-        fit("classification", [(X, targets)])
 
 
 def test_infinite_outputs_name_the_batch():
@@ -96,6 +83,8 @@ OPTIONS = {
     "no samples": ({"num_samples": 0}, "num_samples"),
     "half a sample": ({"num_samples": 2.5}, "num_samples must be a whole number"),
     "a name for a solver": ({"solver": "cg"}, "solver must be None, BlockKrylov"),
+    "a solver class": ({"solver": BlockCG}, "solver must be None, BlockKrylov"),
+    "a solver of modes": ({"solver": Newton()}, "solver must be None, BlockKrylov"),
     "a dict for Compute": ({"compute": {}}, "a Compute object"),
     "no seed": ({"seed": None}, "seed must be a whole number"),
     "real seed": ({"seed": 1.0}, "seed must be a whole number"),
@@ -115,9 +104,6 @@ OPTIONS = {
     "negative tolerance": ({"tolerance": -1.0}, "tolerance"),
     "prior": ({"prior": "kron"}, "scalar"),
     "curvature": ({"curvature": "fisher"}, "linear"),
-    "pattern": ({"parameters": ["head.*"]}, "matches no parameter"),
-    "selection": ({"parameters": "first_layer"}, "last_layer"),
-    "nothing random": ({"parameters": lambda name, p: False}, "No parameter was selected"),
 }
 
 
@@ -141,13 +127,6 @@ def test_more_bad_options():
         LinearisedLaplace(network(), "softmax")
     with pytest.raises(ValueError, match="sigma_noise"):
         LinearisedLaplace(network(), "regression", sigma_noise=-1.0)
-    with pytest.raises(TypeError, match="nn.Module"):
-        LinearisedLaplace(lambda x: x, "regression")
-    frozen = network().requires_grad_(False)
-    with pytest.raises(ValueError, match="No parameter was selected"):
-        LinearisedLaplace(frozen, "classification")
-    with pytest.raises(ValueError, match="max_passes"):
-        BlockCG(max_passes=0)
 
 
 @pytest.mark.parametrize(
@@ -277,16 +256,12 @@ def test_bad_questions_are_refused():
         la.predict(X, mean="mode")
     with pytest.raises(IndexError, match="2 samples"):
         la.function_sample(2)
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        la.predict(X).credible_interval(95)
     with pytest.raises(ValueError, match="positive"):
         la.curve([0.0, 1.0])
     with pytest.raises(ValueError, match="one or more positive"):
         la.curve([])
     with pytest.raises(TypeError, match="one or more positive"):
         la.curve(3.0)
-    with pytest.raises(ValueError, match="outside of 0 to 2"):
-        la.joint_log_prob(X, LABELS + 1)
     layerwise = fit("classification", [(X, LABELS)], prior="layerwise", em_steps=2)
     with pytest.raises(ValueError, match="scalar"):
         layerwise.curve([1.0])

@@ -289,12 +289,6 @@ def test_passes_of_different_length_are_refused(left):
         list(data)
 
 
-def test_targets_that_do_not_fit_name_their_batch():
-    x, y = case()
-    with pytest.raises(ValueError, match="Batch 0 to 1: .*outside of 0 to 2"):
-        fitted([(x[:7], y[:7]), (x[7:], y[7:] + 5)])
-
-
 def test_the_ignored_index_is_the_users():
     x, y = case()
     ignored = y.clone()

@@ -113,16 +113,6 @@ def test_ranks_together_have_the_identity_of_one_process():
     assert together.agrees(whole) and not Identity.of([*parts, parts[1]]).agrees(whole)
 
 
-class Reading:
-    """A loader that cannot be listed."""
-
-    def __init__(self, batches):
-        self.batches = batches
-
-    def __iter__(self):
-        return iter(self.batches)
-
-
 def test_an_empty_batch_is_no_batch():
     x, y = rows()
     batches = [(x[:0], y[:0]), *listed(x, y)[:2], (x[:0], y[:0]), *listed(x, y)[2:]]

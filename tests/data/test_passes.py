@@ -1,11 +1,10 @@
-"""What is compared from pass to pass, and at a restart: rows of one shape, padded text, objects."""
+"""What is compared from pass to pass: rows of one shape, padded text, objects."""
 
 import random
 
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
 
 from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.loader import Data
@@ -67,31 +66,6 @@ class Loader:
 
 
 FORMS = ["padded text", "token targets", "objects", "sentences"]
-
-
-def read(loader, passes=1, known=None):
-    """Data that have been read so often, after those of an earlier run."""
-    data = Data(loader, CPU)
-    if known is not None:
-        data.restore(known.facts())
-    for _ in range(passes):
-        list(data)
-    return data
-
-
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "objects"])
-@pytest.mark.parametrize("kind", ["list", "loader", "shuffled"])
-def test_other_inputs_are_refused(form, kind):
-    def loader(seed):
-        dataset, make = rows(seed), collate(form)
-        if kind == "list":
-            return list(Loader(dataset, make))
-        return DataLoader(dataset, 5, shuffle=kind == "shuffled", collate_fn=make)
-
-    known = read(loader(0))
-    with pytest.raises(ValueError, match="belongs to other data"):
-        read(loader(1), known=known)
-    read(loader(0), known=known)
 
 
 @pytest.mark.filterwarnings("error")

@@ -125,9 +125,10 @@ def test_predictions_have_the_shape_of_the_outputs(name):
     assert la.predict(x).log_prob(y).sum() >= before
 
 
-def test_padding_counts_for_nothing():
+@pytest.mark.parametrize("curvature", ["network", "variational"])
+def test_padding_counts_for_nothing(curvature):
     model, tokens, labels = tagger()
-    options = {"num_samples": 4, "tolerance": 1e-8, "g_prior": False}
+    options = {"num_samples": 4, "tolerance": 1e-8, "g_prior": False, "curvature": curvature}
     la = LinearisedLaplace(model, "classification", **options).fit([(tokens, labels)], **FIXED)
     other = labels.clone()
     other[labels == -100] = 99

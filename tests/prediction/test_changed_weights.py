@@ -35,7 +35,28 @@ def other_activation(model):
     model[1] = nn.ReLU()
 
 
-@pytest.mark.parametrize("change", [exchanged, nn.Module.float, other_activation])
+def by_a_fused_optimiser(model):
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimiser.step()
+
+
+def by_assignment(model):
+    state = {name: 2 * value for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def by_vector_to_parameters(model):
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(2 * vector.detach(), model.parameters())
+
+
+CHANGES = exchanged, nn.Module.float, other_activation
+CHANGES = *CHANGES, by_a_fused_optimiser, by_assignment, by_vector_to_parameters
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_changes_that_torch_does_not_count_are_noticed(change, fitted, tmp_path):
     case, la, model = fitted
     change(model)
@@ -124,12 +145,3 @@ def test_inputs_by_name():
     assert_close(la.predict(tokens=x, mask=mask).probs, la(tokens=x, mask=mask))
     with pytest.raises(TypeError, match="by name"):
         la(x, mask=mask)
-
-
-def test_predictions_average_the_components(fitted):
-    case, la, model = fitted
-    plain = la.predict(case.x, "linear")
-    third = torch.tensor([[1 / 3, 1, 0, 1], [1 / 3, 1, 0, 0], [1 / 3, 0, 1, 0]]).double()
-    la.mixture = third
-    network = model(case.x).detach().softmax(-1)
-    assert_close(la(case.x), (plain.probs + plain.mean.softmax(-1) + network) / 3)

@@ -8,7 +8,6 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lla_em import LinearisedLaplace
 from torch_lla_em.data.loader import Data
 from torch_lla_em.inference.prior import Prior, g_prior_scale
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
@@ -163,24 +162,6 @@ def test_many_outputs_take_the_draws_of_single_rows(monkeypatch):
     assert not torch.allclose(found, expected)
     # chi-squared with at least one degree of freedom a sample
     assert ((found / expected - 1).abs() < 5 * (2 / (K * seeds)) ** 0.5).all()
-
-
-@pytest.mark.parametrize("loader", ["rows", "sevens", "pairs"])
-@pytest.mark.parametrize("g_prior", [True, False])
-def test_a_fit_is_the_same_however_rows_are_batched(loader, g_prior):
-    case = repeated("classification")
-
-    def fitted(data, compute=Compute()):
-        la = LinearisedLaplace(case.model, "classification", g_prior=g_prior, compute=compute)
-        return la.fit(data, progress_bar=False)
-
-    whole, rows = fitted((case.x, case.y)), TensorDataset(case.x, case.y)
-    if loader == "pairs":
-        other = fitted((case.x, case.y), Compute(rows=1))
-    else:
-        other = fitted(DataLoader(rows, {"rows": 1, "sevens": 7}[loader]))
-    assert_close(other.prior_precision, whole.prior_precision, rtol=1e-3, atol=0)
-    assert_close(other(case.x), whole(case.x), rtol=0, atol=1e-3)
 
 
 def test_rare_features_do_not_take_over():

@@ -1,7 +1,6 @@
 """Loaders on small files in the true formats, shifts, and the ladder's scripts run whole."""
 
 import gzip
-import pickle
 import struct
 
 import mnist
@@ -31,31 +30,6 @@ def write_mnist(folder, rows, suffix=""):
     return arrays
 
 
-def write_cifar100(folder):
-    home = folder / "cifar-100-python"
-    home.mkdir()
-    rows = np.random.RandomState(0).randint(0, 256, (12, 3072), np.uint8)
-    for name, part in (("train", rows[:8]), ("test", rows[8:])):
-        labels = [(7 * i) % 100 for i in range(len(part))]
-        entry = {"data": part, "fine_labels": labels, "coarse_labels": labels, "filenames": []}
-        (home / name).write_bytes(pickle.dumps(entry))
-    meta = {"fine_label_names": [f"class {i}" for i in range(100)], "coarse_label_names": []}
-    (home / "meta").write_bytes(pickle.dumps(meta))
-    return rows
-
-
-def write_folders(folder):
-    from PIL import Image
-
-    for part in ("train", "val"):
-        for i, name in enumerate(("n01440764", "n01443537")):
-            home = folder / part / name
-            home.mkdir(parents=True)
-            for row in range(3):
-                colour = (80 * i + 10 * row, 40, 200)
-                Image.new("RGB", (60, 48), colour).save(home / f"{row}.png")
-
-
 @pytest.mark.parametrize("home, suffix", [("", ""), ("MNIST/raw", ".gz")])
 def test_mnist_is_read_from_idx_files(tmp_path, home, suffix):
     arrays = write_mnist(tmp_path / home, (30, 20), suffix)
@@ -64,22 +38,6 @@ def test_mnist_is_read_from_idx_files(tmp_path, home, suffix):
     assert len(train) == 30 and len(test) == 20 and x.shape == (1, 28, 28) and y == 3
     expected = torch.tensor(arrays["train", "images-idx3"][13]) / 255
     torch.testing.assert_close(x[0], expected)
-
-
-def test_cifar100_is_read_from_pickles(tmp_path):
-    rows = write_cifar100(tmp_path)
-    train, test = images.cifar100(tmp_path, (3, 32, 32))
-    x, y = train[3]
-    assert len(train) == 8 and len(test) == 4 and y == 21
-    torch.testing.assert_close(x, torch.tensor(rows[3]).view(3, 32, 32) / 255)
-
-
-def test_imagenet_is_read_from_folders(tmp_path):
-    write_folders(tmp_path)
-    train, test = images.imagenet(tmp_path, (3, 28, 28))
-    x, y = test[4]
-    assert len(train) == len(test) == 6 and x.shape == (3, 28, 28) and y == 1
-    torch.testing.assert_close(x.mean((1, 2)), torch.tensor([90.0, 40.0, 200.0]) / 255)
 
 
 @pytest.mark.parametrize("script", ["mnist", "cifar100", "imagenet"])
@@ -98,17 +56,6 @@ def test_parts_are_disjoint_and_of_the_sizes_asked_for(tmp_path):
     assert [len(part) for part in parts] == [20, 5, 8]
     assert not set(parts.train.indices) & set(parts.held_out.indices)
     assert len(splits(mnist.RUNG.source, tmp_path, Sizes(None, None, None)).train) == 27
-
-
-def test_synthetic_images_have_the_shape_and_can_be_learnt():
-    source = mnist.RUNG.source
-    data = images.synthetic(source, 700)
-    assert data.images.shape == (700, 1, 28, 28) and data.images.dtype == torch.uint8
-    assert torch.equal(data.images, images.synthetic(source, 700).images)
-    x, y = data.images.flatten(1).double(), data.labels
-    centres = torch.stack([x[:500][y[:500] == c].mean(0) for c in range(10)])
-    found = torch.cdist(x[500:], centres).argmin(1)
-    assert 0.6 < (found == y[500:]).double().mean() < 1
 
 
 def test_rotations_turn_and_keep_the_range():

@@ -198,19 +198,6 @@ def test_the_bound_is_that_of_its_samples():
     assert abs(q.bound - exact) < 5 * spread / 300**0.5
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_draws_without_a_root_are_the_likelihood(name):
-    case = tiny(name)
-    f = torch.randn(30, 3).double()
-    draws = Expectations(likelihood_of(name), case.y, f, 0, 2)
-    likelihood = likelihood_of(name)
-    u = torch.randn(30, 3).double()
-    product = (draws.curvature(f, None) @ u.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(product, likelihood.hessian_product(f, u))
-    torch.testing.assert_close(draws.slope(f, None), likelihood.gradient(f, case.y))
-    assert draws.loss(f, None) == pytest.approx(-likelihood.log_prob(f, case.y).sum().item())
-
-
 def test_draws_do_not_depend_on_pieces(monkeypatch):
     case = tiny("classification")
     mean, root = torch.randn(30, 3).double(), torch.randn(30, 3, 3).double()

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("botorch")
 
-from botorch.acquisition import qLogExpectedImprovement, qUpperConfidenceBound
+from botorch.acquisition import qUpperConfidenceBound
 from botorch.acquisition.objective import LinearMCObjective
 from botorch.optim import optimize_acqf
 
@@ -97,17 +97,6 @@ def test_the_best_of_a_plane_is_its_corner():
     acquisition = qUpperConfidenceBound(LaplaceModel(la), beta=beta)
     best, _ = optimize_acqf(acquisition, BOUNDS, q=1, num_restarts=2, raw_samples=8)
     assert_close(best, torch.tensor([[1.0, 0.0]]).double())
-
-
-def test_a_round_of_bayesian_optimisation_climbs(la):
-    """A search that only climbs ends no lower than at any of its starts."""
-    acquisition = qLogExpectedImprovement(LaplaceModel(la), best_f=Y.max())
-    starts = torch.rand(3, 2, 2, generator=torch.Generator().manual_seed(0)).double()
-    candidates, value = optimize_acqf(
-        acquisition, BOUNDS, q=2, num_restarts=3, batch_initial_conditions=starts
-    )
-    assert ((candidates >= 0) & (candidates <= 1)).all()
-    assert value >= acquisition(starts).max() - 1e-9
 
 
 def test_a_missing_botorch_raises_with_the_command_to_install_it(monkeypatch):

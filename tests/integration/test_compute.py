@@ -92,14 +92,6 @@ def test_models_in_half_precision(dtype, prior):
     assert (found - exact).norm() < 0.1 * exact.norm()
 
 
-def test_models_in_channels_last():
-    plain, last = small_cnn(), small_cnn().to(memory_format=torch.channels_last)
-    x, y = images()[0]
-    _, expected = fitted(loader=[(x, y)], model=plain)
-    _, found = fitted(loader=[(x.contiguous(memory_format=torch.channels_last), y)], model=last)
-    assert_close(found.w_samples, expected.w_samples, rtol=1e-3, atol=1e-3)
-
-
 def test_data_that_fit_in_memory_are_read_a_few_times(monkeypatch):
     data = batches(tiny("classification"))
     kept, read, small = Loader(data), Loader(data), Loader(data)
@@ -111,16 +103,6 @@ def test_data_that_fit_in_memory_are_read_a_few_times(monkeypatch):
     monkeypatch.setattr("torch_lla_em.data.loader.free_memory", lambda _: 100.0)
     _, la = fitted(loader=small)
     assert small.passes >= la.history[-1]["data_passes"] > 5
-
-
-def test_data_that_change_are_not_kept():
-    def change(number):
-        loader.batches = [(x + 1, y) for x, y in batches(tiny("classification"))]
-
-    loader = Loader(batches(tiny("classification")), change)
-    with pytest.warns(UserWarning, match="Two passes over the loader returned different"):
-        _, la = fitted(loader=loader)
-    assert loader.passes >= la.history[-1]["data_passes"] > 5
 
 
 def test_the_plan_estimates_the_peak_memory():

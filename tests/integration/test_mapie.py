@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("sklearn")
 pytest.importorskip("mapie")
 
-from mapie.classification import CrossConformalClassifier, SplitConformalClassifier
+from mapie.classification import SplitConformalClassifier
 from mapie.regression import SplitConformalRegressor
 from sklearn.datasets import make_classification, make_regression
 
@@ -28,16 +28,6 @@ def test_sets_of_classes_are_those_of_the_posterior():
     bound = np.sort(doubts)[int(np.ceil(101 * 0.8)) - 1]
     expected = 1 - estimator.predict_proba(X[200:]) <= bound
     assert (sets[..., 0] == expected).mean() > 0.99  # ties at the bound
-
-
-def test_estimators_are_cloned_for_cross_conformal_sets():
-    X, y = make_classification(120, 6, n_informative=4, n_classes=3, random_state=0)
-    conformal = CrossConformalClassifier(
-        LaplaceClassifier(**SMALL), confidence_level=0.8, cv=3, random_state=0
-    )
-    conformal.fit_conformalize(X, y)
-    _, sets = conformal.predict_set(X)
-    assert sets.shape == (120, 3, 1)
 
 
 def test_intervals_are_around_the_mean_of_the_posterior():

@@ -108,12 +108,6 @@ def test_the_posterior_is_the_dense_one(name):
     assert step.norm() <= 10 * allowed * (1 + (w_lin @ root).norm())
 
 
-def test_a_single_class_raises():
-    la = LinearisedLaplace(mlp(outputs=1), "classification")
-    with pytest.raises(ValueError, match="two classes or more"):
-        la.fit([(draw(8, 3), labels(classes=1))], progress_bar=False)
-
-
 def written_to(m, inputs):
     """Write to what is given, tokens and numbers."""
     tokens, x = inputs["tokens"], inputs["x"]

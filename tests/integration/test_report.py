@@ -1,10 +1,10 @@
-"""The page about a fit: what is on it, and that a browser shows it."""
+"""The page about a fit: what is on it."""
 
 import logging
 import re
-import shutil
-import subprocess
+from base64 import b64decode
 from html.parser import HTMLParser
+from io import BytesIO
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from tiny import fitted
 from torch import nn
 
 pytest.importorskip("matplotlib")
+
+from matplotlib import pyplot
 
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.prediction import predicted_data
@@ -53,7 +55,10 @@ def test_a_page_is_complete(name, tmp_path):
     for words in ("NLL", "samples of 27 parameters", "parameters in the posterior"):
         assert words in text
     assert len(page.pictures) == {"classification": 5, "bernoulli": 5, "poisson": 4}.get(name, 6)
-    assert all(p["src"].startswith("data:image/png;base64,") and p["alt"] for p in page.pictures)
+    for picture in page.pictures:
+        kind, _, content = picture["src"].partition(",")
+        assert kind == "data:image/png;base64" and picture["alt"]
+        assert pyplot.imread(BytesIO(b64decode(content))).shape[1] > 200
     assert not re.search(r"https?://", (tmp_path / "report.html").read_text())
 
 
@@ -100,18 +105,3 @@ def test_advice_follows_the_numbers():
     assert advised("have a relative error")
     la.calibrate(case.x, case.y)
     assert not advised("Call la.calibrate")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser is at hand")
-def test_the_report_is_shown_by_a_browser(tmp_path):
-    case, la = fitted("classification", em_steps=2)
-    page = tmp_path / "report.html"
-    la.report([(case.x, case.y)], page, 5 * case.x)
-    shown = "[...document.images].filter(i=>i.naturalWidth>200).length"
-    page.write_text(f"{page.read_text()}<script>document.title={shown}</script>")
-    quiet = "--disable-quic --no-first-run --disable-background-networking --disable-sync"
-    quiet += f" --disable-component-update --user-data-dir={tmp_path / 'browser'}"
-    command = f"chromium --headless --no-sandbox --disable-gpu {quiet} --dump-dom file://{page}"
-    done = subprocess.run(command.split(), check=True, timeout=120, capture_output=True, text=True)
-    assert "<title>5</title>" in done.stdout

@@ -327,18 +327,6 @@ class TestRefused:
         words = "do not depend on the parameters in the posterior", "'a.0.weight'"
         self.refuse(Detached(), *words, selection=["a.*"], error=NotImplementedError)
 
-    def test_weights_kept_elsewhere(self):
-        class Hidden(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.body = mlp()
-                self.kept = [self.body[0].weight]
-
-            def forward(self, x):
-                return self.body(x) * self.kept[0].sum()
-
-        self.refuse(Hidden(), "'body.0.weight'", "in a list, a closure", error=RuntimeError)
-
     def test_writes_through_data(self):
         class Writes(nn.Module):
             def __init__(self):

@@ -122,15 +122,6 @@ def test_columns_of_very_different_sizes_converge_together(solver):
 
 
 @pytest.mark.parametrize("solver", BLOCK_SOLVERS)
-def test_a_good_start_saves_passes(solver):
-    A, b = rooted(torch.logspace(3, -1, P)), draw(2, P)
-    cold = solver(tolerance=1e-6).solve(A, b)
-    warm = solver(tolerance=1e-6).solve(A, b, exact(A, b) + 1e-4 * draw(2, P, seed=5))
-    assert warm.converged and warm.passes < cold.passes
-    assert_close(warm.x, exact(A, b), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
 def test_the_solution_itself_as_start_costs_one_product(solver, A):
     b = draw(K, P)
     start = exact(A, b)

@@ -82,12 +82,6 @@ def test_a_quadratic_takes_one_step():
     torch.testing.assert_close(minimum.x, b / (A.diagonal() + 1))
 
 
-def test_a_warm_start_saves_passes(loss):
-    exact = Newton(1e-10).minimise(loss, zeros()).x
-    cold = Newton(1e-4).minimise(loss, zeros())
-    assert Newton(1e-4).minimise(loss, exact * (1 + 1e-5)).passes < cold.passes
-
-
 def test_too_few_passes_are_told(loss):
     minimum = Newton(1e-10, max_passes=2).minimise(loss, zeros())
     assert not minimum.converged and minimum.error > 1e-10

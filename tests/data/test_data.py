@@ -349,7 +349,7 @@ def test_examples_without_a_label_are_not_counted(merged):
     loader = [(x, y)] if merged else list(zip(x.split(5), y.split(5)))
     assert la.fit(loader, em_steps=1, progress_bar=False).num_data == 7
     maps = Data([(x, torch.stack([y, y.roll(1)], 1))], CPU)
-    maps.mask = Classification().mask
+    maps.labelled = Classification().labelled
     list(maps), list(maps)
     assert (maps.num_rows, maps.num_labelled) == (12, 8)
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.data.batch import Batch, TargetFn
-from torch_lla_em.data.buffers import Kept, joined
 from torch_lla_em.data.identity import Identity
-from torch_lla_em.data.reading import Numbered, Reader
+from torch_lla_em.data.reading import Numbered, Reader, joined
 from torch_lla_em.data.sources import Chain
+from torch_lla_em.data.trees import map_tensors
 from torch_lla_em.runtime import Group, free_memory
 
 _EMPTY = "The loader is empty: it yielded no examples."
@@ -44,7 +45,27 @@ _OTHER_THAN_SAVED = (
 
 _FACTS = "num_rows", "num_targets", "num_labelled", "num_outputs", "num_passes"
 
-Mask = Callable[[Tensor], Tensor | None]
+
+class Kept:
+    """Stores the batches of one pass, if they fit into a given amount of memory."""
+
+    def __init__(self, room: float):
+        self.room = room
+        """Number of bytes that are left."""
+
+        self._batches: list[Batch] = []
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (batch._replace(kept=self) for batch in self._batches)
+
+    def add(self, batch: Batch, is_list: bool) -> None:
+        """Store a batch; drop all batches if they need more memory than allowed."""
+        if self.room > 0:
+            self.room -= _bytes(batch)
+            # a loader may write the next batch to the same memory
+            self._batches.append(batch if is_list or self.room <= 0 else batch.copied())
+        if self.room <= 0:
+            self._batches.clear()
 
 
 class Data:
@@ -84,8 +105,8 @@ class Data:
         self.merge_rows = 0
         """Size up to which batches are joined, if examples do not depend on each other; 0: never."""
 
-        self.mask: Mask = lambda targets: None
-        """Returns which targets count, if the likelihood ignores some."""
+        self.labelled: Callable[[Tensor], Tensor] = lambda y: torch.ones(len(y), device="cpu")
+        """Returns which examples have a target that the likelihood does not ignore."""
 
         self.num_rows: int | None = None
         """N, known after the first pass."""
@@ -116,8 +137,6 @@ class Data:
         ``in_step``: as the loader yields them, and as many on every rank; the last of them are empty
         where one has fewer.
         """
-        if self.kept is not None and not self.kept.is_whole():
-            self.kept = None
         if self.kept is not None and not in_step:
             yield from self.kept
             self.num_passes += 1
@@ -134,7 +153,7 @@ class Data:
             if self.group.size == 1:
                 self._num_steps = self._reader.num_read
         self._end(self.group.meet(own, _together))
-        if self.keep and not self._changes and candidate.is_whole():
+        if self.keep and not self._changes and candidate.room > 0:
             self.kept = candidate
 
     __iter__ = batches
@@ -178,11 +197,11 @@ class Data:
         """Yield batches on the device; count them, and store them if they may be kept."""
         for part, batch in batches:
             if self.num_passes == 0:
-                own[part].num_labelled += self._labelled(batch.targets)
+                own[part].num_labelled += int(self.labelled(batch.targets).sum())
             own[part].add((batch.targets, batch.inputs), counts_only=self._changes)
             batch, wait = batch.on(self._device)
-            candidate.add(batch)
-            yield batch._replace(kept=candidate if candidate.has_room else None)
+            candidate.add(batch, self._reader.sources[part].is_list)
+            yield batch._replace(kept=candidate if candidate.room > 0 else None)
             wait()
 
     def _in_step(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -202,13 +221,6 @@ class Data:
         keeps = self.keep and self.kept is None and repeats and not self._changes
         keeps = keeps and not (in_step and self.merge_rows)
         return free_memory(self._device) / 4 if keeps and self.group.size == 1 else 0.0
-
-    def _labelled(self, targets: Tensor) -> int:
-        """Return how many examples have a target that is not ignored."""
-        kept = self.mask(targets)
-        if kept is None or not kept.dim():
-            return len(targets)
-        return int(kept.reshape(len(kept), -1).any(1).sum())
 
     def _end(self, parts: list[Identity]) -> None:
         """Store the counts of all ranks; refuse other data, and warn if the data change."""
@@ -238,3 +250,14 @@ class Data:
 def _together(every: list[list[Identity]]) -> list[Identity]:
     """Return the examples of every loader on all ranks."""
     return [Identity.of(list(of_ranks)) for of_ranks in zip(*every)]
+
+
+def _bytes(batch: Batch) -> float:
+    """Return the size of a batch; that of objects such as graphs is unknown."""
+    sizes: list[float] = [batch.targets.nbytes]
+    map_tensors(
+        lambda tensor: sizes.append(tensor.numel() * tensor.element_size()),
+        batch.inputs,
+        lambda _: sizes.append(inf),
+    )
+    return sum(sizes)

@@ -1,4 +1,4 @@
-"""Reads loaders as batches with numbered examples."""
+"""Reads loaders as batches with numbered examples, and joins small batches."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from torch_lla_em.data.batch import Batch, TargetFn, check_rows, default_targets, split
-from torch_lla_em.data.buffers import joined
 from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.sources import Source, as_loader
+from torch_lla_em.data.trees import map_tensors, row_form, tensors_in
 
 _REPEATED = (
     "Each of the {0} workers of the DataLoader yields all examples of its IterableDataset, so "
@@ -103,3 +103,39 @@ class Reader:
         """Return the number of batches of a pass over all ranks, if it is known without one."""
         counts = [source.num_batches() for source in self.sources]
         return None if None in counts else sum(counts)
+
+
+def joined(batches: Iterable[tuple[int, Batch]], size: int) -> Iterator[tuple[int, Batch]]:
+    """Join small batches of each loader into batches of up to ``size`` examples.
+
+    Only batches in which every tensor has a row for every example are joined.
+    """
+    waiting: list[Batch] = []
+    key: Any = None
+    for part, batch in batches:
+        form = row_form((batch.inputs, batch.targets), len(batch.rows))
+        alone = form is None or len(batch.rows) >= size
+        rows = sum(len(other.rows) for other in waiting) + len(batch.rows)
+        if waiting and (alone or (part, form) != key or rows > size):
+            yield key[0], _together(waiting)
+            waiting = []
+        if alone:
+            yield part, batch
+            continue
+        key = part, form
+        # a loader may overwrite the memory of a batch before the batch is used
+        waiting.append(batch.copied())
+    if waiting:
+        yield key[0], _together(waiting)
+
+
+def _together(batches: list[Batch]) -> Batch:
+    """Concatenate batches of the same format."""
+    first, last = batches[0], batches[-1]
+    if first is last:
+        return first
+    columns = [tensors_in((batch.inputs, batch.targets)) for batch in batches]
+    whole = iter([torch.cat(column) for column in zip(*columns)])
+    inputs, targets = map_tensors(lambda _: next(whole), (first.inputs, first.targets))
+    rows = torch.cat([batch.rows for batch in batches])
+    return Batch(f"{first.index} to {last.index}", rows, inputs, targets)

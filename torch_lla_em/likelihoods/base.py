@@ -210,7 +210,7 @@ class Likelihood:
         mask = self.mask(y)
         if mask is None:
             return torch.ones(len(y), dtype=torch.bool, device=y.device)
-        return mask.flatten(1).any(1) if mask.dim() > 1 else mask
+        return mask.unsqueeze(-1).flatten(1).any(1)
 
     def align(self, y: Tensor, class_dim: int) -> Tensor:
         """Return targets with the axis of the outputs last, if they have one.

@@ -51,7 +51,7 @@ class Problem:
 
     def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
         self.linear_model, self.likelihood, self.data = linear_model, likelihood, data
-        data.mask = likelihood.mask
+        data.labelled = likelihood.labelled
         self.vectors = Vectors(linear_model)
         self.sweep = Sweep(linear_model, likelihood, data, self.vectors)
         self.point = Point(data)

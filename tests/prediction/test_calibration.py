@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson, Regression
 from torch_lla_em.prediction.calibration import calibrated, numbers_of
-from torch_lla_em.prediction.pushed import Pushed, posterior_alone, predicted
+from torch_lla_em.prediction.pushed import Products, Pushed, posterior_alone
 from torch_lla_em.runtime import Group
 
 PLAIN = posterior_alone()
@@ -30,7 +30,7 @@ def drawn(likelihood=None, count=2000, K=8, C=3, temperature=1.0, deviation=1.0)
 
 def fit(problem, before=PLAIN):
     f, Jw, y = problem.parts
-    return calibrated(Pushed((problem.likelihood,), (f,), (Jw,), y, (None,)), Group(), before)
+    return calibrated(Pushed((Products(problem.likelihood, f, Jw),), y), Group(), before)
 
 
 @pytest.mark.parametrize("likelihood", [Classification(), Bernoulli()])
@@ -40,7 +40,7 @@ def test_calibration_finds_the_temperature_of_the_network(likelihood, temperatur
     f, Jw, y = problem.parts
     found = fit(problem)
     truth = likelihood.log_prob(f / temperature, y)
-    ours = predicted(likelihood, f, Jw, found.table).log_prob(y)
+    ours = Products(likelihood, f, Jw).prediction(found.table).log_prob(y)
     assert (truth - ours).mean() < 0.01
     assert found.calibration.before > found.calibration.after
 
@@ -51,7 +51,7 @@ def objective(likelihood, parts, theta):
     table, noise = numbers.at(theta)
     if isinstance(likelihood, Regression):
         likelihood = likelihood.at_noise(likelihood.sigma_noise * noise)
-    rows = predicted(likelihood, f, Jw, table).log_prob(y).sum()
+    rows = Products(likelihood, f, Jw).prediction(table).log_prob(y).sum()
     return rows - 0.5 * (theta / torch.tensor(numbers.deviations)).square().sum()
 
 
@@ -104,7 +104,7 @@ def test_the_nll_is_corrected_for_optimism():
     problem = drawn(count=200)
     found = fit(problem)
     f, Jw, y = problem.parts
-    inside = -predicted(problem.likelihood, f, Jw, found.table).log_prob(y).mean().item()
+    inside = -Products(problem.likelihood, f, Jw).prediction(found.table).log_prob(y).mean().item()
     assert inside < found.calibration.after < inside + 6 / 200
     assert found.calibration.num_rows == 200
 
@@ -117,8 +117,10 @@ def test_errors_are_those_of_paired_differences(caplog):
     (said,) = (record.getMessage() for record in caplog.records)
     assert said == f"Validation NLL {found.calibration}; calibration applied."
     f, Jw, y = problem.parts
-    before = predicted(likelihood, f, Jw, PLAIN)
-    after = predicted(likelihood.at_noise(likelihood.sigma_noise * found.noise), f, Jw, found.table)
+    before = Products(likelihood, f, Jw).prediction(PLAIN)
+    after = Products(likelihood.at_noise(likelihood.sigma_noise * found.noise), f, Jw).prediction(
+        found.table
+    )
     gain = after.log_prob(y) - before.log_prob(y)
     error = gain.std().item() / 50**0.5
     assert found.calibration.standard_error == pytest.approx(error)

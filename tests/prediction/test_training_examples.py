@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace
 from torch_lla_em.likelihoods import Bernoulli, Classification
-from torch_lla_em.prediction.pushed import predicted, push_forward
+from torch_lla_em.prediction.pushed import Products, push_forward
 from torch_lla_em.prediction.training_examples import TrainingExamples, output_variance
 
 
@@ -36,31 +36,32 @@ def test_a_fit_keeps_the_products_of_its_training_examples(fitted):
 
 def test_the_distance_is_the_standard_deviation_of_a_difference():
     known, new = draw(5, 6, 3), draw(6, 4, 3, seed=1)
-    examples = TrainingExamples(known, torch.tensor(1.0))
+
+    def examples(likelihood, deviations=known):
+        return TrainingExamples(likelihood, deviations, torch.tensor(1.0))
+
     apart = new[:, :, None] - known.movedim(0, 1)[:, None]  # (6, 4, 5, 3)
     every = apart.square().sum(-1).mean(0).sqrt()
-    assert_close(examples.distance(Bernoulli(), new), every.min(1).values)
-    shifted = examples.distance(Classification(), new + draw(6, 4, 1, seed=2))
-    assert_close(shifted, examples.distance(Classification(), new))
-    own = examples.distances(Bernoulli())
+    assert_close(examples(Bernoulli()).distance(new), every.min(1).values)
+    shifted = examples(Classification()).distance(new + draw(6, 4, 1, seed=2))
+    assert_close(shifted, examples(Classification()).distance(new))
     others = [
-        TrainingExamples(torch.cat([known[:i], known[i + 1 :]]), torch.tensor(1.0))
+        examples(Bernoulli(), torch.cat([known[:i], known[i + 1 :]])).distance(
+            known[i : i + 1].movedim(0, 1)
+        )
         for i in range(5)
     ]
-    expected = [
-        o.distance(Bernoulli(), known[i : i + 1].movedim(0, 1)) for i, o in enumerate(others)
-    ]
-    assert_close(own, torch.cat(expected))
+    assert_close(examples(Bernoulli()).distances(), torch.cat(others))
 
 
 def test_means_are_shrunk_beyond_the_variance_of_training_examples_only(fitted):
     la, x, _ = fitted
     inside, far = la.predict(x), la.predict(20 * x)
     f, Jw = push_forward(la._linear_model, x, la.w_lin[None], la.w_samples)
-    plain = predicted(la.likelihood, f, Jw, la.mixture)
+    plain = Products(la.likelihood, f, Jw).prediction(la.mixture)
     assert_close(inside.probs, plain.probs)
     f, Jw = push_forward(la._linear_model, 20 * x, la.w_lin[None], la.w_samples)
-    plain = predicted(la.likelihood, f, Jw, la.mixture)
+    plain = Products(la.likelihood, f, Jw).prediction(la.mixture)
     variance = output_variance(la.likelihood, Jw[1:])
     share = (la.largest_variance / variance).clamp_max(1)
     assert (share < 0.5).any()

@@ -188,7 +188,7 @@ def _table(rows: list[list[Tensor]]) -> Tensor:
 
 def _pieces(data: Pushed) -> Iterator[Pushed]:
     """Yield a few examples at a time, in double precision."""
-    for piece in data.split(max(1, _NUMBERS // max(1, 64 * data.f[0][:1].numel()))):
+    for piece in data.split(max(1, _NUMBERS // max(1, 64 * data.f[:1].numel()))):
         yield piece.double()
 
 
@@ -213,7 +213,7 @@ def _covered(data: Pushed, table: Tables, noise: Tensor) -> Tensor:
 
 def _most_probable(numbers: Numbers, data: Pushed, group: Group) -> Tensor:
     """Return θ at the maximum of log p(y | x, θ) + log p(θ), by L-BFGS."""
-    deviations = torch.tensor(numbers.deviations, dtype=torch.float64, device=data.f[0].device)
+    deviations = torch.tensor(numbers.deviations, dtype=torch.float64, device=data.f.device)
     theta = torch.zeros_like(deviations).requires_grad_()
     search = torch.optim.LBFGS([theta], max_iter=_STEPS, line_search_fn="strong_wolfe")
 

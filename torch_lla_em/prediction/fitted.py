@@ -50,10 +50,10 @@ class Fitted(summary.Printed, Predictor, StoredPosterior):
 
     def _reference(self) -> Callable[[], Reference] | None:
         """Return what returns the scores of validation or, without a calibration, training examples."""
-        examples, likelihood, table = self._training(), self.likelihood, self.mixture
+        examples, table = self._training(), self.mixture
         if self.conformal_table is not None or examples is None:
             return super()._reference()
-        return cache(lambda: Reference(table, None, examples.distances(likelihood)[:, None], None))
+        return cache(lambda: Reference(table, None, examples.distances()[:, None], None))
 
     def function_sample(self, k: int) -> Callable[[Any], Tensor]:
         """Return the k-th function of the posterior, the same function at every call.

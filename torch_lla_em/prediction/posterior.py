@@ -17,7 +17,7 @@ from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.functions import SCALE
-from torch_lla_em.prediction.pushed import Pushed, mean_of
+from torch_lla_em.prediction.pushed import Products, Pushed, mean_of
 from torch_lla_em.prediction.training_examples import TrainingExamples, output_variance
 from torch_lla_em.problem import place_of_vectors
 from torch_lla_em.runtime import Compute, check_options, files, free_memory, records
@@ -151,12 +151,13 @@ class StoredPosterior(nn.Module):
         """Return the training examples that the fit has kept, if there are any."""
         if self.training_deviations is None:
             return None
-        return TrainingExamples(self.training_deviations[:, :num_samples], self.largest_variance)
+        deviations = self.training_deviations[:, :num_samples]
+        return TrainingExamples(self.likelihood, deviations, self.largest_variance)
 
     def _of_products(self, f: Tensor, Jw: Tensor, y: Tensor, class_dim: int = -1) -> Pushed:
         """Return examples by f, (B, ..., C), J w of w_lin and the samples, and the targets."""
         training = self._training(len(Jw) - 1)
-        return Pushed((self.likelihood,), (f,), (Jw,), y, (training,), class_dim)
+        return Pushed((Products(self.likelihood, f, Jw, training, class_dim),), y)
 
     def _columns(self, num_samples: int | None = None) -> Tensor:
         """Return w_lin and samples, (1 + K, P)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -65,84 +65,81 @@ def mean_of(table: Tensor) -> str:
     return "linear" if table[0, MODE].abs() > table[0, NETWORK].abs() else "network"
 
 
-def predicted(
-    likelihood: Likelihood,
-    f: Tensor,
-    Jw: Tensor,
-    table: Tensor,
-    training: TrainingExamples | None = None,
-    class_dim: int = -1,
-) -> Prediction:
-    """Return the prediction from f, (B, ..., C), and J w of w_lin and of the samples.
+class Products(NamedTuple):
+    """Examples under one posterior: the network's outputs, and products of its Jacobian."""
 
-    If training examples are given, logits of inputs with a larger variance are shrunk.
-    """
-    table = table.to(f)
-    columns = table.view(*table.shape, *(1,) * f.dim()).unbind(1)
-    centres = columns[MODE] * Jw[0] + columns[NETWORK] * f
-    deviations, nearest = table[0, SCALE].sqrt() * Jw[1:], None
-    if training is not None:
-        if likelihood.gives_probabilities:  # of counts, a mean of 0 would be a rate of 1
-            kept = training.kept_share(likelihood, Jw[1:])
-            centres = centres * kept.view(-1, *(1,) * (f.dim() - 1))
-        nearest = partial(training.distance, likelihood, Jw[1:])
-    prediction = Prediction(likelihood, centres[0], deviations, class_dim)
-    if len(table) == 1:
-        return replace(prediction, nearest=nearest)
-    certain = (replace(prediction, centre=c, deviations=deviations[:0]) for c in centres[1:])
-    return replace(
-        prediction, members=(prediction, *certain), weights=table[:, WEIGHT], nearest=nearest
-    )
+    likelihood: Likelihood
 
+    f: Tensor
+    """The network's outputs, (B, ..., C), classes last."""
 
-class Pushed(NamedTuple):
-    """Examples with their outputs and products, under one posterior or all members of an ensemble."""
-
-    likelihoods: tuple[Likelihood, ...]
-    """One for each member; they may differ in σ."""
-
-    f: tuple[Tensor, ...]
-    """The networks' outputs, (B, ..., C), classes last."""
-
-    Jw: tuple[Tensor, ...]
+    Jw: Tensor
     """J w of w_lin and of the samples, (1 + K, B, ..., C)."""
 
-    y: Tensor
-
-    training: tuple[TrainingExamples | None, ...]
-    """The stored training examples of each member."""
+    training: TrainingExamples | None = None
+    """The stored training examples: logits of inputs with a larger variance are shrunk."""
 
     class_dim: int = -1
     """The axis of the classes in the predicted outputs."""
 
+    def prediction(self, table: Tensor, noise: Tensor | None = None) -> Prediction:
+        """Return the prediction by a table of components, for regression with σ times ``noise``."""
+        table, likelihood = table.to(self.f), self.likelihood
+        if noise is not None and isinstance(likelihood, Regression):
+            likelihood = likelihood.at_noise(likelihood.sigma_noise.to(noise) * noise)
+        columns = table.view(*table.shape, *(1,) * self.f.dim()).unbind(1)
+        centres = columns[MODE] * self.Jw[0] + columns[NETWORK] * self.f
+        deviations, nearest = table[0, SCALE].sqrt() * self.Jw[1:], None
+        if self.training is not None:
+            if likelihood.gives_probabilities:  # of counts, a mean of 0 would be a rate of 1
+                kept = self.training.kept_share(self.Jw[1:])
+                centres = centres * kept.view(-1, *(1,) * (self.f.dim() - 1))
+            nearest = partial(self.training.distance, self.Jw[1:])
+        found = Prediction(likelihood, centres[0], deviations, self.class_dim)
+        if len(table) > 1:
+            certain = (replace(found, centre=c, deviations=deviations[:0]) for c in centres[1:])
+            found = replace(found, members=(found, *certain), weights=table[:, WEIGHT])
+        return replace(found, nearest=nearest)
+
+
+class Pushed(NamedTuple):
+    """Examples with their products under one posterior, or under all members of an ensemble."""
+
+    members: tuple[Products, ...]
+
+    y: Tensor
+
     @property
     def likelihood(self) -> Likelihood:
-        """The likelihood of the first member."""
-        return self.likelihoods[0]
+        """The likelihood of the first member; they may differ in σ."""
+        return self.members[0].likelihood
+
+    @property
+    def f(self) -> Tensor:
+        """The outputs of the first member's network."""
+        return self.members[0].f
 
     def prediction(self, table: Tables, noise: Tensor | None = None) -> Prediction:
         """Return the prediction of the examples, for regression with σ times ``noise``."""
-        tables = table if isinstance(table, tuple) else (table,) * len(self.f)
-        likelihoods = [_at_noise(each, noise) for each in self.likelihoods]
-        parts = zip(likelihoods, self.f, self.Jw, tables, self.training)
-        members = [predicted(*each, self.class_dim) for each in parts]
-        return members[0] if len(members) == 1 else Prediction.averaged(members, self.class_dim)
-
-    def plain(self) -> Pushed:
-        """Return the examples without training examples, whose means are not shrunk."""
-        return self._replace(training=(None,) * len(self.f))
+        tables = table if isinstance(table, tuple) else (table,) * len(self.members)
+        each = [member.prediction(own, noise) for member, own in zip(self.members, tables)]
+        return each[0] if len(each) == 1 else Prediction.averaged(each, each[0].class_dim)
 
     def network(self) -> Prediction:
         """Return the prediction of the network alone."""
         return self.plain().prediction(posterior_alone(scale=0.0))
 
+    def plain(self) -> Pushed:
+        """Return the examples without training examples, whose means are not shrunk."""
+        return self._each(lambda member: member._replace(training=None))
+
     def double(self) -> Pushed:
         """Return the examples in double precision."""
-        return self._each(Tensor.double, Tensor.double)
+        return self._each(lambda m: m._replace(f=m.f.double(), Jw=m.Jw.double()))
 
     def part(self, examples: slice | Tensor) -> Pushed:
         """Return some of the examples."""
-        some = self._each(lambda f: f[examples], lambda Jw: Jw[:, examples])
+        some = self._each(lambda m: m._replace(f=m.f[examples], Jw=m.Jw[:, examples]))
         return some._replace(y=self.y[examples])
 
     def split(self, size: int) -> Iterator[Pushed]:
@@ -150,28 +147,24 @@ class Pushed(NamedTuple):
         for start in range(0, len(self.y), size):
             yield self.part(slice(start, start + size))
 
-    def _each(self, of_f: Any, of_Jw: Any) -> Pushed:
-        return self._replace(f=tuple(map(of_f, self.f)), Jw=tuple(map(of_Jw, self.Jw)))
+    def _each(self, change: Callable[[Products], Products]) -> Pushed:
+        return self._replace(members=tuple(map(change, self.members)))
 
 
 def joined(parts: Iterable[Pushed]) -> Pushed:
     """Concatenate the examples of several batches."""
-    first, *more = parts
-    if not more:
-        return first
-    _, f, Jw, y, *_ = zip(first, *more)
-    outputs, products = map(torch.cat, zip(*f)), (torch.cat(each, 1) for each in zip(*Jw))
-    return first._replace(f=tuple(outputs), Jw=tuple(products), y=torch.cat(y))
+    parts = list(parts)
+    if len(parts) == 1:
+        return parts[0]
+
+    def whole(*batches: Products) -> Products:
+        f, Jw = torch.cat([b.f for b in batches]), torch.cat([b.Jw for b in batches], 1)
+        return batches[0]._replace(f=f, Jw=Jw)
+
+    members = map(whole, *(part.members for part in parts))
+    return Pushed(tuple(members), torch.cat([part.y for part in parts]))
 
 
-def together(members: Sequence[Pushed]) -> Pushed:
+def together(each: Sequence[Pushed]) -> Pushed:
     """Return the same examples under several posteriors, each given under one."""
-    likelihoods, f, Jw, y, training, class_dim = zip(*members)
-    likelihoods, f, Jw, training = (sum(each, ()) for each in (likelihoods, f, Jw, training))
-    return Pushed(likelihoods, f, Jw, y[0], training, class_dim[0])
-
-
-def _at_noise(likelihood: Likelihood, noise: Tensor | None) -> Likelihood:
-    if noise is None or not isinstance(likelihood, Regression):
-        return likelihood
-    return likelihood.at_noise(likelihood.sigma_noise.to(noise) * noise)
+    return Pushed(tuple(member for pushed in each for member in pushed.members), each[0].y)

@@ -22,36 +22,38 @@ _NUMBERS = 2**22
 class TrainingExamples(NamedTuple):
     """What is known of some training examples."""
 
+    likelihood: Likelihood
+
     deviations: Tensor
     """J w_k, (n, K, ..., C)."""
 
     largest_variance: Tensor
     """The largest variance of their centred outputs, ()."""
 
-    def distance(self, likelihood: Likelihood, deviations: Tensor) -> Tensor:
+    def distance(self, deviations: Tensor) -> Tensor:
         """Return the distance of inputs, given by J w_k (K, B, ..., C), to the nearest one, (B,)."""
-        known = self._features(likelihood)
-        points = centred(likelihood, deviations).movedim(0, 1).flatten(1).to(known)
+        known = self._features()
+        points = centred(self.likelihood, deviations).movedim(0, 1).flatten(1).to(known)
         parts = points.split(max(1, _NUMBERS // max(1, len(known))))
         nearest = [torch.cdist(part, known).min(1).values for part in parts]
         distances: Tensor = torch.cat(nearest).double() / len(deviations) ** 0.5
         return distances
 
-    def distances(self, likelihood: Likelihood) -> Tensor:
+    def distances(self) -> Tensor:
         """Return the distance of each of these examples to the nearest other one, (n,)."""
-        known = self._features(likelihood)
+        known = self._features()
         between = torch.cdist(known, known).fill_diagonal_(torch.inf)
         distances: Tensor = between.min(1).values.double() / self.deviations.shape[1] ** 0.5
         return distances
 
-    def kept_share(self, likelihood: Likelihood, deviations: Tensor) -> Tensor:
+    def kept_share(self, deviations: Tensor) -> Tensor:
         """Return the factor of the mean at inputs, (B,): 1 if the variance is within that of training data."""
-        variance = output_variance(likelihood, deviations)
+        variance = output_variance(self.likelihood, deviations)
         largest = self.largest_variance.to(variance)
         return torch.where(variance > largest, largest / variance, torch.ones_like(variance))
 
-    def _features(self, likelihood: Likelihood) -> Tensor:
-        return centred(likelihood, self.deviations).flatten(1)
+    def _features(self) -> Tensor:
+        return centred(self.likelihood, self.deviations).flatten(1)
 
 
 def centred(likelihood: Likelihood, deviations: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def joint_log_probs(parts: Iterable[Pushed], table: Tensor, together: int) -> Te
 
     Only the last group may be smaller, and one in front of examples of another shape.
     """
-    runs = groupby(parts, lambda part: part.f[0].shape[1:])
+    runs = groupby(parts, lambda part: part.f.shape[1:])
     groups = (group for _, run in runs for group in joined(run).split(together))
     values = [group.prediction(table).joint_log_prob(group.y).double().cpu() for group in groups]
     return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64, device="cpu")

@@ -156,7 +156,7 @@ def test_intervals_are_for_each_output_and_wider_where_f_is_uncertain():
     share = ((y[80:] >= lower) & (y[80:] <= upper)).double().mean(0)
     assert (share > 0.8 - 5 * (0.16 / 42 + 0.16 / 40) ** 0.5).all()
     half = (upper - lower) / 2
-    other = prediction.judge.prediction()
+    other = prediction.judge()[1]
     assert_close(half / other.predictive_variance.sqrt(), la_bounds(la, 0.8).expand(40, 3))
     with pytest.raises(TypeError, match="interval"):
         prediction.prediction_set()

@@ -51,20 +51,12 @@ REFERENCE = tuple(f"conformal_{name}" for name in Reference._fields)
 """The names of these fields as buffers of a posterior."""
 
 
-@dataclass(frozen=True)
-class Judge:
-    """Reference scores, and the prediction that is compared with them."""
-
-    reference: Callable[[], Reference]
-    prediction: Callable[[], Conformal]
-    """Returns the prediction with the numbers that were fitted to the first half."""
-
-
 @dataclass(frozen=True, repr=False)
 class Conformal(Mixture):
     """A prediction's methods that compare its inputs with a validation set."""
 
-    judge: Judge | None = field(default=None, kw_only=True)
+    judge: Callable[[], tuple[Reference, Conformal]] | None = field(default=None, kw_only=True)
+    """Returns reference scores, and the prediction by the numbers of the first half."""
 
     nearest: Callable[[], Tensor] | None = field(default=None, kw_only=True)
     """Returns the distance of each input to the nearest training example, (B,), if some are kept."""
@@ -89,8 +81,8 @@ class Conformal(Mixture):
             ValueError: If there are no reference examples: before ``calibrate``, if the curvature is
                 not variational.
         """
-        judge = self._judge("p_value")
-        return p_values(judge.reference().unusual, judge.prediction()._ood_scores())
+        reference, prediction = self._judged("p_value")
+        return p_values(reference.unusual, prediction._ood_scores())
 
     def is_ood(self, rate: float = 0.05) -> Tensor:
         """Return which inputs are out-of-distribution (OOD), as a mask of shape (B,).
@@ -108,12 +100,9 @@ class Conformal(Mixture):
         """
         if not 0 < rate < 1:
             raise ValueError(f"rate must lie between 0 and 1, not {rate}.")
-        count, needed = (
-            len(self._judge("is_ood").reference().unusual),
-            ceil(1 / rate - 1 - _ROUNDING),
-        )
-        _require(count, needed, f"rate={rate}")
-        return self.p_value <= rate
+        reference, prediction = self._judged("is_ood")
+        _require(len(reference.unusual), ceil(1 / rate - 1 - _ROUNDING), f"rate={rate}")
+        return p_values(reference.unusual, prediction._ood_scores()) <= rate
 
     def prediction_set(self, level: float = 0.9) -> Tensor:
         """Return a set of classes that contains the label with probability ``level`` or more.
@@ -134,14 +123,14 @@ class Conformal(Mixture):
         Example:
             >>> sizes = la.predict(x).prediction_set(level=0.8).sum(1)
         """
-        judge = self._judge("prediction_set", by_labels=True)
+        reference, prediction = self._judged("prediction_set", by_labels=True)
         if not self._has_classes:
             raise TypeError(
                 "prediction_set is for one class label per example; use interval(level) for a "
                 "regression."
             )
-        threshold = quantiles(judge.reference().errors, level)
-        return self._out(_mass_above(judge.prediction()._expected()) <= threshold)
+        threshold = quantiles(reference.errors, level)
+        return self._out(_mass_above(prediction._expected()) <= threshold)
 
     def interval(self, level: float = 0.9) -> Interval:
         """Return conformal prediction intervals, which contain y with probability ``level`` or more.
@@ -161,25 +150,25 @@ class Conformal(Mixture):
         Example:
             >>> lower, upper = regression.predict(x).interval(level=0.8)
         """
-        judge = self._judge("interval", by_labels=True)
+        reference, prediction = self._judged("interval", by_labels=True)
         if not self._has_values:
             raise TypeError(
                 "interval is for continuous targets of shape (B,) or (B, C); use "
                 "prediction_set(level) for classes, and credible_interval(level) otherwise."
             )
-        prediction = judge.prediction()
         centre = prediction._expected()
-        half = quantiles(judge.reference().errors, level).to(centre) * prediction._variance().sqrt()
+        half = quantiles(reference.errors, level).to(centre) * prediction._variance().sqrt()
         return Interval(self._out(centre - half), self._out(centre + half))
 
-    def _judge(self, name: str, by_labels: bool = False) -> Judge:
-        if self.judge is None or (by_labels and self.judge.reference().errors is None):
+    def _judged(self, name: str, by_labels: bool = False) -> tuple[Reference, Conformal]:
+        judged = None if self.judge is None else self.judge()
+        if judged is None or (by_labels and judged[0].errors is None):
             raise ValueError(
                 f"{name} compares inputs with a validation set, but this prediction has none. "
                 "Call la.calibrate(validation_loader), or la.fit(..., validation=loader), and "
                 "then la.predict(x) without mean= and num_samples=."
             )
-        return self.judge
+        return judged
 
     def _ood_scores(self) -> Tensor:
         """Return scores of each input that are large out of distribution, (B, 1) or (B, 2)."""

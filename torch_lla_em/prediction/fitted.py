@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache
 from os import PathLike
 from typing import Any
 
@@ -48,12 +47,16 @@ class Fitted(summary.Printed, Predictor, StoredPosterior):
             self.sigma_noise = self.sigma_noise * found.noise
             self.likelihood = self.likelihood.at_noise(self.sigma_noise)
 
-    def _reference(self) -> Callable[[], Reference] | None:
-        """Return what returns the scores of validation or, without a calibration, training examples."""
-        examples, table = self._training(), self.mixture
-        if self.conformal_table is not None or examples is None:
+    @property
+    def _has_reference(self) -> bool:
+        return super()._has_reference or self.training_deviations is not None
+
+    def _reference(self) -> Reference:
+        """Return the scores of validation or, without a calibration, of training examples."""
+        training = self._training()
+        if self.conformal_table is not None or training is None:
             return super()._reference()
-        return cache(lambda: Reference(table, None, examples.distances()[:, None], None))
+        return Reference(self.mixture, None, training.distances()[:, None], None)
 
     def function_sample(self, k: int) -> Callable[[Any], Tensor]:
         """Return the k-th function of the posterior, the same function at every call.

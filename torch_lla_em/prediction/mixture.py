@@ -21,14 +21,11 @@ from torch_lla_em.prediction.functions import (
     mean_square,
     number_of_functions,
     own_precision,
-    pair_error,
     slots,
 )
 
 # numbers that averages over functions hold at a time
 _NUMBERS = 2**23
-# largest number of functions of equal weight that stand for a mixture
-_ALIKE = 1024
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,21 +115,6 @@ class Mixture:
         weights = self._weights()
         return () if weights is None else (weights,)
 
-    def _alike(self) -> Tensor:
-        """Return functions of equal weights, (S, B, ..., C)."""
-        each = [(part, part._functions()) for part in self._parts]
-        shares, found = self._shares.tolist(), []
-        counts = [len(functions) if len(part.deviations) else 0 for part, functions in each]
-        total = min(n / max(share, 1e-9) for n, share in zip(counts, shares) if n)
-        total = min(total, max(_ALIKE, sum(counts)))
-        for (part, functions), share in zip(each, shares):
-            if len(part.deviations):
-                pairs = functions.unflatten(0, (2, -1))
-                found.append(pairs[:, : round(0.5 * total * share)].flatten(0, 1))
-            else:
-                found.append(functions.expand(round(total * share), *part.centre.shape))
-        return torch.cat(found)
-
     def _over_rows(
         self, take: Callable[[Tensor, slice], Tensor], dim: int = 0, at_least: int = FUNCTIONS
     ) -> Tensor:
@@ -197,31 +179,6 @@ class Mixture:
             return log_mean(each.sum(1))
 
         return log_mean(torch.stack([of(part) for part in self._parts]), self._shares)
-
-    def _standard_error(self) -> Tensor:
-        """Return the Monte Carlo error of E[y]."""
-        if self.likelihood.real_valued:
-            return torch.zeros_like(self.likelihood.mean(self.centre))
-
-        def of(part: Mixture) -> Tensor:
-            count = len(part.deviations)
-            return part._over_rows(lambda f, _: pair_error(part.likelihood.mean(f), count))
-
-        errors = torch.stack([of(part) for part in self._parts])
-        return average(errors.square(), self._shares.square()).sqrt()
-
-    def _smoothed(self, shared: bool) -> Tensor:
-        """Return E[y] by the probit approximation."""
-
-        def of(part: Mixture) -> Tensor:
-            variance, outputs = mean_square(part.deviations), part.centre.shape[-1]
-            if shared and not part.likelihood.monotone and outputs > 1:
-                # half the mean variance of a difference of two outputs, which a shift does not change
-                contrasts = part.deviations - part.deviations.mean(-1, keepdim=True)
-                variance = mean_square(contrasts).sum(-1, keepdim=True) / (outputs - 1)
-            return part.likelihood.smoothed_mean(part.centre, variance)
-
-        return self._averaged(of)
 
     def _site_values(self, values: Tensor) -> Tensor:
         return self._out(values) if values.dim() == self.centre.dim() else values

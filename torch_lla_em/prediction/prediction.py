@@ -11,14 +11,20 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import as_targets
+from torch_lla_em.likelihoods import average
 from torch_lla_em.prediction.conformal import Conformal, Interval
 from torch_lla_em.prediction.functions import (
     log_mean,
+    mean_square,
     own_precision,
+    pair_error,
     quantile,
 )
 from torch_lla_em.prediction.mixture import Mixture
 from torch_lla_em.prediction.summary import Cells, Printed, of_prediction
+
+# largest number of functions of equal weight that stand for a mixture
+_ALIKE = 1024
 
 
 class Moments(NamedTuple):
@@ -112,7 +118,18 @@ class Prediction(Printed, Conformal):
         mirror image, and random rotations of the samples reduce the error of averages. Further
         functions of the mixture are repeated in proportion to their weight.
         """
-        return self._out(self._alike(), leading=1)
+        each = [(part, part._functions()) for part in self._parts]
+        shares, found = self._shares.tolist(), []
+        counts = [len(functions) if len(part.deviations) else 0 for part, functions in each]
+        total = min(n / max(share, 1e-9) for n, share in zip(counts, shares) if n)
+        total = min(total, max(_ALIKE, sum(counts)))
+        for (part, functions), share in zip(each, shares):
+            if len(part.deviations):
+                pairs = functions.unflatten(0, (2, -1))
+                found.append(pairs[:, : round(0.5 * total * share)].flatten(0, 1))
+            else:
+                found.append(functions.expand(round(total * share), *part.centre.shape))
+        return self._out(torch.cat(found), leading=1)
 
     @property
     def predictive_samples(self) -> Tensor:
@@ -142,7 +159,15 @@ class Prediction(Printed, Conformal):
         It does not include the errors of λ and of the curvature, so fits with different seeds differ
         by more. It is 0 for continuous targets and NaN for a single sample.
         """
-        return self._out(self._standard_error())
+        if self.likelihood.real_valued:
+            return torch.zeros_like(self.expectation)
+
+        def of(part: Mixture) -> Tensor:
+            count = len(part.deviations)
+            return part._over_rows(lambda f, _: pair_error(part.likelihood.mean(f), count))
+
+        errors = torch.stack([of(part) for part in self._parts])
+        return self._out(average(errors.square(), self._shares.square()).sqrt())
 
     @property
     def probs(self) -> Tensor:
@@ -245,7 +270,16 @@ class Prediction(Printed, Conformal):
         Returns:
             Probabilities or rates, shape (B, ..., C).
         """
-        return self._out(self._smoothed(shared))
+
+        def of(part: Mixture) -> Tensor:
+            variance, outputs = mean_square(part.deviations), part.centre.shape[-1]
+            if shared and not part.likelihood.monotone and outputs > 1:
+                # half the mean variance of a difference of two outputs, which a shift does not change
+                contrasts = part.deviations - part.deviations.mean(-1, keepdim=True)
+                variance = mean_square(contrasts).sum(-1, keepdim=True) / (outputs - 1)
+            return part.likelihood.smoothed_mean(part.centre, variance)
+
+        return self._out(self._averaged(of))
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_n | x_n) of each example on its own, shape (B,).

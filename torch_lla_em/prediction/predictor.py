@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch_lla_em.data import as_loader, inputs_of, paired
 from torch_lla_em.likelihoods import Regression
 from torch_lla_em.prediction.calibration import Calibration, Kept, calibrated
-from torch_lla_em.prediction.conformal import REFERENCE, Judge, Reference
+from torch_lla_em.prediction.conformal import REFERENCE, Reference
 from torch_lla_em.prediction.functions import mixed
 from torch_lla_em.prediction.posterior import StoredPosterior
 from torch_lla_em.prediction.prediction import Prediction
@@ -255,23 +256,26 @@ class Predictor:
 
     def _predicted(self, data: Pushed, judged: bool = True) -> Prediction:
         """Return the prediction, with its comparison with reference examples if ``judged``."""
-        prediction, reference = data.prediction(*self._components), self._reference()
-        if not judged or reference is None:
+        prediction = data.prediction(*self._components)
+        if not judged or not self._has_reference:
             return prediction
 
-        def other() -> Prediction:
-            noise, (table, sigma, *_) = None, reference()
-            if sigma is not None and isinstance(data.likelihood, Regression):
-                noise = sigma / data.likelihood.sigma_noise.to(sigma)
-            return data.prediction(table, noise)
+        def judge() -> tuple[Reference, Prediction]:
+            noise, reference = None, self._reference()
+            if reference.sigma is not None and isinstance(data.likelihood, Regression):
+                noise = reference.sigma / data.likelihood.sigma_noise.to(reference.sigma)
+            return reference, data.prediction(reference.table, noise)
 
-        return replace(prediction, judge=Judge(reference, other))
+        return replace(prediction, judge=cache(judge))
 
-    def _reference(self) -> Callable[[], Reference] | None:
-        """Return what returns the scores of the reference examples, if there are any."""
-        if self.conformal_table is None:
-            return None
-        return lambda: Reference(*(getattr(self, name) for name in REFERENCE))
+    @property
+    def _has_reference(self) -> bool:
+        """Whether there are reference examples."""
+        return self.conformal_table is not None
+
+    def _reference(self) -> Reference:
+        """Return the scores of the reference examples."""
+        return Reference(*(getattr(self, name) for name in REFERENCE))
 
 
 def _redrawn(prediction: Prediction, generator: torch.Generator) -> Prediction:

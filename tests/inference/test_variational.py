@@ -12,7 +12,7 @@ from torch import nn
 
 from torch_lla_em import BlockCG, BlockKrylov, LinearisedLaplace
 from torch_lla_em.inference.ascent import SMALL, climb
-from torch_lla_em.inference.expectations import Expectations, root_of
+from torch_lla_em.inference.expectations import Expectations, root_of, root_of_covariance
 from torch_lla_em.inference.mackay import Hyperparameters
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.span import Span
@@ -220,6 +220,14 @@ def test_blocks_indefinite_by_rounding_have_roots():
     blocks = torch.stack([tiny_blocks, rounded])
     R = root_of(blocks)
     torch.testing.assert_close(R @ R.mT, blocks, rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("num_samples", [8, 300])
+def test_covariances_of_outputs_that_vary_together_have_roots(num_samples):
+    torch.manual_seed(0)
+    samples = torch.randn(20, 200, 3) @ torch.randn(3, num_samples)
+    R, h = root_of_covariance(samples).double(), samples.double()
+    torch.testing.assert_close(R @ R.mT, h @ h.mT / num_samples, rtol=1e-4, atol=1e-4)
 
 
 def test_separable_classes_are_fitted():

@@ -13,6 +13,8 @@ from torch_lla_em.runtime import normals
 _STREAM = 2
 # number of functions times outputs times classes that are in memory at once
 _NUMBERS = 1 << 22
+# number of examples whose covariances are in memory in float64 at once
+_EXAMPLES = 256
 _JITTER = 1e-9
 
 
@@ -113,3 +115,12 @@ def root_of(blocks: Tensor) -> Tensor:
     diagonal += max(_JITTER, 10 * numbers.eps) * size
     root: Tensor = torch.linalg.cholesky_ex(exact)[0]
     return root.to(blocks)
+
+
+def root_of_covariance(samples: Tensor) -> Tensor:
+    """Return R with R Rᵀ = E[h hᵀ] for every example, (N, ..., C, C), from samples h (N, ..., C, K).
+
+    Outputs that vary together have covariances that are singular up to the rounding of float32.
+    """
+    parts = (part.double() for part in samples.split(_EXAMPLES))
+    return torch.cat([root_of(h @ h.mT / h.shape[-1]).to(samples) for h in parts])

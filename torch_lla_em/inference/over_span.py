@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.evidence import Modes, gaussian_constant, sigma_of
-from torch_lla_em.inference.expectations import Expectations, root_of
+from torch_lla_em.inference.expectations import Expectations, root_of_covariance
 from torch_lla_em.inference.mackay import Estimate, Expectation, Hyperparameters
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
@@ -325,4 +325,4 @@ class OverSpan:
     def _root(self, samples: Tensor) -> Tensor:
         """Return a root of the sample covariance of the outputs of every example."""
         pushed = (self.span.J @ samples.T.to(self.span.J)).view(*self.expected.shape, -1)
-        return root_of(pushed @ pushed.mT / pushed.shape[-1])
+        return root_of_covariance(pushed)

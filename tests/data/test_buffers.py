@@ -243,19 +243,6 @@ def test_a_collate_function_may_leave_out_examples():
         list(data.batches(in_step=True))
 
 
-def test_every_factory_names_its_device():
-    """Where tensors are made on a device that holds nothing unless another is asked for."""
-    batches = one_by_one(*rows())
-    data = Data(batches, CPU)
-    data.merge_rows = 10
-    with torch.device("meta"):
-        found = [batch for _ in range(4) for batch in data]
-        data.restore(data.facts())
-        data.first()
-        labels = next(iter(Data([(torch.ones(2, 1, device="cpu"), [0, 1])], CPU))).targets
-    assert {batch.rows.device for batch in found} == {CPU} == {labels.device}
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("at_most", [0, 10])
 def test_pinned_memory_that_is_filled_again_arrives_whole(at_most):

@@ -284,14 +284,3 @@ def test_ranks_have_a_gpu_each(tmp_path, simulated):
     for is_cuda, w_samples in ranks.run(2, on_a_gpu, tmp_path):
         assert is_cuda
         the_same(w_samples, here.w_samples, rtol=1e-3, atol=1e-4)
-
-
-def test_botorch_takes_inputs_on_a_gpu():
-    pytest.importorskip("botorch")
-    from torch_lla_em.botorch import LaplaceModel
-
-    here, there, x = both("regression")
-    models = [LaplaceModel(la, num_outputs=3) for la in (here, there)]
-    expected, found = (m(x.to(d)) for m, d in zip(models, ("cpu", GPU)))
-    assert found.is_cuda
-    the_same(found, expected)

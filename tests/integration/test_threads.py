@@ -37,21 +37,6 @@ def test_fits_and_predictions_in_threads():
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_forked_processes_predict():
-    case, la = fitted(em_steps=1)
-    expected, done, ends = la(case.x), threading.Event(), []
-    with ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(lambda: [la(case.x) for _ in iter(done.is_set, True)])
-        try:
-            for _ in range(6):
-                ends.append(_end_of_child(lambda: torch.equal(la(case.x), expected)))
-        finally:
-            done.set()
-        assert beside.result()
-    assert ends == [0] * 6
-
-
 def _end_of_child(check):
     """Return 0 where the check holds in a forked process; an alarm ends one that hangs."""
     process = os.fork()
@@ -63,11 +48,11 @@ def _end_of_child(check):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_waits_until_other_threads_have_left_the_network():
-    case, inside, left = tiny("classification"), threading.Event(), []
-    network = LinearisedLaplace(case.model, "classification")._linear_model.network
+    (case, la), inside, left = fitted(em_steps=1), threading.Event(), []
+    expected = la(case.x)
 
     def hold():
-        with network.alone():
+        with la._linear_model.network.alone():
             inside.set()
             time.sleep(0.2)
             left.append(True)
@@ -75,4 +60,4 @@ def test_a_fork_waits_until_other_threads_have_left_the_network():
     with ThreadPoolExecutor(1) as pool:
         pool.submit(hold)
         inside.wait()
-        assert _end_of_child(lambda: left and network.weights(("0.weight",))) == 0
+        assert _end_of_child(lambda: left and torch.equal(la(case.x), expected)) == 0

@@ -10,11 +10,6 @@ from torch.testing import assert_close
 from torch_lla_em.jacobian.factors import Factored
 
 
-def test_products_equal_plain_reverse_mode():
-    report = check(mlp(), X)
-    assert report.path.forward and not report.forward
-
-
 def test_large_outputs_are_pulled_one_by_one(monkeypatch):
     """Where temporaries of few columns are large, only J w takes several at once."""
     monkeypatch.setattr(Factored, "find", lambda *args: None)
@@ -50,21 +45,6 @@ def test_w_MAP_is_the_trained_weights_in_order():
     with torch.no_grad():
         model[0].weight += 1  # between two blocks nothing is kept
     assert torch.equal(linear.w_MAP, nn.utils.parameters_to_vector(model.parameters()))
-
-
-@pytest.mark.parametrize("selection", [None, ["4.*"]])
-def test_Jw_is_differentiable_in_x_on_request(selection):
-    linear = linear_model(mlp(nn.Softmax(-1)), selection)
-    linear.probe(X)
-    w = torch.randn(2, linear.layout.size).double()
-    for forward in (True, False):
-        linear.path = linear.path._replace(forward=forward)
-
-        def Jw(x):
-            with linear.network.guarded(), torch.enable_grad():
-                return linear.at(x, len(w)).push(w)
-
-        torch.autograd.gradcheck(Jw, X.clone().requires_grad_())
 
 
 def test_float32_and_bfloat16_columns_against_float64():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from dense import ExactLaplace, gaussian_log_prob
+from tiny import draw
 from torch import nn
 from torch.nn import functional
 from torch.testing import assert_close
@@ -19,11 +20,6 @@ from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
 from torch_lla_em.problem.problem import Problem
 
 FIXED = {"em_steps": 0, "prior_precision": 5.0, "progress_bar": False}
-
-
-def draw(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 class Tagger(nn.Module):

@@ -16,7 +16,6 @@ from torch_lla_em.likelihoods import (
     HeteroscedasticRegression,
     compare,
     preferred,
-    tempered,
 )
 from torch_lla_em.solvers import Newton
 
@@ -186,19 +185,6 @@ def test_rewards_are_single_numbers(preferences):
     assert compare(lambda x: x[:, 0], (a, b)).shape == (30, 2)
     with pytest.raises(ValueError, match="tuple of candidates"):
         LinearisedLaplace(net(3, 1), "reward_modeling").fit([(a, y)], **FIXED)
-
-
-def test_temperature_divides_the_curvature():
-    case, T = tiny("classification"), 0.3
-    exact, problem = case.exact(), case.problem(7, 8)
-    problem = problem.with_likelihood(tempered(problem.likelihood, T))
-    w = draw(3, problem.size)
-    assert_close(problem.ggn_product(w), w @ exact.ggn / T)
-    rows = problem.rows()
-    assert_close(rows.T @ rows, exact.ggn / T)
-    loss, gradient = problem.loss_and_gradient(0.1 * w[0])
-    assert_close(loss, exact.loss(0.1 * w[0]).item() / T)
-    assert_close(gradient, torch.func.grad(exact.loss)(0.1 * w[0]) / T)
 
 
 def test_temperature_is_a_scale_at_another_precision():

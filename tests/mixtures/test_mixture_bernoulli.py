@@ -23,19 +23,6 @@ def log_joint(x, parameters):
     return Bernoulli(p).log_prob(x[:, None]).sum(-1) + weights.log()
 
 
-def test_one_em_step_by_hand():
-    x = draw()
-    p = torch.linspace(0.1, 0.9, 10, dtype=torch.float64).reshape(5, 2).T
-    start = Bernoullis(torch.tensor([0.3, 0.7], dtype=torch.float64), p)
-    mixture = BernoulliMixture(2)
-    next(mixture.steps(x, start=start))
-    r = log_joint(x, start).softmax(1)
-    torch.testing.assert_close(mixture.parameters.weights, r.mean(0))
-    torch.testing.assert_close(mixture.parameters.means, r.T @ x / r.sum(0)[:, None])
-    expected = log_joint(x, mixture.parameters).logsumexp(1)
-    torch.testing.assert_close(mixture.log_prob(x), expected)
-
-
 def log_posterior(x, parameters, prior):
     alpha = torch.full((2,), prior.weight_concentration, dtype=torch.float64)
     beta = Beta(*torch.tensor(prior[1:], dtype=torch.float64))

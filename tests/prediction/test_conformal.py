@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import trained
 from tiny import draw, tiny
 from torch import nn
 from torch.testing import assert_close
@@ -69,11 +70,7 @@ def blobs():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(3, 20), nn.ReLU(), nn.Linear(20, 4))
-        optimizer = torch.optim.Adam(net.parameters(), 0.02)
-        for _ in range(150):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(x[:200]), y[:200]).backward()
-            optimizer.step()
+        trained(net, x[:200], y[:200], 150)
     la = LinearisedLaplace(net, "classification", num_samples=16, seed=0)
     la.fit(x[:200], y[:200], progress_bar=False)
     return la, x[200:], y[200:]

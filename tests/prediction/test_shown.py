@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from models import trained
 from tiny import LOG_PROBS, likelihood_of, tiny
 from torch import nn
 from torch.testing import assert_close
@@ -154,18 +155,14 @@ def test_a_collapsed_fit_logs_warnings(caplog):
     assert "the prior" not in caplog.text
 
 
-def trained(width, num_data, steps, noise=0.3):
+def regression(width, num_data, steps, noise=0.3):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(num_data, 3, generator=generator)
     y = x[:, :1] + 0.5 * x[:, 1:2] ** 2 + noise * torch.randn(num_data, 1, generator=generator)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, 1))
-        optimizer = torch.optim.Adam(net.parameters(), 0.01)
-        for _ in range(steps):
-            optimizer.zero_grad()
-            nn.functional.mse_loss(net(x), y).backward()
-            optimizer.step()
+        trained(net, x, y, steps, 0.01, nn.functional.mse_loss)
     la = LinearisedLaplace(net, "regression", num_samples=8)
     return la.fit(x, y, progress_bar=False)
 
@@ -181,6 +178,6 @@ def trained(width, num_data, steps, noise=0.3):
     ],
 )
 def test_an_overfitted_regression_says_so_and_what_helps(width, num_data, steps, overfitted):
-    shown = repr(trained(width, num_data, steps))
+    shown = repr(regression(width, num_data, steps))
     assert ("The network has overfitted" in shown) == overfitted
     assert not overfitted or "la.calibrate(validation_loader)" in shown

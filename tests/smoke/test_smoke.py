@@ -4,9 +4,6 @@ import pytest
 import torch
 from dense import gaussian_log_prob
 from tiny import fitted
-from torch import nn
-
-from torch_lla_em import LinearisedLaplace
 
 
 @pytest.mark.parametrize("prior", ["scalar", "layerwise"])
@@ -30,21 +27,3 @@ def test_a_fit_is_the_dense_posterior(name, prior):
     torch.testing.assert_close(la.w_lin, mode, rtol=1e-3, atol=1e-4)
     error = la.effective_dim_error.square().sum().sqrt()
     assert (gamma.sum() - exact.effective_dims(precision).sum()).abs() < 5 * error + 1e-3
-
-
-def test_predictions_and_files(tmp_path):
-    torch.manual_seed(0)
-    x, y = torch.randn(60, 2), torch.randint(3, (60,))
-    model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
-    la = LinearisedLaplace(model, "classification", num_samples=8)
-    la.fit([(x, y)], progress_bar=False, checkpoint=tmp_path / "folder")
-    probs = la(x)
-    assert probs.shape == (60, 3) and torch.allclose(probs.sum(1), torch.ones(60))
-    la.save(tmp_path / "posterior.pt")
-    loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", model)
-    assert torch.equal(loaded(x), probs)
-    again = LinearisedLaplace(model, "classification", num_samples=8)
-    again.fit([(x, y)], progress_bar=False, checkpoint=tmp_path / "folder")
-    assert torch.equal(again.w_samples, la.w_samples)
-    before = la.predict(x).log_prob(y).mean()
-    assert la.calibrate([(x, y)]).predict(x).log_prob(y).mean() >= before - 0.05

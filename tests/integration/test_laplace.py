@@ -301,7 +301,7 @@ def test_a_likelihood_of_the_user_is_passed_to_load(name, tmp_path):
     own = Classification(ignore_index=-1) if name == "classification" else likelihood_of(name)
     case, la = fitted(name, likelihood=own, **FIXED)
     la.save(tmp_path / "own.pt")
-    with pytest.raises(ValueError, match="with a custom likelihood.*pass likelihood"):
+    with pytest.raises(ValueError, match="your own likelihood.*Pass likelihood"):
         LinearisedLaplace.load(tmp_path / "own.pt", case.model)
     loaded = LinearisedLaplace.load(tmp_path / "own.pt", case.model, likelihood=own)
     assert torch.equal(loaded(case.x), la(case.x))

@@ -41,9 +41,10 @@ def test_safetensors_hold_the_same(kind, tmp_path):
     safetensors = pytest.importorskip("safetensors")
     case = tiny(kind)
     la = LinearisedLaplace(case.model, kind, num_samples=3)
-    la.fit([(case.x, case.y)], em_steps=2, progress_bar=False)
+    la.fit([(case.x, case.y)], em_steps=2, progress_bar=False).calibrate(case.x, case.y)
     la.save(tmp_path / "la.pt")
     la.save(tmp_path / "la.safetensors")
+    assert LinearisedLaplace.load(tmp_path / "la.pt", case.model).calibration == la.calibration
     safe = LinearisedLaplace.load(tmp_path / "la.safetensors", case.model)
     plain = LinearisedLaplace.load(tmp_path / "la.pt", case.model).state_dict()
     state = safe.state_dict()

@@ -7,7 +7,6 @@ results of a fit, ``predictor`` has the methods that users call, of one posterio
 (``ensemble``); ``export`` writes programs, ``summary`` prints results.
 """
 
-from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.ensemble import LaplaceEnsemble
 from torch_lla_em.prediction.fitted import Fitted
@@ -20,7 +19,6 @@ from torch_lla_em.prediction.metrics import (
     stated_and_right,
 )
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.pushed import posterior_alone
 from torch_lla_em.prediction.stored import NotFittedError
 from torch_lla_em.prediction.summary import findings
 from torch_lla_em.prediction.validation import Comparison, PredictedData, compare, predicted_data
@@ -39,9 +37,7 @@ __all__ = [
     "compare",
     "findings",
     "outcomes",
-    "posterior_alone",
     "predicted_data",
     "scores",
     "stated_and_right",
-    "stored",
 ]

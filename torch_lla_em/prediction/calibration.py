@@ -83,6 +83,14 @@ class Calibration(NamedTuple):
         return text
 
 
+def restored(fields: list[Any] | None) -> Calibration | None:
+    """Return the calibration of a file, which has lists for tuples; None if there was none."""
+    if fields is None:
+        return None
+    found = Calibration(*fields)
+    return found._replace(coverage=found.coverage and (*found.coverage,))
+
+
 class Numbers(NamedTuple):
     """The numbers that are fitted, as functions of an unconstrained vector θ."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.prediction.calibration import Calibration, Kept
+from torch_lla_em.prediction.calibration import Kept, restored
 from torch_lla_em.prediction.conformal import REFERENCE
 from torch_lla_em.prediction.fitted import Fitted
 from torch_lla_em.prediction.predictor import Predictor
@@ -98,8 +98,7 @@ class LaplaceEnsemble(Predictor, nn.Module):
         for name in self._buffers:
             tensor = state.get(name)
             setattr(self, name, None if tensor is None else tensor.to(self.members[0]._device))
-        found = records.from_bytes(state["record"])["calibration"]
-        self.calibration = found and Calibration(*found)
+        self.calibration = restored(records.from_bytes(state["record"])["calibration"])
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write all posteriors to one file, without the networks.

@@ -15,9 +15,9 @@ from torch_lla_em.inference import Curve, Estimate, Modes, Posterior, curve
 from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction import stored
-from torch_lla_em.prediction.calibration import Calibration
+from torch_lla_em.prediction.calibration import Calibration, restored
 from torch_lla_em.prediction.functions import SCALE
-from torch_lla_em.prediction.pushed import Products, Pushed, mean_of
+from torch_lla_em.prediction.pushed import Products, Pushed, mean_of, posterior_alone
 from torch_lla_em.prediction.training_examples import TrainingExamples, output_variance
 from torch_lla_em.problem import place_of_vectors
 from torch_lla_em.runtime import Compute, check_options, files, free_memory, records
@@ -173,7 +173,7 @@ class StoredPosterior(nn.Module):
         layout, tensors = self._linear_model.layout, dict(self._buffers)
         record = {
             "likelihood": type(self.likelihood).__name__,
-            "likelihood_options": stored.options_of(self._given_likelihood),
+            "likelihood_options": stored.attributes_of(self._given_likelihood),
             "given": self._given,
             "num_data": self.num_data,
             "history": self.history,
@@ -199,14 +199,14 @@ class StoredPosterior(nn.Module):
         Raises:
             ValueError: If the state belongs to another network or likelihood.
         """
-        tensors, record = stored.checked(state, self._linear_model)
-        self._refuse_other_options(record)
+        record = stored.checked(state, self._linear_model, self._given_likelihood, self._given)
         size = state["w_samples"].nbytes
         place = place_of_vectors(size, self.compute, self._device, free_memory(self._device))
-        for name, tensor in tensors.items():
+        for name in stored.TENSORS:
+            tensor = state.get(name)
             setattr(self, name, None if tensor is None else tensor.to(place, copy=True))
         self.history, self.num_data = record["history"], record["num_data"]
-        self.calibration = record.get("calibration") and Calibration(*record["calibration"])
+        self.calibration = restored(record.get("calibration"))
         self.messages = record.get("said", ["The memory plan was not saved."])
         if self.sigma_noise is not None:
             self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
@@ -230,8 +230,7 @@ class StoredPosterior(nn.Module):
         own = "prior", "g_prior", "num_samples", "tolerance", "curvature", "seed", "temperature"
         options = {
             **{name: getattr(self, name) for name in own},
-            **stored.likelihood_option(given),
-            "sigma_noise": stored.sigma_option(given),
+            **stored.likelihood_options(given),
             "parameters": model.layout.names,
             "class_dim": model.network.class_dim,
         }
@@ -280,9 +279,23 @@ class StoredPosterior(nn.Module):
         return self
 
     def _store(self, posterior: Posterior, history: list[dict[str, Any]], num_data: int) -> None:
-        for name, tensor in stored.tensors_of(posterior).items():
-            setattr(self, name, tensor)
+        for name in stored.TENSORS:
+            setattr(self, name, None)
+        self.w_lin, self.w_samples, self.scale = (
+            posterior.w_lin,
+            posterior.w_samples,
+            posterior.scale,
+        )
+        self.prior_precision, self.sigma_noise = posterior.hyper
+        mixture = posterior_alone() if posterior.mixture is None else posterior.mixture
+        self.mixture = mixture.to(self.w_lin.device)
+        self.effective_dim, self.effective_dim_error = posterior.effective_dim
+        self.certificate, self._modes = posterior.certificate, posterior.modes
+        self._log_evidence = torch.stack(list(posterior.log_evidence))
+        if posterior.spectrum is not None:
+            self._eigenvalues, self._xi_coordinates, self._eta_coordinates = posterior.spectrum
         if posterior.examples is not None:
+            self.training_deviations = posterior.examples
             deviations = posterior.examples.movedim(1, 0)
             self.largest_variance = output_variance(self.likelihood, deviations).max()
         self.history, self.num_data, self.calibration = history, num_data, None
@@ -292,25 +305,6 @@ class StoredPosterior(nn.Module):
             self.likelihood = self._given_likelihood
             self.sigma_noise = self.likelihood.sigma_noise.to(self.w_lin.device)
         self._state_of_network = NetworkState(self._linear_model.network)
-
-    def _refuse_other_options(self, record: dict[str, Any]) -> None:
-        """Raise if a state was fitted with another likelihood, or with a forward_fn."""
-        if "forward_fn" in record.get("given", ()) and "forward_fn" not in self._given:
-            raise ValueError(
-                "The posterior was fitted with a forward_fn, but this object has none. Construct "
-                "it with the same forward_fn."
-            )
-        kind, options = type(self._given_likelihood).__name__, record.get("likelihood_options")
-        if record["likelihood"] != kind:
-            raise ValueError(
-                f"The posterior was fitted with the likelihood {record['likelihood']}, but this "
-                f"object has {kind}: construct it with the same one."
-            )
-        if options not in (None, stored.options_of(self._given_likelihood)):
-            raise ValueError(
-                f"The posterior was fitted with a {kind} that has other attributes, {options}: "
-                "construct this object with the same likelihood, or fit again."
-            )
 
     def _require_fit(self, surely: bool = False) -> None:
         if self.w_lin is None:

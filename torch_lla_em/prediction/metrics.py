@@ -156,8 +156,7 @@ def _too_uncertain(prediction: Prediction, y: Tensor) -> Iterator[str]:
         yield (
             f"On training data the accuracy is {accuracy:.0%} and the mean confidence "
             f"{confidence:.0%}, so predictions are far less certain than they could be. Call "
-            "la.calibrate(validation_loader), or fit(..., validation=loader), or use the default "
-            "curvature."
+            "la.calibrate(validation_loader), or pass validation=loader to fit."
         )
 
 

@@ -82,13 +82,13 @@ CASES = {
 }
 
 
-def measured(name: str, divide: float, num_samples: int | None, gigabytes: float | None) -> dict:
+def measured(name: str, args: argparse.Namespace) -> dict:
     """Fit below the limit, and return how it went."""
-    case = CASES[name]
+    case, divide = CASES[name], args.divide
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    N, K = round(case.examples / divide), num_samples or case.num_samples
-    limit = (gigabytes or case.gigabytes / divide) * 1e9
+    N, K = args.examples or round(case.examples / divide), args.num_samples or case.num_samples
+    limit = (args.gigabytes or case.gigabytes / divide) * 1e9
     y = torch.arange(N) % 10
     x = torch.randn(10, *case.shape)[y] + torch.randn(N, *case.shape)
     network = case.network(divide)
@@ -129,19 +129,21 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--divide", type=float, default=8.0)
     parser.add_argument("--num-samples", type=int, help="K, where it is not the case's")
+    parser.add_argument("--examples", type=int, help="N, where it is not the case's")
     parser.add_argument("--gigabytes", type=float, help="the limit, where it is not the case's")
     parser.add_argument("--alone", action="store_true", help="run one case in this process")
     parser.add_argument("--out", type=Path, default=Path("results/memory.jsonl"))
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if args.alone:
-        print(json.dumps(measured(args.cases[0], args.divide, args.num_samples, args.gigabytes)))
+        print(json.dumps(measured(args.cases[0], args)))
         return
     records = []
     for name in args.cases:
         options = [f"--divide={args.divide}", "--alone", "--cases", name]
-        options += [f"--num-samples={args.num_samples}"] * (args.num_samples is not None)
-        options += [f"--gigabytes={args.gigabytes}"] * (args.gigabytes is not None)
+        for option in ("num_samples", "examples", "gigabytes"):
+            value = getattr(args, option)
+            options += [f"--{option.replace('_', '-')}={value}"] * (value is not None)
         command = [sys.executable, __file__, *options]
         # as of large vectors, memory of those divided is to go back to the system when it is freed
         own = {"MALLOC_MMAP_THRESHOLD_": str(int(2**25 / args.divide))}

@@ -65,8 +65,9 @@ def test_nearly_dependent_rows_in_float32_have_an_orthonormal_basis(distance):
     torch.testing.assert_close(coefficients.float() @ basis, rows, rtol=0, atol=1e-5)
 
 
-def test_overlaps_in_float32_are_as_exact_as_its_rows():
-    a, b = randn(3, 10_000).float(), randn(2, 10_000, seed=1).float()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_overlaps_are_as_exact_as_float32(dtype):
+    a, b = randn(3, 10_000).float(), randn(2, 10_000, seed=1).to(dtype)
     lengths = torch.outer(a.double().norm(dim=1), b.double().norm(dim=1))
     off = Space().overlap(a, b) - a.double() @ b.double().T
     assert (off.abs() <= torch.finfo(torch.float32).eps * lengths).all()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_lla_em.data import map_tensors
 from torch_lla_em.jacobian.calls import nodes_of
 from torch_lla_em.jacobian.layers import first_layer
-from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.network import Network, NoJacobianError
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -30,6 +28,12 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
             f"{first_layer(network, x, lambda a, b: distance(a, b) > 0)}: it draws random numbers "
             "or keeps state in eval mode. F.dropout(x) needs training=self.training."
         )
+    if not again.reached:
+        raise NoJacobianError(
+            "The outputs do not depend on the parameters in the posterior: autograd records no "
+            f"operation on {names[0]!r} or any other of them. Look for no_grad, detach or another "
+            "copy of the model in the forward pass, or change `parameters`."
+        )
     unused = sorted(set(names) - again.reached)
     if unused:
         logger.warning(
@@ -40,24 +44,6 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
             *(len(unused), len(names), unused[0]),
         )
     return first.outputs.movedim(network.class_dim, -1)
-
-
-def plain_gradients(
-    network: Network, names: tuple[str, ...], x: Any, u: Tensor
-) -> list[dict[str, Tensor]]:
-    """Return Jᵀu by name for each of several u, (K, B, ..., C), by ``backward`` as in training."""
-    parameters = dict(network.module.named_parameters())
-    with _requiring_gradients(parameters, names):
-        # the module's own parameters are used; only tensors that a forward pass can change are copied
-        f = network.outputs(x, dict(parameters)).movedim(network.class_dim, -1)
-        if not f.requires_grad:
-            return [{} for _ in u]
-        chosen = [parameters[name] for name in names]
-        several = [
-            torch.autograd.grad(f, chosen, column, retain_graph=True, allow_unused=True)
-            for column in u
-        ]
-    return [{n: g.to_dense() for n, g in zip(names, grads) if g is not None} for grads in several]
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -85,9 +71,16 @@ def _traced(network: Network, names: tuple[str, ...], x: Any) -> _Traced:
     }
     # checkpointed blocks are not recorded if their inputs require no gradients
     x = map_tensors(lambda t: t.clone().requires_grad_() if t.is_floating_point() else t, x)
-    with _requiring_gradients(parameters, names):
-        outputs = network.outputs(x, weights)
-        nodes = list(nodes_of(outputs))
+    flags = {name: p.requires_grad for name, p in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name in names)
+        with torch.enable_grad():
+            outputs = network.outputs(x, weights)
+            nodes = list(nodes_of(outputs))
+    finally:
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(flags[name])
     if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes):
         raise NotImplementedError(
             "The model uses reentrant activation checkpointing, whose derivatives silently ignore "
@@ -137,19 +130,3 @@ def _refuse_unexchanged(first: _Traced, again: _Traced) -> None:
             "there is no derivative in later passes. Clear the cache, and compute the tensor in "
             "every forward pass."
         )
-
-
-@contextmanager
-def _requiring_gradients(
-    parameters: dict[str, nn.Parameter], names: tuple[str, ...]
-) -> Iterator[None]:
-    """Let only these parameters of the module require gradients."""
-    flags = {name: p.requires_grad for name, p in parameters.items()}
-    try:
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(name in names)
-        with torch.enable_grad():
-            yield
-    finally:
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(flags[name])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_lla_em.jacobian.autodiff import ByAutodiff, Path
 from torch_lla_em.jacobian.by_factors import ByFactors, Terms
-from torch_lla_em.jacobian.checks import checked_outputs, plain_gradients
+from torch_lla_em.jacobian.checks import checked_outputs
 from torch_lla_em.jacobian.factors import Factored
 from torch_lla_em.jacobian.layers import floating_tensors, hooked, layer_of, name_layer
 from torch_lla_em.jacobian.network import NoJacobianError
@@ -104,7 +104,7 @@ class _Reference:
     """Two columns on each side of J at one batch, and their products by ``backward``."""
 
     def __init__(self, weights: Weights, x: Any):
-        """Check the outputs, and compute Jᵀu by ``backward`` of the unchanged module."""
+        """Check the outputs, and compute Jᵀu by ``backward``."""
         self.weights, self.x = weights, x
         network, layout, sizes = weights.network, weights.layout, [1]
 
@@ -155,17 +155,9 @@ class _Reference:
         return error if math.isfinite(error) else math.inf
 
     def _plain(self, u: Tensor) -> Tensor:
-        """Return Jᵀu, (K, P), by ``backward``."""
-        names, total = self.weights.layout.names, self.v.new_zeros(len(u), self.v.shape[1])
-        for own, grads in zip(total, plain_gradients(self.weights.network, names, self.x, u)):
-            if not grads:
-                raise NoJacobianError(
-                    "The outputs do not depend on the parameters in the posterior: autograd "
-                    f"records no operation on {names[0]!r} or any other of them. Look for "
-                    "no_grad, detach or another copy of the model in the forward pass, or change "
-                    "`parameters`."
-                )
-            self.weights.layout.add_(own, grads)
+        """Return Jᵀu, (K, P), by ``backward``, column by column."""
+        total = self.v.new_zeros(len(u), self.v.shape[1])
+        ByAutodiff(self.weights, self.x, Path(vjp_columns=1)).pull(u, total)
         return total
 
 

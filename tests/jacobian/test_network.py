@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from torch_lla_em.jacobian.layers import called_last
+from torch_lla_em.jacobian.checks import called_last
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import select_parameters
 

@@ -12,9 +12,14 @@ from torch import Tensor
 
 from torch_lla_em.jacobian.autodiff import ByAutodiff, Path
 from torch_lla_em.jacobian.by_factors import ByFactors, Terms
-from torch_lla_em.jacobian.checks import checked_outputs
+from torch_lla_em.jacobian.checks import (
+    checked_outputs,
+    floating_tensors,
+    hooked,
+    layer_of,
+    name_layer,
+)
 from torch_lla_em.jacobian.factors import Factored
-from torch_lla_em.jacobian.layers import floating_tensors, hooked, layer_of, name_layer
 from torch_lla_em.jacobian.network import NoJacobianError
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.rows import Rows, Weights, num_examples

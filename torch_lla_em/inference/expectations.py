@@ -113,8 +113,12 @@ def root_of(blocks: Tensor) -> Tensor:
     diagonal = exact.diagonal(dim1=-2, dim2=-1)
     size = diagonal.mean(-1, keepdim=True).clamp_min(numbers.tiny / numbers.eps)
     diagonal += max(_JITTER, 10 * numbers.eps) * size
-    root: Tensor = torch.linalg.cholesky_ex(exact)[0]
-    return root.to(blocks)
+    root, info = torch.linalg.cholesky_ex(exact)
+    if (failed := info > 0).any():  # rounded more coarsely than their own size
+        values, vectors = torch.linalg.eigh(exact[failed])
+        root[failed] = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+    found: Tensor = root.to(blocks)
+    return found
 
 
 def root_of_covariance(samples: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch_lla_em.likelihoods import BradleyTerry
 from torch_lla_em.prediction import (
     Fitted,
     PredictedData,
+    as_html,
     findings,
     outcomes,
     predicted_data,
@@ -27,7 +28,7 @@ from torch_lla_em.prediction import (
 _STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:62rem;padding:0 1rem;color:#222}
 table{border-collapse:collapse;margin:1rem 0;display:block;overflow-x:auto}
-td,th{padding:.2rem .8rem .2rem 0;border-bottom:1px solid #ddd;text-align:left}
+td{padding:.2rem .8rem .2rem 0;border-bottom:1px solid #ddd;text-align:left}
 caption{text-align:left;font-weight:bold}
 div{display:grid;grid-template-columns:repeat(auto-fit,minmax(20rem,1fr));gap:1.5rem}
 figure{margin:0}img{width:100%}figcaption{font-size:.85rem}
@@ -43,8 +44,7 @@ def write_report(la: Fitted, loader: Iterable[Any], path: str | PathLike[str], o
     plan, *warnings = la.messages
     parts = [
         la._repr_html_(),
-        f"<h2>Scores on {len(rows.targets):,} examples</h2>",
-        _table(rows),
+        as_html(f"Scores on {len(rows.targets):,} examples", _scored(rows)),
         "<h2>What to do</h2>",
         _list(advice(la, rows), "Nothing: no problem was found."),
         "<h2>Plots</h2>",
@@ -111,17 +111,11 @@ def advice(la: Fitted, rows: PredictedData) -> Iterator[str]:
     yield from (words for kind, words in findings(la) if kind == "to do")
 
 
-def _scored(rows: PredictedData) -> list[Sequence[str]]:
+def _scored(rows: PredictedData) -> list[tuple[str, ...]]:
     """Return the scores of the network and of the posterior as a table, its heading first."""
     each = [scores(outcomes(p, rows.targets)) for p in (rows.network, rows.posterior)]
     values = [(name, *(f"{found[name]:.4g}" for found in each)) for name in each[0]]
     return [("", "network", "posterior"), *values]
-
-
-def _table(rows: PredictedData) -> str:
-    header, *values = _scored(rows)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(v)}</td>' for v in row)}</tr>" for row in values)
-    return f"<table><tr>{''.join(f'<th>{name}</th>' for name in header)}</tr>{body}</table>"
 
 
 def _figures(la: Fitted, rows: PredictedData, other: Any) -> Iterator[str]:

@@ -20,7 +20,7 @@ from torch_lla_em.prediction.metrics import (
 )
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.stored import NotFittedError
-from torch_lla_em.prediction.summary import findings
+from torch_lla_em.prediction.summary import as_html, findings
 from torch_lla_em.prediction.validation import Comparison, PredictedData, compare, predicted_data
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "NotFittedError",
     "PredictedData",
     "Prediction",
+    "as_html",
     "auroc",
     "binned",
     "calibration_error",

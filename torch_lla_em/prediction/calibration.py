@@ -19,10 +19,14 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction.conformal import Reference
+from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushed import Pushed, Tables
 from torch_lla_em.runtime import Group
 
 logger = logging.getLogger("torch_lla_em")
+
+Score = Callable[[Prediction, Tensor], Tensor]
+"""Maps a prediction and its targets to a number for each example."""
 
 FACTOR, SCALE, WEIGHT = 0.5, 1.0, 1.0
 """Prior standard deviations of log factors, of log scales, and of the logits of weights."""
@@ -129,9 +133,8 @@ def calibrated(data: Pushed, group: Group, before: Tables) -> Kept:
         )
 
     def mean_and_error(values: Tensor) -> tuple[float, float]:
-        first, second = (
-            group.sum(torch.stack([values.sum(), values.square().sum()])) / count
-        ).tolist()
+        sums = group.sum(torch.stack([values.sum(), values.square().sum()]))
+        first, second = (sums / count).tolist()
         error = (max(second - first**2, 0.0) / (count - 1)) ** 0.5 if count > 1 else nan
         return first, error
 
@@ -139,12 +142,12 @@ def calibrated(data: Pushed, group: Group, before: Tables) -> Kept:
     theta = _most_probable(numbers, data, group)
     table, noise = found = numbers.at(theta)
     so_far = before, torch.ones_like(noise)
-    old, new = _log_probs(data, *so_far), _log_probs(data, *found)
+    old, new = (_each(data, Prediction._log_prob, *which) for which in (so_far, found))
     optimism = _determined(numbers, theta, data, group) / count
     (nll, _), (gain, error) = mean_and_error(-old), mean_and_error(new - old)
     coverage = coverage_error = None
     if isinstance(likelihood, Regression) and likelihood.elementwise:
-        first, second = _covered(data, *so_far), _covered(data, *found)
+        first, second = (_each(data, _covered, *which) for which in (so_far, found))
         coverage = mean_and_error(first)[0], mean_and_error(second)[0]
         coverage_error = mean_and_error(second - first)[1]
     applied, reference = gain > optimism, _split(numbers, data, group)
@@ -200,23 +203,16 @@ def _pieces(data: Pushed) -> Iterator[Pushed]:
         yield piece.double()
 
 
-def _log_prob(data: Pushed, table: Tables, noise: Tensor) -> Tensor:
-    return data.prediction(table, noise)._log_prob(data.y)
-
-
-def _log_probs(data: Pushed, table: Tables, noise: Tensor) -> Tensor:
-    """Return log p(y_n | x_n), (N,)."""
-    parts = [_log_prob(piece, table, noise) for piece in _pieces(data)]
+def _each(data: Pushed, of: Score, table: Tables, noise: Tensor) -> Tensor:
+    """Return a score of every example, (N,)."""
+    parts = [of(piece.prediction(table, noise), piece.y) for piece in _pieces(data)]
     return torch.cat(parts) if parts else noise.new_zeros(0)
 
 
-def _covered(data: Pushed, table: Tables, noise: Tensor) -> Tensor:
-    """Return the share of each example's targets in their prediction intervals, (N,)."""
-    shares = [noise.new_zeros(0)]
-    for piece in _pieces(data):
-        lower, upper = piece.prediction(table, noise).credible_interval(LEVEL)
-        shares.append(((piece.y >= lower) & (piece.y <= upper)).double().flatten(1).mean(1))
-    return torch.cat(shares)
+def _covered(prediction: Prediction, y: Tensor) -> Tensor:
+    """Return the share of each example's targets in their prediction intervals."""
+    lower, upper = prediction.credible_interval(LEVEL)
+    return ((y >= lower) & (y <= upper)).double().flatten(1).mean(1)
 
 
 def _most_probable(numbers: Numbers, data: Pushed, group: Group) -> Tensor:
@@ -229,7 +225,7 @@ def _most_probable(numbers: Numbers, data: Pushed, group: Group) -> Tensor:
         sums = torch.zeros(1 + len(theta), dtype=theta.dtype, device=theta.device)
         for piece in _pieces(data):
             with torch.enable_grad():
-                loss = -_log_prob(piece, *numbers.at(theta)).sum()
+                loss = -piece.prediction(*numbers.at(theta))._log_prob(piece.y).sum()
             sums += torch.cat([loss.detach()[None], *torch.autograd.grad(loss, theta)])
         loss, theta.grad = group.sum(sums).split([1, len(theta)])
         theta.grad = theta.grad + theta.detach() / deviations**2
@@ -245,7 +241,7 @@ def _determined(numbers: Numbers, theta: Tensor, data: Pushed, group: Group) -> 
     steps = _DIFFERENCE * torch.eye(len(theta), dtype=theta.dtype, device=theta.device)
 
     def rows(theta: Tensor) -> Tensor:
-        return _log_probs(data, *numbers.at(theta))
+        return _each(data, Prediction._log_prob, *numbers.at(theta))
 
     slopes = [(rows(theta + step) - rows(theta - step)) / (2 * _DIFFERENCE) for step in steps]
     scaled = torch.stack(slopes) * torch.tensor(numbers.deviations, device="cpu").to(theta)[:, None]

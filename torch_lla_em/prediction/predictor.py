@@ -26,7 +26,7 @@ from torch_lla_em.prediction.pushed import (
     push_forward,
     together,
 )
-from torch_lla_em.prediction.validation import pushed, require_same_targets
+from torch_lla_em.prediction.validation import pushed_under_each
 from torch_lla_em.runtime import check_choice, collected_warnings, group_of
 
 Mean = Literal["network", "linear"]
@@ -223,16 +223,10 @@ class Predictor:
         Example:
             >>> improvement = str(la.calibrate(x, y).calibration)
         """
-        for posterior in self._posteriors:
-            posterior._require_fit(surely=True)
         loader, group = paired(loader, targets), group_of(self._shard)
-        each, known = [], None
         with collected_warnings(self.messages), torch.inference_mode(False), torch.no_grad():
-            for posterior in self._posteriors:
-                parts = [part for _, part in pushed(posterior, loader, group)]
-                known = require_same_targets(parts, known)
-                each.append(joined(parts))
-            found = calibrated(together(each), group, self._components[0])
+            each = map(joined, pushed_under_each(self._posteriors, loader, group))
+            found = calibrated(together(list(each)), group, self._components[0])
         self.calibration = found.calibration
         for name, tensor in zip(REFERENCE, found.reference):
             setattr(self, name, tensor)

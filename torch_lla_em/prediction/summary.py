@@ -46,10 +46,14 @@ class Printed:
         return "\n".join([title, *(f"  {line.rstrip()}" for line in lines)])
 
     def _repr_html_(self) -> str:
-        title, rows = self._table()
-        lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-        body = "".join(f"<tr>{line}</tr>" for line in lines)
-        return f"<table><caption>{escape(title)}</caption>{body}</table>"
+        return as_html(*self._table())
+
+
+def as_html(title: str, rows: Cells) -> str:
+    """Return a table in HTML."""
+    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table><caption>{escape(title)}</caption>{body}</table>"
 
 
 def of_prediction(prediction: Any) -> tuple[str, Cells]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
@@ -59,6 +59,24 @@ def pushed(
     return parts or [(None, of(none, none.expand(len(columns), 0, 1), none[:, 0]))]
 
 
+def pushed_under_each(
+    posteriors: Iterable[StoredPosterior], loader: Iterable[Any], group: Group = Group()
+) -> Iterator[list[Pushed]]:
+    """Yield the batches of a loader under each posterior; raise an error if passes differ."""
+    known = None
+    for posterior in posteriors:
+        posterior._require_fit(surely=True)
+        parts = [part for _, part in pushed(posterior, loader, group)]
+        y = torch.cat([part.y.flatten().cpu() for part in parts])
+        if known is not None and not torch.equal(y, known):
+            raise ValueError(
+                "The loader has other examples, or another order of them, in every pass: pass a "
+                "list of batches, so that all posteriors see the same."
+            )
+        known = y
+        yield parts
+
+
 def joint_log_probs(parts: Iterable[Pushed], table: Tensor, together: int) -> Tensor:
     """Return log p of groups of consecutive examples, (groups,), which do not depend on the batches.
 
@@ -89,10 +107,14 @@ def held_out_evidence(
     Each rank forms groups of its own examples. The standard error is over groups, NaN for one group.
     """
     parts = [part for _, part in pushed(posterior, loader, group)]
-    values = joint_log_probs(parts, posterior.mixture, together).to(posterior._device)
+    return _total(joint_log_probs(parts, posterior.mixture, together).to(posterior._device), group)
+
+
+def _total(values: Tensor, group: Group = Group()) -> Estimate:
+    """Return the sum of values on all ranks, with its standard error."""
     sums = torch.stack([torch.ones_like(values), values, values.square()]).sum(1)
     count, total, squares = group.sum(sums)
-    # the spread of one group is not known: 0 / 0 is NaN
+    # the spread of one value is not known: 0 / 0 is NaN
     variance = (squares - total**2 / count).clamp_min(0) / (count - 1)
     return Estimate(total, (count * variance).sqrt())
 
@@ -211,25 +233,11 @@ def compare(
             "their NLLs are not on one scale. Compare posteriors of the same kind of targets."
         )
     loader = as_loader(paired(validation, targets))
-    records, log_probs, known = {}, {}, None
-    for name, la in named.items():
-        la._require_fit(surely=True)
-        parts = [part for _, part in pushed(la, loader)]
-        known = require_same_targets(parts, known)
+    records, log_probs = {}, {}
+    for (name, la), parts in zip(named.items(), pushed_under_each(named.values(), loader)):
         with torch.no_grad():
             records[name], log_probs[name] = _scored(la, parts, together)
     return Comparison(records, log_probs, together)
-
-
-def require_same_targets(parts: Iterable[Pushed], known: Tensor | None) -> Tensor:
-    """Return the targets of a pass, or raise if they are not those of an earlier one."""
-    y = torch.cat([part.y.flatten().cpu() for part in parts])
-    if known is not None and not torch.equal(y, known):
-        raise ValueError(
-            "The loader has other examples, or another order of them, in every pass: pass a list of "
-            "batches, so that all posteriors see the same."
-        )
-    return y
 
 
 def _scored(
@@ -239,13 +247,12 @@ def _scored(
     labelled = la.likelihood.labelled
     found = concatenated(outcomes(part.prediction(la.mixture), part.y) for part in parts)
     network = [part.network().log_prob(part.y).double()[labelled(part.y)] for part in parts]
-    evidence = joint_log_probs(parts, la.mixture, together)
-    error = (len(evidence) * evidence.var()).sqrt().item() if len(evidence) > 1 else nan
+    evidence = _total(joint_log_probs(parts, la.mixture, together))
     record = {
         **scores(found),
         "network NLL": -torch.cat(network).mean().item(),
-        "held-out evidence": evidence.sum().item(),
-        "evidence error": error,
+        "held-out evidence": evidence.value.item(),
+        "evidence error": evidence.standard_error.item(),
         "parameters": sum(p.numel() for p in la.model.parameters()),
     }
     if la.history:

@@ -37,6 +37,18 @@ class Stream(IterableDataset):
         return iter(zip(self.case.x, self.case.y))
 
 
+class InAnyOrder:
+    """Batches whose examples are drawn anew at every pass, which no sampler says."""
+
+    def __init__(self, case: Tiny, size: int = 7):
+        self.case, self.size = case, size
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __iter__(self):
+        for rows in torch.randperm(len(self.case.x), generator=self.generator).split(self.size):
+            yield self.case.x[rows], self.case.y[rows]
+
+
 class Loader:
     """Batches that cannot be listed; ``act(number)`` is called in the middle of each pass."""
 

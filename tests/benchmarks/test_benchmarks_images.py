@@ -40,16 +40,6 @@ def test_mnist_is_read_from_idx_files(tmp_path, home, suffix):
     torch.testing.assert_close(x[0], expected)
 
 
-@pytest.mark.parametrize("script", ["mnist", "cifar100", "imagenet"])
-def test_missing_data_end_in_a_message(tmp_path, script):
-    module = __import__(script)
-    with pytest.raises(SystemExit) as stop:
-        module.main(["--data-dir", str(tmp_path), "--device", "cpu", "--out", str(tmp_path)])
-    message = str(stop.value)
-    assert str(tmp_path) in message and "Nothing is downloaded" in message
-    assert not list(tmp_path.iterdir())
-
-
 def test_parts_are_disjoint_and_of_the_sizes_asked_for(tmp_path):
     write_mnist(tmp_path, (30, 20))
     parts = splits(mnist.RUNG.source, tmp_path, Sizes(20, 5, 8))

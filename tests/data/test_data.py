@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from tiny import tiny
 from torch import nn
 from torch.nn import functional
 from torch.testing import assert_close
@@ -17,11 +16,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from torch_lla_em import SGD, Classification, LinearisedLaplace
+from torch_lla_em import Classification, LinearisedLaplace
 from torch_lla_em.data.batch import inputs_of, next_tokens
 from torch_lla_em.data.loader import Data
 from torch_lla_em.data.sources import Chain
-from torch_lla_em.problem.problem import Problem
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "image label")
@@ -264,23 +262,6 @@ def test_the_ignored_index_is_the_users():
     la = LinearisedLaplace(Mean(), Classification(ignore_index=-1), num_samples=2)
     la.fit([(x, ignored)], em_steps=0, prior_precision=10.0, progress_bar=False)
     assert torch.isfinite(la(x)).all()
-
-
-@pytest.mark.filterwarnings("ignore:The mode", "ignore:The samples")
-def test_sgd_reads_no_data_to_count_them(monkeypatch):
-    case, sweeps = tiny("classification"), []
-    minibatches = Problem._minibatches
-    monkeypatch.setattr(
-        Problem, "_minibatches", lambda *args: sweeps.append(1) or minibatches(*args)
-    )
-
-    class Batches:
-        def __iter__(self):
-            yield from zip(case.x.split(7), case.y.split(7))
-
-    la = LinearisedLaplace(case.model, "classification", num_samples=4, solver=SGD(epochs=3))
-    la.fit(Batches(), em_steps=0, prior_precision=30.0, progress_bar=False)
-    assert len(sweeps) == 2 * 3  # epochs for the mode and for the samples
 
 
 class Standardised(nn.Module):

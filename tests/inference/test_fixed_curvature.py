@@ -11,9 +11,7 @@ from torch.testing import assert_close
 
 from torch_lla_em import BlockCG, BlockKrylov, LinearisedLaplace, Regression
 from torch_lla_em.inference.em import State
-from torch_lla_em.inference.linear_mode import first_mode
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
-from torch_lla_em.problem.operators import WhitenedLoss
 from torch_lla_em.solvers import Spectrum
 
 LIKELIHOODS = ["classification", "regression", "bernoulli", "poisson", "binomial"]
@@ -62,22 +60,6 @@ def test_a_narrow_span_restarts_and_finds_the_same_posterior():
     for name in ("w_lin", "w_samples", "effective_dim"):
         whole, narrow = (getattr(found, name) for found in results)
         assert_close(narrow, whole, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["classification", "bernoulli", "poisson"])
-def test_the_first_mode_is_nearer_than_nothing(name):
-    problem, noise = setting(name, 4)
-    for precision in (1e-3, 1.0, 1e3):
-        precision = torch.tensor(precision, dtype=torch.float64)
-        start = first_mode(problem, noise.prior, precision)
-        loss = WhitenedLoss(problem, noise.prior.deviation(precision))
-
-        def objective(w, loss=loss, precision=precision):
-            x = noise.prior.whitened(w, precision)
-            return loss.value_and_gradient(x)[0] + 0.5 * x.square().sum().item()
-
-        assert objective(start) <= objective(torch.zeros_like(start)) * 1.05
-    assert not first_mode(tiny("regression").problem(), noise.prior, precision).any()
 
 
 @pytest.mark.parametrize("precision", [0.3, 30.0])

@@ -4,6 +4,7 @@ import warnings
 import numpy
 import pytest
 import torch
+from loaders import InAnyOrder
 from models import trained
 from steps import posterior_at
 from tiny import basis_noise, likelihood_of, tiny
@@ -363,22 +364,11 @@ def test_its_curve_is_refused():
         la.curve([1.0, 2.0])
 
 
-class Shuffled:
-    """Another order of the examples at every pass, which no sampler says."""
-
-    def __init__(self, case):
-        self.case, self.generator = case, torch.Generator().manual_seed(0)
-
-    def __iter__(self):
-        for rows in torch.randperm(30, generator=self.generator).split(7):
-            yield self.case.x[rows], self.case.y[rows]
-
-
 def test_rows_in_another_order_are_told(caplog):
     case = tiny("classification")
     la = LinearisedLaplace(case.model, "classification", curvature="variational", num_samples=4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         la.compute = la.compute.__class__(keep_data=False)
-        la.fit(Shuffled(case), em_steps=1, progress_bar=False)
+        la.fit(InAnyOrder(case), em_steps=1, progress_bar=False)
     assert "a different order" in caplog.text and la.prior_precision > 0

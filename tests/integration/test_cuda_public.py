@@ -59,11 +59,6 @@ def preferences():
     return net(3, 1), "reward_modeling", ((a, b), (a < b).long()[:, 0]), (a, b)
 
 
-def chosen_and_rejected():
-    a, b = drawn(2, 30, 3)
-    return net(3, 1), "reward_modeling", {"chosen": a, "rejected": b}, a
-
-
 def measurements():
     shape = 1, 6, 6
     A, x, noise = drawn(20, 36) / 6, drawn(1, *shape), drawn(1, 20)
@@ -81,7 +76,7 @@ def convolutions():
     return small_cnn().double(), "classification", (x.double(), y), x.double()
 
 
-OWN = [predicted_noise, preferences, chosen_and_rejected, measurements, convolutions]
+OWN = [predicted_noise, preferences, measurements, convolutions]
 
 
 def both(name="classification", **options):

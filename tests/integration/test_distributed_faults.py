@@ -1,7 +1,6 @@
 """A rank that fails, dies or hangs ends all ranks; one that differs is named."""
 
 import os
-import random
 import shutil
 import signal
 import time
@@ -11,7 +10,7 @@ import ranks
 import torch
 from checkpoints import dying_after
 from daily import daily
-from loaders import Loader, batches
+from loaders import InAnyOrder, Loader, batches
 from models import Bent
 from ranks import facts
 from tiny import fitted, tiny
@@ -49,29 +48,18 @@ def fit_with_a_fault(rank, victim, act):
         return error, time.monotonic() - begin
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_dies_ends_all(victim, tmp_path):
-    results = ranks.run(3, fit_with_a_fault, tmp_path, victim, die)
-    assert results[victim] is None
+@pytest.mark.parametrize("act, victim", daily((fail, 1), rest=[(die, 0), (die, 2), (hang, 1)]))
+def test_a_rank_that_fails_dies_or_hangs_ends_all(act, victim, tmp_path):
+    timeout = 3 if act is hang else 60
+    results = ranks.run(3, fit_with_a_fault, tmp_path, victim, act, timeout=timeout)
     for rank in {0, 1, 2} - {victim}:
         error, seconds = results[rank]
-        assert isinstance(error, RuntimeError) and seconds < 30
-
-
-def test_a_rank_that_raises_ends_all(tmp_path):
-    results = ranks.run(2, fit_with_a_fault, tmp_path, 1, fail)
-    for rank, (error, seconds) in enumerate(results):
-        assert isinstance(error, OSError if rank == 1 else RuntimeError) and seconds < 30
-    assert "the disk is gone" in str(results[1][0])
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs_ends_the_others_after_the_timeout(tmp_path):
-    results = ranks.run(3, fit_with_a_fault, tmp_path, 1, hang, timeout=3)
-    for rank in (0, 2):
-        error, seconds = results[rank]
-        assert isinstance(error, RuntimeError) and seconds < 25
+        assert isinstance(error, RuntimeError) and seconds < (25 if act is hang else 30)
+    if act is die:
+        assert results[victim] is None
+    if act is fail:
+        assert isinstance(results[victim][0], OSError)
+        assert "the disk is gone" in str(results[victim][0])
 
 
 def fit_if_first(rank):
@@ -211,19 +199,8 @@ def test_whole_vectors_are_not_sliced_at_a_restart(tmp_path):
         assert 'Continue with shard="data"' in str(error)
 
 
-class Drawn:
-    """A loader with an order of its own, drawn anew at every pass."""
-
-    def __init__(self):
-        self.order = random.Random(0)
-
-    def __iter__(self):
-        every = batches(tiny("classification"))
-        return iter(self.order.sample(every, len(every)))
-
-
 def fit_in_an_order_of_its_own(rank, folder):
-    return facts(fit(Drawn(), folder, shard="data"))
+    return facts(fit(InAnyOrder(tiny("classification")), folder, shard="data"))
 
 
 @pytest.mark.slow

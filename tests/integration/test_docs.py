@@ -16,8 +16,6 @@ from tiny import fitted
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import LinearisedLaplace
-
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 README = (ROOT / "README.md").read_text()
@@ -212,30 +210,6 @@ def test_code_of_both_libraries_runs_and_shapes_agree(migration):
     for code in ("la(x)", "la.functional_samples(x)", "la.predictive_samples(x)") if theirs else ():
         one, other = eval(code, theirs), eval(code, ours)
         assert one.shape[-2:] == other.shape[-2:] and one.dim() == other.dim()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_same_prior_gives_the_posterior_of_laplace_torch(migration):
-    """Its full covariance against our samples' moments, of weights and of outputs."""
-    laplace = pytest.importorskip("laplace")
-    x, y, model = (migration[1][name] for name in ("x", "y", "model"))
-    x, model = x.double(), model.double()
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 20)
-    theirs = laplace.Laplace(model, "classification", "all", "full", prior_precision=3.0)
-    theirs.fit(loader)
-    covariance = torch.linalg.inv(theirs.posterior_precision)
-    options = {"g_prior": False, "curvature": "network", "num_samples": 400}
-    la = LinearisedLaplace(model, "classification", **options)
-    la.fit(loader, em_steps=0, prior_precision=3.0, progress_bar=False)
-    products = la.w_samples[:, :, None] * la.w_samples[:, None]
-    error = products.std(0) / len(products) ** 0.5
-    assert ((products.mean(0) - covariance).abs() < 5 * error + 1e-4).all()
-    J, f = theirs.backend.jacobians(x)
-    variance = torch.einsum("bcp,pq,bcq->bc", J, covariance, J).to(la.w_lin)
-    spread = la.predict(x).deviations.square()
-    error = spread.std(0) / len(spread) ** 0.5
-    assert ((spread.mean(0) - variance).abs() < 5 * error).all()
-    model.float()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

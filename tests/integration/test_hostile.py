@@ -80,13 +80,6 @@ def test_a_network_that_is_certain_of_every_example_has_the_prior():
     assert torch.isfinite(la.w_samples).all()
 
 
-def test_batches_of_zeros_and_of_nothing_do_not_disturb_a_fit():
-    data = tiny("classification")
-    zeros, empty = (torch.zeros(4, 2).double(), data.y[:4]), (data.x[:0], data.y[:0])
-    model = nn.Sequential(nn.Linear(2, 3, bias=False)).double()
-    assert fit([empty, zeros, empty, (data.x, data.y), empty], model).num_data == 34
-
-
 def without_gradient_later(layer):
     def forward(m, x):
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(x[0, 0] < 50)):

@@ -44,16 +44,6 @@ class Attribute(Caching):
         return self.cache
 
 
-class Absent(Caching):
-    def __init__(self):
-        super().__init__(Absent.kept)
-
-    def kept(self):
-        if not hasattr(self, "cache"):
-            self.cache = self.doubled()
-        return self.cache
-
-
 class Contained(Caching):
     def __init__(self, cache):
         super().__init__(Contained.kept)
@@ -75,7 +65,6 @@ def fitted(model):
 
 CACHES = {
     "attribute": Attribute,
-    "absent": Absent,
     "dict": lambda: Contained({}),
     "list": lambda: Contained([]),
     "ordered": lambda: Contained(OrderedDict()),

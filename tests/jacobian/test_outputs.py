@@ -222,16 +222,16 @@ def test_the_head_itself_may_be_random():
     assert largest.numel < 200 * size < classes * size / 10
 
 
-def gpt(**options):
+def gpt(kind, **options):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
     config = transformers.GPT2Config(**sizes, pad_token_id=0, **options)
-    return transformers, transformers.GPT2LMHeadModel(config)
+    return transformers, getattr(transformers, kind)(config)
 
 
 def test_language_models_predict_the_next_token():
-    transformers, model = gpt()
+    transformers, model = gpt("GPT2LMHeadModel")
     tokens = torch.randint(1, 11, (6, 5), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(tokens)
     mask[1, 3:] = 0
@@ -249,12 +249,7 @@ def test_language_models_predict_the_next_token():
 
 
 def test_rewards_of_texts_take_dicts():
-    transformers, _ = gpt()
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, pad_token_id=0, num_labels=1
-    )
-    model = transformers.GPT2ForSequenceClassification(config)
+    _, model = gpt("GPT2ForSequenceClassification", num_labels=1)
     texts = torch.randint(1, 11, (2, 8, 5), generator=torch.Generator().manual_seed(0))
     chosen, rejected = ({"input_ids": t, "attention_mask": torch.ones_like(t)} for t in texts)
     la = LinearisedLaplace(model, "reward_modeling", num_samples=3, parameters="last_layer")

@@ -94,19 +94,6 @@ def test_a_network_without_weights_has_a_density_too():
     assert density.score(x).shape == (50,)
 
 
-def test_one_pass_for_each_step(network):
-    x, labels = data()
-    mixture = GaussianMixture(2, sample_size=50, max_steps=500)
-    read = loader(x, labels)
-    density = FeatureDensity(network, "body", mixture).fit(read)
-    assert read.passes == 1 + len(mixture.history)
-    z = features(network, x)
-    torch.testing.assert_close(density.score(x), mixture.log_prob(z))
-    held = loader(x, labels)
-    FeatureDensity(network, "body", GaussianMixture(2, max_steps=500)).fit(held)
-    assert held.passes == 1
-
-
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_is_not_changed(network, fails, training):

@@ -71,17 +71,6 @@ def test_changes_that_torch_does_not_count_are_noticed(change, fitted, tmp_path)
         la(case.x)
 
 
-def test_a_change_of_a_single_weight_is_noticed(fitted, tmp_path):
-    case, la, model = fitted
-    wide = nn.Linear(1000, 3).double()
-    la = LinearisedLaplace(wide, "classification", num_samples=2)
-    x = torch.randn(5, 1000).double()
-    la.fit([(x, torch.arange(5) % 3)], em_steps=0, prior_precision=5.0, progress_bar=False)
-    wide.weight.data[1, 7] += 1e-9
-    with pytest.raises(NotFittedError, match="have changed"):
-        la.save(tmp_path / "la.pt")
-
-
 def test_the_same_weights_in_another_place_are_the_same(fitted):
     case, la, model = fitted
     expected = la(case.x)

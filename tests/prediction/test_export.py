@@ -167,14 +167,6 @@ def test_programs_take_any_number_of_examples(kind, no_warnings):
         assert_close(program(other), la(other))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["convolutions", "attention"])
-def test_programs_of_the_last_layer_and_fewer_samples(kind):
-    la, x, shape = free_case(kind, "classification", "last_layer")
-    program, other = la.export(x, num_samples=3).module(), inputs(shape, 5)
-    assert_close(program(other), la.predict(other, num_samples=3).probs)
-
-
 @pytest.mark.parametrize(
     "kind, likelihood",
     daily(

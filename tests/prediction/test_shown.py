@@ -1,6 +1,5 @@
 """What is shown of a fit and of a prediction, what is warned about, and held-out evidence."""
 
-import logging
 import re
 from math import isnan
 from types import SimpleNamespace
@@ -143,16 +142,6 @@ def test_predictions_far_less_certain_than_right_are_noticed(spread, said):
     assert bool(warnings(Prediction(Classification(), centre, deviations), y)) == said
     labels = Prediction(Bernoulli(), centre - 2, deviations)
     assert bool(warnings(labels, (centre > 0).float())) == said
-
-
-def test_a_collapsed_fit_logs_warnings(caplog):
-    with caplog.at_level(logging.WARNING, logger="torch_lla_em"):
-        fitted("classification", prior_precision=1e9)
-    assert "determine hardly any parameters" in caplog.text
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, logger="torch_lla_em"):
-        fitted("regression")
-    assert "the prior" not in caplog.text
 
 
 def regression(width, num_data, steps, noise=0.3):

@@ -12,7 +12,9 @@ from torch.testing import assert_close
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
+    RandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
     get_worker_info,
 )
 
@@ -253,6 +255,17 @@ def test_passes_of_different_length_are_refused(left):
     list(data)
     with pytest.raises(ValueError, match="re-iterable"):
         list(data)
+
+
+SAMPLERS = WeightedRandomSampler(torch.ones(12), 12), RandomSampler(range(12), num_samples=6)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda sampler: type(sampler).__name__)
+def test_samplers_that_draw_other_examples_are_refused(sampler):
+    loader = DataLoader(TensorDataset(*case()), 5, sampler=sampler)
+    name = type(sampler).__name__
+    with pytest.raises(ValueError, match=rf"{name} drew other examples.*weights=\.\.\."):
+        fitted(loader)
 
 
 def test_the_ignored_index_is_the_users():

@@ -28,6 +28,12 @@ _CHANGED = (
     "augmentation. The posterior needs the same data in every pass: fit on a loader without "
     "augmentation."
 )
+_DRAWN = (
+    "The loader's {} drew other examples in this pass than in the first, but the posterior needs "
+    "the same data in every pass. Pass a DataLoader of the dataset without this sampler (with "
+    "shuffle=True if you like). To let some examples count more than others, call fit(..., "
+    "weights=...)."
+)
 _OTHER_RANKS = (
     "A rank has other data than rank 0, or the data change from pass to pass. Pass the same loader on "
     "every rank, in the same order and without random augmentation: fit distributes its batches. A "
@@ -231,6 +237,9 @@ class Data:
             raise ValueError(self._refusal.format(before.num_rows, now.num_rows))
         if self.num_rows is None and not whole.num_rows:
             raise ValueError(_EMPTY)
+        drawn_by = next((s.drawn_by for s in self._reader.sources if s.drawn_by), None)
+        if differing and drawn_by:
+            raise ValueError(_DRAWN.format(drawn_by))
         if differing and self.group.size > 1:
             raise ValueError(_OTHER_RANKS)
         if whole.num_rows != (self.num_rows or whole.num_rows):

@@ -16,6 +16,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -171,6 +172,10 @@ class Source:
 
         self.keeps_order = self.is_list or rows is not None
         """Whether batches come in the order of a list, or of a dataset."""
+
+        draws = rows is None and isinstance(sampler, (RandomSampler, WeightedRandomSampler))
+        self.drawn_by = type(sampler).__name__ if draws else None
+        """The sampler that may draw other examples in every pass."""
 
         streams = isinstance(inner, DataLoader) and not _has_rows(inner)
         self.num_workers = inner.num_workers if streams else 0

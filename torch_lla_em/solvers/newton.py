@@ -124,7 +124,7 @@ class Newton:
                         "Newton's method cannot decrease the loss. Check that the inputs are "
                         "scaled as in training (the outputs may be so large that the loss is "
                         "rounded), that the gradient and H of the likelihood belong to its "
-                        "log_prob, and that the model does not change from call to call."
+                        "log_prob, and that neither the model nor the data change from pass to pass."
                     )
             stuck = new_total >= total and norm(gradient + trial) >= size
             stuck |= fraction < _SHORTEST

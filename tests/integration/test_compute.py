@@ -19,8 +19,8 @@ from torch_lla_em.jacobian.network import Network
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem import prepare
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.runtime.compute import tf32
 from torch_lla_em.runtime.group import Group
+from torch_lla_em.runtime.modes import tf32
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.problem import prepare
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.runtime.compute import Compute
+from torch_lla_em.runtime.options import Compute
 
 NAMES = list(LOG_PROBS)
 

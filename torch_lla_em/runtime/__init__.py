@@ -1,9 +1,7 @@
 """Memory, precision, files, ranks of a process group, and random numbers by key."""
 
-from torch_lla_em.runtime.compute import Compute, check_choice, tf32
 from torch_lla_em.runtime.files import write_atomically
 from torch_lla_em.runtime.group import Group, current_group, first, group_of
-from torch_lla_em.runtime.logs import collected_warnings
 from torch_lla_em.runtime.memory import (
     DoesNotFit,
     free_memory,
@@ -15,8 +13,9 @@ from torch_lla_em.runtime.memory import (
     release_pinned,
     shortage_of,
 )
+from torch_lla_em.runtime.modes import collected_warnings, tf32
 from torch_lla_em.runtime.noise import mixed, normal, normals
-from torch_lla_em.runtime.options import check_options
+from torch_lla_em.runtime.options import Compute, check_choice, check_options
 from torch_lla_em.runtime.records import Grown, new_key, pack, unpack
 
 __all__ = [

@@ -1,20 +1,59 @@
-"""The values that arguments of public methods may have."""
+"""Options of public methods, and the values that they may have."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import InitVar, dataclass, is_dataclass
 from math import inf
 from numbers import Integral, Real
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from torch_lla_em.runtime.compute import Compute
-
 # outside of these bounds, the prior precision or its inverse is 0 or infinite in float32
 _PRECISIONS = 1e-20, 1e20
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Precision and memory of a fit. The defaults choose what fits into memory.
+
+    Example:
+        >>> la = LinearisedLaplace(model, "classification", compute=Compute(vectors="cpu"))
+    """
+
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"
+    """Precision of matrix products inside the network: "float32" (default: the dtype of the model),
+    "tf32" on CUDA, or "bfloat16" by autocast. The error of the products is measured on the first
+    batch and logged. Solvers always use float32 or higher."""
+
+    vectors: Literal["auto", "device", "cpu"] = "auto"
+    """Where samples and directions are stored: on the model's "device", or on the "cpu", from which
+    a few at a time are copied to the device. Default "auto": on the device if they fit."""
+
+    columns: int | None = None
+    """Largest number of columns that are multiplied at once. Default None: as many as fit."""
+
+    rows: int | None = None
+    """Largest number of examples that are processed at once. Default None: as many as fit."""
+
+    keep_data: bool = True
+    """Whether to join small batches, and to keep the batches on the device if they fit into a quarter
+    of its memory. Default True. False takes the batches from the loader in every pass."""
+
+    graphs: InitVar[bool] = False
+
+    def __post_init__(self, graphs: bool) -> None:
+        if graphs:
+            raise TypeError(
+                "Compute(graphs=True) is no longer supported, because CUDA graphs did not make fits "
+                "faster. Leave `graphs` out. If small batches leave the GPU idle, use larger "
+                "ones, or keep_data=True, which joins small batches."
+            )
+        check_choice("precision", self.precision, ("float32", "tf32", "bfloat16"))
+        check_choice("vectors", self.vectors, ("auto", "device", "cpu"))
+        check_options(columns=self.columns, rows=self.rows)
 
 
 class _Rule(NamedTuple):
@@ -23,6 +62,13 @@ class _Rule(NamedTuple):
 
     has_type: Callable[[Any], bool]
     holds: Callable[[Any], bool] = lambda value: True
+
+
+def check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
+    """Raise an error if a value is not among the choices."""
+    if value not in choices:
+        expected = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name}={value!r} is not known: choose one of {expected}.")
 
 
 def check_options(**given: Any) -> None:
@@ -66,17 +112,13 @@ def _is_finite_positive(value: Any) -> bool:
     return _within(value, 5e-324, 1.7e308)
 
 
-def _or_none(has_type: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or has_type(value)
-
-
 def _is_selection(value: Any) -> bool:
     listed = isinstance(value, (list, tuple, set, frozenset))
-    return isinstance(value, str) or callable(value) or (listed and all(_are_words(value)))
-
-
-def _are_words(values: Any) -> list[bool]:
-    return [isinstance(value, str) for value in values]
+    return (
+        isinstance(value, str)
+        or callable(value)
+        or (listed and all(isinstance(pattern, str) for pattern in value))
+    )
 
 
 def _draws_samples(value: Any) -> bool:
@@ -84,57 +126,63 @@ def _draws_samples(value: Any) -> bool:
     return own and callable(getattr(value, "solve", None))
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
+def _optional(
+    words: str, has_type: Callable[[Any], bool], holds: Callable[[Any], bool] = lambda value: True
+) -> _Rule:
+    """Return a rule for an argument that may also be None."""
+    return _Rule(
+        f"None, or {words}",
+        lambda value: value is None or has_type(value),
+        lambda value: value is None or holds(value),
+    )
 
 
-_FUNCTION = _or_none(callable)
+_WHOLE = "a whole number of 1 or more", _is_integer, lambda value: value >= 1
+_FLAG = _Rule("True or False", lambda value: isinstance(value, bool))
 
 _RULES = {
-    "num_samples": _Rule("a whole number of 1 or more", _is_integer, lambda value: value >= 1),
-    "tolerance": _Rule(
-        "a number above 0, or None", _or_none(_is_number), lambda value: value is None or value > 0
+    "num_samples": _Rule(*_WHOLE),
+    "tolerance": _optional("a number above 0", _is_number, lambda value: value > 0),
+    "g_prior": _optional(
+        'True, False, "root", "half" or "tensor"',
+        lambda value: isinstance(value, (bool, str)),
+        lambda value: value in (True, False, "root", "half", "tensor"),
     ),
-    "g_prior": _Rule(
-        'None, True, False, "root", "half" or "tensor"',
-        lambda value: value is None or isinstance(value, (bool, str)),
-        lambda value: not isinstance(value, str) or value in ("root", "half", "tensor"),
-    ),
-    "parameters": _Rule(
-        'None, "last_layer", a pattern of parameter names, a list of them (names from '
+    "parameters": _optional(
+        '"last_layer", a pattern of parameter names, a list of them (names from '
         "model.named_parameters()), or a function (name, parameter) -> bool",
-        _or_none(_is_selection),
+        _is_selection,
     ),
-    "sigma_noise": _Rule(
-        "None, a positive real number, or a tensor with one per output",
-        _or_none(_is_real),
-        lambda value: value is None or _is_finite_positive(value),
+    "sigma_noise": _optional(
+        "a positive real number, or a tensor with one per output", _is_real, _is_finite_positive
     ),
-    "solver": _Rule(
-        "None, BlockKrylov(), BlockCG(), FunctionSpace() or SGD() (an object, not its class or name)",
-        _or_none(_draws_samples),
+    "solver": _optional(
+        "BlockKrylov(), BlockCG(), FunctionSpace() or SGD() (an object, not its class or name)",
+        _draws_samples,
     ),
     "class_dim": _Rule("a whole number: the axis of the outputs that classes are on", _is_integer),
-    "forward_fn": _Rule("None, or a function (model, inputs) -> outputs", _FUNCTION),
-    "target_fn": _Rule("None, or a function batch -> targets", _FUNCTION),
+    "forward_fn": _optional("a function (model, inputs) -> outputs", callable),
+    "target_fn": _optional("a function batch -> targets", callable),
     "seed": _Rule("a whole number", _is_integer),
     "temperature": _Rule("a positive number", _is_number, lambda value: 0 < value < inf),
     "compute": _Rule(
         'a Compute object, as Compute(precision="tf32")', lambda value: isinstance(value, Compute)
     ),
+    "columns": _optional(*_WHOLE),
+    "rows": _optional(*_WHOLE),
     "em_steps": _Rule("a whole number of 0 or more", _is_integer, lambda value: value >= 0),
-    "prior_precision": _Rule(
-        "None, or a positive number from {:g} to {:g} (a tensor with one per parameter tensor where "
+    "prior_precision": _optional(
+        "a positive number from {:g} to {:g} (a tensor with one per parameter tensor where "
         'prior="layerwise")'.format(*_PRECISIONS),
-        _or_none(_is_real),
-        lambda value: value is None or _within(value, *_PRECISIONS),
+        _is_real,
+        lambda value: _within(value, *_PRECISIONS),
     ),
-    "override": _Rule("True or False", _is_bool),
-    "progress_bar": _Rule("True or False", _is_bool),
-    "checkpoint": _Rule(
-        "None, or the name of a folder", _or_none(lambda value: isinstance(value, (str, PathLike)))
+    "override": _FLAG,
+    "progress_bar": _FLAG,
+    "checkpoint": _optional(
+        "the name of a folder", lambda value: isinstance(value, (str, PathLike))
     ),
-    "together": _Rule("a whole number of 1 or more", _is_integer, lambda value: value >= 1),
+    "together": _Rule(*_WHOLE),
     "precisions": _Rule(
         "a list of one or more positive numbers",
         lambda value: _is_real(value) and torch.as_tensor(value, device="cpu").dim() == 1,

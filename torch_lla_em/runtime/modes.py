@@ -1,0 +1,59 @@
+"""Contexts around a fit: the precision of products, and the collection of warnings."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def collected_warnings(messages: list[str]) -> Iterator[None]:
+    """Append to ``messages`` what the library warns of in this thread, each message once."""
+    thread, logger = get_ident(), logging.getLogger("torch_lla_em")
+
+    def note(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        is_new = record.thread == thread and message not in messages
+        if is_new and record.levelno >= logging.WARNING:
+            messages.append(message)
+        return True
+
+    # a filter, since with a handler logging would no longer write warnings to stderr by default
+    logger.addFilter(note)
+    try:
+        yield
+    finally:
+        logger.removeFilter(note)
+
+
+@contextmanager
+def tf32(device: torch.device, allowed: bool) -> Iterator[None]:
+    """Allow or forbid TF32 in matrix products and convolutions on a CUDA device."""
+    if device.type != "cuda":
+        yield
+        return
+    flags = _tf32_flags()
+    before = [getattr(flag, name) for flag, name, _ in flags]
+    # inherited values stay inherited
+    before = [own if own != inherited else "none" for own, (_, _, inherited) in zip(before, flags)]
+    for flag, name, inherited in flags:
+        setattr(flag, name, allowed if inherited is None else ("tf32" if allowed else "ieee"))
+    try:
+        yield
+    finally:
+        for (flag, name, _), value in zip(flags, before):
+            setattr(flag, name, value)
+
+
+def _tf32_flags() -> list[tuple[Any, str, str | None]]:
+    """Return the flags of TF32, each with the value that it would inherit; before torch 2.9 none does."""
+    cudnn: Any = torch.backends.cudnn
+    if not hasattr(torch.backends, "fp32_precision"):
+        return [(part, "allow_tf32", None) for part in (torch.backends.cuda.matmul, cudnn)]
+    flags = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
+    return [(flag, "fp32_precision", cudnn.fp32_precision) for flag in flags]

@@ -31,7 +31,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Attributes:
-    """The parameters, buffers and attributes of a module at one time, which can be restored.
+    """The attributes of a module's layers at one time, which can be restored.
 
     The entries of lists, dicts, sets and deques are restored too if they hold tensors; other
     containers may count calls.
@@ -41,8 +41,7 @@ class Attributes:
         self._dicts: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
         for layer in module.modules():
-            for own in holders(layer) or (vars(layer),):
-                self._dicts.append((own, dict(own)))
+            self._dicts.append((vars(layer), dict(vars(layer))))
             others = [value for name, value in vars(layer).items() if name not in _OF_MODULES]
             for value in others:
                 if isinstance(value, (dict, list, set, deque)) and len(value) <= _ENTRIES:
@@ -84,6 +83,8 @@ class Exchange(Attributes):
 
         for path, layer in module.named_modules():
             for holder in holders(layer):
+                if holder is not vars(layer):
+                    self._dicts.append((holder, dict(holder)))
                 for key, tensor in holder.items():
                     if not isinstance(tensor, Tensor):
                         continue

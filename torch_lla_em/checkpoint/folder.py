@@ -154,7 +154,7 @@ class Folder:
         if not self.writes:
             return
         try:
-            files.write_atomically({name: _alone(t) for name, t in state.items()}, path)
+            files.write_atomically(state, path)
         except OSError as error:
             self.writes = False
             logger.warning(
@@ -201,9 +201,3 @@ class Folder:
         rows = tensor.reshape(-1, tensor.shape[-1])
         parts: tuple[Tensor, ...] = rows.split(max(1, -(-len(rows) // self._group.size)))
         return parts
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """Return a tensor on the CPU; views are copied, since torch.save writes all of their storage."""
-    own = tensor.detach().cpu()
-    return own.clone() if own.untyped_storage().nbytes() > own.nbytes else own

@@ -63,9 +63,10 @@ def write_atomically(state: dict[str, Tensor], path: Path_) -> None:
     path = Path(path)  # a link is replaced, not written through
     temporary, is_safe = path.parent / f".writing-{uuid.uuid4().hex}", _is_safe(path)
     try:
+        own = {name: _own(tensor) for name, tensor in state.items()}
         with open(temporary, "xb") as file:
             try:
-                _write_safe(state, temporary) if is_safe else torch.save(state, file)
+                _write_safe(own, temporary) if is_safe else torch.save(own, file)
             except RuntimeError as error:  # raised by both formats if the disk is full
                 raise OSError(f"{path.name!r} could not be written: {error}") from error
             file.flush()
@@ -76,6 +77,12 @@ def write_atomically(state: dict[str, Tensor], path: Path_) -> None:
         if isinstance(error, OSError) and error.filename == str(temporary):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return a tensor on the CPU; views are copied, since files would hold all of their storage."""
+    own = tensor.detach().cpu()  # of any strides: those of a state decide how it is rounded later
+    return own.clone() if own.untyped_storage().nbytes() != own.nbytes else own
 
 
 def remove(path: Path_) -> None:
@@ -125,13 +132,9 @@ def _write_safe(state: dict[str, Tensor], path: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    own = {}
-    for name, tensor in state.items():
-        tensor = tensor.detach().cpu().contiguous()
-        is_part = tensor.untyped_storage().nbytes() != tensor.nbytes  # which the format refuses
-        own[name] = tensor.clone() if is_part else tensor
+    state = {name: tensor.contiguous() for name, tensor in state.items()}
     try:
-        save_file(own, path, {"format": "pt", "crc32": _sum_of(own)})
+        save_file(state, path, {"format": "pt", "crc32": _sum_of(state)})
     except SafetensorError as error:
         raise RuntimeError(str(error)) from error
 

@@ -224,6 +224,7 @@ def test_blocks_indefinite_by_rounding_have_roots():
     # what is left of a block that was larger before, as after a damped step of H
     left = torch.tensor([[[1e-19, -6e-11], [-6e-11, 0.0]], [[1.0, 0.0], [0.0, -1e-4]]])
     assert root_of(left).square().sum((1, 2)).tolist() == pytest.approx([6e-11, 1.0])
+    assert root_of(torch.full((1, 2, 2), math.nan)).isnan().any()
 
 
 @pytest.mark.parametrize("num_samples", [8, 300])

@@ -114,7 +114,8 @@ def root_of(blocks: Tensor) -> Tensor:
     size = diagonal.mean(-1, keepdim=True).clamp_min(numbers.tiny / numbers.eps)
     diagonal += max(_JITTER, 10 * numbers.eps) * size
     root, info = torch.linalg.cholesky_ex(exact)
-    if (failed := info > 0).any():  # rounded more coarsely than their own size
+    failed = (info > 0) & exact.isfinite().all(-1).all(-1)
+    if failed.any():  # rounded more coarsely than their own size
         values, vectors = torch.linalg.eigh(exact[failed])
         root[failed] = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
     found: Tensor = root.to(blocks)

@@ -24,7 +24,7 @@ from torch_lla_em.jacobian.network import NoJacobianError
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.rows import Rows, Weights, num_examples
 from torch_lla_em.jacobian.state import NetworkState
-from torch_lla_em.runtime import is_shortage
+from torch_lla_em.runtime import suppressed
 
 # rounding in a deep network in float32 or with TF32, well below what a wrong rule leaves
 _ROUNDING = 0.03
@@ -170,11 +170,8 @@ def _chosen(reference: _Reference, start: Path, needs_path: bool) -> Report:
     """Return the first ways, by factors and by torch.func, whose error is rounding."""
     factored, weights = None, reference.weights
     if weights.network.precision != "bfloat16":
-        try:
+        with suppressed():  # operations without factors
             factored = Factored.find(weights, weights.layout.names, reference.x)
-        except Exception as error:  # operations without factors
-            if is_shortage(error):
-                raise
     if factored is not None:
         factored.example_bytes = reference.example_bytes
         if not needs_path and not factored.others:
@@ -192,25 +189,23 @@ def _by_torch_func(reference: _Reference, start: Path) -> Report:
     start = start._replace(example_bytes=None)
     tolerance, errors, reasons = math.sqrt(reference.eps), dict[Path, float](), dict[bool, str]()
     for path in _paths(start):
-        try:
-            error = reference.error(ByAutodiff(reference.weights, reference.x, path))
-        except Exception as failure:  # operations that a direction does not support
-            if is_shortage(failure):  # unrelated to the network
-                raise
-            reasons[path.forward] = _reason(reference.weights, failure)
-            continue
-        errors[path] = error
-        if error <= tolerance:
+        failures: list[Exception] = []
+        with suppressed(failures):  # operations that a direction does not support
+            errors[path] = reference.error(ByAutodiff(reference.weights, reference.x, path))
+        if failures:
+            reasons[path.forward] = _reason(reference.weights, failures[0])
+        elif errors[path] <= tolerance:
             break
-        reasons[path.forward] = f"disagrees with backward (adjoint error {error:.1e})"
+        else:
+            wrong = f"disagrees with backward (adjoint error {errors[path]:.1e})"
+            reasons[path.forward] = wrong
     least = min(errors.values(), default=math.inf)
     if least > max(tolerance, _ROUNDING):
         raise NoJacobianError(_refusal(reasons))
     # near each other, all are at rounding: layers that compute in a lower precision
     path = next(p for p in errors if errors[p] <= max(tolerance, _FAR_BETTER * least))
-    why = (
-        "" if path.forward else reasons.get(True, "treats the rows of a tied padding_idx otherwise")
-    )
+    tied = "treats the rows of a tied padding_idx otherwise"
+    why = "" if path.forward else reasons.get(True, tied)
     final = path._replace(example_bytes=reference.example_bytes)
     return Report(final, errors[path], why, examples=reference.examples)
 
@@ -225,30 +220,23 @@ def _paths(start: Path) -> Iterator[Path]:
 def _error_of_factors(reference: _Reference, factored: Factored, path: Path | None) -> float | None:
     """Return the error of the products by factors, or None if they are wrong or slower."""
     weights, others = reference.weights, factored.others
-    try:
+    with suppressed():  # operations without factors
         terms = _terms(factored, reference.x)
         if terms is None or terms.is_slow:
             return None
         rest = ByAutodiff(weights, reference.x, path, others) if path and others else None
         error = reference.error(ByFactors(weights, terms, rest))
-    except Exception as failure:  # operations without factors
-        if is_shortage(failure):
-            raise
-        return None
-    passes = terms.f[0].numel() if terms.gradients else 0
-    factored.least_columns = max(1, passes * (2 if others else 1))
-    return error if error <= math.sqrt(reference.eps) else None
+        passes = terms.f[0].numel() if terms.gradients else 0
+        factored.least_columns = max(1, passes * (2 if others else 1))
+        return error if error <= math.sqrt(reference.eps) else None
+    return None
 
 
 def _terms(factored: Factored, x: Any) -> Terms | None:
     """Return the factors at x, and decide whether backward passes can be vectorised."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # torch warns of what it takes one by one
-            return factored.run(x)
-    except Exception as error:  # an operation whose backward cannot be batched
-        if is_shortage(error):
-            raise
+    with suppressed(), warnings.catch_warnings():  # an operation whose backward cannot be batched
+        warnings.simplefilter("error")  # torch warns of what it takes one by one
+        return factored.run(x)
     factored.can_batch = False
     return factored.run(x)
 

@@ -12,6 +12,7 @@ from torch_lla_em.runtime.memory import (
     release,
     release_pinned,
     shortage_of,
+    suppressed,
 )
 from torch_lla_em.runtime.modes import collected_warnings, tf32
 from torch_lla_em.runtime.noise import mixed, normal, normals
@@ -42,6 +43,7 @@ __all__ = [
     "release",
     "release_pinned",
     "shortage_of",
+    "suppressed",
     "tf32",
     "unpack",
     "write_atomically",

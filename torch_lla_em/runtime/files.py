@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from torch_lla_em.runtime.memory import is_shortage
+from torch_lla_em.runtime.memory import suppressed
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -38,22 +38,20 @@ def tensors_of(
     cannot be read, the error ends with ``remedy``.
     """
     is_safe = _is_safe(path)
-    with open(path, "rb") as file:
-        try:
-            if is_safe:
-                state = _read_safe(path, device)
-            else:
-                _check_sums(file)
-                state = torch.load(file, map_location=device, weights_only=True)
-            fault = next((f"no {name!r}" for name in names if name not in state), "")
-        except Exception as error:
-            if is_shortage(error):
-                raise
-            fault = type(error).__name__
-    if fault:
+    failures: list[Exception] = []
+    faults: list[str] = []
+    with open(path, "rb") as file, suppressed(failures):
+        if is_safe:
+            state = _read_safe(path, device)
+        else:
+            _check_sums(file)
+            state = torch.load(file, map_location=device, weights_only=True)
+        faults = [f"no {name!r}" for name in names if name not in state]
+    faults += [type(failure).__name__ for failure in failures]
+    if faults:
         raise UnreadableError(
             f"{os.fspath(path)!r} cannot be read: it is truncated, damaged or written by another "
-            f"program ({fault}). {remedy}".rstrip()
+            f"program ({faults[0]}). {remedy}".rstrip()
         )
     return state
 

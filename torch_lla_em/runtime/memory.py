@@ -7,7 +7,8 @@ import os
 import re
 import socket
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from math import ceil, inf, log2
 from pathlib import Path
 
@@ -46,6 +47,18 @@ def is_shortage(error: Exception) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and _WORDS.search(str(error)) is not None
+
+
+@contextmanager
+def suppressed(failures: list[Exception] | None = None) -> Iterator[None]:
+    """Suppress errors and append them to ``failures``, unless memory has run out."""
+    try:
+        yield
+    except Exception as error:
+        if is_shortage(error):
+            raise
+        if failures is not None:
+            failures.append(error)
 
 
 def release() -> None:

@@ -29,19 +29,15 @@ def trained(model, x, y, steps, rate=0.02, loss=nn.functional.cross_entropy):
 class Bent(nn.Module):
     """A network with finite outputs but no derivative at inputs of 0, in one mode or both."""
 
-    def __init__(self, net, backwards_only=False, calls=0):
+    def __init__(self, net, backwards_only=False):
         super().__init__()
         self.net, self.weight = net, nn.Parameter(torch.ones(3).double())
-        self.backwards_only, self.calls = backwards_only, [calls]
+        self.backwards_only = backwards_only
 
     def forward(self, x):
-        self.calls[0] -= 1
-        if self.calls[0] >= 0:
-            return self.net(x)
         z = x[:, :1] * self.weight
         root = z.abs().sqrt()
-        if (
-            self.backwards_only
-        ):  # forward mode takes the other branch, reverse mode 0 times infinity
+        if self.backwards_only:
+            # forward mode takes the other branch, reverse mode 0 times infinity
             root = torch.where(z > 0, root, 0.0 * z)
         return self.net(x) + torch.where(x[:, :1] == 0, root, 0.0)  # 0 for other inputs

@@ -72,17 +72,6 @@ def test_passes_are_those_taken(problem, race):
     assert problem.spent["columns"] == K
 
 
-def test_plain_cg_solves_every_system_alone(race):
-    b = race.b.clone()
-    b[1] = 0  # solved before it begins
-    cold = PlainCG(1e-6).solve(race.product, b)
-    each = [PlainCG(1e-6).solve(race.product, row[None]).x for row in b]
-    torch.testing.assert_close(cold.x + race.product(cold.x), b, rtol=0, atol=1e-4)
-    torch.testing.assert_close(cold.x, torch.cat(each), rtol=0, atol=1e-4)
-    warm = PlainCG(1e-6).solve(race.product, b, cold.x)
-    assert warm.converged and warm.passes == 2 < cold.passes
-
-
 def test_whole_fits_agree_with_the_dense_fixed_point(problem, race):
     found = {}
     for solver in (BlockKrylov(), BlockCG(), PlainCG()):

@@ -21,7 +21,6 @@ from torch.utils.data import (
 from torch_lla_em import Classification, LinearisedLaplace
 from torch_lla_em.data.batch import inputs_of, next_tokens
 from torch_lla_em.data.loader import Data
-from torch_lla_em.data.sources import Chain
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "image label")
@@ -200,15 +199,6 @@ def test_a_shuffled_loader_that_drops_examples_drops_the_same_ones():
     assert len(passes[0]) == data.num_rows == 15 and torch.equal(*passes)
 
 
-def test_chained_loaders_follow_each_other():
-    x, y = case()
-    data = Data(Chain([[(x[:4], y[:4])], DataLoader(TensorDataset(x[4:], y[4:]), 5)]), CPU)
-    for _ in range(2):
-        rows = torch.cat([batch.rows for batch in data])
-    assert rows.tolist() == list(range(12))
-    assert data.num_rows == 12
-
-
 def test_causal_labels_are_shifted():
     tokens = torch.tensor([[5, 6, 7, 0], [8, 9, 3, 4]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
@@ -266,15 +256,6 @@ def test_samplers_that_draw_other_examples_are_refused(sampler):
     name = type(sampler).__name__
     with pytest.raises(ValueError, match=rf"{name} drew other examples.*weights=\.\.\."):
         fitted(loader)
-
-
-def test_the_ignored_index_is_the_users():
-    x, y = case()
-    ignored = y.clone()
-    ignored[7:] = -1
-    la = LinearisedLaplace(Mean(), Classification(ignore_index=-1), num_samples=2)
-    la.fit([(x, ignored)], em_steps=0, prior_precision=10.0, progress_bar=False)
-    assert torch.isfinite(la(x)).all()
 
 
 class Standardised(nn.Module):

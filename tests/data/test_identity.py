@@ -1,10 +1,12 @@
 """Rows are told from others by all of their bytes, on one rank and on several."""
 
 import json
+import random
 import warnings
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em.data.identity import Identity
@@ -86,16 +88,18 @@ def test_changes_from_pass_to_pass_are_told(change):
     assert "returned different data" in told and "augmentation" in told
 
 
+def of(*parts):
+    identity = Identity()
+    for x in parts:
+        identity.add((x,))
+    return identity
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float64, torch.complex64]
 )
 @pytest.mark.parametrize("width", [1, 3, 8])
 def test_every_type_is_compared_by_its_bytes(dtype, width):
-    def of(x):
-        identity = Identity()
-        identity.add((x,))
-        return identity
-
     x = (torch.randn(40, 1 + width) * 100).to(dtype)[:, 1:]
     assert of(x).agrees(of(x.flip(0)))
     # also where zeros pad them
@@ -136,3 +140,63 @@ def test_words_go_with_their_rows():
     exchanged.restore(known.facts())
     with pytest.raises(ValueError, match="other data"):
         list(exchanged)
+
+
+class Graphs:
+    """Nodes of several graphs, which move themselves."""
+
+    def __init__(self, nodes, sizes):
+        self.nodes = {"x": nodes, "graph": torch.arange(len(sizes)).repeat_interleave(sizes)}
+        self.counts, self.whole = sizes.numpy(), self
+
+    def to(self, device, **_):
+        return self
+
+
+def sentences(most):
+    """Sentences of several lengths up to the most allowed, and their classes."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [min(2 + row * 5 % 7, most) for row in range(40)]
+    words = [torch.randint(2, 20, (length,), generator=generator) for length in lengths]
+    return [(sentence, row % 3) for row, sentence in enumerate(words)]
+
+
+def collate(form, pad, rows):
+    words, classes = [row[0] for row in rows], torch.tensor([row[1] for row in rows])
+    x = pad_sequence(words, batch_first=True, padding_value=pad)
+    if form == "padded text":
+        return x, classes
+    if form == "token targets":
+        return x, torch.where(x > 1, x % 3, -100)
+    if form == "sentences":
+        return ["abcdefghij"[int(s[0]) % 10] * len(s) for s in words], classes
+    sizes = torch.tensor([len(s) for s in words])
+    nodes = torch.cat(words)[:, None] * torch.ones(4)
+    return Graphs(nodes / 20, sizes), classes
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("form", ["padded text", "token targets", "objects", "sentences"])
+@pytest.mark.parametrize("pad", [0, 1])
+@pytest.mark.parametrize("most", [3, 9])  # nearly all rows of one length, as after truncation
+def test_no_order_is_taken_for_a_change(form, pad, most):
+    rows = sentences(most)
+
+    class InAnyOrder:
+        def __iter__(self):
+            order = drawn.sample(rows, len(rows))
+            for start in range(0, len(order), 5):
+                yield collate(form, pad, order[start : start + 5])
+
+    for seed in range(10):
+        data, drawn = Data(InAnyOrder(), CPU), random.Random(seed)
+        for _ in range(12):
+            list(data)
+
+
+def test_the_sums_of_a_pass_do_not_depend_on_its_batches():
+    x = torch.randn(6, 2, dtype=torch.float64)
+    assert of(*x.split(2)).agrees(of(*x.flip(0).split(3)))
+    assert not of(*x.split(2)).agrees(of(*(x + 1).split(2)))
+    state = of(x, x[:, :1]).state()
+    assert Identity.from_state(state).agrees(of(x, x[:, :1]))

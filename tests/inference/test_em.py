@@ -9,8 +9,6 @@ from torch_lla_em import LinearisedLaplace
 from torch_lla_em.inference.em import Found, State, em
 from torch_lla_em.inference.mackay import Expectation, Hyperparameters, MStep, Step
 
-torch.set_num_threads(1)
-
 
 class Halving:
     """An E-step whose λ halves until it is below 1, and which is exact two steps later."""

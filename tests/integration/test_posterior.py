@@ -8,7 +8,7 @@ import torch
 from daily import daily
 from dense import dense_fixed_point, dense_step
 from steps import iterative_e_step, span_e_step, states_of_em
-from tiny import LOG_PROBS, basis_noise, tiny
+from tiny import LOG_PROBS, basis_noise, fitted, tiny
 from torch.testing import assert_close
 
 from torch_lla_em import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton, Regression
@@ -220,3 +220,22 @@ def test_bounds_on_the_precision_warn():
     assert_close(stepped, torch.tensor([7 * math.e, 7**0.5, 7.0]).double())
     with pytest.warns(UserWarning, match="number of targets"):
         mackay_noise(torch.tensor(1.0), torch.tensor(5.0), torch.tensor(4.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["classification", "regression", "bernoulli", "poisson"])
+@pytest.mark.parametrize("g_prior", [False, True])
+def test_functions_of_random_samples_have_the_dense_covariance(name, g_prior, count=2000):
+    """What is truly random, once."""
+    options = {"num_samples": count, "tolerance": 1e-8, "curvature": "network", "em_steps": 0}
+    case, la = fitted(name, g_prior=g_prior, prior_precision=30.0 if g_prior else 2.0, **options)
+    exact = case.exact(la.scale)
+    covariance = exact.covariance(la.prior_precision)
+    J = exact.J[:4].flatten(0, 1)  # four inputs, jointly
+    expected = J @ covariance @ J.T
+    deviations = la.predict(case.x[:4]).deviations.flatten(1)
+    products = deviations[:, :, None] * deviations[:, None, :]
+    error = products.std(0) / count**0.5
+    assert ((products.mean(0) - expected).abs() < 5.5 * error).all()
+    gamma = exact.effective_dims(la.prior_precision).sum()
+    assert (la.effective_dim - gamma).abs() < 5 * la.effective_dim_error

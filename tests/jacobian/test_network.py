@@ -1,6 +1,3 @@
-import copy
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -132,23 +129,6 @@ def test_requires_grad_stays_also_of_frozen_random_weights():
     model[0].requires_grad_(False)
     check(model, X, ["0.*", "4.bias"])
     assert [p.requires_grad for p in model.parameters()] == [False, False, True, True, True, True]
-
-
-def test_probe_works_inside_a_guard_and_in_inference_mode():
-    linear = linear_model(mlp())
-    w, u = torch.ones(2, linear.layout.size).double(), torch.ones(2, 5, 2).double()
-    expected = products(linear, X, w, u)
-    with linear.network.guarded():
-        linear.probe(X)
-    with torch.inference_mode():
-        linear.probe(X.clone())
-        linear.probe(X.clone())
-        with linear.network.guarded():
-            x = {"input": X.clone()}
-            Jw = linear.at(x, len(w)).push(w)
-            total = torch.zeros_like(w)
-            linear.at([X.clone()]).pull(u, total)
-    assert_close((Jw, total), expected[1:])
 
 
 class TestWrappers:
@@ -380,12 +360,3 @@ def test_last_layer_is_the_last_called():
 def test_no_last_layer():
     with pytest.raises(ValueError, match="no last layer"):
         called_last(Network(nn.Sequential(nn.PReLU()).double()), X)
-
-
-def test_deep_copies_and_pickles_of_the_model_are_unaffected():
-    model = mlp()
-    linear_model(model).probe(X)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        again = copy.deepcopy(model)
-    assert_close(again(X), model(X))

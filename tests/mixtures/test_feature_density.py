@@ -11,8 +11,6 @@ from torch.distributions import MultivariateNormal
 from torch_lla_em.mixtures import GaussianMixture
 from torch_lla_em.mixtures.feature_density import FeatureDensity
 
-torch.set_num_threads(1)
-
 
 class Network(nn.Module):
     """A network that minds its mode, and writes to itself as it runs."""

@@ -18,9 +18,6 @@ from torch_lla_em.mixtures import (
 from torch_lla_em.mixtures.data import Examples, survey
 from torch_lla_em.mixtures.em import BoundWarning, kmeans
 
-torch.set_num_threads(1)
-
-
 STRUCTURES = "full", "diagonal"
 KINDS = "ml", "map", "vb"
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)

@@ -8,8 +8,6 @@ from torch.distributions import Bernoulli, Beta, Dirichlet
 
 from torch_lla_em.mixtures import BernoulliMixture, Bernoullis, BetaPrior
 
-torch.set_num_threads(1)
-
 
 def draw(seed=0, n=200, dim=5, num_components=2):
     generator = torch.Generator().manual_seed(seed)

@@ -19,8 +19,6 @@ from torch_lla_em.mixtures import (
 
 sklearn_mixture = pytest.importorskip("sklearn.mixture")
 
-torch.set_num_threads(1)
-
 NAMES = {"full": "full", "diagonal": "diag"}
 STEPS = 25
 

@@ -7,8 +7,6 @@ from torch.distributions import MultivariateNormal
 
 from torch_lla_em.mixtures import ConjugatePrior, NormalWishart, VariationalGaussianMixture
 
-torch.set_num_threads(1)
-
 STRUCTURES = "full", "diagonal"
 
 

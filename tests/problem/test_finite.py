@@ -7,7 +7,6 @@ import torch
 from models import Bent
 from tiny import tiny
 
-from torch_lla_em import Compute, LinearisedLaplace
 from torch_lla_em.jacobian import Rows
 from torch_lla_em.likelihoods import Classification
 
@@ -94,26 +93,6 @@ def test_a_fault_that_is_not_found_again_is_left_as_it_was(monkeypatch):
     assert problem.ggn_product(w).isnan().any()
     assert len(calls) == 8  # two passes
     assert problem.ggn_product(w).isfinite().all()
-
-
-@pytest.mark.parametrize("backwards_only", [False, True])
-def test_a_checkpoint_stays_good(backwards_only, tmp_path):
-    case = bent("classification")
-    batches = list(zip(case.x.tensor_split(CUTS), case.y.tensor_split(CUTS)))
-
-    def run(calls, folder):
-        model = Bent(tiny("classification").model, backwards_only, calls)
-        options = {"curvature": "network", "compute": Compute(keep_data=False)}
-        la = LinearisedLaplace(model, "classification", num_samples=4, **options)
-        la.fit(batches, progress_bar=False, checkpoint=folder)
-        return la, calls - model.calls[0]
-
-    whole, taken = run(10**9, tmp_path / "whole")
-    with pytest.raises(FloatingPointError, match="on batch 3"):
-        run(taken // 2, tmp_path / "broken")
-    state = torch.load(tmp_path / "broken" / "state.pt", weights_only=True)
-    assert all(tensor.isfinite().all() for tensor in state.values())
-    assert torch.equal(run(10**9, tmp_path / "broken")[0].w_samples, whole.w_samples)
 
 
 class Imputed(torch.nn.Module):

@@ -104,17 +104,6 @@ def test_noise_does_not_depend_on_batches(name):
     assert not torch.isclose(other.eta, whole.eta).any()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_drawn_noise_has_the_stated_covariance(name):
-    case, count = tiny(name), 2000
-    noise, exact = get_sto_samples(case.problem(7, 8, 22), count, 3), case.exact()
-    for draws, covariance in ((noise.xi, torch.eye(len(exact.scale))), (noise.eta, exact.ggn)):
-        products = draws[:, :, None] * draws[:, None, :]
-        error = products.std(0) / count**0.5
-        assert ((products.mean(0) - covariance).abs() <= 5.5 * error + 1e-12).all()
-
-
 CUTS = {"one batch": (), "two": (11,), "single rows": range(1, 70), "uneven": (1, 2, 33, 40, 66)}
 
 

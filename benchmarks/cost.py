@@ -2,7 +2,7 @@
 
     python benchmarks/cost.py                              # every network: an hour
     python benchmarks/cost.py --parts fits --problems mlp regression cnn
-    python benchmarks/cost.py --parts loaders growth       # batch sizes; N, P, C and K
+    python benchmarks/cost.py --parts first loaders growth  # first fits; batch sizes; N, P, C and K
     python benchmarks/cost.py --before old.jsonl           # another version's lines beside these
 
 One thread, processor seconds; with --device cuda, those on the wall. There is a line for each
@@ -12,7 +12,8 @@ epoch is one of the training; a forward pass (F) is one over the same examples i
 gradients. "served 1" and "served 8" are the time of an exported program for so many examples, with
 all samples, divided by that of five networks. The ensemble costs four further trainings;
 laplace-torch is Kronecker factors of all layers, tuned by its marginal likelihood, on the same
-network in the same run. Lines go to results/cost.jsonl.
+network in the same run. "first" compares the first fit of a process with the second, on 20 examples.
+Lines go to results/cost.jsonl.
 
 Expected: trainings 0.5 to 7 for fits of a few thousand examples; predict F 1 to 60; served 8 about 2.
 """
@@ -21,6 +22,8 @@ import argparse
 import copy
 import json
 import logging
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -321,8 +324,9 @@ def loaders(args: argparse.Namespace) -> Iterator[dict]:
     for name in args.problems or ("mlp", "cnn"):
         problem = made(PROBLEMS[name], args.device)
         epoch = train(problem)
-        for batch in (100, 1, 8, 64, 1024):
-            taken = {"batch": batch} | line(problem, epoch, args.num_samples, batch)
+        for batch in (100, 1, 8, 64, None):
+            size = batch or len(problem.x)
+            taken = {"batch": batch or "all"} | line(problem, epoch, args.num_samples, size)
             yield {"part": "loaders", "problem": name} | taken
 
 
@@ -339,17 +343,61 @@ def growth(args: argparse.Namespace) -> Iterator[dict]:
             } | found
 
 
+FIRST = """
+import sys, time, torch
+from torch import nn
+from torch_lla_em import LinearisedLaplace
+
+torch.set_num_threads(1)
+network = eval(f"nn.Sequential({sys.argv[1]})")
+x, y = torch.randn(20, 1, 8, 8), torch.arange(20) % 5
+nn.functional.cross_entropy(network(x), y).backward()
+network.eval()
+for _ in range(2):
+    began = time.process_time()
+    LinearisedLaplace(network, "classification", num_samples=2).fit(x, y, progress_bar=False)
+    print(time.process_time() - began)
+"""
+"""A process without the imports of this script, some of which a first fit needs too."""
+
+HEADS = {
+    "linear layers": "nn.Flatten(), nn.Linear(64, 5)",
+    "a convolution": "nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)",
+    "a batch norm": "nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5)",
+}
+
+
+def first(args: argparse.Namespace) -> Iterator[dict]:
+    """Yield a line of the first fit of a process to 20 examples, and of the second."""
+    for name, layers in HEADS.items():
+        command = [sys.executable, "-c", FIRST, layers]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        found = zip(("first fit", "second fit"), map(float, run.stdout.split()), strict=True)
+        yield {"part": "first", "problem": name} | dict(found)
+
+
 def made(make: Callable[[], Problem], device: str = "cpu") -> Problem:
     torch.manual_seed(0)
     return make().on(device)
 
 
 SHOWN = (
-    *("weights", "rows", "K", "batch", "training_seconds", "seconds", "trainings", "before"),
+    *(
+        "first fit",
+        "second fit",
+        "weights",
+        "rows",
+        "K",
+        "batch",
+        "training_seconds",
+        "seconds",
+        "trainings",
+        "before",
+    ),
     *("epochs", "F", "network_curvature", "ensemble", "laplace_torch"),
     *("predict F", "served 1", "served 8"),
 )
-PARTS = {"fits": fits, "loaders": loaders, "growth": growth}
+PARTS = {"fits": fits, "loaders": loaders, "growth": growth, "first": first}
 
 
 def main(arguments: list[str] | None = None) -> None:

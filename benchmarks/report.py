@@ -163,7 +163,7 @@ EM = {f"λ, {target}": f"λ, {target}" for target in REACHED} | {
     "error": "error of λ",
 }
 COLUMNS = {"1": "K = 1", "8": "K = 8", "32": "K = 32"}
-BATCHES = {str(batch): f"batches of {batch}" for batch in (1, 8, 64, 100, 1024)}
+BATCHES = {str(batch): f"batches of {batch}" for batch in (1, 8, 64, 100)} | {"all": "one tensor"}
 RANKS = {
     "seconds": "wall-clock, s",
     "own_seconds": "CPU of a rank, s",
@@ -304,6 +304,13 @@ TABLES = {
         BATCHES,
         {"part": "loaders"},
         ("batch", "seconds"),
+    ),
+    "first fits": Shown(
+        "docs/speed.md",
+        "cost",
+        {"problem": "network"},
+        {name: f"{name}, s" for name in ("first fit", "second fit")},
+        {"part": "first"},
     ),
     "growth": Shown(
         "docs/speed.md",

@@ -119,8 +119,9 @@ def test_parts_of_cost_write_lines(tmp_path, monkeypatch):
     cost.main(["--num-samples", "2", "--out", str(tmp_path)])
     lines = markdown.read(tmp_path / "cost.jsonl")
     parts = [line["part"] for line in lines]
-    assert parts == 2 * ["fits"] + 10 * ["loaders"] + ["growth"]
-    for line in lines:
+    assert parts == 2 * ["fits"] + 10 * ["loaders"] + ["growth"] + 3 * ["first"]
+    assert all(line["first fit"] > line["second fit"] > 0 for line in lines[-3:])
+    for line in lines[:-3]:
         assert line["epochs"] == pytest.approx(line["seconds"] / line["epoch_seconds"])
     for key in ("laplace_torch", "ensemble", "network_curvature", "served 1", "served 8"):
         assert lines[1][key] > 0

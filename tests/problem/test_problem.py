@@ -139,7 +139,7 @@ def test_the_squares_of_groups_are_those_of_32_rows_on_average(known):
 
 
 def test_many_outputs_take_the_draws_of_single_rows(monkeypatch):
-    monkeypatch.setattr("torch_lla_em.problem.row_squares._EXACT_OUTPUTS", 0)
+    monkeypatch.setattr("torch_lla_em.problem.curvature._EXACT_OUTPUTS", 0)
     case, seeds, K = repeated("classification"), 100, 2
     expected, found = case.exact().expected_squared_features, 0
     for seed in range(seeds):

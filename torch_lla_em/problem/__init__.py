@@ -1,8 +1,13 @@
 """Sums over the data, Σ loss(J w, y) and G w = Σ Jᵀ H J w, each computed in one pass."""
 
 from torch_lla_em.problem.cost import Cost
-from torch_lla_em.problem.operators import WhitenedGGN, WhitenedLoss
-from torch_lla_em.problem.outputs import Outputs, gathered, pull_back
+from torch_lla_em.problem.operators import (
+    Outputs,
+    WhitenedGGN,
+    WhitenedLoss,
+    gathered,
+    pull_back,
+)
 from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.problem.plan import (
     VECTORS,

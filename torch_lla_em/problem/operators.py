@@ -1,12 +1,21 @@
-"""The interface to solvers: products with A = D G D in whitened coordinates x = w / D."""
+"""What solvers and E-steps see of a problem: whitened products, and the outputs of all examples.
+
+Solvers multiply by A = D G D in whitened coordinates x = w / D. E-steps also keep outputs of the
+linear model for all examples at once, if their order is the same in every pass.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from torch_lla_em.data import Batch
+from torch_lla_em.jacobian import Rows
 from torch_lla_em.problem.problem import BatchProduct, Problem
+from torch_lla_em.problem.sweep import BLOCK, Pass, Sums
 from torch_lla_em.solvers import Operator
 
 
@@ -57,6 +66,66 @@ class WhitenedLoss:
         """Yield the number of examples of each batch, and its gradient."""
         for rows, gradient in self.problem.minibatch_gradients():
             yield rows, _whitened(gradient, self.deviation)
+
+
+class Outputs(NamedTuple):
+    """f and J w of all examples, with their targets."""
+
+    f: Tensor
+    """(N, ..., C)."""
+
+    targets: Tensor
+    """(N, ...)."""
+
+    Jw: Tensor
+    """(K, N, ..., C)."""
+
+
+def gathered(
+    problem: Problem, pushed: list[tuple[Batch, Tensor, Tensor]], K: int
+) -> Outputs | None:
+    """Return f and J w of all examples from those of batches; None if they differ in shape."""
+    group, like = problem.data.group, problem.zeros(1)
+    seen = [
+        [str(b.targets.dtype), list(b.targets.shape[1:]), list(f.shape[1:])] for b, f, _ in pushed
+    ]
+    dtype, of_targets, of_f = group.meet(seen, _the_same)
+    if dtype is None:
+        return None
+    N = problem.data.num_rows
+    found = Outputs(
+        like.new_zeros(N, *of_f),
+        like.new_zeros(N, *of_targets, dtype=getattr(torch, dtype.split(".")[1])),
+        like.new_zeros(K, N, *of_f),
+    )
+    for batch, f, Jw in pushed:
+        rows = batch.rows.to(like.device)
+        found.f[rows] = f.to(like)
+        found.targets[rows] = batch.targets.to(like.device)
+        found.Jw[:, rows] = Jw.to(like)
+    return Outputs(*map(group.sum, found))
+
+
+def pull_back(problem: Problem, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Jᵀ u, shape (K, P), for u (K, N, ..., C), and the outputs f, shape (N, ..., C)."""
+    f = torch.zeros_like(u[0])
+
+    def add(rows: Rows, batch: Batch, columns: Tensor, sums: Sums) -> None:
+        problem.inspect(rows, batch)
+        here = batch.rows.to(u.device)
+        f[here] = rows.f.to(f)
+        own = u[columns.to(u.device)][:, here]
+        rows.pull(own.to(rows.f), sums["Ju"])
+
+    sums = problem.sweep(torch.arange(len(u), device="cpu"), Pass({"Ju": BLOCK}, add))
+    problem.cost.columns += 0.5 * len(u)
+    return sums["Ju"], problem.data.group.sum(f)
+
+
+def _the_same(every: list[list[list[Any]]]) -> list[Any]:
+    """Return the dtype and shapes of outputs and targets if they agree on all batches and ranks."""
+    seen = [one for rank in every for one in rank]
+    return seen[0] if all(one == seen[0] for one in seen) else [None, None, None]
 
 
 def _whitened(product: BatchProduct, deviation: Tensor) -> BatchProduct:

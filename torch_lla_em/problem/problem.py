@@ -14,10 +14,9 @@ from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, ParameterLayout, Rows
 from torch_lla_em.likelihoods import Likelihood, Regression, compare_with_log_prob
 from torch_lla_em.problem.cost import Cost
+from torch_lla_em.problem.curvature import Point, RowSquares
 from torch_lla_em.problem.finite import DERIVATIVE, LIKELIHOOD, OUTPUTS, is_moderate, require
 from torch_lla_em.problem.placement import Vectors
-from torch_lla_em.problem.point import Point
-from torch_lla_em.problem.row_squares import RowSquares
 from torch_lla_em.problem.sweep import BLOCK, SCALAR, VECTOR, Fold, Pass, Sums, Sweep
 from torch_lla_em.runtime import normals
 from torch_lla_em.solvers import Space

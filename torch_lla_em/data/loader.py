@@ -164,8 +164,8 @@ class Data:
 
     __iter__ = batches
 
-    def num_batches(self) -> int | None:
-        """Return the number of batches of a pass over all ranks, if it is known without one."""
+    def num_batches(self) -> int:
+        """Return the number of batches of a pass over all ranks; 0 if it is not known without one."""
         return self._reader.num_batches()
 
     def num_steps(self) -> int | None:

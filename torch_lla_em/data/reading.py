@@ -99,10 +99,10 @@ class Reader:
                 raise ValueError(_REPEATED.format(len(workers)))
             start += source.num_rows(step, seed) or seen
 
-    def num_batches(self) -> int | None:
-        """Return the number of batches of a pass over all ranks, if it is known without one."""
+    def num_batches(self) -> int:
+        """Return the number of batches of a pass over all ranks; 0 if it is not known without one."""
         counts = [source.num_batches() for source in self.sources]
-        return None if None in counts else sum(counts)
+        return sum(counts) if all(counts) else 0
 
 
 def joined(batches: Iterable[tuple[int, Batch]], size: int) -> Iterator[tuple[int, Batch]]:

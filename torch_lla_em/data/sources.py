@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -199,12 +200,9 @@ class Source:
                 "a batch_size, or one without a DistributedSampler."
             )
 
-    def num_batches(self) -> int | None:
-        """Return the number of batches of a pass over all ranks, if it is known without one."""
-        try:
-            return len(self.loader) if self._own is None else self._own.num_batches
-        except TypeError:
-            return None
+    def num_batches(self) -> int:
+        """Return the number of batches of a pass over all ranks; 0 if it is not known without one."""
+        return length_hint(self.loader) if self._own is None else self._own.num_batches
 
     def num_rows(self, step: int, seed: int | None) -> int:
         """Return the number of examples of all ranks; 0 if it is found by reading them in turn."""

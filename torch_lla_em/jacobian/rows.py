@@ -36,15 +36,11 @@ class Weights:
         """Return the trained weights, all or the named ones, detached."""
         return self.network.weights(tuple(self.layout.names if names is None else names))
 
-    def split(self, w: Tensor) -> dict[str, Tensor]:
-        """Return vectors (K, P) as directions (K, *shape) by name."""
-        return self.layout.unflatten(w)
-
     def unpadded(self, directions: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return directions without the rows of padding, which backward leaves out by itself."""
         unpadded = dict(directions)
-        for name in unpadded.keys() & self.padding.keys():
-            for row in self.padding[name] or ():
+        for name, row in self.padding.items():
+            if row is not None and name in unpadded:
                 at = torch.full((1,), row, device=unpadded[name].device)  # no copy to a GPU
                 unpadded[name] = unpadded[name].index_fill(-2, at, 0)
         return unpadded
@@ -95,7 +91,7 @@ class Rows:
     def _chunks(self, w: Tensor) -> Iterator[dict[str, Tensor]]:
         """Yield columns (K, P) as directions (k, *shape) by name, as many as are taken at once."""
         for chunk in w.split(self.pushed or len(w)):
-            yield self._weights.split(chunk)
+            yield self._weights.layout.unflatten(chunk)
 
     def _pull(self, u: Tensor) -> dict[str, Tensor]:
         """Return Jᵀ u by name, (K, *shape); weights that f does not depend on are left out."""
@@ -121,12 +117,12 @@ def _refuse_scripted(network: Network, layout: ParameterLayout) -> None:
                 )
 
 
-def _padding_rows(network: Network, layout: ParameterLayout) -> dict[str, list[int] | None]:
-    """Return the rows that get no gradient in training, by name; None for tied weights.
+def _padding_rows(network: Network, layout: ParameterLayout) -> dict[str, int | None]:
+    """Return the row that gets no gradient in training, by name; None for tied weights.
 
     Reverse mode gives the row ``padding_idx`` of an embedding no gradient, but forward mode does.
     """
-    rows: dict[str, list[int] | None] = {}
+    rows: dict[str, int | None] = {}
     parameters = {id(p): name for name, p in network.module.named_parameters()}
     uses = Counter(id(p) for m in network.module.modules() for p in m.parameters(recurse=False))
     for path, layer in network.module.named_modules():
@@ -142,5 +138,5 @@ def _padding_rows(network: Network, layout: ParameterLayout) -> dict[str, list[i
                 f"scale_grad_by_freq=False, or leave {name!r} out of `parameters`."
             )
         if layer.padding_idx is not None:
-            rows[name] = None if uses[id(layer.weight)] > 1 else [layer.padding_idx]
+            rows[name] = None if uses[id(layer.weight)] > 1 else layer.padding_idx
     return rows

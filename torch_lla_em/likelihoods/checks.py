@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods.base import Likelihood
 from torch_lla_em.likelihoods.wrappers import Weighted
-from torch_lla_em.runtime import normals
+from torch_lla_em.runtime import normals, suppressed
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -59,13 +59,13 @@ def compare_with_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     f, y = torch.cat([f, f / 10]), torch.cat([y, y])
     for dtype in (torch.float64, f.dtype):
         y = y.to(dtype) if y.is_floating_point() else y
-        try:
+        failures: list[Exception] = []
+        with suppressed(failures):  # log_prob may not work in this precision, or not twice
             derivatives = _Derivatives.of(likelihood, f.to(dtype), y)
-        except Exception as error:  # log_prob may not work in this precision, or not twice
-            reason = f"{type(error).__name__}: {error}".split("\n")[0]
-            continue
-        derivatives.check(likelihood)
-        return
+        if not failures:
+            derivatives.check(likelihood)
+            return
+    reason = f"{type(failures[0]).__name__}: {failures[0]}".split("\n")[0]
     logger.warning(
         "The derivatives of %s could not be compared with its log_prob (%s): check them yourself.",
         type(likelihood).__name__,

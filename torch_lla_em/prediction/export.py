@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,6 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
-from torch.fx.passes.shape_prop import TensorMetadata
 from torch.utils import _pytree as pytree
 
 from torch_lla_em.data import map_tensors, tensors_in
@@ -71,7 +71,7 @@ def exported(
     x = map_tensors(lambda tensor: tensor.detach().to(model.network.device), x)
     # raises for inputs that cannot be predicted, checks derivatives, and draws the rotations
     ways.of_inputs(x)
-    program, reason = None, ""
+    reason = ""
     # ONNX has no operations for the derivatives of convolutions and of pooling
     for factored in [False] if suffix == ".onnx" else [True, False]:
         answer = _answer(_with_steady_sizes(model, x, factored), columns, ways)
@@ -82,7 +82,7 @@ def exported(
             break
         except Exception as error:  # torch's are of many kinds
             reason = str(error).partition("\n")[0]
-    if program is None:
+    else:
         logger.warning("The exported program accepts only the batch size of x: %s", reason)
         with torch.no_grad(), model.network.guarded():
             program = torch.export.export(simplified(record(answer, x)), (x,))
@@ -165,15 +165,11 @@ def _compare(answer: Any, due: Any, kind: str) -> None:
             if (found != expected).double().mean() <= 0.01 + 1 / expected.numel():
                 continue
         room = 100 * torch.finfo(expected.dtype).eps ** 0.75 * expected.abs().max()
-        if found.shape != expected.shape:
+        same = found.shape == expected.shape
+        gap = (found.to(expected) - expected).abs().max().item() if same else torch.inf
+        if not same or (expected.isfinite().all() and not gap <= room):
             raise RuntimeError(
-                f"The exported program returns the shape {tuple(found.shape)} for "
-                f"{tuple(expected.shape)} at {kind}."
-            )
-        gap = (found.to(expected) - expected).abs().max()
-        if expected.isfinite().all() and not gap <= room:
-            raise RuntimeError(
-                f"The exported program is off by {gap.item():.2g} at {kind}: it contains "
+                f"The exported program is off by {gap:.2g} at {kind}: it contains "
                 "constants that the network computed from the example inputs, or the network "
                 "draws random numbers. Exported networks must use only torch operations on "
                 "values that depend on their inputs: no .item(), .tolist(), numpy or `if`."
@@ -221,9 +217,10 @@ def record_free(function: Callable[[Any], Any], x: Any) -> GraphModule:
         if constants and not torch.equal(*constants):
             raise ValueError("the network turns the batch size into constants")
         node.meta["no_effect"] &= other.meta["no_effect"]
+        free = partial(_freed, count=count, size=size)
         with at.graph.inserting_before(node):
-            node.args = _freed(node.args, other.args, count, size)
-            node.kwargs = _freed(node.kwargs, other.kwargs, count, size)
+            node.args = pytree.tree_map(free, node.args, other.args)
+            node.kwargs = pytree.tree_map(free, node.kwargs, other.kwargs)
     at.graph.eliminate_dead_code()
     at.recompile()
     return at
@@ -257,14 +254,10 @@ def simplified(graph: GraphModule) -> GraphModule:
 
 def _has_no_effect(node: Node) -> bool:
     """Whether an operation returns a view of its first argument with the same shape and strides."""
-    given = node.args[0] if node.args else None
-    if not isinstance(given, Node) or node.op != "call_function":
+    if node.target not in _VIEWS:
         return False
-    shapes = [each.meta.get("tensor_meta") for each in (given, node)]
-    if not all(isinstance(shape, TensorMetadata) for shape in shapes):
-        return False
-    is_view = node.target in _VIEWS
-    return is_view and shapes[0].shape == shapes[1].shape and shapes[0].stride == shapes[1].stride
+    known = [each.meta.get("tensor_meta") for each in (node.all_input_nodes[0], node)]
+    return None not in known and len({(each.shape, each.stride) for each in known}) == 1
 
 
 def _is_random(node: Node) -> bool:
@@ -284,20 +277,14 @@ def _written(graph: GraphModule) -> set[Node]:
 
 
 def _freed(value: Any, other: Any, count: Node, size: int) -> Any:
-    """Return an argument with numbers that differ as functions of the batch size."""
-    if isinstance(value, Node):
+    """Return an argument, or a number that differs as a function of the batch size."""
+    if isinstance(value, Node) or value == other:
         return value
-    if isinstance(value, dict):
-        return {key: _freed(each, other[key], count, size) for key, each in value.items()}
-    if isinstance(value, (list, tuple)) and len(value) == len(other):
-        return type(value)(_freed(*pair, count, size) for pair in zip(value, other))
-    if type(value) is int and type(other) is int and value != other:
-        slope = other - value
-        scaled = count.graph.call_function(operator.mul, (count, slope))
-        return count.graph.call_function(operator.add, (scaled, value - slope * size))
-    if value != other:
+    if type(value) is not int or type(other) is not int:
         raise ValueError(f"{value} becomes {other} with one more example")
-    return value
+    slope = other - value
+    scaled = count.graph.call_function(operator.mul, (count, slope))
+    return count.graph.call_function(operator.add, (scaled, value - slope * size))
 
 
 def _is_batched(leaf: Any) -> bool:

@@ -177,5 +177,4 @@ class Fitted(summary.Printed, Predictor, StoredPosterior):
         for words in metrics.warnings_of(self, prediction, y):
             logger.warning("%s", words)
 
-    def _table(self) -> tuple[str, summary.Cells]:
-        return summary.of_fit(self)
+    _table = summary.of_fit

@@ -38,14 +38,6 @@ class StoredPosterior(nn.Module):
     num_samples: int
     tolerance: float
     target_fn: TargetFn | None
-    w_lin: Tensor
-    w_samples: Tensor
-    prior_precision: Tensor
-    sigma_noise: Tensor
-    mixture: Tensor
-    effective_dim: Tensor
-    effective_dim_error: Tensor
-    _log_evidence: Tensor
     _linear_model: LinearModel
     _given_likelihood: Any
     _given: list[str]

@@ -21,7 +21,7 @@ from torch_lla_em.prediction.functions import (
     quantile,
 )
 from torch_lla_em.prediction.mixture import Mixture
-from torch_lla_em.prediction.summary import Cells, Printed, of_prediction
+from torch_lla_em.prediction.summary import Printed, of_prediction
 
 # largest number of functions of equal weight that stand for a mixture
 _ALIKE = 1024
@@ -334,5 +334,4 @@ class Prediction(Printed, Conformal):
         members = tuple(member.first(count) for member in self.members)
         return replace(self, centre=centre, deviations=deviations, members=members, judge=None)
 
-    def _table(self) -> tuple[str, Cells]:
-        return of_prediction(self)
+    _table = of_prediction

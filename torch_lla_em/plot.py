@@ -22,6 +22,7 @@ from torch_lla_em.prediction import (
     auroc,
     binned,
     calibration_error,
+    covered,
     predicted_data,
     stated_and_right,
 )
@@ -235,11 +236,8 @@ def coverage(la: Fitted, loader: Examples, axes: Axes | None = None) -> Axes:
     levels = torch.linspace(0.02, 0.98, 49, device="cpu").tolist()
     axes.plot([0, 1], [0, 1], **_DIAGONAL)
     for name, colour, prediction in _both(rows):
-        shares = []
-        for level in levels:
-            lower, upper = prediction.credible_interval(level)
-            inside = (rows.targets >= lower) & (rows.targets <= upper)
-            shares.append(inside.double().mean().item())
+        inside = [covered(prediction, rows.targets, level) for level in levels]
+        shares = [each.double().mean().item() for each in inside]
         name = "noise alone" if prediction is rows.network else name
         axes.plot(levels, shares, color=colour, label=name)
     return _finished(axes, "level of the interval", "coverage")

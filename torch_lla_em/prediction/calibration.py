@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction.conformal import Reference
+from torch_lla_em.prediction.metrics import covered
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushed import Pushed, Tables
 from torch_lla_em.runtime import Group
@@ -30,9 +31,6 @@ Score = Callable[[Prediction, Tensor], Tensor]
 
 FACTOR, SCALE, WEIGHT = 0.5, 1.0, 1.0
 """Prior standard deviations of log factors, of log scales, and of the logits of weights."""
-
-LEVEL = 0.9
-"""Level of the intervals whose coverage is reported."""
 
 # log factors above which the validation set probably differs from the training data
 _EDGE = log(10)
@@ -147,7 +145,7 @@ def calibrated(data: Pushed, group: Group, before: Tables) -> Kept:
     (nll, _), (gain, error) = mean_and_error(-old), mean_and_error(new - old)
     coverage = coverage_error = None
     if isinstance(likelihood, Regression) and likelihood.elementwise:
-        first, second = (_each(data, _covered, *which) for which in (so_far, found))
+        first, second = (_each(data, _coverage, *which) for which in (so_far, found))
         coverage = mean_and_error(first)[0], mean_and_error(second)[0]
         coverage_error = mean_and_error(second - first)[1]
     applied, reference = gain > optimism, _split(numbers, data, group)
@@ -209,10 +207,9 @@ def _each(data: Pushed, of: Score, table: Tables, noise: Tensor) -> Tensor:
     return torch.cat(parts) if parts else noise.new_zeros(0)
 
 
-def _covered(prediction: Prediction, y: Tensor) -> Tensor:
+def _coverage(prediction: Prediction, y: Tensor) -> Tensor:
     """Return the share of each example's targets in their prediction intervals."""
-    lower, upper = prediction.credible_interval(LEVEL)
-    return ((y >= lower) & (y <= upper)).double().flatten(1).mean(1)
+    return covered(prediction, y).double().flatten(1).mean(1)
 
 
 def _most_probable(numbers: Numbers, data: Pushed, group: Group) -> Tensor:

@@ -21,7 +21,7 @@ from torch_lla_em.prediction.export import Ways, exported, returned
 from torch_lla_em.prediction.functions import WEIGHT, slots
 from torch_lla_em.prediction.posterior import StoredPosterior
 from torch_lla_em.prediction.predictor import Predictor
-from torch_lla_em.prediction.validation import held_out_evidence
+from torch_lla_em.prediction.validation import evidence, pushed
 from torch_lla_em.runtime import check_options, group_of
 
 logger = logging.getLogger("torch_lla_em")
@@ -161,8 +161,9 @@ class Fitted(summary.Printed, Predictor, StoredPosterior):
         check_options(together=together)
         self._require_fit(surely=True)
         with torch.inference_mode(False), torch.no_grad():
-            data = paired(loader, targets)
-            return held_out_evidence(self, data, together, group_of(self._shard))
+            group = group_of(self._shard)
+            parts = [part for _, part in pushed(self, paired(loader, targets), group)]
+            return evidence(parts, self.mixture, together, group)
 
     def _warn_of_collapse(self, data: Data) -> None:
         """Log a warning for each sign that the fit has failed, judged by some training examples."""

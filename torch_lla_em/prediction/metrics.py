@@ -62,9 +62,14 @@ def outcomes(prediction: Prediction, y: Tensor) -> Outcomes:
         return Outcomes(log_prob)
     error, targets, inside = (y - mean).double().flatten(), y.double().flatten(), None
     if likelihood.real_valued:
-        lower, upper = prediction.credible_interval(LEVEL)
-        inside = ((y >= lower) & (y <= upper)).flatten()
+        inside = covered(prediction, y).flatten()
     return Outcomes(log_prob, error=error, y=targets, inside=inside)
+
+
+def covered(prediction: Prediction, y: Tensor, level: float = LEVEL) -> Tensor:
+    """Return which targets lie in their prediction intervals, in the shape of the targets."""
+    lower, upper = prediction.credible_interval(level)
+    return (y >= lower) & (y <= upper)
 
 
 def concatenated(parts: Iterable[Outcomes]) -> Outcomes:

@@ -77,15 +77,24 @@ def pushed_under_each(
         yield parts
 
 
-def joint_log_probs(parts: Iterable[Pushed], table: Tensor, together: int) -> Tensor:
-    """Return log p of groups of consecutive examples, (groups,), which do not depend on the batches.
+def evidence(
+    parts: Iterable[Pushed], table: Tensor, together: int, group: Group = Group()
+) -> Estimate:
+    """Return Σ log p(y of some examples | x of them), for examples of all ranks.
 
-    Only the last group may be smaller, and one in front of examples of another shape.
+    So many consecutive examples are predicted ``together``, whatever the batches; only the last ones
+    of a rank may be fewer, and those in front of examples of another shape.
     """
     runs = groupby(parts, lambda part: part.f.shape[1:])
-    groups = (group for _, run in runs for group in joined(run).split(together))
-    values = [group.prediction(table).joint_log_prob(group.y).double().cpu() for group in groups]
-    return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64, device="cpu")
+    each = (some for _, run in runs for some in joined(run).split(together))
+    found = [some.prediction(table).joint_log_prob(some.y).double() for some in each]
+    values = torch.stack(found) if found else table.new_zeros(0).double()
+    count, total, squares = group.sum(
+        torch.stack([torch.ones_like(values), values, values.square()]).sum(1)
+    )
+    # the spread of one value is not known: 0 / 0 is NaN
+    variance = (squares - total**2 / count).clamp_min(0) / (count - 1)
+    return Estimate(total, (count * variance).sqrt())
 
 
 def predicted_data(posterior: StoredPosterior, loader: Iterable[Any]) -> PredictedData:
@@ -97,26 +106,6 @@ def predicted_data(posterior: StoredPosterior, loader: Iterable[Any]) -> Predict
     with torch.no_grad():
         every = joined(parts)
         return PredictedData(whole, every.y, every.network(), every.prediction(posterior.mixture))
-
-
-def held_out_evidence(
-    posterior: StoredPosterior, loader: Iterable[Any], together: int, group: Group
-) -> Estimate:
-    """Return Σ log p(y of a group | x of the group) over groups of examples; one pass.
-
-    Each rank forms groups of its own examples. The standard error is over groups, NaN for one group.
-    """
-    parts = [part for _, part in pushed(posterior, loader, group)]
-    return _total(joint_log_probs(parts, posterior.mixture, together).to(posterior._device), group)
-
-
-def _total(values: Tensor, group: Group = Group()) -> Estimate:
-    """Return the sum of values on all ranks, with its standard error."""
-    sums = torch.stack([torch.ones_like(values), values, values.square()]).sum(1)
-    count, total, squares = group.sum(sums)
-    # the spread of one value is not known: 0 / 0 is NaN
-    variance = (squares - total**2 / count).clamp_min(0) / (count - 1)
-    return Estimate(total, (count * variance).sqrt())
 
 
 @dataclass(frozen=True, repr=False)
@@ -182,9 +171,9 @@ class Comparison(Printed):
         rows = [("", *known, "held-out evidence", "EM seconds", "parameters")]
         for name, record in self.records.items():
             cells = [f"{record[c]:.4f}" if c in record else "" for c in known]
-            evidence = f"{record['held-out evidence']:.1f} ± {record['evidence error']:.1f}"
+            joint = f"{record['held-out evidence']:.1f} ± {record['evidence error']:.1f}"
             cost = f"{record['seconds']:.1f}" if "seconds" in record else ""
-            rows.append((name, *cells, evidence, cost, f"{record['parameters']:,}"))
+            rows.append((name, *cells, joint, cost, f"{record['parameters']:,}"))
         return f"{len(self.records)} posteriors on {count:,} examples", rows
 
 
@@ -247,12 +236,12 @@ def _scored(
     labelled = la.likelihood.labelled
     found = concatenated(outcomes(part.prediction(la.mixture), part.y) for part in parts)
     network = [part.network().log_prob(part.y).double()[labelled(part.y)] for part in parts]
-    evidence = _total(joint_log_probs(parts, la.mixture, together))
+    total, error = evidence(parts, la.mixture, together)
     record = {
         **scores(found),
         "network NLL": -torch.cat(network).mean().item(),
-        "held-out evidence": evidence.value.item(),
-        "evidence error": evidence.standard_error.item(),
+        "held-out evidence": total.item(),
+        "evidence error": error.item(),
         "parameters": sum(p.numel() for p in la.model.parameters()),
     }
     if la.history:

@@ -1,4 +1,4 @@
-"""Simulates a small GPU: tensors beyond a limit raise the out-of-memory error of CUDA."""
+"""Counts the memory of tensors; beyond a limit it raises the out-of-memory error of CUDA."""
 
 import weakref
 
@@ -43,6 +43,20 @@ class Allocator(TorchDispatchMode):
         if not self.live[key]:
             del self.live[key]
             self.used -= size
+
+
+class Largest(TorchDispatchMode):
+    """Records how many numbers the largest tensor has that any operation inside it makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in _tensors(out):
+            if not function._schema.name.startswith("aten::expand"):  # which holds no memory
+                held = tensor.untyped_storage().nbytes() // tensor.itemsize
+                self.numel = max(self.numel, held)
+        return out
 
 
 def _tensors(tree):

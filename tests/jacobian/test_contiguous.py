@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from allocator import Largest
 from jacobians import check, linear_model
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_lla_em.jacobian.network import ContiguousInputs
 
@@ -34,24 +34,6 @@ class Mixer(nn.Module):
         return self.tokens(x.transpose(1, 2)).mean(1)
 
 
-class Largest(TorchDispatchMode):
-    """Records how many numbers the largest tensor has that any operation makes."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor) and not func._schema.name.startswith(
-                "aten::expand"
-            ):
-                # broadcast views hold no memory
-                self.size = max(
-                    self.size, tensor.untyped_storage().nbytes() // tensor.element_size()
-                )
-        return result
-
-
 def largest(model, count):
     linear = linear_model(model)
     w = torch.randn(count, linear.layout.size)
@@ -59,7 +41,7 @@ def largest(model, count):
     with Largest() as seen, linear.network.guarded():
         rows = linear.at(X)
         rows.pull(rows.push(w), total)
-    return seen.size
+    return seen.numel
 
 
 @pytest.mark.parametrize("count", [1, 3])

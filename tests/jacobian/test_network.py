@@ -269,34 +269,6 @@ class TestRefused:
         self.refuse(model, *words, x=ids, error=NotImplementedError)
         check(model.double(), ids, "last_layer")
 
-    def test_both_directions_wrong(self):
-        class WrongBackward(torch.autograd.Function):
-            generate_vmap_rule = True
-
-            @staticmethod
-            def forward(x):
-                return x.sin()
-
-            @staticmethod
-            def setup_context(ctx, inputs, output):
-                ctx.save_for_backward(*inputs)
-                ctx.save_for_forward(*inputs)
-
-            @staticmethod
-            def backward(ctx, u):
-                return (u * ctx.saved_tensors[0].cos()).detach() + u * u
-
-            @staticmethod
-            def jvp(ctx, tangent):
-                return 2 * tangent
-
-        class Wrong(nn.Module):
-            def forward(self, x):
-                return WrongBackward.apply(x)
-
-        model = nn.Sequential(mlp(), Wrong())
-        self.refuse(model, "disagrees with backward", error=NotImplementedError)
-
     def test_nothing_depends_on_the_weights(self):
         class Detached(nn.Module):
             def __init__(self):

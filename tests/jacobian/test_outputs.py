@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from allocator import Largest
 from dense import ExactLaplace, gaussian_log_prob
 from tiny import draw
 from torch import nn
 from torch.nn import functional
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_lla_em import Bernoulli, Classification, LinearisedLaplace, Regression
 from torch_lla_em.data.batch import next_tokens
@@ -160,22 +160,6 @@ def test_the_class_axis_is_asked_for():
     labels = (draw(5, 3, 4) > 0).long()
     with pytest.raises(ValueError, match="classes last"):
         LinearisedLaplace(model, "classification").fit([(x, labels)], **FIXED)
-
-
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                # an expanded tensor takes no memory
-                self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.itemsize)
-        return out
 
 
 @pytest.mark.parametrize("classes", [50_000])

@@ -24,15 +24,6 @@ def test_the_bound_of_diagonal_covariances_is_the_sum_over_columns():
     assert bound(x, scale) == pytest.approx(sum(each), rel=1e-9)
 
 
-def test_superfluous_components_shrink():
-    x = draw(n=600, dim=2, num_components=2)
-    mixture = VariationalGaussianMixture(8, max_steps=2000, tolerance=1e-6).fit(x)
-    torch.testing.assert_close(mixture.parameters.concentration.sum().item(), 600.0 + 8 * (1 / 8))
-    weights = mixture.parameters.expected().weights
-    assert (weights > 0.02).sum() <= 5
-    assert torch.isfinite(mixture.log_prob(x)).all()
-
-
 def test_the_expected_mixture_approaches_the_density_with_many_examples():
     x = draw(n=4000)
     mixture = VariationalGaussianMixture(2, max_steps=500).fit(x)

@@ -3,12 +3,11 @@
 import pytest
 import torch
 from models import trained
-from tiny import draw, tiny
+from tiny import draw, fitted
 from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import LinearisedLaplace
-from torch_lla_em.likelihoods import Classification
 from torch_lla_em.prediction.conformal import p_values, quantiles
 
 
@@ -141,9 +140,8 @@ def test_sets_are_saved_and_moved_with_the_posterior(blobs, tmp_path):
 
 
 def test_intervals_are_for_each_output_and_wider_where_f_is_uncertain():
-    case = tiny("regression per output")
-    la = LinearisedLaplace(case.model, "regression", sigma_noise=torch.ones(3), num_samples=8)
-    la.fit([(case.x, case.y)], progress_bar=False)
+    noise = {"likelihood": "regression", "sigma_noise": torch.ones(3)}
+    case, la = fitted("regression per output", num_samples=8, **noise)
     x = draw(120, *case.x.shape[1:])
     y = case.model(x).detach() + torch.tensor([0.1, 1.0, 10.0]) * draw(120, 3, seed=1)
     la.calibrate(x[:80], y[:80])
@@ -166,9 +164,7 @@ def la_bounds(la, level):
 
 @pytest.mark.parametrize("name", ["bernoulli", "poisson"])
 def test_other_likelihoods_have_p_values_and_no_sets(name):
-    case = tiny(name)
-    la = LinearisedLaplace(case.model, name, num_samples=4)
-    la.fit([(case.x, case.y)], em_steps=0, prior_precision=1.0, progress_bar=False)
+    case, la = fitted(name, em_steps=0, prior_precision=1.0)
     la.calibrate(case.x, case.y)
     prediction = la.predict(case.x)
     assert prediction.p_value.shape == (len(case.x),)
@@ -178,9 +174,7 @@ def test_other_likelihoods_have_p_values_and_no_sets(name):
 
 
 def test_examples_without_a_label_are_no_reference():
-    case = tiny("classification")
-    la = LinearisedLaplace(case.model, Classification(), num_samples=4)
-    la.fit([(case.x, case.y)], em_steps=0, prior_precision=1.0, progress_bar=False)
+    case, la = fitted("classification", em_steps=0, prior_precision=1.0)
     y = case.y.clone()
     y[:2] = -100
     la.calibrate(case.x, y)

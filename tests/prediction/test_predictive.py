@@ -382,13 +382,6 @@ def test_functions_keep_covariance_and_mean(count):
     assert_close(drawn[:count], deviations)
 
 
-def test_functions_of_single_examples_are_those_of_the_batch():
-    deviations = draw(5, 6, 2)
-    together = functions_of(deviations)
-    apart = [functions_of(part) for part in deviations.split(2, dim=1)]
-    assert_close(together, torch.cat(apart, dim=1))
-
-
 def test_many_outputs_use_mirror_images_only():
     assert len(functions_of(torch.zeros(4, 2, 3000))) == 8
 
@@ -404,11 +397,6 @@ def test_averages_do_not_depend_on_the_chunk_size(monkeypatch):
     monkeypatch.setattr(mixtures, "_NUMBERS", 1)
     for few, all_at_once in zip(everything(), whole):
         assert_close(few, all_at_once)
-
-
-def test_an_empty_batch_has_empty_predictions():
-    p = Prediction(Classification(), draw(0, 3), draw(4, 0, 3))
-    assert p.probs.shape == (0, 3) and p.epistemic.shape == (0,)
 
 
 def test_averages_are_nearer_to_those_of_the_gaussian():

@@ -4,7 +4,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
-from tiny import tiny
+from tiny import fitted, tiny
 
 from torch_lla_em import (
     Bernoulli,
@@ -18,9 +18,7 @@ from torch_lla_em.runtime import write_atomically
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    case = tiny("classification")
-    la = LinearisedLaplace(case.model, "classification", num_samples=3)
-    la.fit([(case.x, case.y)], em_steps=0, prior_precision=5.0, progress_bar=False)
+    case, la = fitted(likelihood="classification", em_steps=0, prior_precision=5.0)
     path = tmp_path_factory.mktemp("saved") / "la.pt"
     la.save(path)
     return case.model, torch.load(path, weights_only=True)
@@ -39,9 +37,8 @@ def test_files_that_claim_more_than_they_hold_are_refused(saved, tmp_path):
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 def test_safetensors_hold_the_same(kind, tmp_path):
     safetensors = pytest.importorskip("safetensors")
-    case = tiny(kind)
-    la = LinearisedLaplace(case.model, kind, num_samples=3)
-    la.fit([(case.x, case.y)], em_steps=2, progress_bar=False).calibrate(case.x, case.y)
+    case, la = fitted(kind, likelihood=kind, em_steps=2)
+    la.calibrate(case.x, case.y)
     la.save(tmp_path / "la.pt")
     la.save(tmp_path / "la.safetensors")
     assert LinearisedLaplace.load(tmp_path / "la.pt", case.model).calibration == la.calibration
@@ -145,10 +142,9 @@ GIVEN = {
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_functions_of_the_user_must_be_passed_to_load(name, tmp_path):
-    case = tiny("classification")
     given = {name: GIVEN[name]}
-    la = LinearisedLaplace(case.model, "classification", num_samples=2, **given)
-    la.fit([(case.x, case.y)], em_steps=0, prior_precision=5.0, progress_bar=False)
+    fit = {"likelihood": "classification", "em_steps": 0, "prior_precision": 5.0}
+    case, la = fitted(**fit, **given)
     la.save(tmp_path / "la.pt")
     with pytest.raises(ValueError, match=rf"fitted with your own {name}.*Pass {name}=\.\.\."):
         LinearisedLaplace.load(tmp_path / "la.pt", case.model)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import trained
 from tiny import draw
 from torch import nn
 from torch.testing import assert_close
@@ -18,12 +19,7 @@ def fitted():
     x = draw(60, 3)
     y = (x[:, 0] > 0).long() + (x[:, 1] > 0.5)
     net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3)).double()
-    optimizer = torch.optim.Adam(net.parameters(), 0.02)
-    for _ in range(100):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(x), y).backward()
-        optimizer.step()
-    la = LinearisedLaplace(net, "classification", num_samples=8)
+    la = LinearisedLaplace(trained(net, x, y, 100), "classification", num_samples=8)
     return la.fit(x, y, progress_bar=False), x, y
 
 

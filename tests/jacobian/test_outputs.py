@@ -155,6 +155,24 @@ def test_outputs_without_an_axis_are_regressed():
     assert binary.fit([(x, (y > 0).double())], **FIXED)(x).shape == (12,)
 
 
+@pytest.mark.parametrize("likelihood", ["regression", "bernoulli", "poisson"])
+def test_outputs_without_an_axis_have_the_posterior_of_one_column(likelihood):
+    torch.manual_seed(0)
+    column = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    x = draw(300, 2)
+    y = {"regression": x[:, 0]}.get(likelihood, (x[:, 0] > draw(300, seed=1)).double())
+    found = []
+    for model, targets in ((column, y[:, None]), (nn.Sequential(column, nn.Flatten(0)), y)):
+        la = LinearisedLaplace(model, likelihood, g_prior=False, num_samples=4)
+        la.fit([(x, targets)], **FIXED).calibrate(x[:40], targets[:40])
+        p = la.predict(x)
+        of_x = p.expectation, p.variance, *p.credible_interval(0.8), p.log_prob(targets)
+        if likelihood == "regression":
+            of_x += tuple(p.interval(0.8))
+        found.append([la.effective_dim, *(tensor.flatten() for tensor in of_x)])
+    assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
 def test_the_class_axis_is_asked_for():
     model, x = pixels(3)
     labels = (draw(5, 3, 4) > 0).long()

@@ -56,6 +56,14 @@ def test_programs_are_exact_by_factors_and_by_torch_func(dtype, tolerance, num_s
     assert_close(program.module()(other), expected, rtol=tolerance, atol=tolerance)
 
 
+def test_networks_without_factors_are_exported():
+    torch.manual_seed(0)
+    x, model = torch.randn(12, 2), nn.Sequential(nn.Linear(2, 1), nn.Flatten(0))
+    la = fitted(model, "regression", x, x[:, 0])
+    assert la._linear_model.factored is None
+    assert_close(la.export(x[:5]).module()(x), la(x))
+
+
 def test_what_depends_on_weights_alone_is_computed_once():
     la, x, shape = free_case("perceptron", "classification")
     program = la.export(x)

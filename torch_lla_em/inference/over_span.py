@@ -122,6 +122,11 @@ class OverSpan:
     ):
         self.span, self.moves, self._problem = span, moves, problem
         f, targets, _ = span.rows
+        if f.dim() == 1:  # the last axis is that of the classes
+            f, targets = f[:, None], targets[:, None]
+        self.f = f
+        """The network's outputs, (N, ..., C)."""
+
         self._sigma, likelihood = sigma_of(problem), problem.likelihood
         if self._sigma is not None:
             gaussian: Any = likelihood
@@ -141,7 +146,7 @@ class OverSpan:
 
         If H moves, it begins as the average of those at outputs 0 and at the network's outputs.
         """
-        expected, H = self.expected, self.span.rows.f if at is None else at
+        expected, H = self.expected, self.f if at is None else at.view_as(self.f)
         zero = torch.zeros_like(H)
         if self.moves:
             H = 0.5 * (expected.curvature(zero, None) + expected.curvature(H, None))
@@ -218,7 +223,7 @@ class OverSpan:
             # the loss without its constant: ½ Σ (y - J w)² / σ² at the first σ
             squares = 2 * self._sigma.item() ** 2
             fit = (q.loss - gaussian_constant(self._problem, hyper.sigma)) * q.noise**2
-            at_zero = self.expected.loss(torch.zeros_like(self.span.rows.f), None)
+            at_zero = self.expected.loss(torch.zeros_like(self.f), None)
             sums = (
                 *hyper.sigma.new_tensor([squares * fit, squares * at_zero]),
                 q.effective_dims.mean(),
@@ -238,7 +243,8 @@ class OverSpan:
         curved = expected.product(q.curved.H, span.J @ samples.T.to(span.J)).T.reshape(-1, *shape)
         of_samples = expected.root(q.curved.H, sign * q.noise * self.epsilon) - curved
         of_mean = -expected.slope(self.outputs(q.mean), q.root)
-        pulled = span.pulled(torch.cat([of_samples, of_mean[None]]))
+        u = torch.cat([of_samples, of_mean[None]])
+        pulled = span.pulled(u.view(len(u), *span.rows.f.shape))
         if pulled is None:
             return None
         pulled /= q.noise**2

@@ -217,7 +217,7 @@ def _average(over: OverSpan, q: Q) -> Tensor:
     network has overfitted: then the mean of q keeps only a share of the network's f, and the weights
     of mean and network decrease with this share.
     """
-    f = over.span.rows.f
+    f = over.f
     curved = over.expected.product(q.curved.H, f.reshape(-1, 1)).view(f.shape)
     kept = (curved * over.outputs(q.mean)).sum() / (curved * f).sum().clamp_min(1e-30)
     collapsed = q.effective_dims.mean() < 4 / len(q.effective_dims)  # to a prior that keeps nothing

@@ -209,7 +209,7 @@ def _each(data: Pushed, of: Score, table: Tables, noise: Tensor) -> Tensor:
 
 def _coverage(prediction: Prediction, y: Tensor) -> Tensor:
     """Return the share of each example's targets in their prediction intervals."""
-    return covered(prediction, y).double().flatten(1).mean(1)
+    return covered(prediction, y).double().reshape(len(y), -1).mean(1)
 
 
 def _most_probable(numbers: Numbers, data: Pushed, group: Group) -> Tensor:

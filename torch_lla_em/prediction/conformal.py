@@ -194,7 +194,8 @@ class Conformal(Mixture):
             return _mass_above(self._expected()).gather(1, y.long()[:, None]).double()
         if not self._has_values:
             return self.centre.new_zeros(len(y), 0).double()
-        return ((y - self._expected()).abs() / self._variance().sqrt()).double()
+        errors = (y - self._expected()).abs() / self._variance().sqrt()
+        return errors.double().reshape(len(y), -1)
 
     @property
     def _has_classes(self) -> bool:
@@ -204,7 +205,7 @@ class Conformal(Mixture):
 
     @property
     def _has_values(self) -> bool:
-        return self.likelihood.real_valued and self.centre.dim() == 2
+        return self.likelihood.real_valued and self.centre.dim() <= 2
 
 
 def p_values(reference: Tensor, scores: Tensor) -> Tensor:

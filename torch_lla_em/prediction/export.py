@@ -73,7 +73,8 @@ def exported(
     ways.of_inputs(x)
     reason = ""
     # ONNX has no operations for the derivatives of convolutions and of pooling
-    for factored in [False] if suffix == ".onnx" else [True, False]:
+    by_factors = model.factored is not None and suffix != ".onnx"
+    for factored in [True, False] if by_factors else [False]:
         answer = _answer(_with_steady_sizes(model, x, factored), columns, ways)
         try:
             program = _for_any_batch(model.network, answer, x)

@@ -18,7 +18,7 @@ from torch_lla_em.likelihoods import (
     Poisson,
     Regression,
 )
-from torch_lla_em.prediction import mixture as mixtures
+from torch_lla_em.prediction import averages
 from torch_lla_em.prediction.functions import (
     FUNCTIONS,
     JOINT,
@@ -394,7 +394,7 @@ def test_averages_do_not_depend_on_the_chunk_size(monkeypatch):
         return [*values, p.joint_log_prob(y), *p.credible_interval()]
 
     whole = everything()
-    monkeypatch.setattr(mixtures, "_NUMBERS", 1)
+    monkeypatch.setattr(averages, "_NUMBERS", 1)
     for few, all_at_once in zip(everything(), whole):
         assert_close(few, all_at_once)
 

@@ -29,8 +29,8 @@ logger = logging.getLogger("torch_lla_em")
 Score = Callable[[Prediction, Tensor], Tensor]
 """Maps a prediction and its targets to a number for each example."""
 
-FACTOR, SCALE, WEIGHT = 0.5, 1.0, 1.0
-"""Prior standard deviations of log factors, of log scales, and of the logits of weights."""
+# prior standard deviations of log factors, of log scales, and of the logits of weights
+_OF_FACTOR, _OF_SCALE, _OF_LOGIT = 0.5, 1.0, 1.0
 
 # log factors above which the validation set probably differs from the training data
 _EDGE = log(10)
@@ -178,7 +178,7 @@ def numbers_of(likelihood: Likelihood) -> Numbers:
             a = theta[2].sigmoid()
             return _table([[theta.new_ones(()), a, 1 - a, (2 * theta[0]).exp()]]), theta[1].exp()
 
-        return Numbers(mixed_mean, (SCALE, SCALE, 2 * WEIGHT), (0, 1))
+        return Numbers(mixed_mean, (_OF_SCALE, _OF_SCALE, 2 * _OF_LOGIT), (0, 1))
     factors = likelihood.gives_probabilities
 
     def mixture(theta: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,7 +187,7 @@ def numbers_of(likelihood: Likelihood) -> Numbers:
         posterior = [w[0], one, zero, (2 * theta[0]).exp()]
         return _table([posterior, [w[1], c, zero, zero], [w[2], zero, t, zero]]), one
 
-    deviations = (SCALE, *(FACTOR,) * 2 * factors, WEIGHT, WEIGHT, WEIGHT)
+    deviations = (_OF_SCALE, *(_OF_FACTOR,) * 2 * factors, *(_OF_LOGIT,) * 3)
     return Numbers(mixture, deviations, tuple(range(1 + 2 * factors)))
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.prediction.mixture import Mixture
+from torch_lla_em.prediction.averages import Functions
 from torch_lla_em.prediction.training_examples import centred
 
 # comparisons that are held in memory at a time
@@ -52,7 +52,7 @@ REFERENCE = tuple(f"conformal_{name}" for name in Reference._fields)
 
 
 @dataclass(frozen=True, repr=False)
-class Conformal(Mixture):
+class Conformal(Functions):
     """A prediction's methods that compare its inputs with a validation set."""
 
     judge: Callable[[], tuple[Reference, Conformal]] | None = field(default=None, kw_only=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_lla_em.data import as_targets
 from torch_lla_em.likelihoods import average
+from torch_lla_em.prediction.averages import Functions
 from torch_lla_em.prediction.conformal import Conformal, Interval
 from torch_lla_em.prediction.functions import (
     log_mean,
@@ -20,7 +21,6 @@ from torch_lla_em.prediction.functions import (
     pair_error,
     quantile,
 )
-from torch_lla_em.prediction.mixture import Mixture
 from torch_lla_em.prediction.summary import Printed, of_prediction
 
 # largest number of functions of equal weight that stand for a mixture
@@ -93,7 +93,7 @@ class Prediction(Printed, Conformal):
 
         mean = self._mean()
 
-        def of(part: Mixture) -> Tensor:
+        def of(part: Functions) -> Tensor:
             flat = self._out(part.deviations, leading=1).flatten(1)
             apart = self._out(part.centre - mean).flatten()[None]
             with own_precision(flat):
@@ -162,7 +162,7 @@ class Prediction(Printed, Conformal):
         if self.likelihood.real_valued:
             return torch.zeros_like(self.expectation)
 
-        def of(part: Mixture) -> Tensor:
+        def of(part: Functions) -> Tensor:
             count = len(part.deviations)
             return part._over_rows(lambda f, _: pair_error(part.likelihood.mean(f), count))
 
@@ -271,7 +271,7 @@ class Prediction(Printed, Conformal):
             Probabilities or rates, shape (B, ..., C).
         """
 
-        def of(part: Mixture) -> Tensor:
+        def of(part: Functions) -> Tensor:
             variance, outputs = mean_square(part.deviations), part.centre.shape[-1]
             if shared and not part.likelihood.monotone and outputs > 1:
                 # half the mean variance of a difference of two outputs, which a shift does not change

@@ -239,11 +239,8 @@ class Predictor:
         batches = map(inputs_of, as_loader(x)) if is_loader else [x]
 
         def under(posterior: StoredPosterior, x: Any) -> Pushed:
-            model, columns = (
-                posterior._linear_model,
-                (posterior.w_lin[None], posterior.w_samples[some]),
-            )
-            f, Jw = push_forward(model, x, *columns)
+            model = posterior._linear_model
+            f, Jw = push_forward(model, x, posterior.w_lin[None], posterior.w_samples[some])
             return posterior._of_products(f, Jw, f, model.network.class_dim)
 
         return joined(together([under(p, x) for p in self._posteriors]) for x in batches)

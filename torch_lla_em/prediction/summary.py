@@ -133,10 +133,8 @@ def findings(la: Any) -> Iterator[tuple[str, str]]:
     found, gamma, error = la.calibration, la.effective_dim.sum(), la.effective_dim_error.norm()
     solver_error = relative_error(la.certificate, gamma)
     if solver_error <= _BEYOND_TOLERANCE * la.tolerance:
-        yield (
-            "good",
-            (f"The samples are accurate: the relative error of the solver is {solver_error:.1g}."),
-        )
+        words = f"The samples are accurate: the relative error of the solver is {solver_error:.1g}."
+        yield "good", words
     else:
         yield (
             "to do",

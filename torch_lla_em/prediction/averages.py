@@ -29,7 +29,7 @@ _NUMBERS = 2**23
 
 
 @dataclass(frozen=True, repr=False)
-class Mixture:
+class Functions:
     """A distribution over functions at B inputs: that of a posterior, or a mixture of several.
 
     The classes are last in the fields, wherever the model has them.
@@ -53,7 +53,7 @@ class Mixture:
     """The weights of a posterior and of functions without uncertainty, whose sum is 1; None: equal."""
 
     @cached_property
-    def _parts(self) -> tuple[Mixture, ...]:
+    def _parts(self) -> tuple[Functions, ...]:
         """The components, which are no mixtures themselves."""
         return tuple(part for member in self.members for part in member._parts) or (self,)
 
@@ -66,12 +66,12 @@ class Mixture:
         weights = equal if self.weights is None else self.weights
         return torch.cat([w * member._shares for w, member in zip(weights, self.members)])
 
-    def _averaged(self, of: Callable[[Mixture], Tensor]) -> Tensor:
+    def _averaged(self, of: Callable[[Functions], Tensor]) -> Tensor:
         """Return the mean of a quantity over the components."""
         return average(torch.stack([of(part) for part in self._parts]), self._shares)
 
     def _total_variance(
-        self, within: Callable[[Mixture], Tensor], of: Callable[[Mixture], Tensor]
+        self, within: Callable[[Functions], Tensor], of: Callable[[Functions], Tensor]
     ) -> Tensor:
         """Return the mean of a variance over the components, plus the variance of a mean."""
         mean = self._averaged(of)
@@ -158,7 +158,7 @@ class Mixture:
     def _log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_n | x_n), (B,)."""
 
-        def of(part: Mixture) -> Tensor:
+        def of(part: Functions) -> Tensor:
             if isinstance(part.likelihood, Regression):
                 variance, error = part._variance(), y - part._expected()
                 return sum_rows(-0.5 * (error**2 / variance + (2 * pi * variance).log()), y)
@@ -170,7 +170,7 @@ class Mixture:
     def _joint_log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_1..y_B | x_1..x_B), ()."""
 
-        def of(part: Mixture) -> Tensor:
+        def of(part: Functions) -> Tensor:
             likelihood = part.likelihood
             if isinstance(likelihood, Regression):
                 sigma = likelihood.variance(part.centre).sqrt()

@@ -47,15 +47,6 @@ def test_w_MAP_is_the_trained_weights_in_order():
 
 
 class TestLastLayer:
-    def test_trunk_runs_once_a_batch(self):
-        model, calls = mlp(), []
-        linear = linear_model(model, "last_layer")
-        linear.probe(X)
-        assert linear.factored.least_columns == 1  # there is nothing to go back through
-        model[0].register_forward_hook(lambda *_: calls.append(1))
-        products(linear, X, torch.ones(1, 10).double(), torch.ones(1, 5, 2).double())
-        assert len(calls) == 1
-
     @pytest.mark.parametrize(
         "after",
         [

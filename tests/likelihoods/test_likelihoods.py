@@ -67,19 +67,6 @@ def test_probabilities_are_a_softmax_of_any_number_of_classes(classes):
     assert_close(Classification().log_mean(f), f - powers.sum(-1, keepdim=True).log())
 
 
-def test_sequences_sum_over_their_sites():
-    likelihood, f, y = example("classification")
-    sequence, labels = f.view(1, 5, 3), y.view(1, 5)
-    assert_close(likelihood.log_prob(sequence, labels), likelihood.log_prob(f, y).sum()[None])
-    ignored = labels.clone()
-    ignored[0, 1] = -100
-    kept = torch.tensor([True, False, True, True, True])
-    expected = likelihood.log_prob(f, y)[kept].sum()[None]
-    assert_close(likelihood.log_prob(sequence, ignored), expected)
-    assert likelihood.gradient(sequence, ignored)[0, 1].eq(0).all()
-    assert_close(likelihood.mask(ignored)[0], kept)
-
-
 @pytest.mark.parametrize("margin", [1.0, 20.0, 60.0, 400.0])
 def test_certain_softmax_keeps_its_digits(margin):
     """Where p is near 1, H u, S ε and the gradient are as exact as their entries, in float32."""

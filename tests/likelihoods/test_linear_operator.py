@@ -60,21 +60,6 @@ def dense_log_prob(A, sigma):
     return log_prob
 
 
-def test_products_match_derivatives_of_the_density(likelihood, matrix):
-    f = torch.randn(3, *SHAPE).double()
-    y, u = torch.randn(3, MEASURED).double(), torch.randn(2, 3, *SHAPE).double()
-    expected = torch.stack([dense_log_prob(matrix, SIGMA)(a.flatten(), b) for a, b in zip(f, y)])
-    assert_close(likelihood.log_prob(f, y), expected)
-    leaf = f.clone().requires_grad_()
-    slope = torch.autograd.grad(-likelihood.log_prob(leaf, y).sum(), leaf)[0]
-    assert_close(likelihood.gradient(f, y), slope)
-    H = matrix.T @ matrix / SIGMA**2
-    assert_close(likelihood.hessian_product(f, u).flatten(2), u.flatten(2) @ H)
-    basis = torch.eye(SIDE**2).double().view(-1, 1, *SHAPE)
-    S = likelihood.hessian_sqrt_product(f[:1], basis).flatten(1).T
-    assert_close(S @ S.T, H)
-
-
 @pytest.mark.parametrize("solver", [BlockCG(1e-10), BlockKrylov(1e-10), FunctionSpace(1e-10)])
 @pytest.mark.parametrize("g_prior", [False, True])
 def test_posterior_is_the_dense_one(setting, likelihood, matrix, solver, g_prior):

@@ -269,14 +269,6 @@ def test_a_shared_variance_keeps_the_most_probable_class():
     assert_close(b.smoothed(shared=True), b.smoothed())
 
 
-def test_two_classes_share_what_one_logit_has():
-    p = prediction(Classification(), outputs=2)
-    difference = p.mean[:, 1] - p.mean[:, 0]
-    variance = (p.deviations[..., 1] - p.deviations[..., 0]).square().mean(0) / 2
-    expected = (difference / (1 + torch.pi / 8 * variance).sqrt()).sigmoid()
-    assert_close(p.smoothed(shared=True)[:, 1], expected)
-
-
 @pytest.mark.parametrize("likelihood", [Regression(), Poisson(), HeteroscedasticRegression()])
 @pytest.mark.parametrize("name", ["probs", "log_probs"])
 def test_probs_raise_for_other_likelihoods(likelihood, name):

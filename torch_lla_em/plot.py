@@ -114,7 +114,7 @@ def bands(la: Fitted, loader: Examples, axes: Axes | None = None, output: int = 
         >>> axes = plot.bands(regression, [(x, model(x).detach())])
     """
     rows, axes = _regression_rows(la, loader), _axes(axes)
-    x, y = rows.inputs, _array(rows.targets.flatten(1)[:, output])
+    x, y = rows.inputs, _columns(rows.targets)[:, output]
     if x is None or x[0].numel() != 1:
         mean, _, outer = _intervals(rows.posterior, output)
         kept = _thinned(mean.argsort(), _BARS)
@@ -164,14 +164,15 @@ def confidence(la: Fitted, loader: Examples, axes: Axes | None = None) -> Axes:
     grid = torch.cartesian_prod(*sides).to(x)
     prediction = la.predict(grid)
     if prediction.likelihood.gives_probabilities:
-        p, label = prediction.probs, "confidence"
+        p, label = prediction.probs.reshape(len(grid), -1), "confidence"
         values = torch.maximum(p, 1 - p)[:, 0] if p.shape[1] == 1 else p.amax(1)
     else:
-        values, label = prediction.moments().variance[:, 0].sqrt(), "standard deviation"
+        variance, label = prediction.predictive_variance, "standard deviation"
+        values = variance.reshape(len(grid), -1)[:, 0].sqrt()
     plane = *map(_array, sides), _array(values.view(_GRID, _GRID).T)
     shades = axes.contourf(*plane, levels=20, cmap="Blues")
     axes.figure.colorbar(shades, ax=axes, label=label)
-    shown = {"c": _array(y.view(len(y), -1)[:, 0]), "cmap": "autumn", "edgecolors": "black"}
+    shown = {"c": _columns(y)[:, 0], "cmap": "autumn", "edgecolors": "black"}
     axes.scatter(*_array(x.T), 14, linewidths=0.4, **shown)
     return _finished(axes, "first input", "second input")
 
@@ -325,7 +326,7 @@ def _intervals(prediction: Prediction, output: int) -> list[np.ndarray]:
     """Return the mean of one output, and half the 90 % intervals of the mean and of y, (B,)."""
     mean, variance = prediction.moments()
     halves = (_NINETY * v.sqrt() for v in (prediction.epistemic, variance))
-    return [_array(values.flatten(1)[:, output]) for values in (mean, *halves)]
+    return [_columns(values)[:, output] for values in (mean, *halves)]
 
 
 def _images(x: Tensor) -> Tensor:
@@ -353,9 +354,9 @@ def _captions(rows: PredictedData, is_table: bool) -> list[tuple[str, bool]]:
     texts, wrong = [""] * len(y), [False] * len(y)
     if prediction.likelihood.real_valued:
         mean, _, outer = _intervals(prediction, 0)
-        wrong = (abs(_array(y.flatten(1)[:, 0]) - mean) > outer).tolist()
+        wrong = (abs(_columns(y)[:, 0] - mean) > outer).tolist()
         texts = [f"{m:.3g}\n± {h:.2g}" for m, h in zip(mean, outer)]
-    elif y.dim() == 1 and prediction.likelihood.gives_probabilities:
+    elif prediction.likelihood.gives_probabilities and prediction.probs.dim() == y.dim() + 1 == 2:
         p, best = prediction.probs.max(1)
         texts = [f"{c}: {q:.2f}" for c, q in zip(best.tolist(), p.tolist())]
         wrong = (best != y).tolist()
@@ -382,6 +383,11 @@ def _epistemic(la: Fitted, data: Any) -> np.ndarray:
         predictions = [la.predict(inputs_of(batch)) for batch in batches]
     values = [p.epistemic.reshape(len(p.centre), -1).mean(1) for p in predictions]
     return _array(torch.cat(values).double().clamp_min(1e-12))
+
+
+def _columns(values: Tensor) -> np.ndarray:
+    """Return values (N, ...) as columns, (N, outputs)."""
+    return _array(values.reshape(len(values), -1))
 
 
 def _array(values: Tensor) -> np.ndarray:

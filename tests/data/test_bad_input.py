@@ -201,6 +201,34 @@ def test_inputs_that_no_network_takes_are_refused(case, parameters):
         la.fit(*data, progress_bar=False)
 
 
+WHOLE = {
+    "a list": (list, "in one list"),
+    "a dict": (lambda x: {"a": x[0], "b": x[1]}, "in one dict"),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_networks_of_one_collection_need_a_forward_fn(kind):
+    make, message = WHOLE[kind]
+
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, parts):
+            return self.inner(torch.cat(list(parts.values() if kind == "a dict" else parts), 1))
+
+    x, options = make((X[:, :1], X[:, 1:])), {"num_samples": 2}
+    with pytest.raises(
+        TypeError, match=f"{message}.*forward_fn=lambda model, inputs: model.inputs"
+    ):
+        LinearisedLaplace(Joined(), "classification", **options).fit([(x, LABELS)])
+    options["forward_fn"] = lambda model, inputs: model(inputs)
+    la = LinearisedLaplace(Joined(), "classification", **options).fit([(x, LABELS)])
+    assert_close(la(x), fit("classification", [(X, LABELS)], em_steps=20)(X))
+
+
 def test_a_column_of_a_table_may_be_the_targets():
     whole = fit("classification", (X, LABELS))
     column = Table(LABELS.numpy())

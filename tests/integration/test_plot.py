@@ -114,6 +114,16 @@ def test_confidence_is_over_two_inputs(kind, outputs):
         plot.confidence(la, rows._replace(inputs=x[:, :1]))
 
 
+@pytest.mark.parametrize("kind", ["bernoulli", "regression"])
+def test_outputs_without_an_axis_are_plotted(kind):
+    x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0)).double()
+    y, model = x[:, 0], nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)).double()
+    y = y if kind == "regression" else (y > 0).double()
+    _, la = tiny.fitted(kind, [(x, y)], model, em_steps=1)
+    for draw in (plot.confidence, plot.extremes, *[plot.bands] * (kind == "regression")):
+        assert draw(la, [(x, y)]).has_data()
+
+
 # nothing but samples is known of a likelihood without variance
 @pytest.mark.parametrize("name", [name for name in LOG_PROBS if name != "binomial"])
 def test_extremes_are_ordered_by_uncertainty(name):

@@ -181,7 +181,11 @@ def _refuse_unshifted(batch: Mapping[str, Any]) -> None:
 def default_forward(module: nn.Module, inputs: Any) -> Tensor:
     """Call a network on a tensor, a tuple or a dict; return its tensor or ``.logits``."""
     if isinstance(inputs, Mapping):
-        outputs = module(**inputs)
+        try:
+            outputs = module(**inputs)
+        except TypeError as error:
+            _explain_names(module, inputs)
+            raise error
     elif is_sequence(inputs):
         _refuse_numbers(inputs)
         try:
@@ -223,5 +227,19 @@ def _explain_number(module: nn.Module, inputs: Sequence[Any]) -> None:
             f"accept ({error}). The last entry of a tuple is the targets, and all others are "
             'inputs. For batches (x, y, weight) call fit(loader, weights="last"). If other '
             "entries are not inputs, pass target_fn=lambda batch: batch[1] and forward_fn=lambda "
-            "model, inputs: model(inputs[0])."
+            "model, inputs: model(inputs[0]). If the network takes them all in one list, pass "
+            "forward_fn=lambda model, inputs: model(inputs)."
+        ) from error
+
+
+def _explain_names(module: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Raise an error with a remedy if the network does not accept inputs of these names."""
+    try:
+        signature(module.forward).bind(**inputs)
+    except TypeError as error:
+        raise TypeError(
+            f"The network was called with the inputs {', '.join(map(str, inputs))} by name, which "
+            f"its forward method does not accept ({error}). If it takes them all in one dict, pass "
+            "forward_fn=lambda model, inputs: model(inputs); if some are not its inputs, pass a "
+            "forward_fn that leaves them out."
         ) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from os import PathLike
@@ -72,10 +71,10 @@ class Session:
         silent = self._group.rank > 0 or not self._has_bar
         with ExitStack() as stack:
             stack.enter_context(collected_warnings(self.messages))
+            looks = {"bar_format": _BAR, "mininterval": _SECONDS_BETWEEN_UPDATES, "miniters": 0}
             self._bar = stack.enter_context(
-                tqdm(desc=_STAGES["setting up"], bar_format=_BAR, disable=silent)
+                tqdm(desc=_STAGES["setting up"], disable=silent, **looks)
             )
-            self._drawn = 0.0
             for device in {"cpu", self._device.type}:
                 if torch.amp.is_autocast_available(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
@@ -147,10 +146,7 @@ class Session:
 
     def _draw(self, share: float | None) -> None:
         """Show the stage, the progress of its pass, and the result of the last EM step."""
-        now, cost = time.monotonic(), self.problem.cost
-        if now - self._drawn < _SECONDS_BETWEEN_UPDATES:
-            return
-        self._drawn, self._bar.n = now, cost.columns
+        cost = self.problem.cost
         stage = _STAGES.get(cost.running, cost.running)
         doing = f"{stage}, pass {self.problem.data.num_passes + 1}"
         if share is not None:
@@ -158,7 +154,8 @@ class Session:
         if self.history:
             doing += f", {len(self.history)} EM steps done"
         self._bar.set_description_str(doing, refresh=False)
-        self._bar.set_postfix(summary_of(self.history[-1]) if self.history else {})
+        self._bar.set_postfix(summary_of(self.history[-1]) if self.history else {}, refresh=False)
+        self._bar.update(cost.columns - self._bar.n)
 
     def end(self) -> None:
         """Raise an error if the data are not those of the checkpoint, or the weights have changed."""

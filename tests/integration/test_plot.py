@@ -117,7 +117,7 @@ def test_confidence_is_over_two_inputs(kind, outputs):
 @pytest.mark.parametrize("kind", ["bernoulli", "regression"])
 def test_outputs_without_an_axis_are_plotted(kind):
     x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0)).double()
-    y, model = x[:, 0], nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)).double()
+    y, model = x.sin().sum(1), nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)).double()
     y = y if kind == "regression" else (y > 0).double()
     _, la = tiny.fitted(kind, [(x, y)], model, em_steps=1)
     for draw in (plot.confidence, plot.extremes, *[plot.bands] * (kind == "regression")):

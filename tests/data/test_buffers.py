@@ -8,7 +8,6 @@ import torch
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from torch_lla_em import LinearisedLaplace
 from torch_lla_em.data.loader import Data
 from torch_lla_em.data.sources import Chain
 
@@ -187,15 +186,6 @@ def test_batches_that_were_looked_at_are_not_overwritten():
     assert_close(data.first().inputs, rows()[0][:2])
     assert_close(torch.cat([batch.inputs + 0 for batch in data]), rows()[0])
     assert loader.reads == 1
-
-
-def test_the_loader_is_begun_once_for_every_pass_that_reads_it():
-    loader = Begun(TensorDataset(*rows()), 1, shuffle=True)
-    la = LinearisedLaplace(torch.nn.Linear(2, 3), "classification", parameters="last_layer")
-    la.plan(loader)
-    assert loader.begun == 1
-    la.fit(loader, em_steps=0, prior_precision=1.0, progress_bar=False)
-    assert loader.begun == 3  # batches are kept from the second pass on
 
 
 @pytest.mark.parametrize("sampler", [None, torch.utils.data.SubsetRandomSampler(range(3, 20))])

@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from torch_lla_em import Classification, LinearisedLaplace
-from torch_lla_em.data.batch import inputs_of, next_tokens
+from torch_lla_em.data.batch import next_tokens
 from torch_lla_em.data.loader import Data
 
 CPU = torch.device("cpu")
@@ -151,19 +151,6 @@ def test_batches_that_do_not_split_stay_whole():
     la = LinearisedLaplace(Graphs(), "classification", num_samples=2)
     la.fit([(nodes, graph, torch.arange(40) % 2)], em_steps=1, progress_bar=False)
     assert la.num_data == 40
-
-
-def test_inputs_are_what_the_targets_leave():
-    a, b, y = torch.ones(1), torch.ones(2), torch.zeros(2)
-    assert inputs_of((a, b, y)) == (a, b)
-    assert inputs_of((a, y, b), y) == (a, b)
-    assert inputs_of((a, y), y.clone()) is a
-    assert inputs_of([a]) is a
-    assert inputs_of({"a": a, "y": y}, y) == {"a": a}
-    assert inputs_of(Sample(a, y)).label is y
-    whole = UserDict(a=a, labels=y)
-    rest = inputs_of(whole)
-    assert type(rest) is UserDict and list(rest) == ["a"] and list(whole) == ["a", "labels"]
 
 
 @pytest.mark.cuda

@@ -12,35 +12,6 @@ def model():
     return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.PReLU(), nn.Linear(3, 2))
 
 
-def test_layout_flattens_and_unflattens(model):
-    names = ("0.weight", "2.weight", "3.bias")
-    layout = ParameterLayout.of(model, names)
-    assert layout.sizes == [6, 1, 2] and layout.size == 9
-    parameters = dict(model.named_parameters())
-    w = layout.flatten(parameters)
-    assert torch.equal(w, torch.cat([parameters[name].reshape(-1) for name in names]))
-    pieces = layout.unflatten(torch.stack([w, 2 * w]))
-    for name in names:
-        assert torch.equal(pieces[name], torch.stack([parameters[name], 2 * parameters[name]]))
-
-
-def test_layout_of_a_zero_dimensional_parameter():
-    layout = ParameterLayout(("a", "b"), (torch.Size([]), torch.Size([2])))
-    w = torch.arange(6.0).view(2, 3)
-    pieces = layout.unflatten(w)
-    assert torch.equal(pieces["a"], w[:, 0]) and torch.equal(pieces["b"], w[:, 1:])
-    assert torch.equal(layout.flatten(layout.unflatten(w[1])), w[1])
-
-
-def test_layout_adds_tensors_and_takes_absent_ones_for_zero():
-    layout = ParameterLayout(("a", "b"), (torch.Size([]), torch.Size([2, 1])))
-    total = torch.ones(2, 3)
-    layout.add_(total, {"b": torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])})
-    assert torch.equal(total, torch.tensor([[1.0, 2.0, 3.0], [1.0, 4.0, 5.0]]))
-    layout.add_(total, {"a": torch.tensor([5.0, 6.0])})
-    assert torch.equal(total[:, 0], torch.tensor([6.0, 7.0]))
-
-
 def test_layout_expands_and_sums_blocks():
     layout = ParameterLayout(("a", "b"), (torch.Size([2]), torch.Size([1, 3])))
     assert torch.equal(layout.expand(torch.tensor([1.0, 2.0])), torch.tensor([1.0, 1, 2, 2, 2]))

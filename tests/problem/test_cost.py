@@ -5,25 +5,12 @@ import torch
 from tiny import tiny
 
 from torch_lla_em import Compute, LinearisedLaplace
-from torch_lla_em.problem import Cost
 
 
 def made(**options):
     case = tiny("classification")
     options = {"num_samples": 4, "curvature": "network", **options}
     return case, LinearisedLaplace(case.model, "classification", **options)
-
-
-def test_stages_hold_their_own_columns_and_add_up():
-    cost = Cost()
-    with cost.stage("outer"):
-        cost.columns += 2
-        with cost.stage("inner"):
-            cost.columns += 3
-        cost.columns += 1
-    stages = cost.stages()
-    assert stages["outer"].columns == 3 and stages["inner"].columns == 3
-    assert all(spent.seconds >= 0 for spent in stages.values())
 
 
 def test_history_tells_seconds_and_columns_by_stage():

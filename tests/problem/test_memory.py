@@ -98,20 +98,6 @@ def test_what_did_not_fit_is_remembered():
     assert allocator.refusals == refusals
 
 
-def test_rows_are_split_once_single_columns_do_not_fit():
-    small = problem()
-    small.linear_model.path = small.linear_model.path._replace(jvp_columns=1, vjp_columns=1)
-    gradient(problem())  # what is made once a process counts for none
-    with Allocator() as unlimited:
-        expected = gradient(small)
-    smaller = problem()
-    with Allocator(0.6 * unlimited.peak):
-        found = gradient(smaller)
-    assert smaller.data.num_outputs == small.data.num_outputs == 900
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert smaller.sweep.rows < 200
-
-
 @pytest.mark.parametrize("model, rows", [(network(5000), "1 row "), (PerBatch(), "200 rows ")])
 def test_what_cannot_be_made_smaller_is_said(model, rows):
     small = problem(model)

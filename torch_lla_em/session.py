@@ -76,8 +76,7 @@ class Session:
                 tqdm(desc=_STAGES["setting up"], disable=silent, **looks)
             )
             for device in {"cpu", self._device.type}:
-                if torch.amp.is_autocast_available(device):
-                    stack.enter_context(torch.autocast(device, enabled=False))
+                stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
             # solvers compute in full precision; that of the network is set for each of its calls

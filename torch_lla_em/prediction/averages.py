@@ -20,7 +20,6 @@ from torch_lla_em.prediction.functions import (
     log_mean,
     mean_square,
     number_of_functions,
-    own_precision,
     slots,
 )
 
@@ -125,7 +124,7 @@ class Functions:
         chunks = [slice(start, start + step) for start in range(0, count, step)]
         if len(chunks) < 2:  # without a number of rows, so that exported programs take any
             chunks = [slice(None)]
-        with own_precision(self.centre):
+        with torch.autocast(self.centre.device.type, enabled=False):
             parts = [take(self._functions(rows, at_least), rows) for rows in chunks]
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from math import log
 
@@ -46,21 +44,11 @@ def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
     sets = _sets(deviations, at_least)
     if sets > 1:
         Q = _rotations(len(deviations), sets - 1)
-        with own_precision(deviations):
+        # products in the dtype of the samples, also inside an autocast context
+        with torch.autocast(deviations.device.type, enabled=False):
             rotated = torch.tensordot(Q.to(deviations), deviations, dims=1)
         deviations = torch.cat([deviations, rotated])
     return torch.cat([deviations, -deviations])
-
-
-@contextmanager
-def own_precision(values: Tensor) -> Iterator[None]:
-    """Compute in the dtype of the values, also inside an autocast context."""
-    device = values.device.type
-    if not torch.amp.is_autocast_available(device):
-        yield
-        return
-    with torch.autocast(device, enabled=False):
-        yield
 
 
 def number_of_functions(deviations: Tensor, at_least: int = FUNCTIONS) -> int:
@@ -89,7 +77,7 @@ def mixed(deviations: Tensor, generator: torch.Generator) -> Tensor:
     size = (len(deviations), len(deviations))
     weights = torch.randn(size, generator=generator, device=generator.device)
     weights = weights.to(deviations) / len(deviations) ** 0.5
-    with own_precision(deviations):
+    with torch.autocast(deviations.device.type, enabled=False):
         return torch.einsum("jk,k...->j...", weights, deviations)
 
 

@@ -17,7 +17,6 @@ from torch_lla_em.prediction.conformal import Conformal, Interval
 from torch_lla_em.prediction.functions import (
     log_mean,
     mean_square,
-    own_precision,
     pair_error,
     quantile,
 )
@@ -96,7 +95,7 @@ class Prediction(Printed, Conformal):
         def of(part: Functions) -> Tensor:
             flat = self._out(part.deviations, leading=1).flatten(1)
             apart = self._out(part.centre - mean).flatten()[None]
-            with own_precision(flat):
+            with torch.autocast(flat.device.type, enabled=False):
                 return flat.T @ flat / max(1, len(flat)) + apart.T @ apart
 
         return self._averaged(of)

@@ -1,3 +1,5 @@
+from collections import deque
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -69,6 +71,31 @@ def test_guard_restores_everything(fails, outer):
         "grad": False,
         "inference": False,
     }
+
+
+class Remembering(nn.Module):
+    """Keeps its last outputs in containers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.past = deque([torch.zeros(1), torch.ones(1)], maxlen=2)
+        self.last, self.all = {"y": torch.zeros(1)}, [torch.zeros(1)]
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.past.append(y)
+        self.last["y"] = y
+        self.all[0] = y
+        return y
+
+
+def test_entries_of_containers_are_restored():
+    model = Remembering()
+    before = [*model.past, *model.last.values(), *model.all]
+    Network(model).outputs(torch.ones(1, 2))
+    after = [*model.past, *model.last.values(), *model.all]
+    assert len(after) == len(before) and all(a is b for a, b in zip(after, before))
 
 
 def test_guards_nest():

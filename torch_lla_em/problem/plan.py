@@ -89,7 +89,9 @@ def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "
         problem.vectors.group = data.group
     model.network.precision = compute.precision
     data.keep = compute.keep_data
-    sweep.take(compute.columns, compute.rows)
+    if compute.columns is not None:
+        model.columns = min(compute.columns, model.columns or compute.columns)
+    sweep.rows = min(sweep.rows, compute.rows or inf)
     first = data.first()  # of one example it is not known whether weights have factors
     if model.report is not None and model.report.examples == 1 < len(first.rows):
         model.forget()

@@ -89,12 +89,6 @@ class Sweep:
         self.report: Callable[[float | None], None] | None = None
         """Function that is called with the finished share of a pass, if it is known."""
 
-    def take(self, columns: int | None, rows: int | None) -> None:
-        """Take at most so many columns, and rows of a batch, at once."""
-        if columns is not None:
-            self.linear_model.columns = min(columns, self.linear_model.columns or columns)
-        self.rows = min(self.rows, rows or inf)
-
     def __call__(self, w: Tensor, task: Pass, batch: Batch | None = None) -> Sums:
         """Return the sums over all batches of all ranks, or over one batch of each.
 
@@ -214,9 +208,8 @@ class Sweep:
             in_network = layer_of(error, model.network) is not None and not is_shortage(error)
             if len(few.rows) == len(batch.rows) or not in_network:
                 raise
-            model.probe(
-                batch.inputs, needs_path=False
-            )  # inputs that only look as if they went by examples
+            # inputs that only look as if they went by examples
+            model.probe(batch.inputs, needs_path=False)
 
     def is_new(self, rows: Rows) -> bool:
         """Whether these examples were not processed before in this pass."""

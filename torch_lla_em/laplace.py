@@ -363,6 +363,7 @@ class LinearisedLaplace(OnHub, Fitted):
             "likelihood": type(likelihood).__name__,
             "options of the likelihood": persistence.plain(vars(likelihood)),
             "class_dim": network.class_dim,
+            "forward_fn": persistence.plain(network.forward_fn),
             "temperature": self.temperature,
             "precision": self.compute.precision,
             **settings,

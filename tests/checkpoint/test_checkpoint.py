@@ -149,6 +149,8 @@ def test_other_settings_are_refused_by_name(tmp_path):
         fit("krylov", Fuse(), tmp_path, seed=1)
     with pytest.raises(ValueError, match="its solver"):
         fit("cg", Fuse(), tmp_path)
+    with pytest.raises(ValueError, match="its forward_fn"):
+        fit("krylov", Fuse(), tmp_path, forward_fn=lambda model, x: model(2 * x))
 
 
 def test_settings_are_compared_to_the_last_digit(tmp_path):

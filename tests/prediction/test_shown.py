@@ -82,6 +82,19 @@ def test_held_out_evidence_is_that_of_groups(name):
         la.held_out_evidence([(x, y)], together=0)
 
 
+def test_outputs_of_different_units_are_noticed():
+    case, units = tiny("regression"), torch.tensor([1e-3, 1.0, 1e3]).double()
+    with torch.no_grad():
+        case.model[2].weight *= units[:, None]
+        case.model[2].bias *= units
+    noticed = []
+    for sigma_noise in (None, torch.ones(3)):
+        la = LinearisedLaplace(case.model, "regression", num_samples=4, sigma_noise=sigma_noise)
+        la.fit(case.x, units * case.y, progress_bar=False)
+        noticed.append(["residuals of output 0" in "".join(la.messages), len(la.messages) > 1])
+    assert noticed == [[True, True], [False, False]]
+
+
 def test_groups_are_of_examples_of_one_shape():
     torch.manual_seed(0)
     model = nn.Conv1d(2, 3, 3, padding=1).double()

@@ -23,6 +23,8 @@ _GAP = 0.2
 # γ per target above which training residuals do not determine the noise. It was chosen on seven regressions
 # with 200 and 800 examples: above it 90 % intervals covered 72 to 88 %, below it at least 80 %
 _DETERMINED = 0.3
+# smallest acceptable ratio of an output's squared residuals to the σ² that all outputs share
+_SHARED = 0.01
 # smallest acceptable ratio of the network's squared residuals to those that σ and γ imply
 _RESIDUALS = 0.8
 
@@ -152,6 +154,8 @@ def warnings_of(la: Any, prediction: Prediction, y: Tensor) -> Iterator[str]:
         yield from _too_uncertain(prediction, y)
     elif isinstance(prediction.likelihood, Regression) and y.shape == prediction.mean.shape:
         yield from _overfitted(prediction, y, gamma / (la.num_data * y[0].numel()))
+        if not la.sigma_noise.dim() and y.dim() > 1 and y.shape[prediction.class_dim] > 1:
+            yield from _of_other_units(prediction, y)
 
 
 def _too_uncertain(prediction: Prediction, y: Tensor) -> Iterator[str]:
@@ -185,4 +189,17 @@ def _overfitted(prediction: Prediction, y: Tensor, share: float) -> Iterator[str
             f"The network has overfitted ({why}), so σ is probably too small and intervals too narrow. "
             "Call la.calibrate(validation_loader) to learn σ from other examples, and use "
             "la.predict(x).interval(level) for intervals with guaranteed coverage."
+        )
+
+
+def _of_other_units(prediction: Prediction, y: Tensor) -> Iterator[str]:
+    """Yield a warning if one σ for all outputs is far too large for some of them."""
+    squares = ((y - prediction.mean).square() / prediction.aleatoric).double()
+    share, output = squares.movedim(prediction.class_dim, -1).flatten(0, -2).mean(0).min(0)
+    if share < _SHARED:
+        yield (
+            f"All outputs share sigma_noise, but the residuals of output {output} are only "
+            f"{share.sqrt():.1%} of it, so the intervals of this output are far too wide. Pass "
+            f"sigma_noise=torch.ones({squares.shape[prediction.class_dim]}) to learn one for each "
+            "output, or train the network on standardised targets."
         )

@@ -7,6 +7,7 @@ from math import log
 
 import torch
 from torch import Tensor
+from torch.distributions import LowRankMultivariateNormal
 
 FUNCTIONS = 64
 """The least number of functions in an average over one example.
@@ -136,15 +137,8 @@ def mean_square(deviations: Tensor) -> Tensor:
 
 def joint_gaussian(residual: Tensor, deviations: Tensor, sigma: Tensor) -> Tensor:
     """Return log N(residual; 0, D Dᵀ / K + diag(σ²)), shape (), for D of shape (K, ...)."""
-    sigma = sigma.flatten().double()
-    error = residual.flatten().double() / sigma
-    root = deviations.flatten(1).double() / sigma / len(deviations) ** 0.5
-    # a K × K matrix instead of B C × B C: I + D Dᵀ and I + Dᵀ D have the same determinant
-    gram = root @ root.T + torch.eye(len(root), dtype=root.dtype, device=root.device)
-    factor, projected = torch.linalg.cholesky(gram), root @ error
-    explained = torch.cholesky_solve(projected[:, None], factor)[:, 0] @ projected
-    log_det = 2 * factor.diagonal().log().sum() + 2 * sigma.log().sum()
-    log_density: Tensor = -0.5 * (
-        error @ error - explained + log_det + len(error) * log(2 * torch.pi)
-    )
+    root = deviations.flatten(1).T.double() / len(deviations) ** 0.5
+    mean, variance = torch.zeros_like(root[:, 0]), sigma.flatten().double().square()
+    density = LowRankMultivariateNormal(mean, root, variance, validate_args=False)
+    log_density: Tensor = density.log_prob(residual.flatten().double())
     return log_density

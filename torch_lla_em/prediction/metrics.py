@@ -125,9 +125,8 @@ def auroc(positive: Tensor, negative: Tensor) -> Tensor:
 def binned(stated: Tensor, right: Tensor, bins: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the count of each bin, the sum of stated probabilities, and the number right."""
     place = (bins * stated).long().clamp_max(bins - 1)
-    zeros = stated.new_zeros(bins)
     count, confidence, correct = (
-        zeros.index_add(0, place, values.to(stated))
+        torch.bincount(place, values.to(stated), minlength=bins)
         for values in (torch.ones_like(stated), stated, right)
     )
     return count, confidence, correct

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from textwrap import wrap
+from textwrap import TextWrapper
 from typing import Any
 
 import torch
@@ -38,11 +38,10 @@ class Printed:
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = []
         for row in rows:
-            first, *more = wrap(row[-1], _WIDTH, break_on_hyphens=False) or [""]
-            cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths)]
-            lines.append("  ".join([*cells, first]))
-            indent = " " * (len(lines[-1]) - len(first))
-            lines += [indent + line for line in more]
+            before = "".join(f"{cell:{width}}  " for cell, width in zip(row[:-1], widths))
+            wrapper = TextWrapper(len(before) + _WIDTH, before, " " * len(before))
+            wrapper.break_on_hyphens = False
+            lines += wrapper.wrap(row[-1]) or [before]
         return "\n".join([title, *(f"  {line.rstrip()}" for line in lines)])
 
     def _repr_html_(self) -> str:

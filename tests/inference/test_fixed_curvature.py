@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from steps import hyper_of, iterative_e_step, posterior_at, span_e_step, states_of_em
-from tiny import basis_noise, problem_of, tiny
+from tiny import basis_noise, fitted, problem_of, tiny
 from torch import nn
 from torch.testing import assert_close
 
@@ -113,8 +113,7 @@ def test_examples_of_several_shapes_take_solves(caplog):
     case = tiny("classification")
     x, y = case.x, case.y
     ragged = [(x[:8].view(4, 2, 2), y[:8].view(4, 2)), (x[8:12].view(4, 1, 2), y[8:12].view(4, 1))]
-    la = LinearisedLaplace(case.model, "classification", num_samples=2, curvature="network")
-    la.fit(ragged, progress_bar=False)
+    _, la = fitted(loader=ragged, num_samples=2, curvature="network")
     assert "continues with block CG" in caplog.text and la.certificate.max() < 1
 
 
@@ -123,8 +122,8 @@ def test_an_effective_dimension_far_below_one_is_not_lost_to_rounding(precision,
     case = tiny("classification")
     dense = case.exact()
     options = {"num_samples": 64, "g_prior": False, "curvature": "network", "solver": solver}
-    la = LinearisedLaplace(case.model.float(), "classification", **options)
-    la.fit([(case.x.float(), case.y)], em_steps=0, prior_precision=precision, progress_bar=False)
+    fit = {"em_steps": 0, "prior_precision": precision}
+    _, la = fitted(loader=[(case.x.float(), case.y)], model=case.model.float(), **fit, **options)
     truth = dense.effective_dims(torch.tensor(precision).double()).sum().item()
     error = la.effective_dim_error.item()
     assert 0 < error < 0.2 * truth and abs(la.effective_dim.item() - truth) < 5 * error

@@ -1,20 +1,15 @@
 """Predictions are differentiable in their inputs, where a gradient is requested."""
 
 import pytest
+import tiny
 import torch
-from tiny import tiny
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import LinearisedLaplace
 
-FIXED = {"em_steps": 0, "prior_precision": 20.0, "progress_bar": False}
-
-
-def fitted(name, model=None, **options):
-    case = tiny(name)
-    la = LinearisedLaplace(model or case.model, name, **{"num_samples": 2, **options})
-    return la.fit([(case.x, case.y)], **FIXED), case.x[:2].clone().requires_grad_()
+def fitted(name, **options):
+    case, la = tiny.fitted(name, em_steps=0, prior_precision=20.0, **{"num_samples": 2, **options})
+    return la, case.x[:2].clone().requires_grad_()
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +57,6 @@ def test_gradients_pass_two_reverse_passes():
     torch.manual_seed(0)
     norm = nn.utils.parametrizations.weight_norm
     model = nn.Sequential(norm(nn.Linear(2, 3)), nn.Tanh(), nn.Linear(3, 3)).double()
-    la, x = fitted("regression", model)
+    la, x = fitted("regression", model=model)
     assert not la._linear_model.path.forward
     assert torch.autograd.gradcheck(la.functional_samples, x)

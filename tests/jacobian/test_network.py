@@ -163,12 +163,13 @@ class TestWrappers:
     def names(self):
         self.names = tuple(name for name, _ in mlp().named_parameters())
 
-    def test_data_parallel(self):
-        assert linear_model(nn.DataParallel(mlp())).layout.names == self.names
-        check(nn.DataParallel(mlp()), X)
-
-    def test_compiled(self):
-        model = torch.compile(mlp())
+    @pytest.mark.parametrize(
+        "wrappers", ["DataParallel", "compile", "compile DataParallel compile"]
+    )
+    def test_wrapped(self, wrappers):
+        model = mlp()
+        for wrapper in wrappers.split():
+            model = torch.compile(model) if wrapper == "compile" else nn.DataParallel(model)
         assert linear_model(model).layout.names == self.names
         check(model, X)
 
@@ -185,9 +186,6 @@ class TestWrappers:
             linear = linear_model(nn.Sequential(body, head))
             linear.probe(X)
             assert_close(products(linear, X, w, u), products(plain, X, w, u))
-
-    def test_compiled_data_parallel(self):
-        check(torch.compile(nn.DataParallel(torch.compile(mlp()))), X)
 
     @pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not built")
     @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")

@@ -111,9 +111,7 @@ def test_groups_are_of_examples_of_one_shape():
 
 
 def test_the_error_of_one_example_is_not_known():
-    case = tiny("classification")
-    la = LinearisedLaplace(case.model, "classification", num_samples=4)
-    la.fit([(case.x, case.y)], progress_bar=False)
+    case, la = fitted("classification")
     assert la.held_out_evidence(case.x, case.y, together=1000).standard_error.isnan()
     la.calibrate(case.x[:1], case.y[:1])
     assert isnan(la.calibration.standard_error) and "nan" in str(la.calibration)

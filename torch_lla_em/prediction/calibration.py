@@ -1,10 +1,7 @@
 """Calibration: a few numbers of the predictions, fitted to a validation set.
 
-For classes and labels there are six: a temperature of the network, a scale of the posterior's
-variance, a factor of the softmax at the posterior's mean, and the weights of the three; temperature
-scaling is a special case. For regression there are three: the scale, the observation noise, and the
-share of the linear mode in the mean. They maximise the posterior density under weak priors, by L-BFGS
-on outputs that one pass has stored.
+``Predictor.calibrate`` lists them; temperature scaling is a special case. They maximise the posterior
+density under weak priors, by L-BFGS on outputs that one pass has stored.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ def mixed(deviations: Tensor, generator: torch.Generator) -> Tensor:
     weights = torch.randn(size, generator=generator, device=generator.device)
     weights = weights.to(deviations) / len(deviations) ** 0.5
     with torch.autocast(deviations.device.type, enabled=False):
-        return torch.einsum("jk,k...->j...", weights, deviations)
+        drawn: Tensor = torch.tensordot(weights, deviations, dims=1)
+    return drawn
 
 
 def slots(weights: Tensor, count: int) -> Tensor:

@@ -50,14 +50,10 @@ def push_forward(linear_model: LinearModel, x: Any, *w: Tensor) -> tuple[Tensor,
         return f, Jw
 
 
-def posterior_alone(
-    mean: str = "network", factor: float | Tensor = 1.0, scale: float | Tensor = 1.0
-) -> Tensor:
-    """Return the table of a single component: √τ J w_k around one mean times a factor."""
-    row = torch.zeros(1, 4, dtype=torch.float64, device="cpu")
-    row[0, WEIGHT], row[0, SCALE] = 1.0, float(scale)
-    row[0, MODE if mean == "linear" else NETWORK] = float(factor)
-    return row
+def posterior_alone(mean: str = "network", scale: float | Tensor = 1.0) -> Tensor:
+    """Return the table of a single component: √τ J w_k around one mean."""
+    row = [1.0, float(mean == "linear"), float(mean == "network"), float(scale)]
+    return torch.tensor([row], dtype=torch.float64, device="cpu")
 
 
 def mean_of(table: Tensor) -> str:

@@ -27,9 +27,10 @@ def by_torchmetrics(prediction, y, name):
         p, y, c = prediction.probs.flatten(), y.flatten().long(), tm.classification
         area = c.binary_auroc(p, y)
         return {"accuracy": c.binary_accuracy(p, y), "AUROC": area}
+    r2 = tm.r2_score(prediction.expectation, y)
     mean, y = prediction.expectation.flatten(), y.flatten()
     error, absolute = tm.mean_squared_error(mean, y, squared=False), tm.mean_absolute_error(mean, y)
-    return {"RMSE": error, "MAE": absolute, "R²": tm.r2_score(mean, y)}
+    return {"RMSE": error, "MAE": absolute, "R²": r2}
 
 
 # what torchmetrics says of itself where it is imported first

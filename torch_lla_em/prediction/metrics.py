@@ -42,7 +42,7 @@ class Outcomes(NamedTuple):
     """Whether the predicted class or label is the true one, (labels,)."""
 
     error: Tensor | None = None
-    """y - E[y], (targets,)."""
+    """y - E[y], (sites, outputs)."""
 
     y: Tensor | None = None
     """The targets of ``error``, or the 0/1 labels of several to an example."""
@@ -62,7 +62,10 @@ def outcomes(prediction: Prediction, y: Tensor) -> Outcomes:
     mean = prediction.expectation
     if mean.shape != y.shape:
         return Outcomes(log_prob)
-    error, targets, inside = (y - mean).double().flatten(), y.double().flatten(), None
+    # outputs last, whose means may differ
+    shape = (-1, 1) if y.dim() == 1 else (-1, y.shape[prediction.class_dim])
+    targets, mean = (v.double().movedim(prediction.class_dim, -1).reshape(shape) for v in (y, mean))
+    error, inside = targets - mean, None
     if likelihood.real_valued:
         inside = covered(prediction, y).flatten()
     return Outcomes(log_prob, error=error, y=targets, inside=inside)
@@ -80,7 +83,7 @@ def concatenated(parts: Iterable[Outcomes]) -> Outcomes:
 
 
 def scores(found: Outcomes) -> dict[str, float]:
-    """Return NLL; accuracy, ECE and AUROC, or RMSE, MAE, R² and coverage; by name."""
+    """Return NLL; accuracy, ECE and AUROC, or RMSE, MAE, R² (the mean over outputs) and coverage; by name."""
     values = {"NLL": -found.log_prob.mean()}
     if found.stated is not None:
         values["accuracy"] = found.right.double().mean()
@@ -93,7 +96,8 @@ def scores(found: Outcomes) -> dict[str, float]:
         squares = found.error.square()
         values["RMSE"] = squares.mean().sqrt()
         values["MAE"] = found.error.abs().mean()
-        values["R²"] = 1 - squares.sum() / (found.y - found.y.mean()).square().sum()
+        spread = (found.y - found.y.mean(0)).square()
+        values["R²"] = (1 - squares.sum(0) / spread.sum(0)).mean()
     if found.inside is not None:
         values["90 % coverage"] = found.inside.double().mean()
     return {name: value.item() for name, value in values.items()}

@@ -283,6 +283,9 @@ class Prediction(Printed, Conformal):
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_n | x_n) of each example on its own, shape (B,).
 
+        Several continuous outputs count as independent given x; ``joint_log_prob`` includes their
+        covariance.
+
         Args:
             y (Tensor): Targets, as in the training data.
 

@@ -1,5 +1,6 @@
 """Every member of a Prediction against a direct formula."""
 
+import weakref
 from dataclasses import replace
 from math import log
 
@@ -401,3 +402,12 @@ def test_averages_are_nearer_to_those_of_the_gaussian():
         plain += (p.predictive_samples.mean(0) - exact).square().mean()
         better += (p.probs - exact).square().mean()
     assert (better / plain).sqrt() < 0.5
+
+
+@BOTH
+def test_predictions_are_freed_without_garbage_collection(make):
+    p = make(Classification())
+    freed = weakref.ref(p)
+    assert p.probs.shape == (B, C) and len(p.functions) > K
+    del p
+    assert freed() is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from math import pi
 from typing import Any
 
@@ -51,18 +50,18 @@ class Functions:
     weights: Tensor | None = None
     """The weights of a posterior and of functions without uncertainty, whose sum is 1; None: equal."""
 
-    @cached_property
+    @property
     def _parts(self) -> tuple[Functions, ...]:
         """The components, which are no mixtures themselves."""
         return tuple(part for member in self.members for part in member._parts) or (self,)
 
-    @cached_property
+    @property
     def _shares(self) -> Tensor:
         """The weight of each component, (parts,)."""
         if not self.members:
             return self.centre.new_ones(1)
         equal = self.centre.new_full((len(self.members),), 1 / len(self.members))
-        weights = equal if self.weights is None else self.weights
+        weights = equal if self.weights is None else self.weights.to(equal.device)
         return torch.cat([w * member._shares for w, member in zip(weights, self.members)])
 
     def _averaged(self, of: Callable[[Functions], Tensor]) -> Tensor:

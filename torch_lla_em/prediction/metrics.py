@@ -129,8 +129,9 @@ def auroc(positive: Tensor, negative: Tensor) -> Tensor:
 def binned(stated: Tensor, right: Tensor, bins: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the count of each bin, the sum of stated probabilities, and the number right."""
     place = (bins * stated).long().clamp_max(bins - 1)
+    zeros = stated.new_zeros(bins)  # torch.bincount is not deterministic on a GPU
     count, confidence, correct = (
-        torch.bincount(place, values.to(stated), minlength=bins)
+        zeros.index_add(0, place, values.to(stated))
         for values in (torch.ones_like(stated), stated, right)
     )
     return count, confidence, correct

@@ -73,6 +73,20 @@ def test_settings_are_the_same_text_in_every_process(name):
     assert name == "text" or "0x" not in plain(kept)
 
 
+FACTOR = torch.ones(2)
+
+
+def test_functions_are_compared_with_the_global_values_that_they_use(monkeypatch):
+    def scaled(f):
+        return torch.mul(f, FACTOR)
+
+    before = plain(scaled)
+    monkeypatch.setitem(globals(), "FACTOR", torch.ones(2))
+    assert plain(scaled) == before
+    monkeypatch.setitem(globals(), "FACTOR", 2 * torch.ones(2))
+    assert plain(scaled) != before
+
+
 class Masked(nn.Module):
     """A network with buffers of every kind."""
 

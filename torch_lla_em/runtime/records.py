@@ -22,6 +22,8 @@ from torch_lla_em.runtime.files import Path_, tensors_of
 VERSION = 2
 
 _ADDRESS = re.compile("0x[0-9a-fA-F]+")
+_DATA = Tensor, np.ndarray, bool, int, float, complex, str
+"""Types of the global variables that are compared with a function: notebooks have no closures."""
 
 
 def fingerprint(model: nn.Module) -> Tensor:
@@ -111,7 +113,9 @@ def plain(value: Any, around: tuple[int, ...] = ()) -> str:
     if isinstance(value, partial):
         return f"partial{inside((value.func, value.args, value.keywords))}"
     if isinstance(value, FunctionType):
-        return f"{value.__qualname__}{inside(dict(getclosurevars(value).nonlocals))}"
+        used = getclosurevars(value)
+        data = {name: v for name, v in used.globals.items() if isinstance(v, _DATA)}
+        return f"{value.__qualname__}{inside({**used.nonlocals, **data})}"
     if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, ModuleType):
         return f"{type(value).__qualname__}{inside(vars(value))}"
     text = getattr(value, "__qualname__", None) or str(value)

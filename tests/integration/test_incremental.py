@@ -78,6 +78,14 @@ def test_parts_learn_what_all_data_teach(options, cut):
     assert la.num_data == 31 and la.prior_precision == learnt
 
 
+def test_parts_need_checkpoints_of_their_own(tmp_path):
+    case, loaders = three_parts("classification")
+    la, options = posterior(case), {**FIXED, "checkpoint": tmp_path}
+    add(la, loaders[0], **options)
+    with pytest.raises(ValueError, match="belongs to other data.* read 11 .* yields 19"):
+        add(la, loaders[1], **options)
+
+
 def test_a_list_may_be_filled_anew_between_fits():
     case, loaders = three_parts("classification")
     la, batches = posterior(case), []

@@ -235,6 +235,8 @@ class Data:
         if differing and self._refusal:
             before, now = differing[0]
             raise ValueError(self._refusal.format(before.num_rows, now.num_rows))
+        if self._refusal and self.num_rows not in (None, whole.num_rows):  # a loader more or less
+            raise ValueError(self._refusal.format(self.num_rows, whole.num_rows))
         if self.num_rows is None and not whole.num_rows:
             raise ValueError(_EMPTY)
         drawn_by = next((s.drawn_by for s in self._reader.sources if s.drawn_by), None)

@@ -66,6 +66,8 @@ class Functions:
 
     def _averaged(self, of: Callable[[Functions], Tensor]) -> Tensor:
         """Return the mean of a quantity over the components."""
+        if not self.members:
+            return of(self)
         return average(torch.stack([of(part) for part in self._parts]), self._shares)
 
     def _total_variance(
@@ -97,9 +99,11 @@ class Functions:
 
     def _functions(self, rows: slice = slice(None), at_least: int = FUNCTIONS) -> Tensor:
         """Return S functions, (S, b, ..., C), those of the first component first."""
-        return torch.cat(
-            [p.centre[rows] + functions_of(p.deviations[:, rows], at_least) for p in self._parts]
-        )
+        each = [
+            part.centre[rows] + functions_of(part.deviations[:, rows], at_least)
+            for part in self._parts
+        ]
+        return torch.cat(each) if len(each) > 1 else each[0]
 
     def _weights(self) -> Tensor | None:
         """Return the weight of each of these functions, (S,), or None if they are equal."""

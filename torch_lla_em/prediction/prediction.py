@@ -89,14 +89,14 @@ class Prediction(Printed, Conformal):
     @property
     def covariance(self) -> Tensor:
         """The covariance of f over all inputs and outputs, of ``mean.flatten()``, (B C, B C)."""
-
         mean = self._mean()
 
         def of(part: Functions) -> Tensor:
-            flat = self._out(part.deviations, leading=1).flatten(1)
-            apart = self._out(part.centre - mean).flatten()[None]
+            apart = (part.centre - mean)[None]
+            rows = torch.cat([part.deviations / max(1, len(part.deviations)) ** 0.5, apart])
+            flat = self._out(rows, leading=1).flatten(1)
             with torch.autocast(flat.device.type, enabled=False):
-                return flat.T @ flat / max(1, len(flat)) + apart.T @ apart
+                return flat.T @ flat
 
         return self._averaged(of)
 

@@ -72,7 +72,8 @@ def of_predictions(found: dict[str, Prediction], y: Tensor) -> dict:
     record = scored({name: p.log_probs for name, p in found.items()}, scores, y)
     if not p_values:
         return record
-    if found["test"].judge.reference().errors is not None:
+    reference, _ = found["test"].judge()
+    if reference.errors is not None:
         sets = found["test"].prediction_set(LEVEL)
         record["coverage"] = sets.gather(1, y[:, None]).double().mean().item()
     flagged = {

@@ -125,7 +125,7 @@ def measured(case: dict, net: nn.Module, la: LinearisedLaplace, level: float) ->
         found = of_sets(prediction.prediction_set(level), labels)
     else:
         found = of_intervals(*prediction.interval(level), labels, level)
-    half = prediction.judge.prediction()
+    _, half = prediction.judge()
     found |= {"nll": -prediction.log_prob(labels).mean().item()}
     found |= {"nll of half": -half.log_prob(labels).mean().item()}
     generator = torch.Generator().manual_seed(0)

@@ -221,9 +221,7 @@ class TestRefused:
         script = torch.jit.script(mlp())
         self.refuse(script, "scripted", "Pass the Python module", error=TypeError)
         model = nn.Sequential(script, nn.Linear(2, 2).double())
-        self.refuse(
-            model, "'0.0.bias' is also used outside", "or a scripted module", error=RuntimeError
-        )
+        self.refuse(model, "The module '0' is scripted", "leave '0.0.weight'", error=TypeError)
         check(nn.Sequential(mlp(), nn.Linear(2, 2).double()), X, ["1.*"])
 
     @pytest.mark.filterwarnings("ignore:`torch.jit.:FutureWarning")

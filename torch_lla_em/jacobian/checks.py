@@ -122,9 +122,8 @@ def _refuse_unexchanged(first: _Traced, again: _Traced) -> None:
     if again.elsewhere:
         raise RuntimeError(
             f"The parameter {min(again.elsewhere)!r} is also used outside of the module's "
-            "registered parameters, where it cannot be replaced (in a list, a closure, a second "
-            "model or a scripted module). Register it as a parameter, use the Python module that "
-            "was scripted, or leave it out of `parameters`."
+            "registered parameters, where it cannot be replaced (in a list, a closure or a "
+            "second model). Register it as a parameter, or leave it out of `parameters`."
         )
     lost = first.reached - again.reached
     if lost:

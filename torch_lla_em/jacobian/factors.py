@@ -90,12 +90,16 @@ class Factored:
         if others or not f.requires_grad or not all(call.is_kept for call in calls):
             return None
         B, D = len(f), f[0].numel()
-        calls = [c._replace(second=self.second.get(c.names[0], False)) for c in calls]
-        terms = [_Gathered(call, B, D, keep, call.is_output(f)) for call in calls]
-        inner = [term for term in terms if not term.ends]
+        terms: list[_Gathered] = []
+        inner: list[_Gathered] = []
+        for call in calls:
+            call = call._replace(second=self.second.get(call.names[0], False))
+            terms.append(_Gathered(call, B, D, keep, call.is_output(f)))
+            if not terms[-1].ends:
+                inner.append(terms[-1])
         if inner:
             self._backward(f, inner)
-        terms = [term for term in terms if term.ends or term.pieces]
+        terms = [term for term in terms if term.pieces or term not in inner]
         dense = [term for term in terms if term.is_dense]
         parts: list[Term] = [term.factors() for term in terms if not term.is_dense]
         if dense:

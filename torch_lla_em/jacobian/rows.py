@@ -29,6 +29,7 @@ class Weights:
 
     def __init__(self, network: Network, layout: ParameterLayout):
         self.network, self.layout = network, layout
+        _refuse_scripted(network, layout)
         self.padding = _padding_rows(network, layout)
 
     def values(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -102,6 +103,18 @@ def _flat(grads: Mapping[str, Tensor], total: Tensor) -> dict[str, Tensor]:
         name: grad.reshape(len(grad), -1).to(total.device, total.dtype)
         for name, grad in grads.items()
     }
+
+
+def _refuse_scripted(network: Network, layout: ParameterLayout) -> None:
+    for path, layer in network.module.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule):
+            own = [n for n in layout.names if n.startswith(f"{path}.")]
+            if own:
+                raise TypeError(
+                    f"The module {path!r} is scripted or traced (torch.jit), so its weights "
+                    "cannot be exchanged. Use the Python module it was made from, or leave "
+                    f"{own[0]!r} out of `parameters`."
+                )
 
 
 def _padding_rows(network: Network, layout: ParameterLayout) -> dict[str, int | None]:

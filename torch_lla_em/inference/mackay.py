@@ -274,7 +274,8 @@ class MStep:
     def allowed(self, gamma: Tensor, num_samples: int) -> Tensor:
         """Return the change of log λ that counts as converged, () or (blocks,).
 
-        It is max(0.01, 1 / √(K γ)), the Monte Carlo error of log λ. With update="em" it is 0.1 %, because small steps do not mean that the fixed point is close.
+        It is max(0.01, 1 / √(K γ)), the Monte Carlo error of log λ. With update="em" it is 0.1 %,
+        because small steps do not mean that the fixed point is close.
         """
         if self.update == "em":
             return torch.full_like(gamma, 1e-3)

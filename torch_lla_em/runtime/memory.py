@@ -124,29 +124,28 @@ def _process_room() -> float:
     try:
         import resource  # not on Windows
 
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except (ImportError, OSError):
+        limits = {"VmData": resource.RLIMIT_DATA, "VmSize": resource.RLIMIT_AS}
+        soft = {name: resource.getrlimit(limit)[0] for name, limit in limits.items()}
+        finite = {name: at for name, at in soft.items() if at != resource.RLIM_INFINITY}
+        left = [at - _in_proc("self/status", name) for name, at in finite.items()]
+    except (ImportError, OSError, KeyError):
         return inf
-    used = dict(line.split(":", 1) for line in lines)
-    limits = {"VmData": resource.RLIMIT_DATA, "VmSize": resource.RLIMIT_AS}
-    soft = {name: resource.getrlimit(limit)[0] for name, limit in limits.items()}
-    left = [
-        limit - 1024 * int(used[name].split()[0])
-        for name, limit in soft.items()
-        if limit != resource.RLIM_INFINITY
-    ]
     return max(0.0, min(left, default=inf))
 
 
 def _available() -> float:
     """Return the bytes available on this machine; if unknown, half of its memory."""
     try:
-        with open("/proc/meminfo") as lines:
-            fields = dict(line.split(":") for line in lines)
-        return float(fields["MemAvailable"].split()[0]) * 1024
+        return _in_proc("meminfo", "MemAvailable")
     except (OSError, KeyError):
         pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
         return pages * os.sysconf("SC_PAGE_SIZE") / 2 if pages else 4e9
+
+
+def _in_proc(file: str, name: str) -> float:
+    """Return the number of bytes that a file of /proc states under a name."""
+    lines = Path("/proc", file).read_text().splitlines()
+    return 1024.0 * int(dict(line.split(":", 1) for line in lines)[name].split()[0])
 
 
 def place_of(device: torch.device) -> str:

@@ -45,10 +45,6 @@ class Chain:
     def __init__(self, loaders: Sequence[Iterable[Any]]):
         self.loaders = tuple(loaders)
 
-    def __iter__(self) -> Iterator[Any]:
-        for loader in self.loaders:
-            yield from loader
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Chain:
         return self
 

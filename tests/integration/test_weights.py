@@ -132,6 +132,16 @@ def test_labels_of_pixels_have_their_own_weights():
     assert_close(la.w_lin, other.w_lin, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["bernoulli", "regression"])
+def test_weights_of_single_outputs_raise(name):
+    case = tiny(name)
+    w = weights_of(case)[:, None].expand_as(case.y)
+    one = fit(case, (case.x, case.y), weights=w[:, 0])
+    assert_close(fit(case, (case.x, case.y), weights=w).w_lin, one.w_lin)
+    with pytest.raises(ValueError, match=r"differ between its outputs.*shape \(30,\), not \(30, "):
+        fit(case, (case.x, case.y), weights=w * torch.arange(w.shape[1]))
+
+
 def test_invalid_weights_raise():
     case = tiny("classification")
     data, ones = (case.x, case.y), torch.ones(30)

@@ -126,6 +126,13 @@ class Weighted(Tempered):
         return torch.stack([part.double() for part in aligned], -1)
 
     def check(self, f: Tensor, y: Tensor) -> None:
+        weights = y[..., 1]
+        if self.elementwise and (weights != weights[..., :1]).any():
+            raise ValueError(
+                "The weights of an example differ between its outputs, but one weight multiplies "
+                f"the whole log-likelihood of an example: pass {len(y)} weights for these examples, "
+                f"shape ({len(y)},), not {tuple(weights.shape)}."
+            )
         self.inner.check(f, self.unpack(y, f)[0])
 
 

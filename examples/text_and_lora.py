@@ -213,14 +213,13 @@ for text, probs, epistemic in zip(sentences, prediction.probs, prediction.episte
 # %% [markdown]
 # ## Hugging Face Hub
 #
-# `la.push_to_hub("you/bert-posterior", trainer.get_eval_dataloader())` uploads a posterior as
-# safetensors, with a model card that contains its scores on the validation set. `save_pretrained`
-# writes the same to a folder. The network is not included: load it first, from its own repository.
+# A posterior is saved in one file, as safetensors if its name ends so. The network is not included:
+# load it first, from its own repository. `hf upload you/bert-posterior posterior.safetensors` uploads
+# the file, and `huggingface_hub.hf_hub_download("you/bert-posterior", "posterior.safetensors")` returns
+# the path of a downloaded copy.
 
 # %%
-folder = pathlib.Path(tempfile.mkdtemp(), "bert-posterior")
-la.save_pretrained(folder, trainer.get_eval_dataloader())
-again = LinearisedLaplace.from_pretrained(folder, model)
+path = pathlib.Path(tempfile.mkdtemp(), "posterior.safetensors")
+la.save(path)
+again = LinearisedLaplace.load(path, model)
 print("predictions are equal:", torch.equal(again.predict(**asked).probs, prediction.probs))
-card = (folder / "README.md").read_text()
-print(card[card.index("##") :])

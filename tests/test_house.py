@@ -12,7 +12,7 @@ SUBPACKAGES = (
 ).split()
 BESIDE = {"mixtures": ("runtime", "data", "jacobian", "inference")}
 LONGEST = 400
-ADAPTERS = {"botorch.py", "hub.py", "lightning.py", "sklearn.py"}
+ADAPTERS = {"botorch.py", "lightning.py", "sklearn.py"}
 """Files at the root that each need another library."""
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from torch_lla_em.checkpoint import FORMAT
 from torch_lla_em.data import Chain, Data, TargetFn, Weighed, paired
-from torch_lla_em.hub import OnHub
 from torch_lla_em.inference import FitOptions, Solver, choose_scalings, learn
 from torch_lla_em.jacobian import (
     ForwardFn,
@@ -52,7 +51,7 @@ Task = Literal[
 ]
 
 
-class LinearisedLaplace(OnHub, Fitted):
+class LinearisedLaplace(Fitted):
     """The linearised Laplace posterior of a trained network, represented by samples.
 
     ``fit`` learns the prior precision λ (and the observation noise σ of a regression) by EM and

@@ -1,12 +1,12 @@
-"""An HTML page, or a model card, about a fitted posterior: scores, plots, warnings, advice.
+"""An HTML page about a fitted posterior: scores, plots, warnings, advice.
 
-The page needs matplotlib: ``pip install torch_lla_em[report]``.
+It needs matplotlib: ``pip install torch_lla_em[report]``.
 """
 
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from html import escape
 from io import BytesIO
 from os import PathLike
@@ -60,42 +60,6 @@ def write_report(la: Fitted, loader: Iterable[Any], path: str | PathLike[str], o
         f"<style>{_STYLE}</style><h1>{title}</h1>{''.join(parts)}</html>\n"
     )
     Path(path).write_text(page, encoding="utf-8")
-
-
-CARD = """---
-library_name: torch_lla_em
-tags:
-- laplace
-- uncertainty
----
-
-# Posterior of {network}
-
-A linearised Laplace posterior by torch_lla_em. The network is not in this repository:
-
-```python
-from torch_lla_em import LinearisedLaplace
-
-la = LinearisedLaplace.from_pretrained("this repository", model)  # with its trained weights
-```
-"""
-
-
-def as_card(la: Fitted, loader: Iterable[Any] | None = None) -> str:
-    """Return a model card in Markdown: the fit, and its scores on a loader's examples."""
-    fitted = [("", ""), *la._table()[1]]
-    parts = [CARD.format(network=type(la.model).__name__), _as_markdown(fitted)]
-    if loader is not None:
-        rows = predicted_data(la, loader)
-        parts += [f"## On {len(rows.targets):,} validation examples\n", _as_markdown(_scored(rows))]
-        parts += [f"- {line}\n" for line in advice(la, rows)]
-    warnings = [f"- {line}\n" for line in la.messages[1:]]
-    return "\n".join([*parts, *(["## Warnings of the fit\n"] if warnings else []), *warnings])
-
-
-def _as_markdown(table: Iterable[Sequence[str]]) -> str:
-    header, *rows = [f"| {' | '.join(row)} |" for row in table]
-    return "\n".join([header, "|---" * (header.count("|") - 1) + "|", *rows, ""])
 
 
 def advice(la: Fitted, rows: PredictedData) -> Iterator[str]:

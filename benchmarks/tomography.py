@@ -30,7 +30,7 @@ from methods.unet import UNet
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from torch_lla_em import LinearisedLaplace, LinearOperator, LinearOperatorRegression, Prediction
+from torch_lla_em import LinearisedLaplace, LinearOperatorRegression, Prediction
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -83,8 +83,7 @@ def reconstruct(data: Scan, network: nn.Module, args: argparse.Namespace) -> nn.
 def held_out_scale(data: Scan, drawn: Reconstruction, sigma: Tensor) -> float:
     """Return the scale of the variance that the held-out angles like best."""
     shape = tuple(data.image.shape[1:])
-    between = LinearOperator(data.held_out.forward, data.held_out.adjoint, shape)
-    likelihood = LinearOperatorRegression(between, sigma)
+    likelihood = LinearOperatorRegression(data.held_out.forward, shape, sigma)
     y = data.y_held_out.to(drawn.mean)
 
     def log_prob(scale: float) -> float:
@@ -106,10 +105,9 @@ def posterior(
     network = copy.deepcopy(network).double()
     x, y = data.radon.filtered_back_projection(data.y).double(), data.y.double()
     shape = tuple(data.image.shape[1:])
-    operator = LinearOperator(data.radon.forward, data.radon.adjoint, shape)
     la = LinearisedLaplace(
         network,
-        LinearOperatorRegression(operator, data.sigma),
+        LinearOperatorRegression(data.radon.forward, shape, data.sigma),
         prior="layerwise" if prior == "layerwise" else "scalar",
         g_prior=prior == "g-prior",
         num_samples=args.num_samples,

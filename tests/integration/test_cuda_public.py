@@ -22,7 +22,6 @@ from torch_lla_em import (
     FunctionSpace,
     HeteroscedasticRegression,
     LinearisedLaplace,
-    LinearOperator,
     LinearOperatorRegression,
 )
 
@@ -64,11 +63,9 @@ def measurements():
     A, x, noise = drawn(20, 36) / 6, drawn(1, *shape), drawn(1, 20)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 3, padding=1))
-    operator = LinearOperator(
-        lambda f: f.flatten(1) @ A.to(f).T, lambda v: (v @ A.to(v)).unflatten(1, shape), shape
-    )
+    likelihood = LinearOperatorRegression(lambda f: f.flatten(1) @ A.to(f).T, shape, 0.3)
     batch = x, x.flatten(1) @ A.T + 0.3 * noise
-    return model.double(), LinearOperatorRegression(operator, 0.3), batch, x
+    return model.double(), likelihood, batch, x
 
 
 def convolutions():

@@ -1,17 +1,20 @@
 """Likelihoods p(y | f): losses with their gradients, Hessians H and roots S of H.
 
-The base class is in ``base``. The likelihoods are in ``classes``, ``elementwise``, ``gaussian`` and
-``linear_operator``. ``wrappers`` adds the temperature and the weights of a fit, and ``checks``
-checks a custom likelihood. A new likelihood needs a file, and an entry in ``LIKELIHOODS`` if users
-should be able to choose it by name.
+The base class is in ``base``. The likelihoods are in ``classes``, ``elementwise`` and ``gaussian``.
+``wrappers`` adds the temperature and the weights of a fit, and ``checks`` checks a custom
+likelihood. A new likelihood needs an entry in ``LIKELIHOODS`` if users should be able to choose it
+by name.
 """
 
 from torch_lla_em.likelihoods.base import Likelihood, average, sum_rows
 from torch_lla_em.likelihoods.checks import compare_with_log_prob
 from torch_lla_em.likelihoods.classes import BradleyTerry, Classification, compare, preferred
 from torch_lla_em.likelihoods.elementwise import Bernoulli, Poisson
-from torch_lla_em.likelihoods.gaussian import HeteroscedasticRegression, Regression
-from torch_lla_em.likelihoods.linear_operator import LinearOperator, LinearOperatorRegression
+from torch_lla_em.likelihoods.gaussian import (
+    HeteroscedasticRegression,
+    LinearOperatorRegression,
+    Regression,
+)
 from torch_lla_em.likelihoods.wrappers import Tempered, Weighted, tempered
 
 LIKELIHOODS = {
@@ -40,7 +43,6 @@ __all__ = [
     "Classification",
     "HeteroscedasticRegression",
     "Likelihood",
-    "LinearOperator",
     "LinearOperatorRegression",
     "Poisson",
     "Regression",

@@ -9,12 +9,11 @@
 # %%
 import os
 
-import matplotlib.pyplot as plt
 import torch
 from sklearn.datasets import load_breast_cancer
 from torch import nn
 
-from torch_lla_em import LinearisedLaplace, compare, plot_curve
+from torch_lla_em import LinearisedLaplace, compare, plot
 
 TINY = "TINY" in os.environ  # the tests run with a few steps and samples
 K = 4 if TINY else 32
@@ -60,16 +59,12 @@ for name, options in priors.items():
 
 # %% [markdown]
 # With a layerwise prior the precision of a tensor can grow without bound, which removes the tensor
-# from the posterior; `fit` warns if this happens. With one precision, the whole curve over λ is
-# available without another pass over the data. EM stops at its maximum.
+# from the posterior; `fit` warns if this happens. `plot.em_path` plots the precisions at
+# each EM step: here those of three of the four tensors grow.
 
 # %%
-la = fits["g-prior, one precision"]
-curve = la.curve(torch.logspace(-1, 1, 41) * la.prior_precision.item())
-axes = plot_curve(curve)
-figure = plt.gcf()
-figure.set_size_inches(8, 3.2)
-figure.tight_layout()
+axes = plot.em_path(fits["g-prior, layerwise"])
+axes.figure.set_size_inches(8, 3.2)
 
 # %% [markdown]
 # ## Comparing networks on a validation set

@@ -10,10 +10,6 @@ import torch
 from fresh import CONTEXT
 from torch import distributed as dist
 
-from torch_lla_em.solvers import Spectrum
-
-COORDINATES = "_eigenvalues", "_xi_coordinates", "_eta_coordinates"
-
 
 def run(size, function, folder, *arguments, timeout=60.0):
     """Return the result or error of ``function(rank, *arguments)`` on each rank; None if killed."""
@@ -57,7 +53,4 @@ def facts(la):
     state = {name: tensor for name, tensor in la.state_dict().items() if name != "record"}
     own = "seconds", "stages"
     records = [{k: v for k, v in record.items() if k not in own} for record in la.history]
-    spectrum = [state.pop(name, None) for name in COORDINATES]
-    if spectrum[0] is not None:  # Ritz vectors are unique in what follows from them only
-        state["γ"] = torch.stack([Spectrum(*spectrum).effective_dims(p) for p in (0.1, 10.0)])
     return {"state": state, "history": records, "num_data": la.num_data}

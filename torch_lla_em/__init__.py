@@ -6,7 +6,6 @@
 """
 
 from torch_lla_em.inference import (
-    Curve,
     function_space_Mackay_update,
     get_sto_samples,
     optimise_MAP,
@@ -25,7 +24,6 @@ from torch_lla_em.likelihoods import (
     Regression,
 )
 from torch_lla_em.mixtures import FeatureDensity
-from torch_lla_em.plot import plot_curve
 from torch_lla_em.prediction import (
     Calibration,
     Comparison,
@@ -49,7 +47,6 @@ __all__ = [
     "Classification",
     "Comparison",
     "Compute",
-    "Curve",
     "FeatureDensity",
     "FunctionSpace",
     "HeteroscedasticRegression",
@@ -67,6 +64,5 @@ __all__ = [
     "get_sto_samples",
     "optimise_MAP",
     "optimise_samples",
-    "plot_curve",
     "prior_precision_from_weight_decay",
 ]

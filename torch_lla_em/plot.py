@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import as_loader, inputs_of
-from torch_lla_em.inference import Curve
 from torch_lla_em.prediction import (
     Fitted,
     PredictedData,
@@ -74,7 +73,7 @@ def reliability(la: Fitted, loader: Examples, axes: Axes | None = None, bins: in
 
 
 def em_path(la: Fitted, axes: Axes | None = None) -> Axes:
-    """Plot the prior precision at each EM step, on the curve of the log evidence if it is known.
+    """Plot the prior precision at each EM step.
 
     Args:
         la (LinearisedLaplace): A fitted posterior.
@@ -83,15 +82,10 @@ def em_path(la: Fitted, axes: Axes | None = None) -> Axes:
     Example:
         >>> axes = plot.em_path(la)
     """
-    path = np.array([record["prior_precision"] for record in la.history])
-    chosen = _array(la.prior_precision.double())
-    low, high = min(path.min(), 0.1 * chosen.min()), max(path.max(), 10 * chosen.max())
-    try:
-        return plot_curve(la.curve(torch.from_numpy(np.geomspace(low, high, _GRID))), axes)
-    except ValueError:  # it is not known for several precisions, and after other solvers
-        axes = _axes(axes)
+    axes, path = _axes(axes), [record["prior_precision"] for record in la.history]
     axes.plot(range(1, len(path) + 1), path, marker=".")
     axes.set_yscale("log")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     return _finished(axes, "EM step", "prior precision λ")
 
 
@@ -265,34 +259,6 @@ def out_of_distribution(la: Fitted, loader: Examples, other: Any, axes: Axes | N
         axes.hist(values, edges, weights=weights, color=colour, alpha=0.6, label=name)
     axes.set(xscale="log", title=f"AUROC {area:.3f}")
     return _finished(axes, "epistemic uncertainty", "share of examples")
-
-
-def plot_curve(curve: Curve, axes: Axes | None = None) -> Axes:
-    """Plot the effective dimension γ and the log evidence over the prior precision λ.
-
-    Vertical lines mark λ at each EM step and the chosen λ*.
-
-    Args:
-        curve (Curve): The result of ``la.curve(precisions)``.
-        axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
-
-    Example:
-        >>> axes = plot_curve(regression.curve([0.1, 1.0, 10.0]))
-    """
-    axes = _axes(axes)
-    x, (evidence, error) = _array(curve.precisions), map(_array, curve.log_evidence)
-    axes.plot(x, evidence, color="C0", label="log evidence")
-    axes.fill_between(x, evidence - error, evidence + error, color="C0", alpha=0.25, linewidth=0)
-    axes.axvline(curve.best, color="black", linestyle=":", label=f"λ* = {curve.best:.3g}")
-    for i, precision in enumerate(curve.path.tolist()):
-        axes.axvline(precision, color="C3", alpha=0.4, linewidth=1, label="EM" if i == 0 else None)
-    axes.set(xscale="log", xlabel="prior precision λ", ylabel="log evidence")
-    other = axes.twinx()
-    other.plot(x, _array(curve.effective_dim.value), color="C1", label="effective dimension γ")
-    other.set_ylabel("effective dimension γ")
-    lines = [*axes.get_lines(), *other.get_lines()]
-    axes.legend(handles=[line for line in lines if not line.get_label().startswith("_")])
-    return axes
 
 
 def _rows(la: Fitted, loader: Examples) -> PredictedData:

@@ -284,12 +284,3 @@ def test_bad_questions_are_refused():
         la.predict(X, mean="mode")
     with pytest.raises(IndexError, match="2 samples"):
         la.function_sample(2)
-    with pytest.raises(ValueError, match="positive"):
-        la.curve([0.0, 1.0])
-    with pytest.raises(ValueError, match="one or more positive"):
-        la.curve([])
-    with pytest.raises(TypeError, match="one or more positive"):
-        la.curve(3.0)
-    layerwise = fit("classification", [(X, LABELS)], prior="layerwise", em_steps=2)
-    with pytest.raises(ValueError, match="scalar"):
-        layerwise.curve([1.0])

@@ -1,4 +1,4 @@
-"""The log marginal likelihood against the dense one, and its curve over a grid of λ."""
+"""The log marginal likelihood against the dense one."""
 
 from dataclasses import replace
 
@@ -7,15 +7,14 @@ import torch
 from daily import daily
 from dense import gaussian_log_prob
 from steps import hyper_of, span_e_step
-from tiny import basis_noise, fitted, likelihood_of, tiny
+from tiny import basis_noise, likelihood_of, tiny
 from torch.testing import assert_close
 
 from torch_lla_em.data import Data
-from torch_lla_em.inference.evidence import Modes, log_dets
+from torch_lla_em.inference.evidence import log_dets
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.jacobian import LinearModel, Network, ParameterLayout
 from torch_lla_em.problem import Problem
-from torch_lla_em.problem.sweep import Sweep
 from torch_lla_em.solvers import Spectrum
 
 LIKELIHOODS = ["classification", "regression", "bernoulli", "poisson", "binomial"]
@@ -91,49 +90,3 @@ def test_another_noise_needs_no_new_directions():
     exact = tiny("regression").exact(noise.prior.scale).at_noise(gaussian_log_prob(sigma))
     exact = replace(exact, scale=noise.prior.scale).log_evidence(hyper.precision)
     assert ours == pytest.approx(exact.item(), rel=1e-6)
-
-
-def test_modes_reproduce_a_cubic_and_end_at_the_last_visited():
-    logs = torch.tensor([0.0, 0.5, 2.0]).double()
-    modes = Modes(logs, 1 + logs**3, 3 * logs**2)
-    at = torch.linspace(0, 2, 9).double()
-    assert_close(modes.at(at), 1 + at**3)
-    assert modes.at(torch.tensor([-0.1, 2.1]).double()).isnan().all()
-    repeated = torch.tensor([[2.0, 1.0, 2.0], [3.0, 5.0, 3.0], [1.0, 1.0, 1.0]]).double()
-    assert len(Modes.of(*repeated).values) == 2
-    one = Modes.of(*repeated[:, :1]).at(torch.tensor([2.0, 2.1]).double().log())
-    assert one[0] == 4.0 and one[1].isnan()
-
-
-@pytest.mark.parametrize("name", ["classification", "poisson", "regression"])
-def test_the_curve_is_the_dense_evidence_and_peaks_at_the_fit(name, monkeypatch):
-    case, la = fitted(name, num_samples=16, tolerance=1e-3, curvature="network")
-    exact = case.exact(la.scale)
-    if name == "regression":
-        exact = exact.at_noise(gaussian_log_prob(la.sigma_noise))
-
-    def refuse(*arguments):
-        raise AssertionError("a pass over the data")
-
-    monkeypatch.setattr(Sweep, "batches", refuse)
-    monkeypatch.setattr(torch.nn.Linear, "forward", refuse)
-    best = la.prior_precision.item()
-    grid = best * torch.logspace(-0.45, 0.45, 19, dtype=torch.float64)
-    curve = la.curve(grid)
-    gamma, evidence = curve.effective_dim.value, curve.log_evidence.value
-    assert_close(evidence[9], la.log_marginal_likelihood().value, rtol=1e-3, atol=0.02)
-    assert_close(gamma[9], la.effective_dim, rtol=1e-2, atol=1e-2)
-    assert evidence.isfinite().all() and abs(evidence.argmax().item() - 9) <= 2
-    assert (gamma.diff() < 0).all() and curve.best == best
-    assert len(curve.path) == len(la.history)
-    assert abs((evidence[10] - evidence[8]) / (grid[10] / grid[8]).log()) < 0.3
-    # no mode was visited as far away as this
-    wide = la.curve([1e-6, best, 1e9])
-    assert wide.effective_dim.value.isfinite().all()
-    if name == "classification":
-        assert wide.log_evidence.value.isnan().tolist() == [True, False, True]
-
-    grid = best * torch.tensor([0.4, 1.0, 2.5]).double()
-    evidence = la.curve(grid).log_evidence
-    dense = torch.stack([exact.log_evidence(precision) for precision in grid])
-    assert ((evidence.value - dense).abs() <= 5 * evidence.standard_error + 0.05).all()

@@ -359,12 +359,6 @@ def test_where_memory_ends_the_network_is_gone_on_with(monkeypatch):
     assert [step["step"] for step in la.history] == list(range(1, len(la.history) + 1))
 
 
-def test_its_curve_is_refused():
-    _, la = fitted("bernoulli", num_samples=4)
-    with pytest.raises(ValueError, match="curvature='network'"):
-        la.curve([1.0, 2.0])
-
-
 def test_rows_in_another_order_are_told(caplog):
     case = tiny("classification")
     la = LinearisedLaplace(case.model, "classification", curvature="variational", num_samples=4)

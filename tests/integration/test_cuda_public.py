@@ -148,8 +148,6 @@ PREDICTIONS = {
     "joint": lambda la, x, y: la.joint_log_prob(x, y),
     "evidence": lambda la, x, y: la.log_marginal_likelihood().value,
     "held-out": lambda la, x, y: la.held_out_evidence([(x, y)]).value,
-    "curve": lambda la, x, y: la.curve(torch.tensor([1.0, 9.0]).to(x)).effective_dim.value,
-    "list": lambda la, x, y: la.curve([1.0, 9.0]).log_evidence.value,
     "calibrated": lambda la, x, y: la.calibrate([(x, y)])(x),
 }
 

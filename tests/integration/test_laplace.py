@@ -210,7 +210,7 @@ def test_a_saved_posterior_predicts_the_same(name, tmp_path):
     la.save(tmp_path / "posterior.pt")
     loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
     other = LinearisedLaplace(case.model, name)
-    other.load_state_dict(la.state_dict())
+    other.load_state_dict({**la.state_dict(), "_modes": torch.ones(3, 5)})  # as 0.3.0 saved it
     for copied in (loaded, other, copy.deepcopy(la), pickle.loads(pickle.dumps(la))):
         assert_close(copied(case.x), la(case.x), rtol=0, atol=0)
         assert copied.calibration[:4] == la.calibration[:4]
@@ -264,7 +264,6 @@ def test_everything_requires_a_fit_first():
         lambda: la.joint_log_prob(x, case.y),
         lambda: la.calibrate([(x, x)]),
         la.log_marginal_likelihood,
-        lambda: la.curve([1.0]),
         la.state_dict,
     ):
         with pytest.raises(NotFittedError, match="[Cc]all la.fit"):

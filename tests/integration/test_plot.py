@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 
 from matplotlib import pyplot
 
-from torch_lla_em import plot, plot_curve
+from torch_lla_em import plot
 from torch_lla_em.prediction import predicted_data
 
 
@@ -154,18 +154,12 @@ def test_two_data_sets_are_separated():
     assert float(same.get_title().split()[1]) == pytest.approx(0.5, abs=0.02)  # ties to rounding
 
 
-def test_the_path_is_over_the_curve_where_it_is_known():
-    for options in ({}, {"prior": "layerwise"}):
-        axes = plot.em_path(fitted("regression", **options)[1])
-        assert (axes.get_ylabel() == "log evidence") == (not options)
-
-
-def test_the_plot_marks_the_path_and_the_best():
-    _, la, _ = fitted("regression")
-    axes = plot_curve(la.curve(la.prior_precision.item() * torch.logspace(-1, 1, 9).double()))
-    assert any(label.startswith("λ* =") for label in labels(axes))
-    assert {"EM", "log evidence", "effective dimension γ"} <= set(labels(axes))
-    assert axes.get_xscale() == "log"
+def test_the_path_shows_every_em_step_of_every_precision():
+    for prior, blocks in (("scalar", 1), ("layerwise", 4)):
+        _, la, _ = fitted("regression", prior=prior)
+        lines = plot.em_path(la).get_lines()
+        assert len(lines) == blocks
+        assert all(len(line.get_xdata()) == len(la.history) for line in lines)
 
 
 @pytest.mark.parametrize(

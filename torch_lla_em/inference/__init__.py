@@ -1,7 +1,6 @@
 """The four stages of the method, and the EM algorithm that repeats them."""
 
 from torch_lla_em.inference.em import Info, record_of, summary_of
-from torch_lla_em.inference.evidence import Curve, Modes, curve
 from torch_lla_em.inference.learn import Progress, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import (
@@ -17,16 +16,13 @@ from torch_lla_em.inference.stochastic_prior import get_sto_samples
 
 __all__ = [
     "PRECISION_BOUNDS",
-    "Curve",
     "Estimate",
     "FitOptions",
     "Info",
-    "Modes",
     "Posterior",
     "Progress",
     "Solver",
     "choose_scalings",
-    "curve",
     "function_space_Mackay_update",
     "get_sto_samples",
     "learn",

@@ -1,16 +1,14 @@
-"""The log marginal likelihood of the linear model: at its mode, and over a grid of λ."""
+"""The log marginal likelihood of the linear model."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from math import log, pi
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.mackay import Estimate
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.likelihoods import Regression
 from torch_lla_em.problem import Problem, WhitenedGGN
@@ -93,68 +91,3 @@ def sigma_of(problem: Problem) -> Tensor | None:
 def gaussian_constant(problem: Problem, sigma: Tensor) -> float:
     """Return the part of the Gaussian loss that does not depend on residuals."""
     return problem.data.num_targets * (log(float(sigma)) + 0.5 * log(2 * pi))
-
-
-class Curve(NamedTuple):
-    """Effective dimension and log evidence on a grid of prior precisions, from ``la.curve``."""
-
-    precisions: Tensor
-    """λ, shape (L,)."""
-
-    effective_dim: Estimate
-    """γ, shape (L,)."""
-
-    log_evidence: Estimate
-    """log p(y | λ), shape (L,); NaN outside the range of λ for which the mode is known."""
-
-    path: Tensor
-    """λ of every EM step, shape (steps,)."""
-
-    best: float
-    """λ*, the learnt prior precision."""
-
-
-class Modes(NamedTuple):
-    """The objective of the linear mode at visited λ: its value, and its slope in log λ."""
-
-    log_precisions: Tensor
-    """(M,), ascending."""
-
-    values: Tensor
-    """loss(w_lin) + ½ λ ‖w_lin‖², shape (M,)."""
-
-    slopes: Tensor
-    """½ λ ‖w_lin‖², shape (M,): the derivative in log λ at the minimum."""
-
-    @classmethod
-    def of(cls, precisions: Tensor, losses: Tensor, squared_norms: Tensor) -> Modes:
-        """Return the modes, sorted and without repeats."""
-        order = precisions.argsort()
-        logs = precisions[order].log()
-        fresh = torch.ones_like(logs, dtype=torch.bool)
-        fresh[1:] = logs.diff() > 1e-9
-        slopes = 0.5 * (precisions * squared_norms)[order]
-        return cls(logs[fresh], (losses[order] + slopes)[fresh], slopes[fresh])
-
-    def at(self, log_precisions: Tensor) -> Tensor:
-        """Return the objective at other λ by cubic Hermite pieces; NaN outside."""
-        outside = (log_precisions < self.log_precisions[0] - 1e-9) | (
-            log_precisions > self.log_precisions[-1] + 1e-9
-        )
-        if len(self.log_precisions) < 2:
-            return torch.where(outside, float("nan"), self.values[0])
-        last = len(self.log_precisions) - 2
-        i = (torch.searchsorted(self.log_precisions, log_precisions) - 1).clamp(0, last)
-        width = self.log_precisions[i + 1] - self.log_precisions[i]
-        t = (log_precisions - self.log_precisions[i]) / width
-        left = (1 + 2 * t) * self.values[i] + t * width * self.slopes[i]
-        right = (3 - 2 * t) * self.values[i + 1] - (1 - t) * width * self.slopes[i + 1]
-        return torch.where(outside, float("nan"), (1 - t) ** 2 * left + t**2 * right)
-
-
-def curve(spectrum: Spectrum, modes: Modes, precisions: Tensor) -> tuple[Estimate, Estimate]:
-    """Return γ and the log evidence at every λ, each with its standard error."""
-    dims = torch.stack([spectrum.effective_dims(p) for p in precisions.tolist()], dim=1)
-    log_dets = torch.stack([spectrum.log_dets(p) for p in precisions.tolist()], dim=1)
-    evidences = -modes.at(precisions.log()) - 0.5 * log_dets
-    return Estimate.of(dims), Estimate.of(evidences)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.evidence import Modes, gaussian_constant, sigma_of
+from torch_lla_em.inference.evidence import gaussian_constant, sigma_of
 from torch_lla_em.inference.expectations import Expectations, root_of_covariance
 from torch_lla_em.inference.mackay import Estimate, Expectation, Hyperparameters
 from torch_lla_em.inference.span import Span
@@ -42,12 +42,6 @@ _ROUNDINGS = 10
 
 _MIRRORED, _SHARE = 4, 0.2
 """Largest number of passes for the log det, and the share of its standard error at which they end."""
-
-_CURVE_POINTS, _CURVE_DECADES = 241, 6
-"""Precisions at which the mode of a quadratic loss is tabulated, either side of λ."""
-
-_NEIGHBOURS = 10**-0.5, 10**-0.25, 1.0, 10**0.25, 10**0.5
-"""Precisions, relative to λ, at which the mode of another loss is computed."""
 
 
 class Curved(NamedTuple):
@@ -269,22 +263,6 @@ class OverSpan:
             if not abs(q.bound - before) > _SHARE * error:
                 break
         return q
-
-    def modes(self, q: Q) -> Modes:
-        """Return the objective of the mode near λ, or for a wide range of λ if it is quadratic."""
-        if self._problem.likelihood.is_quadratic:
-            ends = -_CURVE_DECADES, _CURVE_DECADES
-            decades = torch.linspace(*ends, _CURVE_POINTS, dtype=torch.float64, device="cpu")
-            values = q.curved.spectrum.eigenvalues / q.noise**2
-            there, turned = q.precision * 10 ** decades.to(q.mean), q.curved.vectors.T @ q.mean
-            means = turned * (values + q.precision) / (values + there[:, None])
-            moves = means - turned
-            # the gradient of the loss is -λ m at the mode
-            losses = q.loss - q.precision * (moves @ turned) + 0.5 * (moves.square() @ values)
-            return Modes.of(*(v.cpu() for v in (there, losses, means.square().sum(1))))
-        near = [self.at(q.curved, factor * q.precision, 1.0, q.mean) for factor in _NEIGHBOURS]
-        points = [(one.precision, one.loss, one.mean.square().sum().item()) for one in near]
-        return Modes.of(*torch.tensor(points, dtype=torch.float64, device="cpu").T)
 
     def _mean(
         self, curved: Curved, precision: float, start: Tensor, root: Tensor | None, steps: int

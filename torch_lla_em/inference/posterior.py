@@ -8,7 +8,6 @@ from torch import Tensor
 
 from torch_lla_em.inference.mackay import Estimate, Hyperparameters
 from torch_lla_em.problem import Problem
-from torch_lla_em.solvers import Spectrum
 
 
 class Posterior(NamedTuple):
@@ -22,12 +21,6 @@ class Posterior(NamedTuple):
     certificate: Tensor
     log_evidence: Estimate
     loss: float
-    spectrum: Spectrum | None = None
-    """Of scalar priors solved by block Krylov, at the final noise."""
-
-    modes: Tensor | None = None
-    """log λ, objective and slope of the linear mode for known λ, shape (3, M)."""
-
     mixture: Tensor | None = None
     """The components of predictions as fitted, (components, 4): weight, share of J w_lin, share of f,
     and scale of the posterior variance; None: the samples around f."""

@@ -202,12 +202,7 @@ class SpanEStep:
             of_all = _average(over, q), _at_examples(over, q.samples)
             mixture, examples = (part.to(columns.device) for part in of_all)
             return known._replace(mixture=mixture, examples=examples)
-        q = over.with_evidence(q)
-        return known._replace(
-            log_evidence=Estimate.of(q.bounds),
-            spectrum=q.curved.spectrum.at_noise(q.noise),
-            modes=torch.stack(over.modes(q)),
-        )
+        return known._replace(log_evidence=Estimate.of(over.with_evidence(q).bounds))
 
 
 def _average(over: OverSpan, q: Q) -> Tensor:

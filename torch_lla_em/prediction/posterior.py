@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em.data import Chain, Identity, TargetFn
-from torch_lla_em.inference import Curve, Estimate, Modes, Posterior, curve
+from torch_lla_em.inference import Estimate, Posterior
 from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction import stored
@@ -20,8 +20,7 @@ from torch_lla_em.prediction.functions import SCALE
 from torch_lla_em.prediction.pushed import Products, Pushed, mean_of, posterior_alone
 from torch_lla_em.prediction.training_examples import TrainingExamples, output_variance
 from torch_lla_em.problem import place_of_vectors
-from torch_lla_em.runtime import Compute, check_options, files, free_memory, records
-from torch_lla_em.solvers import Spectrum
+from torch_lla_em.runtime import Compute, files, free_memory, records
 
 Loaded = TypeVar("Loaded", bound="StoredPosterior")
 
@@ -102,42 +101,6 @@ class StoredPosterior(nn.Module):
         """
         self._require_fit()
         return Estimate(*self._log_evidence)
-
-    def curve(self, precisions: Iterable[float] | Tensor) -> Curve:
-        """Return γ and the log evidence over a grid of prior precisions, without a pass over data.
-
-        The evidence of a non-Gaussian likelihood is known near the values that EM visited, up to
-        half a decade on either side of λ, and NaN elsewhere.
-
-        Args:
-            precisions (list of float or Tensor): Values of λ, all positive.
-
-        Returns:
-            A ``Curve``; ``plot_curve`` plots it.
-
-        Raises:
-            ValueError: If the fit used several precisions, a variational curvature, or a solver
-                instead of the default span of directions.
-            NotFittedError: Before ``fit``, or if the model has changed since.
-
-        Example:
-            >>> best = regression.curve([0.1, 1.0, 10.0]).best
-        """
-        self._require_fit()
-        check_options(precisions=precisions)
-        if self._eigenvalues is None:
-            raise ValueError(
-                "The curve needs a fit over a span of directions with one λ and a fixed curvature: "
-                "fit with curvature='network' (or 'linear'), prior='scalar', one sigma_noise, "
-                "solver=None."
-            )
-        parts_of_T = self._eigenvalues, self._xi_coordinates, self._eta_coordinates
-        spectrum = Spectrum(*(tensor.double().cpu() for tensor in parts_of_T))
-        precisions = torch.as_tensor(precisions, dtype=torch.float64, device="cpu")
-        gamma, evidence = curve(spectrum, Modes(*self._modes.double().cpu()), precisions)
-        path = [record["prior_precision"] for record in self.history]
-        found = self.prior_precision.item()
-        return Curve(precisions, gamma, evidence, torch.tensor(path, device="cpu"), found)
 
     def _training(self, num_samples: int | None = None) -> TrainingExamples | None:
         """Return the training examples that the fit has kept, if there are any."""
@@ -282,10 +245,8 @@ class StoredPosterior(nn.Module):
         mixture = posterior_alone() if posterior.mixture is None else posterior.mixture
         self.mixture = mixture.to(self.w_lin.device)
         self.effective_dim, self.effective_dim_error = posterior.effective_dim
-        self.certificate, self._modes = posterior.certificate, posterior.modes
+        self.certificate = posterior.certificate
         self._log_evidence = torch.stack(list(posterior.log_evidence))
-        if posterior.spectrum is not None:
-            self._eigenvalues, self._xi_coordinates, self._eta_coordinates = posterior.spectrum
         if posterior.examples is not None:
             self.training_deviations = posterior.examples
             deviations = posterior.examples.movedim(1, 0)

@@ -13,7 +13,7 @@ from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression, is_nam
 from torch_lla_em.prediction.conformal import REFERENCE
 from torch_lla_em.runtime import records
 
-# the buffers of a posterior; the private ones are for the evidence and its curve
+# the buffers of a posterior
 TENSORS = (
     "w_lin",
     "w_samples",
@@ -25,10 +25,6 @@ TENSORS = (
     "effective_dim_error",
     "certificate",
     "_log_evidence",
-    "_eigenvalues",
-    "_xi_coordinates",
-    "_eta_coordinates",
-    "_modes",
     "training_deviations",
     "largest_variance",
     *REFERENCE,

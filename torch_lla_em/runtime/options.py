@@ -183,9 +183,4 @@ _RULES = {
         "the name of a folder", lambda value: isinstance(value, (str, PathLike))
     ),
     "together": _Rule(*_WHOLE),
-    "precisions": _Rule(
-        "a list of one or more positive numbers",
-        lambda value: _is_real(value) and torch.as_tensor(value, device="cpu").dim() == 1,
-        lambda value: len(value) > 0 and _is_finite_positive(value),
-    ),
 }

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import BlockCG, LinearisedLaplace, Newton
+from torch_lla_em import LinearisedLaplace, Newton
 
 
 def network(outputs=3):
@@ -49,12 +49,6 @@ CASES = {
         3,
         r"pass Classification\(ignore_index=255\)",
     ),
-    "nan input": (
-        "classification",
-        [HALVES[0], (with_nan(X[5:], 2), LABELS[5:])],
-        3,
-        "batch 0 to 1",
-    ),
     "nan target": ("regression", [(X, REAL), (X, with_nan(REAL, 1))], 1, "Batch 0 to 1.*NaN"),
 }
 
@@ -83,25 +77,21 @@ OPTIONS = {
     "no samples": ({"num_samples": 0}, "num_samples"),
     "half a sample": ({"num_samples": 2.5}, "num_samples must be a whole number"),
     "a name for a solver": ({"solver": "cg"}, "solver must be None, or BlockKrylov"),
-    "a solver class": ({"solver": BlockCG}, "solver must be None, or BlockKrylov"),
     "a solver of modes": ({"solver": Newton()}, "solver must be None, or BlockKrylov"),
     "a dict for Compute": ({"compute": {}}, "a Compute object"),
     "no seed": ({"seed": None}, "seed must be a whole number"),
-    "real seed": ({"seed": 1.0}, "seed must be a whole number"),
     "no forward_fn": ({"forward_fn": 3}, "a function .model, inputs. -> outputs"),
     "no target_fn": ({"target_fn": "y"}, "a function batch -> targets"),
     "a number among names": ({"parameters": ["0.weight", 3]}, HOW_TO_CHOOSE),
     "parameters themselves": ({"parameters": [nn.Parameter(X)]}, HOW_TO_CHOOSE),
     "word for g_prior": ({"g_prior": "no"}, "g_prior must be None, or True, False"),
     "complex noise": ({"sigma_noise": 1 + 1j}, "a positive real number"),
-    "complex tensor": ({"sigma_noise": torch.tensor(1 + 1j)}, "a positive real number"),
     "nan noise": ({"sigma_noise": float("nan")}, "a positive real number"),
-    "endless noise": ({"sigma_noise": float("inf")}, "a positive real number"),
     "class_dim": ({"class_dim": None}, "the axis of the outputs"),
     "nan tolerance": ({"tolerance": float("nan")}, "tolerance must be None, or a number above 0"),
     "nan temperature": ({"temperature": float("nan")}, "temperature must be a positive number"),
+    "no temperature": ({"temperature": 0.0}, "temperature must be a positive number"),
     "tolerance": ({"tolerance": 0.0}, "tolerance"),
-    "negative tolerance": ({"tolerance": -1.0}, "tolerance"),
     "prior": ({"prior": "kron"}, "scalar"),
     "curvature": ({"curvature": "fisher"}, "linear"),
 }
@@ -132,10 +122,8 @@ def test_more_bad_options():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"prior_precision": -1.0}, "prior_precision"),
         ({"prior_precision": float("nan")}, "prior_precision"),
         ({"em_steps": -1}, "em_steps"),
-        ({"em_steps": float("nan")}, "em_steps must be a whole number"),
         ({"em_steps": 2.5}, "em_steps must be a whole number"),
         ({"override": "no"}, "override must be True or False"),
         ({"checkpoint": 3}, "the name of a folder"),

@@ -235,12 +235,6 @@ def test_covariances_of_outputs_that_vary_together_have_roots(num_samples):
     torch.testing.assert_close(R @ R.mT, h @ h.mT / num_samples, rtol=1e-4, atol=1e-4)
 
 
-def test_separable_classes_are_fitted():
-    model, x, y = three_classes(1000)
-    la = LinearisedLaplace(model, "classification").fit(x, y, progress_bar=False)
-    assert not la.messages[1:] and 0.005 < la.prior_precision < 0.02
-
-
 def fitted(name, **options):
     case = tiny(name)
     batches = list(zip(case.x.split(13), case.y.split(13)))
@@ -298,26 +292,6 @@ def test_a_precision_for_each_tensor_is_refused():
 def test_regression_is_as_without():
     fits = [tiny_fit("regression", curvature=kind)[1] for kind in ("network", "variational")]
     assert torch.equal(fits[0].w_samples, fits[1].w_samples)
-
-
-def test_a_fit_that_was_stopped_goes_on(tmp_path, monkeypatch):
-    def fit():
-        return fitted("classification", tolerance=1e-2, checkpoint=tmp_path)[1]
-
-    residuals, asked = OverSpan.residuals, []
-
-    def stopped(steps, q):
-        asked.append(q)
-        if len(asked) == 3:
-            raise KeyboardInterrupt
-        return residuals(steps, q)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(OverSpan, "residuals", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            fit()
-    _, whole = fitted("classification", tolerance=1e-2)
-    assert torch.equal(fit().w_samples, whole.w_samples)
 
 
 @pytest.mark.parametrize(

@@ -176,19 +176,6 @@ def test_em_converges_to_the_dense_fixed_point(name, g_prior, solver, monkeypatc
         assert_close(last.hyper.sigma, sigma, rtol=0.01, atol=0)
 
 
-@pytest.mark.parametrize("name", daily("classification", rest=["regression"]))
-def test_em_by_sgd_ends_near_it(name):
-    problem, noise, precision, exact, _ = setting(name, True, False)
-    few = noise._replace(xi=noise.xi[::5], eta=noise.eta[::5])
-    states = []
-    for solver in (SGD(epochs=40), BlockCG()):
-        e_step = iterative_e_step(problem, few, solver)
-        hyper = Hyperparameters(precision, sigma_of(problem))
-        *_, last = states_of_em(problem, noise.prior, e_step, hyper, max_steps=6)
-        states.append(last.hyper)
-    assert_close(states[0].precision, states[1].precision, rtol=0.1, atol=0)
-
-
 def test_precision_starts_at_the_mean_where_zero_is_the_mode():
     """So do the precisions of tensors, wherever the mode is."""
     case = tiny("regression")

@@ -15,7 +15,6 @@ from torch_lla_em import (
     Poisson,
     Regression,
 )
-from torch_lla_em.likelihoods import Tempered, tempered
 
 NAMES = list(LOG_PROBS)
 
@@ -103,31 +102,6 @@ def test_heteroscedastic_samples_have_mean_and_deviation():
     mu, sigma = f[0, :2], (0.5 * f[0, 2:]).exp()
     assert ((y.mean(0) - mu).abs() < 5 * sigma / 20000**0.5).all()
     assert ((y.std(0) - sigma).abs() < 5 * sigma / 40000**0.5).all()
-
-
-def test_uncertainties_split_the_variance():
-    f = draw(7, 4, 2)
-    aleatoric, epistemic = Poisson().uncertainties(f)
-    assert_close(aleatoric, f.exp().mean(0))
-    assert_close(epistemic, f.exp().var(0, correction=0))
-    p = f.softmax(-1)
-    aleatoric, epistemic = Classification().uncertainties(f)
-    assert_close(aleatoric, -(p * p.log()).sum(-1).mean(0))
-    assert_close(aleatoric + epistemic, -(p.mean(0) * p.mean(0).log()).sum(-1))
-    q = f.sigmoid()
-    aleatoric, epistemic = Bernoulli().uncertainties(f)
-    assert_close(aleatoric, (-q * q.log() - (1 - q) * (1 - q).log()).mean(0))
-    assert (epistemic >= 0).all()
-
-
-def test_a_tempered_likelihood_has_all_methods():
-    f, u, t = draw(3, 2), draw(4, 3, 2, seed=2), Tempered(Regression(0.5), 2.0)
-    assert t.is_quadratic and t.elementwise and t.mask(f) is None
-    assert_close(t.mean(f), f)
-    assert_close(Likelihood.hessian_product(t, f, u), t.hessian_product(f, u))
-    with pytest.raises(ValueError, match="reshape"):
-        t.check(f, f[:, :1])
-    assert isinstance(tempered(Regression(), 1.0), Regression)
 
 
 @pytest.mark.parametrize(

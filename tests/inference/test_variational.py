@@ -12,7 +12,7 @@ from tiny import fitted as tiny_fit
 from torch import nn
 
 from torch_lla_em import BlockCG, BlockKrylov, LinearisedLaplace
-from torch_lla_em.inference.ascent import SMALL, climb
+from torch_lla_em.inference.ascent import SMALL, Pace, climb
 from torch_lla_em.inference.expectations import Expectations, root_of, root_of_covariance
 from torch_lla_em.inference.mackay import Hyperparameters
 from torch_lla_em.inference.over_span import OverSpan
@@ -100,8 +100,9 @@ def begun(steps, precision):
 
 
 def settled(steps, q, least):
-    for _ in range(10):
-        q = climb(steps, q, least)
+    pace = Pace()
+    for _ in range(20):
+        q, pace = climb(steps, q, least, pace)
     return q
 
 
@@ -179,9 +180,9 @@ def test_a_fit_that_ends_unsettled_says_so(curvature):
 @pytest.mark.parametrize("name", KINDS)
 def test_no_step_lowers_the_bound(name):
     _, _, steps = with_basis(name, draws=8)
-    q = begun(steps, 100.0)
-    for _ in range(6):
-        new = climb(steps, q, q.precision / 3)
+    q, pace = begun(steps, 100.0), Pace()
+    for _ in range(12):
+        new, pace = climb(steps, q, q.precision / 3, pace)
         again = steps.at(new.curved, new.precision, 1.0, new.mean)
         assert new.bound >= q.bound and again.bound >= new.bound - 1e-9
         q = new

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
 from torch_lla_em.inference.mackay import MStep, function_space_Mackay_update
 from torch_lla_em.inference.over_span import OverSpan, Q
 
-_ROUNDS = 4
-SMALL = 0.05
-"""Nats; the rounds end after two in a row that gain less."""
+_ROUNDS = 2
+"""Rounds after every extension of the span."""
 
-_CLIMBS = 30
-"""Largest number of ascents by rounds, before the steps towards the fixed point of a moving H."""
+SMALL = 0.05
+"""Nats that a round must gain to count, on the way to the fixed point of a moving H."""
+
+_QUIET, _CLIMBS = 4, 120
+"""Rounds in a row without such a gain that end this way, and the largest number of rounds."""
 
 _NEWTON, _POLISH = 2, 50
 """Newton steps of the mean in every step towards the fixed point, and there."""
@@ -30,29 +33,43 @@ _SLACK = 1.0
 """Nats that the bound may decrease on the way to the fixed point, which is only near its maximum."""
 
 
-def climb(over: OverSpan, q: Q, least: float) -> Q:
-    """Return q after a few rounds of λ, a moving H and the mean, none of which lowers the bound.
+class Pace(NamedTuple):
+    """The length of a round's steps: it grows after a round that raises the bound."""
 
-    ``least`` is a lower bound on λ; if it is infinite, λ stays fixed.
+    damping: float = 0.7
+    """Share of the change of H."""
+
+    stride: float = 2.0
+    """Length of the step of log λ, relative to MacKay's."""
+
+    def after(self, better: bool) -> Pace:
+        """Return the pace of the next round."""
+        if better:
+            return Pace(min(1.0, 1.3 * self.damping), min(4.0, 1.3 * self.stride))
+        return Pace(max(0.1, self.damping / 2), max(0.3, self.stride / 3))
+
+
+def climb(over: OverSpan, q: Q, least: float, pace: Pace) -> tuple[Q, Pace]:
+    """Return q after two rounds of λ, a moving H and the mean, and the pace of the next.
+
+    No round lowers the bound. ``least`` is a lower bound on λ; if it is infinite, λ stays fixed.
     """
-    damping, stride, small, refused = 0.7, 2.0, 0, 0
     for _ in range(_ROUNDS):
-        precision = q.precision
-        if least < math.inf:
-            precision = max(_stepped(over, q, stride).item(), least)
-        tried = over.at(q.curved, precision, 1.0, q.mean)
-        H = over.expected.curvature(over.outputs(tried.mean), tried.root)
-        curved = over.curved(q.curved.H + damping * (H - q.curved.H))
-        tried = over.at(curved, precision, 1.0, tried.mean)
-        if tried.bound > q.bound:
-            small = small + 1 if tried.bound < q.bound + SMALL else 0
-            damping, stride, refused = min(1.0, 1.3 * damping), min(4.0, 1.3 * stride), 0
-            q = tried
-        else:
-            damping, stride, refused = damping / 2, stride / 3, refused + 1
-        if small > 1 or refused > 3:
-            break
-    return q
+        q, pace = _round(over, q, least, pace)
+    return q, pace
+
+
+def _round(over: OverSpan, q: Q, least: float, pace: Pace) -> tuple[Q, Pace]:
+    """Return q after a step of λ, one of H, and one of the mean after each, if they raise the bound."""
+    precision = q.precision
+    if least < math.inf:
+        precision = max(_stepped(over, q, pace.stride).item(), least)
+    tried = over.at(q.curved, precision, 1.0, q.mean)
+    H = over.expected.curvature(over.outputs(tried.mean), tried.root)
+    curved = over.curved(q.curved.H + pace.damping * (H - q.curved.H))
+    tried = over.at(curved, precision, 1.0, tried.mean)
+    better = tried.bound > q.bound
+    return tried if better else q, pace.after(better)
 
 
 def settle(over: OverSpan, q: Q, m_step: MStep, least: float, steps: int) -> tuple[Q, bool]:
@@ -66,9 +83,12 @@ def settle(over: OverSpan, q: Q, m_step: MStep, least: float, steps: int) -> tup
     if not (learns or over.moves):
         return q, False
     quiet, damping = replace(m_step, warns=False), 0.5
+    pace, quietly = Pace(), 0
     for _ in range(_CLIMBS * over.moves):
-        before, q = q, climb(over, q, least)
-        if q.bound < before.bound + SMALL:
+        before = q.bound
+        q, pace = _round(over, q, least, pace)
+        quietly = 0 if q.bound > before + SMALL else quietly + 1
+        if quietly == _QUIET:
             break
     for _ in range(1 if m_step.update == "em" else steps):
         here = new = over.hyper(q)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.ascent import climb, settle
+from torch_lla_em.inference.ascent import Pace, climb, settle
 from torch_lla_em.inference.em import Found, State
 from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.mackay import (
@@ -84,6 +84,9 @@ class Reached(NamedTuple):
     certificate: Tensor
     """Error bounds of the samples, (K,)."""
 
+    pace: Pace
+    """The length of the next steps of λ and H."""
+
     restarts: int
     """How often the span was restarted because it had no memory for more directions."""
 
@@ -128,11 +131,11 @@ class SpanEStep:
     def advance(self, state: State, m_step: MStep, kept: bool) -> Found:
         """Add the residuals to the span, update λ, H and mean, and compute the new residuals."""
         over, old, learns = self.over, state.own, self._options.em_steps > 0
-        climbs, at_rest, restarts = old is None or not kept, False, 0
+        climbs, at_rest, restarts, pace = old is None or not kept, False, 0, Pace()
         if old is None:
             q = over.first(state.hyper.precision.item(), _outputs_at_point(self.problem))
         else:
-            q, restarts = old.q, old.restarts
+            q, restarts, pace = old.q, old.restarts, old.pace
             if not self.span.has_room(len(old.residuals)):
                 q, restarts = over.restarted(q), restarts + 1
             at_rest = not self.span.widen(old.residuals)
@@ -144,7 +147,7 @@ class SpanEStep:
         least = PRECISION_BOUNDS[0] if complete else q.precision / _FALL
         least = least if learns else math.inf
         if climbs and self._moves and not complete:
-            q = climb(over, q, least)
+            q, pace = climb(over, q, least, pace)
         elif climbs:
             q, found_all = settle(over, q, m_step, least, _SETTLING[complete])
         residuals = over.residuals(q)
@@ -163,7 +166,7 @@ class SpanEStep:
         best, stalled = (math.inf, 0) if old is None or climbs else (old.best, old.stalled + 1)
         if found.error < 0.9 * best:
             best, stalled = found.error, 0
-        own = Reached(q, residuals, certificate, restarts, best, stalled)
+        own = Reached(q, residuals, certificate, pace, restarts, best, stalled)
         ended = complete if self._moves else at_rest and (kept or step.settled)
         return Found(found, step, own, ended or full or stalled == _PATIENCE)
 

@@ -119,7 +119,7 @@ def test_missing_methods_are_named(method):
         (Classification(), (2, 1), torch.zeros(2).long(), "bernoulli"),
         (Classification(), (2, 3), torch.tensor([0, 3]), "outside of 0 to 2"),
         (Classification(), (2, 3), torch.tensor([0, -1]), "outside of 0 to 2"),
-        (Classification(), (2, 3), torch.zeros(2, 1).long(), "ask for"),
+        (Classification(), (2, 3), torch.zeros(2, 1).long(), r"integers of shape \(2,\)"),
         (BradleyTerry(), (2, 2), torch.tensor([0, 2]), "outside of 0 to 1"),
         (Regression(), (2, 1), torch.zeros(2), "reshape the targets"),
         (Regression(), (2, 1), torch.tensor([[0.0], [float("nan")]]), "NaN"),

@@ -36,6 +36,9 @@ class Likelihood:
     convex = True
     """Whether -log p is convex in f, so that the linear model has one mode."""
 
+    is_quadratic = False
+    """Whether -log p is quadratic in f, so that the mode is one linear solve."""
+
     elementwise = False
     """Whether every output has a target of its own, so that y has the axis C as f does."""
 
@@ -243,11 +246,6 @@ class Likelihood:
         """
 
     @property
-    def is_quadratic(self) -> bool:
-        """Whether -log p is quadratic in f, so that the mode is one linear solve."""
-        return False
-
-    @property
     def plain(self) -> Likelihood:
         """This likelihood without the temperature and the weights of a fit."""
         return self
@@ -282,6 +280,14 @@ class Labels(Likelihood):
 
     def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
         return self.mean(f / (1 + pi / 8 * variance).sqrt())
+
+
+def require_real(y: Tensor) -> None:
+    """Raise an error if targets are not finite real numbers."""
+    if y.is_complex():
+        raise TypeError(f"Targets must be real numbers, not {y.dtype}.")
+    if not torch.isfinite(y).all():
+        raise ValueError("Targets hold NaN or infinite values: remove those examples.")
 
 
 def sum_rows(terms: Tensor, y: Tensor) -> Tensor:

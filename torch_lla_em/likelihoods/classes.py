@@ -98,13 +98,11 @@ class Classification(Labels):
                 stacklevel=2,
             )
         if is_beyond:
-            kept, outside = y[self.mask(y)], y[beyond].unique()
-            own = f"ignore_index={outside[0].item()}"
-            remedy = f" If that label marks missing ones, pass Classification({own})."
+            kept = y[self.mask(y)]
             raise ValueError(
                 f"Class labels are between {kept.min()} and {kept.max()}, outside of 0 to "
-                f"{f.shape[-1] - 1}: the network needs as many outputs as there are classes."
-                f"{remedy if len(outside) == 1 else ''}"
+                f"{f.shape[-1] - 1}: the network needs as many outputs as there are classes. If one "
+                "label marks missing ones, pass it as Classification(ignore_index=...)."
             )
 
     def _chosen(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,25 +175,14 @@ def preferred(batch: Any) -> Tensor:
 def _check_labels(f: Tensor, y: Tensor) -> None:
     """Raise an error if labels are not integers of the outputs' shape without its last axis."""
     is_integer = not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
-    if is_integer and y.shape == f.shape[:-1]:
-        return
-    remedy = 'Convert them with .long(), or use likelihood="bernoulli" for several 0/1 labels.'
-    if y.shape == f.shape and y.dtype != torch.bool and _is_one_hot(y):
-        remedy = "For one-hot labels pass the class indices, y.argmax(-1)."
-    elif f.dim() > 2 and y.shape == f.shape[:1] + f.shape[2:]:
-        remedy = "If axis 1 of the outputs holds the classes, pass class_dim=1."
-    elif is_integer:
-        remedy = "Pass one class index per example, or per site."
-    if not is_integer:
-        raise TypeError(f"Class labels must be integers, not {y.dtype}. {remedy}")
-    raise ValueError(
-        f"Class labels have shape {tuple(y.shape)}, but the outputs {tuple(f.shape)} (classes "
-        f"last) ask for {tuple(f.shape[:-1])}. {remedy}"
-    )
-
-
-def _is_one_hot(y: Tensor) -> bool:
-    return bool(((y == 0) | (y == 1)).all() and (y.sum(-1) == 1).all())
+    if not is_integer or y.shape != f.shape[:-1]:
+        raise (ValueError if is_integer else TypeError)(
+            f"Class labels must be integers of shape {tuple(f.shape[:-1])} for outputs of shape "
+            f"{tuple(f.shape)} (classes last), but are {y.dtype} of shape {tuple(y.shape)}. Pass one "
+            "class index per example or site: y.long(), or for one-hot labels y.argmax(-1). For "
+            'several 0/1 labels use likelihood="bernoulli"; if axis 1 of the outputs holds the '
+            "classes, pass class_dim=1."
+        )
 
 
 def _softmax(f: Tensor) -> Tensor:

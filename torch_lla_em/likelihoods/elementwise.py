@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from torch_lla_em.likelihoods.base import Labels, Likelihood, average, sum_rows
+from torch_lla_em.likelihoods.base import Labels, Likelihood, average, require_real, sum_rows
 
 _MOST_COUNTS = 100_000
 
@@ -37,16 +37,13 @@ class ElementwiseLikelihood(Likelihood):
         return self.curvature(f).sqrt() * noise
 
     def check(self, f: Tensor, y: Tensor) -> None:
-        if y.is_complex():
-            raise TypeError(f"Targets must be real numbers, not {y.dtype}.")
         if y.shape != f.shape:
             raise ValueError(
                 f"Targets have shape {tuple(y.shape)}, but the outputs {tuple(f.shape)}. They "
                 "must be equal, as broadcasting would pair every target with every output: "
                 "reshape the targets, for example with y[:, None]."
             )
-        if not torch.isfinite(y).all():
-            raise ValueError("Targets hold NaN or infinite values: remove those examples.")
+        require_real(y)
 
 
 class Bernoulli(Labels, ElementwiseLikelihood):

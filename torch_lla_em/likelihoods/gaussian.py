@@ -9,7 +9,7 @@ from math import log, pi
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods.base import Likelihood, sum_rows
+from torch_lla_em.likelihoods.base import Likelihood, require_real, sum_rows
 from torch_lla_em.likelihoods.elementwise import ElementwiseLikelihood
 from torch_lla_em.runtime import check_options, normal
 
@@ -46,6 +46,8 @@ class Regression(Gaussian, ElementwiseLikelihood):
         >>> la = la.fit(torch.randn(20, 2), torch.randn(20, 1), progress_bar=False)
         >>> mean, variance = la(torch.randn(5, 2))  # the variance includes σ²
     """
+
+    is_quadratic = True
 
     normalised = True
     """Whether log_prob includes its constant, next to which small residuals may be rounded away."""
@@ -109,10 +111,6 @@ class Regression(Gaussian, ElementwiseLikelihood):
                 f"{f.shape[-1]} outputs: pass one number, or one per output."
             )
 
-    @property
-    def is_quadratic(self) -> bool:
-        return True
-
     def _sigma(self, f: Tensor) -> Tensor:
         sigma = self.sigma_noise
         if sigma.dim() or sigma.device == f.device:
@@ -169,8 +167,7 @@ class HeteroscedasticRegression(Gaussian):
                 "last), but there must be twice as many outputs as targets: all means first, "
                 "then all log variances."
             )
-        if y.is_complex() or not torch.isfinite(y).all():
-            raise ValueError("Targets must be finite real numbers: remove other examples.")
+        require_real(y)
 
     @staticmethod
     def _fisher(f: Tensor) -> Tensor:
@@ -241,7 +238,7 @@ class LinearOperatorRegression(Regression):
                 f"{tuple(f.shape[1:])} (classes last): pass that shape to LinearOperatorRegression."
             )
         expected = self._num_measurements(f)
-        if y.is_complex() or y.shape != (len(f), expected):
+        if y.shape != (len(f), expected):
             raise ValueError(
                 f"The measurements have shape {tuple(y.shape)}, but the operator returns "
                 f"{(len(f), expected)}: flatten what belongs to one output."
@@ -251,8 +248,7 @@ class LinearOperatorRegression(Regression):
                 f"There are {expected} measurements of {f[0].numel()} outputs, but at most one per "
                 'output is possible: let forward_fn return A f, with likelihood="regression".'
             )
-        if not torch.isfinite(y).all():
-            raise ValueError("The measurements hold NaN or infinite values: remove those examples.")
+        require_real(y)
 
     def _adjoint(self, v: Tensor) -> Tensor:
         """Return Aᵀ v, shape (..., *shape), for v (..., M)."""

@@ -25,6 +25,7 @@ class Tempered(Likelihood):
     def __init__(self, likelihood: Likelihood, temperature: float = 1.0):
         self.inner, self.temperature = likelihood, temperature
         self.elementwise, self.convex = likelihood.elementwise, likelihood.convex
+        self.is_quadratic = likelihood.is_quadratic
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         return self.inner.log_prob(f, y) / self.temperature
@@ -47,10 +48,6 @@ class Tempered(Likelihood):
 
     def check(self, f: Tensor, y: Tensor) -> None:
         self.inner.check(f, y)
-
-    @property
-    def is_quadratic(self) -> bool:
-        return self.inner.is_quadratic
 
     @property
     def plain(self) -> Likelihood:

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch_lla_em import SGD, BlockCG, BlockKrylov, FunctionSpace, LinearisedLaplace, plot
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 SOLVERS = {"krylov": BlockKrylov, "cg": BlockCG, "sgd": SGD, "function_space": FunctionSpace}
 SCORES = {
@@ -158,7 +157,7 @@ def main() -> None:
 
     options.out.mkdir(parents=True, exist_ok=True)
     write_results(lines, options)
-    axes = plot.extremes(la, tuple(test), plt.subplots(figsize=(9, 2.9))[1])
+    axes = plot.reliability(la, tuple(test))
     axes.figure.savefig(options.out / "digits.png", dpi=120, bbox_inches="tight")
     print(f"\nThe picture and the table are in {options.out}/.")
 

@@ -17,7 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 from methods.learning import descend
-from sklearn.datasets import load_diabetes, load_digits, make_moons
+from sklearn.datasets import load_diabetes, load_digits
 from torch import Tensor, nn
 
 from torch_lla_em import LinearisedLaplace, plot
@@ -34,8 +34,8 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     steps = 20 if given.tiny else 1500
 
-    def save(name: str, draw: Callable, *args, size: tuple[float, float] = (4.6, 3.4)) -> None:
-        axes = plt.subplots(figsize=size, layout="constrained")[1]
+    def save(name: str, draw: Callable, *args) -> None:
+        axes = plt.subplots(figsize=(4.6, 3.4), layout="constrained")[1]
         draw(*args, axes=axes)
         axes.figure.savefig(given.out / f"{name}.png", dpi=90)
         plt.close(axes.figure)
@@ -48,10 +48,7 @@ def main() -> None:
     plt.close(figure)
     save("reliability", plot.reliability, la, rows)
     save("em_path", plot.em_path, la)
-    save("extremes", plot.extremes, la, rows, size=(6.4, 2.2))
     save("out_of_distribution", plot.out_of_distribution, la, rows, other)
-    la, rows = moons(steps)
-    save("confidence", plot.confidence, la, rows)
     save("bands", plot.bands, curve, points)
     la, rows = diabetes(steps)
     save("predicted", plot.bands, la, rows)
@@ -99,14 +96,6 @@ def digits(steps: int) -> tuple[LinearisedLaplace, Rows, Tensor]:
     return la, (x[test], y[test]), x[test].rot90(1, (2, 3))
 
 
-def moons(steps: int) -> tuple[LinearisedLaplace, Rows]:
-    """Return a classifier of two moons, and its data."""
-    x, y = make_moons(200, noise=0.15, random_state=0)
-    x, y = torch.tensor(x).float(), torch.tensor(y)
-    network = trained(perceptron(2, 32, 2), x, y, nn.functional.cross_entropy, steps, 1e-2)
-    return LinearisedLaplace(network, "classification").fit(x, y, progress_bar=False), (x, y)
-
-
 def gap(steps: int) -> tuple[LinearisedLaplace, Rows]:
     """Return a regression on a noisy sine wave with a gap in the data, and its data."""
     generator = torch.Generator().manual_seed(0)
@@ -138,11 +127,9 @@ def perceptron(inputs: int, hidden: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(hidden, outputs))
 
 
-def trained(
-    network: nn.Module, x: Tensor, y: Tensor, loss: Callable, steps: int, decay: float = 1e-3
-) -> nn.Module:
+def trained(network: nn.Module, x: Tensor, y: Tensor, loss: Callable, steps: int) -> nn.Module:
     """Train on full batches."""
-    optimiser = torch.optim.AdamW(network.parameters(), 5e-3, weight_decay=decay)
+    optimiser = torch.optim.AdamW(network.parameters(), 5e-3, weight_decay=1e-3)
     return descend(network, (x, y), steps, optimiser, loss=loss)
 
 

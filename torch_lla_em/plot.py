@@ -133,86 +133,6 @@ def bands(la: Fitted, loader: Examples, axes: Axes | None = None, output: int = 
     return _finished(axes, "input", "target")
 
 
-def confidence(la: Fitted, loader: Examples, axes: Axes | None = None) -> Axes:
-    """Plot the confidence of predictions, or their standard deviation, over two inputs.
-
-    Args:
-        la (LinearisedLaplace): A fitted posterior.
-        loader (DataLoader, Dataset or list of batches): Held-out data.
-        axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
-
-    Raises:
-        ValueError: If inputs have not the shape (N, 2).
-
-    Example:
-        >>> axes = plot.confidence(la, loader)
-    """
-    rows, axes = _rows(la, loader), _axes(axes)
-    x, y = rows.inputs, rows.targets
-    if x is None or x.dim() != 2 or x.shape[1] != 2:
-        raise ValueError("confidence needs inputs of two numbers, shape (N, 2).")
-    ends = torch.stack([x.amin(0), x.amax(0)])
-    margin = 0.4 * (ends[1] - ends[0])
-    limits = zip(ends[0] - margin, ends[1] + margin)
-    sides = [torch.linspace(low, high, _GRID, device="cpu") for low, high in limits]
-    grid = torch.cartesian_prod(*sides).to(x)
-    prediction = la.predict(grid)
-    if prediction.likelihood.gives_probabilities:
-        p, label = prediction.probs.reshape(len(grid), -1), "confidence"
-        values = torch.maximum(p, 1 - p)[:, 0] if p.shape[1] == 1 else p.amax(1)
-    else:
-        variance, label = prediction.predictive_variance, "standard deviation"
-        values = variance.reshape(len(grid), -1)[:, 0].sqrt()
-    plane = *map(_array, sides), _array(values.view(_GRID, _GRID).T)
-    shades = axes.contourf(*plane, levels=20, cmap="Blues")
-    axes.figure.colorbar(shades, ax=axes, label=label)
-    shown = {"c": _columns(y)[:, 0], "cmap": "autumn", "edgecolors": "black"}
-    axes.scatter(*_array(x.T), 14, linewidths=0.4, **shown)
-    return _finished(axes, "first input", "second input")
-
-
-def extremes(la: Fitted, loader: Examples, axes: Axes | None = None, count: int = 8) -> Axes:
-    """Show the inputs with the most and the least certain predictions.
-
-    Images are shown as images. Rows of a table are shown as a column of standardised features, and
-    the caption names the two features that are furthest from their mean. Captions of wrong
-    predictions are red.
-
-    Args:
-        la (LinearisedLaplace): A fitted posterior.
-        loader (DataLoader, Dataset or list of batches): Held-out data.
-        count (int): Number of inputs of each kind. Default 8.
-        axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
-
-    Raises:
-        ValueError: If inputs are not tensors of one shape.
-
-    Example:
-        >>> axes = plot.extremes(la, loader, count=4)
-    """
-    rows, axes = _rows(la, loader), _axes(axes)
-    if rows.inputs is None:
-        raise ValueError("extremes needs inputs that are tensors of one shape.")
-    doubt = rows.posterior.aleatoric + rows.posterior.epistemic
-    order = doubt.reshape(len(rows.targets), -1).mean(1).argsort()
-    chosen = order[:count].tolist(), order[-count:].flip(0).tolist()
-    images = _array(_images(rows.inputs))
-    captions = _captions(rows, is_table=images.shape[2] == 1)
-    below = 0.15 + 0.15 * max(text.count("\n") + 1 for text, _ in captions)
-    for low, places in zip((0.92 + below, 0.0), chosen):
-        for i, row in enumerate(places):
-            extent = (i + 0.04, i + 0.96, low, low + 0.92)
-            axes.imshow(images[row], extent=extent, cmap="gray_r", vmin=0, vmax=1)
-            text, wrong = captions[row]
-            words = {"ha": "center", "va": "top", "fontsize": 7, "color": "C3" if wrong else "0"}
-            axes.text(i + 0.5, low - 0.02, text, **words)
-    axes.set_yticks([1.38 + below, 0.46], ["most certain", "least certain"])
-    axes.set(xlim=(0, len(chosen[0])), ylim=(-below, 1.9 + below), xticks=[], aspect="equal")
-    axes.set_frame_on(False)
-    axes.tick_params(length=0)
-    return axes
-
-
 def coverage(la: Fitted, loader: Examples, axes: Axes | None = None) -> Axes:
     """Plot the coverage of prediction intervals over their nominal level, for regression.
 
@@ -293,45 +213,6 @@ def _intervals(prediction: Prediction, output: int) -> list[np.ndarray]:
     mean, variance = prediction.moments()
     halves = (_NINETY * v.sqrt() for v in (prediction.epistemic, variance))
     return [_columns(values)[:, output] for values in (mean, *halves)]
-
-
-def _images(x: Tensor) -> Tensor:
-    """Return inputs as images with values from 0 to 1, (B, H, W) or (B, H, W, 3).
-
-    Inputs that have no shape of images and are not square are rows of a table, (B, D, 1).
-    """
-    side = round(x[0].numel() ** 0.5)
-    if x.dim() == 4 and x.shape[1] in (1, 3):
-        x = x[:, 0] if x.shape[1] == 1 else x.movedim(1, -1)
-    elif x.dim() != 3 and side >= 4 and side**2 == x[0].numel():
-        x = x.reshape(len(x), side, side)
-    elif x.dim() != 3:
-        x = _standardised(x)[:, :, None]
-    return (x - x.min()) / (x.max() - x.min()).clamp_min(1e-12)
-
-
-def _standardised(x: Tensor) -> Tensor:
-    return ((x - x.mean(0)) / x.std(0).clamp_min(1e-12)).flatten(1)
-
-
-def _captions(rows: PredictedData, is_table: bool) -> list[tuple[str, bool]]:
-    """Return the prediction for each example as text, and whether it is wrong."""
-    prediction, y = rows.posterior, rows.targets
-    texts, wrong = [""] * len(y), [False] * len(y)
-    if prediction.likelihood.real_valued:
-        mean, _, outer = _intervals(prediction, 0)
-        wrong = (abs(_columns(y)[:, 0] - mean) > outer).tolist()
-        texts = [f"{m:.3g}\n± {h:.2g}" for m, h in zip(mean, outer)]
-    elif prediction.likelihood.gives_probabilities and prediction.probs.dim() == y.dim() + 1 == 2:
-        p, best = prediction.probs.max(1)
-        texts = [f"{c}: {q:.2f}" for c, q in zip(best.tolist(), p.tolist())]
-        wrong = (best != y).tolist()
-    if is_table:
-        z = _standardised(rows.inputs)
-        furthest = z.abs().topk(min(2, z.shape[1]), 1).indices
-        for i, features in enumerate(furthest.tolist()):
-            texts[i] += "".join(f"\nx{j}: {z[i, j]:+.1f} sd" for j in features)
-    return [*zip(texts, wrong)]
 
 
 def _thinned(order: np.ndarray, most: int) -> np.ndarray:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from torch_lla_em import plot
-from torch_lla_em.likelihoods import BradleyTerry
 from torch_lla_em.prediction import (
     Fitted,
     PredictedData,
@@ -84,17 +83,12 @@ def _scored(rows: PredictedData) -> list[tuple[str, ...]]:
 
 def _figures(la: Fitted, rows: PredictedData, other: Any) -> Iterator[str]:
     """Yield the plots that these predictions allow."""
-    likelihood, x = la.likelihood, rows.inputs
+    likelihood = la.likelihood
     if likelihood.gives_probabilities:
         yield _figure("Accuracy over confidence", plot.reliability, la, rows)
     if likelihood.real_valued and rows.posterior.expectation.shape == rows.targets.shape:
         yield _figure("Prediction intervals", plot.bands, la, rows)
         yield _figure("Coverage of prediction intervals", plot.coverage, la, rows)
-    if x is not None and x.is_floating_point():
-        if x.shape[1:] == (2,):
-            yield _figure("Confidence over the two inputs", plot.confidence, la, rows)
-        if not isinstance(likelihood, BradleyTerry):
-            yield _figure("Most and least certain predictions", plot.extremes, la, rows)
     if other is not None:
         yield _figure("Out-of-distribution inputs", plot.out_of_distribution, la, rows, other)
     if la.history:

@@ -54,7 +54,7 @@ def test_a_page_is_complete(name, tmp_path):
     text = " ".join(page.words)
     for words in ("NLL", "samples of 27 parameters", "parameters in the posterior"):
         assert words in text
-    assert len(page.pictures) == {"classification": 5, "bernoulli": 5, "poisson": 4}.get(name, 6)
+    assert len(page.pictures) == {"classification": 3, "bernoulli": 3, "poisson": 2}.get(name, 4)
     for picture in page.pictures:
         kind, _, content = picture["src"].partition(",")
         assert kind == "data:image/png;base64" and picture["alt"]

@@ -329,7 +329,7 @@ TABLES = {
     "scaling": Shown(
         "docs/scaling.md",
         "scaling",
-        {"kind": "scaling", "ranks": "ranks", "rows": "examples", "shard": "shard"},
+        {"kind": "scaling", "ranks": "ranks", "rows": "examples"},
         RANKS,
     ),
 }

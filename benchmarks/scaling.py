@@ -31,8 +31,6 @@ from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem import Problem, prepare
 from torch_lla_em.runtime.group import current_group
 
-SHARDS = "data", "weights"
-
 
 def network(width):
     """A small CNN for 32×32 images; nearly all of its weights are in one linear layer."""
@@ -80,30 +78,27 @@ def measured(rank, size, args, rows, folder):
         store = f"file://{folder}/store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     group = current_group()
-    found = {}
-    for shard in SHARDS if size > 1 else SHARDS[:1]:
-        problem = problem_of(args, rows, group)
-        prepare(problem, args.num_samples, Compute(keep_data=False), shard)
-        w = problem.vectors.own(torch.ones(args.num_samples, problem.linear_model.layout.size))
-        problem.ggn_product(w)  # the first pass probes
-        times = [timed(lambda: problem.ggn_product(w)) for _ in range(args.repeats)]
-        found[shard] = dict(zip(("seconds", "own_seconds", "bytes"), map(min, zip(*times))))
-    numbers = args.num_samples * problem.linear_model.layout.size
+    problem = problem_of(args, rows, group)
+    prepare(problem, args.num_samples, Compute(keep_data=False))
+    w = torch.ones(args.num_samples, problem.size)
+    problem.ggn_product(w)  # the first pass probes
+    times = [timed(lambda: problem.ggn_product(w)) for _ in range(args.repeats)]
+    seconds, own_seconds, sent = map(min, zip(*times))
+    numbers = args.num_samples * problem.size
     sums = [timed(lambda: group.sum(torch.zeros(numbers)))[0] for _ in range(args.repeats)]
     meets = [timed(lambda: [group.meet(0, max) for _ in range(50)])[0] for _ in range(5)]
-    common = {
+    line = {
         "ranks": size,
         "rows": rows,
+        "seconds": seconds,
+        "own_seconds": own_seconds,
+        "bytes": sent / (4 * numbers),  # in units of the vectors that are summed
         "sum_seconds": min(sums),
         "meet_seconds": min(meets) / 50,
         "load": os.getloadavg()[0],
     }
-    lines = []
-    for shard, times in found.items():
-        # in units of the vectors that are summed
-        lines.append({**common, "shard": shard, **times, "bytes": times["bytes"] / (4 * numbers)})
     if rank == 0:
-        Path(folder, "lines.json").write_text(json.dumps(lines))
+        Path(folder, "line.json").write_text(json.dumps(line))
     if size > 1:
         dist.destroy_process_group()
 
@@ -117,7 +112,7 @@ def run(size, args, rows):
             process.start()
         for process in ranks:
             process.join()
-        return json.loads(Path(folder, "lines.json").read_text())
+        return json.loads(Path(folder, "line.json").read_text())
 
 
 def main():
@@ -133,9 +128,9 @@ def main():
     torch.set_num_threads(1)
     for size in args.ranks:
         for kind, rows in {"strong": args.rows, "weak": args.rows // 4 * size}.items():
-            for line in run(size, args, rows):
-                print(kind, line, flush=True)
-                append(args.out / "scaling.jsonl", [{"kind": kind} | line], provenance(("torch",)))
+            line = {"kind": kind} | run(size, args, rows)
+            print(line, flush=True)
+            append(args.out / "scaling.jsonl", [line], provenance(("torch",)))
 
 
 if __name__ == "__main__":

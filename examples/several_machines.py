@@ -88,9 +88,8 @@ if not dist.is_initialized():
 # %% [markdown]
 # ## Distributed fits
 #
-# Under `torchrun`, call `fit` on every rank with the same arguments. The ranks share the data (and
-# with `shard="weights"` also the vectors), and every rank ends with the whole posterior. All ranks
-# call `calibrate`; one rank saves.
+# Under `torchrun`, call `fit` on every rank with the same arguments. The ranks share the data, and
+# every rank ends with the whole posterior. All ranks call `calibrate`; one rank saves.
 
 # %%
 if dist.is_initialized():

@@ -39,7 +39,7 @@ from torch_lla_em.problem import Plan, Problem
 from torch_lla_em.report import write_report
 from torch_lla_em.runtime import Compute, Group, check_choice, check_options, group_of
 from torch_lla_em.runtime import records as persistence
-from torch_lla_em.session import SHARDS, Session
+from torch_lla_em.session import Session
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -175,7 +175,7 @@ class LinearisedLaplace(Fitted):
         checkpoint: str | PathLike[str] | None = None,
         update: Literal["mackay", "em"] = "mackay",
         override: bool = True,
-        shard: Literal["auto", "data", "weights"] | None = "auto",
+        shard: Literal["auto", "data"] | None = "data",
         weights: Any = None,
     ) -> LinearisedLaplace:
         """Learn λ (and σ) by EM, then find the mode and the posterior samples.
@@ -193,9 +193,8 @@ class LinearisedLaplace(Fitted):
             override (bool): False adds the data to those of earlier fits, which are read again; with
                 ``em_steps=0`` the λ and σ learnt so far are kept. Default True: the data replace
                 the earlier ones.
-            shard (str, optional): How an initialised process group is used. "data": ranks share the
-                batches. "weights": they also store slices of the vectors. "auto" (default):
-                "weights" if vectors do not fit on one rank. None: every rank fits on its own.
+            shard (str, optional): How an initialised process group is used. "data" (default) or
+                "auto": ranks share the batches. None: every rank fits on its own.
             weights (Tensor, str or callable, optional): Weights of the examples: a tensor, if inputs
                 and targets are tensors; "last" if batches are (inputs, targets, weights); or a
                 function of the targets, such as ``lambda y: class_weights[y]``. Predictions and
@@ -212,7 +211,12 @@ class LinearisedLaplace(Fitted):
         Example:
             >>> fresh = LinearisedLaplace(model, "classification").fit(loader, em_steps=1)
         """
-        check_choice("shard", shard, SHARDS)
+        if str(shard) == "weights":
+            raise ValueError(
+                'shard="weights" is no longer supported: every rank stores whole vectors. If they do '
+                'not fit, use Compute(vectors="cpu"), fewer samples, or parameters="last_layer".'
+            )
+        check_choice("shard", shard, ("auto", "data", None))
         check_choice("update", update, ("mackay", "em"))
         check_options(em_steps=em_steps, prior_precision=prior_precision, override=override)
         check_options(progress_bar=progress_bar, checkpoint=checkpoint)
@@ -267,7 +271,7 @@ class LinearisedLaplace(Fitted):
             loaders = self._all_loaders(loader, more)
             problem = self._problem(loaders, more, group, likelihood)
             header = self._header(options, likelihood)
-            session = Session(problem, header, self._shard, checkpoint, progress_bar)
+            session = Session(problem, header, checkpoint, progress_bar)
             with session.running() as run:
                 state = run.finished()
                 if state is None:

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import Folder
 from torch_lla_em.inference import Info, Progress, record_of, summary_of
-from torch_lla_em.problem import VECTORS, Plan, Problem, prepare, room
+from torch_lla_em.problem import Plan, Problem, prepare
 from torch_lla_em.runtime import (
     Compute,
     Group,
@@ -25,9 +25,6 @@ from torch_lla_em.runtime import (
 )
 
 logger = logging.getLogger("torch_lla_em")
-
-SHARDS = "auto", "data", "weights", None
-"""What ranks share; None: every rank fits on its own."""
 
 _SECONDS_BETWEEN_UPDATES = 0.2
 _BAR = "{desc}: {n:.0f} columns [{elapsed}{postfix}]"
@@ -47,11 +44,10 @@ class Session:
         self,
         problem: Problem,
         header: dict[str, Any],
-        shard: str | None = None,
         checkpoint: str | PathLike[str] | None = None,
         progress_bar: bool = False,
     ):
-        self.problem, self._shard_asked, self._has_bar = problem, shard, progress_bar
+        self.problem, self._has_bar = problem, progress_bar
         self._group, self._device = problem.data.group, problem.device
         self.history: list[dict[str, Any]] = []
         """Records of the EM steps so far."""
@@ -59,7 +55,7 @@ class Session:
         self.messages: list[str] = []
         """The memory plan, and the warnings of the fit."""
 
-        settings = {"shard": shard, "checkpoint": checkpoint is not None, **header}
+        settings = {"checkpoint": checkpoint is not None, **header}
         compare_ranks(self._group, self._device, settings)
         self._folder: Folder | None = None
         if checkpoint is not None:
@@ -94,12 +90,10 @@ class Session:
         return state
 
     def plan(self, num_samples: int, compute: Compute) -> Plan:
-        """Plan memory, and share passes among ranks."""
-        problem = self.problem
-        shard = _choose_shard(problem, self._shard_asked, num_samples)
-        plan = prepare(problem, num_samples, compute, shard)
+        """Plan the memory."""
+        plan = prepare(self.problem, num_samples, compute)
         if not self._bar.disable:
-            problem.sweep.report = self._draw
+            self.problem.sweep.report = self._draw
         self.messages.insert(0, str(plan))
         logger.log(logging.WARNING if plan.tight else logging.INFO, "%s", plan)
         return plan
@@ -109,7 +103,7 @@ class Session:
         if self._folder is None:
             return None
         problem = self.problem
-        saved = self._folder.load(problem.device, problem.vectors)
+        saved = self._folder.load(problem.device)
         if saved is None:
             return None
         self.history[:] = saved["history"]
@@ -137,7 +131,7 @@ class Session:
             "facts": self.problem.data.facts(),
             "progress": progress,
         }
-        self._folder.save(state, self.problem.vectors)
+        self._folder.save(state)
 
     def _note_stages(self) -> None:
         spent = self.problem.cost.stages()
@@ -177,22 +171,6 @@ def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) 
     group.meet({"device": device.type, **settings}, _same)
     if group.size > 1:  # fail before any computation if a backend does not support the device
         group.sum(torch.zeros(1, device=device))
-
-
-def _choose_shard(problem: Problem, asked: str | None, num_samples: int) -> str:
-    """Return what ranks share: the data, and the vectors too if one rank cannot hold them."""
-    group = problem.data.group
-    if group.size == 1 or asked is None:
-        return "data"
-    if asked != "auto":
-        return asked
-    needed = VECTORS * num_samples * problem.size * problem.dtype.itemsize
-    free = room(problem)
-    shard = "data" if needed <= free else "weights"
-    if group.rank == 0:
-        why = f"vectors take {needed / 1e9:.1f} GB, and each rank has {free / 1e9:.1f} GB free"
-        logger.info("%d ranks share the %s: %s.", group.size, shard, why)
-    return shard
 
 
 def _same(every: list[dict[str, Any]]) -> None:

@@ -186,13 +186,12 @@ def test_the_plain_pass_of_speed_is_the_same_product():
 
 
 @pytest.mark.slow
-def test_scaling_measures_every_way_to_share(tmp_path):
+def test_scaling_measures_every_number_of_ranks(tmp_path):
     small = "--rows 8 --batch 4 --width 8 --num-samples 2 --repeats 1 --ranks 1 2".split()
     lines = run_script("scaling", *small, out=tmp_path / "scaling")
-    shards = [line["shard"] for line in lines if (line["kind"], line["ranks"]) == ("strong", 2)]
-    assert shards == ["data", "weights"]
-    sent = {line["shard"]: line["bytes"] for line in lines if line["ranks"] == 2}
-    assert sent["data"] >= 2  # 2 (R - 1) K P numbers, and the traffic of others
+    assert {line["ranks"] for line in lines if line["kind"] == "strong"} == {1, 2}
+    sent = [line["bytes"] for line in lines if line["ranks"] == 2]
+    assert min(sent) >= 2  # 2 (R - 1) K P numbers, and the traffic of others
 
 
 @pytest.mark.slow

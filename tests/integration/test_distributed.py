@@ -20,13 +20,13 @@ from torch_lla_em.runtime.group import current_group
 
 # each way to share the work and each form of loader once; the others are slow
 DAILY = {
-    *("krylov", "cg, layerwise", "sampler", "parts", "shuffled", "weights"),
-    *("variational", "weights, variational"),
+    *("krylov", "cg, layerwise", "sampler", "parts", "shuffled"),
+    *("variational", "bernoulli, variational"),
 }
 # cases whose shares differ where a rank is neither the first nor the last
 OF_THREE = {
     *("krylov", "variational", "cg, layerwise", "function space, regression", "sampler", "parts"),
-    *("shuffled", "weights, regression", "weights, layerwise", "weights, function space"),
+    "shuffled",
 }
 
 
@@ -38,7 +38,7 @@ def sampled(case):
     return DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
 
 
-CG, LINEAR, WEIGHTS = {"solver": BlockCG()}, {"curvature": "linear"}, {"shard": "weights"}
+CG, LINEAR = {"solver": BlockCG()}, {"curvature": "linear"}
 LAYERWISE, SPACE = {**CG, "prior": "layerwise"}, {"solver": FunctionSpace()}
 PLAIN = {"g_prior": False}
 
@@ -50,7 +50,7 @@ CASES = {
     "krylov, poisson": ("poisson", in_order, PLAIN),
     "krylov, bernoulli": ("bernoulli", batches, {}),
     "variational": ("classification", batches, {"curvature": "variational"}),
-    "weights, variational": ("bernoulli", batches, {"curvature": None, **WEIGHTS}),
+    "bernoulli, variational": ("bernoulli", batches, {"curvature": None}),
     "cg, layerwise": ("classification", streamed, LAYERWISE),
     "cg, noise by output": ("regression per output", batches, CG),
     "function space, layerwise": ("binomial", batches, {"prior": "layerwise"}),
@@ -58,14 +58,7 @@ CASES = {
     "last layer": ("classification", in_one_batch, {"parameters": "last_layer"}),
     "sampler": ("classification", sampled, PLAIN),
     "parts": ("classification", None, PLAIN),
-    "parts, weights": ("classification", None, {**PLAIN, **WEIGHTS}),
     "shuffled": ("regression", shuffled, {}),
-    "weights": ("classification", batches, WEIGHTS),
-    "weights, regression": ("regression", in_order, WEIGHTS),
-    "weights, linear curvature": ("bernoulli", batches, {**LINEAR, **WEIGHTS}),
-    "weights, layerwise": ("poisson", batches, {**LAYERWISE, **WEIGHTS}),
-    "weights, noise by output": ("regression per output", batches, {**CG, **WEIGHTS}),
-    "weights, function space": ("classification", batches, {**SPACE, **WEIGHTS}),
 }
 assert CASES.keys() >= OF_THREE | DAILY
 
@@ -87,8 +80,7 @@ def fit(name):
     parts = (0, 13), (13, 30)
     first, second = (list(zip(case.x[i:j].split(8), case.y[i:j].split(8))) for i, j in parts)
     _, la = tiny.fitted(likelihood, first, override=False, **options)
-    own = {key: options[key] for key in ("em_steps", "shard") if key in options}
-    return la.fit(second, override=False, progress_bar=False, **own)
+    return la.fit(second, override=False, progress_bar=False, em_steps=options["em_steps"])
 
 
 def fitted(name):
@@ -153,8 +145,7 @@ def test_ranks_fit_what_one_process_fits(size, name, is_daily, together):
             if key.startswith("conformal_"):  # each rank halves its own share of the validation set
                 continue
             torch.testing.assert_close(found[name]["state"][key], tensor, rtol=1e-6, atol=1e-6)
-        # slices are made whole in chunks, each of which reads the data; their noise is not kept
-        for key in ("step",) if "weights" in name else ("columns", "data_passes", "step"):
+        for key in ("columns", "data_passes", "step"):
             asked = [record[key] for record in expected["history"]]
             assert [record[key] for record in found[name]["history"]] == pytest.approx(asked)
 

@@ -148,59 +148,46 @@ def test_other_devices_are_refused():
         compare_ranks(Two(), torch.device("cpu"), {})
 
 
-def fit_with_checkpoint(rank, folder, shard, saves, curvature="network"):
+def fit_with_checkpoint(rank, folder, saves, curvature):
     with dying_after(saves):
-        return facts(fit(folder=folder, shard=shard, curvature=curvature))
+        return facts(fit(folder=folder, curvature=curvature))
 
 
 CHANGES = [
-    ((2, "data"), (3, "data"), "network", (1, 1)),
-    ((2, "data"), (1, "data"), "variational", (1, 1)),
-    ((1, "data"), (2, "data"), "linear", (1, 1)),
-    ((3, "weights"), (2, "weights"), "network", (1, 1)),
-    ((2, "weights"), (3, "weights"), "variational", (1, 1)),
-    ((2, "weights"), (1, "data"), "linear", (1, 1)),
-    ((2, "weights"), (2, "weights"), "linear", (1, 1)),
+    (2, 3, "network", (1, 1)),
+    (3, 2, "variational", (1, 1)),
+    (2, 1, "variational", (1, 1)),
+    (1, 2, "linear", (1, 1)),
+    (2, 2, "linear", (1, 1)),
 ]
 
 
 @pytest.mark.parametrize(
     "before, after, curvature, deaths",
-    daily(((2, "data"), (1, "data"), "variational", (2,)), rest=CHANGES),
+    daily((2, 1, "variational", (2,)), rest=CHANGES),
 )
 def test_fits_go_on_with_other_ranks(before, after, curvature, deaths, tmp_path):
-    (before, shard), (after, other) = before, after
     whole, folder = facts(fit(curvature=curvature)), tmp_path / "run"
 
-    def run(size, name, shard, saves):
-        own = tmp_path / name
-        return ranks.run(size, fit_with_checkpoint, own, folder, shard, saves, curvature)
+    def run(size, name, saves):
+        return ranks.run(size, fit_with_checkpoint, tmp_path / name, folder, saves, curvature)
 
     for number, saves in enumerate(deaths):  # after the noise, and after a step of EM
-        broken = run(before, f"broken {number}", shard, saves)
+        broken = run(before, f"broken {number}", saves)
         assert all(isinstance(found, Exception) for found in broken)
     assert (folder / "state.pt").exists() and list(folder.glob("block-*.pt"))
-    resumed = run(after, "resumed", other, 0)
+    resumed = run(after, "resumed", 0)
     for found in resumed:
         assert found["num_data"] == whole["num_data"]
         for name, tensor in whole["state"].items():
             torch.testing.assert_close(found["state"][name], tensor, rtol=1e-6, atol=1e-6)
     # the finished fit is there for any number of ranks, which read the data once
-    for found in run(before, "again", shard, 0):
+    for found in run(before, "again", 0):
         assert torch.equal(found["state"]["w_lin"], resumed[0]["state"]["w_lin"])
 
 
-@pytest.mark.slow
-def test_whole_vectors_are_not_sliced_at_a_restart(tmp_path):
-    folder = tmp_path / "run"
-    with pytest.raises(InterruptedError), dying_after(2):
-        fit(folder=folder)
-    for error in ranks.run(2, fit_with_checkpoint, tmp_path / "ranks", folder, "weights", 0):
-        assert 'Continue with shard="data"' in str(error)
-
-
 def fit_in_an_order_of_its_own(rank, folder):
-    return facts(fit(InAnyOrder(tiny("classification")), folder, shard="data"))
+    return facts(fit(InAnyOrder(tiny("classification")), folder))
 
 
 @pytest.mark.slow
@@ -211,17 +198,16 @@ def test_a_checkpoint_reads_nothing_more_on_one_rank_alone(tmp_path):
         assert torch.equal(found[0]["state"]["w_samples"], found[1]["state"]["w_samples"])
 
 
-def fit_without_a_derivative(rank, shard):
+def fit_without_a_derivative(rank):
     every = [(x.clone(), y) for x, y in batches(tiny("classification"))]
     every[-1][0][0, 0] = 0.0
     bent = Bent(tiny("classification").model, backwards_only=True)
-    return error_of(lambda: fit(every, model=bent, shard=shard))
+    return error_of(lambda: fit(every, model=bent))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["data", "weights"])
-def test_a_derivative_that_is_not_finite_ends_all_ranks(shard, tmp_path):
-    errors = ranks.run(2, fit_without_a_derivative, tmp_path, shard)
+def test_a_derivative_that_is_not_finite_ends_all_ranks(tmp_path):
+    errors = ranks.run(2, fit_without_a_derivative, tmp_path)
     assert all(isinstance(error, Exception) for error in errors)
     told = [str(error) for error in errors if isinstance(error, FloatingPointError)]
     assert told and all("outputs on batch 4 is not finite" in words for words in told)
@@ -238,6 +224,8 @@ def test_unwritable_folders_end_all_ranks(tmp_path):
     assert isinstance(results[1], Exception)
 
 
-def test_sharing_columns_is_refused():
+def test_ranks_share_nothing_but_the_data():
     with pytest.raises(ValueError, match="shard='columns' is not known: choose one of"):
         fit(shard="columns")
+    with pytest.raises(ValueError, match=r'no longer supported.*use Compute\(vectors="cpu"\)'):
+        fit(shard="weights")

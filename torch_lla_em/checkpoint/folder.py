@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.problem import Vectors
 from torch_lla_em.runtime import Group, files, first, pack, records, unpack
 
 logger = logging.getLogger("torch_lla_em")
@@ -56,33 +55,24 @@ class Folder:
             return None
         return self._received(state, device)
 
-    def load(self, device: torch.device, vectors: Vectors) -> Any:
+    def load(self, device: torch.device) -> Any:
         """Return the last state, with its tensors on the device, or None if there is none."""
         known, tensors = self._read() if self._reads else (None, {})
         known = self._group.meet(known, first)
         if known is None:
             return None
-        if vectors.group is not None and not known["sliced"]:
-            raise ValueError(
-                f'The checkpoint in {str(self.path)!r} stores whole vectors, but shard="weights" '
-                'needs slices of them. Continue with shard="data", or pass another folder.'
-            )
-        received = self._received(tensors, device)
-        if vectors.group is not None:
-            received |= {name: vectors.own(received[name]) for name in known["sliced"]}
-        return unpack(known["tree"], received)
+        return unpack(known["tree"], self._received(tensors, device))
 
-    def save(self, state: Any, vectors: Vectors) -> None:
+    def save(self, state: Any) -> None:
         """Replace the last state; blocks that have been written are not written again."""
-        tree, tensors = pack(state)
-        sliced = self._make_whole(tensors, vectors)
         if not self.writes:
             return
+        tree, tensors = pack(state)
         blocks = {name for name in tensors if "-" in name}
         for name in blocks - self._blocks:
             self._write({"block": tensors[name]}, self._block(name))
         own = {name: tensor for name, tensor in tensors.items() if name not in blocks}
-        known = {"tree": tree, "sliced": sliced, "blocks": sorted(blocks)}
+        known = {"tree": tree, "blocks": sorted(blocks)}
         self._write({**own, "known": records.to_bytes(known)}, self.path / _STATE)
         if self.writes:
             self._blocks = blocks
@@ -163,27 +153,6 @@ class Folder:
                 error,
             )
 
-    def _make_whole(self, tensors: dict[str, Tensor], vectors: Vectors) -> list[str]:
-        """Replace slices of vectors by whole vectors on rank 0; return the names of these tensors.
-
-        Tensors are slices if their shapes differ between ranks.
-        """
-        if vectors.group is None:
-            return []
-        shapes = self._group.meet([list(t.shape) for t in tensors.values()], list)
-        there = self._group.meet([name in self._blocks for name in tensors], first)
-        sliced = []
-        for name, known, *of_ranks in zip(list(tensors), there, *shapes):
-            if all(shape == of_ranks[0] for shape in of_ranks):
-                continue
-            sliced.append(name)
-            for rows in () if known else [tensors[name]]:
-                parts = [vectors.whole(part) for part in self._parts(rows)]
-                if self._reads:
-                    whole = torch.cat([part.cpu() for part in parts])
-                    tensors[name] = whole.view(*rows.shape[:-1], -1)
-        return sliced
-
     def _received(self, tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """Return rank 0's tensors on this rank's device."""
         if self._group.size == 1:
@@ -195,9 +164,3 @@ class Folder:
             held = tensors[name].to(device).contiguous() if self._reads else empty
             received[name] = self._group.from_first(held)
         return received
-
-    def _parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return the rows of a tensor in as many parts as there are ranks."""
-        rows = tensor.reshape(-1, tensor.shape[-1])
-        parts: tuple[Tensor, ...] = rows.split(max(1, -(-len(rows) // self._group.size)))
-        return parts

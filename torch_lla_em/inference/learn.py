@@ -19,7 +19,7 @@ from torch_lla_em.inference.options import FitOptions, allows_span, choose_curva
 from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.span_e_step import FEWEST_SAMPLES, NoSpan, SpanEStep, with_fewer
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples, with_noise
-from torch_lla_em.problem import VECTORS, Problem, columns_held, size_of
+from torch_lla_em.problem import VECTORS, Problem, size_of
 from torch_lla_em.runtime import DoesNotFit, Grown, is_shortage, release, shortage_of
 
 logger = logging.getLogger("torch_lla_em")
@@ -134,7 +134,7 @@ def learn(
                 continue
             log_precision = found.hyper.precision.log()
             if _is_last(problem, options, start, log_precision):
-                return found.assembled(problem)
+                return found
             noise = noise.drawn_again(problem.with_curvature_at(found.w_lin))
             options = replace(options, prior_precision=found.hyper.precision)
             start = start._replace(
@@ -193,8 +193,7 @@ def _memory_explained(problem: Problem, num_samples: int) -> Iterator[None]:
         shortage = shortage_of(error)
     else:
         return
-    columns = columns_held(problem, num_samples)
-    block = columns * problem.linear_model.layout.size * problem.dtype.itemsize
+    block = num_samples * problem.size * problem.dtype.itemsize
     outputs = problem.data.num_outputs
     raise DoesNotFit(
         f"Out of memory on {problem.device}, outside of the passes over the data ({shortage}). "

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torch_lla_em.inference.mackay import Estimate, Hyperparameters
-from torch_lla_em.problem import Problem
 
 
 class Posterior(NamedTuple):
@@ -27,14 +26,3 @@ class Posterior(NamedTuple):
 
     examples: Tensor | None = None
     """J w_k at some of the training examples, (n, K, ..., C), if they are known."""
-
-    def assembled(self, problem: Problem) -> Posterior:
-        """Return the posterior with whole vectors, gathered from slices if necessary."""
-        if problem.vectors.group is None:
-            return self
-        whole = problem.vectors.whole
-        return self._replace(
-            w_lin=whole(self.w_lin[None])[0],
-            w_samples=whole(self.w_samples),
-            scale=whole(self.scale[None])[0],
-        )

@@ -43,13 +43,13 @@ class Prior:
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over weights, (..., P): in all, (...), or per block, (..., blocks)."""
-        return self.space.sum(self.layout.block_sums(values) if self.layerwise else values.sum(-1))
+        return self.layout.block_sums(values) if self.layerwise else values.sum(-1)
 
     def sum_of_squares(self, rows: Tensor) -> Tensor:
         """Sum the squares of vectors (K, P) over weights, (K,), or per block, in float64."""
         pieces = rows.split(self.layout.sizes, dim=1) if self.layerwise else (rows,)
         sums = torch.stack([Space().dots(piece, piece) for piece in pieces], dim=1)
-        return self.space.sum(sums if self.layerwise else sums[:, 0])
+        return sums if self.layerwise else sums[:, 0]
 
     def squared_norm(self, w: Tensor) -> Tensor:
         """Return ‖w / scale‖², in all or per block, in float64."""
@@ -83,7 +83,7 @@ def g_prior_scale(squares: Tensor, prior: Prior, g_prior: bool | str = True) -> 
     to millions of times the others'.
     """
     live = squares > 0
-    if not prior.space.sum(live.sum()):  # the curvature is 0 at every example
+    if not live.any():  # the curvature is 0 at every example
         return torch.ones_like(squares)
     by_tensor = replace(prior, layerwise=g_prior is not True)
     counts = by_tensor.sum(live.double()).clamp_min(1)

@@ -266,7 +266,7 @@ def _outputs_at_point(problem: Problem) -> Tensor | None:
     point = problem.point.w
     if point is None:
         return None
-    pushed = problem.push_forward(problem.vectors.own(point).to(problem.device))
+    pushed = problem.push_forward(point.to(problem.device))
     found = gathered(problem, pushed, 1)
     if found is None:
         raise NoSpan

@@ -96,7 +96,6 @@ def with_noise(
 ) -> StochasticPrior:
     """Return the stochastic prior for known η and scale, with ξ drawn from the seed."""
     row = torch.zeros(1, dtype=torch.long, device=eta.device)
-    size, own = problem.linear_model.layout.size, problem.vectors.own
-    drawn = [own(normal(seed, _XI_STREAM, k, row, size))[0].to(eta) for k in range(len(eta))]
+    drawn = [normal(seed, _XI_STREAM, k, row, problem.size)[0].to(eta) for k in range(len(eta))]
     xi = torch.stack(drawn) * (scale > 0)
     return StochasticPrior(xi, eta, Prior(problem.layout, scale, layerwise, problem.space), seed)

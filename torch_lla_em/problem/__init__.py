@@ -8,11 +8,9 @@ from torch_lla_em.problem.operators import (
     gathered,
     pull_back,
 )
-from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.problem.plan import (
     VECTORS,
     Plan,
-    columns_held,
     place_of_vectors,
     prepare,
     room,
@@ -27,10 +25,8 @@ __all__ = [
     "Outputs",
     "Plan",
     "Problem",
-    "Vectors",
     "WhitenedGGN",
     "WhitenedLoss",
-    "columns_held",
     "gathered",
     "output_noise",
     "place_of_vectors",

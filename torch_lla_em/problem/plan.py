@@ -78,15 +78,13 @@ class Plan(NamedTuple):
         )
 
 
-def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "data") -> Plan:
+def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     """Read the first batch, plan the memory, and configure the passes accordingly.
 
-    ``shard`` is "data", or "weights" if ranks hold slices of the vectors. The numbers of columns and
-    examples that are processed at once are not planned: the sweep halves them out of memory.
+    The numbers of columns and examples that are processed at once are not planned: the sweep halves
+    them if memory runs out.
     """
     model, data, sweep = problem.linear_model, problem.data, problem.sweep
-    if shard == "weights":
-        problem.vectors.group = data.group
     model.network.precision = compute.precision
     data.keep = compute.keep_data
     if compute.columns is not None:
@@ -104,7 +102,7 @@ def prepare(problem: Problem, num_samples: int, compute: Compute, shard: str = "
         data.merge_rows = rows if compute.keep_data and data.group.size == 1 else 0
     plan = _planned(problem, num_samples, compute, activations)
     sweep.kept.room = plan.factors
-    sweep.columns, problem.vectors.device = plan.group, plan.vectors_on
+    sweep.columns, sweep.device = plan.group, plan.vectors_on
     return plan
 
 
@@ -125,12 +123,6 @@ def _warn_of_influence(problem: Problem) -> None:
         100 * pieces.influence,
         f" (by {', '.join(layers)})" if layers else "",
     )
-
-
-def columns_held(problem: Problem, num_samples: int) -> int:
-    """Return the size of a rank's part of K vectors, in whole vectors."""
-    group = problem.vectors.group
-    return num_samples if group is None else -(-num_samples // group.size)
 
 
 def free_for_each(group: Group, device: torch.device) -> float:
@@ -163,20 +155,20 @@ def measured(problem: Problem, first: Batch) -> float:
 
 def _planned(problem: Problem, num_samples: int, compute: Compute, activations: float) -> Plan:
     """Return the plan for the memory that each process has on a device."""
-    model, held = problem.linear_model, columns_held(problem, num_samples)
+    model, free_on = problem.linear_model, partial(free_for_each, problem.data.group)
     P, itemsize, device = model.layout.size, model.dtype.itemsize, model.network.device
-    vectors, free_on = VECTORS * held * P * itemsize, partial(free_for_each, problem.data.group)
+    block = num_samples * P * itemsize
+    vectors = VECTORS * block
     free = free_on(device)
     place = place_of_vectors(vectors, compute, device, free)
     if place.type == device.type:
         left = _SHARE * max(free - vectors, 0.1 * free)
         kept = _FACTORS * left if compute.keep_data else 0.0
-        return Plan(P, held, vectors, place, free, activations, None, kept)
-    block = held * P * itemsize
+        return Plan(P, num_samples, vectors, place, free, activations, None, kept)
     vectors = int(vectors * pinned_bytes(block) / block)
     # directions, products and one chunk of gradients: a third of what is left
-    group = max(1, min(2 * held, int(_SHARE * free / 3 / (3 * P * itemsize))))
-    return Plan(P, held, vectors, place, free_on(place), activations, group)
+    group = max(1, min(2 * num_samples, int(_SHARE * free / 3 / (3 * P * itemsize))))
+    return Plan(P, num_samples, vectors, place, free_on(place), activations, group)
 
 
 def place_of_vectors(

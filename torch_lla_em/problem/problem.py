@@ -16,7 +16,6 @@ from torch_lla_em.likelihoods import Likelihood, Regression, compare_with_log_pr
 from torch_lla_em.problem.cost import Cost
 from torch_lla_em.problem.curvature import Point, RowSquares
 from torch_lla_em.problem.finite import DERIVATIVE, LIKELIHOOD, OUTPUTS, is_moderate, require
-from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.problem.sweep import BLOCK, SCALAR, VECTOR, Fold, Pass, Sums, Sweep
 from torch_lla_em.runtime import normals
 from torch_lla_em.solvers import Space
@@ -51,8 +50,7 @@ class Problem:
     def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
         self.linear_model, self.likelihood, self.data = linear_model, likelihood, data
         data.labelled = likelihood.labelled
-        self.vectors = Vectors(linear_model)
-        self.sweep = Sweep(linear_model, likelihood, data, self.vectors)
+        self.sweep = Sweep(linear_model, likelihood, data)
         self.point = Point(data)
         self.cost = Cost()
 
@@ -119,8 +117,7 @@ class Problem:
         eta, squares = sums["eta"], sums["squares"]
         self.cost.columns += num_samples
         # a feature that is only rounding is 0: it must not be scaled up
-        largest = self.space.largest(squares.max().item())
-        squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * largest
+        squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * squares.max()
         if unknown:
             # networks that have overfitted have residuals close to 0
             square = max(sums["errors"].item(), _LEAST_SHARE * sums["targets"].item())
@@ -136,13 +133,13 @@ class Problem:
 
     def rows(self) -> Tensor:
         """Return R, shape (N C, P), with G = RᵀR; for small data sets only."""
-        parts = [self.vectors.whole_zeros(0)]
+        parts = [self.zeros(0)]
 
         def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
             at = self._at(rows, batch)
             identity = torch.eye(at.numel(), dtype=at.dtype, device=at.device)
             u = self._root(batch, at, identity.view(-1, *at.shape))
-            R, step = self.vectors.whole_zeros(len(u)), rows.columns or len(u)
+            R, step = self.zeros(len(u)), rows.columns or len(u)
             for start in range(0, len(u), step):
                 near = torch.zeros_like(R[start : start + step], device=u.device)
                 rows.pull(u[start : start + step], near)
@@ -151,14 +148,13 @@ class Problem:
             parts.append(R)
 
         self.sweep.over(torch.arange(1 << 16, device="cpu"), Pass({}, add, self._examine))
-        rows = self.vectors.own(self.data.group.gather(torch.cat(parts)))
+        rows = self.data.group.gather(torch.cat(parts))
         self.cost.columns += len(rows) // self.data.num_rows
         return rows
 
     def push_forward(self, w: Tensor) -> list[tuple[Batch, Tensor, Tensor]]:
         """Return each of this rank's batches with f, (B, ..., C), and J w, (K, B, ..., C)."""
-        w, found = self.vectors.whole(w), []
-        moderate = bool(is_moderate(w))
+        found, moderate = [], bool(is_moderate(w))
 
         def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
             Jw = rows.push(w)
@@ -190,7 +186,7 @@ class Problem:
     def with_curvature_at(self, w: Tensor | None) -> Problem:
         """Return the same problem with H at the network's outputs, or at J w, for w (P,)."""
         other, near = copy.copy(self), self.linear_model.network.device
-        other.point = Point(self.data, None if w is None else self.vectors.whole(w[None]).to(near))
+        other.point = Point(self.data, None if w is None else w[None].to(near))
         return other
 
     # one batch
@@ -255,37 +251,37 @@ class Problem:
 
     @property
     def space(self) -> Space:
-        """Inner products of vectors; for slices they are sums over ranks."""
-        return Space() if self.vectors.group is None else Space(self.vectors.group)
+        """Inner products of vectors."""
+        return Space()
 
     @property
     def layout(self) -> ParameterLayout:
-        """The parameters in the posterior, or the slice that is stored on this rank."""
-        return self.vectors.layout
+        """The parameters in the posterior."""
+        return self.linear_model.layout
 
     @property
     def size(self) -> int:
-        """P, or the number of entries that this rank stores."""
+        """P."""
         return self.layout.size
 
     @property
     def device(self) -> torch.device:
         """The device of vectors."""
-        return self.vectors.device
+        return self.sweep.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of vectors, float32 or higher."""
-        return self.vectors.dtype
+        return self.linear_model.dtype
 
     @property
     def w_MAP(self) -> Tensor:
         """The trained weights, shape (P,), on the device of vectors."""
-        return self.vectors.own(self.linear_model.w_MAP.to(self.device, self.dtype))
+        return self.linear_model.w_MAP.to(self.device, self.dtype)
 
     def zeros(self, num_vectors: int) -> Tensor:
         """Return vectors in weight space, shape (num_vectors, P)."""
-        return self.vectors.zeros(num_vectors)
+        return torch.zeros(num_vectors, self.size, dtype=self.dtype, device=self.device)
 
     def _minibatches(self, cotangent: Cotangent) -> Iterator[tuple[int, BatchProduct]]:
         for num_rows, fold in self.sweep.steps():

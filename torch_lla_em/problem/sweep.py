@@ -16,7 +16,6 @@ from torch_lla_em.jacobian import LinearModel, NetworkState, Rows, explained, la
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.finite import OUTPUTS, all_finite, is_moderate, require
 from torch_lla_em.problem.pieces import KeptRows, Pieces
-from torch_lla_em.problem.placement import Vectors
 from torch_lla_em.runtime import DoesNotFit, is_shortage, release, shortage_of
 
 logger = logging.getLogger("torch_lla_em")
@@ -62,11 +61,12 @@ class Sweep:
     fewer examples. A reduction that did not help is undone.
     """
 
-    def __init__(
-        self, linear_model: LinearModel, likelihood: Likelihood, data: Data, vectors: Vectors
-    ):
-        self.linear_model, self.data, self.vectors = linear_model, data, vectors
-        self._likelihood = likelihood
+    def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
+        self.linear_model, self.data, self._likelihood = linear_model, data, likelihood
+        self.device = linear_model.network.device
+        """Device on which vectors are stored."""
+
+        self._pins = torch.cuda.is_available()
         with torch.inference_mode(False):  # it is written to in place, whoever calls
             self._fine = torch.ones((), dtype=torch.bool, device=linear_model.network.device)
         """Whether all outputs of this pass are finite; read once, at its end."""
@@ -93,31 +93,25 @@ class Sweep:
         """Return the sums over all batches of all ranks, or over one batch of each.
 
         The columns are w, (K, P), or the numbers of samples, (K,). If vectors are stored on another
-        device or in slices, each group of columns takes a pass of its own.
+        device, each group of columns takes a pass of its own.
         """
-        vectors, step = self.vectors, self.columns or len(w)
-        if vectors.group is not None:  # no rank ever holds more than its share of the vectors
-            step = min(step, -(-len(w) // vectors.group.size))
         found: Sums = {}
+        step, group = self.columns or len(w), self.data.group
         for start in range(0, len(w), step):
             columns = slice(start, start + step)
             near = w[columns]
-            if w.is_floating_point():
-                near = vectors.visiting(near)
-                if vectors.group is None:  # rounding differs between machines
-                    near = self.data.group.from_first(near)
+            if w.is_floating_point():  # the same on all ranks: rounding differs between machines
+                near = group.from_first(near.to(self.linear_model.network.device))
             for name, own in self.over(near, task, batch).items():
-                kind = task.kinds[name]
-                sliced = vectors.group is not None and kind != SCALAR
-                own = vectors.sum(own) if sliced else self.data.group.sum(own)
+                own, kind = group.sum(own), task.kinds[name]
                 if kind != BLOCK:
-                    own = own.to(vectors.device) if kind == VECTOR else own
+                    own = own.to(self.device) if kind == VECTOR else own
                     found[name] = found[name] + own if start else own
-                elif len(near) == len(w) and own.device.type == vectors.device.type:
+                elif len(near) == len(w) and own.device.type == self.device.type:
                     found[name] = own
                 else:
                     if not start:
-                        found[name] = vectors.home(len(w), own.shape[1])
+                        found[name] = self._stored(len(w), own)
                     found[name][columns] = own
         return found
 
@@ -249,6 +243,19 @@ class Sweep:
             name: torch.zeros(shapes[kind], dtype=kinds.get(kind, own), device=device)
             for name, kind in task.kinds.items()
         }
+
+    def _stored(self, count: int, like: Tensor) -> Tensor:
+        """Return an uninitialised block where vectors are stored, in pinned memory if possible."""
+        shape, pinned = (count, like.shape[1]), self._pins and self.device.type == "cpu"
+        try:
+            return torch.empty(shape, dtype=like.dtype, device=self.device, pin_memory=pinned)
+        except RuntimeError as error:  # drivers have several words for it
+            if not pinned:
+                raise
+            self._pins = False
+            what = str(error).split("\n")[0]
+            logger.warning("Out of pinned memory; using pageable memory instead (%s).", what)
+        return torch.empty(shape, dtype=like.dtype, device=self.device)
 
     def expect_finite(self, tensor: Tensor) -> None:
         """Note whether a tensor is finite, for the end of the pass."""

@@ -31,10 +31,6 @@ class Group:
         """Return the rows (m, ...) of all ranks, in their order, shape (Σ m, ...)."""
         return rows
 
-    def scatter_sum(self, total: Tensor) -> Tensor:
-        """Return this rank's part (1, ...) of the sum of (R, ...) over ranks."""
-        return total
-
     def from_first(self, tensor: Tensor) -> Tensor:
         """Return rank 0's tensor, of the same shape on every rank."""
         return tensor
@@ -74,12 +70,6 @@ class ProcessGroup(Group):
         if min(counts) == max(counts):
             return every
         return torch.cat([part[:n] for part, n in zip(every.split(len(padded)), counts)])
-
-    def scatter_sum(self, total: Tensor) -> Tensor:
-        """Return this rank's part of the sum over ranks."""
-        own = torch.empty_like(total[:1])
-        dist.reduce_scatter_tensor(own, total)
-        return own
 
     def from_first(self, tensor: Tensor) -> Tensor:
         """Return rank 0's tensor."""

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torch_lla_em.runtime import Group
-
 # numbers that are converted to float64 at a time
 _ENTRIES = 1 << 22
 # relative singular value that the products of vectors resolve in float64
@@ -18,28 +16,14 @@ _SUMMED = 1 << 12
 
 
 class Space:
-    """The space of vectors (m, P), whole, or in slices (m, P / R) on the ranks of a group.
-
-    If vectors are in slices, every sum over entries is also a sum over ranks.
-    """
-
-    def __init__(self, group: Group = Group()):
-        self._group = group
-
-    def sum(self, total: Tensor) -> Tensor:
-        """Return the sum over all entries, given the sum over those of this rank."""
-        return self._group.sum(total)
-
-    def largest(self, size: float) -> float:
-        """Return the maximum over ranks."""
-        return self._group.meet(size, max)
+    """The space of vectors (m, P)."""
 
     def dots(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the inner product of each pair of rows, shape (m,), in float64."""
         total = torch.zeros(len(a), dtype=torch.float64, device=a.device)
         for piece in _pieces(a, b):
             total += (a[:, piece].double() * b[:, piece]).sum(1)
-        return self.sum(total)
+        return total
 
     def dot(self, a: Tensor, b: Tensor) -> float:
         """Return the inner product of two vectors (P,)."""
@@ -53,11 +37,11 @@ class Space:
     def gram(self, a: Tensor, b: Tensor) -> Tensor:
         """Return a bᵀ, shape (m, n), summed in float64."""
         if a.dtype == b.dtype == torch.float64:
-            return self.sum(a @ b.T)
+            return a @ b.T
         total = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
         for piece in _pieces(a, b):
             total.addmm_(a[:, piece].double(), b[:, piece].double().T)
-        return self.sum(total)
+        return total
 
     def overlap(self, a: Tensor, b: Tensor) -> Tensor:
         """Return a bᵀ, (m, n), with an error of the rounding of the vectors, for orthogonalisation.
@@ -70,7 +54,7 @@ class Space:
         for start in range(0, a.shape[1], _SUMMED):
             piece = slice(start, start + _SUMMED)
             total += a[:, piece].float() @ b[:, piece].float().T
-        return self.sum(total)
+        return total
 
     def orthonormalise(self, rows: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
         """Return an orthonormal basis (r, P) and coefficients (m, r), rows = coefficients basis.

@@ -1,6 +1,9 @@
-"""Data for the tests of mixtures."""
+"""Data for the tests of mixtures, and EM from given parameters."""
 
+import pytest
 import torch
+
+from torch_lla_em.mixtures import mixture as mixture_module
 
 
 def draw(seed=0, n=300, dim=3, num_components=3, dtype=torch.float64):
@@ -23,3 +26,16 @@ class Batches(list):
     def __iter__(self):
         self.passes += 1
         return super().__iter__()
+
+
+def steps_from(start, mixture, data, **options):
+    """Take all EM steps of a Gaussian mixture from given parameters, and return their states."""
+
+    def entered(family, *_):
+        weights, means, *others, matrices = start
+        blocks = matrices.reshape(family.blocks) / family._units()
+        return type(start)(weights, (means - family.centre) / family.unit, *others, blocks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixture_module, "start_of", entered)
+        return list(mixture.steps(data, **options))

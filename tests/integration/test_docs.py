@@ -14,7 +14,6 @@ import torch
 from daily import daily
 from tiny import fitted
 from torch import nn
-from torch.testing import assert_close
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -130,10 +129,10 @@ def test_the_page_on_mixtures_runs(capsys):
     names = {"model": nn.Sequential(), "train_loader": loader, "features": x, "x": x}
     names["model"].add_module("body", nn.Linear(3, 3, bias=False))
     nn.init.eye_(names["model"].body.weight)
-    assert len(blocks(page("mixtures"))) == 5
+    assert len(blocks(page("mixtures"))) == 4
     run_page("mixtures", names)
     assert names["density"].score(x).shape == (300,)
-    assert_close(names["again"].log_prob(x), names["mixture"].log_prob(x))
+    assert names["mixture"].responsibilities(x).shape == (300, 3)
     assert names["posterior"].parameters.expected().weights.topk(3).values.sum() > 0.85
     assert "-" in capsys.readouterr().out
 

@@ -6,11 +6,10 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from clusters import draw
+from clusters import draw, steps_from
 from torch.special import gammaln
 
 from torch_lla_em.mixtures import (
-    ConjugatePrior,
     GaussianMixture,
     Gaussians,
     NormalWishart,
@@ -52,7 +51,7 @@ def test_maximum_likelihood_path_and_end(structure):
     fit_quietly(theirs, x)
     ours = GaussianMixture(3, covariance=structure, max_steps=STEPS, tolerance=0.0)
     start = Gaussians(*tensors(begin.weights_, begin.means_, begin.covariances_))
-    list(ours.steps(x, start=start))
+    steps_from(start, ours, x)
     expected = tensors(theirs.weights_, theirs.means_, theirs.covariances_)
     close = {"rtol": 1e-6, "atol": 1e-6}
     torch.testing.assert_close(list(ours.parameters), expected, **close)
@@ -63,32 +62,36 @@ def test_maximum_likelihood_path_and_end(structure):
 
 def variational_pair(structure, x, num_components):
     """Return scikit-learn's mixture after STEPS + 1 steps, and ours from its first step."""
-    dim = x.shape[1]
-    covariance = x.T.cov().reshape(dim, dim)
+    prior = prior_of(structure, x, num_components)
     theirs = sklearn_mixture.BayesianGaussianMixture(
         n_components=num_components,
         covariance_type=NAMES[structure],
         weight_concentration_prior_type="dirichlet_distribution",
-        weight_concentration_prior=0.7,
-        mean_precision_prior=0.4,
-        degrees_of_freedom_prior=dim + 1.5,
-        covariance_prior=(covariance if structure == "full" else covariance.diagonal()).numpy(),
+        weight_concentration_prior=prior["alpha"],
+        mean_precision_prior=prior["strength"],
+        degrees_of_freedom_prior=prior["dof"],
+        covariance_prior=(prior["scale"].diag() if structure == "full" else prior["scale"]).numpy(),
         reg_covar=0.0,
         tol=0.0,
         max_iter=1,
         warm_start=True,
         random_state=0,
     )
-    prior = ConjugatePrior(0.7, x.mean(0), 0.4, dim + 1.5, covariance)
     fit_quietly(theirs, x)
     start = posterior(theirs, structure)
     theirs.max_iter = STEPS
     fit_quietly(theirs, x)
-    ours = VariationalGaussianMixture(
-        num_components, covariance=structure, prior=prior, max_steps=STEPS, tolerance=0.0
-    )
-    list(ours.steps(x, start=start))
+    options = {"covariance": structure, "max_steps": STEPS, "tolerance": 0.0}
+    ours = VariationalGaussianMixture(num_components, **options)
+    steps_from(start, ours, x)
     return theirs, ours
+
+
+def prior_of(structure, x, num_components):
+    """Return our prior: that of each column for diagonal covariances."""
+    size = x.shape[1] if structure == "full" else 1
+    scale = x.var(0, correction=0) * num_components ** (-2 / x.shape[1])
+    return {"alpha": 1 / num_components, "strength": 0.01, "dof": size + 2, "scale": scale}
 
 
 def posterior(theirs, structure):
@@ -104,13 +107,12 @@ def posterior(theirs, structure):
     )
 
 
-def constant_left_out(x, num_components):
+def constant_left_out(structure, x, num_components):
     """What scikit-learn's bound lacks: the prior's normalisers and −½ N D log 2π."""
-    alpha, strength, dof = 0.7, 0.4, x.shape[1] + 1.5
+    alpha, strength, dof, scale = prior_of(structure, x, num_components).values()
     dim = x.shape[1]
     half = (dof - torch.arange(dim, dtype=torch.float64)) / 2
-    scale = x.T.cov().reshape(dim, dim)
-    wishart = dof / 2 * (scale.logdet() - dim * math.log(2)) - gammaln(half).sum()
+    wishart = dof / 2 * (scale.log().sum() - dim * math.log(2)) - gammaln(half).sum()
     concentration = torch.full((num_components,), alpha, dtype=torch.float64)
     dirichlet = gammaln(concentration.sum()) - gammaln(concentration).sum()
     means = dim / 2 * math.log(strength)
@@ -130,7 +132,7 @@ def test_variational_path_and_end(structure, dim, num_components):
     torch.testing.assert_close(ours.parameters, posterior(theirs, structure), **close)
     path = torch.tensor([step.lower_bound for step in ours.history], dtype=torch.float64)
     (expected,) = tensors(theirs.lower_bounds_[-STEPS:])
-    expected = expected + constant_left_out(x, num_components)
+    expected = expected + constant_left_out(structure, x, num_components)
     torch.testing.assert_close(path, expected, **close)
     (score,) = tensors(theirs.score_samples(x.numpy()))
     torch.testing.assert_close(ours.log_prob(x), score, **close)

@@ -5,8 +5,8 @@ mixtures are in ``gaussian`` (with ``conjugate``) and ``bernoulli``, and densiti
 features in ``feature_density``.
 """
 
-from torch_lla_em.mixtures.bernoulli import BernoulliMixture, Bernoullis, BetaPrior
-from torch_lla_em.mixtures.conjugate import ConjugatePrior, Gaussians, NormalWishart
+from torch_lla_em.mixtures.bernoulli import BernoulliMixture, Bernoullis
+from torch_lla_em.mixtures.conjugate import Gaussians, NormalWishart
 from torch_lla_em.mixtures.feature_density import FeatureDensity
 from torch_lla_em.mixtures.gaussian import GaussianMixture, VariationalGaussianMixture
 from torch_lla_em.mixtures.mixture import Mixture
@@ -17,8 +17,6 @@ Posterior = NormalWishart
 __all__ = [
     "BernoulliMixture",
     "Bernoullis",
-    "BetaPrior",
-    "ConjugatePrior",
     "FeatureDensity",
     "GaussianMixture",
     "Gaussians",

@@ -125,50 +125,23 @@ class NormalWishart(NamedTuple):
         return log_normalisers
 
 
-class ConjugatePrior(NamedTuple):
-    """The prior of a Gaussian mixture's weights and components; None is chosen from the data.
+def weak_prior(concentration: float, blocks: Tensor) -> NormalWishart:
+    """Return the prior of components with covariances like these ``blocks``.
 
-    The defaults are weak and follow the location and scale of the data (Fraley and Raftery,
-    2007): enough that no component collapses, little compared with a hundred examples.
+    Columns have mean 0 and variance 1. The mean is worth a hundredth of an example, and ν = d + 2 and
+    Ψ = K^(−2/D) are those of Fraley and Raftery (2007): enough that no component collapses, little
+    compared with a hundred examples.
     """
-
-    weight_concentration: float | None = None
-    """α of the Dirichlet. None: 2 for MAP (one more example each), 1/K for variational EM."""
-
-    mean: Tensor | None = None
-    """m, shape (D,). None: the column means."""
-
-    strength: float = 0.01
-    """κ, the number of examples that the prior mean is worth."""
-
-    dof: float | None = None
-    """ν, of a block of size d (D for full, 1 for diagonal). None: d + 2."""
-
-    scale: Tensor | None = None
-    """Ψ, shape (D, D) or (D,), in the data's units. None: column variances · K^(−2/D)."""
-
-    def of_components(
-        self, shape: tuple[int, ...], centre: Tensor, variance: Tensor
-    ) -> NormalWishart:
-        """Return the prior of K components whose covariances have this shape, (K, D, D) or (K, D)."""
-        num_components, dim = shape[:2]
-        mean = centre if self.mean is None else self.mean.to(centre)
-        scale = variance * num_components ** (-2 / dim)
-        if self.scale is not None:
-            scale = self.scale.to(centre)
-        if scale.ndim == 1 and len(shape) == 3:
-            scale = scale.diag()
-        elif scale.ndim == 2 and len(shape) == 2:
-            scale = scale.diagonal()
-        dof = (dim if len(shape) == 3 else 1) + 2 if self.dof is None else self.dof
-        ones = centre.new_ones(num_components)
-        return NormalWishart(
-            self.weight_concentration * ones,
-            mean.expand(num_components, -1),
-            self.strength * ones,
-            dof * ones,
-            scale.expand(num_components, *scale.shape),
-        )
+    num_components, dim = len(blocks), blocks[0].diagonal(dim1=-2, dim2=-1).numel()
+    ones, size = blocks.new_ones(num_components), blocks.shape[-1]
+    scale = num_components ** (-2 / dim) * torch.eye(size, dtype=blocks.dtype, device=blocks.device)
+    return NormalWishart(
+        concentration * ones,
+        blocks.new_zeros(num_components, dim),
+        0.01 * ones,
+        (size + 2) * ones,
+        scale.expand_as(blocks),
+    )
 
 
 def apply(blocks: Tensor, v: Tensor) -> Tensor:

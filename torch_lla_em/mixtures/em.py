@@ -72,10 +72,6 @@ class Family(ABC):
         """Return what the objective adds to log p(X | θ), shape ()."""
 
     @abstractmethod
-    def enter(self, parameters: Any) -> Any:
-        """Return the user's parameters in the coordinates of the fit, after checking them."""
-
-    @abstractmethod
     def leave(self, parameters: Any) -> Any:
         """Return parameters in the user's coordinates."""
 

@@ -20,7 +20,6 @@ from torch_lla_em.data import (
     to_device,
 )
 from torch_lla_em.jacobian import Network, NetworkState
-from torch_lla_em.mixtures.conjugate import ConjugatePrior
 from torch_lla_em.mixtures.gaussian import GaussianMixture
 from torch_lla_em.mixtures.mixture import Mixture
 
@@ -78,7 +77,7 @@ class FeatureDensity:
         if self.layer not in module.modules():
             raise ValueError("The layer is not a part of the model.")
         self.model, self.by_label = model, by_label
-        self.mixture = mixture or GaussianMixture(1 if by_label else 10, prior=ConjugatePrior())
+        self.mixture = mixture or GaussianMixture(1 if by_label else 10, prior=True)
         self.pool, self.feature_axis = pool, feature_axis
         self._state: NetworkState | None = None
 

@@ -6,15 +6,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torch_lla_em.mixtures.conjugate import (
-    ConjugatePrior,
-    Gaussians,
-    NormalWishart,
-    apply,
-    outer,
-)
+from torch_lla_em.mixtures.conjugate import Gaussians, NormalWishart, apply, outer, weak_prior
 from torch_lla_em.mixtures.em import Family, Tensors
-from torch_lla_em.mixtures.mixture import Mixture, check_parameters
+from torch_lla_em.mixtures.mixture import Mixture
 from torch_lla_em.runtime import check_choice
 
 
@@ -25,30 +19,17 @@ class GaussianFamily(Family):
     their digits.
     """
 
-    least_concentration = 1.0
-    """The smallest α of a prior for which the M-step has a maximum."""
-
-    def __init__(
-        self, mixture: "GaussianMixture", num_components: int, centre: Tensor, variance: Tensor
-    ):
+    def __init__(self, mixture: Any, num_components: int, centre: Tensor, variance: Tensor):
         dim, self.is_full = len(centre), mixture.covariance == "full"
         self.shape = (num_components, dim, dim) if self.is_full else (num_components, dim)
         self.blocks = (num_components, 1, dim, dim) if self.is_full else (*self.shape, 1, 1)
         self.width = dim * (num_components if self.is_full else 2) + num_components
         variance = torch.where(variance > 0, variance, 1.0)
-        self.centre, self.unit, self.floor = centre, variance.sqrt(), mixture.min_variance
-        self.is_map, prior = mixture.prior is not None, mixture.prior or ConjugatePrior()
-        alpha = prior.weight_concentration
-        alpha = self.usual_concentration() if alpha is None else alpha
-        if alpha < self.least_concentration:
-            raise ValueError(
-                f"weight_concentration must be at least {self.least_concentration:g}, not {alpha}."
-            )
-        prior = prior._replace(weight_concentration=alpha)
-        self.prior = self.enter(prior.of_components(self.shape, centre, variance), "prior")
+        self.mixture, self.centre, self.unit = mixture, centre, variance.sqrt()
+        self.prior = weak_prior(self.concentration(), centre.new_zeros(self.blocks))
 
-    def usual_concentration(self) -> float:
-        """Return α of the prior unless the user chooses it."""
+    def concentration(self) -> float:
+        """Return α of the prior: at 2, the mode has one example more in each component."""
         return 2.0
 
     def columns(self, x: Tensor) -> Tensor:
@@ -81,33 +62,18 @@ class GaussianFamily(Family):
         return self.prior.updated(*_moments(*sums)).mode()
 
     def maximise(self, sums: Tensors) -> Any:
-        if self.is_map:
+        if self.mixture.prior:
             return self.start(sums)
         counts, means, scatter = _moments(*sums)
         covariances = scatter / _positive(counts)[:, None, None, None]
-        return Gaussians(counts / counts.sum(), means, with_floor(covariances, self.floor))
+        return Gaussians(
+            counts / counts.sum(), means, with_floor(covariances, self.mixture.min_variance)
+        )
 
     def log_prior(self, parameters: Any) -> Tensor:
-        return self.prior.log_density(parameters) if self.is_map else self.unit.new_zeros(())
-
-    def enter(self, parameters: Any, whose: str = "parameters") -> Any:
-        each = [self.shape[:1]] * (len(parameters) - 3)
-        check_parameters(parameters, [self.shape[:1], self.shape[:2], *each, self.shape], whose)
-        size = self.blocks[-1]
-        if isinstance(parameters, NormalWishart):
-            concentration, _, strength, dof, _ = parameters
-            if torch.stack([concentration, strength, dof - size + 1]).min() <= 0:
-                raise ValueError(
-                    f"The concentration and the strength of the {whose} must be above 0, and its "
-                    f"dof above {size - 1}."
-                )
-        weights, means, *others, matrices = (t.to(self.unit) for t in parameters)
-        blocks = matrices.reshape(self.blocks) / self._units()
-        if torch.linalg.cholesky_ex(blocks).info.any():
-            name = parameters._fields[-1]
-            raise ValueError(f"The {name} of the {whose} must be positive definite.")
-        means = (means - self.centre) / self.unit
-        return type(parameters)(weights, means, *others, blocks)
+        if self.mixture.prior:
+            return self.prior.log_density(parameters)
+        return self.unit.new_zeros(())
 
     def leave(self, parameters: Any) -> Any:
         weights, means, *others, blocks = parameters
@@ -123,9 +89,7 @@ class GaussianFamily(Family):
 class VariationalFamily(GaussianFamily):
     """Gaussian components with a normal–Wishart posterior each."""
 
-    least_concentration = 0.0
-
-    def usual_concentration(self) -> float:
+    def concentration(self) -> float:
         return 1 / self.shape[0]
 
     def start(self, sums: Tensors) -> Any:
@@ -171,8 +135,8 @@ class GaussianMixture(Mixture):
         num_components (int): Number of components K.
         covariance (str): Structure of Σ_k: "full" (default) or "diagonal". Choose "diagonal" if there
             are few examples per component, or hundreds of columns.
-        prior (ConjugatePrior, optional): Default None: maximum likelihood. ``ConjugatePrior()`` gives
-            MAP, where no component collapses onto a few examples.
+        prior (bool): Whether to use a weak conjugate prior (MAP), with which no component collapses
+            onto a few examples. Default False: maximum likelihood.
         min_variance (float): Smallest variance in any direction, relative to the variance of the
             column, if there is no prior. Default 1e-6.
         **options: Further arguments, those of ``Mixture``.
@@ -181,7 +145,7 @@ class GaussianMixture(Mixture):
         ValueError: If an option is out of range.
 
     Example:
-        >>> mixture = GaussianMixture(3, prior=ConjugatePrior()).fit(torch.randn(500, 2))
+        >>> mixture = GaussianMixture(3, prior=True).fit(torch.randn(500, 2))
         >>> log_prob = mixture.log_prob(torch.randn(5, 2))
     """
 
@@ -192,7 +156,7 @@ class GaussianMixture(Mixture):
         num_components: int,
         *,
         covariance: Literal["full", "diagonal"] = "full",
-        prior: ConjugatePrior | None = None,
+        prior: bool = False,
         min_variance: float = 1e-6,
         **options: Any,
     ):
@@ -203,18 +167,17 @@ class GaussianMixture(Mixture):
         self.covariance, self.prior, self.min_variance = covariance, prior, min_variance
 
 
-class VariationalGaussianMixture(GaussianMixture):
+class VariationalGaussianMixture(Mixture):
     """A posterior over Gaussian mixtures, q(z) q(π, μ, Λ), by variational EM.
 
     The lower bound is the ELBO with all its constants, a bound on the log marginal likelihood.
     ``log_prob`` is log Σ_k exp E_q log p(x, k), which is slightly below the predictive log density
     and equal to it in the limit of many examples. ``parameters`` is a ``NormalWishart``;
-    ``parameters.expected()`` returns a plain mixture. Weights of superfluous components shrink.
+    ``parameters.expected()`` returns a plain mixture. The prior is weak, and weights of superfluous components shrink.
 
     Args:
         num_components (int): Largest number of components K.
         covariance (str): As in ``GaussianMixture``. Default "full".
-        prior (ConjugatePrior): Prior of weights and components. Default ConjugatePrior().
         **options: Further arguments, those of ``Mixture``.
 
     Raises:
@@ -232,7 +195,8 @@ class VariationalGaussianMixture(GaussianMixture):
         num_components: int,
         *,
         covariance: Literal["full", "diagonal"] = "full",
-        prior: ConjugatePrior | None = None,
         **options: Any,
     ):
-        super().__init__(num_components, covariance=covariance, prior=prior, **options)
+        super().__init__(num_components, **options)
+        check_choice("covariance", covariance, ("full", "diagonal"))
+        self.covariance = covariance

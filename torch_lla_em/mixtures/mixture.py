@@ -1,14 +1,14 @@
 """The public interface of every mixture: its fit, and its densities."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.mixtures.data import Examples, survey
-from torch_lla_em.mixtures.em import EM, Family, MixtureState, Tensors, start_of
+from torch_lla_em.mixtures.em import EM, Family, MixtureState, start_of
 
 
 class Bounds(NamedTuple):
@@ -66,9 +66,7 @@ class Mixture:
         self.history: list[Bounds] = []
         self.converged = False
 
-    def fit(
-        self, data: Tensor | Iterable[Any], *, start: Any = None, by_label: bool = False
-    ) -> "Mixture":
+    def fit(self, data: Tensor | Iterable[Any], *, by_label: bool = False) -> "Mixture":
         """Fit the mixture to data.
 
         The first pass computes means and variances, and every EM step takes another pass. If there
@@ -76,8 +74,6 @@ class Mixture:
 
         Args:
             data (Tensor or iterable): A tensor (N, D), or batches that can be read several times.
-            start (optional): Parameters to start from, for example those of an earlier fit. Default
-                None: a k-means start.
             by_label (bool): Whether each label of batches (x, labels) gets ``num_components``
                 components of its own. Default False. Examples with the label −100 are ignored.
 
@@ -89,7 +85,7 @@ class Mixture:
             ValueError: If the data are not tensors, are empty, not finite, or fewer than components,
                 or if they lack labels.
         """
-        for _ in self.steps(data, start=start, by_label=by_label):
+        for _ in self.steps(data, by_label=by_label):
             pass
         if not self.converged:
             warnings.warn(
@@ -100,13 +96,12 @@ class Mixture:
         return self
 
     def steps(
-        self, data: Tensor | Iterable[Any], *, start: Any = None, by_label: bool = False
+        self, data: Tensor | Iterable[Any], *, by_label: bool = False
     ) -> Iterator[MixtureState]:
         """Fit like ``fit``, and yield the state after each EM step; the mixture holds the last one.
 
         Args:
             data (Tensor or iterable): As in ``fit``.
-            start (optional): As in ``fit``. Default None.
             by_label (bool): As in ``fit``. Default False.
 
         Yields:
@@ -129,37 +124,14 @@ class Mixture:
         classes = labels.repeat_interleave(self.num_components)
         family = self._kind(self, len(classes), seen.mean, seen.variance)
         em = EM(family, examples, classes, self.tolerance * seen.num_examples)
-        given = start is not None
-        first = family.enter(start) if given else start_of(family, seen, classes, generator)
+        first = start_of(family, seen, classes, generator)
 
         self.history, self.converged, self.classes = [], False, classes if by_label else None
         for state in em.states(first, self.max_steps):
             self.history.append(Bounds(state.objective, state.lower_bound))
             self.converged = state.converged
-            self._hold(family, state.parameters, state.natural)
+            self.parameters, self._fitted = family.leave(state.parameters), (family, state.natural)
             yield state
-
-    def use(self, parameters: Any, classes: Tensor | None = None) -> "Mixture":
-        """Use given parameters instead of a fit.
-
-        Args:
-            parameters: The ``parameters`` of a fitted mixture.
-            classes (Tensor, optional): The ``classes`` of a mixture fitted by label. Default None.
-
-        Returns:
-            The mixture itself.
-        """
-        num_components = self.num_components if classes is None else len(classes)
-        centre = parameters.means.double().mean(0)
-        family = self._kind(self, num_components, centre, torch.ones_like(centre))
-        entered = family.enter(parameters)
-        self._hold(family, entered, family.natural(entered))
-        self.classes = classes
-        return self
-
-    def _hold(self, family: Family, parameters: Any, natural: Tensors) -> None:
-        self.parameters = family.leave(parameters)
-        self._fitted = (family, natural)
 
     def log_joint(self, x: Tensor) -> Tensor:
         """Return log p(x, component).
@@ -219,18 +191,6 @@ class Mixture:
         log_joint = self.log_joint(x).to(_floating(x))
         own = [(self.classes == label).nonzero()[:, 0] for label in self.classes.unique()]
         return torch.stack([log_joint[:, k.to(x.device)].logsumexp(1) for k in own], 1)
-
-
-def check_parameters(parameters: Any, shapes: Sequence[Sequence[int]], whose: str) -> None:
-    """Raise an error for parameters of other shapes, that are not finite, or weights that are none."""
-    for name, tensor, shape in zip(parameters._fields, parameters, shapes, strict=True):
-        if tensor.shape != tuple(shape) or not torch.isfinite(tensor).all():
-            raise ValueError(
-                f"The {name} of the {whose} have shape {tuple(tensor.shape)}, not {tuple(shape)}, or "
-                "hold NaN."
-            )
-        if name == "weights" and ((tensor < 0).any() or abs(float(tensor.sum()) - 1) > 1e-4):
-            raise ValueError("The weights must be at least 0 and sum to 1.")
 
 
 def _floating(x: Tensor) -> torch.dtype:

@@ -47,12 +47,18 @@ class Tempered(Classification):
         self.link, self.noise = functools.partial(torch.mul, other=1.0), torch.Generator()
 
 
+def scaled_by(weight):
+    return lambda f: weight * f
+
+
 # twice the same thing, made anew as another process would, and something else
 ALIKE = {
     "partial": (
         lambda: functools.partial(torch.clamp, min=2.0),
         functools.partial(torch.clamp, min=3.0),
     ),
+    "closure": (lambda: scaled_by(2.0), scaled_by(3.0)),
+    "tensor": (lambda: torch.tensor(1.00001).double(), torch.tensor(1.00004).double()),
     "circle": (Circular, Tempered()),
     "module": (lambda: functools, os),
     "array": (lambda: np.arange(5000), np.arange(5000) ** 2),

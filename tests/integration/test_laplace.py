@@ -8,14 +8,13 @@ import loaders
 import pytest
 import tiny
 import torch
-from tiny import LOG_PROBS, likelihood_of
+from tiny import LOG_PROBS
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import (
     BlockCG,
-    Classification,
     FunctionSpace,
     LinearisedLaplace,
     NotFittedError,
@@ -293,17 +292,6 @@ def test_saved_arguments_are_those_of_the_next_fit(tmp_path):
     la.fit(case.x, case.y, progress_bar=False, **FIXED).save(tmp_path / "posterior.pt")
     loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
     assert loaded.fit(case.x, case.y, progress_bar=False, **FIXED).sigma_noise == 0.1
-
-
-@pytest.mark.parametrize("name", ["classification", "binomial"])
-def test_a_likelihood_of_the_user_is_passed_to_load(name, tmp_path):
-    own = Classification(ignore_index=-1) if name == "classification" else likelihood_of(name)
-    case, la = fitted(name, likelihood=own, **FIXED)
-    la.save(tmp_path / "own.pt")
-    with pytest.raises(ValueError, match="your own likelihood.*Pass likelihood"):
-        LinearisedLaplace.load(tmp_path / "own.pt", case.model)
-    loaded = LinearisedLaplace.load(tmp_path / "own.pt", case.model, likelihood=own)
-    assert torch.equal(loaded(case.x), la(case.x))
 
 
 def test_subclasses_of_regression_stay():

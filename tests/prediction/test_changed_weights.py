@@ -109,12 +109,6 @@ def test_predictions_work_in_inference_mode(fitted):
     la(case.x)
 
 
-def test_inputs_of_another_precision_are_named(fitted):
-    case, la, _ = fitted
-    with pytest.raises(TypeError, match=r"inputs are torch.float32, .* weights are torch.float64"):
-        la(case.x.float())
-
-
 class Named(nn.Module):
     def __init__(self):
         super().__init__()

@@ -13,7 +13,6 @@ from torch.testing import assert_close
 
 from torch_lla_em.likelihoods import (
     Bernoulli,
-    BradleyTerry,
     Classification,
     HeteroscedasticRegression,
     Poisson,
@@ -36,19 +35,6 @@ def prediction(likelihood, *sites, outputs=C, class_dim=-1):
     return Prediction(
         likelihood, draw(B, *sites, outputs), draw(K, B, *sites, outputs, seed=1), class_dim
     )
-
-
-@pytest.mark.parametrize("sites, class_dim", [((), -1), ((5,), -1), ((5, 2), 1), ((5, 2), -3)])
-def test_classes_stay_on_the_axis_of_the_model(sites, class_dim):
-    p = prediction(Regression(), *sites, class_dim=class_dim)
-    shape = p.centre.movedim(-1, class_dim).shape
-    for values in (p.mean, p.variance, p.aleatoric, p.epistemic, p.entropy, p.expectation):
-        assert values.shape == shape
-    assert all(end.shape == shape for end in p.credible_interval())
-    assert p.samples.shape == (K, *shape)
-    assert p.predictive_samples.shape == (K, *shape)
-    assert_close(p.samples[2], (p.centre + p.deviations[2]).movedim(-1, class_dim))
-    assert_close(p.mean.movedim(class_dim, -1), p.centre)
 
 
 def mixture(likelihood, *sites, class_dim=-1):
@@ -280,13 +266,6 @@ def test_probs_raise_for_other_likelihoods(likelihood, name):
 def test_a_likelihood_without_an_entropy_raises():
     with pytest.raises(NotImplementedError, match="epistemic"):
         prediction(Binomial()).entropy
-
-
-def test_one_reward_has_no_probability():
-    p = prediction(BradleyTerry(), outputs=1)
-    assert p.variance.shape == (B, 1)
-    with pytest.raises(ValueError, match="several candidates"):
-        p.probs
 
 
 def test_fresh_samples_keep_the_covariance():

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import LOG_PROBS, basis_noise, likelihood_of, tiny
+from tiny import LOG_PROBS, likelihood_of, tiny
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -201,14 +201,6 @@ def test_dead_weights_have_no_scale():
     assert dead == 0
     assert (noise.xi[:, noise.prior.scale == 0] == 0).all()
     assert torch.isfinite(noise.at(torch.tensor(2.0))).all()
-
-
-def test_basis_noise_is_what_it_claims():
-    problem = tiny("classification").problem()
-    noise = basis_noise(problem, g_prior=True, layerwise=False)
-    count = len(noise.xi)
-    assert_close(noise.eta.T @ noise.eta / count, tiny("classification").exact().ggn)
-    assert_close(noise.xi.T @ noise.eta, torch.zeros(problem.size, problem.size).double())
 
 
 def test_samples_must_be_counted():

@@ -48,8 +48,11 @@ def check(model, x, selection=None, forward_fn=None, class_dim=-1, rtol=1e-7):
     """Compare one and three columns with reverse mode; return the report of the probe."""
     linear = linear_model(model, selection, forward_fn, class_dim)
     module, names = linear.network.module, linear.layout.names
-    before = copy.deepcopy(module.state_dict())
+    before, random_state = copy.deepcopy(module.state_dict()), torch.get_rng_state()
+    modes = [layer.training for layer in module.modules()]
     report = linear.probe(x)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert [layer.training for layer in module.modules()] == modes
 
     def forward(module):
         return (forward_fn or default_forward)(module, x).movedim(class_dim, -1)

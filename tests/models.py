@@ -26,6 +26,14 @@ def trained(model, x, y, steps, rate=0.02, loss=nn.functional.cross_entropy):
     return model
 
 
+class Centred(nn.Sequential):
+    """A network whose examples influence each other: their mean is subtracted."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x - x.mean(0)
+
+
 class Bent(nn.Module):
     """A network with finite outputs but no derivative at inputs of 0, in one mode or both."""
 

@@ -99,7 +99,15 @@ OF_TWO_LAYERS = {
     "derivative inside": force,
     "Fourier transform": spectrum,
     "unused parameter": lambda m, x: m.a(x),
+    "random numbers": lambda m, x: m.b(m.a(x)) + 0 * torch.rand(2),
 }
+
+
+def one_layer_under_two_names():
+    layer = nn.Linear(3, 3)
+    return build(lambda m, x: m.head(m.b(m.a(x).tanh())), a=layer, b=layer, head=nn.Linear(3, 2))
+
+
 CONVS = {"a": nn.Conv2d(1, 2, 3, padding=1), "b": nn.Conv2d(2, 3, 1)}
 FORWARD = {
     **{name: lambda f=f: (two_layers(f), X) for name, f in OF_TWO_LAYERS.items()},
@@ -121,6 +129,7 @@ FORWARD = {
     ),
     "orthogonal weights": lambda: (mlp(parametrizations.orthogonal(nn.Linear(2, 2))).double(), X),
     "transposed weight": lambda: (transposed_weight(), X),
+    "one layer under two names": lambda: (one_layer_under_two_names(), X),
 }
 
 

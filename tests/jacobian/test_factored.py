@@ -3,6 +3,7 @@
 import pytest
 import torch
 from jacobians import drawn, linear_model, prepared
+from models import Centred
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -203,20 +204,6 @@ def test_attention_with_added_rows(batch_first):
     agree(model, drawn(4, 3, 4), factored=names)
 
 
-def test_transformer():
-    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(4, 2)
-
-        def forward(self, x):
-            return self.head(self.body(x)[:, 0])
-
-    agree(prepared(Net()), drawn(4, 3, 4))
-
-
 class Mixed(nn.Module):
     """Weights that act by a product, otherwise, and in both ways."""
 
@@ -270,11 +257,6 @@ def without_factors(model, x):
 
 
 def test_rows_that_hang_together_have_no_factors():
-    class Centred(nn.Sequential):
-        def forward(self, x):
-            x = super().forward(x)
-            return x - x.mean(0)
-
     without_factors(prepared(Centred(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), drawn(4, 3))
 
 
@@ -307,25 +289,6 @@ def test_a_trunk_that_is_run_for_every_product_speaks_for_factors(width, has_fac
     layers = nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 40)
     linear, x = linear_model(prepared(Trunk(*layers)), ["4.*"]), drawn(4, 6, 8)
     assert bool(linear.probe(x).factors) == has_factors
-
-
-class Projected(nn.Sequential):
-    """Four numbers, fixed combinations of which are the outputs."""
-
-    def forward(self, x):
-        return super().forward(x).tanh() @ torch.linspace(-1, 1, 4 * 200).view(4, 200).to(x)
-
-
-def test_wide_outputs_of_narrow_layers_have_no_factors():
-    """A backward pass kept for each output takes more arithmetic than the layer does."""
-    without_factors(prepared(Projected(nn.Linear(3, 4))), drawn(4, 3))
-
-
-def test_large_batches_take_backward_passes_of_few_outputs_at_once():
-    linear = linear_model(net(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)))
-    linear.probe(drawn(3, 2))
-    few, many = (linear.factored._outputs_at_once(rows) for rows in (3, 2_000_000))
-    assert few >= 2 and many == 1
 
 
 def test_one_row_has_no_factors():

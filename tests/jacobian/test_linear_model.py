@@ -1,5 +1,3 @@
-import logging
-
 import pytest
 import torch
 from jacobians import X, check, linear_model, mlp, products
@@ -24,17 +22,6 @@ def test_large_outputs_are_pulled_one_by_one(monkeypatch):
     linear.path = linear.path._replace(example_bytes=None)
     for one_by_one, at_once in zip(found, products(linear, x, w, u)):
         assert_close(one_by_one, at_once)
-
-
-@pytest.mark.parametrize("forward", [True, False])
-@pytest.mark.parametrize("columns", [1, 2])
-def test_columns_in_chunks_equal_all_at_once(forward, columns):
-    linear = linear_model(mlp())
-    w, u = torch.randn(5, linear.layout.size).double(), torch.randn(5, 5, 2).double()
-    expected = products(linear, X, w, u)
-    linear.path = linear.path._replace(forward=forward, jvp_columns=columns, vjp_columns=columns)
-    for actual, value in zip(products(linear, X, w, u), expected):
-        assert_close(actual, value)
 
 
 def test_w_MAP_is_the_trained_weights_in_order():
@@ -73,12 +60,3 @@ class TestLastLayer:
                 return out
 
         check(Overwrites().double(), X, ["head.bias"])
-
-
-def test_choice_is_logged_once(caplog):
-    caplog.set_level(logging.INFO, logger="torch_lla_em")
-    linear = linear_model(mlp())
-    linear.probe(X)
-    products(linear, X, torch.ones(2, linear.layout.size).double(), torch.ones(2, 5, 2).double())
-    (entry,) = caplog.records
-    assert entry.levelname == "INFO" and "J w by forward mode, adjoint error" in entry.message

@@ -1,5 +1,3 @@
-from collections import deque
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -73,31 +71,6 @@ def test_guard_restores_everything(fails, outer):
     }
 
 
-class Remembering(nn.Module):
-    """Keeps its last outputs in containers."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.past = deque([torch.zeros(1), torch.ones(1)], maxlen=2)
-        self.last, self.all = {"y": torch.zeros(1)}, [torch.zeros(1)]
-
-    def forward(self, x):
-        y = self.layer(x)
-        self.past.append(y)
-        self.last["y"] = y
-        self.all[0] = y
-        return y
-
-
-def test_entries_of_containers_are_restored():
-    model = Remembering()
-    before = [*model.past, *model.last.values(), *model.all]
-    Network(model).outputs(torch.ones(1, 2))
-    after = [*model.past, *model.last.values(), *model.all]
-    assert len(after) == len(before) and all(a is b for a, b in zip(after, before))
-
-
 def test_guards_nest():
     network = Network(Observer())
     network.module.train()
@@ -106,49 +79,6 @@ def test_guards_nest():
             assert not torch.is_grad_enabled()
         assert not network.module.training and not torch.backends.mha.get_fastpath_enabled()
     assert network.module.training and torch.backends.mha.get_fastpath_enabled()
-
-
-def test_one_module_under_two_names_keeps_its_weights():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(3, 3)
-            self.b, self.head = self.a, nn.Linear(3, 2)
-
-        def forward(self, x):
-            return self.head(self.b(torch.tanh(self.a(x))))
-
-    model = Twice().double()
-    before = dict(model.named_parameters(remove_duplicate=False))
-    values = {name: p.detach().clone() for name, p in before.items()}
-    assert len(linear_model(model).layout.names) == 4
-    check(model, X)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        assert parameter is before[name] and torch.equal(parameter, values[name])
-
-
-def test_random_state_modes_and_attributes_stay():
-    class Draws(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.unused = mlp(), torch.zeros(3)
-
-        def forward(self, x):
-            torch.rand(3)
-            self.unused, self.new = self.unused + 1, x
-            return self.body(x)
-
-    model = Draws().train()
-    model.body[0].eval()
-    modes, attributes = state(model), dict(vars(model))
-    random_state = torch.get_rng_state()
-    linear = linear_model(model)
-    linear.probe(X)
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert state(model) == modes
-    assert vars(model).keys() == attributes.keys()
-    assert all(vars(model)[key] is value for key, value in attributes.items())
-    assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
 def test_requires_grad_stays_also_of_frozen_random_weights():

@@ -9,7 +9,6 @@ from checkpoints import READ, Fuse, dying_after, fit, fit_slowly, until_done
 from daily import daily
 from fresh import CONTEXT
 from tiny import tiny
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import SGD, BlockCG, BlockKrylov, Compute, FunctionSpace, LinearisedLaplace
@@ -153,20 +152,6 @@ def test_other_settings_are_refused_by_name(tmp_path):
         fit("krylov", Fuse(), tmp_path, forward_fn=lambda model, x: model(2 * x))
 
 
-def test_settings_are_compared_to_the_last_digit(tmp_path):
-    def run(precision, **options):
-        case = tiny("regression")
-        la = LinearisedLaplace(case.model, "regression", num_samples=4, **options)
-        settings = {"em_steps": 0, "prior_precision": torch.tensor(precision).double()}
-        return la.fit([(case.x, case.y)], progress_bar=False, checkpoint=tmp_path, **settings)
-
-    run(1.00001)
-    with pytest.raises(ValueError, match="its prior_precision"):
-        run(1.00004)
-    with pytest.raises(ValueError, match="options of the likelihood"):
-        run(1.00001, sigma_noise=1.00001)
-
-
 def test_a_restart_tells_what_the_whole_fit_took(tmp_path, caplog):
     caplog.set_level("INFO", "torch_lla_em")
     whole = fit("krylov", Fuse(), None)
@@ -204,16 +189,8 @@ def test_states_come_back_from_what_a_file_holds():
 # weights that change
 
 
-def exchange(layer):
-    layer.weight = nn.Parameter(1.5 * layer.weight.detach())
-
-
 CHANGES = {
-    "larger": lambda layer: layer.weight.data.mul_(1.5),
-    "other signs": lambda layer: layer.weight.data.neg_(),
     "one other sign": lambda layer: layer.bias.data[2:3].neg_(),
-    "other places": lambda layer: layer.weight.data.copy_(layer.weight.data.roll(1, dims=0)),
-    "exchanged": exchange,
     "in place": lambda layer: layer.bias.detach().add_(1e-3),
 }
 
@@ -244,7 +221,7 @@ class Meddling:
 
 
 @pytest.mark.parametrize("change", daily("one other sign", rest=["in place"]))
-@pytest.mark.parametrize("at, batch", daily((6, 0), rest=[(2, 0), ("last", 4)]))
+@pytest.mark.parametrize("at, batch", daily((6, 0), ("last", 4), rest=[(2, 0)]))
 def test_no_state_of_changed_weights_is_kept(at, batch, change, tmp_path):
     whole = Meddling(0, 0, None)
     expected = whole.fit(None)
@@ -253,14 +230,6 @@ def test_no_state_of_changed_weights_is_kept(at, batch, change, tmp_path):
         Meddling(at, batch, CHANGES[change]).fit(tmp_path)
     assert not (tmp_path / "posterior.pt").exists()
     same(Meddling(0, 0, None).fit(tmp_path), expected)
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_weights_may_not_change_in_the_last_pass(change):
-    whole = Meddling(0, 0, None)
-    whole.fit(None)
-    with pytest.raises(RuntimeError, match="chang"):
-        Meddling(whole.last, 4, change).fit(None)
 
 
 def test_weights_may_not_change_after_the_last_pass(monkeypatch):

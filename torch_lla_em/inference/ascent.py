@@ -45,7 +45,7 @@ class Pace(NamedTuple):
     def after(self, better: bool) -> Pace:
         """Return the pace of the next round."""
         if better:
-            return Pace(min(1.0, 1.3 * self.damping), min(4.0, 1.3 * self.stride))
+            return Pace(min(1.0, 1.6 * self.damping), min(4.0, 1.6 * self.stride))
         return Pace(max(0.1, self.damping / 2), max(0.3, self.stride / 3))
 
 

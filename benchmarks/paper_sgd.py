@@ -141,7 +141,10 @@ class Study:
 
     def paper_em(self, stages: tuple[Recipe, Recipe], precision: float) -> list[list[float]]:
         """Return the same of ten EM steps by the recipe; what there is where it diverges."""
-        problems, path = tuple(self.rebatched(stage.batch_size) for stage in stages), []
+        samples, mode = stages
+        parts = batches_of(self.batches, mode.batch_size)
+        problems = self.rebatched(samples.batch_size), [problem_of(self.model, [p]) for p in parts]
+        path = []
         try:
             for point in expectation_maximisation(self.task, stages, problems, precision):
                 path.append(list(point))

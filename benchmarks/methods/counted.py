@@ -1,6 +1,6 @@
 """A problem that counts its passes: blocks of columns apart from single ones."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
@@ -11,8 +11,7 @@ from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem.problem import NoiseFeatures, Problem
-
-Product = Callable[[Tensor], Tensor]
+from torch_lla_em.solvers import Product
 
 
 class Counted(Problem):
@@ -42,18 +41,12 @@ class Counted(Problem):
 
     def minibatch_products(self) -> Iterator[tuple[int, Product]]:
         for rows, product in super().minibatch_products():
-            yield rows, self._counting(product, rows)
 
-    def minibatch_gradients(self) -> Iterator[tuple[int, Product]]:
-        for rows, product in super().minibatch_gradients():
-            yield rows, self._counting(product, rows)
+            def counted(w: Tensor, rows: int = rows, product: Product = product) -> Tensor:
+                self._count(len(w), rows / self.data.num_rows)
+                return product(w)
 
-    def _counting(self, product: Product, rows: int) -> Product:
-        def counted(w: Tensor) -> Tensor:
-            self._count(len(w), rows / self.data.num_rows)
-            return product(w)
-
-        return counted
+            yield rows, counted
 
     def _count(self, columns: int, share: float = 1.0) -> None:
         self.spent["single" if columns == 1 else "columns"] += columns * share

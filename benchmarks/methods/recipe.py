@@ -4,7 +4,7 @@ Its step sizes belong to the mean over data and outputs of the loss, in coordina
 has a diagonal of ones; here they are carried over to the sum, in whitened coordinates.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +14,7 @@ from methods.counted import Counted
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem.operators import WhitenedGGN, WhitenedLoss
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.solvers import SGD
+from torch_lla_em.solvers import SGD, DivergenceError
 
 
 @dataclass(frozen=True)
@@ -95,23 +95,50 @@ def solve_samples(
     return task.solver(recipe, precision.item()).solve(product, b).x
 
 
+def descend_to_mode(
+    solver: SGD, batches: Sequence[Problem], deviation: Tensor, x: Tensor
+) -> Tensor:
+    """Return the mode in whitened coordinates after all epochs from x, with a problem per batch."""
+    velocity, count, last = torch.zeros_like(x), 0, max(1, solver.epochs * len(batches) - 1)
+    losses = [WhitenedLoss(problem, deviation) for problem in batches]
+    bound = 10 * sum(gradient_of(loss, 0 * x) for loss in losses).norm() + 1
+    for _ in range(solver.epochs):
+        for loss in losses:
+            ahead = x + solver.momentum * velocity
+            gradient = len(losses) * gradient_of(loss, ahead) + ahead
+            if solver.clip is not None:
+                gradient *= solver.clip / gradient.norm().clamp_min(solver.clip)
+            fade = 1 - (1 - solver.decay) * count / last
+            velocity = solver.momentum * velocity - solver.learning_rate * fade * gradient
+            x, count = x + velocity, count + 1
+        if not x.norm() <= bound:  # the objective is 1-strongly convex
+            raise DivergenceError("Stochastic gradient descent for the mode diverged.")
+    return x
+
+
+def gradient_of(loss: WhitenedLoss, x: Tensor) -> Tensor:
+    return loss.value_and_gradient(x)[1]
+
+
 def expectation_maximisation(
-    task: Task, stages: tuple[Recipe, Recipe], problems: tuple[Problem, Problem], precision: float
+    task: Task,
+    stages: tuple[Recipe, Recipe],
+    problems: tuple[Problem, Sequence[Problem]],
+    precision: float,
 ) -> Iterator[tuple[float, float, float]]:
     """Yield (sample passes, single-column passes, λ) after each of ten EM steps.
 
-    Stages and problems (in batches) are of samples and mode, which starts at zero. Passes are
-    those of the epochs, and one for γ; checks that this implementation makes beside them are
-    not counted.
+    Stages and problems are of samples and mode, which starts at zero and has a problem for each
+    batch. Passes are those of the epochs, and one for γ; checks that this implementation makes
+    beside them are not counted.
     """
     prior, (samples, mode) = task.noise.prior, stages
     w, w_lin = None, task.problem.zeros(1)[0]
     for step in range(1, EM_STEPS + 1):
         here = torch.tensor(precision, dtype=torch.float64)
         deviation = prior.deviation(here)
-        loss = WhitenedLoss(problems[1], deviation)
-        mode_found = task.solver(mode, precision).minimise(loss, prior.whitened(w_lin, here))
-        w_lin = deviation * mode_found.x
+        start, solver = prior.whitened(w_lin, here), task.solver(mode, precision)
+        w_lin = deviation * descend_to_mode(solver, problems[1], deviation, start)
         b = task.noise.right_hand_side(here)
         start = None if w is None else prior.whitened(w, here)
         solution = task.solver(samples, precision).solve(

@@ -11,12 +11,17 @@ from methods.counted import problem_of
 from methods.fits import Fit, dense_fixed_point, whole_fit
 from methods.plain_cg import PlainCG
 from methods.race import Race
-from methods.recipe import Recipe, Task, expectation_maximisation, solve_samples
+from methods.recipe import (
+    Recipe,
+    Task,
+    descend_to_mode,
+    expectation_maximisation,
+    solve_samples,
+)
 from tiny import tiny
 
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
-from torch_lla_em.problem.operators import WhitenedLoss
 from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, Newton
 
 K, ROWS, PRECISION = 3, 30, 4.0
@@ -130,8 +135,8 @@ def test_a_summed_step_is_the_papers(task):
     """From zero, on Σ_n CE(J_n z, y_n) / C + λ/2C ‖z‖², clipped by its norm."""
     task, race = task
     recipe = Recipe(1e-3, ROWS, 1, clip=0.5, summed=True)
-    loss = WhitenedLoss(task.problem, race.product.deviation)
-    x = task.solver(recipe, PRECISION).minimise(loss, torch.zeros_like(race.b[0])).x
+    solver, deviation = task.solver(recipe, PRECISION), race.product.deviation
+    x = descend_to_mode(solver, [task.problem], deviation, torch.zeros_like(race.b[0]))
     scale = task.noise.prior.scale / ROWS**0.5
     z = torch.zeros_like(scale)
     _, slope = task.problem.loss_and_gradient(scale * z)
@@ -148,7 +153,7 @@ def test_enough_epochs_reach_the_dense_precision(task):
     recipe = Recipe(0.5, ROWS, 400, relative=True)
     assert race.error(solve_samples(task, race.product, recipe, race.precision, K)) < 1e-3
     stages = Recipe(0.5, ROWS, 100, relative=True), Recipe(0.1, ROWS, 100, relative=True)
-    problems = task.problem, task.problem
+    problems = task.problem, [task.problem]
     path = list(expectation_maximisation(task, stages, problems, 40.0))
     assert [point[:2] for point in path] == [(101 * step, 100 * step) for step in range(1, 11)]
     start = torch.tensor(40.0).double()

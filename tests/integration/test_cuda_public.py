@@ -118,7 +118,7 @@ CASES = {
 CASES["predicted_noise"] |= {"em_steps": 1, "tolerance": 0.1}
 
 
-@pytest.mark.filterwarnings("ignore:.*the epochs of SGD", "ignore:SGD", "ignore:The samples")
+@pytest.mark.filterwarnings("ignore:SGD", "ignore:The samples")
 @pytest.mark.filterwarnings("ignore:The mode has a relative error")
 @pytest.mark.parametrize("case", CASES)
 def test_a_fit_equals_that_of_the_cpu(case):

@@ -82,7 +82,7 @@ def test_mode_is_that_of_the_linear_model(name, g_prior, layerwise):
 
 
 @pytest.mark.parametrize("name", daily("classification", rest=["regression"]))
-def test_sgd_finds_the_same_posterior(name):
+def test_sgd_finds_the_same_samples(name):
     problem, noise, precision, exact, per_weight = setting(name, True, False)
     noise = noise._replace(xi=noise.xi[:6], eta=noise.eta[:6])
     samples = optimise_samples(problem, noise, precision, SGD(2e-2, epochs=150))
@@ -91,16 +91,6 @@ def test_sgd_finds_the_same_posterior(name):
     assert samples.converged
     error = ((samples.w - dense) @ root).norm(dim=1)
     assert (error <= samples.certificate * (1 + 1e-9)).all()
-    mode = optimise_MAP(problem, noise.prior, precision, SGD(5e-2, epochs=150))
-    assert mode.converged
-    assert (mode.w - exact.mode(per_weight)).norm() < 0.05 * mode.w.norm()
-
-
-def test_sgd_does_not_take_a_negative_loss_for_divergence():
-    problem, noise, precision, *_ = setting("regression", True, False)
-    for sigma in (0.2, 0.3, 0.4):  # the loss at 0 passes through 0 with its constant
-        sharper = problem.with_likelihood(Regression(sigma))
-        optimise_MAP(sharper, noise.prior, precision, SGD(10.0, epochs=20))
 
 
 def test_sgd_may_average_its_iterates():
@@ -113,7 +103,7 @@ def test_sgd_may_average_its_iterates():
 def test_samples_that_miss_their_tolerance_warn():
     problem, noise, precision, *_ = setting("classification", True, False)
     few = noise._replace(xi=noise.xi[:8], eta=noise.eta[:8])
-    with pytest.warns(UserWarning, match="Increase the passes of BlockCG"):
+    with pytest.warns(UserWarning, match="Allow BlockCG more passes"):
         optimise_samples(problem, few, precision, BlockCG(1e-6, max_passes=3))
 
 

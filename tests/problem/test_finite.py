@@ -65,8 +65,6 @@ def test_steps_too_long_are_left_to_solvers():
     w = torch.full((problem.size,), 1e4).double()
     loss, gradient = problem.loss_and_gradient(w)
     assert not gradient.isfinite().all()
-    steps = [gradient(w[None]) for _, gradient in problem.minibatch_gradients()]
-    assert not sum(steps).isfinite().all()
 
 
 @pytest.mark.parametrize("size", [float("nan"), 1e308])

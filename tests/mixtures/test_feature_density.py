@@ -145,13 +145,13 @@ def test_tensors_arrays_and_datasets_are_data_too(network, by_label):
 
     expected = score(loader(x, labels))
     dataset = torch.utils.data.TensorDataset(x, labels)
-    for args in ((x, labels), ((x, labels),), ([(x, labels)],), ((x.numpy(), labels.numpy()),)):
+    for args in ((x, labels), ([(x, labels)],), (x.numpy(), labels.numpy()), (dataset,)):
         torch.testing.assert_close(score(*args), expected)
-    for args in ((dataset,), ({"x": x, "labels": labels},)):
-        torch.testing.assert_close(score(*args), expected)
-    if not by_label:
-        for args in ((x,), (x.split(100),), ([x[:150], x[150:]],)):
-            torch.testing.assert_close(score(*args), expected)
+    if by_label:
+        torch.testing.assert_close(score((x, labels)), expected)
+    else:
+        for data_alone in (x, x.split(100), x.split(150), [x[:150], x[150:]]):
+            torch.testing.assert_close(score(data_alone), expected)
 
 
 def test_ignored_labels_are_left_out(network):
@@ -200,8 +200,7 @@ UNSUITABLE = [
     (TypeError, "a torch.int64 tensor", lambda net, x, y: FeatureDensity(Echo(), "").features(y)),
     (TypeError, "a str, not", lambda net, x, y: FeatureDensity(Echo(str), "").features(x)),
     (TypeError, "No targets found", lambda net, x, y: of_body(net, True).fit([x])),
-    (ValueError, "one label each", lambda net, x, y: of_body(net).fit(tuple(x.split(120)))),
-    (ValueError, "one label each", lambda net, x, y: of_body(net).fit(x, y[:7])),
+    (ValueError, "one integer per example", lambda net, x, y: of_body(net, True).fit(x, y[:7])),
     (ValueError, "all labels -100", lambda net, x, y: of_body(net, True).fit(x, 0 * y - 100)),
     (ValueError, "exhausted after one", lambda net, x, y: of_body(net).fit(iter(x.split(32)))),
     (RuntimeError, "Call fit", lambda net, x, y: of_body(net).score(x)),

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch.distributions import Dirichlet, MultivariateNormal, Wishart
 
 from torch_lla_em.mixtures import GaussianMixture, Gaussians, VariationalGaussianMixture
-from torch_lla_em.mixtures.em import BoundWarning
 
 STRUCTURES = "full", "diagonal"
 KINDS = "ml", "map", "vb"
@@ -296,21 +295,6 @@ def test_a_fit_that_has_not_converged_warns():
         mixture.fit(draw())
     assert not mixture.converged
     assert GaussianMixture(3, max_steps=500).fit(draw()).converged
-
-
-def test_data_that_change_between_passes_warn():
-    class Changing:
-        x = draw() / 3
-
-        def __iter__(self):
-            self.x = 3 * self.x if len(mixture.history) == 2 else self.x
-            return iter([self.x])
-
-    mixture = GaussianMixture(2, sample_size=10, tolerance=0.0)
-    steps = mixture.steps(Changing())
-    next(steps), next(steps)
-    with pytest.warns(BoundWarning, match="The lower bound fell in step 3, .* same data"):
-        next(steps)
 
 
 @pytest.mark.cuda

@@ -1,8 +1,8 @@
 """Mixtures by EM, and densities of a network's features.
 
-The public interface is in ``mixture``, the iteration in ``em``, and the data in ``data``. The kinds of
-mixtures are in ``gaussian`` (with ``conjugate``) and ``bernoulli``, and densities of
-features in ``feature_density``.
+The public interface is in ``mixture``, the data and the iteration in ``em``. The kinds of mixtures are
+in ``gaussian`` (with ``conjugate``) and ``bernoulli``, and densities of features in
+``feature_density``.
 """
 
 from torch_lla_em.mixtures.bernoulli import BernoulliMixture, Bernoullis
@@ -10,9 +10,6 @@ from torch_lla_em.mixtures.conjugate import Gaussians, NormalWishart
 from torch_lla_em.mixtures.feature_density import FeatureDensity
 from torch_lla_em.mixtures.gaussian import GaussianMixture, VariationalGaussianMixture
 from torch_lla_em.mixtures.mixture import Mixture
-
-Posterior = NormalWishart
-"""The posterior of a ``VariationalGaussianMixture``."""
 
 __all__ = [
     "BernoulliMixture",
@@ -22,6 +19,5 @@ __all__ = [
     "Gaussians",
     "Mixture",
     "NormalWishart",
-    "Posterior",
     "VariationalGaussianMixture",
 ]

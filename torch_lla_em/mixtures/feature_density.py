@@ -89,7 +89,7 @@ class FeatureDensity:
 
         Args:
             data (DataLoader, Dataset, list of batches or Tensor): Training data. Batches are inputs,
-                tuples (inputs, labels) or dicts with "labels". A tuple (x, labels) is one batch.
+                tuples (inputs, labels) or dicts with "labels".
             labels (Tensor, optional): Labels, if ``data`` is a tensor of inputs. Default None. A fit
                 by label ignores the label −100, as PyTorch's losses do.
 
@@ -101,7 +101,13 @@ class FeatureDensity:
             ValueError: If the data are an iterator, features are not finite, or there are fewer
                 examples than components.
         """
-        self.mixture.fit(_FeatureBatches(self, _as_batches(data, labels)), by_label=self.by_label)
+        if isinstance(data, (Tensor, np.ndarray)):  # the network runs on a few examples at a time
+            given = [data] if labels is None else [data, labels]
+            parts = [p if isinstance(p, Tensor) else torch.from_numpy(p) for p in given]
+            data = [*zip(*(part.split(_BATCH_SIZE) for part in parts), strict=True)]
+        # without labels, a list of two tensors is two batches
+        batches = as_loader(data, None if self.by_label else default_targets)
+        self.mixture.fit(_FeatureBatches(self, batches), by_label=self.by_label)
         self._state = NetworkState(self._network)
         return self
 
@@ -190,25 +196,6 @@ class _FeatureBatches:
         for batch in self.batches:
             labels = [default_targets(batch)] if self.density.by_label else []
             yield (self.density.features(inputs_of(batch)), *labels)
-
-
-def _as_batches(data: Any, labels: Any) -> Iterable[Any]:
-    """Return the batches of a loader, of a dataset, of a dict, or of tensors x and labels."""
-    if labels is not None:
-        data = (data, labels)
-    elif isinstance(data, (Tensor, np.ndarray)):
-        data = (data,)
-    is_batch = isinstance(data, tuple) and len(data) <= 2
-    if not is_batch or not all(isinstance(part, (Tensor, np.ndarray)) for part in data):
-        return [data] if is_batch or isinstance(data, Mapping) else as_loader(data, default_targets)
-    shapes = [tuple(part.shape) for part in data]
-    if shapes[0][0] != shapes[-1][0] or (labels is None and shapes[0] in shapes[1:]):
-        raise ValueError(
-            f"The data are two tensors of shapes {shapes[0]} and {shapes[1]}, which are not inputs "
-            "and one label each. Pass fit(x, labels), or a list of batches."
-        )
-    tensors = [p if isinstance(p, Tensor) else torch.from_numpy(p) for p in data]
-    return [*zip(*(part.split(_BATCH_SIZE) for part in tensors))]
 
 
 def _forward(model: nn.Module, inputs: Any) -> Any:

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.mixtures.data import Examples, survey
-from torch_lla_em.mixtures.em import EM, Family, MixtureState, start_of
+from torch_lla_em.mixtures.em import EM, Examples, Family, MixtureState, start_of, survey
 
 
 class Bounds(NamedTuple):

@@ -12,9 +12,9 @@ from tiny import tiny
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import SGD, BlockCG, BlockKrylov, Compute, FunctionSpace, LinearisedLaplace
+from torch_lla_em.inference.evidence import Spectrum
 from torch_lla_em.inference.learn import learn
 from torch_lla_em.runtime import Grown, pack, unpack
-from torch_lla_em.solvers import Spectrum
 
 CASES = {
     "variational": ("classification", {"curvature": None}),

@@ -9,8 +9,8 @@ from torch.testing import assert_close
 
 from torch_lla_em import BlockCG, BlockKrylov, Regression
 from torch_lla_em.inference.em import State
+from torch_lla_em.inference.evidence import Spectrum
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
-from torch_lla_em.solvers import Spectrum
 
 LIKELIHOODS = ["classification", "regression", "bernoulli", "poisson", "binomial"]
 

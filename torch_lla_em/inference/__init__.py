@@ -1,6 +1,6 @@
 """The four stages of the method, and the EM algorithm that repeats them."""
 
-from torch_lla_em.inference.em import Info, record_of, summary_of
+from torch_lla_em.inference.em import Info, Posterior, record_of, summary_of
 from torch_lla_em.inference.learn import Progress, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import (
@@ -9,7 +9,6 @@ from torch_lla_em.inference.mackay import (
     function_space_Mackay_update,
 )
 from torch_lla_em.inference.options import FitOptions, choose_scalings
-from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.posterior_samples import Solver, optimise_samples
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 

@@ -1,10 +1,11 @@
-"""The log marginal likelihood of the linear model."""
+"""The log marginal likelihood of the linear model, and γ and samples at any λ."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from math import log, pi
+from math import log, pi, sqrt
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.likelihoods import Regression
 from torch_lla_em.problem import Problem, WhitenedGGN
-from torch_lla_em.solvers import Spectrum, add_combined, symmetric
+from torch_lla_em.solvers import add_combined, symmetric
 
 _MAX_PASSES = 60
 """Largest number of products for the log det."""
@@ -22,6 +23,42 @@ _SETTLED = 1e-4
 
 _ROUNDING = 30
 """Rounding of a product, in units of eps ‖G‖."""
+
+
+class Spectrum(NamedTuple):
+    """γ, log det and solutions at any λ: eigenvalues of G and the noise in its eigenvectors."""
+
+    eigenvalues: Tensor
+    """θ, shape (r,)."""
+
+    xi: Tensor
+    """(K, r)."""
+
+    eta: Tensor
+    """(K, r)."""
+
+    def at_noise(self, noise: float) -> Spectrum:
+        """Return the spectrum for an observation noise of ``noise`` times the old σ."""
+        return Spectrum(self.eigenvalues / noise**2, self.xi, self.eta / noise)
+
+    def effective_dims(self, precision: float) -> Tensor:
+        """Return γ of every sample, (K,): ½(⟨w, G w⟩ + ‖Λ^{-1/2} ξ - w‖²_Λ), made symmetric."""
+        theta = self.eigenvalues
+        per_xi = (self.xi.square() * (theta / (theta + precision))).sum(1)
+        return 0.5 * (per_xi + (self.eta.square() / (theta + precision)).sum(1))
+
+    def log_dets(self, precision: float) -> Tensor:
+        """Return log det(I + G / λ) of every sample, (K,), by block Gauss quadrature.
+
+        Half from ξ, half from η; the derivative in log λ is minus ``effective_dims``.
+        """
+        log1p = torch.log1p(self.eigenvalues / precision)
+        ratio = torch.where(self.eigenvalues > 0, log1p / self.eigenvalues, 1 / precision)
+        return 0.5 * ((self.xi.square() * log1p).sum(1) + (self.eta.square() * ratio).sum(1))
+
+    def solutions(self, precision: float) -> Tensor:
+        """Return (G + λ)⁻¹(√λ ξ + η) in the eigenvectors, (K, r)."""
+        return (sqrt(precision) * self.xi + self.eta) / (self.eigenvalues + precision)
 
 
 def log_evidences(loss: float, precision: Tensor, squared_norm: Tensor, log_dets: Tensor) -> Tensor:

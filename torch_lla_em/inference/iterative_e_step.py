@@ -14,12 +14,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.em import Found, State
+from torch_lla_em.inference.em import Found, Posterior, State
 from torch_lla_em.inference.evidence import log_dets, log_evidences, sigma_of
 from torch_lla_em.inference.linear_mode import LinearMode, first_mode, optimise_MAP
 from torch_lla_em.inference.mackay import Estimate, Expectation, Hyperparameters, MStep
 from torch_lla_em.inference.options import FitOptions, has_one_noise
-from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.posterior_samples import PosteriorSamples, Solver, optimise_samples
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, WhitenedGGN, WhitenedLoss

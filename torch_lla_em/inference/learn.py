@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torch_lla_em.inference.em import EStep, Info, State, em
+from torch_lla_em.inference.em import EStep, Info, Posterior, State, em
 from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.iterative_e_step import IterativeEStep
 from torch_lla_em.inference.mackay import MStep
 from torch_lla_em.inference.options import FitOptions, allows_span, choose_curvature
-from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.span_e_step import FEWEST_SAMPLES, NoSpan, SpanEStep, with_fewer
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples, with_noise
 from torch_lla_em.problem import VECTORS, Problem, size_of

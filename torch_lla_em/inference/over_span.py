@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.evidence import gaussian_constant, sigma_of
+from torch_lla_em.inference.evidence import Spectrum, gaussian_constant, sigma_of
 from torch_lla_em.inference.expectations import Expectations, root_of_covariance
 from torch_lla_em.inference.mackay import Estimate, Expectation, Hyperparameters
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem
-from torch_lla_em.solvers import DivergenceError, Spectrum
+from torch_lla_em.solvers import DivergenceError
 
 _DRAWS, _FEWEST, _IN_ALL = 16, 4, 16_000
 """Largest and smallest number of draws per example, and the number for all examples together."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.ascent import Pace, climb, settle
-from torch_lla_em.inference.em import Found, State
+from torch_lla_em.inference.em import Found, Posterior, State
 from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.mackay import (
     PRECISION_BOUNDS,
@@ -24,7 +24,6 @@ from torch_lla_em.inference.mackay import (
 )
 from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.over_span import OverSpan, Q
-from torch_lla_em.inference.posterior import Posterior
 from torch_lla_em.inference.posterior_samples import refuse_noise
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior

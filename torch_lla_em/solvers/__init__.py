@@ -1,20 +1,19 @@
 """Solvers of (A + I) X = B and of convex losses, independent of networks."""
 
-from torch_lla_em.solvers.block_cg import BlockCG
-from torch_lla_em.solvers.block_krylov import BlockKrylov
+from torch_lla_em.solvers.block_cg import BlockCG, BlockKrylov
 from torch_lla_em.solvers.function_space import FunctionSpace
 from torch_lla_em.solvers.newton import Minimum, Newton
-from torch_lla_em.solvers.operator import Operator, Product
 from torch_lla_em.solvers.sgd import SGD
 from torch_lla_em.solvers.solution import (
     DivergenceError,
     FaultyProductError,
+    Operator,
+    Product,
     Solution,
     relative_error,
     symmetric,
 )
 from torch_lla_em.solvers.space import Space, add_combined, combine
-from torch_lla_em.solvers.spectrum import Spectrum
 
 __all__ = [
     "SGD",
@@ -29,7 +28,6 @@ __all__ = [
     "Product",
     "Solution",
     "Space",
-    "Spectrum",
     "add_combined",
     "combine",
     "relative_error",

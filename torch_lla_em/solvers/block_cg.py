@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.operator import Operator
 from torch_lla_em.solvers.solution import (
     DivergenceError,
+    Operator,
     Solution,
     check_positive,
     symmetric,
@@ -47,7 +47,7 @@ class BlockCG:
     """Largest number of products with A; it stops with a warning. Default 200."""
 
     def __post_init__(self) -> None:
-        check_positive("BlockCG", tolerance=self.tolerance, max_passes=self.max_passes)
+        check_positive(type(self).__name__, tolerance=self.tolerance, max_passes=self.max_passes)
 
     def solve(self, product: Operator, b: Tensor, start: Tensor | None = None) -> Solution:
         """Solve (A + I) X = B.
@@ -117,3 +117,24 @@ class BlockCG:
             if reached.error <= 0.9 * self.tolerance:
                 break
         return x, passes
+
+
+@dataclass(frozen=True)
+class BlockKrylov(BlockCG):
+    """The default solver with a limit on its memory: a span of directions, extended by each pass.
+
+    Unlike other solvers, it does not change the defaults of ``curvature`` and ``g_prior``. Called
+    for one λ, it is ``BlockCG``.
+
+    Example:
+        >>> la = LinearisedLaplace(model, "classification", solver=BlockKrylov(memory=2e9))
+    """
+
+    memory: float | None = None
+    """Largest size of the span in bytes. Default None: half of the free memory of the device of the
+    samples. A fit whose span does not fit continues with block CG."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.memory is not None:
+            check_positive("BlockKrylov", memory=self.memory)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.operator import Rooted
 from torch_lla_em.solvers.solution import Solution, check_positive
-from torch_lla_em.solvers.space import combine
+from torch_lla_em.solvers.space import Space, combine
+
+
+class Rooted(Protocol):
+    """An operator that also gives R with A = RᵀR."""
+
+    space: Space
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def rows(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.operator import Operator
-from torch_lla_em.solvers.solution import DivergenceError, FaultyProductError, check_positive
+from torch_lla_em.solvers.solution import (
+    DivergenceError,
+    FaultyProductError,
+    Operator,
+    check_positive,
+)
 from torch_lla_em.solvers.space import Space
 
 # shortest step that the line search tries, relative to the full step

@@ -9,8 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.operator import Product
-from torch_lla_em.solvers.solution import DivergenceError, Solution, check_positive
+from torch_lla_em.solvers.solution import DivergenceError, Product, Solution, check_positive
 from torch_lla_em.solvers.space import Space
 
 

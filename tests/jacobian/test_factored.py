@@ -19,8 +19,8 @@ def agree(model, x, selection=None, factored=None, class_dim=-1, batches=()):
     report = linear.probe(x)
     names = linear.layout.names if factored is None else factored
     assert linear.factored is not None and set(linear.factored.names) == set(names), report
-    for together in {False, linear.factored.can_batch}:
-        linear.factored.can_batch = together
+    for example_bytes in (None, 1 << 40):  # backward passes of all outputs together, or of one
+        linear.factored.example_bytes = example_bytes
         for batch in (x, *batches):
             with linear.network.guarded():
                 by_func, rows = linear.by_autodiff(batch), linear.at(batch, 0, keep=True)

@@ -37,7 +37,7 @@ def problem(model=None):
     problem = Problem(la._linear_model, Classification(), Data(batches, torch.device("cpu")))
     linear = problem.linear_model
     linear.probe(x[:200])
-    linear.path = linear.path._replace(jvp_columns=None, vjp_columns=None)
+    linear.path = linear.path._replace(columns=None)
     return problem
 
 
@@ -104,7 +104,7 @@ def test_what_cannot_be_made_smaller_is_said(model, rows):
 def test_nothing_is_added_twice_where_memory_ends_between_chunks(monkeypatch):
     whole, small = problem(), problem()
     expected = product(whole)
-    small.linear_model.path = small.linear_model.path._replace(vjp_columns=3)
+    small.linear_model.path = small.linear_model.path._replace(columns=3)
     pulls = []
     adding = small.linear_model.layout.add_
 

@@ -23,21 +23,15 @@ class Path(NamedTuple):
     forward: bool = True
     """J w by forward mode; otherwise by two reverse passes."""
 
-    jvp_columns: int | None = None
-    """Largest number of columns of J w that are computed at once; None: no limit."""
-
-    vjp_columns: int | None = None
-    """Largest number of columns of Jᵀ u that are computed at once; None: no limit."""
+    columns: int | None = None
+    """Largest number of columns that are computed at once; None: no limit."""
 
     example_bytes: int | None = None
     """Bytes of the largest output of a layer for one example, on a CPU; None elsewhere."""
 
     def within(self, columns: int | None) -> Path:
         """Return the same path with at most ``columns`` columns at once."""
-        return self._replace(
-            jvp_columns=_least(self.jvp_columns, columns),
-            vjp_columns=_least(self.vjp_columns, columns),
-        )
+        return self._replace(columns=_least(self.columns, columns))
 
     def at_once(self, examples: int) -> tuple[int | None, int | None]:
         """Return the best numbers of columns of J w and of Jᵀ u at once; None: all."""
@@ -45,7 +39,7 @@ class Path(NamedTuple):
         if self.example_bytes is not None:
             cached = max(2, FETCHED_BYTES // max(1, self.example_bytes * examples))
             pulled = 1 if cached <= _PULLED_ALONE else cached
-        return _least(self.jvp_columns, cached), _least(self.vjp_columns, pulled)
+        return _least(self.columns, cached), _least(self.columns, pulled)
 
 
 def _least(*limits: int | None) -> int | None:

@@ -25,9 +25,6 @@ class Factored:
     second: dict[str, bool]
     """Whether examples are on the second axis of the outputs of a weight's calls."""
 
-    can_batch: bool = True
-    """Whether backward passes of several outputs can be vectorised."""
-
     example_bytes: int | None = None
     """Bytes of the largest output of a layer for one example; None: all outputs at once."""
 
@@ -130,8 +127,6 @@ class Factored:
 
     def _outputs_at_once(self, examples: int) -> int:
         """Return the number of outputs whose backward passes are vectorised together."""
-        if not self.can_batch:
-            return 1
         if self.example_bytes is None:
             return _MOST_OUTPUTS
         return max(1, FETCHED_BYTES // (self.example_bytes * max(1, examples)))

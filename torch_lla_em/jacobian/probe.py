@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.jacobian.autodiff import ByAutodiff, Path
-from torch_lla_em.jacobian.by_factors import ByFactors, Terms
+from torch_lla_em.jacobian.by_factors import ByFactors
 from torch_lla_em.jacobian.checks import (
     checked_outputs,
     floating_tensors,
@@ -55,10 +55,9 @@ class Report(NamedTuple):
     """Number of examples in the probe; with one it is not known which weights have factors."""
 
     @property
-    def unbatched(self) -> tuple[str, ...]:
-        """The products of which an operation cannot be batched over columns."""
-        sides = () if self.path is None else (self.path.jvp_columns, self.path.vjp_columns)
-        return tuple(name for name, columns in zip(("J w", "Jᵀu"), sides) if columns == 1)
+    def unbatched(self) -> bool:
+        """Whether an operation cannot be batched over columns."""
+        return self.path is not None and self.path.columns == 1
 
     def __str__(self) -> str:
         parts = [f"{self.factors}, adjoint error {self.adjoint_error:.1e}"]
@@ -69,10 +68,7 @@ class Report(NamedTuple):
         if self.forward:
             parts.append(f"forward mode is not used because it {self.forward}")
         if self.unbatched:
-            parts.append(
-                f"the columns of {' and '.join(self.unbatched)} run one by one, since an operation "
-                "cannot be batched over them"
-            )
+            parts.append("columns run one by one, since an operation cannot be batched over them")
         return "; ".join(parts)
 
     @property
@@ -162,7 +158,7 @@ class _Reference:
     def _plain(self, u: Tensor) -> Tensor:
         """Return Jᵀu, (K, P), by ``backward``, column by column."""
         total = self.v.new_zeros(len(u), self.v.shape[1])
-        ByAutodiff(self.weights, self.x, Path(vjp_columns=1)).pull(u, total)
+        ByAutodiff(self.weights, self.x, Path(columns=1)).pull(u, total)
         return total
 
 
@@ -213,15 +209,18 @@ def _by_torch_func(reference: _Reference, start: Path) -> Report:
 def _paths(start: Path) -> Iterator[Path]:
     """Yield the ways of torch.func, the fastest first."""
     for forward in (True, False) if start.forward else (False,):
-        for jvp_columns, vjp_columns in ((None, None), (1, None), (None, 1), (1, 1)):
-            yield start._replace(forward=forward, jvp_columns=jvp_columns, vjp_columns=vjp_columns)
+        for columns in (None, 1):
+            yield start._replace(forward=forward, columns=columns)
 
 
 def _error_of_factors(reference: _Reference, factored: Factored, path: Path | None) -> float | None:
     """Return the error of the products by factors, or None if they are wrong or slower."""
     weights, others = reference.weights, factored.others
-    with suppressed():  # operations without factors
-        terms = _terms(factored, reference.x)
+    with suppressed():  # operations without factors, or whose backward cannot be batched
+        with warnings.catch_warnings():
+            # torch warns of a backward pass that vmap takes output by output, which is slow
+            warnings.filterwarnings("error", "There is a performance drop")
+            terms = factored.run(reference.x)
         if terms is None or terms.is_slow:
             return None
         rest = ByAutodiff(weights, reference.x, path, others) if path and others else None
@@ -230,15 +229,6 @@ def _error_of_factors(reference: _Reference, factored: Factored, path: Path | No
         factored.least_columns = max(1, passes * (2 if others else 1))
         return error if error <= math.sqrt(reference.eps) else None
     return None
-
-
-def _terms(factored: Factored, x: Any) -> Terms | None:
-    """Return the factors at x, and decide whether backward passes can be vectorised."""
-    with suppressed(), warnings.catch_warnings():  # an operation whose backward cannot be batched
-        warnings.simplefilter("error")  # torch warns of what it takes one by one
-        return factored.run(x)
-    factored.can_batch = False
-    return factored.run(x)
 
 
 def block_errors(layout: ParameterLayout, ours: Tensor, truth: Tensor, eps: float) -> Tensor:

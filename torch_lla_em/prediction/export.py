@@ -98,7 +98,7 @@ def exported(
 
 def _answer(model: LinearModel, columns: Tensor, ways: Ways) -> Callable[[Any], Any]:
     """Return the function that is recorded."""
-    at_once = model.path.jvp_columns
+    at_once = model.path.columns
 
     def answer(x: Any) -> Any:
         rows = model.at(x, len(columns))
@@ -112,7 +112,7 @@ def _answer(model: LinearModel, columns: Tensor, ways: Ways) -> Callable[[Any], 
 def _with_steady_sizes(model: LinearModel, x: Any, factored: bool) -> LinearModel:
     """Return the same model, which takes equally many columns and outputs at once for any batch."""
     steady, columns = copy(model), model.by_autodiff(x).pushed
-    steady.path = model.path._replace(jvp_columns=columns, example_bytes=None)
+    steady.path = model.path._replace(columns=columns, example_bytes=None)
     steady.factored = replace(model.factored, example_bytes=None) if factored else None
     return steady
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em.checkpoint import FORMAT
-from torch_lla_em.data import Chain, Data, TargetFn, Weighed, paired
+from torch_lla_em.data import Data, TargetFn, Weighed, paired
 from torch_lla_em.inference import FitOptions, Solver, choose_scalings, learn
 from torch_lla_em.jacobian import (
     ForwardFn,
@@ -34,7 +34,7 @@ from torch_lla_em.likelihoods import (
     preferred,
     tempered,
 )
-from torch_lla_em.prediction import Fitted, NotFittedError
+from torch_lla_em.prediction import Fitted
 from torch_lla_em.problem import Plan, Problem
 from torch_lla_em.report import write_report
 from torch_lla_em.runtime import Compute, Group, check_choice, check_options, group_of
@@ -190,9 +190,7 @@ class LinearisedLaplace(Fitted):
             checkpoint (str, optional): Folder to which the state is saved after every EM step. If
                 the process is killed, the same call resumes from it. Default None.
             update (str): "mackay" (default); "em" takes slower steps that never lower the evidence.
-            override (bool): False adds the data to those of earlier fits, which are read again; with
-                ``em_steps=0`` the λ and σ learnt so far are kept. Default True: the data replace
-                the earlier ones.
+            override (bool): Must be True (default): the data replace those of earlier fits.
             shard (str, optional): How an initialised process group is used. "data" (default) or
                 "auto": ranks share the batches. None: every rank fits on its own.
             weights (Tensor, str or callable, optional): Weights of the examples: a tensor, if inputs
@@ -204,9 +202,8 @@ class LinearisedLaplace(Fitted):
             The posterior itself.
 
         Raises:
-            ValueError: If targets do not fit the outputs, outputs are not finite, or data of an
-                earlier fit or of a checkpoint have changed.
-            NotFittedError: If ``override=False`` and the earlier data are not available.
+            ValueError: If targets do not fit the outputs, outputs are not finite, or the data of a
+                checkpoint have changed.
 
         Example:
             >>> fresh = LinearisedLaplace(model, "classification").fit(loader, em_steps=1)
@@ -218,14 +215,17 @@ class LinearisedLaplace(Fitted):
             )
         check_choice("shard", shard, ("auto", "data", None))
         check_choice("update", update, ("mackay", "em"))
-        check_options(em_steps=em_steps, prior_precision=prior_precision, override=override)
+        check_options(em_steps=em_steps, prior_precision=prior_precision)
         check_options(progress_bar=progress_bar, checkpoint=checkpoint)
+        if override is not True:
+            raise TypeError(
+                "fit(override=False) is no longer supported, because it had to read all data again. "
+                "Fit all data: la.fit(all_batches, prior_precision=la.prior_precision)."
+            )
         data = paired(loader, targets)
         if weights is not None:
             data = Weighed(data, weights, self.target_fn)
         self._shard = shard
-        more = not override and self.w_lin is not None
-        learnt = self.prior_precision if more and em_steps == 0 else None
         options = FitOptions(
             num_samples=self.num_samples,
             seed=self.seed,
@@ -236,7 +236,7 @@ class LinearisedLaplace(Fitted):
             curvature=self.curvature,
             update=update,
             em_steps=int(em_steps),
-            prior_precision=_start(prior_precision, em_steps, learnt),
+            prior_precision=_start(prior_precision, em_steps),
         )
         may_vary = not self.likelihood.is_quadratic and options.allows_variational
         choices = choose_scalings(self.g_prior, may_vary, validation is not None)
@@ -247,7 +247,7 @@ class LinearisedLaplace(Fitted):
             if checkpoint is not None and len(choices) > 1:
                 folder = Path(checkpoint) / f"g_prior={g_prior}"
             run = replace(options, g_prior=g_prior)
-            self._fit(data, run, more, folder, progress_bar)
+            self._fit(data, run, folder, progress_bar)
             if validation is not None:
                 self.calibrate(validation)
                 logger.info("g_prior=%r: validation NLL %.4g.", g_prior, self.calibration.kept)
@@ -260,17 +260,13 @@ class LinearisedLaplace(Fitted):
         self,
         loader: Any,
         options: FitOptions,
-        more: bool,
         checkpoint: str | PathLike[str] | None,
         progress_bar: bool,
     ) -> None:
-        """Fit with one scaling of the prior; ``more`` adds the data to those of earlier fits."""
-        keeps = more and options.em_steps == 0
+        """Fit with one scaling of the prior."""
         with group_of(self._shard).joined() as group:
-            likelihood = self.likelihood if keeps else self._given_likelihood
-            loaders = self._all_loaders(loader, more)
-            problem = self._problem(loaders, more, group, likelihood)
-            header = self._header(options, likelihood)
+            problem = self._problem(loader, group)
+            header = self._header(options)
             session = Session(problem, header, checkpoint, progress_bar)
             with session.running() as run:
                 state = run.finished()
@@ -279,13 +275,12 @@ class LinearisedLaplace(Fitted):
                     posterior = learn(problem, options, run.on_step, run.begin())
                     run.end()
                     self._store(posterior, run.history, problem.data.num_labelled)
-                    if not isinstance(loaders.loaders[0], Weighed):
+                    if not isinstance(loader, Weighed):
                         self._warn_of_collapse(problem.data)
                     self.messages = run.messages
                     run.keep(self.state_dict())
                 else:
                     self.load_state_dict(state)
-            self._loaders, self._data_seen = loaders, problem.data.parts
 
     def _snapshot(self) -> dict[str, Any]:
         """Return what a fit changes; it replaces tensors and never writes to them."""
@@ -301,8 +296,7 @@ class LinearisedLaplace(Fitted):
         Example:
             >>> words = str(la.plan(x, y))
         """
-        loaders = self._all_loaders(paired(loader, targets), False)
-        problem = self._problem(loaders, False, Group(), self._given_likelihood)
+        problem = self._problem(paired(loader, targets), Group())
         with Session(problem, {}).running() as run:
             return run.plan(self.num_samples, self.compute)
 
@@ -321,31 +315,13 @@ class LinearisedLaplace(Fitted):
         """
         write_report(self, loader, path, other)
 
-    def _all_loaders(self, loader: Any, more: bool) -> Chain:
-        """Return the loader of a fit, after those of earlier fits if there is ``more`` data."""
-        if more and not (self._loaders and self._loaders.loaders):
-            raise NotFittedError(
-                "The data of the earlier fit are not available, because a posterior is saved "
-                "without them. Call la.fit with one loader of all data, old and new."
-            )
-        if type(loader) is list:  # a copy, since users refill their list for the next fit
-            loader = tuple(loader)
-        return Chain([*(self._loaders.loaders if more else ()), loader])
-
-    def _problem(self, loaders: Chain, more: bool, group: Group, likelihood: Likelihood) -> Problem:
+    def _problem(self, loader: Any, group: Group) -> Problem:
         """Return the problem of a fit, once it is known which layer is the last."""
-        weighted = {isinstance(part, Weighed) for part in loaders.loaders}
-        if len(weighted) > 1:
-            raise ValueError(
-                "Some of the data have weights and some have none. Pass weights for all data; a "
-                "weight of 1 counts an example once."
-            )
-        likelihood, target_fn = tempered(likelihood, self.temperature), self.target_fn
-        if weighted == {True}:  # targets are packed with the weights of their examples
+        likelihood = tempered(self._given_likelihood, self.temperature)
+        target_fn = self.target_fn
+        if isinstance(loader, Weighed):  # targets are packed with the weights of their examples
             likelihood, target_fn = Weighted(likelihood), None
-        whole = loaders if len(loaders.loaders) > 1 else loaders.loaders[0]
-        known = self._data_seen if more else None
-        data = Data(whole, self._device, target_fn, group, known)
+        data = Data(loader, self._device, target_fn, group)
         if self._parameters_asked == "last_layer":
             # a call is needed to see which layer is called last
             network = self._linear_model.network
@@ -353,9 +329,10 @@ class LinearisedLaplace(Fitted):
             self._linear_model = _linear_model(network, "last_layer", last)
         return Problem(self._linear_model, likelihood, data)
 
-    def _header(self, options: FitOptions, likelihood: Likelihood) -> dict[str, Any]:
+    def _header(self, options: FitOptions) -> dict[str, Any]:
         """Return what a checkpoint is compared with, by name."""
         layout, network = self._linear_model.layout, self._linear_model.network
+        likelihood = self._given_likelihood
         weights = persistence.fingerprint(network.module)
         settings = {name: persistence.plain(value) for name, value in vars(options).items()}
         return {
@@ -378,12 +355,12 @@ def _linear_model(network: Network, parameters: Selection, last: str | None = No
     return LinearModel(network, ParameterLayout.of(network.module, names))
 
 
-def _start(asked: float | Tensor | None, em_steps: int, learnt: Tensor | None) -> Tensor | None:
-    """Return λ at which EM starts, or None if it is to be chosen; ``learnt`` is an earlier fit's."""
+def _start(asked: float | Tensor | None, em_steps: int) -> Tensor | None:
+    """Return λ at which EM starts, or None if it is to be chosen."""
     if asked is None:
-        if em_steps == 0 and learnt is None:
+        if em_steps == 0:
             raise ValueError("em_steps=0 keeps the prior precision: pass prior_precision too.")
-        return learnt
+        return None
     return torch.as_tensor(asked, dtype=torch.float64, device="cpu").detach().clone()
 
 

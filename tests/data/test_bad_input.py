@@ -22,7 +22,7 @@ REAL = torch.linspace(-1, 1, 10).view(10, 1)
 
 
 def fit(likelihood, loader, outputs=3, **options):
-    keys = "em_steps", "prior_precision", "update", "override", "checkpoint"
+    keys = "em_steps", "prior_precision", "update", "checkpoint"
     fit_options = {key: options.pop(key) for key in keys if key in options}
     model = network(outputs)
     before = copy.deepcopy(model.state_dict())
@@ -125,7 +125,6 @@ def test_more_bad_options():
         ({"prior_precision": float("nan")}, "prior_precision"),
         ({"em_steps": -1}, "em_steps"),
         ({"em_steps": 2.5}, "em_steps must be a whole number"),
-        ({"override": "no"}, "override must be True or False"),
         ({"checkpoint": 3}, "the name of a folder"),
         ({"prior_precision": 1e-300}, "from 1e-20 to 1e.20"),
         ({"prior_precision": float("inf")}, "from 1e-20 to 1e.20"),

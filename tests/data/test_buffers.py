@@ -9,7 +9,6 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from torch_lla_em.data.loader import Data
-from torch_lla_em.data.sources import Chain
 
 CPU = torch.device("cpu")
 
@@ -49,7 +48,7 @@ def test_joined_rows_are_those_of_the_loader(form):
     assert [batch.index for batch in batches] == ["0 to 9", "10 to 19", "20 to 22"]
     assert torch.cat([batch.rows for batch in batches]).tolist() == list(range(23))
     assert torch.equal(torch.cat([batch.targets for batch in batches]), expected.targets)
-    assert data.parts[0].agrees(whole.parts[0])
+    assert data.identity.agrees(whole.identity)
 
 
 def test_batches_are_joined_as_far_as_they_fit():
@@ -62,13 +61,6 @@ def test_batches_are_joined_as_far_as_they_fit():
     data.merge_rows = 10
     assert len(list(data.batches(in_step=True))) == 23  # steps stay the loader's
     assert data.num_steps() == 23
-
-
-def test_batches_of_two_loaders_are_not_joined():
-    x, y = rows()
-    _, batches = joined(Chain([one_by_one(x[:7], y[:7]), one_by_one(x[7:9], y[7:9])]), 10, 2)
-    assert [batch.rows.tolist() for batch in batches] == [list(range(7)), [7, 8]]
-    assert [batch.index for batch in batches] == ["0 to 6", "0 to 1"]
 
 
 @dataclass

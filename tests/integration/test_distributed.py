@@ -20,13 +20,19 @@ from torch_lla_em.runtime.group import current_group
 
 # each way to share the work and each form of loader once; the others are slow
 DAILY = {
-    *("krylov", "cg, layerwise", "sampler", "parts", "shuffled"),
+    *("krylov", "cg, layerwise", "sampler", "shuffled"),
     *("variational", "bernoulli, variational"),
 }
 # cases whose shares differ where a rank is neither the first nor the last
 OF_THREE = {
-    *("krylov", "variational", "cg, layerwise", "function space, regression", "sampler", "parts"),
-    "shuffled",
+    *(
+        "krylov",
+        "variational",
+        "cg, layerwise",
+        "function space, regression",
+        "sampler",
+        "shuffled",
+    ),
 }
 
 
@@ -57,7 +63,6 @@ CASES = {
     "function space, regression": ("regression", in_one_batch, SPACE),
     "last layer": ("classification", in_one_batch, {"parameters": "last_layer"}),
     "sampler": ("classification", sampled, PLAIN),
-    "parts": ("classification", None, PLAIN),
     "shuffled": ("regression", shuffled, {}),
 }
 assert CASES.keys() >= OF_THREE | DAILY
@@ -74,13 +79,8 @@ OTHERS = [(size, name, False) for size in (2, 3) for name in cases_of(size, Fals
 
 def fit(name):
     likelihood, loader, options = CASES[name]
-    options, case = {"curvature": "network", "em_steps": 2, **options}, tiny.tiny(likelihood)
-    if loader is not None:
-        return tiny.fitted(likelihood, loader(case), **options)[1]
-    parts = (0, 13), (13, 30)
-    first, second = (list(zip(case.x[i:j].split(8), case.y[i:j].split(8))) for i, j in parts)
-    _, la = tiny.fitted(likelihood, first, override=False, **options)
-    return la.fit(second, override=False, progress_bar=False, em_steps=options["em_steps"])
+    options = {"curvature": "network", "em_steps": 2, **options}
+    return tiny.fitted(likelihood, loader(tiny.tiny(likelihood)), **options)[1]
 
 
 def fitted(name):

@@ -51,6 +51,27 @@ def test_neither_batch_size_nor_order_changes_the_posterior(name):
             assert_close(getattr(batched, key), getattr(whole, key), rtol=1e-5, atol=1e-7)
 
 
+def test_a_fit_forgets_earlier_data_and_settings():
+    case, la = fitted("regression", sigma_noise=0.4, em_steps=3)
+    names = "scale", "prior_precision", "sigma_noise", "w_lin", "w_samples"
+    first = {name: getattr(la, name) for name in names}
+    # the scale is in units of the noise at which it was drawn: that given, not that learnt
+    la.fit(case.x[:11], case.y[:11], progress_bar=False)
+    assert la.num_data == 11 and not torch.equal(la.w_lin, first["w_lin"])
+    la.fit([(case.x, case.y)], em_steps=3, progress_bar=False)
+    assert la.num_data == 30
+    for name in names:
+        assert torch.equal(getattr(la, name), first[name]), name
+
+
+def test_adding_data_to_a_fit_is_refused():
+    case, la = fitted(**FIXED)
+    before = la.w_samples
+    with pytest.raises(TypeError, match=r"Fit all data: la.fit\(all_batches, prior_precision="):
+        la.fit(case.x, case.y, override=False)
+    assert la.w_samples is before
+
+
 @pytest.mark.parametrize("name", LOG_PROBS)
 @pytest.mark.parametrize("prior", ["scalar", "layerwise"])
 def test_every_likelihood_and_prior_fits_and_predicts(name, prior, monkeypatch):

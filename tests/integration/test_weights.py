@@ -157,9 +157,6 @@ def test_invalid_weights_raise():
         fit(case, (DataLoader(TensorDataset(*data), 7),), weights=ones)
     with pytest.raises(TypeError, match="targets, weights"):
         fit(case, ([data],), weights="last")
-    la = fit(case, data, weights=ones)
-    with pytest.raises(ValueError, match="some have none"):
-        la.fit(*data, override=False, **FIT)
     real = tiny("regression")
     with pytest.raises(ValueError, match="sigma_noise"):
         LinearisedLaplace(real.model, "regression").fit(real.x, real.y, weights=ones)

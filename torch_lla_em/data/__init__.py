@@ -11,12 +11,11 @@ from torch_lla_em.data.batch import (
 )
 from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.loader import Data
-from torch_lla_em.data.sources import Chain, Weighed, as_loader, paired
+from torch_lla_em.data.sources import Weighed, as_loader, paired
 from torch_lla_em.data.trees import copied, is_sequence, map_tensors, tensors_in, to_device
 
 __all__ = [
     "Batch",
-    "Chain",
     "Data",
     "Identity",
     "TargetFn",

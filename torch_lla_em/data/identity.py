@@ -72,7 +72,7 @@ class Identity:
 
     @classmethod
     def of(cls, parts: list[Identity]) -> Identity:
-        """Return the identity of the examples of all parts."""
+        """Return the identity of the examples of all ranks."""
         whole = cls(all(part.same_batches for part in parts))
         for name in ("num_rows", "num_targets", "num_labelled", "_sum"):
             setattr(whole, name, sum(getattr(part, name) for part in parts))

@@ -1,9 +1,9 @@
-"""Passes over loaders, with a check that every pass sees the same data."""
+"""Passes over a loader, with a check that every pass sees the same data."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
 from math import inf
 from typing import Any
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from torch_lla_em.data.batch import Batch, TargetFn
 from torch_lla_em.data.identity import Identity
-from torch_lla_em.data.reading import Numbered, Reader, joined
-from torch_lla_em.data.sources import Chain
+from torch_lla_em.data.reading import Reader, joined
 from torch_lla_em.data.trees import map_tensors
 from torch_lla_em.runtime import Group, free_memory
 
@@ -38,11 +37,6 @@ _OTHER_RANKS = (
     "A rank has other data than rank 0, or the data change from pass to pass. Pass the same loader on "
     "every rank, in the same order and without random augmentation: fit distributes its batches. A "
     "DistributedSampler is allowed."
-)
-_OTHER_THAN_FITTED = (
-    "The data of an earlier fit have changed: that fit read {} examples, and the same loader now "
-    "yields {} examples with other content. With override=False the earlier data are read again, so "
-    "do not modify their list or tensors. Or call fit once with one loader of all data."
 )
 _OTHER_THAN_SAVED = (
     "The checkpoint belongs to other data: its fit read {} examples, and this loader yields {} "
@@ -79,8 +73,7 @@ class Data:
 
     Batches are (inputs, targets), longer tuples that end with the targets, mappings with
     "labels", or anything that ``target_fn`` takes targets from. Each of several ranks reads its
-    share; counts are those of all ranks. ``known`` are the identities of the first loaders, if an
-    earlier fit has read them.
+    share; counts are those of all ranks.
     """
 
     def __init__(
@@ -89,16 +82,15 @@ class Data:
         device: torch.device,
         target_fn: TargetFn | None = None,
         group: Group = Group(),
-        known: Sequence[Identity] | None = None,
     ):
-        loaders = loader.loaders if isinstance(loader, Chain) else (loader,)
-        self._reader = Reader(loaders, device, target_fn, group.size)
+        self._reader = Reader(loader, device, target_fn, group.size)
+        self._source = self._reader.source
         self.group, self._device = group, device
-        self.parts: list[Identity] = list(known or ())
-        """The examples of every loader; empty if they change from pass to pass."""
+        self.identity: Identity | None = None
+        """The examples of a pass; None before the first, and if they change from pass to pass."""
 
-        self._refusal = _OTHER_THAN_FITTED if self.parts else ""
-        """The error if the next pass has other examples; empty after the first pass."""
+        self._is_restored = False
+        """Whether only an earlier run has read these examples."""
 
         self._num_steps: int | None = None
         self.kept: Kept | None = None
@@ -150,15 +142,15 @@ class Data:
         # ranks with different data see another sum of hashes, once each reads what another read
         share = (self.group.rank + (self.num_passes > 0)) % self.group.size
         read = self._reader.begin(share, self.num_passes if in_step else None)
-        ordered = [s.keeps_order and not (in_step and s.shuffles) for s in self._reader.sources]
-        own, candidate = [Identity(each) for each in ordered], Kept(self._room(in_step))
+        ordered = self._source.keeps_order and not (in_step and self._source.shuffles)
+        own, candidate = Identity(ordered), Kept(self._room(in_step))
         if in_step:
             yield from self._in_step(self._counted(read, own, candidate))
         else:
             yield from self._counted(joined(read, self.merge_rows), own, candidate)
             if self.group.size == 1:
                 self._num_steps = self._reader.num_read
-        self._end(self.group.meet(own, _together))
+        self._end(self.group.meet(own, Identity.of))
         if self.keep and not self._changes and candidate.room > 0:
             self.kept = candidate
 
@@ -166,7 +158,7 @@ class Data:
 
     def num_batches(self) -> int:
         """Return the number of batches of a pass over all ranks; 0 if it is not known without one."""
-        return self._reader.num_batches()
+        return self._source.num_batches()
 
     def num_steps(self) -> int | None:
         """Return the steps of the last pass that went batch by batch."""
@@ -175,18 +167,18 @@ class Data:
     def facts(self) -> dict[str, Any]:
         """Return the counts of the passes as plain numbers, for ``restore``."""
         known = {name: getattr(self, name) for name in _FACTS}
-        return {**known, "parts": [part.state() for part in self.parts]}
+        return {**known, "identity": None if self.identity is None else self.identity.state()}
 
     def restore(self, facts: dict[str, Any]) -> None:
         """Restore the counts of an earlier run; the data must be the same."""
         for name in _FACTS:
             setattr(self, name, facts[name])
-        self.parts = [Identity.from_state(part) for part in facts["parts"]]
-        self._refusal = _OTHER_THAN_SAVED if self.parts else ""
+        if facts["identity"] is not None:
+            self.identity, self._is_restored = Identity.from_state(facts["identity"]), True
 
     def confirm(self) -> None:
         """Read the data once if only an earlier run has read them, to refuse other data."""
-        if self._refusal:
+        if self._is_restored:
             self.keep = False
             for _ in self:
                 pass
@@ -195,18 +187,16 @@ class Data:
     @property
     def _changes(self) -> bool:
         """Whether examples have changed from pass to pass."""
-        return not self.parts and self.num_passes > 0
+        return self.identity is None and self.num_passes > 0
 
-    def _counted(
-        self, batches: Iterable[Numbered], own: list[Identity], candidate: Kept
-    ) -> Iterator[Batch]:
+    def _counted(self, batches: Iterable[Batch], own: Identity, candidate: Kept) -> Iterator[Batch]:
         """Yield batches on the device; count them, and store them if they may be kept."""
-        for part, batch in batches:
+        for batch in batches:
             if self.num_passes == 0:
-                own[part].num_labelled += int(self.labelled(batch.targets).sum())
-            own[part].add((batch.targets, batch.inputs), counts_only=self._changes)
+                own.num_labelled += int(self.labelled(batch.targets).sum())
+            own.add((batch.targets, batch.inputs), counts_only=self._changes)
             batch, wait = batch.on(self._device)
-            candidate.add(batch, self._reader.sources[part].is_list)
+            candidate.add(batch, self._source.is_list)
             yield batch._replace(kept=candidate if candidate.room > 0 else None)
             wait()
 
@@ -223,44 +213,34 @@ class Data:
 
     def _room(self, in_step: bool) -> float:
         """Return the number of bytes that the batches of a pass may take to be kept."""
-        repeats = self.num_passes > 0 or all(source.is_list for source in self._reader.sources)
+        repeats = self.num_passes > 0 or self._source.is_list
         keeps = self.keep and self.kept is None and repeats and not self._changes
         keeps = keeps and not (in_step and self.merge_rows)
         return free_memory(self._device) / 4 if keeps and self.group.size == 1 else 0.0
 
-    def _end(self, parts: list[Identity]) -> None:
+    def _end(self, whole: Identity) -> None:
         """Store the counts of all ranks; refuse other data, and warn if the data change."""
-        whole = Identity.of(parts)
-        differing = [(a, b) for a, b in zip(self.parts, parts) if not a.agrees(b)]
-        if differing and self._refusal:
-            before, now = differing[0]
-            raise ValueError(self._refusal.format(before.num_rows, now.num_rows))
-        if self._refusal and self.num_rows not in (None, whole.num_rows):  # a loader more or less
-            raise ValueError(self._refusal.format(self.num_rows, whole.num_rows))
+        differ = self.identity is not None and not self.identity.agrees(whole)
+        if differ and self._is_restored:
+            raise ValueError(_OTHER_THAN_SAVED.format(self.num_rows, whole.num_rows))
         if self.num_rows is None and not whole.num_rows:
             raise ValueError(_EMPTY)
-        drawn_by = next((s.drawn_by for s in self._reader.sources if s.drawn_by), None)
-        if differing and drawn_by:
-            raise ValueError(_DRAWN.format(drawn_by))
-        if differing and self.group.size > 1:
+        if differ and self._source.drawn_by:
+            raise ValueError(_DRAWN.format(self._source.drawn_by))
+        if differ and self.group.size > 1:
             raise ValueError(_OTHER_RANKS)
         if whole.num_rows != (self.num_rows or whole.num_rows):
             raise ValueError(_OTHER_COUNT.format(whole.num_rows, self.num_rows))
         if self.num_passes == 0:
             self.num_labelled = whole.num_labelled
             self.num_outputs = self.group.meet(self.num_outputs, sum)
-        if self.num_passes == 0 or self._refusal:
-            self.parts, self._refusal = parts, ""
+        if self.num_passes == 0 or self._is_restored:
+            self.identity, self._is_restored = whole, False
         self.num_rows, self.num_targets = whole.num_rows, whole.num_targets
         self.num_passes += 1
-        if differing:
+        if differ:
             warnings.warn(_CHANGED, stacklevel=2)
-            self.parts, self.kept = [], None
-
-
-def _together(every: list[list[Identity]]) -> list[Identity]:
-    """Return the examples of every loader on all ranks."""
-    return [Identity.of(list(of_ranks)) for of_ranks in zip(*every)]
+            self.identity = self.kept = None
 
 
 def _bytes(batch: Batch) -> float:

@@ -1,8 +1,8 @@
-"""Reads loaders as batches with numbered examples, and joins small batches."""
+"""Reads a loader as batches with numbered examples, and joins small batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -26,26 +26,23 @@ _OTHER_SIZE = (
 # among which a batch of several examples is looked for
 _BATCHES_AHEAD = 32
 
-Numbered = tuple[int, Batch]
-"""The number of a loader, and one of its batches."""
-
 
 class Reader:
-    """Several loaders, one after the other, of which each of several ranks reads its share."""
+    """Batches of a loader with numbered examples; each of several ranks reads its share."""
 
     def __init__(
         self,
-        loaders: Sequence[Any],
+        loader: Any,
         device: torch.device,
         target_fn: TargetFn | None = None,
         num_ranks: int = 1,
     ):
-        self.sources = [Source(as_loader(part, target_fn), num_ranks) for part in loaders]
+        self.source = Source(as_loader(loader, target_fn), num_ranks)
         self._device, self._target_fn, self._num_ranks = device, target_fn, num_ranks
-        self._ahead: list[Numbered] = []
+        self._ahead: list[Batch] = []
         """The first batches, if they have been looked at before a pass."""
 
-        self._rest: Iterator[Numbered] | None = None
+        self._rest: Iterator[Batch] | None = None
         """The batches after them, with which the next pass continues."""
 
         self.num_read = 0
@@ -59,74 +56,67 @@ class Reader:
         """
         if not self._ahead:
             self._rest = self.batches(0, 1)
-            for part, batch in islice(self._rest, _BATCHES_AHEAD):
-                is_list = self.sources[part].is_list  # others may write to the same memory again
-                self._ahead.append((part, batch if is_list else batch.copied()))
+            for batch in islice(self._rest, _BATCHES_AHEAD):
+                # others may write to the same memory again
+                self._ahead.append(batch if self.source.is_list else batch.copied())
                 if len(batch.rows) > 1:
                     break
-        several = (batch for _, batch in joined(self._ahead, 2) if len(batch.rows) > 1)
-        return next(several, self._ahead[0][1] if self._ahead else None)
+        several = (batch for batch in joined(self._ahead, 2) if len(batch.rows) > 1)
+        return next(several, self._ahead[0] if self._ahead else None)
 
-    def begin(self, share: int, seed: int | None) -> Iterable[Numbered]:
+    def begin(self, share: int, seed: int | None) -> Iterable[Batch]:
         """Return the batches of a pass, of which the first may have been looked at."""
         rest, self._rest = self._rest, None
         if self._num_ranks == 1 and rest is not None:
             return chain(tuple(self._ahead), rest)
         return self.batches(share, self._num_ranks, seed)
 
-    def batches(self, first: int, step: int, seed: int | None = None) -> Iterator[Numbered]:
-        """Yield every ``step``-th batch of each loader; ``seed`` selects another order of examples."""
-        self.num_read = start = 0
-        for part, source in enumerate(self.sources):
-            seen, workers = 0, [Identity() for _ in range(source.num_workers)]
-            for place, numbers, raw in source.batches(first, step, seed):
-                if numbers is None and place % step != first:  # another rank's
-                    seen += len((self._target_fn or default_targets)(raw))
-                    continue
-                inputs, targets = split(raw, self._target_fn, self._device)
-                size = check_rows(inputs, targets, place)
-                if not size:
-                    continue
-                if numbers is None:
-                    numbers = torch.arange(seen, seen + size, device="cpu")
-                elif len(numbers) != size:
-                    raise ValueError(_OTHER_SIZE.format(place, size, len(numbers)))
-                seen, self.num_read = seen + size, self.num_read + 1
-                if len(workers) > 1:
-                    workers[place % len(workers)].add((targets, inputs))
-                yield part, Batch(place, start + numbers, inputs, targets)
-            if len(workers) > 1 and all(w.num_rows and w.agrees(workers[0]) for w in workers):
-                raise ValueError(_REPEATED.format(len(workers)))
-            start += source.num_rows(step, seed) or seen
-
-    def num_batches(self) -> int:
-        """Return the number of batches of a pass over all ranks; 0 if it is not known without one."""
-        counts = [source.num_batches() for source in self.sources]
-        return sum(counts) if all(counts) else 0
+    def batches(self, first: int, step: int, seed: int | None = None) -> Iterator[Batch]:
+        """Yield every ``step``-th batch of the loader; ``seed`` selects another order of examples."""
+        self.num_read = seen = 0
+        workers = [Identity() for _ in range(self.source.num_workers)]
+        for place, numbers, raw in self.source.batches(first, step, seed):
+            if numbers is None and place % step != first:  # another rank's
+                seen += len((self._target_fn or default_targets)(raw))
+                continue
+            inputs, targets = split(raw, self._target_fn, self._device)
+            size = check_rows(inputs, targets, place)
+            if not size:
+                continue
+            if numbers is None:
+                numbers = torch.arange(seen, seen + size, device="cpu")
+            elif len(numbers) != size:
+                raise ValueError(_OTHER_SIZE.format(place, size, len(numbers)))
+            seen, self.num_read = seen + size, self.num_read + 1
+            if len(workers) > 1:
+                workers[place % len(workers)].add((targets, inputs))
+            yield Batch(place, numbers, inputs, targets)
+        if len(workers) > 1 and all(w.num_rows and w.agrees(workers[0]) for w in workers):
+            raise ValueError(_REPEATED.format(len(workers)))
 
 
-def joined(batches: Iterable[tuple[int, Batch]], size: int) -> Iterator[tuple[int, Batch]]:
-    """Join small batches of each loader into batches of up to ``size`` examples.
+def joined(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
+    """Join small batches into batches of up to ``size`` examples.
 
     Only batches in which every tensor has a row for every example are joined.
     """
     waiting: list[Batch] = []
     key: Any = None
-    for part, batch in batches:
+    for batch in batches:
         form = row_form((batch.inputs, batch.targets), len(batch.rows))
         alone = form is None or len(batch.rows) >= size
         rows = sum(len(other.rows) for other in waiting) + len(batch.rows)
-        if waiting and (alone or (part, form) != key or rows > size):
-            yield key[0], _together(waiting)
+        if waiting and (alone or form != key or rows > size):
+            yield _together(waiting)
             waiting = []
         if alone:
-            yield part, batch
+            yield batch
             continue
-        key = part, form
+        key = form
         # a loader may overwrite the memory of a batch before the batch is used
         waiting.append(batch.copied())
     if waiting:
-        yield key[0], _together(waiting)
+        yield _together(waiting)
 
 
 def _together(batches: list[Batch]) -> Batch:

@@ -39,20 +39,6 @@ _OPTIONS = (
 )
 
 
-class Chain:
-    """Several loaders, one after the other, in every pass."""
-
-    def __init__(self, loaders: Sequence[Iterable[Any]]):
-        self.loaders = tuple(loaders)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Chain:
-        return self
-
-    def __reduce__(self) -> tuple[type[Chain], tuple[tuple[()]]]:
-        """Leave the data out of pickles."""
-        return Chain, ((),)
-
-
 class Weighed:
     """A loader whose examples have weights: yields (inputs, targets and weights in one tensor)."""
 
@@ -199,10 +185,6 @@ class Source:
     def num_batches(self) -> int:
         """Return the number of batches of a pass over all ranks; 0 if it is not known without one."""
         return length_hint(self.loader) if self._own is None else self._own.num_batches
-
-    def num_rows(self, step: int, seed: int | None) -> int:
-        """Return the number of examples of all ranks; 0 if it is found by reading them in turn."""
-        return 0 if self._own is None or self._in_turn(step, seed) else self._own.num_rows
 
     def batches(
         self, first: int, step: int, seed: int | None

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.data import Chain, Identity, TargetFn
+from torch_lla_em.data import TargetFn
 from torch_lla_em.inference import Estimate, Posterior
 from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Likelihood, Regression
@@ -58,12 +58,6 @@ class StoredPosterior(nn.Module):
 
         self.num_data: int | None = None
         """The number of training examples with a label."""
-
-        self._loaders: Chain | None = None
-        """The data of the fit, which are not stored."""
-
-        self._data_seen: list[Identity] = []
-        """By which a change of these data is noticed."""
 
         self._shard: str | None = None
 
@@ -165,7 +159,7 @@ class StoredPosterior(nn.Module):
         self.messages = record.get("said", ["The memory plan was not saved."])
         if self.sigma_noise is not None:
             self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
-        self.num_samples, self._loaders = len(self.w_samples), None
+        self.num_samples = len(self.w_samples)
         self._state_of_network = NetworkState(self._linear_model.network)
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -177,7 +177,6 @@ _RULES = {
         _is_real,
         lambda value: _within(value, *_PRECISIONS),
     ),
-    "override": _FLAG,
     "progress_bar": _FLAG,
     "checkpoint": _optional(
         "the name of a folder", lambda value: isinstance(value, (str, PathLike))

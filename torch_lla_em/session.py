@@ -19,7 +19,6 @@ from torch_lla_em.runtime import (
     Compute,
     Group,
     collected_warnings,
-    records,
     release_pinned,
     tf32,
 )
@@ -85,7 +84,7 @@ class Session:
         """Return the posterior if the checkpoint is of a finished fit; refuse other data."""
         state = None if self._folder is None else self._folder.posterior(self._device)
         if state is not None:
-            self.problem.data.restore(records.from_bytes(state["facts"]))
+            self.problem.data.restore(state["facts"])
             self.problem.data.confirm()
         return state
 

@@ -2,6 +2,7 @@
 
 import random
 import time
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from tiny import tiny
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import SGD, BlockCG, BlockKrylov, Compute, FunctionSpace, LinearisedLaplace
+from torch_lla_em.checkpoint import Folder
+from torch_lla_em.inference import Estimate
 from torch_lla_em.inference.evidence import Spectrum
 from torch_lla_em.inference.learn import learn
-from torch_lla_em.runtime import Grown, pack, unpack
+from torch_lla_em.runtime import Grown
 
 CASES = {
     "variational": ("classification", {"curvature": None}),
@@ -165,25 +168,31 @@ def test_a_restart_tells_what_the_whole_fit_took(tmp_path, caplog):
     assert seconds == sorted(seconds)
 
 
-def test_states_come_back_from_what_a_file_holds():
+def test_states_come_back_from_what_a_file_holds(tmp_path):
     x = torch.arange(6.0)
     state = {
         "spectrum": Spectrum(x, x[:2], x[2:]),
         "grown": Grown("abc", [x, x + 1]),
-        "numbers": [1, 2.5, float("nan"), None, True, "words"],
-        1.5: {"nested": (x,)},
+        "numbers": [1, 2.5, float("nan"), float("inf"), 2**64 - 1, None, True, "words"],
+        1.5: {"nested": (x, Estimate(Estimate(x, x), x))},
     }
-    tree, tensors = pack(state)
-    assert {name for name in tensors if "-" in name} == {"abc-0", "abc-1"}
-    back = unpack(tree, tensors)
+    Folder(tmp_path, {}).save(state)
+    assert {path.stem for path in tmp_path.glob("block-*")} == {"block-abc-0", "block-abc-1"}
+    back = Folder(tmp_path, {}).load(torch.device("cpu"))
     assert type(back["spectrum"]) is Spectrum and torch.equal(back["spectrum"].eta, x[2:])
     assert back["grown"].key == "abc" and torch.equal(back["grown"].parts[1], x + 1)
-    assert repr(back["numbers"]) == repr(state["numbers"]) and back[1.5] == {"nested": [x]}
-    with pytest.raises(TypeError, match="not set"):
-        pack({"of": {1, 2}})
-    for kind in ("os:system", "torch_lla_em.runtime:Group", "torch_lla_em.runtime:nothing"):
-        with pytest.raises(ValueError, match="another version"):
-            unpack({"type": kind, "fields": []}, {})
+    assert repr(back["numbers"]) == repr(state["numbers"])
+    assert repr(back[1.5]) == repr(state[1.5])
+
+
+class Stranger(NamedTuple):
+    command: str
+
+
+def test_no_other_class_is_loaded(tmp_path):
+    Folder(tmp_path, {}).save(Stranger("ls"))
+    with pytest.raises(ValueError, match="cannot be read.*UnpicklingError"):
+        Folder(tmp_path, {}).load(torch.device("cpu"))
 
 
 # weights that change

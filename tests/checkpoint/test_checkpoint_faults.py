@@ -139,4 +139,4 @@ def test_memory_that_ends_is_no_damage(left, monkeypatch):
 
     monkeypatch.setattr(torch, "load", short)
     with pytest.raises(torch.OutOfMemoryError):
-        files.tensors_of(left / "state.pt")
+        files.contents_of(left / "state.pt")

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from torch_lla_em.runtime import Group, files, first, pack, records, unpack
+from torch_lla_em.runtime import Group, Grown, files, first, records
 
 logger = logging.getLogger("torch_lla_em")
 
-FORMAT = 7
+FORMAT = 8
 """Version of the files in a checkpoint folder."""
 
 _HEADER, _STATE, _FINISHED = "header.pt", "state.pt", "posterior.pt"
@@ -45,42 +46,40 @@ class Folder:
         # an error on rank 0 ends the other ranks here
         group.meet(None, len)
 
-    def posterior(self, device: torch.device) -> dict[str, Tensor] | None:
+    def posterior(self, device: torch.device) -> dict[str, Any] | None:
         """Return the posterior of a finished fit, or None if it is not finished."""
-        path, state = self.path / _FINISHED, {}
-        there = self._reads and os.path.exists(path)
-        if there:
+        path, state = self.path / _FINISHED, None
+        if self._reads and os.path.exists(path):
             state = records.read(path, ("facts",), "Delete it to fit again.")
-        if not self._group.meet(there, first):
-            return None
-        return self._received(state, device)
+        received: dict[str, Any] | None = self._received(state, device)
+        return received
 
     def load(self, device: torch.device) -> Any:
         """Return the last state, with its tensors on the device, or None if there is none."""
-        known, tensors = self._read() if self._reads else (None, {})
-        known = self._group.meet(known, first)
-        if known is None:
-            return None
-        return unpack(known["tree"], self._received(tensors, device))
+        return self._received(self._read() if self._reads else None, device)
 
     def save(self, state: Any) -> None:
         """Replace the last state; blocks that have been written are not written again."""
         if not self.writes:
             return
-        tree, tensors = pack(state)
-        blocks = {name for name in tensors if "-" in name}
-        for name in blocks - self._blocks:
-            self._write({"block": tensors[name]}, self._block(name))
-        own = {name: tensor for name, tensor in tensors.items() if name not in blocks}
-        known = {"tree": tree, "blocks": sorted(blocks)}
-        self._write({**own, "known": records.to_bytes(known)}, self.path / _STATE)
+        blocks: dict[str, Tensor] = {}
+
+        def without_parts(value: Grown) -> Grown:
+            names = [f"{value.key}-{number}" for number in range(len(value.parts))]
+            blocks.update(zip(names, value.parts))
+            return value._replace(parts=names)
+
+        state = tree_map_only(Grown, without_parts, state, is_leaf=_is_grown)
+        for name in blocks.keys() - self._blocks:
+            self._write({"block": blocks[name]}, self._block(name))
+        self._write({"state": state}, self.path / _STATE)
         if self.writes:
-            self._blocks = blocks
+            self._blocks = set(blocks)
             self._remove_blocks()
 
     def finish(self, posterior: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Replace the state by the posterior and the facts about its data."""
-        self._write({**posterior, "facts": records.to_bytes(facts)}, self.path / _FINISHED)
+        self._write({**posterior, "facts": facts}, self.path / _FINISHED)
         if self.writes:
             files.remove(self.path / _STATE)
             self._blocks = set()
@@ -107,9 +106,9 @@ class Folder:
                         f"{str(self.path / name)!r} is not part of a checkpoint, although it has the "
                         "name of such a file: pass another folder as checkpoint."
                     )
-            files.write_atomically({"header": records.to_bytes(header)}, path)
+            files.write_atomically({"header": header}, path)
             return
-        known = records.from_bytes(files.tensors_of(path, ("header",), _REMEDY)["header"])
+        known = files.contents_of(path, ("header",), _REMEDY)["header"]
         for name in sorted(known.keys() | header.keys()):
             if known.get(name) != header.get(name):
                 raise ValueError(
@@ -120,18 +119,21 @@ class Folder:
     def _block(self, name: str) -> Path:
         return self.path / _BLOCK.format(name)
 
-    def _read(self) -> tuple[Any, dict[str, Tensor]]:
-        """Return the record of the last state and its tensors; remove blocks of no state."""
-        if not os.path.exists(self.path / _STATE):
-            self._remove_blocks()
-            return None, {}
-        tensors = files.tensors_of(self.path / _STATE, ("known",), _REMEDY)
-        known = records.from_bytes(tensors.pop("known"))
-        for name in known["blocks"]:
-            tensors[name] = files.tensors_of(self._block(name), ("block",), _REMEDY)["block"]
-        self._blocks = set(known["blocks"])
+    def _read(self) -> Any:
+        """Return the last state with its blocks, None if there is none; remove other blocks."""
+
+        def with_parts(value: Grown) -> Grown:
+            self._blocks.update(value.parts)
+            paths = map(self._block, value.parts)
+            parts = [files.contents_of(path, ("block",), _REMEDY)["block"] for path in paths]
+            return value._replace(parts=parts)
+
+        state = None
+        if os.path.exists(self.path / _STATE):
+            state = files.contents_of(self.path / _STATE, ("state",), _REMEDY)["state"]
+            state = tree_map_only(Grown, with_parts, state, is_leaf=_is_grown)
         self._remove_blocks()
-        return known, tensors
+        return state
 
     def _remove_blocks(self) -> None:
         """Remove the blocks that do not belong to the last state."""
@@ -139,7 +141,7 @@ class Folder:
         for path in set(self.path.glob(_BLOCK.format("*-*"))) - kept:
             files.remove(path)
 
-    def _write(self, state: dict[str, Tensor], path: Path) -> None:
+    def _write(self, state: dict[str, Any], path: Path) -> None:
         """Write a file; if that fails, warn once and write no more."""
         if not self.writes:
             return
@@ -153,14 +155,21 @@ class Folder:
                 error,
             )
 
-    def _received(self, tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """Return rank 0's tensors on this rank's device."""
+    def _received(self, state: Any, device: torch.device) -> Any:
+        """Return rank 0's state, with its tensors on this rank's device."""
         if self._group.size == 1:
-            return {name: tensor.to(device) for name, tensor in tensors.items()}
-        shapes = [(name, list(t.shape), str(t.dtype).split(".")[1]) for name, t in tensors.items()]
-        received = {}
-        for name, shape, dtype in self._group.meet(shapes, first):
-            empty = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-            held = tensors[name].to(device).contiguous() if self._reads else empty
-            received[name] = self._group.from_first(held)
-        return received
+            return tree_map_only(Tensor, lambda tensor: tensor.to(device), state)
+        shapes = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), state)
+        leaves, form = tree_flatten(self._group.meet(shapes, first))
+        own = tree_leaves(state) if self._reads else leaves
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                here = (
+                    own[place].to(device) if self._reads else torch.empty_like(leaf, device=device)
+                )
+                leaves[place] = self._group.from_first(here.contiguous())
+        return tree_unflatten(leaves, form)
+
+
+def _is_grown(value: Any) -> bool:
+    return isinstance(value, Grown)

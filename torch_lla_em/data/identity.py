@@ -81,15 +81,14 @@ class Identity:
         return whole
 
     def state(self) -> dict[str, Any]:
-        """Return plain numbers, from which ``from_state`` makes the same identity."""
+        """Return numbers and tuples, from which ``from_state`` makes the same identity."""
         return {**vars(self), "_shapes": sorted(self._shapes)}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Identity:
         """Return the identity of a state."""
         identity = cls()
-        vars(identity).update(state)
-        identity._shapes = {tuple(map(tuple, shapes)) for shapes in state["_shapes"]}
+        vars(identity).update({**state, "_shapes": set(state["_shapes"])})
         return identity
 
 

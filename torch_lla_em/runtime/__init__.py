@@ -17,7 +17,7 @@ from torch_lla_em.runtime.memory import (
 from torch_lla_em.runtime.modes import collected_warnings, tf32
 from torch_lla_em.runtime.noise import mixed, normal, normals
 from torch_lla_em.runtime.options import Compute, check_choice, check_options
-from torch_lla_em.runtime.records import Grown, new_key, pack, unpack
+from torch_lla_em.runtime.records import Grown, new_key
 
 __all__ = [
     "Compute",
@@ -37,7 +37,6 @@ __all__ = [
     "new_key",
     "normal",
     "normals",
-    "pack",
     "pinned_bytes",
     "place_of",
     "release",
@@ -45,6 +44,5 @@ __all__ = [
     "shortage_of",
     "suppressed",
     "tf32",
-    "unpack",
     "write_atomically",
 ]

@@ -1,20 +1,22 @@
-"""Files of tensors, written as a whole or not at all, and read with their checksums."""
+"""Files of tensors and records, written as a whole or not at all, and read with their checksums."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+import sys
 import uuid
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from zipfile import BadZipFile, ZipFile
 from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from torch_lla_em.runtime.memory import suppressed
 
@@ -29,10 +31,8 @@ class UnreadableError(ValueError):
     """A file is damaged, or was written by another program."""
 
 
-def tensors_of(
-    path: Path_, names: tuple[str, ...] = (), remedy: str = "", device: str | torch.device = "cpu"
-) -> dict[str, Tensor]:
-    """Return the tensors of a file, these names at least; no code in it is run.
+def contents_of(path: Path_, names: tuple[str, ...] = (), remedy: str = "") -> dict[str, Any]:
+    """Return the contents of a file, these names at least; no code in it is run.
 
     A name that ends with .safetensors is read in that format, any other in torch's. If the file
     cannot be read, the error ends with ``remedy``.
@@ -42,10 +42,11 @@ def tensors_of(
     faults: list[str] = []
     with open(path, "rb") as file, suppressed(failures):
         if is_safe:
-            state = _read_safe(path, device)
+            state = _read_safe(path)
         else:
             _check_sums(file)
-            state = torch.load(file, map_location=device, weights_only=True)
+            with torch.serialization.safe_globals(_record_types()):
+                state = torch.load(file, map_location="cpu", weights_only=True)
         faults = [f"no {name!r}" for name in names if name not in state]
     faults += [type(failure).__name__ for failure in failures]
     if faults:
@@ -56,12 +57,12 @@ def tensors_of(
     return state
 
 
-def write_atomically(state: dict[str, Tensor], path: Path_) -> None:
-    """Write tensors to a temporary file and rename it, so that the file is never half written."""
+def write_atomically(state: dict[str, Any], path: Path_) -> None:
+    """Write contents to a temporary file and rename it, so that the file is never half written."""
     path = Path(path)  # a link is replaced, not written through
     temporary, is_safe = path.parent / f".writing-{uuid.uuid4().hex}", _is_safe(path)
     try:
-        own = {name: _own(tensor) for name, tensor in state.items()}
+        own = tree_map_only(Tensor, _own, state)
         with open(temporary, "xb") as file:
             try:
                 _write_safe(own, temporary) if is_safe else torch.save(own, file)
@@ -75,6 +76,14 @@ def write_atomically(state: dict[str, Tensor], path: Path_) -> None:
         if isinstance(error, OSError) and error.filename == str(temporary):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def _record_types() -> list[Any]:
+    """Return the NamedTuples of this package, the only classes that files may hold besides tensors."""
+    package = __name__.partition(".")[0]
+    modules = [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]
+    types = [kind for module in modules for kind in vars(module).values() if isinstance(kind, type)]
+    return [kind for kind in types if issubclass(kind, tuple) and hasattr(kind, "_fields")]
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -137,7 +146,7 @@ def _write_safe(state: dict[str, Tensor], path: Path) -> None:
         raise RuntimeError(str(error)) from error
 
 
-def _read_safe(path: Path_, device: str | torch.device) -> dict[str, Tensor]:
+def _read_safe(path: Path_) -> dict[str, Tensor]:
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
@@ -145,7 +154,7 @@ def _read_safe(path: Path_, device: str | torch.device) -> dict[str, Tensor]:
         known = (file.metadata() or {}).get("crc32")
     if known is not None and known != _sum_of(state):
         raise UnreadableError("checksum")
-    return {name: tensor.to(device) for name, tensor in state.items()}
+    return state
 
 
 def _sum_of(state: dict[str, Tensor]) -> str:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 from functools import partial
-from importlib import import_module
 from inspect import getclosurevars
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.runtime.files import Path_, tensors_of
+from torch_lla_em.runtime.files import Path_, contents_of
 
 VERSION = 2
 
@@ -68,11 +67,11 @@ def from_bytes(tensor: Tensor) -> Any:
 
 def read(
     path: Path_, names: tuple[str, ...] = (), remedy: str = "Pass a file of LinearisedLaplace.save."
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """Return the tensors of a saved posterior; raise an error if the file is none."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no file {str(path)!r}.")
-    state = tensors_of(path, names, remedy)
+    state = contents_of(path, names, remedy)
     check(state)
     return state
 
@@ -128,7 +127,8 @@ class Grown(NamedTuple):
     key: str
     """A unique name: see ``new_key``."""
 
-    parts: list[Tensor]
+    parts: list[Any]
+    """The tensors; in a file of a checkpoint the names of their blocks."""
 
     @classmethod
     def of(cls, *parts: Tensor) -> Grown:
@@ -139,64 +139,3 @@ class Grown(NamedTuple):
 def new_key() -> str:
     """Return a unique name for a new ``Grown``."""
     return uuid4().hex
-
-
-def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return a state for JSON, with names instead of its tensors, and the tensors by name.
-
-    A state consists of nested tuples, lists and dicts of tensors and numbers. The parts of a
-    ``Grown`` keep their names, which contain a "-", from one state to the next.
-    """
-    tensors: dict[str, Tensor] = {}
-
-    def plain(value: Any) -> Any:
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        if isinstance(value, Tensor):
-            name = str(len(tensors))
-            tensors[name] = value
-            return {"tensor": name}
-        if isinstance(value, Grown):
-            names = [f"{value.key}-{number}" for number in range(len(value.parts))]
-            tensors.update(zip(names, value.parts))
-            return {"grown": value.key, "parts": names}
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            kind = f"{type(value).__module__}:{type(value).__qualname__}"
-            return {"type": kind, "fields": [plain(part) for part in value]}
-        if isinstance(value, (list, tuple)):
-            return [plain(part) for part in value]
-        if isinstance(value, dict):
-            return {"items": [[plain(key), plain(part)] for key, part in value.items()]}
-        raise TypeError(
-            f"A state consists of tensors, numbers and strings, not {type(value).__name__}."
-        )
-
-    return plain(state), tensors
-
-
-def unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return the state that ``pack`` was given; plain tuples come back as lists."""
-    if isinstance(tree, list):
-        return [unpack(part, tensors) for part in tree]
-    if not isinstance(tree, dict):
-        return tree
-    if "tensor" in tree:
-        return tensors[tree["tensor"]]
-    if "grown" in tree:
-        return Grown(tree["grown"], [tensors[name] for name in tree["parts"]])
-    if "items" in tree:
-        return {unpack(key, tensors): unpack(part, tensors) for key, part in tree["items"]}
-    return _kind(tree["type"])(*(unpack(part, tensors) for part in tree["fields"]))
-
-
-def _kind(name: str) -> type:
-    """Return a NamedTuple of this package by its name; no other class is ever imported."""
-    module, _, known_as = name.partition(":")
-    kind = None
-    if module.startswith(f"{__name__.partition('.')[0]}."):
-        kind = getattr(import_module(module), known_as, None)
-    if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")):
-        raise ValueError(
-            f"The state was saved by another version of torch_lla_em: this one has no {name!r}."
-        )
-    return kind

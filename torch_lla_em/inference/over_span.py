@@ -115,19 +115,16 @@ class OverSpan:
         self, problem: Problem, noise: StochasticPrior, span: Span, moves: bool, tolerance: float
     ):
         self.span, self.moves, self._problem = span, moves, problem
-        f, targets, _ = span.rows
-        if f.dim() == 1:  # the last axis is that of the classes
-            f, targets = f[:, None], targets[:, None]
-        self.f = f
+        self.f, targets, _ = span.rows
         """The network's outputs, (N, ..., C)."""
 
         self._sigma, likelihood = sigma_of(problem), problem.likelihood
         if self._sigma is not None:
             gaussian: Any = likelihood
             likelihood = gaussian.without_constant()
-        number = min(_DRAWS, max(_FEWEST, -(-_IN_ALL // len(f)))) if moves else 0
-        self.expected = Expectations(likelihood, targets, f, noise.seed, number)
-        self.epsilon = noise.epsilon(f)
+        number = min(_DRAWS, max(_FEWEST, -(-_IN_ALL // len(self.f)))) if moves else 0
+        self.expected = Expectations(likelihood, targets, self.f, noise.seed, number)
+        self.epsilon = noise.epsilon(self.f)
         """ε of every example, (K, N, ..., C)."""
 
         rounding = 10 * torch.finfo(problem.dtype).eps
@@ -140,7 +137,7 @@ class OverSpan:
 
         If H moves, it begins as the average of those at outputs 0 and at the network's outputs.
         """
-        expected, H = self.expected, self.f if at is None else at.view_as(self.f)
+        expected, H = self.expected, self.f if at is None else at
         zero = torch.zeros_like(H)
         if self.moves:
             H = 0.5 * (expected.curvature(zero, None) + expected.curvature(H, None))
@@ -237,8 +234,7 @@ class OverSpan:
         curved = expected.product(q.curved.H, span.J @ samples.T.to(span.J)).T.reshape(-1, *shape)
         of_samples = expected.root(q.curved.H, sign * q.noise * self.epsilon) - curved
         of_mean = -expected.slope(self.outputs(q.mean), q.root)
-        u = torch.cat([of_samples, of_mean[None]])
-        pulled = span.pulled(u.view(len(u), *span.rows.f.shape))
+        pulled = span.pulled(torch.cat([of_samples, of_mean[None]]))
         if pulled is None:
             return None
         pulled /= q.noise**2

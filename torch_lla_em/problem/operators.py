@@ -67,7 +67,7 @@ class WhitenedLoss:
 
 
 class Outputs(NamedTuple):
-    """f and J w of all examples, with their targets."""
+    """f and J w of all examples, with their targets; outputs (N,) get an axis for one class."""
 
     f: Tensor
     """(N, ..., C)."""
@@ -90,6 +90,8 @@ def gathered(
     dtype, of_targets, of_f = group.meet(seen, _the_same)
     if dtype is None:
         return None
+    if not of_f:  # the last axis is that of the classes
+        of_f, of_targets = [1], [1, *of_targets]
     N = problem.data.num_rows
     found = Outputs(
         like.new_zeros(N, *of_f),
@@ -98,9 +100,9 @@ def gathered(
     )
     for batch, f, Jw in pushed:
         rows = batch.rows.to(like.device)
-        found.f[rows] = f.to(like)
-        found.targets[rows] = batch.targets.to(like.device)
-        found.Jw[:, rows] = Jw.to(like)
+        found.f[rows] = f.to(like).view(-1, *of_f)
+        found.targets[rows] = batch.targets.to(like.device).view(-1, *of_targets)
+        found.Jw[:, rows] = Jw.to(like).view(K, -1, *of_f)
     return Outputs(*map(group.sum, found))
 
 
@@ -111,9 +113,9 @@ def pull_back(problem: Problem, u: Tensor) -> tuple[Tensor, Tensor]:
     def add(rows: Rows, batch: Batch, columns: Tensor, sums: Sums) -> None:
         problem.inspect(rows, batch)
         here = batch.rows.to(u.device)
-        f[here] = rows.f.to(f)
+        f[here] = rows.f.to(f).view(-1, *f.shape[1:])
         own = u[columns.to(u.device)][:, here]
-        rows.pull(own.to(rows.f), sums["Ju"])
+        rows.pull(own.to(rows.f).view(-1, *rows.f.shape), sums["Ju"])
 
     sums = problem.sweep(torch.arange(len(u), device="cpu"), Pass({"Ju": BLOCK}, add))
     problem.cost.columns += 0.5 * len(u)

@@ -13,6 +13,7 @@ from torch_lla_em.inference.prior import Prior
 from torch_lla_em.problem import Problem, WhitenedLoss
 from torch_lla_em.solvers import Newton
 
+# largest number of gradients to find the best multiple of the trained weights
 _FIRST_MODE_PASSES = 6
 
 

@@ -19,8 +19,8 @@ from torch_lla_em.problem import Problem
 
 PRECISION_BOUNDS = 1e-20, 1e20
 
+# smallest N - γ in the update of σ, relative to the number N of targets
 _LEAST_FREEDOM = 0.05
-
 # a residual below this multiple of the rounding error gives a warning
 _NEAR_ROUNDING = 10
 

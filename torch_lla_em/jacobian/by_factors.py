@@ -16,12 +16,9 @@ from torch.nn import functional as F
 from torch_lla_em.jacobian.autodiff import ByAutodiff
 from torch_lla_em.jacobian.rows import FETCHED_BYTES, Rows, Weights
 
-# factors may take this many times the arithmetic of torch.func, which also has to compute everything
-# that is not a product with a weight, in many small operations
-_SLOWER = 3
-
-# columns that torch.func takes at once, which share what does not depend on them
-_TOGETHER = 8
+# torch.func takes four forward passes for a column of J w and of Jᵀu, and also has to compute all that
+# is not a product with a weight; factors take twice the multiplications by weights and gradients
+_MOST_GRADIENTS = 5
 
 # numbers in the gradients of single rows that are held at once
 _NUMBERS = 1 << 24
@@ -191,9 +188,6 @@ class Terms(NamedTuple):
     forward: int = 0
     """Multiplications by the weights in a forward pass."""
 
-    rest: int = 0
-    """All others in it."""
-
     @property
     def nbytes(self) -> int:
         held = [entry for term in self.parts for entry in term if isinstance(entry, Tensor)]
@@ -207,13 +201,8 @@ class Terms(NamedTuple):
 
     @property
     def is_slow(self) -> bool:
-        """Whether torch.func needs much less arithmetic, as for many outputs of narrow layers.
-
-        A column takes torch.func four forward passes by these weights, and twice all else for the
-        columns that are taken at once; it takes factors twice what they hold.
-        """
-        by_func = 4 * self.forward + 2 * self.rest / _TOGETHER
-        return 2 * (self.forward + self.gradients) > _SLOWER * by_func
+        """Whether torch.func needs much less arithmetic, as for many outputs of narrow layers."""
+        return self.gradients > _MOST_GRADIENTS * self.forward
 
     @property
     def at_once(self) -> int | None:

@@ -20,13 +20,6 @@ from torch_lla_em.jacobian.rows import num_examples
 # what a network may do to its last layer's outputs without changing them
 _VIEWS = "PermuteBackward0", "ViewBackward0", "AliasBackward0"
 
-# how many multiplications an entry of a product takes
-_LENGTHS: dict[Callable, Callable[[Tensor, Tensor], int]] = {
-    **dict.fromkeys((F.linear, torch.matmul, Tensor.matmul, torch.bmm), lambda a, b: a.shape[-1]),
-    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), lambda x, weight: weight[0].numel()),
-    torch.addmm: lambda bias, a: a.shape[-1],
-}
-
 _ATTENTION = signature(F.multi_head_attention_forward)
 
 
@@ -75,8 +68,6 @@ class Call(NamedTuple):
     @property
     def multiplications(self) -> int:
         """Number of multiplications by the weight in a forward pass; for a table, its gradient's size."""
-        if self.weight is None:
-            return self.shape.numel()
         if self.is_lookup:
             return self.shape.numel() + self.weight_shape.numel()
         return self.shape.numel() * self.weight_shape[1:].numel()
@@ -159,7 +150,6 @@ class _Seen(TorchFunctionMode):
         # they require gradients, so that autograd records a graph
         self._aliases = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
         self.calls: list[Call] = []
-        self.multiplications = 0
         self._seen: dict[Callable, Callable] = {
             F.linear: self._linear,
             F.embedding: self._embedding,
@@ -170,10 +160,7 @@ class _Seen(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
-        z = self._seen.get(func, func)(*args, **(kwargs or {}))
-        if func in _LENGTHS and len(args) > 1:
-            self.multiplications += z.numel() * _LENGTHS[func](*args[:2])
-        return z
+        return self._seen.get(func, func)(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._note(partial(F.linear, input), (weight, bias), input)
@@ -269,9 +256,6 @@ class Recorded(NamedTuple):
     others: set[str]
     """The weights that are also used in other ways."""
 
-    multiplications: int
-    """Those of all products in the forward pass."""
-
 
 def recorded(
     network: Network, names: tuple[str, ...], x: Any, shared: Container[str] = ()
@@ -284,7 +268,7 @@ def recorded(
     with torch.enable_grad(), _Seen(leaves, shared, num_examples(x)) as seen:
         f = network.function(x)(leaves)
     others = _reached(f, {id(leaf): name for name, leaf in leaves.items()})
-    return Recorded(f, seen.calls, others, seen.multiplications)
+    return Recorded(f, seen.calls, others)
 
 
 def nodes_of(f: Tensor) -> Iterator[Any]:

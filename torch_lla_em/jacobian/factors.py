@@ -49,13 +49,13 @@ class Factored:
         cls, weights: Weights, names: tuple[str, ...], x: Any, shared: tuple[str, ...] = ()
     ) -> Factored | None:
         """Return the weights that have factors at x, or None; one example is not enough to decide."""
-        f, calls, others, _ = recorded(weights.network, names, x, shared)
+        f, calls, others = recorded(weights.network, names, x, shared)
         if f.dim() < 2 or len(f) < 2:
             return None
         own = {name for call in calls for name in call.names} - others
         if own != set(names):
             names = tuple(name for name in names if name in own)
-            f, calls, others, _ = recorded(weights.network, names, x, shared)
+            f, calls, others = recorded(weights.network, names, x, shared)
         if not names or others or not f.requires_grad:
             return None
         if f[0].numel() > _MOST_OUTPUTS and not all(call.is_output(f) for call in calls):
@@ -83,7 +83,7 @@ class Factored:
 
         Factors that are stored share no memory with other tensors.
         """
-        f, calls, others, products = recorded(self.weights.network, self.names, x, self.shared)
+        f, calls, others = recorded(self.weights.network, self.names, x, self.shared)
         if others or not f.requires_grad or not all(call.is_kept for call in calls):
             return None
         B, D = len(f), f[0].numel()
@@ -103,8 +103,7 @@ class Factored:
             J = torch.cat([torch.cat(term.pieces, 1) for term in dense], 2)
             names = [name for term in dense for name in term.call.names]
             parts.append(Dense(names, [n for term in dense for n in term.call.sizes], J))
-        forward = sum(call.multiplications for call in calls)
-        return Terms(f.detach(), parts, forward, max(0, products - forward))
+        return Terms(f.detach(), parts, sum(call.multiplications for call in calls))
 
     def _backward(self, f: Tensor, terms: list[_Gathered]) -> None:
         """Compute the gradients of each term, by one backward pass for each output of all examples."""

@@ -210,9 +210,9 @@ def _both(rows: PredictedData) -> list[tuple[str, str, Prediction]]:
 
 def _intervals(prediction: Prediction, output: int) -> list[np.ndarray]:
     """Return the mean of one output, and half the 90 % intervals of the mean and of y, (B,)."""
-    mean, variance = prediction.moments()
-    halves = (_NINETY * v.sqrt() for v in (prediction.epistemic, variance))
-    return [_columns(values)[:, output] for values in (mean, *halves)]
+    variances = prediction.epistemic, prediction.predictive_variance
+    halves = (_NINETY * variance.sqrt() for variance in variances)
+    return [_columns(values)[:, output] for values in (prediction.expectation, *halves)]
 
 
 def _thinned(order: np.ndarray, most: int) -> np.ndarray:

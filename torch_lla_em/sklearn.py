@@ -288,7 +288,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         Returns:
             The mean in the shape of y, or a tuple of mean and standard deviation.
         """
-        parts = [p.moments() for p in self._predictions(X)]
+        parts = [(p.expectation, p.predictive_variance) for p in self._predictions(X)]
         mean, variance = (torch.cat(values).cpu() for values in zip(*parts))
         found = self._centre + self._width * mean, self._width * variance.sqrt()
         arrays = tuple(values.view(len(values), *self._shape).numpy() for values in found)

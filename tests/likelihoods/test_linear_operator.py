@@ -112,7 +112,7 @@ def test_log_probabilities_are_those_of_measurements(setting, matrix):
     la = LinearisedLaplace(model, measured_by(matrix), num_samples=5)
     la.fit([(x, y)], em_steps=0, prior_precision=3.0, progress_bar=False)
     prediction = la.predict(x)
-    mean, variance = prediction.moments()
+    mean, variance = prediction.expectation, prediction.predictive_variance
     marginal = torch.distributions.Normal(mean, variance.sqrt()).log_prob(y).sum(1)
     assert_close(prediction.log_prob(y), marginal)
     deviations = prediction.deviations.flatten(1) @ matrix.T

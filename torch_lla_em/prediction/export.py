@@ -48,7 +48,9 @@ class Ways(NamedTuple):
 def returned(prediction: Prediction, level: float | None) -> Any:
     """Return the tensors of a prediction that a program returns, with conformal sets at a level."""
     real = prediction.likelihood.real_valued
-    found = tuple(prediction.moments()) if real else (prediction.expectation,)
+    found: tuple[Tensor, ...] = (prediction.expectation,)
+    if real:
+        found += (prediction.predictive_variance,)
     if level is not None and real:
         found += tuple(prediction.interval(level))
     elif level is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from os import PathLike
 from typing import Any, TypeVar
@@ -16,8 +15,8 @@ from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Calibration, restored
-from torch_lla_em.prediction.functions import SCALE
-from torch_lla_em.prediction.pushed import Products, Pushed, mean_of, posterior_alone
+from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE
+from torch_lla_em.prediction.pushed import Products, Pushed, posterior_alone
 from torch_lla_em.prediction.training_examples import TrainingExamples, output_variance
 from torch_lla_em.problem import place_of_vectors
 from torch_lla_em.runtime import Compute, files, free_memory, records
@@ -62,15 +61,11 @@ class StoredPosterior(nn.Module):
         self._shard: str | None = None
 
     @property
-    def said(self) -> list[str]:
-        """Deprecated: the former name of ``messages``."""
-        warnings.warn("la.said is now called la.messages.", DeprecationWarning, stacklevel=2)
-        return self.messages
-
-    @property
     def mean(self) -> str:
         """Which function the posterior's samples are added to: "network" or "linear"."""
-        return "network" if self.mixture is None else mean_of(self.mixture)
+        if self.mixture is None or self.mixture[0, NETWORK].abs() >= self.mixture[0, MODE].abs():
+            return "network"
+        return "linear"
 
     @property
     def posterior_scale(self) -> Tensor | None:

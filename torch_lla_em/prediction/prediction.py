@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import pi
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,19 +25,12 @@ from torch_lla_em.prediction.summary import Printed, of_prediction
 _ALIKE = 1024
 
 
-class Moments(NamedTuple):
-    """Mean and variance of y, with observation noise."""
-
-    mean: Tensor
-    variance: Tensor
-
-
 @dataclass(frozen=True, repr=False)
 class Prediction(Printed, Conformal):
     """The predictive distribution at B inputs, as returned by ``la.predict(x)``.
 
     It describes the network's function f, without observation noise, by ``mean``,
-    ``function_variance``, ``covariance`` and ``samples``; and the targets y by ``expectation``,
+    ``variance``, ``covariance`` and ``samples``; and the targets y by ``expectation``,
     ``probs``, ``predictive_variance``, ``credible_interval`` and ``log_prob``. After ``calibrate``,
     ``p_value``, ``is_ood``, ``prediction_set`` and ``interval`` compare the inputs with the
     validation set. All shapes are those of the network's outputs, (B, ..., C).
@@ -77,14 +69,9 @@ class Prediction(Printed, Conformal):
         return self._out(self._mean())
 
     @property
-    def function_variance(self) -> Tensor:
+    def variance(self) -> Tensor:
         """The variance of f, without observation noise, shape (B, ..., C)."""
         return self._out(self._variance_of_f())
-
-    @property
-    def variance(self) -> Tensor:
-        """The variance of f, without observation noise: the same as ``function_variance``."""
-        return self.function_variance
 
     @property
     def covariance(self) -> Tensor:
@@ -144,7 +131,7 @@ class Prediction(Printed, Conformal):
     def predictive_variance(self) -> Tensor:
         """The variance of y, with observation noise, shape (B, ..., C).
 
-        For regression it is ``function_variance`` + σ², the second value that ``la(x)`` returns. For
+        For regression it is ``variance`` + σ², the second value that ``la(x)`` returns. For
         classes and labels it is p (1 - p), the variance of the indicator of each.
         """
         if self.likelihood.gives_probabilities:
@@ -210,14 +197,6 @@ class Prediction(Printed, Conformal):
     def epistemic(self) -> Tensor:
         """Uncertainty that more data would reduce: mutual information, or Var[E[y | f]]."""
         return self._site_values(self._uncertainties()[1])
-
-    def moments(self) -> Moments:
-        """Return E[y] and the variance of y, with observation noise.
-
-        Returns:
-            ``Moments`` of ``mean`` and ``variance``, each of shape (B, ..., C).
-        """
-        return Moments(self.expectation, self.predictive_variance)
 
     def credible_interval(self, level: float = 0.95) -> Interval:
         """Return an interval that contains y, or E[y | f], with probability ``level``.

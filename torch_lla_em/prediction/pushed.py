@@ -56,11 +56,6 @@ def posterior_alone(mean: str = "network", scale: float | Tensor = 1.0) -> Tenso
     return torch.tensor([row], dtype=torch.float64, device="cpu")
 
 
-def mean_of(table: Tensor) -> str:
-    """Return which mean the posterior's samples are mostly added to: "linear" or "network"."""
-    return "linear" if table[0, MODE].abs() > table[0, NETWORK].abs() else "network"
-
-
 class Products(NamedTuple):
     """Examples under one posterior: the network's outputs, and products of its Jacobian."""
 

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers import Operator, Solution, Space
-
-dots = Space().dots
+from torch_lla_em.solvers import Operator, Solution, dots
 
 
 @dataclass(frozen=True)
@@ -22,10 +20,10 @@ class PlainCG:
         """Return X once the residual, by recursion, meets the tolerance; its true one is told."""
         x, passes = torch.zeros_like(b) if start is None else start, 0
         for passes, x, residual in iterates(product, b, start):
-            near = Solution.of(product.space, b, x, residual).error <= 0.9 * self.tolerance
+            near = Solution.of(b, x, residual).error <= 0.9 * self.tolerance
             if near or passes >= self.max_passes:
                 break
-        found = Solution.of(product.space, b, x, b - x - product(x))
+        found = Solution.of(b, x, b - x - product(x))
         return found._replace(passes=passes + 1, tolerance=self.tolerance)
 
 

@@ -16,8 +16,11 @@ from torch_lla_em.solvers import (
     BlockCG,
     DivergenceError,
     Operator,
-    Space,
     combine,
+    dots,
+    gram,
+    norm,
+    orthonormalise,
 )
 
 SOLVERS = "block_krylov", "block_cg", "plain_cg", "sgd"
@@ -86,7 +89,7 @@ class Race:
         """Return √(Σ_k ‖J (w_k - w_k*)‖²_H / Σ_k ‖J w_k*‖²_H) of the first samples."""
         columns = len(x)
         e = x - self.truth.x[:columns]
-        square = Space().dots(e, self.product(e)).clamp_min(0).sum()
+        square = dots(e, self.product(e)).clamp_min(0).sum()
         return (square / self.truth.energy[:columns].sum()).sqrt().item()
 
     def dims_error(self, x: Tensor, averaged: bool = True) -> float:
@@ -99,7 +102,7 @@ class Race:
         return abs(found / true - 1)
 
     def _dims(self, x: Tensor, averaged: bool) -> float:
-        energy = Space().dots(x, self.product(x)).mean()
+        energy = dots(x, self.product(x)).mean()
         if not averaged:
             return energy.item()
         shrunk = (self.noise.xi[: len(x)] - x).double().square().sum(1).mean()
@@ -116,17 +119,17 @@ class Race:
 
     def block_krylov(self) -> Iterator[State]:
         """Yield x after every product, over a span that the residuals widen."""
-        space, b, seconds = Space(), self.b, 0.0
+        b, seconds = self.b, 0.0
         basis = images = b[:0]
         residual = b
         for passes in range(1, 40):
             begin = time.monotonic()
             for _ in range(2):
-                residual = residual - combine(space.gram(residual, basis), basis)
-            new, _ = space.orthonormalise(residual, 1e-4 * space.norm(residual))
+                residual = residual - combine(gram(residual, basis), basis)
+            new, _ = orthonormalise(residual, 1e-4 * norm(residual))
             basis, images = torch.cat([basis, new]), torch.cat([images, self.product(new)])
-            shifted = space.gram(basis, images) + torch.eye(len(basis)).to(basis).double()
-            coefficients = torch.linalg.solve(shifted, space.gram(basis, b)).T
+            shifted = gram(basis, images) + torch.eye(len(basis)).to(basis).double()
+            coefficients = torch.linalg.solve(shifted, gram(basis, b)).T
             x = combine(coefficients, basis)
             residual = b - x - combine(coefficients, images)
             seconds += time.monotonic() - begin

@@ -220,18 +220,18 @@ def test_layers_that_run_out_of_memory_are_understood():
     run_fresh(convolve_without_room)
 
 
-SPACE, ROWS = blocks.Space(), torch.randn(4, 1 << 14, generator=torch.Generator().manual_seed(3))
+ROWS = torch.randn(4, 1 << 14, generator=torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize(
     "work, outputs",
     [
-        (lambda rows: SPACE.gram(rows, rows), 0.0),
-        (lambda rows: SPACE.gram(rows, rows.bfloat16()), 0.5),
-        (lambda rows: SPACE.dots(rows, rows), 0.0),
+        (lambda rows: blocks.gram(rows, rows), 0.0),
+        (lambda rows: blocks.gram(rows, rows.bfloat16()), 0.5),
+        (lambda rows: blocks.dots(rows, rows), 0.0),
         (lambda rows: blocks.add_combined(rows, torch.eye(4).double(), ROWS, -0.5), 0.0),
         (lambda rows: blocks.add_combined(rows, torch.eye(4), rows.bfloat16()), 0.5),
-        (lambda rows: SPACE.orthonormalise(rows), 1.0),
+        (lambda rows: blocks.orthonormalise(rows), 1.0),
     ],
 )
 def test_work_on_blocks_takes_no_copies_of_them(work, outputs, monkeypatch):
@@ -247,9 +247,9 @@ def test_work_on_blocks_takes_no_copies_of_them(work, outputs, monkeypatch):
 def test_pieces_are_orthonormalised_as_the_whole_is(dependent, monkeypatch):
     rows = ROWS[:, :1000].double()
     rows = torch.cat([rows, rows[:2] - rows[2:]]) if dependent else rows
-    whole = SPACE.orthonormalise(rows)
+    whole = blocks.orthonormalise(rows)
     monkeypatch.setattr(blocks, "_ENTRIES", 1)
-    basis, coefficients = SPACE.orthonormalise(rows)
+    basis, coefficients = blocks.orthonormalise(rows)
     torch.testing.assert_close(basis @ basis.T, torch.eye(4).double())
     torch.testing.assert_close(coefficients @ basis, rows)
     torch.testing.assert_close((basis, coefficients), whole)

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
-from torch_lla_em.solvers import DivergenceError, FaultyProductError, Newton, Operator, Space
+from torch_lla_em.solvers import DivergenceError, FaultyProductError, Newton, Operator
 
 N, P = 60, 12
 
 
 class Loss:
-    space, rounding = Space(), 0.0
+    rounding = 0.0
 
 
 class Logistic(Loss):

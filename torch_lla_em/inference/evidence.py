@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.likelihoods import Regression
 from torch_lla_em.problem import Problem, WhitenedGGN
-from torch_lla_em.solvers import add_combined, symmetric
+from torch_lla_em.solvers import add_combined, gram, orthonormalise, overlap, symmetric
 
 _MAX_PASSES = 60
 """Largest number of products for the log det."""
@@ -87,14 +87,14 @@ def _quadrature(
     product: WhitenedGGN, rows: Tensor, spectrum_of: Callable[[Tensor, Tensor], Spectrum]
 ) -> Tensor:
     """Return the log det by quadrature over the Krylov space of the rows, (K,)."""
-    space, found, size = product.space, rows.new_zeros(len(rows), dtype=torch.float64), 0.0
-    block, start = space.orthonormalise(rows)
+    found, size = rows.new_zeros(len(rows), dtype=torch.float64), 0.0
+    block, start = orthonormalise(rows)
     T, before, coupling = start.new_zeros(0, 0), block[:0], start.new_zeros(0, len(block))
     for _ in range(_MAX_PASSES):
         if not len(block):
             return found
         image = product(block)
-        diagonal = space.gram(block, image)
+        diagonal = gram(block, image)
         size = max(size, diagonal.abs().max().item())
         allowed = product.allowed_asymmetry * size
         T = torch.block_diag(T, symmetric(diagonal, allowed, -allowed))
@@ -102,7 +102,7 @@ def _quadrature(
         T[end - len(before) : end, end:] = coupling
         T[end:, end - len(before) : end] = coupling.T
         for earlier in (block, before, block, before):
-            add_combined(image, space.overlap(image, earlier), earlier, -1)
+            add_combined(image, overlap(image, earlier), earlier, -1)
         values, vectors = torch.linalg.eigh(T)
         spectrum = spectrum_of(values.clamp_min(0), start @ vectors[: start.shape[1]])
         last, found = found, spectrum.log_dets(1.0)
@@ -110,7 +110,7 @@ def _quadrature(
             return found
         # directions that are as short as the rounding of a product are dropped
         floor = _ROUNDING * torch.finfo(image.dtype).eps * size
-        before, (block, coupling) = block, space.orthonormalise(image, floor)
+        before, (block, coupling) = block, orthonormalise(image, floor)
     warnings.warn(
         f"The log evidence has not settled after {_MAX_PASSES} passes. Start from a larger "
         "prior_precision, or use float64.",

@@ -22,7 +22,7 @@ from torch_lla_em.inference.options import FitOptions, has_one_noise
 from torch_lla_em.inference.posterior_samples import PosteriorSamples, Solver, optimise_samples
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, WhitenedGGN, WhitenedLoss
-from torch_lla_em.solvers import BlockCG, BlockKrylov, FunctionSpace, Newton
+from torch_lla_em.solvers import BlockCG, BlockKrylov, FunctionSpace, Newton, dot, dots, norm
 
 SAMPLE_TOLERANCE = 0.1
 MODE_TOLERANCE = 0.03
@@ -185,15 +185,13 @@ def starting_precision(problem: Problem, noise: StochasticPrior, layerwise: bool
     """
     scale = noise.prior.scale
     features = scale * noise.eta
-    mean = problem.space.dots(
-        features, features
-    ).mean() / noise.prior.num_weights().sum().clamp_min(1)
+    mean = dots(features, features).mean() / noise.prior.num_weights().sum().clamp_min(1)
     start = mean.clamp_min(1e-8).item()
     if layerwise:
         return start
     _, gradient = WhitenedLoss(problem, scale).value_and_gradient(problem.zeros(1)[0])
-    size = problem.space.norm(gradient)
+    size = norm(gradient)
     if not 0 < size < inf:
         return start
     direction = (gradient / size)[None]
-    return max(start, problem.space.dot(direction[0], WhitenedGGN(problem, scale)(direction)[0]))
+    return max(start, dot(direction[0], WhitenedGGN(problem, scale)(direction)[0]))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.problem import Problem, WhitenedLoss
-from torch_lla_em.solvers import Newton
+from torch_lla_em.solvers import Newton, dot, norm
 
 # largest number of gradients to find the best multiple of the trained weights
 _FIRST_MODE_PASSES = 6
@@ -104,8 +104,8 @@ def first_mode(problem: Problem, prior: Prior, precision: Tensor) -> Tensor:
     for _ in range(_FIRST_MODE_PASSES):
         x = factor * direction
         value, gradient = loss.value_and_gradient(x)
-        best = min(best, (value + 0.5 * loss.space.norm(x) ** 2, factor))
-        if loss.space.dot(direction, gradient + x) < 0:
+        best = min(best, (value + 0.5 * norm(x) ** 2, factor))
+        if dot(direction, gradient + x) < 0:
             low = factor
         else:
             high = factor

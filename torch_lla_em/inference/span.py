@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.problem import Outputs, Problem, gathered, pull_back
 from torch_lla_em.runtime import Grown, new_key
-from torch_lla_em.solvers import add_combined
+from torch_lla_em.solvers import add_combined, dots, gram, orthonormalise, overlap
 
 # relative norm outside of the span below which a direction is only rounding
 _NEW = 1e-4
@@ -114,16 +114,16 @@ class Span:
 
     def widen(self, *directions: Tensor) -> bool:
         """Add directions (k, P); return whether any was new and the order of examples is the same."""
-        space, size, grew = self._problem.space, self._at_once, False
+        size, grew = self._at_once, False
         parts = directions if len(directions) == 1 else [torch.cat(directions)]
         if size is not None:
             parts = [part for each in directions for part in each.split(size)]
         for z in parts:
-            z = z / space.dots(z, z).sqrt().clamp_min(1e-300)[:, None].to(z)
+            z = z / dots(z, z).sqrt().clamp_min(1e-300)[:, None].to(z)
             for _ in range(2):
                 for block in self._blocks:
-                    add_combined(z, space.overlap(z, block), block, -1)
-                z, _ = space.orthonormalise(z, _NEW)
+                    add_combined(z, overlap(z, block), block, -1)
+                z, _ = orthonormalise(z, _NEW)
             if not len(z):
                 continue
             block = z.to(self._dtype)
@@ -135,7 +135,7 @@ class Span:
             J = found.Jw.flatten(1).T
             self.J = torch.cat([self.J, J], dim=1) if self.size else J.contiguous()
             self._blocks.append(block)
-            self.xi = torch.cat([self.xi, space.gram(self.noise, block)], dim=1)
+            self.xi = torch.cat([self.xi, gram(self.noise, block)], dim=1)
             grew = True
         return grew
 

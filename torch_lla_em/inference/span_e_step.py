@@ -28,7 +28,7 @@ from torch_lla_em.inference.posterior_samples import refuse_noise
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, gathered, room
-from torch_lla_em.solvers import BlockKrylov
+from torch_lla_em.solvers import BlockKrylov, dots
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -178,7 +178,7 @@ class SpanEStep:
 
     def _expected(self, q: Q, residuals: Tensor) -> tuple[Tensor, Expectation]:
         """Return the certificates of samples, (K,), and the expectations under q."""
-        dots, gamma = self.problem.space.dots, q.effective_dims.mean().clamp_min(1)
+        gamma = q.effective_dims.mean().clamp_min(1)
         of_samples, of_mean = (dots(r, r) / q.precision for r in (residuals[:-1], residuals[-1:]))
         norm = (q.precision * q.mean.square().sum()).clamp_min(1)
         errors = (of_mean / norm).sqrt().item(), (of_samples.mean() / gamma).sqrt().item()

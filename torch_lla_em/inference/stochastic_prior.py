@@ -87,7 +87,7 @@ def get_sto_samples(
     eta, squares = problem.noise_features(num_samples, seed, with_squares=bool(g_prior))
     scale = torch.ones_like(squares)
     if g_prior:
-        scale = g_prior_scale(squares, Prior(problem.layout, scale, False, problem.space), g_prior)
+        scale = g_prior_scale(squares, Prior(problem.layout, scale, False), g_prior)
     return with_noise(problem, eta, scale, seed, layerwise)
 
 
@@ -98,4 +98,4 @@ def with_noise(
     row = torch.zeros(1, dtype=torch.long, device=eta.device)
     drawn = [normal(seed, _XI_STREAM, k, row, problem.size)[0].to(eta) for k in range(len(eta))]
     xi = torch.stack(drawn) * (scale > 0)
-    return StochasticPrior(xi, eta, Prior(problem.layout, scale, layerwise, problem.space), seed)
+    return StochasticPrior(xi, eta, Prior(problem.layout, scale, layerwise), seed)

@@ -27,7 +27,7 @@ class WhitenedGGN(Operator):
     """
 
     def __init__(self, problem: Problem, deviation: Tensor):
-        super().__init__(problem.ggn_product, problem.space, problem.linear_model.rounding)
+        super().__init__(problem.ggn_product, problem.linear_model.rounding)
         self.problem, self.deviation = problem, deviation
         self.num_steps = problem.data.num_steps
 
@@ -53,7 +53,7 @@ class WhitenedLoss:
 
     def __init__(self, problem: Problem, deviation: Tensor):
         self.problem, self.deviation = problem, deviation
-        self.space, self.rounding = problem.space, problem.linear_model.rounding
+        self.rounding = problem.linear_model.rounding
 
     def value_and_gradient(self, x: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n loss(J_n D x, y_n) and its gradient in x, shape (P,)."""

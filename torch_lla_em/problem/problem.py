@@ -18,7 +18,7 @@ from torch_lla_em.problem.curvature import Point, RowSquares
 from torch_lla_em.problem.finite import DERIVATIVE, LIKELIHOOD, OUTPUTS, is_moderate, require
 from torch_lla_em.problem.sweep import BLOCK, SCALAR, VECTOR, Fold, Pass, Sums, Sweep
 from torch_lla_em.runtime import normals
-from torch_lla_em.solvers import Product, Space
+from torch_lla_em.solvers import Product
 
 _EPSILON_STREAM = 1
 
@@ -244,11 +244,6 @@ class Problem:
         require(batch, LIKELIHOOD, self._curved(rows, batch, ones))
 
     # vectors, memory, checkpoints
-
-    @property
-    def space(self) -> Space:
-        """Inner products of vectors."""
-        return Space()
 
     @property
     def layout(self) -> ParameterLayout:

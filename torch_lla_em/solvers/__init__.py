@@ -13,7 +13,16 @@ from torch_lla_em.solvers.solution import (
     relative_error,
     symmetric,
 )
-from torch_lla_em.solvers.space import Space, add_combined, combine
+from torch_lla_em.solvers.space import (
+    add_combined,
+    combine,
+    dot,
+    dots,
+    gram,
+    norm,
+    orthonormalise,
+    overlap,
+)
 
 __all__ = [
     "SGD",
@@ -27,9 +36,14 @@ __all__ = [
     "Operator",
     "Product",
     "Solution",
-    "Space",
     "add_combined",
     "combine",
+    "dot",
+    "dots",
+    "gram",
+    "norm",
+    "orthonormalise",
+    "overlap",
     "relative_error",
     "symmetric",
 ]

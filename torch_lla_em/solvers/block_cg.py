@@ -15,7 +15,7 @@ from torch_lla_em.solvers.solution import (
     check_positive,
     symmetric,
 )
-from torch_lla_em.solvers.space import add_combined, combine
+from torch_lla_em.solvers.space import add_combined, combine, gram, orthonormalise
 
 # products that may fail to reduce the residual by a tenth; longer plateaus are rounding
 _PATIENCE = 50
@@ -68,7 +68,7 @@ class BlockCG:
         else:
             x, residual, passes = start, (b - product(start)).sub_(start), 1
         while True:
-            solution = Solution.of(product.space, b, x, residual)
+            solution = Solution.of(b, x, residual)
             solution = solution._replace(passes=passes, tolerance=self.tolerance)
             error = solution.error
             if not error < float("inf") or error > 1e3 * max(1.0, last):
@@ -90,14 +90,13 @@ class BlockCG:
         self, product: Operator, b: Tensor, solution: Solution, residual: Tensor
     ) -> tuple[Tensor, int]:
         """Iterate until the residual of the recursion meets the tolerance or stops decreasing."""
-        space = product.space
         x, budget = solution.x.clone(), self.max_passes - solution.passes - 1
-        basis, coefficients = space.orthonormalise(residual)
+        basis, coefficients = orthonormalise(residual)
         directions, passes, best = basis, 0, (coefficients.norm(), 0)
         while len(basis) and passes < budget:
             image = directions + product(directions)
             passes += 1
-            curvature = space.gram(directions, image)
+            curvature = gram(directions, image)
             rounding = 1e3 * torch.finfo(x.dtype).eps * x.shape[1] ** 0.5
             allowed = max(rounding, product.allowed_asymmetry) * curvature.abs().max()
             curvature = symmetric(curvature, allowed, 0.0)
@@ -105,7 +104,7 @@ class BlockCG:
             add_combined(x, coefficients @ step, directions)
             floor = torch.finfo(x.dtype).eps * curvature.diagonal().max().item() ** 0.5
             residual = torch.addmm(basis, step.to(basis), image, alpha=-1)
-            basis, turn = space.orthonormalise(residual, floor)
+            basis, turn = orthonormalise(residual, floor)
             coefficients = coefficients @ turn
             directions = torch.addmm(basis, turn.T.to(basis), directions)
             norms = coefficients.norm(dim=1)
@@ -113,7 +112,7 @@ class BlockCG:
                 best = norms.norm(), passes
             elif passes - best[1] > _PATIENCE:
                 break
-            reached = Solution.of(space, b, x, combine(coefficients, basis))
+            reached = Solution.of(b, x, combine(coefficients, basis))
             if reached.error <= 0.9 * self.tolerance:
                 break
         return x, passes

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.solvers.solution import Solution, check_positive
-from torch_lla_em.solvers.space import Space, combine
+from torch_lla_em.solvers.space import combine, gram
 
 
 class Rooted(Protocol):
     """An operator that also gives R with A = RᵀR."""
-
-    space: Space
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -49,7 +47,7 @@ class FunctionSpace:
         Returns:
             X with its true residual.
         """
-        rows, gram = product.rows(), product.space.gram
+        rows = product.rows()
         identity = torch.eye(len(rows), dtype=torch.float64, device=rows.device)
         factor = torch.linalg.cholesky(gram(rows, rows) + identity)
 
@@ -59,5 +57,5 @@ class FunctionSpace:
 
         x = apply(b)
         x += apply(b - x - product(x))  # one step of iterative refinement
-        found = Solution.of(product.space, b, x, b - x - product(x))
+        found = Solution.of(b, x, b - x - product(x))
         return found._replace(passes=3, tolerance=self.tolerance)

@@ -15,7 +15,7 @@ from torch_lla_em.solvers.solution import (
     Operator,
     check_positive,
 )
-from torch_lla_em.solvers.space import Space
+from torch_lla_em.solvers.space import dot, norm
 
 # shortest step that the line search tries, relative to the full step
 _SHORTEST = 1e-6
@@ -26,7 +26,6 @@ _SEEN = 1e-4
 class Loss(Protocol):
     """A convex loss with its gradient, and its Hessian as a product."""
 
-    space: Space
     rounding: float
 
     def value_and_gradient(self, x: Tensor) -> tuple[float, Tensor]: ...
@@ -92,7 +91,7 @@ class Newton:
         Returns:
             The minimum, with a bound on its error.
         """
-        x, passes, dot, norm = start, 1, loss.space.dot, loss.space.norm
+        x, passes = start, 1
         noise = max(10 * torch.finfo(x.dtype).eps, loss.rounding)
         value, gradient = loss.value_and_gradient(x)
         total = value + 0.5 * norm(x) ** 2
@@ -146,7 +145,7 @@ def conjugate_gradients(
     max_passes: int = 500,
 ) -> tuple[Tensor, int]:
     """Return x with (A + I) x ≈ b as soon as ``enough(x, ‖residual‖)``, and the number of products."""
-    x, residual, dot, norm = torch.zeros_like(b), b.clone(), product.space.dot, product.space.norm
+    x, residual = torch.zeros_like(b), b.clone()
     direction, rho, passes = residual.clone(), dot(residual, residual), 0
     while passes < max_passes and not enough(x, norm(residual)):
         image = direction + product(direction[None])[0]

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.solvers.solution import DivergenceError, Product, Solution, check_positive
-from torch_lla_em.solvers.space import Space
+from torch_lla_em.solvers.space import norm
 
 
 class Minibatched(Protocol):
     """An operator that can also be computed batch by batch."""
-
-    space: Space
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -74,7 +72,7 @@ class SGD:
             X after the last epoch, with its true residual.
         """
 
-        norm, (rate, passes) = product.space.norm, self._rate(product, b[:1])
+        rate, passes = self._rate(product, b[:1])
         # (A + I)⁻¹ shrinks, so the solution is no longer than b
         bound = norm(b)
         if start is None or norm(start) > bound:  # as a start for another λ can be
@@ -102,14 +100,13 @@ class SGD:
                     "use the default solver, which needs none."
                 )
         x = x if self.averaging is None else average
-        found = Solution.of(product.space, b, x, b - x - product(x))
+        found = Solution.of(b, x, b - x - product(x))
         return found._replace(passes=passes + self.epochs + 1, tolerance=self.tolerance)
 
     def _rate(self, product: Minibatched, v: Tensor) -> tuple[float, int]:
         """Return the step size, and the number of passes for its estimate."""
         if self.learning_rate is not None:
             return self.learning_rate, 0
-        norm = product.space.norm
         for _ in range(4):
             v = product(v / norm(v))
         return 0.1 / (norm(v) + 1), 4

@@ -8,20 +8,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.space import Space
+from torch_lla_em.solvers.space import dots
 
 Product = Callable[[Tensor], Tensor]
 
 
 class Operator:
-    """A product X -> A X of blocks of vectors (K, P), and the space of these vectors."""
+    """A product X -> A X of blocks of vectors (K, P)."""
 
-    space = Space()
     rounding = 0.0
     """Relative rounding error of a product."""
 
-    def __init__(self, product: Product, space: Space = Space(), rounding: float = 0.0):
-        self._product, self.space, self.rounding = product, space, rounding
+    def __init__(self, product: Product, rounding: float = 0.0):
+        self._product, self.rounding = product, rounding
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return A X, shape (K, P)."""
@@ -60,9 +59,8 @@ class Solution(NamedTuple):
     """The tolerance of the solver."""
 
     @classmethod
-    def of(cls, space: Space, b: Tensor, x: Tensor, residual: Tensor) -> Solution:
+    def of(cls, b: Tensor, x: Tensor, residual: Tensor) -> Solution:
         """Return the solution x with its true residual; ⟨x, A x⟩ needs no further product."""
-        dots = space.dots
         energy = (dots(x, b) - dots(x, residual) - dots(x, x)).clamp_min(0)
         return cls(x, dots(residual, residual).sqrt(), energy)
 

@@ -15,80 +15,82 @@ _RESOLVED = 2e-8
 _SUMMED = 1 << 12
 
 
-class Space:
-    """The space of vectors (m, P)."""
+def dots(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner product of each pair of rows, shape (m,), in float64."""
+    total = torch.zeros(len(a), dtype=torch.float64, device=a.device)
+    for piece in _pieces(a, b):
+        total += (a[:, piece].double() * b[:, piece]).sum(1)
+    return total
 
-    def dots(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the inner product of each pair of rows, shape (m,), in float64."""
-        total = torch.zeros(len(a), dtype=torch.float64, device=a.device)
-        for piece in _pieces(a, b):
-            total += (a[:, piece].double() * b[:, piece]).sum(1)
-        return total
 
-    def dot(self, a: Tensor, b: Tensor) -> float:
-        """Return the inner product of two vectors (P,)."""
-        return self.dots(a[None], b[None]).item()
+def dot(a: Tensor, b: Tensor) -> float:
+    """Return the inner product of two vectors (P,)."""
+    return dots(a[None], b[None]).item()
 
-    def norm(self, rows: Tensor) -> float:
-        """Return the norm of all rows together."""
-        rows = rows.view(-1, rows.shape[-1])
-        return self.dots(rows, rows).sum().sqrt().item()
 
-    def gram(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a bᵀ, shape (m, n), summed in float64."""
-        if a.dtype == b.dtype == torch.float64:
-            return a @ b.T
-        total = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
-        for piece in _pieces(a, b):
-            total.addmm_(a[:, piece].double(), b[:, piece].double().T)
-        return total
+def norm(rows: Tensor) -> float:
+    """Return the norm of all rows together."""
+    rows = rows.view(-1, rows.shape[-1])
+    return dots(rows, rows).sum().sqrt().item()
 
-    def overlap(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a bᵀ, (m, n), with an error of the rounding of the vectors, for orthogonalisation.
 
-        Pieces in float32 are summed in float64: three times as fast as ``gram``.
-        """
-        if torch.float64 in (a.dtype, b.dtype):
-            return self.gram(a, b)
-        total = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
-        for start in range(0, a.shape[1], _SUMMED):
-            piece = slice(start, start + _SUMMED)
-            total += a[:, piece].float() @ b[:, piece].float().T
-        return total
+def gram(a: Tensor, b: Tensor) -> Tensor:
+    """Return a bᵀ, shape (m, n), summed in float64."""
+    if a.dtype == b.dtype == torch.float64:
+        return a @ b.T
+    total = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
+    for piece in _pieces(a, b):
+        total.addmm_(a[:, piece].double(), b[:, piece].double().T)
+    return total
 
-    def orthonormalise(self, rows: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Return an orthonormal basis (r, P) and coefficients (m, r), rows = coefficients basis.
 
-        Directions that are linear combinations of others up to rounding are dropped. Rounding is
-        ``floor`` in every direction, or relative to each row if 0.
-        """
-        norms = self.dots(rows, rows).sqrt()
-        live = (norms > floor).nonzero()[:, 0]
-        if not len(live):
-            return rows[:0].clone(), norms.new_zeros(len(rows), 0)
-        units = norms[live] if floor == 0 else torch.ones_like(norms[live])
-        known = rows if len(live) == len(rows) else rows[live]
-        gram = self.gram(known, known) / torch.outer(units, units)
-        squares, vectors = torch.linalg.eigh(gram)
-        singular = squares.clamp_min(0).sqrt()
-        least = 10 * len(live) ** 0.5 * max(torch.finfo(rows.dtype).eps, _RESOLVED) * singular[-1]
-        kept = singular > max(least, floor)
-        # neither factor depends on rounding, so the basis does not depend on the number of ranks
-        if kept.all():
-            parts = torch.linalg.cholesky(gram)
-            turn = torch.linalg.inv(parts)
-        else:
-            vectors = vectors * vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
-            parts, turn = (vectors * singular)[:, kept], (vectors / singular)[:, kept].T
-        coefficients = norms.new_zeros(len(rows), turn.shape[0])
-        coefficients[live] = units[:, None] * parts
-        basis = combine(turn / units, known)
-        # the basis of nearly dependent vectors is orthonormal only up to rounding
-        left = torch.linalg.cholesky(self.overlap(basis, basis))
-        turn = torch.linalg.inv(left).to(basis)
-        for piece in _pieces(basis, basis):
-            basis[:, piece] = turn @ basis[:, piece]
-        return basis, coefficients @ left
+def overlap(a: Tensor, b: Tensor) -> Tensor:
+    """Return a bᵀ, (m, n), with an error of the rounding of the vectors, for orthogonalisation.
+
+    Pieces in float32 are summed in float64: three times as fast as ``gram``.
+    """
+    if torch.float64 in (a.dtype, b.dtype):
+        return gram(a, b)
+    total = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
+    for start in range(0, a.shape[1], _SUMMED):
+        piece = slice(start, start + _SUMMED)
+        total += a[:, piece].float() @ b[:, piece].float().T
+    return total
+
+
+def orthonormalise(rows: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return an orthonormal basis (r, P) and coefficients (m, r), rows = coefficients basis.
+
+    Directions that are linear combinations of others up to rounding are dropped. Rounding is
+    ``floor`` in every direction, or relative to each row if 0.
+    """
+    norms = dots(rows, rows).sqrt()
+    live = (norms > floor).nonzero()[:, 0]
+    if not len(live):
+        return rows[:0].clone(), norms.new_zeros(len(rows), 0)
+    units = norms[live] if floor == 0 else torch.ones_like(norms[live])
+    known = rows if len(live) == len(rows) else rows[live]
+    products = gram(known, known) / torch.outer(units, units)
+    squares, vectors = torch.linalg.eigh(products)
+    singular = squares.clamp_min(0).sqrt()
+    least = 10 * len(live) ** 0.5 * max(torch.finfo(rows.dtype).eps, _RESOLVED) * singular[-1]
+    kept = singular > max(least, floor)
+    # neither factor depends on rounding, so the basis does not depend on the number of ranks
+    if kept.all():
+        parts = torch.linalg.cholesky(products)
+        turn = torch.linalg.inv(parts)
+    else:
+        vectors = vectors * vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
+        parts, turn = (vectors * singular)[:, kept], (vectors / singular)[:, kept].T
+    coefficients = norms.new_zeros(len(rows), turn.shape[0])
+    coefficients[live] = units[:, None] * parts
+    basis = combine(turn / units, known)
+    # the basis of nearly dependent vectors is orthonormal only up to rounding
+    left = torch.linalg.cholesky(overlap(basis, basis))
+    turn = torch.linalg.inv(left).to(basis)
+    for piece in _pieces(basis, basis):
+        basis[:, piece] = turn @ basis[:, piece]
+    return basis, coefficients @ left
 
 
 def combine(coefficients: Tensor, rows: Tensor) -> Tensor:

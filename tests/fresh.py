@@ -1,12 +1,27 @@
-"""Fresh processes, which have imported torch and done nothing else."""
+"""Processes of their own: scripts, and functions after nothing but the import of torch."""
 
 import multiprocessing
+import os
+import subprocess
 import sys
 import traceback
 
 CONTEXT = multiprocessing.get_context("forkserver")
 GPU = [name for name in sys.modules if name == "simulated_gpu.plugin"]
 CONTEXT.set_forkserver_preload([*GPU, "torch", "torch_lla_em"])
+
+
+def run_python(*arguments, cwd=None, **variables):
+    """Run Python with the path of this process; return what it prints."""
+    path = {"PYTHONPATH": os.pathsep.join(sys.path), "MPLBACKEND": "Agg"}
+    command, environment = (
+        [sys.executable, *map(str, arguments)],
+        {**os.environ, **path, **variables},
+    )
+    streams = {"capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=cwd, env=environment, timeout=280, **streams)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
 
 
 def run_fresh(function, *arguments, timeout=120):

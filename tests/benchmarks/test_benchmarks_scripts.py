@@ -1,8 +1,6 @@
 """The smaller benchmarks run at a tiny size, and their arithmetic is right."""
 
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +12,9 @@ import pytest
 import ranking
 import scalings
 import torch
+from fresh import run_python
 from methods import markdown, tasks
 from methods.plain_pass import plain_product
-from methods.resume import resume
 from tiny import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -26,8 +24,7 @@ SPEED = "--networks lenet --batch 4 --columns 1 2 --repeats 1".split()
 
 def run_script(name, *options, out):
     """Run a script, which writes to a folder or a file; return the lines it wrote."""
-    command = [sys.executable, BENCHMARKS / f"{name}.py", *options, "--out", out]
-    subprocess.run(list(map(str, command)), check=True, timeout=300)
+    run_python(BENCHMARKS / f"{name}.py", *options, "--out", out)
     return [line for path in out.parent.rglob(f"{name}.jsonl") for line in markdown.read(path)]
 
 
@@ -55,25 +52,6 @@ def test_ratios_of_aims_are_averaged_over_tasks_and_the_worst_over_seeds():
     assert len(aims.HIDDEN) == 8 and not set(aims.HIDDEN) & set(tasks.TUNING)
 
 
-def test_a_killed_measurement_repeats_only_its_last_case(tmp_path):
-    measured, out = [], tmp_path / "results" / "out.jsonl"
-    cases = [{"task": name, "seed": seed} for name in "ab" for seed in (0, 1)]
-
-    def measure(task, seed):
-        measured.append((task, seed))
-        yield {"stage": "early"}
-        if len(measured) == 3:
-            raise KeyboardInterrupt
-        yield {"stage": "on"}
-
-    with pytest.raises(KeyboardInterrupt):
-        resume(out, cases, measure, {"commit": "x"})
-    records = resume(out, cases, measure, {"commit": "x"})
-    assert measured == [("a", 0), ("a", 1), ("b", 0), ("b", 0), ("b", 1)]
-    stages = [{"stage": stage, "commit": "x"} for stage in ("early", "on")]
-    assert records == [case | stage for case in cases for stage in stages]
-
-
 @pytest.mark.slow
 def test_aims_continue_from_their_records(tmp_path, capsys, monkeypatch):
     out = tmp_path / "aims.jsonl"
@@ -94,12 +72,6 @@ def test_scores_of_ood_inputs_are_compared(tmp_path, capsys):
     ood.main(["--tasks", "vehicle", "--seeds", "0", "--quick", "--out", str(out)])
     assert len(markdown.read(out)) == 2 * (6 + 5)
     assert "| entropy |" in capsys.readouterr().out
-
-
-def test_the_larger_of_two_ranks_is_taken():
-    among = [torch.tensor([3.0, 1.0, 2.0]), torch.tensor([10.0, 20.0, 30.0])]
-    values = [torch.tensor([2.5, 0.0]), torch.tensor([15.0, 15.0])]
-    assert ood.larger_rank(values, among).tolist() == [2, 1]
 
 
 @pytest.mark.slow

@@ -1,10 +1,75 @@
-"""Tables of results, real tables to measure on, and the script run whole at tiny settings."""
+"""What predictions score, tables of results, and the script that measures on tables run whole."""
+
+import json
+import time
+from math import log
+from pathlib import Path
 
 import pytest
+import report
 import tables
 import torch
 from methods import markdown, own_training, peers, tasks
-from methods.metrics import Numbers, neighbours
+from methods.measure import Meter
+from methods.metrics import Classes, Numbers
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_joint_nll_rewards_dependent_functions():
+    # one of two functions knows every label, the other says the opposite
+    y = torch.zeros(20, dtype=torch.long)
+    right = torch.tensor([9.0, -9.0]).expand(20, 2)
+    scores = Classes.of(torch.stack([right, -right])).scores(y)
+    assert abs(scores["nll"] - log(2)) < 1e-4
+    assert abs(scores["joint_dyadic"] - log(2) / 10) < 1e-4
+    assert abs(scores["joint_ten"] - log(2) / 10) < 1e-4
+
+
+def test_mutual_information_is_zero_where_functions_agree():
+    agree = Classes.of(torch.ones(4, 3, 2))
+    differ = Classes.of(torch.stack([torch.eye(2), -torch.eye(2)]) * 8)
+    assert agree.unfamiliarity.abs().max() < 1e-6
+    torch.testing.assert_close(differ.unfamiliarity, torch.full((2,), log(2)), atol=1e-2, rtol=0)
+
+
+def test_gaussian_scores_match_torch():
+    samples = torch.randn(50, 12, generator=torch.Generator().manual_seed(0)).double()
+    numbers = Numbers.of(samples, 0.5)
+    y = torch.linspace(-1, 1, 12).double()
+    sd = (numbers.covariance.diagonal() + 0.25).sqrt()
+    nll = -torch.distributions.Normal(numbers.mean, sd).log_prob(y).mean()
+    assert abs(numbers.scores(y[:, None])["nll"] - nll.item()) < 1e-6
+
+
+def test_the_meter_counts_reused_memory():
+    def grown():
+        with Meter() as meter:
+            parts = [torch.ones(1 << 14) for _ in range(1000)]  # 64 kB each, from the heap
+            assert len(parts) == 1000
+            time.sleep(0.05)
+        return meter.megabytes
+
+    assert grown() > 50 and grown() > 50
+
+
+def test_pages_are_filled_from_what_is_kept(tmp_path):
+    for path in (*ROOT.glob("docs/*.md"), ROOT / "README.md"):
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(path.read_text())
+    report.fill(ROOT / "benchmarks" / "results", tmp_path)
+    for path in tmp_path.rglob("*.md"):
+        assert path.read_text() == (ROOT / path.relative_to(tmp_path)).read_text(), path
+
+
+def test_means_over_the_last_seeds_are_kept(tmp_path):
+    seeds = [{"seed": 0, "nll": 9.0}, {"seed": 0, "nll": 1.0}, {"seed": 1, "nll": 3.0}]
+    lines = [{"task": "a", "network": "n", "row": "r", "commit": "c"} | line for line in seeds]
+    path = tmp_path / "mnist.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (line,) = report.kept(path)
+    assert line == {"task": "a", "network": "n", "row": "r", "commit": "c", "nll": [2.0, 1.0]}
 
 
 def test_records_of_one_row_become_mean_and_standard_error():
@@ -22,16 +87,6 @@ def test_tables_are_split_standardised_and_repeatable(name):
     permuted = task.shifted["permuted"]
     torch.testing.assert_close(permuted.sort(0).values, task.test.x.sort(0).values)
     assert (task.classes is None) == task.train.y.is_floating_point()
-
-
-def test_digits_are_split_disjointly_and_repeatable():
-    name = "digits-unseen"
-    task, again = tasks.task(name, 1), tasks.task(name, 1)
-    assert torch.equal(task.train.x, again.train.x)
-    assert not torch.equal(task.train.x, tasks.task(name, 2).train.x)
-    rows = torch.cat([task.train.x, task.held_out.x, task.test.x]).flatten(1)
-    assert len(rows) - len(rows.unique(dim=0)) <= 1
-    assert task.network(0.0)(task.test.x[:2]).shape[0] == 2 and task.shifted
 
 
 def test_the_sets_of_tables_are_disjoint():
@@ -63,14 +118,6 @@ def test_the_noise_of_a_network_has_the_least_nll_on_its_rows():
         key=lambda s: Numbers.of(functions[..., 0], s).scores(y, {})["nll"],
     )
     assert predict(x).sigma == pytest.approx(least)
-
-
-def test_neighbours_begin_with_the_row_itself():
-    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
-    groups = neighbours(x, 5)
-    assert groups.shape == (5, 10) and len(groups[:, 0].unique()) == 5
-    nearest = (x[groups[0, 0]] - x).norm(dim=1).argsort()
-    assert torch.equal(groups[0], nearest[:10])
 
 
 @pytest.mark.slow

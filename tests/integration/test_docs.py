@@ -2,16 +2,14 @@
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from daily import daily
+from fresh import run_python
 from tiny import fitted
 from torch import nn
 
@@ -36,19 +34,6 @@ def run_page(name, names=None):
     for block in blocks(page(name)):
         exec(block, names)
     return names
-
-
-def run_script(path, *options, cwd, **variables):
-    done = subprocess.run(
-        [sys.executable, str(path), *map(str, options)],
-        cwd=cwd,
-        env={**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT), **variables},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def results(name):
@@ -217,12 +202,4 @@ def test_every_code_cell_has_its_output(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_run(path, tmp_path):
-    run_script(path, cwd=tmp_path, TINY="1")
-
-
-@pytest.mark.slow
-def test_the_demo_runs_with_another_solver(tmp_path):
-    options = "--solver", "cg", "--num-samples", 4, "--seed", 1, "--out", tmp_path
-    printed = run_script(ROOT / "benchmarks/digits.py", *options, cwd=ROOT)
-    assert "linearised Laplace, calibrated" in printed
-    assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".jsonl"}
+    run_python(path, cwd=tmp_path, TINY="1")

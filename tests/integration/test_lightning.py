@@ -1,13 +1,11 @@
 """The callback in a real Trainer: what it fits, what it logs, and what can monitor it."""
 
 import csv
-import os
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
+from fresh import run_python
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
@@ -153,13 +151,6 @@ with open(f"{sys.argv[1]}/{trainer.global_rank}.txt", "w") as file:
 def test_ranks_fit_one_posterior(tmp_path):
     script = tmp_path / "several.py"
     script.write_text(SEVERAL)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python(script, tmp_path)
     ranks = [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)]
     assert ranks[0] == ranks[1] and "posterior/NLL" in ranks[0]

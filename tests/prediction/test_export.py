@@ -1,11 +1,9 @@
 """Exported programs return what the posterior predicts, without this library."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from daily import daily
+from fresh import run_python
 from tiny import likelihood_of, tiny
 from torch import nn
 from torch.testing import assert_close
@@ -255,7 +253,7 @@ def test_a_saved_program_needs_no_library(tmp_path):
         "torch.save(program(torch.load('x.pt')), 'answer.pt')\n"
         "assert not any(name.startswith('torch_lla_em.') for name in sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=120)
+    run_python("-c", script, cwd=tmp_path)
     mean, variance = torch.load(tmp_path / "answer.pt")
     expected = la(case.x[7:14])
     assert_close(mean, expected[0])

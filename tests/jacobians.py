@@ -94,10 +94,6 @@ def prepared(model):
     return model.eval()
 
 
-def drawn(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
 class Calls(nn.Module):
     """Layers a, b, ..., called by a function."""
 

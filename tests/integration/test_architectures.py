@@ -8,7 +8,8 @@ import warnings
 
 import pytest
 import torch
-from jacobians import Calls, X, check, drawn, linear_model, mlp, prepared, products
+from jacobians import Calls, X, check, linear_model, mlp, prepared, products
+from tiny import draw
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -43,7 +44,7 @@ def test_recurrent_layers(kind):
         head = nn.Linear(2 + 2 * both, 2)
         model = build(lambda m, x: m.head(m.rnn(x)[0][:, -1]), rnn=rnn, head=head)
         flat_weights = model.rnn._flat_weights
-        assert check(model.train(), drawn(2, 3, 3)).path.forward
+        assert check(model.train(), draw(2, 3, 3)).path.forward
         assert model.rnn._flat_weights is flat_weights
 
 
@@ -70,12 +71,12 @@ def encoder_with_padding():
         head=nn.Linear(4, 2),
     )
     mask = torch.tensor([[False, False, True], [False, False, False]])
-    return model, {"x": drawn(2, 3, 4), "mask": mask}
+    return model, {"x": draw(2, 3, 4), "mask": mask}
 
 
 def transposed_weight():
     model = mlp()
-    model[0].weight = nn.Parameter(drawn(3, 4).T)
+    model[0].weight = nn.Parameter(draw(3, 4).T)
     return model
 
 
@@ -125,7 +126,7 @@ FORWARD = {
     "transformer encoder with padding": encoder_with_padding,
     "maps of classes": lambda: (
         build(lambda m, x: m.b(m.a(x).tanh()), **CONVS),
-        *(drawn(2, 1, 3, 3), None, None, 1),
+        *(draw(2, 1, 3, 3), None, None, 1),
     ),
     "orthogonal weights": lambda: (mlp(parametrizations.orthogonal(nn.Linear(2, 2))).double(), X),
     "transposed weight": lambda: (transposed_weight(), X),
@@ -217,8 +218,8 @@ def test_normalisation(norm, selection):
         norm=norm,
         head=nn.Linear(4, 2),
     )
-    model.train()(drawn(4, 1, 3, 3))  # statistics that are not their initial values
-    assert check(model, drawn(2, 1, 3, 3), selection).path.forward
+    model.train()(draw(4, 1, 3, 3))  # statistics that are not their initial values
+    assert check(model, draw(2, 1, 3, 3), selection).path.forward
 
 
 ACTIVATIONS = [
@@ -286,7 +287,7 @@ class ScaledMatrix(Scales):
 
 @pytest.mark.parametrize("kind", [Scales, ScaledMatrix])
 def test_zero_dimensional_parameters(kind):
-    model, x = kind(), drawn(4, 3)
+    model, x = kind(), draw(4, 3)
     single = linear_model(model)
     report = single.probe(x.float())
     # in float32 the tangent of 0.5 * scale is float64, which a matrix product does not accept
@@ -384,12 +385,12 @@ def test_a_function_with_one_derivative_raises():
 
 def test_large_batches_hide_no_part_of_the_jacobian():
     gated = build(gated_without_gradient, a=nn.Linear(2, 100), b=nn.Linear(100, 1000))
-    assert not linear_model(gated).probe(drawn(64, 2)).path.forward
+    assert not linear_model(gated).probe(draw(64, 2)).path.forward
     partly = build(
         lambda m, x: m.a(x) + OnceSquare.apply(m.b(x)), a=nn.Linear(3, 5), b=nn.Linear(3, 5)
     )
     with pytest.raises(NotImplementedError):
-        linear_model(partly).probe(drawn(512, 3))
+        linear_model(partly).probe(draw(512, 3))
 
 
 def test_autocast_inside_forward():

@@ -344,3 +344,31 @@ def test_linear_curvature_is_that_of_the_last_mode():
     assert [record["step"] for record in la.history] == list(range(1, len(la.history) + 1))
     _, again = fitted(em_steps=0, prior_precision=la.prior_precision, **options)
     assert_close(again.effective_dim, la.effective_dim, rtol=0.03, atol=0)
+
+
+@pytest.mark.parametrize(
+    "likelihood, options, chosen",
+    [
+        ("classification", {}, "root"),
+        ("classification", {"curvature": "network"}, True),
+        ("classification", {"prior": "layerwise"}, True),
+        ("regression", {}, True),
+    ],
+)
+def test_the_default_scaling_follows_the_rule(likelihood, options, chosen):
+    _, by_rule = tiny.fitted(likelihood, **options)
+    assert_close(by_rule.scale, tiny.fitted(likelihood, g_prior=chosen, **options)[1].scale)
+
+
+def test_a_validation_set_decides_between_scalings(tmp_path):
+    case = tiny.tiny("classification")
+    validation = [(case.x[:7], case.y[:7])]
+    each = [tiny.fitted(validation=validation, g_prior=g)[1] for g in ("root", "half")]
+    best = min(each, key=lambda la: la.calibration.kept)
+    for _ in range(2):  # the second time from the finished checkpoints
+        _, la = tiny.fitted(validation=validation, checkpoint=tmp_path)
+        assert la.calibration.kept == pytest.approx(best.calibration.kept)
+        assert_close(la.scale, best.scale)
+        assert_close(la(case.x), best(case.x))
+    assert {path.name for path in tmp_path.iterdir()} == {"g_prior=root", "g_prior=half"}
+    assert not torch.equal(each[0].scale, each[1].scale)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from daily import daily
-from dense import dense_fixed_point, dense_step
+from dense import dense_fixed_point, dense_step, gaussian_log_prob
 from steps import iterative_e_step, span_e_step, states_of_em
 from tiny import LOG_PROBS, basis_noise, fitted, tiny
 from torch.testing import assert_close
@@ -198,6 +198,29 @@ def test_bounds_on_the_precision_warn():
     assert_close(stepped, torch.tensor([7 * math.e, 7**0.5, 7.0]).double())
     with pytest.warns(UserWarning, match="number of targets"):
         mackay_noise(torch.tensor(1.0), torch.tensor(5.0), torch.tensor(4.0))
+
+
+@pytest.mark.parametrize("prior", ["scalar", "layerwise"])
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_a_whole_fit_is_the_dense_posterior(name, prior):
+    options = {"prior": prior, "num_samples": 64, "tolerance": 1e-5, "curvature": "network"}
+    case, la = fitted(name, **options)
+    precision, layout, gamma = la.prior_precision, la._linear_model.layout, la.effective_dim
+    total = layout.block_sums if precision.dim() else torch.sum
+    # the last step of log λ is below the Monte Carlo error of γ
+    step = gamma / (precision * total((la.w_lin / la.scale).square()))
+    assert (step.log().abs() <= (64 * gamma).rsqrt() + 0.01).all()
+    exact = case.exact(la.scale)
+    if name == "regression":
+        exact = exact.at_noise(gaussian_log_prob(la.sigma_noise))
+        residual = (exact.y - exact.J @ la.w_lin).square().sum()
+        variance = residual / (exact.y.numel() - gamma.sum())
+        assert variance.item() == pytest.approx(la.sigma_noise.item() ** 2, rel=0.02)
+    precision = layout.expand(precision) if precision.dim() else precision
+    mode = exact.mode(precision, start=la.w_lin)
+    assert_close(la.w_lin, mode, rtol=1e-3, atol=1e-4)
+    error = la.effective_dim_error.square().sum().sqrt()
+    assert (gamma.sum() - exact.effective_dims(precision).sum()).abs() < 5 * error + 1e-3
 
 
 @pytest.mark.slow

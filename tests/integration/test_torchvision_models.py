@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from jacobians import check, drawn
+from jacobians import check
+from tiny import draw
 
 models = pytest.importorskip("torchvision.models")
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
@@ -48,5 +49,5 @@ def swin():
 @pytest.mark.parametrize("selection", [None, "last_layer"])
 def test_torchvision(build, size, selection):
     torch.manual_seed(0)
-    report = check(build().double().train(), drawn(2, 3, size, size), selection)
+    report = check(build().double().train(), draw(2, 3, size, size), selection)
     assert report.path.forward and report.factors

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from jacobians import drawn, linear_model, prepared
+from jacobians import linear_model, prepared
 from models import Centred
+from tiny import draw
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -25,9 +26,9 @@ def agree(model, x, selection=None, factored=None, class_dim=-1, batches=()):
             with linear.network.guarded():
                 by_func, rows = linear.by_autodiff(batch), linear.at(batch, 0, keep=True)
                 assert isinstance(rows, ByFactors)
-                w = drawn(3, linear.layout.size)
+                w = draw(3, linear.layout.size)
                 Jw, f = by_func.push(w), by_func.f
-                u, totals = drawn(*Jw.shape), torch.zeros(2, *w.shape).double()
+                u, totals = draw(*Jw.shape), torch.zeros(2, *w.shape).double()
                 assert_close((f, Jw), (rows.f, rows.push(w)), rtol=1e-9, atol=1e-9)
                 for total, way in zip(totals, (by_func, rows)):
                     way.pull(u, total)
@@ -74,27 +75,27 @@ CONVS = {
 @pytest.mark.parametrize("kind", CONVS)
 def test_convolutions(kind):
     layer, shape = CONVS[kind]
-    x = drawn(*shape)
+    x = draw(*shape)
     head = nn.Linear(layer(x.float()).flatten(1).shape[1], 2)
     agree(net(layer, nn.Tanh(), nn.Flatten(), head), x, batches=(x[:1], x[:3]))
 
 
 def test_layers_in_a_row_with_changes_in_place():
     layers = nn.Linear(3, 5), nn.ReLU(inplace=True), nn.Linear(5, 4, bias=False)
-    factors = agree(net(*layers, nn.SELU(inplace=True), nn.Linear(4, 2)), drawn(6, 3))
+    factors = agree(net(*layers, nn.SELU(inplace=True), nn.Linear(4, 2)), draw(6, 3))
     assert factors.nbytes == sum(8 * 6 * n for n in (2, 3 + 2 * 5, 5 + 2 * 4, 4))
 
 
 def test_kernels_at_many_places_are_kept_as_their_jacobian():
     model = net(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.AvgPool2d(6), nn.Flatten())
-    factors = agree(model, drawn(4, 1, 6, 6))
+    factors = agree(model, draw(4, 1, 6, 6))
     (dense,) = factors.terms.parts
     assert dense.J.shape == (4, 2, 20)
 
 
 def test_batch_norm_and_channels_last():
     layers = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3)
-    x = drawn(4, 2, 6, 6).to(memory_format=torch.channels_last)
+    x = draw(4, 2, 6, 6).to(memory_format=torch.channels_last)
     model = net(*layers, nn.BatchNorm2d(3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))
     agree(model.to(memory_format=torch.channels_last), x)
 
@@ -113,7 +114,7 @@ class Repeated(nn.Module):
 
 
 def test_modules_called_several_times():
-    agree(prepared(Repeated()), drawn(4, 3))
+    agree(prepared(Repeated()), draw(4, 3))
 
 
 class Tied(nn.Module):
@@ -181,19 +182,19 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("rows", [2, 3])
 def test_attention(batch_first, rows):
-    agree(prepared(Attention(batch_first)), drawn(rows, 3, 4), batches=[drawn(1, 3, 4)])
+    agree(prepared(Attention(batch_first)), draw(rows, 3, 4), batches=[draw(1, 3, 4)])
 
 
 @pytest.mark.parametrize("kind", ["memory", "all differ"])
 def test_attention_to_other_inputs(kind):
-    agree(prepared(Attention(True, kind)), drawn(4, 3, 4))
+    agree(prepared(Attention(True, kind)), draw(4, 3, 4))
 
 
 def test_attention_to_inputs_of_other_widths():
     """A bias that is cut into three is torch.func's."""
     model = prepared(Attention(True, "other widths", kdim=3, vdim=2))
     names = [name for name, _ in model.named_parameters() if not name.endswith("in_proj_bias")]
-    agree(model, drawn(4, 3, 4), factored=names)
+    agree(model, draw(4, 3, 4), factored=names)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -201,7 +202,7 @@ def test_attention_with_added_rows(batch_first):
     """Of rows added to keys and values the derivatives are torch.func's."""
     model = prepared(Attention(batch_first, "self", add_bias_kv=True, add_zero_attn=True))
     names = [name for name, _ in model.named_parameters() if not name.endswith(("_k", "_v"))]
-    agree(model, drawn(4, 3, 4), factored=names)
+    agree(model, draw(4, 3, 4), factored=names)
 
 
 class Mixed(nn.Module):
@@ -222,30 +223,30 @@ def test_other_weights_are_left_to_torch_func():
     model = prepared(Mixed())
     everything = [name for name, _ in model.named_parameters()]
     by_product = ["inner.weight", "inner.bias", "both.bias", "head.bias"]
-    agree(model, drawn(4, 3), everything, by_product)
+    agree(model, draw(4, 3), everything, by_product)
 
 
 @pytest.mark.parametrize("selection", [["0.bias"], ["2.weight"], ["2.*"], ["0.weight", "2.bias"]])
 def test_parts_of_the_weights(selection):
-    agree(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), drawn(4, 3), selection)
+    agree(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), draw(4, 3), selection)
 
 
 def test_the_last_layer_keeps_features_alone():
-    factors = agree(net(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2)), drawn(4, 3), "last_layer")
+    factors = agree(net(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2)), draw(4, 3), "last_layer")
     assert factors.nbytes == 8 * 4 * (40 + 2)
 
 
 def test_outputs_of_other_ranks():
     layers = nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 3, 1)
-    agree(net(*layers), drawn(3, 1, 3, 2), class_dim=1)
-    agree(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), drawn(3, 5, 3))
+    agree(net(*layers), draw(3, 1, 3, 2), class_dim=1)
+    agree(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), draw(3, 5, 3))
 
 
 def test_hooks():
     model = net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     model[0].register_forward_hook(lambda layer, args, output: output.sin() * args[0].sum(1, True))
     model[2].register_forward_pre_hook(lambda layer, args: (args[0] ** 2,))
-    agree(model, drawn(4, 3))
+    agree(model, draw(4, 3))
 
 
 def without_factors(model, x):
@@ -257,22 +258,22 @@ def without_factors(model, x):
 
 
 def test_rows_that_hang_together_have_no_factors():
-    without_factors(prepared(Centred(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), drawn(4, 3))
+    without_factors(prepared(Centred(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), draw(4, 3))
 
 
 def test_many_outputs_have_factors_of_the_last_layer_alone():
-    without_factors(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1000)), drawn(4, 3))
-    agree(net(nn.Linear(3, 600)), drawn(4, 3))
+    without_factors(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1000)), draw(4, 3))
+    agree(net(nn.Linear(3, 600)), draw(4, 3))
 
 
 @pytest.mark.parametrize("kind", ["tokens", "pixels", "grouped pixels"])
 def test_a_head_at_every_place_keeps_its_inputs_alone(kind):
     """As that of a language model: outputs at every token, of a large vocabulary."""
     if kind == "tokens":
-        model, x, class_dim = net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 200)), drawn(4, 3, 3), -1
+        model, x, class_dim = net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 200)), draw(4, 3, 3), -1
     else:
         head = nn.Conv2d(4, 200, 1, groups=2 if "grouped" in kind else 1)
-        model, x, class_dim = net(nn.Conv2d(2, 4, 1), nn.Tanh(), head), drawn(4, 2, 3, 1), 1
+        model, x, class_dim = net(nn.Conv2d(2, 4, 1), nn.Tanh(), head), draw(4, 2, 3, 1), 1
     rows = agree(model, x, "last_layer", class_dim=class_dim)
     assert rows.nbytes == 8 * 4 * 3 * (4 + 200)
 
@@ -280,14 +281,14 @@ def test_a_head_at_every_place_keeps_its_inputs_alone(kind):
 def test_wide_outputs_of_narrow_layers_have_no_factors():
     """Gradients for every output take more arithmetic than the layer does; biases need its product."""
     layers = nn.Linear(10, 40), nn.Softmax(-1), nn.Flatten()
-    without_factors(net(*layers), drawn(4, 6, 10))
+    without_factors(net(*layers), draw(4, 6, 10))
     linear = linear_model(net(*layers[:2]), ["0.bias"])
-    assert linear.probe(drawn(4, 10)).factors
+    assert linear.probe(draw(4, 10)).factors
 
 
 def test_one_row_has_no_factors():
     """Of one row it is not seen which axis the rows are on."""
-    without_factors(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), drawn(1, 3))
+    without_factors(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), draw(1, 3))
 
 
 def test_a_weight_that_acts_otherwise_later_is_left_to_torch_func():
@@ -296,7 +297,7 @@ def test_a_weight_that_acts_otherwise_later_is_left_to_torch_func():
             return super().forward(x) + (self[0].weight.sum() if x.sum() > 0 else 0)
 
     model = prepared(Net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
-    linear, x = linear_model(model), -drawn(4, 3).abs()
+    linear, x = linear_model(model), -draw(4, 3).abs()
     linear.probe(x)
     with linear.network.guarded():
         assert isinstance(linear.at(x, 0, keep=True), ByFactors)
@@ -304,7 +305,7 @@ def test_a_weight_that_acts_otherwise_later_is_left_to_torch_func():
 
 
 def test_gradients_in_the_inputs_are_torch_funcs():
-    linear, x = linear_model(net(nn.Linear(3, 2))), drawn(4, 3).requires_grad_()
+    linear, x = linear_model(net(nn.Linear(3, 2))), draw(4, 3).requires_grad_()
     linear.probe(x.detach())
     with linear.network.guarded(), torch.enable_grad():
         assert isinstance(linear.at(x, 0, keep=True), ByAutodiff)

@@ -1,10 +1,21 @@
+"""Products of the linear model in pieces, what the probe must see, and inputs that are transposed."""
+
+import copy
+import pickle
+
 import pytest
 import torch
-from jacobians import X, check, linear_model, mlp, products
+from allocator import Largest
+from jacobians import X, check, linear_model, mlp, prepared, products
+from tiny import draw
 from torch import nn
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 from torch_lla_em.jacobian.factors import Factored
+from torch_lla_em.jacobian.network import ContiguousInputs
+from torch_lla_em.jacobian.parameters import select_parameters
+from torch_lla_em.jacobian.probe import block_errors
 
 
 def test_large_outputs_are_pulled_one_by_one(monkeypatch):
@@ -33,30 +44,154 @@ def test_w_MAP_is_the_trained_weights_in_order():
     assert torch.equal(linear.w_MAP, nn.utils.parameters_to_vector(model.parameters()))
 
 
-class TestLastLayer:
-    @pytest.mark.parametrize(
-        "after",
-        [
-            nn.Softmax(-1),
-            nn.ReLU(inplace=True),
-            nn.Unflatten(-1, (2, 1)),
-            nn.LayerNorm(2, elementwise_affine=False),
-        ],
-        ids=lambda layer: type(layer).__name__,
-    )
-    def test_head_is_not_the_output(self, after):
-        assert check(mlp(after), X, ["4.*"]).factors
+@pytest.mark.parametrize(
+    "after",
+    [
+        nn.Softmax(-1),
+        nn.ReLU(inplace=True),
+        nn.Unflatten(-1, (2, 1)),
+        nn.LayerNorm(2, elementwise_affine=False),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_the_last_layer_may_not_be_the_output(after):
+    assert check(mlp(after), X, ["4.*"]).factors
 
-    def test_inputs_overwritten_after_the_head(self):
-        class Overwrites(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.body, self.head = mlp()[:4], nn.Linear(4, 4)
 
-            def forward(self, x):
-                h = self.body(x)
-                out = self.head(h)
-                h.zero_()
-                return out
+def test_inputs_may_be_overwritten_after_the_last_layer():
+    class Overwrites(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = mlp()[:4], nn.Linear(4, 4)
 
-        check(Overwrites().double(), X, ["head.bias"])
+        def forward(self, x):
+            h = self.body(x)
+            out = self.head(h)
+            h.zero_()
+            return out
+
+    check(Overwrites().double(), X, ["head.bias"])
+
+
+def test_blocks_are_compared_each_on_its_own_size():
+    layout = linear_model(mlp()).layout
+    truth = draw(layout.size)
+    truth[:12] *= 1e-6
+    wrong = truth.clone()
+    wrong[:6] = 0
+    eps = torch.finfo(torch.float64).eps
+    assert block_errors(layout, truth * (1 + eps), truth, eps).max() < eps**0.5
+    assert block_errors(layout, wrong, truth, eps).argmax() == 0
+    assert block_errors(layout, wrong, truth, eps)[0] > eps**0.5
+
+
+class Dead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False)
+
+    def forward(self, x):
+        return self.head(F.relu(self.layer(x)))
+
+
+def test_a_first_batch_of_zeros_is_no_verdict():
+    linear = linear_model(prepared(Dead()))
+    assert linear.probe(torch.zeros(4, 2).double()) is None and linear.report is None
+    assert linear.probe(draw(4, 2)).path.forward and linear.report is not None
+
+
+def test_it_is_asked_for_again_elsewhere_and_when_forgotten():
+    linear = linear_model(mlp())
+    linear.path = linear.path._replace(forward=False)
+    assert linear.probe(X).path.forward is False
+    linear.forget()
+    assert linear.report is None and linear.path.forward
+    linear.probe(X)
+    assert linear.report is not None
+    linear.network.module.float()
+    assert linear.report is None and linear.probe(X.float()) is linear.report
+
+
+def test_complex_parameters_are_refused_by_name():
+    model = nn.Linear(2, 2)
+    model.turn = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(TypeError, match="'turn' is complex"):
+        select_parameters(model)
+    assert select_parameters(model, ["weight", "bias"]) == ("weight", "bias")
+
+
+def test_a_network_made_in_inference_mode_says_what_to_do():
+    with torch.inference_mode():
+        model = nn.Linear(3, 2).double()
+    with pytest.raises(ValueError, match="inference_mode.*copy.deepcopy"):
+        linear_model(model)
+    linear_model(copy.deepcopy(model)).probe(X)
+
+
+def test_copies_hold_no_data_and_are_probed_when_they_need_to_be():
+    linear = linear_model(mlp())
+    linear.probe(X, needs_path=False)
+    assert linear.report.path is None and linear.factored is not None
+    again = pickle.loads(pickle.dumps(linear))
+    assert not any(X.shape == getattr(value, "shape", None) for value in vars(again).values())
+    w = draw(2, linear.layout.size)
+    for model in (linear, again):
+        with model.network.guarded():
+            assert_close(model.by_autodiff(X).push(w), linear.at(X, 9).push(w))
+        assert model.report.path.forward
+
+
+BATCH, LENGTH, WIDTH = 4, 96, 32
+SEQUENCES = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+class Attention(nn.Module):
+    """Self-attention that transposes before it projects, as ``batch_first`` asks for."""
+
+    def __init__(self, **kind):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True, **kind)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0].mean(1)
+
+
+class Mixer(nn.Module):
+    """A linear layer over the tokens, as MLP-Mixer has it."""
+
+    def __init__(self, **kind):
+        super().__init__()
+        self.tokens = nn.Linear(LENGTH, LENGTH, **kind)
+
+    def forward(self, x):
+        return self.tokens(x.transpose(1, 2)).mean(1)
+
+
+def largest(model, count):
+    linear = linear_model(model)
+    w = torch.randn(count, linear.layout.size)
+    total = torch.zeros_like(w)
+    with Largest() as seen, linear.network.guarded():
+        rows = linear.at(SEQUENCES)
+        rows.pull(rows.push(w), total)
+    return seen.numel
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("make", [Attention, Mixer])
+def test_no_product_is_taken_row_by_row(make, count, monkeypatch):
+    """Without the copies, several columns have a gradient of the weight for every row."""
+    torch.manual_seed(0)
+    model = make().eval()
+    size = largest(model, count)
+    monkeypatch.setattr(ContiguousInputs, "_contiguous", lambda self, args, count: args)
+    assert size <= largest(model, count) / (3 if count > 1 else 1)
+    attention_maps = BATCH * 2 * LENGTH * LENGTH
+    weights = sum(p.numel() for p in model.parameters())
+    assert size <= count * max(weights, attention_maps)
+
+
+@pytest.mark.parametrize("make", [Attention, Mixer])
+def test_products_are_those_of_the_dense_jacobian(make):
+    torch.manual_seed(0)
+    check(make(dtype=torch.float64), SEQUENCES.double())

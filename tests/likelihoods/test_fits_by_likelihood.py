@@ -1,7 +1,8 @@
-"""Fits with predicted noise, preferences and a temperature; weight decay as a prior precision."""
+"""Fits with predicted noise, preferences and a temperature."""
 
 import pytest
 import torch
+from models import trained
 from tiny import draw, tiny
 from torch import nn
 from torch.nn.functional import gaussian_nll_loss
@@ -32,18 +33,12 @@ def heteroscedastic_data(count, seed=0):
 def heteroscedastic():
     """A network trained to predict mean and log variance, and its data."""
     model, (x, y) = net(1, 2, hidden=5), heteroscedastic_data(40)
-    optimiser = torch.optim.LBFGS(model.parameters(), max_iter=200)
 
-    def closure():
-        optimiser.zero_grad()
-        mu, s = model(x).chunk(2, -1)
-        decay = 1e-3 * sum(p.square().sum() for p in model.parameters())
-        loss = gaussian_nll_loss(mu, y, s.exp()) + decay
-        loss.backward()
-        return loss
+    def loss(f, y):
+        mu, s = f.chunk(2, -1)
+        return gaussian_nll_loss(mu, y, s.exp())
 
-    optimiser.step(closure)
-    return model, x, y
+    return trained(model, x, y, 300, loss=loss), x, y
 
 
 @pytest.mark.parametrize("curvature", ["network", "linear", "variational"])

@@ -1,8 +1,9 @@
 """Tables of several posteriors on one validation set, and the scores in them."""
 
 import pytest
+import tiny
 import torch
-from tiny import LOG_PROBS, likelihood_of, tiny
+from tiny import LOG_PROBS
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -11,10 +12,7 @@ from torch_lla_em.prediction import outcomes, predicted_data, scores
 
 
 def fitted(name, precision=5.0):
-    case = tiny(name)
-    la = LinearisedLaplace(case.model, likelihood_of(name), num_samples=6)
-    la.fit(case.x, case.y, em_steps=0, prior_precision=precision, progress_bar=False)
-    return case, la
+    return tiny.fitted(name, num_samples=6, em_steps=0, prior_precision=precision)
 
 
 def by_torchmetrics(prediction, y, name):
@@ -95,7 +93,7 @@ def test_posteriors_of_other_targets_raise():
 
 
 def test_ignored_labels_are_no_examples():
-    case = tiny("classification")
+    case = tiny.tiny("classification")
     la = LinearisedLaplace(case.model, "classification", num_samples=4)
     la.fit(case.x, case.y, em_steps=1, progress_bar=False)
     some = torch.where(torch.arange(30) < 20, -100, case.y)

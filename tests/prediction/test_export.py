@@ -159,6 +159,21 @@ def test_programs_take_any_number_of_examples(kind, no_warnings):
         assert_close(program(other), la(other))
 
 
+def of_onnx(la, x, path, **options):
+    """Return the exported program as a function of tensors, run by onnxruntime."""
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    la.export(x, path, **options)
+    session = onnxruntime.InferenceSession(path)
+    names = [each.name for each in session.get_inputs()]
+
+    def program(*inputs):
+        values = session.run(None, dict(zip(names, (part.numpy() for part in inputs))))
+        return [torch.tensor(value) for value in values]
+
+    return program
+
+
 @pytest.mark.parametrize(
     "kind, likelihood",
     daily(
@@ -168,19 +183,13 @@ def test_programs_take_any_number_of_examples(kind, no_warnings):
     ),
 )
 def test_onnx_returns_the_predictions_of_the_posterior(kind, likelihood, tmp_path, no_warnings):
-    pytest.importorskip("onnxscript")
-    onnxruntime = pytest.importorskip("onnxruntime")
     la, x, shape = free_case(kind, likelihood)
-    la.export(x, tmp_path / "posterior.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "posterior.onnx")
-    names = [each.name for each in session.get_inputs()]
+    program = of_onnx(la, x, tmp_path / "posterior.onnx")
     for rows in (1, 3, 12, 50):
         other = inputs(shape, rows)
-        values = [part.numpy() for part in (other if shape is None else (other,))]
-        found = session.run(None, dict(zip(names, values)))
         due = la(other) if likelihood == "regression" else (la(other),)
-        for values, expected in zip(found, due):
-            assert_close(torch.tensor(values), expected, rtol=1e-4, atol=1e-5)
+        for values, expected in zip(program(*(other if shape is None else (other,))), due):
+            assert_close(values, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
@@ -195,12 +204,7 @@ def test_conformal_sets_and_intervals_are_exported(likelihood, suffix, tmp_path)
     la.calibrate(x[20:], y[20:])
     path, other = tmp_path / f"posterior.{suffix}", torch.randn(31, 5)
     if suffix == "onnx":
-        pytest.importorskip("onnxscript")
-        onnxruntime = pytest.importorskip("onnxruntime")
-        la.export(x[:7], path, level=0.8)
-        session = onnxruntime.InferenceSession(path)
-        values = session.run(None, {session.get_inputs()[0].name: other.numpy()})
-        found = [torch.tensor(value) for value in values]
+        found = of_onnx(la, x[:7], path, level=0.8)(other)
     else:
         la.export(x[:7], path, level=0.8)
         found = torch.export.load(path).module()(other)

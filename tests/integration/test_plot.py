@@ -5,7 +5,6 @@ import functools
 import pytest
 import tiny
 import torch
-from tiny import LOG_PROBS
 from torch import nn
 from torch.testing import assert_close
 
@@ -44,17 +43,6 @@ def labels(axes):
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-@pytest.mark.parametrize("name", LOG_PROBS)
-def test_rows_are_what_is_predicted(name):
-    case, la, data = fitted(name)
-    rows = predicted_data(la, data)
-    assert_close(rows.inputs, case.x)
-    assert_close(rows.targets, case.y)
-    assert_close(rows.posterior.expectation, la.predict(case.x).expectation)
-    assert_close(rows.network.mean, case.model(case.x).detach())
-    assert rows.network.variance.abs().max() == 0
-
-
 @pytest.mark.parametrize("name", ["classification", "bernoulli"])
 def test_reliability_is_of_the_network_and_of_the_posterior(name):
     case, la, data = fitted(name)
@@ -89,16 +77,6 @@ def test_bands_are_over_one_input_or_over_predictions():
     assert (low, high) == pytest.approx((-1.6, 1.6)) and axes.get_xlabel() == "input"
     _, la, data = fitted("regression")
     assert plot.bands(la, data, output=1).get_xlabel() == "prediction"
-
-
-def test_bands_of_many_examples_are_sorted_and_thinned():
-    x = torch.randn(2000, 3, generator=torch.Generator().manual_seed(0)).double()
-    la, data = line("regression", x)
-    axes = plot.bands(la, data)
-    assert labels(axes) == ["90 %, 200 of 2,000 examples"]
-    shown, every = axes.containers[0].lines[0].get_xdata(), la(x)[0][:, 0]
-    assert len(shown) == 200 and (shown[1:] >= shown[:-1]).all()
-    assert shown[[0, -1]] == pytest.approx([every.min().item(), every.max().item()])
 
 
 def test_outputs_without_an_axis_are_plotted():

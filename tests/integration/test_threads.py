@@ -12,6 +12,7 @@ from tiny import fitted, tiny
 from torch.testing import assert_close
 
 from torch_lla_em import LinearisedLaplace
+from torch_lla_em.jacobian.network import ONE_AT_A_TIME
 
 
 def test_fits_and_predictions_in_threads():
@@ -52,7 +53,7 @@ def test_a_fork_waits_until_other_threads_have_left_the_network():
     expected = la(case.x)
 
     def hold():
-        with la._linear_model.network.alone():
+        with ONE_AT_A_TIME:
             inside.set()
             time.sleep(0.2)
             left.append(True)

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.testing import assert_close
 
-from torch_lla_em.jacobian.autodiff import ByAutodiff
 from torch_lla_em.jacobian.by_factors import ByFactors
+from torch_lla_em.jacobian.rows import ByAutodiff
 
 
 def agree(model, x, selection=None, factored=None, class_dim=-1, batches=()):

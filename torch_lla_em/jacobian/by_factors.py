@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_lla_em.jacobian.autodiff import ByAutodiff
-from torch_lla_em.jacobian.rows import FETCHED_BYTES, Rows, Weights
+from torch_lla_em.jacobian.rows import FETCHED_BYTES, ByAutodiff, Rows, Weights
 
 # torch.func takes four forward passes for a column of J w and of Jᵀu, and also has to compute all that
 # is not a product with a weight; factors take twice the multiplications by weights and gradients

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import map_tensors
-from torch_lla_em.jacobian.autodiff import ByAutodiff, Path
 from torch_lla_em.jacobian.by_factors import ByFactors
 from torch_lla_em.jacobian.factors import Factored
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.probe import Report, probe
-from torch_lla_em.jacobian.rows import Rows, Weights
+from torch_lla_em.jacobian.rows import ByAutodiff, Path, Rows, Weights
 
 logger = logging.getLogger("torch_lla_em")
 

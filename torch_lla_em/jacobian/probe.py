@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.jacobian.autodiff import ByAutodiff, Path
 from torch_lla_em.jacobian.by_factors import ByFactors
 from torch_lla_em.jacobian.checks import (
     checked_outputs,
@@ -22,7 +21,7 @@ from torch_lla_em.jacobian.checks import (
 from torch_lla_em.jacobian.factors import Factored
 from torch_lla_em.jacobian.network import NoJacobianError
 from torch_lla_em.jacobian.parameters import ParameterLayout
-from torch_lla_em.jacobian.rows import Rows, Weights, num_examples
+from torch_lla_em.jacobian.rows import ByAutodiff, Path, Rows, Weights, num_examples
 from torch_lla_em.jacobian.state import NetworkState
 from torch_lla_em.runtime import suppressed
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.network import ONE_AT_A_TIME, Network
 from torch_lla_em.runtime import records
 
 # entries of a tensor that are compared at every call
@@ -25,7 +25,7 @@ class NetworkState:
     def __init__(self, network: Network, exact: bool = True):
         """``exact``: whether to compute a hash of every bit, to decide whether a change is real."""
         module = network.module
-        with network.alone():
+        with ONE_AT_A_TIME:
             self.fingerprint = records.fingerprint(module) if exact else None
             """A hash of every bit."""
 
@@ -35,7 +35,7 @@ class NetworkState:
     def holds(self, network: Network, surely: bool = False) -> bool:
         """Whether the network is unchanged; ``surely`` compares every bit."""
         module = network.module
-        with network.alone():
+        with ONE_AT_A_TIME:
             if not surely and self._changed(module) is None:
                 return True
             kinds = [type(layer) for layer in module.modules()]
@@ -48,7 +48,7 @@ class NetworkState:
 
     def changed(self, network: Network) -> str | None:
         """Return the name of a parameter or statistic that looks changed, or None."""
-        with network.alone():
+        with ONE_AT_A_TIME:
             return self._changed(network.module)
 
     def _changed(self, module: nn.Module) -> str | None:

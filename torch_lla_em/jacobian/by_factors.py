@@ -51,7 +51,7 @@ class Outer(NamedTuple):
         else:
             groups = self.a.shape[1]
             weight = weight.reshape(K, groups, -1, self.a.shape[2])
-            if groups == 1:  # einsum copies the sum of all columns once more
+            if groups == 1:  # einsum would copy its result
                 z = (weight.flatten(0, 2) @ self.a[:, 0]).unflatten(1, weight.shape[:2] + (-1,))
             else:
                 z = torch.einsum("kgoi,bgit->bkgot", weight, self.a)
@@ -76,10 +76,10 @@ class Outer(NamedTuple):
         return d.sum(-1) if name == self.bias else torch.einsum("bkgot,bgit->bkgoi", d, self.a)
 
     def squares(self, name: str, u: Tensor) -> Tensor | None:
-        """Return Σ_n Σ_k (J_nᵀu_nk)² for a weight, or None where single rows are needed for it."""
+        """Return Σ_n Σ_k (J_nᵀu_nk)² for a weight, or None if that needs single rows."""
         if self.a.dim() > 2:
             return None
-        # one product d aᵀ a row, whose square is the product of the squares
+        # J_nᵀu_n is the outer product d aᵀ, so its square is the product of the squares
         d = _wide(self._signals(u)).square().sum(1)
         return d.sum(0) if name == self.bias else d.mT @ _wide(self.a).square()
 
@@ -128,13 +128,13 @@ class Lookup(NamedTuple):
         return table.scatter_add_(2, self.a[:, None, :, None].expand_as(d), d)
 
     def squares(self, name: str, u: Tensor) -> Tensor:
-        """Return Σ_n Σ_k (J_nᵀu_nk)²: only entries that a row looks up are not 0."""
+        """Return Σ_n Σ_k (J_nᵀu_nk)², which is 0 for entries that no row looks up."""
         total = _wide(self.b.new_zeros(self.shape))
         for rows in chunks(len(u), u.shape[1] * self.a.shape[1] * total.shape[1]):
             own = part(self, rows)
             d, a = own._signals(u[rows]), own.a
             same = a[:, :, None] == a[:, None, :]
-            # places that look up the same entry are summed, and counted at the first of them
+            # the signals of places that look up the same entry are added up at the first of these
             sums, is_first = d.to(total) @ same[:, None].to(total), ~same.tril(-1).any(2)
             squares = (sums.square().sum(1) * is_first[:, None]).mT
             total.index_add_(0, a.flatten(), squares.flatten(0, 1))
@@ -171,7 +171,7 @@ class Dense(NamedTuple):
         return u.to(self.J) @ columns
 
     def squares(self, name: str, u: Tensor) -> None:
-        """Return None: single rows are needed for the squares."""
+        """Return None, because the squares need the gradients of single rows."""
 
 
 Term = Outer | Lookup | Dense

@@ -119,16 +119,13 @@ class Factored:
             return [z for z in grads if z is not None]
 
         # torch.func.vmap, since is_grads_batched takes convolutions one by one
-        for some in u.split(self._outputs_at_once(B)):
+        step = D
+        if self.example_bytes is not None:
+            step = max(1, FETCHED_BYTES // (self.example_bytes * max(1, B)))
+        for some in u.split(step):
             found = torch.vmap(pull)(some) if len(some) > 1 else [z[None] for z in pull(some[0])]
             for term, z in zip(used, found):
                 term.take(z)
-
-    def _outputs_at_once(self, examples: int) -> int:
-        """Return the number of outputs whose backward passes are vectorised together."""
-        if self.example_bytes is None:
-            return _MOST_OUTPUTS
-        return max(1, FETCHED_BYTES // (self.example_bytes * max(1, examples)))
 
 
 class _Gathered:

@@ -21,7 +21,7 @@ from torch_lla_em.jacobian.rows import ByAutodiff, Path, Rows, Weights
 
 logger = logging.getLogger("torch_lla_em")
 
-# the certificate does not see it: beyond this it would rule the error of the samples
+# the certificate does not include this error: above it, it would dominate the error of the samples
 _PRECISION_ERROR = 0.05
 
 
@@ -42,7 +42,7 @@ class LinearModel:
 
     def forget(self) -> None:
         """Discard the result of the probe, which may not hold for other weights or another device."""
-        # of a tied embedding, reverse mode leaves out the padding row in one use only
+        # backward leaves out the padding row of tied weights in one of their uses; forward mode cannot
         self._start = Path(forward=None not in self.weights.padding.values())
         self._path: Path | None = self._start
         self._report: Report | None = None
@@ -147,7 +147,7 @@ class LinearModel:
 
     def by_autodiff(self, x: Any, names: tuple[str, ...] | None = None) -> ByAutodiff:
         """Return the linear model at a batch, of all weights or the named ones, by ``torch.func``."""
-        if self._path is None and self._examples is None:  # of a copy
+        if self._path is None and self._examples is None:  # a copy, which has no examples yet
             self.probe(map_tensors(Tensor.detach, x))
         return ByAutodiff(self.weights, x, self.path.within(self.columns), names)
 
@@ -173,7 +173,7 @@ class LinearModel:
         # torch.func inside a network allows no hooks: then it is not known
         with suppress(RuntimeError), torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
             rows.forward()
-        for parameter in self.network.module.parameters():  # which are there anyway
+        for parameter in self.network.module.parameters():  # are in memory in any case
             if parameter.layout == torch.strided:
                 sizes.pop(parameter.untyped_storage().data_ptr(), None)
         return sum(sizes.values())

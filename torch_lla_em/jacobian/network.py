@@ -163,7 +163,7 @@ class ContiguousInputs(TorchFunctionMode):
     ) -> Any:
         if func is F.linear:
             args = self._contiguous(args, 1)
-        elif func is F.multi_head_attention_forward:  # what it calls in turn goes by unseen
+        elif func is F.multi_head_attention_forward:  # the functions it calls do not come here
             args = self._contiguous(args, 3)
         return func(*args, **(kwargs or {}))
 
@@ -260,7 +260,7 @@ class Network:
                     stack.callback(setattr, backend, "enabled", backend.enabled)
                     backend.enabled = False
             for layer in layers:
-                # of a scripted layer, it is not among the attributes
+                # Attributes does not restore the mode of a scripted layer
                 stack.callback(setattr, layer, "training", layer.training)
                 layer.training = False
                 if isinstance(layer, nn.Embedding):

@@ -25,13 +25,13 @@ from torch_lla_em.jacobian.rows import ByAutodiff, Path, Rows, Weights, num_exam
 from torch_lla_em.jacobian.state import NetworkState
 from torch_lla_em.runtime import suppressed
 
-# rounding in a deep network in float32 or with TF32, well below what a wrong rule leaves
+# largest error by rounding, of deep networks in float32 or with TF32; wrong derivatives have more
 _ROUNDING = 0.03
 
-# blocks whose gradient is smaller than this share of the largest count for less: rounding
+# blocks with a gradient below this share of the largest one count for less, because of rounding
 _SMALL = 1e-3
 
-# of forward mode's error, which is taken rather than two reverse passes unless they are far better
+# forward mode is chosen unless the error of two reverse passes is smaller by this factor
 _FAR_BETTER = 10
 
 
@@ -199,7 +199,7 @@ def _by_torch_func(reference: _Reference, start: Path) -> Report:
         raise NoJacobianError(_refusal(reasons))
     # near each other, all are at rounding: layers that compute in a lower precision
     path = next(p for p in errors if errors[p] <= max(tolerance, _FAR_BETTER * least))
-    tied = "treats the rows of a tied padding_idx otherwise"
+    tied = "treats the rows of a tied padding_idx differently"
     why = "" if path.forward else reasons.get(True, tied)
     final = path._replace(example_bytes=reference.example_bytes)
     return Report(final, errors[path], why, examples=reference.examples)

@@ -83,7 +83,7 @@ class _Seen:
             if plain and not tensor.is_quantized and tensor.numel():
                 entries.append(_some(tensor.detach()))
                 self.names += [name] * len(entries[-1])
-        # one tensor, as a GPU is waited for at every comparison
+        # one tensor, so that a comparison waits for a GPU only once
         self.entries = torch.cat([own.to(entries[-1].device) for own in entries]).nan_to_num()
 
     def other_than(self, known: _Seen) -> str | None:

@@ -16,7 +16,7 @@ from torch_lla_em.prediction.functions import (
     JOINT,
     functions_of,
     joint_gaussian,
-    log_mean,
+    log_mean_exp,
     mean_square,
     number_of_functions,
     slots,
@@ -165,9 +165,9 @@ class Functions:
                 variance, error = part._variance(), y - part._expected()
                 return sum_rows(-0.5 * (error**2 / variance + (2 * pi * variance).log()), y)
             log_prob = part.likelihood.log_prob
-            return part._over_rows(lambda f, rows: log_mean(log_prob(f, y[rows])))
+            return part._over_rows(lambda f, rows: log_mean_exp(log_prob(f, y[rows])))
 
-        return log_mean(torch.stack([of(part) for part in self._parts]), self._shares)
+        return log_mean_exp(torch.stack([of(part) for part in self._parts]), self._shares)
 
     def _joint_log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_1..y_B | x_1..x_B), ()."""
@@ -178,9 +178,9 @@ class Functions:
                 sigma = likelihood.variance(part.centre).sqrt()
                 return joint_gaussian(y - part._expected(), likelihood.mean(part.deviations), sigma)
             each = part._over_rows(lambda f, rows: likelihood.log_prob(f, y[rows]), 1, JOINT)
-            return log_mean(each.sum(1))
+            return log_mean_exp(each.sum(1))
 
-        return log_mean(torch.stack([of(part) for part in self._parts]), self._shares)
+        return log_mean_exp(torch.stack([of(part) for part in self._parts]), self._shares)
 
     def _site_values(self, values: Tensor) -> Tensor:
         return self._out(values) if values.dim() == self.centre.dim() else values

@@ -95,7 +95,7 @@ def slots(weights: Tensor, count: int) -> Tensor:
     return torch.searchsorted(ends / ends[-1], places).clamp(max=len(weights) - 1)
 
 
-def log_mean(values: Tensor, weights: Tensor | None = None) -> Tensor:
+def log_mean_exp(values: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the logarithm of the mean of exp(values) over the first axis."""
     if weights is None:
         return values.logsumexp(0) - log(len(values))

@@ -14,7 +14,7 @@ from torch_lla_em.likelihoods import average
 from torch_lla_em.prediction.averages import Functions
 from torch_lla_em.prediction.conformal import Conformal, Interval
 from torch_lla_em.prediction.functions import (
-    log_mean,
+    log_mean_exp,
     mean_square,
     pair_error,
     quantile,
@@ -174,7 +174,7 @@ class Prediction(Printed, Conformal):
         """
         self._require_probabilities("log_probs")
         weights = self._weights()
-        values = self._over_rows(lambda f, _: log_mean(self.likelihood.log_mean(f), weights))
+        values = self._over_rows(lambda f, _: log_mean_exp(self.likelihood.log_mean(f), weights))
         return self._out(values)
 
     @property

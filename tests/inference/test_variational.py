@@ -320,14 +320,11 @@ def test_it_is_the_default_where_it_applies(name, options, fit, expected):
     assert la.mean == expected
 
 
-def test_where_memory_ends_the_network_is_gone_on_with(monkeypatch):
-    def ends(*_):
-        raise torch.OutOfMemoryError("none left")
-
+def test_without_a_span_the_network_is_gone_on_with(monkeypatch):
     case = tiny("bernoulli")
     la = LinearisedLaplace(case.model, "bernoulli", num_samples=4, g_prior=True)
     plain = LinearisedLaplace(case.model, "bernoulli", num_samples=4, curvature="network")
-    monkeypatch.setattr(OverSpan, "residuals", ends)
+    monkeypatch.setattr(OverSpan, "residuals", lambda *_: None)  # as in an order that changes
     for one in (la, plain):
         one.fit([(case.x, case.y)], progress_bar=False)
     torch.testing.assert_close(la.w_samples, plain.w_samples)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
@@ -16,10 +16,10 @@ from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.iterative_e_step import IterativeEStep
 from torch_lla_em.inference.mackay import MStep
 from torch_lla_em.inference.options import FitOptions, allows_span, choose_curvature
-from torch_lla_em.inference.span_e_step import FEWEST_SAMPLES, NoSpan, SpanEStep, with_fewer
+from torch_lla_em.inference.span_e_step import NoSpan, SpanEStep
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples, with_noise
 from torch_lla_em.problem import VECTORS, Problem, size_of
-from torch_lla_em.runtime import DoesNotFit, Grown, is_shortage, release, shortage_of
+from torch_lla_em.runtime import DoesNotFit, Grown, release, shortage_of
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -107,29 +107,15 @@ def learn(
         start = start._replace(kind=start.kind or kinds[0])
         while True:
             at = problem if start.point is None else problem.with_curvature_at(start.point)
-            found, shortage = None, False
-            try:
+            found = None
+            with suppress(NoSpan):
                 found = _fitted(at, noise, options, on_step, start)
-            except NoSpan:
-                pass
-            except (RuntimeError, MemoryError) as error:
-                # all ranks would have to continue in the same way
-                if problem.data.group.size > 1 or not is_shortage(error):
-                    raise
-                if start.kind == _SOLVES and not problem.sweep.kept.known:
-                    raise
-                shortage = True
-            if found is None:  # what the failed attempt held is free outside of the handler
-                start = start._replace(state=None, directions=None)
-                if shortage and problem.sweep.kept.known:
-                    problem.sweep.kept.forget()
-                elif shortage and start.moves and len(noise.xi) > FEWEST_SAMPLES:
-                    noise = with_fewer(noise, max(FEWEST_SAMPLES, len(noise.xi) // 2))
-                else:
-                    instead = "network" if options.curvature is None else "linear"
-                    logger.warning(*((_NOT_VARIATIONAL, instead) if start.moves else (_NO_SPAN,)))
-                    start = start._replace(kind=kinds[kinds.index(start.kind) + 1])
-                release()
+            if found is None:
+                instead = "network" if options.curvature is None else "linear"
+                logger.warning(*((_NOT_VARIATIONAL, instead) if start.moves else (_NO_SPAN,)))
+                kind = kinds[kinds.index(start.kind) + 1]
+                start = start._replace(kind=kind, state=None, directions=None)
+                release()  # what the failed attempt held
                 continue
             log_precision = found.hyper.precision.log()
             if _is_last(problem, options, start, log_precision):
@@ -193,14 +179,13 @@ def _memory_explained(problem: Problem, num_samples: int) -> Iterator[None]:
     else:
         return
     block = num_samples * problem.size * problem.dtype.itemsize
-    outputs = problem.data.num_outputs
     raise DoesNotFit(
         f"Out of memory on {problem.device}, outside of the passes over the data ({shortage}). "
         f"{num_samples} samples of {problem.size:,} parameters need {size_of(block)}; a fit needs "
-        f"up to {VECTORS} times as much, and a span of directions. FunctionSpace needs one vector "
-        f"of parameters for each of {outputs:,} outputs. Use fewer samples (num_samples); fewer "
-        'parameters in the posterior (parameters="last_layer", or name patterns); vectors on the '
-        'CPU (compute=Compute(vectors="cpu")); a smaller span (solver=BlockKrylov(memory=bytes)).'
+        f"up to {VECTORS} times as much, and a span of directions. Use fewer samples (num_samples); "
+        'fewer parameters in the posterior (parameters="last_layer", or name patterns); vectors on '
+        'the CPU (compute=Compute(vectors="cpu")); a smaller span '
+        "(solver=BlockKrylov(memory=bytes)); or BlockCG() instead of FunctionSpace()."
     )
 
 

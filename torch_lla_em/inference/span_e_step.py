@@ -59,7 +59,7 @@ _RESTARTS = 10
 _PATIENCE = 8
 """Steps at a fixed λ without a decrease of the error by 10 % after which only rounding is left."""
 
-FEWEST_SAMPLES = 4
+_FEWEST = 4
 """Smallest number of samples with which a fit continues when memory is short."""
 
 _EXAMPLES, _NUMBERS = 512, 2**21
@@ -284,19 +284,16 @@ def _that_fits(
     if fits < K:
         span.store_in_half()
         fits = int(left / span.bytes_of(_DIRECTIONS)) - 1
-    if fits < (min(K, FEWEST_SAMPLES) if moves else K):
+    if fits < (min(K, _FEWEST) if moves else K):
         return None
-    return noise if fits >= K else with_fewer(noise, fits)
-
-
-def with_fewer(noise: StochasticPrior, number: int) -> StochasticPrior:
-    """Return the random probes of the first samples, and log that there are fewer than requested."""
+    if fits >= K:
+        return noise
     logger.warning(
         'There is memory for %d posterior samples with curvature="variational" instead of %d. The '
         "fit continues with %d. For more samples free memory, or choose fewer `parameters`.",
-        *(number, len(noise.xi), number),
+        *(fits, K, fits),
     )
-    return noise._replace(xi=noise.xi[:number], eta=noise.eta[:number])
+    return noise._replace(xi=noise.xi[:fits], eta=noise.eta[:fits])
 
 
 def _warn(found: Expectation, tolerance: float) -> None:

@@ -262,7 +262,6 @@ def line(
         "predict F": ahead,
         "columns": last["columns"],
         "em_steps": len(la.history),
-        "stages": {name: round(spent[0], 3) for name, spent in last["stages"].items()},
         "precision": la.prior_precision.sum().item(),
         "gamma": gamma,
         "certificate": la.certificate.max().item(),

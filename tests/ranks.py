@@ -51,6 +51,5 @@ def _work(rank, size, name, folder, arguments, timeout):
 
 def facts(la):
     state = {name: tensor for name, tensor in la.state_dict().items() if name != "record"}
-    own = "seconds", "stages"
-    records = [{k: v for k, v in record.items() if k not in own} for record in la.history]
+    records = [{k: v for k, v in record.items() if k != "seconds"} for record in la.history]
     return {"state": state, "history": records, "num_data": la.num_data}

@@ -27,13 +27,6 @@ logger = logging.getLogger("torch_lla_em")
 
 _SECONDS_BETWEEN_UPDATES = 0.2
 _BAR = "{desc}: {n:.0f} columns [{elapsed}{postfix}]"
-# stages of a fit, as the progress bar names them
-_STAGES = {
-    "setting up": "checking the network",
-    "noise": "random probes",
-    "mode": "linear mode",
-    "samples": "posterior samples",
-}
 
 
 class Session:
@@ -68,7 +61,7 @@ class Session:
             stack.enter_context(collected_warnings(self.messages))
             looks = {"bar_format": _BAR, "mininterval": _SECONDS_BETWEEN_UPDATES, "miniters": 0}
             self._bar = stack.enter_context(
-                tqdm(desc=_STAGES["setting up"], disable=silent, **looks)
+                tqdm(desc=self.problem.cost.stage, disable=silent, **looks)
             )
             for device in {"cpu", self._device.type}:
                 stack.enter_context(torch.autocast(device, enabled=False))
@@ -107,7 +100,7 @@ class Session:
             return None
         self.history[:] = saved["history"]
         self.messages += [words for words in saved["messages"] if words not in self.messages]
-        problem.cost.restore(saved["columns"], saved["stages"])
+        problem.cost.columns = saved["columns"]
         problem.data.restore(saved["facts"])
         logger.info("Resuming from the checkpoint after EM step %d.", len(self.history))
         progress: Progress = saved["progress"]
@@ -118,7 +111,6 @@ class Session:
         if info is not None:
             number, data = len(self.history) + 1, self.problem.data
             self.history.append(record_of(info, number, data.num_passes))
-            self._note_stages()
         if self._folder is None:
             return
         self.problem.sweep.refuse_changes()
@@ -126,21 +118,15 @@ class Session:
             "history": self.history,
             "messages": self.messages[1:],
             "columns": self.problem.cost.columns,
-            "stages": self.problem.cost.stages(),
             "facts": self.problem.data.facts(),
             "progress": progress,
         }
         self._folder.save(state)
 
-    def _note_stages(self) -> None:
-        spent = self.problem.cost.stages()
-        self.history[-1]["stages"] = {name: list(stage) for name, stage in spent.items()}
-
     def _draw(self, share: float | None) -> None:
         """Show the stage, the progress of its pass, and the result of the last EM step."""
         cost = self.problem.cost
-        stage = _STAGES.get(cost.running, cost.running)
-        doing = f"{stage}, pass {self.problem.data.num_passes + 1}"
+        doing = f"{cost.stage}, pass {self.problem.data.num_passes + 1}"
         if share is not None:
             doing += f" ({share:.0%})"
         if self.history:
@@ -151,8 +137,6 @@ class Session:
 
     def end(self) -> None:
         """Raise an error if the data are not those of the checkpoint, or the weights have changed."""
-        if self.history:
-            self._note_stages()
         if not self._bar.disable:
             self._bar.n = self.problem.cost.columns
             self._bar.set_description_str("fitted")

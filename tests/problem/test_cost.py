@@ -1,4 +1,4 @@
-"""What a fit costs: stages, the plan, the bar."""
+"""What a fit costs: the plan, the seconds, the bar."""
 
 import pytest
 import torch
@@ -13,16 +13,6 @@ def made(**options):
     return case, LinearisedLaplace(case.model, "classification", **options)
 
 
-def test_history_tells_seconds_and_columns_by_stage():
-    case, la = made()
-    la.fit([(case.x, case.y)], progress_bar=False)
-    stages = la.history[-1]["stages"]
-    assert {"noise", "E-step"} <= set(stages)
-    assert stages["noise"][1] == 4 and stages["E-step"][1] > 0
-    # what the last samples took is there too, though no step of EM came after them
-    assert sum(columns for _, columns in stages.values()) >= la.history[-1]["columns"]
-
-
 def test_a_plan_tells_memory_and_runs_nothing():
     case, la = made()
     loader = [(case.x[:15], case.y[:15]), (case.x[15:], case.y[15:])]
@@ -32,11 +22,10 @@ def test_a_plan_tells_memory_and_runs_nothing():
     assert la.w_lin is not None
 
 
-def test_the_summary_shows_the_seconds_of_the_whole_fit():
+def test_the_summary_shows_the_seconds_of_em():
     case, la = made()
     la.fit([(case.x, case.y)], progress_bar=False)
-    whole = sum(seconds for seconds, _ in la.history[-1]["stages"].values())
-    assert whole > la.history[-1]["seconds"] and f"{whole:.3g} s" in repr(la)
+    assert f"passes, {la.history[-1]['seconds']:.3g} s" in " ".join(repr(la).split())
 
 
 @pytest.mark.parametrize("curvature", ["network", "variational"])

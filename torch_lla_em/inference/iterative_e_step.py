@@ -111,16 +111,14 @@ class IterativeEStep:
         """Return problem and random probes at a state's σ, and w_lin and the samples there."""
         hyper, last = state.hyper, state.own or Solved()
         problem, noise = self._at_noise(hyper)
-        with problem.cost.stage("mode"):
-            start = last.mode
-            if start is None:
-                start = first_mode(problem, noise.prior, hyper.precision)
-            mode_tolerance = max(mode_tolerance, 10 * torch.finfo(problem.dtype).eps)
-            newton = Newton(mode_tolerance)
-            mode = optimise_MAP(problem, noise.prior, hyper.precision, newton, start)
-        with problem.cost.stage("samples"):
-            solver = replace(self._solver, tolerance=tolerance)
-            samples = optimise_samples(problem, noise, hyper.precision, solver, last.samples)
+        problem.cost.stage, start = "linear mode", last.mode
+        if start is None:
+            start = first_mode(problem, noise.prior, hyper.precision)
+        newton = Newton(max(mode_tolerance, 10 * torch.finfo(problem.dtype).eps))
+        mode = optimise_MAP(problem, noise.prior, hyper.precision, newton, start)
+        problem.cost.stage = "posterior samples"
+        solver = replace(self._solver, tolerance=tolerance)
+        samples = optimise_samples(problem, noise, hyper.precision, solver, last.samples)
         return problem, noise, mode, samples
 
     def _at_noise(self, hyper: Hyperparameters) -> tuple[Problem, StochasticPrior]:

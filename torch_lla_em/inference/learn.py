@@ -93,8 +93,8 @@ def learn(
     K, seed, layerwise = options.num_samples, options.seed, options.layerwise
     with _memory_explained(problem, K):
         if start is None:
-            with problem.cost.stage("noise"):
-                noise = get_sto_samples(problem, K, seed, options.g_prior, layerwise)
+            problem.cost.stage = "random probes"
+            noise = get_sto_samples(problem, K, seed, options.g_prior, layerwise)
             start = Progress(Grown.of(noise.eta), noise.prior.scale, sigma_of(problem))
             on_step(None, start)
         else:
@@ -161,12 +161,12 @@ def _fitted(
         e_step = SpanEStep(problem, noise, options, start.moves, start.directions)
     m_step = MStep(problem, noise.prior, options.update)
     state, told = start.state or e_step.start(), start._replace(directions=None)
-    with problem.cost.stage("E-step"):
-        for reached in em(e_step, m_step, state, options.em_steps):
-            state = reached
-            now = told._replace(state=state, directions=e_step.state())
-            on_step(state.info if state.fresh else None, now)
-        return e_step.posterior(state)
+    problem.cost.stage = "E-step"
+    for reached in em(e_step, m_step, state, options.em_steps):
+        state = reached
+        now = told._replace(state=state, directions=e_step.state())
+        on_step(state.info if state.fresh else None, now)
+    return e_step.posterior(state)
 
 
 @contextmanager

@@ -120,9 +120,8 @@ def of_fit(la: Any) -> tuple[str, Cells]:
         rows.append(("reference of p-values and sets", count))
     if la.history:
         last = la.history[-1]
-        spent = [seconds for seconds, _ in last.get("stages", {}).values()]
-        seconds = f", {sum(spent):.3g} s" if spent else ""
-        rows.append(("EM", f"{last['step']} steps, {last['data_passes']} passes{seconds}"))
+        steps, passes, seconds = last["step"], last["data_passes"], last["seconds"]
+        rows.append(("EM", f"{steps} steps, {passes} passes, {seconds:.3g} s"))
     rows += [("memory plan", plan) for plan in la.messages[:1]]
     return title, [*rows, *findings(la)]
 

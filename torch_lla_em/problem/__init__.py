@@ -1,6 +1,5 @@
 """Sums over the data, Σ loss(J w, y) and G w = Σ Jᵀ H J w, each computed in one pass."""
 
-from torch_lla_em.problem.cost import Cost
 from torch_lla_em.problem.operators import (
     Outputs,
     WhitenedGGN,
@@ -20,7 +19,6 @@ from torch_lla_em.problem.problem import NoiseFeatures, Problem, output_noise
 
 __all__ = [
     "VECTORS",
-    "Cost",
     "NoiseFeatures",
     "Outputs",
     "Plan",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
 
@@ -13,7 +14,6 @@ from torch import Tensor
 from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, ParameterLayout, Rows
 from torch_lla_em.likelihoods import Likelihood, Regression, compare_with_log_prob
-from torch_lla_em.problem.cost import Cost
 from torch_lla_em.problem.curvature import Point, RowSquares
 from torch_lla_em.problem.finite import DERIVATIVE, LIKELIHOOD, OUTPUTS, is_moderate, require
 from torch_lla_em.problem.sweep import BLOCK, SCALAR, VECTOR, Fold, Pass, Sums, Sweep
@@ -34,6 +34,17 @@ class NoiseFeatures(NamedTuple):
 
     squares: Tensor
     """The expected squared feature s², shape (P,); 0 if it was not requested."""
+
+
+@dataclass
+class Cost:
+    """What a fit has done so far, for the history and the progress bar."""
+
+    columns: float = 0.0
+    """Columns pushed through the data: K for a product with K columns."""
+
+    stage: str = "checking the network"
+    """What the fit does now."""
 
 
 class Problem:

@@ -25,7 +25,7 @@ from methods.resume import resume
 from torch import nn
 from torch.nn import functional as F
 
-from torch_lla_em import LinearisedLaplace
+from torch_lla_em import LinearisedLaplace, compare
 
 TABLES = "vehicle", "german", "pima", "vowel"
 NETWORKS = list(itertools.product((1, 2, 3), (5, 100), (0.0, 1.0)))
@@ -55,8 +55,9 @@ def scores(task: tasks.Task, network: nn.Module, quick: bool) -> dict[str, float
     found["bound"] = la.log_marginal_likelihood().value.item()
     for name in ("fitted", "calibrated"):
         held_out = [tuple(held)]
-        found[f"held-out evidence, {name}"] = la.held_out_evidence(held_out).value.item()
-        found[f"jointly, {name}"] = la.held_out_evidence(held_out, together=10).value.item()
+        for score, together in (("held-out evidence", 1), ("jointly", 10)):
+            (record,) = compare([la], held_out, together=together).records.values()
+            found[f"{score}, {name}"] = record["held-out evidence"]
         found[name] = la.predict(test.x).log_prob(test.y).mean().item()
         la.calibrate(held_out)
     return found

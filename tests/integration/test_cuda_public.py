@@ -23,6 +23,7 @@ from torch_lla_em import (
     HeteroscedasticRegression,
     LinearisedLaplace,
     LinearOperatorRegression,
+    compare,
 )
 
 pytestmark = pytest.mark.cuda
@@ -147,7 +148,7 @@ PREDICTIONS = {
     "one function": lambda la, x, y: la.function_sample(1)(x),
     "joint": lambda la, x, y: la.joint_log_prob(x, y),
     "evidence": lambda la, x, y: la.log_marginal_likelihood().value,
-    "held-out": lambda la, x, y: la.held_out_evidence([(x, y)]).value,
+    "compared": lambda la, x, y: next(iter(compare([la], [(x, y)]).log_probs.values())),
     "calibrated": lambda la, x, y: la.calibrate([(x, y)])(x),
 }
 

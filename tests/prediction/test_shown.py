@@ -1,5 +1,6 @@
 """What is shown of a fit and of a prediction, what is warned about, and held-out evidence."""
 
+import math
 import re
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lla_em import LinearisedLaplace, Prediction
+from torch_lla_em import LinearisedLaplace, Prediction, compare
 from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson
 from torch_lla_em.prediction import metrics
 
@@ -61,16 +62,18 @@ def test_held_out_evidence_is_that_of_groups(name):
     groups = [slice(0, 8), slice(8, 16), slice(16, 23)]
     values = torch.stack([la.joint_log_prob(x[rows], y[rows]) for rows in groups])
     for size in (1, 5, 20, 23):  # of batches, which groups do not depend on
-        found = la.held_out_evidence(list(zip(x.split(size), y.split(size))), together=8)
-        assert_close(found.value, values.sum())
-        assert_close(found.standard_error, 3**0.5 * values.std())
-    assert la.held_out_evidence(x, y, together=23).standard_error.isnan()
-    alone = la.held_out_evidence([(x, y)], together=1)
-    assert_close(la.held_out_evidence(x, y), alone)
+        total, error = evidence_of(la, list(zip(x.split(size), y.split(size))), 8)
+        assert total == pytest.approx(values.sum().item())
+        assert error == pytest.approx((3**0.5 * values.std()).item())
+    assert math.isnan(evidence_of(la, [(x, y)], 23)[1])
     if name != "regression":  # whose outputs have errors in common
-        assert_close(alone.value, la.predict(x).log_prob(y).sum(), rtol=0.02, atol=0)
-    with pytest.raises(ValueError, match="together"):
-        la.held_out_evidence([(x, y)], together=0)
+        alone = la.predict(x).log_prob(y).sum().item()
+        assert evidence_of(la, [(x, y)], 1)[0] == pytest.approx(alone, rel=0.02)
+
+
+def evidence_of(la, loader, together):
+    (record,) = compare([la], loader, together=together).records.values()
+    return record["held-out evidence"], record["evidence error"]
 
 
 def test_outputs_of_different_units_are_noticed():
@@ -94,11 +97,11 @@ def test_groups_are_of_examples_of_one_shape():
     ]
     la = LinearisedLaplace(model, "classification", num_samples=4, class_dim=1)
     la.fit(batches, em_steps=0, prior_precision=5.0, progress_bar=False)
-    found = la.held_out_evidence(batches, together=3)
+    total, _ = evidence_of(la, batches, 3)
     groups = []
     for x, y in (map(torch.cat, zip(*batches[:2])), map(torch.cat, zip(*batches[2:]))):
         groups += [(x[:3], y[:3]), (x[3:], y[3:])]
-    assert_close(found.value, sum(la.joint_log_prob(*group) for group in groups))
+    assert total == pytest.approx(sum(la.joint_log_prob(*group) for group in groups).item())
 
 
 def warnings(prediction=None, y=None, **changed):

@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from torch_lla_em.data import Data, paired
-from torch_lla_em.inference import Estimate
+from torch_lla_em.data import Data
 from torch_lla_em.likelihoods import Regression
 from torch_lla_em.prediction import metrics, summary
 from torch_lla_em.prediction.calibration import Kept
@@ -21,8 +19,6 @@ from torch_lla_em.prediction.export import Ways, exported, returned
 from torch_lla_em.prediction.functions import WEIGHT, slots
 from torch_lla_em.prediction.posterior import StoredPosterior
 from torch_lla_em.prediction.predictor import Predictor
-from torch_lla_em.prediction.validation import evidence, pushed
-from torch_lla_em.runtime import check_options, group_of
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -134,36 +130,6 @@ class Fitted(summary.Printed, Predictor, StoredPosterior):
         return exported(
             self._linear_model, self._columns(num_samples), x, Ways(of_inputs, of_products), path
         )
-
-    def held_out_evidence(
-        self, loader: Any, targets: Tensor | None = None, *, together: int = 1
-    ) -> Estimate:
-        """Return the log predictive density of held-out data; larger is better.
-
-        Use it to choose between posteriors of different networks. To choose between networks that
-        are used without a posterior, compare their validation losses.
-
-        Args:
-            loader (DataLoader, Dataset, list of batches, or inputs): The held-out data.
-            targets (Tensor, optional): The targets, if ``loader`` are inputs.
-            together (int): Number of consecutive examples that are predicted jointly, whatever the
-                loader's batch size. Default 1.
-
-        Returns:
-            An ``Estimate`` of ``value`` and ``standard_error`` over groups of examples.
-
-        Raises:
-            NotFittedError: Before ``fit``, or if the model has changed since.
-
-        Example:
-            >>> log_density = la.held_out_evidence(x, y, together=5).value
-        """
-        check_options(together=together)
-        self._require_fit(surely=True)
-        with torch.inference_mode(False), torch.no_grad():
-            group = group_of(self._shard)
-            parts = [part for _, part in pushed(self, paired(loader, targets), group)]
-            return evidence(parts, self.mixture, together, group)
 
     def _warn_of_collapse(self, data: Data) -> None:
         """Log a warning for each sign that the fit has failed, judged by some training examples."""

@@ -76,8 +76,8 @@ class StoredPosterior(nn.Module):
         """Return log p(y | λ, σ) of the linear model, with its standard error over samples.
 
         It compares priors, noise levels and likelihoods on the features of one network. It does not
-        compare networks, whose features were learnt from the same targets: use
-        ``held_out_evidence`` or ``compare`` for these.
+        compare networks, whose features were learnt from the same targets: use ``compare`` for
+        these.
 
         Returns:
             An ``Estimate`` of ``value`` and ``standard_error``.

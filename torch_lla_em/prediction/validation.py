@@ -77,24 +77,18 @@ def pushed_under_each(
         yield parts
 
 
-def evidence(
-    parts: Iterable[Pushed], table: Tensor, together: int, group: Group = Group()
-) -> Estimate:
-    """Return Σ log p(y of some examples | x of them), for examples of all ranks.
+def evidence(parts: Iterable[Pushed], table: Tensor, together: int) -> Estimate:
+    """Return Σ log p(y of some examples | x of them).
 
     So many consecutive examples are predicted ``together``, whatever the batches; only the last ones
-    of a rank may be fewer, and those in front of examples of another shape.
+    may be fewer, and those in front of examples of another shape.
     """
     runs = groupby(parts, lambda part: part.f.shape[1:])
     each = (some for _, run in runs for some in joined(run).split(together))
-    found = [some.prediction(table).joint_log_prob(some.y).double() for some in each]
-    values = torch.stack(found) if found else table.new_zeros(0).double()
-    count, total, squares = group.sum(
-        torch.stack([torch.ones_like(values), values, values.square()]).sum(1)
-    )
+    values = torch.stack([some.prediction(table).joint_log_prob(some.y).double() for some in each])
     # the spread of one value is not known: 0 / 0 is NaN
-    variance = (squares - total**2 / count).clamp_min(0) / (count - 1)
-    return Estimate(total, (count * variance).sqrt())
+    variance = (values - values.mean()).square().sum() / (len(values) - 1)
+    return Estimate(values.sum(), (len(values) * variance).sqrt())
 
 
 def predicted_data(posterior: StoredPosterior, loader: Iterable[Any]) -> PredictedData:

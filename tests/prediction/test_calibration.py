@@ -88,8 +88,6 @@ def test_calibration_finds_scale_and_noise_of_a_regression():
     found = fit(examples(Regression(2.0), f, Jw, y))
     assert_close(found.table[0, 3].item(), 0.3, rtol=0.1, atol=0)
     assert_close(2.0 * found.noise, 0.6, rtol=0.05, atol=0)
-    before, after = found.calibration.coverage
-    assert before > 0.97 and abs(after - 0.9) < 5 * (0.09 / 20_000) ** 0.5
 
 
 def test_the_mean_lies_between_the_two():
@@ -124,16 +122,8 @@ def test_errors_are_those_of_paired_differences(caplog):
     gain = after.log_prob(y) - before.log_prob(y)
     error = gain.std().item() / 50**0.5
     assert found.calibration.standard_error == pytest.approx(error)
-    inside = [
-        ((y >= interval.lower) & (y <= interval.upper)).double().mean(1)
-        for interval in (before.credible_interval(0.9), after.credible_interval(0.9))
-    ]
-    assert found.calibration.coverage == pytest.approx([share.mean().item() for share in inside])
-    error = (inside[1] - inside[0]).std().item() / 50**0.5
-    assert found.calibration.coverage_error == pytest.approx(error)
-    nll, after, gain, (low, high) = *found.calibration[1:4], found.calibration.coverage
+    nll, after, gain = found.calibration[1:4]
     assert f"{nll:.4g} → {after:.4g} (improvement {nll - after:.2g} ± {gain:.2g})" in said
-    assert f"{low:.1%} → {high:.1%} (difference ± {error:.1%})" in said
 
 
 def test_better_predictions_are_kept(caplog):
@@ -158,11 +148,3 @@ def test_ignored_labels_are_no_examples():
     assert found[:4] == pytest.approx(alone[:4])
     with pytest.raises(ValueError, match="None of the validation examples has a label"):
         fit(examples(problem.likelihood, f, Jw, torch.full_like(y, -100)))
-
-
-def test_data_of_another_source_are_warned_of(caplog):
-    f = 50 * draw(3000, 3)
-    y = Classification().sample(f / 50, torch.Generator().manual_seed(2))
-    with caplog.at_level(logging.WARNING, logger="torch_lla_em"):
-        fit(examples(Classification(), f, 1e-9 * draw(5, 3000, 3, seed=1), y))
-    assert "same source" in caplog.text

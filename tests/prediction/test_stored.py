@@ -13,6 +13,7 @@ from torch_lla_em import (
     LinearisedLaplace,
     LinearOperatorRegression,
 )
+from torch_lla_em.prediction.calibration import restored
 from torch_lla_em.runtime import write_atomically
 
 
@@ -42,6 +43,8 @@ def test_safetensors_hold_the_same(kind, tmp_path):
     la.save(tmp_path / "la.pt")
     la.save(tmp_path / "la.safetensors")
     assert LinearisedLaplace.load(tmp_path / "la.pt", case.model).calibration == la.calibration
+    older = [*la.calibration[:4], [0.8, 0.9], 0.1, True]  # as release 0.3.0 stored it
+    assert restored(older) == la.calibration._replace(applied=True) and restored(None) is None
     safe = LinearisedLaplace.load(tmp_path / "la.safetensors", case.model)
     plain = LinearisedLaplace.load(tmp_path / "la.pt", case.model).state_dict()
     state = safe.state_dict()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from math import exp, log, nan
+from math import nan
 from typing import Any, NamedTuple
 
 import torch
@@ -16,21 +16,14 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction.conformal import Reference
-from torch_lla_em.prediction.metrics import covered
-from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushed import Pushed, Tables
 from torch_lla_em.runtime import Group
 
 logger = logging.getLogger("torch_lla_em")
 
-Score = Callable[[Prediction, Tensor], Tensor]
-"""Maps a prediction and its targets to a number for each example."""
-
 # prior standard deviations of log factors, of log scales, and of the logits of weights
 _OF_FACTOR, _OF_SCALE, _OF_LOGIT = 0.5, 1.0, 1.0
 
-# log factors above which the validation set probably differs from the training data
-_EDGE = log(10)
 # number of functions times outputs that are held in memory at a time
 _NUMBERS = 2**22
 _STEPS = 100
@@ -56,13 +49,7 @@ class Calibration(NamedTuple):
     standard_error: float
     """Standard error of the difference over examples; NaN for a single example."""
 
-    coverage: tuple[float, float] | None = None
-    """For regression: the coverage of 90 % prediction intervals before and after."""
-
-    coverage_error: float | None = None
-    """Standard error of the difference of the two coverages over examples."""
-
-    applied: bool = True
+    applied: bool
     """Whether predictions were changed: not if the NLL before was lower."""
 
     @property
@@ -72,22 +59,12 @@ class Calibration(NamedTuple):
 
     def __str__(self) -> str:
         improvement = f"{self.before - self.after:.2g} ± {self.standard_error:.2g}"
-        text = f"{self.before:.4g} → {self.after:.4g} (improvement {improvement})"
-        if self.coverage is not None:
-            before, after = self.coverage
-            error = (
-                "" if self.coverage_error is None else f" (difference ± {self.coverage_error:.1%})"
-            )
-            text += f", coverage of 90 % intervals {before:.1%} → {after:.1%}{error}"
-        return text
+        return f"{self.before:.4g} → {self.after:.4g} (improvement {improvement})"
 
 
 def restored(fields: list[Any] | None) -> Calibration | None:
-    """Return the calibration of a file, which has lists for tuples; None if there was none."""
-    if fields is None:
-        return None
-    found = Calibration(*fields)
-    return found._replace(coverage=found.coverage and (*found.coverage,))
+    """Return the calibration of a file; release 0.3.0 stored coverages before the last field."""
+    return None if fields is None else Calibration._make([*fields[:4], fields[-1]])
 
 
 class Numbers(NamedTuple):
@@ -98,9 +75,6 @@ class Numbers(NamedTuple):
 
     deviations: tuple[float, ...]
     """Prior standard deviations of θ."""
-
-    factors: tuple[int, ...]
-    """Indices in θ of logarithms that are expected to stay moderate."""
 
 
 class Kept(NamedTuple):
@@ -137,23 +111,15 @@ def calibrated(data: Pushed, group: Group, before: Tables) -> Kept:
     theta = _most_probable(numbers, data, group)
     table, noise = found = numbers.at(theta)
     so_far = before, torch.ones_like(noise)
-    old, new = (_each(data, Prediction._log_prob, *which) for which in (so_far, found))
+    old, new = (_log_probs(data, *which) for which in (so_far, found))
     optimism = _determined(numbers, theta, data, group) / count
     (nll, _), (gain, error) = mean_and_error(-old), mean_and_error(new - old)
-    coverage = coverage_error = None
-    if isinstance(likelihood, Regression) and likelihood.elementwise:
-        first, second = (_each(data, _coverage, *which) for which in (so_far, found))
-        coverage = mean_and_error(first)[0], mean_and_error(second)[0]
-        coverage_error = mean_and_error(second - first)[1]
     applied, reference = gain > optimism, _split(numbers, data, group)
-    calibration = Calibration(
-        int(count), nll, nll - gain + optimism, error, coverage, coverage_error, applied
-    )
+    calibration = Calibration(int(count), nll, nll - gain + optimism, error, applied)
     if not applied:
         logger.warning("Validation NLL %s; predictions are kept as they were.", calibration)
         return Kept(before, 1.0, calibration, reference)
     logger.info("Validation NLL %s; calibration applied.", calibration)
-    _warn_at_edges(numbers, theta)
     return Kept(table, noise.item(), calibration, reference)
 
 
@@ -175,7 +141,7 @@ def numbers_of(likelihood: Likelihood) -> Numbers:
             a = theta[2].sigmoid()
             return _table([[theta.new_ones(()), a, 1 - a, (2 * theta[0]).exp()]]), theta[1].exp()
 
-        return Numbers(mixed_mean, (_OF_SCALE, _OF_SCALE, 2 * _OF_LOGIT), (0, 1))
+        return Numbers(mixed_mean, (_OF_SCALE, _OF_SCALE, 2 * _OF_LOGIT))
     factors = likelihood.gives_probabilities
 
     def mixture(theta: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,8 +150,7 @@ def numbers_of(likelihood: Likelihood) -> Numbers:
         posterior = [w[0], one, zero, (2 * theta[0]).exp()]
         return _table([posterior, [w[1], c, zero, zero], [w[2], zero, t, zero]]), one
 
-    deviations = (_OF_SCALE, *(_OF_FACTOR,) * 2 * factors, *(_OF_LOGIT,) * 3)
-    return Numbers(mixture, deviations, tuple(range(1 + 2 * factors)))
+    return Numbers(mixture, (_OF_SCALE, *(_OF_FACTOR,) * 2 * factors, *(_OF_LOGIT,) * 3))
 
 
 def _table(rows: list[list[Tensor]]) -> Tensor:
@@ -198,15 +163,10 @@ def _pieces(data: Pushed) -> Iterator[Pushed]:
         yield piece.double()
 
 
-def _each(data: Pushed, of: Score, table: Tables, noise: Tensor) -> Tensor:
-    """Return a score of every example, (N,)."""
-    parts = [of(piece.prediction(table, noise), piece.y) for piece in _pieces(data)]
+def _log_probs(data: Pushed, table: Tables, noise: Tensor) -> Tensor:
+    """Return log p(y | x) of every example, (N,)."""
+    parts = [piece.prediction(table, noise)._log_prob(piece.y) for piece in _pieces(data)]
     return torch.cat(parts) if parts else noise.new_zeros(0)
-
-
-def _coverage(prediction: Prediction, y: Tensor) -> Tensor:
-    """Return the share of each example's targets in their prediction intervals."""
-    return covered(prediction, y).double().reshape(len(y), -1).mean(1)
 
 
 def _most_probable(numbers: Numbers, data: Pushed, group: Group) -> Tensor:
@@ -235,7 +195,7 @@ def _determined(numbers: Numbers, theta: Tensor, data: Pushed, group: Group) -> 
     steps = _DIFFERENCE * torch.eye(len(theta), dtype=theta.dtype, device=theta.device)
 
     def rows(theta: Tensor) -> Tensor:
-        return _each(data, Prediction._log_prob, *numbers.at(theta))
+        return _log_probs(data, *numbers.at(theta))
 
     slopes = [(rows(theta + step) - rows(theta - step)) / (2 * _DIFFERENCE) for step in steps]
     scaled = torch.stack(slopes) * torch.tensor(numbers.deviations, device="cpu").to(theta)[:, None]
@@ -243,14 +203,3 @@ def _determined(numbers: Numbers, theta: Tensor, data: Pushed, group: Group) -> 
     known = torch.linalg.eigvalsh(information).clamp_min(0)
     count: float = (known / (1 + known)).sum().item()
     return count
-
-
-def _warn_at_edges(numbers: Numbers, theta: Tensor) -> None:
-    beyond = [theta[place].item() for place in numbers.factors if abs(theta[place]) > _EDGE]
-    if beyond:
-        logger.warning(
-            "Calibration multiplies the posterior's standard deviations, its mean or the noise by "
-            "%.3g. Check that the validation set comes from the same source as the training data, "
-            "and that the network was not trained on it.",
-            exp(beyond[0]),
-        )

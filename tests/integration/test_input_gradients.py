@@ -20,7 +20,6 @@ def classifier():
 PREDICTIONS = {
     "mc": lambda la, x: la(x),
     "probit": lambda la, x: la(x, link_approx="probit"),
-    "probit_shared": lambda la, x: la(x, link_approx="probit_shared"),
     "samples": lambda la, x: la.functional_samples(x),
     "one sample": lambda la, x: la.function_sample(1)(x),
     "entropy": lambda la, x: la.predict(x, mean="linear").entropy,

@@ -138,11 +138,11 @@ def test_predictions_change_no_results():
     case, la = fitted()
     prediction = la.predict(case.x)
     centre, deviations = prediction.centre.clone(), prediction.deviations.clone()
-    for link in ("mc", "probit", "probit_shared"):
+    for link in ("mc", "probit"):
         la(case.x, link_approx=link)
     for name in ("mean", "variance", "samples", "probs", "log_probs", "entropy", "epistemic"):
         getattr(prediction, name)
-    prediction.smoothed(), prediction.smoothed(shared=True), prediction.credible_interval()
+    prediction.smoothed(), prediction.credible_interval()
     prediction.joint_log_prob(case.y)
     assert torch.equal(prediction.centre, centre)
     assert torch.equal(prediction.deviations, deviations)

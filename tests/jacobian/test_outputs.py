@@ -183,7 +183,7 @@ def test_nothing_is_of_size_classes_squared(classes):
     with Largest() as largest:
         la = LinearisedLaplace(model, "classification", num_samples=samples, curvature="network")
         la.fit(loader, em_steps=2, progress_bar=False)
-        for link in ("mc", "probit", "probit_shared"):
+        for link in ("mc", "probit"):
             la(x[:rows], link_approx=link)
         prediction = la.predict(x[:rows])
         assert prediction.entropy.shape == prediction.epistemic.shape == (rows,)

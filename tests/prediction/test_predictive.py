@@ -239,21 +239,6 @@ def test_probit_uses_the_variance_alone():
     assert_close(q.smoothed(), (q.mean + 0.5 * q.variance).exp())
 
 
-def test_a_shared_variance_keeps_the_most_probable_class():
-    p = prediction(Classification(), 50)
-    assert_close(p.smoothed(shared=True).argmax(-1), p.mean.argmax(-1))
-    assert (p.smoothed().argmax(-1) != p.mean.argmax(-1)).any()
-    pairs = [(i, j) for i in range(C) for j in range(i)]
-    differences = torch.stack([p.deviations[..., i] - p.deviations[..., j] for i, j in pairs])
-    shared = 0.5 * differences.square().mean((0, 1))
-    expected = (p.mean / (1 + torch.pi / 8 * shared).sqrt()[..., None]).softmax(-1)
-    assert_close(p.smoothed(shared=True), expected)
-    shifted = Prediction(p.likelihood, p.centre, p.deviations + draw(K, B, 50, 1, seed=5))
-    assert_close(shifted.smoothed(shared=True), p.smoothed(shared=True))
-    b = prediction(Bernoulli())
-    assert_close(b.smoothed(shared=True), b.smoothed())
-
-
 @pytest.mark.parametrize("likelihood", [Regression(), Poisson(), HeteroscedasticRegression()])
 @pytest.mark.parametrize("name", ["probs", "log_probs"])
 def test_probs_raise_for_other_likelihoods(likelihood, name):
@@ -303,10 +288,8 @@ def test_samples_of_mixtures_come_in_its_shares():
 def test_smoothed_mixtures_average_the_parts():
     p = mixture(Classification())
     own = Prediction(p.likelihood, p.centre, p.deviations)
-    for shared in (False, True):
-        parts = [own.smoothed(shared), *(member.centre.softmax(-1) for member in p.members[1:])]
-        expected = sum(w * part for w, part in zip(p.weights, parts))
-        assert_close(p.smoothed(shared), expected)
+    parts = [own.smoothed(), *(member.centre.softmax(-1) for member in p.members[1:])]
+    assert_close(p.smoothed(), sum(w * part for w, part in zip(p.weights, parts)))
     assert_close(p.standard_error, 0.5 * own.standard_error)
 
 

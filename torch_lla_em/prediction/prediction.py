@@ -238,24 +238,15 @@ class Prediction(Printed, Conformal):
             lower, upper = self._over_rows(quantiles, dim=1)
         return Interval(self._out(lower), self._out(upper))
 
-    def smoothed(self, shared: bool = False) -> Tensor:
+    def smoothed(self) -> Tensor:
         """Return E[y] in closed form from mean and variance of f: the probit approximation.
-
-        Args:
-            shared (bool): Give all classes of an input the same variance, so that the most probable
-                class stays the network's. Default False.
 
         Returns:
             Probabilities or rates, shape (B, ..., C).
         """
 
         def of(part: Functions) -> Tensor:
-            variance, outputs = mean_square(part.deviations), part.centre.shape[-1]
-            if shared and not part.likelihood.monotone and outputs > 1:
-                # half the mean variance of a difference of two outputs, which a shift does not change
-                contrasts = part.deviations - part.deviations.mean(-1, keepdim=True)
-                variance = mean_square(contrasts).sum(-1, keepdim=True) / (outputs - 1)
-            return part.likelihood.smoothed_mean(part.centre, variance)
+            return part.likelihood.smoothed_mean(part.centre, mean_square(part.deviations))
 
         return self._out(self._averaged(of))
 

@@ -30,7 +30,7 @@ from torch_lla_em.prediction.validation import pushed_under_each
 from torch_lla_em.runtime import check_choice, collected_warnings, group_of
 
 Mean = Literal["network", "linear"]
-Link = Literal["mc", "probit", "probit_shared"]
+Link = Literal["mc", "probit"]
 Own = TypeVar("Own", bound="Predictor")
 
 
@@ -68,8 +68,7 @@ class Predictor:
             x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them. The
                 model may also be given its inputs by name: ``la(input_ids=...)``.
             link_approx (str): How E[y] is computed. "mc" (default): as an average over functions.
-                "probit": from the mean and the variance of f. "probit_shared": with one variance for
-                all classes, which keeps the network's most probable class.
+                "probit": from the mean and the variance of f.
             generator (torch.Generator, optional): Used to draw new samples with the same covariance.
                 Default None: the posterior samples themselves, so that calls are repeatable.
 
@@ -84,13 +83,13 @@ class Predictor:
             >>> probabilities = la(x)
             >>> mean, variance = regression(x)
         """
-        check_choice("link_approx", link_approx, ("mc", "probit", "probit_shared"))
+        check_choice("link_approx", link_approx, ("mc", "probit"))
         prediction = self.predict(x, generator=generator, **inputs)
         if prediction.likelihood.real_valued:
             return prediction.expectation, prediction.predictive_variance
         if link_approx == "mc":
             return prediction.expectation
-        return prediction.smoothed(shared=link_approx == "probit_shared")
+        return prediction.smoothed()
 
     def predict(
         self,

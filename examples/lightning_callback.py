@@ -72,8 +72,6 @@ print(posterior.la)
 #   LightningModule has a `forward`.
 # - If the training loader augments at random, pass a loader without augmentation as `loader=`,
 #   because the posterior needs fixed data.
-# - With `when="validation_end"` the posterior is fitted at every validation, and
-#   `ModelCheckpoint(monitor="posterior/NLL")` can select a checkpoint by it.
 #
 # ## Logged metrics and test NLL
 

@@ -6,7 +6,7 @@ Needs Lightning: ``pip install torch_lla_em[lightning]``.
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from torch import nn
 from torch_lla_em.laplace import LinearisedLaplace, Task
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import compare
-from torch_lla_em.runtime import check_choice
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -30,7 +29,7 @@ _LOGGED |= {"network NLL": "network_NLL", "90 % coverage": "coverage_90"}
 
 
 class LaplaceCallback(Callback):
-    """Fit a posterior to the trained network, and log its scores on the validation set.
+    """Fit a posterior to the network when training ends, and log its scores on the validation set.
 
     Logged under ``posterior/``: NLL, that of the network alone, accuracy and ECE (or RMSE and
     coverage), prior precision λ and effective dimension γ.
@@ -39,13 +38,10 @@ class LaplaceCallback(Callback):
         likelihood (str or Likelihood): As in ``LinearisedLaplace``.
         network (str, optional): Name of the submodule that maps inputs to outputs, such as "net".
             None (default) for the LightningModule itself, which needs a ``forward``.
-        when (str): "train_end" (default) fits once, when training ends. "validation_end" fits at the
-            end of every validation too, so that checkpoints and early stopping can monitor
-            "posterior/NLL".
         loader (DataLoader, optional): The training data. None (default) takes the trainer's. Pass
             one without augmentation if the trainer's augments at random.
-        calibrate (bool): Calibrate on the validation set when training ends, after the scores were
-            computed; logs "posterior/calibrated_NLL". Default True.
+        calibrate (bool): Calibrate on the validation set after the scores were computed; logs
+            "posterior/calibrated_NLL". Default True.
         path (str, optional): File to which rank 0 saves the posterior. Default None.
         **options: Further arguments of ``LinearisedLaplace``, such as ``num_samples``.
 
@@ -69,27 +65,23 @@ class LaplaceCallback(Callback):
         likelihood: Task | Likelihood,
         network: str | None = None,
         *,
-        when: Literal["train_end", "validation_end"] = "train_end",
         loader: Any = None,
         calibrate: bool = True,
         path: str | PathLike[str] | None = None,
         **options: Any,
     ):
         """Keep the options; the class documents the arguments."""
-        check_choice("when", when, ("train_end", "validation_end"))
-        self.likelihood, self.network, self.when = likelihood, network, when
+        self.likelihood, self.network = likelihood, network
         self.loader, self.calibrate, self.path = loader, calibrate, path
         self.options = options
         self.metrics: dict[str, float] = {}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit, log, calibrate and save."""
-        if not self._is_current():
-            self._fit(trainer, pl_module)
         validation = _validation(trainer)
+        self._fit(trainer, pl_module, validation)
         if self.calibrate and validation is not None:
-            with torch.random.fork_rng(devices=[]):
-                self.la.calibrate(validation)
+            self.la.calibrate(validation)
             self.metrics["posterior/calibrated_NLL"] = self.la.calibration.after
         for logger in trainer.loggers:
             logger.log_metrics(self.metrics, step=trainer.global_step)
@@ -97,43 +89,22 @@ class LaplaceCallback(Callback):
         if self.path is not None and trainer.is_global_zero:
             self.la.save(self.path)
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Fit and log, if ``when`` is "validation_end"."""
-        fitting = trainer.state.fn == "fit" and not trainer.sanity_checking
-        if self.when == "validation_end" and fitting:
-            self._fit(trainer, pl_module)
-            pl_module.log_dict(self.metrics)
-
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Move the posterior to the CPU, where the trainer leaves the network."""
         if stage == "fit" and hasattr(self, "la"):
             self.la.to("cpu")
 
-    def _is_current(self) -> bool:
-        """Whether the posterior was fitted to the final weights."""
-        la = getattr(self, "la", None)
-        if la is None or la.w_lin is None:
-            return False
-        unchanged: bool = la._state_of_network.holds(la._linear_model.network, surely=True)
-        return unchanged
-
-    def _fit(self, trainer: Trainer, module: LightningModule) -> None:
+    def _fit(self, trainer: Trainer, module: LightningModule, validation: Any) -> None:
         loader = trainer.train_dataloader if self.loader is None else self.loader
-        validation = _validation(trainer)
         self.la = LinearisedLaplace(self._network(module), self.likelihood, **self.options)
-        # Lightning validates in inference mode, in which tensors have no derivatives. Iterating over
-        # a loader draws from torch's generator, which would change the order of training
-        fork = torch.random.fork_rng(devices=[])
-        with fork, torch.inference_mode(False), torch.enable_grad():
-            self.la.fit(loader, progress_bar=False)
-            self.metrics = {
-                "posterior/prior_precision": self.la.prior_precision.log().mean().exp().item(),
-                "posterior/effective_dim": self.la.effective_dim.sum().item(),
-            }
-            if validation is None:
-                return
-            record = compare([self.la], validation).records
-        (scores,) = record.values()
+        self.la.fit(loader, progress_bar=False)
+        self.metrics = {
+            "posterior/prior_precision": self.la.prior_precision.log().mean().exp().item(),
+            "posterior/effective_dim": self.la.effective_dim.sum().item(),
+        }
+        if validation is None:
+            return
+        (scores,) = compare([self.la], validation).records.values()
         for name in [name for name in _LOGGED if name in scores]:  # ranks reduce in one order
             value = torch.tensor(scores[name], dtype=torch.float64, device=module.device)
             self.metrics[f"posterior/{_LOGGED[name]}"] = trainer.strategy.reduce(value).item()
@@ -152,4 +123,4 @@ class LaplaceCallback(Callback):
 def _validation(trainer: Trainer) -> Any:
     """Return the first validation loader, or None."""
     loaders = trainer.val_dataloaders
-    return loaders[0] if isinstance(loaders, (list, tuple)) and loaders else loaders or None
+    return next(iter(loaders), None) if isinstance(loaders, (list, tuple)) else loaders

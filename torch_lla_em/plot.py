@@ -46,8 +46,8 @@ def reliability(la: Fitted, loader: Examples, axes: Axes | None = None, bins: in
     Args:
         la (LinearisedLaplace): A fitted posterior.
         loader (DataLoader, Dataset or list of batches): Held-out data.
-        bins (int): Number of bins of equal width. Default 10; fewer for small data sets.
         axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
+        bins (int): Number of bins of equal width. Default 10; fewer for small data sets.
 
     Raises:
         TypeError: If the likelihood has no probabilities; use ``coverage`` for regression.
@@ -98,8 +98,8 @@ def bands(la: Fitted, loader: Examples, axes: Axes | None = None, output: int = 
     Args:
         la (LinearisedLaplace): A fitted posterior.
         loader (DataLoader, Dataset or list of batches): Held-out data.
-        output (int): The output to plot. Default 0.
         axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
+        output (int): The output to plot. Default 0.
 
     Raises:
         TypeError: If the targets are not continuous.

@@ -271,3 +271,5 @@ def test_bad_questions_are_refused():
         la.predict(X, mean="mode")
     with pytest.raises(IndexError, match="2 samples"):
         la.function_sample(2)
+    with pytest.raises(IndexError, match="from 0 to 1, .* not -1"):
+        la.function_sample(-1)

@@ -142,6 +142,8 @@ def test_ensembles_are_saved(members, calibrated, tmp_path):
     assert_close(loaded(x), ensemble(x), rtol=0, atol=0)
     if calibrated:
         assert torch.equal(loaded.predict(x).p_value, ensemble.predict(x).p_value)
+    with pytest.raises(ValueError, match="no version key"):
+        loaded.load_state_dict({})
     with pytest.raises(ValueError, match="has 3 members, but this ensemble has 2"):
         LaplaceEnsemble.load(tmp_path / "ensemble.pt", fresh[:2])
 

@@ -113,7 +113,7 @@ class Functions:
         return torch.cat([(share / n).expand(n) for share, n in zip(self._shares, counts)])
 
     def _weighting(self) -> tuple[Tensor, ...]:
-        """Return the weights as an argument, which a user's likelihood may not take."""
+        """Return the weights as further arguments: none if they are equal."""
         weights = self._weights()
         return () if weights is None else (weights,)
 

@@ -85,8 +85,10 @@ class LaplaceEnsemble(Predictor, nn.Module):
             strict (bool): Ignored: the state is always compared with the members.
 
         Raises:
-            ValueError: If the state has another number of members, or belongs to other networks.
+            ValueError: If the state has another format or number of members, or belongs to other
+                networks.
         """
+        records.check(state)
         count = len({name.partition(".")[0] for name in state if "." in name})
         if count != len(self.members):
             raise ValueError(

@@ -64,6 +64,10 @@ def exported(
     """Return the program that maps inputs like x to predictions, and save it to ``path``.
 
     It accepts any number of examples if its graph can be rewritten for that, otherwise as many as x.
+
+    Raises:
+        ValueError: If the name of the file has another ending.
+        RuntimeError: If the program returns other values than the posterior.
     """
     suffix = ".pt2" if path is None else Path(path).suffix
     if suffix not in (".pt2", ".onnx"):
@@ -120,7 +124,7 @@ def _with_steady_sizes(model: LinearModel, x: Any, factored: bool) -> LinearMode
 
 
 def _for_any_batch(network: Network, answer: Callable[[Any], Any], x: Any) -> ExportedProgram:
-    """Return the program for any number of examples, or raise if it cannot be had."""
+    """Return the program for any number of examples; raise an error if the network forbids it."""
     with torch.no_grad(), network.guarded():
         graph = simplified(record_free(answer, x))
     shapes = map_tensors(lambda t: {0: Dim("batch")} if t.dim() else None, x)

@@ -72,10 +72,12 @@ class Fitted(summary.Printed, Predictor, StoredPosterior):
         """
         self._require_fit()
         count, some = len(self.w_samples), slice(None)
-        if not -count <= k < count:
-            raise IndexError(f"There are {count} samples: k runs from 0, not to {k}.")
+        if not 0 <= k < count:
+            raise IndexError(
+                f"k must be from 0 to {count - 1}, since there are {count} samples, not {k}."
+            )
         if self._training() is None:  # else the variance of all samples shrinks the mean
-            some = slice(k % count, k % count + 1)
+            some = slice(k, k + 1)
         part = slots(self.mixture[:, WEIGHT], count)[k]
         alone = self.mixture[None, part].clone()
 

@@ -83,7 +83,11 @@ def concatenated(parts: Iterable[Outcomes]) -> Outcomes:
 
 
 def scores(found: Outcomes) -> dict[str, float]:
-    """Return NLL; accuracy, ECE and AUROC, or RMSE, MAE, R² (the mean over outputs) and coverage; by name."""
+    """Return the scores that apply, by name.
+
+    They are the NLL; for probabilities accuracy, ECE and AUROC; otherwise RMSE, MAE, R² (the mean over
+    outputs) and the coverage of 90 % intervals.
+    """
     values = {"NLL": -found.log_prob.mean()}
     if found.stated is not None:
         values["accuracy"] = found.right.double().mean()

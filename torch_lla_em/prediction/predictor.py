@@ -196,10 +196,10 @@ class Predictor:
     def calibrate(self: Own, loader: Any, targets: Tensor | None = None) -> Own:
         """Fit a few numbers of the predictions to a validation set, in one pass for each network.
 
-        For classes and labels these are a temperature of the network, a scale of the posterior's
-        variance, a factor of the softmax at the posterior's mean, and the weights of the three. For
-        regression they are the scale, the observation noise σ, and the share of the linear mode in
-        the mean. If the validation NLL does not improve, predictions are kept as they were. The
+        For classes and labels the prediction is a mixture of the posterior, its mean alone, and the
+        network: the numbers are a scale of the posterior's variance, factors of the logits of the
+        latter two (temperature scaling), and the weights. For regression they are the scale, the
+        observation noise σ, and the share of the linear mode in the mean. If the validation NLL does not improve, predictions are kept as they were. The
         members of an ensemble share these numbers, and are not changed.
 
         The numbers are fitted to all examples. For ``p_value``, ``is_ood``, ``prediction_set`` and

@@ -137,7 +137,7 @@ def findings(la: Any) -> Iterator[tuple[str, str]]:
         yield (
             "to do",
             f"The samples have a relative error of {solver_error:.1g}, above the tolerance of "
-            f"{la.tolerance:.1g}: use a solver with more passes, or a float64 model.",
+            f"{la.tolerance:.1g}: use a float64 model, or a solver with a larger max_passes.",
         )
     if error > _TOO_LARGE * gamma:
         words = f"The standard error of γ is {error / gamma:.0%} of it: increase num_samples."

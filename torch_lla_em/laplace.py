@@ -151,7 +151,6 @@ class LinearisedLaplace(Fitted):
         own = {"forward_fn": forward_fn, "target_fn": target_fn, "solver": solver}
         self._given = [name for name in own if own[name] is not None]
         self.likelihood = self._given_likelihood = _likelihood(likelihood, sigma_noise)
-        tempered(self.likelihood, temperature)  # raises if it cannot be tempered
         if isinstance(self.likelihood, BradleyTerry):
             forward_fn, target_fn = forward_fn or compare, target_fn or preferred
         network = Network(model, forward_fn, int(class_dim))

@@ -184,7 +184,7 @@ class Terms(NamedTuple):
     """(B, ..., C)."""
 
     parts: list[Term]
-    forward: int = 0
+    forward: int
     """Multiplications by the weights in a forward pass."""
 
     @property
@@ -244,7 +244,7 @@ class ByFactors(Rows):
         """Return Σ_n Σ_k (J_nᵀ u_nk)² by name, of the weights that have factors."""
         u = u.reshape(*u.shape[:2], self.f[0].numel()).transpose(0, 1)
         parts = self.terms.parts
-        return {name: row_squares(parts, value, name, u) for name, value in self._values.items()}
+        return {name: _row_squares(parts, value, name, u) for name, value in self._values.items()}
 
     def push(self, w: Tensor) -> Tensor:
         """Return J w, shape (K, B, ..., C), of columns (K, P)."""
@@ -284,7 +284,7 @@ def chunks(rows: int, numbers: int) -> Iterator[slice]:
         yield slice(start, min(rows, start + step))
 
 
-def row_squares(terms: list[Term], weight: Tensor, name: str, u: Tensor) -> Tensor:
+def _row_squares(terms: list[Term], weight: Tensor, name: str, u: Tensor) -> Tensor:
     """Return Σ_n Σ_k (J_nᵀu_nk)² for a weight, of its shape, from u, (rows, K, D)."""
     terms = [term for term in terms if name in term.names]
     squares = terms[0].squares(name, u) if len(terms) == 1 else None

@@ -140,8 +140,8 @@ def _padded(a: Tensor, kernel: torch.Size, padding: Any, dilation: tuple[int, ..
     return F.pad(a, [p for side in reversed(sides) for p in side]) if any(map(any, sides)) else a
 
 
-class _Seen(TorchFunctionMode):
-    """Sees the products of some weights, and cuts the weights themselves off the graph."""
+class _Recorder(TorchFunctionMode):
+    """Records the products of some weights, and cuts the weights themselves off the graph."""
 
     def __init__(self, leaves: dict[str, Tensor], shared: Container[str], rows: int):
         super().__init__()
@@ -245,30 +245,19 @@ def _each(value: Any, n: int) -> tuple[int, ...]:
     return (value,) * n if isinstance(value, int) else tuple(value) * (n // len(value))
 
 
-class Recorded(NamedTuple):
-    """One forward pass."""
-
-    f: Tensor
-    """f(x), whose graph ends at the calls."""
-
-    calls: list[Call]
-
-    others: set[str]
-    """The weights that are also used in other ways."""
-
-
 def recorded(
     network: Network, names: tuple[str, ...], x: Any, shared: Container[str] = ()
-) -> Recorded:
-    """Run f(x) once, and look at the named weights.
+) -> tuple[Tensor, list[Call], set[str]]:
+    """Return f(x), the calls at which its graph ends, and the weights that are also used otherwise.
 
-    Of ``shared`` tables one lookup serves all rows, as of positions; it is done for each here.
+    A lookup in one of the ``shared`` tables serves all rows, such as that of positions. Here it is
+    repeated for each row.
     """
     leaves = {name: w.detach().requires_grad_() for name, w in network.weights(names).items()}
-    with torch.enable_grad(), _Seen(leaves, shared, num_examples(x)) as seen:
+    with torch.enable_grad(), _Recorder(leaves, shared, num_examples(x)) as recorder:
         f = network.function(x)(leaves)
-    others = _reached(f, {id(leaf): name for name, leaf in leaves.items()})
-    return Recorded(f, seen.calls, others)
+    reached = {id(getattr(node, "variable", None)) for node in nodes_of(f)}
+    return f, recorder.calls, {name for name, leaf in leaves.items() if id(leaf) in reached}
 
 
 def nodes_of(f: Tensor) -> Iterator[Any]:
@@ -281,9 +270,3 @@ def nodes_of(f: Tensor) -> Iterator[Any]:
         seen.add(node)
         yield node
         nodes.extend(following for following, _ in node.next_functions)
-
-
-def _reached(f: Tensor, leaves: dict[int, str]) -> set[str]:
-    """Return the names of leaves in the graph of f."""
-    found = (leaves.get(id(getattr(node, "variable", None))) for node in nodes_of(f))
-    return {name for name in found if name is not None}

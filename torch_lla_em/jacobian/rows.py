@@ -260,14 +260,10 @@ class ByAutodiff(Rows):
     def forward(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Return f with its graph, and the weights at its leaves."""
         if self._recorded is None:
-            leaves = _leaves(self._values)
+            leaves = {name: w.detach().requires_grad_() for name, w in self._values.items()}
             with torch.enable_grad():
                 self._recorded = self._function(leaves), leaves
         return self._recorded
-
-
-def _leaves(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: w.detach().requires_grad_() for name, w in weights.items()}
 
 
 def _pull(

@@ -12,7 +12,7 @@ _MOST_COUNTS = 100_000
 
 
 class ElementwiseLikelihood(Likelihood):
-    """Base class for independent targets, one for each output: y has the shape of f, H is diagonal.
+    """Base class for independent targets, whose H is diagonal; ``check`` requires y of the shape of f.
 
     A subclass defines ``log_prob``, ``curvature`` and ``mean``.
     """

@@ -118,7 +118,7 @@ class Regression(Gaussian, ElementwiseLikelihood):
         return f.new_full((), sigma.item())
 
 
-class HeteroscedasticRegression(Gaussian):
+class HeteroscedasticRegression(Gaussian, ElementwiseLikelihood):
     """y ~ N(μ, exp(s)): the first C of the 2 C outputs are means μ, the others log variances s.
 
     -log p = ½ s + ½ (y - μ)² exp(-s) is not convex in (μ, s) together. H is its expectation
@@ -137,8 +137,6 @@ class HeteroscedasticRegression(Gaussian):
 
     convex = False
 
-    elementwise = True
-
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         mu, s = f.chunk(2, -1)
         return sum_rows(-0.5 * (s + (y - mu) ** 2 * (-s).exp() + log(2 * pi)), y)
@@ -148,11 +146,9 @@ class HeteroscedasticRegression(Gaussian):
         error, precision = mu - y, (-s).exp()
         return torch.cat([error * precision, 0.5 - 0.5 * error**2 * precision], -1)
 
-    def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
-        return self._fisher(f) * u
-
-    def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
-        return self._fisher(f).sqrt() * noise
+    def curvature(self, f: Tensor) -> Tensor:
+        s = f.chunk(2, -1)[1]
+        return torch.cat([(-s).exp(), torch.full_like(s, 0.5)], -1)
 
     def mean(self, f: Tensor) -> Tensor:
         return f.chunk(2, -1)[0]
@@ -168,11 +164,6 @@ class HeteroscedasticRegression(Gaussian):
                 "then all log variances."
             )
         require_real(y)
-
-    @staticmethod
-    def _fisher(f: Tensor) -> Tensor:
-        s = f.chunk(2, -1)[1]
-        return torch.cat([(-s).exp(), torch.full_like(s, 0.5)], -1)
 
 
 class LinearOperatorRegression(Regression):

@@ -10,9 +10,13 @@ from torch.testing import assert_close
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace
 from torch_lla_em.likelihoods import Bernoulli, Classification
-from torch_lla_em.prediction.conformal import p_values, quantiles
+from torch_lla_em.prediction.conformal import (
+    TrainingExamples,
+    output_variance,
+    p_values,
+    quantiles,
+)
 from torch_lla_em.prediction.pushed import Products, push_forward
-from torch_lla_em.prediction.training_examples import TrainingExamples, output_variance
 
 
 def others(values, i):

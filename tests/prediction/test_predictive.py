@@ -18,7 +18,6 @@ from torch_lla_em.likelihoods import (
     Poisson,
     Regression,
 )
-from torch_lla_em.prediction import averages
 from torch_lla_em.prediction.functions import (
     FUNCTIONS,
     JOINT,
@@ -347,7 +346,7 @@ def test_averages_do_not_depend_on_the_chunk_size(monkeypatch):
         return [*values, p.joint_log_prob(y), *p.credible_interval()]
 
     whole = everything()
-    monkeypatch.setattr(averages, "_NUMBERS", 1)
+    monkeypatch.setattr("torch_lla_em.prediction.functions._NUMBERS", 1)
     for few, all_at_once in zip(everything(), whole):
         assert_close(few, all_at_once)
 

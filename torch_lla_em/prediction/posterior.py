@@ -15,9 +15,9 @@ from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Calibration, restored
+from torch_lla_em.prediction.conformal import TrainingExamples, output_variance
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE
 from torch_lla_em.prediction.pushed import Products, Pushed, posterior_alone
-from torch_lla_em.prediction.training_examples import TrainingExamples, output_variance
 from torch_lla_em.problem import place_of_vectors
 from torch_lla_em.runtime import Compute, files, free_memory, records
 

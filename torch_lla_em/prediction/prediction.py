@@ -11,9 +11,9 @@ from torch import Tensor
 
 from torch_lla_em.data import as_targets
 from torch_lla_em.likelihoods import average
-from torch_lla_em.prediction.averages import Functions
 from torch_lla_em.prediction.conformal import Conformal, Interval
 from torch_lla_em.prediction.functions import (
+    Functions,
     log_mean_exp,
     mean_square,
     pair_error,

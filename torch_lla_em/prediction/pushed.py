@@ -13,9 +13,9 @@ from torch import Tensor
 from torch_lla_em.data import inputs_of, map_tensors, tensors_in, to_device
 from torch_lla_em.jacobian import LinearModel, explained, require_rows
 from torch_lla_em.likelihoods import Likelihood, Regression
+from torch_lla_em.prediction.conformal import TrainingExamples
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.training_examples import TrainingExamples
 
 Tables = Tensor | tuple[Tensor, ...]
 """A table of components, the same for all members of an ensemble, or one for each."""

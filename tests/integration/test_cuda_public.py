@@ -6,10 +6,10 @@ import pytest
 import ranks
 import torch
 from checkpoints import dying_after, until_done
-from jacobians import Calls, drawn
+from jacobians import Calls
 from loaders import batches
 from models import images, small_cnn
-from tiny import likelihood_of, tiny
+from tiny import draw, likelihood_of, tiny
 from torch import nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map
@@ -50,18 +50,18 @@ def net(inputs, outputs, hidden=4):
 
 
 def predicted_noise():
-    x, noise = drawn(20, 3).split([2, 1], dim=1)
+    x, noise = draw(20, 3).split([2, 1], dim=1)
     return net(2, 2, 3), HeteroscedasticRegression(), (x, x.sum(1, keepdim=True) + 0.3 * noise), x
 
 
 def preferences():
-    a, b = drawn(2, 30, 3)
+    a, b = draw(2, 30, 3)
     return net(3, 1), "reward_modeling", ((a, b), (a < b).long()[:, 0]), (a, b)
 
 
 def measurements():
     shape = 1, 6, 6
-    A, x, noise = drawn(20, 36) / 6, drawn(1, *shape), drawn(1, 20)
+    A, x, noise = draw(20, 36) / 6, draw(1, *shape), draw(1, 20)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 3, padding=1))
     likelihood = LinearOperatorRegression(lambda f: f.flatten(1) @ A.to(f).T, shape, 0.3)

@@ -14,86 +14,51 @@ from torch_lla_em.runtime import records
 _COMPARED = 16
 
 
-class NetworkState:
-    """The weights and running statistics of a network at one time, to notice later changes.
+class Snapshot:
+    """What most changes of a network alter, quick to compare.
 
-    Every call compares the tensors' addresses and version counters, the types of the layers, and a
-    few entries of each tensor, since fused optimisers and ``.data`` write without a new version. If
-    any of these has changed, or if required, every bit is compared.
+    These are the tensors' addresses and version counters, the types of the layers, and a few entries
+    of each tensor, since fused optimisers and ``.data`` write without a new version.
     """
 
-    def __init__(self, network: Network, exact: bool = True):
-        """``exact``: whether to compute a hash of every bit, to decide whether a change is real."""
-        module = network.module
+    def __init__(self, network: Network):
         with ONE_AT_A_TIME:
-            self.fingerprint = records.fingerprint(module) if exact else None
-            """A hash of every bit."""
-
-            self._kinds = [type(layer) for layer in module.modules()]
-            self._seen: _Seen | None = _Seen(module)
-
-    def holds(self, network: Network, surely: bool = False) -> bool:
-        """Whether the network is unchanged; ``surely`` compares every bit."""
-        module = network.module
-        with ONE_AT_A_TIME:
-            if not surely and self._changed(module) is None:
-                return True
-            kinds = [type(layer) for layer in module.modules()]
-            if kinds != self._kinds or self.fingerprint is None:
-                return False
-            if not torch.equal(records.fingerprint(module), self.fingerprint):
-                return False
-            self._seen = _Seen(module)
-            return True
+            self._take(network.module)
 
     def changed(self, network: Network) -> str | None:
-        """Return the name of a parameter or statistic that looks changed, or None."""
-        with ONE_AT_A_TIME:
-            return self._changed(network.module)
+        """Return the name of a parameter, statistic or layer that looks changed, or None."""
+        now = Snapshot(network)
+        for name in now._marks.keys() | self._marks.keys():
+            if now._marks.get(name) != self._marks.get(name):
+                return name
+        if torch.equal(now._entries, self._entries):
+            return None
+        return now._names[int((now._entries != self._entries).nonzero()[0])]
 
-    def _changed(self, module: nn.Module) -> str | None:
-        return "" if self._seen is None else _Seen(module).other_than(self._seen)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out addresses, which differ in a copy of the network."""
-        return {**self.__dict__, "_seen": None}
-
-
-class _Seen:
-    """Addresses and version counters, which most changes alter, and a few entries of every tensor."""
-
-    def __init__(self, module: nn.Module):
+    def _take(self, module: nn.Module) -> None:
         tensors = dict(module.named_parameters()) | {
             name: buffer
             for name, buffer in module.named_buffers()
             if buffer.is_floating_point() or buffer.is_complex()
         }
-        self.marks: dict[str, Any] = {
+        self._marks: dict[str, Any] = {
             f"layer {path}": type(layer) for path, layer in module.named_modules()
         }
         entries = [torch.zeros(0, dtype=torch.float64, device="cpu")]
-        self.names: list[str] = []
+        self._names: list[str] = []
         """The name of the tensor that each entry belongs to."""
 
         for name, tensor in tensors.items():
             plain = tensor.layout is torch.strided
             version = -1 if tensor.is_inference() else tensor._version
             place = tensor.data_ptr() if plain else 0
-            self.marks[name] = id(tensor), tensor.dtype, tensor.device, tensor.shape, place, version
+            kind = tensor.dtype, tensor.device, tensor.shape
+            self._marks[name] = id(tensor), *kind, place, version
             if plain and not tensor.is_quantized and tensor.numel():
                 entries.append(_some(tensor.detach()))
-                self.names += [name] * len(entries[-1])
+                self._names += [name] * len(entries[-1])
         # one tensor, so that a comparison waits for a GPU only once
-        self.entries = torch.cat([own.to(entries[-1].device) for own in entries]).nan_to_num()
-
-    def other_than(self, known: _Seen) -> str | None:
-        """Return the name of a tensor or layer that differs, or None."""
-        for name in self.marks.keys() | known.marks.keys():
-            if self.marks.get(name) != known.marks.get(name):
-                return name
-        if torch.equal(self.entries, known.entries):
-            return None
-        return self.names[int((self.entries != known.entries).nonzero()[0])]
+        self._entries = torch.cat([own.to(entries[-1].device) for own in entries]).nan_to_num()
 
 
 def _some(tensor: Tensor) -> Tensor:
@@ -104,3 +69,35 @@ def _some(tensor: Tensor) -> Tensor:
         tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     entries = tensor.reshape(-1)
     return entries[:: max(1, len(entries) // _COMPARED)].to(torch.float64, copy=True)
+
+
+class NetworkState:
+    """The weights and running statistics of a network at one time, by a hash of every bit.
+
+    If the network looks unchanged (``Snapshot``), the hash is not computed again.
+    """
+
+    def __init__(self, network: Network):
+        with ONE_AT_A_TIME:
+            self.fingerprint = records.fingerprint(network.module)
+            """A hash of every bit."""
+
+            self._kinds = [type(layer) for layer in network.module.modules()]
+            self._snapshot: Snapshot | None = Snapshot(network)
+
+    def holds(self, network: Network, surely: bool = False) -> bool:
+        """Whether the network is unchanged; ``surely`` compares every bit."""
+        with ONE_AT_A_TIME:
+            known = self._snapshot
+            if not surely and known is not None and known.changed(network) is None:
+                return True
+            if [type(layer) for layer in network.module.modules()] != self._kinds:
+                return False
+            if not torch.equal(records.fingerprint(network.module), self.fingerprint):
+                return False
+            self._snapshot = Snapshot(network)
+            return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out addresses, which differ in a copy of the network."""
+        return {**self.__dict__, "_snapshot": None}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data
-from torch_lla_em.jacobian import LinearModel, NetworkState, Rows, explained, layer_of
+from torch_lla_em.jacobian import LinearModel, Rows, Snapshot, explained, layer_of
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.finite import OUTPUTS, all_finite, is_moderate, require
 from torch_lla_em.problem.pieces import KeptRows, Pieces
@@ -72,7 +72,7 @@ class Sweep:
         """Whether all outputs of this pass are finite; read once, at its end."""
 
         self.pieces, self.kept = Pieces(linear_model), KeptRows(linear_model)
-        self._begun_with = NetworkState(linear_model.network, exact=False)
+        self._begun_with = Snapshot(linear_model.network)
         self.rows = inf
         """Largest number of examples that are processed at once."""
 

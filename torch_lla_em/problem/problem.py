@@ -15,8 +15,19 @@ from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, ParameterLayout, Rows
 from torch_lla_em.likelihoods import Likelihood, Regression, compare_with_log_prob
 from torch_lla_em.problem.curvature import Point, RowSquares
-from torch_lla_em.problem.finite import DERIVATIVE, LIKELIHOOD, OUTPUTS, is_moderate, require
-from torch_lla_em.problem.sweep import BLOCK, SCALAR, VECTOR, Fold, Pass, Sums, Sweep
+from torch_lla_em.problem.sweep import (
+    BLOCK,
+    DERIVATIVE,
+    LIKELIHOOD,
+    OUTPUTS,
+    SCALAR,
+    VECTOR,
+    Fold,
+    Pass,
+    Sums,
+    Sweep,
+    require_finite,
+)
 from torch_lla_em.runtime import normals
 from torch_lla_em.solvers import Product
 
@@ -69,7 +80,7 @@ class Problem:
         def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
             rows.pull(self._curved(rows, batch, w), sums["Gw"])
 
-        total = self.sweep(w, Pass({"Gw": BLOCK}, add, self._examine))["Gw"]
+        total = self.sweep(w, Pass({"Gw": BLOCK}, add))["Gw"]
         self.cost.columns += len(w)
         return total
 
@@ -83,7 +94,7 @@ class Problem:
             rows.pull(self._masked(self.likelihood.gradient(Jw, batch.targets), batch), sums["g"])
             sums["loss"] -= log_prob
 
-        sums = self.sweep(w[None], Pass({"loss": SCALAR, "g": BLOCK}, add, self._examine))
+        sums = self.sweep(w[None], Pass({"loss": SCALAR, "g": BLOCK}, add))
         self.cost.columns += 1
         return sums["loss"].item(), sums["g"][0]
 
@@ -104,6 +115,8 @@ class Problem:
             u = self._root(batch, at, output_noise(seed, samples, batch.rows, at))
             product = torch.zeros_like(sums["eta"])
             rows.pull(u, product)
+            require_finite(batch, LIKELIHOOD, u)
+            require_finite(batch, DERIVATIVE, product)
             if with_squares:
                 noise = squares_of.columns(samples, at)
                 own = u if noise is None else self._root(batch, at, noise)
@@ -119,7 +132,7 @@ class Problem:
         kinds = {"eta": BLOCK, "squares": VECTOR}
         kinds |= {"errors": SCALAR, "targets": SCALAR} if unknown else {}
         at_most = squares_of.rows_at_once if with_squares else inf
-        task = Pass(kinds, add, self._examine, at_most, squares=with_squares)
+        task = Pass(kinds, add, at_most, squares=with_squares)
         sums = self.sweep(torch.arange(num_samples, device="cpu"), task)
         eta, squares = sums["eta"], sums["squares"]
         self.cost.columns += num_samples
@@ -154,23 +167,22 @@ class Problem:
                 R[start : start + step] = near
             parts.append(R)
 
-        self.sweep.over(torch.arange(1 << 16, device="cpu"), Pass({}, add, self._examine))
+        self.sweep.over(torch.arange(1 << 16, device="cpu"), Pass({}, add))
         rows = self.data.group.gather(torch.cat(parts))
         self.cost.columns += len(rows) // self.data.num_rows
         return rows
 
     def push_forward(self, w: Tensor) -> list[tuple[Batch, Tensor, Tensor]]:
         """Return each of this rank's batches with f, (B, ..., C), and J w, (K, B, ..., C)."""
-        found, moderate = [], bool(is_moderate(w))
+        found = []
 
         def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
             Jw = rows.push(w)
             self.inspect(rows, batch)
-            if moderate:
-                self.sweep.expect_finite(Jw)
+            self.sweep.expect_finite(Jw)
             found.append((batch, rows.f, Jw))
 
-        self.sweep.over(torch.arange(len(w), device="cpu"), Pass({}, add, self._examine))
+        self.sweep.over(torch.arange(len(w), device="cpu"), Pass({}, add))
         self.cost.columns += 0.5 * len(w)  # half a product
         return found
 
@@ -228,31 +240,22 @@ class Problem:
         return u * (mask.sqrt() if root else mask)
 
     def inspect(self, rows: Rows, batch: Batch) -> None:
-        """Note whether outputs are finite; in the first pass, check the targets."""
+        """Check that outputs are finite: in the first pass each batch, with its targets."""
+        data, f = self.data, rows.f
         if not self.sweep.is_new(rows):
             return
-        data, f = self.data, rows.f
-        self.sweep.expect_finite(f)
-        if data.num_passes == 0:
-            is_first = data.num_outputs == 0
-            data.num_outputs += f.numel()
-            try:
-                self.likelihood.check(f, batch.targets)
-                if is_first:
-                    compare_with_log_prob(self.likelihood, f, batch.targets)
-            except (TypeError, ValueError) as error:
-                if torch.isfinite(f).all():  # otherwise refused at the end of the pass
-                    raise type(error)(f"Batch {batch.index}: {error}") from None
-
-    def _examine(self, rows: Rows, batch: Batch) -> None:
-        """Raise an error that names the batch if its inputs, outputs or derivatives are not finite."""
-        require(batch, OUTPUTS, rows.f)
-        ones = torch.ones(1, self.linear_model.layout.size, dtype=self.dtype, device=rows.f.device)
-        Jw, total = rows.push(ones), torch.zeros_like(ones)
-        rows.pull(torch.ones_like(Jw), total)
-        require(batch, DERIVATIVE, Jw)
-        require(batch, DERIVATIVE, total)
-        require(batch, LIKELIHOOD, self._curved(rows, batch, ones))
+        if data.num_passes:
+            self.sweep.expect_finite(f)
+            return
+        require_finite(batch, OUTPUTS, f)
+        is_first = data.num_outputs == 0
+        data.num_outputs += f.numel()
+        try:
+            self.likelihood.check(f, batch.targets)
+            if is_first:
+                compare_with_log_prob(self.likelihood, f, batch.targets)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"Batch {batch.index}: {error}") from None
 
     # vectors, memory, checkpoints
 

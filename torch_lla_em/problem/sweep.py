@@ -11,10 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Batch, Data
+from torch_lla_em.data import Batch, Data, tensors_in
 from torch_lla_em.jacobian import LinearModel, Rows, Snapshot, explained, layer_of
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.problem.finite import OUTPUTS, all_finite, is_moderate, require
 from torch_lla_em.problem.pieces import KeptRows, Pieces
 from torch_lla_em.runtime import DoesNotFit, is_shortage, release, shortage_of
 
@@ -22,6 +21,23 @@ logger = logging.getLogger("torch_lla_em")
 
 BLOCK, VECTOR, SCALAR = "block", "vector", "scalar"
 """Kinds of sums: a vector per column, (K, P); one vector, (P,); or a number in float64."""
+
+OUTPUTS = "The network's outputs on batch {} are not finite."
+DERIVATIVE = (
+    "The derivative of the network's outputs on batch {} is not finite, although the outputs are: "
+    "some layer has no derivative there, for example a square root or a norm at 0. Use for "
+    "example sqrt(x + 1e-12), or remove those examples."
+)
+LIKELIHOOD = (
+    "The likelihood's curvature on batch {} is not finite: check the network's outputs and the "
+    "targets of this batch for extreme values."
+)
+_INPUTS = "The inputs of batch {} hold NaN or infinite values: remove those examples."
+_IN_LATER_PASS = (
+    "The network's outputs, or their derivatives, are not finite, although they were in the first "
+    "pass over the data. Every pass must see the same data, without random augmentation; a layer "
+    "without a derivative, for example a norm at 0, needs a small constant, as in sqrt(x + 1e-12)."
+)
 
 # how many examples the probe looks at
 _FEW = 8
@@ -40,9 +56,6 @@ class Pass(NamedTuple):
     """BLOCK, VECTOR or SCALAR, by name; of none, all columns come at once."""
 
     add: Add
-    examine: Callable[[Rows, Batch], None] | None = None
-    """Raises an error at a batch where something is not finite."""
-
     at_most: float = inf
     """Number of examples at a time, if the network can process them separately."""
 
@@ -144,10 +157,8 @@ class Sweep:
         except DoesNotFit:
             self.linear_model.columns, self.rows = limits
             raise
-        if batch is None and task.examine is not None and self._is_faulty(w, sums):
-            examine = task.examine
-            # where nothing is found, sums are left as they are
-            self.over(w[:1], Pass({}, lambda rows, batch, *_: examine(rows, batch)))
+        if batch is None and self.data.group.sum((~self._fine).double()).item():
+            raise FloatingPointError(_IN_LATER_PASS)
         return sums
 
     def steps(self) -> Iterator[tuple[int, Fold]]:
@@ -179,7 +190,7 @@ class Sweep:
                     self._probe(batch)
             except ValueError:  # of outputs, perhaps
                 with self.linear_model.network.guarded():
-                    require(batch, OUTPUTS, self.linear_model.outputs(batch.inputs))
+                    require_finite(batch, OUTPUTS, self.linear_model.outputs(batch.inputs))
                 raise
 
     def refuse_changes(self) -> None:
@@ -259,23 +270,28 @@ class Sweep:
 
     def expect_finite(self, tensor: Tensor) -> None:
         """Note whether a tensor is finite, for the end of the pass."""
-        self._fine.logical_and_(all_finite(tensor))
-
-    def _is_faulty(self, w: Tensor, sums: Sums) -> bool:
-        """Whether a value is not finite on some rank, although w is moderate."""
-        fine = torch.stack(
-            [all_finite(total) for total in sums.values() if total.dim()] or [self._fine]
-        )
-        if w.is_floating_point():
-            fine = fine | ~is_moderate(w)
-        faults = (~(fine.all() & self._fine)).double()
-        return self.data.group.sum(faults).item() > 0
+        self._fine.logical_and_(_all_finite(tensor))
 
 
 def _of(sums: Sums, task: Pass, start: int, count: int) -> Sums:
     """Return the sums for some of the columns."""
     here = slice(start, start + count)
     return {n: own[here] if task.kinds[n] == BLOCK else own for n, own in sums.items()}
+
+
+def require_finite(batch: Batch, what: str, tensor: Tensor) -> None:
+    """Raise an error that names the batch if a tensor is not finite."""
+    if _all_finite(tensor) or tensor.isfinite().all():
+        return
+    inputs = [x for x in tensors_in(batch.inputs) if x.is_floating_point()]
+    if what == OUTPUTS and not all(x.isfinite().all() for x in inputs):
+        raise ValueError(_INPUTS.format(batch.index))
+    raise FloatingPointError(what.format(batch.index))
+
+
+def _all_finite(tensor: Tensor) -> Tensor:
+    """Return whether all entries are finite, shape (): by their sum, which takes no memory."""
+    return tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)).isfinite()
 
 
 def no_room(piece: Batch, P: int, shortage: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -180,26 +180,13 @@ def _refuse_unshifted(batch: Mapping[str, Any]) -> None:
 
 def default_forward(module: nn.Module, inputs: Any) -> Tensor:
     """Call a network on a tensor, a tuple or a dict; return its tensor or ``.logits``."""
-    if isinstance(inputs, Mapping):
-        try:
-            outputs = module(**inputs)
-        except TypeError as error:
-            _explain_names(module, inputs)
-            raise error
-    elif is_sequence(inputs):
-        _refuse_numbers(inputs)
-        try:
-            outputs = module(*inputs)
-        except TypeError as error:
-            _explain_number(module, inputs)
-            raise error
-    elif hasattr(inputs, "to_numpy"):
-        raise TypeError(
-            f"The inputs are a {type(inputs).__name__}, not a tensor. Pass "
-            'torch.tensor(x.to_numpy("float32")).'
-        )
-    else:
-        outputs = module(inputs)
+    named = inputs if isinstance(inputs, Mapping) else {}
+    args = tuple(inputs) if is_sequence(inputs) else () if named else (inputs,)
+    try:
+        outputs = module(*args, **named)
+    except TypeError as error:
+        _explain(module, args, named, error)
+        raise
     outputs = getattr(outputs, "logits", outputs)
     if not isinstance(outputs, Tensor):
         raise TypeError(
@@ -209,37 +196,22 @@ def default_forward(module: nn.Module, inputs: Any) -> Tensor:
     return outputs
 
 
-def _refuse_numbers(inputs: Sequence[Any]) -> None:
-    numbers = inputs and all(isinstance(part, (int, float, list, tuple)) for part in inputs)
-    if numbers and not tensors_in(inputs):
+def _explain(module: nn.Module, args: tuple, named: Mapping[str, Any], error: TypeError) -> None:
+    """Raise an error with a remedy if a network does not accept inputs of this kind."""
+    if not tensors_in((args, named)):
         raise TypeError(
-            "The inputs are a list of numbers, not a tensor: pass torch.tensor(x), or an array."
-        )
-
-
-def _explain_number(module: nn.Module, inputs: Sequence[Any]) -> None:
-    """Raise an error with a remedy if the network does not accept this number of inputs."""
-    try:
-        signature(module.forward).bind(*inputs)
-    except TypeError as error:
-        raise TypeError(
-            f"The network was called with {len(inputs)} inputs, which its forward method does not "
-            f"accept ({error}). The last entry of a tuple is the targets, and all others are "
-            'inputs. For batches (x, y, weight) call fit(loader, weights="last"). If other '
-            "entries are not inputs, pass target_fn=lambda batch: batch[1] and forward_fn=lambda "
-            "model, inputs: model(inputs[0]). If the network takes them all in one list, pass "
-            "forward_fn=lambda model, inputs: model(inputs)."
+            f"The network does not accept these inputs, which hold no tensor ({error}): pass "
+            'torch.tensor(x), or for a table torch.tensor(x.to_numpy("float32")).'
         ) from error
-
-
-def _explain_names(module: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Raise an error with a remedy if the network does not accept inputs of these names."""
     try:
-        signature(module.forward).bind(**inputs)
-    except TypeError as error:
+        signature(module.forward).bind(*args, **named)
+    except TypeError as mismatch:
+        given = ", ".join(map(str, named)) or str(len(args))
         raise TypeError(
-            f"The network was called with the inputs {', '.join(map(str, inputs))} by name, which "
-            f"its forward method does not accept ({error}). If it takes them all in one dict, pass "
-            "forward_fn=lambda model, inputs: model(inputs); if some are not its inputs, pass a "
-            "forward_fn that leaves them out."
+            f"The network's forward method does not accept the inputs of a batch: {given} "
+            f'({mismatch}). The targets are the last entry of a tuple or the "labels" of a dict, '
+            'and all others are inputs. For batches (x, y, weight) call fit(loader, weights="last"). '
+            "If other entries are not inputs, pass target_fn=lambda batch: batch[1] and "
+            "forward_fn=lambda model, inputs: model(inputs[0]). If the network takes them all in "
+            "one list or in one dict, pass forward_fn=lambda model, inputs: model(inputs)."
         ) from error

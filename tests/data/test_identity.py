@@ -1,6 +1,5 @@
 """Rows are told from others by all of their bytes, on one rank and on several."""
 
-import json
 import random
 import warnings
 
@@ -56,7 +55,7 @@ OTHERS = {
 def test_a_checkpoint_of_other_pairs_is_refused(loader, other):
     first, again = Data(loader(*rows()), CPU), Data(loader(*rows()), CPU)
     list(first)
-    again.restore(json.loads(json.dumps(first.facts())))
+    again.restore(first.facts())
     list(again)
     changed = Data(loader(*after_first_batch(other)(*rows())), CPU)
     changed.restore(first.facts())
@@ -115,7 +114,7 @@ def test_ranks_together_have_the_identity_of_one_process():
     whole.add((y, x))
     for rank, own in enumerate(parts):
         own.add((y[rank::2], x[rank::2]))
-    parts[1] = Identity.from_state(json.loads(json.dumps(parts[1].state())))
+    parts[1] = Identity.from_state(parts[1].state())
     together = Identity.of(parts)
     assert together.agrees(whole) and not Identity.of([*parts, parts[1]]).agrees(whole)
 

@@ -241,7 +241,7 @@ class LinearisedLaplace(Fitted):
         choices = choose_scalings(self.g_prior, may_vary, validation is not None)
         before, best = self._snapshot(), None
         for g_prior in choices:
-            self.__dict__.update(before)
+            self._restore(before)
             folder = checkpoint
             if checkpoint is not None and len(choices) > 1:
                 folder = Path(checkpoint) / f"g_prior={g_prior}"
@@ -252,7 +252,7 @@ class LinearisedLaplace(Fitted):
                 logger.info("g_prior=%r: validation NLL %.4g.", g_prior, self.calibration.kept)
             if best is None or self.calibration.kept < best["calibration"].kept:
                 best = self._snapshot()
-        self.__dict__.update(best)
+        self._restore(best)
         return self
 
     def _fit(
@@ -263,27 +263,31 @@ class LinearisedLaplace(Fitted):
         progress_bar: bool,
     ) -> None:
         """Fit with one scaling of the prior."""
-        with group_of(self._shard).joined() as group:
-            problem = self._problem(loader, group)
-            header = self._header(options)
-            session = Session(problem, header, checkpoint, progress_bar)
-            with session.running() as run:
-                state = run.finished()
-                if state is None:
-                    run.plan(self.num_samples, self.compute)
-                    posterior = learn(problem, options, run.on_step, run.begin())
-                    run.end()
-                    self._store(posterior, run.history, problem.data.num_labelled)
-                    if not isinstance(loader, Weighed):
-                        self._warn_of_collapse(problem.data)
-                    self.messages = run.messages
-                    run.keep(self.state_dict())
-                else:
-                    self.load_state_dict(state)
+        group = group_of(self._shard).joined()
+        problem = self._problem(loader, group)
+        header = self._header(options)
+        session = Session(problem, header, checkpoint, progress_bar)
+        with session.running() as run:
+            state = run.finished()
+            if state is None:
+                run.plan(self.num_samples, self.compute)
+                posterior = learn(problem, options, run.on_step, run.begin())
+                run.end()
+                self._store(posterior, run.history, problem.data.num_labelled)
+                if not isinstance(loader, Weighed):
+                    self._warn_of_collapse(problem.data)
+                self.messages = run.messages
+                run.keep(self.state_dict())
+            else:
+                self.load_state_dict(state)
 
     def _snapshot(self) -> dict[str, Any]:
         """Return what a fit changes; it replaces tensors and never writes to them."""
         return {**self.__dict__, "_buffers": dict(self._buffers)}
+
+    def _restore(self, snapshot: dict[str, Any]) -> None:
+        """Go back to a snapshot, which stays as it is."""
+        self.__dict__.update(snapshot, _buffers=dict(snapshot["_buffers"]))
 
     def plan(self, loader: Any, targets: Tensor | None = None) -> Plan:
         """Return a ``Plan`` of the memory that ``fit`` will need for these data; print it to read it.

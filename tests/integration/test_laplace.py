@@ -359,7 +359,14 @@ def test_the_default_scaling_follows_the_rule(likelihood, options, chosen):
     assert_close(by_rule.scale, tiny.fitted(likelihood, g_prior=chosen, **options)[1].scale)
 
 
-def test_a_validation_set_decides_between_scalings(tmp_path):
+def test_a_validation_set_decides_between_scalings(tmp_path, monkeypatch):
+    fit, starts = LinearisedLaplace._fit, []
+
+    def noted(la, *arguments):
+        starts.append(la.w_lin)
+        fit(la, *arguments)
+
+    monkeypatch.setattr(LinearisedLaplace, "_fit", noted)
     case = tiny.tiny("classification")
     validation = [(case.x[:7], case.y[:7])]
     each = [tiny.fitted(validation=validation, g_prior=g)[1] for g in ("root", "half")]
@@ -371,3 +378,4 @@ def test_a_validation_set_decides_between_scalings(tmp_path):
         assert_close(la(case.x), best(case.x))
     assert {path.name for path in tmp_path.iterdir()} == {"g_prior=root", "g_prior=half"}
     assert not torch.equal(each[0].scale, each[1].scale)
+    assert starts == [None] * 6  # every fit starts from what was there before

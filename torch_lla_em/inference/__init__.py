@@ -4,7 +4,6 @@ from torch_lla_em.inference.em import Info, Posterior, record_of, summary_of
 from torch_lla_em.inference.learn import Progress, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import (
-    PRECISION_BOUNDS,
     Estimate,
     function_space_Mackay_update,
 )
@@ -13,7 +12,6 @@ from torch_lla_em.inference.posterior_samples import Solver, optimise_samples
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 
 __all__ = [
-    "PRECISION_BOUNDS",
     "Estimate",
     "FitOptions",
     "Info",

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.problem import Problem
-
-PRECISION_BOUNDS = 1e-20, 1e20
+from torch_lla_em.runtime import PRECISION_BOUNDS
 
 # smallest N - γ in the update of σ, relative to the number N of targets
 _LEAST_FREEDOM = 0.05

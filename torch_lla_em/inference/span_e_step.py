@@ -15,7 +15,6 @@ from torch_lla_em.inference.ascent import Pace, climb, settle
 from torch_lla_em.inference.em import Found, Posterior, State
 from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.mackay import (
-    PRECISION_BOUNDS,
     Estimate,
     Expectation,
     Hyperparameters,
@@ -28,6 +27,7 @@ from torch_lla_em.inference.posterior_samples import refuse_noise
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, gathered, room
+from torch_lla_em.runtime import PRECISION_BOUNDS
 from torch_lla_em.solvers import BlockKrylov, dots
 
 logger = logging.getLogger("torch_lla_em")

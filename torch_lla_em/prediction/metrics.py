@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference import PRECISION_BOUNDS
 from torch_lla_em.likelihoods import Regression
 from torch_lla_em.prediction.prediction import Prediction
+from torch_lla_em.runtime import PRECISION_BOUNDS
 
 LEVEL = 0.9
 """Level of the prediction intervals whose coverage is measured."""

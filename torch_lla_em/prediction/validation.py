@@ -50,8 +50,8 @@ def pushed(
     Each rank of the group has batches of its own.
     """
     model, likelihood, columns = posterior._linear_model, posterior.likelihood, posterior._columns()
-    with torch.inference_mode(False), torch.no_grad(), group.joined():
-        data = Data(loader, model.network.device, posterior.target_fn, group)
+    with torch.inference_mode(False), torch.no_grad():
+        data = Data(loader, model.network.device, posterior.target_fn, group.joined())
         found = Problem(model, likelihood, data).push_forward(columns)
     of = posterior._of_products
     parts = [(batch.inputs, of(f, Jw, batch.targets)) for batch, f, Jw in found]

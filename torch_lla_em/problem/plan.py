@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_lla_em.data import Batch
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.problem.sweep import no_room
+from torch_lla_em.problem.sweep import FEW, no_room
 from torch_lla_em.runtime import (
     Compute,
     DoesNotFit,
@@ -34,8 +34,6 @@ VECTORS = 20
 _SHARE = 0.8
 # share of that memory for stored Jacobian factors
 _FACTORS = 0.25
-# number of examples for which a forward pass is measured
-_FEW = 8
 # good size of a batch: small batches are joined up to it, and on a CPU large ones are split
 _BATCH_ROWS = 1024
 _BATCH_BYTES = 1 << 26
@@ -137,13 +135,13 @@ def room(problem: Problem) -> float:
 
 def measured(problem: Problem, first: Batch) -> float:
     """Probe the network on a few examples, and return the bytes that a forward pass of one keeps."""
-    model, sweep, part, rows = problem.linear_model, problem.sweep, first, _FEW
+    model, sweep, part, rows = problem.linear_model, problem.sweep, first, FEW
 
     while True:
         try:
             with model.network.guarded():
                 sweep.probe(part)
-                few = next(part.split(_FEW)) if sweep.pieces.stand_alone(part) else part
+                few = next(part.split(FEW)) if sweep.pieces.stand_alone(part) else part
                 return model.activations(few.inputs) / len(few.rows)
         except (RuntimeError, MemoryError) as error:
             shortage = shortage_of(error)

@@ -39,8 +39,8 @@ _IN_LATER_PASS = (
     "without a derivative, for example a norm at 0, needs a small constant, as in sqrt(x + 1e-12)."
 )
 
-# how many examples the probe looks at
-_FEW = 8
+FEW = 8
+"""Number of examples with which the network is probed, and its memory measured."""
 
 Sums = dict[str, Tensor]
 Add = Callable[[Rows, Batch, Tensor, Sums], None]
@@ -206,7 +206,7 @@ class Sweep:
             )
 
     def _probe(self, batch: Batch) -> None:
-        model, few = self.linear_model, next(batch.split(_FEW))
+        model, few = self.linear_model, next(batch.split(FEW))
         try:
             model.probe(few.inputs, needs_path=False)
         except Exception as error:

@@ -16,10 +16,11 @@ from torch_lla_em.runtime.memory import (
 )
 from torch_lla_em.runtime.modes import collected_warnings, tf32
 from torch_lla_em.runtime.noise import mixed, normal, normals
-from torch_lla_em.runtime.options import Compute, check_choice, check_options
+from torch_lla_em.runtime.options import PRECISION_BOUNDS, Compute, check_choice, check_options
 from torch_lla_em.runtime.records import Grown, new_key
 
 __all__ = [
+    "PRECISION_BOUNDS",
     "Compute",
     "DoesNotFit",
     "Group",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,10 +34,9 @@ class Group:
         """Return rank 0's tensor, of the same shape on every rank."""
         return tensor
 
-    @contextmanager
-    def joined(self) -> Iterator[Group]:
-        """Wait for all ranks on entry; with gloo, the error names a rank that is missing."""
-        yield self
+    def joined(self) -> Group:
+        """Return this group once all ranks are here; with gloo, the error names a missing rank."""
+        return self
 
 
 class ProcessGroup(Group):
@@ -77,12 +75,11 @@ class ProcessGroup(Group):
         dist.broadcast(tensor, 0)
         return tensor
 
-    @contextmanager
-    def joined(self) -> Iterator[Group]:
-        """Wait for all ranks on entry."""
+    def joined(self) -> Group:
+        """Return this group once all ranks are here."""
         if dist.get_backend() == "gloo":
             dist.monitored_barrier()
-        yield self
+        return self
 
 
 def current_group() -> Group:

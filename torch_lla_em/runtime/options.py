@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 # outside of these bounds, the prior precision or its inverse is 0 or infinite in float32
-_PRECISIONS = 1e-20, 1e20
+PRECISION_BOUNDS = 1e-20, 1e20
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,9 @@ _RULES = {
     "em_steps": _Rule("a whole number of 0 or more", _is_integer, lambda value: value >= 0),
     "prior_precision": _optional(
         "a positive number from {:g} to {:g} (a tensor with one per parameter tensor where "
-        'prior="layerwise")'.format(*_PRECISIONS),
+        'prior="layerwise")'.format(*PRECISION_BOUNDS),
         _is_real,
-        lambda value: _within(value, *_PRECISIONS),
+        lambda value: _within(value, *PRECISION_BOUNDS),
     ),
     "progress_bar": _FLAG,
     "checkpoint": _optional(

@@ -78,14 +78,6 @@ def test_steps_too_long_are_left_to_solvers():
     assert not gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("size", [float("nan"), 1e308])
-def test_vectors_that_are_not_finite_are_left_to_solvers(size):
-    problem = tiny("classification").problem(*CUTS)
-    w = torch.full((2, problem.size), size, dtype=torch.float64)
-    assert not problem.ggn_product(w).isfinite().all()
-    assert not sum(product(w) for _, product in problem.minibatch_products()).isfinite().all()
-
-
 class Imputed(torch.nn.Module):
     """A network that has its own way with what is missing."""
 

@@ -25,7 +25,6 @@ class BernoulliFamily(Family):
     def __init__(
         self, mixture: "BernoulliMixture", num_components: int, centre: Tensor, variance: Tensor
     ):
-        self.shape = num_components, len(centre)
         self.width = 2 * len(centre) + num_components
         self.added, self.floor = float(mixture.prior), mixture.min_probability
 
@@ -55,9 +54,6 @@ class BernoulliFamily(Family):
         weights, p = parameters
         log_weights: Tensor = torch.special.xlogy(self.added, weights).sum()
         return log_weights + self.added * (p.log() + torch.log1p(-p)).sum()
-
-    def leave(self, parameters: Bernoullis) -> Bernoullis:
-        return parameters
 
 
 class BernoulliMixture(Mixture):

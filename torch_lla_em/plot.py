@@ -34,7 +34,7 @@ Examples = Iterable[Any] | PredictedData
 
 _NETWORK, _POSTERIOR = "0.6", "C0"
 _DIAGONAL = {"color": "black", "linewidth": 0.8, "linestyle": ":"}
-_GRID = 80
+_GRID = 320
 _NINETY = 1.6449  # standard deviations that contain 90 % of a normal distribution
 # largest numbers of points and of error bars in a plot; more are thinned evenly
 _POINTS, _BARS = 2000, 200
@@ -120,7 +120,7 @@ def bands(la: Fitted, loader: Examples, axes: Axes | None = None, output: int = 
         return _finished(axes, "prediction", "target")
     ends = x.min(), x.max()
     margin = 0.3 * (ends[1] - ends[0])
-    grid = torch.linspace(ends[0] - margin, ends[1] + margin, 4 * _GRID, device="cpu").to(x)
+    grid = torch.linspace(ends[0] - margin, ends[1] + margin, _GRID, device="cpu").to(x)
     mean, inner, outer = _intervals(la.predict(grid.view(-1, *x.shape[1:])), output)
     places = _array(grid)
     for half, alpha, label in ((outer, 0.2, "90 % of targets"), (inner, 0.35, "90 % of means")):

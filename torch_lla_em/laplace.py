@@ -37,8 +37,7 @@ from torch_lla_em.likelihoods import (
 from torch_lla_em.prediction import Fitted
 from torch_lla_em.problem import Plan, Problem
 from torch_lla_em.report import write_report
-from torch_lla_em.runtime import Compute, Group, check_choice, check_options, group_of
-from torch_lla_em.runtime import records as persistence
+from torch_lla_em.runtime import Compute, Group, check_choice, check_options, files, group_of
 from torch_lla_em.session import Session
 
 logger = logging.getLogger("torch_lla_em")
@@ -336,17 +335,17 @@ class LinearisedLaplace(Fitted):
         """Return what a checkpoint is compared with, by name."""
         layout, network = self._linear_model.layout, self._linear_model.network
         likelihood = self._given_likelihood
-        weights = persistence.fingerprint(network.module)
-        settings = {name: persistence.plain(value) for name, value in vars(options).items()}
+        weights = files.fingerprint(network.module)
+        settings = {name: files.plain(value) for name, value in vars(options).items()}
         return {
-            "format": f"{persistence.VERSION}.{FORMAT}",
+            "format": f"{files.VERSION}.{FORMAT}",
             "network weights": bytes(weights.tolist()).hex(),
             "layers": [type(layer).__qualname__ for layer in network.module.modules()],
             "parameters in the posterior": list(layout.names),
             "likelihood": type(likelihood).__name__,
-            "options of the likelihood": persistence.plain(vars(likelihood)),
+            "options of the likelihood": files.plain(vars(likelihood)),
             "class_dim": network.class_dim,
-            "forward_fn": persistence.plain(network.forward_fn),
+            "forward_fn": files.plain(network.forward_fn),
             "temperature": self.temperature,
             "precision": self.compute.precision,
             **settings,

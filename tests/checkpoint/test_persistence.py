@@ -14,8 +14,7 @@ from torch import nn
 
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.likelihoods import Classification
-from torch_lla_em.runtime.files import write_atomically
-from torch_lla_em.runtime.records import fingerprint, plain
+from torch_lla_em.runtime.files import fingerprint, plain, write_atomically
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of POSIX")

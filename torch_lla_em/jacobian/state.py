@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em.jacobian.network import ONE_AT_A_TIME, Network
-from torch_lla_em.runtime import records
+from torch_lla_em.runtime import files
 
 # entries of a tensor that are compared at every call
 _COMPARED = 16
@@ -79,7 +79,7 @@ class NetworkState:
 
     def __init__(self, network: Network):
         with ONE_AT_A_TIME:
-            self.fingerprint = records.fingerprint(network.module)
+            self.fingerprint = files.fingerprint(network.module)
             """A hash of every bit."""
 
             self._kinds = [type(layer) for layer in network.module.modules()]
@@ -93,7 +93,7 @@ class NetworkState:
                 return True
             if [type(layer) for layer in network.module.modules()] != self._kinds:
                 return False
-            if not torch.equal(records.fingerprint(network.module), self.fingerprint):
+            if not torch.equal(files.fingerprint(network.module), self.fingerprint):
                 return False
             self._snapshot = Snapshot(network)
             return True

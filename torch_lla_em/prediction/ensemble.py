@@ -14,7 +14,7 @@ from torch_lla_em.prediction.conformal import REFERENCE
 from torch_lla_em.prediction.fitted import Fitted
 from torch_lla_em.prediction.predictor import Predictor
 from torch_lla_em.prediction.pushed import Tables
-from torch_lla_em.runtime import files, records
+from torch_lla_em.runtime import files
 
 
 class LaplaceEnsemble(Predictor, nn.Module):
@@ -74,8 +74,8 @@ class LaplaceEnsemble(Predictor, nn.Module):
         state = {name: t for name, t in self._buffers.items() if t is not None}
         for i, member in enumerate(self.members):
             state |= {f"{i}.{name}": tensor for name, tensor in member.state_dict().items()}
-        state["record"] = records.to_bytes({"calibration": self.calibration})
-        return {**state, "torch_lla_em_version": torch.tensor(records.VERSION, device="cpu")}
+        state["record"] = files.to_bytes({"calibration": self.calibration})
+        return {**state, "torch_lla_em_version": torch.tensor(files.VERSION, device="cpu")}
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
         """Load the posteriors of all members, and the numbers of ``calibrate``.
@@ -88,7 +88,7 @@ class LaplaceEnsemble(Predictor, nn.Module):
             ValueError: If the state has another format or number of members, or belongs to other
                 networks.
         """
-        records.check(state)
+        files.check(state)
         count = len({name.partition(".")[0] for name in state if "." in name})
         if count != len(self.members):
             raise ValueError(
@@ -100,7 +100,7 @@ class LaplaceEnsemble(Predictor, nn.Module):
         for name in self._buffers:
             tensor = state.get(name)
             setattr(self, name, None if tensor is None else tensor.to(self.members[0]._device))
-        self.calibration = restored(records.from_bytes(state["record"])["calibration"])
+        self.calibration = restored(files.from_bytes(state["record"])["calibration"])
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write all posteriors to one file, without the networks.
@@ -123,5 +123,5 @@ class LaplaceEnsemble(Predictor, nn.Module):
             ValueError: If the file is damaged or belongs to other networks.
         """
         ensemble = cls(members)
-        ensemble.load_state_dict(records.read(path))
+        ensemble.load_state_dict(files.read(path))
         return ensemble

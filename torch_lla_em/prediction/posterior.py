@@ -19,7 +19,7 @@ from torch_lla_em.prediction.conformal import TrainingExamples, output_variance
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE
 from torch_lla_em.prediction.pushed import Products, Pushed, posterior_alone
 from torch_lla_em.problem import place_of_vectors
-from torch_lla_em.runtime import Compute, files, free_memory, records
+from torch_lla_em.runtime import Compute, files, free_memory
 
 Loaded = TypeVar("Loaded", bound="StoredPosterior")
 
@@ -128,9 +128,9 @@ class StoredPosterior(nn.Module):
         }
         return {
             **{name: tensors[name] for name in stored.TENSORS if tensors[name] is not None},
-            "torch_lla_em_version": torch.tensor(records.VERSION, device="cpu"),
+            "torch_lla_em_version": torch.tensor(files.VERSION, device="cpu"),
             "fingerprint": self._state_of_network.fingerprint,
-            "record": records.to_bytes(record),
+            "record": files.to_bytes(record),
         }
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
@@ -178,7 +178,7 @@ class StoredPosterior(nn.Module):
             "parameters": model.layout.names,
             "class_dim": model.network.class_dim,
         }
-        state = {**self.state_dict(), "options": records.to_bytes(options)}
+        state = {**self.state_dict(), "options": files.to_bytes(options)}
         files.write_atomically(state, path)
 
     @classmethod

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch_lla_em.jacobian import LinearModel, Network
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression, is_named
 from torch_lla_em.prediction.conformal import REFERENCE
-from torch_lla_em.runtime import records
+from torch_lla_em.runtime import files
 
 # the buffers of a posterior
 TENSORS = (
@@ -47,19 +47,19 @@ def likelihood_options(given: Likelihood) -> dict[str, Any]:
 
 def attributes_of(given: Likelihood) -> str | None:
     """Return the attributes of a user's own likelihood, by which another one is noticed."""
-    return None if is_named(given) else records.plain(vars(given))
+    return None if is_named(given) else files.plain(vars(given))
 
 
 def read(
     path: str | PathLike[str], model: nn.Module, given: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return state and options of a saved posterior; ``given`` options replace those saved."""
-    state = records.read(path)
+    state = files.read(path)
     if "options" not in state:
         raise ValueError("The file holds a state_dict: construct the object and load_state_dict.")
     _refuse_other_network(state, Network(model).module)
-    options = {**records.from_bytes(state["options"]), **given}
-    own = records.from_bytes(state["record"]).get("given", [])
+    options = {**files.from_bytes(state["options"]), **given}
+    own = files.from_bytes(state["record"]).get("given", [])
     missing = [name for name in ("likelihood", *own) if name not in options]
     if missing:
         raise ValueError(
@@ -79,8 +79,8 @@ def checked(
 
     ``given`` are the names of the options that cannot be compared.
     """
-    records.check(state)
-    record: dict[str, Any] = records.from_bytes(state["record"])
+    files.check(state)
+    record: dict[str, Any] = files.from_bytes(state["record"])
     _refuse_other_network(state, model.network.module)
     saved = list(zip(record["names"], map(tuple, record["shapes"])))
     own = list(zip(model.layout.names, map(tuple, model.layout.shapes)))
@@ -110,7 +110,7 @@ def checked(
 
 
 def _refuse_other_network(state: dict[str, Tensor], module: nn.Module) -> None:
-    if not torch.equal(records.fingerprint(module), state["fingerprint"].cpu()):
+    if not torch.equal(files.fingerprint(module), state["fingerprint"].cpu()):
         raise ValueError(
             "The network's weights or buffers are not those that the posterior was fitted to: "
             "load the checkpoint of that network first, or fit again."

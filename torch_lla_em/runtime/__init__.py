@@ -1,6 +1,6 @@
 """Memory, precision, files, ranks of a process group, and random numbers by key."""
 
-from torch_lla_em.runtime.files import write_atomically
+from torch_lla_em.runtime.files import Grown, new_key, write_atomically
 from torch_lla_em.runtime.group import Group, current_group, first, group_of
 from torch_lla_em.runtime.memory import (
     DoesNotFit,
@@ -17,7 +17,6 @@ from torch_lla_em.runtime.memory import (
 from torch_lla_em.runtime.modes import collected_warnings, tf32
 from torch_lla_em.runtime.noise import mixed, normal, normals
 from torch_lla_em.runtime.options import PRECISION_BOUNDS, Compute, check_choice, check_options
-from torch_lla_em.runtime.records import Grown, new_key
 
 __all__ = [
     "PRECISION_BOUNDS",

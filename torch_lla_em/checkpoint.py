@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from torch_lla_em.runtime import Group, Grown, files, first, records
+from torch_lla_em.runtime import Group, Grown, files, first
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -50,7 +50,7 @@ class Folder:
         """Return the posterior of a finished fit, or None if it is not finished."""
         path, state = self.path / _FINISHED, None
         if self._reads and os.path.exists(path):
-            state = records.read(path, ("facts",), "Delete it to fit again.")
+            state = files.read(path, ("facts",), "Delete it to fit again.")
         received: dict[str, Any] | None = self._received(state, device)
         return received
 

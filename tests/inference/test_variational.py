@@ -337,5 +337,5 @@ def test_rows_in_another_order_are_told(caplog):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         la.compute = la.compute.__class__(keep_data=False)
-        la.fit(InAnyOrder(case), em_steps=1, progress_bar=False)
+        la.fit(InAnyOrder(case, 15), em_steps=1, progress_bar=False)
     assert "a different order" in caplog.text and la.prior_precision > 0

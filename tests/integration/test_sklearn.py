@@ -128,6 +128,10 @@ def test_constant_targets_raise(y):
     x, _ = rows(30)
     with pytest.raises(ValueError, match="All targets are equal"):
         LaplaceRegressor(**FAST).fit(x, y)
+
+
+def test_some_targets_may_be_constant():
+    x, _ = rows(30)
     some = np.stack([x[:, 0], np.ones(30)], 1)
     assert LaplaceRegressor(**FAST).fit(x, some).predict(x)[:, 1] == pytest.approx(1, abs=0.2)
 
@@ -146,7 +150,8 @@ def test_units_do_not_matter_to_estimators(scale):
         np.testing.assert_allclose(one / scale, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("validation_fraction", daily(0.1, rest=[0.0]))
+@pytest.mark.slow
+@pytest.mark.parametrize("validation_fraction", [0.1, 0.0])
 def test_few_digits_are_predicted_no_worse_than_by_the_network(validation_fraction):
     x, y = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(x))

@@ -89,7 +89,7 @@ def test_what_did_not_fit_is_remembered():
 
 
 @pytest.mark.parametrize(
-    "model, rows", [(network(5000), "1 row "), (Centred(*network()), "200 rows ")]
+    "model, rows", [(network(2000), "1 row "), (Centred(*network()), "200 rows ")]
 )
 def test_what_cannot_be_made_smaller_is_said(model, rows):
     small = problem(model)

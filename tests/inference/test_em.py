@@ -61,9 +61,7 @@ def test_a_secant_step_ends_a_geometric_approach_from_one_side_or_both(slope):
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_every_fit_moves_its_prior_precision_by_the_same_update(likelihood, monkeypatch):
-    monkeypatch.setattr(
-        "torch_lla_em.inference.mackay._bounded", lambda proposed, here, warns=True: here
-    )
+    monkeypatch.setattr("torch_lla_em.inference.mackay._bounded", lambda proposed, here: here)
     torch.manual_seed(0)
     x, model = torch.randn(20, 2), nn.Linear(2, 3)
     y = torch.randint(3, (20,)) if likelihood == "classification" else torch.randn(20, 3)

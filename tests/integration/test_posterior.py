@@ -16,8 +16,10 @@ from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.iterative_e_step import IterativeEStep, starting_precision
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import (
+    Expectation,
     Hyperparameters,
     MStep,
+    Step,
     em_noise,
     em_update,
     function_space_Mackay_update,
@@ -191,17 +193,33 @@ def test_updates_are_their_formulas():
     assert_close(em_noise(residual, gamma, count, sigma), ((residual + 0.75) / 20).sqrt())
 
 
-def test_bounds_on_the_precision_warn():
+def test_updates_keep_within_their_bounds():
     gamma = torch.tensor([1.0, 1.0, 0.0]).double()
     norm = torch.tensor([1e-30, 1.0, 0.0]).double()
     precision = torch.full((3,), 7.0).double()
-    with pytest.warns(UserWarning, match="reached a bound"):
-        updated = function_space_Mackay_update(gamma, norm, precision)
+    updated = function_space_Mackay_update(gamma, norm, precision)
     assert_close(updated, torch.tensor([1e20, 1.0, 7.0]).double())
     stepped = function_space_Mackay_update(gamma, norm, precision, stride=0.5)
     assert_close(stepped, torch.tensor([7 * math.e, 7**0.5, 7.0]).double())
-    with pytest.warns(UserWarning, match="number of targets"):
-        mackay_noise(torch.tensor(1.0), torch.tensor(5.0), torch.tensor(4.0))
+
+
+@pytest.mark.parametrize(
+    "precision, residual, dims, words",
+    [
+        (1e20, 1.0, 5.0, "reached a bound"),
+        (2.0, 1e-16, 5.0, "subtract their mean"),
+        (2.0, 1.0, 89.0, "reaches the number of targets"),
+    ],
+)
+def test_results_that_the_data_do_not_determine_warn(precision, residual, dims, words):
+    problem = tiny("regression").problem(7, 18)
+    problem.loss_and_gradient(problem.zeros(1)[0])
+    one, *sums = (torch.tensor(v).double() for v in (1.0, residual, 50.0, dims))
+    hyper = Hyperparameters(one * precision, one)
+    found = Expectation(hyper, one[None], one, 1.0, one[None], 0.0, 0.0, *sums)
+    step = Step(3, hyper, one, hyper, 0.0, True)
+    with pytest.warns(UserWarning, match=words):
+        MStep(problem, None).warn(found, step)
 
 
 @pytest.mark.parametrize("prior", ["scalar", "layerwise"])

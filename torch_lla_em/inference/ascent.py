@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -82,7 +81,7 @@ def settle(over: OverSpan, q: Q, m_step: MStep, least: float, steps: int) -> tup
     learns, found, step, last = least < math.inf, False, None, None
     if not (learns or over.moves):
         return q, False
-    quiet, damping = replace(m_step, warns=False), 0.5
+    damping = 0.5
     pace, quietly = Pace(), 0
     for _ in range(_CLIMBS * over.moves):
         before = q.bound
@@ -95,7 +94,7 @@ def settle(over: OverSpan, q: Q, m_step: MStep, least: float, steps: int) -> tup
         if learns and over.moves:
             new = here._replace(precision=_stepped(over, q, 1.0).clamp_min(least))
         elif learns:
-            step = quiet(over.expectation(q), step)
+            step = m_step(over.expectation(q), step)
             new = step.hyper._replace(precision=step.hyper.precision.clamp_min(least))
         noise, curved = over.noise_of(new), q.curved
         moved = (new.precision / here.precision).log().abs().item()
@@ -115,10 +114,7 @@ def settle(over: OverSpan, q: Q, m_step: MStep, least: float, steps: int) -> tup
         if moved < _AT_REST:
             found = True
             break
-    q = over.at(q.curved, q.precision, q.noise, q.mean, _POLISH)
-    if learns and not over.moves:
-        m_step(over.expectation(q))  # gives the warnings
-    return q, found
+    return over.at(q.curved, q.precision, q.noise, q.mean, _POLISH), found
 
 
 def _stepped(over: OverSpan, q: Q, stride: float) -> Tensor:

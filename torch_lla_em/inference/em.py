@@ -15,7 +15,6 @@ from torch_lla_em.inference.mackay import (
     Hyperparameters,
     MStep,
     Step,
-    warn_unsettled,
 )
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem
@@ -167,5 +166,5 @@ def em(e_step: EStep, m_step: MStep, start: State, max_steps: int = 20) -> Itera
         fresh = step.number > (0 if state.step is None else state.step.number)
         state = State(step.hyper, step, info, own, fresh, ended)
         yield state
-    if max_steps and state.step is not None and not state.step.settled:
-        warn_unsettled(state.step)
+    if max_steps and state.info is not None:
+        m_step.warn(state.info.found, state.step)

@@ -9,7 +9,7 @@ import logging
 import warnings
 from dataclasses import dataclass
 from math import exp, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,13 +97,9 @@ class Expectation(NamedTuple):
 
 
 def function_space_Mackay_update(
-    effective_dim: Tensor,
-    squared_norm: Tensor,
-    precision: Tensor,
-    stride: float | None = None,
-    warns: bool = True,
+    effective_dim: Tensor, squared_norm: Tensor, precision: Tensor, stride: float | None = None
 ) -> Tensor:
-    """Return MacKay's update of the prior precision, λ ← γ / ‖w_lin‖².
+    """Return MacKay's update of the prior precision, λ ← γ / ‖w_lin‖², within 1e-20 and 1e20.
 
     Args:
         effective_dim (Tensor): γ, shape () or (blocks,): the mean of ``effective_dims`` of
@@ -112,9 +108,7 @@ def function_space_Mackay_update(
             ``prior.squared_norm(mode.w)`` of the mode that ``optimise_MAP`` returns.
         precision (Tensor): The current λ. Blocks that the data do not determine (γ = 0) keep it.
         stride (float, optional): Exponent of the step, λ ← λ (γ / (λ ‖w_lin‖²))^stride, limited to
-            a change of log λ by 1. Default None: the plain update. With a stride, reaching a bound
-            of λ gives no warning, because such a step is a proposal that may be rejected.
-        warns (bool): Whether to warn if λ reaches a bound. Default True.
+            a change of log λ by 1. Default None: the plain update.
 
     Returns:
         The new λ, shape () or (blocks,).
@@ -128,14 +122,11 @@ def function_space_Mackay_update(
     if stride is not None:
         step = (stride * (proposed / precision).log()).nan_to_num(0.0).clamp(-1.0, 1.0)
         proposed = precision * step.exp()
-    return _bounded(proposed, precision, warns and stride is None)
+    return _bounded(proposed, precision)
 
 
 def em_update(
-    effective_dim: Tensor,
-    squared_norm: Tensor,
-    precision: Tensor,
-    num_weights: Tensor,
+    effective_dim: Tensor, squared_norm: Tensor, precision: Tensor, num_weights: Tensor
 ) -> Tensor:
     """Return the EM update λ ← P / (‖w_lin‖² + Tr Σ), which never lowers the evidence.
 
@@ -145,39 +136,9 @@ def em_update(
     return _bounded(num_weights / (squared_norm + trace), precision)
 
 
-def resolved(residual: Tensor, targets: Tensor, eps: float, warns: bool = True) -> Tensor:
-    """Return Σ(y - J w_lin)², or ε Σ y² with a warning if it is less, which is below rounding."""
-    if not (targets > 0).all():
-        raise ValueError(
-            "All targets are 0 (or all targets of an output with its own noise), so there is no "
-            "observation noise to learn. Check the targets, or remove this output."
-        )
-    least = eps * targets
-    if warns and (residual < _NEAR_ROUNDING * least).any():
-        warnings.warn(
-            "The linear model reproduces the targets so closely that their observation noise may "
-            f"be lost to rounding: sigma_noise is held above {sqrt(eps):.0e} of their root mean "
-            "square. Check that the targets are not constant or without noise. If their noise "
-            "really is that small, subtract their mean, or convert the model and its data to "
-            "float64.",
-            stacklevel=2,
-        )
-    return torch.maximum(residual, least)
-
-
-def mackay_noise(
-    residual: Tensor, effective_dim: Tensor, count: Tensor, warns: bool = True
-) -> Tensor:
+def mackay_noise(residual: Tensor, effective_dim: Tensor, count: Tensor) -> Tensor:
     """Return σ ← √(Σ(y - J w_lin)² / (N - γ)), for residual sums and counts of equal shape."""
-    left, least = count - effective_dim, _LEAST_FREEDOM * count
-    if warns and (left < least).any():
-        warnings.warn(
-            "The effective dimension reaches the number of targets, so the data cannot separate "
-            "noise from signal. sigma_noise is limited as if the effective dimension were 95 % of "
-            "the number of targets. Use more data, or fewer `parameters` in the posterior.",
-            stacklevel=2,
-        )
-    return (residual / torch.maximum(left, least)).sqrt()
+    return (residual / torch.maximum(count - effective_dim, _LEAST_FREEDOM * count)).sqrt()
 
 
 def em_noise(residual: Tensor, effective_dim: Tensor, count: Tensor, sigma: Tensor) -> Tensor:
@@ -185,18 +146,8 @@ def em_noise(residual: Tensor, effective_dim: Tensor, count: Tensor, sigma: Tens
     return ((residual + effective_dim * sigma**2) / count).sqrt()
 
 
-def _bounded(proposed: Tensor, current: Tensor, warns: bool = True) -> Tensor:
-    proposed = torch.where(proposed > 0, proposed, current)
-    kept = proposed.clamp(*PRECISION_BOUNDS)
-    if warns and not torch.equal(kept, proposed):
-        low, high = PRECISION_BOUNDS
-        warnings.warn(
-            f"The prior precision reached a bound of [{low:g}, {high:g}]: the evidence prefers a "
-            "model without these parameters, or without a prior. Check that the network is "
-            "trained, and on these targets.",
-            stacklevel=3,
-        )
-    return kept
+def _bounded(proposed: Tensor, current: Tensor) -> Tensor:
+    return torch.where(proposed > 0, proposed, current).clamp(*PRECISION_BOUNDS)
 
 
 class Step(NamedTuple):
@@ -230,9 +181,6 @@ class MStep:
     update: str = "mackay"
     """"mackay": the fast fixed point; "em": never lowers the evidence, and is slow."""
 
-    warns: bool = True
-    """Whether to warn if λ reaches a bound, or σ cannot be determined."""
-
     def __call__(self, found: Expectation, before: Step | None = None) -> Step:
         """Return the step that follows from these expectations, given the previous step."""
         start, gamma, square = found.hyper, found.effective_dims.mean(0), found.squared_norm
@@ -240,9 +188,7 @@ class MStep:
         if self.update == "em":
             precision = em_update(gamma, square, start.precision, self.prior.num_weights())
         else:
-            precision = function_space_Mackay_update(
-                gamma, square, start.precision, warns=self.warns
-            )
+            precision = function_space_Mackay_update(gamma, square, start.precision)
         new = self.accelerated(before, start, Hyperparameters(precision, sigma))
         step = self.taken(before, start, new, found.effective_dims)
         settled = before is not None and step.number > 2 and _left(before.change, step.change) < 1.0
@@ -262,13 +208,25 @@ class MStep:
 
     def _noise(self, sigma: Tensor, found: Expectation) -> Tensor:
         """Return the new σ."""
-        count = torch.full_like(sigma, self.problem.data.num_targets / sigma.numel())
-        dims, targets = found.noise_dims.to(sigma), found.targets.to(sigma)
-        eps = torch.finfo(self.problem.dtype).eps
-        residual = resolved(found.residual.to(sigma), targets, eps, self.warns)
+        residual, rounding, dims, count = self._sums(found)
+        residual = torch.maximum(residual, rounding)
         if self.update == "em":
             return em_noise(residual, dims, count, sigma)
-        return mackay_noise(residual, dims, count, self.warns)
+        return mackay_noise(residual, dims, count)
+
+    def _sums(self, found: Expectation) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return Σ(y - J w_lin)², its rounding error, γ and the number of targets, the shape of σ."""
+        sigma: Any = found.hyper.sigma
+        residual, targets, dims = (
+            sums.to(sigma) for sums in (found.residual, found.targets, found.noise_dims)
+        )
+        if not (targets > 0).all():
+            raise ValueError(
+                "All targets are 0 (or all targets of an output with its own noise), so there is no "
+                "observation noise to learn. Check the targets, or remove this output."
+            )
+        count = torch.full_like(sigma, self.problem.data.num_targets / sigma.numel())
+        return residual, torch.finfo(self.problem.dtype).eps * targets, dims, count
 
     def allowed(self, gamma: Tensor, num_samples: int) -> Tensor:
         """Return the change of log λ that counts as converged, () or (blocks,).
@@ -292,15 +250,43 @@ class MStep:
             return proposed
         return proposed._replace(precision=(here + (plain - here) / (1 - slope)).exp())
 
-
-def warn_unsettled(last: Step) -> None:
-    """Log a warning that EM has not converged."""
-    moved = (last.hyper.precision / last.start.precision).log().abs().max().item()
-    logger.warning(
-        "The prior precision has not converged after %d EM steps: the last one changed it by a "
-        "factor of %.2g. Increase em_steps, or pass a prior_precision closer to the result.",
-        *(last.number, exp(moved)),
-    )
+    def warn(self, found: Expectation, last: Step) -> None:
+        """Warn if λ has not converged or is at a bound, or if the data do not determine σ."""
+        (low, high), precision = PRECISION_BOUNDS, last.hyper.precision
+        if not last.settled:
+            moved = (precision / last.start.precision).log().abs().max().item()
+            logger.warning(
+                "The prior precision has not converged after %d EM steps: the last one changed it by "
+                "a factor of %.2g. Increase em_steps, or pass a prior_precision closer to the result.",
+                *(last.number, exp(moved)),
+            )
+        if not ((low < precision) & (precision < high)).all():
+            warnings.warn(
+                f"The prior precision reached a bound of [{low:g}, {high:g}]: the evidence prefers a "
+                "model without these parameters, or without a prior. Check that the network is "
+                "trained, and on these targets.",
+                stacklevel=3,
+            )
+        if found.hyper.sigma is None:
+            return
+        residual, rounding, dims, count = self._sums(found)
+        if (residual < _NEAR_ROUNDING * rounding).any():
+            least = sqrt(torch.finfo(self.problem.dtype).eps)
+            warnings.warn(
+                "The linear model reproduces the targets so closely that their observation noise may "
+                f"be lost to rounding: sigma_noise is held above {least:.0e} of their root mean "
+                "square. Check that the targets are not constant or without noise. If their noise "
+                "really is that small, subtract their mean, or convert the model and its data to "
+                "float64.",
+                stacklevel=3,
+            )
+        if self.update == "mackay" and (count - dims < _LEAST_FREEDOM * count).any():
+            warnings.warn(
+                "The effective dimension reaches the number of targets, so the data cannot separate "
+                "noise from signal. sigma_noise is limited as if the effective dimension were 95 % of "
+                "the number of targets. Use more data, or fewer `parameters` in the posterior.",
+                stacklevel=3,
+            )
 
 
 def _left(before: float, change: float) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -140,8 +139,6 @@ class SpanEStep:
             at_rest = not self.span.widen(old.residuals)
             q = over.widened(q, _STEPS if kept else 1)
         before, complete, found_all = q, at_rest or self.span.is_complete, False
-        if not complete and (old is None or state.info.found.sample_error > 1):
-            m_step = replace(m_step, warns=False)  # λ and σ will still change
         climbs = climbs or (complete and self._moves)
         least = PRECISION_BOUNDS[0] if complete else q.precision / _FALL
         least = least if learns else math.inf

@@ -42,9 +42,7 @@ class LinearModel:
 
     def forget(self) -> None:
         """Discard the result of the probe, which may not hold for other weights or another device."""
-        # backward leaves out the padding row of tied weights in one of their uses; forward mode cannot
-        self._start = Path(forward=None not in self.weights.padding.values())
-        self._path: Path | None = self._start
+        self._path: Path | None = Path(forward=self.weights.allow_forward)
         self._report: Report | None = None
         self._probed: tuple | None = None
         self._examples: Any = None
@@ -63,10 +61,8 @@ class LinearModel:
 
     @property
     def path(self) -> Path:
-        """How torch.func computes the products; probed when it is first needed."""
-        if self._path is None and self._examples is not None:
-            self.probe(self._examples)
-        return self._path or self._start
+        """How torch.func computes the products, if it is known."""
+        return self._path or Path(forward=self.weights.allow_forward)
 
     @path.setter
     def path(self, path: Path) -> None:
@@ -104,7 +100,7 @@ class LinearModel:
             # torch's first forward-mode product loads parts of its own that it deprecates
             warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
             with self.network.computing("float32"):
-                report = probe(self.weights, x, self._path or self._start, needs_path)
+                report = probe(self.weights, x, needs_path)
             if report is None:
                 logger.info("J is zero for these examples; derivatives are checked on later ones.")
                 return None
@@ -147,8 +143,8 @@ class LinearModel:
 
     def by_autodiff(self, x: Any, names: tuple[str, ...] | None = None) -> ByAutodiff:
         """Return the linear model at a batch, of all weights or the named ones, by ``torch.func``."""
-        if self._path is None and self._examples is None:  # a copy, which has no examples yet
-            self.probe(map_tensors(Tensor.detach, x))
+        if self._path is None:  # not needed until now; a copy has no examples yet
+            self.probe(map_tensors(Tensor.detach, x) if self._examples is None else self._examples)
         return ByAutodiff(self.weights, x, self.path.within(self.columns), names)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -169,7 +165,7 @@ class LinearModel:
                 sizes[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        rows = ByAutodiff(self.weights, x, self._start)
+        rows = ByAutodiff(self.weights, x, Path())
         # torch.func inside a network allows no hooks: then it is not known
         with suppress(RuntimeError), torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
             rows.forward()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +75,7 @@ class Report(NamedTuple):
         return "" if self.factored is None else str(self.factored)
 
 
-def probe(weights: Weights, x: Any, start: Path, needs_path: bool = True) -> Report | None:
+def probe(weights: Weights, x: Any, needs_path: bool = True) -> Report | None:
     """Return the ways of computing J that agree with ``backward``; raise an error if none does.
 
     Returns None if J is zero at these inputs. Without ``needs_path``, torch.func is not tried if all
@@ -89,7 +88,7 @@ def probe(weights: Weights, x: Any, start: Path, needs_path: bool = True) -> Rep
     with torch.random.fork_rng(devices=sorted(devices)):
         reference = _Reference(weights, x)
         if reference.JTu[0].any():
-            report = _chosen(reference, start, needs_path)
+            report = _chosen(reference, needs_path)
     changed = before.changed(network)
     if changed:
         raise RuntimeError(
@@ -161,7 +160,7 @@ class _Reference:
         return total
 
 
-def _chosen(reference: _Reference, start: Path, needs_path: bool) -> Report:
+def _chosen(reference: _Reference, needs_path: bool) -> Report:
     """Return the first ways, by factors and by torch.func, whose error is rounding."""
     factored, weights = None, reference.weights
     if weights.network.precision != "bfloat16":
@@ -173,17 +172,17 @@ def _chosen(reference: _Reference, start: Path, needs_path: bool) -> Report:
             known = _error_of_factors(reference, factored, None)
             if known is not None:
                 return Report(None, known, "", factored, reference.examples)
-    report = _by_torch_func(reference, start)
+    report = _by_torch_func(reference)
     if factored is not None and _error_of_factors(reference, factored, report.path) is not None:
         return report._replace(factored=factored)
     return report
 
 
-def _by_torch_func(reference: _Reference, start: Path) -> Report:
+def _by_torch_func(reference: _Reference) -> Report:
     """Try forward mode, then two reverse passes; all columns at once, then one by one."""
-    start = start._replace(example_bytes=None)
     tolerance, errors, reasons = math.sqrt(reference.eps), dict[Path, float](), dict[bool, str]()
-    for path in _paths(start):
+    ways = (True, False) if reference.weights.allow_forward else (False,)
+    for path in (Path(forward, columns) for forward in ways for columns in (None, 1)):
         failures: list[Exception] = []
         with suppressed(failures):  # operations that a direction does not support
             errors[path] = reference.error(ByAutodiff(reference.weights, reference.x, path))
@@ -203,13 +202,6 @@ def _by_torch_func(reference: _Reference, start: Path) -> Report:
     why = "" if path.forward else reasons.get(True, tied)
     final = path._replace(example_bytes=reference.example_bytes)
     return Report(final, errors[path], why, examples=reference.examples)
-
-
-def _paths(start: Path) -> Iterator[Path]:
-    """Yield the ways of torch.func, the fastest first."""
-    for forward in (True, False) if start.forward else (False,):
-        for columns in (None, 1):
-            yield start._replace(forward=forward, columns=columns)
 
 
 def _error_of_factors(reference: _Reference, factored: Factored, path: Path | None) -> float | None:

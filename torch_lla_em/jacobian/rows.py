@@ -37,6 +37,11 @@ class Weights:
         _refuse_scripted(network, layout)
         self.padding = _padding_rows(network, layout)
 
+    @property
+    def allow_forward(self) -> bool:
+        """Whether forward mode is right: not for tied weights with a padding row in one use only."""
+        return None not in self.padding.values()
+
     def values(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Return the trained weights, all or the named ones, detached."""
         return self.network.weights(tuple(self.layout.names if names is None else names))

@@ -63,7 +63,7 @@ def outputs(problem):
 @pytest.mark.parametrize(
     "work, least", [(product, 0.35), (gradient, 0.25), (noise, 0.4), (outputs, 0.25)]
 )
-def test_smaller_cards_give_the_same(work, least):
+def test_smaller_gpus_give_the_same(work, least):
     with Allocator() as unlimited:
         expected = work(problem())
     refused = []
@@ -279,8 +279,7 @@ def test_fits_on_smaller_gpus_are_the_same(solver, prior, monkeypatch, caplog):
 
 
 def small_fit(solver, prior, monkeypatch):
-    """Return a fit of an hour's kind in seconds, and its inputs."""
-    # pieces as small beside P as they are on a real card
+    """Return a small fit whose pieces of vectors are as small as those of a large one, and inputs."""
     monkeypatch.setattr(blocks, "_ENTRIES", 1 << 12)
     torch.manual_seed(1)
     x, y = torch.randn(96, 20), torch.randint(0, 3, (96,))

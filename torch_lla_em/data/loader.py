@@ -132,14 +132,15 @@ class Data:
     def batches(self, in_step: bool = False) -> Iterator[Batch]:
         """Yield this rank's batches of one pass.
 
-        ``in_step``: as the loader yields them, and as many on every rank; the last of them are empty
-        where one has fewer.
+        ``in_step``: yield the loader's own batches, without joining any, and as many on every rank: a
+        rank with fewer yields empty ones at the end.
         """
         if self.kept is not None and not in_step:
             yield from self.kept
             self.num_passes += 1
             return
-        # ranks with different data see another sum of hashes, once each reads what another read
+        # after the first pass each rank reads the share of another, so the sum of hashes changes
+        # if ranks have different data
         share = (self.group.rank + (self.num_passes > 0)) % self.group.size
         read = self._reader.begin(share, self.num_passes if in_step else None)
         ordered = self._source.keeps_order and not (in_step and self._source.shuffles)
@@ -161,7 +162,7 @@ class Data:
         return self._source.num_batches()
 
     def num_steps(self) -> int | None:
-        """Return the steps of the last pass that went batch by batch."""
+        """Return the number of batches per rank of the last pass; None if it is not known."""
         return self._num_steps
 
     def facts(self) -> dict[str, Any]:

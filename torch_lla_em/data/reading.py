@@ -23,7 +23,7 @@ _OTHER_SIZE = (
     "several ranks share it, its collate_fn must keep the number of examples. Pass a list of "
     "batches instead."
 )
-# among which a batch of several examples is looked for
+# number of batches that are read to find one with two examples or more
 _BATCHES_AHEAD = 32
 
 

@@ -191,21 +191,18 @@ class Source:
     ) -> Iterator[tuple[int, Tensor | None, Any]]:
         """Yield every ``step``-th batch of one pass, starting with batch ``first``.
 
-        Each batch comes with its position and the numbers of its examples, or None if they follow
-        those of the previous batch; a loader that cannot skip batches yields all. ``seed`` selects
-        another order, if the loader shuffles.
+        A batch comes with its position and the numbers of its examples. These are None if they
+        continue those of the batch before. A loader that cannot skip batches yields all of them.
+        ``seed`` selects another order, if the loader shuffles.
         """
         if self._own is None:
             for place, batch in enumerate(self.loader):
                 yield place, None, self._convert(batch)
             return
         chosen = self._own.choose(first, step, seed if self.shuffles else None)
-        in_turn = self._in_turn(step, seed)
+        in_turn = step == 1 and (seed is None or not self.shuffles)
         for number, (rows, batch) in enumerate(zip(chosen, self.loader)):
             yield first + number * step, None if in_turn else rows, self._convert(batch)
-
-    def _in_turn(self, step: int, seed: int | None) -> bool:
-        return step == 1 and (seed is None or not self.shuffles)
 
 
 class _OwnBatches:

@@ -30,24 +30,24 @@ class Pieces:
         return pieces if len(pieces) > 1 and self.stand_alone(whole) else [whole]
 
     def stand_alone(self, whole: Batch) -> bool:
-        """Whether outputs do not depend on the other examples; None as long as this is not known."""
+        """Whether the outputs of an example are the same without the others in its batch."""
         if self._alone is None and len(whole.rows) > 1:
             with self._model.network.guarded():
                 self._alone = self._compare(whole)
         return bool(self._alone)
 
     def _compare(self, whole: Batch) -> bool:
-        """Compare two examples with four, or one with two: the fewer, the more one changes."""
+        """Compare the outputs of two examples with those among four, or of one with those among two."""
         size = 2 if len(whole.rows) > 3 else 1
         piece, more = next(whole.split(size)), next(whole.split(2 * size))
         f = alone = None
-        with suppressed():  # inputs that only look as if they went by examples
+        with suppressed():  # the first axis of the inputs may not be that of the examples
             f = self._model.outputs(more.inputs)[: len(piece.rows)]
             alone = self._model.outputs(piece.inputs)
         if f is None or alone is None or alone.shape != f.shape:
             return False
         change = ((alone - f).norm() / f.norm()).item()
-        rounding = max(_SPLIT_ERROR, 8 * self._model.rounding)  # of half precision, perhaps
+        rounding = max(_SPLIT_ERROR, 8 * self._model.rounding)
         self.influence = change if change > rounding else 0.0
         return not self.influence
 

@@ -53,7 +53,7 @@ class Pass(NamedTuple):
     """One pass: the kinds of its sums, and the function that adds a batch."""
 
     kinds: dict[str, str]
-    """BLOCK, VECTOR or SCALAR, by name; of none, all columns come at once."""
+    """BLOCK, VECTOR or SCALAR for each sum; without sums, ``add`` gets all columns at once."""
 
     add: Add
     at_most: float = inf
@@ -188,7 +188,7 @@ class Sweep:
             try:
                 with explained(self.linear_model.network, batch.inputs):
                     self._probe(batch)
-            except ValueError:  # of outputs, perhaps
+            except ValueError:  # which is raised for outputs that are not finite, too
                 with self.linear_model.network.guarded():
                     require_finite(batch, OUTPUTS, self.linear_model.outputs(batch.inputs))
                 raise
@@ -213,7 +213,7 @@ class Sweep:
             in_network = layer_of(error, model.network) is not None and not is_shortage(error)
             if len(few.rows) == len(batch.rows) or not in_network:
                 raise
-            # inputs that only look as if they went by examples
+            # the first axis of the inputs is not that of the examples
             model.probe(batch.inputs, needs_path=False)
 
     def is_new(self, rows: Rows) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 _ENTRIES = 1 << 22
 # relative singular value that the products of vectors resolve in float64
 _RESOLVED = 2e-8
-# of an inner product in the vectors' own precision, whose rounding grows with its length
+# number of entries that are summed in float32, whose rounding error grows with it
 _SUMMED = 1 << 12
 
 

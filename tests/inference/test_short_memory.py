@@ -37,7 +37,7 @@ def fit(monkeypatch):
         bytes_ = 4 * (directions * (P + 3 * N * C) + 12 * N * C**2)
         monkeypatch.setattr("torch_lla_em.inference.span_e_step.room", lambda _: 2.0 * bytes_)
         monkeypatch.setattr(Span, "restart", counted)
-        la = LinearisedLaplace(model, "classification", num_samples=K, **options)
+        la = LinearisedLaplace(model, "classification", **{"num_samples": K, **options})
         la.fit(x, y, progress_bar=False)
         la.restarts = len(restarts)
         return la, la(x)
@@ -103,6 +103,12 @@ def test_the_network_comes_last_with_a_warning_that_stays(fit):
     assert la.mean == "network" and len(la.w_samples) == K
     assert any('curvature="network"' in line for line in la.messages)
     assert "whose predictions are usually worse" in " ".join(str(la).split())
+
+
+def test_a_span_with_a_fixed_curvature_needs_less_memory(fit, monkeypatch):
+    monkeypatch.setattr("torch_lla_em.inference.learn.IterativeEStep", None)
+    la, _ = fit(20, num_samples=4)
+    assert la.mean == "network" and 'curvature="network"' in la.messages[1]
 
 
 def test_out_of_memory_between_passes_names_the_remedy(monkeypatch):

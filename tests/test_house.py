@@ -17,17 +17,13 @@ ADAPTERS = {"botorch.py", "lightning.py", "sklearn.py"}
 
 
 def _imports(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text())
-    return {
-        node.module if isinstance(node, ast.ImportFrom) else alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for alias in node.names
-        if (node.module if isinstance(node, ast.ImportFrom) else alias.name)
-        and (node.module if isinstance(node, ast.ImportFrom) else alias.name).startswith(
-            "torch_lla_em"
-        )
-    }
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name.startswith("torch_lla_em")}
 
 
 def _subpackage(path: Path) -> str:

@@ -30,7 +30,6 @@ class Posterior(NamedTuple):
     effective_dim: Estimate
     certificate: Tensor
     log_evidence: Estimate
-    loss: float
     mixture: Tensor | None = None
     """The components of predictions as fitted, (components, 4): weight, share of J w_lin, share of f,
     and scale of the posterior variance; None: the samples around f."""

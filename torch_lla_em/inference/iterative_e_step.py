@@ -102,7 +102,6 @@ class IterativeEStep:
             Estimate.of(samples.effective_dims),
             samples.certificate,
             Estimate.of(log_evidences(mode.loss, hyper.precision, norm, dets)),
-            mode.loss,
         )
 
     def _solve(

@@ -76,8 +76,7 @@ def optimise_MAP(
     if problem.likelihood.is_quadratic:
         solver = replace(solver, forcing=0.0)
     minimum = solver.minimise(loss, x)
-    w = deviation * minimum.x
-    mode = LinearMode(w, minimum.loss, minimum.error, minimum.passes, minimum.converged)
+    mode = LinearMode(deviation * minimum.x, *minimum[1:])
     if not mode.converged:
         warnings.warn(
             f"The mode has a relative error of {mode.error:.1e} after {mode.passes:g} passes, and "

@@ -195,7 +195,6 @@ class SpanEStep:
             found.effective_dim,
             state.own.certificate,
             found.log_evidence,
-            found.loss,
         )
         if self._moves:
             of_all = _average(over, q), _at_examples(over, q.samples)

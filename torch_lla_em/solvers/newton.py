@@ -42,22 +42,14 @@ class Minimum(NamedTuple):
     loss: float
     """loss(x), without the quadratic."""
 
-    gradient_norm: float
-    """‖∇‖ of the objective: a bound on ‖x - x*‖, since the objective is 1-strongly convex."""
-
-    norm: float
-    """‖x‖."""
+    error: float
+    """‖∇‖ / ‖x‖, which bounds the relative error of x, since the objective is 1-strongly convex."""
 
     passes: int
     """Number of products and gradients."""
 
     converged: bool
-    """Whether gradient_norm ≤ tolerance ‖x‖."""
-
-    @property
-    def error(self) -> float:
-        """‖∇‖ / ‖x‖, a bound on the relative error of x."""
-        return self.gradient_norm / max(self.norm, 1e-300)
+    """Whether the error met the tolerance."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +126,8 @@ class Newton:
             x, total = trial, new_total
             if stuck:
                 break
-        size, length = norm(gradient + x), norm(x)
-        return Minimum(x, value, size, length, passes, size <= self.tolerance * length)
+        error = norm(gradient + x) / max(norm(x), 1e-300)
+        return Minimum(x, value, error, passes, error <= self.tolerance)
 
 
 def conjugate_gradients(

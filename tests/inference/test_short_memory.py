@@ -7,6 +7,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import LinearisedLaplace
+from torch_lla_em.inference.iterative_e_step import IterativeEStep
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.span import Span
 from torch_lla_em.runtime import DoesNotFit
@@ -106,7 +107,7 @@ def test_the_network_comes_last_with_a_warning_that_stays(fit):
 
 
 def test_a_span_with_a_fixed_curvature_needs_less_memory(fit, monkeypatch):
-    monkeypatch.setattr("torch_lla_em.inference.learn.IterativeEStep", None)
+    monkeypatch.setattr(IterativeEStep, "advance", None)
     la, _ = fit(20, num_samples=4)
     assert la.mean == "network" and 'curvature="network"' in la.messages[1]
 

@@ -195,3 +195,17 @@ def test_no_product_is_taken_row_by_row(make, count, monkeypatch):
 def test_products_are_those_of_the_dense_jacobian(make):
     torch.manual_seed(0)
     check(make(dtype=torch.float64), SEQUENCES.double())
+
+
+class Sometimes(nn.Sequential):
+    def forward(self, x):
+        with torch.set_grad_enabled(bool(x.sum() > 0)):
+            return super().forward(x)
+
+
+def test_a_later_batch_without_derivatives_raises():
+    linear, x = linear_model(prepared(Sometimes(nn.Linear(2, 3), nn.Tanh()))), draw(4, 2).abs()
+    linear.probe(x)
+    with linear.network.guarded(), pytest.raises(NotImplementedError, match="unlike those of earl"):
+        rows = linear.at(-x, 9)
+        rows.pull(rows.f[None], torch.zeros(1, linear.layout.size).double())

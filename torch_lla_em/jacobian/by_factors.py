@@ -130,8 +130,8 @@ class Lookup(NamedTuple):
     def squares(self, name: str, u: Tensor) -> Tensor:
         """Return Σ_n Σ_k (J_nᵀu_nk)², which is 0 for entries that no row looks up."""
         total = _wide(self.b.new_zeros(self.shape))
-        for rows in chunks(len(u), u.shape[1] * self.a.shape[1] * total.shape[1]):
-            own = part(self, rows)
+        for rows in _slices(len(u), u.shape[1] * self.a.shape[1] * total.shape[1]):
+            own = _part(self, rows)
             d, a = own._signals(u[rows]), own.a
             same = a[:, :, None] == a[:, None, :]
             # the signals of places that look up the same entry are added up at the first of these
@@ -271,13 +271,13 @@ class ByFactors(Rows):
         return total
 
 
-def part(term: Any, rows: slice) -> Any:
+def _part(term: Any, rows: slice) -> Any:
     """Return a term of some rows."""
     entries = term._asdict().items()
     return term._replace(**{n: entry[rows] for n, entry in entries if isinstance(entry, Tensor)})
 
 
-def chunks(rows: int, numbers: int) -> Iterator[slice]:
+def _slices(rows: int, numbers: int) -> Iterator[slice]:
     """Yield rows of so many numbers each, as many as are held at once."""
     step = max(1, _NUMBERS // max(1, numbers))
     for start in range(0, rows, step):
@@ -291,10 +291,10 @@ def _row_squares(terms: list[Term], weight: Tensor, name: str, u: Tensor) -> Ten
     if squares is not None:
         return squares.reshape(weight.shape)
     total = _wide(torch.zeros_like(weight))
-    for rows in chunks(len(u), u.shape[1] * weight.numel()):
+    for rows in _slices(len(u), u.shape[1] * weight.numel()):
         each = total.new_zeros(rows.stop - rows.start, u.shape[1], *weight.shape)
         for term in terms:
-            each += part(term, rows).gradient(name, u[rows]).reshape(each.shape)
+            each += _part(term, rows).gradient(name, u[rows]).reshape(each.shape)
         total += each.square_().sum((0, 1))
     return total
 

@@ -248,7 +248,7 @@ def explained(network: Network, x: Any) -> Iterator[None]:
 
 def require_rows(f: Tensor, x: Any) -> None:
     """Raise an error for the outputs of a single example; one number per example, (B,), is fine."""
-    flat = any(t.dim() > 1 and len(t) == len(f) for t in tensors_in(x)) if f.dim() == 1 else False
+    flat = f.dim() == 1 and any(t.dim() > 1 and len(t) == len(f) for t in tensors_in(x))
     if f.dim() < 2 and not flat:
         raise ValueError(
             f"The network returned outputs of shape {tuple(f.shape)} for these inputs, but "

@@ -87,13 +87,9 @@ class Factored:
         if others or not f.requires_grad or not all(call.is_kept for call in calls):
             return None
         B, D = len(f), f[0].numel()
-        terms: list[_Gathered] = []
-        inner: list[_Gathered] = []
-        for call in calls:
-            call = call._replace(second=self.second.get(call.names[0], False))
-            terms.append(_Gathered(call, B, D, keep, call.is_output(f)))
-            if not terms[-1].ends:
-                inner.append(terms[-1])
+        calls = [call._replace(second=self.second.get(call.names[0], False)) for call in calls]
+        terms = [_Gathered(call, B, D, keep, call.is_output(f)) for call in calls]
+        inner = [term for term in terms if not term.ends]
         if inner:
             self._backward(f, inner)
         terms = [term for term in terms if term.pieces or term not in inner]

@@ -254,10 +254,9 @@ class ByAutodiff(Rows):
             if self._names is not None:
                 return {}
             raise NoJacobianError(
-                "The outputs of a batch do not depend on the parameters in the posterior, "
-                "although those of earlier batches did. For some inputs the forward pass runs "
-                "under no_grad or inference_mode, or takes another branch. Make it the same for "
-                "all inputs, or choose `parameters` that all inputs use."
+                "The outputs of a batch do not depend on the parameters in the posterior, unlike "
+                "those of earlier batches: for some inputs the forward pass runs under no_grad, or "
+                "takes another branch. Choose `parameters` that all inputs use."
             )
         grads = _pull([f], list(leaves.values()), [u.to(f)])
         return {name: g for name, g in zip(leaves, grads) if g is not None}

@@ -153,7 +153,7 @@ def test_ranks_fit_what_one_process_fits(size, name, is_daily, together):
 @pytest.mark.parametrize("size", daily(2, rest=[3]))
 @pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loader.__name__)
 def test_ranks_share_out_rows_by_their_numbers(size, loader, together):
-    """A rank may have none; together they have each once."""
+    """A rank may have no examples; together the ranks have each example once."""
     expected, counts = one_pass_alone(loader)
     passes = [found["passes"][loader.__name__] for found in together(size, True)]
     shares = [share for share, _ in passes]

@@ -109,6 +109,10 @@ class Folder:
             files.write_atomically({"header": header}, path)
             return
         known = files.contents_of(path, ("header",), _REMEDY)["header"]
+        if not isinstance(known, dict):
+            raise ValueError(
+                f"The checkpoint in {str(self.path)!r} was written by another release. {_REMEDY}"
+            )
         for name in sorted(known.keys() | header.keys()):
             if known.get(name) != header.get(name):
                 raise ValueError(
@@ -164,10 +168,8 @@ class Folder:
         own = tree_leaves(state) if self._reads else leaves
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                here = (
-                    own[place].to(device) if self._reads else torch.empty_like(leaf, device=device)
-                )
-                leaves[place] = self._group.from_first(here.contiguous())
+                here = own[place] if self._reads else torch.empty_like(leaf, device=device)
+                leaves[place] = self._group.from_first(here.to(device).contiguous())
         return tree_unflatten(leaves, form)
 
 

@@ -17,7 +17,7 @@ from torch_lla_em.checkpoint import Folder
 from torch_lla_em.inference import Estimate
 from torch_lla_em.inference.evidence import Spectrum
 from torch_lla_em.inference.learn import learn
-from torch_lla_em.runtime import Grown
+from torch_lla_em.runtime import Grown, files
 
 CASES = {
     "variational": ("classification", {"curvature": None}),
@@ -182,6 +182,12 @@ def test_states_come_back_from_what_a_file_holds(tmp_path):
     assert back["grown"].key == "abc" and torch.equal(back["grown"].parts[1], x + 1)
     assert repr(back["numbers"]) == repr(state["numbers"])
     assert repr(back[1.5]) == repr(state[1.5])
+
+
+def test_a_folder_of_an_earlier_release_is_refused(tmp_path):
+    files.write_atomically({"header": files.to_bytes({"format": "2.7"})}, tmp_path / "header.pt")
+    with pytest.raises(ValueError, match="another release.*Delete the folder"):
+        Folder(tmp_path, {"format": "2.8"})
 
 
 class Stranger(NamedTuple):

@@ -300,7 +300,7 @@ def no_room(piece: Batch, P: int, shortage: str) -> str:
     return (
         f"One column of {rows} row{'s' * (rows > 1)} of batch {piece.index} does not fit into "
         f"memory ({shortage}). It needs a forward pass with its activations, twice the largest of "
-        f"them, and 2 P numbers for a direction and a gradient ({2 * P * 4 / 1000000000.0:.2g} GB "
+        f"them, and 2 P numbers for a direction and a gradient ({2 * P * 4 / 1e9:.2g} GB "
         f"for P = {P}). Use smaller batches or inputs, fewer parameters in the posterior "
         '(parameters="last_layer", or name patterns), fewer samples, or keep their vectors on '
         'the CPU (compute=Compute(vectors="cpu")).'

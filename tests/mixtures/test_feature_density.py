@@ -129,6 +129,8 @@ def test_dicts_and_forward_fn(network):
     batches = [{"x": a, "labels": b} for a, b in zip(x.split(32), labels.split(32), strict=True)]
     density = FeatureDensity(network, "body", by_label=True).fit(batches)
     torch.testing.assert_close(density.score({"x": x}), expected)
+    density = FeatureDensity(network, "body", by_label=True).fit({"x": x, "labels": labels})
+    torch.testing.assert_close(density.score({"x": x}), expected)
     scaled = FeatureDensity(
         network, "body", by_label=True, forward_fn=lambda model, inputs: model(inputs / 2)
     )

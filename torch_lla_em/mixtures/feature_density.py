@@ -105,6 +105,8 @@ class FeatureDensity:
             given = [data] if labels is None else [data, labels]
             parts = [p if isinstance(p, Tensor) else torch.from_numpy(p) for p in given]
             data = [*zip(*(part.split(_BATCH_SIZE) for part in parts), strict=True)]
+        elif isinstance(data, Mapping):  # one batch
+            data = [data]
         # without labels, a list of two tensors is two batches
         batches = as_loader(data, None if self.by_label else default_targets)
         self.mixture.fit(_FeatureBatches(self, batches), by_label=self.by_label)

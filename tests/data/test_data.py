@@ -122,7 +122,7 @@ def test_packed_sequences_are_fitted():
     assert la(packed).shape == (40, 2)
 
 
-@pytest.mark.filterwarnings("ignore:The prior precision left its bounds")
+@pytest.mark.filterwarnings("ignore:The prior precision reached a bound")
 def test_batches_that_do_not_split_stay_whole():
     class Graphs(nn.Module):
         """Sums nodes into graphs; there happen to be as many nodes as graphs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from os import PathLike
@@ -41,6 +42,7 @@ class Session:
     ):
         self.problem, self._has_bar = problem, progress_bar
         self._group, self._device = problem.data.group, problem.device
+        self._began = time.monotonic()
         self.history: list[dict[str, Any]] = []
         """Records of the EM steps so far."""
 
@@ -101,6 +103,7 @@ class Session:
         self.history[:] = saved["history"]
         self.messages += [words for words in saved["messages"] if words not in self.messages]
         problem.cost.columns = saved["columns"]
+        self._began -= saved["seconds"]
         problem.data.restore(saved["facts"])
         logger.info("Resuming from the checkpoint after EM step %d.", len(self.history))
         progress: Progress = saved["progress"]
@@ -110,7 +113,7 @@ class Session:
         """Record an EM step, if there is one, and save the state."""
         if info is not None:
             number, data = len(self.history) + 1, self.problem.data
-            self.history.append(record_of(info, number, data.num_passes))
+            self.history.append(record_of(info, number, data.num_passes, self._seconds()))
         if self._folder is None:
             return
         self.problem.sweep.refuse_changes()
@@ -118,10 +121,15 @@ class Session:
             "history": self.history,
             "messages": self.messages[1:],
             "columns": self.problem.cost.columns,
+            "seconds": self._seconds(),
             "facts": self.problem.data.facts(),
             "progress": progress,
         }
         self._folder.save(state)
+
+    def _seconds(self) -> float:
+        """Return the seconds of the fit so far, with those before it was resumed."""
+        return time.monotonic() - self._began
 
     def _draw(self, share: float | None) -> None:
         """Show the stage, the progress of its pass, and the result of the last EM step."""
@@ -137,6 +145,8 @@ class Session:
 
     def end(self) -> None:
         """Raise an error if the data are not those of the checkpoint, or the weights have changed."""
+        if self.history:  # the last record has the seconds of the whole fit
+            self.history[-1]["seconds"] = self._seconds()
         if not self._bar.disable:
             self._bar.n = self.problem.cost.columns
             self._bar.set_description_str("fitted")

@@ -199,7 +199,7 @@ def test_all_predictions_follow_the_calibration():
     assert p.weights is not None and len(p.members) == 3
     assert_close(la(case.x), p.probs)
     assert_close(la.functional_samples(case.x), p.samples)
-    for k in range(-1, 20):
+    for k in range(20):
         assert_close(la.function_sample(k)(case.x), p.samples[k])
     assert_close(la.predictive_samples(case.x), p.samples.softmax(-1))
     assert_close(la.joint_log_prob(case.x, case.y), p.joint_log_prob(case.y))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -47,10 +46,8 @@ class Info(NamedTuple):
     columns: float
     """Number of columns multiplied by the GGN since the start; a pass with K columns counts K."""
 
-    seconds: float
 
-
-def record_of(info: Info, number: int, data_passes: int) -> dict[str, Any]:
+def record_of(info: Info, number: int, data_passes: int, seconds: float) -> dict[str, Any]:
     """Return the entry of an EM step in ``history``: plain numbers, and lists for several blocks."""
     found = info.found
     precision, sigma = found.hyper
@@ -69,7 +66,7 @@ def record_of(info: Info, number: int, data_passes: int) -> dict[str, Any]:
         "log_evidence_error": evidence.standard_error.item(),
         "data_passes": data_passes,
         "columns": info.columns,
-        "seconds": info.seconds,
+        "seconds": seconds,
     }
 
 
@@ -157,11 +154,10 @@ def em(e_step: EStep, m_step: MStep, start: State, max_steps: int = 20) -> Itera
 
     ``start`` may be the last state of an earlier run, whose steps count too.
     """
-    began = time.monotonic() - (0.0 if start.info is None else start.info.seconds)
     state = start
     while not (state.is_kept(max_steps) and (state.ended or e_step.is_exact(state))):
         found, step, own, ended = e_step.advance(state, m_step, state.is_kept(max_steps))
-        info = Info(found, m_step.problem.cost.columns, time.monotonic() - began)
+        info = Info(found, m_step.problem.cost.columns)
         fresh = step.number > (0 if state.step is None else state.step.number)
         state = State(step.hyper, step, info, own, fresh, ended)
         yield state

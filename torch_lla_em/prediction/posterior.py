@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from os import PathLike
 from typing import Any, TypeVar
@@ -59,6 +60,12 @@ class StoredPosterior(nn.Module):
         """The number of training examples with a label."""
 
         self._shard: str | None = None
+
+    @property
+    def said(self) -> list[str]:
+        """Deprecated: the former name of ``messages``."""
+        warnings.warn("la.said is now called la.messages.", DeprecationWarning, stacklevel=2)
+        return self.messages
 
     @property
     def mean(self) -> str:

@@ -115,8 +115,8 @@ class Problem:
             u = self._root(batch, at, output_noise(seed, samples, batch.rows, at))
             product = torch.zeros_like(sums["eta"])
             rows.pull(u, product)
-            require_finite(batch, LIKELIHOOD, u)
-            require_finite(batch, DERIVATIVE, product)
+            for tensor, message in ((u, LIKELIHOOD), (product, DERIVATIVE)):
+                self.sweep.expect_finite(tensor, FloatingPointError(message.format(batch.index)))
             if with_squares:
                 noise = squares_of.columns(samples, at)
                 own = u if noise is None else self._root(batch, at, noise)
@@ -247,7 +247,7 @@ class Problem:
         if data.num_passes:
             self.sweep.expect_finite(f)
             return
-        require_finite(batch, OUTPUTS, f)
+        self.sweep.expect_outputs(batch, f)
         is_first = data.num_outputs == 0
         data.num_outputs += f.numel()
         try:
@@ -255,6 +255,7 @@ class Problem:
             if is_first:
                 compare_with_log_prob(self.likelihood, f, batch.targets)
         except (TypeError, ValueError) as error:
+            require_finite(batch, OUTPUTS, f)
             raise type(error)(f"Batch {batch.index}: {error}") from None
 
     # vectors, memory, checkpoints

@@ -84,6 +84,9 @@ class Sweep:
             self._fine = torch.ones((), dtype=torch.bool, device=linear_model.network.device)
         """Whether all outputs of this pass are finite; read once, at its end."""
 
+        self._expected: list[tuple[Exception, Tensor]] = []
+        """Errors of this pass, and whether the tensors that they are about are finite."""
+
         self.pieces, self.kept = Pieces(linear_model), KeptRows(linear_model)
         self._begun_with = Snapshot(linear_model.network)
         self.rows = inf
@@ -158,6 +161,9 @@ class Sweep:
             self.linear_model.columns, self.rows = limits
             raise
         if batch is None and self.data.group.sum((~self._fine).double()).item():
+            for fault, fine in self._expected:
+                if not fine:
+                    raise fault
             raise FloatingPointError(_IN_LATER_PASS)
         return sums
 
@@ -169,6 +175,7 @@ class Sweep:
     def batches(self, in_step: bool = False) -> Iterator[Batch]:
         """Yield the batches of one pass, inside the network's guard."""
         self._fine.fill_(True)
+        self._expected.clear()
         class_dim = self.linear_model.network.class_dim
         with self.linear_model.network.guarded():
             for whole in self.data.batches(in_step=in_step):
@@ -268,9 +275,25 @@ class Sweep:
             logger.warning("Out of pinned memory; using pageable memory instead (%s).", what)
         return torch.empty(shape, dtype=like.dtype, device=self.device)
 
-    def expect_finite(self, tensor: Tensor) -> None:
-        """Note whether a tensor is finite, for the end of the pass."""
-        self._fine.logical_and_(_all_finite(tensor))
+    def expect_finite(self, tensor: Tensor, fault: Exception | None = None) -> None:
+        """Note whether a tensor is finite; if it is not, the pass ends with this error.
+
+        The host does not wait for the device before the end of the pass.
+        """
+        self._expect(_all_finite(tensor), fault)
+
+    def expect_outputs(self, batch: Batch, f: Tensor) -> None:
+        """Note whether the outputs of a batch are finite, and if not, whether its inputs are."""
+        fine = _all_finite(f)
+        for x in tensors_in(batch.inputs):
+            if x.is_floating_point():
+                self._expect(fine | x.isfinite().all(), ValueError(_INPUTS.format(batch.index)))
+        self._expect(fine, FloatingPointError(OUTPUTS.format(batch.index)))
+
+    def _expect(self, fine: Tensor, fault: Exception | None) -> None:
+        self._fine.logical_and_(fine)
+        if fault is not None:
+            self._expected.append((fault, fine))
 
 
 def _of(sums: Sums, task: Pass, start: int, count: int) -> Sums:

@@ -13,7 +13,8 @@ Lines go to results/memory.jsonl.
 Expected, divided by eight: all are variational with all samples and below the limit, "resnet18" with
 a warning that it continues without stored Jacobian factors; "many examples" takes 0.5 of 1 GB.
 "many examples" in full: variational with all 16 samples, a peak of 6.9 GB, 533 CPU seconds.
-"resnet18" in full with ``--examples 250``: all 32 samples, a peak of 12.1 GB, 506 CPU seconds.
+"resnet18" in full: all 32 samples, a peak of 15.4 GB, 5,792 CPU seconds beside other programs; with
+``--examples 250``: 12.1 GB, 506 CPU seconds.
 """
 
 import argparse

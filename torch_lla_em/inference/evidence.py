@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from math import log, pi, sqrt
 from typing import NamedTuple
 
@@ -76,17 +75,12 @@ def log_dets(problem: Problem, noise: StochasticPrior, precision: Tensor) -> Ten
     """
     deviation = noise.prior.deviation(precision)
     product = WhitenedGGN(problem, deviation)
-    of_xi = _quadrature(product, noise.xi, lambda values, xi: Spectrum(values, xi, 0 * xi))
-    features = deviation * noise.eta
-    return of_xi + _quadrature(
-        product, features, lambda values, eta: Spectrum(values, 0 * eta, eta)
-    )
+    of_xi = _quadrature(product, noise.xi, is_xi=True)
+    return of_xi + _quadrature(product, deviation * noise.eta, is_xi=False)
 
 
-def _quadrature(
-    product: WhitenedGGN, rows: Tensor, spectrum_of: Callable[[Tensor, Tensor], Spectrum]
-) -> Tensor:
-    """Return the log det by quadrature over the Krylov space of the rows, (K,)."""
+def _quadrature(product: WhitenedGGN, rows: Tensor, is_xi: bool) -> Tensor:
+    """Return the half of the log det from ξ or η by quadrature over their Krylov space, (K,)."""
     found, size = rows.new_zeros(len(rows), dtype=torch.float64), 0.0
     block, start = orthonormalise(rows)
     T, before, coupling = start.new_zeros(0, 0), block[:0], start.new_zeros(0, len(block))
@@ -104,8 +98,9 @@ def _quadrature(
         for earlier in (block, before, block, before):
             add_combined(image, overlap(image, earlier), earlier, -1)
         values, vectors = torch.linalg.eigh(T)
-        spectrum = spectrum_of(values.clamp_min(0), start @ vectors[: start.shape[1]])
-        last, found = found, spectrum.log_dets(1.0)
+        there = start @ vectors[: start.shape[1]]
+        halves = (there, 0 * there) if is_xi else (0 * there, there)
+        last, found = found, Spectrum(values.clamp_min(0), *halves).log_dets(1.0)
         if (found - last).mean().abs() < _SETTLED * found.mean():
             return found
         # directions that are as short as the rounding of a product are dropped

@@ -19,14 +19,12 @@ from torch_lla_em.problem.sweep import (
     BLOCK,
     DERIVATIVE,
     LIKELIHOOD,
-    OUTPUTS,
     SCALAR,
     VECTOR,
     Fold,
     Pass,
     Sums,
     Sweep,
-    require_finite,
 )
 from torch_lla_em.runtime import normals
 from torch_lla_em.solvers import Product
@@ -76,11 +74,7 @@ class Problem:
 
     def ggn_product(self, w: Tensor) -> Tensor:
         """Return G w, shape (K, P)."""
-
-        def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-            rows.pull(self._curved(rows, batch, w), sums["Gw"])
-
-        total = self.sweep(w, Pass({"Gw": BLOCK}, add))["Gw"]
+        total = self.sweep(w, self._product)["Gw"]
         self.cost.columns += len(w)
         return total
 
@@ -188,15 +182,11 @@ class Problem:
 
     def minibatch_products(self) -> Iterator[tuple[int, Product]]:
         """Yield the number of examples of every batch, and its own product w -> J_bᵀ H_b J_b w."""
-
-        def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-            rows.pull(self._curved(rows, batch, w), sums["Gw"])
-
         for num_rows, fold in self.sweep.steps():
 
             def product(w: Tensor, num_rows: int = num_rows, fold: Fold = fold) -> Tensor:
                 self.cost.columns += len(w) * num_rows / (self.data.num_rows or 1)
-                return fold(w, Pass({"Gw": BLOCK}, add))["Gw"]
+                return fold(w, self._product)["Gw"]
 
             yield num_rows, product
 
@@ -215,6 +205,15 @@ class Problem:
         return other
 
     # one batch
+
+    @property
+    def _product(self) -> Pass:
+        """The pass of products with G."""
+
+        def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
+            rows.pull(self._curved(rows, batch, w), sums["Gw"])
+
+        return Pass({"Gw": BLOCK}, add)
 
     def _at(self, rows: Rows, batch: Batch) -> Tensor:
         """Return the outputs at which H is evaluated, (B, ..., C)."""
@@ -255,8 +254,8 @@ class Problem:
             if is_first:
                 compare_with_log_prob(self.likelihood, f, batch.targets)
         except (TypeError, ValueError) as error:
-            require_finite(batch, OUTPUTS, f)
-            raise type(error)(f"Batch {batch.index}: {error}") from None
+            found = type(error)(f"Batch {batch.index}: {error}")
+            raise self.sweep.fault() or found from None
 
     # vectors, memory, checkpoints
 

@@ -22,7 +22,7 @@ logger = logging.getLogger("torch_lla_em")
 BLOCK, VECTOR, SCALAR = "block", "vector", "scalar"
 """Kinds of sums: a vector per column, (K, P); one vector, (P,); or a number in float64."""
 
-OUTPUTS = "The network's outputs on batch {} are not finite."
+_OUTPUTS = "The network's outputs on batch {} are not finite."
 DERIVATIVE = (
     "The derivative of the network's outputs on batch {} is not finite, although the outputs are: "
     "some layer has no derivative there, for example a square root or a norm at 0. Use for "
@@ -161,10 +161,8 @@ class Sweep:
             self.linear_model.columns, self.rows = limits
             raise
         if batch is None and self.data.group.sum((~self._fine).double()).item():
-            for fault, fine in self._expected:
-                if not fine:
-                    raise fault
-            raise FloatingPointError(_IN_LATER_PASS)
+            # one rank's error on all of them
+            raise self.data.group.meet(self.fault(), _one_of) or FloatingPointError(_IN_LATER_PASS)
         return sums
 
     def steps(self) -> Iterator[tuple[int, Fold]]:
@@ -197,7 +195,10 @@ class Sweep:
                     self._probe(batch)
             except ValueError:  # which is raised for outputs that are not finite, too
                 with self.linear_model.network.guarded():
-                    require_finite(batch, OUTPUTS, self.linear_model.outputs(batch.inputs))
+                    self.expect_outputs(batch, self.linear_model.outputs(batch.inputs))
+                fault = self.fault()
+                if fault is not None:
+                    raise fault from None
                 raise
 
     def refuse_changes(self) -> None:
@@ -288,7 +289,11 @@ class Sweep:
         for x in tensors_in(batch.inputs):
             if x.is_floating_point():
                 self._expect(fine | x.isfinite().all(), ValueError(_INPUTS.format(batch.index)))
-        self._expect(fine, FloatingPointError(OUTPUTS.format(batch.index)))
+        self._expect(fine, FloatingPointError(_OUTPUTS.format(batch.index)))
+
+    def fault(self) -> Exception | None:
+        """Return the first error of this pass about what is not finite; the host waits for it."""
+        return next((fault for fault, fine in self._expected if not fine), None)
 
     def _expect(self, fine: Tensor, fault: Exception | None) -> None:
         self._fine.logical_and_(fine)
@@ -302,14 +307,9 @@ def _of(sums: Sums, task: Pass, start: int, count: int) -> Sums:
     return {n: own[here] if task.kinds[n] == BLOCK else own for n, own in sums.items()}
 
 
-def require_finite(batch: Batch, what: str, tensor: Tensor) -> None:
-    """Raise an error that names the batch if a tensor is not finite."""
-    if _all_finite(tensor) or tensor.isfinite().all():
-        return
-    inputs = [x for x in tensors_in(batch.inputs) if x.is_floating_point()]
-    if what == OUTPUTS and not all(x.isfinite().all() for x in inputs):
-        raise ValueError(_INPUTS.format(batch.index))
-    raise FloatingPointError(what.format(batch.index))
+def _one_of(faults: list[Exception | None]) -> Exception | None:
+    """Return the first error of all ranks."""
+    return next(filter(None, faults), None)
 
 
 def _all_finite(tensor: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from torch_lla_em.jacobian.rows import FETCHED_BYTES, ByAutodiff, Rows, Weights
 # is not a product with a weight; factors take twice the multiplications by weights and gradients
 _MOST_GRADIENTS = 5
 
-# numbers in the gradients of single rows that are held at once
-_NUMBERS = 1 << 24
+# numbers in the gradients of single rows that are held at once; on a CPU, few enough for its cache
+_NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 
 class Outer(NamedTuple):
@@ -130,7 +130,7 @@ class Lookup(NamedTuple):
     def squares(self, name: str, u: Tensor) -> Tensor:
         """Return Σ_n Σ_k (J_nᵀu_nk)², which is 0 for entries that no row looks up."""
         total = _wide(self.b.new_zeros(self.shape))
-        for rows in _slices(len(u), u.shape[1] * self.a.shape[1] * total.shape[1]):
+        for rows in _slices(u, self.a.shape[1] * total.shape[1]):
             own = _part(self, rows)
             d, a = own._signals(u[rows]), own.a
             same = a[:, :, None] == a[:, None, :]
@@ -167,8 +167,8 @@ class Dense(NamedTuple):
 
     def gradient(self, name: str, u: Tensor) -> Tensor:
         """Return every row's own Jᵀu for a weight, (rows, K, p)."""
-        columns = sum(J for own, J in zip(self.names, self.J.split(self.sizes, 2)) if own == name)
-        return u.to(self.J) @ columns
+        first, *more = [J for own, J in zip(self.names, self.J.split(self.sizes, 2)) if own == name]
+        return u.to(self.J) @ sum(more, first)
 
     def squares(self, name: str, u: Tensor) -> None:
         """Return None, because the squares need the gradients of single rows."""
@@ -277,11 +277,12 @@ def _part(term: Any, rows: slice) -> Any:
     return term._replace(**{n: entry[rows] for n, entry in entries if isinstance(entry, Tensor)})
 
 
-def _slices(rows: int, numbers: int) -> Iterator[slice]:
-    """Yield rows of so many numbers each, as many as are held at once."""
-    step = max(1, _NUMBERS // max(1, numbers))
-    for start in range(0, rows, step):
-        yield slice(start, min(rows, start + step))
+def _slices(u: Tensor, numbers: int) -> Iterator[slice]:
+    """Yield rows of u, as many as are held at once if each column takes so many numbers."""
+    most = _NUMBERS.get(u.device.type, _NUMBERS["cpu"])
+    step = max(1, most // max(1, u.shape[1] * numbers))
+    for start in range(0, len(u), step):
+        yield slice(start, start + step)
 
 
 def _row_squares(terms: list[Term], weight: Tensor, name: str, u: Tensor) -> Tensor:
@@ -291,11 +292,9 @@ def _row_squares(terms: list[Term], weight: Tensor, name: str, u: Tensor) -> Ten
     if squares is not None:
         return squares.reshape(weight.shape)
     total = _wide(torch.zeros_like(weight))
-    for rows in _slices(len(u), u.shape[1] * weight.numel()):
-        each = total.new_zeros(rows.stop - rows.start, u.shape[1], *weight.shape)
-        for term in terms:
-            each += _part(term, rows).gradient(name, u[rows]).reshape(each.shape)
-        total += each.square_().sum((0, 1))
+    for rows in _slices(u, weight.numel()):
+        first, *more = [_part(term, rows).gradient(name, u[rows]).flatten(2) for term in terms]
+        total += _wide(sum(more, first)).square().sum((0, 1)).view(weight.shape)
     return total
 
 

@@ -140,9 +140,9 @@ class _Gathered:
             return
         G, I, T = self._a.shape[1:]
         O = call.shape.numel() // (B * G * T)
-        # columns of J where they take less arithmetic, and no more than twice the memory
+        # columns of J where they take less arithmetic, and no more than four times the memory
         self.is_dense = (
-            T > 1 and not ends and min(O * T * (I + D), 2 * T * (I + D * O)) >= D * O * I
+            T > 1 and not ends and min(O * T * (I + D), 4 * T * (I + D * O)) >= D * O * I
         )
         own = self._a.untyped_storage().nbytes() == self._a.nbytes
         if keep and not (own and call.given.requires_grad):

@@ -170,9 +170,9 @@ class LinearOperatorRegression(Regression):
     """y ~ N(A f, σ²): noisy linear measurements of the outputs, as in tomography; y is (B, M).
 
     ``Prediction.mean``, ``.variance`` and ``.samples`` are those of the output f (the image);
-    ``.expectation``, ``.moments``, ``.aleatoric``, ``.epistemic`` and the log probabilities are
-    those of y. The root S = Aᵀ/σ needs one random number per measurement, and there is one per
-    output. Therefore there can be at most as many measurements as outputs.
+    ``.expectation``, ``.predictive_variance``, ``.aleatoric``, ``.epistemic`` and the log
+    probabilities are those of y. The root S = Aᵀ/σ needs one random number per measurement, and
+    there is one per output. Therefore there can be at most as many measurements as outputs.
 
     Args:
         operator (callable): The linear map A from n outputs (n, *shape) to A f, shape (n, M). PyTorch

@@ -173,7 +173,8 @@ class VariationalGaussianMixture(Mixture):
     The lower bound is the ELBO with all its constants, a bound on the log marginal likelihood.
     ``log_prob`` is log Σ_k exp E_q log p(x, k), which is slightly below the predictive log density
     and equal to it in the limit of many examples. ``parameters`` is a ``NormalWishart``;
-    ``parameters.expected()`` returns a plain mixture. The prior is weak, and weights of superfluous components shrink.
+    ``parameters.expected()`` returns a plain mixture. The prior is weak, and weights of superfluous
+    components shrink.
 
     Args:
         num_components (int): Largest number of components K.

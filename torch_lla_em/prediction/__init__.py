@@ -1,10 +1,10 @@
 """Predictions of a fitted posterior, and how they are calibrated, compared and stored.
 
 A prediction is a mixture of ``functions``: ``conformal`` compares it with stored examples, and
-``prediction`` has its public properties. ``pushed`` makes it from the outputs and products of inputs. ``calibration``, ``metrics`` and ``validation`` use held-out
-data. ``posterior`` and ``stored`` keep the results of a fit, ``predictor`` has the methods that users
-call, of one posterior (``fitted``) or several (``ensemble``); ``export`` writes programs, ``summary``
-prints results.
+``prediction`` has its public properties. ``pushed`` makes it from the outputs and products of
+inputs. ``calibration``, ``metrics`` and ``validation`` use held-out data. ``posterior`` and
+``stored`` keep the results of a fit, ``predictor`` has the methods that users call, of one posterior
+(``fitted``) or several (``ensemble``); ``export`` writes programs, ``summary`` prints results.
 """
 
 from torch_lla_em.prediction.calibration import Calibration

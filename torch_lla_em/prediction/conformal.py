@@ -1,12 +1,14 @@
 """Comparisons of inputs with stored examples: of the training data, and of a validation set.
 
 An input is described by J w_k, the posterior's samples of its outputs. Its distance to a training
-example is the posterior standard deviation of the difference of their outputs. Where outputs vary more than at any of these examples, the means of a prediction are
-extrapolated, and shrunk in proportion.
+example is the posterior standard deviation of the difference of their outputs. Where outputs vary
+more than at any of these examples, the means of a prediction are extrapolated, and shrunk in
+proportion.
 
-Conformal p-values, prediction sets and intervals have guaranteed error rates: ``calibrate`` fits its numbers a second time, to one half of the validation set, and computes scores
-of the other half. Nothing was fitted to these reference scores, so a new input from the same
-distribution has any rank among them with the same probability.
+Conformal p-values, prediction sets and intervals have guaranteed error rates: ``calibrate`` fits its
+numbers a second time, to one half of the validation set, and computes scores of the other half.
+Nothing was fitted to these reference scores, so a new input from the same distribution has any rank
+among them with the same probability.
 """
 
 from __future__ import annotations

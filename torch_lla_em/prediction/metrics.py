@@ -20,8 +20,9 @@ BINS = 15
 
 # accuracy minus mean confidence on training data above which predictions are too uncertain
 _GAP = 0.2
-# γ per target above which training residuals do not determine the noise. It was chosen on seven regressions
-# with 200 and 800 examples: above it 90 % intervals covered 72 to 88 %, below it at least 80 %
+# γ per target above which training residuals do not determine the noise. It was chosen on seven
+# regressions with 200 and 800 examples: above it 90 % intervals covered 72 to 88 %, below it at
+# least 80 %
 _DETERMINED = 0.3
 # smallest acceptable ratio of an output's squared residuals to the σ² that all outputs share
 _SHARED = 0.01

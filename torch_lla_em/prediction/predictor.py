@@ -199,8 +199,9 @@ class Predictor:
         For classes and labels the prediction is a mixture of the posterior, its mean alone, and the
         network: the numbers are a scale of the posterior's variance, factors of the logits of the
         latter two (temperature scaling), and the weights. For regression they are the scale, the
-        observation noise σ, and the share of the linear mode in the mean. If the validation NLL does not improve, predictions are kept as they were. The
-        members of an ensemble share these numbers, and are not changed.
+        observation noise σ, and the share of the linear mode in the mean. If the validation NLL does
+        not improve, predictions are kept as they were. The members of an ensemble share these
+        numbers, and are not changed.
 
         The numbers are fitted to all examples. For ``p_value``, ``is_ood``, ``prediction_set`` and
         ``interval`` they are fitted a second time, to every other example; the others are the

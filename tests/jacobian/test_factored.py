@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.testing import assert_close
 
+from torch_lla_em.jacobian import by_factors
 from torch_lla_em.jacobian.by_factors import ByFactors
 from torch_lla_em.jacobian.rows import ByAutodiff
 
@@ -47,11 +48,14 @@ def check_row_squares(linear, rows, x, u):
         alone[:, n] = u[:, n]
         one_by_one.pull(alone, row.zero_())
         expected += row.square().sum(0)
-    squares, found = rows.row_squares(u), torch.zeros_like(expected)
-    linear.layout.add_(found, squares)
-    known = torch.tensor([name in squares for name in linear.layout.names])
-    assert set(squares) == set(linear.factored.names)
-    assert_close(found, expected * linear.layout.expand(known), rtol=1e-9, atol=1e-9)
+    for numbers in (1, by_factors._NUMBERS["cpu"]):  # one row at a time, and many
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(by_factors._NUMBERS, "cpu", numbers)
+            squares, found = rows.row_squares(u), torch.zeros_like(expected)
+        linear.layout.add_(found, squares)
+        known = torch.tensor([name in squares for name in linear.layout.names])
+        assert set(squares) == set(linear.factored.names)
+        assert_close(found, expected * linear.layout.expand(known), rtol=1e-9, atol=1e-9)
 
 
 def net(*layers):

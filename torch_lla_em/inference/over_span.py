@@ -62,6 +62,9 @@ class Curved(NamedTuple):
     H: Tensor
     """The blocks of every example, (N, ..., C, C), or the outputs at which a fixed H is evaluated."""
 
+    at_mode: Curved | None = None
+    """The same with a fixed H near the mode, for steps to the mode; None: this one is used."""
+
     @classmethod
     def of(cls, G: Tensor, xi: Tensor, eta: Tensor, H: Tensor) -> Curved:
         """Return G with its eigenvectors, of the coordinates of ξ and η."""
@@ -129,8 +132,6 @@ class OverSpan:
 
         rounding = 10 * torch.finfo(problem.dtype).eps
         self._tolerance = max(0.2 * tolerance, rounding)
-        self._at_mode: Curved | None = None
-        """G with H near the mode, as long as the span does not change."""
 
     def first(self, precision: float, at: Tensor | None = None) -> Q:
         """Return q at this λ, with H at given outputs (default: the network's).
@@ -155,7 +156,7 @@ class OverSpan:
         samples = spectrum.solutions(precision) @ curved.vectors.T
         gamma = spectrum.effective_dims(precision)
         root = self._root(samples) if self.moves else None
-        mean, loss = self._mean(curved, precision * noise**2, mean, root, steps)
+        curved, mean, loss = self._mean(curved, precision * noise**2, mean, root, steps)
         loss /= noise**2
         if self._sigma is not None:
             loss += gaussian_constant(self._problem, noise * self._sigma)
@@ -170,26 +171,24 @@ class OverSpan:
 
     def curved(self, H: Tensor, known: Curved | None = None) -> Curved:
         """Return G and η over the span; if they are known for its first directions, they grow."""
-        J, old = self.span.J, 0 if known is None else len(known.G)
-        G = (J.T @ self.expected.product(H, J[:, old:])).double()
-        eta = (self.expected.root(H, self.epsilon).flatten(1) @ J[:, old:]).double()
-        if known is not None:
-            G = torch.cat([torch.cat([known.G, G[:old].T]), G], dim=1)
-            eta = torch.cat([known.eta, eta], dim=1)
-        return Curved.of(G, self.span.xi, eta, H)
+        new = self.span.J[:, 0 if known is None else len(known.G) :]
+        eta = (self.expected.root(H, self.epsilon).flatten(1) @ new).double()
+        if known is None:
+            return Curved.of(self._G(H), self.span.xi, eta, H)
+        near, eta = known.at_mode, torch.cat([known.eta, eta], dim=1)
+        near = None if near is None else self._curved_at(near.H, near)
+        return Curved.of(self._G(H, known), self.span.xi, eta, H)._replace(at_mode=near)
 
     def widened(self, q: Q, steps: int = 1) -> Q:
         """Return q over the extended span, at the same λ, σ and H."""
         mean = q.mean.new_zeros(self.span.size)
         mean[: len(q.mean)] = q.mean
-        self._at_mode = None
         return self.at(self.curved(q.curved.H, q.curved), q.precision, q.noise, mean, steps)
 
     def restarted(self, q: Q) -> Q:
         """Return q over the span of its mean, its samples, ξ and a fixed H's η only."""
         kept = [q.mean[None], q.samples] + [q.curved.eta] * (not self.moves)
         turn = self.span.restart(torch.cat(kept))
-        self._at_mode = None
         return self.at(self.curved(q.curved.H), q.precision, q.noise, q.mean @ turn)
 
     def outputs(self, mean: Tensor) -> Tensor:
@@ -262,7 +261,7 @@ class OverSpan:
 
     def _mean(
         self, curved: Curved, precision: float, start: Tensor, root: Tensor | None, steps: int
-    ) -> tuple[Tensor, float]:
+    ) -> tuple[Curved, Tensor, float]:
         """Return the minimum of E[loss] + ½ λ ‖m‖² by Newton's method, and E[loss] there."""
         expected, mean, h, before = self.expected, start, self.outputs(start), math.inf
         loss = expected.loss(h, root)
@@ -278,11 +277,9 @@ class OverSpan:
                 )
             if number and size <= self._tolerance * precision * mean.norm().item():
                 break
-            if refreshes:
-                if self._at_mode is None or size > _SLOW * before:
-                    self._at_mode = self._curved_at(h)
-                curved = self._at_mode
-            before, step = size, -curved.solve(slope, precision)
+            if refreshes and size > _SLOW * before:
+                curved = curved._replace(at_mode=self._curved_at(h))
+            before, step = size, -(curved.at_mode or curved).solve(slope, precision)
             moved, fall, length = self.outputs(step), (slope @ step).item(), 1.0
             rounding = _ROUNDINGS * torch.finfo(h.dtype).eps * abs(loss)
             while length > _SHORTEST:
@@ -295,12 +292,17 @@ class OverSpan:
                 length /= 2
             else:
                 break
-        return mean, loss
+        return curved, mean, loss
 
-    def _curved_at(self, h: Tensor) -> Curved:
+    def _curved_at(self, h: Tensor, known: Curved | None = None) -> Curved:
         """Return G with H at the outputs h, without random probes."""
-        G = (self.span.J.T @ self.expected.product(h, self.span.J)).double()
-        return Curved.of(G, self.span.xi, self.span.xi, h)
+        return Curved.of(self._G(h, known), self.span.xi, self.span.xi, h)
+
+    def _G(self, H: Tensor, known: Curved | None = None) -> Tensor:
+        """Return G over the span; if it is known for the first directions, it grows."""
+        J, old = self.span.J, 0 if known is None else len(known.G)
+        G = (J.T @ self.expected.product(H, J[:, old:])).double()
+        return G if known is None else torch.cat([torch.cat([known.G, G[:old].T]), G], dim=1)
 
     def _root(self, samples: Tensor) -> Tensor:
         """Return a root of the sample covariance of the outputs of every example."""

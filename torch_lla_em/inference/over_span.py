@@ -171,13 +171,15 @@ class OverSpan:
 
     def curved(self, H: Tensor, known: Curved | None = None) -> Curved:
         """Return G and η over the span; if they are known for its first directions, they grow."""
-        new = self.span.J[:, 0 if known is None else len(known.G) :]
-        eta = (self.expected.root(H, self.epsilon).flatten(1) @ new).double()
+        J, old = self.span.J, 0 if known is None else len(known.G)
+        G = (J.T @ self.expected.product(H, J[:, old:])).double()
+        eta = (self.expected.root(H, self.epsilon).flatten(1) @ J[:, old:]).double()
         if known is None:
-            return Curved.of(self._G(H), self.span.xi, eta, H)
-        near, eta = known.at_mode, torch.cat([known.eta, eta], dim=1)
-        near = None if near is None else self._curved_at(near.H, near)
-        return Curved.of(self._G(H, known), self.span.xi, eta, H)._replace(at_mode=near)
+            return Curved.of(G, self.span.xi, eta, H)
+        G = torch.cat([torch.cat([known.G, G[:old].T]), G], dim=1)
+        grown = Curved.of(G, self.span.xi, torch.cat([known.eta, eta], dim=1), H)
+        near = known.at_mode
+        return grown if near is None else grown._replace(at_mode=self.curved(near.H, near))
 
     def widened(self, q: Q, steps: int = 1) -> Q:
         """Return q over the extended span, at the same λ, σ and H."""
@@ -278,7 +280,7 @@ class OverSpan:
             if number and size <= self._tolerance * precision * mean.norm().item():
                 break
             if refreshes and size > _SLOW * before:
-                curved = curved._replace(at_mode=self._curved_at(h))
+                curved = curved._replace(at_mode=self.curved(h))
             before, step = size, -(curved.at_mode or curved).solve(slope, precision)
             moved, fall, length = self.outputs(step), (slope @ step).item(), 1.0
             rounding = _ROUNDINGS * torch.finfo(h.dtype).eps * abs(loss)
@@ -293,16 +295,6 @@ class OverSpan:
             else:
                 break
         return curved, mean, loss
-
-    def _curved_at(self, h: Tensor, known: Curved | None = None) -> Curved:
-        """Return G with H at the outputs h, without random probes."""
-        return Curved.of(self._G(h, known), self.span.xi, self.span.xi, h)
-
-    def _G(self, H: Tensor, known: Curved | None = None) -> Tensor:
-        """Return G over the span; if it is known for the first directions, it grows."""
-        J, old = self.span.J, 0 if known is None else len(known.G)
-        G = (J.T @ self.expected.product(H, J[:, old:])).double()
-        return G if known is None else torch.cat([torch.cat([known.G, G[:old].T]), G], dim=1)
 
     def _root(self, samples: Tensor) -> Tensor:
         """Return a root of the sample covariance of the outputs of every example."""

@@ -13,10 +13,9 @@ from torch_lla_em.likelihoods import Bernoulli, Classification
 from torch_lla_em.prediction.conformal import (
     TrainingExamples,
     output_variance,
-    p_values,
-    quantiles,
 )
 from torch_lla_em.prediction.pushed import Products, push_forward
+from torch_lla_em.prediction.ranks import mass_above, p_values, quantiles
 
 
 def others(values, i):
@@ -250,3 +249,96 @@ def test_an_ensemble_takes_the_mean_of_the_distances(kept):
     distances = [member.predict(x).nearest() for member in (la, other)]
     assert_close(ensemble.predict(x)._ood_scores()[:, 0], torch.stack(distances).mean(0))
     assert (ensemble.predict(30 * x).p_value <= 0.1).double().mean() > 0.8
+
+
+def discrete(n, seed):
+    """Inputs of two values, and labels that depend on them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(2, (n, 1), generator=generator).float()
+    y = torch.rand(n, generator=generator) < 0.2 + 0.4 * x[:, 0]
+    return x.expand(n, 3).contiguous(), y.long() + torch.randint(2, (n,), generator=generator)
+
+
+def of_discrete(seed, likelihood="classification", device="cpu", **options):
+    """A calibrated posterior of a network on inputs of two values, by rounding different in batches."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 3)).to(device)
+    la = LinearisedLaplace(net, likelihood, num_samples=8, seed=seed, **options)
+    targets = nn.functional.one_hot if likelihood == "regression" else lambda y, _: y
+    (x, y), (new, labels) = discrete(60, seed), discrete(80, seed + 100)
+    la.fit(x.to(device), targets(y, 3).to(device) * 1, progress_bar=False, em_steps=2)
+    return la.calibrate(new.to(device), targets(labels, 3).to(device) * 1)
+
+
+def compared(la, x):
+    """What a prediction says of its inputs in comparison with the validation set."""
+    prediction = la.predict(x)
+    sets = [prediction.p_value, prediction.is_ood(0.1)]
+    if not prediction.likelihood.real_valued:
+        sets += [prediction.prediction_set(level) for level in (0.5, 0.8, 0.9)]
+    return [each.cpu() for each in sets]
+
+
+def alone_and_together(la, device="cpu"):
+    for row in torch.tensor([[0.0], [1.0]]).expand(2, 3):
+        each = [compared(la, row.to(device).expand(n, 3).contiguous()) for n in (1, 7, 200)]
+        for one, several, many in zip(*each):
+            assert (several == one).all() and (many == one).all()
+    return torch.cat([compared(la, x[None].to(device))[0] for x in torch.eye(2)[:, [0, 0, 0]]])
+
+
+@pytest.mark.parametrize("curvature", [None, "network"])
+@pytest.mark.parametrize("seed", range(4))
+def test_results_of_an_input_do_not_depend_on_its_batch(curvature, seed, tmp_path):
+    la = of_discrete(seed, curvature=curvature)
+    found = alone_and_together(la)
+    la.save(tmp_path / "la.pt")
+    assert torch.equal(
+        alone_and_together(LinearisedLaplace.load(tmp_path / "la.pt", la.model)), found
+    )
+    ensemble = LaplaceEnsemble([la, of_discrete(seed + 50, curvature=curvature)])
+    alone_and_together(ensemble.calibrate(*discrete(80, seed + 200)))
+    if not seed:
+        x, _ = discrete(9, 3)
+        _, sets = la.export(x, level=0.8).module()(x)
+        one = torch.cat([la.predict(row[None]).prediction_set(0.8) for row in x])
+        assert torch.equal(sets, one)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_p_values_of_regressions_do_not_depend_on_the_batch(seed):
+    la = of_discrete(seed, "regression")
+    alone_and_together(la)
+    # a target at the end of an interval is in it
+    x, y = discrete(80, seed + 100)
+    y = nn.functional.one_hot(y, 3)
+    for size in (1, 80):
+        ends = [la.predict(part).interval(0.8) for part in x.split(size)]
+        lower, upper = (torch.cat(end) for end in zip(*ends))
+        assert ((lower <= y) & (y <= upper))[1::2].double().mean(0).min() >= 0.8
+
+
+@pytest.mark.cuda
+def test_ties_are_the_same_on_both_devices(tmp_path):
+    la = of_discrete(1)
+    found = alone_and_together(la)
+    assert torch.equal(alone_and_together(la.to("cuda"), "cuda"), found)
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_false_alarms_keep_to_their_rate_if_ties_are_rounded(columns):
+    """Each of 60 examples with few different scores is the new one once, in a batch of its own."""
+    scores = draw(60, columns).mul(2).round().abs()
+    alone = scores * (1 + 1e-6 * draw(60, columns, seed=1))
+    found = torch.stack([p_values(others(scores, i), alone[i : i + 1], 3e-4)[0] for i in range(60)])
+    for rate in (0.02, 0.05, 0.1, 0.3, 0.8):
+        assert (found <= rate).double().mean() <= rate
+    exact = torch.stack([p_values(others(scores, i), scores[i : i + 1])[0] for i in range(60)])
+    assert torch.equal(found, exact)
+
+
+def test_probabilities_that_rounding_orders_enter_a_set_together():
+    probs = torch.tensor([[0.3, 0.3 + 1e-7, 0.3 - 1e-7, 0.1]])
+    assert_close(mass_above(probs, 3e-4), torch.tensor([[0, 0, 0, 0.9]]).double())
+    assert_close(mass_above(probs[:, [1, 2, 3, 0]], 0.0)[0, 2].item(), 0.9, atol=1e-6, rtol=0)

@@ -9,25 +9,38 @@ Conformal p-values, prediction sets and intervals have guaranteed error rates: `
 numbers a second time, to one half of the validation set, and computes scores of the other half.
 Nothing was fitted to these reference scores, so a new input from the same distribution has any rank
 among them with the same probability.
+
+Scores that differ by no more than rounding are ties, of reference examples and of new inputs alike
+(``rounding``). Results therefore do not depend on the batch or the device of an input, and ties are
+counted in favour of an input, so that the guarantees hold for discrete data too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.functions import Functions
+from torch_lla_em.prediction.ranks import (
+    NUMBERS,
+    ROUNDING,
+    mass_above,
+    p_values,
+    quantiles,
+    require,
+    rounding,
+)
 
-# numbers, of comparisons or of differences between examples, that are held in memory at a time
-_NUMBERS = 2**22
-# products of a level and a count are rounded in their last bit
-_ROUNDING = 1e-9
+# scores below this are rounding errors of double precision
+_SMALLEST = 1e-9
+
+Own = TypeVar("Own", bound="Conformal")
 
 
 class TrainingExamples(NamedTuple):
@@ -45,17 +58,25 @@ class TrainingExamples(NamedTuple):
         """Return the distance of inputs, given by J w_k (K, B, ..., C), to the nearest one, (B,)."""
         known = self._features()
         points = centred(self.likelihood, deviations).movedim(0, 1).flatten(1).to(known)
-        parts = points.split(max(1, _NUMBERS // max(1, len(known))))
-        nearest = [torch.cdist(part, known).min(1).values for part in parts]
-        distances: Tensor = torch.cat(nearest).double() / len(deviations) ** 0.5
+        parts = points.split(max(1, NUMBERS // max(1, len(known))))
+        nearest = [(part - known[torch.cdist(part, known).argmin(1)]).norm(dim=1) for part in parts]
+        distances: Tensor = torch.cat(nearest) / len(deviations) ** 0.5
         return distances
 
     def distances(self) -> Tensor:
         """Return the distance of each of these examples to the nearest other one, (n,)."""
         known = self._features()
-        between = torch.cdist(known, known).fill_diagonal_(torch.inf)
-        distances: Tensor = between.min(1).values.double() / self.deviations.shape[1] ** 0.5
+        nearest = torch.cdist(known, known).fill_diagonal_(torch.inf).min(1)
+        apart = (known - known[nearest.indices]).norm(dim=1)
+        # the distance of a single example to the others is infinite
+        apart = torch.where(nearest.values.isinf(), nearest.values, apart)
+        distances: Tensor = apart / self.deviations.shape[1] ** 0.5
         return distances
+
+    def unit(self) -> Tensor:
+        """Return the largest standard deviation of these examples, relative to which distances round."""
+        outputs = self.deviations[:1, 0].numel()
+        return (self.largest_variance.double() * outputs).sqrt()
 
     def kept_share(self, deviations: Tensor) -> Tensor:
         """Return the factor of the mean at inputs, (B,): 1 if the variance is within that of training data."""
@@ -64,7 +85,8 @@ class TrainingExamples(NamedTuple):
         return torch.where(variance > largest, largest / variance, torch.ones_like(variance))
 
     def _features(self) -> Tensor:
-        return centred(self.likelihood, self.deviations).flatten(1)
+        # distances are differences of squares, in which float32 would lose half of its digits
+        return centred(self.likelihood, self.deviations).flatten(1).double()
 
 
 def centred(likelihood: Likelihood, deviations: Tensor) -> Tensor:
@@ -117,12 +139,16 @@ class Conformal(Functions):
     nearest: Callable[[], Tensor] | None = field(default=None, kw_only=True)
     """Returns the distance of each input to the nearest training example, (B,), if some are kept."""
 
+    unit: Callable[[], Tensor] | None = field(default=None, kw_only=True)
+    """Returns the scale of these distances, (), relative to which they are rounded."""
+
     @property
     def p_value(self) -> Tensor:
         """Conformal p-value of each input for being from the validation set's distribution, (B,).
 
         It is the share of reference examples that are at least as unusual as the input, the input
-        included. For inputs from that distribution, P(p_value <= rate) <= rate.
+        included. For inputs from that distribution, P(p_value <= rate) <= rate. Scores that differ by
+        rounding alone are equal, so that the p-value of an input is the same in every batch.
 
         With the variational curvature, the score of an example is its distance to the nearest stored
         training example, where the distance is the posterior standard deviation of the difference
@@ -137,8 +163,7 @@ class Conformal(Functions):
             ValueError: If there are no reference examples: before ``calibrate``, if the curvature is
                 not variational.
         """
-        reference, prediction = self._judged("p_value")
-        return p_values(reference.unusual, prediction._ood_scores())
+        return self._p_values(*self._judged("p_value"))
 
     def is_ood(self, rate: float = 0.05) -> Tensor:
         """Return which inputs are out-of-distribution (OOD), as a mask of shape (B,).
@@ -157,8 +182,8 @@ class Conformal(Functions):
         if not 0 < rate < 1:
             raise ValueError(f"rate must lie between 0 and 1, not {rate}.")
         reference, prediction = self._judged("is_ood")
-        _require(len(reference.unusual), ceil(1 / rate - 1 - _ROUNDING), f"rate={rate}")
-        return p_values(reference.unusual, prediction._ood_scores()) <= rate
+        require(len(reference.unusual), ceil(1 / rate - 1 - ROUNDING), f"rate={rate}")
+        return self._p_values(reference, prediction) <= rate
 
     def prediction_set(self, level: float = 0.9) -> Tensor:
         """Return a set of classes that contains the label with probability ``level`` or more.
@@ -185,8 +210,9 @@ class Conformal(Functions):
                 "prediction_set is for one class label per example; use interval(level) for a "
                 "regression."
             )
-        threshold = quantiles(reference.errors, level)
-        return self._out(_mass_above(prediction._expected()) <= threshold)
+        room = rounding(self.centre.dtype)
+        threshold = quantiles(reference.errors, level) + room
+        return self._out(mass_above(prediction._expected(), room) <= threshold)
 
     def interval(self, level: float = 0.9) -> Interval:
         """Return conformal prediction intervals, which contain y with probability ``level`` or more.
@@ -214,6 +240,10 @@ class Conformal(Functions):
             )
         centre = prediction._expected()
         half = quantiles(reference.errors, level).to(centre) * prediction._variance().sqrt()
+        # targets at the ends, as in discrete data, are inside whichever way they are rounded
+        half = (
+            half * (1 + rounding(centre.dtype)) + 8 * torch.finfo(centre.dtype).eps * centre.abs()
+        )
         return Interval(self._out(centre - half), self._out(centre + half))
 
     def _judged(self, name: str, by_labels: bool = False) -> tuple[Reference, Conformal]:
@@ -230,15 +260,28 @@ class Conformal(Functions):
         """Return scores of each input that are large out of distribution, (B, 1) or (B, 2)."""
         if self.nearest is not None:
             return self.nearest()[:, None].double().nan_to_num(nan=torch.inf)
-        likelihood = self.likelihood
-        epistemic = variance = centred(likelihood, self.deviations).square().mean(0)
+        likelihood, double = self.likelihood, self._double()
+        epistemic = variance = centred(likelihood, double.deviations).square().mean(0)
         if likelihood.gives_probabilities:
-            epistemic = self._uncertainties()[1]
+            epistemic = double._uncertainties()[1]
         elif likelihood.real_valued:
-            aleatoric, epistemic = self._uncertainties()
+            aleatoric, epistemic = double._uncertainties()
             variance = epistemic = epistemic / aleatoric
         scores = (s.flatten(1).mean(1) if s.dim() > 1 else s for s in (epistemic, variance))
         return torch.stack([s.double().nan_to_num(nan=torch.inf) for s in scores], 1)
+
+    def _p_values(self, reference: Reference, prediction: Conformal) -> Tensor:
+        return p_values(
+            *(reference.unusual, prediction._ood_scores()),
+            rounding(self.centre.dtype),
+            _SMALLEST if prediction.unit is None else prediction.unit(),
+        )
+
+    def _double(self: Own) -> Own:
+        """Return the prediction in double precision: small scores are differences of large numbers."""
+        members = tuple(member._double() for member in self.members)
+        centre, deviations = self.centre.double(), self.deviations.double()
+        return replace(self, centre=centre, deviations=deviations, members=members)
 
     def _errors(self, y: Tensor) -> Tensor:
         """Return the error of each prediction, (B, outputs); no columns for other likelihoods.
@@ -247,7 +290,8 @@ class Conformal(Functions):
         regression the residual in predictive standard deviations.
         """
         if self._has_classes:
-            return _mass_above(self._expected()).gather(1, y.long()[:, None]).double()
+            above = mass_above(self._expected(), rounding(self.centre.dtype))
+            return above.gather(1, y.long()[:, None])
         if not self._has_values:
             return self.centre.new_zeros(len(y), 0).double()
         errors = (y - self._expected()).abs() / self._variance().sqrt()
@@ -262,48 +306,3 @@ class Conformal(Functions):
     @property
     def _has_values(self) -> bool:
         return self.likelihood.real_valued and self.centre.dim() <= 2
-
-
-def p_values(reference: Tensor, scores: Tensor) -> Tensor:
-    """Return conformal p-values, (B,), of scores (B, S) among reference scores (n, S).
-
-    Ranks are taken among the reference examples and the input together. All of them are treated
-    alike, so the p-value is exact.
-    """
-    reference, count = reference.to(scores.device), len(reference)
-    in_order = reference.sort(0).values.T.contiguous()
-
-    def number_above(values: Tensor) -> Tensor:
-        return (count - torch.searchsorted(in_order, values.T.contiguous())).T
-
-    own = 1 + number_above(scores).min(1).values
-    theirs = number_above(reference)
-    found = [
-        (theirs + (some[:, None] >= reference)).min(2).values.le(rank[:, None]).sum(1)
-        for some, rank in zip(*(t.split(max(1, _NUMBERS // max(1, count))) for t in (scores, own)))
-    ]
-    return (1 + torch.cat(found)).double() / (1 + count)
-
-
-def quantiles(errors: Tensor, level: float) -> Tensor:
-    """Return the conformal quantile of each column of sorted errors, (outputs,)."""
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, not {level}.")
-    _require(len(errors), ceil(level / (1 - level) - _ROUNDING), f"level={level}")
-    return errors[ceil((len(errors) + 1) * level - _ROUNDING) - 1]
-
-
-def _require(count: int, needed: int, asked: str) -> None:
-    if count < needed:
-        raise ValueError(
-            f"{asked} needs at least {needed} reference examples, and there are {count}. Half of the "
-            f"validation set is used as reference: calibrate with {2 * needed} examples or more."
-        )
-
-
-def _mass_above(probs: Tensor) -> Tensor:
-    """Return, for each class, the probability of all classes that are more probable, (B, C)."""
-    falling, order = probs.double().sort(dim=1, descending=True, stable=True)
-    above = torch.zeros_like(falling)
-    above[:, 1:] = falling.cumsum(1)[:, :-1]
-    return above.scatter(1, order, above)

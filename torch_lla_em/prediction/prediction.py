@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import pi
 
 import torch
@@ -56,12 +57,14 @@ class Prediction(Printed, Conformal):
         centre = means.mean(0)
         apart = torch.cat([m.deviations + (at - centre) for m, at in zip(members, means)])
         mixture = Prediction(members[0].likelihood, centre, apart, class_dim, members)
-        known = [member.nearest for member in members if member.nearest is not None]
-        if len(known) < len(members):
+        if any(member.nearest is None for member in members):
             return mixture
-        return replace(
-            mixture, nearest=lambda: torch.stack([distance() for distance in known]).mean(0)
-        )
+
+        def mean_of(name: str) -> Tensor:
+            return torch.stack([getattr(member, name)() for member in members]).mean(0)
+
+        nearest, unit = partial(mean_of, "nearest"), partial(mean_of, "unit")
+        return replace(mixture, nearest=nearest, unit=unit)
 
     @property
     def mean(self) -> Tensor:

@@ -80,17 +80,17 @@ class Products(NamedTuple):
             likelihood = likelihood.at_noise(likelihood.sigma_noise.to(noise) * noise)
         columns = table.view(*table.shape, *(1,) * self.f.dim()).unbind(1)
         centres = columns[MODE] * self.Jw[0] + columns[NETWORK] * self.f
-        deviations, nearest = table[0, SCALE].sqrt() * self.Jw[1:], None
+        deviations, nearest, unit = table[0, SCALE].sqrt() * self.Jw[1:], None, None
         if self.training is not None:
             if likelihood.gives_probabilities:  # of counts, a mean of 0 would be a rate of 1
                 kept = self.training.kept_share(self.Jw[1:])
                 centres = centres * kept.view(-1, *(1,) * (self.f.dim() - 1))
-            nearest = partial(self.training.distance, self.Jw[1:])
+            nearest, unit = partial(self.training.distance, self.Jw[1:]), self.training.unit
         found = Prediction(likelihood, centres[0], deviations, self.class_dim)
         if len(table) > 1:
             certain = (replace(found, centre=c, deviations=deviations[:0]) for c in centres[1:])
             found = replace(found, members=(found, *certain), weights=table[:, WEIGHT])
-        return replace(found, nearest=nearest)
+        return replace(found, nearest=nearest, unit=unit)
 
 
 class Pushed(NamedTuple):

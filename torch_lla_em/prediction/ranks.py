@@ -1,0 +1,80 @@
+"""Ranks of scores among reference scores, in which differences by rounding are ties."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import torch
+from torch import Tensor
+
+NUMBERS = 2**22
+"""Numbers, of comparisons or of differences between examples, that are held in memory at a time."""
+
+ROUNDING = 1e-9
+"""Products of a level and a count are rounded in their last bit."""
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Return the relative difference up to which scores are ties, for predictions of a dtype.
+
+    The products of a network differ by more than one unit in the last place between batches.
+    """
+    return float(torch.finfo(dtype).eps ** 0.5)
+
+
+def p_values(
+    reference: Tensor, scores: Tensor, room: float = 0.0, unit: float | Tensor = 0.0
+) -> Tensor:
+    """Return conformal p-values, (B,), of scores (B, S) among reference scores (n, S).
+
+    Ranks are taken among the reference examples and the input together. A score is at least as large
+    as another one s if it exceeds s - ``room`` (s + ``unit``). All examples are treated alike, so the
+    p-value is exact without ties, and conservative with them.
+    """
+    reference, count = reference.to(scores.device), len(reference)
+    in_order = reference.sort(0).values.T.contiguous()
+
+    def least(values: Tensor) -> Tensor:
+        return values - room * (values + unit).nan_to_num(posinf=0.0)
+
+    def number_above(values: Tensor) -> Tensor:
+        return (count - torch.searchsorted(in_order, least(values).T.contiguous())).T
+
+    own = 1 + number_above(scores).min(1).values
+    theirs, bounds = number_above(reference), least(reference)
+    found = [
+        (theirs + (some[:, None] >= bounds)).min(2).values.le(rank[:, None]).sum(1)
+        for some, rank in zip(*(t.split(max(1, NUMBERS // max(1, count))) for t in (scores, own)))
+    ]
+    return (1 + torch.cat(found)).double() / (1 + count)
+
+
+def quantiles(errors: Tensor, level: float) -> Tensor:
+    """Return the conformal quantile of each column of sorted errors, (outputs,)."""
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, not {level}.")
+    require(len(errors), ceil(level / (1 - level) - ROUNDING), f"level={level}")
+    return errors[ceil((len(errors) + 1) * level - ROUNDING) - 1]
+
+
+def require(count: int, needed: int, asked: str) -> None:
+    if count < needed:
+        raise ValueError(
+            f"{asked} needs at least {needed} reference examples, and there are {count}. Half of the "
+            f"validation set is used as reference: calibrate with {2 * needed} examples or more."
+        )
+
+
+def mass_above(probs: Tensor, room: float) -> Tensor:
+    """Return, for each class, the probability of all classes that are more probable, (B, C).
+
+    Probabilities up to a factor of 1 + ``room`` are equal. Each is sorted among all of them by its
+    product with this factor, which has no mass of its own.
+    """
+    probs = probs.double()
+    mass = torch.cat([torch.zeros_like(probs), probs], 1)
+    places = torch.cat([probs * (1 + room), probs], 1)
+    order = places.sort(dim=1, descending=True, stable=True).indices
+    mass_in_order = mass.gather(1, order)
+    above = torch.zeros_like(mass).scatter(1, order, mass_in_order.cumsum(1) - mass_in_order)
+    return above[:, : probs.shape[1]]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import as_loader, inputs_of
+from torch_lla_em.data import as_loader
 from torch_lla_em.prediction import (
     Fitted,
     PredictedData,
@@ -22,6 +22,7 @@ from torch_lla_em.prediction import (
     binned,
     calibration_error,
     covered,
+    inputs_in,
     predicted_data,
     stated_and_right,
 )
@@ -227,7 +228,8 @@ def _epistemic(la: Fitted, data: Any) -> np.ndarray:
         predictions = [data.posterior]
     else:
         batches = [data] if isinstance(data, Tensor) else as_loader(data)
-        predictions = [la.predict(inputs_of(batch)) for batch in batches]
+        inputs = (inputs_in(batch, la.target_fn, la._device) for batch in batches)
+        predictions = [la.predict(x) for x in inputs]
     values = [p.epistemic.reshape(len(p.centre), -1).mean(1) for p in predictions]
     return _array(torch.cat(values).double().clamp_min(1e-12))
 

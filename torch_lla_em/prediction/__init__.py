@@ -20,6 +20,7 @@ from torch_lla_em.prediction.metrics import (
     stated_and_right,
 )
 from torch_lla_em.prediction.prediction import Prediction
+from torch_lla_em.prediction.pushed import inputs_in
 from torch_lla_em.prediction.stored import NotFittedError
 from torch_lla_em.prediction.summary import as_html, findings
 from torch_lla_em.prediction.validation import Comparison, PredictedData, compare, predicted_data
@@ -39,6 +40,7 @@ __all__ = [
     "compare",
     "covered",
     "findings",
+    "inputs_in",
     "outcomes",
     "predicted_data",
     "scores",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from torch_lla_em.data import as_loader, inputs_of, paired
+from torch_lla_em.data import as_loader, paired
 from torch_lla_em.likelihoods import Regression
 from torch_lla_em.prediction.calibration import Calibration, Kept, calibrated
 from torch_lla_em.prediction.conformal import REFERENCE, Reference
@@ -21,6 +21,7 @@ from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushed import (
     Pushed,
     Tables,
+    inputs_in,
     joined,
     posterior_alone,
     push_forward,
@@ -103,7 +104,8 @@ class Predictor:
 
         Args:
             x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them; or pass
-                them by name.
+                them by name. Batches of a loader are read as in ``fit``, with its ``target_fn``;
+                they may have no targets.
             mean (str, optional): Use the posterior alone, around f(x) ("network") or J(x) w_lin
                 ("linear"). Default None: the mixture that the fit or ``calibrate`` has chosen.
             generator (torch.Generator, optional): Used to draw new samples with the same covariance.
@@ -236,10 +238,12 @@ class Predictor:
     def _at(self, x: Any, some: slice = slice(None)) -> Pushed:
         """Return inputs, or all batches of a loader, with the products of some samples."""
         is_loader = isinstance(x, (DataLoader, Dataset))
-        batches = map(inputs_of, as_loader(x)) if is_loader else [x]
+        batches = as_loader(x) if is_loader else [x]
 
         def under(posterior: StoredPosterior, x: Any) -> Pushed:
             model = posterior._linear_model
+            if is_loader:
+                x = inputs_in(x, posterior.target_fn, model.network.device)
             f, Jw = push_forward(model, x, posterior.w_lin[None], posterior.w_samples[some])
             return posterior._of_products(f, Jw, f, model.network.class_dim)
 

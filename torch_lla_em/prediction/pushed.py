@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import inputs_of, map_tensors, tensors_in, to_device
+from torch_lla_em.data import TargetFn, inputs_of, map_tensors, tensors_in, to_device
 from torch_lla_em.jacobian import LinearModel, explained, require_rows
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction.conformal import TrainingExamples
@@ -48,6 +48,18 @@ def push_forward(linear_model: LinearModel, x: Any, *w: Tensor) -> tuple[Tensor,
             raise
         require_rows(f, x)
         return f, Jw
+
+
+def inputs_in(batch: Any, target_fn: TargetFn | None, device: torch.device) -> Any:
+    """Return the inputs of a loader's batch, which may have no targets, as a fit reads them."""
+    if target_fn is None or isinstance(batch, Tensor):
+        return inputs_of(batch)
+    batch = to_device(batch, device)
+    try:
+        targets = target_fn(batch)
+    except (LookupError, AttributeError):  # there are none
+        return inputs_of(batch)
+    return inputs_of(batch, targets)
 
 
 def posterior_alone(mean: str = "network", scale: float | Tensor = 1.0) -> Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 from torch_lla_em import BlockCG, BlockKrylov, LinearisedLaplace
 from torch_lla_em.inference.ascent import SMALL, Pace, climb
-from torch_lla_em.inference.expectations import Expectations, root_of, root_of_covariance
+from torch_lla_em.inference.expectations import ExpectedH, root_of
 from torch_lla_em.inference.mackay import Hyperparameters
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.span import Span
@@ -89,7 +89,7 @@ def with_basis(name, draws):
     assert space.widen(torch.eye(problem.size).double())
     f, targets, _ = space.rows
     over = OverSpan(problem, noise, space, moves=True, tolerance=1e-9)
-    over.expected = Expectations(problem.likelihood, targets, f, 0, draws)
+    over.expected = ExpectedH(problem.likelihood, targets, f, 0, draws)
     return problem, noise, over
 
 
@@ -122,7 +122,8 @@ def test_it_is_the_dense_variational_posterior(name):
     assert best - 2 * SMALL < ours <= best + 1e-6
     # with the noise as a basis the samples are exact at their own curvature
     J = dense.J
-    G = torch.einsum("ncp,ncd,ndq->pq", J, q.curved.H, J)
+    H = q.curved.H.diag_embed() if problem.likelihood.elementwise else q.curved.H
+    G = torch.einsum("ncp,ncd,ndq->pq", J, H, J)
     exact = torch.linalg.inv(G + 3 * torch.eye(len(G)))
     torch.testing.assert_close(covariance, exact, rtol=1e-6, atol=1e-8)
 
@@ -202,11 +203,61 @@ def test_the_bound_is_that_of_its_samples():
 
 def test_draws_do_not_depend_on_pieces(monkeypatch):
     case = tiny("classification")
-    mean, root = torch.randn(30, 3).double(), torch.randn(30, 3, 3).double()
-    draws = Expectations(likelihood_of("classification"), case.y, mean, 0, 5)
-    whole = draws.curvature(mean, root), draws.slope(mean, root)
+    mean, pushed = torch.randn(30, 3).double(), torch.randn(30, 3, 4).double()
+    expected = ExpectedH(likelihood_of("classification"), case.y, mean, 0, 5)
+    draws, w = expected.deviations(pushed), torch.randn(90, 2).double()
+
+    def found():
+        H = expected.curvature(mean, draws)
+        of_H = H, expected.product(H, w), expected.root(H, mean[None])
+        return *of_H, expected.slope(mean, draws), expected.deviations(pushed)
+
+    whole = found()
     monkeypatch.setattr("torch_lla_em.inference.expectations._NUMBERS", 700)
-    torch.testing.assert_close((draws.curvature(mean, root), draws.slope(mean, root)), whole)
+    monkeypatch.setattr("torch_lla_em.inference.expectations._ENTRIES", 20)
+    torch.testing.assert_close(found(), whole)
+
+
+def test_draws_have_the_covariance_of_the_samples():
+    torch.manual_seed(0)
+    case, mean, pushed = tiny("classification"), torch.zeros(30, 3), torch.randn(30, 3, 2)
+    pushed[:, 1] = 2 * pushed[:, 0]  # outputs that vary together, and fewer samples than outputs
+    expected = ExpectedH(likelihood_of("classification"), case.y, mean, 0, 4000)
+    h = expected.deviations(pushed).double()
+    covariance = torch.einsum("snc,snd->ncd", h, h) / len(h)
+    exact = (pushed @ pushed.mT).double() / 2
+    variances = exact.diagonal(dim1=1, dim2=2)
+    error = (variances[:, :, None] * variances[:, None] + exact**2).div(len(h)).sqrt()
+    assert ((covariance - exact).abs() < 5 * error).all()
+    torch.testing.assert_close(h[:, :, 1], 2 * h[:, :, 0], rtol=1e-4, atol=1e-4)
+    assert torch.corrcoef(h[:, :, 0].T).fill_diagonal_(0).abs().max() < 5 / len(h) ** 0.5
+
+
+@pytest.mark.parametrize("name", ["classification", "bernoulli", "poisson", "binomial"])
+def test_the_expected_hessian_is_the_average_of_dense_ones(name):
+    likelihood, f = likelihood_of(name), 3 * torch.randn(4, 6, 3).double()
+    f[0, 0] = torch.tensor([400.0, 0.0, -400.0])
+    u = torch.eye(3).double()[:, None, None].expand(3, *f.shape)
+    dense = likelihood.hessian_product(f, u).mean(1).movedim(0, -1)
+    found = likelihood.expected_hessian(f)
+    if likelihood.elementwise:
+        found = found.diag_embed()
+    torch.testing.assert_close(found, dense)
+
+
+def test_the_expected_hessian_does_not_cancel_near_certainty():
+    f = torch.tensor([[[20.0, 1.0, 0.0]]])
+    exact = likelihood_of("classification").expected_hessian(f.double())
+    found = likelihood_of("classification").expected_hessian(f)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+
+
+def test_h_of_independent_targets_is_stored_as_its_diagonal():
+    problem, _, steps = with_basis("bernoulli", draws=4)
+    q = begun(steps, 3.0)
+    assert q.curved.H.shape == steps.f.shape and problem.likelihood.elementwise
+    again = steps.expected.curvature(q.outputs, q.deviations)
+    assert again.shape == steps.f.shape
 
 
 def test_singular_blocks_have_roots():
@@ -226,14 +277,6 @@ def test_blocks_indefinite_by_rounding_have_roots():
     left = torch.tensor([[[1e-19, -6e-11], [-6e-11, 0.0]], [[1.0, 0.0], [0.0, -1e-4]]])
     assert root_of(left).square().sum((1, 2)).tolist() == pytest.approx([6e-11, 1.0])
     assert root_of(torch.full((1, 2, 2), math.nan)).isnan().any()
-
-
-@pytest.mark.parametrize("num_samples", [8, 300])
-def test_covariances_of_outputs_that_vary_together_have_roots(num_samples):
-    torch.manual_seed(0)
-    samples = torch.randn(20, 200, 3) @ torch.randn(3, num_samples)
-    R, h = root_of_covariance(samples).double(), samples.double()
-    torch.testing.assert_close(R @ R.mT, h @ h.mT / num_samples, rtol=1e-4, atol=1e-4)
 
 
 def fitted(name, **options):
@@ -306,12 +349,14 @@ def test_regression_is_as_without():
         ("bernoulli", {}, {"update": "em"}, "network"),
         ("regression", {}, {}, "network"),
         ("300 classes", {}, {}, "network"),
+        ("300 labels", {}, {}, "linear"),
     ],
 )
 def test_it_is_the_default_where_it_applies(name, options, fit, expected):
-    if name == "300 classes":
-        name, model = "classification", nn.Linear(2, 300)
-        x, y = torch.randn(6, 2), torch.arange(6)
+    if name.startswith("300"):
+        model, x, y = nn.Linear(2, 300), torch.randn(6, 2), torch.arange(6)
+        name = "classification" if name == "300 classes" else "bernoulli"
+        y = y if name == "classification" else (model(x) > 0).float()
     else:
         case = tiny(name)
         model, x, y = case.model, case.x, case.y

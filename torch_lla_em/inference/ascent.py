@@ -64,8 +64,8 @@ def _round(over: OverSpan, q: Q, least: float, pace: Pace) -> tuple[Q, Pace]:
     if least < math.inf:
         precision = max(_stepped(over, q, pace.stride).item(), least)
     tried = over.at(q.curved, precision, 1.0, q.mean)
-    H = over.expected.curvature(over.outputs(tried.mean), tried.root)
-    curved = over.curved(q.curved.H + pace.damping * (H - q.curved.H))
+    H = over.expected.curvature(tried.outputs, tried.deviations)
+    curved = over.curved(q.curved.H.lerp(H, pace.damping))
     tried = over.at(curved, precision, 1.0, tried.mean)
     better = tried.bound > q.bound
     return tried if better else q, pace.after(better)
@@ -100,7 +100,7 @@ def settle(over: OverSpan, q: Q, m_step: MStep, least: float, steps: int) -> tup
         moved = (new.precision / here.precision).log().abs().item()
         moved = max(moved, abs(math.log(noise / q.noise)))
         if over.moves:
-            change = over.expected.curvature(over.outputs(q.mean), q.root) - curved.H
+            change = over.expected.curvature(q.outputs, q.deviations) - curved.H
             of_H = (change.norm() / curved.H.norm().clamp_min(1e-300)).item()
             moved = max(_SLOWER * moved, of_H)
             ahead = last is not None and (change * last).sum().item() > 0

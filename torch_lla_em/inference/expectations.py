@@ -1,4 +1,9 @@
-"""Expectations under Gaussian outputs h_n ~ N(m_n, R_n R_nᵀ), with separate draws per example."""
+"""H of every example, fixed or in expectation under the posterior, and the loss that belongs to it.
+
+``FixedH`` evaluates the loss, its gradient and H at given outputs. ``ExpectedH`` averages them over
+draws of Gaussian outputs h_n ~ N(m_n, Σ_k d_nk d_nkᵀ / K), where d_nk are the outputs J_n w_k of the
+posterior samples: m_n + Σ_k d_nk ε_k / √K is a draw, so no covariance is ever factorised.
+"""
 
 from __future__ import annotations
 
@@ -8,124 +13,165 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.runtime import normals
 
-_STREAM = 2
-# number of functions times outputs times classes that are in memory at once
+# number of functions times outputs that are in memory at once
 _NUMBERS = 1 << 22
-# number of examples whose covariances are in memory in float64 at once
-_EXAMPLES = 256
+# number of entries of blocks that are in memory in float64 at once
+_ENTRIES = 1 << 20
 _JITTER = 1e-9
 
 
-class Expectations:
-    """The loss, its gradient and its H for all examples, averaged over S draws and their mirror images.
+class FixedH:
+    """The loss and its gradient at given outputs, and H, which is given by the outputs it is taken at."""
 
-    Without draws H is fixed, and given by the outputs at which it is evaluated, (N, ..., C); otherwise
-    by its blocks, (N, ..., C, C).
+    moves = False
+    """Whether H follows the posterior."""
 
-    Every example has draws of its own, so that a fit cannot adapt to errors that all examples share.
-    The draws are the same at every call, so that two posteriors can be compared.
-    """
-
-    def __init__(self, likelihood: Likelihood, targets: Tensor, like: Tensor, seed: int, num: int):
+    def __init__(self, likelihood: Likelihood, targets: Tensor, like: Tensor):
         self._likelihood, self._targets = likelihood, targets
         self.shape = like.shape
         """(N, ..., C)."""
 
         mask = likelihood.mask(targets)
         self._mask = None if mask is None else mask.unsqueeze(-1).to(like)
-        self._noise = like.new_zeros(num, *like.shape)
-        if num:
-            rows = torch.arange(len(like), device=like.device)
-            noise = normals(seed, _STREAM, range(num), rows, like[0].numel())
-            self._noise = noise.to(like).view(num, *like.shape)
 
-    def loss(self, mean: Tensor, root: Tensor | None) -> float:
-        """Return Σ E[-log p(y | h)], for means (N, ..., C) and roots (N, ..., C, C) or 0."""
+    @property
+    def refreshes(self) -> bool:
+        """Whether steps to the mode take H at other outputs than those of G."""
+        return not self._likelihood.is_quadratic
+
+    def first(self, f: Tensor) -> Tensor:
+        """Return the first H, for the outputs f at which a fixed one is evaluated."""
+        return f
+
+    def curvature(self, mean: Tensor, deviations: Tensor | None) -> Tensor:
+        """Return H at outputs (N, ..., C) and, if it moves, at their draws (S, N, ..., C)."""
+        return mean
+
+    def deviations(self, pushed: Tensor) -> Tensor | None:
+        """Return draws of the outputs less their mean, for J w_k (N, ..., C, K); None without draws."""
+        return None
+
+    def product(self, H: Tensor, Jw: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Return H J w for columns J w, (n C, k), of these examples."""
+        H = H[rows]
+        u = self._likelihood.hessian_product(H, Jw.T.reshape(-1, *H.shape))
+        return self._masked(u, rows).flatten(1).T
+
+    def root(self, H: Tensor, noise: Tensor) -> Tensor:
+        """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
+        u = self._likelihood.hessian_sqrt_product(H, noise)
+        return u if self._mask is None else u * self._mask.sqrt()
+
+    def loss(self, mean: Tensor, deviations: Tensor | None) -> float:
+        """Return Σ E[-log p(y | h)], for means (N, ..., C) and deviations (S, N, ..., C) or 0."""
         total = 0.0
-        for rows, f in self._pieces(mean, root):
+        for rows, f in self._pieces(mean, deviations):
             log_prob = self._likelihood.log_prob(f, self._targets[rows])
             total -= log_prob.sum(dtype=torch.float64).item() / len(f)
         return total
 
-    def slope(self, mean: Tensor, root: Tensor | None) -> Tensor:
+    def slope(self, mean: Tensor, deviations: Tensor | None) -> Tensor:
         """Return E[∇loss], (N, ..., C)."""
         parts = [
             self._likelihood.gradient(f, self._targets[rows]).mean(0)
-            for rows, f in self._pieces(mean, root)
+            for rows, f in self._pieces(mean, deviations)
         ]
-        return self._masked(torch.cat(parts))
+        return self._masked(torch.cat(parts), slice(None))
 
-    def curvature(self, mean: Tensor, root: Tensor | None) -> Tensor:
-        """Return E[H], (N, ..., C, C)."""
-        blocks = torch.cat([self._blocks(f) for _, f in self._pieces(mean, root)])
-        return blocks if self._mask is None else blocks * self._mask.unsqueeze(-1)
+    def _masked(self, u: Tensor, rows: slice) -> Tensor:
+        """Return u times the weights of sites, which are 0 for sites that do not count."""
+        return u if self._mask is None else u * self._mask[rows]
 
-    def product(self, H: Tensor, Jw: Tensor) -> Tensor:
-        """Return H J w for columns J w, (N C, k)."""
-        if len(self._noise):
-            return (H @ Jw.reshape(*self.shape, -1)).flatten(0, -2)
-        u = self._likelihood.hessian_product(H, Jw.T.reshape(-1, *self.shape))
-        return self._masked(u).flatten(1).T
+    def _pieces(self, mean: Tensor, deviations: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+        """Yield examples with their draws, (2 S, n, ..., C), or with their means (1, n, ..., C)."""
+        functions = 1 if deviations is None else 2 * len(deviations)
+        step = max(1, _NUMBERS // (functions * self.shape[1:].numel()))
+        for start in range(0, len(mean), step):
+            rows = slice(start, start + step)
+            if deviations is None:
+                yield rows, mean[None, rows]
+            else:
+                moved = deviations[:, rows]
+                yield rows, torch.cat([mean[rows] + moved, mean[rows] - moved])
+
+
+class ExpectedH(FixedH):
+    """The loss, its gradient and its H for all examples, averaged over S draws and their mirror images.
+
+    H is given by its blocks, (N, ..., C, C), or by its diagonal, (N, ..., C), if the likelihood is
+    elementwise. Every example has draws of its own, so that a fit cannot adapt to errors that all
+    examples share. They are the same at every call, so that two posteriors can be compared.
+    """
+
+    moves = True
+    refreshes = False
+
+    def __init__(self, likelihood: Likelihood, targets: Tensor, like: Tensor, seed: int, num: int):
+        super().__init__(likelihood, targets, like)
+        self._seed, self._num = seed, num
+        self._noise = like.new_zeros(0)
+
+    def first(self, f: Tensor) -> Tensor:
+        """Return the average of H at outputs 0 and at the outputs f."""
+        H = self.curvature(torch.zeros_like(f), None)
+        H += self.curvature(f, None)
+        return H.mul_(0.5)
+
+    def curvature(self, mean: Tensor, deviations: Tensor | None) -> Tensor:
+        """Return E[H], (N, ..., C, C), or its diagonal."""
+        H = self._empty(mean)
+        for rows, f in self._pieces(mean, deviations):
+            H[rows] = self._likelihood.expected_hessian(f)
+        if self._mask is not None:
+            H *= self._mask if self._likelihood.elementwise else self._mask.unsqueeze(-1)
+        return H
+
+    def deviations(self, pushed: Tensor) -> Tensor:
+        """Return draws of the outputs less their mean, (S, N, ..., C), for J w_k (N, ..., C, K)."""
+        *sites, _, K = pushed.shape
+        if self._noise.shape[:-1] != (*sites, K):
+            numbers = torch.Generator("cpu").manual_seed(self._seed)  # the same on every device
+            drawn = torch.randn(*sites, K, self._num, generator=numbers, device="cpu")
+            self._noise = drawn.to(pushed).div_(K**0.5)
+        return (pushed @ self._noise).movedim(-1, 0).contiguous()
+
+    def product(self, H: Tensor, Jw: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Return H J w for columns J w, (n C, k), of these examples."""
+        H = H[rows]
+        if self._likelihood.elementwise:
+            return Jw * H.reshape(-1, 1)
+        return (H @ Jw.reshape(*H.shape[:-1], -1)).flatten(0, -2)
 
     def root(self, H: Tensor, noise: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
-        if len(self._noise):
-            return by_row(root_of(H), noise)
-        u = self._likelihood.hessian_sqrt_product(H, noise)
-        return u if self._mask is None else u * self._mask.sqrt()
-
-    def _masked(self, u: Tensor) -> Tensor:
-        """Return u times the weights of sites, which are 0 for sites that do not count."""
-        return u if self._mask is None else u * self._mask
-
-    def _blocks(self, f: Tensor) -> Tensor:
-        C = f.shape[-1]
-        unit = torch.eye(C, dtype=f.dtype, device=f.device).view(C, *(1,) * (f.dim() - 2), C)
-        total = f.new_zeros(C, *f.shape[1:])
-        for part in f:
-            u = unit.expand(C, *part.shape)
-            total += self._likelihood.hessian_product(part, u)
-        return (total / len(f)).movedim(0, -1)
-
-    def _pieces(self, mean: Tensor, root: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-        """Yield examples with their draws, (2 S, n, ..., C), or with their means if there is no root."""
-        entries = 2 * max(1, len(self._noise)) * self.shape[1:].numel() * self.shape[-1]
-        step = max(1, _NUMBERS // entries)
-        for start in range(0, len(mean), step):
+        if self._likelihood.elementwise:
+            return H.clamp_min(0).sqrt() * noise
+        found, step = torch.empty_like(noise), max(1, _ENTRIES // H[0].numel())
+        for start in range(0, len(H), step):
             rows = slice(start, start + step)
-            if root is None:
-                yield rows, mean[None, rows]
-                continue
-            moved = by_row(root[rows], self._noise[:, rows])
-            yield rows, torch.cat([mean[rows] + moved, mean[rows] - moved])
+            u = noise[:, rows].movedim(0, -2) @ root_of(H[rows]).mT
+            found[:, rows] = u.movedim(-2, 0)
+        return found
 
-
-def by_row(blocks: Tensor, u: Tensor) -> Tensor:
-    """Return the products of every example's block, (N, ..., C, C), with vectors (k, N, ..., C)."""
-    return (u.movedim(0, -2) @ blocks.mT).movedim(-2, 0)
+    def _empty(self, like: Tensor) -> Tensor:
+        """Return room for H."""
+        own = () if self._likelihood.elementwise else (self.shape[-1],)
+        return like.new_empty(*self.shape, *own)
 
 
 def root_of(blocks: Tensor) -> Tensor:
     """Return R with R Rᵀ = blocks (..., C, C), which may be singular, or indefinite by rounding."""
-    exact, numbers = 0.5 * (blocks + blocks.mT).double(), torch.finfo(blocks.dtype)
+    exact, numbers = blocks.double(), torch.finfo(blocks.dtype)
+    exact = 0.5 * (exact + exact.mT)
     diagonal = exact.diagonal(dim1=-2, dim2=-1)
     size = diagonal.mean(-1, keepdim=True).clamp_min(numbers.tiny / numbers.eps)
     diagonal += max(_JITTER, 10 * numbers.eps) * size
     root, info = torch.linalg.cholesky_ex(exact)
-    failed = (info > 0) & exact.isfinite().all(-1).all(-1)
+    failed = info > 0
     if failed.any():  # rounded more coarsely than their own size
+        failed &= exact.isfinite().all(-1).all(-1)
         values, vectors = torch.linalg.eigh(exact[failed])
         root[failed] = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
     found: Tensor = root.to(blocks)
     return found
-
-
-def root_of_covariance(samples: Tensor) -> Tensor:
-    """Return R with R Rᵀ = E[h hᵀ] for every example, (N, ..., C, C), from samples h (N, ..., C, K).
-
-    Outputs that vary together have covariances that are singular up to the rounding of float32.
-    """
-    parts = (part.double() for part in samples.split(_EXAMPLES))
-    return torch.cat([root_of(h @ h.mT / h.shape[-1]).to(samples) for h in parts])

@@ -64,7 +64,7 @@ def allows_span(problem: Problem, options: FitOptions) -> bool:
 
     It needs one λ, one σ, the default solver, and not too many classes.
     """
-    few = problem.likelihood.elementwise or not _has_many_outputs(problem)
+    few = not _has_many_outputs(problem)
     return options.has_default_solver and few and not options.layerwise and has_one_noise(problem)
 
 
@@ -107,7 +107,6 @@ def has_one_noise(problem: Problem) -> bool:
 
 
 def _has_many_outputs(problem: Problem) -> bool:
-    """Whether there are too many classes per site, or outputs per example, for (C, C) blocks."""
+    """Whether there are too many classes per site for (C, C) blocks."""
     data = problem.data
-    sites = data.num_rows if problem.likelihood.elementwise else data.num_targets
-    return data.num_outputs > MOST_OUTPUTS * max(sites, 1)
+    return data.num_outputs > MOST_OUTPUTS * max(data.num_targets, 1)

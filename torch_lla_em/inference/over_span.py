@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.evidence import Spectrum, gaussian_constant, sigma_of
-from torch_lla_em.inference.expectations import Expectations, root_of_covariance
+from torch_lla_em.inference.expectations import ExpectedH, FixedH
 from torch_lla_em.inference.mackay import Estimate, Expectation, Hyperparameters
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
@@ -40,6 +40,9 @@ _SHORTEST = 1e-3
 _ROUNDINGS = 10
 """A Newton step may increase the loss by this multiple of its rounding error."""
 
+_NUMBERS, _COLUMNS = 1 << 22, 64
+"""Numbers of J V, and columns of G, that are multiplied at once."""
+
 _MIRRORED, _SHARE = 4, 0.2
 """Largest number of passes for the log det, and the share of its standard error at which they end."""
 
@@ -60,17 +63,20 @@ class Curved(NamedTuple):
     """The eigenvalues of G, and ξ and η in its eigenvectors."""
 
     H: Tensor
-    """The blocks of every example, (N, ..., C, C), or the outputs at which a fixed H is evaluated."""
+    """H of every example, as ``FixedH`` or ``ExpectedH`` represents it."""
+
+    S_noise: Tensor
+    """S ε of every example, (K, N, ..., C), with S Sᵀ = H."""
 
     at_mode: Curved | None = None
     """The same with a fixed H near the mode, for steps to the mode; None: this one is used."""
 
     @classmethod
-    def of(cls, G: Tensor, xi: Tensor, eta: Tensor, H: Tensor) -> Curved:
+    def of(cls, G: Tensor, xi: Tensor, eta: Tensor, H: Tensor, S_noise: Tensor) -> Curved:
         """Return G with its eigenvectors, of the coordinates of ξ and η."""
         values, vectors = torch.linalg.eigh(0.5 * (G + G.T))
         spectrum = Spectrum(values.clamp_min(0), xi @ vectors, eta @ vectors)
-        return cls(G, eta, vectors, spectrum, H)
+        return cls(G, eta, vectors, spectrum, H, S_noise)
 
     def solve(self, b: Tensor, precision: float) -> Tensor:
         """Return (G + λ)⁻¹ b, (m,)."""
@@ -102,8 +108,11 @@ class Q(NamedTuple):
     effective_dims: Tensor
     """γ of every sample, (K,)."""
 
-    root: Tensor | None = None
-    """A root of the covariance of every example's outputs, (N, ..., C, C), if H moves."""
+    outputs: Tensor
+    """J m, (N, ..., C)."""
+
+    deviations: Tensor | None
+    """Draws of every example's outputs less J m, (S, N, ..., C), if H moves."""
 
     @property
     def bound(self) -> float:
@@ -117,7 +126,7 @@ class OverSpan:
     def __init__(
         self, problem: Problem, noise: StochasticPrior, span: Span, moves: bool, tolerance: float
     ):
-        self.span, self.moves, self._problem = span, moves, problem
+        self.span, self._problem = span, problem
         self.f, targets, _ = span.rows
         """The network's outputs, (N, ..., C)."""
 
@@ -125,25 +134,28 @@ class OverSpan:
         if self._sigma is not None:
             gaussian: Any = likelihood
             likelihood = gaussian.without_constant()
-        number = min(_DRAWS, max(_FEWEST, -(-_IN_ALL // len(self.f)))) if moves else 0
-        self.expected = Expectations(likelihood, targets, self.f, noise.seed, number)
+        self.expected = FixedH(likelihood, targets, self.f)
+        if moves:
+            number = min(_DRAWS, max(_FEWEST, -(-_IN_ALL // len(self.f))))
+            self.expected = ExpectedH(likelihood, targets, self.f, noise.seed, number)
         self.epsilon = noise.epsilon(self.f)
         """ε of every example, (K, N, ..., C)."""
 
         rounding = 10 * torch.finfo(problem.dtype).eps
         self._tolerance = max(0.2 * tolerance, rounding)
 
+    @property
+    def moves(self) -> bool:
+        """Whether H follows the posterior."""
+        return self.expected.moves
+
     def first(self, precision: float, at: Tensor | None = None) -> Q:
         """Return q at this λ, with H at given outputs (default: the network's).
 
         If H moves, it begins as the average of those at outputs 0 and at the network's outputs.
         """
-        expected, H = self.expected, self.f if at is None else at
-        zero = torch.zeros_like(H)
-        if self.moves:
-            H = 0.5 * (expected.curvature(zero, None) + expected.curvature(H, None))
-        curved = self.curved(H)
-        if not curved.G.any() and expected.slope(zero, None).any():
+        curved = self.curved(self.expected.first(self.f if at is None else at))
+        if not curved.G.any() and self.expected.slope(torch.zeros_like(self.f), None).any():
             raise DivergenceError(
                 "The likelihood's H is 0 for every example: the outputs are so large that the "
                 "loss is rounded to 0. Check that the inputs are scaled as in training."
@@ -155,8 +167,10 @@ class OverSpan:
         spectrum = curved.spectrum.at_noise(noise)
         samples = spectrum.solutions(precision) @ curved.vectors.T
         gamma = spectrum.effective_dims(precision)
-        root = self._root(samples) if self.moves else None
-        curved, mean, loss = self._mean(curved, precision * noise**2, mean, root, steps)
+        pushed = self._pushed(torch.cat([samples, mean[None]]) if self.moves else mean[None])
+        draws = self.expected.deviations(pushed[..., :-1])
+        start = mean, pushed[..., -1].contiguous()
+        curved, mean, h, loss = self._mean(curved, precision * noise**2, start, draws, steps)
         loss /= noise**2
         if self._sigma is not None:
             loss += gaussian_constant(self._problem, noise * self._sigma)
@@ -167,17 +181,17 @@ class OverSpan:
         else:
             log_dets = spectrum.log_dets(precision)
         bounds = -loss - 0.5 * (norm + log_dets)
-        return Q(precision, noise, curved, mean, samples, loss, bounds, gamma, root)
+        return Q(precision, noise, curved, mean, samples, loss, bounds, gamma, h, draws)
 
     def curved(self, H: Tensor, known: Curved | None = None) -> Curved:
         """Return G and η over the span; if they are known for its first directions, they grow."""
-        J, old = self.span.J, 0 if known is None else len(known.G)
-        G = (J.T @ self.expected.product(H, J[:, old:])).double()
-        eta = (self.expected.root(H, self.epsilon).flatten(1) @ J[:, old:]).double()
+        old = 0 if known is None else len(known.G)
+        S_noise = self.expected.root(H, self.epsilon) if known is None else known.S_noise
+        G, eta = self._gram(H, old), (S_noise.flatten(1) @ self.span.J[:, old:]).double()
         if known is None:
-            return Curved.of(G, self.span.xi, eta, H)
+            return Curved.of(G, self.span.xi, eta, H, S_noise)
         G = torch.cat([torch.cat([known.G, G[:old].T]), G], dim=1)
-        grown = Curved.of(G, self.span.xi, torch.cat([known.eta, eta], dim=1), H)
+        grown = Curved.of(G, self.span.xi, torch.cat([known.eta, eta], dim=1), H, S_noise)
         near = known.at_mode
         return grown if near is None else grown._replace(at_mode=self.curved(near.H, near))
 
@@ -195,7 +209,7 @@ class OverSpan:
 
     def outputs(self, mean: Tensor) -> Tensor:
         """Return J m, (N, ..., C)."""
-        return (self.span.J @ mean.to(self.span.J)).view(self.expected.shape)
+        return self._pushed(mean[None])[..., 0]
 
     def hyper(self, q: Q) -> Hyperparameters:
         """Return λ and σ."""
@@ -210,7 +224,7 @@ class OverSpan:
         """Return what the M-step needs."""
         hyper = self.hyper(q)
         sums: tuple[Tensor, ...] = ()
-        loss = self.expected.loss(self.outputs(q.mean), None) if self.moves else q.loss
+        loss = self.expected.loss(q.outputs, None) if self.moves else q.loss
         if hyper.sigma is not None:
             # the loss without its constant: ½ Σ (y - J w)² / σ² at the first σ
             squares = 2 * self._sigma.item() ** 2
@@ -233,8 +247,8 @@ class OverSpan:
         spectrum = spectrum._replace(eta=sign * spectrum.eta)
         samples = spectrum.solutions(q.precision) @ q.curved.vectors.T
         curved = expected.product(q.curved.H, span.J @ samples.T.to(span.J)).T.reshape(-1, *shape)
-        of_samples = expected.root(q.curved.H, sign * q.noise * self.epsilon) - curved
-        of_mean = -expected.slope(self.outputs(q.mean), q.root)
+        of_samples = sign * q.noise * q.curved.S_noise - curved
+        of_mean = -expected.slope(q.outputs, q.deviations)
         pulled = span.pulled(torch.cat([of_samples, of_mean[None]]))
         if pulled is None:
             return None
@@ -262,14 +276,18 @@ class OverSpan:
         return q
 
     def _mean(
-        self, curved: Curved, precision: float, start: Tensor, root: Tensor | None, steps: int
-    ) -> tuple[Curved, Tensor, float]:
-        """Return the minimum of E[loss] + ½ λ ‖m‖² by Newton's method, and E[loss] there."""
-        expected, mean, h, before = self.expected, start, self.outputs(start), math.inf
-        loss = expected.loss(h, root)
-        refreshes = not self.moves and not self._problem.likelihood.is_quadratic
+        self,
+        curved: Curved,
+        precision: float,
+        start: tuple[Tensor, Tensor],
+        draws: Tensor | None,
+        steps: int,
+    ) -> tuple[Curved, Tensor, Tensor, float]:
+        """Return the minimum m of E[loss] + ½ λ ‖m‖² by Newton's method, J m, and E[loss] there."""
+        expected, (mean, h), before = self.expected, start, math.inf
+        loss = expected.loss(h, draws)
         for number in range(steps if self.moves else _NEWTON):
-            pulled = (expected.slope(h, root).flatten() @ self.span.J).double()
+            pulled = (expected.slope(h, draws).flatten() @ self.span.J).double()
             slope = pulled + precision * mean
             size = slope.norm().item()
             if not size < math.inf:
@@ -279,14 +297,14 @@ class OverSpan:
                 )
             if number and size <= self._tolerance * precision * mean.norm().item():
                 break
-            if refreshes and size > _SLOW * before:
+            if expected.refreshes and size > _SLOW * before:
                 curved = curved._replace(at_mode=self.curved(h))
             before, step = size, -(curved.at_mode or curved).solve(slope, precision)
             moved, fall, length = self.outputs(step), (slope @ step).item(), 1.0
             rounding = _ROUNDINGS * torch.finfo(h.dtype).eps * abs(loss)
             while length > _SHORTEST:
                 new = mean + length * step
-                there = expected.loss(h + length * moved, root)
+                there = expected.loss(h + length * moved, draws)
                 gained = loss - there - 0.5 * precision * ((new - mean) @ (new + mean)).item()
                 if gained >= -1e-4 * length * fall - rounding:
                     mean, h, loss = new, h + length * moved, there
@@ -294,9 +312,25 @@ class OverSpan:
                 length /= 2
             else:
                 break
-        return curved, mean, loss
+        return curved, mean, h, loss
 
-    def _root(self, samples: Tensor) -> Tensor:
-        """Return a root of the sample covariance of the outputs of every example."""
-        pushed = (self.span.J @ samples.T.to(self.span.J)).view(*self.expected.shape, -1)
-        return root_of_covariance(pushed)
+    def _pushed(self, coordinates: Tensor) -> Tensor:
+        """Return J Vᵀ c, (N, ..., C, k), for coordinates c (k, m)."""
+        J = self.span.J
+        return (J @ coordinates.T.to(J)).view(*self.expected.shape, -1)
+
+    def _gram(self, H: Tensor, old: int) -> Tensor:
+        """Return the columns of G = Jᵀ H J from ``old`` on, (m, m - old), a block of examples at a time."""
+        J, outputs = self.span.J, self.expected.shape[1:].numel()
+        m = J.shape[1]
+        total = J.new_zeros(m, m - old, dtype=torch.float64)
+        step = max(1, _NUMBERS // (outputs * max(m, 1)))
+        for start in range(0, len(H), step):
+            part = J[start * outputs : (start + step) * outputs]
+            HJ = self.expected.product(H, part[:, old:], slice(start, start + step))
+            if old:
+                total += part.T @ HJ
+                continue
+            for i in range(0, m, _COLUMNS):  # what is on and below the diagonal
+                total[i:, i : i + _COLUMNS] += part[:, i:].T @ HJ[:, i : i + _COLUMNS]
+        return total if old else total.tril() + total.tril(-1).T

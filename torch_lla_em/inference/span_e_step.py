@@ -212,7 +212,7 @@ def _average(over: OverSpan, q: Q) -> Tensor:
     """
     f = over.f
     curved = over.expected.product(q.curved.H, f.reshape(-1, 1)).view(f.shape)
-    kept = (curved * over.outputs(q.mean)).sum() / (curved * f).sum().clamp_min(1e-30)
+    kept = (curved * q.outputs).sum() / (curved * f).sum().clamp_min(1e-30)
     collapsed = q.effective_dims.mean() < 4 / len(q.effective_dims)  # to a prior that keeps nothing
     w = (1 / 3) if collapsed else kept.clamp(0, 1).item() ** _TRUST / 3
     parts = [[1 - 2 * w, 1, 0, 1], [w, 1, 0, 0], [w, 0, 1, 0]]
@@ -273,8 +273,7 @@ def _that_fits(
 ) -> StochasticPrior | None:
     """Return random probes for as many samples as memory allows; None if these are too few."""
     data, K = problem.data, len(noise.xi)
-    sites = data.num_rows if problem.likelihood.elementwise else data.num_targets
-    blocks = data.num_outputs**2 / max(1, sites) * noise.xi.element_size()
+    blocks = data.num_outputs**2 / max(1, data.num_targets) * noise.xi.element_size()
     left = span.memory - (_BLOCKS * blocks if moves else 0)
     fits = int(left / span.bytes_of(_DIRECTIONS)) - 1
     if fits < K:

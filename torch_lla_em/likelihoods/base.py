@@ -127,6 +127,25 @@ class Likelihood:
         transpose = torch.func.vjp(lambda e: self.hessian_sqrt_product(f, e), u)[1]
         return self.hessian_sqrt_product(f, transpose(u)[0])
 
+    def expected_hessian(self, f: Tensor) -> Tensor:
+        """Return the average of H over S functions.
+
+        Args:
+            f (Tensor): Outputs of S functions from the posterior, shape (S, B, *sites, C).
+
+        Returns:
+            The average, shape (B, *sites, C, C); its diagonal, (B, *sites, C), if ``elementwise``.
+            Default: by ``hessian_product``.
+        """
+        if self.elementwise:
+            return self.hessian_product(f, torch.ones_like(f)).mean(0)
+        C = f.shape[-1]
+        unit = torch.eye(C, dtype=f.dtype, device=f.device).view(C, *(1,) * (f.dim() - 2), C)
+        total = f.new_zeros(C, *f.shape[1:])
+        for one in f:
+            total += self.hessian_product(one, unit.expand(C, *one.shape))
+        return (total / len(f)).movedim(0, -1)
+
     def variance(self, f: Tensor) -> Tensor:
         """Return Var[y | f].
 

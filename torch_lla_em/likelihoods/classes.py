@@ -51,6 +51,14 @@ class Classification(Labels):
         pu = p * u
         return pu - p * pu.sum(-1, keepdim=True)
 
+    def expected_hessian(self, f: Tensor) -> Tensor:
+        p = _softmax(f).movedim(0, -1)
+        blocks = p @ (p.mT / -len(f))
+        # H annihilates constants, and a sum of the other classes does not cancel where p is near 1
+        blocks.diagonal(dim1=-2, dim2=-1).zero_()
+        blocks.diagonal(dim1=-2, dim2=-1).copy_(-blocks.sum(-1))
+        return blocks
+
     def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
         log_p, shape = _log_softmax(f), torch.broadcast_shapes(f.shape, noise.shape)
         root_noise, p = (0.5 * log_p).exp() * noise, log_p.exp()

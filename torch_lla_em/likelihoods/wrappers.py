@@ -36,6 +36,9 @@ class Tempered(Likelihood):
     def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
         return self.inner.hessian_product(f, u) / self.temperature
 
+    def expected_hessian(self, f: Tensor) -> Tensor:
+        return self.inner.expected_hessian(f) / self.temperature
+
     def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
         product: Tensor = self.inner.hessian_sqrt_product(f, noise) / self.temperature**0.5
         return product

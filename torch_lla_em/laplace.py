@@ -37,13 +37,26 @@ from torch_lla_em.likelihoods import (
 from torch_lla_em.prediction import Fitted
 from torch_lla_em.problem import Plan, Problem
 from torch_lla_em.report import write_report
-from torch_lla_em.runtime import Compute, Group, check_choice, check_options, files, group_of
+from torch_lla_em.runtime import (
+    Compute,
+    Group,
+    check_choice,
+    check_options,
+    collected_warnings,
+    files,
+    group_of,
+)
 from torch_lla_em.session import Session
 
 logger = logging.getLogger("torch_lla_em")
 
 # the default tolerance as a share of the Monte Carlo error of a standard deviation, 1/√(2K)
 _QUARTER = 0.25
+
+_ONE_FAILED = (
+    "The fit with g_prior=%r failed, and the posterior that was fitted with g_prior=%r is kept: %s: %s. "
+    "To see the whole error, call fit with that g_prior."
+)
 
 Task = Literal[
     "classification", "regression", "bernoulli", "poisson", "heteroscedastic", "reward_modeling"
@@ -238,19 +251,27 @@ class LinearisedLaplace(Fitted):
         )
         may_vary = not self.likelihood.is_quadratic and options.allows_variational
         choices = choose_scalings(self.g_prior, may_vary, validation is not None)
-        before, best = self._snapshot(), None
+        before, best, chosen = self._snapshot(), None, None
         for g_prior in choices:
             self._restore(before)
             folder = checkpoint
             if checkpoint is not None and len(choices) > 1:
                 folder = Path(checkpoint) / f"g_prior={g_prior}"
             run = replace(options, g_prior=g_prior)
-            self._fit(data, run, folder, progress_bar)
-            if validation is not None:
-                self.calibrate(validation)
-                logger.info("g_prior=%r: validation NLL %.4g.", g_prior, self.calibration.kept)
+            try:
+                self._fit(data, run, folder, progress_bar)
+                if validation is not None:
+                    self.calibrate(validation)
+                    logger.info("g_prior=%r: validation NLL %.4g.", g_prior, self.calibration.kept)
+            except BaseException as error:
+                self._restore(before if best is None else best)
+                if best is None or not isinstance(error, Exception):
+                    raise
+                with collected_warnings(self.messages):
+                    logger.warning(_ONE_FAILED, g_prior, chosen, type(error).__name__, error)
+                return self
             if best is None or self.calibration.kept < best["calibration"].kept:
-                best = self._snapshot()
+                best, chosen = self._snapshot(), g_prior
         self._restore(best)
         return self
 

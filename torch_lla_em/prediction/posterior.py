@@ -153,16 +153,16 @@ class StoredPosterior(nn.Module):
         record = stored.checked(state, self._linear_model, self._given_likelihood, self._given)
         size = state["w_samples"].nbytes
         place = place_of_vectors(size, self.compute, self._device, free_memory(self._device))
-        for name in stored.TENSORS:
-            tensor = state.get(name)
-            setattr(self, name, None if tensor is None else tensor.to(place, copy=True))
+        tensors = {
+            name: state[name].to(place, copy=True) for name in stored.TENSORS if name in state
+        }
+        likelihood, calibration = self._given_likelihood, restored(record.get("calibration"))
+        if "sigma_noise" in tensors:
+            likelihood = likelihood.at_noise(tensors["sigma_noise"])
+        self._replace(tensors, likelihood, NetworkState(self._linear_model.network))
         self.history, self.num_data = record["history"], record["num_data"]
-        self.calibration = restored(record.get("calibration"))
+        self.calibration, self.num_samples = calibration, len(self.w_samples)
         self.messages = record.get("said", ["The memory plan was not saved."])
-        if self.sigma_noise is not None:
-            self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
-        self.num_samples = len(self.w_samples)
-        self._state_of_network = NetworkState(self._linear_model.network)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the posterior to a file, without the network. Loading it runs no code.
@@ -230,30 +230,40 @@ class StoredPosterior(nn.Module):
         return self
 
     def _store(self, posterior: Posterior, history: list[dict[str, Any]], num_data: int) -> None:
-        for name in stored.TENSORS:
-            setattr(self, name, None)
-        self.w_lin, self.w_samples, self.scale = (
-            posterior.w_lin,
-            posterior.w_samples,
-            posterior.scale,
-        )
-        self.prior_precision, self.sigma_noise = posterior.hyper
+        """Replace the posterior once everything that belongs to the new one is known."""
+        precision, sigma = posterior.hyper
+        likelihood, device = self._given_likelihood, posterior.w_lin.device
+        if sigma is not None:
+            likelihood = likelihood.at_noise(sigma)
+        elif isinstance(likelihood, Regression):  # tempered, so its noise is fixed
+            sigma = likelihood.sigma_noise.to(device)
         mixture = posterior_alone() if posterior.mixture is None else posterior.mixture
-        self.mixture = mixture.to(self.w_lin.device)
-        self.effective_dim, self.effective_dim_error = posterior.effective_dim
-        self.certificate = posterior.certificate
-        self._log_evidence = torch.stack(list(posterior.log_evidence))
-        if posterior.examples is not None:
-            self.training_deviations = posterior.examples
-            deviations = posterior.examples.movedim(1, 0)
-            self.largest_variance = output_variance(self.likelihood, deviations).max()
+        tensors = {
+            "w_lin": posterior.w_lin,
+            "w_samples": posterior.w_samples,
+            "scale": posterior.scale,
+            "prior_precision": precision,
+            "sigma_noise": sigma,
+            "mixture": mixture.to(device),
+            "effective_dim": posterior.effective_dim[0],
+            "effective_dim_error": posterior.effective_dim[1],
+            "certificate": posterior.certificate,
+            "_log_evidence": torch.stack(list(posterior.log_evidence)),
+        }
+        examples = posterior.examples
+        if examples is not None and len(examples):  # none if a single one has too many numbers
+            largest = output_variance(likelihood, examples.movedim(1, 0)).max()
+            tensors |= {"training_deviations": examples, "largest_variance": largest}
+        state = NetworkState(self._linear_model.network)
+        self._replace(tensors, likelihood, state)
         self.history, self.num_data, self.calibration = history, num_data, None
-        if self.sigma_noise is not None:
-            self.likelihood = self._given_likelihood.at_noise(self.sigma_noise)
-        elif isinstance(self._given_likelihood, Regression):  # tempered, so its noise is fixed
-            self.likelihood = self._given_likelihood
-            self.sigma_noise = self.likelihood.sigma_noise.to(self.w_lin.device)
-        self._state_of_network = NetworkState(self._linear_model.network)
+
+    def _replace(
+        self, tensors: dict[str, Tensor | None], likelihood: Likelihood, state: NetworkState
+    ) -> None:
+        for name in stored.TENSORS:
+            setattr(self, name, tensors.get(name))
+        self.likelihood, self._state_of_network = likelihood, state
 
     def _require_fit(self, surely: bool = False) -> None:
         if self.w_lin is None:

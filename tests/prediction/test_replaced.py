@@ -1,0 +1,110 @@
+"""A posterior is replaced at once: a fit or a load that fails leaves the earlier one."""
+
+import pytest
+import tiny
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from torch_lla_em import LinearisedLaplace, laplace, session
+from torch_lla_em.inference import span_e_step
+from torch_lla_em.prediction import posterior
+
+POINTS = {
+    "learn": (laplace, "learn"),
+    "the end of the passes": (session.Session, "end"),
+    "the largest variance": (posterior, "output_variance"),
+    "the hash of the network": (posterior, "NetworkState"),
+    "the checkpoint": (session.Session, "keep"),
+    "the calibration": (laplace.LinearisedLaplace, "calibrate"),
+}
+
+
+CASE = tiny.tiny("classification")
+FIRST = [(CASE.x[:20], CASE.y[:20])]
+
+
+def failing(*args, **kwargs):
+    raise RuntimeError("planted")
+
+
+def same(la, before, x, probs):
+    state = la.state_dict()
+    assert state.keys() == before.keys()
+    assert all(torch.equal(state[name], before[name]) for name in before)
+    assert torch.equal(la(x), probs)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_fit_that_fails_leaves_the_earlier_posterior(point, monkeypatch):
+    case, la = tiny.fitted(g_prior=True)
+    before, probs = la.state_dict(), la(case.x)
+    x, y = case.x[:20], case.y[:20]
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="planted"):
+        patched.setattr(*POINTS[point], failing)
+        la.fit(x, y, validation=[(case.x, case.y)], progress_bar=False)
+    same(la, before, case.x, probs)
+    assert la.num_data == 30
+    fresh = LinearisedLaplace(case.model, "classification", num_samples=4)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="planted"):
+        patched.setattr(*POINTS[point], failing)
+        fresh.fit(x, y, validation=[(case.x, case.y)], progress_bar=False)
+    with pytest.raises(posterior.stored.NotFittedError, match="not fitted yet"):
+        fresh(case.x)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_the_first_scaling_is_kept_if_the_second_fails(error, monkeypatch, caplog):
+    case, one = tiny.fitted(g_prior="root", validation=FIRST)
+    calls, learn = [], laplace.learn
+
+    def once(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise error("planted")
+        return learn(*args, **kwargs)
+
+    monkeypatch.setattr(laplace, "learn", once)
+    monkeypatch.setattr(laplace, "choose_scalings", lambda *_: ("root", "half"))
+    la = LinearisedLaplace(case.model, "classification", num_samples=4)
+
+    def fit():
+        la.fit(case.x, case.y, validation=[(case.x[:20], case.y[:20])], progress_bar=False)
+
+    if error is RuntimeError:
+        fit()
+        assert (
+            "The fit with g_prior='half' failed" in la.messages[-1] and "planted" in la.messages[-1]
+        )
+        assert "g_prior='root' is kept" in repr(la) and la.messages[-1] in caplog.text
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            fit()
+    assert_close(la(case.x), one(case.x))
+
+
+def test_a_load_that_fails_leaves_the_earlier_posterior():
+    case, la = tiny.fitted(g_prior=True)
+    _, other = tiny.fitted(g_prior=True, seed=1)
+    before, probs, state = la.state_dict(), la(case.x), other.state_dict()
+    state["scale"] = None
+    with pytest.raises(AttributeError):
+        la.load_state_dict(state)
+    same(la, before, case.x, probs)
+
+
+def test_outputs_with_too_many_numbers_are_predicted_without_training_examples(monkeypatch):
+    monkeypatch.setattr(span_e_step, "_NUMBERS", 4 * 5 * 5 * 3 - 1)
+    torch.manual_seed(0)
+    x, y = torch.randn(3, 1, 5, 5), torch.randint(3, (3, 5, 5))
+    la = LinearisedLaplace(
+        nn.Conv2d(1, 3, 3, padding=1), "classification", num_samples=4, class_dim=1
+    )
+    la.fit([(x, y)], progress_bar=False, em_steps=2)
+    assert la.training_deviations is None and la.prior_precision > 0
+    assert_close(la(x).sum(1), torch.ones(3, 5, 5))
+    fresh = LinearisedLaplace(la.model, "classification", num_samples=4, class_dim=1)
+    fresh.load_state_dict(la.state_dict())
+    assert torch.equal(fresh(x), la(x))
+    la.calibrate([(x, y)])
+    assert la.predict(x).p_value.shape == (3,)

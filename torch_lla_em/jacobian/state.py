@@ -74,16 +74,18 @@ def _some(tensor: Tensor) -> Tensor:
 class NetworkState:
     """The weights and running statistics of a network at one time, by a hash of every bit.
 
-    If the network looks unchanged (``Snapshot``), the hash is not computed again.
+    If the network looks unchanged (``Snapshot``), the hash is not computed again. A ``fingerprint``
+    is the hash that the network is expected to have when it is compared.
     """
 
-    def __init__(self, network: Network):
+    def __init__(self, network: Network, fingerprint: Tensor | None = None):
         with ONE_AT_A_TIME:
-            self.fingerprint = files.fingerprint(network.module)
+            known = fingerprint is not None
+            self.fingerprint = fingerprint if known else files.fingerprint(network.module)
             """A hash of every bit."""
 
             self._kinds = [type(layer) for layer in network.module.modules()]
-            self._snapshot: Snapshot | None = Snapshot(network)
+            self._snapshot: Snapshot | None = None if known else Snapshot(network)
 
     def holds(self, network: Network, surely: bool = False) -> bool:
         """Whether the network is unchanged; ``surely`` compares every bit."""

@@ -14,6 +14,7 @@ from torch_lla_em.prediction.conformal import REFERENCE
 from torch_lla_em.prediction.fitted import Fitted
 from torch_lla_em.prediction.predictor import Predictor
 from torch_lla_em.prediction.pushed import Tables
+from torch_lla_em.prediction.stored import without_prefix
 from torch_lla_em.runtime import files
 
 
@@ -69,13 +70,30 @@ class LaplaceEnsemble(Predictor, nn.Module):
             if found.reference.sigma is not None:
                 self.noise = found.reference.sigma.new_tensor(found.noise)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Return the posteriors of all members, and the numbers of ``calibrate``, as tensors."""
+    def state_dict(
+        self,
+        *args: Any,
+        destination: dict[str, Tensor] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Tensor]:
+        """Return the posteriors of all members, and the numbers of ``calibrate``, as tensors.
+
+        Args:
+            destination (dict, optional): Where to add the tensors, as PyTorch passes it.
+            prefix (str): What their names start with there. Default "".
+            keep_vars (bool): Ignored: no tensor requires gradients.
+        """
         state = {name: t for name, t in self._buffers.items() if t is not None}
+        state["record"] = files.to_bytes({"calibration": self.calibration})
+        state["torch_lla_em_version"] = torch.tensor(files.VERSION, device="cpu")
+        if destination is not None:
+            destination.update({f"{prefix}{name}": tensor for name, tensor in state.items()})
+            self.members.state_dict(destination=destination, prefix=f"{prefix}members.")
+            return destination
         for i, member in enumerate(self.members):
             state |= {f"{i}.{name}": tensor for name, tensor in member.state_dict().items()}
-        state["record"] = files.to_bytes({"calibration": self.calibration})
-        return {**state, "torch_lla_em_version": torch.tensor(files.VERSION, device="cpu")}
+        return state
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
         """Load the posteriors of all members, and the numbers of ``calibrate``.
@@ -97,6 +115,20 @@ class LaplaceEnsemble(Predictor, nn.Module):
         for i, member in enumerate(self.members):
             own = {n.partition(".")[2]: t for n, t in state.items() if n.startswith(f"{i}.")}
             member.load_state_dict(own)
+        self._load(state)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, *more: Any, **named: Any
+    ) -> None:
+        """Load the tensors of this module, without its members, from those of one that contains it."""
+        own, (_, _, missing, _, _) = without_prefix(state_dict, prefix), more
+        if "record" in own:
+            self._load(own)
+        else:
+            missing.append(f"{prefix}record")
+
+    def _load(self, state: dict[str, Tensor]) -> None:
+        """Load the numbers of ``calibrate``."""
         for name in self._buffers:
             tensor = state.get(name)
             setattr(self, name, None if tensor is None else tensor.to(self.members[0]._device))

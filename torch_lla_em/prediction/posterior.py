@@ -42,6 +42,12 @@ class StoredPosterior(nn.Module):
     _given: list[str]
     _state_of_network: NetworkState
 
+    w_lin: Tensor | None
+    w_samples: Tensor | None
+    prior_precision: Tensor | None
+    sigma_noise: Tensor | None
+    mixture: Tensor | None
+
     def __init__(self, model: nn.Module):
         super().__init__()
         object.__setattr__(self, "model", model)
@@ -114,12 +120,28 @@ class StoredPosterior(nn.Module):
         """Return w_lin and samples, (1 + K, P)."""
         return torch.cat([self.w_lin[None], self.w_samples[:num_samples]])
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    def state_dict(
+        self,
+        *args: Any,
+        destination: dict[str, Tensor] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Tensor]:
         """Return the posterior as tensors, with a format version and the network's fingerprint.
+
+        The posterior is part of the ``state_dict`` of a module that contains it once it is fitted,
+        and as long as the network does not change.
+
+        Args:
+            destination (dict, optional): Where to add the tensors, as PyTorch passes it.
+            prefix (str): What their names start with there. Default "".
+            keep_vars (bool): Ignored: no tensor requires gradients.
 
         Raises:
             NotFittedError: Before ``fit``, or if the model has changed since.
         """
+        if destination is not None:
+            return self._add_to(destination, prefix)
         self._require_fit(surely=True)
         layout, tensors = self._linear_model.layout, dict(self._buffers)
         record = {
@@ -150,6 +172,40 @@ class StoredPosterior(nn.Module):
         Raises:
             ValueError: If the state belongs to another network or likelihood.
         """
+        stored.refuse_other_network(state, self._linear_model.network.module)
+        self._load(state, NetworkState(self._linear_model.network))
+
+    def _add_to(self, destination: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+        """Add the tensors of this module to those of the module that contains it."""
+        if self.w_lin is not None:
+            try:
+                own = self.state_dict()
+            except stored.NotFittedError as error:
+                warnings.warn(f"The state_dict has no posterior. {error}", stacklevel=2)
+                own = {}
+            destination.update({f"{prefix}{name}": tensor for name, tensor in own.items()})
+        return destination
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, *more: Any, **named: Any
+    ) -> None:
+        """Load the tensors of this module from those of the module that contains it.
+
+        The network may be loaded later, so it is compared when the posterior is used.
+        """
+        _, _, missing, _, errors = more
+        own = stored.without_prefix(state_dict, prefix)
+        if not own:
+            missing += [f"{prefix}w_lin"] * (self.w_lin is not None)
+            return
+        try:
+            files.check(own)
+            expected = NetworkState(self._linear_model.network, own["fingerprint"].cpu())
+            self._load(own, expected)
+        except ValueError as error:
+            errors.append(str(error))
+
+    def _load(self, state: dict[str, Tensor], of_network: NetworkState) -> None:
         record = stored.checked(state, self._linear_model, self._given_likelihood, self._given)
         size = state["w_samples"].nbytes
         place = place_of_vectors(size, self.compute, self._device, free_memory(self._device))
@@ -159,7 +215,7 @@ class StoredPosterior(nn.Module):
         likelihood, calibration = self._given_likelihood, restored(record.get("calibration"))
         if "sigma_noise" in tensors:
             likelihood = likelihood.at_noise(tensors["sigma_noise"])
-        self._replace(tensors, likelihood, NetworkState(self._linear_model.network))
+        self._replace(tensors, likelihood, of_network)
         self.history, self.num_data = record["history"], record["num_data"]
         self.calibration, self.num_samples = calibration, len(self.w_samples)
         self.messages = record.get("said", ["The memory plan was not saved."])

@@ -45,6 +45,11 @@ def likelihood_options(given: Likelihood) -> dict[str, Any]:
     return {"likelihood": name, "sigma_noise": given.sigma_noise.tolist()}
 
 
+def without_prefix(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors of a module in the state of one that contains it."""
+    return {n[len(prefix) :]: tensor for n, tensor in state.items() if n.startswith(prefix)}
+
+
 def attributes_of(given: Likelihood) -> str | None:
     """Return the attributes of a user's own likelihood, by which another one is noticed."""
     return None if is_named(given) else files.plain(vars(given))
@@ -57,7 +62,7 @@ def read(
     state = files.read(path)
     if "options" not in state:
         raise ValueError("The file holds a state_dict: construct the object and load_state_dict.")
-    _refuse_other_network(state, Network(model).module)
+    refuse_other_network(state, Network(model).module)
     options = {**files.from_bytes(state["options"]), **given}
     own = files.from_bytes(state["record"]).get("given", [])
     missing = [name for name in ("likelihood", *own) if name not in options]
@@ -79,9 +84,7 @@ def checked(
 
     ``given`` are the names of the options that cannot be compared.
     """
-    files.check(state)
     record: dict[str, Any] = files.from_bytes(state["record"])
-    _refuse_other_network(state, model.network.module)
     saved = list(zip(record["names"], map(tuple, record["shapes"])))
     own = list(zip(model.layout.names, map(tuple, model.layout.shapes)))
     kind, attributes = type(likelihood).__name__, record.get("likelihood_options")
@@ -109,7 +112,9 @@ def checked(
     return record
 
 
-def _refuse_other_network(state: dict[str, Tensor], module: nn.Module) -> None:
+def refuse_other_network(state: dict[str, Tensor], module: nn.Module) -> None:
+    """Raise an error if a state is of another network, or was not saved by this library."""
+    files.check(state)
     if not torch.equal(files.fingerprint(module), state["fingerprint"].cpu()):
         raise ValueError(
             "The network's weights or buffers are not those that the posterior was fitted to: "

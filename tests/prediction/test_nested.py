@@ -39,10 +39,9 @@ def first(members):
 @pytest.mark.parametrize("kind", [first, LaplaceEnsemble])
 def test_a_posterior_is_in_the_state_of_the_module_that_contains_it(kind, tmp_path):
     case, la = tiny.fitted()
-    la.calibrate(case.x, case.y)
     whole, fresh = rebuilt(la, kind)
-    if kind is LaplaceEnsemble:
-        whole.first.calibrate(case.x, case.y)
+    for each in (whole.first, whole.last):
+        each.calibrate(case.x, case.y)
     torch.save(whole.state_dict(), tmp_path / "system.pt")
     fresh.load_state_dict(torch.load(tmp_path / "system.pt"))
     for loaded, known in ((fresh.first, whole.first), (fresh.last, whole.last)):

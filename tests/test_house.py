@@ -8,7 +8,7 @@ import torch_lla_em
 
 PACKAGE = Path(torch_lla_em.__file__).parent
 SUBPACKAGES = (
-    "runtime data solvers likelihoods jacobian problem inference prediction laplace"
+    "runtime data solvers likelihoods jacobian problem inference prediction distil laplace"
 ).split()
 BESIDE = {"mixtures": ("runtime", "data", "jacobian")}
 LONGEST = 400

@@ -2,9 +2,10 @@
 
 ``LinearisedLaplace`` is the main class. To read the code, start with the lowest level: ``runtime``,
 ``data``, ``solvers``, ``likelihoods``, ``jacobian``, ``problem``, ``inference``, ``checkpoint``,
-``prediction``, ``laplace``. ``mixtures`` uses EM for mixtures and for densities of features.
+``prediction``, ``distil``, ``laplace``. ``mixtures`` uses EM for mixtures and for densities of features.
 """
 
+from torch_lla_em.distil import LaplaceEnsemble, Student
 from torch_lla_em.inference import (
     function_space_Mackay_update,
     get_sto_samples,
@@ -26,7 +27,6 @@ from torch_lla_em.mixtures import FeatureDensity
 from torch_lla_em.prediction import (
     Calibration,
     Comparison,
-    LaplaceEnsemble,
     NotFittedError,
     Prediction,
     compare,
@@ -58,6 +58,7 @@ __all__ = [
     "Poisson",
     "Prediction",
     "Regression",
+    "Student",
     "compare",
     "function_space_Mackay_update",
     "get_sto_samples",

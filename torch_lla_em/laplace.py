@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torch_lla_em.checkpoint import FORMAT
 from torch_lla_em.data import Data, TargetFn, Weighed, paired
+from torch_lla_em.distil import Distils
 from torch_lla_em.inference import FitOptions, Solver, choose_scalings, learn
 from torch_lla_em.jacobian import (
     ForwardFn,
@@ -63,7 +64,7 @@ Task = Literal[
 ]
 
 
-class LinearisedLaplace(Fitted):
+class LinearisedLaplace(Distils, Fitted):
     """The linearised Laplace posterior of a trained network, represented by samples.
 
     ``fit`` learns the prior precision λ (and the observation noise σ of a regression) by EM and

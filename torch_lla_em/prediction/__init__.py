@@ -8,7 +8,8 @@ inputs. ``calibration``, ``metrics`` and ``validation`` use held-out data. ``pos
 """
 
 from torch_lla_em.prediction.calibration import Calibration
-from torch_lla_em.prediction.ensemble import LaplaceEnsemble
+from torch_lla_em.prediction.conformal import Conformal, Interval, Reference
+from torch_lla_em.prediction.ensemble import Ensemble
 from torch_lla_em.prediction.fitted import Fitted
 from torch_lla_em.prediction.metrics import (
     auroc,
@@ -20,19 +21,25 @@ from torch_lla_em.prediction.metrics import (
     stated_and_right,
 )
 from torch_lla_em.prediction.prediction import Prediction
+from torch_lla_em.prediction.predictor import Predictor
 from torch_lla_em.prediction.pushed import inputs_in
-from torch_lla_em.prediction.stored import NotFittedError
-from torch_lla_em.prediction.summary import as_html, findings
+from torch_lla_em.prediction.stored import NotFittedError, likelihood_options
+from torch_lla_em.prediction.summary import Printed, as_html, findings
 from torch_lla_em.prediction.validation import Comparison, PredictedData, compare, predicted_data
 
 __all__ = [
     "Calibration",
     "Comparison",
+    "Conformal",
+    "Ensemble",
     "Fitted",
-    "LaplaceEnsemble",
+    "Interval",
     "NotFittedError",
     "PredictedData",
     "Prediction",
+    "Predictor",
+    "Printed",
+    "Reference",
     "as_html",
     "auroc",
     "binned",
@@ -41,6 +48,7 @@ __all__ = [
     "covered",
     "findings",
     "inputs_in",
+    "likelihood_options",
     "outcomes",
     "predicted_data",
     "scores",

@@ -18,26 +18,8 @@ from torch_lla_em.prediction.stored import without_prefix
 from torch_lla_em.runtime import files
 
 
-class LaplaceEnsemble(Predictor, nn.Module):
-    """The equally weighted mixture of the posteriors of several networks.
-
-    Use it for networks trained with different seeds, or for snapshots of one training. In our
-    benchmarks its NLL is lower on average than that of an ensemble of the networks. ``epistemic``
-    includes the disagreement of the members. The members are not changed.
-
-    Args:
-        members (iterable of LinearisedLaplace): Fitted posteriors, all with the same likelihood.
-
-    Attributes:
-        calibration (Calibration): The result of the last ``calibrate``, or None.
-
-    Raises:
-        ValueError: If there are no members, or if their likelihoods differ.
-
-    Example:
-        >>> ensemble = LaplaceEnsemble([la, other])
-        >>> probabilities = ensemble.calibrate(x, y)(x)
-    """
+class Ensemble(Predictor, nn.Module):
+    """The equally weighted mixture of the posteriors of several networks: ``LaplaceEnsemble``."""
 
     def __init__(self, members: Iterable[Fitted]):
         """Take the members; see ``help(LaplaceEnsemble)`` for the arguments."""
@@ -143,7 +125,7 @@ class LaplaceEnsemble(Predictor, nn.Module):
         files.write_atomically(self.state_dict(), path)
 
     @classmethod
-    def load(cls, path: str | PathLike[str], members: Iterable[Fitted]) -> LaplaceEnsemble:
+    def load(cls, path: str | PathLike[str], members: Iterable[Fitted]) -> Ensemble:
         """Return a saved ensemble.
 
         Args:

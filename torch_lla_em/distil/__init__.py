@@ -1,0 +1,23 @@
+"""A network of one forward pass that predicts what a posterior predicts.
+
+``distils`` has the method ``distil`` of posteriors and of ``LaplaceEnsemble``. ``inputs`` gathers unlabelled inputs,
+``widening`` makes more of them, ``learnt`` is what is learnt of a prediction, ``training`` learns it.
+The result is a ``student``, whose predictions are in ``predicted``. ``agreement`` is its error, and
+``export`` writes it as a program.
+"""
+
+from torch_lla_em.distil.agreement import Agreement, Likelihoods, StudentError
+from torch_lla_em.distil.distils import Distils
+from torch_lla_em.distil.ensemble import LaplaceEnsemble
+from torch_lla_em.distil.predicted import StudentPrediction
+from torch_lla_em.distil.student import Student
+
+__all__ = [
+    "Agreement",
+    "Distils",
+    "LaplaceEnsemble",
+    "Likelihoods",
+    "Student",
+    "StudentError",
+    "StudentPrediction",
+]

@@ -1,0 +1,137 @@
+"""How far a student's predictions are from those of the posterior."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.distil.learnt import Learnt, divergence, log_scores, rank_correlation, variance_of
+from torch_lla_em.likelihoods import Likelihood
+
+_KL = 0.03
+"""Largest mean KL, in nats, of a student that is good enough."""
+
+_CORRELATION = 0.9
+"""Smallest rank correlation of its scores with the posterior's."""
+
+
+class Agreement(NamedTuple):
+    """A student and the posterior at the same inputs, which were not used in training."""
+
+    number: int
+    """Number of inputs."""
+
+    kl: float
+    """Mean KL(posterior's prediction ‖ student's), in nats."""
+
+    kl_error: float
+    """Its standard error."""
+
+    epistemic: float
+    """Rank correlation of the epistemic uncertainties."""
+
+    ood: float
+    """Rank correlation of the out-of-distribution scores; the smallest, if there are several."""
+
+    def __str__(self) -> str:
+        return (
+            f"KL {self.kl:.2g} ± {self.kl_error:.1g}, rank correlation of epistemic "
+            f"{self.epistemic:.3f}, of OOD scores {self.ood:.3f} ({self.number:,} inputs)"
+        )
+
+
+class Likelihoods(NamedTuple):
+    """Negative log-likelihoods (NLL) of a labelled validation set."""
+
+    network: float
+    posterior: float
+    student: float
+    number: int
+
+    @property
+    def kept(self) -> float:
+        """The share of the posterior's gain over the network that the student keeps."""
+        gain = self.network - self.posterior
+        return (self.network - self.student) / gain if gain else float("nan")
+
+    def __str__(self) -> str:
+        kept = f": {self.kept:.0%} of the gain kept" if self.network > self.posterior else ""
+        return (
+            f"network {self.network:.4f}, posterior {self.posterior:.4f}, student "
+            f"{self.student:.4f}{kept} ({self.number:,} examples)"
+        )
+
+
+@dataclass(frozen=True)
+class StudentError:
+    """How far a student is from its posterior; ``print(student)`` shows it."""
+
+    held_out: Agreement | None = None
+    """At some of the given inputs, which were left out of the training."""
+
+    made: Agreement | None = None
+    """At inputs that were made from these."""
+
+    nll: Likelihoods | None = None
+    """On the labelled examples of ``validation``."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is not good enough, and what helps."""
+        found = []
+        for name, at in (("held-out", self.held_out), ("made", self.made)):
+            if at is None:
+                continue
+            if at.kl > _KL:
+                found.append(f"its mean KL from the posterior at {name} inputs is {at.kl:.2g} nats")
+            for score, value in (("epistemic uncertainty", at.epistemic), ("OOD scores", at.ood)):
+                if value < _CORRELATION:
+                    words = f"the rank correlation of its {score} at {name} inputs is {value:.2f}"
+                    found.append(words)
+        if not found:
+            return []
+        return [
+            f"The student is not close to the posterior: {'; '.join(found)}. Pass more unlabelled "
+            "inputs, increase num_inputs or steps, or pass a wider network as student=."
+        ]
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the rows of a table."""
+        named = {"held-out inputs": self.held_out, "made inputs": self.made, "NLL": self.nll}
+        rows = [(name, str(value)) for name, value in named.items() if value is not None]
+        return rows + [("warning", words) for words in self.warnings]
+
+    def record(self) -> dict[str, Any]:
+        """Return the numbers as a JSON record."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> StudentError:
+        """Return the error of a JSON record."""
+        kinds: dict[str, Any] = {"held_out": Agreement, "made": Agreement, "nll": Likelihoods}
+        return cls(**{n: None if v is None else kinds[n](*v) for n, v in record.items()})
+
+
+def agreement(
+    likelihood: Likelihood, found: list[tuple[Tensor, Tensor, Tensor, Learnt]]
+) -> Agreement:
+    """Compare outputs and heads of a student with the posterior's predictions at the same inputs."""
+    each, own, theirs, scores, known = [], [], [], [], []
+    for f, uncertainty, score, due in found:
+        each.append(divergence(likelihood, f, variance_of(likelihood, uncertainty), due).double())
+        parts = 1 if likelihood.gives_probabilities else 2
+        own.append(uncertainty.chunk(parts, -1)[0].flatten())
+        theirs.append(due.uncertainty.chunk(parts, -1)[0].flatten())
+        scores.append(score)
+        known.append(due.scores)
+    kl, pairs = torch.cat(each), zip(torch.cat(scores).T, log_scores(torch.cat(known)).T)
+    return Agreement(
+        len(kl),
+        kl.mean().item(),
+        kl.std().item() / len(kl) ** 0.5 if len(kl) > 1 else float("nan"),
+        rank_correlation(torch.cat(own), torch.cat(theirs)),
+        min(rank_correlation(a, b) for a, b in pairs),
+    )

@@ -1,0 +1,187 @@
+"""``distil``: from a posterior to a student."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from torch_lla_em.distil.agreement import (
+    Agreement,
+    Likelihoods,
+    StudentError,
+    agreement,
+)
+from torch_lla_em.distil.features import feature_size
+from torch_lla_em.distil.inputs import gathered, labelled, number_of, pieces, split
+from torch_lla_em.distil.learnt import of_prediction
+from torch_lla_em.distil.stored import Form
+from torch_lla_em.distil.student import Student
+from torch_lla_em.distil.training import Block, Schedule, blocks_of, train
+from torch_lla_em.distil.widening import chosen_ways, widened
+from torch_lla_em.jacobian import Network, called_last
+from torch_lla_em.prediction import Predictor
+from torch_lla_em.runtime import check_options
+
+logger = logging.getLogger("torch_lla_em")
+
+# bounds on the number of inputs that are made by default, one for each given input
+_FEWEST, _MOST = 4000, 20_000
+
+
+class Distils(Predictor):
+    """What posteriors and ensembles have in common besides predictions: ``distil``."""
+
+    def distil(
+        self,
+        inputs: Any = None,
+        *,
+        validation: Any = None,
+        student: nn.Module | None = None,
+        augment: str | Sequence[str] | None = None,
+        widen: Callable[[Any], Any] | None = None,
+        mask_token: int | None = None,
+        num_inputs: int | None = None,
+        steps: int = 3000,
+        batch_size: int = 256,
+        lr: float | None = None,
+        seed: int = 0,
+        progress_bar: bool = True,
+    ) -> Student:
+        """Train a network that predicts what this posterior predicts, in one forward pass.
+
+        The student learns the posterior's predictions at the given inputs, and at more inputs that
+        are made from them. Elsewhere it is a network like any other: include unlabelled inputs of all
+        kinds that you expect, also unusual ones. All inputs are kept in the memory of the network's
+        device. If you have a validation set, call ``la.calibrate`` first.
+
+        Args:
+            inputs (Tensor, tuple, dict, DataLoader, Dataset or list of batches): Unlabelled inputs,
+                or training data, whose targets are not used.
+            validation (DataLoader, list of batches or tuple, optional): Labelled data on which the
+                NLLs of network, posterior and student are compared, and the student is calibrated.
+            student (nn.Module, optional): A network with the inputs and outputs of the model,
+                trained or not; it is copied. Default None: the model itself (of an ensemble, the
+                first one).
+            augment (str or list of str, optional): How inputs are made: "noise" of random size,
+                "mixture" of two inputs, "swap" of entries between two inputs, "replace" of tokens by
+                others; for images also "shift", "rotation" and "flip". Default None: "noise",
+                "mixture" and "swap"; for tokens "swap" and "replace".
+            widen (callable, optional): A function that maps inputs to as many other inputs. It takes
+                turns with ``augment``.
+            mask_token (int, optional): For tokens: also replace some of them by this one.
+            num_inputs (int, optional): Number of inputs to make. Default None: as many as are given,
+                but at least 4,000 and at most 20,000.
+            steps (int): Number of steps of the training. Default 3000.
+            batch_size (int): Number of inputs in each step. Default 256.
+            lr (float, optional): Largest learning rate of Adam. Default None: 2 % of the root mean
+                square of the network's weights.
+            seed (int): Seed of all random numbers. Default 0.
+            progress_bar (bool): Show progress bars. Default True.
+
+        Returns:
+            A ``Student``; ``print`` shows its error, measured at inputs that were not used.
+
+        Raises:
+            ValueError: If no inputs are given, or too few.
+            TypeError: If inputs are not tensors with one row per example.
+            NotFittedError: Before ``fit``, or if the model has changed since.
+
+        Example:
+            >>> student = la.distil(x, steps=100, progress_bar=False)
+            >>> probabilities = student(x)
+        """
+        check_options(steps=steps, batch_size=batch_size, seed=seed, progress_bar=progress_bar)
+        check_options(num_inputs=num_inputs, lr=lr, mask_token=mask_token, widen=widen)
+        for posterior in self._posteriors:
+            posterior._require_fit(surely=True)
+        network = self._posteriors[0]._linear_model.network
+        generator = torch.Generator("cpu").manual_seed(seed)
+        with torch.inference_mode(False), torch.no_grad():
+            given = gathered(inputs, network.device)
+            ways = chosen_ways(given[0], augment, mask_token, widen)
+            used, held = split(given, generator)
+            total = sum(map(number_of, given))
+            count = min(max(total, _FEWEST), _MOST) if num_inputs is None else num_inputs
+            made = [
+                [
+                    z
+                    for x in some
+                    for z in widened(x, -(-count * number_of(x) // total), ways, generator)
+                ]
+                for some in (used, held)
+            ]
+            learnt, *others = (
+                self._learnt(some, progress_bar) for some in ([*used, *made[0]], held, made[1])
+            )
+            found = self._student(student, network, learnt[0])
+        with torch.inference_mode(False), torch.enable_grad():
+            train(found, learnt, Schedule(steps, batch_size, lr, seed, progress_bar))
+        with torch.no_grad():
+            held_out, made_too = (_agreement(found, blocks) for blocks in others)
+            nll = None if validation is None else self._nll(found, validation)
+        found.note(StudentError(held_out, made_too, nll))
+        for words in found.error.warnings:
+            logger.warning("%s", words)
+        return found if validation is None else found.calibrate(validation)
+
+    def _learnt(self, inputs: list[Any], progress_bar: bool) -> list[Block]:
+        """Return inputs with this posterior's predictions."""
+        parts = list(pieces(inputs))
+        bar = tqdm(parts, "predicting", disable=not progress_bar or len(parts) < 2)
+        return blocks_of(Block(x, of_prediction(self.predict(x))) for x in bar)
+
+    def _student(self, own: nn.Module | None, network: Network, block: Block) -> Student:
+        """Return a copy of a network with a head that has not learnt anything yet."""
+        posterior, some = self._posteriors[0], block.part(slice(2))
+        copy = Network(
+            deepcopy(network.module if own is None else own), network.forward_fn, network.class_dim
+        )
+        copy.module.eval()
+        form = Form(
+            posterior.likelihood.plain,
+            network.forward_fn,
+            posterior.target_fn,
+            network.class_dim,
+            called_last(copy, some.x),
+            block.due.uncertainty.shape[-1],
+            block.due.scores.shape[-1],
+        )
+        found = Student(copy.module, form, feature_size(copy, form.last, some.x))
+        shape = tuple(form.likelihood.mean(found.outputs(some.x)).shape)
+        if shape != tuple(some.due.expectation.shape):
+            raise ValueError(
+                f"The student predicts shape {shape} (classes last) for two inputs, and the posterior "
+                f"{tuple(some.due.expectation.shape)}: pass a network with the outputs of the model."
+            )
+        return found
+
+    def _nll(self, student: Student, validation: Any) -> Likelihoods:
+        """Return the NLL of the network, this posterior and a student."""
+        likelihood, each = student.likelihood, []
+        for x, y in labelled(validation, student.form.target_fn):
+            data = self._at(x)
+            own = student.predict(x)
+            three = data.network(), self._predicted(data, judged=False), own
+            kept = likelihood.labelled(own._aligned(y))
+            each.append(torch.stack([some.log_prob(y)[kept].double() for some in three]))
+        values = torch.cat(each, 1)
+        network, posterior, own_nll = (-values.mean(1)).tolist()
+        return Likelihoods(network, posterior, own_nll, values.shape[1])
+
+
+def _agreement(student: Student, blocks: list[Block]) -> Agreement | None:
+    """Compare a student with the posterior's predictions, if there are any."""
+    if not blocks:
+        return None
+    found = []
+    for block in blocks:
+        heads = [student.heads(x) for x in pieces([block.x])]
+        each = [torch.cat(part) for part in zip(*heads)]
+        found.append((each[0], each[1], each[2], block.due))
+    return agreement(student.likelihood, found)

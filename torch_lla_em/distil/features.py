@@ -1,0 +1,46 @@
+"""The features of a network's last layer, which the head of a student reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_lla_em.jacobian import Network
+
+
+def is_convolution(layer: nn.Module) -> bool:
+    """Whether the channels of a layer's inputs come before their sites."""
+    return isinstance(layer, nn.modules.conv._ConvNd)
+
+
+def feature_size(network: Network, last: str, x: Any) -> int:
+    """Return the number of features of the head, the inputs of the last layer."""
+    seen: list[Tensor] = []
+    layer = network.module.get_submodule(last)
+
+    def see(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(next(iter((*args, *kwargs.values()))))
+
+    hook = layer.register_forward_pre_hook(see, with_kwargs=True)
+    try:
+        f = network.forward_fn(network.module, x).movedim(network.class_dim, -1)
+    finally:
+        hook.remove()
+    return features_of(seen, f, is_convolution(layer)).shape[-1]
+
+
+def features_of(seen: list[Tensor], f: Tensor, channels_first: bool) -> Tensor:
+    """Return the features of each site or example, (B, *sites, D), for outputs (B, *sites, C)."""
+    each = [h.movedim(1, -1) if channels_first else h for h in seen]
+    h = each[0] if len(each) == 1 else torch.cat(each, -1)  # a network can be called several times
+    if h.dim() == f.dim() and h.shape[:-1] == f.shape[:-1]:
+        return h
+    if f.dim() == 2 and len(h) == len(f):
+        return h.flatten(1, -2).mean(1)
+    raise ValueError(
+        f"The features of the last layer have shape {tuple(h.shape)}, and the outputs "
+        f"{tuple(f.shape)} (classes last), so the head has no features for each output. Pass "
+        "student= with a network whose last layer has the sites of the outputs."
+    )

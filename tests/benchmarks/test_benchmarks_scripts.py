@@ -11,6 +11,7 @@ import ood
 import pytest
 import ranking
 import scalings
+import testbed
 import torch
 from fresh import run_python
 from methods import markdown, tasks
@@ -138,6 +139,24 @@ def test_coverage_is_measured(tmp_path):
     options = "--trainings 1 --splits 1 --epochs 3 --tables diabetes".split()
     lines = run_script("coverage", *options, out=tmp_path / "coverage.jsonl")
     assert "interval" in {line["method"] for line in lines}
+
+
+@pytest.mark.slow
+def test_agents_are_compared_on_the_testbed(tmp_path, capsys):
+    out = tmp_path / "testbed.jsonl"
+    agents = ["network", "30 with prior functions", "laplace-torch", "ours"]
+    command = ["--inputs", "2", "--ratios", "10", "--temperatures", "0.1", "--agents", *agents]
+    testbed.main([*command, "--out", str(out)])
+    assert [line["agent"] for line in markdown.read(out)] == agents
+    assert "| network | 1.000 | 1.000 |" in capsys.readouterr().out
+
+
+def test_the_truth_has_no_divergence_in_the_testbed():
+    task = testbed.problem(2, 10, 0.1, 0)
+    generator = torch.Generator().manual_seed(10_007 * 2 + 101 * 10 + 10)
+    truth = testbed.with_biases(testbed.initial(2, 1, generator), generator)
+    found = testbed.scores(lambda x: testbed.outputs(truth, x) / 0.1, task)
+    assert found == pytest.approx({"τ = 1": 0, "τ = 10": 0}, abs=1e-4)
 
 
 @pytest.mark.slow

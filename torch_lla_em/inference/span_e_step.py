@@ -25,6 +25,7 @@ from torch_lla_em.inference.over_span import OverSpan, Q
 from torch_lla_em.inference.posterior_samples import refuse_noise
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
+from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem import Problem, gathered, room
 from torch_lla_em.runtime import PRECISION_BOUNDS
 from torch_lla_em.solvers import BlockKrylov, dots
@@ -64,8 +65,9 @@ _FEWEST = 4
 _EXAMPLES, _NUMBERS = 512, 2**21
 """Largest number of training examples stored for predictions, and of their values."""
 
-_TRUST = 4
-"""Power of the share of f that the mean keeps, which weights the network in predictions."""
+_POINTS, _SURE = 0.9, 0.15
+"""Largest weight of functions without variance in predictions, and the share of the loss at which it is 1/e
+of that; chosen on ten tables (docs/benchmarks.md)."""
 
 
 class NoSpan(Exception):
@@ -197,25 +199,33 @@ class SpanEStep:
             found.log_evidence,
         )
         if self._moves:
-            of_all = _average(over, q), _at_examples(over, q.samples)
+            of_all = _average(self.problem.likelihood.plain, over, q), _at_examples(over, q.samples)
             mixture, examples = (part.to(columns.device) for part in of_all)
             return known._replace(mixture=mixture, examples=examples)
         return known._replace(log_evidence=Estimate.of(over.with_evidence(q).bounds))
 
 
-def _average(over: OverSpan, q: Q) -> Tensor:
+def _average(likelihood: Likelihood, over: OverSpan, q: Q) -> Tensor:
     """Return the components of predictions: q, its mean alone, and the network.
 
-    They make different errors, so an average is better than each. The weights are equal unless the
-    network has overfitted: then the mean of q keeps only a share of the network's f, and the weights
-    of mean and network decrease with this share.
+    Where labels can be predicted surely, q is less certain than it should be, and its mean and the network
+    correct it. Their weight decreases with the share of the loss of uniform predictions that q leaves,
+    since they are overconfident of labels that are noisy, and with the share of the network's f that
+    the mean of q loses, since this is large if the network has overfitted. For targets other than
+    classes or labels, q alone is better.
     """
-    f = over.f
-    curved = over.expected.product(q.curved.H, f.reshape(-1, 1)).view(f.shape)
+    f, expected = over.f, over.expected
+    curved = expected.product(q.curved.H, f.reshape(-1, 1)).view(f.shape)
     kept = (curved * q.outputs).sum() / (curved * f).sum().clamp_min(1e-30)
-    collapsed = q.effective_dims.mean() < 4 / len(q.effective_dims)  # to a prior that keeps nothing
-    w = (1 / 3) if collapsed else kept.clamp(0, 1).item() ** _TRUST / 3
-    parts = [[1 - 2 * w, 1, 0, 1], [w, 1, 0, 0], [w, 0, 1, 0]]
+    points = 0.0
+    if likelihood.gives_probabilities:
+        left = q.loss / max(expected.loss(torch.zeros_like(f), None), 1e-30)
+        points = _POINTS * kept.clamp(0, 1).item() * math.exp(-left / _SURE)
+    if q.effective_dims.mean() < 4 / len(
+        q.effective_dims
+    ):  # collapsed to a prior that keeps nothing
+        points = 2 / 3
+    parts = [[1 - points, 1, 0, 1], [points / 2, 1, 0, 0], [points / 2, 0, 1, 0]]
     return torch.tensor(parts, dtype=torch.float64, device="cpu")
 
 

@@ -124,7 +124,7 @@ def test_other_likelihoods_and_outputs():
     pairs = x, draw(60, 2, seed=1)
     la.fit([(pairs, (draw(60, seed=2) > 0).long())], progress_bar=False)
     student = la.distil(pairs, **{**QUICK, "steps": 300})
-    assert student.head.in_features == 10  # the features of both
+    assert student.head[0].in_features == 10  # the features of both
     torch.testing.assert_close(student(pairs), la(pairs), atol=0.1, rtol=0)
     case, la = fitted("binomial")
     with pytest.raises(NotImplementedError, match="must define variance"):
@@ -158,7 +158,7 @@ def test_an_ensemble_and_a_network_of_ones_own():
     network = wide()
     before = copy.deepcopy(network.state_dict())
     student = ensemble.distil(draw(100, 2), **{**QUICK, "steps": 300}, student=network)
-    assert student.head.in_features == 40
+    assert student.head[0].in_features == 40
     torch.testing.assert_close(network.state_dict(), before)
     torch.testing.assert_close(student(case.x), ensemble(case.x), atol=0.15, rtol=0)
     narrow = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)).double()

@@ -31,7 +31,7 @@ from torch_lla_em.runtime import check_options
 logger = logging.getLogger("torch_lla_em")
 
 # bounds on the number of inputs that are made by default, one for each given input
-_FEWEST, _MOST = 4000, 20_000
+_FEWEST, _MOST = 12_000, 40_000
 
 
 class Distils(Predictor):
@@ -76,10 +76,10 @@ class Distils(Predictor):
                 turns with ``augment``.
             mask_token (int, optional): For tokens: also replace some of them by this one.
             num_inputs (int, optional): Number of inputs to make. Default None: as many as are given,
-                but at least 4,000 and at most 20,000.
+                but at least 12,000 and at most 40,000.
             steps (int): Number of steps of the training. Default 3000.
             batch_size (int): Number of inputs in each step. Default 256.
-            lr (float, optional): Largest learning rate of Adam. Default None: 2 % of the root mean
+            lr (float, optional): Largest learning rate of Adam. Default None: 3 % of the root mean
                 square of the network's weights.
             seed (int): Seed of all random numbers. Default 0.
             progress_bar (bool): Show progress bars. Default True.

@@ -9,6 +9,25 @@ from torch import Tensor, nn
 
 from torch_lla_em.jacobian import Network
 
+# width of the hidden layer of a head
+_HIDDEN = 64
+
+
+def head_of(features: int, outputs: int, like: Tensor) -> nn.Sequential:
+    """Return a head with one hidden layer, whose outputs are 0 until it is trained."""
+    to = {"device": like.device, "dtype": like.dtype}
+    first = nn.utils.skip_init(nn.Linear, features, _HIDDEN, **to)
+    last = nn.utils.skip_init(nn.Linear, _HIDDEN, outputs, **to)
+    generator = torch.Generator("cpu").manual_seed(0)
+    with torch.no_grad():
+        draws = torch.rand(_HIDDEN, features + 1, generator=generator, device="cpu")
+        draws = ((2 * draws - 1) / features**0.5).to(like)
+        first.weight.copy_(draws[:, :-1])
+        first.bias.copy_(draws[:, -1])
+        last.weight.zero_()
+        last.bias.zero_()
+    return nn.Sequential(first, nn.SiLU(), last)
+
 
 def is_convolution(layer: nn.Module) -> bool:
     """Whether the channels of a layer's inputs come before their sites."""

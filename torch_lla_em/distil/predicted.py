@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import pi
 from typing import NoReturn
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_lla_em.data import as_targets
 from torch_lla_em.likelihoods import Poisson, sum_rows
-from torch_lla_em.prediction import Conformal, Interval, Printed, Reference
+from torch_lla_em.prediction import Conformal, Interval, Printed, Reference, p_values, rounding
 
 _OF_FUNCTIONS = {
     "covariance",
@@ -172,6 +172,20 @@ class StudentPrediction(Printed, Conformal):
         half = -torch.special.ndtri(tail).item() * self._variance().sqrt()
         return Interval(self._out(centre - half), self._out(centre + half))
 
+    def part(self, rows: Tensor | slice) -> StudentPrediction:
+        """Return the prediction of some of the inputs.
+
+        Args:
+            rows (Tensor or slice): Their numbers, or a mask.
+        """
+        return replace(
+            self,
+            centre=self.centre[rows],
+            deviations=self.deviations[:, rows],
+            log_uncertainty=self.log_uncertainty[rows],
+            log_scores=self.log_scores[rows],
+        )
+
     def __getattr__(self, name: str) -> NoReturn:
         """Raise an error; for what needs functions from the posterior, one that says so."""
         if name in _OF_FUNCTIONS:
@@ -193,7 +207,10 @@ class StudentPrediction(Printed, Conformal):
         return entropy - epistemic, epistemic
 
     def _ood_scores(self) -> Tensor:
-        return self.log_scores.double().nan_to_num(nan=torch.inf)
+        return self.log_scores.double().exp().nan_to_num(nan=torch.inf)
+
+    def _p_values(self, reference: Reference, prediction: Conformal) -> Tensor:
+        return p_values(reference.unusual, self._ood_scores(), rounding(self.centre.dtype))
 
     def _judged(self, name: str, by_labels: bool = False) -> tuple[Reference, Conformal]:
         if self.reference is None:

@@ -17,7 +17,7 @@ from torch_lla_em.data import as_loader, inputs_of, paired, to_device
 from torch_lla_em.distil import stored
 from torch_lla_em.distil.agreement import StudentError
 from torch_lla_em.distil.export import exported
-from torch_lla_em.distil.features import features_of, is_convolution
+from torch_lla_em.distil.features import features_of, head_of, is_convolution
 from torch_lla_em.distil.inputs import labelled
 from torch_lla_em.distil.predicted import StudentPrediction
 from torch_lla_em.jacobian import ForwardFn
@@ -29,14 +29,14 @@ from torch_lla_em.runtime import write_atomically
 class Student(Printed, nn.Module):
     """A network that predicts what a posterior predicts, in one forward pass.
 
-    ``la.distil`` returns it. It is a copy of the network, or a network of your own, with a linear head
-    on the features of its last layer, for the logarithms of the uncertainties and of the
+    ``la.distil`` returns it. It is a copy of the network, or a network of your own, with a small
+    head on the features of its last layer, for the logarithms of the uncertainties and of the
     out-of-distribution scores. It is always in eval mode, and its parameters do not require
     gradients. ``print`` shows how well it agrees with the posterior.
 
     Attributes:
         network (nn.Module): The network, whose outputs have the link of the likelihood.
-        head (nn.Linear): The head on its features.
+        head (nn.Sequential): The head on its features.
         error (StudentError): How far its predictions are from those of the posterior.
 
     Example:
@@ -46,18 +46,14 @@ class Student(Printed, nn.Module):
         >>> p_values = student.predict(x).p_value
     """
 
+    head: nn.Sequential
+
     def __init__(self, network: nn.Module, form: stored.Form, features: int):
         """Take a network, and add a head whose outputs are 0; ``la.distil`` trains them."""
         super().__init__()
         self.network = network
         like = next(self.network.parameters())
-        outputs = form.uncertainties + form.scores
-        self.head = nn.utils.skip_init(
-            nn.Linear, features, outputs, device=like.device, dtype=like.dtype
-        )
-        with torch.no_grad():
-            self.head.weight.zero_()
-            self.head.bias.zero_()
+        self.head = head_of(features, form.uncertainties + form.scores, like)
         self.form, self.error = form, StudentError()
         self._seen: dict[int, list[Tensor]] = {}
         layer = self.network.get_submodule(form.last)
@@ -166,7 +162,7 @@ class Student(Printed, nn.Module):
                 y = prediction._aligned(y)
                 kept = self.likelihood.labelled(y)
                 scores.append(prediction._ood_scores()[kept])
-                errors.append(prediction._errors(y)[kept])
+                errors.append(prediction.part(kept)._errors(y[kept]))
         if not sum(map(len, scores)):
             raise ValueError("None of the validation examples has a label: pass labelled examples.")
         self.reference_scores = torch.cat(scores)
@@ -232,8 +228,8 @@ class Student(Printed, nn.Module):
             >>> student = Student.load("student.pt", model)  # doctest: +SKIP
         """
         state, form, error = stored.read(path, network, likelihood, forward_fn)
-        student = cls(deepcopy(network), form, state["head.weight"].shape[1])
-        device = student.head.weight.device
+        student = cls(deepcopy(network), form, state["head.0.weight"].shape[1])
+        device = student._device
         for name in ("reference_scores", "reference_errors"):
             tensor = state.pop(name, None)
             setattr(student, name, None if tensor is None else tensor.to(device))
@@ -264,7 +260,11 @@ class Student(Printed, nn.Module):
         Example:
             >>> program = student.export(x).module()  # doctest: +SKIP
         """
-        return exported(self, to_device(x, self.head.weight.device), path, level)
+        return exported(self, to_device(x, self._device), path, level)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.head[0].weight.device  # type: ignore[return-value]
 
     def _keep(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the inputs of the last layer for the head, in the thread that asks for them."""
@@ -275,7 +275,7 @@ class Student(Printed, nn.Module):
     def _batches(self, x: Any, inputs: dict[str, Any]) -> Iterator[Any]:
         if inputs and x is not None:
             raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
-        device = self.head.weight.device
+        device = self._device
         if isinstance(x, Tensor):
             yield x.to(device)
         elif isinstance(x, (DataLoader, Dataset)):

@@ -23,10 +23,10 @@ from torch_lla_em.distil.learnt import (
 from torch_lla_em.distil.student import Student
 
 # weight of the squared error of the head, whose targets have variance 1, next to the KL
-_OF_HEAD = 0.1
+_OF_HEAD = 0.3
 # largest step as a part of the mean size of the network's weights, and the share of all steps over
 # which it grows
-_STEP, _WARM_UP = 0.02, 0.05
+_STEP, _WARM_UP = 0.03, 0.05
 # largest norm of a gradient
 _LARGEST = 1.0
 
@@ -99,8 +99,9 @@ def train(student: Student, blocks: list[Block], schedule: Schedule) -> None:
         if step % 50 == 0:
             bar.set_postfix(loss=f"{loss.item():.3g}", refresh=False)
     with torch.no_grad():
-        head.weight.mul_(size[:, None])
-        head.bias.mul_(size).add_(mean)
+        last: Any = head[-1]
+        last.weight.mul_(size[:, None])
+        last.bias.mul_(size).add_(mean)
     student.requires_grad_(False)
     optimiser.zero_grad()
 

@@ -19,6 +19,8 @@ Change = Callable[[Tensor, Tensor, torch.Generator], Tensor]
 
 # number of examples that are made at once
 _AT_ONCE = 250
+# largest noise, in standard deviations
+_NOISE = 2.0
 # largest shift of an image, in heights and widths
 _SHIFT = 0.25
 
@@ -140,7 +142,7 @@ def _chosen(t: Tensor, generator: torch.Generator) -> Tensor:
 
 def _noisy(t: Tensor, spread: Tensor, generator: torch.Generator) -> Tensor:
     noise = torch.randn(t.shape, generator=generator, device="cpu").to(t)
-    return t + noise * spread * _size(t, generator)
+    return t + _NOISE * noise * spread * _size(t, generator)
 
 
 def _mixed(t: Tensor, other: Tensor, generator: torch.Generator) -> Tensor:

@@ -23,6 +23,7 @@ from torch_lla_em.prediction.metrics import (
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import Predictor
 from torch_lla_em.prediction.pushed import inputs_in
+from torch_lla_em.prediction.ranks import p_values, rounding
 from torch_lla_em.prediction.stored import NotFittedError, likelihood_options
 from torch_lla_em.prediction.summary import Printed, as_html, findings
 from torch_lla_em.prediction.validation import Comparison, PredictedData, compare, predicted_data
@@ -50,7 +51,9 @@ __all__ = [
     "inputs_in",
     "likelihood_options",
     "outcomes",
+    "p_values",
     "predicted_data",
+    "rounding",
     "scores",
     "stated_and_right",
 ]

@@ -61,7 +61,8 @@ def require(count: int, needed: int, asked: str) -> None:
     if count < needed:
         raise ValueError(
             f"{asked} needs at least {needed} reference examples, and there are {count}. Half of the "
-            f"validation set is used as reference: calibrate with {2 * needed} examples or more."
+            f"validation set is used as reference: calibrate with {2 * needed} examples or more "
+            "(student.calibrate uses all of them)."
         )
 
 

@@ -1,0 +1,106 @@
+"""Students in files and as programs."""
+
+import warnings
+
+import pytest
+import torch
+from tiny import draw, fitted, likelihood_of
+from torch import nn
+
+from torch_lla_em import LinearisedLaplace, Student
+
+QUICK = {"num_inputs": 100, "steps": 20, "batch_size": 64, "progress_bar": False}
+
+
+@pytest.fixture(scope="module", params=["classification", "regression"])
+def student(request):
+    case, la = fitted(request.param)
+    return case, la.distil(draw(100, 2, seed=5), validation=(case.x, case.y), **QUICK)
+
+
+@pytest.mark.parametrize("name", ["student.pt", "student.safetensors"])
+def test_saved_and_loaded(student, name, tmp_path):
+    case, student = student
+    student.save(tmp_path / name)
+    again = Student.load(tmp_path / name, case.model)
+    one, other = student.predict(case.x), again.predict(case.x)
+    for quantity in ("expectation", "epistemic", "aleatoric", "p_value"):
+        torch.testing.assert_close(getattr(one, quantity), getattr(other, quantity))
+    assert again.error == student.error
+    assert repr(again) == repr(student)
+    assert not any(p.requires_grad for p in again.parameters())
+
+
+def test_files_that_do_not_fit(student, tmp_path):
+    case, student = student
+    student.save(tmp_path / "student.pt")
+    other = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    with pytest.raises(ValueError, match="another architecture than the student"):
+        Student.load(tmp_path / "student.pt", other)
+    _, la = fitted()
+    la.save(tmp_path / "posterior.pt")
+    with pytest.raises(ValueError, match="holds a posterior, not a student"):
+        Student.load(tmp_path / "posterior.pt", case.model)
+
+
+def test_own_functions_are_passed_again(tmp_path):
+    case, _ = fitted()
+
+    def half(model, x):
+        return model(x) / 2
+
+    la = LinearisedLaplace(
+        case.model, likelihood_of("classification"), num_samples=4, forward_fn=half
+    )
+    student = la.fit(case.x, case.y, progress_bar=False).distil(case.x, **QUICK)
+    student.save(tmp_path / "student.pt")
+    with pytest.raises(ValueError, match="your own forward_fn"):
+        Student.load(tmp_path / "student.pt", case.model)
+    again = Student.load(tmp_path / "student.pt", case.model, forward_fn=half)
+    torch.testing.assert_close(again(case.x), student(case.x))
+
+
+def test_exported(student, tmp_path):
+    case, student = student
+    program = student.export(case.x[:4], tmp_path / "student.pt2", level=0.8)
+    loaded = torch.export.load(tmp_path / "student.pt2").module()
+    for x in (case.x, case.x[:1], 2 * case.x[:7]):
+        due, found = student.predict(x), loaded(x)
+        assert found.keys() == program.module()(x).keys()
+        for name in found.keys() & {"probs", "expectation", "predictive_variance", "epistemic"}:
+            torch.testing.assert_close(found[name], getattr(due, name))
+        torch.testing.assert_close(found["p_value"], due.p_value)
+        torch.testing.assert_close(found["ood_score"], due.log_scores.exp())
+        if case.name == "regression":
+            torch.testing.assert_close((found["lower"], found["upper"]), tuple(due.interval(0.8)))
+        else:
+            assert torch.equal(found["prediction_set"], due.prediction_set(0.8))
+    with pytest.raises(ValueError, match="has no known ending"):
+        student.export(case.x, tmp_path / "student.txt")
+
+
+def test_exported_to_onnx(student, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    case, student = student
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter
+        student.export(case.x[:4], tmp_path / "student.onnx", level=0.8)
+    session = onnxruntime.InferenceSession(tmp_path / "student.onnx")
+    names = [each.name for each in session.get_outputs()]
+    (entry,), x = session.get_inputs(), draw(25, 2, seed=7)  # no ties with the reference
+    found = dict(zip(names, session.run(None, {entry.name: x.numpy()})))
+    due = student.predict(x)
+    torch.testing.assert_close(torch.from_numpy(found["epistemic"]), due.epistemic)
+    torch.testing.assert_close(torch.from_numpy(found["p_value"]), due.p_value)
+
+
+def test_a_random_program_is_refused():
+    case, la = fitted()
+
+    class Random(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) + torch.rand_like(x[:, :1]) * torch.arange(3.0)
+
+    student = la.distil(case.x, **QUICK, student=Random(*case.model))
+    with pytest.raises(RuntimeError, match=r"off by .* in 'probs'"):
+        student.export(case.x)

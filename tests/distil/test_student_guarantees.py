@@ -1,0 +1,71 @@
+"""Error rates of a student's p-values, sets and intervals, over repeated validation sets."""
+
+import pytest
+import torch
+from tiny import draw, fitted
+
+QUICK = {"num_inputs": 200, "steps": 60, "batch_size": 64, "progress_bar": False}
+
+
+@pytest.fixture(scope="module", params=["classification", "regression"])
+def student(request):
+    case, la = fitted(request.param)
+    return case, la.distil(draw(100, 2, seed=5), **QUICK)
+
+
+def drawn(case, count, generator):
+    """New examples of the tiny problem."""
+    x = torch.randn(count, 2, generator=generator, dtype=torch.float64)
+    f = case.model(x).detach()
+    noise = torch.randn(f.shape, generator=generator, dtype=torch.float64)
+    return x, (f + 0.5 * noise).argmax(1) if case.name == "classification" else f + 0.4 * noise
+
+
+def test_error_rates_hold_for_any_student(student):
+    case, student = student
+    generator, level, rate, size, repeats = torch.Generator().manual_seed(1), 0.8, 0.1, 19, 300
+    alarms, inside = [], []
+    for _ in range(repeats):
+        student.calibrate(*drawn(case, size, generator))
+        x, y = drawn(case, 20, generator)
+        prediction = student.predict(x)
+        alarms.append(prediction.is_ood(rate).double().mean())
+        if case.name == "classification":
+            found = prediction.prediction_set(level).gather(1, y[:, None])
+        else:
+            lower, upper = prediction.interval(level)
+            found = (lower <= y) & (y <= upper)
+        inside.append(found.double().mean())
+    for values, low, high in ((alarms, 0.0, rate), (inside, level, 1.0)):
+        mean, error = torch.stack(values).mean(), torch.stack(values).std() / repeats**0.5
+        assert low - 5 * error <= mean <= high + 5 * error
+    if case.name == "regression":  # without ties, rates are exact: ranks of 20 are uniform
+        error = torch.stack(inside).std() / repeats**0.5
+        assert abs(torch.stack(inside).mean() - level) < 5 * error
+
+
+def test_p_values_are_ranks_among_the_reference(student):
+    case, student = student
+    x, y = drawn(case, 39, torch.Generator().manual_seed(2))
+    student.calibrate(x, y)
+    prediction = student.predict(draw(7, 2, seed=3) * 2)
+    reference, own = student.predict(x).log_scores, prediction.log_scores
+    every = torch.cat([reference.expand(7, -1, -1), own[:, None]], 1)  # the input is the last
+    ranks = (every[:, None] >= every[:, :, None]).sum(2).min(2).values
+    torch.testing.assert_close(prediction.p_value, (ranks <= ranks[:, -1:]).double().mean(1))
+    assert torch.equal(student.is_ood(draw(7, 2, seed=3) * 2, 0.2), prediction.p_value <= 0.2)
+    with pytest.raises(ValueError, match="needs at least 99 reference examples"):
+        prediction.is_ood(0.01)
+    assert "39 examples" in repr(student)
+    assert "39 examples" in repr(prediction)
+
+
+def test_examples_without_label_are_no_reference():
+    case, la = fitted()
+    student = la.distil(draw(100, 2, seed=5), **QUICK)
+    y = case.y.clone()
+    y[:10] = -100
+    student.calibrate(case.x, y)
+    assert len(student.reference_scores) == 20
+    with pytest.raises(ValueError, match="None of the validation examples has a label"):
+        student.calibrate(case.x, torch.full_like(y, -100))

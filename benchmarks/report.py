@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import aims
 import charts
+import distil
 import ood
 import scalings
 import tables
@@ -356,6 +357,7 @@ TEXTS = {
     "aims": (BENCHMARKS, "aims", aims.aims_table),
     "aims each": (BENCHMARKS, "aims", aims.each_table),
     "ensembles": ("docs/calibration.md", "aims", aims.ensembles_table),
+    "distil": ("docs/distil.md", "distil", distil.summary),
     "ood scores": ("docs/out_of_distribution.md", "ood", ood.scores_table),
     "ood confidence": ("docs/out_of_distribution.md", "ood", ood.confidence_table),
     "scalings": ("docs/prior_precision.md", "scalings", scalings.summary),

@@ -54,6 +54,17 @@ def test_ratios_of_aims_are_averaged_over_tasks_and_the_worst_over_seeds():
 
 
 @pytest.mark.slow
+def test_students_are_compared_with_their_posteriors(tmp_path):
+    out = tmp_path / "distil.jsonl"
+    options = "--tasks", "wdbc", "diabetes", "--quick"
+    records = run_script("distil", *options, out=out)
+    methods = {record["method"] for record in records}
+    assert methods >= {"network", "temperature scaling", "posterior", "student"}
+    assert {r["nll"] for r in records if r["method"] == "posterior"} == {1.0, 0.0}
+    assert all(0 <= record["coverage"] <= 1 for record in records if "coverage" in record)
+
+
+@pytest.mark.slow
 def test_aims_continue_from_their_records(tmp_path, capsys, monkeypatch):
     out = tmp_path / "aims.jsonl"
     command = ["--tasks", "vehicle", "--seeds", "0", "--quick", "--out", str(out)]

@@ -117,7 +117,8 @@ class Distils(Predictor):
                 for some in (used, held)
             ]
             learnt, *others = (
-                self._learnt(some, progress_bar) for some in ([*used, *made[0]], held, made[1])
+                self._learnt(some, count, progress_bar)
+                for some, count in (([*used, *made[0]], len(used)), (held, 0), (made[1], 0))
             )
             found = self._student(student, network, learnt[0])
         with torch.inference_mode(False), torch.enable_grad():
@@ -130,11 +131,13 @@ class Distils(Predictor):
             logger.warning("%s", words)
         return found if validation is None else found.calibrate(validation)
 
-    def _learnt(self, inputs: list[Any], progress_bar: bool) -> list[Block]:
-        """Return inputs with this posterior's predictions."""
-        parts = list(pieces(inputs))
+    def _learnt(self, inputs: list[Any], given: int, progress_bar: bool) -> list[Block]:
+        """Return inputs with this posterior's predictions; the first few trees were given."""
+        parts = [
+            (x, number_of(x) * (n < given)) for n, some in enumerate(inputs) for x in pieces([some])
+        ]
         bar = tqdm(parts, "predicting", disable=not progress_bar or len(parts) < 2)
-        return blocks_of(Block(x, of_prediction(self.predict(x))) for x in bar)
+        return blocks_of(Block(x, of_prediction(self.predict(x)), count) for x, count in bar)
 
     def _student(self, own: nn.Module | None, network: Network, block: Block) -> Student:
         """Return a copy of a network with a head that has not learnt anything yet."""

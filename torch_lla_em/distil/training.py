@@ -27,6 +27,8 @@ _OF_HEAD = 0.3
 # largest step as a part of the mean size of the network's weights, and the share of all steps over
 # which it grows
 _STEP, _WARM_UP = 0.03, 0.05
+# share of each batch that is drawn from the given inputs alone, which are fewer than the made ones
+_GIVEN = 0.5
 # largest norm of a gradient
 _LARGEST = 1.0
 
@@ -36,10 +38,12 @@ class Block(NamedTuple):
 
     x: Any
     due: Learnt
+    given: int = 0
+    """How many of the first inputs were given; the others were made from them."""
 
     def part(self, rows: Tensor | slice) -> Block:
         """Return some of the examples."""
-        return Block(rows_of(self.x, rows), self.due.part(rows))
+        return self._replace(x=rows_of(self.x, rows), due=self.due.part(rows))
 
 
 class Schedule(NamedTuple):
@@ -72,16 +76,14 @@ def train(student: Student, blocks: list[Block], schedule: Schedule) -> None:
         weights = [p.requires_grad_() for p in student.network.parameters()]
     largest = _STEP * _size_of(weights) if schedule.lr is None else schedule.lr
     weights += head.parameters()
-    optimiser = torch.optim.Adam(weights, largest)
+    optimiser = torch.optim.Adam(weights, largest, fused=True)
     generator = torch.Generator("cpu").manual_seed(schedule.seed)
     counts = torch.tensor([float(len(block.due.scores)) for block in blocks], device="cpu")
     bar = tqdm(range(schedule.steps), "distilling", disable=not schedule.progress_bar)
     for step in bar:
         chosen = int(torch.multinomial(counts, 1, generator=generator))
         size_of_batch = min(schedule.batch_size, int(counts[chosen]))
-        draw = torch.randint(
-            int(counts[chosen]), (size_of_batch,), generator=generator, device="cpu"
-        )
+        draw = _drawn(blocks[chosen], size_of_batch, generator)
         rows = draw.to(mean.device)
         some = blocks[chosen].part(rows)
         f, *found = student.heads(some.x)
@@ -107,7 +109,17 @@ def train(student: Student, blocks: list[Block], schedule: Schedule) -> None:
 
 
 def _whole(blocks: list[Block]) -> Block:
-    return Block(concatenated(b.x for b in blocks)[0], joined(b.due for b in blocks))
+    given = sum(b.given for b in blocks)  # those come first
+    return Block(concatenated(b.x for b in blocks)[0], joined(b.due for b in blocks), given)
+
+
+def _drawn(block: Block, count: int, generator: torch.Generator) -> Tensor:
+    """Draw the numbers of some inputs: at least a part of them from those that were given."""
+    u = torch.rand(count, generator=generator, device="cpu")
+    among = torch.full((count,), float(len(block.due.scores)), device="cpu")
+    if block.given:
+        among[: round(_GIVEN * count)] = float(block.given)
+    return (u * among).long()
 
 
 def _moments(logs: Iterable[Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Mixtures by EM, and densities of a network's features.
 
-The public interface is in ``mixture``, the data and the iteration in ``em``. The kinds of mixtures are
+The public interface is in ``mixture``, the data and the iteration in ``em``, and where it starts in
+``starts``. The kinds of mixtures are
 in ``gaussian`` (with ``conjugate``) and ``bernoulli``, and densities of features in
 ``feature_density``.
 """

@@ -23,10 +23,18 @@ class BernoulliFamily(Family):
     """Bernoulli components with φ(x) = (1, x)."""
 
     def __init__(
-        self, mixture: "BernoulliMixture", num_components: int, centre: Tensor, variance: Tensor
+        self,
+        mixture: "BernoulliMixture",
+        num_components: int,
+        centre: Tensor,
+        variance: Tensor,
+        regularised: bool = False,
     ):
         self.width = 2 * len(centre) + num_components
-        self.added, self.floor = float(mixture.prior), mixture.min_probability
+        self.floor = mixture.min_probability
+        self.added = float(
+            mixture.prior or regularised
+        )  # examples, ones and zeros that the prior is worth
 
     def columns(self, x: Tensor) -> Tensor:
         if not ((x == 0) | (x == 1)).all():
@@ -37,17 +45,10 @@ class BernoulliFamily(Family):
         weights, p = parameters
         return weights.log() + torch.log1p(-p).sum(1), p.logit()
 
-    def start(self, sums: Tensors) -> Bernoullis:
-        return self._mode(sums, 1.0)
-
     def maximise(self, sums: Tensors) -> Bernoullis:
-        return self._mode(sums, self.added)
-
-    def _mode(self, sums: Tensors, added: float) -> Bernoullis:
-        """Return the most probable parameters, with so many examples, ones and zeros ``added``."""
         counts, ones = sums
-        weights, total = counts + added, counts[:, None] + 2 * added
-        p = (ones + added) / total.clamp_min(torch.finfo(total.dtype).tiny)
+        weights, total = counts + self.added, counts[:, None] + 2 * self.added
+        p = (ones + self.added) / total.clamp_min(torch.finfo(total.dtype).tiny)
         return Bernoullis(weights / weights.sum(), p.clamp(self.floor, 1 - self.floor))
 
     def log_prior(self, parameters: Bernoullis) -> Tensor:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 _IGNORED = -100
 """The label that PyTorch's losses ignore."""
@@ -145,9 +144,23 @@ class Family(ABC):
     width: int
     """About how many numbers are computed for each example."""
 
+    empties = False
+    """Whether the bound can rise if a component has no examples."""
+
     @abstractmethod
-    def __init__(self, mixture: Any, num_components: int, centre: Tensor, variance: Tensor):
-        """Take the options of a mixture, and the means and variances of the data's columns."""
+    def __init__(
+        self,
+        mixture: Any,
+        num_components: int,
+        centre: Tensor,
+        variance: Tensor,
+        regularised: bool = False,
+    ):
+        """Take the options of a mixture, and the means and variances of the data's columns.
+
+        With ``regularised`` the family has a prior even if the mixture has none, so that no component
+        collapses onto a few examples.
+        """
 
     @abstractmethod
     def columns(self, x: Tensor) -> Tensor:
@@ -164,10 +177,6 @@ class Family(ABC):
     @abstractmethod
     def natural(self, parameters: Any) -> Tensors:
         """Return θ."""
-
-    @abstractmethod
-    def start(self, sums: Tensors) -> Any:
-        """Return the parameters at which EM starts, from a clustering of the examples."""
 
     @abstractmethod
     def maximise(self, sums: Tensors) -> Any:
@@ -217,6 +226,9 @@ class EM:
     tolerance: float
     """How much of a change of the bound, over all examples, counts as convergence."""
 
+    weight: float = 1.0
+    """How many examples each of these stands for."""
+
     def states(self, parameters: Any, max_steps: int) -> Iterator[MixtureState]:
         """Yield the state after each step from these parameters, until the bound converges."""
         state = MixtureState(parameters, self.family.natural(parameters))
@@ -251,21 +263,7 @@ class EM:
             r.sub_(log_prob).exp_()
             sums = [total + part for total, part in zip(sums, self.family.sums(r, columns))]
             log_evidence += log_prob.sum()
-        return log_evidence, tuple(sums)
-
-
-def start_of(family: Family, seen: Survey, classes: Tensor, generator: torch.Generator) -> Any:
-    """Return parameters to begin with, from a k-means clustering of the sample."""
-    columns, member = family.columns(seen.x), torch.zeros_like(seen.labels)
-    x = columns.T.contiguous()
-    for label in classes.unique():
-        own, rows = (classes == label).nonzero()[:, 0], seen.labels == label
-        member[rows] = own[kmeans(x[rows], len(own), generator)]
-    sums = None
-    for piece, clusters in Examples([(columns.T, member)], True).pieces(family.width):
-        part = family.sums(one_hot(clusters, len(classes)).T.to(piece), piece.T)
-        sums = part if sums is None else tuple(a + b for a, b in zip(sums, part))
-    return family.start(sums)
+        return self.weight * log_evidence, tuple(self.weight * total for total in sums)
 
 
 def _inner(natural: Tensors, sums: Tensors) -> Tensor:
@@ -273,29 +271,3 @@ def _inner(natural: Tensors, sums: Tensors) -> Tensor:
     constant, *others = natural
     constant = constant.where(constant != -torch.inf, 0.0)
     return torch.stack([(a * b).sum() for a, b in zip((constant, *others), sums)]).sum()
-
-
-def kmeans(x: Tensor, num_clusters: int, generator: torch.Generator, max_steps: int = 20) -> Tensor:
-    """Return the cluster of each row of x (n, D), shape (n,), by k-means++ and Lloyd's iteration."""
-    centres = plus_plus(x, num_clusters, generator)
-    for _ in range(max_steps):
-        nearest = torch.cdist(x, centres).argmin(1)
-        members = one_hot(nearest, num_clusters).to(x)
-        sizes, before = members.sum(0)[:, None], centres
-        centres = torch.where(sizes > 0, members.T @ x / sizes.clamp(min=1), centres)
-        if torch.equal(before, centres):
-            break
-    return nearest
-
-
-def plus_plus(x: Tensor, num_clusters: int, generator: torch.Generator) -> Tensor:
-    """Return rows of x as centres (k-means++): odds grow with squared distance to earlier ones."""
-    centres, distance = x[:0], x.new_full((len(x),), torch.inf)
-    for _ in range(num_clusters):
-        # of the first centre, or if every row is a centre already, all odds are equal
-        odds = distance if 0 < distance.sum() < torch.inf else torch.ones_like(distance)
-        drawn = torch.multinomial(odds.to(generator.device), 1, generator=generator)
-        centre = x[drawn.to(x.device)]
-        centres = torch.cat([centres, centre])
-        distance = torch.minimum(distance, (x - centre).square().sum(1))
-    return centres

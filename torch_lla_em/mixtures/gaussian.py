@@ -19,13 +19,21 @@ class GaussianFamily(Family):
     their digits.
     """
 
-    def __init__(self, mixture: Any, num_components: int, centre: Tensor, variance: Tensor):
+    def __init__(
+        self,
+        mixture: Any,
+        num_components: int,
+        centre: Tensor,
+        variance: Tensor,
+        regularised: bool = False,
+    ):
         dim, self.is_full = len(centre), mixture.covariance == "full"
         self.shape = (num_components, dim, dim) if self.is_full else (num_components, dim)
         self.blocks = (num_components, 1, dim, dim) if self.is_full else (*self.shape, 1, 1)
         self.width = dim * (num_components if self.is_full else 2) + num_components
         variance = torch.where(variance > 0, variance, 1.0)
-        self.mixture, self.centre, self.unit = mixture, centre, variance.sqrt()
+        self.mixture, self.regularised = mixture, regularised
+        self.centre, self.unit = centre, variance.sqrt()
         self.prior = weak_prior(self.concentration(), centre.new_zeros(self.blocks))
 
     def concentration(self) -> float:
@@ -58,20 +66,17 @@ class GaussianFamily(Family):
         constant = log_weights + 0.5 * (log_dets - squares) - volume
         return constant, linear, -0.5 * precision
 
-    def start(self, sums: Tensors) -> Any:
-        return self.prior.updated(*_moments(*sums)).mode()
-
     def maximise(self, sums: Tensors) -> Any:
-        if self.mixture.prior:
-            return self.start(sums)
         counts, means, scatter = _moments(*sums)
+        if self.regularised or self.mixture.prior:
+            return self.prior.updated(counts, means, scatter).mode()
         covariances = scatter / _positive(counts)[:, None, None, None]
         return Gaussians(
             counts / counts.sum(), means, with_floor(covariances, self.mixture.min_variance)
         )
 
     def log_prior(self, parameters: Any) -> Tensor:
-        if self.mixture.prior:
+        if self.regularised or self.mixture.prior:
             return self.prior.log_density(parameters)
         return self.unit.new_zeros(())
 
@@ -89,13 +94,13 @@ class GaussianFamily(Family):
 class VariationalFamily(GaussianFamily):
     """Gaussian components with a normal–Wishart posterior each."""
 
+    empties = True
+
     def concentration(self) -> float:
         return 1 / self.shape[0]
 
-    def start(self, sums: Tensors) -> Any:
+    def maximise(self, sums: Tensors) -> Any:
         return self.prior.updated(*_moments(*sums))
-
-    maximise = start
 
     def log_prior(self, parameters: NormalWishart) -> Tensor:
         return -parameters.divergence(self.prior)

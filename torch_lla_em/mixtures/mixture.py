@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.mixtures.em import EM, Examples, Family, MixtureState, start_of, survey
+from torch_lla_em.mixtures.em import EM, Examples, Family, MixtureState, survey
+from torch_lla_em.mixtures.starts import start_of
 
 
 class Bounds(NamedTuple):
@@ -121,9 +122,12 @@ class Mixture:
             )
         labels = torch.tensor(sorted(seen.counts), device=seen.mean.device)
         classes = labels.repeat_interleave(self.num_components)
-        family = self._kind(self, len(classes), seen.mean, seen.variance)
+        family, regularised = (
+            self._kind(self, len(classes), seen.mean, seen.variance, prior)
+            for prior in (False, True)
+        )
         em = EM(family, examples, classes, self.tolerance * seen.num_examples)
-        first = start_of(family, seen, classes, generator)
+        first = start_of(regularised, seen, classes, generator)
 
         self.history, self.converged, self.classes = [], False, classes if by_label else None
         for state in em.states(first, self.max_steps):

@@ -2,6 +2,7 @@
 
     python benchmarks/cost.py                              # every network: an hour
     python benchmarks/cost.py --parts fits --problems mlp regression cnn
+    python benchmarks/cost.py --parts fits --problems "last layer, 2000 x 64 x 50"
     python benchmarks/cost.py --parts first loaders growth  # first fits; batch sizes; N, P, C and K
     python benchmarks/cost.py --before old.jsonl           # another version's lines beside these
 
@@ -158,6 +159,25 @@ def transformer(**options: str) -> Problem:
     return Problem(Classifier(), ids, y, 10, options)
 
 
+def head(rows: int, width: int, classes: int) -> Problem:
+    """The last layer of two hidden layers, with K = 32."""
+    x = torch.randn(rows, 64)
+    teacher = nn.Sequential(nn.Linear(64, 30), nn.Tanh(), nn.Linear(30, classes))
+    with torch.no_grad():
+        f = teacher(x)
+        y = (6 * (f - f.mean(0)) + torch.randn(rows, classes)).argmax(1)
+    layers = nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
+    network = nn.Sequential(*layers, nn.Linear(width, classes))
+    return Problem(network, x, y, 30 if rows <= 5000 else 5, LAST, num_samples=32)
+
+
+def segment() -> Problem:
+    """The last layer's 357 weights on 800 examples, which the directions span completely."""
+    train = tasks.task("segment", 0, 800).train
+    network = tasks.perceptron([train.x.shape[1], 50, 50, 7])()
+    return Problem(network, train.x, train.y.long(), 30, LAST, num_samples=32)
+
+
 def table(name: str, rows: int, epochs: int) -> Problem:
     """Two hidden layers of 100 units on so many examples of a large table, with K = 32."""
     train = tasks.task(name, 0, rows).train
@@ -165,6 +185,13 @@ def table(name: str, rows: int, epochs: int) -> Problem:
     sizes = train.x.shape[1], 100, 100, y.shape[1] if y.dim() > 1 else 2
     return Problem(tasks.perceptron(sizes)(), train.x, y, epochs, num_samples=32)
 
+
+LAST = {"parameters": "last_layer"}
+HEADS_OF = (
+    *((2_000, 128, 10), (5_000, 512, 10), (50_000, 512, 10)),
+    *((2_000, 64, 50), (20_000, 256, 100)),
+)
+"""Examples, features and classes of a last layer."""
 
 PROBLEMS: dict[str, Callable[[], Problem]] = {
     "mlp": mlp,
@@ -179,7 +206,8 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "diamonds": partial(table, "diamonds", 20_000, 100),
     "flights, late or not": partial(table, "flights", 20_000, 100),
     "flights, delay": partial(table, "flights:delay", 60_000, 100),
-}
+    "segment, last_layer": segment,
+} | {f"last layer, {N} x {D} x {C}": partial(head, N, D, C) for N, D, C in HEADS_OF}
 NETWORK = {"curvature": "network"}
 GROWTH: dict[str, list[tuple[dict, int]]] = {
     "N": [({"rows": rows}, 16) for rows in (750, 3000, 12000)],

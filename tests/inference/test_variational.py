@@ -139,12 +139,21 @@ def test_lambda_is_where_the_bound_is_largest(name):
     assert best - 2 * SMALL < ours <= best + 1e-6
 
 
-def three_classes(count=300):
+def three_classes(count=300, steps=15):
     """A network of 45 weights, fewer than the directions of 32 samples, and its separable data."""
     torch.manual_seed(0)
     x, model = torch.randn(count, 3), nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3))
     y = (x @ torch.randn(3, 3)).argmax(1)
-    return trained(model, x, y, 15, 0.05), x, y
+    return trained(model, x, y, steps, 0.05), x, y
+
+
+def test_a_complete_span_comes_to_rest(monkeypatch):
+    found, curved = [], OverSpan.curved
+    monkeypatch.setattr(OverSpan, "curved", lambda *a: found.append(1) or curved(*a))
+    model, x, y = three_classes(steps=200)  # so certain that the map of H is rough
+    la = LinearisedLaplace(model, "classification", num_samples=8, seed=1)
+    la.fit(x, y, progress_bar=False)
+    assert len(found) < 100 and not la.messages[1:]
 
 
 def test_lambda_does_not_depend_on_its_start_once_the_span_is_complete():

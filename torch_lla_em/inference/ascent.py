@@ -16,20 +16,18 @@ _ROUNDS = 2
 SMALL = 0.05
 """Nats that a round must gain to count, on the way to the fixed point of a moving H."""
 
-_QUIET, _CLIMBS = 4, 120
+_QUIET, _CLIMBS = 3, 120
 """Rounds in a row without such a gain that end this way, and the largest number of rounds."""
 
 _NEWTON, _POLISH = 2, 50
 """Newton steps of the mean in every step towards the fixed point, and there."""
 
 _AT_REST = 1e-3
-"""Largest change of log λ, log σ and (relative) H in a step that counts as converged."""
+"""Change of log λ, log σ and (relative) H in a step at which the steps end."""
 
-_SLOWER = 6
-"""Factor of the change of log λ if H moves, because H follows λ."""
-
-_SLACK = 1.0
-"""Nats that the bound may decrease on the way to the fixed point, which is only near its maximum."""
+_WINDOW, _STEPS, _ONWARD, _STRIDE = 24, 80, 0.2, 2.0
+"""Steps of an averaged H in which λ must stay within its Monte Carlo error, their largest number, what
+a step without a change of direction counts, and the first step of log λ, relative to MacKay's."""
 
 
 class Pace(NamedTuple):
@@ -75,46 +73,67 @@ def settle(over: OverSpan, q: Q, m_step: MStep, least: float, steps: int) -> tup
     """Return q at the fixed point of λ, σ, H and mean, and whether it was reached.
 
     ``least`` is a lower bound on λ; if it is infinite, λ and σ stay fixed. With update="em", whose
-    steps are small, it takes one step. Full steps of a moving H can overshoot forever, so steps
-    shrink after a change of direction and grow otherwise.
+    steps are small, it takes one step.
     """
-    learns, found, step, last = least < math.inf, False, None, None
-    if not (learns or over.moves):
+    learns, found, step = least < math.inf, False, None
+    if over.moves:
+        return _averaged(over, _climbed(over, q, least), m_step, least)
+    if not learns:
         return q, False
-    damping = 0.5
+    for _ in range(1 if m_step.update == "em" else steps):
+        here = over.hyper(q)
+        step = m_step(over.expectation(q), step)
+        new = step.hyper._replace(precision=step.hyper.precision.clamp_min(least))
+        noise = over.noise_of(new)
+        moved = (new.precision / here.precision).log().abs().item()
+        q = over.at(q.curved, new.precision.item(), noise, q.mean)
+        if max(moved, abs(math.log(noise / q.noise))) < _AT_REST:
+            found = True
+            break
+    return q, found
+
+
+def _climbed(over: OverSpan, q: Q, least: float) -> Q:
+    """Return q after as many rounds as raise the bound."""
     pace, quietly = Pace(), 0
-    for _ in range(_CLIMBS * over.moves):
+    for _ in range(_CLIMBS):
         before = q.bound
         q, pace = _round(over, q, least, pace)
         quietly = 0 if q.bound > before + SMALL else quietly + 1
         if quietly == _QUIET:
             break
-    for _ in range(1 if m_step.update == "em" else steps):
-        here = new = over.hyper(q)
-        if learns and over.moves:
-            new = here._replace(precision=_stepped(over, q, 1.0).clamp_min(least))
-        elif learns:
-            step = m_step(over.expectation(q), step)
-            new = step.hyper._replace(precision=step.hyper.precision.clamp_min(least))
-        noise, curved = over.noise_of(new), q.curved
-        moved = (new.precision / here.precision).log().abs().item()
-        moved = max(moved, abs(math.log(noise / q.noise)))
-        if over.moves:
-            change = over.expected.curvature(q.outputs, q.deviations) - curved.H
-            of_H = (change.norm() / curved.H.norm().clamp_min(1e-300)).item()
-            moved = max(_SLOWER * moved, of_H)
-            ahead = last is not None and (change * last).sum().item() > 0
-            damping, last = min(1.0, 1.1 * damping) if ahead else max(0.02, 0.7 * damping), change
-            curved = over.curved(curved.H + damping * change)
-        tried = over.at(curved, new.precision.item(), noise, q.mean, _NEWTON)
-        if over.moves and tried.bound < q.bound - _SLACK:
-            damping /= 2
-        else:
-            q = tried
-        if moved < _AT_REST:
-            found = True
+    return q
+
+
+def _averaged(over: OverSpan, q: Q, m_step: MStep, least: float) -> tuple[Q, bool]:
+    """Return q at the fixed point of λ and a moving H, and whether λ has come to rest there.
+
+    Samples and draws make E[H] a rough function of H, which full steps of H follow forever: they
+    change H by about 1 % in every step. Steps of length 3 / (n + 6) find its average instead
+    (Robbins and Monro), where n grows faster when the direction changes (Kesten). Steps of log λ grow
+    in one direction and shrink when it changes. They end when λ stays within its Monte Carlo error.
+    """
+    K, turns, stride, last = len(q.effective_dims), 0.0, _STRIDE, 0.0
+    allowed, path = math.inf, [math.log(q.precision)]
+    before: Tensor | None = None
+    for _ in range(_STEPS):
+        H, new = q.curved.H, q.precision
+        change = over.expected.curvature(q.outputs, q.deviations).sub_(H)
+        if least < math.inf:
+            new = max(_stepped(over, q, stride).item(), least)
+            allowed = m_step.allowed(q.effective_dims.mean(), K).item()
+        path.append(math.log(new))
+        step = path[-1] - path[-2]
+        stride = min(1.3 * stride, 4 * _STRIDE) if step * last >= 0 else max(stride / 2, 0.5)
+        last = step
+        turns += _ONWARD if before is None or (change * before).sum() > 0 else 1
+        before, of_H = change, (change.norm() / H.norm().clamp_min(1e-300)).item()
+        q = over.at(over.curved(H + 3 / (turns + 5) * change), new, 1.0, q.mean, _NEWTON)
+        recent = path[-_WINDOW:]
+        found = len(recent) == _WINDOW and max(recent) - min(recent) < allowed
+        if found or (of_H < _AT_REST and abs(step) < allowed):
             break
-    return over.at(q.curved, q.precision, q.noise, q.mean, _POLISH), found
+    return over.at(q.curved, q.precision, 1.0, q.mean, _POLISH), abs(last) < allowed
 
 
 def _stepped(over: OverSpan, q: Q, stride: float) -> Tensor:

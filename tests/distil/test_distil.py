@@ -277,3 +277,24 @@ def test_gradients_with_respect_to_inputs(classified):
 
 def test_the_class_is_public():
     assert Student.__module__ == "torch_lla_em.distil.student"
+
+
+@pytest.mark.cuda
+def test_a_student_on_a_gpu():
+    case, la = fitted()
+    la.to("cuda")
+    student = la.distil(case.x, validation=(case.x, case.y), **QUICK)
+    prediction = student.predict(case.x)
+    assert prediction.probs.device.type == prediction.p_value.device.type == "cuda"
+    here = copy.deepcopy(student).to("cpu").predict(case.x)
+    for name in ("probs", "epistemic", "p_value"):
+        torch.testing.assert_close(getattr(prediction, name).cpu(), getattr(here, name))
+
+
+def test_copies_predict_by_themselves(classified):
+    case, _, student = classified
+    other = copy.deepcopy(student)
+    with torch.no_grad():
+        other.head[-1].bias.add_(1.0)
+    change = other.predict(case.x).log_scores - student.predict(case.x).log_scores
+    torch.testing.assert_close(change, torch.ones_like(change))

@@ -47,6 +47,8 @@ class Student(Printed, nn.Module):
     """
 
     head: nn.Sequential
+    _place: Tensor
+    """An empty tensor on the device of the student."""
 
     def __init__(self, network: nn.Module, form: stored.Form, features: int):
         """Take a network, and add a head whose outputs are 0; ``la.distil`` trains them."""
@@ -61,6 +63,7 @@ class Student(Printed, nn.Module):
         self._channels_first = is_convolution(layer)
         for name in ("reference_scores", "reference_errors"):
             self.register_buffer(name, None)
+        self.register_buffer("_place", like.new_zeros(0), persistent=False)
         self.eval()
 
     @property
@@ -90,8 +93,12 @@ class Student(Printed, nn.Module):
         if self.likelihood.real_valued:
             prediction = self.predict(x, **inputs)
             return prediction.expectation, prediction.predictive_variance
-        found = [self.likelihood.mean(self.outputs(each)) for each in self._batches(x, inputs)]
-        return (found[0] if len(found) == 1 else torch.cat(found)).movedim(-1, self.form.class_dim)
+        mean, class_dim = self.form.likelihood.mean, self.form.class_dim
+        if isinstance(x, Tensor) and not inputs:  # without microseconds that small networks notice
+            y = mean(self.outputs(x.to(self._place.device)))
+        else:
+            y = torch.cat([mean(self.outputs(each)) for each in self._batches(x, inputs)])
+        return y if class_dim == -1 else y.movedim(-1, class_dim)
 
     def predict(self, x: Any = None, **inputs: Any) -> StudentPrediction:
         """Return the predictive distribution at x, one forward pass for each batch.
@@ -179,7 +186,8 @@ class Student(Printed, nn.Module):
 
     def outputs(self, x: Any) -> Tensor:
         """Return the network's outputs with the classes last, (B, *sites, C)."""
-        return self.form.forward_fn(self.network, x).movedim(self.form.class_dim, -1)
+        f = self.form.forward_fn(self.network, x)
+        return f if self.form.class_dim == -1 else f.movedim(self.form.class_dim, -1)
 
     def heads(self, x: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return outputs, and the logarithms of uncertainties and of scores."""
@@ -229,7 +237,7 @@ class Student(Printed, nn.Module):
         """
         state, form, error = stored.read(path, network, likelihood, forward_fn)
         student = cls(deepcopy(network), form, state["head.0.weight"].shape[1])
-        device = student._device
+        device = student._place.device
         for name in ("reference_scores", "reference_errors"):
             tensor = state.pop(name, None)
             setattr(student, name, None if tensor is None else tensor.to(device))
@@ -260,11 +268,7 @@ class Student(Printed, nn.Module):
         Example:
             >>> program = student.export(x).module()  # doctest: +SKIP
         """
-        return exported(self, to_device(x, self._device), path, level)
-
-    @property
-    def _device(self) -> torch.device:
-        return self.head[0].weight.device  # type: ignore[return-value]
+        return exported(self, to_device(x, self._place.device), path, level)
 
     def _keep(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the inputs of the last layer for the head, in the thread that asks for them."""
@@ -275,7 +279,7 @@ class Student(Printed, nn.Module):
     def _batches(self, x: Any, inputs: dict[str, Any]) -> Iterator[Any]:
         if inputs and x is not None:
             raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
-        device = self._device
+        device = self._place.device
         if isinstance(x, Tensor):
             yield x.to(device)
         elif isinstance(x, (DataLoader, Dataset)):

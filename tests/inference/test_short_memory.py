@@ -1,15 +1,19 @@
 """Short of memory, the variational fit takes fewer directions, then fewer samples, and says so."""
 
+import weakref
+
 import pytest
 import torch
 from models import trained
 from torch import nn
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.inference.iterative_e_step import IterativeEStep
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.span import Span
+from torch_lla_em.inference.span_e_step import _BLOCKS
 from torch_lla_em.runtime import DoesNotFit
 
 N, C, K = 200, 3, 8
@@ -35,7 +39,7 @@ def fit(monkeypatch):
 
     def run(directions, **options):
         P = sum(p.numel() for p in model.parameters())
-        bytes_ = 4 * (directions * (P + 3 * N * C) + 12 * N * C**2)
+        bytes_ = 4 * (directions * (P + 3 * N * C) + 6 * N * C**2)
         monkeypatch.setattr("torch_lla_em.inference.span_e_step.room", lambda _: 2.0 * bytes_)
         monkeypatch.setattr(Span, "restart", counted)
         la = LinearisedLaplace(model, "classification", **{"num_samples": K, **options})
@@ -121,3 +125,36 @@ def test_out_of_memory_between_passes_names_the_remedy(monkeypatch):
     la = LinearisedLaplace(model, "classification", num_samples=K)
     with pytest.raises(DoesNotFit, match="outside of the passes.*none left.*Use fewer samples"):
         la.fit(x, y, progress_bar=False)
+
+
+class Blocks(TorchDispatchMode):
+    """Counts the results with this many entries that are in memory at once."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel, self.held, self.peak = numel, set(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() == self.numel:
+            key = result.untyped_storage().data_ptr()
+            if key not in self.held:
+                self.held.add(key)
+                weakref.finalize(result, self.held.discard, key)
+            self.peak = max(self.peak, len(self.held))
+        return result
+
+
+@pytest.mark.parametrize("hidden", [3, 40])  # a span that is complete, and one that is not
+def test_a_fit_holds_as_many_blocks_of_h_as_are_planned(hidden, monkeypatch):
+    monkeypatch.setattr("torch_lla_em.inference.expectations._ENTRIES", 1000)
+    torch.manual_seed(0)
+    x, model = (
+        torch.randn(N, 6),
+        nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 7)),
+    )
+    y = (x @ torch.randn(6, 7) + torch.randn(N, 7)).argmax(1)
+    model = trained(model, x, y, 40)
+    with Blocks(N * 7**2) as blocks:
+        LinearisedLaplace(model, "classification", num_samples=K).fit(x, y, progress_bar=False)
+    assert 2 <= blocks.peak <= _BLOCKS

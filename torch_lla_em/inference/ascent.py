@@ -128,7 +128,8 @@ def _averaged(over: OverSpan, q: Q, m_step: MStep, least: float) -> tuple[Q, boo
         last = step
         turns += _ONWARD if before is None or (change * before).sum() > 0 else 1
         before, of_H = change, (change.norm() / H.norm().clamp_min(1e-300)).item()
-        q = over.at(over.curved(H + 3 / (turns + 5) * change), new, 1.0, q.mean, _NEWTON)
+        H = H.add(change, alpha=3 / (turns + 5))
+        q = over.at(over.curved(H), new, 1.0, q.mean, _NEWTON)
         recent = path[-_WINDOW:]
         found = len(recent) == _WINDOW and max(recent) - min(recent) < allowed
         if found or (of_H < _AT_REST and abs(step) < allowed):

@@ -93,7 +93,10 @@ class FixedH:
                 yield rows, mean[None, rows]
             else:
                 moved = deviations[:, rows]
-                yield rows, torch.cat([mean[rows] + moved, mean[rows] - moved])
+                f = moved.new_empty(2, *moved.shape)
+                torch.add(mean[rows], moved, out=f[0])
+                torch.sub(mean[rows], moved, out=f[1])
+                yield rows, f.flatten(0, 1)
 
 
 class ExpectedH(FixedH):

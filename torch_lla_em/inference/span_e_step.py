@@ -50,7 +50,7 @@ _STEPS = 10
 _SETTLING = 20, 400
 """Largest numbers of steps of λ and σ (and H) over a span, and over a complete one."""
 
-_DIRECTIONS, _BLOCKS = 5, 12
+_DIRECTIONS, _BLOCKS = 5, 6
 """Smallest number of directions per sample, and of (C, C) blocks per example, that must fit."""
 
 _RESTARTS = 10

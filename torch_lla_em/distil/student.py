@@ -40,7 +40,7 @@ class Student(Printed, nn.Module):
         error (StudentError): How far its predictions are from those of the posterior.
 
     Example:
-        >>> student = la.distil(x, progress_bar=False)
+        >>> student = la.distil(x, steps=100, progress_bar=False)
         >>> probabilities = student(x)
         >>> student = student.calibrate(x, y)
         >>> p_values = student.predict(x).p_value

@@ -51,7 +51,13 @@ class Student(Printed, nn.Module):
     """An empty tensor on the device of the student."""
 
     def __init__(self, network: nn.Module, form: stored.Form, features: int):
-        """Take a network, and add a head whose outputs are 0; ``la.distil`` trains them."""
+        """Add a head whose outputs are 0 to a network; ``la.distil`` trains both.
+
+        Args:
+            network (nn.Module): The network; it is not copied.
+            form (Form): What the outputs of the network and of its head are.
+            features (int): Number of features that the head takes from the network's last layer.
+        """
         super().__init__()
         self.network = network
         like = next(self.network.parameters())
@@ -72,7 +78,14 @@ class Student(Printed, nn.Module):
         return self.form.likelihood
 
     def train(self, mode: bool = True) -> Student:
-        """Stay in eval mode: predictions are the same in every call."""
+        """Stay in eval mode: predictions are the same in every call.
+
+        Args:
+            mode (bool, optional): It has no effect. Default True.
+
+        Returns:
+            The student itself.
+        """
         super().train(False)
         return self
 
@@ -185,12 +198,23 @@ class Student(Printed, nn.Module):
         self.error = error
 
     def outputs(self, x: Any) -> Tensor:
-        """Return the network's outputs with the classes last, (B, *sites, C)."""
+        """Return the network's outputs with the classes last, (B, *sites, C).
+
+        Args:
+            x (Tensor, tuple or dict): One batch of inputs, on the device of the student.
+        """
         f = self.form.forward_fn(self.network, x)
         return f if self.form.class_dim == -1 else f.movedim(self.form.class_dim, -1)
 
     def heads(self, x: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return outputs, and the logarithms of uncertainties and of scores."""
+        """Return outputs, and the logarithms of uncertainties and of scores.
+
+        Args:
+            x (Tensor, tuple or dict): One batch of inputs, on the device of the student.
+
+        Returns:
+            Tensors (B, *sites, C), (B, *sites, uncertainties) and (B, scores).
+        """
         seen: list[Tensor] = []
         self._seen[get_ident()] = seen
         try:

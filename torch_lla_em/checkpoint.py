@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from torch_lla_em.runtime import Group, Grown, files, first
-
-logger = logging.getLogger("torch_lla_em")
+from torch_lla_em.runtime import Group, Grown, files, first, report
 
 FORMAT = 8
 """Version of the files in a checkpoint folder."""
@@ -153,10 +150,10 @@ class Folder:
             files.write_atomically(state, path)
         except OSError as error:
             self.writes = False
-            logger.warning(
-                "The checkpoint cannot be written any more (%s). The fit continues without it; the last "
-                "state that was written remains valid.",
-                error,
+            report(
+                "log",
+                f"The checkpoint cannot be written any more ({error}). The fit continues without it; the "
+                "last state that was written remains valid.",
             )
 
     def _received(self, state: Any, device: torch.device) -> Any:

@@ -43,9 +43,10 @@ from torch_lla_em.runtime import (
     Group,
     check_choice,
     check_options,
-    collected_warnings,
+    collected,
     files,
     group_of,
+    report,
 )
 from torch_lla_em.session import Session
 
@@ -268,8 +269,8 @@ class LinearisedLaplace(Distils, Fitted):
                 self._restore(before if best is None else best)
                 if best is None or not isinstance(error, Exception):
                     raise
-                with collected_warnings(self.messages):
-                    logger.warning(_ONE_FAILED, g_prior, chosen, type(error).__name__, error)
+                with collected(self.messages):
+                    report("log", _ONE_FAILED % (g_prior, chosen, type(error).__name__, error))
                 return self
             if best is None or self.calibration.kept < best["calibration"].kept:
                 best, chosen = self._snapshot(), g_prior

@@ -16,13 +16,7 @@ from tqdm.auto import tqdm
 from torch_lla_em.checkpoint import Folder
 from torch_lla_em.inference import Info, Progress, record_of, summary_of
 from torch_lla_em.problem import Plan, Problem, prepare
-from torch_lla_em.runtime import (
-    Compute,
-    Group,
-    collected_warnings,
-    release_pinned,
-    tf32,
-)
+from torch_lla_em.runtime import Compute, Group, collected, release_pinned, report, tf32
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -60,7 +54,7 @@ class Session:
         """Collect warnings, show the bar, and set torch's modes for a fit."""
         silent = self._group.rank > 0 or not self._has_bar
         with ExitStack() as stack:
-            stack.enter_context(collected_warnings(self.messages))
+            stack.enter_context(collected(self.messages))
             looks = {"bar_format": _BAR, "mininterval": _SECONDS_BETWEEN_UPDATES, "miniters": 0}
             self._bar = stack.enter_context(
                 tqdm(desc=self.problem.cost.stage, disable=silent, **looks)
@@ -88,8 +82,11 @@ class Session:
         plan = prepare(self.problem, num_samples, compute)
         if not self._bar.disable:
             self.problem.sweep.report = self._draw
-        self.messages.insert(0, str(plan))
-        logger.log(logging.WARNING if plan.tight else logging.INFO, "%s", plan)
+        self.messages.insert(0, str(plan))  # so that it is not stored a second time
+        if plan.tight:
+            report("log", str(plan))
+        else:
+            logger.info("%s", plan)
         return plan
 
     def begin(self) -> Progress | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
 from math import inf
@@ -15,7 +14,7 @@ from torch_lla_em.data.batch import Batch, TargetFn
 from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.reading import Reader, joined
 from torch_lla_em.data.trees import map_tensors
-from torch_lla_em.runtime import Group, free_memory
+from torch_lla_em.runtime import Group, free_memory, report
 
 _EMPTY = "The loader is empty: it yielded no examples."
 _OTHER_COUNT = (
@@ -240,7 +239,7 @@ class Data:
         self.num_rows, self.num_targets = whole.num_rows, whole.num_targets
         self.num_passes += 1
         if differ:
-            warnings.warn(_CHANGED, stacklevel=2)
+            report("warn", _CHANGED)
             self.identity = self.kept = None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
@@ -26,9 +25,7 @@ from torch_lla_em.distil.training import Block, Schedule, blocks_of, train
 from torch_lla_em.distil.widening import chosen_ways, widened
 from torch_lla_em.jacobian import Network, called_last
 from torch_lla_em.prediction import Predictor
-from torch_lla_em.runtime import check_options
-
-logger = logging.getLogger("torch_lla_em")
+from torch_lla_em.runtime import check_options, report
 
 # bounds on the number of inputs that are made by default, one for each given input
 _FEWEST, _MOST = 12_000, 40_000
@@ -128,7 +125,7 @@ class Distils(Predictor):
             nll = None if validation is None else self._nll(found, validation)
         found.note(StudentError(held_out, made_too, nll))
         for words in found.error.warnings:
-            logger.warning("%s", words)
+            report("log", words)
         return found if validation is None else found.calibrate(validation)
 
     def _learnt(self, inputs: list[Any], given: int, progress_bar: bool) -> list[Block]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from math import log, pi, sqrt
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.likelihoods import Regression
 from torch_lla_em.problem import Problem, WhitenedGGN
+from torch_lla_em.runtime import report
 from torch_lla_em.solvers import add_combined, gram, orthonormalise, overlap, symmetric
 
 _MAX_PASSES = 60
@@ -106,10 +106,10 @@ def _quadrature(product: WhitenedGGN, rows: Tensor, is_xi: bool) -> Tensor:
         # directions that are as short as the rounding of a product are dropped
         floor = _ROUNDING * torch.finfo(image.dtype).eps * size
         before, (block, coupling) = block, orthonormalise(image, floor)
-    warnings.warn(
+    report(
+        "warn",
         f"The log evidence has not settled after {_MAX_PASSES} passes. Start from a larger "
         "prior_precision, or use float64.",
-        stacklevel=2,
     )
     return found
 

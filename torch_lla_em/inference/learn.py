@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,9 +18,7 @@ from torch_lla_em.inference.options import FitOptions, allows_span, choose_curva
 from torch_lla_em.inference.span_e_step import NoSpan, SpanEStep
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples, with_noise
 from torch_lla_em.problem import VECTORS, Problem, size_of
-from torch_lla_em.runtime import DoesNotFit, Grown, release, shortage_of
-
-logger = logging.getLogger("torch_lla_em")
+from torch_lla_em.runtime import DoesNotFit, Grown, release, report, shortage_of
 
 # H at the linear mode changes λ, and λ the mode, but only little after the first round
 _LINEAR_ROUNDS = 5
@@ -112,7 +109,7 @@ def learn(
                 found = _fitted(at, noise, options, on_step, start)
             if found is None:
                 instead = "network" if options.curvature is None else "linear"
-                logger.warning(*((_NOT_VARIATIONAL, instead) if start.moves else (_NO_SPAN,)))
+                report("log", _NOT_VARIATIONAL % instead if start.moves else _NO_SPAN)
                 kind = kinds[kinds.index(start.kind) + 1]
                 start = start._replace(kind=kind, state=None, directions=None)
                 release()  # what the failed attempt held

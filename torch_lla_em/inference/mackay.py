@@ -5,8 +5,6 @@ This file contains everything about the steps of λ and σ, and about their conv
 
 from __future__ import annotations
 
-import logging
-import warnings
 from dataclasses import dataclass
 from math import exp, sqrt
 from typing import Any, NamedTuple
@@ -16,14 +14,12 @@ from torch import Tensor
 
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.problem import Problem
-from torch_lla_em.runtime import PRECISION_BOUNDS
+from torch_lla_em.runtime import PRECISION_BOUNDS, report
 
 # smallest N - γ in the update of σ, relative to the number N of targets
 _LEAST_FREEDOM = 0.05
 # a residual below this multiple of the rounding error gives a warning
 _NEAR_ROUNDING = 10
-
-logger = logging.getLogger("torch_lla_em")
 
 
 class Hyperparameters(NamedTuple):
@@ -255,37 +251,38 @@ class MStep:
         (low, high), precision = PRECISION_BOUNDS, last.hyper.precision
         if not last.settled:
             moved = (precision / last.start.precision).log().abs().max().item()
-            logger.warning(
-                "The prior precision has not converged after %d EM steps: the last one changed it by "
-                "a factor of %.2g. Increase em_steps, or pass a prior_precision closer to the result.",
-                *(last.number, exp(moved)),
+            report(
+                "log",
+                f"The prior precision has not converged after {last.number} EM steps: the last one "
+                f"changed it by a factor of {exp(moved):.2g}. Increase em_steps, or pass a "
+                "prior_precision closer to the result.",
             )
         if not ((low < precision) & (precision < high)).all():
-            warnings.warn(
+            report(
+                "warn",
                 f"The prior precision reached a bound of [{low:g}, {high:g}]: the evidence prefers a "
                 "model without these parameters, or without a prior. Check that the network is "
                 "trained, and on these targets.",
-                stacklevel=3,
             )
         if found.hyper.sigma is None:
             return
         residual, rounding, dims, count = self._sums(found)
         if (residual < _NEAR_ROUNDING * rounding).any():
             least = sqrt(torch.finfo(self.problem.dtype).eps)
-            warnings.warn(
+            report(
+                "warn",
                 "The linear model reproduces the targets so closely that their observation noise may "
                 f"be lost to rounding: sigma_noise is held above {least:.0e} of their root mean "
                 "square. Check that the targets are not constant or without noise. If their noise "
                 "really is that small, subtract their mean, or convert the model and its data to "
                 "float64.",
-                stacklevel=3,
             )
         if self.update == "mackay" and (count - dims < _LEAST_FREEDOM * count).any():
-            warnings.warn(
+            report(
+                "warn",
                 "The effective dimension reaches the number of targets, so the data cannot separate "
                 "noise from signal. sigma_noise is limited as if the effective dimension were 95 % of "
                 "the number of targets. Use more data, or fewer `parameters` in the posterior.",
-                stacklevel=3,
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, WhitenedGGN
+from torch_lla_em.runtime import report
 from torch_lla_em.solvers import BlockCG, DivergenceError, Solution
 
 # largest usable error, in posterior standard deviations
@@ -92,11 +92,11 @@ def optimise_samples(
     solution = solver.solve(product, noise.right_hand_side(precision), x)
     refuse_noise(solution.error, precision)
     if not solution.converged:
-        warnings.warn(
+        report(
+            "warn",
             f"The samples have an error of {solution.error:.1e} after {solution.passes} passes, and "
             f"did not reach the tolerance of {solver.tolerance:.1e}. Allow {type(solver).__name__} more "
             "passes, increase `tolerance`, or use float64.",
-            stacklevel=2,
         )
     return PosteriorSamples(
         deviation * solution.x,

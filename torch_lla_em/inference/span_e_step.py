@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +25,8 @@ from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem import Problem, gathered, room
-from torch_lla_em.runtime import PRECISION_BOUNDS
+from torch_lla_em.runtime import PRECISION_BOUNDS, report
 from torch_lla_em.solvers import BlockKrylov, dots
-
-logger = logging.getLogger("torch_lla_em")
 
 _FALL = 3.0
 """Largest factor by which λ may decrease before the span is extended; small spans overestimate it."""
@@ -293,19 +289,19 @@ def _that_fits(
         return None
     if fits >= K:
         return noise
-    logger.warning(
-        'There is memory for %d posterior samples with curvature="variational" instead of %d. The '
-        "fit continues with %d. For more samples free memory, or choose fewer `parameters`.",
-        *(fits, K, fits),
+    report(
+        "log",
+        f'There is memory for {fits} posterior samples with curvature="variational" instead of {K}. The '
+        f"fit continues with {fits}. For more samples free memory, or choose fewer `parameters`.",
     )
     return noise._replace(xi=noise.xi[:fits], eta=noise.eta[:fits])
 
 
 def _warn(found: Expectation, tolerance: float) -> None:
     refuse_noise(found.error, found.hyper.precision)
-    warnings.warn(
+    report(
+        "warn",
         f"The posterior has a numerical error of {found.error:.1e} and did not reach the tolerance of "
         f"{tolerance:.1e}: there was no memory for more directions, or rounding prevents it. Use "
         "fewer samples, increase `tolerance`, or convert the model and its data to float64.",
-        stacklevel=2,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,8 +15,7 @@ from torch_lla_em.data import map_tensors, tensors_in
 from torch_lla_em.jacobian.calls import nodes_of
 from torch_lla_em.jacobian.network import Network, NoJacobianError
 from torch_lla_em.jacobian.parameters import owns_weights
-
-logger = logging.getLogger("torch_lla_em")
+from torch_lla_em.runtime import report
 
 
 def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
@@ -39,12 +37,12 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
         )
     unused = sorted(set(names) - again.reached)
     if unused:
-        logger.warning(
-            "The outputs do not depend on %d of %d parameter tensors in the posterior, for "
-            "example on %r. Exclude them with `parameters`. If the outputs should depend on them, "
-            "the model has cached a tensor computed from them (in an attribute, functools.cache, "
-            "a global): clear that first.",
-            *(len(unused), len(names), unused[0]),
+        report(
+            "log",
+            f"The outputs do not depend on {len(unused)} of {len(names)} parameter tensors in the "
+            f"posterior, for example on {unused[0]!r}. Exclude them with `parameters`. If the outputs "
+            "should depend on them, the model has cached a tensor computed from them (in an "
+            "attribute, functools.cache, a global): clear that first.",
         )
     return first.outputs.movedim(network.class_dim, -1)
 

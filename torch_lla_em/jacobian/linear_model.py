@@ -18,6 +18,7 @@ from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.probe import Report, probe
 from torch_lla_em.jacobian.rows import ByAutodiff, Path, Rows, Weights
+from torch_lla_em.runtime import report
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -100,16 +101,19 @@ class LinearModel:
             # torch's first forward-mode product loads parts of its own that it deprecates
             warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
             with self.network.computing("float32"):
-                report = probe(self.weights, x, needs_path)
-            if report is None:
+                found = probe(self.weights, x, needs_path)
+            if found is None:
                 logger.info("J is zero for these examples; derivatives are checked on later ones.")
                 return None
-            self._path, self.factored, self._examples = report.path, report.factored, x
+            self._path, self.factored, self._examples = found.path, found.factored, x
             if self.network.precision != "float32":
                 self._measure_precision(x)
-        logger.log(logging.WARNING if report.unbatched else logging.INFO, "%s", report)
-        self._report, self._probed = report, where
-        return report
+        if found.unbatched:
+            report("log", str(found))
+        else:
+            logger.info("%s", found)
+        self._report, self._probed = found, where
+        return found
 
     def _measure_precision(self, x: Any) -> None:
         """Log the relative difference of the products from those in float32."""
@@ -120,12 +124,13 @@ class LinearModel:
         with self.network.computing("float32"):
             exact = self.by_autodiff(x).push(w)
         self.precision_error = ((low - exact).norm() / exact.norm().clamp_min(1e-300)).item()
-        logger.log(
-            logging.WARNING if self.precision_error > _PRECISION_ERROR else logging.INFO,
-            "In %s, the relative error of J w is %.1e.",
-            self.network.precision,
-            self.precision_error,
+        words = (
+            f"In {self.network.precision}, the relative error of J w is {self.precision_error:.1e}."
         )
+        if self.precision_error > _PRECISION_ERROR:
+            report("log", words)
+        else:
+            logger.info("%s", words)
 
     def at(self, x: Any, columns: float = 1, keep: bool = False) -> Rows:
         """Return the linear model at one batch's inputs, for use inside ``network.guarded()``.
@@ -177,5 +182,5 @@ class LinearModel:
     def leave_factors(self) -> None:
         """Use no factors any more after an out-of-memory error: torch.func needs less memory."""
         if self.factored is not None:
-            logger.warning("Out of memory: continuing without stored Jacobian factors.")
+            report("log", "Out of memory: continuing without stored Jacobian factors.")
             self.factored = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import NamedTuple
 
 import torch
@@ -10,9 +9,7 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods.base import Likelihood
 from torch_lla_em.likelihoods.wrappers import Weighted
-from torch_lla_em.runtime import normals, suppressed
-
-logger = logging.getLogger("torch_lla_em")
+from torch_lla_em.runtime import normals, report, suppressed
 
 # the largest numbers of examples, and of their outputs, that are checked
 _EXAMPLES, _NUMBERS = 64, 1 << 16
@@ -66,10 +63,10 @@ def compare_with_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
             derivatives.check(likelihood)
             return
     reason = f"{type(failures[0]).__name__}: {failures[0]}".split("\n")[0]
-    logger.warning(
-        "The derivatives of %s could not be compared with its log_prob (%s): check them yourself.",
-        type(likelihood).__name__,
-        reason,
+    report(
+        "log",
+        f"The derivatives of {type(likelihood).__name__} could not be compared with its log_prob "
+        f"({reason}): check them yourself.",
     )
 
 
@@ -121,7 +118,7 @@ class _Derivatives(NamedTuple):
                 f"{message}. Correct it; if it is that expectation, define sample(f, generator) "
                 "for the check."
             )
-        logger.warning("%s: the posterior is that of the H given.", message)
+        report("log", f"{message}: the posterior is that of the H given.")
 
     def _is_fisher(self, likelihood: Likelihood) -> bool:
         """Whether ⟨u, H u⟩ is the expectation over y of the Hessian, estimated by draws of y."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from torch_lla_em.data import default_forward, default_targets, is_sequence, tensors_in
 from torch_lla_em.likelihoods.base import Labels, sum_rows
+from torch_lla_em.runtime import report
 
 # On a CPU, softmax over fewer classes than this is faster along the first axis than the last.
 _FEW = 16
@@ -100,10 +100,10 @@ class Classification(Labels):
         beyond = self.mask(y) & ((y < 0) | (y >= f.shape[-1]))
         is_logit, is_beyond = torch.stack([is_logit, beyond.any()]).tolist()  # one GPU sync
         if not is_logit and f.numel():
-            warnings.warn(
+            report(
+                "warn",
                 "The outputs look like probabilities: they lie between 0 and 1 and sum to 1. "
                 "Classification takes logits: remove the softmax from the network.",
-                stacklevel=2,
             )
         if is_beyond:
             kept = y[self.mask(y)]

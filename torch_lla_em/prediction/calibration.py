@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction.conformal import Reference
 from torch_lla_em.prediction.pushed import Pushed, Tables
-from torch_lla_em.runtime import Group
+from torch_lla_em.runtime import Group, report
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -117,7 +117,7 @@ def calibrated(data: Pushed, group: Group, before: Tables) -> Kept:
     applied, reference = gain > optimism, _split(numbers, data, group)
     calibration = Calibration(int(count), nll, nll - gain + optimism, error, applied)
     if not applied:
-        logger.warning("Validation NLL %s; predictions are kept as they were.", calibration)
+        report("log", f"Validation NLL {calibration}; predictions are kept as they were.")
         return Kept(before, 1.0, calibration, reference)
     logger.info("Validation NLL %s; calibration applied.", calibration)
     return Kept(table, noise.item(), calibration, reference)

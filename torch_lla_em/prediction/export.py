@@ -8,7 +8,6 @@ program is made.
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Callable
 from copy import copy
@@ -29,8 +28,7 @@ from torch.utils import _pytree as pytree
 from torch_lla_em.data import map_tensors, tensors_in
 from torch_lla_em.jacobian import LinearModel, Network
 from torch_lla_em.prediction.prediction import Prediction
-
-logger = logging.getLogger("torch_lla_em")
+from torch_lla_em.runtime import report
 
 aten = torch.ops.aten
 
@@ -90,7 +88,7 @@ def exported(
         except Exception as error:  # torch's are of many kinds
             reason = str(error).partition("\n")[0]
     else:
-        logger.warning("The exported program accepts only the batch size of x: %s", reason)
+        report("log", f"The exported program accepts only the batch size of x: {reason}")
         with torch.no_grad(), model.network.guarded():
             program = torch.export.export(simplified(record(answer, x)), (x,))
     others = {kind: map_tensors(change, x) for kind, change in _CHANGES.items()}

@@ -19,6 +19,7 @@ from torch_lla_em.prediction.export import Ways, exported, returned
 from torch_lla_em.prediction.functions import WEIGHT, slots
 from torch_lla_em.prediction.posterior import StoredPosterior
 from torch_lla_em.prediction.predictor import Predictor
+from torch_lla_em.runtime import report
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -144,6 +145,6 @@ class Fitted(summary.Printed, Predictor, StoredPosterior):
         y = batch.targets if batch.targets.is_floating_point() else batch.targets.long()
         prediction = self._predicted(self._at(batch.inputs), judged=False)
         for words in metrics.warnings_of(self, prediction, y):
-            logger.warning("%s", words)
+            report("log", words)
 
     _table = summary.of_fit

@@ -20,7 +20,7 @@ from torch_lla_em.prediction.conformal import TrainingExamples, output_variance
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE
 from torch_lla_em.prediction.pushed import Products, Pushed, posterior_alone
 from torch_lla_em.problem import place_of_vectors
-from torch_lla_em.runtime import Compute, files, free_memory
+from torch_lla_em.runtime import Compute, files, free_memory, report
 
 Loaded = TypeVar("Loaded", bound="StoredPosterior")
 
@@ -181,7 +181,7 @@ class StoredPosterior(nn.Module):
             try:
                 own = self.state_dict()
             except stored.NotFittedError as error:
-                warnings.warn(f"The state_dict has no posterior. {error}", stacklevel=2)
+                report("warn", f"The state_dict has no posterior. {error}")
                 own = {}
             destination.update({f"{prefix}{name}": tensor for name, tensor in own.items()})
         return destination

@@ -28,7 +28,7 @@ from torch_lla_em.prediction.pushed import (
     together,
 )
 from torch_lla_em.prediction.validation import pushed_under_each
-from torch_lla_em.runtime import check_choice, collected_warnings, group_of
+from torch_lla_em.runtime import check_choice, collected, group_of
 
 Mean = Literal["network", "linear"]
 Link = Literal["mc", "probit"]
@@ -226,7 +226,7 @@ class Predictor:
             >>> improvement = str(la.calibrate(x, y).calibration)
         """
         loader, group = paired(loader, targets), group_of(self._shard)
-        with collected_warnings(self.messages), torch.inference_mode(False), torch.no_grad():
+        with collected(self.messages), torch.inference_mode(False), torch.no_grad():
             each = map(joined, pushed_under_each(self._posteriors, loader, group))
             found = calibrated(together(list(each)), group, self._components[0])
         self.calibration = found.calibration

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from math import inf
 from typing import NamedTuple
@@ -22,10 +21,9 @@ from torch_lla_em.runtime import (
     pinned_bytes,
     place_of,
     release,
+    report,
     shortage_of,
 )
-
-logger = logging.getLogger("torch_lla_em")
 
 VECTORS = 20
 """Vectors of length P per sample at the peak of a fit, without a Krylov basis."""
@@ -114,12 +112,12 @@ def _warn_of_influence(problem: Problem) -> None:
         for name, layer in module.named_modules()
         if isinstance(layer, _BatchNorm) and layer.running_mean is None
     ]
-    logger.warning(
-        "The network's outputs for an example change by %.0f %% with the other examples in its "
-        "batch%s. The posterior and all predictions then depend on the batches. Let layers use "
-        "running statistics, or always predict with batches like those of the fit.",
-        100 * pieces.influence,
-        f" (by {', '.join(layers)})" if layers else "",
+    named = f" (by {', '.join(layers)})" if layers else ""
+    report(
+        "log",
+        f"The network's outputs for an example change by {100 * pieces.influence:.0f} % with the other "
+        f"examples in its batch{named}. The posterior and all predictions then depend on the batches. "
+        "Let layers use running statistics, or always predict with batches like those of the fit.",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
@@ -15,9 +14,7 @@ from torch_lla_em.data import Batch, Data, tensors_in
 from torch_lla_em.jacobian import LinearModel, Rows, Snapshot, explained, layer_of
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.pieces import KeptRows, Pieces
-from torch_lla_em.runtime import DoesNotFit, is_shortage, release, shortage_of
-
-logger = logging.getLogger("torch_lla_em")
+from torch_lla_em.runtime import DoesNotFit, is_shortage, release, report, shortage_of
 
 BLOCK, VECTOR, SCALAR = "block", "vector", "scalar"
 """Kinds of sums: a vector per column, (K, P); one vector, (P,); or a number in float64."""
@@ -244,13 +241,13 @@ class Sweep:
             self.kept.forget()
             model.leave_factors()
         elif columns > 1:
-            logger.warning("Out of memory: continuing with %d columns at a time.", columns // 2)
+            report("log", f"Out of memory: continuing with {columns // 2} columns at a time.")
             model.columns = columns // 2
         else:
             size = (len(piece.rows) + 1) // 2
             if len(self.pieces(piece, size)) == 1:
                 raise DoesNotFit(no_room(piece, model.layout.size, shortage))
-            logger.warning("Out of memory: continuing with at most %d examples at a time.", size)
+            report("log", f"Out of memory: continuing with at most {size} examples at a time.")
             self.rows = size
 
     def _zeros(self, w: Tensor, task: Pass) -> Sums:
@@ -273,7 +270,7 @@ class Sweep:
                 raise
             self._pins = False
             what = str(error).split("\n")[0]
-            logger.warning("Out of pinned memory; using pageable memory instead (%s).", what)
+            report("log", f"Out of pinned memory; using pageable memory instead ({what}).")
         return torch.empty(shape, dtype=like.dtype, device=self.device)
 
     def expect_finite(self, tensor: Tensor, fault: Exception | None = None) -> None:

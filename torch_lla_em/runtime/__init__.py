@@ -1,4 +1,4 @@
-"""Memory, precision, files, ranks of a process group, and random numbers by key."""
+"""Memory, precision, warnings, files, ranks of a process group, and random numbers by key."""
 
 from torch_lla_em.runtime.files import Grown, new_key, write_atomically
 from torch_lla_em.runtime.group import Group, current_group, first, group_of
@@ -14,7 +14,8 @@ from torch_lla_em.runtime.memory import (
     shortage_of,
     suppressed,
 )
-from torch_lla_em.runtime.modes import collected_warnings, tf32
+from torch_lla_em.runtime.messages import collected, report
+from torch_lla_em.runtime.modes import tf32
 from torch_lla_em.runtime.noise import mixed, normal, normals
 from torch_lla_em.runtime.options import PRECISION_BOUNDS, Compute, check_choice, check_options
 
@@ -26,7 +27,7 @@ __all__ = [
     "Grown",
     "check_choice",
     "check_options",
-    "collected_warnings",
+    "collected",
     "current_group",
     "first",
     "free_memory",
@@ -41,6 +42,7 @@ __all__ = [
     "place_of",
     "release",
     "release_pinned",
+    "report",
     "shortage_of",
     "suppressed",
     "tf32",

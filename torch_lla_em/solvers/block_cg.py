@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from torch_lla_em.runtime import report
 from torch_lla_em.solvers.solution import (
     DivergenceError,
     Operator,
@@ -24,8 +24,6 @@ _STAGNATES = (
     "changes from call to call. Increase `tolerance`, or convert the model and its data to "
     "float64."
 )
-
-logger = logging.getLogger("torch_lla_em")
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class BlockCG:
             if solution.converged or passes >= self.max_passes:
                 return solution
             if error > 0.5 * last:
-                logger.warning(_STAGNATES, error, x.dtype)
+                report("log", _STAGNATES % (error, x.dtype))
                 return solution
             last = error
             x, used = self._descend(product, b, solution, residual)

@@ -1,0 +1,57 @@
+"""The one channel of warnings, which stores each of them before it is shown."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal
+
+logger = logging.getLogger("torch_lla_em")
+
+_LISTS: ContextVar[tuple[list[str], ...]] = ContextVar("lists of messages", default=())
+
+# modules between a user's code and this function
+_BETWEEN = {"contextlib", "torch", "torch_lla_em"}
+
+
+def report(kind: Literal["log", "warn"], text: str) -> None:
+    """Add a warning to the lists that collect them in this thread, then show it.
+
+    It is stored first, whatever the settings of ``logging`` and ``warnings``.
+
+    Args:
+        kind (str): "log" for what happens while a program runs, such as a lack of memory. "warn"
+            for what the user's code should change; it is attributed to the line of this code.
+        text (str): One or more sentences.
+    """
+    for messages in _LISTS.get():
+        if text not in messages:
+            messages.append(text)
+    if kind == "log":
+        logger.warning("%s", text)
+    else:
+        warnings.warn(text, stacklevel=_level_of_user())
+
+
+@contextmanager
+def collected(messages: list[str]) -> Iterator[None]:
+    """Append to ``messages`` what ``report`` is given in this thread, each text once."""
+    token = _LISTS.set((*_LISTS.get(), messages))
+    try:
+        yield
+    finally:
+        _LISTS.reset(token)
+
+
+def _level_of_user() -> int:
+    """Return the number of frames from the caller of this function to the user's code."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN:
+            break
+        frame, level = frame.f_back, level + 1
+    return level

@@ -351,8 +351,12 @@ def description(figure: Any) -> str:
     """Return the alternative text of a figure, from the titles and labels of its axes."""
     if figure.get_suptitle():
         return figure.get_suptitle()
-    plots = [axes for axes in figure.axes if axes.get_xlabel() and axes.get_ylabel()]
-    texts = (axes.get_title() or f"{axes.get_ylabel()} by {axes.get_xlabel()}" for axes in plots)
+    texts = []
+    for axes in figure.axes:
+        if axes.get_title():
+            texts.append(axes.get_title())
+        elif axes.get_xlabel() and axes.get_ylabel():  # not those of a colour bar
+            texts.append(f"{axes.get_ylabel()} by {axes.get_xlabel()}")
     return "; ".join(texts)
 
 

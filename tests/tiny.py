@@ -110,7 +110,7 @@ def tiny(name: str) -> Tiny:
     return Tiny(model, x, y, name)
 
 
-OF_FIT = "em_steps prior_precision checkpoint validation update shard weights".split()
+OF_FIT = "em_steps prior_precision checkpoint validation update shard weights budget".split()
 
 
 def fitted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from os import PathLike
@@ -190,6 +191,7 @@ class LinearisedLaplace(Distils, Fitted):
         override: bool = True,
         shard: Literal["auto", "data"] | None = "data",
         weights: Any = None,
+        budget: float | None = None,
     ) -> LinearisedLaplace:
         """Learn λ (and σ) by EM, then find the mode and the posterior samples.
 
@@ -210,6 +212,10 @@ class LinearisedLaplace(Distils, Fitted):
                 and targets are tensors; "last" if batches are (inputs, targets, weights); or a
                 function of the targets, such as ``lambda y: class_weights[y]``. Predictions and
                 ``calibrate`` use no weights. Default None: every example counts once.
+            budget (float, optional): Seconds after which the fit ends with the posterior that it has
+                reached, at the end of an EM step. A warning has its numerical error, whether λ has
+                converged, and how much longer the fit would take. With ``checkpoint``, the same call
+                continues. At least one EM step is taken. Default None: no limit.
 
         Returns:
             The posterior itself.
@@ -229,7 +235,7 @@ class LinearisedLaplace(Distils, Fitted):
         check_choice("shard", shard, ("auto", "data", None))
         check_choice("update", update, ("mackay", "em"))
         check_options(em_steps=em_steps, prior_precision=prior_precision)
-        check_options(progress_bar=progress_bar, checkpoint=checkpoint)
+        check_options(progress_bar=progress_bar, checkpoint=checkpoint, budget=budget)
         if override is not True:
             raise TypeError(
                 "fit(override=False) is no longer supported, because it had to read all data again. "
@@ -254,14 +260,17 @@ class LinearisedLaplace(Distils, Fitted):
         may_vary = not self.likelihood.is_quadratic and options.allows_variational
         choices = choose_scalings(self.g_prior, may_vary, validation is not None)
         before, best, chosen = self._snapshot(), None, None
-        for g_prior in choices:
+        began = time.monotonic()
+        for number, g_prior in enumerate(choices):
             self._restore(before)
             folder = checkpoint
             if checkpoint is not None and len(choices) > 1:
                 folder = Path(checkpoint) / f"g_prior={g_prior}"
-            run = replace(options, g_prior=g_prior)
+            run, left = replace(options, g_prior=g_prior), None
+            if budget is not None:  # an equal part of what is left for each fit
+                left = max(budget + began - time.monotonic(), 1e-3) / (len(choices) - number)
             try:
-                self._fit(data, run, folder, progress_bar)
+                self._fit(data, run, folder, progress_bar, left)
                 if validation is not None:
                     self.calibrate(validation)
                     logger.info("g_prior=%r: validation NLL %.4g.", g_prior, self.calibration.kept)
@@ -283,12 +292,13 @@ class LinearisedLaplace(Distils, Fitted):
         options: FitOptions,
         checkpoint: str | PathLike[str] | None,
         progress_bar: bool,
+        budget: float | None,
     ) -> None:
         """Fit with one scaling of the prior."""
         group = group_of(self._shard).joined()
         problem = self._problem(loader, group)
         header = self._header(options)
-        session = Session(problem, header, checkpoint, progress_bar)
+        session = Session(problem, header, checkpoint, progress_bar, budget)
         with session.running() as run:
             state = run.finished()
             if state is None:
@@ -299,7 +309,8 @@ class LinearisedLaplace(Distils, Fitted):
                 if not isinstance(loader, Weighed):
                     self._warn_of_collapse(problem.data)
                 self.messages = run.messages
-                run.keep(self.state_dict())
+                if posterior.complete:  # otherwise the checkpoint continues from the last state
+                    run.keep(self.state_dict())
             else:
                 self.load_state_dict(state)
 

@@ -16,7 +16,15 @@ from tqdm.auto import tqdm
 from torch_lla_em.checkpoint import Folder
 from torch_lla_em.inference import Info, Progress, record_of, summary_of
 from torch_lla_em.problem import Plan, Problem, prepare
-from torch_lla_em.runtime import Compute, Group, collected, release_pinned, report, tf32
+from torch_lla_em.runtime import (
+    Budget,
+    Compute,
+    Group,
+    collected,
+    release_pinned,
+    report,
+    tf32,
+)
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -33,17 +41,18 @@ class Session:
         header: dict[str, Any],
         checkpoint: str | PathLike[str] | None = None,
         progress_bar: bool = False,
+        budget: float | None = None,
     ):
         self.problem, self._has_bar = problem, progress_bar
         self._group, self._device = problem.data.group, problem.device
-        self._began = time.monotonic()
+        self._began, self.budget = time.monotonic(), Budget(budget, self._group)
         self.history: list[dict[str, Any]] = []
         """Records of the EM steps so far."""
 
         self.messages: list[str] = []
         """The memory plan, and the warnings of the fit."""
 
-        settings = {"checkpoint": checkpoint is not None, **header}
+        settings = {"checkpoint": checkpoint is not None, "budget": budget is not None, **header}
         compare_ranks(self._group, self._device, settings)
         self._folder: Folder | None = None
         if checkpoint is not None:
@@ -106,11 +115,23 @@ class Session:
         progress: Progress = saved["progress"]
         return progress
 
-    def on_step(self, info: Info | None, progress: Progress) -> None:
-        """Record an EM step, if there is one, and save the state."""
+    def on_step(self, info: Info | None, progress: Progress) -> bool:
+        """Record an EM step, if there is one, save the state, and return whether the budget ends."""
+        self._record(info)
+        self._save(progress)
+        ends = self.budget.ends()
+        if ends and not self.history and progress.state is not None:
+            self._record(progress.state.info)  # a step that does not count yet is the last one
+        return ends
+
+    def _record(self, info: Info | None) -> None:
+        """Append an EM step to the history, if there is one."""
         if info is not None:
             number, data = len(self.history) + 1, self.problem.data
             self.history.append(record_of(info, number, data.num_passes, self._seconds()))
+
+    def _save(self, progress: Progress) -> None:
+        """Save the state in the checkpoint folder, if there is one."""
         if self._folder is None:
             return
         self.problem.sweep.refuse_changes()

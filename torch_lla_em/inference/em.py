@@ -36,6 +36,9 @@ class Posterior(NamedTuple):
     examples: Tensor | None = None
     """J w_k at some of the training examples, (n, K, ..., C), if they are known."""
 
+    complete: bool = True
+    """Whether the fit ended by itself, and not because its budget was spent."""
+
 
 class Info(NamedTuple):
     """The record of one EM step."""
@@ -148,6 +151,15 @@ class EStep(Protocol):
         """Return the posterior at the final λ and σ."""
         ...
 
+    def cut_short(self, state: State) -> Posterior:
+        """Return the posterior of a state without further passes over the data."""
+        ...
+
+
+def is_done(e_step: EStep, state: State, max_steps: int) -> bool:
+    """Return whether λ and σ have converged, or all steps are taken, and the E-step is exact."""
+    return state.is_kept(max_steps) and (state.ended or e_step.is_exact(state))
+
 
 def em(e_step: EStep, m_step: MStep, start: State, max_steps: int = 20) -> Iterator[State]:
     """Yield the state after each step, until λ and σ have converged and the E-step is exact.
@@ -155,7 +167,7 @@ def em(e_step: EStep, m_step: MStep, start: State, max_steps: int = 20) -> Itera
     ``start`` may be the last state of an earlier run, whose steps count too.
     """
     state = start
-    while not (state.is_kept(max_steps) and (state.ended or e_step.is_exact(state))):
+    while not is_done(e_step, state, max_steps):
         found, step, own, ended = e_step.advance(state, m_step, state.is_kept(max_steps))
         info = Info(found, m_step.problem.cost.columns)
         fresh = step.number > (0 if state.step is None else state.step.number)

@@ -43,6 +43,9 @@ class Solved(NamedTuple):
     samples: Tensor | None = None
     """w_k, shape (K, P)."""
 
+    certificate: Tensor | None = None
+    """Error bounds of the samples, (K,)."""
+
 
 class IterativeEStep:
     """The mode and the samples for a sequence of λ; each solve starts from the previous solution."""
@@ -82,7 +85,8 @@ class IterativeEStep:
             samples.error,
             *noise_sums(problem, state.hyper, mode, samples),
         )
-        return Found(found, m_step(found, state.step), Solved(mode.w, samples.w))
+        own = Solved(mode.w, samples.w, samples.certificate)
+        return Found(found, m_step(found, state.step), own)
 
     def is_exact(self, state: State) -> bool:
         """Return True: ``posterior`` solves for the last λ."""
@@ -102,6 +106,19 @@ class IterativeEStep:
             Estimate.of(samples.effective_dims),
             samples.certificate,
             Estimate.of(log_evidences(mode.loss, hyper.precision, norm, dets)),
+        )
+
+    def cut_short(self, state: State) -> Posterior:
+        """Return the posterior of a state without further passes; its log evidence is NaN."""
+        found, own = state.info.found, state.own
+        return Posterior(
+            found.hyper,
+            own.mode,
+            own.samples,
+            self.noise.prior.scale,
+            found.effective_dim,
+            own.certificate,
+            found.log_evidence,
         )
 
     def _solve(

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torch_lla_em.inference.em import EStep, Info, Posterior, State, em
+from torch_lla_em.inference.em import EStep, Info, Posterior, State, em, is_done
 from torch_lla_em.inference.evidence import sigma_of
+from torch_lla_em.inference.forecast import Forecast
 from torch_lla_em.inference.iterative_e_step import IterativeEStep
 from torch_lla_em.inference.mackay import MStep
 from torch_lla_em.inference.options import FitOptions, allows_span, choose_curvature
@@ -76,8 +77,11 @@ class Progress(NamedTuple):
         return self.kind == _MOVING
 
 
-Observe = Callable[[Info | None, Progress], None]
-"""Called with the record of an EM step (None if λ did not change) and the state of the fit."""
+Observe = Callable[[Info | None, Progress], bool]
+"""Called with the record of an EM step (None if λ did not change) and the state of the fit.
+
+It returns whether the time of the fit is over.
+"""
 
 
 def learn(
@@ -85,7 +89,7 @@ def learn(
 ) -> Posterior:
     """Run EM until it converges, then the last E-step; ``on_step`` is called after every step.
 
-    ``start`` is the last state that ``on_step`` got in an earlier run.
+    If ``on_step`` returns True, the posterior of the last step is returned. ``start`` is the last state that ``on_step`` got in an earlier run.
     """
     K, seed, layerwise = options.num_samples, options.seed, options.layerwise
     with _memory_explained(problem, K):
@@ -115,7 +119,7 @@ def learn(
                 release()  # what the failed attempt held
                 continue
             log_precision = found.hyper.precision.log()
-            if _is_last(problem, options, start, log_precision):
+            if not found.complete or _is_last(problem, options, start, log_precision):
                 return found
             noise = noise.drawn_again(problem.with_curvature_at(found.w_lin))
             options = replace(options, prior_precision=found.hyper.precision)
@@ -158,11 +162,16 @@ def _fitted(
         e_step = SpanEStep(problem, noise, options, start.moves, start.directions)
     m_step = MStep(problem, noise.prior, options.update)
     state, told = start.state or e_step.start(), start._replace(directions=None)
-    problem.cost.stage = "E-step"
+    problem.cost.stage, pace = "E-step", Forecast(options.tolerance)
     for reached in em(e_step, m_step, state, options.em_steps):
         state = reached
         now = told._replace(state=state, directions=e_step.state())
-        on_step(state.info if state.fresh else None, now)
+        pace.note(state)
+        if on_step(state.info if state.fresh else None, now) and not (
+            is_done(e_step, state, options.em_steps) and pace.is_exact
+        ):
+            report("log", str(pace))
+            return e_step.cut_short(state)._replace(complete=False)
     return e_step.posterior(state)
 
 

@@ -181,9 +181,17 @@ class SpanEStep:
 
     def posterior(self, state: State) -> Posterior:
         """Return the posterior at the final λ and σ."""
-        q, found, over = state.own.q, state.info.found, self.over
+        found = state.info.found
         if found.error > self._options.tolerance:
             _warn(found, self._options.tolerance)
+        known = self.cut_short(state)
+        if self._moves:
+            return known
+        return known._replace(log_evidence=Estimate.of(self.over.with_evidence(state.own.q).bounds))
+
+    def cut_short(self, state: State) -> Posterior:
+        """Return the posterior of a state without further passes over the data."""
+        q, found, over = state.own.q, state.info.found, self.over
         columns = self.span.weights(torch.cat([q.mean[None], q.samples]))
         known = Posterior(
             found.hyper,
@@ -198,7 +206,7 @@ class SpanEStep:
             of_all = _average(self.problem.likelihood.plain, over, q), _at_examples(over, q.samples)
             mixture, examples = (part.to(columns.device) for part in of_all)
             return known._replace(mixture=mixture, examples=examples)
-        return known._replace(log_evidence=Estimate.of(over.with_evidence(q).bounds))
+        return known
 
 
 def _average(likelihood: Likelihood, over: OverSpan, q: Q) -> Tensor:

@@ -1,5 +1,6 @@
-"""Memory, precision, warnings, files, ranks of a process group, and random numbers by key."""
+"""Memory, time, precision, warnings, files, ranks of a process group, and random numbers by key."""
 
+from torch_lla_em.runtime.budget import Budget
 from torch_lla_em.runtime.files import Grown, new_key, write_atomically
 from torch_lla_em.runtime.group import Group, current_group, first, group_of
 from torch_lla_em.runtime.memory import (
@@ -21,6 +22,7 @@ from torch_lla_em.runtime.options import PRECISION_BOUNDS, Compute, check_choice
 
 __all__ = [
     "PRECISION_BOUNDS",
+    "Budget",
     "Compute",
     "DoesNotFit",
     "Group",

@@ -178,6 +178,7 @@ _RULES = {
         lambda value: _within(value, *PRECISION_BOUNDS),
     ),
     "progress_bar": _FLAG,
+    "budget": _optional("a number of seconds above 0", _is_number, lambda value: value > 0),
     "checkpoint": _optional(
         "the name of a folder", lambda value: isinstance(value, (str, PathLike))
     ),

@@ -1,0 +1,90 @@
+"""A fit with a budget of seconds ends in time with a posterior, and its checkpoint continues."""
+
+import time
+
+import pytest
+import torch
+from tiny import fitted
+from torch import nn
+
+from torch_lla_em import BlockCG, LinearisedLaplace
+from torch_lla_em.inference.em import Info, State
+from torch_lla_em.inference.forecast import Forecast
+from torch_lla_em.inference.mackay import Expectation, Hyperparameters, Step
+from torch_lla_em.runtime import Budget, Group
+
+KINDS = {
+    "variational": ("classification", {}),
+    "fixed": ("classification", {"curvature": "network"}),
+    "noise": ("regression", {}),
+    "solves": ("classification", {"solver": BlockCG()}),
+    "linear": ("classification", {"curvature": "linear"}),
+}
+SPENT = "The budget of the fit is spent after 1 step"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_fit_that_is_cut_short_continues_to_the_same_posterior(name, monkeypatch, tmp_path):
+    likelihood, options = KINDS[name]
+    case, whole = fitted(likelihood, **options)
+    ends = iter([True, True])  # of the probes, after which a step is taken, and of that step
+    with monkeypatch.context() as patched:
+        patched.setattr(Budget, "ends", lambda _: next(ends))
+        _, la = fitted(likelihood, budget=9.0, checkpoint=tmp_path, **options)
+    assert len(la.history) == 1 < len(whole.history)
+    assert SPENT in la.messages[-1] and SPENT in " ".join(str(la).split())
+    variance = la.predict(case.x).variance
+    assert variance.isfinite().all() and (variance > 0).all()
+    _, la = fitted(likelihood, budget=1e6, checkpoint=tmp_path, **options)
+    assert torch.equal(la.w_samples, whole.w_samples) and torch.equal(la.w_lin, whole.w_lin)
+    assert len(la.history) == len(whole.history)
+
+
+def test_a_fit_ends_in_time():
+    torch.manual_seed(0)
+    x = torch.randn(1000, 20)
+    y = (x[:, 0] + torch.randn(1000)).gt(0).long()
+    model = nn.Sequential(nn.Linear(20, 200), nn.Tanh(), nn.Linear(200, 200), nn.Tanh())
+    model.append(nn.Linear(200, 2))
+    la, began = LinearisedLaplace(model, "classification"), time.monotonic()
+    la.fit(x, y, progress_bar=False, budget=0.4)
+    steps = [0.0, *(record["seconds"] for record in la.history)]
+    longest = max(b - a for a, b in zip(steps, steps[1:]))
+    assert time.monotonic() - began < 0.4 + longest + 0.5
+    assert "budget" in la.messages[-1]
+
+
+def test_all_ranks_end_where_the_slowest_one_does(monkeypatch):
+    class Slower(Group):
+        def meet(self, value, merge):
+            return merge([value, value - 5])
+
+    now = iter([0.0, 0.0, 2.0, 2.0, 3.0, 3.0])
+    monkeypatch.setattr("torch_lla_em.runtime.budget.time.monotonic", lambda: next(now))
+    alone, slower = Budget(8.0), Budget(8.0, Slower())
+    assert not alone.ends() and slower.ends()
+
+
+def state(error, number):
+    found = Expectation(*[None] * 5, error / 2, error)
+    hyper = Hyperparameters(torch.tensor(2.0))
+    before = Hyperparameters(torch.tensor(1.0))
+    return State(hyper, Step(number, before, None, hyper, 1.0, number > 2), Info(found, 0.0))
+
+
+def test_the_forecast_follows_the_error(monkeypatch):
+    now = iter([0.0, 10.0, 20.0])
+    monkeypatch.setattr("torch_lla_em.inference.forecast.time.monotonic", lambda: next(now))
+    forecast = Forecast(0.01)
+    for number, error in enumerate((4.0, 2.0), 1):
+        forecast.note(state(error, number))
+    words = str(forecast)
+    assert "at least 76 s more" in words and "a factor of 2" in words  # log₂(2 / .01) steps
+    assert "Do not use the variances" in words
+    forecast.note(state(0.001, 3))
+    assert forecast.is_exact and "has converged. With a" in str(forecast)
+
+
+def test_a_budget_is_a_number_of_seconds():
+    with pytest.raises(ValueError, match="budget must be None, or a number of seconds above 0"):
+        fitted(budget=0)

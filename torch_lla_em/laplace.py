@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from os import PathLike
@@ -40,6 +39,7 @@ from torch_lla_em.prediction import Fitted
 from torch_lla_em.problem import Plan, Problem
 from torch_lla_em.report import write_report
 from torch_lla_em.runtime import (
+    Budget,
     Compute,
     Group,
     check_choice,
@@ -213,9 +213,7 @@ class LinearisedLaplace(Distils, Fitted):
                 function of the targets, such as ``lambda y: class_weights[y]``. Predictions and
                 ``calibrate`` use no weights. Default None: every example counts once.
             budget (float, optional): Seconds after which the fit ends with the posterior that it has
-                reached, at the end of an EM step. A warning has its numerical error, whether λ has
-                converged, and how much longer the fit would take. With ``checkpoint``, the same call
-                continues. At least one EM step is taken. Default None: no limit.
+                reached, with a warning that has its error. With ``checkpoint``, the same call goes on.
 
         Returns:
             The posterior itself.
@@ -248,7 +246,6 @@ class LinearisedLaplace(Distils, Fitted):
         options = FitOptions(
             num_samples=self.num_samples,
             seed=self.seed,
-            g_prior=True,
             layerwise=self.prior == "layerwise",
             solver=self.solver,
             tolerance=self.tolerance,
@@ -259,18 +256,15 @@ class LinearisedLaplace(Distils, Fitted):
         )
         may_vary = not self.likelihood.is_quadratic and options.allows_variational
         choices = choose_scalings(self.g_prior, may_vary, validation is not None)
-        before, best, chosen = self._snapshot(), None, None
-        began = time.monotonic()
+        before, best, chosen, clock = self._snapshot(), None, None, Budget(budget)
         for number, g_prior in enumerate(choices):
             self._restore(before)
             folder = checkpoint
             if checkpoint is not None and len(choices) > 1:
                 folder = Path(checkpoint) / f"g_prior={g_prior}"
-            run, left = replace(options, g_prior=g_prior), None
-            if budget is not None:  # an equal part of what is left for each fit
-                left = max(budget + began - time.monotonic(), 1e-3) / (len(choices) - number)
+            run = replace(options, g_prior=g_prior)
             try:
-                self._fit(data, run, folder, progress_bar, left)
+                self._fit(data, run, folder, progress_bar, clock.share(len(choices) - number))
                 if validation is not None:
                     self.calibrate(validation)
                     logger.info("g_prior=%r: validation NLL %.4g.", g_prior, self.calibration.kept)
@@ -297,8 +291,7 @@ class LinearisedLaplace(Distils, Fitted):
         """Fit with one scaling of the prior."""
         group = group_of(self._shard).joined()
         problem = self._problem(loader, group)
-        header = self._header(options)
-        session = Session(problem, header, checkpoint, progress_bar, budget)
+        session = Session(problem, self._header(options), checkpoint, progress_bar, budget)
         with session.running() as run:
             state = run.finished()
             if state is None:

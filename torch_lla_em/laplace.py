@@ -299,8 +299,7 @@ class LinearisedLaplace(Distils, Fitted):
                 posterior = learn(problem, options, run.on_step, run.begin())
                 run.end()
                 self._store(posterior, run.history, problem.data.num_labelled)
-                if not isinstance(loader, Weighed):
-                    self._warn_of_collapse(problem.data)
+                self._warn_of_collapse(problem)
                 self.messages = run.messages
                 if posterior.complete:  # otherwise the checkpoint continues from the last state
                     run.keep(self.state_dict())

@@ -1,12 +1,126 @@
-"""The observation noise is learnt whatever the scale of the targets."""
+"""A regression is the same in all units of its targets."""
 
 import pytest
 import torch
+from daily import daily
 from torch import nn
+from torch.testing import assert_close
 
-from torch_lla_em import BlockCG, LinearisedLaplace
+from torch_lla_em import BlockCG, BlockKrylov, FunctionSpace, LinearisedLaplace
 
 NOISE = 0.4
+
+
+class InUnits(nn.Module):
+    """A network whose outputs are given in other units, so that all derivatives have them too."""
+
+    def __init__(self, model, unit):
+        super().__init__()
+        self.model, self.unit = model, torch.as_tensor(unit)
+
+    def forward(self, x):
+        return self.model(x) * self.unit.to(x)
+
+
+def trained(outputs=1):
+    """A network with little noise in its targets, trained by its last layer; inputs and targets."""
+    torch.manual_seed(1)
+    x = 1.5 * torch.randn(100, 2).double()
+    model = nn.Sequential(nn.Linear(2, 10), nn.Tanh(), nn.Linear(10, outputs)).double()
+    y = torch.sin(x @ torch.randn(2, outputs).double()) + 0.05 * torch.randn(100, outputs).double()
+    with torch.no_grad():
+        features = torch.cat([model[:2](x), torch.ones(100, 1).double()], 1)
+        solution = torch.linalg.lstsq(features, y - y.mean(0)).solution
+        model[2].weight.copy_(solution[:-1].T)
+        model[2].bias.copy_(solution[-1])
+    return model, x, y - y.mean(0)
+
+
+def in_units(unit, dtype, outputs=1, sigma_noise=None, weighted=False, **options):
+    """Return σ, γ, certificates, predictions and their deviations of a fit, in units of 1."""
+    model, x, y = trained(outputs)
+    unit = torch.as_tensor(unit, dtype=torch.float64)
+    model, x, y = InUnits(model, unit).to(dtype), x.to(dtype), (unit * y).to(dtype)
+    sigma = None if sigma_noise is None else (unit * sigma_noise).squeeze()
+    la = LinearisedLaplace(model, "regression", sigma_noise=sigma, num_samples=8, **options)
+    la.fit(x, y, progress_bar=False, weights=torch.ones(100) if weighted else None)
+    mean, variance = la(x)
+    found = la.sigma_noise / unit, la.effective_dim.sum(), mean / unit, variance.sqrt() / unit
+    return [*(part.double() for part in found), la.certificate.double()], la.messages[1:]
+
+
+KINDS = {
+    "default": {},
+    "plain prior": {"g_prior": False},
+    "linear": {"curvature": "linear"},
+    "krylov": {"solver": BlockKrylov(memory=1e6)},
+    "cg": {"solver": BlockCG()},
+    "function space": {"solver": FunctionSpace()},
+    "layerwise": {"prior": "layerwise"},
+    "sigma": {"sigma_noise": 0.1},
+    "weights": {"sigma_noise": 0.1, "weighted": True},
+    "temperature": {"temperature": 0.5},
+    "temperature and sigma": {"sigma_noise": 0.1, "temperature": 0.5},
+}
+SHARP = [("default", 1e5, torch.float32), ("weights", 1e4, torch.float64)]
+KINDS_UNITS = [
+    (kind, unit, dtype)
+    for kind in KINDS
+    for unit in (1e-6, 1e-3, 30.0, 1e4, 1e7)
+    for dtype in (torch.float32, torch.float64)
+]
+
+
+@pytest.mark.parametrize(("kind", "unit", "dtype"), daily(*SHARP, rest=KINDS_UNITS))
+def test_results_do_not_depend_on_the_units_of_the_targets(kind, unit, dtype):
+    found, messages = in_units(unit, dtype, **KINDS[kind])
+    known, known_messages = in_units(1.0, torch.float64, **KINDS[kind])
+    # λ, σ and γ of fits that round differently agree within what counts as converged
+    for value, expected in zip(found[:-1], known[:-1]):
+        assert_close(value, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+    assert (found[-1] < known[-1] + 0.2).all()
+    if kind != "layerwise":  # a tensor without effect may end at a bound of λ by rounding
+        assert len(messages) == len(known_messages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_outputs_may_have_different_units(dtype):
+    options = {"outputs": 2, "sigma_noise": torch.full((2,), 0.1).double()}
+    found, _ = in_units([1e-3, 1e4], dtype, **options)
+    known, _ = in_units([1.0, 1.0], torch.float64, **options)
+    for value, expected in zip(found[:-1], known[:-1]):
+        assert_close(value, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+
+
+def test_a_prior_that_is_too_narrow_counts_as_converged_only_without_signal():
+    model, x, y = trained()
+    options = {"prior_precision": 1e9, "progress_bar": False, "em_steps": 2}
+    la = LinearisedLaplace(model, "regression", sigma_noise=0.1, num_samples=8)
+    la.fit(x, y, weights=torch.ones(100), **options)
+    assert la.effective_dim < 1e-2
+    assert "not converged after 2 EM steps" in "".join(la.messages)
+    assert "determine hardly any" in "".join(la.messages)
+    torch.manual_seed(0)
+    la.fit(x, 0.1 * torch.randn(100, 1).double(), weights=torch.ones(100), **options)
+    assert "not converged" not in "".join(la.messages)
+
+
+def test_a_lost_signal_is_not_called_overfitting():
+    model, x, y = trained()
+    la = LinearisedLaplace(model, "regression", num_samples=8)
+    la.fit(x, y, em_steps=1, prior_precision=1e9, progress_bar=False)
+    assert "determine hardly any" in "".join(la.messages)
+    assert "overfitted" not in "".join(la.messages)
+
+
+def test_a_tempered_regression_uses_the_residuals_of_the_network():
+    model, x, y = trained()
+    residual = (model(x) - y).square().mean().sqrt().item()
+    la = LinearisedLaplace(model, "regression", temperature=0.999, num_samples=4)
+    la.fit(x, y, progress_bar=False)
+    assert la.sigma_noise.item() == pytest.approx(residual)
+    assert la.likelihood.sigma_noise.item() == pytest.approx(residual)
 
 
 def scaled(scale, dtype, outputs=1, offset=0.0):

@@ -142,6 +142,16 @@ def test_weights_of_single_outputs_raise(name):
         fit(case, (case.x, case.y), weights=w * torch.arange(w.shape[1]))
 
 
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_fits_without_a_label_raise(name):
+    case = tiny(name)
+    with pytest.raises(ValueError, match="None of the 30 training examples has a label"):
+        fit(case, (case.x, case.y), weights=torch.zeros(30))
+    if name == "classification":
+        with pytest.raises(ValueError, match="None of the 30 training examples has a label"):
+            fit(case, (case.x, torch.full_like(case.y, -100)))
+
+
 def test_invalid_weights_raise():
     case = tiny("classification")
     data, ones = (case.x, case.y), torch.ones(30)

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torch_lla_em.inference.em import EStep, Info, Posterior, State, em, is_done
-from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.forecast import Forecast
 from torch_lla_em.inference.iterative_e_step import IterativeEStep
 from torch_lla_em.inference.mackay import MStep
 from torch_lla_em.inference.options import FitOptions, allows_span, choose_curvature
 from torch_lla_em.inference.span_e_step import NoSpan, SpanEStep
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples, with_noise
+from torch_lla_em.likelihoods import Regression
 from torch_lla_em.problem import VECTORS, Problem, size_of
 from torch_lla_em.runtime import DoesNotFit, Grown, release, report, shortage_of
 
@@ -89,14 +89,16 @@ def learn(
 ) -> Posterior:
     """Run EM until it converges, then the last E-step; ``on_step`` is called after every step.
 
-    If ``on_step`` returns True, the posterior of the last step is returned. ``start`` is the last state that ``on_step`` got in an earlier run.
+    If ``on_step`` returns True, the posterior of the last step is returned. ``start`` is the last state
+    that ``on_step`` got in an earlier run.
     """
     K, seed, layerwise = options.num_samples, options.seed, options.layerwise
     with _memory_explained(problem, K):
         if start is None:
             problem.cost.stage = "random probes"
             noise = get_sto_samples(problem, K, seed, options.g_prior, layerwise)
-            start = Progress(Grown.of(noise.eta), noise.prior.scale, sigma_of(problem))
+            _require_labels(problem)
+            start = Progress(Grown.of(noise.eta), noise.prior.scale, _noise_of(problem))
             on_step(None, start)
         else:
             if start.sigma is not None:
@@ -120,7 +122,7 @@ def learn(
                 continue
             log_precision = found.hyper.precision.log()
             if not found.complete or _is_last(problem, options, start, log_precision):
-                return found
+                return found if found.hyper.sigma is not None else _with_noise(found, problem)
             noise = noise.drawn_again(problem.with_curvature_at(found.w_lin))
             options = replace(options, prior_precision=found.hyper.precision)
             start = start._replace(
@@ -131,6 +133,26 @@ def learn(
                 point=found.w_lin,
                 begun=log_precision,
             )
+
+
+def _noise_of(problem: Problem) -> Tensor | None:
+    """Return σ of a Gaussian likelihood, also if it is tempered and σ stays fixed."""
+    likelihood = problem.likelihood.plain
+    return likelihood.sigma_noise if isinstance(likelihood, Regression) else None
+
+
+def _with_noise(found: Posterior, problem: Problem) -> Posterior:
+    """Return the posterior with the σ of a tempered Gaussian likelihood, which is not learnt."""
+    return found._replace(hyper=found.hyper._replace(sigma=_noise_of(problem)))
+
+
+def _require_labels(problem: Problem) -> None:
+    """Raise an error if the first pass has found no example that counts."""
+    if not problem.data.num_labelled:
+        raise ValueError(
+            f"None of the {problem.data.num_rows} training examples has a label that counts: all are "
+            "-100, or all weights are 0. Check the targets of the loader, `target_fn` and `weights`."
+        )
 
 
 def _kinds(problem: Problem, options: FitOptions, curvature: str) -> list[str]:

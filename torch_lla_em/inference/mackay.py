@@ -198,7 +198,8 @@ class MStep:
         effective_dims: Tensor,
     ) -> Step:
         """Return the record of a step that has been taken."""
-        change = _change(start, new, self.allowed(effective_dims.mean(0), len(effective_dims)))
+        gamma, K = effective_dims.mean(0), len(effective_dims)
+        change = _change(start, new, self.allowed(gamma, K), self.allowed(gamma, K, rises=True))
         number = 1 if before is None else before.number + 1
         return Step(number, start, new.precision.log(), new, change, False)
 
@@ -224,15 +225,17 @@ class MStep:
         count = torch.full_like(sigma, self.problem.data.num_targets / sigma.numel())
         return residual, torch.finfo(self.problem.dtype).eps * targets, dims, count
 
-    def allowed(self, gamma: Tensor, num_samples: int) -> Tensor:
+    def allowed(self, gamma: Tensor, num_samples: int, rises: bool = False) -> Tensor:
         """Return the change of log λ that counts as converged, () or (blocks,).
 
-        It is max(0.01, 1 / √(K γ)), the Monte Carlo error of log λ. With update="em" it is 0.1 %,
-        because small steps do not mean that the fixed point is close.
+        It is max(0.01, 1 / √(K γ)), the Monte Carlo error of log λ. A γ below 1 counts as 1, unless λ
+        ``rises``: where the data determine nothing, λ grows without bound, and its value does not
+        matter. With update="em" it is 0.1 %, because small steps do not mean that the fixed point is
+        close.
         """
         if self.update == "em":
             return torch.full_like(gamma, 1e-3)
-        return (num_samples * gamma.clamp_min(1e-12)).rsqrt().clamp_min(0.01)
+        return (num_samples * gamma.clamp_min(1e-12 if rises else 1)).rsqrt().clamp_min(0.01)
 
     def accelerated(
         self, before: Step | None, start: Hyperparameters, proposed: Hyperparameters
@@ -292,9 +295,10 @@ def _left(before: float, change: float) -> float:
     return change if ratio >= 1 else change * max(1.0, ratio / (1 - ratio))
 
 
-def _change(old: Hyperparameters, new: Hyperparameters, allowed: Tensor) -> float:
-    """Return the largest |Δ log λ| and |Δ log σ²|, relative to the allowed change."""
-    change = ((new.precision.log() - old.precision.log()).abs() / allowed).max().item()
+def _change(old: Hyperparameters, new: Hyperparameters, allowed: Tensor, rising: Tensor) -> float:
+    """Return the largest |Δ log λ| and |Δ log σ²|, relative to the allowed change, or that of a rising λ."""
+    moved = new.precision.log() - old.precision.log()
+    change = (moved.abs() / torch.where(moved > 0, rising, allowed)).max().item()
     if old.sigma is not None:
         moved = 2 * (new.sigma.log() - old.sigma.log()).abs().max()
         change = max(change, moved.item() / allowed.min().item())

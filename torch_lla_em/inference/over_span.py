@@ -207,6 +207,22 @@ class OverSpan:
         turn = self.span.restart(torch.cat(kept))
         return self.at(self.curved(q.curved.H), q.precision, q.noise, q.mean @ turn)
 
+    def prior_variance(self) -> Tensor:
+        """Return the mean variance of the prior's outputs at λ = 1, relative to their size.
+
+        The size of logits and log rates is 1. That of continuous targets depends on their units: it
+        is the variance of the network's outputs, plus the inverse of H, which is σ².
+        """
+        pushed, C = self._pushed(self.span.xi), self.expected.shape[-1]
+        square = pushed.double().square().movedim(-1, 0).reshape(-1, C).mean(0)
+        if not self._problem.likelihood.plain.real_valued:
+            return square.mean()
+        Jw = pushed.reshape(-1, pushed.shape[-1])
+        curved = self.expected.product(self.expected.first(self.f), Jw).view(pushed.shape)
+        curvature = (pushed * curved).double().movedim(-1, 0).reshape(-1, C).mean(0)
+        size = self.f.double().reshape(-1, C).var(0, correction=0) + square / curvature
+        return (square / size).nan_to_num(0.0).mean()
+
     def outputs(self, mean: Tensor) -> Tensor:
         """Return J m, (N, ..., C)."""
         return self._pushed(mean[None])[..., 0]

@@ -38,7 +38,7 @@ _GAIN = 0.3
 """Gain of the bound in nats that is worth another pass; its Monte Carlo error is larger."""
 
 _START = 0.1
-"""Initial λ relative to the mean squared output of the prior at λ = 1."""
+"""Initial λ relative to the mean squared output of the prior at λ = 1, for outputs of size 1."""
 
 _STEPS = 10
 """Newton steps for the mean once λ has converged."""
@@ -110,11 +110,10 @@ class SpanEStep:
 
     def start(self) -> State:
         """Return the state that EM begins with."""
-        precision, span = self._options.prior_precision, self.span
+        precision = self._options.prior_precision
         if precision is None:
-            square = (span.J @ span.xi.T.to(span.J)).square().mean()
-            precision = _START * square.double()
-        return State(Hyperparameters(precision.to(span.xi), sigma_of(self.problem)))
+            precision = _START * self.over.prior_variance()
+        return State(Hyperparameters(precision.to(self.span.xi), sigma_of(self.problem)))
 
     def state(self) -> dict[str, Any]:
         """Return the directions, which are not part of the state of EM."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,6 +29,20 @@ class Tempered(Likelihood):
         self.inner, self.temperature = likelihood, temperature
         self.elementwise, self.convex = likelihood.elementwise, likelihood.convex
         self.is_quadratic = likelihood.is_quadratic
+
+    def at_noise(self, sigma_noise: Tensor) -> Tempered:
+        """Return the same likelihood with another σ of a regression.
+
+        Args:
+            sigma_noise (float or Tensor (C,)): σ, one number or one per output.
+
+        Returns:
+            A new likelihood of the same class.
+        """
+        other = copy.copy(self)
+        gaussian: Any = self.inner
+        other.inner = gaussian.at_noise(sigma_noise)
+        return other
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         return self.inner.log_prob(f, y) / self.temperature

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from torch_lla_em.data import Data
-from torch_lla_em.likelihoods import Regression
+from torch_lla_em.likelihoods import Regression, Weighted
 from torch_lla_em.prediction import metrics, summary
 from torch_lla_em.prediction.calibration import Kept
 from torch_lla_em.prediction.conformal import Reference
@@ -19,6 +18,7 @@ from torch_lla_em.prediction.export import Ways, exported, returned
 from torch_lla_em.prediction.functions import WEIGHT, slots
 from torch_lla_em.prediction.posterior import StoredPosterior
 from torch_lla_em.prediction.predictor import Predictor
+from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import report
 
 logger = logging.getLogger("torch_lla_em")
@@ -134,15 +134,19 @@ class Fitted(summary.Printed, Predictor, StoredPosterior):
             self._linear_model, self._columns(num_samples), x, Ways(of_inputs, of_products), path
         )
 
-    def _warn_of_collapse(self, data: Data) -> None:
+    def _warn_of_collapse(self, problem: Problem) -> None:
         """Log a warning for each sign that the fit has failed, judged by some training examples."""
+        data, likelihood = problem.data, problem.likelihood
         most = _NUMBERS // (len(self.w_samples) * max(data.num_outputs // data.num_rows, 1))
         if data.group.rank > 0 or not most:
             return
         batch = next(data.first().split(min(_EXAMPLES, most)))
         if len(batch.rows) > most:  # a batch that cannot be split
             return
-        y = batch.targets if batch.targets.is_floating_point() else batch.targets.long()
+        y = batch.targets
+        if isinstance(likelihood, Weighted):
+            y, _ = likelihood.unpack(y, problem.w_MAP)
+        y = y if y.is_floating_point() else y.long()
         prediction = self._predicted(self._at(batch.inputs), judged=False)
         for words in metrics.warnings_of(self, prediction, y):
             report("log", words)

@@ -146,7 +146,7 @@ def warnings_of(la: Any, prediction: Prediction, y: Tensor) -> Iterator[str]:
     """Yield a warning for each sign that a fit has failed, given predictions of training examples."""
     gamma, error = la.effective_dim.sum().item(), la.effective_dim_error.norm().item()
     low, high = PRECISION_BOUNDS
-    if gamma < max(4 / len(la.w_samples), 2 * error):
+    if collapsed := gamma < max(4 / len(la.w_samples), 2 * error):
         yield (
             f"The data determine hardly any parameters (γ = {gamma:.2g} ± {error:.1g}), so the "
             "posterior is close to the prior. If the network fits its data, try g_prior=False, a "
@@ -162,7 +162,8 @@ def warnings_of(la: Any, prediction: Prediction, y: Tensor) -> Iterator[str]:
     if prediction.likelihood.gives_probabilities:
         yield from _too_uncertain(prediction, y)
     elif isinstance(prediction.likelihood, Regression) and y.shape == prediction.mean.shape:
-        yield from _overfitted(prediction, y, gamma / (la.num_data * y[0].numel()))
+        if not collapsed:  # otherwise σ is too large
+            yield from _overfitted(prediction, y, gamma / (la.num_data * y[0].numel()))
         if not la.sigma_noise.dim() and y.dim() > 1 and y.shape[prediction.class_dim] > 1:
             yield from _of_other_units(prediction, y)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch_lla_em.data import TargetFn
 from torch_lla_em.inference import Estimate, Posterior
 from torch_lla_em.jacobian import LinearModel, NetworkState
-from torch_lla_em.likelihoods import Likelihood, Regression
+from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Calibration, restored
 from torch_lla_em.prediction.conformal import TrainingExamples, output_variance
@@ -290,9 +290,8 @@ class StoredPosterior(nn.Module):
         precision, sigma = posterior.hyper
         likelihood, device = self._given_likelihood, posterior.w_lin.device
         if sigma is not None:
+            sigma = sigma.to(device)
             likelihood = likelihood.at_noise(sigma)
-        elif isinstance(likelihood, Regression):  # tempered, so its noise is fixed
-            sigma = likelihood.sigma_noise.to(device)
         mixture = posterior_alone() if posterior.mixture is None else posterior.mixture
         tensors = {
             "w_lin": posterior.w_lin,

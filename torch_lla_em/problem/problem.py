@@ -31,8 +31,9 @@ from torch_lla_em.solvers import Product
 
 _EPSILON_STREAM = 1
 
-# smallest share of the mean square of the targets for the first σ²
+# smallest share of the variance of the targets for the first σ², and for a σ² that is not learnt
 _LEAST_SHARE = 1e-2
+_LEAST_FIXED = 1e-6
 
 
 class NoiseFeatures(NamedTuple):
@@ -101,7 +102,7 @@ class Problem:
         pass sums up.
         """
         squares_of = RowSquares(self.linear_model, num_samples)
-        gaussian = self.likelihood
+        gaussian = self.likelihood.plain
         unknown = isinstance(gaussian, Regression) and gaussian.from_data
 
         def add(rows: Rows, batch: Batch, samples: Tensor, sums: Sums) -> None:
@@ -121,10 +122,12 @@ class Problem:
                 errors = (y - gaussian.mean(at).double()).square().sum()
                 # a batch is processed once for each group of samples
                 sums["errors"] += len(samples) * errors
-                sums["targets"] += len(samples) * y.square().sum()
+                sums["squares of targets"] += len(samples) * y.square().sum()
+                sums["targets"] += len(samples) * y.sum()
 
         kinds = {"eta": BLOCK, "squares": VECTOR}
-        kinds |= {"errors": SCALAR, "targets": SCALAR} if unknown else {}
+        if unknown:
+            kinds |= {"errors": SCALAR, "targets": SCALAR, "squares of targets": SCALAR}
         at_most = squares_of.rows_at_once if with_squares else inf
         task = Pass(kinds, add, at_most, squares=with_squares)
         sums = self.sweep(torch.arange(num_samples, device="cpu"), task)
@@ -133,9 +136,8 @@ class Problem:
         # a feature that is only rounding is 0: it must not be scaled up
         squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * squares.max()
         if unknown:
-            # networks that have overfitted have residuals close to 0
-            square = max(sums["errors"].item(), _LEAST_SHARE * sums["targets"].item())
-            sigma = (square / (num_samples * self.data.num_targets)) ** 0.5 or 1.0
+            is_learnt = gaussian is self.likelihood
+            sigma = _first_noise(sums, num_samples * self.data.num_targets, is_learnt)
             self.take_noise(torch.tensor(sigma, dtype=torch.float64, device="cpu"))
             eta, squares = eta / sigma, squares / sigma**2
         return NoiseFeatures(eta, squares / (num_samples * self.data.num_rows))
@@ -287,6 +289,16 @@ class Problem:
     def zeros(self, num_vectors: int) -> Tensor:
         """Return vectors in weight space, shape (num_vectors, P)."""
         return torch.zeros(num_vectors, self.size, dtype=self.dtype, device=self.device)
+
+
+def _first_noise(sums: Sums, count: int, is_learnt: bool) -> float:
+    """Return σ from the sums over the residuals of the network and over the targets."""
+    errors, targets, squares = (
+        sums[name].item() / count for name in ("errors", "targets", "squares of targets")
+    )
+    # networks that have overfitted have residuals close to 0
+    least = (_LEAST_SHARE if is_learnt else _LEAST_FIXED) * (squares - targets**2)
+    return max(errors, least) ** 0.5 or 1.0
 
 
 def output_noise(seed: int, samples: Tensor, rows: Tensor, at: Tensor) -> Tensor:

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.prediction.calibration import Kept, restored
+from torch_lla_em.likelihoods import Regression
+from torch_lla_em.prediction.calibration import Kept, calibrated, folds_as_reference, restored
 from torch_lla_em.prediction.conformal import REFERENCE
 from torch_lla_em.prediction.fitted import Fitted
 from torch_lla_em.prediction.predictor import Predictor
-from torch_lla_em.prediction.pushed import Tables
+from torch_lla_em.prediction.pushed import Tables, joined
 from torch_lla_em.prediction.stored import without_prefix
-from torch_lla_em.runtime import files
+from torch_lla_em.prediction.validation import pushed
+from torch_lla_em.runtime import Group, collected, files
 
 
 class Ensemble(Predictor, nn.Module):
@@ -49,8 +51,18 @@ class Ensemble(Predictor, nn.Module):
         self.table = self.noise = None
         if found.calibration.applied:
             self.table = found.table
-            if found.reference.sigma is not None:
-                self.noise = found.reference.sigma.new_tensor(found.noise)
+            likelihood = self.members[0].likelihood
+            if isinstance(likelihood, Regression):
+                self.noise = found.noise.to(likelihood.sigma_noise)
+
+    def _calibrate_by_folds(self, unseen: Sequence[Any]) -> None:
+        """Fit the numbers of ``calibrate`` to a loader of unseen examples for each member."""
+        with collected(self.messages), torch.inference_mode(False), torch.no_grad():
+            each = zip(self._posteriors, unseen)
+            parts = [joined(part for _, part in pushed(*pair)) for pair in each]
+            found = calibrated(parts, [member.mixture for member in self.members], Group())
+            reference = folds_as_reference(parts, found)
+        self._set(found, reference)
 
     def state_dict(
         self,

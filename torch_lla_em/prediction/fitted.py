@@ -39,9 +39,11 @@ class Fitted(summary.Printed, Predictor, StoredPosterior):
         return self.mixture, None
 
     def _keep(self, found: Kept) -> None:
+        if not found.calibration.applied:
+            return
         self.mixture = found.table.to(self.mixture)
         if isinstance(self.likelihood, Regression):
-            self.sigma_noise = self.sigma_noise * found.noise
+            self.sigma_noise = self.sigma_noise * found.noise.to(self.sigma_noise)
             self.likelihood = self.likelihood.at_noise(self.sigma_noise)
 
     @property

@@ -13,7 +13,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from torch_lla_em.data import as_loader, paired
 from torch_lla_em.likelihoods import Regression
-from torch_lla_em.prediction.calibration import Calibration, Kept, calibrated
+from torch_lla_em.prediction.calibration import (
+    Calibration,
+    Kept,
+    calibrated,
+    half_as_reference,
+)
 from torch_lla_em.prediction.conformal import REFERENCE, Reference
 from torch_lla_em.prediction.functions import mixed
 from torch_lla_em.prediction.posterior import StoredPosterior
@@ -228,12 +233,18 @@ class Predictor:
         loader, group = paired(loader, targets), group_of(self._shard)
         with collected(self.messages), torch.inference_mode(False), torch.no_grad():
             each = map(joined, pushed_under_each(self._posteriors, loader, group))
-            found = calibrated(together(list(each)), group, self._components[0])
+            data = together(list(each))
+            found = calibrated([data], [self._components[0]], group)
+            reference = half_as_reference(data, group)
+        self._set(found, reference)
+        return self
+
+    def _set(self, found: Kept, reference: Reference) -> None:
+        """Store the result of a calibration."""
         self.calibration = found.calibration
-        for name, tensor in zip(REFERENCE, found.reference):
+        for name, tensor in zip(REFERENCE, reference):
             setattr(self, name, tensor)
         self._keep(found)
-        return self
 
     def _at(self, x: Any, some: slice = slice(None)) -> Pushed:
         """Return inputs, or all batches of a loader, with the products of some samples."""

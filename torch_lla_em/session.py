@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,15 @@ logger = logging.getLogger("torch_lla_em")
 
 _SECONDS_BETWEEN_UPDATES = 0.2
 _BAR = "{desc}: {n:.0f} columns [{elapsed}{postfix}]"
+
+
+class Run(NamedTuple):
+    """The arguments of ``fit`` for what surrounds it."""
+
+    checkpoint: str | PathLike[str] | None
+    progress_bar: bool
+    budget: float | None
+    shard: str | None
 
 
 class Session:

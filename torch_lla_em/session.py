@@ -7,15 +7,24 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import Folder
-from torch_lla_em.inference import Info, Progress, record_of, summary_of
-from torch_lla_em.problem import Plan, Problem, prepare
+from torch_lla_em.inference import (
+    Course,
+    FitOptions,
+    Info,
+    Progress,
+    cheaper,
+    forecast,
+    record_of,
+    remaining,
+)
+from torch_lla_em.problem import Duration, Plan, Problem, Trial, prepare, tried
 from torch_lla_em.runtime import (
     Budget,
     Compute,
@@ -29,16 +38,21 @@ from torch_lla_em.runtime import (
 logger = logging.getLogger("torch_lla_em")
 
 _SECONDS_BETWEEN_UPDATES = 0.2
-_BAR = "{desc}: {n:.0f} columns [{elapsed}{postfix}]"
+_BAR = "{desc}: {percentage:3.0f}%|{bar:20}| {elapsed}{postfix}"
+_STAGES = {
+    "checking the network": "checking the network",
+    "random probes": "drawing random numbers",
+    "E-step": "learning the prior and the posterior",
+    "linear mode": "finding the most probable weights",
+    "posterior samples": "drawing posterior samples",
+}
+"""What a fit does, in words."""
 
+_LONG = 60.0
+"""Seconds above which the ways to a shorter fit are shown."""
 
-class Run(NamedTuple):
-    """The arguments of ``fit`` for what surrounds it."""
-
-    checkpoint: str | PathLike[str] | None
-    progress_bar: bool
-    budget: float | None
-    shard: str | None
+_AT_MOST = 0.99
+"""The largest share that the bar shows before the fit has ended."""
 
 
 class Session:
@@ -61,6 +75,15 @@ class Session:
         self.messages: list[str] = []
         """The memory plan, and the warnings of the fit."""
 
+        self._course: Course | None = None
+        self._trial: Trial | None = None
+        self._steps: list[float] = []
+        """The seconds of the steps so far."""
+
+        self._step_began = self._began
+        self._left: tuple[Duration, float] | None = None
+        """How long the fit still took at a time."""
+
         settings = {"checkpoint": checkpoint is not None, "budget": budget is not None, **header}
         compare_ranks(self._group, self._device, settings)
         self._folder: Folder | None = None
@@ -73,7 +96,12 @@ class Session:
         silent = self._group.rank > 0 or not self._has_bar
         with ExitStack() as stack:
             stack.enter_context(collected(self.messages))
-            looks = {"bar_format": _BAR, "mininterval": _SECONDS_BETWEEN_UPDATES, "miniters": 0}
+            looks = {
+                "bar_format": _BAR,
+                "total": 1.0,
+                "mininterval": _SECONDS_BETWEEN_UPDATES,
+                "miniters": 0,
+            }
             self._bar = stack.enter_context(
                 tqdm(desc=self.problem.cost.stage, disable=silent, **looks)
             )
@@ -95,17 +123,39 @@ class Session:
             self.problem.data.confirm()
         return state
 
-    def plan(self, num_samples: int, compute: Compute) -> Plan:
-        """Plan the memory."""
-        plan = prepare(self.problem, num_samples, compute)
+    def plan(self, options: FitOptions, compute: Compute) -> Plan:
+        """Plan the memory, and forecast how long the fit takes."""
+        plan = self._timed(prepare(self.problem, options.num_samples, compute), options)
         if not self._bar.disable:
             self.problem.sweep.report = self._draw
-        self.messages.insert(0, str(plan))  # so that it is not stored a second time
+        self.messages.insert(0, plan.of_memory)  # so that it is not stored a second time
         if plan.tight:
-            report("log", str(plan))
+            report("log", plan.of_memory)
         else:
-            logger.info("%s", plan)
+            logger.info("%s", plan.of_memory)
+        if self._group.rank == 0 and plan.time is not None:
+            is_long = plan.time.high > _LONG
+            logger.log(logging.WARNING if is_long else logging.INFO, "%s", plan.of_time)
         return plan
+
+    def _timed(self, plan: Plan, options: FitOptions) -> Plan:
+        """Return the plan with a forecast by a trial on the first examples, if it is possible."""
+        problem, first, limit = self.problem, self.problem.data.first(), self.budget.left()
+        trial = tried(problem, first, options.num_samples, options.g_prior is not False)
+        if trial is None:
+            return plan
+        self._trial, self._course = trial, Course.of(problem, options, trial.classes)
+        every = problem.data.num_rows or problem.data.num_batches() * len(first.rows)
+        rows = every / self._group.size
+        if not rows:
+            return plan
+        time_of_fit = forecast(trial, self._course, rows, plan.factors).within(limit)
+        self._left = time_of_fit, self._seconds()
+        if time_of_fit.high <= _LONG or self._group.rank > 0:
+            return plan._replace(time=time_of_fit)
+        ways = cheaper(problem, first, self._course, rows)
+        ways = {change: t for change, t in ways.items() if t.high < 0.7 * time_of_fit.high}
+        return plan._replace(time=time_of_fit, cheaper=tuple(ways.items()))
 
     def begin(self) -> Progress | None:
         """Return the last state of an earlier run of this fit, None if there is none."""
@@ -125,7 +175,8 @@ class Session:
         return progress
 
     def on_step(self, info: Info | None, progress: Progress) -> bool:
-        """Record an EM step, if there is one, save the state, and return whether the budget ends."""
+        """Record an EM step, revise the forecast, save the state, and return whether the budget ends."""
+        self._revise(progress)
         self._record(info)
         self._save(progress)
         ends = self.budget.ends()
@@ -154,28 +205,48 @@ class Session:
         }
         self._folder.save(state)
 
+    def _revise(self, progress: Progress) -> None:
+        """Forecast the rest of the fit anew after a step."""
+        now, data = self._seconds(), self.problem.data
+        if self._trial is None or self._course is None:
+            return
+        if progress.state is None:
+            rows = (data.num_rows or 0) / self._group.size
+            self._left = (
+                forecast(self._trial, self._course, rows, self.problem.sweep.kept.room),
+                now,
+            )
+        else:
+            self._steps.append(now - self._step_began)
+            self._left = remaining(self._course, self._steps, progress), now
+        self._step_began = now
+
     def _seconds(self) -> float:
         """Return the seconds of the fit so far, with those before it was resumed."""
         return time.monotonic() - self._began
 
     def _draw(self, share: float | None) -> None:
-        """Show the stage, the progress of its pass, and the result of the last EM step."""
-        cost = self.problem.cost
-        doing = f"{cost.stage}, pass {self.problem.data.num_passes + 1}"
-        if share is not None:
-            doing += f" ({share:.0%})"
-        if self.history:
-            doing += f", {len(self.history)} EM steps done"
-        self._bar.set_description_str(doing, refresh=False)
-        self._bar.set_postfix(summary_of(self.history[-1]) if self.history else {}, refresh=False)
-        self._bar.update(cost.columns - self._bar.n)
+        """Show the stage, the number of its pass, and how long the fit still takes."""
+        stage = self.problem.cost.stage
+        words = f"{_STAGES.get(stage, stage)}, pass {self.problem.data.num_passes + 1}"
+        words += "" if share is None else f" ({share:.0%})"
+        self._bar.set_description_str(words, refresh=False)
+        if self._left is not None:
+            forecast_now, then = self._left
+            now = self._seconds()
+            left = forecast_now.after(now - then)
+            self._bar.set_postfix_str(f"{left} left" if left.high else "", refresh=False)
+            done = now / max(now + left.middle, 1e-9)
+            self._bar.n = max(self._bar.n, min(_AT_MOST, done))
+        self._bar.update(0)
 
     def end(self) -> None:
         """Raise an error if the data are not those of the checkpoint, or the weights have changed."""
         if self.history:  # the last record has the seconds of the whole fit
             self.history[-1]["seconds"] = self._seconds()
         if not self._bar.disable:
-            self._bar.n = self.problem.cost.columns
+            self._bar.n = 1.0
+            self._bar.set_postfix_str("", refresh=False)
             self._bar.set_description_str("fitted")
         self.problem.data.confirm()
         self.problem.sweep.refuse_changes()

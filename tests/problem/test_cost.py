@@ -31,7 +31,7 @@ def test_a_plan_tells_memory_and_runs_nothing():
 
 @pytest.mark.parametrize("curvature", ["network", "variational"])
 @pytest.mark.parametrize("length", [True, False])
-def test_the_bar_counts_columns_and_shares_of_passes(curvature, length, capsys, monkeypatch):
+def test_the_bar_shows_the_stage_and_the_time_that_is_left(curvature, length, capsys, monkeypatch):
     monkeypatch.setattr("torch_lla_em.session._SECONDS_BETWEEN_UPDATES", 0.0)
     compute = Compute(keep_data=False, rows=5)
     case, la = made(curvature=curvature, compute=compute)
@@ -43,16 +43,18 @@ def test_the_bar_counts_columns_and_shares_of_passes(curvature, length, capsys, 
             return iter(loader)
 
     la.fit(loader if length else Stream())
-    drawn = [part for part in capsys.readouterr().err.split("\r") if " columns [" in part]
-    columns = [int(part.partition(" columns")[0].split()[-1]) for part in drawn]
-    assert columns == sorted(columns) and columns[-1] >= la.history[-1]["columns"] - 0.5
-    # the noise is drawn in the first pass, batch by batch
-    shares = [part for part in drawn if "random probes, pass 1 (" in part]
+    drawn = [part for part in capsys.readouterr().err.split("\r") if "%|" in part]
+    done = [int(part.partition("%|")[0].split()[-1]) for part in drawn]
+    ended = [" fitted:" in f" {part}" for part in drawn]
+    assert done == sorted(done) and done[-1] == 100 and ended[-1]
+    assert max(n for n, over in zip(done, ended) if not over) < 100
+    # the random numbers are drawn in the first pass, batch by batch
+    shares = [part for part in drawn if "random numbers, pass 1 (" in part]
     assert [part.split("(")[1].split(")")[0] for part in shares] == [
         f"{n / 6:.0%}" for n in range(1, 7) if length
     ]
-    assert any("1 EM steps done" in part and "error=" in part for part in drawn)
-    assert "fitted: " in drawn[-1] and torch.equal(la.w_samples, whole)
+    assert any("learning the prior" in part and " left" in part for part in drawn)
+    assert torch.equal(la.w_samples, whole)
 
 
 def test_a_batch_that_is_cut_is_not_done_after_its_first_piece():

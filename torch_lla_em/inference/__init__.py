@@ -1,6 +1,7 @@
 """The four stages of the method, and the EM algorithm that repeats them."""
 
-from torch_lla_em.inference.em import Info, Posterior, record_of, summary_of
+from torch_lla_em.inference.course import Course, cheaper, forecast, remaining
+from torch_lla_em.inference.em import Info, Posterior, record_of
 from torch_lla_em.inference.learn import Progress, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import (
@@ -12,18 +13,21 @@ from torch_lla_em.inference.posterior_samples import Solver, optimise_samples
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 
 __all__ = [
+    "Course",
     "Estimate",
     "FitOptions",
     "Info",
     "Posterior",
     "Progress",
     "Solver",
+    "cheaper",
     "choose_scalings",
+    "forecast",
     "function_space_Mackay_update",
     "get_sto_samples",
     "learn",
     "optimise_MAP",
     "optimise_samples",
     "record_of",
-    "summary_of",
+    "remaining",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from torch_lla_em.inference.mackay import (
@@ -71,20 +70,6 @@ def record_of(info: Info, number: int, data_passes: int, seconds: float) -> dict
         "columns": info.columns,
         "seconds": seconds,
     }
-
-
-def summary_of(record: dict[str, Any]) -> dict[str, str]:
-    """Return the numbers for the progress bar; for several blocks the sum of γ and the mean log λ."""
-    precision, gamma, error = (
-        torch.tensor(record[name], device="cpu")
-        for name in ("prior_precision", "effective_dim", "effective_dim_error")
-    )
-    shown = {"λ": f"{precision.log().mean().exp().item():.3g}"}
-    if record["sigma_noise"] is not None:
-        shown["σ"] = f"{torch.tensor(record['sigma_noise'], device='cpu').mean().item():.3g}"
-    shown["γ"] = f"{gamma.sum().item():.1f}±{error.square().sum().sqrt().item():.1f}"
-    shown["error"] = f"{max(record['sample_residual'], record['mode_residual']):.0e}"
-    return shown
 
 
 class State(NamedTuple):

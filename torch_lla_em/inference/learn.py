@@ -76,6 +76,11 @@ class Progress(NamedTuple):
         """Whether H is an expectation under the posterior, and changes with it."""
         return self.kind == _MOVING
 
+    @property
+    def by_span(self) -> bool:
+        """Whether the E-step works in a span of directions."""
+        return self.kind != _SOLVES
+
 
 Observe = Callable[[Info | None, Progress], bool]
 """Called with the record of an EM step (None if λ did not change) and the state of the fit.

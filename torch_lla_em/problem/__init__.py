@@ -16,13 +16,16 @@ from torch_lla_em.problem.plan import (
     size_of,
 )
 from torch_lla_em.problem.problem import NoiseFeatures, Problem, output_noise
+from torch_lla_em.problem.trial import Duration, Trial, tried
 
 __all__ = [
     "VECTORS",
+    "Duration",
     "NoiseFeatures",
     "Outputs",
     "Plan",
     "Problem",
+    "Trial",
     "WhitenedGGN",
     "WhitenedLoss",
     "gathered",
@@ -32,4 +35,5 @@ __all__ = [
     "pull_back",
     "room",
     "size_of",
+    "tried",
 ]

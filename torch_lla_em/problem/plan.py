@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_lla_em.data import Batch
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.sweep import FEW, no_room
+from torch_lla_em.problem.trial import Duration
 from torch_lla_em.runtime import (
     Compute,
     DoesNotFit,
@@ -58,12 +59,28 @@ class Plan(NamedTuple):
     factors: float = 0.0
     """Bytes that factors of the Jacobian may take, kept from pass to pass with their batches."""
 
+    time: Duration | None = None
+    """How long the fit will take; None if the loader does not state its length."""
+
+    cheaper: tuple[tuple[str, Duration], ...] = ()
+    """What to change in a fit that takes more than a minute, and how long it takes then."""
+
     @property
     def tight(self) -> bool:
         """Whether the vectors may not fit."""
         return self.vectors > self.free
 
-    def __str__(self) -> str:
+    @property
+    def of_time(self) -> str:
+        """What ``str`` says of the time."""
+        if self.time is None:
+            return "How long the fit takes is not known: the loader does not state its length."
+        ways = "; ".join(f"{change}: {time}" for change, time in self.cheaper)
+        return f"The fit will take {self.time}.{f' Cheaper: {ways}.' if ways else ''}"
+
+    @property
+    def of_memory(self) -> str:
+        """What ``str`` says of the memory."""
         remedy = " This may not fit: reduce num_samples, or choose fewer `parameters`."
         return (
             f"{self.num_samples} samples of {self.size:,} parameters need up to "
@@ -72,6 +89,9 @@ class Plan(NamedTuple):
             f"{size_of(self.activations)} for each example, and cached factors of J may use "
             f"{size_of(self.factors)}.{remedy if self.tight else ''}"
         )
+
+    def __str__(self) -> str:
+        return f"{self.of_time} {self.of_memory}"
 
 
 def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:

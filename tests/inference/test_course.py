@@ -1,0 +1,119 @@
+"""How long a fit takes: a range before it, which is revised after every step."""
+
+import logging
+import math
+
+import pytest
+import torch
+from tiny import tiny
+from torch import nn
+
+from torch_lla_em import LinearisedLaplace
+from torch_lla_em.inference import Course, FitOptions, cheaper, forecast, remaining
+from torch_lla_em.inference.em import Info, State
+from torch_lla_em.inference.learn import Progress
+from torch_lla_em.inference.mackay import Expectation, Hyperparameters, Step
+from torch_lla_em.problem import Duration, Trial, prepare, tried
+from torch_lla_em.runtime import Group
+
+MOVING = Course(True, True, (1, 1), FitOptions())
+# an example takes a millisecond in a product, and everything else is free
+TRIAL = Trial(0.0, 1e-3, 0.0, 0.0, 0.0, 5, 5, 10**6, 32, 0.0)
+
+
+@pytest.mark.parametrize(
+    "low, high, words",
+    [
+        (0.1, 0.9, "about 1 s"),
+        (0.1, 5.04, "up to 5 s"),
+        (20.3, 70.0, "20 s to 1.2 min"),
+        (100.0, 290.0, "1.7 to 4.8 min"),
+        (7190.0, 7210.0, "about 2 h"),
+        (86400.0, 200000.0, "1 to 2.3 days"),
+    ],
+)
+def test_durations_are_shown_in_words(low, high, words):
+    assert str(Duration(low, high)) == words
+
+
+def test_a_forecast_grows_with_the_work():
+    low, high = forecast(TRIAL, MOVING, 1000, math.inf)
+    twice = forecast(TRIAL, MOVING, 2000, math.inf)
+    assert twice.low == pytest.approx(2 * low) and 2 < high / low < 8
+    read_again = forecast(TRIAL._replace(read=1e-3, kept_bytes=1.0), MOVING, 1000, 0.0)
+    assert read_again.low > 2 * low
+    # a span of all parameters needs few passes
+    assert forecast(TRIAL._replace(weights=40), MOVING, 1000, math.inf).high < high / 3
+    by_solves = MOVING._replace(by_span=False)
+    assert forecast(TRIAL, by_solves, 1000, math.inf).high > 3 * high
+    exact = MOVING._replace(options=FitOptions(tolerance=1e-6))
+    assert forecast(TRIAL, exact, 1000, math.inf).low > 2 * low
+
+
+def progress(error, settled):
+    one = torch.ones((), dtype=torch.float64)
+    hyper = Hyperparameters(one, None)
+    found = Expectation(hyper, one[None], one, 1.0, one[None], error, error)
+    step = Step(3, hyper, one, hyper, 1.0, settled)
+    state = State(hyper, step, Info(found, 3.0))
+    return Progress(None, torch.ones(10**6), None, "span, H moves", state)
+
+
+def test_what_is_left_falls_with_the_error():
+    left = [remaining(MOVING, [1.0, 1.0], progress(e, False)) for e in (3.0, 0.3, 0.01)]
+    assert left[0].low > left[1].low > left[2].low and left[0].high > left[1].high > left[2].high
+    assert remaining(MOVING, [1.0, 1.0], progress(0.01, True)).high <= 2
+    growing = remaining(MOVING, [0.5, 1.0], progress(3.0, False))
+    assert growing.high > left[0].high and growing.low == left[0].low
+
+
+@pytest.fixture
+def wide():
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 3)
+    la = LinearisedLaplace(nn.Sequential(*layers), "classification", num_samples=16)
+    return la, torch.randn(30, 4), torch.arange(30) % 3
+
+
+def test_the_last_layer_and_few_samples_are_cheaper(wide, monkeypatch):
+    def proportional(problem, first, K):
+        return TRIAL._replace(product=1e-6 * problem.size * K, weights=problem.size, num_samples=K)
+
+    monkeypatch.setattr("torch_lla_em.inference.course.tried", proportional)
+    la, x, y = wide
+    problem = la._problem([(x, y)], Group())
+    plan = prepare(problem, 16, la.compute)
+    course, first = Course.of(problem, FitOptions(num_samples=16), 3), problem.data.first()
+    with torch.no_grad():
+        ways = cheaper(problem, first, course, 10**6)
+        whole = forecast(proportional(problem, first, 16), course, 10**6, plan.factors)
+    last, few = ways['parameters="last_layer"'], ways["num_samples=8"]
+    assert last.high < whole.high / 5 and few.high < whole.high
+    assert tried(problem, first, 16).weights == problem.size
+    la = LinearisedLaplace(la.model, "classification", num_samples=8, parameters="last_layer")
+    problem = la._problem([(x, y)], Group())
+    prepare(problem, 8, la.compute)
+    assert not cheaper(problem, first, course._replace(options=FitOptions(num_samples=8)), 10**6)
+
+
+def test_a_long_fit_names_them(wide, monkeypatch, caplog):
+    la, x, y = wide
+    short = la.plan(x, y)
+    assert short.time.high < 60 and not short.cheaper and "The fit will take " in str(short)
+    monkeypatch.setattr("torch_lla_em.session._LONG", 0.0)
+    monkeypatch.setattr("torch_lla_em.session.cheaper", lambda *_: {"fast": Duration(0.1, 0.2)})
+    with caplog.at_level(logging.WARNING, "torch_lla_em"):
+        la.fit(x, y, em_steps=0, prior_precision=1.0, progress_bar=False)
+    assert "Cheaper: fast: about 1 s." in caplog.messages[0]
+    assert not any("Cheaper" in words for words in la.messages)  # it is no warning of the result
+
+
+def test_the_length_of_a_stream_is_not_known():
+    case = tiny("classification")
+
+    class Stream:
+        def __iter__(self):
+            return iter([(case.x, case.y)])
+
+    plan = LinearisedLaplace(case.model, "classification").plan(Stream())
+    assert plan.time is None and "does not state its length" in str(plan)

@@ -45,14 +45,14 @@ def test_the_posterior_is_the_dense_one(name, precision, by):
 
 def test_a_narrow_span_restarts_and_finds_the_same_posterior():
     results = []
-    for directions in (1000, 16):
+    for directions in (1000, 17):
         problem, noise = setting("classification", 2)
-        bytes_ = 8 * directions * (2 * problem.size + 3 * problem.data.num_outputs)
+        bytes_ = 8 * directions * (problem.size + 2 * problem.data.num_outputs)
         solver = BlockKrylov(memory=bytes_)
         e_step = span_e_step(problem, noise, 1e-6, em_steps=0, solver=solver)
         hyper = hyper_of(problem, 20.0)
         *_, last = states_of_em(problem, noise.prior, e_step, hyper, max_steps=0)
-        assert (last.own.restarts > 0) == (directions == 16)
+        assert (last.own.restarts > 0) == (directions == 17)
         results.append(e_step.posterior(last))
     for name in ("w_lin", "w_samples", "effective_dim"):
         whole, narrow = (getattr(found, name) for found in results)

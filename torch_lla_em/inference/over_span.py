@@ -40,8 +40,8 @@ _SHORTEST = 1e-3
 _ROUNDINGS = 10
 """A Newton step may increase the loss by this multiple of its rounding error."""
 
-_NUMBERS, _COLUMNS = 1 << 22, 64
-"""Numbers of J V, and columns of G, that are multiplied at once."""
+_COLUMNS = 64
+"""Columns of G that are computed at once."""
 
 _MIRRORED, _SHARE = 4, 0.2
 """Largest number of passes for the log det, and the share of its standard error at which they end."""
@@ -187,7 +187,8 @@ class OverSpan:
         """Return G and η over the span; if they are known for its first directions, they grow."""
         old = 0 if known is None else len(known.G)
         S_noise = self.expected.root(H, self.epsilon) if known is None else known.S_noise
-        G, eta = self._gram(H, old), (S_noise.flatten(1) @ self.span.J[:, old:]).double()
+        noise = S_noise.flatten(1).T
+        G, eta = self._gram(H, old), self.span.of_all.pull(noise, old).double()
         if known is None:
             return Curved.of(G, self.span.xi, eta, H, S_noise)
         G = torch.cat([torch.cat([known.G, G[:old].T]), G], dim=1)
@@ -258,14 +259,16 @@ class OverSpan:
 
         With ``sign`` -1 they are those of the samples for -η.
         """
-        span, shape, expected = self.span, self.expected.shape, self.expected
+        span, expected = self.span, self.expected
         spectrum = q.curved.spectrum.at_noise(q.noise)
         spectrum = spectrum._replace(eta=sign * spectrum.eta)
         samples = spectrum.solutions(q.precision) @ q.curved.vectors.T
-        curved = expected.product(q.curved.H, span.J @ samples.T.to(span.J)).T.reshape(-1, *shape)
-        of_samples = sign * q.noise * q.curved.S_noise - curved
-        of_mean = -expected.slope(q.outputs, q.deviations)
-        pulled = span.pulled(torch.cat([of_samples, of_mean[None]]))
+        curved = expected.product(q.curved.H, span.of_all.push(samples).flatten(0, -2))
+        of_all = curved.new_empty(len(curved), len(samples) + 1)
+        noise = q.curved.S_noise.flatten(1).T
+        torch.sub(noise * (sign * q.noise), curved, out=of_all[:, :-1])
+        of_all[:, -1] = expected.slope(q.outputs, q.deviations).flatten().neg_()
+        pulled = span.pulled(of_all)
         if pulled is None:
             return None
         pulled /= q.noise**2
@@ -303,7 +306,7 @@ class OverSpan:
         expected, (mean, h), before = self.expected, start, math.inf
         loss = expected.loss(h, draws)
         for number in range(steps if self.moves else _NEWTON):
-            pulled = (expected.slope(h, draws).flatten() @ self.span.J).double()
+            pulled = self.span.of_all.pull(expected.slope(h, draws).view(-1, 1))[0].double()
             slope = pulled + precision * mean
             size = slope.norm().item()
             if not size < math.inf:
@@ -332,17 +335,15 @@ class OverSpan:
 
     def _pushed(self, coordinates: Tensor) -> Tensor:
         """Return J Vᵀ c, (N, ..., C, k), for coordinates c (k, m)."""
-        J = self.span.J
-        return (J @ coordinates.T.to(J)).view(*self.expected.shape, -1)
+        return self.span.of_all.push(coordinates)
 
     def _gram(self, H: Tensor, old: int) -> Tensor:
         """Return the columns of G = Jᵀ H J from ``old`` on, (m, m - old), a block of examples at a time."""
-        J, outputs = self.span.J, self.expected.shape[1:].numel()
-        m = J.shape[1]
-        total = J.new_zeros(m, m - old, dtype=torch.float64)
-        step = max(1, _NUMBERS // (outputs * max(m, 1)))
+        outputs, m = self.span.of_all, self.span.size
+        total = torch.zeros(m, m - old, dtype=torch.float64, device=H.device)
+        step = max(1, outputs.at_once // (outputs.outputs * max(m, 1)))
         for start in range(0, len(H), step):
-            part = J[start * outputs : (start + step) * outputs]
+            part = outputs.part(start, start + step)
             HJ = self.expected.product(H, part[:, old:], slice(start, start + step))
             if old:
                 total += part.T @ HJ

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.prior import Prior
+from torch_lla_em.inference.span_outputs import SpanOutputs
 from torch_lla_em.problem import Outputs, Problem, gathered, pull_back
 from torch_lla_em.runtime import Grown, new_key
 from torch_lla_em.solvers import add_combined, dots, gram, orthonormalise, overlap
 
 # relative norm outside of the span below which a direction is only rounding
 _NEW = 1e-4
-# copies of J V that are held at once where G is computed
-_COPIES_OF_J = 3
+# copies of J V that are held at once when a block of directions is added
+_COPIES_OF_J = 2
 # precisions of half the size, in which a basis is stored when memory is short
 _HALF = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
 
@@ -37,29 +38,35 @@ class Span:
         self.rows: Outputs | None = None
         """f and targets of all examples; None if their order changes."""
 
-        self._keys = new_key(), new_key()
+        self._keys = new_key(), new_key(), new_key()
         self._blocks: list[Tensor] = []
         self._dtype = xi.dtype
         self._at_once: int | None = None
         """Number of directions that are added at a time when memory is short; None: all."""
 
-        self.J = xi.new_zeros(0, 0)
-        """J V, shape (N C, m)."""
+        self.outputs: SpanOutputs | None = None
+        """J V; None before the first directions."""
 
         self.xi = xi.new_zeros(len(xi), 0, dtype=torch.float64)
         """The coordinates of ξ, shape (K, m)."""
 
     def state(self) -> dict[str, Any]:
         """Return the state of the span, for ``restore``."""
-        parts = self._blocks, self.J.split([len(block) for block in self._blocks], dim=1)
-        basis, J = (Grown(key, list(part)) for key, part in zip(self._keys, parts))
-        return {"basis": basis, "J": J, "rows": self.rows, "xi": self.xi, "memory": self.memory}
+        outputs = self.of_all
+        h = [] if outputs.features is None else [outputs.features]
+        parts = self._blocks, outputs.blocks, h
+        basis, J, features = (Grown(key, list(part)) for key, part in zip(self._keys, parts))
+        state = {"basis": basis, "J": J, "features": features, "rows": self.rows}
+        return {**state, "xi": self.xi, "memory": self.memory}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a state."""
-        basis, J = state["basis"], state["J"]
-        self._keys, self._blocks = (basis.key, J.key), list(basis.parts)
-        self.J, self.rows = torch.cat(J.parts, dim=1), state["rows"]
+        basis, J, h = state["basis"], state["J"], state["features"]
+        self._keys, self._blocks = (basis.key, J.key, h.key), list(basis.parts)
+        rows: Outputs = state["rows"]
+        self.rows, self.outputs = rows, SpanOutputs(rows.f.shape, next(iter(h.parts), None))
+        for block in J.parts:
+            self.outputs.add_block(block)
         self.xi, self.memory = state["xi"], state["memory"]
         self.noise = self.noise[: len(self.xi)]
         if self._blocks[0].dtype != self.noise.dtype:
@@ -68,7 +75,14 @@ class Span:
     @property
     def size(self) -> int:
         """m."""
-        return self.J.shape[1]
+        return self.xi.shape[1]
+
+    @property
+    def of_all(self) -> SpanOutputs:
+        """J V, once there are directions."""
+        if self.outputs is None:
+            raise AttributeError("The span has no directions yet.")
+        return self.outputs
 
     @property
     def is_complete(self) -> bool:
@@ -77,8 +91,11 @@ class Span:
 
     def bytes_of(self, directions: int) -> float:
         """Return the peak memory of this number of directions with their J v, in bytes."""
-        of_J = _COPIES_OF_J * self._problem.data.num_outputs * self.noise.element_size()
-        return float(directions * (self.noise.shape[1] * self._dtype.itemsize + of_J))
+        P, itemsize = self.noise.shape[1], self.noise.element_size()
+        of_J = _COPIES_OF_J * self._problem.data.num_outputs * itemsize
+        if self.outputs is not None and self.outputs.features is not None:
+            of_J = _COPIES_OF_J * P * itemsize
+        return float(directions * (P * self._dtype.itemsize + of_J))
 
     def has_room(self, directions: int) -> bool:
         """Whether there is memory for this number of further directions."""
@@ -93,8 +110,8 @@ class Span:
         """Restrict the span to ξ and these coordinates, (k, m); return the new basis in the old, (m, r)."""
         turn: Tensor = torch.linalg.qr(torch.cat([self.xi, coordinates]).T)[0]
         self._blocks = [self.scaled(some).to(self._dtype) for some in turn.T.split(len(self.xi))]
-        self.J, self.xi = self.J @ turn.to(self.J), self.xi @ turn
-        self._keys = new_key(), new_key()
+        self.of_all.turn(turn)
+        self.xi, self._keys = self.xi @ turn, (new_key(), new_key(), self._keys[2])
         return turn
 
     def weights(self, coordinates: Tensor) -> Tensor:
@@ -127,21 +144,40 @@ class Span:
             if not len(z):
                 continue
             block = z.to(self._dtype)
-            pushed = self._problem.push_forward(self._prior.scale * block)
-            found = gathered(self._problem, pushed, len(block))
-            if found is None or not self._in_order(found.f):
-                continue
-            self.rows = self.rows or found._replace(Jw=found.Jw[:0].clone())
-            J = found.Jw.flatten(1).T
-            self.J = torch.cat([self.J, J], dim=1) if self.size else J.contiguous()
+            w = self._prior.scale * block
+            if self.outputs is None:
+                self._begin()
+            if self.outputs is None or self.outputs.features is None:
+                found = gathered(self._problem, self._problem.push_forward(w), len(w))
+                if found is None or not self._in_order(found.f):
+                    continue
+                self.rows = self.rows or found._replace(Jw=found.Jw[:0].clone())
+                self.outputs = self.outputs or SpanOutputs(found.f.shape)
+                self.outputs.add(found.Jw)
+            else:
+                self._problem.cost.columns += 0.5 * len(w)
+                self.outputs.add_weights(w.to(self.outputs.features), self._prior.layout)
             self._blocks.append(block)
             self.xi = torch.cat([self.xi, gram(self.noise, block)], dim=1)
             grew = True
         return grew
 
+    def _begin(self) -> None:
+        """Take the features of a last layer, which make all other passes over the data superfluous."""
+        problem, size = self._problem, self._problem.data.num_rows
+        pushed = problem.features()
+        found = None if pushed is None else gathered(problem, pushed, 1)
+        if found is not None and size:
+            self.rows = found._replace(Jw=found.Jw[:0].clone())
+            self.outputs = SpanOutputs(found.f.shape, found.Jw[0])
+
     def pulled(self, u: Tensor) -> Tensor | None:
-        """Return Jᵀ u in scaled weights, (k, P), for u (k, N, ..., C), by half a pass."""
-        Ju, f = pull_back(self._problem, u)
+        """Return Jᵀ u in scaled weights, (k, P), for u (N ... C, k), by half a pass."""
+        problem, outputs = self._problem, self.of_all
+        if outputs.features is not None:
+            problem.cost.columns += 0.5 * u.shape[1]
+            return outputs.pull_weights(u, self._prior.layout).mul_(self._prior.scale)
+        Ju, f = pull_back(problem, u.T.reshape(-1, *outputs.shape))
         return Ju.mul_(self._prior.scale) if self._in_order(f) else None
 
     def _in_order(self, f: Tensor) -> bool:

@@ -234,11 +234,11 @@ def _average(likelihood: Likelihood, over: OverSpan, q: Q) -> Tensor:
 
 def _at_examples(over: OverSpan, samples: Tensor) -> Tensor:
     """Return J w_k at training examples that are spread evenly over the data, (n, K, ..., C)."""
-    N, *outputs = shape = over.expected.shape
+    N, *outputs = over.expected.shape
     number = min(N, _EXAMPLES, _NUMBERS // max(1, len(samples) * math.prod(outputs)))
     chosen = torch.linspace(0, N - 1, number, device="cpu").round().long()
-    J = over.span.J.view(*shape, -1)[chosen.to(over.span.J.device)]
-    return (J @ samples.T.to(J)).movedim(-1, 1).contiguous()
+    pushed = over.span.of_all.push(samples)
+    return pushed[chosen.to(pushed.device)].movedim(-1, 1).contiguous()
 
 
 def _begin(

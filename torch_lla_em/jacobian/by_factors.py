@@ -240,6 +240,19 @@ class ByFactors(Rows):
         """f(x), shape (B, ..., C)."""
         return self.terms.f
 
+    @property
+    def features(self) -> Tensor | None:
+        """h, (B, ..., D), if J w = W h for all parameters W; else None."""
+        term, names = self.terms.parts[0], tuple(self._weights.layout.names)
+        if len(self.terms.parts) > 1 or self._rest is not None or not isinstance(term, Outer):
+            return None
+        has_groups = term.a.dim() > 2 and term.a.shape[1] > 1
+        if term.b is not None or has_groups or tuple(term.names) != names:
+            return None
+        h = term.a if term.a.dim() == 2 else term.a[:, 0].mT
+        h = h.reshape(*self.f.shape[:-1], -1)
+        return h if term.bias is None else F.pad(h, (0, 1), value=1.0)
+
     def row_squares(self, u: Tensor) -> dict[str, Tensor]:
         """Return Σ_n Σ_k (J_nᵀ u_nk)² by name, of the weights that have factors."""
         u = u.reshape(*u.shape[:2], self.f[0].numel()).transpose(0, 1)

@@ -119,6 +119,14 @@ class Rows:
         """f(x), shape (B, ..., C)."""
         raise NotImplementedError
 
+    @property
+    def features(self) -> Tensor | None:
+        """h, (B, ..., D), if J w = W h for all parameters W, those of a last linear layer; else None.
+
+        The last feature is 1 if the layer has a bias.
+        """
+        return None
+
     def push(self, w: Tensor) -> Tensor:
         """Return J w, shape (K, B, ..., C), of columns (K, P)."""
         raise NotImplementedError

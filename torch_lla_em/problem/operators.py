@@ -82,27 +82,31 @@ class Outputs(NamedTuple):
 def gathered(
     problem: Problem, pushed: list[tuple[Batch, Tensor, Tensor]], K: int
 ) -> Outputs | None:
-    """Return f and J w of all examples from those of batches; None if they differ in shape."""
+    """Return f and J w of all examples from those of batches; None if they differ in shape.
+
+    In place of J w, it may be any other tensors (K, B, ...).
+    """
     group, like = problem.data.group, problem.zeros(1)
     seen = [
-        [str(b.targets.dtype), list(b.targets.shape[1:]), list(f.shape[1:])] for b, f, _ in pushed
+        [str(b.targets.dtype), *(list(part.shape[1:]) for part in (b.targets, f, Jw[0]))]
+        for b, f, Jw in pushed
     ]
-    dtype, of_targets, of_f = group.meet(seen, _the_same)
+    dtype, of_targets, of_f, of_Jw = group.meet(seen, _the_same)
     if dtype is None:
         return None
     if not of_f:  # the last axis is that of the classes
-        of_f, of_targets = [1], [1, *of_targets]
+        of_f, of_targets, of_Jw = [1], [1, *of_targets], of_Jw or [1]
     N = problem.data.num_rows
     found = Outputs(
         like.new_zeros(N, *of_f),
         like.new_zeros(N, *of_targets, dtype=getattr(torch, dtype.split(".")[1])),
-        like.new_zeros(K, N, *of_f),
+        like.new_zeros(K, N, *of_Jw),
     )
     for batch, f, Jw in pushed:
         rows = batch.rows.to(like.device)
         found.f[rows] = f.to(like).view(-1, *of_f)
         found.targets[rows] = batch.targets.to(like.device).view(-1, *of_targets)
-        found.Jw[:, rows] = Jw.to(like).view(K, -1, *of_f)
+        found.Jw[:, rows] = Jw.to(like).view(K, -1, *of_Jw)
     return Outputs(*map(group.sum, found))
 
 
@@ -114,7 +118,7 @@ def pull_back(problem: Problem, u: Tensor) -> tuple[Tensor, Tensor]:
         problem.inspect(rows, batch)
         here = batch.rows.to(u.device)
         f[here] = rows.f.to(f).view(-1, *f.shape[1:])
-        own = u[columns.to(u.device)][:, here]
+        own = u[columns.to(u.device)[:, None], here]  # u[columns] would be copied for every batch
         rows.pull(own.to(rows.f).view(-1, *rows.f.shape), sums["Ju"])
 
     sums = problem.sweep(torch.arange(len(u), device="cpu"), Pass({"Ju": BLOCK}, add))
@@ -125,4 +129,4 @@ def pull_back(problem: Problem, u: Tensor) -> tuple[Tensor, Tensor]:
 def _the_same(every: list[list[list[Any]]]) -> list[Any]:
     """Return the dtype and shapes of outputs and targets if they agree on all batches and ranks."""
     seen = [one for rank in every for one in rank]
-    return seen[0] if all(one == seen[0] for one in seen) else [None, None, None]
+    return seen[0] if all(one == seen[0] for one in seen) else [None, None, None, None]

@@ -129,7 +129,7 @@ class Problem:
         if unknown:
             kinds |= {"errors": SCALAR, "targets": SCALAR, "squares of targets": SCALAR}
         at_most = squares_of.rows_at_once if with_squares else inf
-        task = Pass(kinds, add, at_most, squares=with_squares)
+        task = Pass(kinds, add, at_most, factored=with_squares)
         sums = self.sweep(torch.arange(num_samples, device="cpu"), task)
         eta, squares = sums["eta"], sums["squares"]
         self.cost.columns += num_samples
@@ -181,6 +181,27 @@ class Problem:
         self.sweep.over(torch.arange(len(w), device="cpu"), Pass({}, add))
         self.cost.columns += 0.5 * len(w)  # half a product
         return found
+
+    def features(self) -> list[tuple[Batch, Tensor, Tensor]] | None:
+        """Return each of this rank's batches with f and the features of a last layer, (1, B, ..., D).
+
+        They are None if the parameters are not those of one last linear layer, on any rank.
+        """
+        known, found, every = self.linear_model.factored, [], True
+        if known is None or known.others or len(self.layout.names) > 2:
+            return None
+
+        def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
+            nonlocal every
+            self.inspect(rows, batch)
+            h = rows.features
+            every = every and h is not None
+            if h is not None:
+                self.sweep.expect_finite(h)
+                found.append((batch, rows.f, h.to(self.dtype)[None]))
+
+        self.sweep.over(torch.arange(1, device="cpu"), Pass({}, add, factored=True))
+        return found if self.data.group.meet(every, all) else None
 
     def minibatch_products(self) -> Iterator[tuple[int, Product]]:
         """Yield the number of examples of every batch, and its own product w -> J_bᵀ H_b J_b w."""

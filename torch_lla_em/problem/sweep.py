@@ -56,8 +56,8 @@ class Pass(NamedTuple):
     at_most: float = inf
     """Number of examples at a time, if the network can process them separately."""
 
-    squares: bool = False
-    """Whether squares of single examples are needed, for which factors are used if possible."""
+    factored: bool = False
+    """Whether factors of J are computed if possible, however few the columns are."""
 
 
 Fold = Callable[[Tensor, Pass], Sums]
@@ -139,7 +139,7 @@ class Sweep:
                     piece, done = todo.pop(0)
                     step, counted = len(w) - done, self.data.num_outputs
                     try:
-                        rows = self.kept(piece, inf if task.squares else step)
+                        rows = self.kept(piece, inf if task.factored else step)
                         step = min(step, (rows.columns if task.kinds else None) or step)
                         for columns in w[done:].split(step):
                             task.add(rows, piece, columns, _of(sums, task, done, len(columns)))

@@ -1,0 +1,102 @@
+"""J V of a span, stored or by the features of a last layer, against J by reverse mode."""
+
+from functools import partial
+
+import pytest
+import torch
+from tiny import draw, problem_of
+from torch import nn
+from torch.testing import assert_close
+
+from torch_lla_em import Classification, LinearisedLaplace
+from torch_lla_em.data import Data
+from torch_lla_em.inference import span_outputs
+from torch_lla_em.inference.prior import Prior
+from torch_lla_em.inference.span import Span
+from torch_lla_em.jacobian import LinearModel, Network, ParameterLayout, select_parameters
+from torch_lla_em.problem import Problem
+
+N = 6
+
+
+def dense(sites=(), bias=True):
+    """A network whose last layer is linear, with its inputs and the number of outputs."""
+    layers = nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3, bias=bias)
+    return nn.Sequential(*layers).double(), draw(N, *sites, 4), -1
+
+
+def images(kernel):
+    layers = nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, kernel, padding=kernel // 2)
+    return nn.Sequential(*layers).double(), draw(N, 1, 4, 5), 1
+
+
+HEADS = {
+    "linear": dense,
+    "no bias": partial(dense, bias=False),
+    "tokens": partial(dense, (2,)),
+    "pointwise": partial(images, 1),
+    "convolution": partial(images, 3),
+}
+
+
+def span_of(name, keep=True):
+    """Return a span of the last layer's parameters, some directions, and J, (N ... C, P)."""
+    torch.manual_seed(0)
+    model, x, class_dim = HEADS[name]()
+    f = model(x).movedim(class_dim, -1)
+    y = torch.zeros(f.shape[:-1], dtype=torch.long)
+    layout = ParameterLayout.of(model, select_parameters(model, ["2.*"]))
+    linear = LinearModel(Network(model, None, class_dim), layout)
+    data = Data([(x[:4], y[:4]), (x[4:], y[4:])], torch.device("cpu"))
+    problem = Problem(linear, Classification(), data)
+    problem.loss_and_gradient(problem.zeros(1)[0])  # the first pass checks the network
+    scale = draw(problem.size).abs() + 0.5
+    weights = [p for n, p in model.named_parameters() if n.startswith("2.")]
+    J = [torch.autograd.grad(out, weights, retain_graph=True) for out in f.flatten()]
+    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in J])
+    span = Span(problem, Prior(problem.layout, scale), draw(2, problem.size, seed=2), 1e9)
+    assert span.widen(draw(3, problem.size, seed=3)) and span.widen(draw(2, problem.size, seed=4))
+    return span, J, scale
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("name", HEADS)
+def test_products_by_features_are_those_of_the_jacobian(name, stored, monkeypatch):
+    if not stored:
+        monkeypatch.setattr(span_outputs, "MOST_STORED", 0)
+    span, J, scale = span_of(name)
+    outputs, V = span.of_all, span.scaled(torch.eye(5, dtype=torch.float64))
+    assert outputs.features is not None and bool(outputs._blocks) == stored
+    JV = J @ (scale * V).T
+    c, u = draw(2, 5, seed=5), draw(len(J), 2, seed=6)
+    assert_close(outputs.push(c).flatten(0, -2), JV @ c.T)
+    assert_close(outputs.pull(u), u.T @ JV)
+    assert_close(outputs.pull(u, 4), u.T @ JV[:, 4:])
+    assert_close(span.pulled(u), u.T @ J * scale)
+    first = 2 * outputs.outputs
+    assert_close(outputs.part(1, 3), JV[outputs.outputs : outputs.outputs + first])
+    passes = span._problem.data.num_passes
+    turn = span.restart(draw(1, 5, seed=7))
+    assert_close(outputs.push(torch.eye(3).double()).flatten(0, -2), JV @ turn)
+    assert span._problem.data.num_passes == passes  # none is needed
+
+
+def test_fits_by_features_and_by_passes_agree(monkeypatch):
+    model, x, _ = dense()
+    y = torch.arange(N) % 3
+    fits = []
+    for _ in range(2):
+        la = LinearisedLaplace(model, "classification", parameters="last_layer", num_samples=3)
+        fits.append(la.fit(x, y, progress_bar=False))
+        monkeypatch.setattr("torch_lla_em.problem.problem.Problem.features", lambda _: None)
+    assert fits[0].history[-1]["data_passes"] < fits[1].history[-1]["data_passes"]
+    assert_close(fits[0].w_samples, fits[1].w_samples, rtol=1e-6, atol=1e-9)
+    assert_close(fits[0].prior_precision, fits[1].prior_precision, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("tail", [nn.Softplus(), nn.Linear(3, 3)])
+def test_other_parameters_have_no_features(tail):
+    model = nn.Sequential(nn.Linear(4, 3), tail).double()
+    problem = problem_of(model, Classification(), [(draw(N, 4), torch.arange(N) % 3)], ["0.*"])
+    problem.loss_and_gradient(problem.zeros(1)[0])
+    assert problem.features() is None

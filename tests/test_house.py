@@ -58,7 +58,7 @@ def test_every_subpackage_has_a_place_in_the_order():
 def test_no_file_is_too_long():
     lengths = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
     assert not {path.name: n for path, n in lengths.items() if n > LONGEST}
-    assert len({path.name for path in PACKAGE.glob("*.py")} - ADAPTERS) <= 6
+    assert len({path.name for path in PACKAGE.glob("*.py")} - ADAPTERS) <= 7
 
 
 FACTORIES = """arange as_tensor empty eye full linspace logspace ones rand randint randn randperm

@@ -2,10 +2,12 @@
 
 ``LinearisedLaplace`` is the main class. To read the code, start with the lowest level: ``runtime``,
 ``data``, ``solvers``, ``likelihoods``, ``jacobian``, ``problem``, ``inference``, ``checkpoint``,
-``prediction``, ``distil``, ``laplace``. ``mixtures`` uses EM for mixtures and for densities of features.
+``prediction``, ``distil``, ``laplace``, ``ensemble``. ``mixtures`` uses EM for mixtures and for densities of
+features.
 """
 
-from torch_lla_em.distil import LaplaceEnsemble, Student
+from torch_lla_em.distil import Student
+from torch_lla_em.ensemble import LaplaceEnsemble
 from torch_lla_em.inference import (
     function_space_Mackay_update,
     get_sto_samples,

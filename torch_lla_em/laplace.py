@@ -20,6 +20,7 @@ from torch_lla_em.jacobian import (
     ForwardFn,
     LinearModel,
     Network,
+    NetworkState,
     ParameterLayout,
     Selection,
     called_last,
@@ -35,7 +36,14 @@ from torch_lla_em.likelihoods import (
     preferred,
     tempered,
 )
-from torch_lla_em.prediction import Fitted
+from torch_lla_em.prediction import (
+    Fitted,
+    Posterior,
+    Setting,
+    calibrated_on,
+    stored,
+    warn_of_collapse,
+)
 from torch_lla_em.problem import Plan, Problem
 from torch_lla_em.report import write_report
 from torch_lla_em.runtime import (
@@ -44,12 +52,11 @@ from torch_lla_em.runtime import (
     Group,
     check_choice,
     check_options,
-    collected,
     files,
     group_of,
     report,
 )
-from torch_lla_em.session import Session
+from torch_lla_em.session import Run, Session
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -158,20 +165,19 @@ class LinearisedLaplace(Distils, Fitted):
         check_options(sigma_noise=sigma_noise, tolerance=tolerance, solver=solver, compute=compute)
         check_options(class_dim=class_dim, forward_fn=forward_fn, target_fn=target_fn)
         check_options(temperature=temperature)
-        super().__init__(model)
+        super().__init__(model, _likelihood(likelihood, sigma_noise))
         check_choice("prior", prior, ("scalar", "layerwise"))
         check_choice("curvature", curvature, (None, "network", "linear", "variational"))
         if prior == "layerwise" and curvature == "variational":
             raise ValueError('curvature="variational" has one precision: use prior="scalar".')
         own = {"forward_fn": forward_fn, "target_fn": target_fn, "solver": solver}
         self._given = [name for name in own if own[name] is not None]
-        self.likelihood = self._given_likelihood = _likelihood(likelihood, sigma_noise)
         if isinstance(self.likelihood, BradleyTerry):
             forward_fn, target_fn = forward_fn or compare, target_fn or preferred
         network = Network(model, forward_fn, int(class_dim))
         network.precision = compute.precision
         self._parameters_asked = parameters
-        self._linear_model = _linear_model(network, parameters)
+        self._base = _linear_model(network, parameters)
         self.prior, self.g_prior, self.curvature = prior, g_prior, curvature
         self.num_samples, self.seed, self.temperature = int(num_samples), int(seed), temperature
         self.tolerance = _QUARTER * (2 * num_samples) ** -0.5 if tolerance is None else tolerance
@@ -242,74 +248,67 @@ class LinearisedLaplace(Distils, Fitted):
         data = paired(loader, targets)
         if weights is not None:
             data = Weighed(data, weights, self.target_fn)
-        self._shard = shard
         start = _start(prior_precision, em_steps)
         options = self._options(update=update, em_steps=int(em_steps), prior_precision=start)
         may_vary = not self.likelihood.is_quadratic and options.allows_variational
         choices = choose_scalings(self.g_prior, may_vary, validation is not None)
-        before, best, chosen, clock = self._snapshot(), None, None, Budget(budget)
+        best: Posterior | None = None
+        chosen, clock = None, Budget(budget)
         for number, g_prior in enumerate(choices):
-            self._restore(before)
             folder = checkpoint
             if checkpoint is not None and len(choices) > 1:
                 folder = Path(checkpoint) / f"g_prior={g_prior}"
             run = replace(options, g_prior=g_prior)
             try:
-                self._fit(data, run, folder, progress_bar, clock.share(len(choices) - number))
+                left = clock.share(len(choices) - number)
+                found = self._fit(data, run, Run(folder, progress_bar, left, shard))
                 if validation is not None:
-                    self.calibrate(validation)
-                    logger.info("g_prior=%r: validation NLL %.4g.", g_prior, self.calibration.kept)
+                    known = calibrated_on([found], found.components, paired(validation, None))
+                    found = found.calibrated(*known)
+                    nll = found.calibration.kept
+                    logger.info("g_prior=%r: validation NLL %.4g.", g_prior, nll)
             except BaseException as error:
-                self._restore(before if best is None else best)
-                if best is None or not isinstance(error, Exception):
+                if best is None:
                     raise
-                with collected(self.messages):
-                    report("log", _ONE_FAILED % (g_prior, chosen, type(error).__name__, error))
+                words = _ONE_FAILED % (g_prior, chosen, type(error).__name__, error)
+                self._posterior = replace(best, messages=(*best.messages, words))
+                if not isinstance(error, Exception):
+                    raise
+                report("log", words)
                 return self
-            if best is None or self.calibration.kept < best["calibration"].kept:
-                best, chosen = self._snapshot(), g_prior
-        self._restore(best)
+            if best is None or found.calibration.kept < best.calibration.kept:
+                best, chosen = found, g_prior
+        self._posterior = best
         return self
 
-    def _fit(
-        self,
-        loader: Any,
-        options: FitOptions,
-        checkpoint: str | PathLike[str] | None,
-        progress_bar: bool,
-        budget: float | None,
-    ) -> None:
-        """Fit with one scaling of the prior."""
-        group = group_of(self._shard).joined()
-        problem = self._problem(loader, group)
-        session = Session(problem, self._header(options), checkpoint, progress_bar, budget)
-        with session.running() as run:
-            state = run.finished()
-            if state is None:
-                run.plan(options, self.compute)
-                posterior = learn(problem, options, run.on_step, run.begin())
-                run.end()
-                self._store(posterior, run.history, problem.data.num_labelled)
-                self._warn_of_collapse(problem)
-                self.messages = run.messages
-                if posterior.complete:  # otherwise the checkpoint continues from the last state
-                    run.keep(self.state_dict())
-            else:
-                self.load_state_dict(state)
+    def _fit(self, loader: Any, options: FitOptions, run: Run) -> Posterior:
+        """Return the posterior by one scaling of the prior; this object is not changed."""
+        problem = self._problem(loader, group_of(run.shard).joined())
+        model = problem.linear_model
+        session = Session(problem, self._header(options, model), *run[:3])
+        setting = Setting(model, NetworkState(model.network), self.target_fn, run.shard)
+        with session.running() as around:
+            state = around.finished()
+            if state is not None:
+                stored.refuse_other_network(state, model.network.module)
+                return self._loaded(state, setting)
+            around.plan(options, self.compute)
+            learnt = learn(problem, options, around.on_step, around.begin())
+            around.end()
+            facts = {"history": tuple(around.history), "num_data": problem.data.num_labelled}
+            found = Posterior.of_fit(learnt, setting, self._given_likelihood, **facts)
+            warn_of_collapse(found, problem)
+            found = replace(found, messages=tuple(around.messages))
+            setting.require(surely=True)
+            if learnt.complete:  # otherwise the checkpoint continues from the last state
+                around.keep(self._state_of(found))
+        return found
 
     def _options(self, **of_fit: Any) -> FitOptions:
         """Return the options of a fit."""
         own = {name: getattr(self, name) for name in ("num_samples", "seed", "solver", "tolerance")}
         layerwise = self.prior == "layerwise"
         return FitOptions(**own, layerwise=layerwise, curvature=self.curvature, **of_fit)
-
-    def _snapshot(self) -> dict[str, Any]:
-        """Return what a fit changes; it replaces tensors and never writes to them."""
-        return {**self.__dict__, "_buffers": dict(self._buffers)}
-
-    def _restore(self, snapshot: dict[str, Any]) -> None:
-        """Go back to a snapshot, which stays as it is."""
-        self.__dict__.update(snapshot, _buffers=dict(snapshot["_buffers"]))
 
     def plan(self, loader: Any, targets: Tensor | None = None) -> Plan:
         """Return a ``Plan`` of the time and memory of ``fit`` for these data; print it to read it.
@@ -351,12 +350,12 @@ class LinearisedLaplace(Distils, Fitted):
             # a call is needed to see which layer is called last
             network = self._linear_model.network
             last = called_last(network, data.first().inputs)
-            self._linear_model = _linear_model(network, "last_layer", last)
+            return Problem(_linear_model(network, "last_layer", last), likelihood, data)
         return Problem(self._linear_model, likelihood, data)
 
-    def _header(self, options: FitOptions) -> dict[str, Any]:
+    def _header(self, options: FitOptions, model: LinearModel) -> dict[str, Any]:
         """Return what a checkpoint is compared with, by name."""
-        layout, network = self._linear_model.layout, self._linear_model.network
+        layout, network = model.layout, model.network
         likelihood = self._given_likelihood
         weights = files.fingerprint(network.module)
         settings = {name: files.plain(value) for name, value in vars(options).items()}

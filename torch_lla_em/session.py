@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +53,15 @@ _LONG = 60.0
 
 _AT_MOST = 0.99
 """The largest share that the bar shows before the fit has ended."""
+
+
+class Run(NamedTuple):
+    """The arguments of ``fit`` for what surrounds it."""
+
+    checkpoint: str | PathLike[str] | None
+    progress_bar: bool
+    budget: float | None
+    shard: str | None
 
 
 class Session:

@@ -235,7 +235,7 @@ def test_a_loaded_posterior_is_where_compute_puts_vectors(vectors, free, place, 
     case, fit = fitted(em_steps=0, prior_precision=3.0)
     state = fit.state_dict()
     la = LinearisedLaplace(case.model, case.name, compute=Compute(vectors=vectors))
-    monkeypatch.setattr("torch_lla_em.prediction.posterior.free_memory", lambda _: free)
+    monkeypatch.setattr("torch_lla_em.prediction.stored.free_memory", lambda _: free)
     monkeypatch.setattr(Network, "device", torch.device("meta"))
     la.load_state_dict(state)
     assert {la.w_lin.device.type, la.w_samples.device.type, la.scale.device.type} == {place}

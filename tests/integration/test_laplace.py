@@ -364,7 +364,7 @@ def test_a_validation_set_decides_between_scalings(tmp_path, monkeypatch):
 
     def noted(la, *arguments):
         starts.append(la.w_lin)
-        fit(la, *arguments)
+        return fit(la, *arguments)
 
     monkeypatch.setattr(LinearisedLaplace, "_fit", noted)
     case = tiny.tiny("classification")

@@ -3,6 +3,7 @@
 import logging
 import re
 from base64 import b64decode
+from dataclasses import replace
 from io import BytesIO
 
 import pytest
@@ -79,7 +80,8 @@ def test_advice_follows_the_numbers():
     assert advised(alone, rows._replace(network=right))
     assert not advised(alone, rows._replace(network=rows.posterior, posterior=right))
     assert not advised("have a relative error") and advised("Call la.calibrate")
-    la.certificate = torch.full_like(la.certificate, 0.5)
+    worse = torch.full_like(la.certificate, 0.5)
+    la._posterior = replace(la._posterior, certificate=worse)
     assert advised("have a relative error")
     la.calibrate(case.x, case.y)
     assert not advised("Call la.calibrate")

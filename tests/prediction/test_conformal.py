@@ -113,14 +113,14 @@ def test_far_inputs_are_flagged_and_others_at_the_rate(blobs):
 def test_the_reference_is_of_examples_that_nothing_was_fitted_to(blobs):
     la, x, y = blobs
     la.calibrate(x[:60], y[:60])
-    before = la.conformal_table.clone()
+    before = la.reference.table.clone()
     other = y[:60].clone()
     other[1::2] = (other[1::2] + 1) % 4
     la.calibrate(x[:60], other)
-    assert torch.equal(la.conformal_table, before)
-    assert la.conformal_unusual.shape == (30, 1) and la.conformal_errors.shape == (30, 1)
+    assert torch.equal(la.reference.table, before)
+    assert la.reference.unusual.shape == (30, 1) and la.reference.errors.shape == (30, 1)
     la.calibrate(list(zip(x[:60].split(7), y[:60].split(7))))
-    assert_close(la.conformal_table, before, rtol=1e-4, atol=1e-5)
+    assert_close(la.reference.table, before, rtol=1e-4, atol=1e-5)
 
 
 def test_sets_are_saved_and_moved_with_the_posterior(blobs, tmp_path):
@@ -159,7 +159,7 @@ def test_intervals_are_for_each_output_and_wider_where_f_is_uncertain():
 
 
 def la_bounds(la, level):
-    return quantiles(la.conformal_errors, level)
+    return quantiles(la.reference.errors, level)
 
 
 @pytest.mark.parametrize("name", ["bernoulli", "poisson"])
@@ -178,7 +178,7 @@ def test_examples_without_a_label_are_no_reference():
     y = case.y.clone()
     y[:2] = -100
     la.calibrate(case.x, y)
-    assert len(la.conformal_errors) == (len(y) - 2) // 2
+    assert len(la.reference.errors) == (len(y) - 2) // 2
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ POINTS = {
     "learn": (laplace, "learn"),
     "the end of the passes": (session.Session, "end"),
     "the largest variance": (posterior, "output_variance"),
-    "the hash of the network": (posterior, "NetworkState"),
+    "the hash of the network": (laplace, "NetworkState"),
     "the checkpoint": (session.Session, "keep"),
-    "the calibration": (laplace.LinearisedLaplace, "calibrate"),
+    "the calibration": (laplace, "calibrated_on"),
 }
 
 
@@ -49,7 +49,7 @@ def test_a_fit_that_fails_leaves_the_earlier_posterior(point, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="planted"):
         patched.setattr(*POINTS[point], failing)
         fresh.fit(x, y, validation=[(case.x, case.y)], progress_bar=False)
-    with pytest.raises(posterior.stored.NotFittedError, match="not fitted yet"):
+    with pytest.raises(posterior.NotFittedError, match="not fitted yet"):
         fresh(case.x)
 
 

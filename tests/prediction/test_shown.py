@@ -87,7 +87,7 @@ def test_outputs_of_different_units_are_noticed():
         noticed.append(["residuals of output 0" in "".join(la.messages), len(la.messages) > 1])
     assert noticed == [[True, True], [False, False]]
     with pytest.warns(DeprecationWarning, match="now called la.messages"):
-        assert la.said is la.messages
+        assert la.said == la.messages
 
 
 def test_groups_are_of_examples_of_one_shape():

@@ -8,14 +8,12 @@ The result is a ``student``, whose predictions are in ``predicted``. ``agreement
 
 from torch_lla_em.distil.agreement import Agreement, Likelihoods, StudentError
 from torch_lla_em.distil.distils import Distils
-from torch_lla_em.distil.ensemble import LaplaceEnsemble
 from torch_lla_em.distil.predicted import StudentPrediction
 from torch_lla_em.distil.student import Student
 
 __all__ = [
     "Agreement",
     "Distils",
-    "LaplaceEnsemble",
     "Likelihoods",
     "Student",
     "StudentError",

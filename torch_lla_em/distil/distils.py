@@ -95,9 +95,7 @@ class Distils(Predictor):
         """
         check_options(steps=steps, batch_size=batch_size, seed=seed, progress_bar=progress_bar)
         check_options(num_inputs=num_inputs, lr=lr, mask_token=mask_token, widen=widen)
-        for posterior in self._posteriors:
-            posterior._require_fit(surely=True)
-        network = self._posteriors[0]._linear_model.network
+        network = self._members(surely=True)[0].setting.linear_model.network
         generator = torch.Generator("cpu").manual_seed(seed)
         with torch.inference_mode(False), torch.no_grad():
             given = gathered(inputs, network.device)
@@ -138,7 +136,7 @@ class Distils(Predictor):
 
     def _student(self, own: nn.Module | None, network: Network, block: Block) -> Student:
         """Return a copy of a network with a head that has not learnt anything yet."""
-        posterior, some = self._posteriors[0], block.part(slice(2))
+        posterior, some = self._members()[0], block.part(slice(2))
         copy = Network(
             deepcopy(network.module if own is None else own), network.forward_fn, network.class_dim
         )
@@ -146,7 +144,7 @@ class Distils(Predictor):
         form = Form(
             posterior.likelihood.plain,
             network.forward_fn,
-            posterior.target_fn,
+            posterior.setting.target_fn,
             network.class_dim,
             called_last(copy, some.x),
             block.due.uncertainty.shape[-1],

@@ -2,11 +2,12 @@
 
 A prediction is a mixture of ``functions``: ``conformal`` compares it with stored examples, and
 ``prediction`` has its public properties. ``pushed`` makes it from the outputs and products of
-inputs. ``calibration``, ``metrics`` and ``validation`` use held-out data. ``posterior`` and
-``stored`` keep the results of a fit, ``predictor`` has the methods that users call, of one posterior
-(``fitted``) or several (``ensemble``); ``export`` writes programs, ``summary`` prints results.
+inputs. ``calibration``, ``passes``, ``metrics`` and ``validation`` use held-out data. ``posterior`` is the frozen
+record of a fit, and ``stored`` writes and reads it. ``predictor`` has the methods that users call, of
+one posterior (``fitted``) or several (``ensemble``); ``export`` writes programs, ``summary`` prints results.
 """
 
+from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.conformal import Conformal, Interval, Reference
 from torch_lla_em.prediction.ensemble import Ensemble
@@ -20,13 +21,20 @@ from torch_lla_em.prediction.metrics import (
     scores,
     stated_and_right,
 )
+from torch_lla_em.prediction.posterior import NotFittedError, Posterior, Setting
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.predictor import Predictor
+from torch_lla_em.prediction.predictor import Predictor, calibrated_on
 from torch_lla_em.prediction.pushed import inputs_in
 from torch_lla_em.prediction.ranks import p_values, rounding
-from torch_lla_em.prediction.stored import NotFittedError, likelihood_options
+from torch_lla_em.prediction.stored import likelihood_options
 from torch_lla_em.prediction.summary import Printed, as_html, findings
-from torch_lla_em.prediction.validation import Comparison, PredictedData, compare, predicted_data
+from torch_lla_em.prediction.validation import (
+    Comparison,
+    PredictedData,
+    compare,
+    predicted_data,
+    warn_of_collapse,
+)
 
 __all__ = [
     "Calibration",
@@ -36,14 +44,17 @@ __all__ = [
     "Fitted",
     "Interval",
     "NotFittedError",
+    "Posterior",
     "PredictedData",
     "Prediction",
     "Predictor",
     "Printed",
     "Reference",
+    "Setting",
     "as_html",
     "auroc",
     "binned",
+    "calibrated_on",
     "calibration_error",
     "compare",
     "covered",
@@ -56,4 +67,6 @@ __all__ = [
     "rounding",
     "scores",
     "stated_and_right",
+    "stored",
+    "warn_of_collapse",
 ]

@@ -7,7 +7,7 @@ density under weak priors, by L-BFGS on outputs that one pass has stored.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import nan
 from typing import Any, NamedTuple
 
@@ -78,23 +78,21 @@ class Numbers(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The table of components and the factor of σ that are kept, and how they were found."""
+    """The table of components and the factor of σ that were fitted; used if the NLL improves."""
 
-    table: Any
-    """One table, or that of each member of an ensemble if they are kept as they were."""
-
-    noise: float
+    table: Tensor
+    noise: Tensor
     calibration: Calibration
-    reference: Reference
 
 
-def calibrated(data: Pushed, group: Group, before: Tables) -> Kept:
-    """Fit the numbers to a validation set, of which ``data`` are the examples of this rank.
+def calibrated(parts: Sequence[Pushed], before: Sequence[Tables], group: Group) -> Kept:
+    """Fit the numbers to held-out examples, of which ``parts`` are those of this rank.
 
-    ``before`` is the table so far, which is kept if its validation NLL is lower.
+    ``before`` are the tables by which each part is predicted so far.
     """
-    likelihood = data.likelihood
-    count = group.sum(likelihood.labelled(data.y).sum().double()).item()
+    likelihood = parts[0].likelihood
+    labels = [likelihood.labelled(part.y).sum().double() for part in parts]
+    count = group.sum(torch.stack(labels).sum()).item()
     if not count:
         raise ValueError(
             "None of the validation examples has a label (all are ignored), so calibration is not "
@@ -108,29 +106,44 @@ def calibrated(data: Pushed, group: Group, before: Tables) -> Kept:
         return first, error
 
     numbers = numbers_of(likelihood)
-    theta = _most_probable(numbers, data, group)
-    table, noise = found = numbers.at(theta)
-    so_far = before, torch.ones_like(noise)
-    old, new = (_log_probs(data, *which) for which in (so_far, found))
-    optimism = _determined(numbers, theta, data, group) / count
+    theta = _most_probable(numbers, parts, group)
+    table, noise = numbers.at(theta)
+    each = zip(parts, before)
+    old = torch.cat([_log_probs([part], own, torch.ones_like(noise)) for part, own in each])
+    new = _log_probs(parts, table, noise)
+    optimism = _determined(numbers, theta, parts, group) / count
     (nll, _), (gain, error) = mean_and_error(-old), mean_and_error(new - old)
-    applied, reference = gain > optimism, _split(numbers, data, group)
+    applied = gain > optimism
     calibration = Calibration(int(count), nll, nll - gain + optimism, error, applied)
-    if not applied:
+    if applied:
+        logger.info("Validation NLL %s; calibration applied.", calibration)
+    else:
         report("log", f"Validation NLL {calibration}; predictions are kept as they were.")
-        return Kept(before, 1.0, calibration, reference)
-    logger.info("Validation NLL %s; calibration applied.", calibration)
-    return Kept(table, noise.item(), calibration, reference)
+    return Kept(table, noise, calibration)
 
 
-def _split(numbers: Numbers, data: Pushed, group: Group) -> Reference:
-    """Fit the numbers to every other labelled example, and compute scores of the remaining ones."""
-    data = data.part(data.likelihood.labelled(data.y))
-    table, noise = numbers.at(_most_probable(numbers, data.part(slice(None, None, 2)), group))
+def half_as_reference(data: Pushed, group: Group) -> Reference:
+    """Fit the numbers to every other labelled example, and return scores of the remaining ones."""
+    data, numbers = data.part(data.likelihood.labelled(data.y)), numbers_of(data.likelihood)
+    table, noise = numbers.at(_most_probable(numbers, [data.part(slice(None, None, 2))], group))
     judged = data.part(slice(1, None, 2)).prediction(table, noise)
     sigma = judged.likelihood.sigma_noise if isinstance(judged.likelihood, Regression) else None
     scores = group.gather(judged._ood_scores()), group.gather(judged._errors(data.y[1::2]))
     return Reference(table, sigma, scores[0], scores[1].sort(0).values)
+
+
+def folds_as_reference(parts: Sequence[Pushed], found: Kept) -> Reference:
+    """Return scores of the examples that each member of an ensemble was not trained on."""
+    labelled = [part.part(part.likelihood.labelled(part.y)) for part in parts]
+    judged = [part.prediction(found.table, found.noise) for part in labelled]
+    likelihood = judged[0].likelihood
+    return Reference(
+        found.table,
+        likelihood.sigma_noise if isinstance(likelihood, Regression) else None,
+        torch.cat([each._ood_scores() for each in judged]),
+        torch.cat([each._errors(part.y) for each, part in zip(judged, labelled)]).sort(0).values,
+        torch.tensor([len(part.y) for part in labelled], device="cpu"),
+    )
 
 
 def numbers_of(likelihood: Likelihood) -> Numbers:
@@ -157,27 +170,28 @@ def _table(rows: list[list[Tensor]]) -> Tensor:
     return torch.stack([torch.stack(row) for row in rows])
 
 
-def _pieces(data: Pushed) -> Iterator[Pushed]:
+def _pieces(parts: Sequence[Pushed]) -> Iterator[Pushed]:
     """Yield a few examples at a time, in double precision."""
-    for piece in data.split(max(1, _NUMBERS // max(1, 64 * data.f[:1].numel()))):
-        yield piece.double()
+    for part in parts:
+        for piece in part.split(max(1, _NUMBERS // max(1, 64 * part.f[:1].numel()))):
+            yield piece.double()
 
 
-def _log_probs(data: Pushed, table: Tables, noise: Tensor) -> Tensor:
+def _log_probs(parts: Sequence[Pushed], table: Tables, noise: Tensor) -> Tensor:
     """Return log p(y | x) of every example, (N,)."""
-    parts = [piece.prediction(table, noise)._log_prob(piece.y) for piece in _pieces(data)]
-    return torch.cat(parts) if parts else noise.new_zeros(0)
+    each = [piece.prediction(table, noise)._log_prob(piece.y) for piece in _pieces(parts)]
+    return torch.cat(each) if each else noise.new_zeros(0)
 
 
-def _most_probable(numbers: Numbers, data: Pushed, group: Group) -> Tensor:
+def _most_probable(numbers: Numbers, parts: Sequence[Pushed], group: Group) -> Tensor:
     """Return θ at the maximum of log p(y | x, θ) + log p(θ), by L-BFGS."""
-    deviations = torch.tensor(numbers.deviations, dtype=torch.float64, device=data.f.device)
+    deviations = torch.tensor(numbers.deviations, dtype=torch.float64, device=parts[0].f.device)
     theta = torch.zeros_like(deviations).requires_grad_()
     search = torch.optim.LBFGS([theta], max_iter=_STEPS, line_search_fn="strong_wolfe")
 
     def objective() -> Tensor:
         sums = torch.zeros(1 + len(theta), dtype=theta.dtype, device=theta.device)
-        for piece in _pieces(data):
+        for piece in _pieces(parts):
             with torch.enable_grad():
                 loss = -piece.prediction(*numbers.at(theta))._log_prob(piece.y).sum()
             sums += torch.cat([loss.detach()[None], *torch.autograd.grad(loss, theta)])
@@ -190,12 +204,12 @@ def _most_probable(numbers: Numbers, data: Pushed, group: Group) -> Tensor:
     return theta.detach()
 
 
-def _determined(numbers: Numbers, theta: Tensor, data: Pushed, group: Group) -> float:
+def _determined(numbers: Numbers, theta: Tensor, parts: Sequence[Pushed], group: Group) -> float:
     """Return the number of parameters that the data determine: the optimism of the fitted NLL."""
     steps = _DIFFERENCE * torch.eye(len(theta), dtype=theta.dtype, device=theta.device)
 
     def rows(theta: Tensor) -> Tensor:
-        return _log_probs(data, *numbers.at(theta))
+        return _log_probs(parts, *numbers.at(theta))
 
     slopes = [(rows(theta + step) - rows(theta - step)) / (2 * _DIFFERENCE) for step in steps]
     scaled = torch.stack(slopes) * torch.tensor(numbers.deviations, device="cpu").to(theta)[:, None]

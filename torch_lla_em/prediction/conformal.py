@@ -30,6 +30,7 @@ from torch_lla_em.prediction.functions import Functions
 from torch_lla_em.prediction.ranks import (
     NUMBERS,
     ROUNDING,
+    crossed,
     mass_above,
     p_values,
     quantiles,
@@ -110,7 +111,11 @@ class Interval(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """What ``calibrate`` finds by splitting the validation set in two halves."""
+    """Numbers of predictions, and scores of examples to which they were not fitted.
+
+    ``calibrate`` splits the validation set into two halves. Ensembles that were trained by folds have
+    the scores of all examples, each by the member that has not seen it.
+    """
 
     table: Tensor
     """The components of predictions, fitted to the first half."""
@@ -123,6 +128,10 @@ class Reference(NamedTuple):
 
     errors: Tensor | None
     """Sorted errors of the second half, shape (n, outputs); None for training examples."""
+
+    folds: Tensor | None = None
+    """How many of the scores are of examples that the first, second, ... member of an ensemble was
+    not trained on, if it was trained by folds."""
 
 
 REFERENCE = tuple(f"conformal_{name}" for name in Reference._fields)
@@ -239,7 +248,10 @@ class Conformal(Functions):
                 "prediction_set(level) for classes, and credible_interval(level) otherwise."
             )
         centre = prediction._expected()
-        half = quantiles(reference.errors, level).to(centre) * prediction._variance().sqrt()
+        variance = prediction._variance()
+        if reference.folds is not None:
+            variance = prediction._variance_of_error()
+        half = quantiles(reference.errors, level).to(centre) * variance.sqrt()
         # targets at the ends, as in discrete data, are inside whichever way they are rounded
         half = (
             half * (1 + rounding(centre.dtype)) + 8 * torch.finfo(centre.dtype).eps * centre.abs()
@@ -271,11 +283,27 @@ class Conformal(Functions):
         return torch.stack([s.double().nan_to_num(nan=torch.inf) for s in scores], 1)
 
     def _p_values(self, reference: Reference, prediction: Conformal) -> Tensor:
-        return p_values(
-            *(reference.unusual, prediction._ood_scores()),
-            rounding(self.centre.dtype),
-            _SMALLEST if prediction.unit is None else prediction.unit(),
-        )
+        room = rounding(self.centre.dtype)
+
+        def of(unusual: Tensor, prediction: Conformal) -> Tensor:
+            unit = _SMALLEST if prediction.unit is None else prediction.unit()
+            return p_values(unusual, prediction._ood_scores(), room, unit)
+
+        if reference.folds is None:
+            return of(reference.unusual, prediction)
+        each = reference.unusual.split(reference.folds.tolist())
+        return crossed(torch.stack(list(map(of, each, prediction.members))), reference.folds)
+
+    def _variance_of_error(self) -> Tensor:
+        """Return the expected squared error of the mean of all members, from those of the members.
+
+        Let v be the mean of the members' variances, and D the variance of their means. The squared
+        errors of the members exceed that of their mean by D on average, which leaves v - D. This is
+        v / (1 + D / v) to first order, which is positive.
+        """
+        v = torch.stack([member._variance() for member in self.members]).mean(0)
+        means = torch.stack([member._expected() for member in self.members])
+        return v / (1 + means.var(0, correction=0) / v)
 
     def _double(self: Own) -> Own:
         """Return the prediction in double precision: small scores are differences of large numbers."""

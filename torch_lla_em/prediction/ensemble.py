@@ -9,13 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.prediction.calibration import Kept, restored
-from torch_lla_em.prediction.conformal import REFERENCE
+from torch_lla_em.likelihoods import Regression
+from torch_lla_em.prediction.calibration import (
+    Calibration,
+    Kept,
+    calibrated,
+    folds_as_reference,
+    restored,
+)
+from torch_lla_em.prediction.conformal import REFERENCE, Reference
 from torch_lla_em.prediction.fitted import Fitted
+from torch_lla_em.prediction.passes import pushed
+from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.predictor import Predictor
-from torch_lla_em.prediction.pushed import Tables
+from torch_lla_em.prediction.pushed import joined
 from torch_lla_em.prediction.stored import without_prefix
-from torch_lla_em.runtime import files
+from torch_lla_em.runtime import Group, collected, files
 
 
 class Ensemble(Predictor, nn.Module):
@@ -31,26 +40,50 @@ class Ensemble(Predictor, nn.Module):
                 f"The members have the likelihoods {sorted(kinds)}: pass at least one "
                 "LinearisedLaplace, all with the same likelihood."
             )
-        self.calibration, self.messages = None, []
+        self.calibration: Calibration | None = None
+        """The result of the last ``calibrate``, or None."""
+
+        self.messages: list[str] = []
+        """The warnings of ``calibrate``."""
+
         for name in ("table", "noise", *REFERENCE):
             self.register_buffer(name, None)
 
-    @property
-    def _posteriors(self) -> Sequence[Fitted]:
-        members: Sequence[Fitted] = self.members
-        return members
+    def _members(self, surely: bool = False) -> tuple[Posterior, ...]:
+        return tuple(member._fitted(surely) for member in self.members)
 
     @property
-    def _components(self) -> tuple[Tables, Tensor | None]:
+    def _components(self) -> Components:
         tables = tuple(member.mixture for member in self.members)
-        return tables if self.table is None else self.table, self.noise
+        known = None
+        if self.conformal_table is not None:
+            known = Reference(*(getattr(self, name) for name in REFERENCE))
+        return Components(
+            tables if self.table is None else self.table,
+            self.noise,
+            None if known is None else lambda: known,
+        )
 
-    def _keep(self, found: Kept) -> None:
-        self.table = self.noise = None
+    def _keep(self, found: Kept, reference: Reference, messages: list[str]) -> None:
+        self.calibration, self.table, self.noise = found.calibration, None, None
+        for name, tensor in zip(REFERENCE, reference):
+            setattr(self, name, tensor)
+        self.messages += [words for words in messages if words not in self.messages]
         if found.calibration.applied:
             self.table = found.table
-            if found.reference.sigma is not None:
-                self.noise = found.reference.sigma.new_tensor(found.noise)
+            likelihood = self.members[0].likelihood
+            if isinstance(likelihood, Regression):
+                self.noise = found.noise.to(likelihood.sigma_noise)
+
+    def _calibrate_by_folds(self, unseen: Sequence[Any]) -> None:
+        """Fit the numbers of ``calibrate`` to a loader of unseen examples for each member."""
+        messages: list[str] = []
+        with collected(messages), torch.inference_mode(False), torch.no_grad():
+            each = zip(self._members(), unseen)
+            parts = [joined(part for _, part in pushed(*pair)) for pair in each]
+            found = calibrated(parts, [member.mixture for member in self.members], Group())
+            reference = folds_as_reference(parts, found)
+        self._keep(found, reference, messages)
 
     def state_dict(
         self,

@@ -1,59 +1,146 @@
-"""The public methods of a fitted posterior: predictions, calibration, export."""
+"""A fitted posterior as a module: its results, its predictions, its files and its programs."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from torch_lla_em.likelihoods import Regression, Weighted
-from torch_lla_em.prediction import metrics, summary
+from torch_lla_em.data import TargetFn
+from torch_lla_em.inference import Estimate
+from torch_lla_em.jacobian import LinearModel, NetworkState
+from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.prediction import stored, summary
 from torch_lla_em.prediction.calibration import Kept
 from torch_lla_em.prediction.conformal import Reference
 from torch_lla_em.prediction.export import Ways, exported, returned
-from torch_lla_em.prediction.functions import WEIGHT, slots
-from torch_lla_em.prediction.posterior import StoredPosterior
+from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT, slots
+from torch_lla_em.prediction.posterior import Components, NotFittedError, Posterior, Setting
 from torch_lla_em.prediction.predictor import Predictor
-from torch_lla_em.problem import Problem
-from torch_lla_em.runtime import report
+from torch_lla_em.runtime import Compute, files, report
 
 logger = logging.getLogger("torch_lla_em")
 
-# number of training examples whose predictions are checked, and of values that their samples take
-_EXAMPLES, _NUMBERS = 256, 2**22
+Loaded = TypeVar("Loaded", bound="Fitted")
 
 
-class Fitted(summary.Printed, Predictor, StoredPosterior):
-    """A fitted posterior that predicts; the base class of ``LinearisedLaplace``."""
+def _result(name: str, meaning: str) -> Any:
+    """Return a property with a field of the posterior, None before ``fit``."""
+
+    def value(self: Fitted) -> Any:
+        return None if self._posterior is None else getattr(self._posterior, name)
+
+    return property(value, doc=f"{meaning} None before ``fit``.")
+
+
+class Fitted(summary.Printed, Predictor, nn.Module):
+    """A posterior that is fitted or loaded; the base class of ``LinearisedLaplace``.
+
+    The network is not a submodule: its weights are the user's, and not part of this state.
+    """
+
+    model: nn.Module
+    compute: Compute
+    num_samples: int
+    tolerance: float
+    target_fn: TargetFn | None
+    _given_likelihood: Likelihood
+    """The likelihood that the user has passed, before its noise is learnt."""
+
+    _given: list[str]
+    """The options that a file cannot store."""
+
+    _base: LinearModel
+    """The linear model of the first fit."""
+
+    prior_precision = _result("prior_precision", "λ, () or one value per tensor.")
+    sigma_noise = _result("sigma_noise", "σ of a regression.")
+    effective_dim = _result("effective_dim", "γ, the number of parameters that data determine.")
+    effective_dim_error = _result("effective_dim_error", "The Monte Carlo error of γ.")
+    certificate = _result("certificate", "The numerical error of each sample, (K,).")
+    scale = _result("scale", "The prior standard deviation of each parameter at λ = 1, (P,).")
+    w_lin = _result("w_lin", "The mode of the linear model, (P,).")
+    w_samples = _result("w_samples", "The posterior samples, with mean zero, (K, P).")
+    mixture = _result("mixture", "The components of predictions.")
+    reference = _result("reference", "The scores of validation examples, if there are any.")
+    calibration = _result("calibration", "The result of the last ``calibrate``, if there is one.")
+    num_data = _result("num_data", "The number of training examples with a label.")
+    training_deviations = _result("training_deviations", "J w_k of some training examples.")
+    largest_variance = _result("largest_variance", "The largest variance of their outputs.")
+
+    def __init__(self, model: nn.Module, likelihood: Likelihood):
+        super().__init__()
+        object.__setattr__(self, "model", model)
+        self._given_likelihood = likelihood
+        self._posterior: Posterior | None = None
+        """The result of the last fit, replaced as a whole."""
 
     @property
-    def _posteriors(self) -> Sequence[StoredPosterior]:
-        return (self,)
+    def likelihood(self) -> Likelihood:
+        """The likelihood, with the observation noise that was learnt."""
+        return self._given_likelihood if self._posterior is None else self._posterior.likelihood
 
     @property
-    def _components(self) -> tuple[Tensor, None]:
-        return self.mixture, None
-
-    def _keep(self, found: Kept) -> None:
-        self.mixture = found.table.to(self.mixture)
-        if isinstance(self.likelihood, Regression):
-            self.sigma_noise = self.sigma_noise * found.noise
-            self.likelihood = self.likelihood.at_noise(self.sigma_noise)
+    def history(self) -> list[dict[str, Any]]:
+        """A record of every EM step."""
+        return [] if self._posterior is None else list(self._posterior.history)
 
     @property
-    def _has_reference(self) -> bool:
-        return super()._has_reference or self.training_deviations is not None
+    def messages(self) -> list[str]:
+        """The memory plan of the fit, then the warnings of it and of ``calibrate``."""
+        return [] if self._posterior is None else list(self._posterior.messages)
 
-    def _reference(self) -> Reference:
-        """Return the scores of validation or, without a calibration, of training examples."""
-        training = self._training()
-        if self.conformal_table is not None or training is None:
-            return super()._reference()
-        return Reference(self.mixture, None, training.distances()[:, None], None)
+    @property
+    def said(self) -> list[str]:
+        """Deprecated: the former name of ``messages``."""
+        warnings.warn("la.said is now called la.messages.", DeprecationWarning, stacklevel=2)
+        return self.messages
+
+    @property
+    def mean(self) -> str:
+        """Which function the posterior's samples are added to: "network" or "linear"."""
+        if self.mixture is None or self.mixture[0, NETWORK].abs() >= self.mixture[0, MODE].abs():
+            return "network"
+        return "linear"
+
+    @property
+    def posterior_scale(self) -> Any:
+        """τ, the factor of the posterior's variance in predictions; None before ``fit``."""
+        return None if self.mixture is None else self.mixture[0, SCALE]
+
+    def _fitted(self, surely: bool = False) -> Posterior:
+        """Return the posterior; raise an error if there is none, or if the network has changed."""
+        if self._posterior is None:
+            raise NotFittedError(
+                "This posterior is not fitted yet. Call la.fit(train_loader), or "
+                "la.load_state_dict(state)."
+            )
+        self._posterior.setting.require(surely)
+        return self._posterior
+
+    def log_marginal_likelihood(self) -> Estimate:
+        """Return log p(y | λ, σ) of the linear model, with its standard error over samples.
+
+        It compares priors, noise levels and likelihoods on the features of one network. It does not
+        compare networks, whose features were learnt from the same targets: use ``compare`` for
+        these.
+
+        Returns:
+            An ``Estimate`` of ``value`` and ``standard_error``.
+
+        Raises:
+            NotFittedError: Before ``fit``, or if the model has changed since.
+
+        Example:
+            >>> evidence = la.log_marginal_likelihood().value
+        """
+        return Estimate(*self._fitted().log_evidence)
 
     def function_sample(self, k: int) -> Callable[[Any], Tensor]:
         """Return the k-th function of the posterior, the same function at every call.
@@ -71,16 +158,16 @@ class Fitted(summary.Printed, Predictor, StoredPosterior):
         Example:
             >>> outputs = la.function_sample(0)(x)
         """
-        self._require_fit()
-        count, some = len(self.w_samples), slice(None)
+        posterior = self._fitted()
+        count, some = len(posterior.w_samples), slice(None)
         if not 0 <= k < count:
             raise IndexError(
                 f"k must be from 0 to {count - 1}, since there are {count} samples, not {k}."
             )
-        if self._training() is None:  # else the variance of all samples shrinks the mean
+        if posterior.training() is None:  # else the variance of all samples shrinks the mean
             some = slice(k, k + 1)
-        part = slots(self.mixture[:, WEIGHT], count)[k]
-        alone = self.mixture[None, part].clone()
+        part = slots(posterior.mixture[:, WEIGHT], count)[k]
+        alone = posterior.mixture[None, part].clone()
 
         def sample(x: Any) -> Tensor:
             samples = self._at(x, some).prediction(alone).samples
@@ -115,40 +202,183 @@ class Fitted(summary.Printed, Predictor, StoredPosterior):
         Example:
             >>> program = la.export(x).module()  # doctest: +SKIP
         """
-        self._require_fit(surely=True)
+        posterior = self._fitted(surely=True)
+        model = posterior.setting.linear_model
 
         def of_inputs(x: Any) -> Any:
             return returned(self.predict(x, num_samples=num_samples), level)
 
         def of_products(f: Tensor, Jw: Tensor) -> Any:
-            data = self._of_products(f, Jw, f, self._linear_model.network.class_dim)
+            data = posterior.of_products(f, Jw, f, model.network.class_dim)
             return returned(self._predicted(data, judged=num_samples is None), level)
 
         if num_samples is not None:
             few, every = (self.predict(x, num_samples=n).expectation for n in (num_samples, None))
             logger.info(
                 "With %d of %d samples, predictions at the example inputs change by up to %.2g.",
-                *(num_samples, len(self.w_samples), (few - every).abs().max()),
+                *(num_samples, len(posterior.w_samples), (few - every).abs().max()),
             )
-        return exported(
-            self._linear_model, self._columns(num_samples), x, Ways(of_inputs, of_products), path
-        )
+        ways = Ways(of_inputs, of_products)
+        return exported(model, posterior.columns(num_samples), x, ways, path)
 
-    def _warn_of_collapse(self, problem: Problem) -> None:
-        """Log a warning for each sign that the fit has failed, judged by some training examples."""
-        data, likelihood = problem.data, problem.likelihood
-        most = _NUMBERS // (len(self.w_samples) * max(data.num_outputs // data.num_rows, 1))
-        if data.group.rank > 0 or not most:
+    def state_dict(
+        self,
+        *args: Any,
+        destination: dict[str, Tensor] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Tensor]:
+        """Return the posterior as tensors, with a format version and the network's fingerprint.
+
+        The posterior is part of the ``state_dict`` of a module that contains it once it is fitted,
+        and as long as the network does not change.
+
+        Args:
+            destination (dict, optional): Where to add the tensors, as PyTorch passes it.
+            prefix (str): What their names start with there. Default "".
+            keep_vars (bool): Ignored: no tensor requires gradients.
+
+        Raises:
+            NotFittedError: Before ``fit``, or if the model has changed since.
+        """
+        if destination is None:
+            return self._state_of(self._fitted(surely=True))
+        if self._posterior is not None:
+            try:
+                own = self.state_dict()
+            except NotFittedError as error:
+                report("warn", f"The state_dict has no posterior. {error}")
+                own = {}
+            destination.update({f"{prefix}{name}": tensor for name, tensor in own.items()})
+        return destination
+
+    def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
+        """Load a posterior that ``state_dict`` returned.
+
+        Args:
+            state (dict): The tensors by name.
+            strict (bool): Ignored: the state is always compared with the network and the options.
+
+        Raises:
+            ValueError: If the state belongs to another network or likelihood.
+        """
+        network = self._linear_model.network
+        stored.refuse_other_network(state, network.module)
+        setting = Setting(self._linear_model, NetworkState(network), self.target_fn)
+        self._take(self._loaded(state, setting))
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, *more: Any, **named: Any
+    ) -> None:
+        """Load the tensors of this module from those of the module that contains it.
+
+        The network may be loaded later, so it is compared when the posterior is used.
+        """
+        _, _, missing, _, errors = more
+        own = stored.without_prefix(state_dict, prefix)
+        if not own:
+            missing += [f"{prefix}w_lin"] * (self._posterior is not None)
             return
-        batch = next(data.first().split(min(_EXAMPLES, most)))
-        if len(batch.rows) > most:  # a batch that cannot be split
-            return
-        y = batch.targets
-        if isinstance(likelihood, Weighted):
-            y, _ = likelihood.unpack(y, problem.w_MAP)
-        y = y if y.is_floating_point() else y.long()
-        prediction = self._predicted(self._at(batch.inputs), judged=False)
-        for words in metrics.warnings_of(self, prediction, y):
-            report("log", words)
+        try:
+            files.check(own)
+            expected = NetworkState(self._linear_model.network, own["fingerprint"].cpu())
+            self._take(self._loaded(own, Setting(self._linear_model, expected, self.target_fn)))
+        except ValueError as error:
+            errors.append(str(error))
+
+    def _state_of(self, posterior: Posterior) -> dict[str, Tensor]:
+        return stored.state_of(posterior, self._given_likelihood, self._given)
+
+    def _loaded(self, state: dict[str, Tensor], setting: Setting) -> Posterior:
+        own = self._given_likelihood, self._given
+        return stored.posterior_of(state, setting, *own, self.compute)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the posterior to a file, without the network. Loading it runs no code.
+
+        Args:
+            path (str): Name of the file. The ending .safetensors selects that format, which needs
+                the package safetensors; any other is written by ``torch.save``.
+
+        Raises:
+            NotFittedError: Before ``fit``, or if the model has changed since.
+
+        Example:
+            >>> la.save("posterior.pt")  # doctest: +SKIP
+        """
+        given, posterior = self._given_likelihood, self._fitted(surely=True)
+        model = posterior.setting.linear_model
+        own = "prior", "g_prior", "num_samples", "tolerance", "curvature", "seed", "temperature"
+        options = {
+            **{name: getattr(self, name) for name in own},
+            **stored.likelihood_options(given),
+            "parameters": model.layout.names,
+            "class_dim": model.network.class_dim,
+        }
+        state = {**self._state_of(posterior), "options": files.to_bytes(options)}
+        files.write_atomically(state, path)
+
+    @classmethod
+    def load(
+        cls: type[Loaded], path: str | PathLike[str], model: nn.Module, **options: Any
+    ) -> Loaded:
+        """Return a saved posterior on its network.
+
+        Args:
+            path (str): Name of the file that ``save`` has written.
+            model (nn.Module): The network, with the weights that the posterior was fitted to.
+            **options: Arguments of ``LinearisedLaplace`` that the fit had and a file cannot store: a
+                custom likelihood, ``forward_fn``, ``target_fn`` or ``solver``. Other arguments replace
+                those saved.
+
+        Raises:
+            ValueError: If the file is damaged or belongs to another network, or if an option is
+                missing.
+
+        Example:
+            >>> la = LinearisedLaplace.load("posterior.pt", model)  # doctest: +SKIP
+        """
+        state, options = stored.read(path, model, options)
+        make: Any = cls
+        la: Loaded = make(model, options.pop("likelihood"), **options)
+        la.load_state_dict(state)
+        return la
+
+    def _take(self, posterior: Posterior) -> None:
+        """Load a posterior."""
+        self._posterior, self.num_samples = posterior, len(posterior.w_samples)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fitted:
+        """Move posterior and network together."""
+        network, posterior = self._linear_model.network, self._posterior
+        unchanged = posterior is not None and posterior.setting.state.holds(network)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.model._apply(fn, recurse)
+        model = LinearModel(network, self._linear_model.layout)  # to be probed there
+        if posterior is None:
+            self._base = model
+            return self
+        state = NetworkState(network) if unchanged else posterior.setting.state
+        setting = posterior.setting._replace(linear_model=model, state=state)
+        self._posterior = posterior.moved(fn, setting)
+        return self
+
+    def _members(self, surely: bool = False) -> tuple[Posterior, ...]:
+        return (self._fitted(surely),)
+
+    @property
+    def _components(self) -> Components:
+        return self._posterior.components
+
+    def _keep(self, found: Kept, reference: Reference, messages: list[str]) -> None:
+        self._posterior = self._posterior.calibrated(found, reference, messages)
+
+    @property
+    def _linear_model(self) -> LinearModel:
+        return self._base if self._posterior is None else self._posterior.setting.linear_model
+
+    @property
+    def _device(self) -> torch.device:
+        return self._linear_model.network.device
 
     _table = summary.of_fit

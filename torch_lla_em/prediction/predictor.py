@@ -13,21 +13,20 @@ from torch.utils.data import DataLoader, Dataset
 
 from torch_lla_em.data import as_loader, paired
 from torch_lla_em.likelihoods import Regression
-from torch_lla_em.prediction.calibration import Calibration, Kept, calibrated
-from torch_lla_em.prediction.conformal import REFERENCE, Reference
-from torch_lla_em.prediction.functions import mixed
-from torch_lla_em.prediction.posterior import StoredPosterior
+from torch_lla_em.prediction.calibration import Kept, calibrated, half_as_reference
+from torch_lla_em.prediction.conformal import Reference
+from torch_lla_em.prediction.functions import SCALE, mixed
+from torch_lla_em.prediction.passes import pushed_under_each
+from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushed import (
     Pushed,
-    Tables,
     inputs_in,
     joined,
     posterior_alone,
     push_forward,
     together,
 )
-from torch_lla_em.prediction.validation import pushed_under_each
 from torch_lla_em.runtime import check_choice, collected, group_of
 
 Mean = Literal["network", "linear"]
@@ -38,22 +37,17 @@ Own = TypeVar("Own", bound="Predictor")
 class Predictor:
     """The public methods that a posterior and an ensemble have in common."""
 
-    calibration: Calibration | None
-    messages: list[str]
-    conformal_table: Tensor | None
-    _shard: str | None = None
-
-    @property
-    def _posteriors(self) -> Sequence[StoredPosterior]:
+    def _members(self, surely: bool = False) -> tuple[Posterior, ...]:
+        """Return the posteriors; raise an error if one is not fitted or its network has changed."""
         raise NotImplementedError
 
     @property
-    def _components(self) -> tuple[Tables, Tensor | None]:
-        """The components of predictions, and a factor of every member's σ."""
+    def _components(self) -> Components:
+        """How products become predictions."""
         raise NotImplementedError
 
-    def _keep(self, found: Kept) -> None:
-        """Store the numbers that ``calibrate`` has found."""
+    def _keep(self, found: Kept, reference: Reference, messages: list[str]) -> None:
+        """Store what ``calibrate`` has found, and its warnings."""
         raise NotImplementedError
 
     def forward(
@@ -125,9 +119,8 @@ class Predictor:
             >>> uncertainty = la.predict(x).epistemic
         """
         check_choice("mean", mean, (None, "network", "linear"))
-        for posterior in self._posteriors:
-            posterior._require_fit()
-            count = len(posterior.w_samples)
+        posteriors = self._members()
+        for count in [len(posterior.w_samples) for posterior in posteriors]:
             if num_samples is not None and not 1 <= num_samples <= count:
                 raise ValueError(f"num_samples={num_samples}, but there are {count} samples.")
         if inputs and x is not None:
@@ -136,8 +129,8 @@ class Predictor:
         if mean is None:
             prediction = self._predicted(data, judged=num_samples is None)
         else:
-            alone = (posterior_alone(mean, scale=p.posterior_scale) for p in self._posteriors)
-            prediction = data.plain().prediction(tuple(alone), self._components[1])
+            alone = (posterior_alone(mean, scale=p.mixture[0, SCALE]) for p in posteriors)
+            prediction = data.plain().prediction(tuple(alone), self._components.noise)
         return prediction if generator is None else _redrawn(prediction, generator)
 
     def is_ood(self, x: Any = None, rate: float = 0.05, **inputs: Any) -> Tensor:
@@ -225,52 +218,61 @@ class Predictor:
         Example:
             >>> improvement = str(la.calibrate(x, y).calibration)
         """
-        loader, group = paired(loader, targets), group_of(self._shard)
-        with collected(self.messages), torch.inference_mode(False), torch.no_grad():
-            each = map(joined, pushed_under_each(self._posteriors, loader, group))
-            found = calibrated(together(list(each)), group, self._components[0])
-        self.calibration = found.calibration
-        for name, tensor in zip(REFERENCE, found.reference):
-            setattr(self, name, tensor)
-        self._keep(found)
+        data = paired(loader, targets)
+        self._keep(*calibrated_on(self._members(), self._components, data))
         return self
 
     def _at(self, x: Any, some: slice = slice(None)) -> Pushed:
         """Return inputs, or all batches of a loader, with the products of some samples."""
-        is_loader = isinstance(x, (DataLoader, Dataset))
-        batches = as_loader(x) if is_loader else [x]
-
-        def under(posterior: StoredPosterior, x: Any) -> Pushed:
-            model = posterior._linear_model
-            if is_loader:
-                x = inputs_in(x, posterior.target_fn, model.network.device)
-            f, Jw = push_forward(model, x, posterior.w_lin[None], posterior.w_samples[some])
-            return posterior._of_products(f, Jw, f, model.network.class_dim)
-
-        return joined(together([under(p, x) for p in self._posteriors]) for x in batches)
+        return at_inputs(self._members(), x, some)
 
     def _predicted(self, data: Pushed, judged: bool = True) -> Prediction:
         """Return the prediction, with its comparison with reference examples if ``judged``."""
-        prediction = data.prediction(*self._components)
-        if not judged or not self._has_reference:
-            return prediction
+        return predicted(data, self._components, judged)
 
-        def judge() -> tuple[Reference, Prediction]:
-            noise, reference = None, self._reference()
-            if reference.sigma is not None and isinstance(data.likelihood, Regression):
-                noise = reference.sigma / data.likelihood.sigma_noise.to(reference.sigma)
-            return reference, data.prediction(reference.table, noise)
 
-        return replace(prediction, judge=cache(judge))
+def at_inputs(posteriors: Sequence[Posterior], x: Any, some: slice = slice(None)) -> Pushed:
+    """Return inputs, or all batches of a loader, with the products of some samples."""
+    is_loader = isinstance(x, (DataLoader, Dataset))
+    batches = as_loader(x) if is_loader else [x]
 
-    @property
-    def _has_reference(self) -> bool:
-        """Whether there are reference examples."""
-        return self.conformal_table is not None
+    def under(posterior: Posterior, x: Any) -> Pushed:
+        model = posterior.setting.linear_model
+        if is_loader:
+            x = inputs_in(x, posterior.setting.target_fn, model.network.device)
+        f, Jw = push_forward(model, x, posterior.w_lin[None], posterior.w_samples[some])
+        return posterior.of_products(f, Jw, f, model.network.class_dim)
 
-    def _reference(self) -> Reference:
-        """Return the scores of the reference examples."""
-        return Reference(*(getattr(self, name) for name in REFERENCE))
+    return joined(together([under(p, x) for p in posteriors]) for x in batches)
+
+
+def predicted(data: Pushed, components: Components, judged: bool = True) -> Prediction:
+    """Return the prediction, with its comparison with reference examples if ``judged``."""
+    prediction = data.prediction(components.tables, components.noise)
+    if not judged or components.reference is None:
+        return prediction
+
+    def judge() -> tuple[Reference, Prediction]:
+        noise, reference = None, components.reference()
+        if reference.sigma is not None and isinstance(data.likelihood, Regression):
+            noise = reference.sigma / data.likelihood.sigma_noise.to(reference.sigma)
+        return reference, data.prediction(reference.table, noise)
+
+    return replace(prediction, judge=cache(judge))
+
+
+def calibrated_on(
+    posteriors: Sequence[Posterior], components: Components, loader: Any
+) -> tuple[Kept, Reference, list[str]]:
+    """Return what ``calibrate`` finds in one pass for each network, and its warnings."""
+    alone = len(posteriors) == 1  # an ensemble is calibrated by each process on its own
+    group = group_of(posteriors[0].setting.shard if alone else None)
+    messages: list[str] = []
+    with collected(messages), torch.inference_mode(False), torch.no_grad():
+        each = map(joined, pushed_under_each(posteriors, loader, group))
+        data = together(list(each))
+        found = calibrated([data], [components.tables], group)
+        return found, half_as_reference(data, group), messages
 
 
 def _redrawn(prediction: Prediction, generator: torch.Generator) -> Prediction:

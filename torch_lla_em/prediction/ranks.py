@@ -49,6 +49,16 @@ def p_values(
     return (1 + torch.cat(found)).double() / (1 + count)
 
 
+def crossed(each: Tensor, counts: Tensor) -> Tensor:
+    """Return cross-conformal p-values, (B,), of those among the examples of each fold, (folds, B).
+
+    The ranks of an input among ``counts`` examples are added: P(p <= rate) <= 2 rate + 2 folds / N.
+    """
+    counts = counts.to(each.device)
+    above = each * (1 + counts)[:, None] - 1
+    return (1 + above.sum(0)) / (1 + counts.sum())
+
+
 def quantiles(errors: Tensor, level: float) -> Tensor:
     """Return the conformal quantile of each column of sorted errors, (outputs,)."""
     if not 0 < level < 1:
@@ -62,7 +72,7 @@ def require(count: int, needed: int, asked: str) -> None:
         raise ValueError(
             f"{asked} needs at least {needed} reference examples, and there are {count}. Half of the "
             f"validation set is used as reference: calibrate with {2 * needed} examples or more "
-            "(student.calibrate uses all of them)."
+            "(student.calibrate and LaplaceEnsemble.from_folds use all of them)."
         )
 
 

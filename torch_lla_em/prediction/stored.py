@@ -10,29 +10,14 @@ from torch import Tensor, nn
 
 from torch_lla_em.jacobian import LinearModel, Network
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression, is_named
-from torch_lla_em.prediction.conformal import REFERENCE
-from torch_lla_em.runtime import files
+from torch_lla_em.prediction.calibration import restored
+from torch_lla_em.prediction.conformal import REFERENCE, Reference
+from torch_lla_em.prediction.posterior import Posterior, Setting, fields_of
+from torch_lla_em.problem import place_of_vectors
+from torch_lla_em.runtime import Compute, files, free_memory
 
-# the buffers of a posterior
-TENSORS = (
-    "w_lin",
-    "w_samples",
-    "scale",
-    "prior_precision",
-    "sigma_noise",
-    "mixture",
-    "effective_dim",
-    "effective_dim_error",
-    "certificate",
-    "_log_evidence",
-    "training_deviations",
-    "largest_variance",
-    *REFERENCE,
-)
-
-
-class NotFittedError(RuntimeError):
-    """Predictions were requested before ``fit``, or after the network had changed."""
+_NAMES = {"log_evidence": "_log_evidence"}
+"""Tensors of a posterior that have another name in files."""
 
 
 def likelihood_options(given: Likelihood) -> dict[str, Any]:
@@ -75,6 +60,57 @@ def read(
         sigma = torch.as_tensor(options["sigma_noise"], dtype=torch.float64, device="cpu")
         options["sigma_noise"] = sigma
     return state, options
+
+
+def state_of(posterior: Posterior, given: Likelihood, own: list[str]) -> dict[str, Tensor]:
+    """Return a posterior as tensors by name; ``own`` are the options that a file cannot store."""
+    layout = posterior.setting.linear_model.layout
+    record = {
+        "likelihood": type(posterior.likelihood).__name__,
+        "likelihood_options": attributes_of(given),
+        "given": own,
+        "num_data": posterior.num_data,
+        "history": posterior.history,
+        "calibration": posterior.calibration,
+        "said": posterior.messages,
+        "names": layout.names,
+        "shapes": [list(shape) for shape in layout.shapes],
+    }
+    tensors = {_NAMES.get(n, n): v for n, v in fields_of(posterior) if isinstance(v, Tensor)}
+    reference = zip(REFERENCE, posterior.reference or ())
+    return {
+        **tensors,
+        **{name: tensor for name, tensor in reference if tensor is not None},
+        "torch_lla_em_version": torch.tensor(files.VERSION, device="cpu"),
+        "fingerprint": posterior.setting.state.fingerprint,
+        "record": files.to_bytes(record),
+    }
+
+
+def posterior_of(
+    state: dict[str, Tensor], setting: Setting, given: Any, own: list[str], compute: Compute
+) -> Posterior:
+    """Return the posterior of a state; raise if it is of other parameters or another likelihood."""
+    record = checked(state, setting.linear_model, given, own)
+    here = setting.linear_model.network.device
+    place = place_of_vectors(state["w_samples"].nbytes, compute, here, free_memory(here))
+
+    def tensor(name: str) -> Tensor | None:
+        return state[name].to(place, copy=True) if name in state else None
+
+    names = [name for name, kind in Posterior.__annotations__.items() if "Tensor" in kind]
+    tensors = {name: tensor(_NAMES.get(name, name)) for name in names}
+    sigma, reference = tensors["sigma_noise"], [tensor(name) for name in REFERENCE]
+    return Posterior(
+        setting,
+        given if sigma is None else given.at_noise(sigma),
+        **tensors,
+        reference=None if reference[0] is None else Reference(*reference),
+        calibration=restored(record.get("calibration")),
+        num_data=record["num_data"],
+        history=tuple(record["history"]),
+        messages=tuple(record.get("said", ["The memory plan was not saved."])),
+    )
 
 
 def checked(

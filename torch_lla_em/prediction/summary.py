@@ -100,7 +100,7 @@ def of_fit(la: Any) -> tuple[str, Cells]:
     if la.w_samples is None:
         rows.append(("parameters in the posterior", size))
         return title, [*rows, ("posterior", "none yet: call la.fit(train_loader)")]
-    evidence, spread = la._log_evidence.tolist()
+    evidence, spread = la._posterior.log_evidence.tolist()
     gamma, error = la.effective_dim.sum(), la.effective_dim_error.norm()
     rows += [
         ("parameters in the posterior", f"{size}, {len(la.w_samples)} samples"),
@@ -115,8 +115,8 @@ def of_fit(la: Any) -> tuple[str, Cells]:
         ("largest solver error", f"{la.certificate.max():.2g} posterior standard deviations"),
         ("predictions", _components(la.mixture)),
     ]
-    if la.conformal_unusual is not None:
-        count = f"{len(la.conformal_unusual):,} validation examples"
+    if la._posterior.reference is not None:
+        count = f"{len(la._posterior.reference.unusual):,} validation examples"
         rows.append(("reference of p-values and sets", count))
     if la.history:
         last = la.history[-1]

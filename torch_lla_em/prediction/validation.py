@@ -1,8 +1,8 @@
-"""Passes over held-out data: predictions, log predictive densities, and tables of posteriors."""
+"""Predictions of held-out data, log predictive densities, and tables of posteriors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
@@ -12,20 +12,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Data, as_loader, paired
+from torch_lla_em.data import as_loader, paired
 from torch_lla_em.inference import Estimate
-from torch_lla_em.prediction.metrics import concatenated, outcomes, scores
-from torch_lla_em.prediction.posterior import StoredPosterior
+from torch_lla_em.likelihoods import Weighted
+from torch_lla_em.prediction.fitted import Fitted
+from torch_lla_em.prediction.metrics import concatenated, outcomes, scores, warnings_of
+from torch_lla_em.prediction.passes import pushed, pushed_under_each
+from torch_lla_em.prediction.posterior import Posterior
 from torch_lla_em.prediction.prediction import Prediction
+from torch_lla_em.prediction.predictor import at_inputs, predicted
 from torch_lla_em.prediction.pushed import Pushed, joined
 from torch_lla_em.prediction.summary import Cells, Printed
 from torch_lla_em.problem import Problem
-from torch_lla_em.runtime import Group, check_options
+from torch_lla_em.runtime import check_options, report
 
 _CLEAR = 2.0
 """Number of standard errors above which a difference is reported as real."""
 
 _COLUMNS = "NLL", "network NLL", "accuracy", "ECE", "RMSE", "90 % coverage"
+
+
+# number of training examples whose predictions are checked, and of values that their samples take
+_EXAMPLES, _NUMBERS = 256, 2**22
 
 
 class PredictedData(NamedTuple):
@@ -42,41 +50,6 @@ class PredictedData(NamedTuple):
     """That of the posterior, as fitted or as calibrated."""
 
 
-def pushed(
-    posterior: StoredPosterior, loader: Iterable[Any], group: Group = Group()
-) -> list[tuple[Any, Pushed]]:
-    """Return the inputs of every batch of a loader and their products; one pass.
-
-    Each rank of the group has batches of its own.
-    """
-    model, likelihood, columns = posterior._linear_model, posterior.likelihood, posterior._columns()
-    with torch.inference_mode(False), torch.no_grad():
-        data = Data(loader, model.network.device, posterior.target_fn, group.joined())
-        found = Problem(model, likelihood, data).push_forward(columns)
-    of = posterior._of_products
-    parts = [(batch.inputs, of(f, Jw, batch.targets)) for batch, f, Jw in found]
-    none = torch.zeros(0, 1, device="cpu")  # for a rank without data
-    return parts or [(None, of(none, none.expand(len(columns), 0, 1), none[:, 0]))]
-
-
-def pushed_under_each(
-    posteriors: Iterable[StoredPosterior], loader: Iterable[Any], group: Group = Group()
-) -> Iterator[list[Pushed]]:
-    """Yield the batches of a loader under each posterior; raise an error if passes differ."""
-    known = None
-    for posterior in posteriors:
-        posterior._require_fit(surely=True)
-        parts = [part for _, part in pushed(posterior, loader, group)]
-        y = torch.cat([part.y.flatten().cpu() for part in parts])
-        if known is not None and not torch.equal(y, known):
-            raise ValueError(
-                "The loader has other examples, or another order of them, in every pass: pass a "
-                "list of batches, so that all posteriors see the same."
-            )
-        known = y
-        yield parts
-
-
 def evidence(parts: Iterable[Pushed], table: Tensor, together: int) -> Estimate:
     """Return Σ log p(y of some examples | x of them).
 
@@ -91,9 +64,9 @@ def evidence(parts: Iterable[Pushed], table: Tensor, together: int) -> Estimate:
     return Estimate(values.sum(), (len(values) * variance).sqrt())
 
 
-def predicted_data(posterior: StoredPosterior, loader: Iterable[Any]) -> PredictedData:
+def predicted_data(la: Fitted, loader: Iterable[Any]) -> PredictedData:
     """Return all examples of a loader with their predictions, on this rank alone; one pass."""
-    posterior._require_fit(surely=True)
+    posterior = la._fitted(surely=True)
     inputs, parts = zip(*pushed(posterior, loader))
     shapes = {x.shape[1:] if isinstance(x, Tensor) else None for x in inputs}
     whole = torch.cat(inputs) if len(shapes) == 1 and None not in shapes else None
@@ -172,7 +145,7 @@ class Comparison(Printed):
 
 
 def compare(
-    posteriors: Sequence[StoredPosterior] | Mapping[str, StoredPosterior],
+    posteriors: Sequence[Fitted] | Mapping[str, Fitted],
     validation: Any,
     targets: Tensor | None = None,
     *,
@@ -217,15 +190,14 @@ def compare(
         )
     loader = as_loader(paired(validation, targets))
     records, log_probs = {}, {}
-    for (name, la), parts in zip(named.items(), pushed_under_each(named.values(), loader)):
+    each = [la._fitted(surely=True) for la in named.values()]
+    for (name, la), parts in zip(named.items(), pushed_under_each(each, loader)):
         with torch.no_grad():
             records[name], log_probs[name] = _scored(la, parts, together)
     return Comparison(records, log_probs, together)
 
 
-def _scored(
-    la: StoredPosterior, parts: Sequence[Pushed], together: int
-) -> tuple[dict[str, float], Tensor]:
+def _scored(la: Fitted, parts: Sequence[Pushed], together: int) -> tuple[dict[str, float], Tensor]:
     """Return the scores of a posterior by name, and log p(y | x) of each example."""
     labelled = la.likelihood.labelled
     found = concatenated(outcomes(part.prediction(la.mixture), part.y) for part in parts)
@@ -241,3 +213,22 @@ def _scored(
     if la.history:
         record["seconds"] = la.history[-1]["seconds"]
     return record, found.log_prob.cpu()
+
+
+def warn_of_collapse(posterior: Posterior, problem: Problem) -> None:
+    """Report a warning for each sign that a fit has failed, judged by some training examples."""
+    data, likelihood = problem.data, problem.likelihood
+    most = _NUMBERS // (len(posterior.w_samples) * max(data.num_outputs // data.num_rows, 1))
+    if data.group.rank > 0 or not most:
+        return
+    batch = next(data.first().split(min(_EXAMPLES, most)))
+    if len(batch.rows) > most:  # a batch that cannot be split
+        return
+    y = batch.targets
+    if isinstance(likelihood, Weighted):
+        y, _ = likelihood.unpack(y, problem.w_MAP)
+    y = y if y.is_floating_point() else y.long()
+    examples = at_inputs([posterior], batch.inputs)
+    prediction = predicted(examples, posterior.components, judged=False)
+    for words in warnings_of(posterior, prediction, y):
+        report("log", words)

@@ -1,5 +1,6 @@
 """Students in files and as programs."""
 
+import copy
 import warnings
 
 import pytest
@@ -29,6 +30,21 @@ def test_saved_and_loaded(student, name, tmp_path):
     assert again.error == student.error
     assert repr(again) == repr(student)
     assert not any(p.requires_grad for p in again.parameters())
+
+
+def test_a_student_is_loaded_in_the_module_that_contains_it(student):
+    case, student = student
+    fresh = copy.deepcopy(student)
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.zero_()
+    fresh.reference_scores = fresh.reference_errors = None
+    nn.ModuleList([case.model, fresh]).load_state_dict(
+        nn.ModuleList([case.model, student]).state_dict()
+    )
+    one, other = student.predict(case.x), fresh.predict(case.x)
+    torch.testing.assert_close(one.expectation, other.expectation)
+    assert torch.equal(one.p_value, other.p_value)
 
 
 def test_files_that_do_not_fit(student, tmp_path):

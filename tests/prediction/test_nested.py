@@ -1,9 +1,13 @@
 """Posteriors as submodules of another module."""
 
+import copy
+import pickle
+
 import pytest
 import tiny
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace
 from torch_lla_em.prediction import NotFittedError
@@ -76,3 +80,25 @@ def test_a_posterior_of_other_weights_is_refused_when_it_is_used():
     other = nn.Sequential(LinearisedLaplace(model, "classification", parameters=["2.*"]))
     with pytest.raises(RuntimeError, match="pass the same `parameters`"):
         other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", [first, LaplaceEnsemble])
+@pytest.mark.parametrize("cast", [nn.Module.float, nn.Module.bfloat16, nn.Module.cpu])
+def test_a_module_is_cast_with_the_posterior_in_front_of_its_network_and_behind_it(kind, cast):
+    case, la = tiny.fitted()
+    whole = System(la.model, kind([la, la]), kind([copy.deepcopy(la)]))
+    whole = cast(pickle.loads(pickle.dumps(whole)))
+    dtype = whole.net[0].weight.dtype
+    for each in (whole.first, whole.last):
+        room = 100 * torch.finfo(dtype).eps
+        assert_close(each(case.x.to(dtype)).double(), la(case.x), rtol=room, atol=room)
+
+
+def test_a_module_that_is_trained_and_then_cast_needs_another_fit():
+    case, la = tiny.fitted()
+    outer = nn.ModuleList([la.model, la])
+    with torch.no_grad():
+        la.model[0].weight.add_(0.1)
+    outer.float()
+    with pytest.raises(NotFittedError, match="weights have changed"):
+        la(case.x.float())

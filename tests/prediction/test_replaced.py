@@ -1,14 +1,16 @@
 """A posterior is replaced at once: a fit or a load that fails leaves the earlier one."""
 
+import copy
+
 import pytest
 import tiny
 import torch
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import LinearisedLaplace, laplace, session
+from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, laplace, session
 from torch_lla_em.inference import span_e_step
-from torch_lla_em.prediction import posterior
+from torch_lla_em.prediction import posterior, predictor
 
 POINTS = {
     "learn": (laplace, "learn"),
@@ -108,3 +110,30 @@ def test_outputs_with_too_many_numbers_are_predicted_without_training_examples(m
     assert torch.equal(fresh(x), la(x))
     la.calibrate([(x, y)])
     assert la.predict(x).p_value.shape == (3,)
+
+
+def test_results_are_read_only_and_a_copy_has_its_own():
+    case, la = tiny.fitted()
+    before, probs = la.state_dict(), la(case.x)
+    other = copy.copy(la).calibrate(case.x, case.y)
+    same(la, before, case.x, probs)
+    assert other.calibration is not None and la.calibration is None
+    assert other.messages[: len(la.messages)] == la.messages
+    la.messages.append("not stored")
+    assert "not stored" not in la.messages
+    for name in ("w_lin", "prior_precision", "calibration", "likelihood", "history", "messages"):
+        with pytest.raises(AttributeError):
+            setattr(la, name, None)
+
+
+def test_a_calibration_that_fails_leaves_the_earlier_one(monkeypatch):
+    case, la = tiny.fitted()
+    for each in (la, LaplaceEnsemble([la])):
+        each.calibrate(case.x, case.y)
+        before, probs = each.state_dict(), each(case.x)
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="planted"):
+            patched.setattr(predictor, "half_as_reference", failing)
+            each.calibrate(case.x[:20], case.y[:20])
+        with pytest.raises(ValueError, match="None of the validation examples has a label"):
+            each.calibrate(case.x, torch.full_like(case.y, -100))
+        same(each, before, case.x, probs)

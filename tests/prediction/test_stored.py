@@ -15,6 +15,7 @@ from torch_lla_em import (
 )
 from torch_lla_em.prediction.calibration import restored
 from torch_lla_em.runtime import write_atomically
+from torch_lla_em.runtime.files import from_bytes, to_bytes
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,25 @@ def test_safetensors_hold_the_same(kind, tmp_path):
     with safetensors.safe_open(tmp_path / "la.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("w_samples"), la.w_samples)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_files_of_release_0_3_are_loaded(tmp_path):
+    """They have other tensors for the evidence, coverages of the calibration, and no training examples."""
+    case, la = fitted("regression", likelihood="regression", em_steps=2, curvature="network")
+    la.calibrate(case.x, case.y).save(tmp_path / "la.pt")
+    state = torch.load(tmp_path / "la.pt", weights_only=True)
+    record = from_bytes(state["record"])
+    record["calibration"] = [*record["calibration"][:4], [0.8, 0.9], 0.1, record["calibration"][-1]]
+    del record["said"]
+    old = {f"_{name}": torch.ones(3) for name in ("eigenvalues", "xi_coordinates", "modes")}
+    torch.save({**state, **old, "record": to_bytes(record)}, tmp_path / "old.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "old.pt", case.model)
+    ours, theirs = la.predict(case.x), loaded.predict(case.x)
+    assert torch.equal(ours.predictive_variance, theirs.predictive_variance)
+    assert torch.equal(ours.p_value, theirs.p_value)
+    assert loaded.calibration == la.calibration and loaded.history == la.history
+    assert loaded.messages == ["The memory plan was not saved."]
+    assert loaded.state_dict().keys() == la.state_dict().keys()
 
 
 def test_damaged_safetensors_are_refused(saved, tmp_path, monkeypatch):

@@ -261,13 +261,16 @@ class Student(Printed, nn.Module):
         """
         state, form, error = stored.read(path, network, likelihood, forward_fn)
         student = cls(deepcopy(network), form, state["head.0.weight"].shape[1])
-        device = student._place.device
-        for name in ("reference_scores", "reference_errors"):
-            tensor = state.pop(name, None)
-            setattr(student, name, None if tensor is None else tensor.to(device))
-        student.load_state_dict({n: t.to(device) for n, t in state.items()}, strict=False)
+        student.load_state_dict(state)
         student.note(error)
         return student.requires_grad_(False)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *more: Any) -> None:
+        """Load the scores of ``calibrate`` too, of any number of examples or none."""
+        for name in ("reference_scores", "reference_errors"):
+            tensor, place = state_dict.get(f"{prefix}{name}"), self._place.device
+            setattr(self, name, None if tensor is None else torch.empty_like(tensor, device=place))
+        super()._load_from_state_dict(state_dict, prefix, *more)
 
     def export(
         self, x: Any, path: str | PathLike[str] | None = None, level: float | None = None

@@ -59,6 +59,25 @@ class Snapshot:
                 self._names += [name] * len(entries[-1])
         # one tensor, so that a comparison waits for a GPU only once
         self._entries = torch.cat([own.to(entries[-1].device) for own in entries]).nan_to_num()
+        self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+
+    def is_cast(self, network: Network) -> bool:
+        """Whether the network looks as before, but for the dtypes and the device of its tensors."""
+        with ONE_AT_A_TIME:
+            now = Snapshot(network)
+        if now._names != self._names:
+            return False
+        before = self._entries.cpu()
+        dtypes = [now._dtypes[name].to_real() for name in now._names]
+        for dtype in set(dtypes):
+            rounded = before.to(dtype).double().nan_to_num()
+            chosen = torch.tensor([own == dtype for own in dtypes], device="cpu")
+            before = torch.where(chosen, rounded, before)
+        return torch.equal(before, now._entries.cpu())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out addresses, which differ in a copy of the network."""
+        return {**self.__dict__, "_marks": {}}
 
 
 def _some(tensor: Tensor) -> Tensor:
@@ -100,6 +119,9 @@ class NetworkState:
             self._snapshot = Snapshot(network)
             return True
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out addresses, which differ in a copy of the network."""
-        return {**self.__dict__, "_snapshot": None}
+    def holds_but_for_dtype(self, network: Network) -> bool:
+        """Whether the network looks unchanged, or was only cast or moved, as by ``module.to``."""
+        if self.holds(network):
+            return True
+        known, kinds = self._snapshot, [type(layer) for layer in network.module.modules()]
+        return known is not None and kinds == self._kinds and known.is_cast(network)

@@ -349,9 +349,9 @@ class Fitted(summary.Printed, Predictor, nn.Module):
         self._posterior, self.num_samples = posterior, len(posterior.w_samples)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fitted:
-        """Move posterior and network together."""
+        """Move posterior and network together; a module that contains both may have moved the latter."""
         network, posterior = self._linear_model.network, self._posterior
-        unchanged = posterior is not None and posterior.setting.state.holds(network)
+        unchanged = posterior is not None and posterior.setting.state.holds_but_for_dtype(network)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.model._apply(fn, recurse)
         model = LinearModel(network, self._linear_model.layout)  # to be probed there

@@ -39,7 +39,7 @@ from methods.recipe import (
     with_rate,
 )
 
-from torch_lla_em.inference import Info
+from torch_lla_em.inference import Statistics
 from torch_lla_em.inference.iterative_e_step import starting_precision
 from torch_lla_em.inference.learn import learn
 from torch_lla_em.inference.options import FitOptions
@@ -130,10 +130,10 @@ class Study:
         """Return sample passes, single columns and λ after every EM step of a whole fit."""
         problem, path, K = problem_of(self.model, self.batches), [], self.args.num_samples
 
-        def note(info: Info | None, _: object) -> None:
-            if info is not None:
+        def note(found: Statistics | None, _: object) -> None:
+            if found is not None:
                 spent = problem.spent["columns"] / K, problem.spent["single"]
-                path.append([*spent, info.found.hyper.precision.item()])
+                path.append([*spent, found.precision.item()])
 
         options = FitOptions(K, 0, True, False, solver, 0.05, "network", "mackay", 20, None)
         learn(problem, options, note)

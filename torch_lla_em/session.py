@@ -17,8 +17,8 @@ from torch_lla_em.checkpoint import Folder
 from torch_lla_em.inference import (
     Course,
     FitOptions,
-    Info,
     Progress,
+    Statistics,
     cheaper,
     forecast,
     record_of,
@@ -183,21 +183,22 @@ class Session:
         progress: Progress = saved["progress"]
         return progress
 
-    def on_step(self, info: Info | None, progress: Progress) -> bool:
+    def on_step(self, found: Statistics | None, progress: Progress) -> bool:
         """Record an EM step, revise the forecast, save the state, and return whether the budget ends."""
         self._revise(progress)
-        self._record(info)
+        self._record(found)
         self._save(progress)
         ends = self.budget.ends()
         if ends and not self.history and progress.state is not None:
-            self._record(progress.state.info)  # a step that does not count yet is the last one
+            # a step that does not count yet is the last one
+            self._record(progress.state.statistics)
         return ends
 
-    def _record(self, info: Info | None) -> None:
+    def _record(self, found: Statistics | None) -> None:
         """Append an EM step to the history, if there is one."""
-        if info is not None:
+        if found is not None:
             number, data = len(self.history) + 1, self.problem.data
-            self.history.append(record_of(info, number, data.num_passes, self._seconds()))
+            self.history.append(record_of(found, number, data.num_passes, self._seconds()))
 
     def _save(self, progress: Progress) -> None:
         """Save the state in the checkpoint folder, if there is one."""

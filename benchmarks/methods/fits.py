@@ -10,7 +10,7 @@ from torch import Tensor
 
 from methods.counted import Counted
 from methods.plain_cg import PlainCG
-from torch_lla_em.inference import FitOptions, Info, learn
+from torch_lla_em.inference import FitOptions, Statistics, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.posterior_samples import Solver
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
@@ -41,9 +41,9 @@ def whole_fit(problem: Counted, num_samples: int, fit: Fit) -> dict:
     """Return λ's path and what the whole fit spends; or how it failed."""
     path, begin = [], time.monotonic()
 
-    def note(info: Info | None, _: object) -> None:
-        if info is not None:
-            path.append(info.found.hyper.precision.tolist())
+    def note(found: Statistics | None, _: object) -> None:
+        if found is not None:
+            path.append(found.precision.tolist())
 
     steps = _SGD_STEPS if isinstance(fit.solver, SGD) else 20
     options = FitOptions(
@@ -67,7 +67,7 @@ def whole_fit(problem: Counted, num_samples: int, fit: Fit) -> dict:
             return {"failed": str(error).split(":")[0], "passes": passes}
     gamma = posterior.effective_dim.value.sum()
     return {
-        "path": [*path, posterior.hyper.precision.tolist()],
+        "path": [*path, posterior.precision.tolist()],
         "passes": problem.spent["columns"] / num_samples,
         "single": problem.spent["single"],
         "seconds": time.monotonic() - begin,

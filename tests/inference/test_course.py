@@ -10,9 +10,8 @@ from torch import nn
 
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.inference import Course, FitOptions, cheaper, forecast, remaining
-from torch_lla_em.inference.em import Info, State
 from torch_lla_em.inference.learn import Progress
-from torch_lla_em.inference.mackay import Expectation, Hyperparameters, Step
+from torch_lla_em.inference.records import State, Statistics
 from torch_lla_em.problem import Duration, Trial, prepare, tried
 from torch_lla_em.runtime import Group
 
@@ -52,10 +51,8 @@ def test_a_forecast_grows_with_the_work():
 
 def progress(error, settled):
     one = torch.ones((), dtype=torch.float64)
-    hyper = Hyperparameters(one, None)
-    found = Expectation(hyper, one[None], one, 1.0, one[None], error, error)
-    step = Step(3, hyper, one, hyper, 1.0, settled)
-    state = State(hyper, step, Info(found, 3.0))
+    found = Statistics(one, None, one[None], one, 1.0, one[None], error, error)
+    state = State(one, None, found, 3, one, converged=settled)
     return Progress(None, torch.ones(10**6), None, "span, H moves", state)
 
 

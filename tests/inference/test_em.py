@@ -6,57 +6,59 @@ from tiny import tiny
 from torch import nn
 
 from torch_lla_em import LinearisedLaplace
-from torch_lla_em.inference.em import Found, State, em
-from torch_lla_em.inference.mackay import Expectation, Hyperparameters, MStep, Step
+from torch_lla_em.inference.controller import Controller
+from torch_lla_em.inference.em import em
+from torch_lla_em.inference.options import FitOptions
+from torch_lla_em.inference.records import State, Statistics
 
 
 class Halving:
     """An E-step whose λ halves until it is below 1, and which is exact two steps later."""
 
     def __init__(self):
-        self.kept = []
+        self.fixed = []
 
-    def advance(self, state, m_step, kept):
-        self.kept.append(kept)
-        hyper, step = state.hyper, state.step
-        if not kept:
-            hyper = Hyperparameters(hyper.precision / 2)
-            log, settled = hyper.precision.log(), bool(hyper.precision < 1)
-            number = 1 if step is None else step.number + 1
-            step = Step(number, state.hyper, log, hyper, 1.0, settled)
+    def advance(self, state, controller):
+        self.fixed.append(controller.is_fixed(state))
+        if not self.fixed[-1]:
+            half = state.precision / 2
+            new = {"precision": half, "before": state.precision, "converged": bool(half < 1)}
+            state = state._replace(number=state.number + 1, **new)
         dims, one = torch.ones(2).double(), torch.ones(()).double()
-        found = Expectation(hyper, dims, one, 1.0, dims, 0.0, 0.0)
-        return Found(found, step, own=len(self.kept))
+        found = Statistics(state.precision, None, dims, one, 1.0, dims, 0.0, 0.0)
+        return state._replace(statistics=found, own=len(self.fixed))
 
     def is_exact(self, state):
-        return sum(self.kept) >= 2
+        return sum(self.fixed) >= 2
+
+
+def controller(em_steps):
+    return Controller(tiny("bernoulli").problem(), None, FitOptions(em_steps=em_steps))
 
 
 def test_em_counts_steps_of_the_precision_and_goes_on_until_the_posterior_is_exact(caplog):
-    m_step, start = MStep(tiny("bernoulli").problem(), None), torch.tensor(4.0).double()
-    states = list(em(Halving(), m_step, State(Hyperparameters(start)), max_steps=9))
-    assert [state.hyper.precision.item() for state in states] == [2, 1, 0.5, 0.5, 0.5]
+    start = State(torch.tensor(4.0).double())
+    states = list(em(Halving(), controller(9), start))
+    assert [state.precision.item() for state in states] == [2, 1, 0.5, 0.5, 0.5]
     assert [state.fresh for state in states] == [True, True, True, False, False]
-    assert [state.step.number for state in states] == [1, 2, 3, 3, 3]
+    assert [state.number for state in states] == [1, 2, 3, 3, 3]
     assert not caplog.text
-    assert not list(em(Halving(), m_step, states[2]._replace(ended=True), max_steps=9))
+    assert not list(em(Halving(), controller(9), states[2]._replace(ended=True)))
     # from a state of an earlier run it takes the steps that are left
-    rest = list(em(Halving(), m_step, states[0], max_steps=2))
-    assert [state.hyper.precision.item() for state in rest] == [1, 1, 1]
+    rest = list(em(Halving(), controller(2), states[0]))
+    assert [state.precision.item() for state in rest] == [1, 1, 1]
     assert "has not converged after 2 EM steps" in caplog.text
 
 
 @pytest.mark.parametrize("slope", [0.6, -0.6])
 def test_a_secant_step_ends_a_geometric_approach_from_one_side_or_both(slope):
-    def mapped(log_precision: float) -> Hyperparameters:
-        there = torch.tensor(3 + slope * (log_precision - 3), dtype=torch.float64)
-        return Hyperparameters(there.exp())
+    def mapped(precision):
+        return (3 + slope * (precision.log() - 3)).exp()
 
-    start = Hyperparameters(torch.tensor(5.0, dtype=torch.float64).exp())
-    first, second = mapped(5.0), mapped(mapped(5.0).precision.log().item())
-    before = Step(1, start, first.precision.log(), first, 1.0, False)
-    new = MStep(None, None).accelerated(before, first, second)
-    assert new.precision.log().item() == pytest.approx(3.0)
+    start = torch.tensor(5.0, dtype=torch.float64).exp()
+    first, second = mapped(start), mapped(mapped(start))
+    state = State(first, before=start, plain=first.log())
+    assert controller(9).accelerated(first, second, state).log().item() == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from daily import daily
 from dense import gaussian_log_prob
-from steps import hyper_of, span_e_step
+from steps import span_e_step, start_of
 from tiny import basis_noise, likelihood_of, tiny
 from torch.testing import assert_close
 
@@ -107,9 +107,9 @@ def test_another_noise_needs_no_new_directions():
     over = span_e_step(problem, noise).over
     q, columns = over.first(2.0), problem.cost.columns
     sigma = torch.tensor(0.9, dtype=torch.float64)
-    hyper = hyper_of(problem, 2.0)._replace(sigma=sigma)
-    ours = over.at(q.curved, 2.0, over.noise_of(hyper), q.mean).bound
+    start = start_of(problem, 2.0)._replace(sigma=sigma)
+    ours = over.at(q.curved, 2.0, over.noise_of(sigma), q.mean).bound
     assert problem.cost.columns == columns
     exact = tiny("regression").exact(noise.prior.scale).at_noise(gaussian_log_prob(sigma))
-    exact = replace(exact, scale=noise.prior.scale).log_evidence(hyper.precision)
+    exact = replace(exact, scale=noise.prior.scale).log_evidence(start.precision)
     assert ours == pytest.approx(exact.item(), rel=1e-6)

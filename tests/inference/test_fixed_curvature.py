@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from steps import hyper_of, iterative_e_step, posterior_at, span_e_step, states_of_em
+from steps import iterative_e_step, posterior_at, span_e_step, start_of, states_of_em
 from tiny import basis_noise, fitted, problem_of, tiny
 from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import BlockCG, BlockKrylov, Regression
-from torch_lla_em.inference.em import State
 from torch_lla_em.inference.evidence import Spectrum
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 
@@ -28,13 +27,13 @@ def setting(name, num_samples=None):
 @pytest.mark.parametrize("by", ["span", "solves"])
 def test_the_posterior_is_the_dense_one(name, precision, by):
     problem, noise = setting(name)
-    hyper = hyper_of(problem, precision)
+    start = start_of(problem, precision)
     if by == "span":
-        found = posterior_at(problem, noise, hyper, 1e-8)
+        found = posterior_at(problem, noise, start, 1e-8)
     else:
         e_step = iterative_e_step(problem, noise, BlockCG(max_passes=2000), 1e-8)
-        found = e_step.posterior(State(hyper))
-    exact, lam = tiny(name).exact(noise.prior.scale), hyper.precision
+        found = e_step.posterior(start)
+    exact, lam = tiny(name).exact(noise.prior.scale), start.precision
     covariance, mode, samples = exact.covariance(lam), exact.mode(lam), found.w_samples
     assert_close(found.w_lin, mode, rtol=1e-5, atol=1e-6)
     assert_close(samples.T @ samples / len(samples), covariance, rtol=1e-5, atol=1e-6)
@@ -50,8 +49,8 @@ def test_a_narrow_span_restarts_and_finds_the_same_posterior():
         bytes_ = 8 * directions * (problem.size + 2 * problem.data.num_outputs)
         solver = BlockKrylov(memory=bytes_)
         e_step = span_e_step(problem, noise, 1e-6, em_steps=0, solver=solver)
-        hyper = hyper_of(problem, 20.0)
-        *_, last = states_of_em(problem, noise.prior, e_step, hyper, max_steps=0)
+        start = start_of(problem, 20.0)
+        *_, last = states_of_em(e_step, start, em_steps=0)
         assert (last.own.restarts > 0) == (directions == 17)
         results.append(e_step.posterior(last))
     for name in ("w_lin", "w_samples", "effective_dim"):
@@ -63,10 +62,10 @@ def test_a_narrow_span_restarts_and_finds_the_same_posterior():
 @pytest.mark.parametrize("precision", [1.0, 10.0])
 def test_the_certificate_bounds_the_error_and_is_not_trivial(name, precision):
     case, (problem, noise) = tiny(name), setting(name, 3)
-    hyper = hyper_of(problem, precision)
-    found = posterior_at(problem, noise, hyper, 0.5)
-    covariance = case.exact(noise.prior.scale).covariance(hyper.precision)
-    root = hyper.precision.sqrt() / noise.prior.scale
+    start = start_of(problem, precision)
+    found = posterior_at(problem, noise, start, 0.5)
+    covariance = case.exact(noise.prior.scale).covariance(start.precision)
+    root = start.precision.sqrt() / noise.prior.scale
     error = found.w_samples - (noise.xi * root + noise.eta) @ covariance
     # the largest error of any output, in posterior standard deviations
     true = ((error @ torch.linalg.inv(covariance)) * error).sum(1).sqrt()
@@ -81,12 +80,12 @@ def test_the_log_det_is_known_to_a_part_of_its_standard_error():
     model = model.append(nn.Linear(60, 2)).double()
     y = torch.stack([x[:, 0].sin(), x[:, 1] * x[:, 2]], 1) + 0.1 * torch.randn(300, 2).double()
     problem = problem_of(model, Regression(0.1), [(x, y)])
-    noise, hyper = get_sto_samples(problem, 8), hyper_of(problem, 300.0)
+    noise, start = get_sto_samples(problem, 8), start_of(problem, 300.0)
     scale = noise.prior.scale
     values, vectors = torch.linalg.eigh((problem.rows() * scale).T @ (problem.rows() * scale))
     exact = Spectrum(values.clamp_min(0), noise.xi @ vectors, (scale * noise.eta) @ vectors)
     e_step = span_e_step(problem, noise, 0.06, em_steps=0)
-    *_, last = states_of_em(problem, noise.prior, e_step, hyper, max_steps=0)
+    *_, last = states_of_em(e_step, start, em_steps=0)
     ours = e_step.over.with_evidence(last.own.q).curved.spectrum
     assert e_step.span.size < 0.5 * problem.size
     for precision in (300.0, 3000.0):

@@ -12,10 +12,10 @@ from tiny import fitted as tiny_fit
 from torch import nn
 
 from torch_lla_em import BlockCG, BlockKrylov, LinearisedLaplace
-from torch_lla_em.inference.ascent import SMALL, Pace, climb
+from torch_lla_em.inference.controller import SMALL, climb
 from torch_lla_em.inference.expectations import ExpectedH, root_of
-from torch_lla_em.inference.mackay import Hyperparameters
 from torch_lla_em.inference.over_span import OverSpan
+from torch_lla_em.inference.records import Pace, State
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 
@@ -308,8 +308,8 @@ def test_its_evidence_is_known_to_its_standard_error():
     found = []
     for seed in range(8):
         few = get_sto_samples(problem, 32, seed, g_prior=False)
-        hyper = Hyperparameters(torch.tensor(3.0).double())
-        found.append(posterior_at(problem, few, hyper, 1e-3, moves=True).log_evidence)
+        start = State(torch.tensor(3.0).double())
+        found.append(posterior_at(problem, few, start, 1e-3, moves=True).log_evidence)
     values = torch.stack([one.value for one in found])
     error = values.std().item() / len(values) ** 0.5
     # 32 samples know a variance to a quarter, which bends the curvature a little

@@ -8,9 +8,8 @@ from tiny import fitted
 from torch import nn
 
 from torch_lla_em import BlockCG, LinearisedLaplace
-from torch_lla_em.inference.em import Info, State
 from torch_lla_em.inference.forecast import Forecast
-from torch_lla_em.inference.mackay import Expectation, Hyperparameters, Step
+from torch_lla_em.inference.records import State, Statistics
 from torch_lla_em.runtime import Budget, Group
 
 KINDS = {
@@ -66,10 +65,9 @@ def test_all_ranks_end_where_the_slowest_one_does(monkeypatch):
 
 
 def state(error, number):
-    found = Expectation(*[None] * 5, error / 2, error)
-    hyper = Hyperparameters(torch.tensor(2.0))
-    before = Hyperparameters(torch.tensor(1.0))
-    return State(hyper, Step(number, before, None, hyper, 1.0, number > 2), Info(found, 0.0))
+    found = Statistics(*[None] * 6, error / 2, error)
+    before, after = torch.tensor(1.0), torch.tensor(2.0)
+    return State(after, None, found, number, before, converged=number > 2)
 
 
 def test_the_forecast_follows_the_error(monkeypatch):

@@ -12,20 +12,19 @@ from tiny import LOG_PROBS, basis_noise, fitted, tiny
 from torch.testing import assert_close
 
 from torch_lla_em import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton, Regression
+from torch_lla_em.inference.controller import Controller
 from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.iterative_e_step import IterativeEStep, starting_precision
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import (
-    Expectation,
-    Hyperparameters,
-    MStep,
-    Step,
     em_noise,
     em_update,
     function_space_Mackay_update,
     mackay_noise,
 )
+from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.posterior_samples import optimise_samples
+from torch_lla_em.inference.records import State, Statistics
 
 NAMES = list(LOG_PROBS)
 SOLVERS = [BlockCG(1e-10), BlockKrylov(1e-10), FunctionSpace(1e-10)]
@@ -117,27 +116,27 @@ def test_samples_that_miss_their_tolerance_warn():
 def test_em_follows_the_dense_path(name, g_prior, layerwise, monkeypatch):
     monkeypatch.setattr("torch_lla_em.inference.iterative_e_step.SAMPLE_TOLERANCE", 1e-9)
     monkeypatch.setattr("torch_lla_em.inference.iterative_e_step.MODE_TOLERANCE", 1e-9)
-    monkeypatch.setattr(MStep, "accelerated", lambda self, before, start, proposed: proposed)
+    monkeypatch.setattr(Controller, "accelerated", lambda self, here, plain, state: plain)
     problem, noise, precision, exact, _ = setting(name, g_prior, layerwise)
     sigma, layout = sigma_of(problem), noise.prior.layout
     e_step = iterative_e_step(problem, noise, BlockCG(), kind=_BasisEStep)
-    hyper = Hyperparameters(precision, sigma)
-    for state in states_of_em(problem, noise.prior, e_step, hyper, max_steps=5):
+    start = State(precision, sigma)
+    for state in states_of_em(e_step, start, em_steps=5):
         precision, sigma, gamma, _ = dense_step(exact, precision, sigma, layout, layerwise)
         # the mode is known to 1e-6, and pruned blocks are all but gone
-        assert_close(state.hyper.precision, precision, rtol=1e-3, atol=0)
-        assert_close(state.info.found.effective_dim.value.sum(), gamma.sum(), rtol=1e-4, atol=0)
+        assert_close(state.precision, precision, rtol=1e-3, atol=0)
+        assert_close(state.statistics.effective_dim.value.sum(), gamma.sum(), rtol=1e-4, atol=0)
         if sigma is not None:
-            assert_close(state.hyper.sigma, sigma, rtol=1e-4, atol=0)
+            assert_close(state.sigma, sigma, rtol=1e-4, atol=0)
 
 
 class _BasisEStep(IterativeEStep):
     """Draws no noise when σ of an output changes, but takes the basis again."""
 
-    def _at_noise(self, hyper):
-        if hyper.sigma is None or not hyper.sigma.dim():
-            return super()._at_noise(hyper)
-        problem = self.problem.with_likelihood(Regression(hyper.sigma))
+    def _at_noise(self, sigma):
+        if sigma is None or not sigma.dim():
+            return super()._at_noise(sigma)
+        problem = self.problem.with_likelihood(Regression(sigma))
         g_prior = not (self.noise.prior.scale == 1).all()
         noise = basis_noise(problem, g_prior, self.noise.prior.layerwise)
         return problem, noise._replace(prior=self.noise.prior)
@@ -153,7 +152,7 @@ def test_em_converges_to_the_dense_fixed_point(name, g_prior, solver, monkeypatc
     def allowed(self, gamma, num_samples, rises=False):
         return torch.full_like(gamma, 0.01)
 
-    monkeypatch.setattr(MStep, "allowed", allowed)
+    monkeypatch.setattr(Controller, "allowed", allowed)
     # nor does it say how exact γ has to be
     monkeypatch.setattr("torch_lla_em.inference.iterative_e_step.SAMPLE_TOLERANCE", 0.01)
     problem, noise, precision, exact, _ = setting(name, g_prior, False)
@@ -163,15 +162,15 @@ def test_em_converges_to_the_dense_fixed_point(name, g_prior, solver, monkeypatc
         "function space": lambda: iterative_e_step(problem, noise, FunctionSpace()),
     }[solver]()
     sigma = sigma_of(problem)
-    hyper = Hyperparameters(precision, sigma)
-    *_, last = states_of_em(problem, noise.prior, e_step, hyper, max_steps=60)
-    start = last.hyper.precision * 1.5, sigma  # from aside, to save steps
-    expected, sigma, gamma = dense_fixed_point(exact, *start, noise.prior.layout, False)
+    start = State(precision, sigma)
+    *_, last = states_of_em(e_step, start, em_steps=60)
+    aside = last.precision * 1.5, sigma  # from aside, to save steps
+    expected, sigma, gamma = dense_fixed_point(exact, *aside, noise.prior.layout, False)
     # EM stops once λ moves by less than one per cent
-    assert_close(last.hyper.precision, expected, rtol=0.02, atol=0)
-    assert_close(last.info.found.effective_dim.value, gamma.sum(), rtol=0.02, atol=0)
+    assert_close(last.precision, expected, rtol=0.02, atol=0)
+    assert_close(last.statistics.effective_dim.value, gamma.sum(), rtol=0.02, atol=0)
     if sigma is not None:
-        assert_close(last.hyper.sigma, sigma, rtol=0.01, atol=0)
+        assert_close(last.sigma, sigma, rtol=0.01, atol=0)
 
 
 def test_precision_starts_at_the_mean_where_zero_is_the_mode():
@@ -217,11 +216,11 @@ def test_results_that_the_data_do_not_determine_warn(precision, residual, dims, 
     problem = tiny("regression").problem(7, 18)
     problem.loss_and_gradient(problem.zeros(1)[0])
     one, *sums = (torch.tensor(v).double() for v in (1.0, residual, 50.0, dims))
-    hyper = Hyperparameters(one * precision, one)
-    found = Expectation(hyper, one[None], one, 1.0, one[None], 0.0, 0.0, *sums)
-    step = Step(3, hyper, one, hyper, 0.0, True)
+    hyper = one * precision, one
+    found = Statistics(*hyper, one[None], one, 1.0, one[None], 0.0, 0.0, *sums)
+    state = State(*hyper, found, 3, one * precision, converged=True)
     with pytest.warns(UserWarning, match=words):
-        MStep(problem, None).warn(found, step)
+        Controller(problem, None, FitOptions()).warn(state)
 
 
 @pytest.mark.parametrize("prior", ["scalar", "layerwise"])

@@ -1,25 +1,22 @@
 """The four stages of the method, and the EM algorithm that repeats them."""
 
 from torch_lla_em.inference.course import Course, cheaper, forecast, remaining
-from torch_lla_em.inference.em import Info, Posterior, record_of
 from torch_lla_em.inference.learn import Progress, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
-from torch_lla_em.inference.mackay import (
-    Estimate,
-    function_space_Mackay_update,
-)
+from torch_lla_em.inference.mackay import function_space_Mackay_update
 from torch_lla_em.inference.options import FitOptions, choose_scalings
 from torch_lla_em.inference.posterior_samples import Solver, optimise_samples
+from torch_lla_em.inference.records import Estimate, Posterior, Statistics, record_of
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 
 __all__ = [
     "Course",
     "Estimate",
     "FitOptions",
-    "Info",
     "Posterior",
     "Progress",
     "Solver",
+    "Statistics",
     "cheaper",
     "choose_scalings",
     "forecast",

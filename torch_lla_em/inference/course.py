@@ -116,11 +116,11 @@ def remaining(course: Course, seconds: Sequence[float], progress: Progress) -> D
     """Return how long a fit still takes, given the seconds of its EM steps so far."""
     state, last, count = progress.state, seconds[-1], len(seconds)
     low, high = 1 / _MEASURED[1], _MEASURED[1]
-    taken = 0 if state is None or state.step is None else state.step.number
+    taken = 0 if state is None else state.number
     if not progress.by_span:
         return Duration(low * min(seconds), high * max(1, course.options.em_steps - taken) * last)
-    settled = state is not None and state.step is not None and state.step.settled
-    error = _START if state is None or state.info is None else state.info.found.error
+    settled = state is not None and state.converged
+    error = _START if state is None or state.statistics is None else state.statistics.error
     whole = progress.scale.numel() / (course.options.num_samples + 1) - count + 1
     course = course._replace(moves=progress.moves)
     fewest, most = (min(n, max(1.0, whole)) for n in course.passes(error, settled))

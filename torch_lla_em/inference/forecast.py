@@ -6,8 +6,7 @@ import time
 from math import exp, inf, log
 from typing import Any
 
-from torch_lla_em.inference.em import State
-from torch_lla_em.inference.mackay import Expectation
+from torch_lla_em.inference.records import State, Statistics
 
 _STEPS = 4
 """Number of the last steps whose pace is expected of the next ones."""
@@ -48,18 +47,18 @@ class Forecast:
 
     def __str__(self) -> str:
         state, left = self._state, self.seconds_left()
-        if state is None or state.step is None:
+        if state is None or state.before is None:
             return "The budget is spent."
-        found, step, number = _found(state), state.step, len(self._errors)
+        found, number = _found(state), len(self._errors)
         words = (
             f"The budget of the fit is spent after {number} step{'s' * (number > 1)}. The numerical error of the "
             f"samples is {found.sample_error:.2g} posterior standard deviations, and that of the mean "
             f"{found.mode_error:.2g} (tolerance {self._tolerance:.2g})."
         )
-        if step.settled:
+        if state.converged:
             words += " The prior precision has converged."
         else:
-            moved = (step.hyper.precision / step.start.precision).log().abs().max().item()
+            moved = (state.precision / state.before).log().abs().max().item()
             words += f" The prior precision has not converged: it changed by a factor of {exp(moved):.2g}"
             words += " in the last step."
         if found.sample_error > _ROUGH:
@@ -67,13 +66,13 @@ class Forecast:
         if left == inf:
             words += " The time that is still needed is not known."
         elif left:
-            least = "about" if step.settled else "at least"
+            least = "about" if state.converged else "at least"
             words += f" To reach the tolerance, {least} {left:.2g} s more are needed."
         return words + " With a `checkpoint` folder, the same call of fit continues from here."
 
 
-def _found(state: State) -> Expectation:
-    """Return the expectations of a state after a step."""
-    info: Any = state.info
-    found: Expectation = info.found
-    return found
+def _found(state: State) -> Statistics:
+    """Return the result of the last E-step of a state after a step."""
+    found: Any = state.statistics
+    known: Statistics = found
+    return known

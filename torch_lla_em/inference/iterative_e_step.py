@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.em import Found, Posterior, State
+from torch_lla_em.inference.controller import Controller
 from torch_lla_em.inference.evidence import log_dets, log_evidences, sigma_of
 from torch_lla_em.inference.linear_mode import LinearMode, first_mode, optimise_MAP
-from torch_lla_em.inference.mackay import Estimate, Expectation, Hyperparameters, MStep
 from torch_lla_em.inference.options import FitOptions, has_one_noise
 from torch_lla_em.inference.posterior_samples import PosteriorSamples, Solver, optimise_samples
+from torch_lla_em.inference.records import Estimate, NoiseSums, Posterior, State, Statistics
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, WhitenedGGN, WhitenedLoss
 from torch_lla_em.solvers import BlockCG, BlockKrylov, FunctionSpace, Newton, dot, dots, norm
@@ -34,7 +34,7 @@ _FUNCTION_SPACE_BYTES = 1e9
 logger = logging.getLogger("torch_lla_em")
 
 
-class Solved(NamedTuple):
+class Solutions(NamedTuple):
     """The last solutions, from which the next solves start."""
 
     mode: Tensor | None = None
@@ -67,26 +67,27 @@ class IterativeEStep:
         start = start.to(device=self.noise.eta.device, dtype=torch.float64)
         if options.layerwise and not start.dim():
             start = start.expand(blocks).clone()
-        return State(Hyperparameters(start, sigma_of(self.problem)))
+        return State(start, sigma_of(self.problem))
 
     def state(self) -> None:
         """Return None: the state of EM contains everything."""
 
-    def advance(self, state: State, m_step: MStep, kept: bool) -> Found:
-        """Return the expectations at a state's λ and σ, and the step that follows."""
+    def advance(self, state: State, controller: Controller) -> State:
+        """Solve at a state's λ and σ, and return the state after the step that follows."""
         problem, noise, mode, samples = self._solve(state, SAMPLE_TOLERANCE, MODE_TOLERANCE)
-        found = Expectation(
-            state.hyper,
+        found = Statistics(
+            state.precision,
+            state.sigma,
             samples.effective_dims,
             noise.prior.squared_norm(mode.w),
             mode.loss,
             torch.full_like(samples.certificate, float("nan")),
             mode.error,
             samples.error,
-            *noise_sums(problem, state.hyper, mode, samples),
+            *noise_sums(problem, state.sigma, mode, samples),
         )
-        own = Solved(mode.w, samples.w, samples.certificate)
-        return Found(found, m_step(found, state.step), own)
+        own = Solutions(mode.w, samples.w, samples.certificate)
+        return controller.update(found, state)._replace(own=own)
 
     def is_exact(self, state: State) -> bool:
         """Return True: ``posterior`` solves for the last λ."""
@@ -94,25 +95,27 @@ class IterativeEStep:
 
     def posterior(self, state: State) -> Posterior:
         """Return the posterior at the final λ and σ."""
-        hyper, tolerance = state.hyper, self._options.tolerance
+        precision, tolerance = state.precision, self._options.tolerance
         problem, noise, mode, samples = self._solve(state, tolerance, tolerance)
         norm = noise.prior.squared_norm(mode.w)
-        dets = log_dets(problem, noise, hyper.precision)
+        dets = log_dets(problem, noise, precision)
         return Posterior(
-            hyper,
+            precision,
+            state.sigma,
             mode.w,
             samples.w,
             noise.prior.scale,
             Estimate.of(samples.effective_dims),
             samples.certificate,
-            Estimate.of(log_evidences(mode.loss, hyper.precision, norm, dets)),
+            Estimate.of(log_evidences(mode.loss, precision, norm, dets)),
         )
 
     def cut_short(self, state: State) -> Posterior:
         """Return the posterior of a state without further passes; its log evidence is NaN."""
-        found, own = state.info.found, state.own
+        found, own = state.statistics, state.own
         return Posterior(
-            found.hyper,
+            found.precision,
+            found.sigma,
             own.mode,
             own.samples,
             self.noise.prior.scale,
@@ -125,53 +128,54 @@ class IterativeEStep:
         self, state: State, tolerance: float, mode_tolerance: float
     ) -> tuple[Problem, StochasticPrior, LinearMode, PosteriorSamples]:
         """Return problem and random probes at a state's σ, and w_lin and the samples there."""
-        hyper, last = state.hyper, state.own or Solved()
-        problem, noise = self._at_noise(hyper)
+        precision, last = state.precision, state.own or Solutions()
+        problem, noise = self._at_noise(state.sigma)
         problem.cost.stage, start = "linear mode", last.mode
         if start is None:
-            start = first_mode(problem, noise.prior, hyper.precision)
+            start = first_mode(problem, noise.prior, precision)
         newton = Newton(max(mode_tolerance, 10 * torch.finfo(problem.dtype).eps))
-        mode = optimise_MAP(problem, noise.prior, hyper.precision, newton, start)
+        mode = optimise_MAP(problem, noise.prior, precision, newton, start)
         problem.cost.stage = "posterior samples"
         solver = replace(self._solver, tolerance=tolerance)
-        samples = optimise_samples(problem, noise, hyper.precision, solver, last.samples)
+        samples = optimise_samples(problem, noise, precision, solver, last.samples)
         return problem, noise, mode, samples
 
-    def _at_noise(self, hyper: Hyperparameters) -> tuple[Problem, StochasticPrior]:
+    def _at_noise(self, sigma: Tensor | None) -> tuple[Problem, StochasticPrior]:
         """Return problem and noise at σ; η is drawn again if σ has one value per output."""
         last, gaussian = sigma_of(self.problem), cast(Any, self.problem.likelihood)
-        if hyper.sigma is None or torch.equal(hyper.sigma, last):
+        if sigma is None or torch.equal(sigma, last):
             return self.problem, self.noise
-        problem = self.problem.with_likelihood(gaussian.at_noise(hyper.sigma))
-        if not hyper.sigma.dim():  # η is proportional to 1 / σ
-            ratio = (hyper.sigma / last).item()
+        problem = self.problem.with_likelihood(gaussian.at_noise(sigma))
+        if not sigma.dim():  # η is proportional to 1 / σ
+            ratio = (sigma / last).item()
             return problem, self.noise._replace(eta=self.noise.eta / ratio)
         self.problem, self.noise = problem, self.noise.drawn_again(problem)
         return self.problem, self.noise
 
 
 def noise_sums(
-    problem: Problem, hyper: Hyperparameters, mode: LinearMode, samples: PosteriorSamples
-) -> tuple[Tensor, ...]:
-    """Return Σ_n (y_n - J_n w_lin)², Σ_n y_n² and γ by output, the shape of σ; () without a σ."""
-    if hyper.sigma is None:
-        return ()
-    if not hyper.sigma.dim():
+    problem: Problem, sigma: Tensor | None, mode: LinearMode, samples: PosteriorSamples
+) -> NoiseSums:
+    """Return Σ_n (y_n - J_n w_lin)², Σ_n y_n² and γ by output, the shape of σ; None without a σ."""
+    if sigma is None:
+        return None, None, None
+    if not sigma.dim():
         gaussian: Any = problem.likelihood  # without its constant the loss is ½ Σ (y - J w)² / σ²
         plain = problem.with_likelihood(gaussian.without_constant())
         ends = mode.w, torch.zeros_like(mode.w)
-        losses = hyper.sigma.new_tensor([plain.loss_and_gradient(w)[0] for w in ends])
-        return *(2 * hyper.sigma**2 * losses), samples.effective_dims.mean(0).sum()
+        losses = sigma.new_tensor([plain.loss_and_gradient(w)[0] for w in ends])
+        residual, targets = 2 * sigma**2 * losses
+        return residual, targets, samples.effective_dims.mean(0).sum()
     columns = torch.cat([mode.w[None], samples.w])
 
-    shape = len(columns) + 1, len(hyper.sigma)
+    shape = len(columns) + 1, len(sigma)
     total = torch.zeros(shape, dtype=torch.float64, device=columns.device)
     for batch, _, Jw in problem.push_forward(columns):
         y = batch.targets.to(Jw)[None]
         squares = torch.cat([y, y - Jw[:1], Jw[1:]]).double().square()
         total += squares.flatten(1, -2).sum(1).to(total.device)
-    total = problem.data.group.sum(total).to(hyper.sigma.device)
-    return total[1], total[0], total[2:].mean(0) / hyper.sigma**2
+    total = problem.data.group.sum(total).to(sigma.device)
+    return total[1], total[0], total[2:].mean(0) / sigma**2
 
 
 def choose_solver(problem: Problem, layerwise: bool) -> Solver:

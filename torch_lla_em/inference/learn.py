@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torch_lla_em.inference.em import EStep, Info, Posterior, State, em, is_done
+from torch_lla_em.inference.controller import Controller
+from torch_lla_em.inference.em import EStep, em, is_done
 from torch_lla_em.inference.forecast import Forecast
 from torch_lla_em.inference.iterative_e_step import IterativeEStep
-from torch_lla_em.inference.mackay import MStep
 from torch_lla_em.inference.options import FitOptions, allows_span, choose_curvature
+from torch_lla_em.inference.records import Posterior, State, Statistics
 from torch_lla_em.inference.span_e_step import NoSpan, SpanEStep
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples, with_noise
 from torch_lla_em.likelihoods import Regression
@@ -82,8 +83,8 @@ class Progress(NamedTuple):
         return self.kind != _SOLVES
 
 
-Observe = Callable[[Info | None, Progress], bool]
-"""Called with the record of an EM step (None if λ did not change) and the state of the fit.
+Observe = Callable[[Statistics | None, Progress], bool]
+"""Called with the result of an EM step (None if λ did not change) and the state of the fit.
 
 It returns whether the time of the fit is over.
 """
@@ -125,11 +126,11 @@ def learn(
                 start = start._replace(kind=kind, state=None, directions=None)
                 release()  # what the failed attempt held
                 continue
-            log_precision = found.hyper.precision.log()
+            log_precision = found.precision.log()
             if not found.complete or _is_last(problem, options, start, log_precision):
-                return found if found.hyper.sigma is not None else _with_noise(found, problem)
+                return found if found.sigma is not None else _with_noise(found, problem)
             noise = noise.drawn_again(problem.with_curvature_at(found.w_lin))
-            options = replace(options, prior_precision=found.hyper.precision)
+            options = replace(options, prior_precision=found.precision)
             start = start._replace(
                 eta=Grown.of(noise.eta),
                 state=None,
@@ -148,7 +149,7 @@ def _noise_of(problem: Problem) -> Tensor | None:
 
 def _with_noise(found: Posterior, problem: Problem) -> Posterior:
     """Return the posterior with the σ of a tempered Gaussian likelihood, which is not learnt."""
-    return found._replace(hyper=found.hyper._replace(sigma=_noise_of(problem)))
+    return found._replace(sigma=_noise_of(problem))
 
 
 def _require_labels(problem: Problem) -> None:
@@ -187,15 +188,15 @@ def _fitted(
         e_step = IterativeEStep(problem, noise, options)
     else:
         e_step = SpanEStep(problem, noise, options, start.moves, start.directions)
-    m_step = MStep(problem, noise.prior, options.update)
+    controller = Controller(problem, noise.prior, options, start.moves)
     state, told = start.state or e_step.start(), start._replace(directions=None)
     problem.cost.stage, pace = "E-step", Forecast(options.tolerance)
-    for reached in em(e_step, m_step, state, options.em_steps):
+    for reached in em(e_step, controller, state):
         state = reached
         now = told._replace(state=state, directions=e_step.state())
         pace.note(state)
-        if on_step(state.info if state.fresh else None, now) and not (
-            is_done(e_step, state, options.em_steps) and pace.is_exact
+        if on_step(state.statistics if state.fresh else None, now) and not (
+            is_done(e_step, controller, state) and pace.is_exact
         ):
             report("log", str(pace))
             return e_step.cut_short(state)._replace(complete=False)

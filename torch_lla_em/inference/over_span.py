@@ -1,12 +1,7 @@
 """The Gaussian posterior over a span of directions, by dense linear algebra without a pass.
 
-q = N(m, (G + Λ)⁻¹) with G = Σ_n J_nᵀ H_n J_n. With H fixed at given outputs and m the mode, this is
-Laplace's method. If H moves, both are expectations under q, G = Σ_n J_nᵀ E_q[H_n] J_n and
-Σ_n J_nᵀ E_q[∇loss] + Λ m = 0, which is where
-
-    L = E_q[log p(y | J w)] − KL(q ‖ N(0, Λ⁻¹)),   KL = ½ (‖m‖²_Λ − γ + log det(I + Λ⁻¹ G)),
-
-is stationary. In both cases dL / d log λ = ½ (γ − λ ‖m‖²), so MacKay's fixed point is that of L.
+q = N(m, (G + Λ)⁻¹), with H fixed or in expectation under q, and its bound on the log evidence;
+``controller.py`` has the derivation.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ from torch import Tensor
 
 from torch_lla_em.inference.evidence import Spectrum, gaussian_constant, sigma_of
 from torch_lla_em.inference.expectations import ExpectedH, FixedH
-from torch_lla_em.inference.mackay import Estimate, Expectation, Hyperparameters
+from torch_lla_em.inference.records import Estimate, Hyper, NoiseSums, Statistics
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem
@@ -228,31 +223,30 @@ class OverSpan:
         """Return J m, (N, ..., C)."""
         return self._pushed(mean[None])[..., 0]
 
-    def hyper(self, q: Q) -> Hyperparameters:
+    def hyper(self, q: Q) -> Hyper:
         """Return λ and σ."""
         sigma = None if self._sigma is None else q.noise * self._sigma
-        return Hyperparameters(torch.full_like(q.mean[0], q.precision), sigma)
+        return torch.full_like(q.mean[0], q.precision), sigma
 
-    def noise_of(self, hyper: Hyperparameters) -> float:
+    def noise_of(self, sigma: Tensor | None) -> float:
         """Return σ relative to that of G."""
-        return 1.0 if hyper.sigma is None else (hyper.sigma / self._sigma).item()
+        return 1.0 if sigma is None else (sigma / self._sigma).item()
 
-    def expectation(self, q: Q, mode_error: float = 0.0, sample_error: float = 0.0) -> Expectation:
-        """Return what the M-step needs."""
-        hyper = self.hyper(q)
-        sums: tuple[Tensor, ...] = ()
+    def statistics(self, q: Q, mode_error: float = 0.0, sample_error: float = 0.0) -> Statistics:
+        """Return what the controller needs."""
+        precision, sigma = self.hyper(q)
+        sums: NoiseSums = (None, None, None)
         loss = self.expected.loss(q.outputs, None) if self.moves else q.loss
-        if hyper.sigma is not None:
+        if sigma is not None:
             # the loss without its constant: ½ Σ (y - J w)² / σ² at the first σ
             squares = 2 * self._sigma.item() ** 2
-            fit = (q.loss - gaussian_constant(self._problem, hyper.sigma)) * q.noise**2
+            fit = (q.loss - gaussian_constant(self._problem, sigma)) * q.noise**2
             at_zero = self.expected.loss(torch.zeros_like(self.f), None)
-            sums = (
-                *hyper.sigma.new_tensor([squares * fit, squares * at_zero]),
-                q.effective_dims.mean(),
-            )
+            residual, targets = sigma.new_tensor([squares * fit, squares * at_zero])
+            sums = residual, targets, q.effective_dims.mean()
         norm, errors = q.mean.square().sum(), (mode_error, sample_error)
-        return Expectation(hyper, q.effective_dims, norm, loss, q.bounds, *errors, *sums)
+        known = precision, sigma, q.effective_dims, norm, loss, q.bounds
+        return Statistics(*known, *errors, *sums)
 
     def residuals(self, q: Q, sign: float = 1.0) -> Tensor | None:
         """Return the residuals of samples and mean, (K + 1, P); None if the order has changed.

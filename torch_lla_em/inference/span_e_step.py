@@ -8,34 +8,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.ascent import Pace, climb, settle
-from torch_lla_em.inference.em import Found, Posterior, State
+from torch_lla_em.inference.controller import Controller
 from torch_lla_em.inference.evidence import sigma_of
-from torch_lla_em.inference.mackay import (
-    Estimate,
-    Expectation,
-    Hyperparameters,
-    MStep,
-    Step,
-)
 from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.over_span import OverSpan, Q
 from torch_lla_em.inference.posterior_samples import refuse_noise
+from torch_lla_em.inference.records import Estimate, Extent, Posterior, State, Statistics
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem import Problem, gathered, room
-from torch_lla_em.runtime import PRECISION_BOUNDS, report
+from torch_lla_em.runtime import report
 from torch_lla_em.solvers import BlockKrylov, dots
-
-_FALL = 3.0
-"""Largest factor by which λ may decrease before the span is extended; small spans overestimate it."""
-
-_SETTLED = {True: (0.3, 0.1), False: (0.1, 0.03)}
-"""Errors of samples and mean below which λ can be converged, for a variational and a fixed H."""
-
-_GAIN = 0.3
-"""Gain of the bound in nats that is worth another pass; its Monte Carlo error is larger."""
 
 _START = 0.1
 """Initial λ relative to the mean squared output of the prior at λ = 1, for outputs of size 1."""
@@ -43,17 +27,11 @@ _START = 0.1
 _STEPS = 10
 """Newton steps for the mean once λ has converged."""
 
-_SETTLING = 20, 400
-"""Largest numbers of steps of λ and σ (and H) over a span, and over a complete one."""
-
 _DIRECTIONS, _BLOCKS = 5, 6
 """Smallest number of directions per sample, and of (C, C) blocks per example, that must fit."""
 
 _RESTARTS = 10
 """Largest number of restarts of the span when there is no memory for more directions."""
-
-_PATIENCE = 8
-"""Steps at a fixed λ without a decrease of the error by 10 % after which only rounding is left."""
 
 _FEWEST = 4
 """Smallest number of samples with which a fit continues when memory is short."""
@@ -70,8 +48,8 @@ class NoSpan(Exception):
     """The span cannot be stored: there is no memory for it, or the order of examples changes."""
 
 
-class Reached(NamedTuple):
-    """The state of the E-step."""
+class Directions(NamedTuple):
+    """q over the present span, and what extends it."""
 
     q: Q
     residuals: Tensor
@@ -80,17 +58,8 @@ class Reached(NamedTuple):
     certificate: Tensor
     """Error bounds of the samples, (K,)."""
 
-    pace: Pace
-    """The length of the next steps of λ and H."""
-
     restarts: int
     """How often the span was restarted because it had no memory for more directions."""
-
-    best: float = math.inf
-    """The smallest error so far at the fixed λ."""
-
-    stalled: int = 0
-    """Steps since then."""
 
 
 class SpanEStep:
@@ -113,7 +82,7 @@ class SpanEStep:
         precision = self._options.prior_precision
         if precision is None:
             precision = _START * self.over.prior_variance()
-        return State(Hyperparameters(precision.to(self.span.xi), sigma_of(self.problem)))
+        return State(precision.to(self.span.xi), sigma_of(self.problem))
 
     def state(self) -> dict[str, Any]:
         """Return the directions, which are not part of the state of EM."""
@@ -121,66 +90,41 @@ class SpanEStep:
 
     def is_exact(self, state: State) -> bool:
         """Whether samples and mean are within the tolerance."""
-        return state.own is not None and state.info.found.error <= self._options.tolerance
+        found = state.statistics
+        return found is not None and found.error <= self._options.tolerance
 
-    def advance(self, state: State, m_step: MStep, kept: bool) -> Found:
-        """Add the residuals to the span, update λ, H and mean, and compute the new residuals."""
-        over, old, learns = self.over, state.own, self._options.em_steps > 0
-        climbs, at_rest, restarts, pace = old is None or not kept, False, 0, Pace()
+    def advance(self, state: State, controller: Controller) -> State:
+        """Add the residuals to the span, where the controller moves λ, H and mean; compute new residuals."""
+        over, span, old, grew, restarts = self.over, self.span, state.own, True, 0
         if old is None:
-            q = over.first(state.hyper.precision.item(), _outputs_at_point(self.problem))
+            q = over.first(state.precision.item(), _outputs_at_point(self.problem))
         else:
-            q, restarts, pace = old.q, old.restarts, old.pace
-            if not self.span.has_room(len(old.residuals)):
+            q, restarts = old.q, old.restarts
+            if not span.has_room(len(old.residuals)):
                 q, restarts = over.restarted(q), restarts + 1
-            at_rest = not self.span.widen(old.residuals)
-            q = over.widened(q, _STEPS if kept else 1)
-        before, complete, found_all = q, at_rest or self.span.is_complete, False
-        climbs = climbs or (complete and self._moves)
-        least = PRECISION_BOUNDS[0] if complete else q.precision / _FALL
-        least = least if learns else math.inf
-        if climbs and self._moves and not complete:
-            q, pace = climb(over, q, least, pace)
-        elif climbs:
-            q, found_all = settle(over, q, m_step, least, _SETTLING[complete])
-        residuals = over.residuals(q)
+            grew = span.widen(old.residuals)
+            q = over.widened(q, _STEPS if controller.is_fixed(state) else 1)
+        full = not span.has_room(len(q.samples) + 1) and restarts == _RESTARTS
+        extent = Extent(grew, not grew or span.is_complete, full)
+        ascent = controller.ascend(over, q, state, extent)
+        residuals = over.residuals(ascent.q)
         if residuals is None:
             raise NoSpan
-        certificate, found = self._expected(q, residuals)
-        step = state.step
-        settled = (complete and found_all) or (step is not None and step.settled)
-        if climbs:
-            step = m_step.taken(step, over.hyper(before), found.hyper, q.effective_dims)
-            step = step._replace(settled=settled or self._has_settled(step, before, q, found))
-            if learns and not (self._moves or complete) and found.sample_error > 1:
-                # steps over a span that is too small do not count
-                step = step._replace(number=0 if state.step is None else state.step.number)
-        full = not self.span.has_room(len(certificate) + 1) and restarts == _RESTARTS
-        best, stalled = (math.inf, 0) if old is None or climbs else (old.best, old.stalled + 1)
-        if found.error < 0.9 * best:
-            best, stalled = found.error, 0
-        own = Reached(q, residuals, certificate, pace, restarts, best, stalled)
-        ended = complete if self._moves else at_rest and (kept or step.settled)
-        return Found(found, step, own, ended or full or stalled == _PATIENCE)
+        certificate, found = self._measured(ascent.q, residuals)
+        own = Directions(ascent.q, residuals, certificate, restarts)
+        return controller.judge(state, ascent, extent, found)._replace(own=own)
 
-    def _has_settled(self, step: Step, before: Q, q: Q, found: Expectation) -> bool:
-        """Whether λ has converged: by its Monte Carlo error or the gain of the bound, in a large span."""
-        moves = self._moves
-        still = step.change < 1 or (moves and q.bound - before.bound < _GAIN)
-        of_samples, of_mean = _SETTLED[moves]
-        return still and found.sample_error < of_samples and found.mode_error < of_mean
-
-    def _expected(self, q: Q, residuals: Tensor) -> tuple[Tensor, Expectation]:
-        """Return the certificates of samples, (K,), and the expectations under q."""
+    def _measured(self, q: Q, residuals: Tensor) -> tuple[Tensor, Statistics]:
+        """Return the certificates of samples, (K,), and the result of the E-step at q."""
         gamma = q.effective_dims.mean().clamp_min(1)
         of_samples, of_mean = (dots(r, r) / q.precision for r in (residuals[:-1], residuals[-1:]))
         norm = (q.precision * q.mean.square().sum()).clamp_min(1)
         errors = (of_mean / norm).sqrt().item(), (of_samples.mean() / gamma).sqrt().item()
-        return of_samples.sqrt(), self.over.expectation(q, *errors)
+        return of_samples.sqrt(), self.over.statistics(q, *errors)
 
     def posterior(self, state: State) -> Posterior:
         """Return the posterior at the final λ and σ."""
-        found = state.info.found
+        found: Any = state.statistics
         if found.error > self._options.tolerance:
             _warn(found, self._options.tolerance)
         known = self.cut_short(state)
@@ -190,10 +134,11 @@ class SpanEStep:
 
     def cut_short(self, state: State) -> Posterior:
         """Return the posterior of a state without further passes over the data."""
-        q, found, over = state.own.q, state.info.found, self.over
+        q, found, over = state.own.q, state.statistics, self.over
         columns = self.span.weights(torch.cat([q.mean[None], q.samples]))
         known = Posterior(
-            found.hyper,
+            found.precision,
+            found.sigma,
             columns[0],
             columns[1:].clone(),
             self.noise.prior.scale,
@@ -304,8 +249,8 @@ def _that_fits(
     return noise._replace(xi=noise.xi[:fits], eta=noise.eta[:fits])
 
 
-def _warn(found: Expectation, tolerance: float) -> None:
-    refuse_noise(found.error, found.hyper.precision)
+def _warn(found: Statistics, tolerance: float) -> None:
+    refuse_noise(found.error, found.precision)
     report(
         "warn",
         f"The posterior has a numerical error of {found.error:.1e} and did not reach the tolerance of "

@@ -123,7 +123,7 @@ class Posterior:
     @classmethod
     def of_fit(cls, learnt: Learnt, setting: Setting, given: Likelihood, **facts: Any) -> Posterior:
         """Return the record of what a fit has learnt; ``given`` is the likelihood before it."""
-        precision, sigma = learnt.hyper
+        precision, sigma = learnt.precision, learnt.sigma
         likelihood: Any = given
         device = learnt.w_lin.device
         if sigma is not None:

@@ -1,0 +1,382 @@
+"""Every decision of a fit about λ, σ and H, and when it ends; the E-steps only compute.
+
+The linear model h = J w has the prior N(0, Λ⁻¹), Λ = λ diag(scale)⁻², and the fit seeks the Gaussian
+q = N(m, A⁻¹) and the λ that maximise
+
+    L(m, A, λ) = E_q[log p(y | J w)] - KL(q ‖ N(0, Λ⁻¹)).
+
+**Mean and covariance.** For Gaussian q, Bonnet's theorem d E_q[g] / d m = E_q[∇g] and Price's theorem
+d E_q[g] / d Σ = ½ E_q[∇²g] turn the derivatives of E_q[loss] into expectations of derivatives. With
+KL = ½ (‖m‖²_Λ + Tr Λ Σ - P + log det A - log det Λ), the two conditions of a maximum are
+
+    Σ_n J_nᵀ E_q[∇loss_n] + Λ m = 0   and   A = G + Λ,  G = Σ_n J_nᵀ E_q[H_n] J_n.
+
+So the mean is found by Newton's method with expected gradients, and H moves towards E_q[H_n]
+(``ExpectedH``). If H stays fixed at given outputs and m is the mode, q is Laplace's approximation and
+L, up to a constant, its log evidence (``FixedH``). For a Gaussian likelihood both are exact.
+
+**The bound.** There Tr Λ A⁻¹ = P - γ with γ = Tr G A⁻¹, so KL = ½ (‖m‖²_Λ - γ + log det(I + Λ⁻¹ G)).
+γ is the mean of ½ (⟨w, G w⟩ + ‖Λ^{-½} ξ - w‖²_Λ) over samples A w = Λ^½ ξ + η, η ~ N(0, G). The log det
+is E[ξᵀ log(I + Λ^{-½} G Λ^{-½}) ξ], and a like function of η. A fit with a moving H uses ξ alone: η belongs
+to one H, the span is extended for Λ^½ ξ + η and not for both, and ξ does not change with H, so that
+bounds at two H have the same error. A fit with a fixed H uses both halves, and extends the span for them.
+
+**λ.** G and m are stationary, so dL / d log λ = ½ (γ - λ ‖m‖²), where the norm is in scaled parameters.
+MacKay's update λ ← γ / ‖m‖² has this fixed point, and so has λ ← λ (γ / (λ ‖m‖²))^stride. γ and the log
+det of the same samples fit each other: d log det / d log λ = -γ. **σ** follows in the same way:
+σ² ← Σ (y - J m)² / (N - γ).
+
+**The first H** is the average of H(0) and H(f). H(f) alone is nearly 0 where a network has overfitted, and
+G, γ and then λ with it; H(0), that of uniform predictions, is far too large for a trained network.
+
+A span of directions changes λ, σ, H and m without a pass over the data, in ``ascend``; a solver needs
+passes for each λ, so ``update`` accelerates its steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.inference.mackay import (
+    LEAST_FREEDOM,
+    em_noise,
+    em_update,
+    function_space_Mackay_update,
+    mackay_noise,
+)
+from torch_lla_em.inference.options import FitOptions
+from torch_lla_em.inference.over_span import OverSpan, Q
+from torch_lla_em.inference.prior import Prior
+from torch_lla_em.inference.records import Ascent, Extent, Hyper, Pace, State, Statistics
+from torch_lla_em.problem import Problem
+from torch_lla_em.runtime import PRECISION_BOUNDS, report
+
+_FALL = 3.0
+"""Largest factor by which λ may decrease before the span is extended; small spans overestimate it."""
+
+_ERRORS = {True: (0.3, 0.1), False: (0.1, 0.03)}
+"""Errors of samples and mean below which λ can have converged, for a moving and a fixed H."""
+
+_GAIN = 0.3
+"""Gain of the bound in nats that is worth another pass; its Monte Carlo error is larger. Vowels take 215
+columns instead of 280, at the same likelihood of test examples."""
+
+_LARGE = 1.0
+"""Error of the samples above which a step with a fixed H does not count: its span is too small."""
+
+_PATIENCE = 8
+"""Steps at a fixed λ without a decrease of the error by 10 % after which only rounding is left."""
+
+_ROUNDS = 2
+"""Rounds of λ, a moving H and the mean after every extension. Four that began anew took 45 CPU seconds
+instead of 19 for a perceptron with 20 classes, at the same mean NLL of ten tables."""
+
+_STEPS = {False: 20, True: 400}
+"""Largest number of steps of λ and σ at a fixed H, over a span and over a complete one."""
+
+SMALL, _QUIET, _CLIMBS = 0.05, 3, 120
+"""Nats that a round must gain to count over a complete span, rounds in a row without such a gain that end
+them, and their largest number."""
+
+_NEWTON, _POLISH = 2, 50
+"""Newton steps of the mean in every step of an averaged H, and after the last."""
+
+_AT_REST = 1e-3
+"""Change of log λ, log σ and (relative) H in a step at which the steps end."""
+
+_WINDOW, _AVERAGES, _ONWARD, _STRIDE = 24, 80, 0.2, 2.0
+"""Steps of an averaged H in which λ must stay within its Monte Carlo error, their largest number, what
+a step without a change of direction counts, and the first step of log λ, relative to MacKay's. They end
+after 2 to 4 CPU seconds for 357 parameters, where full steps of H took 13 and did not end."""
+
+_NEAR_ROUNDING = 10
+"""Multiple of the rounding error of the residuals below which a warning is given."""
+
+
+@dataclass(frozen=True)
+class Controller:
+    """Chooses λ, σ and H from the results of an E-step, and decides when they have converged."""
+
+    problem: Problem
+    prior: Prior
+    options: FitOptions
+    moves: bool = False
+    """Whether H is an expectation under the posterior, and changes with it."""
+
+    # when λ and σ are fixed
+
+    def is_fixed(self, state: State) -> bool:
+        """Return whether λ and σ stay fixed: they have converged, or all steps are taken."""
+        return state.ended or state.converged or state.number >= self.options.em_steps
+
+    def allowed(self, gamma: Tensor, num_samples: int, rises: bool = False) -> Tensor:
+        """Return the change of log λ that counts as converged, () or (blocks,).
+
+        It is max(0.01, 1 / √(K γ)), the Monte Carlo error of log λ. A γ below 1 counts as 1, unless λ
+        ``rises``: where the data determine nothing, λ grows without bound, and its value does not
+        matter. With update="em" it is 0.1 %, because small steps do not mean that the fixed point is
+        close.
+        """
+        if self.options.update == "em":
+            return torch.full_like(gamma, 1e-3)
+        return (num_samples * gamma.clamp_min(1e-12 if rises else 1)).rsqrt().clamp_min(0.01)
+
+    # a step of λ and σ for each E-step, by a solver
+
+    def update(self, found: Statistics, state: State) -> State:
+        """Return the state after the step of λ and σ that follows from an E-step at the present ones."""
+        gamma, square = found.effective_dims.mean(0), found.squared_norm
+        sigma = None if found.sigma is None else self._noise(found, found.sigma)
+        if self.options.update == "em":
+            plain = em_update(gamma, square, found.precision, self.prior.num_weights())
+        else:
+            plain = function_space_Mackay_update(gamma, square, found.precision)
+        precision = plain if sigma is not None else self.accelerated(found.precision, plain, state)
+        change = self._change((found.precision, found.sigma), (precision, sigma), found)
+        number = state.number + 1
+        return state._replace(
+            precision=precision,
+            sigma=sigma,
+            statistics=found,
+            number=number,
+            before=found.precision,
+            plain=plain.log(),
+            change=change,
+            converged=number > 2 and _left(state.change, change) < 1.0,
+        )
+
+    def accelerated(self, here: Tensor, plain: Tensor, state: State) -> Tensor:
+        """Return λ after a secant step in log λ from the last two steps, or after the plain step."""
+        if self.options.update == "em" or here.dim() or state.before is None:
+            return plain
+        start, end = here.log(), plain.log()
+        slope = (end - state.plain) / (start - state.before.log())
+        if not -1 < slope < 0.9:  # negative: it overshoots from both sides
+            return plain
+        return (start + (end - start) / (1 - slope)).exp()
+
+    def _change(self, old: Hyper, new: Hyper, found: Statistics) -> float:
+        """Return the largest |Δ log| of λ and σ², relative to what counts as converged."""
+        gamma, K = found.effective_dims.mean(0), len(found.effective_dims)
+        allowed, rising = self.allowed(gamma, K), self.allowed(gamma, K, rises=True)
+        moved = new[0].log() - old[0].log()
+        change = (moved.abs() / torch.where(moved > 0, rising, allowed)).max().item()
+        if old[1] is not None and new[1] is not None:
+            of_noise = 2 * (new[1].log() - old[1].log()).abs().max()
+            change = max(change, of_noise.item() / allowed.min().item())
+        return change
+
+    def _noise(self, found: Statistics, sigma: Tensor) -> Tensor:
+        """Return the new σ."""
+        residual, rounding, dims, count = self._sums(found, sigma)
+        residual = torch.maximum(residual, rounding)
+        if self.options.update == "em":
+            return em_noise(residual, dims, count, sigma)
+        return mackay_noise(residual, dims, count)
+
+    def _sums(self, found: Statistics, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return Σ(y - J w_lin)², its rounding error, γ and the number of targets, the shape of σ."""
+        sums: Any = found.residual, found.targets, found.noise_dims
+        residual, targets, dims = (part.to(sigma) for part in sums)
+        if not (targets > 0).all():
+            raise ValueError(
+                "All targets are 0 (or all targets of an output with its own noise), so there is no "
+                "observation noise to learn. Check the targets, or remove this output."
+            )
+        count = torch.full_like(sigma, self.problem.data.num_targets / sigma.numel())
+        return residual, torch.finfo(self.problem.dtype).eps * targets, dims, count
+
+    # steps of λ, σ and H over a span, which take no pass
+
+    def ascend(self, over: OverSpan, q: Q, state: State, extent: Extent) -> Ascent:
+        """Return q after steps of λ, σ, H and the mean over a span; none if λ stays fixed."""
+        complete, pace, after, at_rest = extent.complete, state.pace, q, False
+        fixed = state.statistics is not None and self.is_fixed(state)
+        if fixed and not (complete and self.moves):
+            return Ascent(q, over.hyper(q), 0.0, pace, climbed=False)
+        least = PRECISION_BOUNDS[0] if complete else q.precision / _FALL
+        if not self.options.em_steps:
+            least = math.inf
+        if not self.moves:
+            after, at_rest = self._settle(over, q, least, _STEPS[complete])
+        elif complete:
+            after, at_rest = self._average(over, _summit(over, q, least), least)
+        else:
+            after, pace = climb(over, q, least, pace)
+        return Ascent(after, over.hyper(q), after.bound - q.bound, pace, at_rest=at_rest)
+
+    def judge(self, state: State, ascent: Ascent, extent: Extent, found: Statistics) -> State:
+        """Return the state after an extension of the span: whether λ has converged, and the fit ends."""
+        fixed = state.statistics is not None and self.is_fixed(state)
+        if ascent.climbed:
+            change = self._change(ascent.old, (found.precision, found.sigma), found)
+            still = change < 1 or (self.moves and ascent.gain < _GAIN)
+            of_samples, of_mean = _ERRORS[self.moves]
+            still = still and found.sample_error < of_samples and found.mode_error < of_mean
+            at_rest = extent.complete and ascent.at_rest
+            small = not (self.moves or extent.complete) and found.sample_error > _LARGE
+            state = state._replace(
+                precision=found.precision,
+                sigma=found.sigma,
+                number=state.number + (not small or not self.options.em_steps),
+                before=ascent.old[0],
+                change=change,
+                converged=still or at_rest or state.converged,
+                pace=ascent.pace,
+                best=math.inf,
+                stalled=0,
+            )
+        else:
+            state = state._replace(stalled=state.stalled + 1)
+        if found.error < 0.9 * state.best:
+            state = state._replace(best=found.error, stalled=0)
+        ended = extent.complete
+        if not self.moves:
+            ended = not extent.grew and (fixed or state.converged)
+        ended = ended or extent.full or state.stalled == _PATIENCE
+        return state._replace(statistics=found, ended=ended)
+
+    def _settle(self, over: OverSpan, q: Q, least: float, steps: int) -> tuple[Q, bool]:
+        """Return q at the fixed point of λ and σ for a fixed H, and whether it was reached.
+
+        With update="em", whose steps are small, it takes one step.
+        """
+        if least == math.inf:
+            return q, False
+        state = State(*over.hyper(q))
+        for _ in range(1 if self.options.update == "em" else steps):
+            found = over.statistics(q)
+            state = self.update(found, state)
+            precision, noise = state.precision.clamp_min(least), over.noise_of(state.sigma)
+            moved = (precision / found.precision).log().abs().item()
+            moved = max(moved, abs(math.log(noise / q.noise)))
+            q = over.at(q.curved, precision.item(), noise, q.mean)
+            if moved < _AT_REST:
+                return q, True
+        return q, False
+
+    def _average(self, over: OverSpan, q: Q, least: float) -> tuple[Q, bool]:
+        """Return q at the fixed point of λ and a moving H, and whether λ has come to rest there.
+
+        Samples and draws make E[H] a rough function of H, which full steps of H follow forever: they
+        change H by about 1 % in every step. Steps of length 3 / (n + 6) find its average instead
+        (Robbins and Monro), where n grows faster when the direction changes (Kesten). Steps of log λ
+        grow in one direction and shrink when it changes. They end when λ stays within its Monte Carlo
+        error.
+        """
+        K, turns, stride, last = len(q.effective_dims), 0.0, _STRIDE, 0.0
+        allowed, path = math.inf, [math.log(q.precision)]
+        before: Tensor | None = None
+        for _ in range(_AVERAGES):
+            H, new = q.curved.H, _stepped(over, q, least, stride)
+            change = over.expected.curvature(q.outputs, q.deviations).sub_(H)
+            if least < math.inf:
+                allowed = self.allowed(q.effective_dims.mean(), K).item()
+            path.append(math.log(new))
+            step = path[-1] - path[-2]
+            stride = min(1.3 * stride, 4 * _STRIDE) if step * last >= 0 else max(stride / 2, 0.5)
+            last = step
+            turns += _ONWARD if before is None or (change * before).sum() > 0 else 1
+            before, of_H = change, (change.norm() / H.norm().clamp_min(1e-300)).item()
+            H = H.add(change, alpha=3 / (turns + 5))
+            q = over.at(over.curved(H), new, 1.0, q.mean, _NEWTON)
+            recent = path[-_WINDOW:]
+            found = len(recent) == _WINDOW and max(recent) - min(recent) < allowed
+            if found or (of_H < _AT_REST and abs(step) < allowed):
+                break
+        return over.at(q.curved, q.precision, 1.0, q.mean, _POLISH), abs(last) < allowed
+
+    # the end
+
+    def warn(self, state: State) -> None:
+        """Warn if λ has not converged or is at a bound, or if the data do not determine σ."""
+        found, (low, high), precision = state.statistics, PRECISION_BOUNDS, state.precision
+        if not self.options.em_steps or found is None or state.before is None:
+            return
+        if not state.converged:
+            moved = (precision / state.before).log().abs().max().item()
+            report(
+                "log",
+                f"The prior precision has not converged after {state.number} EM steps: the last one "
+                f"changed it by a factor of {math.exp(moved):.2g}. Increase em_steps, or pass a "
+                "prior_precision closer to the result.",
+            )
+        if not ((low < precision) & (precision < high)).all():
+            report(
+                "warn",
+                f"The prior precision reached a bound of [{low:g}, {high:g}]: the evidence prefers a "
+                "model without these parameters, or without a prior. Check that the network is "
+                "trained, and on these targets.",
+            )
+        if found.sigma is None:
+            return
+        residual, rounding, dims, count = self._sums(found, found.sigma)
+        if (residual < _NEAR_ROUNDING * rounding).any():
+            least = math.sqrt(torch.finfo(self.problem.dtype).eps)
+            report(
+                "warn",
+                "The linear model reproduces the targets so closely that their observation noise may "
+                f"be lost to rounding: sigma_noise is held above {least:.0e} of their root mean "
+                "square. Check that the targets are not constant or without noise. If their noise "
+                "really is that small, subtract their mean, or convert the model and its data to "
+                "float64.",
+            )
+        if self.options.update == "mackay" and (count - dims < LEAST_FREEDOM * count).any():
+            report(
+                "warn",
+                "The effective dimension reaches the number of targets, so the data cannot separate "
+                "noise from signal. sigma_noise is limited as if the effective dimension were 95 % of "
+                "the number of targets. Use more data, or fewer `parameters` in the posterior.",
+            )
+
+
+def climb(over: OverSpan, q: Q, least: float, pace: Pace) -> tuple[Q, Pace]:
+    """Return q after two rounds of λ, a moving H and the mean, and the pace of the next.
+
+    No round lowers the bound. ``least`` is a lower bound on λ; if it is infinite, λ stays fixed.
+    """
+    for _ in range(_ROUNDS):
+        q, pace = _round(over, q, least, pace)
+    return q, pace
+
+
+def _summit(over: OverSpan, q: Q, least: float) -> Q:
+    """Return q after as many rounds as raise the bound."""
+    pace, quietly = Pace(), 0
+    for _ in range(_CLIMBS):
+        before = q.bound
+        q, pace = _round(over, q, least, pace)
+        quietly = 0 if q.bound > before + SMALL else quietly + 1
+        if quietly == _QUIET:
+            break
+    return q
+
+
+def _round(over: OverSpan, q: Q, least: float, pace: Pace) -> tuple[Q, Pace]:
+    """Return q after a step of λ, one of H, and one of the mean after each, if they raise the bound."""
+    precision = _stepped(over, q, least, pace.stride)
+    tried = over.at(q.curved, precision, 1.0, q.mean)
+    H = over.expected.curvature(tried.outputs, tried.deviations)
+    curved = over.curved(q.curved.H.lerp(H, pace.damping))
+    tried = over.at(curved, precision, 1.0, tried.mean)
+    better = tried.bound > q.bound
+    return tried if better else q, pace.after(better)
+
+
+def _stepped(over: OverSpan, q: Q, least: float, stride: float) -> float:
+    """Return λ after a step of ``stride`` times MacKay's in log λ."""
+    if least == math.inf:
+        return q.precision
+    gamma, norm = q.effective_dims.mean(), q.mean.square().sum()
+    return max(function_space_Mackay_update(gamma, norm, over.hyper(q)[0], stride).item(), least)
+
+
+def _left(before: float, change: float) -> float:
+    """Return a bound on the remaining distance of a geometric convergence, from two changes."""
+    ratio = change / max(before, 1e-300)
+    return change if ratio >= 1 else change * max(1.0, ratio / (1 - ratio))

@@ -72,7 +72,7 @@ def state(error, number):
 
 def test_the_forecast_follows_the_error(monkeypatch):
     now = iter([0.0, 10.0, 20.0])
-    monkeypatch.setattr("torch_lla_em.inference.forecast.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
     forecast = Forecast(0.01)
     for number, error in enumerate((4.0, 2.0), 1):
         forecast.note(state(error, number))

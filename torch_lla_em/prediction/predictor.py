@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, TypeVar
@@ -27,7 +27,7 @@ from torch_lla_em.prediction.pushed import (
     push_forward,
     together,
 )
-from torch_lla_em.runtime import check_choice, collected, group_of
+from torch_lla_em.runtime import check_choice, collected, free_memory, group_of
 
 Mean = Literal["network", "linear"]
 Link = Literal["mc", "probit"]
@@ -79,12 +79,18 @@ class Predictor:
             >>> mean, variance = regression(x)
         """
         check_choice("link_approx", link_approx, ("mc", "probit"))
-        prediction = self.predict(x, generator=generator, **inputs)
-        if prediction.likelihood.real_valued:
-            return prediction.expectation, prediction.predictive_variance
-        if link_approx == "mc":
-            return prediction.expectation
-        return prediction.smoothed()
+
+        def answer(prediction: Prediction) -> tuple[Tensor, ...]:
+            if prediction.likelihood.real_valued:
+                return prediction.expectation, prediction.predictive_variance
+            return (prediction.smoothed() if link_approx == "probit" else prediction.expectation,)
+
+        if _is_loader(x) and not inputs:
+            each = zip(*map(answer, self.predictions(x, generator=generator)))
+            first, *more = map(torch.cat, each)
+        else:
+            first, *more = answer(self.predict(x, generator=generator, **inputs))
+        return (first, more[0]) if more else first
 
     def predict(
         self,
@@ -99,7 +105,8 @@ class Predictor:
         Args:
             x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them; or pass
                 them by name. Batches of a loader are read as in ``fit``, with its ``target_fn``;
-                they may have no targets.
+                they may have no targets. The samples of all its outputs have to fit into memory:
+                see ``predictions``.
             mean (str, optional): Use the posterior alone, around f(x) ("network") or J(x) w_lin
                 ("linear"). Default None: the mixture that the fit or ``calibrate`` has chosen.
             generator (torch.Generator, optional): Used to draw new samples with the same covariance.
@@ -114,24 +121,72 @@ class Predictor:
             NotFittedError: Before ``fit``, or if the model has changed since.
             ValueError: If ``num_samples`` exceeds the number of samples.
             TypeError: If inputs are passed both by position and by name.
+            MemoryError: If the samples of all outputs of a loader do not fit into memory.
 
         Example:
             >>> uncertainty = la.predict(x).epistemic
         """
+        if inputs and x is not None:
+            raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
+        predict = self._predict_by(mean, generator, num_samples)
+        return predict(self._at(inputs if x is None else x, slice(num_samples)))
+
+    def predictions(
+        self,
+        loader: Any,
+        mean: Mean | None = None,
+        generator: torch.Generator | None = None,
+        num_samples: int | None = None,
+    ) -> Iterator[Prediction]:
+        """Yield the predictive distribution at each batch of a loader, in its order.
+
+        Use it for data whose outputs times samples do not fit into memory: only one batch is held
+        at a time. ``la(loader)`` and ``la.is_ood(loader)`` use it. All batches have the same functions:
+        the k-th sample is the same function everywhere.
+
+        Args:
+            loader (DataLoader, Dataset or list of batches): Read as in ``fit``, with its
+                ``target_fn``; batches may have no targets.
+            mean (str, optional): As in ``predict``.
+            generator (torch.Generator, optional): Used to draw new samples, the same for all batches.
+            num_samples (int, optional): As in ``predict``.
+
+        Returns:
+            An iterator of ``Prediction``.
+
+        Raises:
+            NotFittedError: Before ``fit``, or if the model has changed since.
+            ValueError: If ``num_samples`` exceeds the number of samples.
+
+        Example:
+            >>> uncertainty = torch.cat([batch.epistemic for batch in la.predictions(loader)])
+        """
+        predict = self._predict_by(mean, generator, num_samples)
+        return map(predict, in_batches(self._members(), as_loader(loader), slice(num_samples)))
+
+    def _predict_by(
+        self, mean: Mean | None, generator: torch.Generator | None, num_samples: int | None
+    ) -> Callable[[Pushed], Prediction]:
+        """Return the map from products to predictions by these arguments of ``predict``."""
         check_choice("mean", mean, (None, "network", "linear"))
-        posteriors = self._members()
+        posteriors, components = self._members(), self._components
         for count in [len(posterior.w_samples) for posterior in posteriors]:
             if num_samples is not None and not 1 <= num_samples <= count:
                 raise ValueError(f"num_samples={num_samples}, but there are {count} samples.")
-        if inputs and x is not None:
-            raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
-        data = self._at(inputs if x is None else x, slice(num_samples))
-        if mean is None:
-            prediction = self._predicted(data, judged=num_samples is None)
-        else:
-            alone = (posterior_alone(mean, scale=p.mixture[0, SCALE]) for p in posteriors)
-            prediction = data.plain().prediction(tuple(alone), self._components.noise)
-        return prediction if generator is None else _redrawn(prediction, generator)
+        alone = tuple(posterior_alone(mean, scale=p.mixture[0, SCALE]) for p in posteriors)
+        state = None if generator is None else generator.get_state()
+
+        def predict(data: Pushed) -> Prediction:
+            if mean is None:
+                found = predicted(data, components, judged=num_samples is None)
+            else:
+                found = data.plain().prediction(alone, components.noise)
+            if generator is None:
+                return found
+            generator.set_state(state)  # every batch gets the same functions
+            return _redrawn(found, generator)
+
+        return predict
 
     def is_ood(self, x: Any = None, rate: float = 0.05, **inputs: Any) -> Tensor:
         """Return which inputs are out-of-distribution (OOD).
@@ -153,6 +208,8 @@ class Predictor:
         Example:
             >>> suspicious = la.is_ood(x, rate=0.1)
         """
+        if _is_loader(x) and not inputs:
+            return torch.cat([each.is_ood(rate) for each in self.predictions(x)])
         return self.predict(x, **inputs).is_ood(rate)
 
     def functional_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
@@ -231,19 +288,47 @@ class Predictor:
         return predicted(data, self._components, judged)
 
 
+def _is_loader(x: Any) -> bool:
+    return isinstance(x, (DataLoader, Dataset))
+
+
 def at_inputs(posteriors: Sequence[Posterior], x: Any, some: slice = slice(None)) -> Pushed:
     """Return inputs, or all batches of a loader, with the products of some samples."""
-    is_loader = isinstance(x, (DataLoader, Dataset))
-    batches = as_loader(x) if is_loader else [x]
+    if not _is_loader(x):
+        return together([at(posterior, x, some) for posterior in posteriors])
+    loader, found, size = as_loader(x), [], 0
+    for part in in_batches(posteriors, loader, some):
+        found.append(part)
+        size += sum(member.Jw.nbytes for member in part.members)
+        batches = len(loader) if isinstance(loader, Sized) else len(found)
+        # joined, they take as much memory again
+        if len(found) == 1 and size * (2 * batches - 1) > free_memory(part.f.device):
+            raise MemoryError(
+                f"The samples of all outputs of {batches} batches take {size * batches / 1e9:.3g} GB, "
+                "and twice as much when they are joined. Use la(loader) for probabilities, or the "
+                "predictions of one batch at a time: la.predictions(loader)."
+            )
+    return joined(found)
 
-    def under(posterior: Posterior, x: Any) -> Pushed:
-        model = posterior.setting.linear_model
-        if is_loader:
-            x = inputs_in(x, posterior.setting.target_fn, model.network.device)
-        f, Jw = push_forward(model, x, posterior.w_lin[None], posterior.w_samples[some])
-        return posterior.of_products(f, Jw, f, model.network.class_dim)
 
-    return joined(together([under(p, x) for p in posteriors]) for x in batches)
+def in_batches(
+    posteriors: Sequence[Posterior], loader: Iterable[Any], some: slice = slice(None)
+) -> Iterator[Pushed]:
+    """Yield the batches of a loader with the products of some samples."""
+    settings = [posterior.setting for posterior in posteriors]
+    for batch in loader:
+        each = (
+            inputs_in(batch, setting.target_fn, setting.linear_model.network.device)
+            for setting in settings
+        )
+        yield together([at(posterior, x, some) for posterior, x in zip(posteriors, each)])
+
+
+def at(posterior: Posterior, x: Any, some: slice = slice(None)) -> Pushed:
+    """Return inputs with the products of some samples."""
+    model = posterior.setting.linear_model
+    f, Jw = push_forward(model, x, posterior.w_lin[None], posterior.w_samples[some])
+    return posterior.of_products(f, Jw, f, model.network.class_dim)
 
 
 def predicted(data: Pushed, components: Components, judged: bool = True) -> Prediction:

@@ -48,8 +48,8 @@ for _ in range(2 if TINY else 30):
 # %% [markdown]
 # ## Fit the posterior
 #
-# `fit` accepts tensors, a `Dataset` or a `DataLoader`. `print(la)` shows the prior precision, the
-# numerical error and the run time.
+# `fit` accepts tensors, a `Dataset` or a `DataLoader`. `print(la)` shows what was fitted, how
+# accurate it is, and what to do.
 
 # %%
 la = LinearisedLaplace(model, "classification", num_samples=4 if TINY else 32)

@@ -322,7 +322,7 @@ class LinearisedLaplace(Distils, Fitted):
         """
         problem = self._problem(paired(loader, targets), Group())
         with Session(problem, {}).running() as run:
-            return run.plan(self._options(), self.compute)
+            return run.plan(self._options(), self.compute, always=True)
 
     def report(
         self, loader: Any, path: str | PathLike[str] = "report.html", other: Any = None

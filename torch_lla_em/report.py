@@ -40,7 +40,6 @@ _EDGE = 2.0
 def write_report(la: Fitted, loader: Iterable[Any], path: str | PathLike[str], other: Any) -> None:
     """Write a page about predictions of a loader's examples; ``other`` are OOD inputs."""
     rows = predicted_data(la, loader)
-    plan, *warnings = la.messages
     parts = [
         la._repr_html_(),
         as_html(f"Scores on {len(rows.targets):,} examples", _scored(rows)),
@@ -48,9 +47,10 @@ def write_report(la: Fitted, loader: Iterable[Any], path: str | PathLike[str], o
         _list(advice(la, rows), "Nothing: no problem was found."),
         "<h2>Plots</h2>",
         f"<div>{''.join(_figures(la, rows, other))}</div>",
-        "<h2>Memory plan and warnings of the fit</h2>",
-        f"<p>{escape(plan)}</p>",
-        _list(warnings, "There were no warnings."),
+        "<h2>Warnings of the fit</h2>",
+        _list(la.messages[1:], "There were no warnings."),
+        "<h2>All numbers of the fit</h2>",
+        la.details()._repr_html_(),
     ]
     title = escape(f"Posterior of {type(la.model).__name__}")
     page = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -50,6 +51,10 @@ _STAGES = {
 
 _LONG = 60.0
 """Seconds above which the ways to a shorter fit are shown."""
+
+_SMALL = 1e7
+"""Products of examples, columns, and parameters and activations below which a fit without a bar takes a
+few seconds at most, and no trial is made."""
 
 _AT_MOST = 0.99
 """The largest share that the bar shows before the fit has ended."""
@@ -132,9 +137,12 @@ class Session:
             self.problem.data.confirm()
         return state
 
-    def plan(self, options: FitOptions, compute: Compute) -> Plan:
-        """Plan the memory, and forecast how long the fit takes."""
-        plan = self._timed(prepare(self.problem, options.num_samples, compute), options)
+    def plan(self, options: FitOptions, compute: Compute, always: bool = False) -> Plan:
+        """Plan the memory, and forecast how long the fit takes: ``always``, or if it is not small."""
+        plan, every = prepare(self.problem, options.num_samples, compute), self._expected_rows()
+        work = every * options.num_samples * (plan.size + plan.activations / 4)
+        if always or self._has_bar or not work < _SMALL:
+            plan = self._timed(plan, options)
         if not self._bar.disable:
             self.problem.sweep.report = self._draw
         self.messages.insert(0, plan.of_memory)  # so that it is not stored a second time
@@ -143,8 +151,10 @@ class Session:
         else:
             logger.info("%s", plan.of_memory)
         if self._group.rank == 0 and plan.time is not None:
-            is_long = plan.time.high > _LONG
-            logger.log(logging.WARNING if is_long else logging.INFO, "%s", plan.of_time)
+            if plan.time.high > _LONG:
+                report("show", plan.of_time)
+            else:
+                logger.info("%s", plan.of_time)
         return plan
 
     def _timed(self, plan: Plan, options: FitOptions) -> Plan:
@@ -154,9 +164,8 @@ class Session:
         if trial is None:
             return plan
         self._trial, self._course = trial, Course.of(problem, options, trial.classes)
-        every = problem.data.num_rows or problem.data.num_batches() * len(first.rows)
-        rows = every / self._group.size
-        if not rows:
+        rows = self._expected_rows() / self._group.size
+        if rows == math.inf:
             return plan
         time_of_fit = forecast(trial, self._course, rows, plan.factors).within(limit)
         self._left = time_of_fit, self._seconds()
@@ -165,6 +174,11 @@ class Session:
         ways = cheaper(problem, first, self._course, rows)
         ways = {change: t for change, t in ways.items() if t.high < 0.7 * time_of_fit.high}
         return plan._replace(time=time_of_fit, cheaper=tuple(ways.items()))
+
+    def _expected_rows(self) -> float:
+        """Return the number of examples of all ranks; infinity if the loader does not state its length."""
+        data = self.problem.data
+        return data.num_rows or data.num_batches() * len(data.first().rows) or math.inf
 
     def begin(self) -> Progress | None:
         """Return the last state of an earlier run of this fit, None if there is none."""

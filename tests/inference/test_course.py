@@ -97,7 +97,8 @@ def test_a_long_fit_names_them(wide, monkeypatch, caplog):
     la, x, y = wide
     short = la.plan(x, y)
     assert short.time.high < 60 and not short.cheaper and "The fit will take " in str(short)
-    monkeypatch.setattr("torch_lla_em.session._LONG", 0.0)
+    for limit in ("_LONG", "_SMALL"):
+        monkeypatch.setattr(f"torch_lla_em.session.{limit}", 0.0)
     monkeypatch.setattr("torch_lla_em.session.cheaper", lambda *_: {"fast": Duration(0.1, 0.2)})
     with caplog.at_level(logging.WARNING, "torch_lla_em"):
         la.fit(x, y, em_steps=0, prior_precision=1.0, progress_bar=False)

@@ -153,7 +153,7 @@ def test_the_plan_is_logged_before_anything_is_allocated(monkeypatch, caplog, ca
     with caplog.at_level("INFO", "torch_lla_em"):
         _, la = fitted()
     assert any("4 samples of" in message for message in logged)
-    assert "4 samples of" in repr(la) and not capsys.readouterr().out
+    assert "4 samples of" in repr(la.details()) and not capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

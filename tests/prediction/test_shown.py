@@ -1,7 +1,6 @@
 """What is shown of a fit and of a prediction, what is warned about, and held-out evidence."""
 
 import math
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lla_em import LinearisedLaplace, Prediction, compare
+from torch_lla_em import BlockCG, LinearisedLaplace, Prediction, compare
 from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson
 from torch_lla_em.prediction import metrics
 
@@ -29,16 +28,36 @@ def test_fits_and_predictions_are_printed(name):
     case, la = fitted(name)
     assert "call la.fit" in repr(LinearisedLaplace(case.model, likelihood_of(name)))
     before, prediction = repr(la), repr(la.predict(case.x))
-    assert "27 of 27, 6 samples" in before and "validation NLL" not in before
+    assert "6 samples of all 27 parameters" in before and "validation NLL" not in before
+    for word in ("λ", "γ", "τ", "span", "column", "factor"):  # of the method
+        assert word not in before
+    assert "effective dimension γ" in repr(la.details()) and "memory plan" in repr(la.details())
     assert ("Call la.calibrate" in before) == (not la.likelihood.is_quadratic)
     assert len(prediction.splitlines()) == 9 and "of 30" in prediction
     la.calibrate([(case.x, case.y)])
     shown = " ".join(repr(la).split())
-    kind = "good" if la.calibration.applied else "not applied"
-    words = rf"validation NLL {re.escape(str(la.calibration))}, 30 examples"
-    assert re.search(rf"{kind} {words}", shown) and "Call la.calibrate" not in shown
+    applied = la.calibration.applied
+    words = "good calibrated on 30 examples: validation NLL" if applied else "calibration"
+    assert shown.count(f"{words} {la.calibration}") == 1 and "Call la.calibrate" not in shown
+    assert applied or "not applied, because it would not lower" in shown
     for html in (la._repr_html_(), la.predict(case.x)._repr_html_()):
         assert html.startswith("<table>") and html.count("<tr>") == html.count("</tr>") > 5
+
+
+def test_the_verdict_of_accuracy_is_that_of_the_fit():
+    case, la = fitted("classification")
+    found = la.accuracy
+    gamma = la.effective_dim.sum().clamp_min(1).item()
+    assert found.error == pytest.approx((la.certificate.square().mean() / gamma).sqrt().item())
+    assert found.bound == la.certificate.max() and found.is_reached
+    assert f"The samples are accurate: {found}." in " ".join(repr(la).split())
+    case = tiny("classification")
+    la = LinearisedLaplace(
+        case.model, "classification", num_samples=6, solver=BlockCG(max_passes=1)
+    )
+    with pytest.warns(UserWarning, match="above the tolerance of 0.072"):
+        la.fit(case.x, case.y, em_steps=0, prior_precision=0.01, progress_bar=False)
+    assert not la.accuracy.is_reached and "are not accurate: " in " ".join(repr(la).split())
 
 
 def test_predictions_of_any_shape_are_shown():

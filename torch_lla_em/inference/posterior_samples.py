@@ -11,7 +11,7 @@ from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, WhitenedGGN
 from torch_lla_em.runtime import report
-from torch_lla_em.solvers import BlockCG, DivergenceError, Solution
+from torch_lla_em.solvers import BlockCG, DivergenceError, Solution, is_accurate
 
 # largest usable error, in posterior standard deviations
 _NOTHING = 1e3
@@ -91,11 +91,11 @@ def optimise_samples(
     product = WhitenedGGN(problem, deviation)
     solution = solver.solve(product, noise.right_hand_side(precision), x)
     refuse_noise(solution.error, precision)
-    if not solution.converged:
+    if not is_accurate(solution.error, solver.tolerance):
         report(
             "warn",
-            f"The samples have an error of {solution.error:.1e} after {solution.passes} passes, and "
-            f"did not reach the tolerance of {solver.tolerance:.1e}. Allow {type(solver).__name__} more "
+            f"The samples have a numerical error of {solution.error:.2g} posterior standard deviations "
+            f"after {solution.passes} passes, above the tolerance of {solver.tolerance:.2g}. Allow {type(solver).__name__} more "
             "passes, increase `tolerance`, or use float64.",
         )
     return PosteriorSamples(

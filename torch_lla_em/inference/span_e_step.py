@@ -19,7 +19,7 @@ from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem import Problem, gathered, room
 from torch_lla_em.runtime import report
-from torch_lla_em.solvers import BlockKrylov, dots
+from torch_lla_em.solvers import BlockKrylov, dots, is_accurate
 
 _START = 0.1
 """Initial λ relative to the mean squared output of the prior at λ = 1, for outputs of size 1."""
@@ -125,7 +125,7 @@ class SpanEStep:
     def posterior(self, state: State) -> Posterior:
         """Return the posterior at the final λ and σ."""
         found: Any = state.statistics
-        if found.error > self._options.tolerance:
+        if not is_accurate(found.error, self._options.tolerance):
             _warn(found, self._options.tolerance)
         known = self.cut_short(state)
         if self._moves:
@@ -253,7 +253,7 @@ def _warn(found: Statistics, tolerance: float) -> None:
     refuse_noise(found.error, found.precision)
     report(
         "warn",
-        f"The posterior has a numerical error of {found.error:.1e} and did not reach the tolerance of "
-        f"{tolerance:.1e}: there was no memory for more directions, or rounding prevents it. Use "
+        f"The posterior has a numerical error of {found.error:.2g} posterior standard deviations, above the "
+        f"tolerance of {tolerance:.2g}: there was no memory for more directions, or rounding prevents it. Use "
         "fewer samples, increase `tolerance`, or convert the model and its data to float64.",
     )

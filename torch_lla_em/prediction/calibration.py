@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction.conformal import Reference
 from torch_lla_em.prediction.pushed import Pushed, Tables
-from torch_lla_em.runtime import Group, report
+from torch_lla_em.runtime import Group
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -58,6 +58,11 @@ class Calibration(NamedTuple):
         return self.after if self.applied else self.before
 
     def __str__(self) -> str:
+        if not self.applied:
+            return (
+                f"not applied, because it would not lower the validation NLL ({self.before:.4g} as fitted, "
+                f"{self.after:.4g} calibrated): probabilities stay as they were"
+            )
         improvement = f"{self.before - self.after:.2g} ± {self.standard_error:.2g}"
         return f"{self.before:.4g} → {self.after:.4g} (improvement {improvement})"
 
@@ -118,7 +123,7 @@ def calibrated(parts: Sequence[Pushed], before: Sequence[Tables], group: Group) 
     if applied:
         logger.info("Validation NLL %s; calibration applied.", calibration)
     else:
-        report("log", f"Validation NLL {calibration}; predictions are kept as they were.")
+        logger.info("Calibration %s.", calibration)
     return Kept(table, noise, calibration)
 
 

@@ -16,13 +16,14 @@ from torch_lla_em.data import TargetFn
 from torch_lla_em.inference import Estimate
 from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction import stored, summary
+from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Kept
 from torch_lla_em.prediction.conformal import Reference
 from torch_lla_em.prediction.export import Ways, exported, returned
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT, slots
 from torch_lla_em.prediction.posterior import Components, NotFittedError, Posterior, Setting
 from torch_lla_em.prediction.predictor import Predictor
+from torch_lla_em.prediction.summary import Shown
 from torch_lla_em.runtime import Compute, files, report
 
 logger = logging.getLogger("torch_lla_em")
@@ -39,7 +40,7 @@ def _result(name: str, meaning: str) -> Any:
     return property(value, doc=f"{meaning} None before ``fit``.")
 
 
-class Fitted(summary.Printed, Predictor, nn.Module):
+class Fitted(Shown, Predictor, nn.Module):
     """A posterior that is fitted or loaded; the base class of ``LinearisedLaplace``.
 
     The network is not a submodule: its weights are the user's, and not part of this state.
@@ -380,5 +381,3 @@ class Fitted(summary.Printed, Predictor, nn.Module):
     @property
     def _device(self) -> torch.device:
         return self._linear_model.network.device
-
-    _table = summary.of_fit

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 from textwrap import TextWrapper
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT
-from torch_lla_em.solvers import relative_error
+from torch_lla_em.solvers import is_accurate, relative_error
 
 Cells = list[tuple[str, ...]]
 
@@ -20,8 +20,8 @@ Cells = list[tuple[str, ...]]
 _SHOWN = 6
 # characters of a line of the last column
 _WIDTH = 76
-# relative errors above which a number is reported as not well known
-_TOO_LARGE, _BEYOND_TOLERANCE = 0.1, 1.1
+# relative error above which the number of effective parameters is reported as not well known
+_TOO_LARGE = 0.1
 
 CALIBRATE = "Call la.calibrate(validation_loader) to calibrate the predictions on held-out data."
 
@@ -91,64 +91,166 @@ def _cell(values: Tensor) -> str:
     return " ".join(shown) + (" …" if len(numbers) > 4 else "")
 
 
+class Accuracy(NamedTuple):
+    """The numerical error of the posterior samples, in posterior standard deviations.
+
+    Example:
+        >>> error = la.accuracy.error
+    """
+
+    error: float
+    """The root mean square error over all directions that the data determine: the number that fits,
+    warnings and ``print`` compare with the tolerance."""
+
+    bound: float
+    """An upper bound on the error of every output of every sample, at any input."""
+
+    tolerance: float
+    """The largest error that the fit was to have."""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the error is within the tolerance."""
+        return is_accurate(self.error, self.tolerance)
+
+    def __str__(self) -> str:
+        return (
+            f"numerical error {self.error:.2g} posterior standard deviations (tolerance "
+            f"{self.tolerance:.2g}), at most {self.bound:.2g} for any single output"
+        )
+
+
+class Details(Printed):
+    """Everything that a fit has found, as a table; print it."""
+
+    def __init__(self, title: str, rows: Cells):
+        self._cells = title, rows
+
+    def _table(self) -> tuple[str, Cells]:
+        return self._cells
+
+
+class Shown(Printed):
+    """Base class of a fitted posterior, which shows its results."""
+
+    tolerance: float
+    _posterior: Any
+
+    @property
+    def accuracy(self) -> Any:
+        """The numerical error of the samples, its bound and the tolerance; None before ``fit``.
+
+        Example:
+            >>> la.accuracy.is_reached
+            True
+        """
+        if self._posterior is None:
+            return None
+        certificate = self._posterior.certificate
+        error = relative_error(certificate, self._posterior.effective_dim.sum())
+        return Accuracy(error, certificate.max().item(), self.tolerance)
+
+    def details(self) -> Details:
+        """Return all numbers of the fit in the terms of the method, such as λ and γ; print it.
+
+        ``print(la)`` shows the result in words.
+
+        Example:
+            >>> print(la.details())  # doctest: +SKIP
+        """
+        return details_of(self)
+
+    def _table(self) -> tuple[str, Cells]:
+        return of_fit(self)
+
+
 def of_fit(la: Any) -> tuple[str, Cells]:
-    """Return a title, and the results of a fit: numbers, what is good, what is not, what to do."""
-    layout, module = la._linear_model.layout, la._linear_model.network.module
-    title = f"{type(la).__name__} of {type(module).__name__}"
-    size = f"{layout.size:,} of {sum(p.numel() for p in module.parameters()):,}"
-    rows: Cells = [("likelihood", type(la.likelihood).__name__)]
+    """Return a title and the results of a fit in words: what it is, what is good, what to do."""
+    title, rows = f"{type(la).__name__} of {type(la.model).__name__}", [_likelihood(la)]
     if la.w_samples is None:
-        rows.append(("parameters in the posterior", size))
-        return title, [*rows, ("posterior", "none yet: call la.fit(train_loader)")]
+        size = f"none yet: call la.fit(train_loader); {_size(la)}"
+        return title, [*rows, ("posterior", size)]
+    seconds = f", fitted in {la.history[-1]['seconds']:.3g} s" if la.history else ""
+    rows += [
+        ("posterior", f"{len(la.w_samples)} samples of {_size(la)}"),
+        ("training data", f"{la.num_data:,} examples{seconds}"),
+    ]
+    if la.sigma_noise is not None:
+        rows.append(("observation noise", f"{_several(la.sigma_noise)} (standard deviation)"))
+    return title, [*rows, *_of_reference(la), *findings(la)]
+
+
+def _likelihood(la: Any) -> tuple[str, str]:
+    return "likelihood", type(la.likelihood).__name__
+
+
+def _size(la: Any) -> str:
+    chosen = la._linear_model.layout.size
+    total = sum(p.numel() for p in la.model.parameters())
+    return f"all {total:,} parameters" if chosen == total else f"{chosen:,} of {total:,} parameters"
+
+
+def _of_reference(la: Any) -> Iterator[tuple[str, str]]:
+    if la.reference is not None:
+        count = f"{len(la.reference.unusual):,} validation examples"
+        yield "reference", f"{count}, for p-values, OOD flags, sets and intervals"
+
+
+def details_of(la: Any) -> Details:
+    """Return the numbers of a fit in the terms of the method."""
+    title, rows = of_fit(la)
+    if la.w_samples is None:
+        return Details(title, rows)
     evidence, spread = la._posterior.log_evidence.tolist()
     gamma, error = la.effective_dim.sum(), la.effective_dim_error.norm()
     rows += [
-        ("parameters in the posterior", f"{size}, {len(la.w_samples)} samples"),
-        ("training examples", f"{la.num_data:,}"),
         ("prior precision λ", _several(la.prior_precision)),
         ("effective dimension γ", f"{gamma:.4g} ± {error:.2g}"),
-    ]
-    if la.sigma_noise is not None:
-        rows.append(("observation noise σ", _several(la.sigma_noise)))
-    rows += [
         ("log evidence", f"{evidence:.6g} ± {spread:.2g}"),
-        ("largest solver error", f"{la.certificate.max():.2g} posterior standard deviations"),
         ("predictions", _components(la.mixture)),
     ]
-    if la._posterior.reference is not None:
-        count = f"{len(la._posterior.reference.unusual):,} validation examples"
-        rows.append(("reference of p-values and sets", count))
     if la.history:
         last = la.history[-1]
         steps, passes, seconds = last["step"], last["data_passes"], last["seconds"]
         rows.append(("EM", f"{steps} steps, {passes} passes, {seconds:.3g} s"))
-    rows += [("memory plan", plan) for plan in la.messages[:1]]
-    return title, [*rows, *findings(la)]
+    return Details(title, [*rows, *(("memory plan", plan) for plan in la.messages[:1])])
 
 
 def findings(la: Any) -> Iterator[tuple[str, str]]:
     """Yield what is good about a fit, what is not, and what to do, each with its kind."""
-    found, gamma, error = la.calibration, la.effective_dim.sum(), la.effective_dim_error.norm()
-    solver_error = relative_error(la.certificate, gamma)
-    if solver_error <= _BEYOND_TOLERANCE * la.tolerance:
-        words = f"The samples are accurate: the relative error of the solver is {solver_error:.1g}."
-        yield "good", words
-    else:
+    yield _of_accuracy(la.accuracy)
+    gamma, error = la.effective_dim.sum(), la.effective_dim_error.norm()
+    if error > _TOO_LARGE * gamma:
         yield (
             "to do",
-            f"The samples have a relative error of {solver_error:.1g}, above the tolerance of "
-            f"{la.tolerance:.1g}: use a float64 model, or a solver with a larger max_passes.",
+            f"The samples are too few: the number of parameters that the data determine is only known "
+            f"to {error / gamma:.0%}. Increase num_samples.",
         )
-    if error > _TOO_LARGE * gamma:
-        words = f"The standard error of γ is {error / gamma:.0%} of it: increase num_samples."
-        yield "to do", words
-    if found is not None:
-        kind = "good" if found.applied else "not applied"
-        yield kind, f"validation NLL {found}, {found.num_rows:,} examples"
+    yield from of_calibration(la.calibration)
     for words in la.messages[1:]:
         yield "warning", words
-    if found is None and not la.likelihood.is_quadratic:
+    if la.calibration is None and not la.likelihood.is_quadratic:
         yield "to do", CALIBRATE
+
+
+def _of_accuracy(found: Accuracy) -> tuple[str, str]:
+    if found.is_reached:
+        return "good", f"The samples are accurate: {found}."
+    return (
+        "to do",
+        f"The samples are not accurate: {found}. Use a float64 model, or a solver with a larger "
+        "max_passes.",
+    )
+
+
+def of_calibration(found: Any) -> Iterator[tuple[str, str]]:
+    """Yield the result of ``calibrate``, if it was called."""
+    if found is None:
+        return
+    if found.applied:
+        yield "good", f"calibrated on {found.num_rows:,} examples: validation NLL {found}"
+    else:
+        yield "calibration", str(found)
 
 
 def _components(table: Tensor) -> str:

@@ -18,20 +18,21 @@ _LISTS: ContextVar[tuple[list[str], ...]] = ContextVar("lists of messages", defa
 _BETWEEN = {"contextlib", "torch", "torch_lla_em"}
 
 
-def report(kind: Literal["log", "warn"], text: str) -> None:
+def report(kind: Literal["log", "warn", "show"], text: str) -> None:
     """Add a warning to the lists that collect them in this thread, then show it.
 
     It is stored first, whatever the settings of ``logging`` and ``warnings``.
 
     Args:
         kind (str): "log" for what happens while a program runs, such as a lack of memory. "warn"
-            for what the user's code should change; it is attributed to the line of this code.
+            for what the user's code should change; it is attributed to the line of this code. "show"
+            for what only matters while a program runs, such as how long it takes: it is not stored.
         text (str): One or more sentences.
     """
-    for messages in _LISTS.get():
+    for messages in _LISTS.get() if kind != "show" else ():
         if text not in messages:
             messages.append(text)
-    if kind == "log":
+    if kind != "warn":
         logger.warning("%s", text)
     else:
         warnings.warn(text, stacklevel=_level_of_user())

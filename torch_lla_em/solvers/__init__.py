@@ -10,6 +10,7 @@ from torch_lla_em.solvers.solution import (
     Operator,
     Product,
     Solution,
+    is_accurate,
     relative_error,
     symmetric,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "dot",
     "dots",
     "gram",
+    "is_accurate",
     "norm",
     "orthonormalise",
     "overlap",

@@ -84,6 +84,18 @@ def relative_error(certificate: Tensor, energy: Tensor) -> float:
     return (certificate.square().mean() / energy.mean().clamp_min(1.0)).sqrt().item()
 
 
+_NEARLY = 1.1
+
+
+def is_accurate(error: float, tolerance: float) -> bool:
+    """Whether an error counts as within the tolerance.
+
+    It is the one criterion of warnings and of what is printed. The error is relative to γ, which has
+    estimators that differ by some per cent.
+    """
+    return error <= _NEARLY * tolerance
+
+
 def check_positive(owner: str, **options: float) -> None:
     """Raise an error if an option of a solver is not above 0."""
     for name, value in options.items():

@@ -8,8 +8,8 @@ import torch
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, NotFittedError
-from torch_lla_em.prediction import predictor
+from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, NotFittedError, compare
+from torch_lla_em.prediction import Posterior, predictor
 
 
 def loader_of(case):
@@ -63,6 +63,23 @@ def test_one_batch_is_in_memory_at_a_time(call, monkeypatch):
     monkeypatch.setattr(predictor, "push_forward", watched)
     call(la, loader_of(case))
     assert len(alive) == 5
+
+
+def test_posteriors_are_compared_with_one_batch_in_memory(monkeypatch):
+    case, (la, _) = several("classification")
+    alive, of_products = [], Posterior.of_products
+
+    def watched(posterior, f, Jw, *more):
+        alive.append(weakref.ref(Jw))
+        assert sum(each() is not None for each in alive) <= 2
+        return of_products(posterior, f, Jw, *more)
+
+    monkeypatch.setattr(Posterior, "of_products", watched)
+    parts = compare([la, la], loader_of(case), together=4)
+    assert len(alive) >= 10
+    whole = compare([la, la], case.x, case.y, together=4)
+    for ours, theirs in zip(parts.records.values(), whole.records.values()):
+        assert ours == pytest.approx(theirs)
 
 
 def test_functions_that_do_not_fit_into_memory_are_refused_after_the_first_batch(monkeypatch):

@@ -129,8 +129,9 @@ class Pushed(NamedTuple):
         return each[0] if len(each) == 1 else Prediction.averaged(each, each[0].class_dim)
 
     def network(self) -> Prediction:
-        """Return the prediction of the network alone."""
-        return self.plain().prediction(posterior_alone(scale=0.0))
+        """Return the prediction of the network alone, which has no samples."""
+        alone = self.plain()._each(lambda member: member._replace(Jw=member.Jw[:1]))
+        return alone.prediction(posterior_alone())
 
     def plain(self) -> Pushed:
         """Return the examples without training examples, whose means are not shrunk."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby
 from math import nan
 from typing import Any, NamedTuple
 
@@ -16,8 +15,8 @@ from torch_lla_em.data import as_loader, paired
 from torch_lla_em.inference import Estimate
 from torch_lla_em.likelihoods import Weighted
 from torch_lla_em.prediction.fitted import Fitted
-from torch_lla_em.prediction.metrics import concatenated, outcomes, scores, warnings_of
-from torch_lla_em.prediction.passes import pushed, pushed_under_each
+from torch_lla_em.prediction.metrics import Outcomes, concatenated, outcomes, scores, warnings_of
+from torch_lla_em.prediction.passes import over_batches, pushed, same_targets
 from torch_lla_em.prediction.posterior import Posterior
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import at_inputs, predicted
@@ -50,18 +49,41 @@ class PredictedData(NamedTuple):
     """That of the posterior, as fitted or as calibrated."""
 
 
-def evidence(parts: Iterable[Pushed], table: Tensor, together: int) -> Estimate:
-    """Return Σ log p(y of some examples | x of them).
+class HeldOutEvidence:
+    """Σ log p(y of some examples | x of them) over batches, of which no more than these are kept.
 
     So many consecutive examples are predicted ``together``, whatever the batches; only the last ones
     may be fewer, and those in front of examples of another shape.
     """
-    runs = groupby(parts, lambda part: part.f.shape[1:])
-    each = (some for _, run in runs for some in joined(run).split(together))
-    values = torch.stack([some.prediction(table).joint_log_prob(some.y).double() for some in each])
-    # the spread of one value is not known: 0 / 0 is NaN
-    variance = (values - values.mean()).square().sum() / (len(values) - 1)
-    return Estimate(values.sum(), (len(values) * variance).sqrt())
+
+    def __init__(self, table: Tensor, together: int):
+        self.table, self._together = table, together
+        self._values: list[Tensor] = []
+        self._rest: Pushed | None = None
+        """The last examples, which are too few."""
+
+    def add(self, part: Pushed) -> None:
+        """Add the next examples."""
+        rest, values = self._rest, []
+        if rest is not None and rest.f.shape[1:] != part.f.shape[1:]:
+            rest, values = None, [self._of(rest)]
+        part = part if rest is None else joined([rest, part])
+        whole = len(part.y) - len(part.y) % self._together
+        values += [self._of(some) for some in part.part(slice(whole)).split(self._together)]
+        rest = part.part(torch.arange(whole, len(part.y), device=part.f.device))
+        # at once, since a batch is repeated if memory runs out
+        self._values, self._rest = [*self._values, *values], rest if len(rest.y) else None
+
+    def total(self) -> Estimate:
+        """Return the sum so far."""
+        rest = [] if self._rest is None else [self._of(self._rest)]
+        values = torch.stack([*self._values, *rest])
+        # the spread of one value is not known: 0 / 0 is NaN
+        variance = (values - values.mean()).square().sum() / (len(values) - 1)
+        return Estimate(values.sum(), (len(values) * variance).sqrt())
+
+    def _of(self, some: Pushed) -> Tensor:
+        return some.prediction(self.table).joint_log_prob(some.y).double()
 
 
 def predicted_data(la: Fitted, loader: Iterable[Any]) -> PredictedData:
@@ -189,25 +211,34 @@ def compare(
             "their NLLs are not on one scale. Compare posteriors of the same kind of targets."
         )
     loader = as_loader(paired(validation, targets))
-    records, log_probs = {}, {}
+    records, log_probs, known = {}, {}, None
     each = [la._fitted(surely=True) for la in named.values()]
-    for (name, la), parts in zip(named.items(), pushed_under_each(each, loader)):
-        with torch.no_grad():
-            records[name], log_probs[name] = _scored(la, parts, together)
+    for (name, la), posterior in zip(named.items(), each):
+        posterior.setting.require(surely=True)
+        evidence = HeldOutEvidence(posterior.mixture, together)
+        found = over_batches(posterior, loader, lambda _, part: _scored(part, evidence))
+        y, parts, network = zip(*found)
+        known = same_targets(list(y), known)
+        records[name], log_probs[name] = _record(la, concatenated(parts), evidence.total())
+        records[name]["network NLL"] = -torch.cat(network).mean().item()
     return Comparison(records, log_probs, together)
 
 
-def _scored(la: Fitted, parts: Sequence[Pushed], together: int) -> tuple[dict[str, float], Tensor]:
+def _scored(part: Pushed, evidence: HeldOutEvidence) -> tuple[Tensor, Outcomes, Tensor]:
+    """Return targets, outcomes, and log p(y | x) under the network alone, of each example of a batch."""
+    kept = part.likelihood.labelled(part.y)
+    found = part.y, outcomes(part.prediction(evidence.table), part.y)
+    network = part.network().log_prob(part.y).double()[kept]
+    evidence.add(part)
+    return *found, network
+
+
+def _record(la: Fitted, found: Outcomes, evidence: Estimate) -> tuple[dict[str, float], Tensor]:
     """Return the scores of a posterior by name, and log p(y | x) of each example."""
-    labelled = la.likelihood.labelled
-    found = concatenated(outcomes(part.prediction(la.mixture), part.y) for part in parts)
-    network = [part.network().log_prob(part.y).double()[labelled(part.y)] for part in parts]
-    total, error = evidence(parts, la.mixture, together)
     record = {
         **scores(found),
-        "network NLL": -torch.cat(network).mean().item(),
-        "held-out evidence": total.item(),
-        "evidence error": error.item(),
+        "held-out evidence": evidence.value.item(),
+        "evidence error": evidence.standard_error.item(),
         "parameters": sum(p.numel() for p in la.model.parameters()),
     }
     if la.history:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
@@ -168,15 +168,25 @@ class Problem:
         self.cost.columns += len(rows) // self.data.num_rows
         return rows
 
-    def push_forward(self, w: Tensor) -> list[tuple[Batch, Tensor, Tensor]]:
-        """Return each of this rank's batches with f, (B, ..., C), and J w, (K, B, ..., C)."""
-        found = []
+    def push_forward(
+        self, w: Tensor, take: Callable[[Batch, Tensor, Tensor], Any] | None = None
+    ) -> list[Any]:
+        """Return each of this rank's batches with f, (B, ..., C), and J w, (K, B, ..., C).
+
+        If ``take`` is given, its values at these three are returned, and nothing else is kept. It may
+        be called again if memory runs out in it.
+        """
+        found: list[Any] = []
 
         def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
             Jw = rows.push(w)
             self.inspect(rows, batch)
             self.sweep.expect_finite(Jw)
-            found.append((batch, rows.f, Jw))
+            if take is None:
+                found.append((batch, rows.f, Jw))
+                return
+            with torch.autocast(self.device.type, enabled=False):
+                found.append(take(batch, rows.f, Jw))
 
         self.sweep.over(torch.arange(len(w), device="cpu"), Pass({}, add))
         self.cost.columns += 0.5 * len(w)  # half a product

@@ -43,6 +43,9 @@ DRAWS, DROPPED = 100, 0.05
 Functions = Callable[[Tensor], Tensor]
 """Inputs (n, D) -> outputs of every function of an agent, (S, n, 2)."""
 
+Agents = Iterator[tuple[str, tuple[Functions, Functions], float]]
+"""Names of agents, their functions for one label and for several, and CPU seconds."""
+
 
 class Problem(NamedTuple):
     """Training data, and labels at test inputs with their true log-probabilities."""
@@ -111,13 +114,13 @@ def problem(inputs: int, ratio: int, temperature: float, seed: int) -> Problem:
     return Problem(x, y, temperature, (single, *drawn(single)), (pair, which, of_pair, known))
 
 
-def scores(functions: Functions, task: Problem) -> dict[str, float]:
+def scores(functions: tuple[Functions, Functions], task: Problem) -> dict[str, float]:
     """Return the KL divergences of single labels and of ten labels at two inputs."""
     x, y, known = task.singles
-    single = functions(x).double().log_softmax(-1)
+    single = functions[0](x).double().log_softmax(-1)
     single = single.gather(2, y.expand(len(single), -1)[..., None])[..., 0]
     pairs, which, labels, joint = task.pairs
-    both = functions(pairs.flatten(0, 1)).double().log_softmax(-1).unflatten(1, (-1, 2))
+    both = functions[1](pairs.flatten(0, 1)).double().log_softmax(-1).unflatten(1, (-1, 2))
     each = both[:, torch.arange(len(pairs))[:, None], which, labels].sum(-1)
     return {
         "τ = 1": (known - single.logsumexp(0) + math.log(len(single))).mean().item(),
@@ -171,25 +174,39 @@ def network(weights: list[Tensor], member: int = 0) -> nn.Sequential:
     return net.eval()
 
 
-def ensemble(task: Problem, generator: torch.Generator, members: int) -> Functions:
-    return partial(outputs, trained(task, members, generator))
+def ensembles(
+    task: Problem, generator: torch.Generator, sizes: dict[str, int], priors: bool = False
+) -> Agents:
+    """The first of as many networks as the largest ensemble has."""
+    most, clock, prior = max(sizes.values()), time.process_time(), None
+    if priors:
+        prior = with_biases(initial(task.x.shape[1], most, generator), generator)
+    weights = trained(task, most, generator, prior)
+    seconds = time.process_time() - clock
+
+    def functions(size: int, x: Tensor) -> Tensor:
+        found = outputs([w[:size] for w in weights], x)
+        if prior is not None:
+            scale = 3 / math.sqrt(task.temperature)
+            found = found + scale * outputs([w[:size] for w in prior], x)
+        return found
+
+    for name, size in sizes.items():
+        yield name, (partial(functions, size),) * 2, seconds * size / most
 
 
-def with_priors(task: Problem, generator: torch.Generator, members: int) -> Functions:
-    prior = with_biases(initial(task.x.shape[1], members, generator), generator)
-    weights, scale = trained(task, members, generator, prior), 3 / math.sqrt(task.temperature)
-    return lambda x: outputs(weights, x) + scale * outputs(prior, x)
-
-
-def dropout(task: Problem, generator: torch.Generator) -> Functions:
+def dropout(task: Problem, generator: torch.Generator, names: dict[str, None]) -> Agents:
+    clock = time.process_time()
     weights = trained(task, 1, generator, dropout=DROPPED)
     several = [w.expand(DRAWS, -1, -1) for w in weights]
     kept = masks(1, DROPPED, generator, DRAWS)  # one mask for all inputs: a draw is a function
-    return lambda x: outputs(several, x, kept)
+    for name in names:
+        yield name, (lambda x: outputs(several, x, kept),) * 2, time.process_time() - clock
 
 
-def laplace_torch(task: Problem, generator: torch.Generator) -> Functions:
+def laplace_torch(task: Problem, generator: torch.Generator, names: dict[str, None]) -> Agents:
     """Kronecker factors of all layers, the prior by the marginal likelihood; linearised functions."""
+    clock = time.process_time()
     net = network(trained(task, 1, generator))
     la = Laplace(net, "classification", subset_of_weights="all", hessian_structure="kron")
     data = torch.utils.data.TensorDataset(task.x, task.y)
@@ -204,16 +221,19 @@ def laplace_torch(task: Problem, generator: torch.Generator) -> Functions:
             parts.append(f.detach() + torch.einsum("ncp,sp->snc", J.detach(), w))
         return torch.cat(parts, 1)
 
-    return functions
+    for name in names:
+        yield name, (functions,) * 2, time.process_time() - clock
 
 
 def ours(
     task: Problem,
     generator: torch.Generator,
+    means: dict[str, str | None],
     members: int = 1,
-    mean: str | None = None,
     **options: int,
-) -> Functions:
+) -> Agents:
+    """Predictions of one label, and joint ones, by the posterior without its mean and the network."""
+    clock = time.process_time()
     weights = trained(task, members, generator)
     fitted = [
         LinearisedLaplace(network(weights, i), "classification", **options).fit(
@@ -222,22 +242,31 @@ def ours(
         for i in range(members)
     ]
     la = fitted[0] if members == 1 else LaplaceEnsemble(fitted)
-    return lambda x: la.predict(x, mean=mean).functions
+    seconds = time.process_time() - clock
+
+    def functions(mean: str | None, x: Tensor) -> Tensor:
+        return la.predict(x, mean=mean).functions
+
+    for name, mean in means.items():
+        yield name, (partial(functions, mean), partial(functions, "linear")), seconds
 
 
-AGENTS: dict[str, Callable[[Problem, torch.Generator], Functions]] = {
-    "network": partial(ensemble, members=1),
-    "ensemble of 30": partial(ensemble, members=30),
-    "ensemble of 100": partial(ensemble, members=100),
-    "30 with prior functions": partial(with_priors, members=30),
-    "100 with prior functions": partial(with_priors, members=100),
-    "MC dropout": dropout,
-    "laplace-torch": laplace_torch,
-    "ours": ours,
-    "ours, posterior alone": partial(ours, mean="linear"),
-    "ours, 128 samples": partial(ours, num_samples=128),
-    "ours, five networks": partial(ours, members=5),
-}
+FAMILIES: tuple[tuple[Callable[..., Agents], dict], ...] = (
+    (ensembles, {"network": 1}),
+    (ensembles, {"ensemble of 30": 30, "ensemble of 100": 100}),
+    (
+        partial(ensembles, priors=True),
+        {"30 with prior functions": 30, "100 with prior functions": 100},
+    ),
+    (dropout, {"MC dropout": None}),
+    (laplace_torch, {"laplace-torch": None}),
+    (ours, {"ours": None, "ours, posterior alone": "linear"}),
+    (partial(ours, num_samples=128), {"ours, 128 samples": None}),
+    (partial(ours, members=5), {"ours, five networks": None}),
+)
+"""Agents that share their networks."""
+
+AGENTS = [name for _, names in FAMILIES for name in names]
 
 
 def measured(
@@ -245,16 +274,16 @@ def measured(
 ) -> Iterator[dict]:
     """Yield the record of every agent on one problem; the single network is the same for all."""
     task = problem(inputs, ratio, temperature, seed)
-    for agent in agents:
-        clock = time.process_time()
-        functions = AGENTS[agent](task, torch.Generator().manual_seed(seed))
-        with torch.no_grad():
-            found = scores(functions, task)
-        yield (
-            {"agent": agent, "examples": len(task.x)}
-            | found
-            | {"seconds": time.process_time() - clock}
-        )
+    for make, names in FAMILIES:
+        asked = {name: option for name, option in names.items() if name in agents}
+        if not asked:
+            continue
+        for name, functions, seconds in make(task, torch.Generator().manual_seed(seed), asked):
+            clock = time.process_time()
+            with torch.no_grad():
+                found = scores(functions, task)
+            seconds += time.process_time() - clock
+            yield {"agent": name, "examples": len(task.x)} | found | {"seconds": seconds}
 
 
 def summary(records: list[dict]) -> str:

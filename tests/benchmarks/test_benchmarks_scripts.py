@@ -166,7 +166,7 @@ def test_the_truth_has_no_divergence_in_the_testbed():
     task = testbed.problem(2, 10, 0.1, 0)
     generator = torch.Generator().manual_seed(10_007 * 2 + 101 * 10 + 10)
     truth = testbed.with_biases(testbed.initial(2, 1, generator), generator)
-    found = testbed.scores(lambda x: testbed.outputs(truth, x) / 0.1, task)
+    found = testbed.scores((lambda x: testbed.outputs(truth, x) / 0.1,) * 2, task)
     assert found == pytest.approx({"τ = 1": 0, "τ = 10": 0}, abs=1e-4)
 
 

@@ -43,8 +43,8 @@ DRAWS, DROPPED = 100, 0.05
 Functions = Callable[[Tensor], Tensor]
 """Inputs (n, D) -> outputs of every function of an agent, (S, n, 2)."""
 
-Agents = Iterator[tuple[str, tuple[Functions, Functions], float]]
-"""Names of agents, their functions for one label and for several, and CPU seconds."""
+Agents = Iterator[tuple[str, Functions, float]]
+"""Names of agents, their functions, and CPU seconds."""
 
 
 class Problem(NamedTuple):
@@ -114,13 +114,13 @@ def problem(inputs: int, ratio: int, temperature: float, seed: int) -> Problem:
     return Problem(x, y, temperature, (single, *drawn(single)), (pair, which, of_pair, known))
 
 
-def scores(functions: tuple[Functions, Functions], task: Problem) -> dict[str, float]:
+def scores(functions: Functions, task: Problem) -> dict[str, float]:
     """Return the KL divergences of single labels and of ten labels at two inputs."""
     x, y, known = task.singles
-    single = functions[0](x).double().log_softmax(-1)
+    single = functions(x).double().log_softmax(-1)
     single = single.gather(2, y.expand(len(single), -1)[..., None])[..., 0]
     pairs, which, labels, joint = task.pairs
-    both = functions[1](pairs.flatten(0, 1)).double().log_softmax(-1).unflatten(1, (-1, 2))
+    both = functions(pairs.flatten(0, 1)).double().log_softmax(-1).unflatten(1, (-1, 2))
     each = both[:, torch.arange(len(pairs))[:, None], which, labels].sum(-1)
     return {
         "τ = 1": (known - single.logsumexp(0) + math.log(len(single))).mean().item(),
@@ -192,7 +192,7 @@ def ensembles(
         return found
 
     for name, size in sizes.items():
-        yield name, (partial(functions, size),) * 2, seconds * size / most
+        yield name, partial(functions, size), seconds * size / most
 
 
 def dropout(task: Problem, generator: torch.Generator, names: dict[str, None]) -> Agents:
@@ -201,7 +201,7 @@ def dropout(task: Problem, generator: torch.Generator, names: dict[str, None]) -
     several = [w.expand(DRAWS, -1, -1) for w in weights]
     kept = masks(1, DROPPED, generator, DRAWS)  # one mask for all inputs: a draw is a function
     for name in names:
-        yield name, (lambda x: outputs(several, x, kept),) * 2, time.process_time() - clock
+        yield name, lambda x: outputs(several, x, kept), time.process_time() - clock
 
 
 def laplace_torch(task: Problem, generator: torch.Generator, names: dict[str, None]) -> Agents:
@@ -222,7 +222,7 @@ def laplace_torch(task: Problem, generator: torch.Generator, names: dict[str, No
         return torch.cat(parts, 1)
 
     for name in names:
-        yield name, (functions,) * 2, time.process_time() - clock
+        yield name, functions, time.process_time() - clock
 
 
 def ours(
@@ -232,7 +232,6 @@ def ours(
     members: int = 1,
     **options: int,
 ) -> Agents:
-    """Predictions of one label, and joint ones, by the posterior without its mean and the network."""
     clock = time.process_time()
     weights = trained(task, members, generator)
     fitted = [
@@ -248,7 +247,7 @@ def ours(
         return la.predict(x, mean=mean).functions
 
     for name, mean in means.items():
-        yield name, (partial(functions, mean), partial(functions, "linear")), seconds
+        yield name, partial(functions, mean), seconds
 
 
 FAMILIES: tuple[tuple[Callable[..., Agents], dict], ...] = (

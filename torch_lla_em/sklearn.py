@@ -17,6 +17,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
+from torch_lla_em.ensemble import LaplaceEnsemble
 from torch_lla_em.laplace import LinearisedLaplace, Task
 from torch_lla_em.prediction import Prediction
 
@@ -64,6 +65,7 @@ class _Estimator(BaseEstimator):
         learning_rate: float = 1e-2,
         weight_decay: float | None = None,
         validation_fraction: float = 0.1,
+        ensemble: int | None = None,
         num_samples: int = 32,
         options: dict[str, Any] | None = None,
         device: str = "cpu",
@@ -85,6 +87,9 @@ class _Estimator(BaseEstimator):
             validation_fraction (float): Share of the examples that are held out to calibrate the
                 posterior, at least 0 and below 1. Default 0.1. If that is fewer than 20 examples, none
                 are held out; the predictions can then have a slightly higher NLL than the network's own.
+            ensemble (int, optional): Train so many networks, each without one fold of the data, by
+                ``LaplaceEnsemble.from_folds``; no other examples are held out then. Predictions have
+                a lower NLL at the cost of as many fits. Default None: a single network.
             num_samples (int): Number of posterior samples. Default 32; fewer are faster.
             options (dict, optional): Further arguments of ``LinearisedLaplace``. Default None.
             device (str): Device to train and predict on. Default "cpu".
@@ -93,7 +98,8 @@ class _Estimator(BaseEstimator):
         """
         self.module, self.hidden, self.epochs = module, hidden, epochs
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
-        self.validation_fraction, self.num_samples = validation_fraction, num_samples
+        self.validation_fraction, self.ensemble = validation_fraction, ensemble
+        self.num_samples = num_samples
         self.options, self.device, self.random_state = options, device, random_state
 
     def _check(self) -> None:
@@ -112,24 +118,44 @@ class _Estimator(BaseEstimator):
                 f"validation_fraction must be at least 0 and below 1, not "
                 f"{self.validation_fraction!r}: the other examples train the network."
             )
+        folds = self.ensemble
+        if folds is not None and not (isinstance(folds, Integral) and folds >= 2):
+            raise ValueError(
+                f"ensemble must be None or a number of networks from 2, not {folds!r}."
+            )
 
     def _fit(self, x: Tensor, y: Tensor, outputs: int) -> None:
-        count, features = x.shape
+        count = len(x)
         held_out = int(self.validation_fraction * count)
         held_out = held_out if held_out >= _LEAST_HELD_OUT else 0
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        options = {"num_samples": self.num_samples, "seed": seed, **self._options}
+        options |= self.options or {}
+
+        def train(x: Tensor, y: Tensor) -> nn.Module:
+            return self._trained(x, y, outputs)
+
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
+            if self.ensemble is not None:
+                options |= {"folds": int(self.ensemble), "likelihood": self._likelihood}
+                self.laplace_ = LaplaceEnsemble.from_folds(
+                    train, x, y, progress_bar=False, **options
+                )
+                return
             out, kept = torch.randperm(count).split([held_out, count - held_out])
-            standard = _Standardise(x[kept])
-            network = (self.module or self._perceptron)(features, outputs).to(x.dtype)
-            self._train(network.to(self.device), standard(x[kept]), y[kept])
-        model = nn.Sequential(standard, network).to(self.device).eval()
-        options = {"num_samples": self.num_samples, "seed": seed, **self._options}
-        self.laplace_ = LinearisedLaplace(model, self._likelihood, **options | (self.options or {}))
+            model = train(x[kept], y[kept])
+        self.laplace_ = LinearisedLaplace(model, self._likelihood, **options)
         self.laplace_.fit(x[kept], y[kept], progress_bar=False)
         if held_out:
             self.laplace_.calibrate(x[out], y[out])
+
+    def _trained(self, x: Tensor, y: Tensor, outputs: int) -> nn.Module:
+        """Return a network that was trained on these examples, in eval mode."""
+        standard = _Standardise(x)
+        network = (self.module or self._perceptron)(x.shape[1], outputs).to(x.dtype)
+        self._train(network.to(self.device), standard(x), y)
+        return nn.Sequential(standard, network).to(self.device).eval()
 
     def _widths(self) -> tuple[Any, ...]:
         return self.hidden if isinstance(self.hidden, tuple) else tuple(np.atleast_1d(self.hidden))
@@ -161,7 +187,8 @@ class _Estimator(BaseEstimator):
     def _predictions(self, X: Any) -> Iterator[Prediction]:
         check_is_fitted(self)
         X = validate_data(self, X, dtype=_DTYPES, reset=False)
-        own = next(self.laplace_.model.parameters()).dtype
+        posterior, *_ = self.laplace_._posteriors
+        own = next(posterior.model.parameters()).dtype
         for rows in torch.tensor(X, dtype=own).split(8 * _BATCH):
             yield self.laplace_.predict(rows)
 
@@ -174,8 +201,8 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
 
     Attributes:
         classes_ (ndarray): The labels, in the order of the probabilities.
-        laplace_ (LinearisedLaplace): The posterior. ``laplace_.calibration`` holds the validation
-            NLL before and after calibration.
+        laplace_ (LinearisedLaplace or LaplaceEnsemble): The posterior. ``laplace_.calibration``
+            holds the validation NLL before and after calibration.
 
     Raises:
         ValueError: In ``fit``, if an argument is out of range.
@@ -240,7 +267,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
     Inputs and targets are standardised, and predictions are in the units of y.
 
     Attributes:
-        laplace_ (LinearisedLaplace): The posterior of standardised targets.
+        laplace_ (LinearisedLaplace or LaplaceEnsemble): The posterior of standardised targets.
             ``laplace_.calibration`` holds the validation NLL before and after calibration.
 
     Raises:

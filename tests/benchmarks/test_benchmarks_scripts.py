@@ -6,6 +6,7 @@ from pathlib import Path
 
 import aims
 import cost
+import folds
 import gpu
 import ood
 import pytest
@@ -166,7 +167,7 @@ def test_the_truth_has_no_divergence_in_the_testbed():
     task = testbed.problem(2, 10, 0.1, 0)
     generator = torch.Generator().manual_seed(10_007 * 2 + 101 * 10 + 10)
     truth = testbed.with_biases(testbed.initial(2, 1, generator), generator)
-    found = testbed.scores((lambda x: testbed.outputs(truth, x) / 0.1,) * 2, task)
+    found = testbed.scores(lambda x: testbed.outputs(truth, x) / 0.1, task)
     assert found == pytest.approx({"τ = 1": 0, "τ = 10": 0}, abs=1e-4)
 
 
@@ -219,3 +220,14 @@ def test_pictures_of_the_documentation_are_drawn(name, tmp_path):
     run_script(name, *["--tiny"] * (name == "gallery"), out=tmp_path / name)
     shown = {path.name for path in (ROOT / "docs/images" / name).glob("*.png")}
     assert shown == {path.name for path in (tmp_path / name).glob("*.png")}
+
+
+@pytest.mark.slow
+def test_ensembles_by_folds_are_compared(tmp_path, capsys):
+    out = tmp_path / "folds.jsonl"
+    folds.main(["--tables", "pima", "diabetes", "--epochs", "5", "--out", str(out)])
+    lines = markdown.read(out)
+    methods = ["reference", "calibrate", "from_folds", "CV+ of the same networks"]
+    assert [line["method"] for line in lines] == 4 * methods
+    assert all(0.7 < line["coverage"] <= 1 for line in lines)
+    assert "| regression | on | from_folds |" in capsys.readouterr().out

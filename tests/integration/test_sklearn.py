@@ -64,6 +64,25 @@ def test_the_posterior_is_that_of_the_network():
     assert fitted.predict_proba(x.astype("float32")).dtype == "float64"
 
 
+def test_ensembles_hold_out_a_fold_at_a_time():
+    x, y = rows()
+    before = torch.get_rng_state()
+    fitted = LaplaceClassifier(**{**FAST, "epochs": 20}, ensemble=2).fit(x, y)
+    assert torch.equal(before, torch.get_rng_state())
+    members = fitted.laplace_.members
+    assert [la.num_data for la in members] == [75, 75]
+    assert fitted.laplace_.calibration.num_rows == 150
+    assert not torch.equal(*(la.model[0].mean for la in members))
+    probs = fitted.predict_proba(x)
+    np.testing.assert_allclose(probs, fitted.laplace_(torch.tensor(x)).numpy())
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(fitted)).predict_proba(x), probs)
+    regressor = LaplaceRegressor(linear, **{**FAST, "epochs": 20}, ensemble=3).fit(
+        x, x[:, 0] + (y == "same")
+    )
+    mean, std = regressor.predict(x, return_std=True)
+    assert mean.shape == std.shape == (150,) and len(regressor.laplace_.members) == 3
+
+
 def linear(features, outputs):
     return nn.Linear(features, outputs)
 
@@ -114,6 +133,7 @@ def test_one_hidden_layer_is_a_number():
         ("validation_fraction", [1.0, -0.1, float("nan")]),
         ("hidden", [0, (5, 0), (5.5,)]),
         ("epochs", [0, 2.5]),
+        ("ensemble", [1, 0, 2.5]),
     ],
 )
 def test_hyperparameters_are_checked(estimator, name, values):

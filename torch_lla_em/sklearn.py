@@ -55,6 +55,7 @@ class _Estimator(BaseEstimator):
 
     _likelihood: Task
     _options: dict[str, Any] = {}
+    laplace_: Any
 
     def __init__(
         self,
@@ -187,8 +188,8 @@ class _Estimator(BaseEstimator):
     def _predictions(self, X: Any) -> Iterator[Prediction]:
         check_is_fitted(self)
         X = validate_data(self, X, dtype=_DTYPES, reset=False)
-        posterior, *_ = self.laplace_._posteriors
-        own = next(posterior.model.parameters()).dtype
+        members = getattr(self.laplace_, "members", [self.laplace_])
+        own = next(members[0].model.parameters()).dtype
         for rows in torch.tensor(X, dtype=own).split(8 * _BATCH):
             yield self.laplace_.predict(rows)
 

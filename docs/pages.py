@@ -27,7 +27,7 @@ PACKAGE = ROOT / "torch_lla_em"
 EXAMPLES = ROOT / "examples"
 SHOWN = EXAMPLES / "shown"
 
-PUBLIC = "prediction", "distil", "likelihoods", "solvers", "inference", "mixtures"
+PUBLIC = "prediction", "distil", "likelihoods", "solvers", "inference", "mixtures", "compat"
 """Subpackages for users, in the order of the navigation."""
 
 INTERNAL = "data", "jacobian", "problem", "checkpoint", "runtime"

@@ -25,6 +25,7 @@ MODULES = {  # beside the package itself, whose names are those of __all__
 """Modules of the package's root -> the library that they need."""
 
 MORE = {
+    "compat": ["Laplace"],
     "likelihoods": ["Tempered", "Weighted", "compare_with_log_prob"],
     "mixtures": ["BernoulliMixture", "GaussianMixture", "Mixture", "VariationalGaussianMixture"],
 }

@@ -1,0 +1,110 @@
+"""The log det of the GGN at every prior precision and noise, for the drop-in of laplace-torch."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.problem import Problem
+from torch_lla_em.runtime import normal
+from torch_lla_em.solvers import add_combined, gram, orthonormalise, overlap
+
+_DENSE = 1024
+"""Largest number of parameters for which all eigenvalues of the GGN are computed."""
+
+_PASSES = 40
+"""Largest number of products with the GGN otherwise."""
+
+_SETTLED = 1e-3
+"""Relative change of the log det at which the products end."""
+
+_STREAM = 2
+
+
+class AtTheNetwork(NamedTuple):
+    """What the log marginal likelihood at the trained weights needs from the data."""
+
+    loss: Tensor
+    """-Σ log p(y | f) at the network's outputs f, for a noise of 1 and without constants, ()."""
+
+    num_targets: Tensor
+    """Number of single targets, ()."""
+
+    num_data: Tensor
+    num_outputs: Tensor
+    mean: Tensor
+    """w_MAP of the parameters in the posterior, (P,)."""
+
+    @classmethod
+    def of(cls, problem: Problem) -> AtTheNetwork:
+        """Return the sums over the data, in one pass without derivatives."""
+        network, loss, outputs = problem.linear_model.network, 0.0, 0
+        with network.guarded(), torch.no_grad():
+            for batch in problem.data.batches():
+                f = network.outputs(batch.inputs)
+                loss -= problem.likelihood.log_prob(f, batch.targets).sum().item()
+                outputs = f[0].numel()
+        count = problem.data.num_targets
+        if problem.likelihood.real_valued:
+            loss -= 0.5 * count * math.log(2 * math.pi)
+        tensor = problem.zeros(1).double().new_tensor
+        counts = tensor(count), tensor(problem.data.num_labelled), tensor(outputs)
+        return cls(tensor(loss), *counts, problem.w_MAP.clone())
+
+
+class Quadrature(NamedTuple):
+    """Nodes and weights with which tr h(G) = Σ_i weights_i h(nodes_i), for functions with h(0) = 0."""
+
+    nodes: Tensor
+    """Eigenvalues of G or estimates of them, (r,)."""
+
+    weights: Tensor
+    """Their multiplicities: 1 if the nodes are all eigenvalues, (r,)."""
+
+    def log_det(self, precision: Tensor) -> Tensor:
+        """Return log det(I + G / λ), which is differentiable in λ."""
+        return (self.weights * torch.log1p(self.nodes / precision)).sum()
+
+
+def quadrature_of(problem: Problem, precision: float, num_probes: int) -> Quadrature:
+    """Return the eigenvalues of G if it is small, otherwise a quadrature from random probes.
+
+    The block Lanczos iteration ends when the log det at this prior precision no longer changes.
+    """
+    P = problem.size
+    if P <= _DENSE:
+        G = problem.ggn_product(torch.eye(P, dtype=problem.dtype, device=problem.device)).double()
+        nodes = torch.linalg.eigvalsh(0.5 * (G + G.T)).clamp_min(0)
+        return Quadrature(nodes, torch.ones_like(nodes))
+    row = torch.zeros(1, dtype=torch.long, device=problem.device)
+    probes = [normal(0, _STREAM, k, row, P)[0].to(problem.zeros(1)) for k in range(num_probes)]
+    return _lanczos(problem, torch.stack(probes), precision)
+
+
+def _lanczos(problem: Problem, probes: Tensor, precision: float) -> Quadrature:
+    """Return the average of the Gauss quadratures of the probes, (K, P), by block Lanczos."""
+    block, start = orthonormalise(probes)
+    T, before, coupling = start.new_zeros(0, 0), block[:0], start.new_zeros(0, len(block))
+    found, last = Quadrature(start.new_zeros(0), start.new_zeros(0)), 0.0
+    for _ in range(_PASSES):
+        image = problem.ggn_product(block)
+        diagonal = gram(block, image)
+        T = torch.block_diag(T, 0.5 * (diagonal + diagonal.T))
+        end = len(T) - len(block)
+        T[end - len(before) : end, end:] = coupling
+        T[end:, end - len(before) : end] = coupling.T
+        for earlier in (block, before, block, before):
+            add_combined(image, overlap(image, earlier), earlier, -1)
+        values, vectors = torch.linalg.eigh(T)
+        weights = (start @ vectors[: start.shape[1]]).square().mean(0)
+        found = Quadrature(values.clamp_min(0), weights)
+        value = found.log_det(values.new_tensor(precision)).item()
+        floor = 30 * torch.finfo(image.dtype).eps * values[-1].abs().item()
+        before, (block, coupling) = block, orthonormalise(image, floor)
+        if abs(value - last) <= _SETTLED * abs(value) or not len(block):
+            break
+        last = value
+    return found

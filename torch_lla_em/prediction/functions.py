@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import log, pi
 from typing import Any
 
@@ -66,9 +66,11 @@ class Functions:
     @property
     def _parts(self) -> tuple[Functions, ...]:
         """The components, which are no mixtures themselves."""
-        return tuple(part for member in self.members for part in member._parts) or (self,)
+        if not self.members:
+            return (self,)
+        return tuple(part for member in self.members for part in member._parts)
 
-    @property
+    @cached_property
     def _shares(self) -> Tensor:
         """The weight of each component, (parts,)."""
         if not self.members:

@@ -128,8 +128,9 @@ class Predictor:
         """
         if inputs and x is not None:
             raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
-        predict = self._predict_by(mean, generator, num_samples)
-        return predict(self._at(inputs if x is None else x, slice(num_samples)))
+        x, posteriors = inputs if x is None else x, self._members()
+        predict = self._predict_by(posteriors, mean, generator, num_samples)
+        return predict(at_inputs(posteriors, x, slice(num_samples)))
 
     def predictions(
         self,
@@ -161,26 +162,33 @@ class Predictor:
         Example:
             >>> uncertainty = torch.cat([batch.epistemic for batch in la.predictions(loader)])
         """
-        predict = self._predict_by(mean, generator, num_samples)
-        return map(predict, in_batches(self._members(), as_loader(loader), slice(num_samples)))
+        posteriors = self._members()
+        predict = self._predict_by(posteriors, mean, generator, num_samples)
+        return map(predict, in_batches(posteriors, as_loader(loader), slice(num_samples)))
 
     def _predict_by(
-        self, mean: Mean | None, generator: torch.Generator | None, num_samples: int | None
+        self,
+        posteriors: Sequence[Posterior],
+        mean: Mean | None,
+        generator: torch.Generator | None,
+        num_samples: int | None,
     ) -> Callable[[Pushed], Prediction]:
         """Return the map from products to predictions by these arguments of ``predict``."""
         check_choice("mean", mean, (None, "network", "linear"))
-        posteriors, components = self._members(), self._components
-        for count in [len(posterior.w_samples) for posterior in posteriors]:
+        components, state = self._components, None
+        for posterior in posteriors:
+            count = len(posterior.w_samples)
             if num_samples is not None and not 1 <= num_samples <= count:
                 raise ValueError(f"num_samples={num_samples}, but there are {count} samples.")
-        alone = tuple(posterior_alone(mean, scale=p.mixture[0, SCALE]) for p in posteriors)
-        state = None if generator is None else generator.get_state()
+        if generator is not None:
+            state = generator.get_state()
 
         def predict(data: Pushed) -> Prediction:
             if mean is None:
                 found = predicted(data, components, judged=num_samples is None)
             else:
-                found = data.plain().prediction(alone, components.noise)
+                alone = (posterior_alone(mean, scale=p.mixture[0, SCALE]) for p in posteriors)
+                found = data.plain().prediction(tuple(alone), components.noise)
             if generator is None:
                 return found
             generator.set_state(state)  # every batch gets the same functions

@@ -295,7 +295,10 @@ class LinearisedLaplace(Distils, Fitted):
             around.plan(options, self.compute)
             learnt = learn(problem, options, around.on_step, around.begin())
             around.end()
-            facts = {"history": tuple(around.history), "num_data": problem.data.num_labelled}
+            data = problem.data
+            facts: dict[str, Any] = {"history": tuple(around.history)}
+            known = () if data.identity is None else tuple(data.identity.least)
+            facts |= {"num_data": data.num_labelled, "trained_on": known}
             found = Posterior.of_fit(learnt, setting, self._given_likelihood, **facts)
             warn_of_collapse(found, problem)
             found = replace(found, messages=tuple(around.messages))

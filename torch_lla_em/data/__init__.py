@@ -9,7 +9,7 @@ from torch_lla_em.data.batch import (
     inputs_of,
     next_tokens,
 )
-from torch_lla_em.data.identity import Identity
+from torch_lla_em.data.identity import Identity, distinct
 from torch_lla_em.data.loader import Data
 from torch_lla_em.data.sources import Weighed, as_loader, paired
 from torch_lla_em.data.trees import copied, is_sequence, map_tensors, tensors_in, to_device
@@ -25,6 +25,7 @@ __all__ = [
     "copied",
     "default_forward",
     "default_targets",
+    "distinct",
     "inputs_of",
     "is_sequence",
     "map_tensors",

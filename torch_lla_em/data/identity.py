@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from heapq import nsmallest
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from torch_lla_em.data.trees import tensors_in
+
+_SAMPLED = 1024
 
 _OF_BATCHES = ((-1,),)
 """Placeholder for the shapes of tensors of a batch that do not belong to single examples."""
@@ -32,6 +36,9 @@ class Identity:
         """Number of examples, of entries of their targets, and of examples with a label."""
 
         self._sum = 0
+        self.least: list[int] = []
+        """The smallest hashes, at most 1,024: a sample of the examples that depends on them alone."""
+
         self._shapes: set[tuple[tuple[int, ...], ...]] = set()
         """Hashes of one example; several if they depend on the batch."""
 
@@ -56,12 +63,28 @@ class Identity:
                 others.append(_bytes(tensor[None]).tobytes())
         words = [part for part in tree_leaves(batch) if isinstance(part, (str, bytes, int, float))]
         others += [repr(words).encode()] if words else []
-        total = sum(map(_hash, zip(*examples)))
+        hashes = [*map(_hash, zip(*examples))]
+        total = sum(hashes)
+        if examples and not others:
+            self._keep(hashes)
         if others:
             total += _hash([*others, str(total).encode()])
             self._shapes.add(_OF_BATCHES)
         self._sum = (self._sum + total) % (1 << 64)
         self._shapes.add(tuple(shapes))
+
+    def _keep(self, hashes: list[int]) -> None:
+        self.least = nsmallest(_SAMPLED, {*self.least, *hashes})
+
+    def shared_with(self, least: Sequence[int]) -> tuple[float, int]:
+        """Return the share of these examples among those with the smallest hashes ``least``, and of how many.
+
+        Equal examples count once.
+        """
+        known, limit = set(least), _limit(least)
+        limit = min(limit, _limit(self.least))
+        own = [value for value in self.least if value <= limit]
+        return sum(value in known for value in own) / max(1, len(own)), len(own)
 
     def agrees(self, other: Identity) -> bool:
         """Whether both can belong to the same examples."""
@@ -77,6 +100,8 @@ class Identity:
         for name in ("num_rows", "num_targets", "num_labelled", "_sum"):
             setattr(whole, name, sum(getattr(part, name) for part in parts))
         whole._sum %= 1 << 64
+        for part in parts:
+            whole._keep(part.least)
         whole._shapes = set().union(*(part._shapes for part in parts))
         return whole
 
@@ -90,6 +115,18 @@ class Identity:
         identity = cls()
         vars(identity).update({**state, "_shapes": set(state["_shapes"])})
         return identity
+
+
+def _limit(least: Sequence[int]) -> int:
+    """Return the largest hash up to which the smallest hashes of examples are known."""
+    return max(least) if len(least) == _SAMPLED else 1 << 64
+
+
+def distinct(least: Sequence[int], num_rows: int) -> float:
+    """Return the share of different examples among all, estimated from the smallest hashes."""
+    if len(least) < _SAMPLED:
+        return len(least) / max(1, num_rows)
+    return min(1.0, len(least) / max(least) * (1 << 64) / num_rows)
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:

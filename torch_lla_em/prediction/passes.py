@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Batch, Data
+from torch_lla_em.data import Batch, Data, Identity, distinct
 from torch_lla_em.prediction.posterior import Posterior
 from torch_lla_em.prediction.pushed import Pushed
 from torch_lla_em.problem import Problem
@@ -16,17 +16,23 @@ from torch_lla_em.runtime import Group
 
 Taken = TypeVar("Taken")
 
+_LEAST, _MANY, _DISTINCT = 50, 0.5, 0.8
+"""Number and share of training examples in a validation set that are refused, and the share of different
+training examples below which equal ones are no sign of it."""
+
 
 def over_batches(
     posterior: Posterior,
     loader: Iterable[Any],
     take: Callable[[Any, Pushed], Taken],
     group: Group = Group(),
+    unseen: bool = False,
 ) -> list[Taken]:
     """Return the values of ``take(inputs, products)`` at every batch of a loader; one pass.
 
     Products are not kept beyond the batch unless ``take`` returns them. Each rank of the group has
-    batches of its own; a rank without data has one without examples.
+    batches of its own; a rank without data has one without examples. If all examples are to be
+    ``unseen``, training examples are refused.
     """
     model, columns = posterior.setting.linear_model, posterior.columns()
 
@@ -36,26 +42,31 @@ def over_batches(
     with torch.inference_mode(False), torch.no_grad():
         data = Data(loader, model.network.device, posterior.setting.target_fn, group.joined())
         found = Problem(model, posterior.likelihood, data).push_forward(columns, at)
+        if unseen and data.identity is not None:
+            _refuse_training_data(posterior, data.identity)
         none = torch.zeros(0, 1, device="cpu")
         empty = posterior.of_products(none, none.expand(len(columns), 0, 1), none[:, 0])
         return found or [take(None, empty)]
 
 
 def pushed(
-    posterior: Posterior, loader: Iterable[Any], group: Group = Group()
+    posterior: Posterior, loader: Iterable[Any], group: Group = Group(), unseen: bool = False
 ) -> list[tuple[Any, Pushed]]:
     """Return the inputs of every batch of a loader and their products; one pass."""
-    return over_batches(posterior, loader, lambda *pair: pair, group)
+    return over_batches(posterior, loader, lambda *pair: pair, group, unseen)
 
 
 def pushed_under_each(
     posteriors: Iterable[Posterior], loader: Iterable[Any], group: Group = Group()
 ) -> Iterator[list[Pushed]]:
-    """Yield the batches of a loader under each posterior; raise an error if passes differ."""
+    """Yield the batches of a loader under each posterior; raise an error if passes differ.
+
+    Training examples of a posterior are refused.
+    """
     known = None
     for posterior in posteriors:
         posterior.setting.require(surely=True)
-        parts = [part for _, part in pushed(posterior, loader, group)]
+        parts = [part for _, part in pushed(posterior, loader, group, unseen=True)]
         known = same_targets([part.y for part in parts], known)
         yield parts
 
@@ -69,3 +80,20 @@ def same_targets(each: list[Tensor], known: Tensor | None) -> Tensor:
             "list of batches, so that all posteriors see the same."
         )
     return y
+
+
+def _refuse_training_data(posterior: Posterior, validation: Identity) -> None:
+    """Raise an error if many validation examples are training examples."""
+    share, _ = validation.shared_with(posterior.trained_on)
+    count = share * validation.num_rows
+    if count < _LEAST or share < _MANY:
+        return
+    if distinct(posterior.trained_on, posterior.num_data or 1) < _DISTINCT:
+        return
+    raise ValueError(
+        f"About {share:.0%} of the {validation.num_rows:,} validation examples are training examples of "
+        "this posterior. The network has been fitted to them, so calibrated probabilities would be "
+        "overconfident, and no error rate would be guaranteed. Pass examples that were used neither "
+        "for training nor for fit. If there are none, use the predictions as fitted, or "
+        "LaplaceEnsemble.from_folds, which needs no validation set."
+    )

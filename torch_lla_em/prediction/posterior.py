@@ -114,6 +114,9 @@ class Posterior:
     num_data: int | None = None
     """The number of training examples with a label."""
 
+    trained_on: tuple[int, ...] = ()
+    """Hashes of some training examples; empty if they are not known."""
+
     history: tuple[dict[str, Any], ...] = ()
     """A record of every EM step."""
 

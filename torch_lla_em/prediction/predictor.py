@@ -277,7 +277,7 @@ class Predictor:
             ranks have to call this method; an ensemble is calibrated by each process on its own.
 
         Raises:
-            ValueError: If no example has a label.
+            ValueError: If no example has a label, or if most are training examples.
             NotFittedError: Before ``fit``, or if the model has changed since.
 
         Example:

@@ -70,6 +70,7 @@ def state_of(posterior: Posterior, given: Likelihood, own: list[str]) -> dict[st
         "likelihood_options": attributes_of(given),
         "given": own,
         "num_data": posterior.num_data,
+        "trained_on": list(posterior.trained_on),
         "history": posterior.history,
         "calibration": posterior.calibration,
         "said": posterior.messages,
@@ -108,6 +109,7 @@ def posterior_of(
         reference=None if reference[0] is None else Reference(*reference),
         calibration=restored(record.get("calibration")),
         num_data=record["num_data"],
+        trained_on=tuple(record.get("trained_on", ())),
         history=tuple(record["history"]),
         messages=tuple(record.get("said", ["The memory plan was not saved."])),
     )

@@ -1,0 +1,66 @@
+"""Validation sets of training examples are refused, and OOD flags without a validation set are explained."""
+
+import pytest
+import torch
+from torch import nn
+
+from torch_lla_em import LaplaceEnsemble, LinearisedLaplace
+from torch_lla_em.data.identity import Identity, distinct
+
+
+@pytest.fixture(scope="module")
+def fit():
+    torch.manual_seed(0)
+    x = torch.randn(400, 3)
+    y = (x[:, 0] > 0).long()
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    la = LinearisedLaplace(net, "classification", num_samples=4)
+    return la.fit(x[:200], y[:200], em_steps=0, prior_precision=1.0, progress_bar=False), x, y
+
+
+@pytest.mark.parametrize("rows", [slice(0, 200), slice(0, 100), slice(100, 260), slice(0, 400)])
+def test_training_examples_are_refused(fit, rows, tmp_path):
+    la, x, y = fit
+    la.save(tmp_path / "posterior.pt")
+    again = LinearisedLaplace.load(tmp_path / "posterior.pt", la.model)
+    for posterior in (la, again, LaplaceEnsemble([la])):
+        with pytest.raises(ValueError, match="validation examples are training examples"):
+            posterior.calibrate(list(zip(x[rows].split(30), y[rows].split(30))))
+    assert la.calibration is None
+
+
+def test_other_examples_are_accepted(fit):
+    la, x, y = fit
+    again = LinearisedLaplace(la.model, "classification", num_samples=4)
+    again.load_state_dict(la.state_dict())
+    again.calibrate(x[140:400], y[140:400])  # a few are known
+    assert again.is_ood(x[200:]).float().mean() < 0.2
+    with pytest.warns(UserWarning, match="calibrate has not been called"):
+        la.is_ood(x)
+
+
+def test_equal_training_examples_are_no_sign(fit):
+    la, _, _ = fit
+    x = torch.randint(2, (200, 3)).float()
+    again = LinearisedLaplace(la.model, "classification", num_samples=4)
+    again.fit(x, x[:, 0].long(), em_steps=0, prior_precision=1.0, progress_bar=False)
+    again.calibrate(x, x[:, 0].long())
+
+
+def test_a_sample_of_many_examples_estimates_what_is_shared():
+    torch.manual_seed(0)
+    x, y = torch.randn(20_000, 1), torch.zeros(20_000)
+
+    def of(*rows):
+        parts = []
+        for some in rows:
+            parts.append(Identity())
+            parts[-1].add((y[some], x[some]))
+        return Identity.of(parts)
+
+    train, half = of(slice(0, 4_000), slice(4_000, 10_000)), of(slice(5_000, 15_000))
+    share, number = half.shared_with(train.least)
+    assert abs(share - 0.5) < 5 * (0.25 / number) ** 0.5 and number > 400
+    assert of(slice(10_000, 20_000)).shared_with(train.least)[0] == 0
+    assert distinct(train.least, 10_000) > 0.85 and distinct(train.least, 100_000) < 0.2
+    assert Identity.from_state(train.state()).least == train.least

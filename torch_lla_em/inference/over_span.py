@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_lla_em.inference.all_sites import AllSites
 from torch_lla_em.inference.evidence import Spectrum, gaussian_constant, sigma_of
 from torch_lla_em.inference.expectations import ExpectedH, FixedH
 from torch_lla_em.inference.records import Estimate, Hyper, NoiseSums, Statistics
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
+from torch_lla_em.likelihoods import tempered
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers import DivergenceError
 
@@ -37,6 +39,9 @@ _ROUNDINGS = 10
 
 _COLUMNS = 64
 """Columns of G that are computed at once."""
+
+_ANCHORS, _ANCHOR_STEPS = 3, 5
+"""Passes for the mean of all sites after every extension of the span, and Newton steps after each."""
 
 _MIRRORED, _SHARE = 4, 0.2
 """Largest number of passes for the log det, and the share of its standard error at which they end."""
@@ -129,10 +134,17 @@ class OverSpan:
         if self._sigma is not None:
             gaussian: Any = likelihood
             likelihood = gaussian.without_constant()
+        if span.sites is not None:  # each stands for several
+            likelihood = tempered(likelihood, span.sites.share)
         self.expected = FixedH(likelihood, targets, self.f)
         if moves:
-            number = min(_DRAWS, max(_FEWEST, -(-_IN_ALL // len(self.f))))
+            number = min(_DRAWS, max(_FEWEST, -(-_IN_ALL // self.f.shape[:-1].numel())))
             self.expected = ExpectedH(likelihood, targets, self.f, noise.seed, number)
+        self.all_sites: AllSites | None = None
+        """What corrects the loss if J V is kept at some sites only."""
+
+        if span.sites is not None:
+            self.all_sites = AllSites(problem, span, self.expected, span.sites)
         self.epsilon = noise.epsilon(self.f)
         """ε of every example, (K, N, ..., C)."""
 
@@ -150,12 +162,15 @@ class OverSpan:
         If H moves, it begins as the average of those at outputs 0 and at the network's outputs.
         """
         curved = self.curved(self.expected.first(self.f if at is None else at))
+        zero = torch.zeros_like(self.span.xi[0])
+        if self.all_sites is not None:
+            self.all_sites.anchored(zero)
         if not curved.G.any() and self.expected.slope(torch.zeros_like(self.f), None).any():
             raise DivergenceError(
                 "The likelihood's H is 0 for every example: the outputs are so large that the "
                 "loss is rounded to 0. Check that the inputs are scaled as in training."
             )
-        return self.at(curved, precision, 1.0, torch.zeros_like(self.span.xi[0]))
+        return self.at(curved, precision, 1.0, zero)
 
     def at(self, curved: Curved, precision: float, noise: float, mean: Tensor, steps: int = 1) -> Q:
         """Return q at λ, σ and H. Its mean is found from ``mean``, in at most ``steps`` if H moves."""
@@ -195,12 +210,16 @@ class OverSpan:
         """Return q over the extended span, at the same λ, σ and H."""
         mean = q.mean.new_zeros(self.span.size)
         mean[: len(q.mean)] = q.mean
+        if self.all_sites is not None:
+            mean = self.all_sites.anchored(mean, q.precision)
         return self.at(self.curved(q.curved.H, q.curved), q.precision, q.noise, mean, steps)
 
     def restarted(self, q: Q) -> Q:
         """Return q over the span of its mean, its samples, ξ and a fixed H's η only."""
         kept = [q.mean[None], q.samples] + [q.curved.eta] * (not self.moves)
         turn = self.span.restart(torch.cat(kept))
+        if self.all_sites is not None:
+            self.all_sites.anchored(q.mean @ turn)
         return self.at(self.curved(q.curved.H), q.precision, q.noise, q.mean @ turn)
 
     def prior_variance(self) -> Tensor:
@@ -236,7 +255,9 @@ class OverSpan:
         """Return what the controller needs."""
         precision, sigma = self.hyper(q)
         sums: NoiseSums = (None, None, None)
-        loss = self.expected.loss(q.outputs, None) if self.moves else q.loss
+        loss = q.loss
+        if self.moves:
+            loss = self.expected.loss(q.outputs, None) + self._correction(q.mean)
         if sigma is not None:
             # the loss without its constant: ½ Σ (y - J w)² / σ² at the first σ
             squares = 2 * self._sigma.item() ** 2
@@ -262,7 +283,10 @@ class OverSpan:
         noise = q.curved.S_noise.flatten(1).T
         torch.sub(noise * (sign * q.noise), curved, out=of_all[:, :-1])
         of_all[:, -1] = expected.slope(q.outputs, q.deviations).flatten().neg_()
-        pulled = span.pulled(of_all)
+        if self.all_sites is None:
+            pulled = span.pulled(of_all)
+        else:
+            pulled = self.all_sites.pulled(q.mean, q.outputs, of_all)
         if pulled is None:
             return None
         pulled /= q.noise**2
@@ -298,10 +322,12 @@ class OverSpan:
     ) -> tuple[Curved, Tensor, Tensor, float]:
         """Return the minimum m of E[loss] + ½ λ ‖m‖² by Newton's method, J m, and E[loss] there."""
         expected, (mean, h), before = self.expected, start, math.inf
-        loss = expected.loss(h, draws)
+        loss = expected.loss(h, draws) + self._correction(mean)
         for number in range(steps if self.moves else _NEWTON):
             pulled = self.span.of_all.pull(expected.slope(h, draws).view(-1, 1))[0].double()
             slope = pulled + precision * mean
+            if self.all_sites is not None:
+                slope += self.all_sites.slope
             size = slope.norm().item()
             if not size < math.inf:
                 raise DivergenceError(
@@ -317,7 +343,7 @@ class OverSpan:
             rounding = _ROUNDINGS * torch.finfo(h.dtype).eps * abs(loss)
             while length > _SHORTEST:
                 new = mean + length * step
-                there = expected.loss(h + length * moved, draws)
+                there = expected.loss(h + length * moved, draws) + self._correction(new)
                 gained = loss - there - 0.5 * precision * ((new - mean) @ (new + mean)).item()
                 if gained >= -1e-4 * length * fall - rounding:
                     mean, h, loss = new, h + length * moved, there
@@ -326,6 +352,25 @@ class OverSpan:
             else:
                 break
         return curved, mean, h, loss
+
+    def anchored(self, q: Q, all_sites: AllSites) -> Q:
+        """Return q with its mean at the optimum of all sites, by a few passes with one column."""
+        for _ in range(_ANCHORS):
+            mean = all_sites.anchored(q.mean, q.precision)
+            q = self.at(q.curved, q.precision, q.noise, mean, _ANCHOR_STEPS)
+            if (q.mean - mean).norm() <= self._tolerance * mean.norm():
+                break
+        return q
+
+    def error_of_sites(self, q: Q, all_sites: AllSites) -> float:
+        """Return the relative standard error of Tr Σ G, since G is a sum over some of the sites."""
+        pushed = self._pushed(q.samples)
+        curved = self.expected.product(q.curved.H, pushed.flatten(0, -2)).view(pushed.shape)
+        return all_sites.relative_error(pushed, curved)
+
+    def _correction(self, mean: Tensor) -> float:
+        """Return what the sites that are not kept add to the loss of the others."""
+        return 0.0 if self.all_sites is None else self.all_sites.loss(mean)
 
     def _pushed(self, coordinates: Tensor) -> Tensor:
         """Return J Vᵀ c, (N, ..., C, k), for coordinates c (k, m)."""

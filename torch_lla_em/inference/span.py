@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_lla_em.data import Batch
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.span_outputs import SpanOutputs
-from torch_lla_em.problem import Outputs, Problem, gathered, pull_back
+from torch_lla_em.problem import Outputs, Problem, Sites, gathered, pull_back
 from torch_lla_em.runtime import Grown, new_key
 from torch_lla_em.solvers import add_combined, dots, gram, orthonormalise, overlap
 
@@ -30,8 +31,18 @@ class Span:
     every entry, and leaves the basis orthonormal to about 1e-5 for the many weights of such fits.
     """
 
-    def __init__(self, problem: Problem, prior: Prior, xi: Tensor, memory: float):
-        self._problem, self._prior, self.memory = problem, prior, memory
+    def __init__(
+        self,
+        problem: Problem,
+        prior: Prior,
+        xi: Tensor,
+        memory: float,
+        sites: Sites | None = None,
+    ):
+        self._problem, self.prior, self.memory = problem, prior, memory
+        self.sites = sites
+        """The sites of each example at which J V is stored; None: all."""
+
         self.noise = xi
         """ξ, shape (K, P)."""
 
@@ -87,15 +98,20 @@ class Span:
     @property
     def is_complete(self) -> bool:
         """Whether the basis spans all parameters that change an output."""
-        return self.size >= int(self._prior.num_weights().sum().item())
+        return self.size >= int(self.prior.num_weights().sum().item())
 
     def bytes_of(self, directions: int) -> float:
         """Return the peak memory of this number of directions with their J v, in bytes."""
         P, itemsize = self.noise.shape[1], self.noise.element_size()
-        of_J = _COPIES_OF_J * self._problem.data.num_outputs * itemsize
+        of_J = _COPIES_OF_J * self.num_outputs * itemsize
         if self.outputs is not None and self.outputs.features is not None:
             of_J = _COPIES_OF_J * P * itemsize
         return float(directions * (P * self._dtype.itemsize + of_J))
+
+    @property
+    def num_outputs(self) -> float:
+        """The number of outputs at which J V is stored."""
+        return self._problem.data.num_outputs * (1 if self.sites is None else self.sites.share)
 
     def has_room(self, directions: int) -> bool:
         """Whether there is memory for this number of further directions."""
@@ -116,7 +132,7 @@ class Span:
 
     def weights(self, coordinates: Tensor) -> Tensor:
         """Return the weights (k, P) of coordinates (k, m)."""
-        return self.scaled(coordinates).mul_(self._prior.scale)
+        return self.scaled(coordinates).mul_(self.prior.scale)
 
     def scaled(self, coordinates: Tensor) -> Tensor:
         """Return Vᵀ c, shape (k, P)."""
@@ -144,11 +160,11 @@ class Span:
             if not len(z):
                 continue
             block = z.to(self._dtype)
-            w = self._prior.scale * block
+            w = self.prior.scale * block
             if self.outputs is None:
                 self._begin()
             if self.outputs is None or self.outputs.features is None:
-                found = gathered(self._problem, self._problem.push_forward(w), len(w))
+                found = gathered(self._problem, self._problem.push_forward(w, self.part), len(w))
                 if found is None or not self._in_order(found.f):
                     continue
                 self.rows = self.rows or found._replace(Jw=found.Jw[:0].clone())
@@ -156,7 +172,7 @@ class Span:
                 self.outputs.add(found.Jw)
             else:
                 self._problem.cost.columns += 0.5 * len(w)
-                self.outputs.add_weights(w.to(self.outputs.features), self._prior.layout)
+                self.outputs.add_weights(w.to(self.outputs.features), self.prior.layout)
             self._blocks.append(block)
             self.xi = torch.cat([self.xi, gram(self.noise, block)], dim=1)
             grew = True
@@ -165,7 +181,7 @@ class Span:
     def _begin(self) -> None:
         """Take the features of a last layer, which make all other passes over the data superfluous."""
         problem, size = self._problem, self._problem.data.num_rows
-        pushed = problem.features()
+        pushed = problem.features(self.part)
         found = None if pushed is None else gathered(problem, pushed, 1)
         if found is not None and size:
             self.rows = found._replace(Jw=found.Jw[:0].clone())
@@ -176,9 +192,20 @@ class Span:
         problem, outputs = self._problem, self.of_all
         if outputs.features is not None:
             problem.cost.columns += 0.5 * u.shape[1]
-            return outputs.pull_weights(u, self._prior.layout).mul_(self._prior.scale)
-        Ju, f = pull_back(problem, u.T.reshape(-1, *outputs.shape))
-        return Ju.mul_(self._prior.scale) if self._in_order(f) else None
+            return outputs.pull_weights(u, self.prior.layout).mul_(self.prior.scale)
+        Ju, f = pull_back(problem, u.T.reshape(-1, *outputs.shape), self.sites)
+        return Ju.mul_(self.prior.scale) if self._in_order(f) else None
+
+    def coordinates(self, z: Tensor) -> Tensor:
+        """Return the coordinates V z of scaled weights (k, P), (k, m)."""
+        return torch.cat([overlap(z, block) for block in self._blocks], dim=1)
+
+    def part(self, batch: Batch, f: Tensor, Jw: Tensor) -> tuple[Batch, Tensor, Tensor]:
+        """Return a batch, its f and its J w at the sites that are kept."""
+        sites, rows = self.sites, batch.rows
+        if sites is None:
+            return batch, f, Jw
+        return sites.batch(batch), sites.take(f, rows), sites.take(Jw, rows, 1)
 
     def _in_order(self, f: Tensor) -> bool:
         if self.rows is None:

@@ -17,7 +17,7 @@ from torch_lla_em.inference.records import Estimate, Extent, Posterior, State, S
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.problem import Problem, gathered, room
+from torch_lla_em.problem import Problem, gathered, room, sites_of
 from torch_lla_em.runtime import report
 from torch_lla_em.solvers import BlockKrylov, dots, is_accurate
 
@@ -42,6 +42,12 @@ _EXAMPLES, _NUMBERS = 512, 2**21
 _POINTS, _SURE = 0.9, 0.15
 """Largest weight of functions without variance in predictions, and the share of the loss at which it is 1/e
 of that; chosen on ten tables (docs/benchmarks.md)."""
+
+
+_SITES = (
+    "The posterior covariance was computed from {:,} of {:,} sites of each example, drawn at random. "
+    "This gives it a relative standard error of {:.1%}; the posterior mean is that of all sites."
+)
 
 
 class NoSpan(Exception):
@@ -97,7 +103,7 @@ class SpanEStep:
         """Add the residuals to the span, where the controller moves λ, H and mean; compute new residuals."""
         over, span, old, grew, restarts = self.over, self.span, state.own, True, 0
         if old is None:
-            q = over.first(state.precision.item(), _outputs_at_point(self.problem))
+            q = over.first(state.precision.item(), _outputs_at_point(self.problem, self.span))
         else:
             q, restarts = old.q, old.restarts
             if not span.has_room(len(old.residuals)):
@@ -107,6 +113,8 @@ class SpanEStep:
         full = not span.has_room(len(q.samples) + 1) and restarts == _RESTARTS
         extent = Extent(grew, not grew or span.is_complete, full)
         ascent = controller.ascend(over, q, state, extent)
+        if over.all_sites is not None:
+            ascent = ascent._replace(q=over.anchored(ascent.q, over.all_sites))
         residuals = over.residuals(ascent.q)
         if residuals is None:
             raise NoSpan
@@ -135,6 +143,9 @@ class SpanEStep:
     def cut_short(self, state: State) -> Posterior:
         """Return the posterior of a state without further passes over the data."""
         q, found, over = state.own.q, state.statistics, self.over
+        if self.span.sites is not None and over.all_sites is not None:
+            error = over.error_of_sites(q, over.all_sites)
+            report("log", _SITES.format(self.span.sites.number, self.span.sites.total, error))
         columns = self.span.weights(torch.cat([q.mean[None], q.samples]))
         known = Posterior(
             found.precision,
@@ -197,7 +208,7 @@ def _begin(
     prior, memory = noise.prior, room(problem) / 2
     if isinstance(options.solver, BlockKrylov) and options.solver.memory is not None:
         memory = min(memory, options.solver.memory)
-    span = Span(problem, prior, noise.xi, memory)
+    span = Span(problem, prior, noise.xi, memory, sites_of(problem, options.seed))
     if known is not None:
         span.restore(known)
         known.clear()  # of which there would be two
@@ -214,12 +225,12 @@ def _begin(
     return span, held
 
 
-def _outputs_at_point(problem: Problem) -> Tensor | None:
+def _outputs_at_point(problem: Problem, span: Span) -> Tensor | None:
     """Return J w for the point at which H is evaluated; None for the network's outputs."""
     point = problem.point.w
     if point is None:
         return None
-    pushed = problem.push_forward(point.to(problem.device))
+    pushed = problem.push_forward(point.to(problem.device), span.part)
     found = gathered(problem, pushed, 1)
     if found is None:
         raise NoSpan
@@ -231,7 +242,8 @@ def _that_fits(
 ) -> StochasticPrior | None:
     """Return random probes for as many samples as memory allows; None if these are too few."""
     data, K = problem.data, len(noise.xi)
-    blocks = data.num_outputs**2 / max(1, data.num_targets) * noise.xi.element_size()
+    classes = data.num_outputs / max(1, data.num_targets)
+    blocks = span.num_outputs * classes * noise.xi.element_size()
     left = span.memory - (_BLOCKS * blocks if moves else 0)
     fits = int(left / span.bytes_of(_DIRECTIONS)) - 1
     if fits < K:

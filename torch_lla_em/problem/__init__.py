@@ -16,6 +16,7 @@ from torch_lla_em.problem.plan import (
     size_of,
 )
 from torch_lla_em.problem.problem import NoiseFeatures, Problem, output_noise
+from torch_lla_em.problem.sites import Sites, sites_of
 from torch_lla_em.problem.trial import Duration, Trial, tried
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Outputs",
     "Plan",
     "Problem",
+    "Sites",
     "Trial",
     "WhitenedGGN",
     "WhitenedLoss",
@@ -34,6 +36,7 @@ __all__ = [
     "prepare",
     "pull_back",
     "room",
+    "sites_of",
     "size_of",
     "tried",
 ]

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import Rows
 from torch_lla_em.problem.problem import Problem
+from torch_lla_em.problem.sites import Sites
 from torch_lla_em.problem.sweep import BLOCK, Pass, Sums
 from torch_lla_em.solvers import Operator, Product
 
@@ -110,15 +111,21 @@ def gathered(
     return Outputs(*map(group.sum, found))
 
 
-def pull_back(problem: Problem, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Jᵀ u, shape (K, P), for u (K, N, ..., C), and the outputs f, shape (N, ..., C)."""
+def pull_back(problem: Problem, u: Tensor, sites: Sites | None = None) -> tuple[Tensor, Tensor]:
+    """Return Jᵀ u, shape (K, P), for u (K, N, ..., C), and the outputs f, shape (N, ..., C).
+
+    With ``sites``, both are u and f at these.
+    """
     f = torch.zeros_like(u[0])
 
     def add(rows: Rows, batch: Batch, columns: Tensor, sums: Sums) -> None:
         problem.inspect(rows, batch)
         here = batch.rows.to(u.device)
-        f[here] = rows.f.to(f).view(-1, *f.shape[1:])
+        own_f = rows.f if sites is None else sites.take(rows.f, batch.rows)
+        f[here] = own_f.to(f).view(-1, *f.shape[1:])
         own = u[columns.to(u.device)[:, None], here]  # u[columns] would be copied for every batch
+        if sites is not None:
+            own = sites.put(own, batch.rows, rows.f)
         rows.pull(own.to(rows.f).view(-1, *rows.f.shape), sums["Ju"])
 
     sums = problem.sweep(torch.arange(len(u), device="cpu"), Pass({"Ju": BLOCK}, add))

@@ -192,10 +192,13 @@ class Problem:
         self.cost.columns += 0.5 * len(w)  # half a product
         return found
 
-    def features(self) -> list[tuple[Batch, Tensor, Tensor]] | None:
+    def features(
+        self, take: Callable[[Batch, Tensor, Tensor], Any]
+    ) -> list[tuple[Batch, Tensor, Tensor]] | None:
         """Return each of this rank's batches with f and the features of a last layer, (1, B, ..., D).
 
-        They are None if the parameters are not those of one last linear layer, on any rank.
+        ``take`` returns what is kept of them. They are None if the parameters are not those of one last
+        linear layer, on any rank.
         """
         known, found, every = self.linear_model.factored, [], True
         if known is None or known.others or len(self.layout.names) > 2:
@@ -208,7 +211,7 @@ class Problem:
             every = every and h is not None
             if h is not None:
                 self.sweep.expect_finite(h)
-                found.append((batch, rows.f, h.to(self.dtype)[None]))
+                found.append(take(batch, rows.f, h.to(self.dtype)[None]))
 
         self.sweep.over(torch.arange(1, device="cpu"), Pass({}, add, factored=True))
         return found if self.data.group.meet(every, all) else None

@@ -1,0 +1,88 @@
+"""Fits to networks with many outputs keep the outputs of some sites only."""
+
+import pytest
+import torch
+from tiny import draw
+from torch import nn
+from torch.nn import functional
+from torch.testing import assert_close
+
+from torch_lla_em import Classification, LinearisedLaplace
+from torch_lla_em.problem import sites
+from torch_lla_em.problem.sites import Sites
+
+ROWS = torch.tensor([3, 0, 7])
+
+
+def test_sites_are_drawn_once_in_each_part_and_do_not_depend_on_the_batch():
+    few = Sites(4, 20, seed=1)
+    index = few.of(ROWS)
+    assert ((index // 5) == torch.arange(4)).all()
+    assert torch.equal(index[1:], few.of(ROWS[1:])) and not torch.equal(index[0], index[1])
+    assert torch.equal(Sites(20, 20, 0).of(ROWS), torch.arange(20).expand(3, 20))
+    often = torch.stack([Sites(4, 20, seed).of(ROWS) for seed in range(400)])
+    counts = often.flatten().bincount(minlength=20) / 1200  # each with probability 4 / 20
+    assert (counts - 0.2).abs().max() < 5 * (0.16 / 1200) ** 0.5
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3)])
+def test_put_is_the_transpose_of_take(shape):
+    few, f = Sites(4, 6, seed=0), draw(3, *shape, 2)
+    u = draw(5, 3, 4, 2, seed=1)
+    assert_close((few.put(u, ROWS, f) * f).sum(), (u * few.take(f, ROWS)).sum())
+    y = torch.arange(18).view(3, *shape)
+    assert torch.equal(few.take_targets(y, ROWS), few.take(y[..., None], ROWS)[..., 0])
+    weighed = torch.stack([y, 2 * y], -1)  # targets with weights
+    assert torch.equal(few.take_targets(weighed, ROWS)[..., 1], 2 * few.take_targets(y, ROWS))
+
+
+def segmentation():
+    """Images with a label for every pixel, and a trained network, in float64."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1)).double()
+    x = functional.interpolate(draw(16, 1, 3, 3), (8, 8), mode="bilinear")
+    y = (2 * x[:, 0] + 0.5 * draw(16, 8, 8, seed=1)).round().clamp(-1, 1).long() + 1
+    y[:2, :4] = -100
+    optimiser = torch.optim.Adam(model.parameters(), 0.03)
+    for _ in range(60):
+        optimiser.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimiser.step()
+    return model, x, y
+
+
+@pytest.mark.parametrize("parameters", ["last_layer", None])
+def test_some_sites_give_the_mean_of_all_and_nearly_their_covariance(parameters, monkeypatch):
+    model, x, y = segmentation()
+
+    def fit():
+        options = {"class_dim": 1, "num_samples": 6, "g_prior": False, "tolerance": 0.02}
+        la = LinearisedLaplace(model, Classification(), parameters=parameters, **options)
+        return la.fit(list(zip(x.split(5), y.split(5))), progress_bar=False)
+
+    whole = fit()
+    monkeypatch.setattr(sites, "MOST_OUTPUTS", 16 * 24 * 3)
+    la = fit()
+    assert "24 of 64 sites" in la.messages[-1] and "24 of" not in " ".join(whole.messages)
+    names = [n for n, _ in model.named_parameters() if parameters is None or n.startswith("2.")]
+
+    def outputs(w):
+        parts = w.split([model.get_parameter(n).numel() for n in names])
+        tangents = {n: part.view_as(model.get_parameter(n)) for n, part in zip(names, parts)}
+        base = {n: model.get_parameter(n).detach() for n in names}
+        forward = lambda p: torch.func.functional_call(model, p, (x,))  # noqa: E731
+        return torch.func.jvp(forward, (base,), (tangents,))[1]
+
+    def gap(w):
+        """‖∇loss + Λ w‖ relative to ‖Λ w‖ without the variance of q: small but not 0."""
+        w = w.clone().requires_grad_()
+        loss = functional.cross_entropy(outputs(w), y, reduction="sum")
+        gradient = torch.autograd.grad(loss, w)[0] + la.prior_precision * w.detach()
+        return gradient.norm() / (la.prior_precision * w).norm()
+
+    assert_close(la.prior_precision, whole.prior_precision, rtol=0.25, atol=0)
+    assert gap(la.w_lin) < 2 * gap(whole.w_lin) + 0.1
+    assert (la(x) - whole(x)).abs().max() < 0.1
+    # without the weights of sites, the variance would be 64 / 24 times as large
+    spread = [fitted.predict(x).variance.mean().log() for fitted in (la, whole)]
+    assert abs(spread[0] - spread[1]) < 0.5

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from torch_lla_em.jacobian.checks import called_last
-from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.network import Exchange, Network
 from torch_lla_em.jacobian.parameters import select_parameters
 
 
@@ -79,6 +81,78 @@ def test_guards_nest():
             assert not torch.is_grad_enabled()
         assert not network.module.training and not torch.backends.mha.get_fastpath_enabled()
     assert network.module.training and torch.backends.mha.get_fastpath_enabled()
+
+
+class Shifted(nn.Module):
+    """A layer and a buffer, with an attribute that the forward pass reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.sign = nn.Linear(3, 2), 1.0
+        self.register_buffer("shift", torch.zeros(2))
+
+    def forward(self, x):
+        return self.sign * self.layer(x) + self.shift
+
+
+def by_data(model):
+    model.layer.weight.data = model.layer.weight.data + 1
+
+
+def in_place(model):
+    with torch.no_grad():
+        model.layer.weight.add_(1)
+
+
+def with_another_layer(model):
+    model.layer = nn.Sequential(nn.Linear(3, 2), nn.Tanh()).eval()
+
+
+def with_a_hook(model):
+    model.layer.register_forward_hook(lambda layer, given, z: 2 * z)
+
+
+def with_another_buffer(model):
+    model.shift = torch.ones(2)
+
+
+def with_another_attribute(model):
+    model.sign = -1.0
+
+
+CHANGES = by_data, in_place, with_another_layer, with_a_hook, with_another_buffer
+CHANGES = *CHANGES, with_another_attribute, nn.Module.double, nn.Module.train
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_calls_are_seen(change):
+    model, x = Shifted().eval(), torch.ones(4, 3)
+    network = Network(model)
+    for _ in range(2):
+        with network.guarded():
+            assert_close(network.outputs(x), model(x))
+    change(model)
+    x, mode = x.to(next(model.parameters()).dtype), model.training
+    with network.guarded():
+        names = tuple(dict(model.named_parameters()))
+        found, weights = network.outputs(x), network.weights(names)
+    assert_close(found, model(x).detach(), rtol=0, atol=0)
+    assert all(torch.equal(weights[name], p) for name, p in model.named_parameters())
+    assert model.training is mode and model.layer.training is mode
+
+
+def test_an_unchanged_module_is_looked_through_once(monkeypatch):
+    network = Network(Shifted().eval())
+    taken, take = [], Exchange.__init__
+    monkeypatch.setattr(Exchange, "__init__", lambda *own: (taken.append(1), take(*own))[1])
+    for _ in range(3):
+        with network.guarded():
+            network.outputs(torch.ones(4, 3))
+    assert len(taken) == 1
+    other = copy.deepcopy(network)
+    with other.guarded():
+        assert_close(other.outputs(torch.ones(4, 3)), network.module(torch.ones(4, 3)))
+    assert len(taken) == 2
 
 
 def test_requires_grad_stays_also_of_frozen_random_weights():

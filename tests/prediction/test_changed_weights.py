@@ -10,6 +10,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import LinearisedLaplace, NotFittedError
+from torch_lla_em.jacobian import Snapshot
+from torch_lla_em.jacobian.network import Exchange
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,14 @@ def test_changes_that_torch_does_not_count_are_noticed(change, fitted, tmp_path)
         return
     with pytest.raises(NotFittedError, match="have changed"):  # moving does not make it right
         la(case.x)
+
+
+def test_unchanged_weights_are_not_looked_through(fitted, monkeypatch):
+    case, la, model = fitted
+    la(case.x)
+    monkeypatch.setattr(Snapshot, "_take", None)
+    monkeypatch.setattr(Exchange, "__init__", None)
+    la(case.x)
 
 
 def test_the_same_weights_in_another_place_are_the_same(fitted):

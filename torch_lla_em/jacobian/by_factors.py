@@ -45,9 +45,10 @@ class Outer(NamedTuple):
         bias = None if self.bias is None else tangents[self.bias]
         K = len(weight)
         if self.a.dim() == 2:
-            flat = weight.reshape(-1, self.a.shape[1])
-            z = F.linear(self.a, flat, None if bias is None else bias.flatten())
-            z = z.unflatten(1, (K, -1))
+            # one batched product, which reads the blocks of all vectors where they are
+            a, weight = self.a.expand(K, *self.a.shape), weight.flatten(2).mT
+            z = a.bmm(weight) if bias is None else torch.baddbmm(bias[:, None], a, weight)
+            z = z.transpose(0, 1)
         else:
             groups = self.a.shape[1]
             weight = weight.reshape(K, groups, -1, self.a.shape[2])

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from operator import is_
 from typing import Any
 
 import torch
@@ -51,22 +52,28 @@ class Attributes:
     def __init__(self, module: nn.Module):
         self._dicts: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
-        for layer in module.modules():
+        self.layers = list(module.modules())
+        for layer in self.layers:
             self._dicts.append((vars(layer), dict(vars(layer))))
             others = [value for name, value in vars(layer).items() if name not in _OF_MODULES]
             for value in others:
                 if isinstance(value, (dict, list, set, deque)) and len(value) <= _ENTRIES:
                     self._containers.append((value, copy.copy(value)))
 
+    @property
+    def differ(self) -> bool:
+        """Whether any of them has changed."""
+        return any(differ(*pair) for pair in (*self._dicts, *self._containers))
+
     def restore(self) -> None:
         """Restore all of them."""
         for now, before in self._dicts:
-            if _differ(now, before):
+            if differ(now, before):
                 if list(now) != list(before):
                     now.clear()
                 now.update(before)
         for container, entries in self._containers:
-            if _differ(container, entries) and any(
+            if differ(container, entries) and any(
                 isinstance(leaf, Tensor) for leaf in tree_leaves((container, entries))
             ):
                 container.clear()
@@ -111,6 +118,28 @@ class Exchange(Attributes):
             if getattr(layer, "max_norm", None) is not None and "weight" in layer._parameters:
                 name = names[id(layer.weight)]
                 self._written[name] = self.fixed[name]
+        self.is_at_rest = not any(map(_is_in_training, self.layers))
+        """Whether all layers are in eval mode, and no embedding has sparse gradients."""
+
+        self.has_recurrent = any(isinstance(layer, nn.RNNBase) for layer in self.layers)
+        self._children = [(layer._modules, dict(layer._modules)) for layer in self.layers]
+        self._places = self._addresses()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is the module still: no layer, tensor or attribute has been replaced."""
+        if self._places is None or self.differ or any(differ(*pair) for pair in self._children):
+            return False
+        return self._addresses() == self._places
+
+    def _addresses(self) -> list[tuple[int, torch.Size]] | None:
+        """Return where the tensors are in memory, or None if that is not known."""
+        if any(isinstance(layer, torch.jit.ScriptModule) for layer in self.layers):
+            return None
+        tensors = [holder[key] for holder, key, _ in self._slots]
+        if any(tensor.layout != torch.strided for tensor in tensors):
+            return None
+        return [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
 
     @contextmanager
     def exchanged(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
@@ -129,9 +158,15 @@ class Exchange(Attributes):
             self.restore()
 
 
-def _differ(now: Any, before: Any) -> bool:
-    pairs = zip(now.values(), before.values()) if isinstance(now, dict) else zip(now, before)
-    return len(now) != len(before) or any(a is not b for a, b in pairs)
+def differ(now: Any, before: Any) -> bool:
+    """Whether the values of a dict, or the entries of another container, are other objects."""
+    if isinstance(now, dict):
+        return len(now) != len(before) or not all(map(is_, now.values(), before.values()))
+    return len(now) != len(before) or not all(map(is_, now, before))
+
+
+def _is_in_training(layer: nn.Module) -> bool:
+    return layer.training or (isinstance(layer, nn.Embedding) and layer.sparse)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -195,6 +230,12 @@ class Network:
         """Precision of matrix products, from ``Compute``."""
 
         self._held: Exchange | None = None
+        self._known: Exchange | None = None
+        """The state of the module at the last call, which is used again as long as it is current."""
+
+        self._at_rest: Exchange | None = None
+        """The same in eval mode."""
+
         self._contiguous: ContiguousInputs | None = ContiguousInputs()
         _refuse(self.module)
 
@@ -238,8 +279,6 @@ class Network:
                 stack.enter_context(torch.no_grad())
                 yield
                 return
-            layers = list(self.module.modules())
-            stack.callback(Attributes(self.module).restore)
             stack.callback(setattr, self, "_held", None)
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
@@ -254,19 +293,33 @@ class Network:
             stack.enter_context(self.computing(self.precision))
             if "torch._dynamo" in sys.modules:  # a compiled layer has no second derivative
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            if any(isinstance(layer, nn.RNNBase) for layer in layers):
+            state = self._current()
+            stack.callback(state.restore)
+            if state.has_recurrent:
                 backends: tuple[Any, ...] = torch.backends.mkldnn, torch.backends.cudnn
                 for backend in backends:
                     stack.callback(setattr, backend, "enabled", backend.enabled)
                     backend.enabled = False
-            for layer in layers:
-                # Attributes does not restore the mode of a scripted layer
-                stack.callback(setattr, layer, "training", layer.training)
-                layer.training = False
-                if isinstance(layer, nn.Embedding):
-                    layer.sparse = False
-            self._held = Exchange(self.module)
+            if not state.is_at_rest:
+                for layer in state.layers:
+                    # Attributes does not restore the mode of a scripted layer
+                    stack.callback(setattr, layer, "training", layer.training)
+                    layer.training = False
+                    if isinstance(layer, nn.Embedding):
+                        layer.sparse = False
+                self._at_rest = state = self._at_rest or Exchange(self.module)
+            self._held = state
             yield
+
+    def _current(self) -> Exchange:
+        """Return the state of the module, which is taken anew only after a change."""
+        if self._known is None or not self._known.is_current:
+            self._known, self._at_rest = Exchange(self.module), None
+        return self._known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the state of the module, which is that of another one in a copy."""
+        return {**self.__dict__, "_held": None, "_known": None, "_at_rest": None}
 
     @contextmanager
     def computing(self, precision: str) -> Iterator[None]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.jacobian.network import ONE_AT_A_TIME, Network
+from torch_lla_em.jacobian.network import ONE_AT_A_TIME, Network, differ
 from torch_lla_em.runtime import files
 
 # entries of a tensor that are compared at every call
@@ -27,6 +27,9 @@ class Snapshot:
 
     def changed(self, network: Network) -> str | None:
         """Return the name of a parameter, statistic or layer that looks changed, or None."""
+        with ONE_AT_A_TIME:
+            if self._same_objects() and torch.equal(self._read(), self._entries):
+                return None
         now = Snapshot(network)
         for name in now._marks.keys() | self._marks.keys():
             if now._marks.get(name) != self._marks.get(name):
@@ -41,25 +44,47 @@ class Snapshot:
             for name, buffer in module.named_buffers()
             if buffer.is_floating_point() or buffer.is_complex()
         }
-        self._marks: dict[str, Any] = {
-            f"layer {path}": type(layer) for path, layer in module.named_modules()
-        }
-        entries = [torch.zeros(0, dtype=torch.float64, device="cpu")]
+        layers = dict(module.named_modules())
+        kinds: dict[str, Any] = {f"layer {path}": type(layer) for path, layer in layers.items()}
+        self._marks = kinds | {name: _mark(tensor) for name, tensor in tensors.items()}
+        self._layers = [(layer, type(layer)) for layer in layers.values()]
+        self._tensors = [(tensor, _mark(tensor)) for tensor in tensors.values()]
+        self._dicts: list[tuple[dict[str, Any], dict[str, Any]]] | None = None
+        if not any(isinstance(layer, torch.jit.ScriptModule) for layer, _ in self._layers):
+            held = [(m._modules, m._parameters, m._buffers) for m, _ in self._layers]
+            self._dicts = [(own, dict(own)) for each in held for own in each]
+
+        self._views: list[Tensor] = []
         self._names: list[str] = []
         """The name of the tensor that each entry belongs to."""
 
         for name, tensor in tensors.items():
-            plain = tensor.layout is torch.strided
-            version = -1 if tensor.is_inference() else tensor._version
-            place = tensor.data_ptr() if plain else 0
-            kind = tensor.dtype, tensor.device, tensor.shape
-            self._marks[name] = id(tensor), *kind, place, version
-            if plain and not tensor.is_quantized and tensor.numel():
-                entries.append(_some(tensor.detach()))
-                self._names += [name] * len(entries[-1])
-        # one tensor, so that a comparison waits for a GPU only once
-        self._entries = torch.cat([own.to(entries[-1].device) for own in entries]).nan_to_num()
+            if tensor.layout is torch.strided and not tensor.is_quantized and tensor.numel():
+                entries = _some(tensor.detach())
+                self._views.append(entries)
+                self._names += [name] * len(entries)
+                if entries.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+                    self._dicts = None  # they are copies, which do not show changes
+        self._entries = self._read()
         self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+
+    def _same_objects(self) -> bool:
+        """Whether layers and tensors are the same objects, at the same place and version."""
+        return (
+            self._dicts is not None
+            and not any(differ(*pair) for pair in self._dicts)
+            and all(type(layer) is kind for layer, kind in self._layers)
+            and all(_mark(tensor) == mark for tensor, mark in self._tensors)
+        )
+
+    def _read(self) -> Tensor:
+        """Return the entries in one tensor, so that a comparison waits for a GPU only once."""
+        if not self._views:
+            return torch.zeros(0, dtype=torch.float64, device="cpu")
+        views = self._views
+        if len({(view.dtype, view.device) for view in views}) > 1:
+            views = [view.to(views[-1].device, torch.float64) for view in views]
+        return torch.cat(views).double().nan_to_num()
 
     def is_cast(self, network: Network) -> bool:
         """Whether the network looks as before, but for the dtypes and the device of its tensors."""
@@ -76,18 +101,30 @@ class Snapshot:
         return torch.equal(before, now._entries.cpu())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out addresses, which differ in a copy of the network."""
-        return {**self.__dict__, "_marks": {}}
+        """Leave out addresses and tensors, which differ in a copy of the network."""
+        of_one_network: dict[str, Any] = {
+            "_layers": [],
+            "_tensors": [],
+            "_views": [],
+            "_dicts": None,
+        }
+        return {**self.__dict__, "_marks": {}, **of_one_network}
+
+
+def _mark(tensor: Tensor) -> tuple[Any, ...]:
+    version = -1 if tensor.is_inference() else tensor._version
+    place = tensor.data_ptr() if tensor.layout is torch.strided else 0
+    return id(tensor), tensor.dtype, tensor.device, tensor.shape, place, version
 
 
 def _some(tensor: Tensor) -> Tensor:
-    """Return a few entries, in double precision."""
+    """Return a view of a few entries."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.is_contiguous():  # views, of dense tensors with any order of axes
         tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     entries = tensor.reshape(-1)
-    return entries[:: max(1, len(entries) // _COMPARED)].to(torch.float64, copy=True)
+    return entries[:: max(1, len(entries) // _COMPARED)]
 
 
 class NetworkState:

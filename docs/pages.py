@@ -39,7 +39,7 @@ FOR_USERS = {
 }
 """Names of subpackages for users that the package itself does not export. Mixtures have only such names."""
 
-MODULES = "plot", "sklearn", "lightning", "botorch"
+MODULES = "ensemble", "plot", "sklearn", "lightning", "botorch"
 """Modules of the package's root with an API page of their own."""
 
 REDIRECTS = {"cards": "gpu"}

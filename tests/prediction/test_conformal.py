@@ -343,3 +343,27 @@ def test_probabilities_that_rounding_orders_enter_a_set_together():
     probs = torch.tensor([[0.3, 0.3 + 1e-7, 0.3 - 1e-7, 0.1]])
     assert_close(mass_above(probs, 3e-4), torch.tensor([[0, 0, 0, 0.9]]).double())
     assert_close(mass_above(probs[:, [1, 2, 3, 0]], 0.0)[0, 2].item(), 0.9, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("curvature", [None, "network"])
+def test_ties_of_discrete_inputs_remain_when_a_posterior_is_cast(curvature, tmp_path):
+    """The reference keeps the rounding errors of the dtype in which it was computed."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(count):
+        x = torch.randint(0, 2, (count, 2), generator=generator).float()
+        return x, (x.sum(1) + torch.rand(count, generator=generator)).long()
+
+    model = tiny.tiny("classification").model.float()
+    la = LinearisedLaplace(model, "classification", num_samples=4, curvature=curvature)
+    la.fit(*drawn(60), progress_bar=False).calibrate(*drawn(60))
+    ensemble = LaplaceEnsemble([la, la]).calibrate(*drawn(60))
+    x = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    before = [(m.predict(x).p_value, m.predict(x).prediction_set(0.8)) for m in (la, ensemble)]
+    ensemble.double()
+    la.save(tmp_path / "la.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "la.pt", la.model)
+    for known, each in ((before[0], la), (before[1], ensemble), (before[0], loaded)):
+        now = each.predict(x.double())
+        assert_close(now.p_value.double(), known[0].double(), rtol=0, atol=1e-12)
+        assert torch.equal(now.prediction_set(0.8), known[1])

@@ -158,6 +158,9 @@ class Conformal(Functions):
     unit: Callable[[], Tensor] | None = field(default=None, kw_only=True)
     """Returns the scale of these distances, (), relative to which they are rounded."""
 
+    room: float = field(default=0.0, kw_only=True)
+    """Relative difference up to which scores are ties, at least: that of the reference's dtype."""
+
     @property
     def p_value(self) -> Tensor:
         """Conformal p-value of each input for being from the validation set's distribution, (B,).
@@ -228,7 +231,7 @@ class Conformal(Functions):
                 "prediction_set is for one class label per example; use interval(level) for a "
                 "regression."
             )
-        room = rounding(self.centre.dtype)
+        room = self._room()
         threshold = quantiles(reference.errors, level) + room
         return self._out(mass_above(prediction._expected(), room) <= threshold)
 
@@ -262,9 +265,7 @@ class Conformal(Functions):
             variance = prediction._variance_of_error()
         half = quantiles(reference.errors, level).to(centre) * variance.sqrt()
         # targets at the ends, as in discrete data, are inside whichever way they are rounded
-        half = (
-            half * (1 + rounding(centre.dtype)) + 8 * torch.finfo(centre.dtype).eps * centre.abs()
-        )
+        half = half * (1 + self._room()) + 8 * torch.finfo(centre.dtype).eps * centre.abs()
         return Interval(self._out(centre - half), self._out(centre + half))
 
     def _judged(self, name: str, by_labels: bool = False) -> tuple[Reference, Conformal]:
@@ -292,7 +293,7 @@ class Conformal(Functions):
         return torch.stack([s.double().nan_to_num(nan=torch.inf) for s in scores], 1)
 
     def _p_values(self, reference: Reference, prediction: Conformal) -> Tensor:
-        room = rounding(self.centre.dtype)
+        room = self._room()
 
         def of(unusual: Tensor, prediction: Conformal) -> Tensor:
             unit = _SMALLEST if prediction.unit is None else prediction.unit()
@@ -313,6 +314,9 @@ class Conformal(Functions):
         v = torch.stack([member._variance() for member in self.members]).mean(0)
         means = torch.stack([member._expected() for member in self.members])
         return v / (1 + means.var(0, correction=0) / v)
+
+    def _room(self) -> float:
+        return max(self.room, rounding(self.centre.dtype))
 
     def _double(self: Own) -> Own:
         """Return the prediction in double precision: small scores are differences of large numbers."""

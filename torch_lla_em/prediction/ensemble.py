@@ -62,6 +62,7 @@ class Ensemble(Predictor, nn.Module):
             tables if self.table is None else self.table,
             self.noise,
             None if known is None else lambda: known,
+            max(member._posterior.room for member in self.members),
         )
 
     def _keep(self, found: Kept, reference: Reference, messages: list[str]) -> None:

@@ -17,6 +17,7 @@ from torch_lla_em.likelihoods import Likelihood, Regression
 from torch_lla_em.prediction.calibration import Calibration, Kept
 from torch_lla_em.prediction.conformal import Reference, TrainingExamples, output_variance
 from torch_lla_em.prediction.pushed import Products, Pushed, Tables, posterior_alone
+from torch_lla_em.prediction.ranks import rounding
 
 
 class NotFittedError(RuntimeError):
@@ -35,6 +36,9 @@ class Components(NamedTuple):
     reference: Callable[[], Reference] | None = None
     """Returns what inputs are compared with, if there is anything."""
 
+    room: float = 0.0
+    """Relative difference up to which scores are ties, at least."""
+
 
 class Setting(NamedTuple):
     """What a posterior belongs to: its network, and how loaders are read and shared."""
@@ -50,6 +54,11 @@ class Setting(NamedTuple):
 
     shard: str | None = None
     """How the fit used a process group; ``calibrate`` does the same."""
+
+    def room(self) -> float:
+        """Return the relative difference up to which scores are ties, in the network's dtype."""
+        dtypes = {p.dtype for p in self.linear_model.network.module.parameters()}
+        return max((rounding(d) for d in dtypes if d.is_floating_point), default=0.0)
 
     def require(self, surely: bool = False) -> None:
         """Raise an error if the network has changed; ``surely`` compares every bit."""
@@ -114,6 +123,9 @@ class Posterior:
     num_data: int | None = None
     """The number of training examples with a label."""
 
+    room: float = 0.0
+    """Relative difference up to which scores are ties: that of the dtype in which they were computed."""
+
     trained_on: tuple[int, ...] = ()
     """Hashes of some training examples; empty if they are not known."""
 
@@ -138,6 +150,7 @@ class Posterior:
             likelihood,
             *(learnt.w_lin, learnt.w_samples, learnt.scale, precision, sigma, mixture.to(device)),
             *(*learnt.effective_dim, learnt.certificate, torch.stack(list(learnt.log_evidence))),
+            room=setting.room(),
             **facts,
         )
         examples = learnt.examples
@@ -150,7 +163,7 @@ class Posterior:
     def components(self) -> Components:
         """How predictions are made: as fitted or as calibrated."""
         has_reference = self.reference is not None or self.training_deviations is not None
-        return Components(self.mixture, None, self._known if has_reference else None)
+        return Components(self.mixture, None, self._known if has_reference else None, self.room)
 
     def _known(self) -> Reference:
         """Return scores of validation or, without a calibration, of training examples."""
@@ -182,6 +195,7 @@ class Posterior:
         known = replace(
             self,
             reference=reference,
+            room=max(self.room, self.setting.room()),
             calibration=found.calibration,
             messages=(*self.messages, *own),
         )

@@ -351,7 +351,7 @@ def predicted(data: Pushed, components: Components, judged: bool = True) -> Pred
             noise = reference.sigma / data.likelihood.sigma_noise.to(reference.sigma)
         return reference, data.prediction(reference.table, noise)
 
-    return replace(prediction, judge=cache(judge))
+    return replace(prediction, judge=cache(judge), room=components.room)
 
 
 def calibrated_on(

@@ -34,7 +34,7 @@ INTERNAL = "data", "jacobian", "problem", "checkpoint", "runtime"
 """Subpackages that only developers of the library import from."""
 
 FOR_USERS = {
-    "likelihoods": {"Tempered", "Weighted", "compare_with_log_prob"},
+    "likelihoods": {"compare_with_log_prob"},
     "inference": {"Estimate"},
 }
 """Names of subpackages for users that the package itself does not export. Mixtures have only such names."""

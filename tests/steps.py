@@ -4,7 +4,6 @@ import torch
 
 from torch_lla_em.inference.controller import Controller
 from torch_lla_em.inference.em import em
-from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.iterative_e_step import IterativeEStep
 from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.records import State
@@ -12,7 +11,7 @@ from torch_lla_em.inference.span_e_step import SpanEStep
 
 
 def start_of(problem, precision):
-    return State(torch.tensor(precision, dtype=torch.float64), sigma_of(problem))
+    return State(torch.tensor(precision, dtype=torch.float64), problem.sigma)
 
 
 def iterative_e_step(problem, noise, solver, tolerance=1e-9, *, kind=IterativeEStep):

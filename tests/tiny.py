@@ -59,10 +59,13 @@ def likelihood_of(name: str) -> Likelihood:
     }[name]
 
 
-def problem_of(model: nn.Module, likelihood: Likelihood, loader, selection=None) -> Problem:
+def problem_of(
+    model: nn.Module, likelihood: Likelihood, loader, selection=None, weights=None
+) -> Problem:
     layout = ParameterLayout.of(model, select_parameters(model, selection))
     linear = LinearModel(Network(model), layout)
-    return Problem(linear, likelihood, Data(loader, torch.device("cpu")))
+    data = Data(loader, torch.device("cpu"), weights=weights)
+    return Problem(linear, likelihood, data)
 
 
 @dataclass(frozen=True)

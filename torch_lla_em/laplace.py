@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em.checkpoint import FORMAT
-from torch_lla_em.data import Data, TargetFn, Weighed, paired
+from torch_lla_em.data import Data, TargetFn, Weights, paired, with_weights
 from torch_lla_em.distil import Distils
 from torch_lla_em.inference import FitOptions, Solver, choose_scalings, learn
 from torch_lla_em.jacobian import (
@@ -31,10 +31,8 @@ from torch_lla_em.likelihoods import (
     BradleyTerry,
     Likelihood,
     Regression,
-    Weighted,
     compare,
     preferred,
-    tempered,
 )
 from torch_lla_em.prediction import (
     Fitted,
@@ -247,7 +245,7 @@ class LinearisedLaplace(Distils, Fitted):
             )
         data = paired(loader, targets)
         if weights is not None:
-            data = Weighed(data, weights, self.target_fn)
+            data, weights = with_weights(data, weights)
         start = _start(prior_precision, em_steps)
         options = self._options(update=update, em_steps=int(em_steps), prior_precision=start)
         may_vary = not self.likelihood.is_quadratic and options.allows_variational
@@ -261,7 +259,7 @@ class LinearisedLaplace(Distils, Fitted):
             run = replace(options, g_prior=g_prior)
             try:
                 left = clock.share(len(choices) - number)
-                found = self._fit(data, run, Run(folder, progress_bar, left, shard))
+                found = self._fit(data, weights, run, Run(folder, progress_bar, left, shard))
                 if validation is not None:
                     known = calibrated_on([found], found.components, paired(validation, None))
                     found = found.calibrated(*known)
@@ -281,9 +279,11 @@ class LinearisedLaplace(Distils, Fitted):
         self._posterior = best
         return self
 
-    def _fit(self, loader: Any, options: FitOptions, run: Run) -> Posterior:
+    def _fit(
+        self, loader: Any, weights: Weights | None, options: FitOptions, run: Run
+    ) -> Posterior:
         """Return the posterior by one scaling of the prior; this object is not changed."""
-        problem = self._problem(loader, group_of(run.shard).joined())
+        problem = self._problem(loader, group_of(run.shard).joined(), weights)
         model = problem.linear_model
         session = Session(problem, self._header(options, model), *run[:3])
         setting = Setting(model, NetworkState(model.network), self.target_fn, run.shard)
@@ -342,19 +342,15 @@ class LinearisedLaplace(Distils, Fitted):
         """
         write_report(self, loader, path, other)
 
-    def _problem(self, loader: Any, group: Group) -> Problem:
+    def _problem(self, loader: Any, group: Group, weights: Weights | None = None) -> Problem:
         """Return the problem of a fit, once it is known which layer is the last."""
-        likelihood = tempered(self._given_likelihood, self.temperature)
-        target_fn = self.target_fn
-        if isinstance(loader, Weighed):  # targets are packed with the weights of their examples
-            likelihood, target_fn = Weighted(likelihood), None
-        data = Data(loader, self._device, target_fn, group)
+        data, model = Data(loader, self._device, self.target_fn, group, weights), self._linear_model
         if self._parameters_asked == "last_layer":
             # a call is needed to see which layer is called last
-            network = self._linear_model.network
+            network = model.network
             last = called_last(network, data.first().inputs)
-            return Problem(_linear_model(network, "last_layer", last), likelihood, data)
-        return Problem(self._linear_model, likelihood, data)
+            model = _linear_model(network, "last_layer", last)
+        return Problem(model, self._given_likelihood, data, self.temperature)
 
     def _header(self, options: FitOptions, model: LinearModel) -> dict[str, Any]:
         """Return what a checkpoint is compared with, by name."""

@@ -63,7 +63,7 @@ def write_report(la: Fitted, loader: Iterable[Any], path: str | PathLike[str], o
 
 def advice(la: Fitted, rows: PredictedData) -> Iterator[str]:
     """Yield what to do about a fit, one sentence at a time; nothing if all is well."""
-    gain = rows.network.log_prob(rows.targets) - rows.posterior.log_prob(rows.targets)
+    gain = rows.network._log_prob(rows.targets) - rows.posterior._log_prob(rows.targets)
     error = gain.double().std() / len(gain) ** 0.5
     if gain.double().mean() > _EDGE * error:
         yield (

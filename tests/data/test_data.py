@@ -18,7 +18,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from torch_lla_em import Classification, LinearisedLaplace
+from torch_lla_em import LinearisedLaplace
 from torch_lla_em.data.batch import next_tokens
 from torch_lla_em.data.loader import Data
 
@@ -236,10 +236,10 @@ def test_examples_without_a_label_are_not_counted(merged):
     la = LinearisedLaplace(Mean(), "classification", num_samples=2)
     loader = [(x, y)] if merged else list(zip(x.split(5), y.split(5)))
     assert la.fit(loader, em_steps=1, progress_bar=False).num_data == 7
-    maps = Data([(x, torch.stack([y, y.roll(1)], 1))], CPU)
-    maps.labelled = Classification().labelled
-    list(maps), list(maps)
-    assert (maps.num_rows, maps.num_labelled) == (12, 8)
+    sites = torch.stack([y, y.roll(1)], 1)
+    maps = LinearisedLaplace(nn.Conv1d(1, 3, 1), "classification", num_samples=2, class_dim=1)
+    maps.fit([(torch.randn(12, 1, 2), sites)], em_steps=1, progress_bar=False)
+    assert maps.num_data == 8
 
 
 class Streamed(IterableDataset):

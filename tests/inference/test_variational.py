@@ -18,6 +18,7 @@ from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.records import Pace, State
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
+from torch_lla_em.problem import Loss
 
 VARIATIONAL = {"curvature": "variational"}
 KINDS = ["classification", "bernoulli", "poisson", "binomial"]
@@ -87,9 +88,8 @@ def with_basis(name, draws):
     noise = basis_noise(problem, g_prior=False, layerwise=False)
     space = Span(problem, noise.prior, noise.xi, math.inf)
     assert space.widen(torch.eye(problem.size).double())
-    f, targets, _ = space.rows
     over = OverSpan(problem, noise, space, moves=True, tolerance=1e-9)
-    over.expected = ExpectedH(problem.likelihood, targets, f, 0, draws)
+    over.expected = ExpectedH(problem.loss(space.rows.targets, None), space.rows.f, 0, draws)
     return problem, noise, over
 
 
@@ -213,7 +213,7 @@ def test_the_bound_is_that_of_its_samples():
 def test_draws_do_not_depend_on_pieces(monkeypatch):
     case = tiny("classification")
     mean, pushed = torch.randn(30, 3).double(), torch.randn(30, 3, 4).double()
-    expected = ExpectedH(likelihood_of("classification"), case.y, mean, 0, 5)
+    expected = ExpectedH(Loss(likelihood_of("classification"), case.y), mean, 0, 5)
     draws, w = expected.deviations(pushed), torch.randn(90, 2).double()
 
     def found():
@@ -231,7 +231,7 @@ def test_draws_have_the_covariance_of_the_samples():
     torch.manual_seed(0)
     case, mean, pushed = tiny("classification"), torch.zeros(30, 3), torch.randn(30, 3, 2)
     pushed[:, 1] = 2 * pushed[:, 0]  # outputs that vary together, and fewer samples than outputs
-    expected = ExpectedH(likelihood_of("classification"), case.y, mean, 0, 4000)
+    expected = ExpectedH(Loss(likelihood_of("classification"), case.y), mean, 0, 4000)
     h = expected.deviations(pushed).double()
     covariance = torch.einsum("snc,snd->ncd", h, h) / len(h)
     exact = (pushed @ pushed.mT).double() / 2

@@ -26,7 +26,7 @@ MODULES = {  # beside the package itself, whose names are those of __all__
 
 MORE = {
     "compat": ["Laplace"],
-    "likelihoods": ["Tempered", "Weighted", "compare_with_log_prob"],
+    "likelihoods": ["compare_with_log_prob"],
     "mixtures": ["BernoulliMixture", "GaussianMixture", "Mixture", "VariationalGaussianMixture"],
 }
 GIVEN = {"self", "cls", "trainer", "pl_module", "stage"}

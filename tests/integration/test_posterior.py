@@ -13,7 +13,6 @@ from torch.testing import assert_close
 
 from torch_lla_em import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton, Regression
 from torch_lla_em.inference.controller import Controller
-from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.iterative_e_step import IterativeEStep, starting_precision
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import (
@@ -118,7 +117,7 @@ def test_em_follows_the_dense_path(name, g_prior, layerwise, monkeypatch):
     monkeypatch.setattr("torch_lla_em.inference.iterative_e_step.MODE_TOLERANCE", 1e-9)
     monkeypatch.setattr(Controller, "accelerated", lambda self, here, plain, state: plain)
     problem, noise, precision, exact, _ = setting(name, g_prior, layerwise)
-    sigma, layout = sigma_of(problem), noise.prior.layout
+    sigma, layout = problem.sigma, noise.prior.layout
     e_step = iterative_e_step(problem, noise, BlockCG(), kind=_BasisEStep)
     start = State(precision, sigma)
     for state in states_of_em(e_step, start, em_steps=5):
@@ -161,7 +160,7 @@ def test_em_converges_to_the_dense_fixed_point(name, g_prior, solver, monkeypatc
         "block CG": lambda: iterative_e_step(problem, noise, BlockCG()),
         "function space": lambda: iterative_e_step(problem, noise, FunctionSpace()),
     }[solver]()
-    sigma = sigma_of(problem)
+    sigma = problem.sigma
     start = State(precision, sigma)
     *_, last = states_of_em(e_step, start, em_steps=60)
     aside = last.precision * 1.5, sigma  # from aside, to save steps

@@ -9,8 +9,8 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import BlockCG, LinearisedLaplace
-from torch_lla_em.data import Weighed
-from torch_lla_em.likelihoods import Weighted
+from torch_lla_em.inference.options import FitOptions, choose_curvature
+from torch_lla_em.problem import Loss
 
 PRECISION = torch.tensor(5.0).double()
 FIT = {"em_steps": 0, "prior_precision": 5.0, "progress_bar": False}
@@ -44,9 +44,9 @@ def fit(case, data, la=None, **options):
 def test_products_use_the_weights(name):
     case = tiny(name)
     w = weights_of(case)
-    exact, likelihood = dense(case, w), Weighted(likelihood_of(name))
+    exact = dense(case, w)
     batches = [(case.x[a:b], case.y[a:b], w[a:b]) for a, b in ((0, 7), (7, 8), (8, 30))]
-    problem = problem_of(case.model, likelihood, Weighed(batches, "last", None))
+    problem = problem_of(case.model, likelihood_of(name), batches, weights="last")
     unit = torch.eye(problem.size).double()
     assert_close(problem.ggn_product(unit), exact.ggn)
     rows = problem.rows()
@@ -92,6 +92,66 @@ def test_integer_weights_equal_repeated_examples(options):
     error = sum(la.effective_dim_error / la.effective_dim for la in (own, other))
     assert (gap < 5 * error + 0.02).all()
     assert_close(own(case.x), other(case.x), rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("sites", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("name", ["classification", "bernoulli", "regression"])
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_the_loss_and_its_derivatives_belong_together(name, sites, temperature):
+    """Weights of examples or of sites: gradient, H and S Sᵀ are those of the value."""
+    likelihood, generator = likelihood_of(name), torch.Generator().manual_seed(0)
+    f = torch.randn(4, *sites, 3, generator=generator).double()
+    y = torch.randint(3, (4, *sites), generator=generator)
+    if likelihood.elementwise:
+        y = torch.randint(2, f.shape, generator=generator).double()
+    else:
+        y[0] = -100
+    of_examples = torch.rand(4, generator=generator).double()
+    of_sites = torch.rand(y.shape, generator=generator).double()
+    if likelihood.elementwise:  # one weight for all outputs of an example
+        of_sites = of_examples.view(4, *(1,) * (y.dim() - 1)).expand_as(y)
+    for w in (None, of_examples, of_sites):
+        loss = Loss(likelihood, y, w, temperature)
+        gradient, hessian = (d(loss.value)(f) for d in (torch.func.grad, torch.func.hessian))
+        hessian, unit = hessian.view(f.numel(), -1), torch.eye(f.numel()).view(-1, *f.shape).to(f)
+        assert_close(loss.gradient(f), gradient)
+        assert_close(loss.product(f, unit).flatten(1), hessian)
+        root = loss.root(f, unit).flatten(1)
+        assert_close(root.T @ root, hessian)
+        H = loss.expected_hessian(f[None])
+        H = H.diag_embed() if likelihood.elementwise else H
+        assert_close(torch.block_diag(*H.flatten(0, -3)), hessian)
+        parts = [loss.part(some).value(f[some]) for some in (slice(0, 1), slice(1, 4))]
+        assert_close(sum(parts), loss.value(f))
+        assert loss.labelled().tolist() == [likelihood.elementwise, True, True, True]
+
+
+@pytest.mark.parametrize("num_classes, curvature", [(200, "variational"), (300, "network")])
+def test_weights_do_not_halve_the_limit_of_classes(num_classes, curvature):
+    x, y = torch.randn(4, 2), torch.arange(4)
+    problem = problem_of(nn.Linear(2, num_classes), likelihood_of("classification"), [(x, y)])
+    weighted = problem_of(
+        nn.Linear(2, num_classes), likelihood_of("classification"), [(x, y, y + 1)], weights="last"
+    )
+    for each in (problem, weighted):
+        each.loss_and_gradient(each.zeros(1)[0])
+        assert choose_curvature(each, FitOptions()) == curvature
+        assert each.data.num_targets == 4
+
+
+def test_outputs_without_an_axis_take_weights():
+    case = tiny("bernoulli")
+    w, x, y = weights_of(case), case.x, case.y[:, :1]
+    torch.manual_seed(0)
+    column = nn.Linear(2, 1).double()
+    flat = nn.Sequential(column, nn.Flatten(0))
+    options = {"curvature": "variational", "g_prior": False, "num_samples": 8}
+    one, other = (
+        LinearisedLaplace(net, "bernoulli", **options).fit(x, t, weights=w, **FIT)
+        for net, t in ((column, y), (flat, y[:, 0]))
+    )
+    assert_close(one.w_lin, other.w_lin)
+    assert_close(one.w_samples, other.w_samples)
 
 
 OF_CLASSES = torch.tensor([0.5, 2.0, 1.0]).double()

@@ -170,6 +170,20 @@ def test_a_tempered_fit_keeps_the_noise():
     assert_close(other(case.x)[1], variance)
 
 
+@pytest.mark.parametrize("temperature", [0.999, 0.3])
+def test_a_tempered_fit_takes_the_noise_of_the_residuals(temperature, tmp_path):
+    case = tiny("regression")
+    with torch.no_grad():
+        residual = (case.y - case.model(case.x)).square().mean().sqrt()
+    options = {"temperature": temperature, "num_samples": 4}
+    la = LinearisedLaplace(case.model, "regression", **options)
+    la.fit(case.x, case.y, em_steps=2, checkpoint=tmp_path, progress_bar=False)
+    assert_close(la.sigma_noise, residual.double())
+    known = LinearisedLaplace(case.model, "regression", sigma_noise=residual, **options)
+    known.fit(case.x, case.y, em_steps=2, progress_bar=False)
+    assert_close(la.prior_precision, known.prior_precision)
+
+
 @pytest.mark.parametrize("kind", ["cross-entropy", "mse", "bce"])
 def test_weight_decay_is_a_prior_precision(kind):
     """Training a linear model with weight decay ends at the mode under that precision."""

@@ -5,10 +5,12 @@ import logging
 import pytest
 import torch
 from tiny import Binomial, tiny
+from torch import nn
 from torch.nn.functional import logsigmoid, softplus
+from torch.testing import assert_close
 
-from torch_lla_em import Bernoulli, Classification, LinearisedLaplace, Regression
-from torch_lla_em.likelihoods import Likelihood, Weighted, compare_with_log_prob, tempered
+from torch_lla_em import Bernoulli, Classification, LinearisedLaplace, Regression, compare
+from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob
 
 F = torch.linspace(-3, 4, 24).view(12, 2)
 LABELS = (torch.arange(24).view(12, 2) % 3 == 0).float()
@@ -51,22 +53,62 @@ WRONG = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_wrong_derivatives_raise(kind, dtype):
     (own, message), f, y = WRONG[kind], F.to(dtype), LABELS.to(dtype)
-    packed = torch.stack([y, torch.ones_like(y)], -1)
-    for likelihood, targets in (
-        (own(), y),
-        (tempered(own(), 0.5), y),
-        (Weighted(tempered(own(), 0.5)), packed),
-    ):
-        with pytest.raises(ValueError, match=f"{own.__name__}.*{message}"):
-            compare_with_log_prob(likelihood, f, targets)
+    with pytest.raises(ValueError, match=f"{own.__name__}.*{message}"):
+        compare_with_log_prob(own(), f, y)
 
 
-def test_fits_check_the_derivatives():
+@pytest.mark.parametrize("weights", [None, torch.ones(30)])
+def test_fits_check_the_derivatives(weights):
     case = tiny("bernoulli")
     with pytest.raises(ValueError, match="Batch 0: WrongCurvature"):
-        LinearisedLaplace(case.model, WrongCurvature()).fit(
-            [(case.x, case.y)], em_steps=0, prior_precision=1.0, progress_bar=False
+        LinearisedLaplace(case.model, WrongCurvature(), temperature=0.5).fit(
+            *(case.x, case.y),
+            weights=weights,
+            em_steps=0,
+            prior_precision=1.0,
+            progress_bar=False,
         )
+
+
+class FromOne(Classification):
+    """Classes are counted from 1: ``align`` must be called once for every target."""
+
+    def align(self, y, class_dim):
+        return super().align(y, class_dim) - 1
+
+
+class OneHot(Classification):
+    def align(self, y, class_dim):
+        return super().align(y.argmax(class_dim), class_dim)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    "own, to_own", [(FromOne, lambda y: y + 1), (OneHot, nn.functional.one_hot)]
+)
+def test_targets_are_aligned_once_in_every_path(own, to_own, weighted, temperature):
+    case = tiny("classification")
+    weights = 0.5 + torch.rand(30, generator=torch.Generator().manual_seed(0)) if weighted else None
+    found = []
+    for likelihood, y in (("classification", case.y), (own(), to_own(case.y))):
+        la = LinearisedLaplace(
+            case.model, likelihood, num_samples=4, temperature=temperature, class_dim=1
+        )
+        la.fit(case.x, y, weights=weights, em_steps=2, progress_bar=False)
+        prediction = la.predict(case.x)
+        one = compare({"la": la}, case.x, y).records["la"]
+        del one["seconds"]
+        before = [prediction.log_prob(y), prediction.joint_log_prob(y)]
+        la.calibrate(case.x + 1e-3, y)
+        after = la.predict(case.x)
+        evidence = torch.tensor([*one.values(), *la.calibration[:4]])
+        sets = after.prediction_set(0.8)
+        found.append(
+            [la.prior_precision, *before, evidence, after.log_prob(y), after.p_value, sets]
+        )
+    for plain, ours in zip(*found):
+        assert_close(plain, ours, equal_nan=True)
 
 
 class Probit(Likelihood):

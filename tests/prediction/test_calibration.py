@@ -51,7 +51,7 @@ def objective(likelihood, parts, theta):
     f, Jw, y = parts
     table, noise = numbers.at(theta)
     if isinstance(likelihood, Regression):
-        likelihood = likelihood.at_noise(likelihood.sigma_noise * noise)
+        likelihood = likelihood.with_noise(likelihood.sigma_noise * noise)
     rows = Products(likelihood, f, Jw).prediction(table).log_prob(y).sum()
     return rows - 0.5 * (theta / torch.tensor(numbers.deviations)).square().sum()
 
@@ -117,7 +117,7 @@ def test_errors_are_those_of_paired_differences(caplog):
     assert said == f"Validation NLL {found.calibration}; calibration applied."
     f, Jw, y = problem.parts
     before = Products(likelihood, f, Jw).prediction(PLAIN)
-    after = Products(likelihood.at_noise(likelihood.sigma_noise * found.noise), f, Jw).prediction(
+    after = Products(likelihood.with_noise(likelihood.sigma_noise * found.noise), f, Jw).prediction(
         found.table
     )
     gain = after.log_prob(y) - before.log_prob(y)

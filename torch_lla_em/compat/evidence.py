@@ -41,18 +41,18 @@ class AtTheNetwork(NamedTuple):
     @classmethod
     def of(cls, problem: Problem) -> AtTheNetwork:
         """Return the sums over the data, in one pass without derivatives."""
-        network, loss, outputs = problem.linear_model.network, 0.0, 0
-        with network.guarded(), torch.no_grad():
-            for batch in problem.data.batches():
-                f = network.outputs(batch.inputs)
-                loss -= problem.likelihood.log_prob(f, batch.targets).sum().item()
-                outputs = f[0].numel()
+        model, total, outputs, labelled = problem.linear_model, 0.0, 0, 0
+        with torch.no_grad():
+            for batch in problem.sweep.batches():
+                f, loss = model.outputs(batch.inputs), problem.loss(batch.targets, batch.weights)
+                total += loss.value(f).item()
+                outputs, labelled = f[0].numel(), labelled + int(loss.labelled().sum())
         count = problem.data.num_targets
         if problem.likelihood.real_valued:
-            loss -= 0.5 * count * math.log(2 * math.pi)
+            total -= 0.5 * count * math.log(2 * math.pi)
         tensor = problem.zeros(1).double().new_tensor
-        counts = tensor(count), tensor(problem.data.num_labelled), tensor(outputs)
-        return cls(tensor(loss), *counts, problem.w_MAP.clone())
+        counts = tensor(count), tensor(labelled), tensor(outputs)
+        return cls(tensor(total), *counts, problem.w_MAP.clone())
 
 
 class Quadrature(NamedTuple):

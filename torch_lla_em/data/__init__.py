@@ -11,15 +11,16 @@ from torch_lla_em.data.batch import (
 )
 from torch_lla_em.data.identity import Identity, distinct
 from torch_lla_em.data.loader import Data
-from torch_lla_em.data.sources import Weighed, as_loader, paired
+from torch_lla_em.data.sources import as_loader, paired
 from torch_lla_em.data.trees import copied, is_sequence, map_tensors, tensors_in, to_device
+from torch_lla_em.data.weights import Weights, with_weights
 
 __all__ = [
     "Batch",
     "Data",
     "Identity",
     "TargetFn",
-    "Weighed",
+    "Weights",
     "as_loader",
     "as_targets",
     "copied",
@@ -33,4 +34,5 @@ __all__ = [
     "paired",
     "tensors_in",
     "to_device",
+    "with_weights",
 ]

@@ -14,10 +14,8 @@ from torch_lla_em.data.trees import (
     cut,
     is_sequence,
     like,
-    map_tensors,
     sent,
     tensors_in,
-    to_device,
 )
 
 TargetFn = Callable[[Any], Tensor]
@@ -44,6 +42,9 @@ class Batch(NamedTuple):
     step_rows: int = 0
     """Number of examples in the batches of all ranks, if all ranks process one batch at a time."""
 
+    weights: Tensor | None = None
+    """Weights of the examples, (B,), or of the targets, in their shape; None: all are 1."""
+
     kept: Any = None
     """The list of stored batches that contains this one; None if it is read again in every pass."""
 
@@ -64,18 +65,23 @@ class Batch(NamedTuple):
                 rows=self.rows[piece],
                 inputs=cut(self.inputs, rows, piece),
                 targets=self.targets[piece],
+                weights=None if self.weights is None else self.weights[piece],
                 kept=None,
             )
 
     def copied(self) -> Batch:
         """Return a copy of the batch."""
-        inputs, targets = copied((self.inputs, self.targets))
-        return self._replace(inputs=inputs, targets=targets)
+        return self._replace(**copied(self.tensors()))
 
     def on(self, device: torch.device) -> tuple[Batch, Callable[[], None]]:
         """Return the batch on a device, and a function that waits until it has arrived there."""
-        (inputs, targets), wait = sent((self.inputs, self.targets), device)
-        return self._replace(inputs=inputs, targets=targets), wait
+        moved, wait = sent(self.tensors(), device)
+        return self._replace(**moved), wait
+
+    def tensors(self) -> dict[str, Any]:
+        """Return the targets, the inputs and the weights, if there are any, by name."""
+        known = {"targets": self.targets, "inputs": self.inputs}
+        return known if self.weights is None else {**known, "weights": self.weights}
 
 
 def inputs_of(batch: Any, targets: Tensor | None = None) -> Any:
@@ -107,18 +113,6 @@ def default_targets(batch: Any) -> Any:
         f"No targets found in a batch of type {type(batch).__name__}. Batches are (inputs, "
         'targets) or dicts with "labels"; for others pass target_fn=lambda batch: ...'
     )
-
-
-def split(batch: Any, target_fn: TargetFn | None, device: torch.device) -> tuple[Any, Tensor]:
-    """Return inputs and targets; they are moved to the device only if a ``target_fn`` is called."""
-    if target_fn is None:
-        batch = map_tensors(lambda tensor: tensor, batch)
-        targets, inputs = default_targets(batch), inputs_of(batch)
-    else:
-        batch = to_device(batch, device)
-        targets = target_fn(batch)
-        inputs = inputs_of(batch, targets)
-    return inputs, as_targets(targets)
 
 
 def as_targets(targets: Any) -> Tensor:

@@ -32,8 +32,8 @@ class Identity:
 
     def __init__(self, same_batches: bool = False) -> None:
         self.same_batches = same_batches
-        self.num_rows = self.num_targets = self.num_labelled = 0
-        """Number of examples, of entries of their targets, and of examples with a label."""
+        self.num_rows = self.num_targets = 0
+        """Number of examples, and of entries of their targets."""
 
         self._sum = 0
         self.least: list[int] = []
@@ -43,7 +43,7 @@ class Identity:
         """Hashes of one example; several if they depend on the batch."""
 
     def add(self, batch: Any, counts_only: bool = False) -> None:
-        """Add a batch (targets, inputs)."""
+        """Add a batch: its targets, its inputs, and its weights if it has any."""
         size = len(batch[0])
         self.num_rows, self.num_targets = self.num_rows + size, self.num_targets + batch[0].numel()
         if counts_only:
@@ -97,7 +97,7 @@ class Identity:
     def of(cls, parts: list[Identity]) -> Identity:
         """Return the identity of the examples of all ranks."""
         whole = cls(all(part.same_batches for part in parts))
-        for name in ("num_rows", "num_targets", "num_labelled", "_sum"):
+        for name in ("num_rows", "num_targets", "_sum"):
             setattr(whole, name, sum(getattr(part, name) for part in parts))
         whole._sum %= 1 << 64
         for part in parts:

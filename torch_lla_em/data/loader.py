@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, repeat
 from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torch_lla_em.data.batch import Batch, TargetFn
 from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.reading import Reader, joined
 from torch_lla_em.data.trees import map_tensors
+from torch_lla_em.data.weights import Weights
 from torch_lla_em.runtime import Group, free_memory, report
 
 _EMPTY = "The loader is empty: it yielded no examples."
@@ -81,8 +81,10 @@ class Data:
         device: torch.device,
         target_fn: TargetFn | None = None,
         group: Group = Group(),
+        weights: Weights | None = None,
     ):
-        self._reader = Reader(loader, device, target_fn, group.size)
+        self._reader = Reader(loader, device, target_fn, group.size, weights)
+        self.is_weighted = weights is not None
         self._source = self._reader.source
         self.group, self._device = group, device
         self.identity: Identity | None = None
@@ -102,17 +104,17 @@ class Data:
         self.merge_rows = 0
         """Size up to which batches are joined, if examples do not depend on each other; 0: never."""
 
-        self.labelled: Callable[[Tensor], Tensor] = lambda y: torch.ones(len(y), device="cpu")
-        """Returns which examples have a target that the likelihood does not ignore."""
-
         self.num_rows: int | None = None
         """N, known after the first pass."""
 
-        self.num_targets = self.num_labelled = 0
-        """Entries of all targets, N C where every output has one; and examples that have a label."""
+        self.num_targets = 0
+        """Entries of all targets, N C where every output has one."""
 
-        self.num_outputs = 0
-        """Entries of all outputs, N C: set by the first pass that calls the network."""
+        self.num_outputs = self.num_labelled = 0
+        """Entries of all outputs, N C, and examples with a label, known after the first pass."""
+
+        self._counts: dict[int, tuple[int, int]] = {}
+        """The same of this rank's pieces in the first pass, by the number of their first example."""
 
         self.num_passes = 0
 
@@ -156,6 +158,13 @@ class Data:
 
     __iter__ = batches
 
+    def count(self, batch: Batch, outputs: int, labelled: int) -> None:
+        """Note the number of outputs of a batch, or a piece of one, and of its labelled examples.
+
+        A piece that is repeated is counted once.
+        """
+        self._counts[batch.place[0]] = outputs, labelled
+
     def num_batches(self) -> int:
         """Return the number of batches of a pass over all ranks; 0 if it is not known without one."""
         return self._source.num_batches()
@@ -192,9 +201,7 @@ class Data:
     def _counted(self, batches: Iterable[Batch], own: Identity, candidate: Kept) -> Iterator[Batch]:
         """Yield batches on the device; count them, and store them if they may be kept."""
         for batch in batches:
-            if self.num_passes == 0:
-                own.num_labelled += int(self.labelled(batch.targets).sum())
-            own.add((batch.targets, batch.inputs), counts_only=self._changes)
+            own.add(tuple(batch.tensors().values()), counts_only=self._changes)
             batch, wait = batch.on(self._device)
             candidate.add(batch, self._source.is_list)
             yield batch._replace(kept=candidate if candidate.room > 0 else None)
@@ -232,8 +239,9 @@ class Data:
         if whole.num_rows != (self.num_rows or whole.num_rows):
             raise ValueError(_OTHER_COUNT.format(whole.num_rows, self.num_rows))
         if self.num_passes == 0:
-            self.num_labelled = whole.num_labelled
-            self.num_outputs = self.group.meet(self.num_outputs, sum)
+            own = [sum(each) for each in zip(*self._counts.values())] or [0, 0]
+            self.num_outputs, self.num_labelled = self.group.meet(own, _added)
+            self._counts.clear()
         if self.num_passes == 0 or self._is_restored:
             self.identity, self._is_restored = whole, False
         self.num_rows, self.num_targets = whole.num_rows, whole.num_targets
@@ -243,12 +251,16 @@ class Data:
             self.identity = self.kept = None
 
 
+def _added(every: list[list[int]]) -> list[int]:
+    return [sum(each) for each in zip(*every)]
+
+
 def _bytes(batch: Batch) -> float:
     """Return the size of a batch; that of objects such as graphs is unknown."""
-    sizes: list[float] = [batch.targets.nbytes]
+    sizes: list[float] = []
     map_tensors(
         lambda tensor: sizes.append(tensor.numel() * tensor.element_size()),
-        batch.inputs,
+        batch.tensors(),
         lambda _: sizes.append(inf),
     )
     return sum(sizes)

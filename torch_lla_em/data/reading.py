@@ -7,11 +7,20 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from torch_lla_em.data.batch import Batch, TargetFn, check_rows, default_targets, split
+from torch_lla_em.data.batch import (
+    Batch,
+    TargetFn,
+    as_targets,
+    check_rows,
+    default_targets,
+    inputs_of,
+)
 from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.sources import Source, as_loader
-from torch_lla_em.data.trees import map_tensors, row_form, tensors_in
+from torch_lla_em.data.trees import map_tensors, row_form, tensors_in, to_device
+from torch_lla_em.data.weights import Weights, checked_weights, without_weights
 
 _REPEATED = (
     "Each of the {0} workers of the DataLoader yields all examples of its IterableDataset, so "
@@ -36,7 +45,9 @@ class Reader:
         device: torch.device,
         target_fn: TargetFn | None = None,
         num_ranks: int = 1,
+        weights: Weights | None = None,
     ):
+        self._weights = weights
         self.source = Source(as_loader(loader, target_fn), num_ranks)
         self._device, self._target_fn, self._num_ranks = device, target_fn, num_ranks
         self._ahead: list[Batch] = []
@@ -77,9 +88,10 @@ class Reader:
         workers = [Identity() for _ in range(self.source.num_workers)]
         for place, numbers, raw in self.source.batches(first, step, seed):
             if numbers is None and place % step != first:  # another rank's
+                raw, _ = without_weights(raw, self._weights)
                 seen += len((self._target_fn or default_targets)(raw))
                 continue
-            inputs, targets = split(raw, self._target_fn, self._device)
+            inputs, targets, weights = self._split(raw)
             size = check_rows(inputs, targets, place)
             if not size:
                 continue
@@ -90,9 +102,25 @@ class Reader:
             seen, self.num_read = seen + size, self.num_read + 1
             if len(workers) > 1:
                 workers[place % len(workers)].add((targets, inputs))
-            yield Batch(place, numbers, inputs, targets)
+            yield Batch(place, numbers, inputs, targets, weights=weights)
         if len(workers) > 1 and all(w.num_rows and w.agrees(workers[0]) for w in workers):
             raise ValueError(_REPEATED.format(len(workers)))
+
+    def _split(self, batch: Any) -> tuple[Any, Tensor, Tensor | None]:
+        """Return inputs, targets and weights; moved to the device only if a ``target_fn`` is called."""
+        batch, weights = without_weights(batch, self._weights)
+        given = None
+        if self._target_fn is None:
+            batch = map_tensors(lambda tensor: tensor, batch)
+            targets = as_targets(default_targets(batch))
+        else:
+            batch = to_device(batch, self._device)
+            given = self._target_fn(batch)
+            targets = as_targets(given)
+        if callable(self._weights):  # which may index a tensor on the CPU
+            weights = self._weights(targets if given is None else targets.cpu())
+        inputs = inputs_of(batch, given)
+        return inputs, targets, None if weights is None else checked_weights(weights, targets)
 
 
 def joined(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
@@ -103,7 +131,7 @@ def joined(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
     waiting: list[Batch] = []
     key: Any = None
     for batch in batches:
-        form = row_form((batch.inputs, batch.targets), len(batch.rows))
+        form = row_form(batch.tensors(), len(batch.rows))
         alone = form is None or len(batch.rows) >= size
         rows = sum(len(other.rows) for other in waiting) + len(batch.rows)
         if waiting and (alone or form != key or rows > size):
@@ -124,8 +152,8 @@ def _together(batches: list[Batch]) -> Batch:
     first, last = batches[0], batches[-1]
     if first is last:
         return first
-    columns = [tensors_in((batch.inputs, batch.targets)) for batch in batches]
+    columns = [tensors_in(batch.tensors()) for batch in batches]
     whole = iter([torch.cat(column) for column in zip(*columns)])
-    inputs, targets = map_tensors(lambda _: next(whole), (first.inputs, first.targets))
+    tensors = map_tensors(lambda _: next(whole), first.tensors())
     rows = torch.cat([batch.rows for batch in batches])
-    return Batch(f"{first.index} to {last.index}", rows, inputs, targets)
+    return Batch(f"{first.index} to {last.index}", rows, **tensors)

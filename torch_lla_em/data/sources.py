@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import length_hint
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from torch_lla_em.data.batch import TargetFn, as_targets, default_targets, inputs_of
+from torch_lla_em.data.batch import TargetFn
 
 _EXAMPLES_AT_ONCE = 100
 
@@ -37,65 +37,6 @@ _OPTIONS = (
     "persistent_workers",
     "pin_memory_device",
 )
-
-
-class Weighed:
-    """A loader whose examples have weights: yields (inputs, targets and weights in one tensor)."""
-
-    def __init__(
-        self,
-        loader: Any,
-        weights: Tensor | str | Callable[[Tensor], Tensor],
-        target_fn: TargetFn | None,
-    ):
-        if isinstance(weights, str) and weights != "last":
-            raise ValueError(
-                f'weights={weights!r} is not valid: pass "last" if batches end with their '
-                "weights, a tensor together with inputs and targets, or a function of the "
-                "targets."
-            )
-        if not (callable(weights) or isinstance(weights, str)):
-            # fit(x, y) passes a list of one batch
-            loader = loader[0] if isinstance(loader, list) and len(loader) == 1 else loader
-            if not is_pair(loader):
-                raise TypeError(
-                    "A tensor of weights needs inputs and targets that are tensors: fit(x, y, "
-                    "weights=w). With a loader, let its batches be (inputs, targets, weights) and "
-                    'pass weights="last".'
-                )
-            loader, weights = [(*loader, torch.as_tensor(weights, device="cpu"))], "last"
-        self.loader, self._weights, self._target_fn = as_loader(loader), weights, target_fn
-
-    def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
-        return map(self.packed, self.loader)
-
-    def packed(self, batch: Any) -> tuple[Any, Tensor]:
-        """Return a batch of the loader as inputs, and targets with their weights."""
-        weights = self._weights
-        if not callable(weights):
-            if not isinstance(batch, (tuple, list)) or len(batch) < 3:
-                raise TypeError(
-                    'With weights="last" batches are (inputs, targets, weights), not a '
-                    f"{type(batch).__name__}."
-                )
-            *batch, weights = batch
-        given = None if self._target_fn is None else self._target_fn(batch)
-        y = as_targets(default_targets(batch) if given is None else given)
-        return inputs_of(batch, given), _packed(y, weights(y) if callable(weights) else weights)
-
-
-def _packed(y: Tensor, weights: Any) -> Tensor:
-    """Return targets and weights, (*y.shape, 2), in double precision, which holds any label."""
-    w = torch.as_tensor(weights, dtype=torch.float64, device=y.device)
-    if w.shape not in (y.shape, y.shape[:1]):
-        raise ValueError(
-            f"The weights have shape {tuple(w.shape)}, but the targets {tuple(y.shape)}: pass one "
-            "weight for each example, or for each label."
-        )
-    if not (torch.isfinite(w).all() and (w >= 0).all()):
-        raise ValueError("Weights must be finite and not negative.")
-    w = w.reshape(*w.shape, *(1,) * (y.dim() - w.dim())).expand(y.shape)
-    return torch.stack([y.double(), w], -1)
 
 
 def as_loader(data: Any, target_fn: TargetFn | None = None) -> Iterable[Any]:
@@ -141,16 +82,13 @@ class Source:
     """
 
     def __init__(self, loader: Any, num_ranks: int = 1):
-        weighed = loader if isinstance(loader, Weighed) else None
-        self._convert: Callable[[Any], Any] = weighed.packed if weighed else lambda batch: batch
-        inner: Any = loader if weighed is None else weighed.loader
-        self.loader = inner
+        self.loader = loader
         self._own: _OwnBatches | None = None
         self.shuffles = False
         """Whether the loader's own order is random: minibatches of SGD have one too."""
 
-        sampler, rows = _sampler(inner), fixed_order(inner, num_ranks)
-        self.is_list = type(inner) in (list, tuple)
+        sampler, rows = _sampler(loader), fixed_order(loader, num_ranks)
+        self.is_list = type(loader) in (list, tuple)
         """Whether all batches are in memory."""
 
         self.keeps_order = self.is_list or rows is not None
@@ -160,17 +98,17 @@ class Source:
         self.drawn_by = type(sampler).__name__ if draws else None
         """The sampler that may draw other examples in every pass."""
 
-        streams = isinstance(inner, DataLoader) and not _has_rows(inner)
-        self.num_workers = inner.num_workers if streams else 0
+        streams = isinstance(loader, DataLoader) and not _has_rows(loader)
+        self.num_workers = loader.num_workers if streams else 0
         """How many workers each iterate over a dataset of their own."""
 
         if rows is not None:
             in_turn = type(sampler) in (SequentialSampler, list, tuple, range)
             self.shuffles = getattr(sampler, "shuffle", not in_turn)
-            self._own = _OwnBatches(rows, inner.batch_size or 1, inner.drop_last)
-            options = {name: getattr(inner, name, None) for name in _OPTIONS}
+            self._own = _OwnBatches(rows, loader.batch_size or 1, loader.drop_last)
+            options = {name: getattr(loader, name, None) for name in _OPTIONS}
             self.loader = DataLoader(
-                inner.dataset,
+                loader.dataset,
                 batch_sampler=self._own,
                 generator=torch.Generator(device="cpu"),
                 **{name: value for name, value in options.items() if value},
@@ -197,12 +135,12 @@ class Source:
         """
         if self._own is None:
             for place, batch in enumerate(self.loader):
-                yield place, None, self._convert(batch)
+                yield place, None, batch
             return
         chosen = self._own.choose(first, step, seed if self.shuffles else None)
         in_turn = step == 1 and (seed is None or not self.shuffles)
         for number, (rows, batch) in enumerate(zip(chosen, self.loader)):
-            yield first + number * step, None if in_turn else rows, self._convert(batch)
+            yield first + number * step, None if in_turn else rows, batch
 
 
 class _OwnBatches:

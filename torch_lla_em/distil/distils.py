@@ -142,7 +142,7 @@ class Distils(Predictor):
         )
         copy.module.eval()
         form = Form(
-            posterior.likelihood.plain,
+            posterior.likelihood,
             network.forward_fn,
             posterior.setting.target_fn,
             network.class_dim,

@@ -223,9 +223,7 @@ class StudentPrediction(Printed, Conformal):
 
     def _aligned(self, y: Tensor) -> Tensor:
         """Move the outputs' axis of targets last, and check that they fit."""
-        y = self.likelihood.align(as_targets(y).to(self.centre.device), -1)
-        if self.likelihood.elementwise and y.dim() == self.centre.dim():
-            y = y.movedim(self.class_dim, -1)
+        y = self.likelihood.align(as_targets(y).to(self.centre.device), self.class_dim)
         self.likelihood.check(self.centre, y)
         return y
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
-from torch_lla_em.likelihoods import Regression
 from torch_lla_em.problem import Problem, WhitenedGGN
 from torch_lla_em.runtime import report
 from torch_lla_em.solvers import add_combined, gram, orthonormalise, overlap, symmetric
@@ -112,12 +111,6 @@ def _quadrature(product: WhitenedGGN, rows: Tensor, is_xi: bool) -> Tensor:
         "prior_precision, or use float64.",
     )
     return found
-
-
-def sigma_of(problem: Problem) -> Tensor | None:
-    """Return σ of a Gaussian likelihood, None for others."""
-    likelihood = problem.likelihood
-    return likelihood.sigma_noise if isinstance(likelihood, Regression) else None
 
 
 def gaussian_constant(problem: Problem, sigma: Tensor) -> float:

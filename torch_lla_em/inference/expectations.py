@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.problem import Loss
 
 # number of functions times outputs that are in memory at once
 _NUMBERS = 1 << 22
@@ -27,18 +27,15 @@ class FixedH:
     moves = False
     """Whether H follows the posterior."""
 
-    def __init__(self, likelihood: Likelihood, targets: Tensor, like: Tensor):
-        self._likelihood, self._targets = likelihood, targets
+    def __init__(self, loss: Loss, like: Tensor):
+        self._loss, self._elementwise = loss, loss.likelihood.elementwise
         self.shape = like.shape
         """(N, ..., C)."""
-
-        mask = likelihood.mask(targets)
-        self._mask = None if mask is None else mask.unsqueeze(-1).to(like)
 
     @property
     def refreshes(self) -> bool:
         """Whether steps to the mode take H at other outputs than those of G."""
-        return not self._likelihood.is_quadratic
+        return not self._loss.likelihood.is_quadratic
 
     def first(self, f: Tensor) -> Tensor:
         """Return the first H, for the outputs f at which a fixed one is evaluated."""
@@ -55,33 +52,23 @@ class FixedH:
     def product(self, H: Tensor, Jw: Tensor, rows: slice = slice(None)) -> Tensor:
         """Return H J w for columns J w, (n C, k), of these examples."""
         H = H[rows]
-        u = self._likelihood.hessian_product(H, Jw.T.reshape(-1, *H.shape))
-        return self._masked(u, rows).flatten(1).T
+        return self._loss.part(rows).product(H, Jw.T.reshape(-1, *H.shape)).flatten(1).T
 
     def root(self, H: Tensor, noise: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
-        u = self._likelihood.hessian_sqrt_product(H, noise)
-        return u if self._mask is None else u * self._mask.sqrt()
+        return self._loss.root(H, noise)
 
     def loss(self, mean: Tensor, deviations: Tensor | None) -> float:
         """Return Σ E[-log p(y | h)], for means (N, ..., C) and deviations (S, N, ..., C) or 0."""
         total = 0.0
         for rows, f in self._pieces(mean, deviations):
-            log_prob = self._likelihood.log_prob(f, self._targets[rows])
-            total -= log_prob.sum(dtype=torch.float64).item() / len(f)
+            total += self._loss.part(rows).value(f).item() / len(f)
         return total
 
     def slope(self, mean: Tensor, deviations: Tensor | None) -> Tensor:
         """Return E[∇loss], (N, ..., C)."""
-        parts = [
-            self._likelihood.gradient(f, self._targets[rows]).mean(0)
-            for rows, f in self._pieces(mean, deviations)
-        ]
-        return self._masked(torch.cat(parts), slice(None))
-
-    def _masked(self, u: Tensor, rows: slice) -> Tensor:
-        """Return u times the weights of sites, which are 0 for sites that do not count."""
-        return u if self._mask is None else u * self._mask[rows]
+        pieces = self._pieces(mean, deviations)
+        return torch.cat([self._loss.part(rows).gradient(f).mean(0) for rows, f in pieces])
 
     def _pieces(self, mean: Tensor, deviations: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
         """Yield examples with their draws, (2 S, n, ..., C), or with their means (1, n, ..., C)."""
@@ -110,8 +97,8 @@ class ExpectedH(FixedH):
     moves = True
     refreshes = False
 
-    def __init__(self, likelihood: Likelihood, targets: Tensor, like: Tensor, seed: int, num: int):
-        super().__init__(likelihood, targets, like)
+    def __init__(self, loss: Loss, like: Tensor, seed: int, num: int):
+        super().__init__(loss, like)
         self._seed, self._num = seed, num
         self._noise = like.new_zeros(0)
 
@@ -125,9 +112,7 @@ class ExpectedH(FixedH):
         """Return E[H], (N, ..., C, C), or its diagonal."""
         H = self._empty(mean)
         for rows, f in self._pieces(mean, deviations):
-            H[rows] = self._likelihood.expected_hessian(f)
-        if self._mask is not None:
-            H *= self._mask if self._likelihood.elementwise else self._mask.unsqueeze(-1)
+            H[rows] = self._loss.part(rows).expected_hessian(f)
         return H
 
     def deviations(self, pushed: Tensor) -> Tensor:
@@ -142,13 +127,13 @@ class ExpectedH(FixedH):
     def product(self, H: Tensor, Jw: Tensor, rows: slice = slice(None)) -> Tensor:
         """Return H J w for columns J w, (n C, k), of these examples."""
         H = H[rows]
-        if self._likelihood.elementwise:
+        if self._elementwise:
             return Jw * H.reshape(-1, 1)
         return (H @ Jw.reshape(*H.shape[:-1], -1)).flatten(0, -2)
 
     def root(self, H: Tensor, noise: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
-        if self._likelihood.elementwise:
+        if self._elementwise:
             return H.clamp_min(0).sqrt() * noise
         found, step = torch.empty_like(noise), max(1, _ENTRIES // H[0].numel())
         for start in range(0, len(H), step):
@@ -159,7 +144,7 @@ class ExpectedH(FixedH):
 
     def _empty(self, like: Tensor) -> Tensor:
         """Return room for H."""
-        own = () if self._likelihood.elementwise else (self.shape[-1],)
+        own = () if self._elementwise else (self.shape[-1],)
         return like.new_empty(*self.shape, *own)
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from math import inf
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.inference.controller import Controller
-from torch_lla_em.inference.evidence import log_dets, log_evidences, sigma_of
+from torch_lla_em.inference.evidence import log_dets, log_evidences
 from torch_lla_em.inference.linear_mode import LinearMode, first_mode, optimise_MAP
 from torch_lla_em.inference.options import FitOptions, has_one_noise
 from torch_lla_em.inference.posterior_samples import PosteriorSamples, Solver, optimise_samples
@@ -67,7 +67,7 @@ class IterativeEStep:
         start = start.to(device=self.noise.eta.device, dtype=torch.float64)
         if options.layerwise and not start.dim():
             start = start.expand(blocks).clone()
-        return State(start, sigma_of(self.problem))
+        return State(start, self.problem.sigma)
 
     def state(self) -> None:
         """Return None: the state of EM contains everything."""
@@ -142,10 +142,10 @@ class IterativeEStep:
 
     def _at_noise(self, sigma: Tensor | None) -> tuple[Problem, StochasticPrior]:
         """Return problem and noise at σ; η is drawn again if σ has one value per output."""
-        last, gaussian = sigma_of(self.problem), cast(Any, self.problem.likelihood)
+        last = self.problem.sigma
         if sigma is None or torch.equal(sigma, last):
             return self.problem, self.noise
-        problem = self.problem.with_likelihood(gaussian.at_noise(sigma))
+        problem = self.problem.with_likelihood(self.problem.likelihood.with_noise(sigma))
         if not sigma.dim():  # η is proportional to 1 / σ
             ratio = (sigma / last).item()
             return problem, self.noise._replace(eta=self.noise.eta / ratio)
@@ -160,8 +160,8 @@ def noise_sums(
     if sigma is None:
         return None, None, None
     if not sigma.dim():
-        gaussian: Any = problem.likelihood  # without its constant the loss is ½ Σ (y - J w)² / σ²
-        plain = problem.with_likelihood(gaussian.without_constant())
+        # without its constant the loss is ½ Σ (y - J w)² / σ²
+        plain = problem.with_likelihood(problem.likelihood.without_constant())
         ends = mode.w, torch.zeros_like(mode.w)
         losses = sigma.new_tensor([plain.loss_and_gradient(w)[0] for w in ends])
         residual, targets = 2 * sigma**2 * losses

@@ -18,7 +18,6 @@ from torch_lla_em.inference.options import FitOptions, allows_span, choose_curva
 from torch_lla_em.inference.records import Posterior, State, Statistics
 from torch_lla_em.inference.span_e_step import NoSpan, SpanEStep
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples, with_noise
-from torch_lla_em.likelihoods import Regression
 from torch_lla_em.problem import VECTORS, Problem, size_of
 from torch_lla_em.runtime import DoesNotFit, Grown, release, report, shortage_of
 
@@ -104,7 +103,9 @@ def learn(
             problem.cost.stage = "random probes"
             noise = get_sto_samples(problem, K, seed, options.g_prior, layerwise)
             _require_labels(problem)
-            start = Progress(Grown.of(noise.eta), noise.prior.scale, _noise_of(problem))
+            start = Progress(
+                Grown.of(noise.eta), noise.prior.scale, problem.likelihood.observation_noise
+            )
             on_step(None, start)
         else:
             if start.sigma is not None:
@@ -141,15 +142,9 @@ def learn(
             )
 
 
-def _noise_of(problem: Problem) -> Tensor | None:
-    """Return σ of a Gaussian likelihood, also if it is tempered and σ stays fixed."""
-    likelihood = problem.likelihood.plain
-    return likelihood.sigma_noise if isinstance(likelihood, Regression) else None
-
-
 def _with_noise(found: Posterior, problem: Problem) -> Posterior:
-    """Return the posterior with the σ of a tempered Gaussian likelihood, which is not learnt."""
-    return found._replace(sigma=_noise_of(problem))
+    """Return the posterior with the σ of a Gaussian likelihood that was not learnt, if it has one."""
+    return found._replace(sigma=problem.likelihood.observation_noise)
 
 
 def _require_labels(problem: Problem) -> None:

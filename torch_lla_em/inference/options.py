@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.posterior_samples import Solver
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers import BlockKrylov
@@ -102,7 +101,7 @@ def choose_curvature(problem: Problem, options: FitOptions) -> str:
 
 def has_one_noise(problem: Problem) -> bool:
     """Whether a change of the observation noise only scales G."""
-    sigma = sigma_of(problem)
+    sigma = problem.sigma
     return sigma is None or not sigma.dim()
 
 

@@ -7,18 +7,18 @@ q = N(m, (G + Λ)⁻¹), with H fixed or in expectation under q, and its bound o
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.inference.all_sites import AllSites
-from torch_lla_em.inference.evidence import Spectrum, gaussian_constant, sigma_of
+from torch_lla_em.inference.evidence import Spectrum, gaussian_constant
 from torch_lla_em.inference.expectations import ExpectedH, FixedH
 from torch_lla_em.inference.records import Estimate, Hyper, NoiseSums, Statistics
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
-from torch_lla_em.likelihoods import tempered
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers import DivergenceError
 
@@ -127,19 +127,18 @@ class OverSpan:
         self, problem: Problem, noise: StochasticPrior, span: Span, moves: bool, tolerance: float
     ):
         self.span, self._problem = span, problem
-        self.f, targets, _ = span.rows
+        self.f = span.rows.f
         """The network's outputs, (N, ..., C)."""
 
-        self._sigma, likelihood = sigma_of(problem), problem.likelihood
+        self._sigma, loss = problem.sigma, problem.loss(span.rows.targets, span.rows.weights)
         if self._sigma is not None:
-            gaussian: Any = likelihood
-            likelihood = gaussian.without_constant()
+            loss = replace(loss, likelihood=loss.likelihood.without_constant())
         if span.sites is not None:  # each stands for several
-            likelihood = tempered(likelihood, span.sites.share)
-        self.expected = FixedH(likelihood, targets, self.f)
+            loss = replace(loss, temperature=loss.temperature * span.sites.share)
+        self.expected = FixedH(loss, self.f)
         if moves:
             number = min(_DRAWS, max(_FEWEST, -(-_IN_ALL // self.f.shape[:-1].numel())))
-            self.expected = ExpectedH(likelihood, targets, self.f, noise.seed, number)
+            self.expected = ExpectedH(loss, self.f, noise.seed, number)
         self.all_sites: AllSites | None = None
         """What corrects the loss if J V is kept at some sites only."""
 
@@ -230,7 +229,7 @@ class OverSpan:
         """
         pushed, C = self._pushed(self.span.xi), self.expected.shape[-1]
         square = pushed.double().square().movedim(-1, 0).reshape(-1, C).mean(0)
-        if not self._problem.likelihood.plain.real_valued:
+        if not self._problem.likelihood.real_valued:
             return square.mean()
         Jw = pushed.reshape(-1, pushed.shape[-1])
         curved = self.expected.product(self.expected.first(self.f), Jw).view(pushed.shape)

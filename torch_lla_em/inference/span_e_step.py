@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.controller import Controller
-from torch_lla_em.inference.evidence import sigma_of
 from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.over_span import OverSpan, Q
 from torch_lla_em.inference.posterior_samples import refuse_noise
@@ -88,7 +87,7 @@ class SpanEStep:
         precision = self._options.prior_precision
         if precision is None:
             precision = _START * self.over.prior_variance()
-        return State(precision.to(self.span.xi), sigma_of(self.problem))
+        return State(precision.to(self.span.xi), self.problem.sigma)
 
     def state(self) -> dict[str, Any]:
         """Return the directions, which are not part of the state of EM."""
@@ -158,7 +157,7 @@ class SpanEStep:
             found.log_evidence,
         )
         if self._moves:
-            of_all = _average(self.problem.likelihood.plain, over, q), _at_examples(over, q.samples)
+            of_all = _average(self.problem.likelihood, over, q), _at_examples(over, q.samples)
             mixture, examples = (part.to(columns.device) for part in of_all)
             return known._replace(mixture=mixture, examples=examples)
         return known

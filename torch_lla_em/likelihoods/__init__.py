@@ -1,12 +1,11 @@
 """Likelihoods p(y | f): losses with their gradients, Hessians H and roots S of H.
 
 The base class is in ``base``. The likelihoods are in ``classes``, ``elementwise`` and ``gaussian``.
-``wrappers`` adds the temperature and the weights of a fit, and ``checks`` checks a custom
-likelihood. A new likelihood needs an entry in ``LIKELIHOODS`` if users should be able to choose it
-by name.
+``checks`` checks a custom likelihood. A new likelihood needs an entry in ``LIKELIHOODS`` if users
+should be able to choose it by name.
 """
 
-from torch_lla_em.likelihoods.base import Likelihood, average, sum_rows
+from torch_lla_em.likelihoods.base import Likelihood, average, mean_square, sum_rows
 from torch_lla_em.likelihoods.checks import compare_with_log_prob
 from torch_lla_em.likelihoods.classes import BradleyTerry, Classification, compare, preferred
 from torch_lla_em.likelihoods.elementwise import Bernoulli, Poisson
@@ -15,7 +14,6 @@ from torch_lla_em.likelihoods.gaussian import (
     LinearOperatorRegression,
     Regression,
 )
-from torch_lla_em.likelihoods.wrappers import Tempered, Weighted, tempered
 
 LIKELIHOODS = {
     "classification": Classification,
@@ -29,7 +27,6 @@ LIKELIHOODS = {
 
 def is_named(likelihood: Likelihood) -> bool:
     """Whether its name (and σ, for a regression) describes a likelihood completely."""
-    likelihood = likelihood.plain
     kind = type(likelihood)
     if kind not in LIKELIHOODS.values():
         return False
@@ -46,13 +43,11 @@ __all__ = [
     "LinearOperatorRegression",
     "Poisson",
     "Regression",
-    "Tempered",
-    "Weighted",
     "average",
     "compare",
     "compare_with_log_prob",
     "is_named",
+    "mean_square",
     "preferred",
     "sum_rows",
-    "tempered",
 ]

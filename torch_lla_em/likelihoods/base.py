@@ -51,6 +51,9 @@ class Likelihood:
     monotone = False
     """Whether each entry of E[y | f] increases with its own entry of f and depends on no other."""
 
+    from_data = False
+    """Whether a fit starts σ from the network's own residuals."""
+
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """Return log p(y | f) of each example, shape (..., B).
 
@@ -209,6 +212,24 @@ class Likelihood:
         """
         raise self._lacks("sample(f, generator)")
 
+    def predictive_log_prob(
+        self, f: Tensor, deviations: Tensor, y: Tensor, joint: bool = False
+    ) -> Tensor | None:
+        """Return log E[p(y | f)] for normally distributed outputs, if it has a closed form.
+
+        Args:
+            f (Tensor): Means of the outputs, shape (B, *sites, C).
+            deviations (Tensor): Samples of the outputs less their mean, (K, B, *sites, C); possibly
+                none.
+            y (Tensor): Targets, shape (B, *sites), or that of the outputs if ``elementwise``.
+            joint (bool): Whether all examples are one, whose outputs are correlated. Default False.
+
+        Returns:
+            The log-probabilities, shape (B,), or () if ``joint``. Default None: no closed form, so that
+            p(y | f) is averaged over functions.
+        """
+        return None
+
     def mask(self, y: Tensor) -> Tensor | None:
         """Return which sites count.
 
@@ -265,8 +286,27 @@ class Likelihood:
         """
 
     @property
-    def plain(self) -> Likelihood:
-        """This likelihood without the temperature and the weights of a fit."""
+    def observation_noise(self) -> Tensor | None:
+        """σ, if y is E[y | f] with Gaussian noise and E[y | f] is linear in f; otherwise None."""
+        return None
+
+    def with_noise(self, sigma_noise: Tensor) -> Likelihood:
+        """Return the same likelihood with another σ, if it has one.
+
+        Args:
+            sigma_noise (Tensor): σ, one number or one per output.
+
+        Returns:
+            A new likelihood, or this one if it has no σ.
+        """
+        return self
+
+    def without_constant(self) -> Likelihood:
+        """Return the same likelihood without the part of log p that depends on σ alone.
+
+        Returns:
+            A new likelihood, or this one if it has no σ.
+        """
         return self
 
     def _lacks(self, method: str) -> NotImplementedError:
@@ -321,3 +361,8 @@ def average(values: Tensor, weights: Tensor | None) -> Tensor:
         return values.mean(0)
     weights = weights.to(values).view(-1, *(1,) * (values.dim() - 1))
     return (weights * values).sum(0)
+
+
+def mean_square(deviations: Tensor) -> Tensor:
+    """Return the variance of samples, 0 if there are none."""
+    return deviations.square().sum(0) / max(1, len(deviations))

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods.base import Likelihood
-from torch_lla_em.likelihoods.wrappers import Weighted
 from torch_lla_em.runtime import normals, report, suppressed
 
 # the largest numbers of examples, and of their outputs, that are checked
@@ -47,9 +46,6 @@ def compare_with_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     Example:
         >>> compare_with_log_prob(Classification(), model(x), y)
     """
-    if isinstance(likelihood, Weighted):
-        y = likelihood.unpack(y, f)[0]
-    likelihood = likelihood.plain
     if type(likelihood).__module__.startswith("torch_lla_em."):
         return
     f, y = _first(f, y)

@@ -8,8 +8,9 @@ from math import log, pi
 
 import torch
 from torch import Tensor
+from torch.distributions import LowRankMultivariateNormal
 
-from torch_lla_em.likelihoods.base import Likelihood, require_real, sum_rows
+from torch_lla_em.likelihoods.base import Likelihood, mean_square, require_real, sum_rows
 from torch_lla_em.likelihoods.elementwise import ElementwiseLikelihood
 from torch_lla_em.runtime import check_options, normal
 
@@ -65,21 +66,16 @@ class Regression(Gaussian, ElementwiseLikelihood):
             )
         self.sigma_noise = sigma_noise.detach().clone()
 
-    def at_noise(self, sigma_noise: Tensor) -> Regression:
-        """Return the same likelihood with another σ.
+    @property
+    def observation_noise(self) -> Tensor:
+        return self.sigma_noise
 
-        Args:
-            sigma_noise (float or Tensor (C,)): σ, one number or one per output.
-
-        Returns:
-            A new ``Regression``.
-        """
+    def with_noise(self, sigma_noise: Tensor) -> Regression:
         other = copy.copy(self)
         other.sigma_noise, other.from_data = sigma_noise, False
         return other
 
     def without_constant(self) -> Regression:
-        """Return the same likelihood with -log p = ½ Σ (y - f)² / σ² alone."""
         other = copy.copy(self)
         other.normalised = False
         return other
@@ -102,6 +98,15 @@ class Regression(Gaussian, ElementwiseLikelihood):
 
     def variance(self, f: Tensor) -> Tensor:
         return (self._sigma(f) ** 2).expand_as(self.mean(f))
+
+    def predictive_log_prob(
+        self, f: Tensor, deviations: Tensor, y: Tensor, joint: bool = False
+    ) -> Tensor:
+        error, variance, spread = y - self.mean(f), self.variance(f), self.mean(deviations)
+        if joint:
+            return _joint_log_density(error, spread, variance)
+        variance = variance + mean_square(spread)
+        return sum_rows(-0.5 * (error**2 / variance + (2 * pi * variance).log()), y)
 
     def check(self, f: Tensor, y: Tensor) -> None:
         super().check(f, y)
@@ -265,3 +270,14 @@ class LinearOperatorRegression(Regression):
                 "torch.autograd.Function with setup_context, whose backward returns Aᵀ v."
             )
         return Au.shape[-1]
+
+
+def _joint_log_density(error: Tensor, deviations: Tensor, variance: Tensor) -> Tensor:
+    """Return log N(error; 0, D Dᵀ / K + diag(variance)), shape (), for D of shape (K, ...)."""
+    root = deviations.flatten(1).T.double() / len(deviations) ** 0.5
+    mean = torch.zeros_like(root[:, 0])
+    density = LowRankMultivariateNormal(
+        mean, root, variance.flatten().double(), validate_args=False
+    )
+    log_density: Tensor = density.log_prob(error.flatten().double())
+    return log_density

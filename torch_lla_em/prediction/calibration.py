@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods import Likelihood, Regression
+from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.conformal import Reference
 from torch_lla_em.prediction.pushed import Pushed, Tables
 from torch_lla_em.runtime import Group
@@ -132,7 +132,7 @@ def half_as_reference(data: Pushed, group: Group) -> Reference:
     data, numbers = data.part(data.likelihood.labelled(data.y)), numbers_of(data.likelihood)
     table, noise = numbers.at(_most_probable(numbers, [data.part(slice(None, None, 2))], group))
     judged = data.part(slice(1, None, 2)).prediction(table, noise)
-    sigma = judged.likelihood.sigma_noise if isinstance(judged.likelihood, Regression) else None
+    sigma = judged.likelihood.observation_noise
     scores = group.gather(judged._ood_scores()), group.gather(judged._errors(data.y[1::2]))
     return Reference(table, sigma, scores[0], scores[1].sort(0).values)
 
@@ -144,7 +144,7 @@ def folds_as_reference(parts: Sequence[Pushed], found: Kept) -> Reference:
     likelihood = judged[0].likelihood
     return Reference(
         found.table,
-        likelihood.sigma_noise if isinstance(likelihood, Regression) else None,
+        likelihood.observation_noise,
         torch.cat([each._ood_scores() for each in judged]),
         torch.cat([each._errors(part.y) for each, part in zip(judged, labelled)]).sort(0).values,
         torch.tensor([len(part.y) for part in labelled], device="cpu"),
@@ -153,7 +153,7 @@ def folds_as_reference(parts: Sequence[Pushed], found: Kept) -> Reference:
 
 def numbers_of(likelihood: Likelihood) -> Numbers:
     """Return the numbers that the predictions of a likelihood have."""
-    if isinstance(likelihood, Regression):
+    if likelihood.observation_noise is not None:
 
         def mixed_mean(theta: Tensor) -> tuple[Tensor, Tensor]:
             a = theta[2].sigmoid()

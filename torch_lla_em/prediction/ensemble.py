@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.likelihoods import Regression
 from torch_lla_em.prediction.calibration import (
     Calibration,
     Kept,
@@ -72,9 +71,9 @@ class Ensemble(Predictor, nn.Module):
         self.messages += [words for words in messages if words not in self.messages]
         if found.calibration.applied:
             self.table = found.table
-            likelihood = self.members[0].likelihood
-            if isinstance(likelihood, Regression):
-                self.noise = found.noise.to(likelihood.sigma_noise)
+            sigma = self.members[0].likelihood.observation_noise
+            if sigma is not None:
+                self.noise = found.noise.to(sigma)
 
     def _calibrate_by_folds(self, unseen: Sequence[Any]) -> None:
         """Fit the numbers of ``calibrate`` to a loader of unseen examples for each member."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import log, pi
+from math import log
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import LowRankMultivariateNormal
 
-from torch_lla_em.likelihoods import Likelihood, Regression, average, sum_rows
+from torch_lla_em.likelihoods import Likelihood, average, mean_square
 
 FUNCTIONS = 64
 """The least number of functions in an average over one example.
@@ -155,7 +154,7 @@ class Functions:
 
     def _uncertainties(self) -> tuple[Tensor, Tensor]:
         """Return the aleatoric and the epistemic uncertainty."""
-        if isinstance(self.likelihood, Regression):
+        if self.likelihood.observation_noise is not None:
             mean = self.likelihood.mean  # it is linear
             aleatoric = self._averaged(lambda part: part.likelihood.variance(part.centre))
             return aleatoric, self._total_variance(
@@ -176,9 +175,9 @@ class Functions:
         """Return log p(y_n | x_n), (B,)."""
 
         def of(part: Functions) -> Tensor:
-            if isinstance(part.likelihood, Regression):
-                variance, error = part._variance(), y - part._expected()
-                return sum_rows(-0.5 * (error**2 / variance + (2 * pi * variance).log()), y)
+            known = part.likelihood.predictive_log_prob(part.centre, part.deviations, y)
+            if known is not None:
+                return known
             log_prob = part.likelihood.log_prob
             return part._over_rows(lambda f, rows: log_mean_exp(log_prob(f, y[rows])))
 
@@ -189,9 +188,9 @@ class Functions:
 
         def of(part: Functions) -> Tensor:
             likelihood = part.likelihood
-            if isinstance(likelihood, Regression):
-                sigma = likelihood.variance(part.centre).sqrt()
-                return joint_gaussian(y - part._expected(), likelihood.mean(part.deviations), sigma)
+            known = likelihood.predictive_log_prob(part.centre, part.deviations, y, joint=True)
+            if known is not None:
+                return known
             each = part._over_rows(lambda f, rows: likelihood.log_prob(f, y[rows]), 1, JOINT)
             return log_mean_exp(each.sum(1))
 
@@ -302,17 +301,3 @@ def pair_error(values: Tensor, count: int) -> Tensor:
     if not count:
         return torch.zeros_like(values[0])
     return pairs.std(0) / count**0.5 if count > 1 else torch.full_like(pairs[0], float("nan"))
-
-
-def mean_square(deviations: Tensor) -> Tensor:
-    """Return the variance of samples, 0 if there are none."""
-    return deviations.square().sum(0) / max(1, len(deviations))
-
-
-def joint_gaussian(residual: Tensor, deviations: Tensor, sigma: Tensor) -> Tensor:
-    """Return log N(residual; 0, D Dᵀ / K + diag(σ²)), shape (), for D of shape (K, ...)."""
-    root = deviations.flatten(1).T.double() / len(deviations) ** 0.5
-    mean, variance = torch.zeros_like(root[:, 0]), sigma.flatten().double().square()
-    density = LowRankMultivariateNormal(mean, root, variance, validate_args=False)
-    log_density: Tensor = density.log_prob(residual.flatten().double())
-    return log_density

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods import Regression
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.runtime import PRECISION_BOUNDS
 
@@ -53,9 +52,9 @@ class Outcomes(NamedTuple):
 
 
 def outcomes(prediction: Prediction, y: Tensor) -> Outcomes:
-    """Compare a prediction with its targets, (B, ...)."""
+    """Compare a prediction, classes last, with its targets as ``align`` returns them, (B, ...)."""
     likelihood = prediction.likelihood
-    log_prob = prediction.log_prob(y).double()[likelihood.labelled(y)]
+    log_prob = prediction._log_prob(y).double()[likelihood.labelled(y)]
     if likelihood.gives_probabilities:
         stated, right = stated_and_right(prediction, y)
         labels = y.double().flatten() if likelihood.elementwise else None
@@ -161,7 +160,7 @@ def warnings_of(la: Any, prediction: Prediction, y: Tensor) -> Iterator[str]:
         )
     if prediction.likelihood.gives_probabilities:
         yield from _too_uncertain(prediction, y)
-    elif isinstance(prediction.likelihood, Regression) and y.shape == prediction.mean.shape:
+    elif prediction.likelihood.observation_noise is not None and y.shape == prediction.mean.shape:
         if not collapsed:  # otherwise σ is too large
             yield from _overfitted(prediction, y, gamma / (la.num_data * y[0].numel()))
         if not la.sigma_noise.dim() and y.dim() > 1 and y.shape[prediction.class_dim] > 1:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_lla_em.data import TargetFn
 from torch_lla_em.inference import Posterior as Learnt
 from torch_lla_em.jacobian import LinearModel, NetworkState
-from torch_lla_em.likelihoods import Likelihood, Regression
+from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.calibration import Calibration, Kept
 from torch_lla_em.prediction.conformal import Reference, TrainingExamples, output_variance
 from torch_lla_em.prediction.pushed import Products, Pushed, Tables, posterior_alone
@@ -143,7 +143,7 @@ class Posterior:
         device = learnt.w_lin.device
         if sigma is not None:
             sigma = sigma.to(device)
-            likelihood = likelihood.at_noise(sigma)
+            likelihood = likelihood.with_noise(sigma)
         mixture = posterior_alone() if learnt.mixture is None else learnt.mixture
         found = cls(
             setting,
@@ -202,10 +202,10 @@ class Posterior:
         if not found.calibration.applied:
             return known
         known = replace(known, mixture=found.table.to(self.mixture))
-        if not isinstance(self.likelihood, Regression):
+        if self.likelihood.observation_noise is None:
             return known
         sigma = self.sigma_noise * found.noise.to(self.sigma_noise)
-        return replace(known, sigma_noise=sigma, likelihood=self.likelihood.at_noise(sigma))
+        return replace(known, sigma_noise=sigma, likelihood=self.likelihood.with_noise(sigma))
 
     def moved(self, fn: Callable[[Tensor], Tensor], setting: Setting) -> Posterior:
         """Return this posterior with every tensor mapped, as by ``nn.Module.to``."""

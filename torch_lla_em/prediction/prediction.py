@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import as_targets
-from torch_lla_em.likelihoods import average
+from torch_lla_em.likelihoods import average, mean_square
 from torch_lla_em.prediction.conformal import Conformal, Interval
 from torch_lla_em.prediction.functions import (
     Functions,
     log_mean_exp,
-    mean_square,
     pair_error,
     quantile,
 )
@@ -286,9 +285,7 @@ class Prediction(Printed, Conformal):
 
     def _aligned(self, y: Tensor) -> Tensor:
         """Move the outputs' axis of targets last, and check that they fit."""
-        y = self.likelihood.align(as_targets(y).to(self.centre.device), -1)
-        if self.likelihood.elementwise and y.dim() == self.centre.dim():
-            y = y.movedim(self.class_dim, -1)
+        y = self.likelihood.align(as_targets(y).to(self.centre.device), self.class_dim)
         self.likelihood.check(self.centre, y)
         return y
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from torch_lla_em.data import as_loader, paired
-from torch_lla_em.likelihoods import Regression
 from torch_lla_em.prediction.calibration import Kept, calibrated, half_as_reference
 from torch_lla_em.prediction.conformal import Reference
 from torch_lla_em.prediction.functions import SCALE, mixed
@@ -347,8 +346,9 @@ def predicted(data: Pushed, components: Components, judged: bool = True) -> Pred
 
     def judge() -> tuple[Reference, Prediction]:
         noise, reference = None, components.reference()
-        if reference.sigma is not None and isinstance(data.likelihood, Regression):
-            noise = reference.sigma / data.likelihood.sigma_noise.to(reference.sigma)
+        sigma = data.likelihood.observation_noise
+        if reference.sigma is not None and sigma is not None:
+            noise = reference.sigma / sigma.to(reference.sigma)
         return reference, data.prediction(reference.table, noise)
 
     return replace(prediction, judge=cache(judge), room=components.room)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_lla_em.data import TargetFn, inputs_of, map_tensors, tensors_in, to_device
 from torch_lla_em.jacobian import LinearModel, explained, require_rows
-from torch_lla_em.likelihoods import Likelihood, Regression
+from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.conformal import TrainingExamples
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT
 from torch_lla_em.prediction.prediction import Prediction
@@ -88,8 +88,8 @@ class Products(NamedTuple):
     def prediction(self, table: Tensor, noise: Tensor | None = None) -> Prediction:
         """Return the prediction by a table of components, for regression with σ times ``noise``."""
         table, likelihood = table.to(self.f), self.likelihood
-        if noise is not None and isinstance(likelihood, Regression):
-            likelihood = likelihood.at_noise(likelihood.sigma_noise.to(noise) * noise)
+        if noise is not None and likelihood.observation_noise is not None:
+            likelihood = likelihood.with_noise(likelihood.observation_noise.to(noise) * noise)
         columns = table.view(*table.shape, *(1,) * self.f.dim()).unbind(1)
         centres = columns[MODE] * self.Jw[0] + columns[NETWORK] * self.f
         deviations, nearest, unit = table[0, SCALE].sqrt() * self.Jw[1:], None, None
@@ -136,6 +136,10 @@ class Pushed(NamedTuple):
     def plain(self) -> Pushed:
         """Return the examples without training examples, whose means are not shrunk."""
         return self._each(lambda member: member._replace(training=None))
+
+    def classes_last(self) -> Pushed:
+        """Return the examples with the classes last in predictions, as targets have them in a fit."""
+        return self._each(lambda member: member._replace(class_dim=-1))
 
     def double(self) -> Pushed:
         """Return the examples in double precision."""

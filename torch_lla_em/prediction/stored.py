@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em.jacobian import LinearModel, Network
-from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression, is_named
+from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, is_named
 from torch_lla_em.prediction.calibration import restored
 from torch_lla_em.prediction.conformal import REFERENCE, Reference
 from torch_lla_em.prediction.posterior import Posterior, Setting, fields_of
@@ -25,9 +25,9 @@ def likelihood_options(given: Likelihood) -> dict[str, Any]:
     if not is_named(given):
         return {}
     name = next(name for name, kind in LIKELIHOODS.items() if kind is type(given))
-    if not isinstance(given, Regression) or given.from_data:
+    if given.observation_noise is None or given.from_data:
         return {"likelihood": name}
-    return {"likelihood": name, "sigma_noise": given.sigma_noise.tolist()}
+    return {"likelihood": name, "sigma_noise": given.observation_noise.tolist()}
 
 
 def without_prefix(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -105,7 +105,7 @@ def posterior_of(
     sigma, reference = tensors["sigma_noise"], [tensor(name) for name in REFERENCE]
     return Posterior(
         setting,
-        given if sigma is None else given.at_noise(sigma),
+        given if sigma is None else given.with_noise(sigma),
         **tensors,
         reference=None if reference[0] is None else Reference(*reference),
         calibration=restored(record.get("calibration")),

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from torch_lla_em.data import as_loader, paired
 from torch_lla_em.inference import Estimate
-from torch_lla_em.likelihoods import Weighted
 from torch_lla_em.prediction.fitted import Fitted
 from torch_lla_em.prediction.metrics import Outcomes, concatenated, outcomes, scores, warnings_of
 from torch_lla_em.prediction.passes import over_batches, pushed, same_targets
@@ -83,7 +82,7 @@ class HeldOutEvidence:
         return Estimate(values.sum(), (len(values) * variance).sqrt())
 
     def _of(self, some: Pushed) -> Tensor:
-        return some.prediction(self.table).joint_log_prob(some.y).double()
+        return some.prediction(self.table)._joint_log_prob(some.y).double()
 
 
 def predicted_data(la: Fitted, loader: Iterable[Any]) -> PredictedData:
@@ -228,7 +227,7 @@ def _scored(part: Pushed, evidence: HeldOutEvidence) -> tuple[Tensor, Outcomes, 
     """Return targets, outcomes, and log p(y | x) under the network alone, of each example of a batch."""
     kept = part.likelihood.labelled(part.y)
     found = part.y, outcomes(part.prediction(evidence.table), part.y)
-    network = part.network().log_prob(part.y).double()[kept]
+    network = part.network()._log_prob(part.y).double()[kept]
     evidence.add(part)
     return *found, network
 
@@ -248,18 +247,15 @@ def _record(la: Fitted, found: Outcomes, evidence: Estimate) -> tuple[dict[str, 
 
 def warn_of_collapse(posterior: Posterior, problem: Problem) -> None:
     """Report a warning for each sign that a fit has failed, judged by some training examples."""
-    data, likelihood = problem.data, problem.likelihood
+    data = problem.data
     most = _NUMBERS // (len(posterior.w_samples) * max(data.num_outputs // data.num_rows, 1))
     if data.group.rank > 0 or not most:
         return
     batch = next(data.first().split(min(_EXAMPLES, most)))
     if len(batch.rows) > most:  # a batch that cannot be split
         return
-    y = batch.targets
-    if isinstance(likelihood, Weighted):
-        y, _ = likelihood.unpack(y, problem.w_MAP)
-    y = y if y.is_floating_point() else y.long()
-    examples = at_inputs([posterior], batch.inputs)
+    y = problem.sweep.aligned(batch).targets
+    examples = at_inputs([posterior], batch.inputs).classes_last()
     prediction = predicted(examples, posterior.components, judged=False)
     for words in warnings_of(posterior, prediction, y):
         report("log", words)

@@ -1,5 +1,6 @@
 """Sums over the data, Σ loss(J w, y) and G w = Σ Jᵀ H J w, each computed in one pass."""
 
+from torch_lla_em.problem.loss import Loss
 from torch_lla_em.problem.operators import (
     Outputs,
     WhitenedGGN,
@@ -22,6 +23,7 @@ from torch_lla_em.problem.trial import Duration, Trial, tried
 __all__ = [
     "VECTORS",
     "Duration",
+    "Loss",
     "NoiseFeatures",
     "Outputs",
     "Plan",

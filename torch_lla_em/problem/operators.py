@@ -79,6 +79,9 @@ class Outputs(NamedTuple):
     Jw: Tensor
     """(K, N, ..., C)."""
 
+    weights: Tensor | None = None
+    """(N,), or in the shape of the targets; None: all are 1."""
+
 
 def gathered(
     problem: Problem, pushed: list[tuple[Batch, Tensor, Tensor]], K: int
@@ -88,11 +91,12 @@ def gathered(
     In place of J w, it may be any other tensors (K, B, ...).
     """
     group, like = problem.data.group, problem.zeros(1)
-    seen = [
-        [str(b.targets.dtype), *(list(part.shape[1:]) for part in (b.targets, f, Jw[0]))]
-        for b, f, Jw in pushed
-    ]
-    dtype, of_targets, of_f, of_Jw = group.meet(seen, _the_same)
+    seen = []
+    for b, f, Jw in pushed:
+        shapes = [list(part.shape[1:]) for part in (b.targets, f, Jw[0])]
+        of_weights = None if b.weights is None else list(b.weights.shape[1:])
+        seen.append([str(b.targets.dtype), *shapes, of_weights])
+    dtype, of_targets, of_f, of_Jw, of_weights = group.meet(seen, _the_same)
     if dtype is None:
         return None
     if not of_f:  # the last axis is that of the classes
@@ -102,13 +106,16 @@ def gathered(
         like.new_zeros(N, *of_f),
         like.new_zeros(N, *of_targets, dtype=getattr(torch, dtype.split(".")[1])),
         like.new_zeros(K, N, *of_Jw),
+        None if of_weights is None else like.new_zeros(N, *of_weights),
     )
     for batch, f, Jw in pushed:
         rows = batch.rows.to(like.device)
         found.f[rows] = f.to(like).view(-1, *of_f)
         found.targets[rows] = batch.targets.to(like.device).view(-1, *of_targets)
         found.Jw[:, rows] = Jw.to(like).view(K, -1, *of_Jw)
-    return Outputs(*map(group.sum, found))
+        if found.weights is not None:
+            found.weights[rows] = batch.weights.to(like)
+    return Outputs(*(part if part is None else group.sum(part) for part in found))
 
 
 def pull_back(problem: Problem, u: Tensor, sites: Sites | None = None) -> tuple[Tensor, Tensor]:
@@ -134,6 +141,6 @@ def pull_back(problem: Problem, u: Tensor, sites: Sites | None = None) -> tuple[
 
 
 def _the_same(every: list[list[list[Any]]]) -> list[Any]:
-    """Return the dtype and shapes of outputs and targets if they agree on all batches and ranks."""
+    """Return the dtype and the shapes of single examples if they agree on all batches and ranks."""
     seen = [one for rank in every for one in rank]
-    return seen[0] if all(one == seen[0] for one in seen) else [None, None, None, None]
+    return seen[0] if all(one == seen[0] for one in seen) else [None] * 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, ParameterLayout, Rows
-from torch_lla_em.likelihoods import Likelihood, Regression, compare_with_log_prob
+from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob
 from torch_lla_em.problem.curvature import Point, RowSquares
+from torch_lla_em.problem.loss import Loss, check_weights
 from torch_lla_em.problem.sweep import (
     BLOCK,
     DERIVATIVE,
@@ -60,16 +62,26 @@ class Cost:
 class Problem:
     """Σ_n loss(J_n w, y_n) over the data, its gradient, and products with G = Σ_n J_nᵀ H_n J_n.
 
-    All vectors here are in weight space; solvers see them through ``operators.py``. ``sweep`` goes
+    The loss of an example is -log p(y | f) times its weight and 1 / ``temperature``. All vectors here are in weight space; solvers see them through ``operators.py``. ``sweep`` goes
     over the data, and handles memory, ranks, and vectors that are stored on another device.
     """
 
-    def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
+    def __init__(
+        self,
+        linear_model: LinearModel,
+        likelihood: Likelihood,
+        data: Data,
+        temperature: float = 1.0,
+    ):
         self.linear_model, self.likelihood, self.data = linear_model, likelihood, data
-        data.labelled = likelihood.labelled
+        self.temperature = temperature
+        if data.is_weighted:
+            check_weights(likelihood)
         self.sweep = Sweep(linear_model, likelihood, data)
         self.point = Point(data)
         self.cost = Cost()
+        self._is_compared = False
+        """Whether the derivatives of the likelihood have been compared with its log_prob."""
 
     # the method
 
@@ -85,9 +97,10 @@ class Problem:
         def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
             Jw = rows.push(w)
             self.inspect(rows, batch)
-            log_prob = self.likelihood.log_prob(Jw, batch.targets).sum(dtype=torch.float64)
-            rows.pull(self._masked(self.likelihood.gradient(Jw, batch.targets), batch), sums["g"])
-            sums["loss"] -= log_prob
+            loss = self._loss(batch)
+            value = loss.value(Jw)
+            rows.pull(loss.gradient(Jw), sums["g"])
+            sums["loss"] += value
 
         sums = self.sweep(w[None], Pass({"loss": SCALAR, "g": BLOCK}, add))
         self.cost.columns += 1
@@ -102,31 +115,31 @@ class Problem:
         pass sums up.
         """
         squares_of = RowSquares(self.linear_model, num_samples)
-        gaussian = self.likelihood.plain
-        unknown = isinstance(gaussian, Regression) and gaussian.from_data
+        likelihood = self.likelihood
 
         def add(rows: Rows, batch: Batch, samples: Tensor, sums: Sums) -> None:
             at = self._at(rows, batch)
-            u = self._root(batch, at, output_noise(seed, samples, batch.rows, at))
+            root = partial(self._loss(batch).root, at)
+            u = root(output_noise(seed, samples, batch.rows, at))
             product = torch.zeros_like(sums["eta"])
             rows.pull(u, product)
             for tensor, message in ((u, LIKELIHOOD), (product, DERIVATIVE)):
                 self.sweep.expect_finite(tensor, FloatingPointError(message.format(batch.index)))
             if with_squares:
                 noise = squares_of.columns(samples, at)
-                own = u if noise is None else self._root(batch, at, noise)
+                own = u if noise is None else root(noise)
                 sums["squares"] += squares_of(rows, own, product)
             sums["eta"] += product
-            if unknown:
+            if likelihood.from_data:
                 y = batch.targets.double()
-                errors = (y - gaussian.mean(at).double()).square().sum()
+                errors = (y - likelihood.mean(at).double()).square().sum()
                 # a batch is processed once for each group of samples
                 sums["errors"] += len(samples) * errors
                 sums["squares of targets"] += len(samples) * y.square().sum()
                 sums["targets"] += len(samples) * y.sum()
 
         kinds = {"eta": BLOCK, "squares": VECTOR}
-        if unknown:
+        if likelihood.from_data:
             kinds |= {"errors": SCALAR, "targets": SCALAR, "squares of targets": SCALAR}
         at_most = squares_of.rows_at_once if with_squares else inf
         task = Pass(kinds, add, at_most, factored=with_squares)
@@ -135,17 +148,26 @@ class Problem:
         self.cost.columns += num_samples
         # a feature that is only rounding is 0: it must not be scaled up
         squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * squares.max()
-        if unknown:
-            is_learnt = gaussian is self.likelihood
-            sigma = _first_noise(sums, num_samples * self.data.num_targets, is_learnt)
+        if likelihood.from_data:
+            count = num_samples * self.data.num_targets
+            sigma = _first_noise(sums, count, is_learnt=self.sigma is not None)
             self.take_noise(torch.tensor(sigma, dtype=torch.float64, device="cpu"))
             eta, squares = eta / sigma, squares / sigma**2
         return NoiseFeatures(eta, squares / (num_samples * self.data.num_rows))
 
     def take_noise(self, sigma: Tensor) -> None:
-        """Use the σ of a Gaussian likelihood that the first pass has estimated, if any."""
-        gaussian: Any = self.likelihood
-        self.likelihood = gaussian.at_noise(sigma)
+        """Use the σ that the first pass has estimated."""
+        self.likelihood = self.likelihood.with_noise(sigma)
+
+    @property
+    def sigma(self) -> Tensor | None:
+        """σ, if the fit learns it, as it does without a temperature and without weights."""
+        is_learnt = self.temperature == 1 and not self.data.is_weighted
+        return self.likelihood.observation_noise if is_learnt else None
+
+    def loss(self, targets: Tensor, weights: Tensor | None) -> Loss:
+        """Return the loss of examples in any number."""
+        return Loss(self.likelihood, targets, weights, self.temperature)
 
     def rows(self) -> Tensor:
         """Return R, shape (N C, P), with G = RᵀR; for small data sets only."""
@@ -154,7 +176,7 @@ class Problem:
         def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
             at = self._at(rows, batch)
             identity = torch.eye(at.numel(), dtype=at.dtype, device=at.device)
-            u = self._root(batch, at, identity.view(-1, *at.shape))
+            u = self._loss(batch).root(at, identity.view(-1, *at.shape))
             R, step = self.zeros(len(u)), rows.columns or len(u)
             for start in range(0, len(u), step):
                 near = torch.zeros_like(R[start : start + step], device=u.device)
@@ -261,18 +283,10 @@ class Problem:
         """Return H J w."""
         at, Jw = self.point.push(rows, batch, w)
         self.inspect(rows, batch)
-        return self._masked(self.likelihood.hessian_product(at, Jw), batch)
+        return self._loss(batch).product(at, Jw)
 
-    def _root(self, batch: Batch, at: Tensor, noise: Tensor) -> Tensor:
-        """Return S ε."""
-        return self._masked(self.likelihood.hessian_sqrt_product(at, noise), batch, root=True)
-
-    def _masked(self, u: Tensor, batch: Batch, root: bool = False) -> Tensor:
-        mask = self.likelihood.mask(batch.targets)
-        if mask is None:
-            return u
-        mask = mask.unsqueeze(-1).to(u.dtype)
-        return u * (mask.sqrt() if root else mask)
+    def _loss(self, batch: Batch) -> Loss:
+        return self.loss(batch.targets, batch.weights)
 
     def inspect(self, rows: Rows, batch: Batch) -> None:
         """Check that outputs are finite: in the first pass each batch, with its targets."""
@@ -283,12 +297,13 @@ class Problem:
             self.sweep.expect_finite(f)
             return
         self.sweep.expect_outputs(batch, f)
-        is_first = data.num_outputs == 0
-        data.num_outputs += f.numel()
+        loss = self._loss(batch)
         try:
-            self.likelihood.check(f, batch.targets)
-            if is_first:
+            loss.check(f)
+            if not self._is_compared:
                 compare_with_log_prob(self.likelihood, f, batch.targets)
+                self._is_compared = True
+            data.count(batch, f.numel(), int(loss.labelled().sum()))
         except (TypeError, ValueError) as error:
             found = type(error)(f"Batch {batch.index}: {error}")
             raise self.sweep.fault() or found from None

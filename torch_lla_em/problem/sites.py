@@ -64,8 +64,11 @@ class Sites(NamedTuple):
         return found.reshape(*found.shape[:2], *targets.shape[1 + dims :])
 
     def batch(self, batch: Batch) -> Batch:
-        """Return a batch with the targets at its sites only."""
-        return batch._replace(targets=self.take_targets(batch.targets, batch.rows))
+        """Return a batch with the targets, and their weights, at its sites only."""
+        targets, weights = self.take_targets(batch.targets, batch.rows), batch.weights
+        if weights is not None and weights.dim() > 1:
+            weights = self.take_targets(weights, batch.rows)
+        return batch._replace(targets=targets, weights=weights)
 
     def put(self, values: Tensor, rows: Tensor, like: Tensor) -> Tensor:
         """Return values (K, B, number, C) at their sites and 0 at the others, (K, *like.shape)."""
@@ -82,7 +85,7 @@ def sites_of(problem: Problem, seed: int) -> Sites | None:
     continuous targets.
     """
     data, model = problem.data, problem.linear_model
-    if data.num_outputs <= MOST_OUTPUTS or problem.likelihood.plain.real_valued:
+    if data.num_outputs <= MOST_OUTPUTS or problem.likelihood.real_valued:
         return None
     first = data.first()
     few = next(first.split(FEW)) if problem.sweep.pieces.stand_alone(first) else first

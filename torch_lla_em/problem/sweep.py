@@ -137,7 +137,7 @@ class Sweep:
                 todo = [(piece, 0) for piece in pieces if len(piece.rows)]
                 while todo:  # pieces of the batch, and how many of their columns are done
                     piece, done = todo.pop(0)
-                    step, counted = len(w) - done, self.data.num_outputs
+                    step = len(w) - done
                     try:
                         rows = self.kept(piece, inf if task.factored else step)
                         step = min(step, (rows.columns if task.kinds else None) or step)
@@ -149,7 +149,6 @@ class Sweep:
                         shortage = shortage_of(error)
                     rows = self._seen = None
                     release()  # what the failed attempt held is free only outside of the handler
-                    self.data.num_outputs = counted
                     self._halve(piece, min(step, self.linear_model.columns or step), shortage)
                     todo[:0] = [(smaller, done) for smaller in self.pieces(piece, self.rows)]
                 rows_done += len(one.rows)
@@ -171,7 +170,6 @@ class Sweep:
         """Yield the batches of one pass, inside the network's guard."""
         self._fine.fill_(True)
         self._expected.clear()
-        class_dim = self.linear_model.network.class_dim
         with self.linear_model.network.guarded():
             for whole in self.data.batches(in_step=in_step):
                 if in_step and not len(whole.rows):
@@ -180,9 +178,18 @@ class Sweep:
                 self.probe(whole)
                 self._loaded = len(whole.rows)
                 for batch in [whole] if in_step else self.pieces(whole, self.batch_rows):
-                    targets = self._likelihood.align(batch.targets, class_dim)
-                    yield batch._replace(targets=targets, kept=whole.kept)
+                    yield self.aligned(batch)._replace(kept=whole.kept)
         self.refuse_changes()
+
+    def aligned(self, batch: Batch) -> Batch:
+        """Return a batch with the axis of the outputs last in its targets and weights."""
+        axis, weights = self.linear_model.network.class_dim, batch.weights
+        if self._likelihood.elementwise and weights is not None and weights.dim() > 1:
+            weights = (
+                weights.movedim(axis, -1) if -weights.dim() <= axis < weights.dim() else weights
+            )
+        targets = self._likelihood.align(batch.targets, axis)
+        return batch._replace(targets=targets, weights=weights)
 
     def probe(self, batch: Batch) -> None:
         """Check the derivatives of the network, at the first batch."""

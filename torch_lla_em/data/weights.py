@@ -1,0 +1,59 @@
+"""Weights of examples: how users pass them, and those of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.data.sources import is_pair
+
+Weights = str | Callable[[Tensor], Tensor]
+"""Where the weights of a batch come from: "last", its last entry; or a function of its targets."""
+
+
+def with_weights(loader: Any, weights: Any) -> tuple[Any, Weights]:
+    """Return a loader and where its weights come from, for the ``weights`` of a user."""
+    if callable(weights) or weights == "last":
+        return loader, weights
+    if isinstance(weights, str):
+        raise ValueError(
+            f'weights={weights!r} is not valid: pass "last" if batches end with their weights, a '
+            "tensor together with inputs and targets, or a function of the targets."
+        )
+    # fit(x, y) passes a list of one batch
+    loader = loader[0] if isinstance(loader, list) and len(loader) == 1 else loader
+    if not is_pair(loader):
+        raise TypeError(
+            "A tensor of weights needs inputs and targets that are tensors: fit(x, y, weights=w). "
+            "With a loader, let its batches be (inputs, targets, weights) and pass "
+            'weights="last".'
+        )
+    return [(*loader, torch.as_tensor(weights, device="cpu"))], "last"
+
+
+def without_weights(batch: Any, weights: Weights | None) -> tuple[Any, Any]:
+    """Return a batch of a loader without the weights at its end, and these, or None."""
+    if weights is None or callable(weights):
+        return batch, None
+    if not isinstance(batch, (tuple, list)) or len(batch) < 3:
+        raise TypeError(
+            'With weights="last" batches are (inputs, targets, weights), not a '
+            f"{type(batch).__name__}."
+        )
+    return tuple(batch[:-1]), batch[-1]
+
+
+def checked_weights(given: Any, targets: Tensor) -> Tensor:
+    """Return weights in float64, with the shape of the targets, or one for each example."""
+    w = torch.as_tensor(given, dtype=torch.float64, device=targets.device)
+    if w.shape not in (targets.shape, targets.shape[:1]):
+        raise ValueError(
+            f"The weights have shape {tuple(w.shape)}, but the targets {tuple(targets.shape)}: pass "
+            "one weight for each example, or for each label."
+        )
+    if not (torch.isfinite(w).all() and (w >= 0).all()):
+        raise ValueError("Weights must be finite and not negative.")
+    return w

@@ -1,0 +1,130 @@
+"""The loss of a fit: -log p(y | f) of every example, times its weight and 1/T."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.likelihoods import Likelihood
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss Σ_n -(w_n / T) log p(y_n | f_n) of some examples, with its derivatives in f.
+
+    Nothing else in a fit multiplies by the weights w, by 1/T, or by the mask of the likelihood.
+    """
+
+    likelihood: Likelihood
+    targets: Tensor
+    """As ``align`` returns them, (B, ...)."""
+
+    weights: Tensor | None = None
+    """One weight per example, (B,), or one per target, in the shape of the targets."""
+
+    temperature: float = 1.0
+
+    def part(self, examples: slice) -> Loss:
+        """Return the loss of some of the examples."""
+        weights = None if self.weights is None else self.weights[examples]
+        return Loss(self.likelihood, self.targets[examples], weights, self.temperature)
+
+    def value(self, f: Tensor) -> Tensor:
+        """Return the loss summed over everything, shape (), in float64, for outputs (..., B, ..., C)."""
+        log_prob, y, w = self.likelihood.log_prob, self.targets, self.weights
+        if w is None:
+            total = log_prob(f, y)
+        elif w.dim() == 1:
+            total = log_prob(f, y) * w.to(f.dtype)
+        elif self.likelihood.elementwise:  # the same weight for all outputs
+            total = log_prob(f, y) * w.flatten(1)[:, 0].to(f.dtype)
+        else:  # every site is an example of its own
+            own = log_prob(f.flatten(f.dim() - w.dim() - 1, -2), y.flatten())
+            total = own * w.flatten().to(f.dtype)
+        return -total.sum(dtype=torch.float64) / self.temperature
+
+    def gradient(self, f: Tensor) -> Tensor:
+        """Return the gradient in f, in the shape of f."""
+        return self._counted(self.likelihood.gradient(f, self.targets))
+
+    def product(self, f: Tensor, u: Tensor) -> Tensor:
+        """Return H(f) u, in the shape of u."""
+        return self._counted(self.likelihood.hessian_product(f, u))
+
+    def root(self, f: Tensor, noise: Tensor) -> Tensor:
+        """Return S(f) ε with S Sᵀ = H, in the shape of ε."""
+        u, counts = self.likelihood.hessian_sqrt_product(f, noise), self.counts
+        u = u if counts is None else u * counts.sqrt().to(u.dtype)
+        return u if self.temperature == 1 else u / self.temperature**0.5
+
+    def expected_hessian(self, f: Tensor) -> Tensor:
+        """Return H averaged over functions (S, B, ..., C): (B, ..., C, C), or its diagonal."""
+        H, counts = self.likelihood.expected_hessian(f), self.counts
+        if counts is not None:
+            H = H * (counts if self.likelihood.elementwise else counts.unsqueeze(-1)).to(H.dtype)
+        return H if self.temperature == 1 else H / self.temperature
+
+    @property
+    def counts(self) -> Tensor | None:
+        """The weight of every site, 0 without a label, which broadcasts to outputs; None: all are 1."""
+        mask, y, w = self.likelihood.mask(self.targets), self.targets, self.weights
+        own = None if mask is None else mask.unsqueeze(-1)
+        if w is None:
+            return own
+        outputs = y.dim() if self.likelihood.elementwise else y.dim() + 1
+        if w.dim() == outputs > 1:
+            w = w[..., :1]
+        w = w.reshape(*w.shape, *(1,) * (outputs - w.dim()))
+        return w if own is None else w * own
+
+    def labelled(self) -> Tensor:
+        """Return whether each example has a label and a weight other than 0, (B,)."""
+        counts = self.counts
+        if counts is None:
+            return torch.ones(len(self.targets), dtype=torch.bool, device=self.targets.device)
+        return (counts != 0).flatten(1).any(1) if counts.dim() > 1 else counts != 0
+
+    def check(self, f: Tensor) -> None:
+        """Raise an error if targets or weights do not fit the outputs."""
+        y, w = self.targets, self.weights
+        if w is not None and w.dim() > 1:
+            self._check_weights(y, w)
+        self.likelihood.check(f, y)
+
+    def _check_weights(self, y: Tensor, w: Tensor) -> None:
+        if w.shape != y.shape:
+            raise ValueError(
+                f"The weights have shape {tuple(w.shape)}, but the targets {tuple(y.shape)}: pass "
+                "one weight for each example, or for each label."
+            )
+        if self.likelihood.elementwise and (w.flatten(1) != w.flatten(1)[:, :1]).any():
+            raise ValueError(
+                "The weights of an example differ between its outputs, but one weight multiplies "
+                f"the whole log-likelihood of an example: pass {len(y)} weights for these "
+                f"examples, shape ({len(y)},), not {tuple(w.shape)}."
+            )
+
+    def _counted(self, u: Tensor) -> Tensor:
+        counts = self.counts
+        u = u if counts is None else u * counts.to(u.dtype)
+        return u if self.temperature == 1 else u / self.temperature
+
+
+def check_weights(likelihood: Likelihood) -> None:
+    """Raise an error if a likelihood cannot be weighted.
+
+    Raises:
+        TypeError: If targets do not belong to single outputs, as with linear measurements.
+        ValueError: If σ would have to be learnt from the data.
+    """
+    if likelihood.real_valued and not likelihood.elementwise:
+        raise TypeError(
+            f"{type(likelihood).__name__} takes no weights: its targets do not belong to single "
+            "outputs."
+        )
+    if likelihood.from_data:
+        raise ValueError(
+            "A weighted regression does not learn σ: pass LinearisedLaplace(..., sigma_noise=...)."
+        )

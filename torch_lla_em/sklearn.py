@@ -5,7 +5,7 @@ Needs scikit-learn: ``pip install torch_lla_em[sklearn]``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from numbers import Integral
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from torch_lla_em.ensemble import LaplaceEnsemble
@@ -112,7 +112,7 @@ class _Estimator(BaseEstimator):
             )
         if self.epochs is not None and not (isinstance(self.epochs, Integral) and self.epochs > 0):
             raise ValueError(
-                f"epochs must be a positive whole number or None, not {self.epochs!r}."
+                f"epochs must be None or a positive whole number, not {self.epochs!r}."
             )
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(
@@ -125,8 +125,14 @@ class _Estimator(BaseEstimator):
                 f"ensemble must be None or a number of networks from 2, not {folds!r}."
             )
 
-    def _fit(self, x: Tensor, y: Tensor, outputs: int) -> None:
-        count = len(x)
+    def _fit(self, x: Tensor, y: Tensor, outputs: int, sample_weight: Any = None) -> None:
+        count, w = len(x), None
+        if sample_weight is not None:
+            if self.ensemble is not None:
+                raise ValueError("sample_weight is not supported with ensemble: use ensemble=None.")
+            w = torch.tensor(
+                _check_sample_weight(sample_weight, x.numpy(), ensure_non_negative=True)
+            )
         held_out = int(self.validation_fraction * count)
         held_out = held_out if held_out >= _LEAST_HELD_OUT else 0
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
@@ -145,17 +151,20 @@ class _Estimator(BaseEstimator):
                 )
                 return
             out, kept = torch.randperm(count).split([held_out, count - held_out])
-            model = train(x[kept], y[kept])
+            of_kept = None if w is None else w[kept]
+            model = self._trained(x[kept], y[kept], outputs, of_kept)
         self.laplace_ = LinearisedLaplace(model, self._likelihood, **options)
-        self.laplace_.fit(x[kept], y[kept], progress_bar=False)
+        self.laplace_.fit(x[kept], y[kept], progress_bar=False, weights=of_kept)
         if held_out:
             self.laplace_.calibrate(x[out], y[out])
 
-    def _trained(self, x: Tensor, y: Tensor, outputs: int) -> nn.Module:
+    def _trained(
+        self, x: Tensor, y: Tensor, outputs: int, weights: Tensor | None = None
+    ) -> nn.Module:
         """Return a network that was trained on these examples, in eval mode."""
         standard = _Standardise(x)
         network = (self.module or self._perceptron)(x.shape[1], outputs).to(x.dtype)
-        self._train(network.to(self.device), standard(x), y)
+        self._train(network.to(self.device), standard(x), y, weights)
         return nn.Sequential(standard, network).to(self.device).eval()
 
     def _widths(self) -> tuple[Any, ...]:
@@ -168,7 +177,7 @@ class _Estimator(BaseEstimator):
             features = width
         return nn.Sequential(*layers, nn.Linear(features, outputs))
 
-    def _train(self, network: nn.Module, x: Tensor, y: Tensor) -> None:
+    def _train(self, network: nn.Module, x: Tensor, y: Tensor, weights: Tensor | None) -> None:
         classes = self._likelihood == "classification"
         loss = nn.functional.cross_entropy if classes else nn.functional.mse_loss
         batches = -(-len(x) // _BATCH)
@@ -177,21 +186,53 @@ class _Estimator(BaseEstimator):
         decay = min(1.0, _DECAY / len(x)) if decay is None else decay
         optimiser = torch.optim.AdamW(network.parameters(), rate, weight_decay=decay)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs * batches)
-        x, y = x.to(self.device), y.to(self.device)
+        w = torch.ones(len(x)) if weights is None else weights
+        x, y, w = x.to(self.device), y.to(self.device), w.to(x).to(self.device)
         for _ in range(epochs):
             for rows in torch.randperm(len(x)).tensor_split(batches):
                 optimiser.zero_grad()
-                loss(network(x[rows]), y[rows]).backward()
+                each = loss(network(x[rows]), y[rows], reduction="none").view(len(rows), -1).mean(1)
+                ((w[rows] * each).sum() / w[rows].sum().clamp_min(1e-12)).backward()
                 optimiser.step()
                 schedule.step()
 
-    def _predictions(self, X: Any) -> Iterator[Prediction]:
+    def p_value(self, X: Any) -> np.ndarray:
+        """Return p-values that are small for inputs unlike the training data (out-of-distribution).
+
+        Args:
+            X (array): Inputs, shape (N, D).
+
+        Returns:
+            The share of held-out examples that are at least as unusual as each input, shape (N,).
+        """
+        return self._predicted(X, lambda p: p.p_value, held_out=True).numpy()
+
+    def is_ood(self, X: Any, rate: float = 0.05) -> np.ndarray:
+        """Return which inputs are out-of-distribution (OOD), as a mask of shape (N,).
+
+        Args:
+            X (array): Inputs, shape (N, D).
+            rate (float): Largest share of false alarms among inputs like the training data. Default
+                0.05, which needs 38 held-out examples.
+        """
+        return self._predicted(X, lambda p: p.is_ood(rate), held_out=True).numpy()
+
+    def _predicted(
+        self, X: Any, of: Callable[[Prediction], Tensor], held_out: bool = False
+    ) -> Tensor:
+        """Return a value of predictions, which may need a comparison with ``held_out`` examples."""
         check_is_fitted(self)
+        if held_out and self.laplace_.calibration is None:
+            raise ValueError(
+                f"No examples were held out, because validation_fraction={self.validation_fraction:g} "
+                f"of the data is fewer than {_LEAST_HELD_OUT} examples: increase validation_fraction, "
+                "or pass more data. Error rates are guaranteed by comparison with held-out examples."
+            )
         X = validate_data(self, X, dtype=_DTYPES, reset=False)
         members = getattr(self.laplace_, "members", [self.laplace_])
         own = next(members[0].model.parameters()).dtype
-        for rows in torch.tensor(X, dtype=own).split(8 * _BATCH):
-            yield self.laplace_.predict(rows)
+        parts = torch.tensor(X, dtype=own).split(8 * _BATCH)
+        return torch.cat([of(self.laplace_.predict(rows)) for rows in parts]).cpu()
 
 
 class LaplaceClassifier(ClassifierMixin, _Estimator):
@@ -217,12 +258,14 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
     # with standardised inputs all features have similar sizes, and the plain prior predicts better
     _options = {"g_prior": False}
 
-    def fit(self, X: Any, y: Any) -> LaplaceClassifier:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceClassifier:
         """Train the network, fit its posterior and calibrate it.
 
         Args:
             X (array): Inputs, shape (N, D).
             y (array): Labels of any type, shape (N,).
+            sample_weight (array, optional): Weights of the examples in training and in the posterior,
+                shape (N,): an example of weight 2 counts twice. Default None: each counts once.
 
         Returns:
             The estimator itself.
@@ -233,32 +276,38 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError("A classifier needs at least two classes, but y has one class.")
-        self._fit(torch.tensor(X), torch.as_tensor(labels), len(self.classes_))
+        self._fit(torch.tensor(X), torch.as_tensor(labels), len(self.classes_), sample_weight)
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Return calibrated probabilities.
+        """Return calibrated probabilities of ``classes_``, shape (N, C).
 
         Args:
             X (array): Inputs, shape (N, D).
-
-        Returns:
-            The probabilities of ``classes_``, shape (N, C).
         """
-        return np.concatenate([p.probs.cpu().numpy() for p in self._predictions(X)])
+        return self._predicted(X, lambda p: p.probs).numpy()
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return the most probable classes.
+        """Return the most probable classes, shape (N,).
 
         Args:
             X (array): Inputs, shape (N, D).
+        """
+        best = self.predict_proba(X).argmax(1)
+        labels: np.ndarray = self.classes_[best]
+        return labels
+
+    def predict_set(self, X: Any, level: float = 0.9) -> np.ndarray:
+        """Return sets of classes that contain the label with probability ``level`` or more.
+
+        Args:
+            X (array): Inputs, shape (N, D).
+            level (float): Coverage, between 0 and 1. Default 0.9.
 
         Returns:
-            The labels, shape (N,).
+            A mask of shape (N, C): which of ``classes_`` are in the set of each input.
         """
-        probs = self.predict_proba(X)
-        labels: np.ndarray = self.classes_[probs.argmax(1)]
-        return labels
+        return self._predicted(X, lambda p: p.prediction_set(level), held_out=True).numpy()
 
 
 class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
@@ -281,12 +330,14 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
 
     _likelihood: Task = "regression"
 
-    def fit(self, X: Any, y: Any) -> LaplaceRegressor:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceRegressor:
         """Train the network, fit its posterior and calibrate it.
 
         Args:
             X (array): Inputs, shape (N, D).
             y (array): Continuous targets, shape (N,) or (N, C).
+            sample_weight (array, optional): Weights of the examples in training and in the posterior,
+                shape (N,): an example of weight 2 counts twice. Default None: each counts once.
 
         Returns:
             The estimator itself.
@@ -302,7 +353,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
                 "a constant, use sklearn.dummy.DummyRegressor."
             )
         self._centre, self._width = targets.mean(0), _width(targets)
-        self._fit(x, (targets - self._centre) / self._width, targets.shape[1])
+        standard = (targets - self._centre) / self._width
+        self._fit(x, standard, targets.shape[1], sample_weight)
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
@@ -316,11 +368,27 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         Returns:
             The mean in the shape of y, or a tuple of mean and standard deviation.
         """
-        parts = [(p.expectation, p.predictive_variance) for p in self._predictions(X)]
-        mean, variance = (torch.cat(values).cpu() for values in zip(*parts))
-        found = self._centre + self._width * mean, self._width * variance.sqrt()
-        arrays = tuple(values.view(len(values), *self._shape).numpy() for values in found)
-        return arrays if return_std else arrays[0]
+        both = self._predicted(X, lambda p: torch.stack([p.expectation, p.predictive_variance], 1))
+        mean = self._in_units(both[:, 0], self._centre)
+        return (mean, self._in_units(both[:, 1].sqrt(), 0)) if return_std else mean
+
+    def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ends of intervals that contain y with probability ``level`` or more.
+
+        Args:
+            X (array): Inputs, shape (N, D).
+            level (float): Coverage of each output, between 0 and 1. Default 0.9.
+
+        Returns:
+            The lower and the upper ends, in the units and the shape of y.
+        """
+        ends = self._predicted(X, lambda p: torch.stack([*p.interval(level)], 1), held_out=True)
+        lower, upper = (self._in_units(end, self._centre) for end in ends.unbind(1))
+        return lower, upper
+
+    def _in_units(self, values: Tensor, start: Tensor | int) -> np.ndarray:
+        array: np.ndarray = (start + self._width * values).view(len(values), *self._shape).numpy()
+        return array
 
 
 def _width(values: Tensor) -> Tensor:

@@ -37,7 +37,13 @@ from torch.nn import functional as F
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, Prediction
 from torch_lla_em.prediction.ranks import mass_above, quantiles
 
-FOLDS, LEVEL, HELD_OUT = 5, 0.9, 7
+LEVEL, HELD_OUT = 0.9, 7
+
+
+def flagged(posterior: LinearisedLaplace | LaplaceEnsemble, task: Task) -> dict:
+    """Return the shares of test inputs, and of those with permuted columns, that are flagged."""
+    parts = {"alarms": task.test.x, "found": next(iter(task.shifted.values()))}
+    return {name: posterior.is_ood(x).double().mean().item() for name, x in parts.items()}
 
 
 def score(p: Prediction, y: Tensor) -> dict:
@@ -122,28 +128,29 @@ def measured(table: str, seed: int, args: argparse.Namespace) -> Iterator[dict]:
     kind = kind if task.classes else "regression"
     epochs = args.epochs or task.epochs
     x, y = (torch.cat(parts) for parts in zip(task.train, task.held_out))
-    strange = next(iter(task.shifted.values()))
     for variant, net in zip(("early", "on"), train(task, 1000 * seed, epochs)):
         with torch.no_grad():
             yield {"network": variant, "method": "reference"} | reference(net, task)
         la = LinearisedLaplace(net, kind, seed=seed).fit(*task.train, progress_bar=False)
+        if task.classes:
+            found = {"nll": -la.predict(task.test.x).log_prob(task.test.y).mean().item()}
+            yield {"network": variant, "method": "as fitted"} | found | flagged(la, task)
+        records = {"calibrate": la.calibrate(*task.held_out)}
         given: list[Tensor] = []
-        of = trainer(task, seed, variant == "early", given, epochs)
-        folds = LaplaceEnsemble.from_folds(
-            of, x, y, FOLDS, likelihood=kind, seed=seed, progress_bar=False
-        )
-        records = [("calibrate", la.calibrate(*task.held_out)), ("from_folds", folds)]
-        for name, posterior in records:
-            found = score(posterior.predict(task.test.x), task.test.y)
-            found["alarms"] = posterior.is_ood(task.test.x).double().mean().item()
-            found["found"] = posterior.is_ood(strange).double().mean().item()
+        if args.folds:
+            of = trainer(task, seed, variant == "early", given, epochs)
+            options = {"likelihood": kind, "seed": seed, "progress_bar": False}
+            records["from_folds"] = LaplaceEnsemble.from_folds(of, x, y, args.folds, **options)
+        for name, posterior in records.items():
+            found = score(posterior.predict(task.test.x), task.test.y) | flagged(posterior, task)
             yield {"network": variant, "method": name} | found
         # inputs that occur in several folds are left out
         unseen = [
             Rows(x[out], y[out]) for out in ((x[:, None] != some).any(-1).all(1) for some in given)
         ]
-        found = crossed(folds, unseen, task.test)
-        yield {"network": variant, "method": "CV+ of the same networks"} | found
+        if unseen:
+            found = crossed(records["from_folds"], unseen, task.test)
+            yield {"network": variant, "method": "CV+ of the same networks"} | found
 
 
 def lines(records: list[dict]) -> list[dict]:
@@ -163,8 +170,9 @@ def lines(records: list[dict]) -> list[dict]:
         if "nll" in group[0]:
             gains = [log(r["nll"] / b["nll"]) if classes else r["nll"] - b["nll"] for r, b in pairs]
             line |= {"NLL": exp(mean(gains)) if classes else mean(gains)}
-        line["coverage"] = mean(r["coverage"] for r in group)
-        line["size"] = exp(mean(log(r["size"] / b["size"]) for r, b in pairs))
+        if "coverage" in group[0]:
+            line["coverage"] = mean(r["coverage"] for r in group)
+            line["size"] = exp(mean(log(r["size"] / b["size"]) for r, b in pairs))
         if "alarms" in group[0]:
             line |= {"false alarms": mean(r["alarms"] for r in group)}
             line |= {"at worst": max(r["alarms"] for r in group)}
@@ -173,11 +181,32 @@ def lines(records: list[dict]) -> list[dict]:
     return found
 
 
-SHOWN = "NLL", "coverage", "size", "false alarms", "at worst", "permuted found", "runs"
+SHOWN = {
+    "NLL": "NLL",
+    "coverage": "coverage",
+    "size": "size",
+    "false alarms": "false alarms",
+    "at worst": "at worst",
+    "permuted found": "permuted inputs found",
+}
+METHODS = {
+    "reference": "validation noise or temperature, split conformal",
+    "as fitted": "one posterior, as fitted",
+    "calibrate": "one posterior, `calibrate`",
+    "from_folds": "**`from_folds`**",
+    "CV+ of the same networks": "the same networks, CV+",
+}
+STAGES = {"early": "early stopping", "on": "all epochs"}
 
 
 def summary(records: list[dict]) -> str:
-    return markdown.table(lines(records), ("targets", "network", "method"), SHOWN)
+    """Return the means as a table, classes first."""
+    shown = [
+        line | {"method": METHODS[line["method"]], "network": STAGES[line["network"]]}
+        for line in lines(records)
+    ]
+    rows = {key: key for key in ("targets", "network", "method")}
+    return markdown.table(shown, rows, SHOWN, decimals=3)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -185,6 +214,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tables", nargs="+", default=(*tasks.TUNING, *tasks.REGRESSION))
     parser.add_argument("--seeds", nargs="+", type=int, default=(0,))
     parser.add_argument("--epochs", type=int, help="of training; default: each task's own")
+    parser.add_argument("--folds", type=int, default=5, help="0: only one network, without folds")
     parser.add_argument("--report", action="store_true", help="only print the summary")
     parser.add_argument("--out", type=Path, default=Path("results/folds.jsonl"))
     args = parser.parse_args(arguments)

@@ -16,9 +16,11 @@ from typing import NamedTuple
 import aims
 import charts
 import distil
+import folds
 import ood
 import scalings
 import tables
+import testbed
 from methods import markdown
 from methods.names import named
 
@@ -357,6 +359,8 @@ TEXTS = {
     "aims": (BENCHMARKS, "aims", aims.aims_table),
     "aims each": (BENCHMARKS, "aims", aims.each_table),
     "ensembles": ("docs/calibration.md", "aims", aims.ensembles_table),
+    "folds": ("docs/calibration.md", "folds", folds.summary),
+    "testbed": ("docs/testbed.md", "testbed", testbed.summary),
     "distil": ("docs/distil.md", "distil", distil.summary),
     "ood scores": ("docs/out_of_distribution.md", "ood", ood.scores_table),
     "ood confidence": ("docs/out_of_distribution.md", "ood", ood.confidence_table),

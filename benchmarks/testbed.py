@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from laplace import Laplace
 from methods import markdown
 from methods.provenance import provenance
 from methods.resume import resume
@@ -206,6 +205,8 @@ def dropout(task: Problem, generator: torch.Generator, names: dict[str, None]) -
 
 def laplace_torch(task: Problem, generator: torch.Generator, names: dict[str, None]) -> Agents:
     """Kronecker factors of all layers, the prior by the marginal likelihood; linearised functions."""
+    from laplace import Laplace
+
     clock = time.process_time()
     net = network(trained(task, 1, generator))
     la = Laplace(net, "classification", subset_of_weights="all", hessian_structure="kron")
@@ -285,22 +286,35 @@ def measured(
             yield {"agent": name, "examples": len(task.x)} | found | {"seconds": seconds}
 
 
-def summary(records: list[dict]) -> str:
-    """Return the sums over the problems that all agents have, relative to the single network's."""
+def lines(records: list[dict]) -> list[dict]:
+    """Return sums over the problems that all agents have, relative to the single network's."""
     by_agent: dict[str, dict[tuple, dict]] = {}
     for r in records:
         case = r["inputs"], r["ratio"], r["temperature"], r["seed"]
         by_agent.setdefault(r["agent"], {})[case] = r
     common = set.intersection(*(set(found) for found in by_agent.values()))
-    lines = []
-    for agent, found in by_agent.items():
-        line = {"agent": agent, "problems": len(common)}
+    found = []
+    for agent in (name for name in AGENTS if name in by_agent):
+        of, line = by_agent[agent], {"agent": agent, "problems": len(common)}
         for key in ("τ = 1", "τ = 10"):
             least = sum(by_agent["network"][case][key] for case in common)
-            line[key] = sum(found[case][key] for case in common) / least
-        line["CPU seconds"] = sum(found[case]["seconds"] for case in common)
-        lines.append(line)
-    return markdown.table(lines, ("agent",), ("τ = 1", "τ = 10", "CPU seconds", "problems"))
+            line[key] = sum(of[case][key] for case in common) / least
+        line["CPU seconds"] = sum(of[case]["seconds"] for case in common)
+        found.append(line)
+    return found
+
+
+COLUMNS = {
+    "τ = 1": "KL, one label",
+    "τ = 10": "KL, ten labels at two inputs",
+    "CPU seconds": "CPU, s",
+}
+
+
+def summary(records: list[dict]) -> str:
+    """Return these sums as a table."""
+    best = dict.fromkeys(("τ = 1", "τ = 10"), "min")
+    return markdown.table(lines(records), {"agent": "agent"}, COLUMNS, best, 3)
 
 
 def main(arguments: list[str] | None = None) -> None:

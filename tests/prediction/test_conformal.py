@@ -210,13 +210,42 @@ def test_the_distance_is_the_standard_deviation_of_a_difference():
     assert_close(examples(Bernoulli()).distance(new), every.min(1).values)
     shifted = examples(Classification()).distance(new + draw(6, 4, 1, seed=2))
     assert_close(shifted, examples(Classification()).distance(new))
-    others = [
-        examples(Bernoulli(), torch.cat([known[:i], known[i + 1 :]])).distance(
-            known[i : i + 1].movedim(0, 1)
-        )
-        for i in range(5)
-    ]
-    assert_close(examples(Bernoulli()).distances(), torch.cat(others))
+
+
+def test_training_examples_are_compared_without_themselves_in_the_posterior():
+    """The samples are a root of the covariance, so that there is no Monte Carlo error."""
+    J, probs, P = draw(6, 3, 5), draw(6, 3, seed=1).softmax(1), 5
+    H = torch.diag_embed(probs) - probs[:, :, None] * probs[:, None]
+    precision = torch.eye(P).double() + torch.einsum("ncp,ncd,ndq->pq", J, H, J)
+    roots = P**0.5 * torch.linalg.cholesky(torch.linalg.inv(precision)).T
+    Jw = torch.einsum("ncp,kp->nkc", J, roots)
+    leverages = torch.einsum("nkc,ncd,nld->nkl", Jw, H, Jw) / P
+    found = TrainingExamples(Classification(), Jw, torch.tensor(1.0)).distances(leverages)
+    centred = J - J.mean(1, keepdim=True)
+    expected = []
+    for i in range(6):
+        without = torch.linalg.inv(precision - J[i].T @ H[i] @ J[i])
+        apart = centred[i] - centred
+        every = torch.einsum("ncp,pq,ncq->n", apart, without, apart).sqrt()
+        expected.append(others(every, i).min())
+    assert_close(found, torch.stack(expected))
+    alone = TrainingExamples(Classification(), Jw[:1], torch.tensor(1.0))
+    assert alone.distances(leverages[:1]).isinf().all()
+
+
+def test_a_fit_takes_the_leverage_of_each_example_from_its_curvature(kept):
+    la, x, _ = kept
+    f, Jw = push_forward(la._linear_model, x, la.w_lin[None], la.w_samples)
+    functions = la.predict(x, mean="linear").functions
+    p = functions.softmax(-1)
+    H = torch.diag_embed(p.mean(0)) - torch.einsum("snc,snd->ncd", p, p) / len(p)
+    leverages = torch.einsum("knc,ncd,lnd->nkl", Jw[1:], H, Jw[1:]) / 8
+    training, found = la._posterior.training(), la._posterior.training_distances
+    # H of the fit is an average over other draws, which matters where a leverage is near 1
+    apart = (found / training.distances(leverages) - 1).abs()
+    assert apart.median() < 0.02
+    apart = found / training.distances(0 * leverages)
+    assert apart.min() > 1 - 1e-6 and apart.mean() > 1.03
 
 
 def test_means_are_shrunk_beyond_the_variance_of_training_examples_only(kept):

@@ -49,7 +49,7 @@ class FixedH:
         """Return draws of the outputs less their mean, for J w_k (N, ..., C, K); None without draws."""
         return None
 
-    def product(self, H: Tensor, Jw: Tensor, rows: slice = slice(None)) -> Tensor:
+    def product(self, H: Tensor, Jw: Tensor, rows: slice | Tensor = slice(None)) -> Tensor:
         """Return H J w for columns J w, (n C, k), of these examples."""
         H = H[rows]
         return self._loss.part(rows).product(H, Jw.T.reshape(-1, *H.shape)).flatten(1).T
@@ -124,12 +124,12 @@ class ExpectedH(FixedH):
             self._noise = drawn.to(pushed).div_(K**0.5)
         return (pushed @ self._noise).movedim(-1, 0).contiguous()
 
-    def product(self, H: Tensor, Jw: Tensor, rows: slice = slice(None)) -> Tensor:
+    def product(self, H: Tensor, Jw: Tensor, rows: slice | Tensor = slice(None)) -> Tensor:
         """Return H J w for columns J w, (n C, k), of these examples."""
         H = H[rows]
         if self._elementwise:
             return Jw * H.reshape(-1, 1)
-        return (H @ Jw.reshape(*H.shape[:-1], -1)).flatten(0, -2)
+        return (H @ Jw.reshape(*H.shape[:-1], Jw.shape[-1])).flatten(0, -2)
 
     def root(self, H: Tensor, noise: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""

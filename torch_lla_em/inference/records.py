@@ -195,6 +195,9 @@ class Posterior(NamedTuple):
     examples: Tensor | None = None
     """J w_k at some of the training examples, (n, K, ..., C), if they are known."""
 
+    leverages: Tensor | None = None
+    """(J w_k)ᵀ H J w_l / K at these examples, (n, K, K): how much each determines of its own outputs."""
+
     complete: bool = True
     """Whether the fit ended by itself, and not because its budget was spent."""
 

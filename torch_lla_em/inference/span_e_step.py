@@ -157,9 +157,9 @@ class SpanEStep:
             found.log_evidence,
         )
         if self._moves:
-            of_all = _average(self.problem.likelihood, over, q), _at_examples(over, q.samples)
-            mixture, examples = (part.to(columns.device) for part in of_all)
-            return known._replace(mixture=mixture, examples=examples)
+            of_all = _average(self.problem.likelihood, over, q), *_at_examples(over, q)
+            mixture, examples, leverages = (part.to(columns.device) for part in of_all)
+            return known._replace(mixture=mixture, examples=examples, leverages=leverages)
         return known
 
 
@@ -187,13 +187,20 @@ def _average(likelihood: Likelihood, over: OverSpan, q: Q) -> Tensor:
     return torch.tensor(parts, dtype=torch.float64, device="cpu")
 
 
-def _at_examples(over: OverSpan, samples: Tensor) -> Tensor:
-    """Return J w_k at training examples that are spread evenly over the data, (n, K, ..., C)."""
-    N, *outputs = over.expected.shape
-    number = min(N, _EXAMPLES, _NUMBERS // max(1, len(samples) * math.prod(outputs)))
+def _at_examples(over: OverSpan, q: Q) -> tuple[Tensor, Tensor]:
+    """Return J w_k at training examples spread evenly over the data, (n, K, ..., C), and their leverages.
+
+    The leverages are (J w_k)ᵀ H J w_l / K, (n, K, K).
+    """
+    (N, *outputs), K = over.expected.shape, len(q.samples)
+    number = min(N, _EXAMPLES, _NUMBERS // max(1, K * math.prod(outputs)))
     chosen = torch.linspace(0, N - 1, number, device="cpu").round().long()
-    pushed = over.span.of_all.push(samples)
-    return pushed[chosen.to(pushed.device)].movedim(-1, 1).contiguous()
+    pushed = over.span.of_all.push(q.samples)
+    chosen = chosen.to(pushed.device)
+    Jw = pushed[chosen]
+    curved = over.expected.product(q.curved.H, Jw.flatten(0, -2), chosen).view_as(Jw)
+    leverages = Jw.flatten(1, -2).mT @ curved.flatten(1, -2) / K
+    return Jw.movedim(-1, 1).contiguous(), leverages
 
 
 def _begin(

@@ -41,6 +41,10 @@ from torch_lla_em.runtime import report
 
 # scores below this are rounding errors of double precision
 _SMALLEST = 1e-9
+# number of neighbours of a training example among which the nearest without it is looked for
+_CANDIDATES = 64
+# largest leverage; by the Monte Carlo error of a covariance of samples it can exceed 1
+_MOST = 0.95
 
 Own = TypeVar("Own", bound="Conformal")
 
@@ -71,14 +75,27 @@ class TrainingExamples(NamedTuple):
         distances: Tensor = torch.cat(nearest) / len(deviations) ** 0.5
         return distances
 
-    def distances(self) -> Tensor:
-        """Return the distance of each of these examples to the nearest other one, (n,)."""
-        known = self._features()
-        nearest = torch.cdist(known, known).fill_diagonal_(torch.inf).min(1)
-        apart = (known - known[nearest.indices]).norm(dim=1)
-        # the distance of a single example to the others is infinite
-        apart = torch.where(nearest.values.isinf(), nearest.values, apart)
-        distances: Tensor = apart / self.deviations.shape[1] ** 0.5
+    def distances(self, leverages: Tensor) -> Tensor:
+        """Return the distance of each of these examples to the nearest other one, (n,).
+
+        They are those of the posterior without the example itself, so that they are comparable to the
+        distances of new inputs. With its leverage L_i, ``leverages`` (n, K, K), the covariance of the
+        samples' coefficients is I / K with, and (I - L_i)⁻¹ / K without the example. Among many others
+        the nearest few with the example are candidates.
+        """
+        known, K = self._features(), self.deviations.shape[1]
+        count = min(len(known) - 1, _CANDIDATES)
+        if not count:
+            return torch.full_like(known[:, 0], torch.inf)
+        apart = torch.cdist(known, known).fill_diagonal_(torch.inf)
+        nearest = apart.topk(count, largest=False).indices
+        shares, vectors = torch.linalg.eigh(leverages.double())
+        factors = (1 - shares.clamp(0, _MOST)).rsqrt()[..., None] * vectors.mT
+        least = [
+            (factor @ (own - known[others]).view(count, K, -1)).flatten(1).norm(dim=1).min()
+            for own, others, factor in zip(known, nearest, factors)
+        ]
+        distances: Tensor = torch.stack(least) / K**0.5
         return distances
 
     def unit(self) -> Tensor:

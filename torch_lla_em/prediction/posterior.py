@@ -114,6 +114,9 @@ class Posterior:
     largest_variance: Tensor | None = None
     """The largest variance of their centred outputs, ()."""
 
+    training_distances: Tensor | None = None
+    """The distance of each to the nearest other one, without itself in the posterior, (n,)."""
+
     reference: Reference | None = None
     """What ``calibrate`` found by splitting the validation set."""
 
@@ -157,12 +160,13 @@ class Posterior:
         if examples is None or not len(examples):  # none if a single one has too many numbers
             return found
         largest = output_variance(likelihood, examples.movedim(1, 0)).max()
-        return replace(found, training_deviations=examples, largest_variance=largest)
+        found = replace(found, training_deviations=examples, largest_variance=largest)
+        return replace(found, training_distances=found.training().distances(learnt.leverages))
 
     @property
     def components(self) -> Components:
         """How predictions are made: as fitted or as calibrated."""
-        has_reference = self.reference is not None or self.training_deviations is not None
+        has_reference = self.reference is not None or self.training_distances is not None
         return Components(self.mixture, None, self._known if has_reference else None, self.room)
 
     def _known(self) -> Reference:
@@ -171,7 +175,7 @@ class Posterior:
 
     @cached_property
     def _of_training(self) -> Reference:
-        return Reference(self.mixture, None, self.training().distances()[:, None], None)
+        return Reference(self.mixture, None, self.training_distances[:, None], None)
 
     def training(self, num_samples: int | None = None) -> TrainingExamples | None:
         """Return the training examples that the fit has kept, if there are any."""

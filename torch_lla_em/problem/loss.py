@@ -26,7 +26,7 @@ class Loss:
 
     temperature: float = 1.0
 
-    def part(self, examples: slice) -> Loss:
+    def part(self, examples: slice | Tensor) -> Loss:
         """Return the loss of some of the examples."""
         weights = None if self.weights is None else self.weights[examples]
         return Loss(self.likelihood, self.targets[examples], weights, self.temperature)

@@ -370,3 +370,15 @@ def test_predictions_are_freed_without_garbage_collection(make):
     assert p.probs.shape == (B, C) and len(p.functions) > K
     del p
     assert freed() is None
+
+
+@pytest.mark.parametrize("make", [prediction, mixture])
+def test_averages_over_weighted_functions_are_exact(make):
+    p = make(Classification())
+    both = Prediction.averaged([p, replace(p, centre=2 * p.centre)])
+    for each in (p, both):
+        functions, weights = each.weighted_functions
+        assert_close(weights.sum(), torch.ones(()).to(weights))
+        average = (weights.view(-1, 1, 1) * functions.softmax(-1)).sum(0)
+        assert_close(average, each.probs)
+        assert len(functions) == len(weights) <= len(each.functions)

@@ -1,6 +1,8 @@
 """What a fit costs: memory, columns and shares of passes, and frames around the network."""
 
+import sys
 import traceback
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,11 @@ from torch import nn
 
 import torch_lla_em
 from torch_lla_em import Compute, LinearisedLaplace
+from torch_lla_em.jacobian import LinearModel, NetworkState
+from torch_lla_em.jacobian.factors import Factored
+from torch_lla_em.jacobian.network import Exchange
+from torch_lla_em.jacobian.state import Snapshot
+from torch_lla_em.runtime import files
 
 HERE = Path(torch_lla_em.__file__).parent
 
@@ -99,3 +106,28 @@ def test_few_frames_lie_between_a_product_and_the_network(likelihood):
     assert inside and max(inside) <= 7
     from_fit = [stack.index("fit") for stack in names if set(products) & set(stack)]
     assert max(from_fit) <= 12
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_a_prediction_rebuilds_nothing_that_depends_on_the_network_alone(likelihood):
+    case = tiny(likelihood)
+    la = LinearisedLaplace(case.model, likelihood, num_samples=4)
+    la.fit(case.x, case.y, progress_bar=False, em_steps=1)
+    la(case.x[:1])
+    called = Counter()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(str(HERE)):
+            called[frame.f_code] += 1
+
+    sys.setprofile(note)
+    try:
+        la(case.x[:1])
+    finally:
+        sys.setprofile(None)
+    made = [kind.__init__ for kind in (Exchange, Snapshot, NetworkState, LinearModel, Factored)]
+    rebuilt = {function.__qualname__ for function in made if function.__code__ in called}
+    assert not rebuilt and files.fingerprint.__code__ not in called
+    # without comprehensions, which are functions before Python 3.12 only
+    functions = {code: count for code, count in called.items() if "<" not in code.co_name}
+    assert len(functions) <= 110 and sum(functions.values()) <= 320

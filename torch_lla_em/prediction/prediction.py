@@ -120,6 +120,18 @@ class Prediction(Printed, Conformal):
         return self._out(torch.cat(found), leading=1)
 
     @property
+    def weighted_functions(self) -> tuple[Tensor, Tensor]:
+        """The functions that averages are taken over, (S, B, ..., C), and the weight of each, (S,).
+
+        They are those of ``functions``, but every function of the mixture without uncertainty occurs
+        once. The weights add up to 1, and averages with them are exactly ``probs``, for example.
+        """
+        functions, weights = self._functions(), self._weights()
+        if weights is None:
+            weights = functions.new_full((len(functions),), 1 / len(functions))
+        return self._out(functions, leading=1), weights.to(functions)
+
+    @property
     def predictive_samples(self) -> Tensor:
         """E[y | f_k]: the samples after the link function, such as softmax, (K, B, ..., C)."""
         return self._out(self.likelihood.mean(self._samples()), leading=1)

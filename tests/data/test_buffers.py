@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from torch_lla_em.data.loader import Data
+from torch_lla_em.data.loader import Data, Kept
 
 CPU = torch.device("cpu")
 
@@ -197,3 +197,23 @@ def test_a_collate_function_may_leave_out_examples():
         ValueError, match="Batch 0 has 3 examples, but was collated from 4 of the dataset"
     ):
         list(data.batches(in_step=True))
+
+
+@pytest.mark.parametrize("share, kept", [(0.6, False), (1.1, True)])
+@pytest.mark.parametrize("is_list", [True, False])
+def test_whether_batches_are_kept_is_decided_once(is_list, share, kept, monkeypatch):
+    """Batches above a quarter of the free memory are not copied in vain in every pass."""
+    x, y = rows(24)
+    memory = [4 * share * (x.nbytes + y.nbytes)]
+    monkeypatch.setattr("torch_lla_em.data.loader.free_memory", lambda device: memory[0])
+    held, add = [], Kept.add
+    monkeypatch.setattr(
+        Kept, "add", lambda self, *args: (add(self, *args), held.append(self.room > 0))
+    )
+    loader = DataLoader(TensorDataset(x, y), 4)
+    data = Data(list(loader) if is_list else loader, CPU)
+    for number in range(4):
+        assert torch.equal(torch.cat([batch.inputs for batch in data]), x)
+        memory[0] *= 10 if number else 1  # what is free after the second pass changes nothing
+    assert (data.kept is not None) == kept
+    assert sum(held) == (6 if kept else 0)

@@ -8,6 +8,7 @@ from allocator import Allocator
 from daily import daily
 from fresh import run_fresh
 from models import Centred
+from tiny import fitted as tiny_fit
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -316,3 +317,19 @@ def test_smaller_pieces_that_were_tried_in_vain_are_forgotten():
     assert allocator.refusals > 5
     assert small.linear_model.columns is None
     assert small.sweep.rows == float("inf")
+
+
+def test_factors_that_were_given_up_are_not_used_again(monkeypatch):
+    """The probe of torch.func that follows the shortage finds factors again."""
+    inspect, calls = Problem.inspect, []
+
+    def short_of_memory(self, rows, batch):
+        calls.append(batch)
+        if len(calls) == 1:
+            raise MemoryError("simulated")
+        return inspect(self, rows, batch)
+
+    monkeypatch.setattr(Problem, "inspect", short_of_memory)
+    case, la = tiny_fit("classification", em_steps=1)
+    assert la._linear_model.factored is None
+    assert any("without stored Jacobian factors" in words for words in la.messages)

@@ -60,7 +60,7 @@ class Kept:
     def add(self, batch: Batch, is_list: bool) -> None:
         """Store a batch; drop all batches if they need more memory than allowed."""
         if self.room > 0:
-            self.room -= _bytes(batch)
+            self.room -= _bytes(batch.tensors())
             # a loader may write the next batch to the same memory
             self._batches.append(batch if is_list or self.room <= 0 else batch.copied())
         if self.room <= 0:
@@ -94,6 +94,12 @@ class Data:
         """Whether only an earlier run has read these examples."""
 
         self._num_steps: int | None = None
+        self._bytes: float | None = None
+        """Size of all batches: that of a list is known at once, others are measured in a pass."""
+
+        self._fits: bool | None = None
+        """Whether all batches are kept, which is decided once, as soon as their size is known."""
+
         self.kept: Kept | None = None
         """All batches, if a quarter of the memory holds them: those of a list from the first pass
         on, others once two passes were the same."""
@@ -145,7 +151,15 @@ class Data:
         share = (self.group.rank + (self.num_passes > 0)) % self.group.size
         read = self._reader.begin(share, self.num_passes if in_step else None)
         ordered = self._source.keeps_order and not (in_step and self._source.shuffles)
-        own, candidate = Identity(ordered), Kept(self._room(in_step))
+        own, candidate, size = Identity(ordered), Kept(self._room(in_step)), 0.0
+
+        def counted(batches: Iterable[Batch]) -> Iterator[Batch]:
+            nonlocal size
+            for batch in batches:
+                size += _bytes(batch.tensors())
+                yield batch
+
+        read = counted(read)
         if in_step:
             yield from self._in_step(self._counted(read, own, candidate))
         else:
@@ -153,6 +167,7 @@ class Data:
             if self.group.size == 1:
                 self._num_steps = self._reader.num_read
         self._end(self.group.meet(own, Identity.of))
+        self._bytes = size
         if self.keep and not self._changes and candidate.room > 0:
             self.kept = candidate
 
@@ -220,10 +235,15 @@ class Data:
 
     def _room(self, in_step: bool) -> float:
         """Return the number of bytes that the batches of a pass may take to be kept."""
-        repeats = self.num_passes > 0 or self._source.is_list
-        keeps = self.keep and self.kept is None and repeats and not self._changes
-        keeps = keeps and not (in_step and self.merge_rows)
-        return free_memory(self._device) / 4 if keeps and self.group.size == 1 else 0.0
+        keeps = self.keep and self.kept is None and not self._changes and self.group.size == 1
+        if not keeps or (in_step and self.merge_rows) or self._fits is False:
+            return 0.0
+        if self._bytes is None and self._source.is_list:
+            self._bytes = sum(map(_bytes, self._source.loader))
+        room = free_memory(self._device) / 4
+        if self._fits is None and self._bytes is not None:
+            self._fits = self._bytes < room
+        return room if self._fits else 0.0
 
     def _end(self, whole: Identity) -> None:
         """Store the counts of all ranks; refuse other data, and warn if the data change."""
@@ -255,12 +275,12 @@ def _added(every: list[list[int]]) -> list[int]:
     return [sum(each) for each in zip(*every)]
 
 
-def _bytes(batch: Batch) -> float:
-    """Return the size of a batch; that of objects such as graphs is unknown."""
+def _bytes(tree: Any) -> float:
+    """Return the size of all tensors; that of objects such as graphs is unknown."""
     sizes: list[float] = []
     map_tensors(
         lambda tensor: sizes.append(tensor.numel() * tensor.element_size()),
-        batch.tensors(),
+        tree,
         lambda _: sizes.append(inf),
     )
     return sum(sizes)

@@ -55,6 +55,9 @@ class LinearModel:
         self.factored: Factored | None = None
         """The weights whose Jacobian is computed by factors."""
 
+        self._has_left_factors = False
+        """Whether memory has run out with factors, so that a later probe does not use them again."""
+
     @property
     def report(self) -> Report | None:
         """The result of the probe; None until it has run on the current device and dtype."""
@@ -105,7 +108,8 @@ class LinearModel:
             if found is None:
                 logger.info("J is zero for these examples; derivatives are checked on later ones.")
                 return None
-            self._path, self.factored, self._examples = found.path, found.factored, x
+            self._path, self._examples = found.path, x
+            self.factored = None if self._has_left_factors else found.factored
             if self.network.precision != "float32":
                 self._measure_precision(x)
         if found.unbatched:
@@ -183,4 +187,4 @@ class LinearModel:
         """Use no factors any more after an out-of-memory error: torch.func needs less memory."""
         if self.factored is not None:
             report("log", "Out of memory: continuing without stored Jacobian factors.")
-            self.factored = None
+            self.factored, self._has_left_factors = None, True

@@ -6,18 +6,19 @@ import pytest
 import torch
 from loaders import InAnyOrder
 from models import trained
-from steps import posterior_at
-from tiny import basis_noise, likelihood_of, tiny
+from steps import posterior_at, span_e_step, states_of_em
+from tiny import basis_noise, likelihood_of, problem_of, tiny
 from tiny import fitted as tiny_fit
 from torch import nn
 
 from torch_lla_em import BlockCG, BlockKrylov, LinearisedLaplace
-from torch_lla_em.inference.controller import SMALL, climb
+from torch_lla_em.inference.controller import SMALL, Pace, improve
 from torch_lla_em.inference.expectations import ExpectedH, root_of
 from torch_lla_em.inference.over_span import OverSpan
-from torch_lla_em.inference.records import Pace, State
+from torch_lla_em.inference.records import State
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
+from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem import Loss
 
 VARIATIONAL = {"curvature": "variational"}
@@ -101,8 +102,8 @@ def begun(steps, precision):
 
 def settled(steps, q, least):
     pace = Pace()
-    for _ in range(20):
-        q, pace = climb(steps, q, least, pace)
+    for _ in range(40):
+        q, pace = improve(steps, q, least, pace)
     return q
 
 
@@ -192,7 +193,7 @@ def test_no_step_lowers_the_bound(name):
     _, _, steps = with_basis(name, draws=8)
     q, pace = begun(steps, 100.0), Pace()
     for _ in range(12):
-        new, pace = climb(steps, q, q.precision / 3, pace)
+        new, pace = improve(steps, q, q.precision / 3, pace)
         again = steps.at(new.curved, new.precision, 1.0, new.mean)
         assert new.bound >= q.bound and again.bound >= new.bound - 1e-9
         q = new
@@ -414,3 +415,45 @@ def test_rows_in_another_order_are_told(caplog):
         la.compute = la.compute.__class__(keep_data=False)
         la.fit(InAnyOrder(case, 15), em_steps=1, progress_bar=False)
     assert "a different order" in caplog.text and la.prior_precision > 0
+
+
+def five_classes():
+    """A network of 941 parameters that is trained on 300 examples of five classes."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 8, generator=generator).double()
+    scores = [part @ torch.randn(8, 5, generator=generator).double() for part in (x, 0.7 * x**2)]
+    y = (sum(scores) + torch.randn(300, 5, generator=generator)).argmax(1)
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 5)]
+    return trained(nn.Sequential(*layers).double(), x, y, 60, rate=0.01), x, y
+
+
+def test_the_log_det_of_a_small_span_is_that_of_all_parameters():
+    model, x, y = five_classes()
+    problem = problem_of(model, Classification(), [(x, y)])
+    noise = get_sto_samples(problem, 8, 0, "root")
+    e_step = span_e_step(problem, noise, 0.06, moves=True)
+    *_, last = states_of_em(e_step, e_step.start(), tolerance=0.06)
+    q, lam = last.own.q, last.precision.item()
+    assert e_step.span.size < problem.size / 5
+    J = torch.cat([Jw for _, _, Jw in problem.push_forward(torch.diag(noise.prior.scale))], 1)
+    J = J.movedim(0, -1)
+    G = torch.einsum("ncp,ncd,ndq->pq", J, q.curved.H, J)
+    exact = torch.linalg.slogdet(torch.eye(len(G)) + G / lam)[1]
+    spectrum = q.curved.spectrum
+    found = spectrum.log_dets(lam)
+    of_xi = (spectrum.xi.square() * (spectrum.eigenvalues / lam).log1p()).sum(1)
+    error = 5 * of_xi.std() / len(of_xi) ** 0.5  # Monte Carlo error of the probes
+    assert abs(found.mean() - exact) < min(error, 0.06 * exact)
+    assert of_xi.mean() > 1.08 * exact
+
+
+@pytest.mark.slow
+def test_lambda_is_the_same_for_other_random_numbers_and_starts():
+    model, x, y = five_classes()
+    options = {"num_samples": 16, "g_prior": "root"}
+    fits = [LinearisedLaplace(model, "classification", seed=s, **options) for s in range(5)]
+    found = torch.stack([la.fit(x, y).prior_precision.log() for la in fits])
+    assert found.std() < 0.12
+    far = fits[0].fit(x, y, prior_precision=1e6).prior_precision.log()
+    assert abs(far - found.mean()) < 0.3

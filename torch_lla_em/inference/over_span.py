@@ -184,11 +184,12 @@ class OverSpan:
         if self._sigma is not None:
             loss += gaussian_constant(self._problem, noise * self._sigma)
         norm = precision * mean.square().sum()
-        if self.moves:  # the span is not extended for ξ and η separately, and ξ knows more
-            log_dets = (spectrum.xi.square() * (spectrum.eigenvalues / precision).log1p()).sum(1)
+        log_dets = spectrum.log_dets(precision)
+        if self.moves:
             norm = norm - gamma
-        else:
-            log_dets = spectrum.log_dets(precision)
+            # E[loss] varies with the samples too: the spread of the half from ξ accounts for both
+            of_xi = (spectrum.xi.square() * (spectrum.eigenvalues / precision).log1p()).sum(1)
+            log_dets = log_dets.mean() + of_xi - of_xi.mean()
         bounds = -loss - 0.5 * (norm + log_dets)
         return Q(precision, noise, curved, mean, samples, loss, bounds, gamma, h, draws)
 

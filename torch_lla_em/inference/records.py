@@ -82,22 +82,6 @@ class Statistics(NamedTuple):
         return max(self.sample_error, self.mode_error)
 
 
-class Pace(NamedTuple):
-    """The length of a round's steps over a span: it grows after a round that raises the bound."""
-
-    damping: float = 0.7
-    """Share of the change of H."""
-
-    stride: float = 2.0
-    """Length of the step of log λ, relative to MacKay's."""
-
-    def after(self, better: bool) -> Pace:
-        """Return the pace of the next round."""
-        if better:
-            return Pace(min(1.0, 1.6 * self.damping), min(4.0, 1.6 * self.stride))
-        return Pace(max(0.1, self.damping / 2), max(0.3, self.stride / 3))
-
-
 class State(NamedTuple):
     """The state of EM between two steps."""
 
@@ -130,9 +114,6 @@ class State(NamedTuple):
 
     ended: bool = False
     """Whether the E-step cannot improve any more."""
-
-    pace: Pace = Pace()
-    """The length of the next steps over a span."""
 
     best: float = inf
     """The smallest error so far at the fixed λ."""
@@ -169,7 +150,6 @@ class Ascent(NamedTuple):
     gain: float
     """What the bound has gained."""
 
-    pace: Pace
     climbed: bool = True
     """Whether there were such steps."""
 

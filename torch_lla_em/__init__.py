@@ -31,6 +31,7 @@ from torch_lla_em.prediction import (
     Comparison,
     NotFittedError,
     Prediction,
+    RiskControl,
     compare,
 )
 from torch_lla_em.runtime import Compute
@@ -60,6 +61,7 @@ __all__ = [
     "Poisson",
     "Prediction",
     "Regression",
+    "RiskControl",
     "Student",
     "compare",
     "function_space_Mackay_update",

@@ -25,9 +25,6 @@ class Anchor(NamedTuple):
     slope: Tensor
     """(m,)."""
 
-    of_all: float
-    """The loss of all sites."""
-
 
 class AllSites:
     """Corrects the loss of the sites that are kept.
@@ -40,31 +37,35 @@ class AllSites:
     def __init__(self, problem: Problem, span: Span, expected: FixedH, sites: Sites):
         self._problem, self._span, self._expected, self._sites = problem, span, expected, sites
         self._anchor: Anchor | None = None
-        self._known: tuple[Tensor, float, Tensor] | None = None
-        """A mean, and the loss and gradient of all sites there."""
+        self._known: list[tuple[Tensor, float, Tensor]] = []
+        """The last two means, with the loss and gradient of all sites there."""
 
     @property
     def slope(self) -> Tensor | float:
         """What the other sites add to the gradient, (m,)."""
         return 0.0 if self._anchor is None else self._anchor.slope
 
+    def is_at(self, mean: Tensor) -> bool:
+        """Whether the anchor is at a mean."""
+        return self._anchor is not None and torch.equal(self._anchor.mean, mean)
+
     def loss(self, mean: Tensor) -> float:
         """Return what the other sites add to the loss at a mean."""
         anchor = self._anchor
         return 0.0 if anchor is None else anchor.loss + (anchor.slope @ (mean - anchor.mean)).item()
 
-    def anchored(self, mean: Tensor, precision: float | None = None) -> Tensor:
+    def anchored(self, mean: Tensor, precision: float = 0.0, draws: Tensor | None = None) -> Tensor:
         """Move the anchor to a mean and return it.
 
-        If the loss of all sites and the prior at this λ are higher there than at the last anchor, it is
-        moved only part of the way.
+        If the objective of all sites at this λ is higher there than at the last anchor, it is moved only
+        part of the way. ``draws`` are those of the outputs that are kept, less their mean.
         """
-        mean = mean if precision is None else self._no_worse(mean, precision)
+        mean = self._no_worse(mean, precision, draws)
         loss, gradient = self._of_all(mean)
-        h, expected = self._span.of_all.push(mean[None])[..., 0], self._expected
+        h, expected = self._outputs(mean), self._expected
         pulled = self._span.of_all.pull(expected.slope(h, None).view(-1, 1))[0]
         slope = (self._span.coordinates(gradient[None])[0] - pulled).double()
-        self._anchor = Anchor(mean, loss - expected.loss(h, None), slope, loss)
+        self._anchor = Anchor(mean, loss - expected.loss(h, None), slope)
         return mean
 
     def pulled(self, mean: Tensor, outputs: Tensor, u: Tensor) -> Tensor | None:
@@ -85,26 +86,41 @@ class AllSites:
         variance = of_site.var(1).sum() * kept * (1 - kept / self._sites.total)
         return (variance.sqrt() / of_site.sum().clamp_min(1e-300)).item()
 
-    def _no_worse(self, mean: Tensor, precision: float) -> Tensor:
+    def _no_worse(self, mean: Tensor, precision: float, draws: Tensor | None) -> Tensor:
+        """Return the mean, or one on the way to it, with an objective no higher than the anchor's."""
         anchor = self._anchor
         if anchor is None:
             return mean
         last = mean.new_zeros(len(mean))
         last[: len(anchor.mean)] = anchor.mean
-        least = anchor.of_all + 0.5 * precision * (last @ last).item()
+        least = self._objective(last, precision, draws)
         for _ in range(_HALVED):
-            if self._of_all(mean)[0] + 0.5 * precision * (mean @ mean).item() <= least:
+            if self._objective(mean, precision, draws) <= least:
                 return mean
             mean = 0.5 * (mean + last)
         return last
 
+    def _objective(self, mean: Tensor, precision: float, draws: Tensor | None) -> float:
+        """Return E[loss] of all sites and the prior, where what draws add is that of the kept sites."""
+        total, expected = (
+            self._of_all(mean)[0] + 0.5 * precision * (mean @ mean).item(),
+            self._expected,
+        )
+        if draws is not None:
+            h = self._outputs(mean)
+            total += expected.loss(h, draws) - expected.loss(h, None)
+        return total
+
+    def _outputs(self, mean: Tensor) -> Tensor:
+        """Return J m at the sites that are kept."""
+        return self._span.of_all.push(mean[None])[..., 0].contiguous()
+
     def _of_all(self, mean: Tensor) -> tuple[float, Tensor]:
         """Return the loss of all sites at a mean and its gradient in scaled weights, by one pass."""
-        known = self._known
-        if known is not None:
-            size = len(known[0])
-            if torch.equal(mean[:size], known[0]) and not mean[size:].any():
-                return known[1:]
+        for known, loss, gradient in self._known:
+            if torch.equal(mean[: len(known)], known) and not mean[len(known) :].any():
+                return loss, gradient
         loss, gradient = self._problem.loss_and_gradient(self._span.weights(mean[None])[0])
-        self._known = mean, loss, self._span.prior.scale * gradient
-        return self._known[1:]
+        gradient *= self._span.prior.scale
+        self._known = [*self._known[-1:], (mean, loss, gradient)]
+        return loss, gradient

@@ -40,8 +40,8 @@ _ROUNDINGS = 10
 _COLUMNS = 64
 """Columns of G that are computed at once."""
 
-_ANCHORS, _ANCHOR_STEPS = 3, 5
-"""Passes for the mean of all sites after every extension of the span, and Newton steps after each."""
+_ANCHORS, _ANCHOR_STEPS = 10, 5
+"""Largest number of passes for the mean of all sites after an extension of the span, and Newton steps in each."""
 
 _MIRRORED, _SHARE = 4, 0.2
 """Largest number of passes for the log det, and the share of its standard error at which they end."""
@@ -211,7 +211,7 @@ class OverSpan:
         mean = q.mean.new_zeros(self.span.size)
         mean[: len(q.mean)] = q.mean
         if self.all_sites is not None:
-            mean = self.all_sites.anchored(mean, q.precision)
+            mean = self.all_sites.anchored(mean, q.precision, q.deviations)
         return self.at(self.curved(q.curved.H, q.curved), q.precision, q.noise, mean, steps)
 
     def restarted(self, q: Q) -> Q:
@@ -323,7 +323,10 @@ class OverSpan:
         """Return the minimum m of E[loss] + ½ λ ‖m‖² by Newton's method, J m, and E[loss] there."""
         expected, (mean, h), before = self.expected, start, math.inf
         loss = expected.loss(h, draws) + self._correction(mean)
-        for number in range(steps if self.moves else _NEWTON):
+        steps = steps if self.moves or not steps else _NEWTON
+        if self.all_sites is not None and not self.all_sites.is_at(mean):
+            steps = 0  # the loss of some sites, corrected elsewhere, may have no minimum
+        for number in range(steps):
             pulled = self.span.of_all.pull(expected.slope(h, draws).view(-1, 1))[0].double()
             slope = pulled + precision * mean
             if self.all_sites is not None:
@@ -356,11 +359,15 @@ class OverSpan:
     def anchored(self, q: Q, all_sites: AllSites) -> Q:
         """Return q with its mean at the optimum of all sites, by a few passes with one column."""
         for _ in range(_ANCHORS):
-            mean = all_sites.anchored(q.mean, q.precision)
+            mean = all_sites.anchored(q.mean, q.precision, q.deviations)
+            q = self.at(q.curved, q.precision, q.noise, mean, 0)
+            u = self.expected.slope(q.outputs, q.deviations).view(-1, 1)
+            slope = self.span.of_all.pull(u)[0].double() + all_sites.slope + q.precision * mean
+            if slope.norm() <= self._tolerance * q.precision * mean.norm():
+                return q
             q = self.at(q.curved, q.precision, q.noise, mean, _ANCHOR_STEPS)
-            if (q.mean - mean).norm() <= self._tolerance * mean.norm():
-                break
-        return q
+        mean = all_sites.anchored(q.mean, q.precision, q.deviations)
+        return self.at(q.curved, q.precision, q.noise, mean, 0)
 
     def error_of_sites(self, q: Q, all_sites: AllSites) -> float:
         """Return the relative standard error of Tr Σ G, since G is a sum over some of the sites."""

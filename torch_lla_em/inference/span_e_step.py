@@ -43,6 +43,9 @@ _POINTS, _SURE = 0.9, 0.15
 of that; chosen on ten tables (docs/benchmarks.md)."""
 
 
+_TURNS, _STILL = 4, 0.01
+"""Turns of λ and of the mean over a complete span with some of the sites, and the change of log λ that ends them."""
+
 _SITES = (
     "The posterior covariance was computed from {:,} of {:,} sites of each example, drawn at random. "
     "This gives it a relative standard error of {:.1%}; the posterior mean is that of all sites."
@@ -112,8 +115,16 @@ class SpanEStep:
         full = not span.has_room(len(q.samples) + 1) and restarts == _RESTARTS
         extent = Extent(grew, not grew or span.is_complete, full)
         ascent = controller.ascend(over, q, state, extent)
-        if over.all_sites is not None:
+        if (
+            over.all_sites is not None
+        ):  # λ and H move at a fixed mean, and the mean at fixed λ and H
             ascent = ascent._replace(q=over.anchored(ascent.q, over.all_sites))
+            for _ in range(_TURNS * extent.complete):
+                before = ascent.q.precision
+                ascent = controller.ascend(over, ascent.q, state, extent)
+                ascent = ascent._replace(q=over.anchored(ascent.q, over.all_sites))
+                if abs(math.log(ascent.q.precision / before)) < _STILL:
+                    break
         residuals = over.residuals(ascent.q)
         if residuals is None:
             raise NoSpan
@@ -124,7 +135,12 @@ class SpanEStep:
     def _measured(self, q: Q, residuals: Tensor) -> tuple[Tensor, Statistics]:
         """Return the certificates of samples, (K,), and the result of the E-step at q."""
         gamma = q.effective_dims.mean().clamp_min(1)
-        of_samples, of_mean = (dots(r, r) / q.precision for r in (residuals[:-1], residuals[-1:]))
+        squares = dots(residuals, residuals) / q.precision
+        if self.span.is_complete:  # the residual has no other part, and G is known for it
+            turned = self.span.coordinates(residuals).double() @ q.curved.vectors
+            theta = q.curved.spectrum.at_noise(q.noise).eigenvalues
+            squares = (turned.square() / (theta + q.precision)).sum(1)
+        of_samples, of_mean = squares[:-1], squares[-1:]
         norm = (q.precision * q.mean.square().sum()).clamp_min(1)
         errors = (of_mean / norm).sqrt().item(), (of_samples.mean() / gamma).sqrt().item()
         return of_samples.sqrt(), self.over.statistics(q, *errors)

@@ -26,6 +26,7 @@ from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import Predictor, calibrated_on
 from torch_lla_em.prediction.pushed import inputs_in
 from torch_lla_em.prediction.ranks import p_values, rounding
+from torch_lla_em.prediction.risk import RiskControl
 from torch_lla_em.prediction.stored import likelihood_options
 from torch_lla_em.prediction.summary import Printed, as_html, findings
 from torch_lla_em.prediction.validation import (
@@ -50,6 +51,7 @@ __all__ = [
     "Predictor",
     "Printed",
     "Reference",
+    "RiskControl",
     "Setting",
     "as_html",
     "auroc",

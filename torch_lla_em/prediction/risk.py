@@ -1,0 +1,126 @@
+"""Sets of classes for every site of an image, with a bound on an expected loss per image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# thresholds that can be chosen: logits of probabilities, on an even grid
+_LEAST, _MOST, _STEPS = -16.0, 16.0, 4096
+
+
+class RiskControl:
+    """Sets of classes for every pixel that miss at most a given share of an image's pixels on average.
+
+    A set holds the classes whose probability is at least ``threshold``. The loss of an image is the
+    share of its labelled pixels whose label is not in its set. The threshold is the largest one at
+    which the loss of the validation images, corrected for their number, is at most ``level``
+    (conformal risk control, Angelopoulos et al., 2022). Then the expected loss of a new image is at
+    most ``level``, whatever the quality of the probabilities, if the new image and the validation
+    images are exchangeable and the posterior was not fitted to any of them. It holds for
+    images on average, not for every image and not for pixels of one class.
+
+    Args:
+        predict (callable): Inputs -> probabilities, such as a fitted ``LinearisedLaplace``.
+        loader (iterable): Validation batches (inputs, labels), labels of shape (B, *sites). They are
+            read one by one, and nothing of their size is stored.
+        level (float): Largest expected loss. Default 0.1.
+        classes (sequence of int, optional): Only pixels with these labels count, for example all but the
+            background. Images without such pixels have the loss 0. Default None: all.
+        class_dim (int): Axis of the classes in the probabilities. Default 1.
+
+    Attributes:
+        threshold (float): The smallest probability of a class in a set.
+        risk (float): The mean loss of the validation images.
+        num_images (int): Number of validation images.
+
+    Raises:
+        ValueError: If ``level`` is not between 0 and 1, or there are too few images for it.
+
+    Example:
+        >>> images, labels = torch.randn(30, 3, 4, 4), torch.randint(3, (30, 4, 4))
+        >>> predict = lambda x: x.softmax(1)
+        >>> control = RiskControl(predict, [(images, labels)], level=0.2)
+        >>> control.sets(predict(images)).shape
+        torch.Size([30, 3, 4, 4])
+    """
+
+    def __init__(
+        self,
+        predict: Callable[[Any], Tensor],
+        loader: Iterable[tuple[Any, Tensor]],
+        level: float = 0.1,
+        classes: Sequence[int] | None = None,
+        class_dim: int = 1,
+    ):
+        """Choose the threshold; the class documents the arguments."""
+        if not 0 < level < 1:
+            raise ValueError(f"level must be a number between 0 and 1, not {level!r}.")
+        self._classes, self._class_dim = classes, class_dim
+        total, self.num_images = torch.zeros(_STEPS, dtype=torch.float64), 0
+        for inputs, labels in loader:
+            for chosen, counts in _chosen(predict(inputs), labels, classes, class_dim):
+                total += _below(chosen[counts])
+                self.num_images += 1
+        n = self.num_images
+        if 1 / (n + 1) > level:
+            raise ValueError(
+                f"An expected loss of {level:g} cannot be guaranteed with {n} validation images: it "
+                f"needs {ceil(1 / level) - 1} or more. Use more images, or a larger level."
+            )
+        allowed = ((total + 1) / (n + 1) <= level).nonzero()
+        place = int(allowed[-1].item()) if len(allowed) else -1
+        self.threshold = _grid()[place].sigmoid().item() if place >= 0 else 0.0
+        self.risk = total[place].item() / n if place >= 0 else 0.0
+
+    def sets(self, probs: Tensor) -> Tensor:
+        """Return whether each class is in the set, in the shape of the probabilities."""
+        return probs.double() >= self.threshold
+
+    def loss(self, probs: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of every image, (B,), for example of test images.
+
+        Args:
+            probs (Tensor): Probabilities, shape (B, C, *sites) with the default ``class_dim``.
+            labels (Tensor): Labels, shape (B, *sites).
+        """
+        pairs = _chosen(probs, labels, self._classes, self._class_dim)
+        shares = [
+            (p[kept] < self.threshold).double().sum() / max(1, len(p[kept])) for p, kept in pairs
+        ]
+        return torch.stack(shares) if shares else torch.zeros(0, dtype=torch.float64)
+
+
+def _chosen(
+    probs: Tensor, labels: Tensor, classes: Sequence[int] | None, class_dim: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Return, for every image, the probability of each pixel's label, and which pixels count."""
+    p = probs.movedim(class_dim, -1)
+    if p.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"Labels have the shape {tuple(labels.shape)}, but the probabilities are those of sites "
+            f"{tuple(p.shape[:-1])}: pass class_dim if the classes are on another axis."
+        )
+    known = (labels >= 0) & (labels < p.shape[-1])
+    index = labels.where(known, 0).long().to(p.device).unsqueeze(-1)
+    own = p.gather(-1, index).squeeze(-1).double().cpu().flatten(1)
+    if classes is not None:
+        known &= torch.isin(labels, torch.as_tensor(list(classes), device=labels.device))
+    return list(zip(own, known.cpu().flatten(1)))
+
+
+def _below(p: Tensor) -> Tensor:
+    """Return the share of probabilities below each threshold of the grid, (steps,)."""
+    if not len(p):
+        return torch.zeros(_STEPS, dtype=torch.float64)
+    places = torch.searchsorted(_grid().sigmoid(), p, right=True)  # thresholds p is not below
+    counts = places.bincount(minlength=_STEPS + 1)
+    return counts.cumsum(0)[:_STEPS].double() / len(p)
+
+
+def _grid() -> Tensor:
+    return torch.linspace(_LEAST, _MOST, _STEPS, dtype=torch.float64)

@@ -14,7 +14,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from torch_lla_em import Classification, LinearisedLaplace
+from torch_lla_em import Classification, LinearisedLaplace, RiskControl
 
 TINY = "TINY" in os.environ  # the tests run with a few scenes and samples
 torch.manual_seed(0)
@@ -89,6 +89,29 @@ plain = model(test[0]).detach()
 nll = nn.functional.cross_entropy(plain, test[1], ignore_index=VOID)
 print(f"NLL per pixel: network {nll:.3f}, ", end="")
 print(f"posterior {-prediction.log_prob(test[1]).sum() / counts.sum():.3f}")
+
+# %% [markdown]
+# ## Sets of classes with a bound on what they miss
+#
+# `RiskControl` chooses the smallest probability of a class in a pixel's set, such that at most 10 % of
+# the pixels of digits of an image are missed on average. The bound holds for new images like
+# images that neither the network nor the posterior has seen. (`calibrate` has fitted six numbers to the
+# validation set here; take other images for an exact bound.) The mean entropy is a score of an image: images
+# with a high score have more wrong pixels.
+
+# %%
+level = 0.5 if TINY else 0.1
+control = RiskControl(la, [validation], level=level, classes=range(1, 5))
+sets, missed = control.sets(prediction.probs), control.loss(prediction.probs, test[1])
+print(f"smallest probability in a set {control.threshold:.3f}, classes in a set ", end="")
+print(
+    f"{sets.sum(1)[ink].float().mean():.2f}, missed {missed.mean():.3f} (at most {level:g} expected)"
+)
+score, wrong = prediction.entropy.flatten(1).mean(1), (counts & ~right).flatten(1).float().mean(1)
+ranked = wrong[score.argsort()]
+half = len(ranked) // 2
+print(f"wrong pixels: half with the lowest scores {ranked[:half].mean():.3f}, ", end="")
+print(f"half with the highest {ranked[half:].mean():.3f}")
 
 # %% [markdown]
 # ## An unseen class

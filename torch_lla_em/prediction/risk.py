@@ -61,7 +61,7 @@ class RiskControl:
         if not 0 < level < 1:
             raise ValueError(f"level must be a number between 0 and 1, not {level!r}.")
         self._classes, self._class_dim = classes, class_dim
-        total, self.num_images = torch.zeros(_STEPS, dtype=torch.float64), 0
+        total, self.num_images = torch.zeros(_STEPS, dtype=torch.float64, device="cpu"), 0
         for inputs, labels in loader:
             for chosen, counts in _chosen(predict(inputs), labels, classes, class_dim):
                 total += _below(chosen[counts])
@@ -92,7 +92,7 @@ class RiskControl:
         shares = [
             (p[kept] < self.threshold).double().sum() / max(1, len(p[kept])) for p, kept in pairs
         ]
-        return torch.stack(shares) if shares else torch.zeros(0, dtype=torch.float64)
+        return torch.stack(shares) if shares else torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
 def _chosen(
@@ -116,11 +116,11 @@ def _chosen(
 def _below(p: Tensor) -> Tensor:
     """Return the share of probabilities below each threshold of the grid, (steps,)."""
     if not len(p):
-        return torch.zeros(_STEPS, dtype=torch.float64)
+        return torch.zeros(_STEPS, dtype=torch.float64, device="cpu")
     places = torch.searchsorted(_grid().sigmoid(), p, right=True)  # thresholds p is not below
     counts = places.bincount(minlength=_STEPS + 1)
     return counts.cumsum(0)[:_STEPS].double() / len(p)
 
 
 def _grid() -> Tensor:
-    return torch.linspace(_LEAST, _MOST, _STEPS, dtype=torch.float64)
+    return torch.linspace(_LEAST, _MOST, _STEPS, dtype=torch.float64, device="cpu")

@@ -95,6 +95,7 @@ print(f"posterior {-prediction.log_prob(test[1]).sum() / counts.sum():.3f}")
 #
 # `RiskControl` chooses the smallest probability of a class in a pixel's set, such that at most 10 % of
 # the pixels of digits of an image are missed on average. The bound holds for new images like
+# those of the validation set, whatever the quality of the probabilities, for
 # images that neither the network nor the posterior has seen. (`calibrate` has fitted six numbers to the
 # validation set here; take other images for an exact bound.) The mean entropy is a score of an image: images
 # with a high score have more wrong pixels.

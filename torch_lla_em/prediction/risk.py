@@ -78,7 +78,14 @@ class RiskControl:
         self.risk = total[place].item() / n if place >= 0 else 0.0
 
     def sets(self, probs: Tensor) -> Tensor:
-        """Return whether each class is in the set, in the shape of the probabilities."""
+        """Return whether each class is in the set of its pixel.
+
+        Args:
+            probs (Tensor): Probabilities, shape (B, C, *sites) with the default ``class_dim``.
+
+        Returns:
+            True or False for every class of every pixel, in the shape of ``probs``.
+        """
         return probs.double() >= self.threshold
 
     def loss(self, probs: Tensor, labels: Tensor) -> Tensor:

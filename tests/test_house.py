@@ -100,3 +100,47 @@ def test_imports_have_no_cycle():
                 found |= own if len(own) == len(node.names) else own | {node.module}
         graph[name] = found
     assert list(TopologicalSorter(graph).static_order())
+
+
+def _reached_from(node):
+    """Return the name that attributes and items start from, and whether there is more than one step."""
+    steps = 0
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        steps, node = steps + isinstance(node, ast.Attribute), node.value
+    return (node.id if isinstance(node, ast.Name) else None), steps > 1
+
+
+def _assigned(node):
+    """Return the attributes that a statement assigns to or deletes."""
+    targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+    found = []
+    while targets:
+        target = targets.pop()
+        if isinstance(target, (ast.Tuple, ast.List)):
+            targets += target.elts
+        elif isinstance(target, ast.Attribute):
+            found.append(target)
+    return found
+
+
+def test_no_function_sets_the_attributes_of_another_object():
+    """Those of its arguments, of what it reaches through them or through ``self``, or by ``setattr``."""
+    statements = ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete, ast.For
+    faults = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, functions):
+                continue
+            arguments = function.args
+            every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+            others = {argument.arg for argument in every} - {"self", "cls"}
+            for node in ast.walk(function):
+                for attribute in _assigned(node) if isinstance(node, statements) else ():
+                    name, is_deep = _reached_from(attribute)
+                    if name in others or (name == "self" and is_deep):
+                        faults.append(f"{path.name}:{node.lineno} {ast.unparse(attribute)}")
+                by_name = isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr"
+                if by_name and _reached_from(node.args[0])[0] in others:
+                    faults.append(f"{path.name}:{node.lineno} {ast.unparse(node)}")
+    assert not faults, faults

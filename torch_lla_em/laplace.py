@@ -173,7 +173,7 @@ class LinearisedLaplace(Distils, Fitted):
         if isinstance(self.likelihood, BradleyTerry):
             forward_fn, target_fn = forward_fn or compare, target_fn or preferred
         network = Network(model, forward_fn, int(class_dim))
-        network.precision = compute.precision
+        network.use(compute.precision)
         self._parameters_asked = parameters
         self._base = _linear_model(network, parameters)
         self.prior, self.g_prior, self.curvature = prior, g_prior, curvature

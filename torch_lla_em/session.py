@@ -144,7 +144,7 @@ class Session:
         if always or self._has_bar or not work < _SMALL:
             plan = self._timed(plan, options)
         if not self._bar.disable:
-            self.problem.sweep.report = self._draw
+            self.problem.sweep.watch(self._draw)
         self.messages.insert(0, plan.of_memory)  # so that it is not stored a second time
         if plan.tight:
             report("log", plan.of_memory)
@@ -190,7 +190,7 @@ class Session:
             return None
         self.history[:] = saved["history"]
         self.messages += [words for words in saved["messages"] if words not in self.messages]
-        problem.cost.columns = saved["columns"]
+        problem.cost.add(saved["columns"] - problem.cost.columns)
         self._began -= saved["seconds"]
         problem.data.restore(saved["facts"])
         logger.info("Resuming from the checkpoint after EM step %d.", len(self.history))
@@ -261,17 +261,18 @@ class Session:
             left = forecast_now.after(now - then)
             self._bar.set_postfix_str(f"{left} left" if left.high else "", refresh=False)
             done = now / max(now + left.middle, 1e-9)
-            self._bar.n = max(self._bar.n, min(_AT_MOST, done))
-        self._bar.update(0)
+            self._bar.update(max(0.0, min(_AT_MOST, done) - self._bar.n))
+        else:
+            self._bar.update(0)
 
     def end(self) -> None:
         """Raise an error if the data are not those of the checkpoint, or the weights have changed."""
         if self.history:  # the last record has the seconds of the whole fit
             self.history[-1]["seconds"] = self._seconds()
         if not self._bar.disable:
-            self._bar.n = 1.0
             self._bar.set_postfix_str("", refresh=False)
-            self._bar.set_description_str("fitted")
+            self._bar.set_description_str("fitted", refresh=False)
+            self._bar.update(1.0 - self._bar.n)
         self.problem.data.confirm()
         self.problem.sweep.refuse_changes()
 

@@ -1,5 +1,7 @@
 """Jacobians by factors against those of torch.func, in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from jacobians import linear_model, prepared
@@ -22,7 +24,7 @@ def agree(model, x, selection=None, factored=None, class_dim=-1, batches=()):
     names = linear.layout.names if factored is None else factored
     assert linear.factored is not None and set(linear.factored.names) == set(names), report
     for example_bytes in (None, 1 << 40):  # backward passes of all outputs together, or of one
-        linear.factored.example_bytes = example_bytes
+        linear.factored = replace(linear.factored, example_bytes=example_bytes)
         for batch in (x, *batches):
             with linear.network.guarded():
                 by_func, rows = linear.by_autodiff(batch), linear.at(batch, 0, keep=True)

@@ -67,7 +67,8 @@ def test_the_bar_shows_the_stage_and_the_time_that_is_left(curvature, length, ca
 def test_a_batch_that_is_cut_is_not_done_after_its_first_piece():
     case = tiny("classification")
     problem, shares = case.problem(), []
-    problem.sweep.batch_rows, problem.sweep.report = 10, shares.append
+    problem.sweep.take(problem.sweep.limits._replace(batch_rows=10))
+    problem.sweep.watch(shares.append)
     problem.ggn_product(torch.zeros(1, problem.size).double())
     assert shares == [1 / 3, 2 / 3, 1.0]
 

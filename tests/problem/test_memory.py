@@ -83,7 +83,7 @@ def test_what_did_not_fit_is_remembered():
     small = problem()
     with Allocator(0.4 * unlimited.peak) as allocator:
         product(small)
-        assert small.linear_model.columns < K
+        assert small.sweep.limits.columns < K
         refusals = allocator.refusals
         product(small)
     assert allocator.refusals == refusals
@@ -315,8 +315,8 @@ def test_smaller_pieces_that_were_tried_in_vain_are_forgotten():
     with Allocator((K + 0.9) * 4 * small.size) as allocator, pytest.raises(DoesNotFit):
         small.ggn_product(w)
     assert allocator.refusals > 5
-    assert small.linear_model.columns is None
-    assert small.sweep.rows == float("inf")
+    assert small.sweep.limits.columns is None
+    assert small.sweep.limits.rows == float("inf")
 
 
 def test_factors_that_were_given_up_are_not_used_again(monkeypatch):

@@ -116,7 +116,7 @@ def test_squares_are_exact_by_factors_however_rows_are_batched(name):
     for cuts, columns in [*((cuts, None) for cuts in CUTS.values()), ((), 1)]:
         problem = case.problem(*cuts)
         problem.linear_model.probe(case.x)
-        problem.linear_model.columns = columns
+        problem.sweep.take(problem.sweep.limits._replace(columns=columns))
         assert_close(problem.noise_features(5, 0).squares, case.exact().expected_squared_features)
 
 

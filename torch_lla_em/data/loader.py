@@ -124,6 +124,10 @@ class Data:
 
         self.num_passes = 0
 
+    def store(self, keep: bool, merge_rows: int) -> None:
+        """Set whether batches may be kept, and the size up to which they are joined."""
+        self.keep, self.merge_rows = keep, merge_rows
+
     def first(self) -> Batch:
         """Return the first batch, or small ones joined to it, with two examples if there are two.
 

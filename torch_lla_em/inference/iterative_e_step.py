@@ -130,12 +130,13 @@ class IterativeEStep:
         """Return problem and random probes at a state's σ, and w_lin and the samples there."""
         precision, last = state.precision, state.own or Solutions()
         problem, noise = self._at_noise(state.sigma)
-        problem.cost.stage, start = "linear mode", last.mode
+        problem.cost.begin("linear mode")
+        start = last.mode
         if start is None:
             start = first_mode(problem, noise.prior, precision)
         newton = Newton(max(mode_tolerance, 10 * torch.finfo(problem.dtype).eps))
         mode = optimise_MAP(problem, noise.prior, precision, newton, start)
-        problem.cost.stage = "posterior samples"
+        problem.cost.begin("posterior samples")
         solver = replace(self._solver, tolerance=tolerance)
         samples = optimise_samples(problem, noise, precision, solver, last.samples)
         return problem, noise, mode, samples

@@ -100,7 +100,7 @@ def learn(
     K, seed, layerwise = options.num_samples, options.seed, options.layerwise
     with _memory_explained(problem, K):
         if start is None:
-            problem.cost.stage = "random probes"
+            problem.cost.begin("random probes")
             noise = get_sto_samples(problem, K, seed, options.g_prior, layerwise)
             _require_labels(problem)
             start = Progress(
@@ -185,7 +185,8 @@ def _fitted(
         e_step = SpanEStep(problem, noise, options, start.moves, start.directions)
     controller = Controller(problem, noise.prior, options, start.moves)
     state, told = start.state or e_step.start(), start._replace(directions=None)
-    problem.cost.stage, pace = "E-step", Forecast(options.tolerance)
+    problem.cost.begin("E-step")
+    pace = Forecast(options.tolerance)
     for reached in em(e_step, controller, state):
         state = reached
         now = told._replace(state=state, directions=e_step.state())

@@ -171,7 +171,7 @@ class Span:
                 self.outputs = self.outputs or SpanOutputs(found.f.shape)
                 self.outputs.add(found.Jw)
             else:
-                self._problem.cost.columns += 0.5 * len(w)
+                self._problem.cost.add(0.5 * len(w))
                 self.outputs.add_weights(w.to(self.outputs.features), self.prior.layout)
             self._blocks.append(block)
             self.xi = torch.cat([self.xi, gram(self.noise, block)], dim=1)
@@ -191,7 +191,7 @@ class Span:
         """Return Jᵀ u in scaled weights, (k, P), for u (N ... C, k), by half a pass."""
         problem, outputs = self._problem, self.of_all
         if outputs.features is not None:
-            problem.cost.columns += 0.5 * u.shape[1]
+            problem.cost.add(0.5 * u.shape[1])
             return outputs.pull_weights(u, self.prior.layout).mul_(self.prior.scale)
         Ju, f = pull_back(problem, u.T.reshape(-1, *outputs.shape), self.sites)
         return Ju.mul_(self.prior.scale) if self._in_order(f) else None

@@ -16,7 +16,7 @@ from torch_lla_em.jacobian.rows import FETCHED_BYTES, Weights
 _MOST_OUTPUTS = 512
 
 
-@dataclass
+@dataclass(frozen=True)
 class Factored:
     """The weights of a network that act by matrix products alone."""
 

@@ -36,9 +36,6 @@ class LinearModel:
     def __init__(self, network: Network, layout: ParameterLayout):
         self.network, self.layout = network, layout
         self.weights = Weights(network, layout)
-        self.columns: int | None = None
-        """Number of columns that fit into memory at once; None: all."""
-
         self.forget()
 
     def forget(self) -> None:
@@ -136,25 +133,30 @@ class LinearModel:
         else:
             logger.info("%s", words)
 
-    def at(self, x: Any, columns: float = 1, keep: bool = False) -> Rows:
+    def at(
+        self, x: Any, columns: float = 1, keep: bool = False, at_once: int | None = None
+    ) -> Rows:
         """Return the linear model at one batch's inputs, for use inside ``network.guarded()``.
 
         ``columns`` is the total number of columns; ``keep`` is whether the result should be stored
-        between passes, if possible.
+        between passes, if possible. ``at_once`` is the number of columns that fit into memory; None:
+        all.
         """
         factored = self.factored
         if factored is not None and not torch.is_grad_enabled():
             terms = factored.run(x, keep) if keep or columns >= factored.least_columns else None
             if terms is not None:
-                rest = self.by_autodiff(x, factored.others) if factored.others else None
-                return ByFactors(self.weights, terms, rest, self.columns)
-        return self.by_autodiff(x)
+                rest = self.by_autodiff(x, factored.others, at_once) if factored.others else None
+                return ByFactors(self.weights, terms, rest, at_once)
+        return self.by_autodiff(x, None, at_once)
 
-    def by_autodiff(self, x: Any, names: tuple[str, ...] | None = None) -> ByAutodiff:
+    def by_autodiff(
+        self, x: Any, names: tuple[str, ...] | None = None, at_once: int | None = None
+    ) -> ByAutodiff:
         """Return the linear model at a batch, of all weights or the named ones, by ``torch.func``."""
         if self._path is None:  # not needed until now; a copy has no examples yet
             self.probe(map_tensors(Tensor.detach, x) if self._examples is None else self._examples)
-        return ByAutodiff(self.weights, x, self.path.within(self.columns), names)
+        return ByAutodiff(self.weights, x, self.path.within(at_once), names)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave data out of copies and pickles."""

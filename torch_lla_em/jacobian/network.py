@@ -239,6 +239,10 @@ class Network:
         self._contiguous: ContiguousInputs | None = ContiguousInputs()
         _refuse(self.module)
 
+    def use(self, precision: str) -> None:
+        """Compute matrix products in another precision from now on."""
+        self.precision = precision
+
     def weights(self, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Return the named parameters, detached."""
         if self._held is not None:

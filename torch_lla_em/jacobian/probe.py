@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -167,15 +168,14 @@ def _chosen(reference: _Reference, needs_path: bool) -> Report:
         with suppressed():  # operations without factors
             factored = Factored.find(weights, weights.layout.names, reference.x)
     if factored is not None:
-        factored.example_bytes = reference.example_bytes
+        factored = replace(factored, example_bytes=reference.example_bytes)
         if not needs_path and not factored.others:
-            known = _error_of_factors(reference, factored, None)
+            known = _checked(reference, factored, None)
             if known is not None:
-                return Report(None, known, "", factored, reference.examples)
+                return Report(None, known[1], "", known[0], reference.examples)
     report = _by_torch_func(reference)
-    if factored is not None and _error_of_factors(reference, factored, report.path) is not None:
-        return report._replace(factored=factored)
-    return report
+    known = None if factored is None else _checked(reference, factored, report.path)
+    return report if known is None else report._replace(factored=known[0])
 
 
 def _by_torch_func(reference: _Reference) -> Report:
@@ -204,8 +204,10 @@ def _by_torch_func(reference: _Reference) -> Report:
     return Report(final, errors[path], why, examples=reference.examples)
 
 
-def _error_of_factors(reference: _Reference, factored: Factored, path: Path | None) -> float | None:
-    """Return the error of the products by factors, or None if they are wrong or slower."""
+def _checked(
+    reference: _Reference, factored: Factored, path: Path | None
+) -> tuple[Factored, float] | None:
+    """Return factors with their cost, and the error of their products; None if wrong or slower."""
     weights, others = reference.weights, factored.others
     with suppressed():  # operations without factors, or whose backward cannot be batched
         with warnings.catch_warnings():
@@ -217,8 +219,9 @@ def _error_of_factors(reference: _Reference, factored: Factored, path: Path | No
         rest = ByAutodiff(weights, reference.x, path, others) if path and others else None
         error = reference.error(ByFactors(weights, terms, rest))
         passes = terms.f[0].numel() if terms.gradients else 0
-        factored.least_columns = max(1, passes * (2 if others else 1))
-        return error if error <= math.sqrt(reference.eps) else None
+        least = max(1, passes * (2 if others else 1))
+        right = error <= math.sqrt(reference.eps)
+        return (replace(factored, least_columns=least), error) if right else None
     return None
 
 

@@ -136,7 +136,7 @@ def pull_back(problem: Problem, u: Tensor, sites: Sites | None = None) -> tuple[
         rows.pull(own.to(rows.f).view(-1, *rows.f.shape), sums["Ju"])
 
     sums = problem.sweep(torch.arange(len(u), device="cpu"), Pass({"Ju": BLOCK}, add))
-    problem.cost.columns += 0.5 * len(u)
+    problem.cost.add(0.5 * len(u))
     return sums["Ju"], problem.data.group.sum(f)
 
 

@@ -64,21 +64,25 @@ class KeptRows:
         self._pass: Any = None
         """The kept pass whose batches they are of."""
 
-    def __call__(self, batch: Batch, columns: float) -> Rows:
-        """Return the linear model at a batch, for so many columns."""
+    def __call__(self, batch: Batch, columns: float, at_once: int | None) -> Rows:
+        """Return the linear model at a batch, for so many columns, so many of them at once."""
         if batch.kept is None:
-            return self._model.at(batch.inputs, columns)
+            return self._model.at(batch.inputs, columns, at_once=at_once)
         if batch.kept is not self._pass:
             self.known, self._pass = {}, batch.kept
         rows = self.known.get(batch.place)
         if rows is None:
             keep = self.room > 0 and self._model.factored is not None
-            rows = self._model.at(batch.inputs, columns, keep)
+            rows = self._model.at(batch.inputs, columns, keep, at_once)
             if keep and rows.nbytes < inf:
                 self.room -= rows.nbytes
                 if self.room > 0:
                     self.known[batch.place] = rows
         return rows
+
+    def allow(self, room: float) -> None:
+        """Store factors in so many bytes."""
+        self.room = room
 
     def forget(self) -> None:
         """Drop all stored factors, and store none from now on."""

@@ -101,24 +101,25 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     them if memory runs out.
     """
     model, data, sweep = problem.linear_model, problem.data, problem.sweep
-    model.network.precision = compute.precision
-    data.keep = compute.keep_data
-    if compute.columns is not None:
-        model.columns = min(compute.columns, model.columns or compute.columns)
-    sweep.rows = min(sweep.rows, compute.rows or inf)
+    model.network.use(compute.precision)
+    limits = sweep.limits._replace(rows=compute.rows or inf, columns=compute.columns)
+    sweep.take(limits)  # the probe keeps to them
     first = data.first()  # of one example it is not known whether weights have factors
     if model.report is not None and model.report.examples == 1 < len(first.rows):
         model.forget()
     activations = measured(problem, first)
     _warn_of_influence(problem)
+    batch_rows, merge_rows = inf, 0
     if sweep.pieces.stand_alone(first):
         rows = int(max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1.0, activations))))
         on_cpu = model.network.device.type == "cpu"
-        sweep.batch_rows = rows if on_cpu else inf
-        data.merge_rows = rows if compute.keep_data and data.group.size == 1 else 0
+        batch_rows = rows if on_cpu else inf
+        merge_rows = rows if compute.keep_data and data.group.size == 1 else 0
+    data.store(compute.keep_data, merge_rows)
     plan = _planned(problem, num_samples, compute, activations)
-    sweep.kept.room = plan.factors
-    sweep.columns, sweep.device = plan.group, plan.vectors_on
+    sweep.kept.allow(plan.factors)
+    limits = sweep.limits._replace(batch_rows=batch_rows, group=plan.group, device=plan.vectors_on)
+    sweep.take(limits)
     return plan
 
 

@@ -58,6 +58,14 @@ class Cost:
     stage: str = "checking the network"
     """What the fit does now."""
 
+    def add(self, columns: float) -> None:
+        """Count columns that were pushed through the data."""
+        self.columns += columns
+
+    def begin(self, stage: str) -> None:
+        """Begin another stage."""
+        self.stage = stage
+
 
 class Problem:
     """Σ_n loss(J_n w, y_n) over the data, its gradient, and products with G = Σ_n J_nᵀ H_n J_n.
@@ -88,7 +96,7 @@ class Problem:
     def ggn_product(self, w: Tensor) -> Tensor:
         """Return G w, shape (K, P)."""
         total = self.sweep(w, self._product)["Gw"]
-        self.cost.columns += len(w)
+        self.cost.add(len(w))
         return total
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
@@ -103,7 +111,7 @@ class Problem:
             sums["loss"] += value
 
         sums = self.sweep(w[None], Pass({"loss": SCALAR, "g": BLOCK}, add))
-        self.cost.columns += 1
+        self.cost.add(1)
         return sums["loss"].item(), sums["g"][0]
 
     def noise_features(
@@ -145,7 +153,7 @@ class Problem:
         task = Pass(kinds, add, at_most, factored=with_squares)
         sums = self.sweep(torch.arange(num_samples, device="cpu"), task)
         eta, squares = sums["eta"], sums["squares"]
-        self.cost.columns += num_samples
+        self.cost.add(num_samples)
         # a feature that is only rounding is 0: it must not be scaled up
         squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * squares.max()
         if likelihood.from_data:
@@ -187,7 +195,7 @@ class Problem:
 
         self.sweep.over(torch.arange(1 << 16, device="cpu"), Pass({}, add))
         rows = self.data.group.gather(torch.cat(parts))
-        self.cost.columns += len(rows) // self.data.num_rows
+        self.cost.add(len(rows) // self.data.num_rows)
         return rows
 
     def push_forward(
@@ -211,7 +219,7 @@ class Problem:
                 found.append(take(batch, rows.f, Jw))
 
         self.sweep.over(torch.arange(len(w), device="cpu"), Pass({}, add))
-        self.cost.columns += 0.5 * len(w)  # half a product
+        self.cost.add(0.5 * len(w))  # half a product
         return found
 
     def features(
@@ -243,7 +251,7 @@ class Problem:
         for num_rows, fold in self.sweep.steps():
 
             def product(w: Tensor, num_rows: int = num_rows, fold: Fold = fold) -> Tensor:
-                self.cost.columns += len(w) * num_rows / (self.data.num_rows or 1)
+                self.cost.add(len(w) * num_rows / (self.data.num_rows or 1))
                 return fold(w, self._product)["Gw"]
 
             yield num_rows, product
@@ -323,7 +331,7 @@ class Problem:
     @property
     def device(self) -> torch.device:
         """The device of vectors."""
-        return self.sweep.device
+        return self.sweep.limits.device
 
     @property
     def dtype(self) -> torch.dtype:

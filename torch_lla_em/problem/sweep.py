@@ -64,6 +64,25 @@ Fold = Callable[[Tensor, Pass], Sums]
 """(columns w, pass) -> sums over one batch of every rank."""
 
 
+class Limits(NamedTuple):
+    """What a pass keeps to; replaced, never changed, if memory runs out."""
+
+    device: torch.device
+    """Device on which vectors are stored."""
+
+    rows: float = inf
+    """Largest number of examples that are processed at once."""
+
+    columns: int | None = None
+    """Largest number of columns of a product that are computed at once; None: all."""
+
+    batch_rows: float = inf
+    """Number of examples above which a batch is split, because larger batches are not cheaper."""
+
+    group: int | None = None
+    """Columns that are on the device at once, if vectors are stored elsewhere; None: all."""
+
+
 class Sweep:
     """Takes passes over the data.
 
@@ -73,8 +92,8 @@ class Sweep:
 
     def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
         self.linear_model, self.data, self._likelihood = linear_model, data, likelihood
-        self.device = linear_model.network.device
-        """Device on which vectors are stored."""
+        self.limits = Limits(linear_model.network.device)
+        """The limits of the plan, and those that were found when memory ran out."""
 
         self._pins = torch.cuda.is_available()
         with torch.inference_mode(False):  # it is written to in place, whoever calls
@@ -86,15 +105,6 @@ class Sweep:
 
         self.pieces, self.kept = Pieces(linear_model), KeptRows(linear_model)
         self._begun_with = Snapshot(linear_model.network)
-        self.rows = inf
-        """Largest number of examples that are processed at once."""
-
-        self.batch_rows = inf
-        """Number of examples above which a batch is split, because larger batches are not cheaper."""
-
-        self.columns: int | None = None
-        """Columns that are on the device at once, if vectors are stored elsewhere; None: all."""
-
         self._seen: Rows | None = None
         self._loaded = 0
         """Number of examples of the current batch of the loader."""
@@ -109,7 +119,7 @@ class Sweep:
         device, each group of columns takes a pass of its own.
         """
         found: Sums = {}
-        step, group = self.columns or len(w), self.data.group
+        step, group = self.limits.group or len(w), self.data.group
         for start in range(0, len(w), step):
             columns = slice(start, start + step)
             near = w[columns]
@@ -118,9 +128,9 @@ class Sweep:
             for name, own in self.over(near, task, batch).items():
                 own, kind = group.sum(own), task.kinds[name]
                 if kind != BLOCK:
-                    own = own.to(self.device) if kind == VECTOR else own
+                    own = own.to(self.limits.device) if kind == VECTOR else own
                     found[name] = found[name] + own if start else own
-                elif len(near) == len(w) and own.device.type == self.device.type:
+                elif len(near) == len(w) and own.device.type == self.limits.device.type:
                     found[name] = own
                 else:
                     if not start:
@@ -130,16 +140,17 @@ class Sweep:
 
     def over(self, w: Tensor, task: Pass, batch: Batch | None = None) -> Sums:
         """Return the sums over this rank's batches, or over one batch, on the network's device."""
-        limits, sums, rows_done = (self.linear_model.columns, self.rows), self._zeros(w, task), 0
+        limits, sums, rows_done = self.limits, self._zeros(w, task), 0
         try:
             for one in self.batches() if batch is None else [batch]:
-                pieces = self.pieces(one, min(self.rows, task.at_most))
+                pieces = self.pieces(one, min(self.limits.rows, task.at_most))
                 todo = [(piece, 0) for piece in pieces if len(piece.rows)]
                 while todo:  # pieces of the batch, and how many of their columns are done
                     piece, done = todo.pop(0)
                     step = len(w) - done
                     try:
-                        rows = self.kept(piece, inf if task.factored else step)
+                        own = inf if task.factored else step
+                        rows = self.kept(piece, own, self.limits.columns)
                         step = min(step, (rows.columns if task.kinds else None) or step)
                         for columns in w[done:].split(step):
                             task.add(rows, piece, columns, _of(sums, task, done, len(columns)))
@@ -149,12 +160,12 @@ class Sweep:
                         shortage = shortage_of(error)
                     rows = self._seen = None
                     release()  # what the failed attempt held is free only outside of the handler
-                    self._halve(piece, min(step, self.linear_model.columns or step), shortage)
-                    todo[:0] = [(smaller, done) for smaller in self.pieces(piece, self.rows)]
+                    self._halve(piece, min(step, self.limits.columns or step), shortage)
+                    todo[:0] = [(smaller, done) for smaller in self.pieces(piece, self.limits.rows)]
                 rows_done += len(one.rows)
                 self._say(rows_done if batch is None else 0)
         except DoesNotFit:
-            self.linear_model.columns, self.rows = limits
+            self.limits = limits
             raise
         if batch is None and self.data.group.sum((~self._fine).double()).item():
             # one rank's error on all of them
@@ -177,7 +188,7 @@ class Sweep:
                     continue
                 self.probe(whole)
                 self._loaded = len(whole.rows)
-                for batch in [whole] if in_step else self.pieces(whole, self.batch_rows):
+                for batch in [whole] if in_step else self.pieces(whole, self.limits.batch_rows):
                     yield self.aligned(batch)._replace(kept=whole.kept)
         self.refuse_changes()
 
@@ -190,6 +201,14 @@ class Sweep:
             )
         targets = self._likelihood.align(batch.targets, axis)
         return batch._replace(targets=targets, weights=weights)
+
+    def take(self, limits: Limits) -> None:
+        """Keep to these limits from now on."""
+        self.limits = limits
+
+    def watch(self, report: Callable[[float | None], None]) -> None:
+        """Call a function with the finished share of every pass."""
+        self.report = report
 
     def probe(self, batch: Batch) -> None:
         """Check the derivatives of the network, at the first batch."""
@@ -249,13 +268,13 @@ class Sweep:
             model.leave_factors()
         elif columns > 1:
             report("log", f"Out of memory: continuing with {columns // 2} columns at a time.")
-            model.columns = columns // 2
+            self.limits = self.limits._replace(columns=columns // 2)
         else:
             size = (len(piece.rows) + 1) // 2
             if len(self.pieces(piece, size)) == 1:
                 raise DoesNotFit(no_room(piece, model.layout.size, shortage))
             report("log", f"Out of memory: continuing with at most {size} examples at a time.")
-            self.rows = size
+            self.limits = self.limits._replace(rows=size)
 
     def _zeros(self, w: Tensor, task: Pass) -> Sums:
         """Return sums that are 0, on the network's device."""
@@ -269,16 +288,18 @@ class Sweep:
 
     def _stored(self, count: int, like: Tensor) -> Tensor:
         """Return an uninitialised block where vectors are stored, in pinned memory if possible."""
-        shape, pinned = (count, like.shape[1]), self._pins and self.device.type == "cpu"
+        shape, pinned = (count, like.shape[1]), self._pins and self.limits.device.type == "cpu"
         try:
-            return torch.empty(shape, dtype=like.dtype, device=self.device, pin_memory=pinned)
+            return torch.empty(
+                shape, dtype=like.dtype, device=self.limits.device, pin_memory=pinned
+            )
         except RuntimeError as error:  # drivers have several words for it
             if not pinned:
                 raise
             self._pins = False
             what = str(error).split("\n")[0]
             report("log", f"Out of pinned memory; using pageable memory instead ({what}).")
-        return torch.empty(shape, dtype=like.dtype, device=self.device)
+        return torch.empty(shape, dtype=like.dtype, device=self.limits.device)
 
     def expect_finite(self, tensor: Tensor, fault: Exception | None = None) -> None:
         """Note whether a tensor is finite; if it is not, the pass ends with this error.

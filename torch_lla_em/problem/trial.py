@@ -128,7 +128,7 @@ def tried(problem: Problem, first: Batch, num_samples: int, squares: bool = True
         return None
     sweep = problem.sweep
     whole = max(len(first.rows), problem.data.merge_rows)
-    size = max(1.0, min(whole, sweep.batch_rows, sweep.rows))
+    size = max(1.0, min(whole, sweep.limits.batch_rows, sweep.limits.rows))
     each = {}
     for name in ("read", "product", "squares", "functions"):
         many, own = getattr(found, name), getattr(short, name)

@@ -25,7 +25,7 @@ MODULES = {  # beside the package itself, whose names are those of __all__
 """Modules of the package's root -> the library that they need."""
 
 MORE = {
-    "compat": ["Laplace"],
+    "compat": ["AverageHeads", "EstimatorPosterior", "Laplace", "posterior"],
     "likelihoods": ["compare_with_log_prob"],
     "mixtures": ["BernoulliMixture", "GaussianMixture", "Mixture", "VariationalGaussianMixture"],
 }
@@ -122,7 +122,9 @@ def test_examples_run(address, names, tmp_path, monkeypatch):
     public, module = _found(address), address.split(".")[0]
     if module:
         names = names | vars(import_module(f"torch_lla_em.{module}"))
-    names = names | {"lightning": _of_lightning, "sklearn": _of_sklearn}.get(module, dict)(names)
+    names = names | {"lightning": _of_lightning, "sklearn": _of_sklearn, "compat": _of_sklearn}.get(
+        module, dict
+    )(names)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     runner, parser = doctest.DocTestRunner(), doctest.DocTestParser()
     for name, _, doc in _methods(public):

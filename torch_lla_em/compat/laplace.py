@@ -84,6 +84,7 @@ class Laplace(AtPrecision):
         super().__init__()
         self.model, self.likelihood = model, name_of(likelihood)
         self.subset_of_weights, self.temperature = name_of(subset_of_weights), temperature
+        self.hessian_structure, self.dict_key_x = name_of(hessian_structure), dict_key_x
         self.prior_mean, self.enable_backprop, self.dict_key_y = (
             prior_mean,
             enable_backprop,

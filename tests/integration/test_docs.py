@@ -140,6 +140,37 @@ def test_the_page_on_weight_decay_runs():
     assert names["held"].sigma_noise == pytest.approx(0.1)
 
 
+def test_the_answers_to_questions_run(capsys):
+    with torch.random.fork_rng():
+        names = run_page("questions")
+    prediction, plan = names["prediction"], capsys.readouterr().out
+    total = prediction.epistemic + prediction.aleatoric
+    torch.testing.assert_close(total, prediction.entropy, rtol=1e-3, atol=1e-4)
+    assert "samples of 42 parameters" in plan and names["covariance"].shape == (3, 3)
+    # those whose labels were exchanged are among the least probable
+    assert len(set(names["suspicious"].tolist()) & set(range(5))) >= 3
+    assert names["mean"].shape == names["variance"].shape == (300, 1)
+    assert names["sequence"](names["x"]).shape == (300, 2)
+    assert names["student"](names["x"]).shape == (300, 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("package", ["sklearn", "tabm", "probly"])
+def test_the_page_on_trained_estimators_runs(package):
+    pytest.importorskip(package)
+    case, la = fitted(em_steps=0, prior_precision=5.0)
+    names = {"la": la, "x": case.x}
+    marks = {"sklearn": "import posterior\n", "tabm": "# tabm", "probly": "# probly"}
+    (block,) = [b for b in blocks(page("other_libraries")) if marks[package] in b]
+    exec(block, names)
+    if package == "sklearn":
+        assert names["probabilities"].shape == (37, 3)
+    elif package == "tabm":
+        assert names["la"].model(torch.zeros(2, 4)).shape == (2, 3)
+    else:
+        assert len(names["epistemic"]) == len(case.x)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["mapie", "torch_uncertainty"])
 @pytest.mark.filterwarnings("ignore")

@@ -25,7 +25,14 @@ MODULES = {  # beside the package itself, whose names are those of __all__
 """Modules of the package's root -> the library that they need."""
 
 MORE = {
-    "compat": ["AverageHeads", "EstimatorPosterior", "Laplace", "posterior"],
+    "compat": [
+        "Answers",
+        "AverageHeads",
+        "EstimatorPosterior",
+        "Laplace",
+        "answers",
+        "posterior",
+    ],
     "likelihoods": ["compare_with_log_prob"],
     "mixtures": ["BernoulliMixture", "GaussianMixture", "Mixture", "VariationalGaussianMixture"],
 }

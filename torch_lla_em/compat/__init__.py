@@ -1,6 +1,7 @@
-"""Interfaces of other libraries: laplace-torch, and the estimators of scikit-learn and skorch."""
+"""Interfaces of other libraries: laplace-torch, estimators, and language models."""
 
+from torch_lla_em.compat.answers import Answers, answers
 from torch_lla_em.compat.estimators import AverageHeads, EstimatorPosterior, posterior
 from torch_lla_em.compat.laplace import Laplace
 
-__all__ = ["AverageHeads", "EstimatorPosterior", "Laplace", "posterior"]
+__all__ = ["Answers", "AverageHeads", "EstimatorPosterior", "Laplace", "answers", "posterior"]

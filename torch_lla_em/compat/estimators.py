@@ -40,7 +40,7 @@ class EstimatorPosterior:
 
     Example:
         >>> from sklearn.neural_network import MLPClassifier
-        >>> estimator = MLPClassifier((8,), max_iter=5).fit(X, labels)
+        >>> estimator = MLPClassifier(hidden_layer_sizes=(8,), max_iter=5).fit(X, labels)
         >>> probabilities = posterior(estimator, num_samples=4).fit(X, labels).predict_proba(X)
     """
 
@@ -155,7 +155,7 @@ def posterior(estimator: Any, **options: Any) -> EstimatorPosterior:
 
     Example:
         >>> from sklearn.neural_network import MLPRegressor
-        >>> estimator = MLPRegressor((8,), max_iter=5).fit(X, y)
+        >>> estimator = MLPRegressor(hidden_layer_sizes=(8,), max_iter=5).fit(X, y)
         >>> mean, deviation = posterior(estimator).fit(X, y).predict(X, return_std=True)
     """
     kinds = {cls.__name__ for cls in type(estimator).__mro__}

@@ -1,6 +1,7 @@
 """A problem that counts its passes: blocks of columns apart from single ones."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -35,9 +36,11 @@ class Counted(Problem):
         self.spent["columns"] += num_samples
         return super().noise_features(num_samples, seed, with_squares)
 
-    def push_forward(self, w: Tensor) -> Iterator[tuple[Batch, Tensor, Tensor]]:
+    def push_forward(
+        self, w: Tensor, take: Callable[[Batch, Tensor, Tensor], Any] | None = None
+    ) -> list[Any]:
         self._count(len(w))
-        return super().push_forward(w)
+        return super().push_forward(w, take)
 
     def minibatch_products(self) -> Iterator[tuple[int, Product]]:
         for rows, product in super().minibatch_products():

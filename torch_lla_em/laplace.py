@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torch_lla_em.checkpoint import FORMAT
 from torch_lla_em.data import Data, TargetFn, Weights, paired, with_weights
-from torch_lla_em.distil import Distils
+from torch_lla_em.distil import Distils, Student
 from torch_lla_em.inference import FitOptions, Solver, choose_scalings, learn
 from torch_lla_em.jacobian import (
     ForwardFn,
@@ -328,7 +328,11 @@ class LinearisedLaplace(Distils, Fitted):
             return run.plan(self._options(), self.compute, always=True)
 
     def report(
-        self, loader: Any, path: str | PathLike[str] = "report.html", other: Any = None
+        self,
+        loader: Any,
+        path: str | PathLike[str] = "report.html",
+        other: Any = None,
+        student: Student | None = None,
     ) -> None:
         """Write an HTML page with metrics, plots, warnings and recommendations; needs Matplotlib.
 
@@ -336,11 +340,13 @@ class LinearisedLaplace(Distils, Fitted):
             loader (DataLoader, Dataset or list of batches): Held-out data with targets.
             path (str): Name of the file. Default "report.html".
             other (DataLoader, Dataset or inputs, optional): Out-of-distribution inputs.
+            student (Student, optional): A student of this posterior, whose error and scores are shown
+                beside those of the posterior.
 
         Example:
             >>> la.report(validation_loader)  # doctest: +SKIP
         """
-        write_report(self, loader, path, other)
+        write_report(self, loader, path, other, student)
 
     def _problem(self, loader: Any, group: Group, weights: Weights | None = None) -> Problem:
         """Return the problem of a fit, once it is known which layer is the last."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_lla_em.distil import Student, distilled
 from torch_lla_em.laplace import LinearisedLaplace, Task
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import compare
@@ -43,10 +44,15 @@ class LaplaceCallback(Callback):
         calibrate (bool): Calibrate on the validation set after the scores were computed; logs
             "posterior/calibrated_NLL". Default True.
         path (str, optional): File to which rank 0 saves the posterior. Default None.
+        distil (bool or dict): Train a network on the posterior's predictions at the training inputs,
+            which predicts in one forward pass, and log its KL divergence from the posterior and its
+            NLL. A dict has arguments of ``la.distil``. In a distributed run every rank trains the
+            student on its own share of the data. Default False.
         **options: Further arguments of ``LinearisedLaplace``, such as ``num_samples``.
 
     Attributes:
         la (LinearisedLaplace): The posterior, on the CPU once the trainer is done.
+        student (Student or None): The network of one forward pass, with ``distil=True``.
         metrics (dict): The logged scores.
 
     Raises:
@@ -68,12 +74,14 @@ class LaplaceCallback(Callback):
         loader: Any = None,
         calibrate: bool = True,
         path: str | PathLike[str] | None = None,
+        distil: bool | dict[str, Any] = False,
         **options: Any,
     ):
         """Keep the options; the class documents the arguments."""
         self.likelihood, self.network = likelihood, network
         self.loader, self.calibrate, self.path = loader, calibrate, path
-        self.options = options
+        self.distil, self.options = distil, options
+        self.student: Student | None = None
         self.metrics: dict[str, float] = {}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -83,6 +91,7 @@ class LaplaceCallback(Callback):
         if self.calibrate and validation is not None:
             self.la.calibrate(validation)
             self.metrics["posterior/calibrated_NLL"] = self.la.calibration.after
+        self._distil(trainer, validation)
         for logger in trainer.loggers:
             logger.log_metrics(self.metrics, step=trainer.global_step)
             logger.save()
@@ -93,6 +102,8 @@ class LaplaceCallback(Callback):
         """Move the posterior to the CPU, where the trainer leaves the network."""
         if stage == "fit" and hasattr(self, "la"):
             self.la.to("cpu")
+            if self.student is not None:
+                self.student.to("cpu")
 
     def _fit(self, trainer: Trainer, module: LightningModule, validation: Any) -> None:
         loader = trainer.train_dataloader if self.loader is None else self.loader
@@ -108,6 +119,17 @@ class LaplaceCallback(Callback):
         for name in [name for name in _LOGGED if name in scores]:  # ranks reduce in one order
             value = torch.tensor(scores[name], dtype=torch.float64, device=module.device)
             self.metrics[f"posterior/{_LOGGED[name]}"] = trainer.strategy.reduce(value).item()
+
+    def _distil(self, trainer: Trainer, validation: Any) -> None:
+        loader = trainer.train_dataloader if self.loader is None else self.loader
+        self.student = distilled(self.la, self.distil, loader, validation)
+        if self.student is None:
+            return
+        error = self.student.error
+        if error.held_out is not None:
+            self.metrics["student/KL"] = error.held_out.kl
+        if error.nll is not None:
+            self.metrics["student/NLL"] = error.nll.student
 
     def _network(self, module: LightningModule) -> nn.Module:
         if self.network is not None:

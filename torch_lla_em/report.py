@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from html import escape
 from io import BytesIO
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torch_lla_em import plot
+from torch_lla_em.distil import Student
 from torch_lla_em.prediction import (
     Fitted,
     PredictedData,
@@ -37,14 +41,22 @@ _EDGE = 2.0
 """Number of standard errors above which a posterior is reported as worse than its network."""
 
 
-def write_report(la: Fitted, loader: Iterable[Any], path: str | PathLike[str], other: Any) -> None:
+def write_report(
+    la: Fitted,
+    loader: Iterable[Any],
+    path: str | PathLike[str],
+    other: Any = None,
+    student: Student | None = None,
+) -> None:
     """Write a page about predictions of a loader's examples; ``other`` are OOD inputs."""
     rows = predicted_data(la, loader)
+    to_do = [*advice(la, rows), *(() if student is None else student.error.warnings)]
     parts = [
         la._repr_html_(),
-        as_html(f"Scores on {len(rows.targets):,} examples", _scored(rows)),
+        *([] if student is None else [student._repr_html_()]),
+        as_html(f"Scores on {len(rows.targets):,} examples", _scored(rows, student)),
         "<h2>What to do</h2>",
-        _list(advice(la, rows), "Nothing: no problem was found."),
+        _list(to_do, "Nothing: no problem was found."),
         "<h2>Plots</h2>",
         f"<div>{''.join(_figures(la, rows, other))}</div>",
         "<h2>Warnings of the fit</h2>",
@@ -74,11 +86,15 @@ def advice(la: Fitted, rows: PredictedData) -> Iterator[str]:
     yield from (words for kind, words in findings(la) if kind == "to do")
 
 
-def _scored(rows: PredictedData) -> list[tuple[str, ...]]:
-    """Return the scores of the network and of the posterior as a table, its heading first."""
-    each = [scores(outcomes(p, rows.targets)) for p in (rows.network, rows.posterior)]
+def _scored(rows: PredictedData, student: Student | None) -> list[tuple[str, ...]]:
+    """Return the scores of the network, the posterior and a student, the heading first."""
+    predictions: dict[str, Any] = {"network": rows.network, "posterior": rows.posterior}
+    if student is not None and rows.inputs is not None:
+        with torch.no_grad():  # classes last, as the targets
+            predictions["student"] = replace(student.predict(rows.inputs), class_dim=-1)
+    each = [scores(outcomes(p, rows.targets)) for p in predictions.values()]
     values = [(name, *(f"{found[name]:.4g}" for found in each)) for name in each[0]]
-    return [("", "network", "posterior"), *values]
+    return [("", *predictions), *values]
 
 
 def _figures(la: Fitted, rows: PredictedData, other: Any) -> Iterator[str]:

@@ -17,6 +17,8 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
+from torch_lla_em.data import Standardise, width_of
+from torch_lla_em.distil import distilled
 from torch_lla_em.ensemble import LaplaceEnsemble
 from torch_lla_em.laplace import LinearisedLaplace, Task
 from torch_lla_em.prediction import Prediction
@@ -30,21 +32,6 @@ _LEAST_HELD_OUT = 20
 # on tables of 100 to 3,000 examples, on which networks with less weight decay overfit
 _DECAY = 300
 _DTYPES = [np.float64, np.float32]
-
-
-class _Standardise(nn.Module):
-    """Shift and scale inputs by the mean and standard deviation of the training data."""
-
-    mean: Tensor
-    width: Tensor
-
-    def __init__(self, x: Tensor):
-        super().__init__()
-        self.register_buffer("mean", x.mean(0))
-        self.register_buffer("width", _width(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - self.mean) / self.width
 
 
 class _Estimator(BaseEstimator):
@@ -67,6 +54,7 @@ class _Estimator(BaseEstimator):
         weight_decay: float | None = None,
         validation_fraction: float = 0.1,
         ensemble: int | None = None,
+        distil: bool | dict[str, Any] = False,
         num_samples: int = 32,
         options: dict[str, Any] | None = None,
         device: str = "cpu",
@@ -91,6 +79,9 @@ class _Estimator(BaseEstimator):
             ensemble (int, optional): Train so many networks, each without one fold of the data, by
                 ``LaplaceEnsemble.from_folds``; no other examples are held out then. Predictions have
                 a lower NLL at the cost of as many fits. Default None: a single network.
+            distil (bool or dict): Whether to predict by ``student_``, a network that is trained on the
+                posterior's predictions at the training inputs and takes one forward pass for a
+                prediction; or a dict of arguments of ``laplace_.distil``. Default False.
             num_samples (int): Number of posterior samples. Default 32; fewer are faster.
             options (dict, optional): Further arguments of ``LinearisedLaplace``. Default None.
             device (str): Device to train and predict on. Default "cpu".
@@ -100,7 +91,7 @@ class _Estimator(BaseEstimator):
         self.module, self.hidden, self.epochs = module, hidden, epochs
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.validation_fraction, self.ensemble = validation_fraction, ensemble
-        self.num_samples = num_samples
+        self.distil, self.num_samples = distil, num_samples
         self.options, self.device, self.random_state = options, device, random_state
 
     def _check(self) -> None:
@@ -126,16 +117,24 @@ class _Estimator(BaseEstimator):
             )
 
     def _fit(self, x: Tensor, y: Tensor, outputs: int, sample_weight: Any = None) -> None:
+        """Train, fit and calibrate, and distil if asked to."""
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        out = self._fit_posterior(x, y, outputs, seed, sample_weight)
+        held_out = (x[out], y[out]) if len(out) else None
+        self.student_ = distilled(self.laplace_, self.distil, x, held_out, seed=seed)
+
+    def _fit_posterior(
+        self, x: Tensor, y: Tensor, outputs: int, seed: int, sample_weight: Any
+    ) -> Tensor:
+        """Train, fit and calibrate; return the numbers of the held-out examples."""
         count, w = len(x), None
         if sample_weight is not None:
             if self.ensemble is not None:
                 raise ValueError("sample_weight is not supported with ensemble: use ensemble=None.")
-            w = torch.tensor(
-                _check_sample_weight(sample_weight, x.numpy(), ensure_non_negative=True)
-            )
+            given = _check_sample_weight(sample_weight, x.numpy(), ensure_non_negative=True)
+            w = torch.tensor(given)
         held_out = int(self.validation_fraction * count)
         held_out = held_out if held_out >= _LEAST_HELD_OUT else 0
-        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         options = {"num_samples": self.num_samples, "seed": seed, **self._options}
         options |= self.options or {}
 
@@ -149,20 +148,22 @@ class _Estimator(BaseEstimator):
                 self.laplace_ = LaplaceEnsemble.from_folds(
                     train, x, y, progress_bar=False, **options
                 )
-                return
-            out, kept = torch.randperm(count).split([held_out, count - held_out])
+                return torch.zeros(0, dtype=torch.long)
+            order = torch.randperm(count)
+            out, kept = order[:held_out], order[held_out:]
             of_kept = None if w is None else w[kept]
             model = self._trained(x[kept], y[kept], outputs, of_kept)
         self.laplace_ = LinearisedLaplace(model, self._likelihood, **options)
         self.laplace_.fit(x[kept], y[kept], progress_bar=False, weights=of_kept)
         if held_out:
             self.laplace_.calibrate(x[out], y[out])
+        return out
 
     def _trained(
         self, x: Tensor, y: Tensor, outputs: int, weights: Tensor | None = None
     ) -> nn.Module:
         """Return a network that was trained on these examples, in eval mode."""
-        standard = _Standardise(x)
+        standard = Standardise(x)
         network = (self.module or self._perceptron)(x.shape[1], outputs).to(x.dtype)
         self._train(network.to(self.device), standard(x), y, weights)
         return nn.Sequential(standard, network).to(self.device).eval()
@@ -232,7 +233,12 @@ class _Estimator(BaseEstimator):
         members = getattr(self.laplace_, "members", [self.laplace_])
         own = next(members[0].model.parameters()).dtype
         parts = torch.tensor(X, dtype=own).split(8 * _BATCH)
-        return torch.cat([of(self.laplace_.predict(rows)) for rows in parts]).cpu()
+        predictor = self.laplace_
+        if self.student_ is not None and (
+            not held_out or self.student_.reference_scores is not None
+        ):
+            predictor = self.student_
+        return torch.cat([of(predictor.predict(rows)) for rows in parts]).cpu()
 
 
 class LaplaceClassifier(ClassifierMixin, _Estimator):
@@ -245,6 +251,7 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
         classes_ (ndarray): The labels, in the order of the probabilities.
         laplace_ (LinearisedLaplace or LaplaceEnsemble): The posterior. ``laplace_.calibration``
             holds the validation NLL before and after calibration.
+        student_ (Student or None): The network that predicts, with ``distil=True``.
 
     Raises:
         ValueError: In ``fit``, if an argument is out of range.
@@ -319,6 +326,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
     Attributes:
         laplace_ (LinearisedLaplace or LaplaceEnsemble): The posterior of standardised targets.
             ``laplace_.calibration`` holds the validation NLL before and after calibration.
+        student_ (Student or None): The network that predicts, with ``distil=True``.
 
     Raises:
         ValueError: In ``fit``, if an argument is out of range.
@@ -352,7 +360,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
                 f"All targets are equal ({y[0]}), so there is nothing to learn. Check y; to predict "
                 "a constant, use sklearn.dummy.DummyRegressor."
             )
-        self._centre, self._width = targets.mean(0), _width(targets)
+        self._centre, self._width = targets.mean(0), width_of(targets)
         standard = (targets - self._centre) / self._width
         self._fit(x, standard, targets.shape[1], sample_weight)
         return self
@@ -389,11 +397,3 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
     def _in_units(self, values: Tensor, start: Tensor | int) -> np.ndarray:
         array: np.ndarray = (start + self._width * values).view(len(values), *self._shape).numpy()
         return array
-
-
-def _width(values: Tensor) -> Tensor:
-    """Return the standard deviation of each column, 1 if it is constant, without overflow."""
-    size = values.abs().amax(0)
-    size = torch.where(size > 0, size, 1.0)
-    width = (values / size).std(0, correction=0)
-    return torch.where(width > 8 * torch.finfo(values.dtype).eps, size * width, 1.0)

@@ -86,6 +86,18 @@ def test_the_posterior_is_that_of_the_trained_network(tmp_path):
     assert_close(LinearisedLaplace.load(path, module.net)(x), la(x))
 
 
+def test_a_student_of_the_posterior_is_logged(tmp_path):
+    few = {"steps": 30, "num_inputs": 60}
+    callback = LaplaceCallback("classification", "net", num_samples=K, distil=few)
+    trainer, module, validation = trained(callback, tmp_path, 1)
+    student, (x, y) = callback.student, data(40, 1).tensors
+    assert student(x).shape == (40, 3) and len(student.reference_scores) == 40
+    nll = -student.predict(x).log_prob(y).mean().item()
+    assert callback.metrics["student/NLL"] == pytest.approx(nll, rel=1e-5)
+    assert callback.metrics["student/KL"] == student.error.held_out.kl
+    assert callback.la.predict(x).p_value.shape == (40,)  # the posterior stays as it was
+
+
 def test_loaders_without_a_length_are_read(tmp_path):
     class Streamed(IterableDataset):
         def __iter__(self):

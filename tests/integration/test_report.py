@@ -41,6 +41,19 @@ def test_a_page_is_complete(name, tmp_path):
     assert not re.search(r"https?://", page)
 
 
+@pytest.mark.parametrize("name", ["classification", "regression per output", "poisson"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_student_is_beside_its_posterior(name, tmp_path):
+    case, la = fitted(name, em_steps=2)
+    student = la.distil(case.x, steps=3, num_inputs=20, progress_bar=False)
+    la.report([(case.x, case.y)], tmp_path / "report.html", student=student)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    nll = -student.predict(case.x).log_prob(case.y).mean()
+    found = re.search(r">network</t.>.{0,9}>posterior</t.>.{0,9}>student<.*?(>NLL<.*?</tr>)", page)
+    assert f"{nll:.4g}" in found[1]
+    assert "The student is not close to the posterior" in page and "held-out inputs" in page
+
+
 def test_inputs_that_are_not_finite_are_named(tmp_path):
     case, la = fitted("classification", em_steps=2)
     x = case.x.clone()

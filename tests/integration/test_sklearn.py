@@ -246,3 +246,35 @@ def test_weights_count_as_repetitions():
     fit = LaplaceClassifier(**options).fit(x, y, np.where(y == "a", 2.0, 1.0))
     np.testing.assert_allclose(fit.predict_proba(x[:1]), 0.5, atol=0.03)
     assert fit.laplace_.num_data == 300
+
+
+@pytest.mark.parametrize("ensemble", [None, 2])
+def test_a_student_predicts_for_the_estimator(ensemble):
+    x, labels = rows()
+    few = {"steps": 150, "num_inputs": 300}
+    options = {**FAST, "validation_fraction": 0.2, "ensemble": ensemble, "distil": few}
+    classifier = LaplaceClassifier(**options).fit(x, labels)
+    student = classifier.student_
+    expected = student(torch.tensor(x)).numpy()
+    np.testing.assert_array_equal(classifier.predict_proba(x), expected)
+    theirs = classifier.laplace_(torch.tensor(x)).numpy()
+    assert 0.9 < np.corrcoef(expected[:, 0], theirs[:, 0])[0, 1] < 1
+    assert (student.error.nll is None) == (student.reference_scores is None) == bool(ensemble)
+    again = pickle.loads(pickle.dumps(classifier))
+    np.testing.assert_array_equal(again.predict_proba(x), expected)
+    classifier.set_params(distil=False).fit(x, labels)
+    assert classifier.student_ is None
+
+
+def test_a_student_predicts_standard_deviations():
+    x, _ = rows()
+    y = 3 + 10 * np.sin(x[:, 0])
+    few = {"steps": 150, "num_inputs": 300}
+    regressor = LaplaceRegressor(**FAST, distil=few).fit(x, y)
+    mean, deviation = regressor.predict(x, return_std=True)
+    by_student, variance = regressor.student_(torch.tensor(x))
+    width = y.std()
+    np.testing.assert_allclose(mean, y.mean() + width * by_student[:, 0].numpy())
+    np.testing.assert_allclose(deviation, width * variance[:, 0].sqrt().numpy())
+    with pytest.raises(ValueError, match="distil must be"):
+        LaplaceRegressor(**FAST, distil="yes").fit(x, y)

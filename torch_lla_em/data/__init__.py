@@ -12,6 +12,7 @@ from torch_lla_em.data.batch import (
 from torch_lla_em.data.identity import Identity, distinct
 from torch_lla_em.data.loader import Data
 from torch_lla_em.data.sources import as_loader, paired
+from torch_lla_em.data.standardise import Standardise, width_of
 from torch_lla_em.data.trees import copied, is_sequence, map_tensors, tensors_in, to_device
 from torch_lla_em.data.weights import Weights, with_weights
 
@@ -19,6 +20,7 @@ __all__ = [
     "Batch",
     "Data",
     "Identity",
+    "Standardise",
     "TargetFn",
     "Weights",
     "as_loader",
@@ -34,5 +36,6 @@ __all__ = [
     "paired",
     "tensors_in",
     "to_device",
+    "width_of",
     "with_weights",
 ]

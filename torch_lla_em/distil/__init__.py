@@ -7,7 +7,7 @@ The result is a ``student``, whose predictions are in ``predicted``. ``agreement
 """
 
 from torch_lla_em.distil.agreement import Agreement, Likelihoods, StudentError
-from torch_lla_em.distil.distils import Distils
+from torch_lla_em.distil.distils import Distils, distilled
 from torch_lla_em.distil.predicted import StudentPrediction
 from torch_lla_em.distil.student import Student
 
@@ -18,4 +18,5 @@ __all__ = [
     "Student",
     "StudentError",
     "StudentPrediction",
+    "distilled",
 ]

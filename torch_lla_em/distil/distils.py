@@ -173,6 +173,34 @@ class Distils(Predictor):
         return Likelihoods(network, posterior, own_nll, values.shape[1])
 
 
+def distilled(
+    la: Distils, asked: bool | dict[str, Any], inputs: Any, validation: Any, **options: Any
+) -> Student | None:
+    """Return the student that an argument ``distil`` of an estimator or a callback asks for, or None.
+
+    Args:
+        la (LinearisedLaplace or LaplaceEnsemble): The posterior.
+        asked (bool or dict): Whether to distil, or arguments of ``la.distil``.
+        inputs (Tensor, DataLoader or list of batches): As in ``la.distil``.
+        validation (DataLoader or tuple, optional): As in ``la.distil``.
+        **options: Further arguments of ``la.distil``; those of a dict replace them.
+
+    Raises:
+        ValueError: If ``asked`` is something else.
+
+    Example:
+        >>> student = distilled(la, {"steps": 50}, x, (x, y))
+    """
+    if not isinstance(asked, (bool, dict)):
+        raise ValueError(
+            f"distil must be True, False or a dict of arguments of la.distil, not {asked!r}."
+        )
+    if asked is False:
+        return None
+    options |= {} if asked is True else asked
+    return la.distil(inputs, **{"validation": validation, "progress_bar": False, **options})
+
+
 def _agreement(student: Student, blocks: list[Block]) -> Agreement | None:
     """Compare a student with the posterior's predictions, if there are any."""
     if not blocks:

@@ -7,9 +7,11 @@ training and validation and from inputs made of these, are compared: the ratio o
 posterior's (for regression the difference), ECE, AUROCs of shifted inputs by the epistemic uncertainty
 and by 1 - p_value, coverage of conformal sets of 90 %, false alarms at 5 %, milliseconds of CPU for 1 and
 500 inputs, and the CPU time of distilling in trainings of the network. "student, twice" has hidden layers of
-128 units, for tables.
+128 units, for tables. "ensemble of five" averages the probabilities of five networks, without
+temperature scaling (for regression it is left out, since the networks have no variance).
 
     python benchmarks/distil.py                 # half an hour on one core
+    python benchmarks/distil.py --tasks letter --methods "ensemble of five"
     python benchmarks/distil.py --tasks wdbc --quick
 """
 
@@ -48,6 +50,8 @@ SHOWN = {
     "500, ms": "500 inputs, ms",
     "trainings": "distilling / training",
 }
+METHODS = ["network", "temperature scaling", "ensemble of five", "posterior"]
+METHODS += ["student", "student, twice"]
 LEVEL, RATE = 0.9, 0.05
 
 
@@ -55,6 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tasks", nargs="*", default=[*TABLES, *REGRESSION, *IMAGES])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--methods", nargs="*", default=METHODS)
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs")
     parser.add_argument("--out", type=Path, default=Path("results/distil.jsonl"))
     given = parser.parse_args(arguments)
@@ -63,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     records = []
     for name in given.tasks:
-        for record in run(name, given.seed, given.quick):
+        for record in run(name, given.seed, given.methods, given.quick):
             markdown.append(given.out, [record], provenance(("torch",)))
             records.append(record)
             print(record, flush=True)
@@ -76,7 +81,7 @@ def summary(records: list[dict]) -> str:
     for record in records:
         groups.setdefault((record["kind"], record["method"]), []).append(record)
     found = []
-    for (kind, method), group in groups.items():
+    for (kind, method), group in sorted(groups.items(), key=_order):
         line = {"kind": kind, "method": method}
         for key in SHOWN:
             values = [record[key] for record in group if record.get(key) is not None]
@@ -89,23 +94,33 @@ def summary(records: list[dict]) -> str:
     return markdown.table(found, {"kind": "", "method": ""}, SHOWN, decimals=3)
 
 
-def run(name: str, seed: int, quick: bool) -> Iterator[dict]:
+def _order(entry: tuple[tuple, list]) -> tuple[int, int]:
+    kind, method = entry[0]
+    return ["tables", "images", "regression"].index(kind), METHODS.index(method)
+
+
+def run(name: str, seed: int, methods: list[str], quick: bool) -> Iterator[dict]:
     """Yield a record of each method on both networks of a task."""
     task = families.images(name, seed) if name in IMAGES else tasks.task(name, seed)
+    epochs, others = 5 if quick else task.epochs, []
     clock = time.process_time()
-    networks = train(task, 1000 * seed, 5 if quick else task.epochs)
+    networks = train(task, 1000 * seed, epochs)
     training = time.process_time() - clock
+    if task.classes and "ensemble of five" in methods:
+        others = [train(task, 1000 * seed + number, epochs) for number in range(1, 5)]
     kind = "images" if name in IMAGES else "tables" if task.classes else "regression"
-    for stage, network in zip(("early", "on"), networks):
+    for at, (stage, network) in enumerate(zip(("early", "on"), networks)):
+        several = [network.eval(), *(pair[at].eval() for pair in others)]
         common = {"task": name, "kind": kind, "network": stage}
-        for method, record in compared(task, network.eval(), training, quick):
+        for method, record in compared(task, several, methods, training, quick):
             yield common | {"method": method} | record
 
 
 def compared(
-    task: tasks.Task, network: nn.Module, training: float, quick: bool
+    task: tasks.Task, networks: list[nn.Module], methods: list[str], training: float, quick: bool
 ) -> Iterator[tuple[str, dict]]:
-    """Yield the scores of each method, and what it takes."""
+    """Yield the scores of each method, and what it takes; the first network is that of the posterior."""
+    network = networks[0]
     likelihood = "classification" if task.classes else "regression"
     (x, y), shifted = task.test, next(iter(task.shifted.values()))
     la = LinearisedLaplace(network, likelihood).fit(*task.train, progress_bar=False)
@@ -117,17 +132,27 @@ def compared(
         nll = record["nll"]
         return record | {"nll": nll / base if task.classes else nll - base}
 
+    def averaged(x: Tensor) -> Tensor:
+        each = [member(x).log_softmax(-1) for member in networks]
+        return torch.stack(each).logsumexp(0) - log(len(each))
+
     with torch.no_grad():
         if task.classes:
             T = best_temperature(network(task.held_out.x), task.held_out.y)
-            for name, t in (("network", 1.0), ("temperature scaling", T)):
-                found = plain(lambda x, t=t: (network(x) / t).log_softmax(-1), x, y, shifted)
-                yield name, relative(found) | milliseconds(lambda x: network(x).softmax(-1), x)
-    yield "posterior", relative(posterior) | milliseconds(la, x)
+            for name, of in (
+                ("network", lambda x: network(x).log_softmax(-1)),
+                ("temperature scaling", lambda x: (network(x) / T).log_softmax(-1)),
+                ("ensemble of five", averaged),
+            ):
+                if name in methods:
+                    found = plain(of, x, y, shifted)
+                    yield name, relative(found) | milliseconds(of, x)
+    if "posterior" in methods:
+        yield "posterior", relative(posterior) | milliseconds(la, x)
     inputs = torch.cat([task.train.x, task.held_out.x])
     options = {"steps": 20, "num_inputs": 100} if quick else {}
     for name, width in (("student", None), ("student, twice", 128)):
-        if width and x.dim() > 2:
+        if name not in methods or (width and x.dim() > 2):
             continue
         torch.manual_seed(0)
         own = width and tasks.perceptron([x.shape[1], width, width, task.classes or 1])()

@@ -134,7 +134,10 @@ class StudentPrediction(Printed, Conformal):
             ValueError: If the targets do not fit the outputs.
             TypeError: For likelihoods of your own whose targets are not labels or continuous.
         """
-        y, likelihood = self._aligned(y), self.likelihood
+        return self._log_prob(self._aligned(y))
+
+    def _log_prob(self, y: Tensor) -> Tensor:
+        likelihood = self.likelihood
         if likelihood.gives_probabilities:
             return likelihood.log_prob(self.centre, y)
         mean = self._expected()

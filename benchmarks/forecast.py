@@ -7,8 +7,8 @@
 One thread, processor seconds for the forecast and for the fit, since other programs may use the
 machine. "before" is the range that ``la.plan`` returns, from a trial on the first examples. "revised"
 is the share of the forecasts after the steps of a fit whose range held the time that was left. The
-numbers of passes in ``inference/course.py`` were chosen on all networks of cost.py but the last
-three, and on none of --growth. Lines go to results/forecast.jsonl.
+numbers of passes in ``inference/course.py`` were chosen on networks of cost.py, and on none of --growth.
+Lines go to results/forecast.jsonl.
 
 Expected: nine of ten ranges hold.
 """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from html import escape
 from io import BytesIO
@@ -57,6 +58,7 @@ def write_report(
         as_html(f"Scores on {len(rows.targets):,} examples", _scored(rows, student)),
         "<h2>What to do</h2>",
         _list(to_do, "Nothing: no problem was found."),
+        *_by_group(la, loader),
         "<h2>Plots</h2>",
         f"<div>{''.join(_figures(la, rows, other))}</div>",
         "<h2>Warnings of the fit</h2>",
@@ -84,6 +86,15 @@ def advice(la: Fitted, rows: PredictedData) -> Iterator[str]:
             'curvature="variational".'
         )
     yield from (words for kind, words in findings(la) if kind == "to do")
+
+
+def _by_group(la: Fitted, loader: Iterable[Any]) -> Iterator[str]:
+    """Yield the coverage within groups of examples, if sets or intervals are possible."""
+    if la.reference is None:
+        return
+    with suppress(TypeError, ValueError):  # segmentation, counts, or too few validation examples
+        found = la.check(loader)
+        yield from (found._repr_html_(), _list(found.findings, ""))
 
 
 def _scored(rows: PredictedData, student: Student | None) -> list[tuple[str, ...]]:

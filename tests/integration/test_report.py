@@ -54,6 +54,14 @@ def test_a_student_is_beside_its_posterior(name, tmp_path):
     assert "The student is not close to the posterior" in page and "held-out inputs" in page
 
 
+def test_the_coverage_of_each_class_is_shown(tmp_path):
+    case, la = fitted("classification", em_steps=2)
+    la.calibrate(case.x, case.y)
+    la.report([(case.x, case.y)], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Coverage at a level of 0.9" in page and "class 2" in page
+
+
 def test_inputs_that_are_not_finite_are_named(tmp_path):
     case, la = fitted("classification", em_steps=2)
     x = case.x.clone()

@@ -166,6 +166,12 @@ def of_onnx(la, x, path, **options):
     onnxruntime = pytest.importorskip("onnxruntime")
     la.export(x, path, **options)
     session = onnxruntime.InferenceSession(path)
+    is_class = la.likelihood.gives_probabilities
+    due = ["probs"] if is_class else ["expectation", "predictive_variance"]
+    if "level" in options:
+        due += ["prediction_set"] if is_class else ["lower", "upper"]
+    if not options.get("num_samples"):
+        assert [each.name for each in session.get_outputs()] == due
     names = [each.name for each in session.get_inputs()]
 
     def program(*inputs):
@@ -215,6 +221,8 @@ def test_conformal_sets_and_intervals_are_exported(likelihood, suffix, tmp_path)
         la.export(x[:7], path, level=0.8)
         found = torch.export.load(path).module()(other)
     prediction = la.predict(other)
+    few = la.export(x[:7], num_samples=3, level=0.8).module()(other)
+    assert_close(few[0], la.predict(other, num_samples=3).expectation)
     if likelihood == "classification":
         assert_close(found[0], prediction.probs)
         assert torch.equal(found[1], prediction.prediction_set(0.8))

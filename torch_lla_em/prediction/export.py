@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from torch_lla_em.data import map_tensors, tensors_in
 from torch_lla_em.jacobian import LinearModel, Network
+from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.runtime import report
 
@@ -42,6 +43,9 @@ class Ways(NamedTuple):
     of_products: Callable[[Tensor, Tensor], Any]
     """Maps f, (B, ..., C), and J w of w_lin and the samples to these tensors."""
 
+    names: list[str]
+    """The names of these tensors."""
+
 
 def returned(prediction: Prediction, level: float | None) -> Any:
     """Return the tensors of a prediction that a program returns, with conformal sets at a level."""
@@ -54,6 +58,15 @@ def returned(prediction: Prediction, level: float | None) -> Any:
     elif level is not None:
         found += (prediction.prediction_set(level),)
     return found if len(found) > 1 else found[0]
+
+
+def names_of(likelihood: Likelihood, level: float | None) -> list[str]:
+    """Return the names of these tensors in ONNX files, which are those of students too."""
+    names = ["probs" if likelihood.gives_probabilities else "expectation"]
+    names += ["predictive_variance"] * likelihood.real_valued
+    if level is None:
+        return names
+    return [*names, *(("lower", "upper") if likelihood.real_valued else ("prediction_set",))]
 
 
 def exported(
@@ -94,7 +107,7 @@ def exported(
     others = {kind: map_tensors(change, x) for kind, change in _CHANGES.items()}
     _check(program.module(), ways.of_inputs, x, others)
     if suffix == ".onnx":
-        _save_onnx(program, path, ways.of_inputs, x)
+        _save_onnx(program, path, ways, x)
     elif path is not None:
         torch.export.save(program, path)
     return program
@@ -141,7 +154,7 @@ def _check(run: Callable[[Any], Any], due: Callable[[Any], Any], x: Any, others:
         _compare(run(other), expected, kind)
 
 
-def _save_onnx(program: ExportedProgram, path: Any, due: Callable[[Any], Any], x: Any) -> None:
+def _save_onnx(program: ExportedProgram, path: Any, ways: Ways, x: Any) -> None:
     """Write an ONNX file, and compare its values in onnxruntime with the posterior's."""
     try:
         import onnxruntime
@@ -150,7 +163,7 @@ def _save_onnx(program: ExportedProgram, path: Any, due: Callable[[Any], Any], x
         raise ImportError(
             f"Export to ONNX needs onnxscript and onnxruntime: pip install torch_lla_em[onnx] ({error})."
         ) from error
-    torch.onnx.export(program, dynamo=True, verbose=False).save(path)
+    torch.onnx.export(program, dynamo=True, verbose=False, output_names=ways.names).save(path)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
 
@@ -159,7 +172,7 @@ def _save_onnx(program: ExportedProgram, path: Any, due: Callable[[Any], Any], x
         found = [torch.from_numpy(out) for out in session.run(None, dict(zip(names, values)))]
         return tuple(found) if len(found) > 1 else found[0]
 
-    _check(run, due, x, {})
+    _check(run, ways.of_inputs, x, {})
 
 
 def _compare(answer: Any, due: Any, kind: str) -> None:

@@ -19,7 +19,7 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Kept
 from torch_lla_em.prediction.conformal import Reference
-from torch_lla_em.prediction.export import Ways, exported, returned
+from torch_lla_em.prediction.export import Ways, exported, names_of, returned
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT, slots
 from torch_lla_em.prediction.posterior import Components, NotFittedError, Posterior, Setting
 from torch_lla_em.prediction.predictor import Predictor
@@ -191,7 +191,7 @@ class Fitted(Shown, Predictor, nn.Module):
             path (str, optional): Where to save it: a name that ends with .pt2 for torch.export, or
                 with .onnx for ONNX. Default None: it is not saved.
             num_samples (int, optional): Number of samples to use; fewer are faster. How much this
-                changes the predictions at x is logged. Default None: all.
+                changes the predictions at x is shown. Default None: all.
             level (float, optional): Return the mask of ``prediction_set(level)``, or the ends of
                 ``interval(level)`` for continuous targets, as well. It needs ``calibrate``.
 
@@ -207,19 +207,24 @@ class Fitted(Shown, Predictor, nn.Module):
         model = posterior.setting.linear_model
 
         def of_inputs(x: Any) -> Any:
-            return returned(self.predict(x, num_samples=num_samples), level)
+            return returned(self._predicted(self._at(x, slice(num_samples))), level)
 
         def of_products(f: Tensor, Jw: Tensor) -> Any:
             data = posterior.of_products(f, Jw, f, model.network.class_dim)
-            return returned(self._predicted(data, judged=num_samples is None), level)
+            return returned(self._predicted(data), level)
 
         if num_samples is not None:
             few, every = (self.predict(x, num_samples=n).expectation for n in (num_samples, None))
-            logger.info(
-                "With %d of %d samples, predictions at the example inputs change by up to %.2g.",
-                *(num_samples, len(posterior.w_samples), (few - every).abs().max()),
+            text = (
+                f"With {num_samples} of {len(posterior.w_samples)} samples, predictions at the example "
+                f"inputs differ from la(x) by up to {(few - every).abs().max():.2g}."
             )
-        ways = Ways(of_inputs, of_products)
+            if level is not None:
+                text += (
+                    f" The coverage of {level:g} is approximate, since all samples were calibrated."
+                )
+            report("show", text)
+        ways = Ways(of_inputs, of_products, names_of(posterior.likelihood, level))
         return exported(model, posterior.columns(num_samples), x, ways, path)
 
     def state_dict(

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from torch_lla_em.data import as_loader, paired
 from torch_lla_em.prediction.calibration import Kept, calibrated, half_as_reference
+from torch_lla_em.prediction.check import Check, checked
 from torch_lla_em.prediction.conformal import Reference
 from torch_lla_em.prediction.functions import SCALE, mixed
 from torch_lla_em.prediction.passes import pushed_under_each
@@ -285,6 +286,26 @@ class Predictor:
         data = paired(loader, targets)
         self._keep(*calibrated_on(self._members(), self._components, data))
         return self
+
+    def check(self, loader: Any, targets: Tensor | None = None, level: float = 0.9) -> Check:
+        """Return the coverage of sets or intervals within groups of held-out examples; print it.
+
+        Conformal guarantees hold on average. Groups are classes, quarters by the predicted noise or
+        entropy, and quarters by the features with the most extreme values.
+
+        Args:
+            loader (DataLoader, Dataset, list of batches, or inputs): Data that was used neither for
+                ``fit`` nor for ``calibrate``.
+            targets (Tensor, optional): The targets, if ``loader`` are inputs.
+            level (float): Level of the sets or intervals. Default 0.9.
+
+        Raises:
+            ValueError: Before ``calibrate``, or with too few validation examples for the level.
+
+        Example:
+            >>> low = [group.name for group in la.check(x, y).groups if group.is_low(0.9)]
+        """
+        return checked(self._members(True), self._predicted, paired(loader, targets), level)
 
     def _at(self, x: Any, some: slice = slice(None)) -> Pushed:
         """Return inputs, or all batches of a loader, with the products of some samples."""

@@ -8,7 +8,7 @@ from tiny import draw, tiny
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
-from torch_lla_em import LaplaceEnsemble, LinearisedLaplace
+from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, compare
 from torch_lla_em.prediction.conformal import REFERENCE
 
 KINDS = {"classification": "classification", "regression": "regression", "poisson": "poisson"}
@@ -154,3 +154,19 @@ def test_members_have_one_likelihood():
             LaplaceEnsemble(members)
     with pytest.raises(RuntimeError, match="Call la.fit"):
         LaplaceEnsemble(pair[:1]).predict(tiny("classification").x)
+
+
+def test_ensembles_are_printed_and_compared(members):
+    x, y = held_out(members)
+    assert "3 of 3 members are not fitted" in repr(
+        LaplaceEnsemble([posterior("classification", seed, fitted=False) for seed in range(3)])
+    )
+    ensemble = LaplaceEnsemble(members).calibrate(x[:40], y[:40])
+    shown = repr(ensemble)
+    assert len(shown.splitlines()) <= 12 and "of 3 posteriors" in shown
+    assert str(ensemble.calibration) in " ".join(shown.split())
+    found = compare({"one": members[0], "all": ensemble}, [(x[40:50], y[40:50]), (x[50:], y[50:])])
+    log_prob = ensemble.predict(x[40:]).log_prob(y[40:])
+    assert_close(found.log_probs["all"], log_prob.double(), rtol=1e-5, atol=1e-6)
+    assert found.records["all"]["parameters"] == 3 * found.records["one"]["parameters"]
+    assert "1: ensemble of 3" in compare([members[0], ensemble], x, y).records

@@ -23,10 +23,11 @@ from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.predictor import Predictor
 from torch_lla_em.prediction.pushed import joined
 from torch_lla_em.prediction.stored import without_prefix
+from torch_lla_em.prediction.summary import Printed, of_ensemble
 from torch_lla_em.runtime import Group, collected, files
 
 
-class Ensemble(Predictor, nn.Module):
+class Ensemble(Printed, Predictor, nn.Module):
     """The equally weighted mixture of the posteriors of several networks: ``LaplaceEnsemble``."""
 
     def __init__(self, members: Iterable[Fitted]):
@@ -47,6 +48,8 @@ class Ensemble(Predictor, nn.Module):
 
         for name in ("table", "noise", *REFERENCE):
             self.register_buffer(name, None)
+
+    _table = of_ensemble
 
     def _members(self, surely: bool = False) -> tuple[Posterior, ...]:
         return tuple(member._fitted(surely) for member in self.members)

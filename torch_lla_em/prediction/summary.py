@@ -180,6 +180,38 @@ def of_fit(la: Any) -> tuple[str, Cells]:
     return title, [*rows, *_of_reference(la), *findings(la)]
 
 
+def of_ensemble(ensemble: Any) -> tuple[str, Cells]:
+    """Return a title and the results of an ensemble in words; ``print`` a member for its own."""
+    members = list(ensemble.members)
+    kinds = ", ".join(sorted({type(la.model).__name__ for la in members}))
+    title = f"{type(ensemble).__name__} of {len(members)} posteriors"
+    rows: Cells = [_likelihood(members[0])]
+    rows.append(("networks", f"{kinds}, {_size(members[0])} in the posterior"))
+    fitted = [la for la in members if la.accuracy is not None]
+    if len(fitted) < len(members):
+        words = f"{len(members) - len(fitted)} of {len(members)} members are not fitted"
+        return title, [*rows, ("to do", f"{words}: call fit of each")]
+    counts = sorted({la.num_data for la in members})
+    seconds = [la.history[-1]["seconds"] for la in members if la.history]
+    some = f"{counts[0]:,}" + (f" to {counts[-1]:,}" if len(counts) > 1 else "")
+    rows.append(("training data", f"{some} examples for each, fitted in {sum(seconds):.3g} s"))
+    if ensemble.conformal_unusual is not None:
+        count = f"{len(ensemble.conformal_unusual):,} validation examples"
+        rows.append(("reference", f"{count}, for p-values, OOD flags, sets and intervals"))
+    worst = max((la.accuracy for la in members), key=lambda found: found.error / found.tolerance)
+    kind, words = _of_accuracy(worst)
+    rows += [(kind, words.replace("The samples", "The samples of the worst member"))]
+    rows += of_calibration(ensemble.calibration)
+    warned = [i for i, la in enumerate(members) if len(la.messages) > 1]
+    if warned:
+        which = ", ".join(map(str, warned))
+        rows.append(("warning", f"Members {which} have warnings: print(ensemble.members[i])."))
+    rows += [("warning", words) for words in ensemble.messages]
+    if ensemble.calibration is None and not members[0].likelihood.is_quadratic:
+        rows.append(("to do", CALIBRATE.replace("la.", "ensemble.")))
+    return title, rows
+
+
 def _likelihood(la: Any) -> tuple[str, str]:
     return "likelihood", type(la.likelihood).__name__
 

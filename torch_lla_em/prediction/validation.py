@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from math import nan
 from typing import Any, NamedTuple
@@ -16,10 +17,11 @@ from torch_lla_em.inference import Estimate
 from torch_lla_em.prediction.fitted import Fitted
 from torch_lla_em.prediction.metrics import Outcomes, concatenated, outcomes, scores, warnings_of
 from torch_lla_em.prediction.passes import over_batches, pushed, same_targets
-from torch_lla_em.prediction.posterior import Posterior
+from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import at_inputs, predicted
 from torch_lla_em.prediction.pushed import Pushed, joined
+from torch_lla_em.prediction.pushed import together as joined_members
 from torch_lla_em.prediction.summary import Cells, Printed
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import check_options, report
@@ -55,8 +57,8 @@ class HeldOutEvidence:
     may be fewer, and those in front of examples of another shape.
     """
 
-    def __init__(self, table: Tensor, together: int):
-        self.table, self._together = table, together
+    def __init__(self, components: Components, together: int):
+        self._components, self._together = components, together
         self._values: list[Tensor] = []
         self._rest: Pushed | None = None
         """The last examples, which are too few."""
@@ -82,7 +84,11 @@ class HeldOutEvidence:
         return Estimate(values.sum(), (len(values) * variance).sqrt())
 
     def _of(self, some: Pushed) -> Tensor:
-        return some.prediction(self.table)._joint_log_prob(some.y).double()
+        return self.predicted(some)._joint_log_prob(some.y).double()
+
+    def predicted(self, part: Pushed) -> Prediction:
+        """Return the prediction of some examples."""
+        return part.prediction(self._components.tables, self._components.noise)
 
 
 def predicted_data(la: Fitted, loader: Iterable[Any]) -> PredictedData:
@@ -166,7 +172,7 @@ class Comparison(Printed):
 
 
 def compare(
-    posteriors: Sequence[Fitted] | Mapping[str, Fitted],
+    posteriors: Sequence[Any] | Mapping[str, Any],
     validation: Any,
     targets: Tensor | None = None,
     *,
@@ -178,8 +184,8 @@ def compare(
     so differences in NLL have paired standard errors.
 
     Args:
-        posteriors (sequence or mapping): Fitted ``LinearisedLaplace`` objects, or a mapping from
-            names to them.
+        posteriors (sequence or mapping): Fitted ``LinearisedLaplace`` objects and
+            ``LaplaceEnsemble`` objects, or a mapping from names to them.
         validation (DataLoader, Dataset, list of batches, or inputs): The data.
         targets (Tensor, optional): The targets, if ``validation`` are inputs.
         together (int): Number of consecutive examples that the held-out evidence predicts jointly.
@@ -198,12 +204,13 @@ def compare(
     named = (
         dict(posteriors)
         if isinstance(posteriors, Mapping)
-        else {f"{i}: {type(la.model).__name__}": la for i, la in enumerate(posteriors)}
+        else {f"{i}: {_name(la)}": la for i, la in enumerate(posteriors)}
     )
     if not named:
         raise ValueError("compare takes one posterior or more.")
     check_options(together=together)
-    likelihoods = [la.likelihood for la in named.values()]
+    members = {name: la._members(surely=True) for name, la in named.items()}
+    likelihoods = [each[0].likelihood for each in members.values()]
     if len({(each.real_valued, each.gives_probabilities) for each in likelihoods}) > 1:
         raise ValueError(
             "Some of these posteriors predict continuous targets and others labels or counts: "
@@ -211,11 +218,12 @@ def compare(
         )
     loader = as_loader(paired(validation, targets))
     records, log_probs, known = {}, {}, None
-    each = [la._fitted(surely=True) for la in named.values()]
-    for (name, la), posterior in zip(named.items(), each):
-        posterior.setting.require(surely=True)
-        evidence = HeldOutEvidence(posterior.mixture, together)
-        found = over_batches(posterior, loader, lambda _, part: _scored(part, evidence))
+    for name, la in named.items():
+        evidence = HeldOutEvidence(la._components, together)
+        if len(members[name]) == 1:
+            found = over_batches(members[name][0], loader, partial(_scored_batch, evidence))
+        else:
+            found = [_scored(part, evidence) for part in _under_all(members[name], loader)]
         y, parts, network = zip(*found)
         known = same_targets(list(y), known)
         records[name], log_probs[name] = _record(la, concatenated(parts), evidence.total())
@@ -223,25 +231,47 @@ def compare(
     return Comparison(records, log_probs, together)
 
 
+def _name(la: Any) -> str:
+    members = getattr(la, "members", None)
+    return type(la.model).__name__ if members is None else f"ensemble of {len(members)}"
+
+
+def _under_all(members: Sequence[Posterior], loader: Iterable[Any]) -> Iterator[Pushed]:
+    """Yield the batches of a loader under all members of an ensemble; raise if their passes differ."""
+    each = [[part for _, part in pushed(posterior, loader)] for posterior in members]
+    known = None
+    for parts in each:
+        known = same_targets([part.y for part in parts], known)
+    for of_batch in zip(*each):
+        yield joined_members(list(of_batch))
+
+
+def _scored_batch(
+    evidence: HeldOutEvidence, _: Any, part: Pushed
+) -> tuple[Tensor, Outcomes, Tensor]:
+    return _scored(part, evidence)
+
+
 def _scored(part: Pushed, evidence: HeldOutEvidence) -> tuple[Tensor, Outcomes, Tensor]:
     """Return targets, outcomes, and log p(y | x) under the network alone, of each example of a batch."""
     kept = part.likelihood.labelled(part.y)
-    found = part.y, outcomes(part.prediction(evidence.table), part.y)
+    found = part.y, outcomes(evidence.predicted(part), part.y)
     network = part.network()._log_prob(part.y).double()[kept]
     evidence.add(part)
     return *found, network
 
 
-def _record(la: Fitted, found: Outcomes, evidence: Estimate) -> tuple[dict[str, float], Tensor]:
+def _record(la: Any, found: Outcomes, evidence: Estimate) -> tuple[dict[str, float], Tensor]:
     """Return the scores of a posterior by name, and log p(y | x) of each example."""
+    each = list(getattr(la, "members", [la]))
     record = {
         **scores(found),
         "held-out evidence": evidence.value.item(),
         "evidence error": evidence.standard_error.item(),
-        "parameters": sum(p.numel() for p in la.model.parameters()),
+        "parameters": sum(p.numel() for one in each for p in one.model.parameters()),
     }
-    if la.history:
-        record["seconds"] = la.history[-1]["seconds"]
+    if all(one.history for one in each):
+        record["seconds"] = sum(one.history[-1]["seconds"] for one in each)
     return record, found.log_prob.cpu()
 
 

@@ -192,8 +192,7 @@ class LinearisedLaplace(Distils, Fitted):
         progress_bar: bool = True,
         checkpoint: str | PathLike[str] | None = None,
         update: Literal["mackay", "em"] = "mackay",
-        override: bool = True,
-        shard: Literal["auto", "data"] | None = "data",
+        shard: Literal["data"] | None = "data",
         weights: Any = None,
         budget: float | None = None,
     ) -> LinearisedLaplace:
@@ -209,9 +208,8 @@ class LinearisedLaplace(Distils, Fitted):
             checkpoint (str, optional): Folder to which the state is saved after every EM step. If
                 the process is killed, the same call resumes from it. Default None.
             update (str): "mackay" (default); "em" takes slower steps that never lower the evidence.
-            override (bool): Must be True (default): the data replace those of earlier fits.
-            shard (str, optional): How an initialised process group is used. "data" (default) or
-                "auto": ranks share the batches. None: every rank fits on its own.
+            shard (str, optional): How an initialised process group is used. "data" (default): ranks
+                share the batches. None: every rank fits on its own.
             weights (Tensor, str or callable, optional): Weights of the examples: a tensor, if inputs
                 and targets are tensors; "last" if batches are (inputs, targets, weights); or a
                 function of the targets, such as ``lambda y: class_weights[y]``. Predictions and
@@ -234,15 +232,10 @@ class LinearisedLaplace(Distils, Fitted):
                 'shard="weights" is no longer supported: every rank stores whole vectors. If they do '
                 'not fit, use Compute(vectors="cpu"), fewer samples, or parameters="last_layer".'
             )
-        check_choice("shard", shard, ("auto", "data", None))
+        check_choice("shard", shard, ("data", None))
         check_choice("update", update, ("mackay", "em"))
         check_options(em_steps=em_steps, prior_precision=prior_precision)
         check_options(progress_bar=progress_bar, checkpoint=checkpoint, budget=budget)
-        if override is not True:
-            raise TypeError(
-                "fit(override=False) is no longer supported, because it had to read all data again. "
-                "Fit all data: la.fit(all_batches, prior_precision=la.prior_precision)."
-            )
         data = paired(loader, targets)
         if weights is not None:
             data, weights = with_weights(data, weights)

@@ -64,14 +64,6 @@ def test_a_fit_forgets_earlier_data_and_settings():
         assert torch.equal(getattr(la, name), first[name]), name
 
 
-def test_adding_data_to_a_fit_is_refused():
-    case, la = fitted(**FIXED)
-    before = la.w_samples
-    with pytest.raises(TypeError, match=r"Fit all data: la.fit\(all_batches, prior_precision="):
-        la.fit(case.x, case.y, override=False)
-    assert la.w_samples is before
-
-
 @pytest.mark.parametrize("name", LOG_PROBS)
 @pytest.mark.parametrize("prior", ["scalar", "layerwise"])
 def test_every_likelihood_and_prior_fits_and_predicts(name, prior, monkeypatch):

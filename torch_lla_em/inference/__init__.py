@@ -6,14 +6,14 @@ from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import function_space_Mackay_update
 from torch_lla_em.inference.options import FitOptions, choose_scalings
 from torch_lla_em.inference.posterior_samples import Solver, optimise_samples
-from torch_lla_em.inference.records import Estimate, Posterior, Statistics, record_of
+from torch_lla_em.inference.records import Estimate, FitResult, Statistics, record_of
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 
 __all__ = [
     "Course",
     "Estimate",
     "FitOptions",
-    "Posterior",
+    "FitResult",
     "Progress",
     "Solver",
     "Statistics",

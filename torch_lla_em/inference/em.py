@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torch_lla_em.inference.controller import Controller
-from torch_lla_em.inference.records import Posterior, State
+from torch_lla_em.inference.records import FitResult, State
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem
 
@@ -33,11 +33,11 @@ class EStep(Protocol):
         """Return the state that is not part of the state of EM."""
         ...
 
-    def posterior(self, state: State) -> Posterior:
+    def posterior(self, state: State) -> FitResult:
         """Return the posterior at the final λ and σ."""
         ...
 
-    def cut_short(self, state: State) -> Posterior:
+    def cut_short(self, state: State) -> FitResult:
         """Return the posterior of a state without further passes over the data."""
         ...
 

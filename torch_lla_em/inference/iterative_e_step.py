@@ -19,7 +19,7 @@ from torch_lla_em.inference.evidence import log_dets, log_evidences
 from torch_lla_em.inference.linear_mode import LinearMode, first_mode, optimise_MAP
 from torch_lla_em.inference.options import FitOptions, has_one_noise
 from torch_lla_em.inference.posterior_samples import PosteriorSamples, Solver, optimise_samples
-from torch_lla_em.inference.records import Estimate, NoiseSums, Posterior, State, Statistics
+from torch_lla_em.inference.records import Estimate, FitResult, NoiseSums, State, Statistics
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, WhitenedGGN, WhitenedLoss
 from torch_lla_em.solvers import BlockCG, BlockKrylov, FunctionSpace, Newton, dot, dots, norm
@@ -93,13 +93,13 @@ class IterativeEStep:
         """Return True: ``posterior`` solves for the last λ."""
         return True
 
-    def posterior(self, state: State) -> Posterior:
+    def posterior(self, state: State) -> FitResult:
         """Return the posterior at the final λ and σ."""
         precision, tolerance = state.precision, self._options.tolerance
         problem, noise, mode, samples = self._solve(state, tolerance, tolerance)
         norm = noise.prior.squared_norm(mode.w)
         dets = log_dets(problem, noise, precision)
-        return Posterior(
+        return FitResult(
             precision,
             state.sigma,
             mode.w,
@@ -110,10 +110,10 @@ class IterativeEStep:
             Estimate.of(log_evidences(mode.loss, precision, norm, dets)),
         )
 
-    def cut_short(self, state: State) -> Posterior:
+    def cut_short(self, state: State) -> FitResult:
         """Return the posterior of a state without further passes; its log evidence is NaN."""
         found, own = state.statistics, state.own
-        return Posterior(
+        return FitResult(
             found.precision,
             found.sigma,
             own.mode,

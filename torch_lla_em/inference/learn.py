@@ -15,7 +15,7 @@ from torch_lla_em.inference.em import EStep, em, is_done
 from torch_lla_em.inference.forecast import Forecast
 from torch_lla_em.inference.iterative_e_step import IterativeEStep
 from torch_lla_em.inference.options import FitOptions, allows_span, choose_curvature
-from torch_lla_em.inference.records import Posterior, State, Statistics
+from torch_lla_em.inference.records import FitResult, State, Statistics
 from torch_lla_em.inference.span_e_step import NoSpan, SpanEStep
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples, with_noise
 from torch_lla_em.problem import VECTORS, Problem, size_of
@@ -91,7 +91,7 @@ It returns whether the time of the fit is over.
 
 def learn(
     problem: Problem, options: FitOptions, on_step: Observe, start: Progress | None = None
-) -> Posterior:
+) -> FitResult:
     """Run EM until it converges, then the last E-step; ``on_step`` is called after every step.
 
     If ``on_step`` returns True, the posterior of the last step is returned. ``start`` is the last state
@@ -142,7 +142,7 @@ def learn(
             )
 
 
-def _with_noise(found: Posterior, problem: Problem) -> Posterior:
+def _with_noise(found: FitResult, problem: Problem) -> FitResult:
     """Return the posterior with the σ of a Gaussian likelihood that was not learnt, if it has one."""
     return found._replace(sigma=problem.likelihood.observation_noise)
 
@@ -176,7 +176,7 @@ def _is_last(problem: Problem, options: FitOptions, start: Progress, log_precisi
 
 def _fitted(
     problem: Problem, noise: StochasticPrior, options: FitOptions, on_step: Observe, start: Progress
-) -> Posterior:
+) -> FitResult:
     """Return the posterior of EM with one kind of E-step."""
     e_step: EStep
     if start.kind == _SOLVES:

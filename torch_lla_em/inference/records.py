@@ -157,7 +157,7 @@ class Ascent(NamedTuple):
     """Whether they have reached a fixed point."""
 
 
-class Posterior(NamedTuple):
+class FitResult(NamedTuple):
     """The result of a fit."""
 
     precision: Tensor

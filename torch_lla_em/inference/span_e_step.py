@@ -12,7 +12,7 @@ from torch_lla_em.inference.controller import Controller
 from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.over_span import OverSpan, Q
 from torch_lla_em.inference.posterior_samples import refuse_noise
-from torch_lla_em.inference.records import Estimate, Extent, Posterior, State, Statistics
+from torch_lla_em.inference.records import Estimate, Extent, FitResult, State, Statistics
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.likelihoods import Likelihood
@@ -145,7 +145,7 @@ class SpanEStep:
         errors = (of_mean / norm).sqrt().item(), (of_samples.mean() / gamma).sqrt().item()
         return of_samples.sqrt(), self.over.statistics(q, *errors)
 
-    def posterior(self, state: State) -> Posterior:
+    def posterior(self, state: State) -> FitResult:
         """Return the posterior at the final λ and σ."""
         found: Any = state.statistics
         if not is_accurate(found.error, self._options.tolerance):
@@ -155,14 +155,14 @@ class SpanEStep:
             return known
         return known._replace(log_evidence=Estimate.of(self.over.with_evidence(state.own.q).bounds))
 
-    def cut_short(self, state: State) -> Posterior:
+    def cut_short(self, state: State) -> FitResult:
         """Return the posterior of a state without further passes over the data."""
         q, found, over = state.own.q, state.statistics, self.over
         if self.span.sites is not None and over.all_sites is not None:
             error = over.error_of_sites(q, over.all_sites)
             report("log", _SITES.format(self.span.sites.number, self.span.sites.total, error))
         columns = self.span.weights(torch.cat([q.mean[None], q.samples]))
-        known = Posterior(
+        known = FitResult(
             found.precision,
             found.sigma,
             columns[0],

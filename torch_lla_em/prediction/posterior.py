@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import TargetFn
-from torch_lla_em.inference import Posterior as Learnt
+from torch_lla_em.inference import FitResult
 from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.calibration import Calibration, Kept
@@ -139,7 +139,9 @@ class Posterior:
     """The memory plan, then the warnings of the fit and of ``calibrate``."""
 
     @classmethod
-    def of_fit(cls, learnt: Learnt, setting: Setting, given: Likelihood, **facts: Any) -> Posterior:
+    def of_fit(
+        cls, learnt: FitResult, setting: Setting, given: Likelihood, **facts: Any
+    ) -> Posterior:
         """Return the record of what a fit has learnt; ``given`` is the likelihood before it."""
         precision, sigma = learnt.precision, learnt.sigma
         likelihood: Any = given

@@ -49,6 +49,16 @@ def test_a_forecast_grows_with_the_work():
     assert forecast(TRIAL, exact, 1000, math.inf).low > 2 * low
 
 
+def test_dense_outputs_are_forecast_by_the_sites_that_are_kept():
+    pixels = TRIAL._replace(outputs=8 * 128**2, classes=8, weights=72, functions=1e-3, flop=1e-10)
+    small = pixels._replace(outputs=8 * 32**2, functions=1e-3 / 16)
+    assert (
+        forecast(pixels, MOVING, 200, math.inf).high
+        < 1.5 * forecast(small, MOVING, 200, math.inf).high
+    )
+    assert forecast(pixels, MOVING, 200, math.inf).high < 600
+
+
 def progress(error, settled):
     one = torch.ones((), dtype=torch.float64)
     found = Statistics(one, None, one[None], one, 1.0, one[None], error, error)

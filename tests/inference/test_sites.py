@@ -61,7 +61,7 @@ def test_some_sites_give_the_mean_of_all_and_nearly_their_covariance(parameters,
         return la.fit(list(zip(x.split(5), y.split(5))), progress_bar=False)
 
     whole = fit()
-    monkeypatch.setattr(sites, "MOST_OUTPUTS", 16 * 24 * 3)
+    monkeypatch.setattr(sites, "KEPT_OUTPUTS", 16 * 24 * 3)
     la = fit()
     assert "24 of 64 sites" in la.messages[-1] and "24 of" not in " ".join(whole.messages)
     names = [n for n, _ in model.named_parameters() if parameters is None or n.startswith("2.")]

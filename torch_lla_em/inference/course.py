@@ -16,7 +16,7 @@ from torch_lla_em.data import Batch
 from torch_lla_em.inference.learn import Progress
 from torch_lla_em.inference.options import MOST_OUTPUTS, FitOptions, has_one_noise
 from torch_lla_em.jacobian import LinearModel, ParameterLayout, called_last, select_parameters
-from torch_lla_em.problem import Duration, Problem, Trial, tried
+from torch_lla_em.problem import KEPT_OUTPUTS, Duration, Problem, Trial, tried
 from torch_lla_em.runtime import suppressed
 
 _START = 3.0
@@ -103,13 +103,17 @@ def forecast(trial: Trial, course: Course, num_rows: float, kept: float) -> Dura
 def _over_span(trial: Trial, moves: bool, num_rows: float, size: int, rounds: int) -> float:
     """Return the seconds of the linear algebra after an extension of the span to this size."""
     values, K = num_rows * trial.outputs, trial.num_samples + 1
-    eigenvectors = _EIGENVECTORS * float(size) ** 3
+    share = 1.0
+    if trial.outputs > trial.classes:  # of the sites, at which J V and H are known
+        share = min(1.0, KEPT_OUTPUTS / max(values, 1.0))
+    values, eigenvectors = share * values, _EIGENVECTORS * float(size) ** 3
     flops = _PUSHES * values * size * K + eigenvectors
     if not moves:
         return flops * trial.flop
-    flops += rounds * (values * size * (size + trial.outputs) + eigenvectors)
+    flops += rounds * (values * size * (size + trial.classes) + eigenvectors)
     draws = min(_DRAWS, max(_FEWEST_DRAWS, _DRAWS_IN_ALL / max(num_rows, 1)))
-    return flops * trial.flop + rounds * _AVERAGES * draws * num_rows * trial.functions / 3
+    functions = share * num_rows * trial.functions / 3
+    return flops * trial.flop + rounds * _AVERAGES * draws * functions
 
 
 def remaining(course: Course, seconds: Sequence[float], progress: Progress) -> Duration:

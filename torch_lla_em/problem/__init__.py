@@ -17,10 +17,11 @@ from torch_lla_em.problem.plan import (
     size_of,
 )
 from torch_lla_em.problem.problem import NoiseFeatures, Problem, output_noise
-from torch_lla_em.problem.sites import Sites, sites_of
+from torch_lla_em.problem.sites import KEPT_OUTPUTS, Sites, sites_of
 from torch_lla_em.problem.trial import Duration, Trial, tried
 
 __all__ = [
+    "KEPT_OUTPUTS",
     "VECTORS",
     "Duration",
     "Loss",

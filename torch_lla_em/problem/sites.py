@@ -13,7 +13,7 @@ from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.sweep import FEW
 from torch_lla_em.runtime import normal
 
-MOST_OUTPUTS = 1 << 18
+KEPT_OUTPUTS = 1 << 18
 """Number of outputs of all examples above which only those of some sites are kept."""
 
 _STREAM = 2
@@ -85,7 +85,7 @@ def sites_of(problem: Problem, seed: int) -> Sites | None:
     continuous targets.
     """
     data, model = problem.data, problem.linear_model
-    if data.num_outputs <= MOST_OUTPUTS or problem.likelihood.real_valued:
+    if data.num_outputs <= KEPT_OUTPUTS or problem.likelihood.real_valued:
         return None
     first = data.first()
     few = next(first.split(FEW)) if problem.sweep.pieces.stand_alone(first) else first
@@ -94,5 +94,5 @@ def sites_of(problem: Problem, seed: int) -> Sites | None:
     total, examples = torch.Size(sites).numel(), data.num_rows or 1
     if total == 1 or examples * total * classes != data.num_outputs:
         return None
-    number = max(1, MOST_OUTPUTS // (examples * classes))
+    number = max(1, KEPT_OUTPUTS // (examples * classes))
     return Sites(number, total, seed) if number < total else None

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from tiny import draw, fitted
+from tiny import draw, fitted, tiny
+
+from torch_lla_em import LinearisedLaplace
+from torch_lla_em.distil import Student
 
 QUICK = {"num_inputs": 200, "steps": 60, "batch_size": 64, "progress_bar": False}
 
@@ -69,3 +72,30 @@ def test_examples_without_label_are_no_reference():
     assert len(student.reference_scores) == 20
     with pytest.raises(ValueError, match="None of the validation examples has a label"):
         student.calibrate(case.x, torch.full_like(y, -100))
+
+
+def test_ties_of_discrete_inputs_remain_when_a_student_is_cast(tmp_path):
+    """The reference keeps its digits, and the rounding of the coarsest dtype since ``calibrate``."""
+    generator = torch.Generator().manual_seed(0)
+
+    def discrete(count):
+        x = torch.randint(0, 2, (count, 2), generator=generator).float()
+        return x, (x.sum(1) + torch.rand(count, generator=generator)).long()
+
+    model = tiny("classification").model.float()
+    la = LinearisedLaplace(model, "classification", num_samples=4)
+    la.fit(*discrete(60), progress_bar=False)
+    student = la.distil(discrete(100)[0], **QUICK).calibrate(*discrete(99))
+    x = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    due = student.predict(x)
+    student.double().save(tmp_path / "student.pt")
+    loaded = Student.load(tmp_path / "student.pt", student.network)
+    for dtype in (torch.float64, torch.float16, torch.float32):
+        for cast in (loaded.to(dtype), student.to(dtype)):
+            now = cast.predict(x.to(dtype))
+            torch.testing.assert_close(now.p_value, due.p_value, rtol=0, atol=1e-12)
+            # float16 has more ties, and so larger sets
+            assert (now.prediction_set(0.8) >= due.prediction_set(0.8)).all()
+            assert cast.reference_scores.dtype == torch.float64
+    program = student.export(x).module()
+    torch.testing.assert_close(program(x)["p_value"], due.p_value, rtol=0, atol=1e-12)

@@ -337,7 +337,7 @@ def test_the_posterior_alone_predicts_counts():
 def test_noisy_labels_leave_the_prediction_to_the_posterior(options):
     generator, shares = torch.Generator().manual_seed(0), []
     x = torch.randn(200, 2, generator=generator, dtype=torch.float64)
-    network = nn.Linear(2, 2, dtype=torch.float64)
+    network = nn.Linear(2, 2, bias=False, dtype=torch.float64)
     for flipped in (0.0, 0.3):
         y = (x[:, 0] > 0) ^ (torch.rand(200, generator=generator) < flipped)
         with torch.no_grad():

@@ -12,7 +12,6 @@ from torch.export import Dim, ExportedProgram
 
 from torch_lla_em.data import map_tensors, tensors_in
 from torch_lla_em.distil.predicted import StudentPrediction
-from torch_lla_em.prediction import rounding
 
 # relative differences that ONNX may make, which stores constants in single precision
 _OF_ONNX = 1e-5
@@ -31,7 +30,7 @@ class Program(nn.Module):
         reference = student.reference_scores
         if reference is not None:
             # a tensor, because ONNX stores numbers in single precision
-            shrink = torch.full_like(reference[0], 1 - rounding(student.head[0].weight.dtype))
+            shrink = torch.full_like(reference[0], 1 - student._room())
             self.register_buffer("shrink", shrink)
             self.register_buffer("bounds", shrink * reference)
             self.register_buffer("above", (reference[None] >= self.bounds[:, None]).sum(1))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_lla_em.data import as_targets
 from torch_lla_em.likelihoods import Poisson, sum_rows
-from torch_lla_em.prediction import Conformal, Interval, Printed, Reference, p_values, rounding
+from torch_lla_em.prediction import Conformal, Interval, Printed, Reference, p_values
 
 _OF_FUNCTIONS = {
     "covariance",
@@ -213,7 +213,7 @@ class StudentPrediction(Printed, Conformal):
         return self.log_scores.double().exp().nan_to_num(nan=torch.inf)
 
     def _p_values(self, reference: Reference, prediction: Conformal) -> Tensor:
-        return p_values(reference.unusual, self._ood_scores(), rounding(self.centre.dtype))
+        return p_values(reference.unusual, self._ood_scores(), self._room())
 
     def _judged(self, name: str, by_labels: bool = False) -> tuple[Reference, Conformal]:
         if self.reference is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from os import PathLike
 from threading import get_ident
@@ -22,8 +22,10 @@ from torch_lla_em.distil.inputs import labelled
 from torch_lla_em.distil.predicted import StudentPrediction
 from torch_lla_em.jacobian import ForwardFn
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction import Printed, Reference
+from torch_lla_em.prediction import Printed, Reference, rounding
 from torch_lla_em.runtime import write_atomically
+
+_REFERENCE = ("reference_scores", "reference_errors", "reference_room")
 
 
 class Student(Printed, nn.Module):
@@ -67,8 +69,10 @@ class Student(Printed, nn.Module):
         layer = self.network.get_submodule(form.last)
         layer.register_forward_pre_hook(self._keep, with_kwargs=True)
         self._channels_first = is_convolution(layer)
-        for name in ("reference_scores", "reference_errors"):
+        for name in _REFERENCE:
             self.register_buffer(name, None)
+        # of the buffer, because an exported program cannot read it from a tensor
+        self._known_room = 0.0
         self.register_buffer("_place", like.new_zeros(0), persistent=False)
         self.eval()
 
@@ -76,6 +80,13 @@ class Student(Printed, nn.Module):
     def likelihood(self) -> Likelihood:
         """The likelihood of the posterior."""
         return self.form.likelihood
+
+    def _room(self) -> float:
+        """Return the relative difference up to which scores are ties.
+
+        It is that of the coarsest dtype since ``calibrate``: scores keep its rounding in others.
+        """
+        return max(self._known_room, rounding(self._place.dtype))
 
     def train(self, mode: bool = True) -> Student:
         """Stay in eval mode: predictions are the same in every call.
@@ -139,6 +150,7 @@ class Student(Printed, nn.Module):
             log_uncertainty=uncertainty,
             log_scores=scores,
             reference=self._reference(),
+            room=self._room(),
         )
 
     def is_ood(self, x: Any = None, rate: float = 0.05, **inputs: Any) -> Tensor:
@@ -187,6 +199,8 @@ class Student(Printed, nn.Module):
             raise ValueError("None of the validation examples has a label: pass labelled examples.")
         self.reference_scores = torch.cat(scores)
         self.reference_errors = torch.cat(errors).sort(0).values
+        self._known_room = rounding(self._place.dtype)
+        self.reference_room = self.reference_scores.new_tensor(self._known_room)
         return self
 
     def note(self, error: StudentError) -> None:
@@ -265,12 +279,27 @@ class Student(Printed, nn.Module):
         student.note(error)
         return student.requires_grad_(False)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Student:
+        """Map all tensors, as ``to`` and ``half`` do; what ``calibrate`` found stays in float64."""
+        known = {name: getattr(self, name) for name in _REFERENCE}
+        super()._apply(fn, recurse)
+        for name, tensor in known.items():
+            moved = getattr(self, name)
+            if tensor is not None and moved.dtype != tensor.dtype:
+                setattr(self, name, tensor.to(moved.device))
+        if self.reference_room is not None:
+            self._known_room = self._room()
+            self.reference_room = torch.full_like(self.reference_room, self._known_room)
+        return self
+
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *more: Any) -> None:
         """Load the scores of ``calibrate`` too, of any number of examples or none."""
-        for name in ("reference_scores", "reference_errors"):
+        for name in _REFERENCE:
             tensor, place = state_dict.get(f"{prefix}{name}"), self._place.device
             setattr(self, name, None if tensor is None else torch.empty_like(tensor, device=place))
         super()._load_from_state_dict(state_dict, prefix, *more)
+        room = state_dict.get(f"{prefix}reference_room")
+        self._known_room = 0.0 if room is None else room.item()
 
     def export(
         self, x: Any, path: str | PathLike[str] | None = None, level: float | None = None

@@ -212,6 +212,15 @@ def test_fits_without_a_label_raise(name):
             fit(case, (case.x, torch.full_like(case.y, -100)))
 
 
+def test_predictions_of_weighted_batches_name_a_remedy():
+    case = tiny("classification")
+    batches = DataLoader(TensorDataset(case.x, case.y, torch.ones(30)), 7)
+    la = fit(case, (batches,), weights="last")
+    for call in (la, la.predict, la.is_ood, la.calibrate):
+        with pytest.raises(TypeError, match=r"predict and calibrate, with x or batches \(x, y\)"):
+            call(batches)
+
+
 def test_invalid_weights_raise():
     case = tiny("classification")
     data, ones = (case.x, case.y), torch.ones(30)

@@ -204,7 +204,8 @@ def _explain(module: nn.Module, args: tuple, named: Mapping[str, Any], error: Ty
         raise TypeError(
             f"The network's forward method does not accept the inputs of a batch: {given} "
             f'({mismatch}). The targets are the last entry of a tuple or the "labels" of a dict, '
-            'and all others are inputs. For batches (x, y, weight) call fit(loader, weights="last"). '
+            'and all others are inputs. For batches (x, y, weight) call fit(loader, weights="last"), and '
+            "everything else, such as predict and calibrate, with x or batches (x, y). "
             "If other entries are not inputs, pass target_fn=lambda batch: batch[1] and "
             "forward_fn=lambda model, inputs: model(inputs[0]). If the network takes them all in "
             "one list or in one dict, pass forward_fn=lambda model, inputs: model(inputs)."

@@ -19,6 +19,7 @@ import distil
 import folds
 import ood
 import scalings
+import sizes
 import tables
 import testbed
 from methods import markdown
@@ -365,6 +366,7 @@ TEXTS = {
     "ood scores": ("docs/out_of_distribution.md", "ood", ood.scores_table),
     "ood confidence": ("docs/out_of_distribution.md", "ood", ood.confidence_table),
     "scalings": ("docs/prior_precision.md", "scalings", scalings.summary),
+    "sizes": ("docs/which_method.md", "sizes", sizes.summary),
 }
 """Tables that a benchmark makes itself: page, file, and how."""
 

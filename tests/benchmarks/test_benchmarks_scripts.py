@@ -12,6 +12,7 @@ import ood
 import pytest
 import ranking
 import scalings
+import sizes
 import testbed
 import torch
 from fresh import run_python
@@ -231,3 +232,16 @@ def test_ensembles_by_folds_are_compared(tmp_path, capsys):
     assert [line["method"] for line in lines] == 2 * methods + 2 * [methods[0], *methods[2:]]
     assert all(0.7 < line.get("coverage", 1) <= 1 for line in lines)
     assert "| regression | all epochs | **`from_folds`** |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_layers_are_compared_by_size(tmp_path, capsys):
+    options = "--networks 50-50 --epochs 2 --tables wdbc".split()
+    for limit in ("60", "0"):
+        sizes.main([*options, "--limit", limit, "--out", str(tmp_path / f"{limit}.jsonl")])
+    fitted, left_out = (markdown.read(tmp_path / f"{limit}.jsonl")[1:] for limit in (60, 0))
+    assert [line["fit"] for line in fitted] == [line["fit"] for line in left_out]
+    assert fitted[0]["weights"] < fitted[1]["weights"] < fitted[2]["weights"]
+    assert fitted[2]["weights"] == fitted[2]["parameters"]
+    assert all(line["NLL"] > 0 and 0 <= line["AUROC"] <= 1 for line in fitted)
+    assert not any("NLL" in line for line in left_out) and "| – |" in capsys.readouterr().out

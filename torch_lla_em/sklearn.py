@@ -153,6 +153,12 @@ class _Estimator(BaseEstimator):
             out, kept = order[:held_out], order[held_out:]
             of_kept = None if w is None else w[kept]
             model = self._trained(x[kept], y[kept], outputs, of_kept)
+        if of_kept is not None and self._likelihood == "regression":
+            # σ is not learnt with weights: take that of the residuals
+            with torch.no_grad():
+                squares = (model(x[kept].to(self.device)).cpu() - y[kept]).square().mean(1)
+            sigma = (of_kept @ squares.to(of_kept) / of_kept.sum()).sqrt().item()
+            options.setdefault("sigma_noise", max(sigma, 1e-6))
         self.laplace_ = LinearisedLaplace(model, self._likelihood, **options)
         self.laplace_.fit(x[kept], y[kept], progress_bar=False, weights=of_kept)
         if held_out:

@@ -74,8 +74,9 @@ class TrainingExamples(NamedTuple):
         # one part without a number of rows, so that exported programs take any
         parts = [points] if len(points) <= step else points.split(step)
         nearest = [(part - known[torch.cdist(part, known).argmin(1)]).norm(dim=1) for part in parts]
-        distances: Tensor = torch.cat(nearest) if len(nearest) > 1 else nearest[0]
-        return distances / len(deviations) ** 0.5
+        distances = torch.cat(nearest) if len(nearest) > 1 else nearest[0]
+        scaled: Tensor = distances / len(deviations) ** 0.5
+        return scaled
 
     def distances(self, leverages: Tensor) -> Tensor:
         """Return the distance of each of these examples to the nearest other one, (n,).

@@ -6,6 +6,7 @@ Needs scikit-learn: ``pip install torch_lla_em[sklearn]``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -17,7 +18,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from torch_lla_em.data import Standardise, width_of
+from torch_lla_em.data import Standardise, weighted_size, width_of
 from torch_lla_em.distil import distilled
 from torch_lla_em.ensemble import LaplaceEnsemble
 from torch_lla_em.laplace import LinearisedLaplace, Task
@@ -131,16 +132,14 @@ class _Estimator(BaseEstimator):
         if sample_weight is not None:
             if self.ensemble is not None:
                 raise ValueError("sample_weight is not supported with ensemble: use ensemble=None.")
-            given = _check_sample_weight(sample_weight, x.numpy(), ensure_non_negative=True)
-            w = torch.tensor(given)
+            w = torch.tensor(
+                _check_sample_weight(sample_weight, x.numpy(), ensure_non_negative=True)
+            )
         held_out = int(self.validation_fraction * count)
         held_out = held_out if held_out >= _LEAST_HELD_OUT else 0
-        options = {"num_samples": self.num_samples, "seed": seed, **self._options}
-        options |= self.options or {}
-
-        def train(x: Tensor, y: Tensor) -> nn.Module:
-            return self._trained(x, y, outputs)
-
+        own = {"num_samples": self.num_samples, "seed": seed, **self._options}
+        options = own | (self.options or {})
+        train = partial(self._trained, outputs=outputs)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if self.ensemble is not None:
@@ -149,16 +148,13 @@ class _Estimator(BaseEstimator):
                     train, x, y, progress_bar=False, **options
                 )
                 return torch.zeros(0, dtype=torch.long)
-            order = torch.randperm(count)
-            out, kept = order[:held_out], order[held_out:]
+            out, kept = torch.randperm(count).tensor_split([held_out])
             of_kept = None if w is None else w[kept]
             model = self._trained(x[kept], y[kept], outputs, of_kept)
-        if of_kept is not None and self._likelihood == "regression":
-            # σ is not learnt with weights: take that of the residuals
+        if of_kept is not None and self._likelihood == "regression":  # σ is not learnt with weights
             with torch.no_grad():
-                squares = (model(x[kept].to(self.device)).cpu() - y[kept]).square().mean(1)
-            sigma = (of_kept @ squares.to(of_kept) / of_kept.sum()).sqrt().item()
-            options.setdefault("sigma_noise", max(sigma, 1e-6))
+                residuals = model(x[kept].to(self.device)).cpu() - y[kept]
+            options.setdefault("sigma_noise", max(weighted_size(residuals, of_kept), 1e-6))
         self.laplace_ = LinearisedLaplace(model, self._likelihood, **options)
         self.laplace_.fit(x[kept], y[kept], progress_bar=False, weights=of_kept)
         if held_out:
@@ -189,9 +185,8 @@ class _Estimator(BaseEstimator):
         loss = nn.functional.cross_entropy if classes else nn.functional.mse_loss
         batches = -(-len(x) // _BATCH)
         epochs = self.epochs or max(_EPOCHS, -(-_STEPS // batches))
-        rate, decay = self.learning_rate, self.weight_decay
-        decay = min(1.0, _DECAY / len(x)) if decay is None else decay
-        optimiser = torch.optim.AdamW(network.parameters(), rate, weight_decay=decay)
+        decay = min(1.0, _DECAY / len(x)) if self.weight_decay is None else self.weight_decay
+        optimiser = torch.optim.AdamW(network.parameters(), self.learning_rate, weight_decay=decay)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs * batches)
         w = torch.ones(len(x)) if weights is None else weights
         x, y, w = x.to(self.device), y.to(self.device), w.to(x).to(self.device)

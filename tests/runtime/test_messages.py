@@ -37,6 +37,7 @@ def test_lists_in_this_thread_get_each_text_once(caplog):
 
 
 def test_every_warning_of_a_fit_is_printed_although_all_are_switched_off(tmp_path):
+    torch.manual_seed(0)
     x, y = tiny.draw(12, 2).float(), torch.arange(12) % 3
     net = nn.Sequential(nn.Linear(2, 3), nn.Softmax(1))
     la = LinearisedLaplace(net, "classification", num_samples=4)

@@ -12,7 +12,7 @@ from torch_lla_em.data.batch import (
 from torch_lla_em.data.identity import Identity, distinct
 from torch_lla_em.data.loader import Data
 from torch_lla_em.data.sources import as_loader, paired
-from torch_lla_em.data.standardise import Standardise, width_of
+from torch_lla_em.data.standardise import Standardise, weighted_size, width_of
 from torch_lla_em.data.trees import copied, is_sequence, map_tensors, tensors_in, to_device
 from torch_lla_em.data.weights import Weights, with_weights
 
@@ -36,6 +36,7 @@ __all__ = [
     "paired",
     "tensors_in",
     "to_device",
+    "weighted_size",
     "width_of",
     "with_weights",
 ]

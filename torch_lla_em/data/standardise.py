@@ -27,3 +27,9 @@ def width_of(values: Tensor) -> Tensor:
     size = torch.where(size > 0, size, 1.0)
     width = (values / size).std(0, correction=0)
     return torch.where(width > 8 * torch.finfo(values.dtype).eps, size * width, 1.0)
+
+
+def weighted_size(values: Tensor, weights: Tensor) -> float:
+    """Return the root mean square of values (N, C), for a weight of each row, (N,)."""
+    squares = values.square().mean(1).to(weights)
+    return (weights @ squares / weights.sum()).sqrt().item()

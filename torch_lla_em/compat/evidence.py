@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.problem import Problem
+from torch_lla_em.problem import Problem, WhitenedGGN
 from torch_lla_em.runtime import normal
-from torch_lla_em.solvers import add_combined, gram, orthonormalise, overlap
+from torch_lla_em.solvers import block_lanczos
 
 _DENSE = 1024
 """Largest number of parameters for which all eigenvalues of the GGN are computed."""
@@ -72,7 +72,8 @@ class Quadrature(NamedTuple):
 def quadrature_of(problem: Problem, precision: float, num_probes: int) -> Quadrature:
     """Return the eigenvalues of G if it is small, otherwise a quadrature from random probes.
 
-    The block Lanczos iteration ends when the log det at this prior precision no longer changes.
+    It is the mean of those of the probes by block Lanczos, which ends when the log det at this prior
+    precision no longer changes.
     """
     P = problem.size
     if P <= _DENSE:
@@ -81,30 +82,13 @@ def quadrature_of(problem: Problem, precision: float, num_probes: int) -> Quadra
         return Quadrature(nodes, torch.ones_like(nodes))
     row = torch.zeros(1, dtype=torch.long, device=problem.device)
     probes = [normal(0, _STREAM, k, row, P)[0].to(problem.zeros(1)) for k in range(num_probes)]
-    return _lanczos(problem, torch.stack(probes), precision)
-
-
-def _lanczos(problem: Problem, probes: Tensor, precision: float) -> Quadrature:
-    """Return the average of the Gauss quadratures of the probes, (K, P), by block Lanczos."""
-    block, start = orthonormalise(probes)
-    T, before, coupling = start.new_zeros(0, 0), block[:0], start.new_zeros(0, len(block))
-    found, last = Quadrature(start.new_zeros(0), start.new_zeros(0)), 0.0
-    for _ in range(_PASSES):
-        image = problem.ggn_product(block)
-        diagonal = gram(block, image)
-        T = torch.block_diag(T, 0.5 * (diagonal + diagonal.T))
-        end = len(T) - len(block)
-        T[end - len(before) : end, end:] = coupling
-        T[end:, end - len(before) : end] = coupling.T
-        for earlier in (block, before, block, before):
-            add_combined(image, overlap(image, earlier), earlier, -1)
-        values, vectors = torch.linalg.eigh(T)
-        weights = (start @ vectors[: start.shape[1]]).square().mean(0)
-        found = Quadrature(values.clamp_min(0), weights)
+    product = WhitenedGGN(problem, torch.ones((), dtype=problem.dtype, device=problem.device))
+    nothing = problem.zeros(1)[0, :0].double()
+    found, last = Quadrature(nothing, nothing), 0.0
+    for number, (values, there) in enumerate(block_lanczos(product, torch.stack(probes)), 1):
+        found = Quadrature(values, there.square().mean(0))
         value = found.log_det(values.new_tensor(precision)).item()
-        floor = 30 * torch.finfo(image.dtype).eps * values[-1].abs().item()
-        before, (block, coupling) = block, orthonormalise(image, floor)
-        if abs(value - last) <= _SETTLED * abs(value) or not len(block):
+        if abs(value - last) <= _SETTLED * abs(value) or number == _PASSES:
             break
         last = value
     return found

@@ -11,16 +11,13 @@ from torch import Tensor
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, WhitenedGGN
 from torch_lla_em.runtime import report
-from torch_lla_em.solvers import add_combined, gram, orthonormalise, overlap, symmetric
+from torch_lla_em.solvers import block_lanczos
 
 _MAX_PASSES = 60
 """Largest number of products for the log det."""
 
 _SETTLED = 1e-4
 """Relative change of the log det at which the products end."""
-
-_ROUNDING = 30
-"""Rounding of a product, in units of eps ‖G‖."""
 
 
 class Spectrum(NamedTuple):
@@ -80,36 +77,19 @@ def log_dets(problem: Problem, noise: StochasticPrior, precision: Tensor) -> Ten
 
 def _quadrature(product: WhitenedGGN, rows: Tensor, is_xi: bool) -> Tensor:
     """Return the half of the log det from ξ or η by quadrature over their Krylov space, (K,)."""
-    found, size = rows.new_zeros(len(rows), dtype=torch.float64), 0.0
-    block, start = orthonormalise(rows)
-    T, before, coupling = start.new_zeros(0, 0), block[:0], start.new_zeros(0, len(block))
-    for _ in range(_MAX_PASSES):
-        if not len(block):
-            return found
-        image = product(block)
-        diagonal = gram(block, image)
-        size = max(size, diagonal.abs().max().item())
-        allowed = product.allowed_asymmetry * size
-        T = torch.block_diag(T, symmetric(diagonal, allowed, -allowed))
-        end = len(T) - len(block)
-        T[end - len(before) : end, end:] = coupling
-        T[end:, end - len(before) : end] = coupling.T
-        for earlier in (block, before, block, before):
-            add_combined(image, overlap(image, earlier), earlier, -1)
-        values, vectors = torch.linalg.eigh(T)
-        there = start @ vectors[: start.shape[1]]
+    found = rows.new_zeros(len(rows), dtype=torch.float64)
+    for number, (values, there) in enumerate(block_lanczos(product, rows), 1):
         halves = (there, 0 * there) if is_xi else (0 * there, there)
-        last, found = found, Spectrum(values.clamp_min(0), *halves).log_dets(1.0)
+        last, found = found, Spectrum(values, *halves).log_dets(1.0)
         if (found - last).mean().abs() < _SETTLED * found.mean():
-            return found
-        # directions that are as short as the rounding of a product are dropped
-        floor = _ROUNDING * torch.finfo(image.dtype).eps * size
-        before, (block, coupling) = block, orthonormalise(image, floor)
-    report(
-        "warn",
-        f"The log evidence has not settled after {_MAX_PASSES} passes. Start from a larger "
-        "prior_precision, or use float64.",
-    )
+            break
+        if number == _MAX_PASSES:
+            report(
+                "warn",
+                f"The log evidence has not settled after {_MAX_PASSES} passes. Start from a larger "
+                "prior_precision, or use float64.",
+            )
+            break
     return found
 
 

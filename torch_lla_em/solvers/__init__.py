@@ -2,6 +2,7 @@
 
 from torch_lla_em.solvers.block_cg import BlockCG, BlockKrylov
 from torch_lla_em.solvers.function_space import FunctionSpace
+from torch_lla_em.solvers.lanczos import block_lanczos
 from torch_lla_em.solvers.newton import Minimum, Newton
 from torch_lla_em.solvers.sgd import SGD
 from torch_lla_em.solvers.solution import (
@@ -38,6 +39,7 @@ __all__ = [
     "Product",
     "Solution",
     "add_combined",
+    "block_lanczos",
     "combine",
     "dot",
     "dots",

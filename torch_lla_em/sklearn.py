@@ -199,7 +199,7 @@ class _Estimator(BaseEstimator):
                 schedule.step()
 
     def p_value(self, X: Any) -> np.ndarray:
-        """Return p-values that are small for inputs unlike the training data (out-of-distribution).
+        """Return p-values, which are small for out-of-distribution (OOD) inputs.
 
         Args:
             X (array): Inputs, shape (N, D).

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch_lla_em.data import Batch
 from torch_lla_em.inference.learn import Progress
 from torch_lla_em.inference.options import MOST_OUTPUTS, FitOptions, has_one_noise
+from torch_lla_em.inference.over_span import DRAWS, DRAWS_IN_ALL, FEWEST_DRAWS
 from torch_lla_em.jacobian import LinearModel, ParameterLayout, called_last, select_parameters
 from torch_lla_em.problem import KEPT_OUTPUTS, Duration, Problem, Trial, tried
 from torch_lla_em.runtime import suppressed
@@ -41,9 +42,6 @@ _ROUNDS, _TO_REST = 2, (5, 80)
 _EIGENVECTORS, _PUSHES, _AVERAGES = 25.0, 8.0, 8.0
 """Multiplications of an eigendecomposition relative to m³, products with J V of a round, and averages
 over functions of a round."""
-
-_DRAWS, _FEWEST_DRAWS, _DRAWS_IN_ALL = 32, 8, 32_000
-"""Functions that an average is taken over."""
 
 _FEW_SAMPLES = 8
 """Number of samples of the cheaper fit that is recommended."""
@@ -111,9 +109,11 @@ def _over_span(trial: Trial, moves: bool, num_rows: float, size: int, rounds: in
     if not moves:
         return flops * trial.flop
     flops += rounds * (values * size * (size + trial.classes) + eigenvectors)
-    draws = min(_DRAWS, max(_FEWEST_DRAWS, _DRAWS_IN_ALL / max(num_rows, 1)))
+    draws = min(
+        DRAWS, max(FEWEST_DRAWS, DRAWS_IN_ALL / max(num_rows, 1))
+    )  # and their mirror images
     functions = share * num_rows * trial.functions / 3
-    return flops * trial.flop + rounds * _AVERAGES * draws * functions
+    return flops * trial.flop + rounds * _AVERAGES * 2 * draws * functions
 
 
 def remaining(course: Course, seconds: Sequence[float], progress: Progress) -> Duration:

@@ -22,7 +22,7 @@ from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers import DivergenceError
 
-_DRAWS, _FEWEST, _IN_ALL = 16, 4, 16_000
+DRAWS, FEWEST_DRAWS, DRAWS_IN_ALL = 16, 4, 16_000
 """Largest and smallest number of draws per example, and the number for all examples together."""
 
 _NEWTON = 20
@@ -137,7 +137,7 @@ class OverSpan:
             loss = replace(loss, temperature=loss.temperature * span.sites.share)
         self.expected = FixedH(loss, self.f)
         if moves:
-            number = min(_DRAWS, max(_FEWEST, -(-_IN_ALL // self.f.shape[:-1].numel())))
+            number = min(DRAWS, max(FEWEST_DRAWS, -(-DRAWS_IN_ALL // self.f.shape[:-1].numel())))
             self.expected = ExpectedH(loss, self.f, noise.seed, number)
         self.all_sites: AllSites | None = None
         """What corrects the loss if J V is kept at some sites only."""

@@ -70,3 +70,18 @@ def test_every_fit_moves_its_prior_precision_by_the_same_update(likelihood, monk
     la = LinearisedLaplace(model, likelihood, num_samples=4)
     la.fit([(x, y)], em_steps=2, prior_precision=3.0, progress_bar=False)
     assert la.prior_precision.item() == pytest.approx(3.0)
+
+
+def test_every_block_has_to_converge_by_its_own_changes():
+    """The last change of one block says nothing of the first of another."""
+    one = torch.ones(2, dtype=torch.float64)
+    # the first block moves by .9, .8 of what is allowed and by 3.2 more; the second begins to move
+    allowed = one.mul(16).rsqrt()
+    moves = torch.tensor([[0.9, 0.1], [0.8, 0.95]], dtype=torch.float64) * allowed
+    state = State(one, number=2)
+    for move in moves:
+        precision = (state.precision.log() - move).exp()
+        found = Statistics(state.precision, None, one.expand(16, 2), 1 / precision, 0.0, one, 0, 0)
+        state = controller(9).update(found, state)
+        torch.testing.assert_close(state.precision, precision)
+    assert state.number == 4 and not state.converged

@@ -157,8 +157,8 @@ class Controller:
         else:
             plain = function_space_Mackay_update(gamma, square, found.precision)
         precision = plain if sigma is not None else self.accelerated(found.precision, plain, state)
-        change = self._change((found.precision, found.sigma), (precision, sigma), found)
-        number = state.number + 1
+        changes = self._changes((found.precision, found.sigma), (precision, sigma), found)
+        number, before = state.number + 1, state.changes
         return state._replace(
             precision=precision,
             sigma=sigma,
@@ -166,8 +166,10 @@ class Controller:
             number=number,
             before=found.precision,
             plain=plain.log(),
-            change=change,
-            converged=number > 2 and _left(state.change, change) < 1.0,
+            changes=changes,
+            converged=number > 2
+            and before is not None
+            and bool((_left(before, changes) < 1).all()),
         )
 
     def accelerated(self, here: Tensor, plain: Tensor, state: State) -> Tensor:
@@ -180,16 +182,16 @@ class Controller:
             return plain
         return (start + (end - start) / (1 - slope)).exp()
 
-    def _change(self, old: Hyper, new: Hyper, found: Statistics) -> float:
-        """Return the largest |Δ log| of λ and σ², relative to what counts as converged."""
+    def _changes(self, old: Hyper, new: Hyper, found: Statistics) -> Tensor:
+        """Return |Δ log| of every λ and of σ², (blocks,) or (blocks + 1,), relative to what counts as converged."""
         gamma, K = found.effective_dims.mean(0), len(found.effective_dims)
         allowed, rising = self.allowed(gamma, K), self.allowed(gamma, K, rises=True)
         moved = new[0].log() - old[0].log()
-        change = (moved.abs() / torch.where(moved > 0, rising, allowed)).max().item()
+        changes = (moved.abs() / torch.where(moved > 0, rising, allowed)).view(-1)
         if old[1] is not None and new[1] is not None:
             of_noise = 2 * (new[1].log() - old[1].log()).abs().max()
-            change = max(change, of_noise.item() / allowed.min().item())
-        return change
+            changes = torch.cat([changes, (of_noise / allowed.min()).view(1).to(changes)])
+        return changes
 
     def _noise(self, found: Statistics, sigma: Tensor) -> Tensor:
         """Return the new σ."""
@@ -236,10 +238,12 @@ class Controller:
         """Return the state after an extension of the span: whether λ has converged, and the fit ends."""
         fixed = state.statistics is not None and self.is_fixed(state)
         if ascent.climbed:
-            change = self._change(ascent.old, (found.precision, found.sigma), found)
+            changes = self._changes(ascent.old, (found.precision, found.sigma), found)
             # where λ is far too large the bound is flat, but λ still falls
             falls = bool((2 * found.precision < ascent.old[0]).any())
-            still = change < 1 or (self.moves and not falls and abs(ascent.gain) < _GAIN)
+            still = bool((changes < 1).all()) or (
+                self.moves and not falls and abs(ascent.gain) < _GAIN
+            )
             of_samples, of_mean = _ERRORS[self.moves]
             still = still and found.sample_error < of_samples and found.mode_error < of_mean
             at_rest = extent.complete and ascent.at_rest
@@ -249,7 +253,6 @@ class Controller:
                 sigma=found.sigma,
                 number=state.number + (not small or not self.options.em_steps),
                 before=ascent.old[0],
-                change=change,
                 converged=still or at_rest or state.converged,
                 best=math.inf,
                 stalled=0,
@@ -389,7 +392,7 @@ def _stepped(over: OverSpan, q: Q, least: float, stride: float) -> float:
     return max(function_space_Mackay_update(gamma, norm, over.hyper(q)[0], stride).item(), least)
 
 
-def _left(before: float, change: float) -> float:
-    """Return a bound on the remaining distance of a geometric convergence, from two changes."""
-    ratio = change / max(before, 1e-300)
-    return change if ratio >= 1 else change * max(1.0, ratio / (1 - ratio))
+def _left(before: Tensor, changes: Tensor) -> Tensor:
+    """Return a bound on the remaining distances of geometric convergences, from two changes of each."""
+    ratio = changes / before.clamp_min(1e-300)
+    return torch.where(ratio < 1, changes * (ratio / (1 - ratio)).clamp_min(1), changes)

@@ -103,8 +103,8 @@ class State(NamedTuple):
     plain: Tensor | None = None
     """log λ by the update of the last step, before acceleration."""
 
-    change: float = inf
-    """The largest |Δ log| of λ and σ² in the last step, relative to the Monte Carlo error of log λ."""
+    changes: Tensor | None = None
+    """|Δ log| of every λ and of σ² in the last step of a solver, relative to the Monte Carlo error of log λ."""
 
     converged: bool = False
     """Whether λ and σ have converged and stay fixed."""

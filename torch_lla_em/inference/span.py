@@ -61,6 +61,10 @@ class Span:
         self.xi = xi.new_zeros(len(xi), 0, dtype=torch.float64)
         """The coordinates of ξ, shape (K, m)."""
 
+    def keep(self, num_samples: int) -> None:
+        """Keep the first samples only."""
+        self.noise, self.xi = self.noise[:num_samples], self.xi[:num_samples]
+
     def state(self) -> dict[str, Any]:
         """Return the state of the span, for ``restore``."""
         outputs = self.of_all
@@ -79,7 +83,7 @@ class Span:
         for block in J.parts:
             self.outputs.add_block(block)
         self.xi, self.memory = state["xi"], state["memory"]
-        self.noise = self.noise[: len(self.xi)]
+        self.keep(len(self.xi))
         if self._blocks[0].dtype != self.noise.dtype:
             self.store_in_half()
 

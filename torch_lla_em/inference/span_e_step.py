@@ -239,7 +239,7 @@ def _begin(
     held = _that_fits(problem, noise, span, moves)
     if held is None:
         raise NoSpan
-    span.noise, span.xi = held.xi, span.xi[: len(held.xi)]
+    span.keep(len(held.xi))
     _, gradient = problem.loss_and_gradient(problem.zeros(1)[0])
     pulls = torch.stack([prior.scale * gradient, prior.unscaled(problem.w_MAP)])
     if not span.widen(held.xi, prior.scale * held.eta, pulls):

@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torch_lla_em.data.batch import Batch, TargetFn
 from torch_lla_em.data.identity import Identity
@@ -119,7 +120,7 @@ class Data:
         self.num_outputs = self.num_labelled = 0
         """Entries of all outputs, N C, and examples with a label, known after the first pass."""
 
-        self._counts: dict[int, tuple[int, int]] = {}
+        self._counts: dict[int, tuple[int, Tensor]] = {}
         """The same of this rank's pieces in the first pass, by the number of their first example."""
 
         self.num_passes = 0
@@ -177,10 +178,11 @@ class Data:
 
     __iter__ = batches
 
-    def count(self, batch: Batch, outputs: int, labelled: int) -> None:
+    def count(self, batch: Batch, outputs: int, labelled: Tensor) -> None:
         """Note the number of outputs of a batch, or a piece of one, and of its labelled examples.
 
-        A piece that is repeated is counted once.
+        A piece that is repeated is counted once. The number of labelled examples is a tensor, (), which is
+        read at the end of the pass.
         """
         self._counts[batch.place[0]] = outputs, labelled
 
@@ -263,7 +265,7 @@ class Data:
         if whole.num_rows != (self.num_rows or whole.num_rows):
             raise ValueError(_OTHER_COUNT.format(whole.num_rows, self.num_rows))
         if self.num_passes == 0:
-            own = [sum(each) for each in zip(*self._counts.values())] or [0, 0]
+            own = [int(sum(each)) for each in zip(*self._counts.values())] or [0, 0]
             self.num_outputs, self.num_labelled = self.group.meet(own, _added)
             self._counts.clear()
         if self.num_passes == 0 or self._is_restored:

@@ -311,7 +311,7 @@ class Problem:
             if not self._is_compared:
                 compare_with_log_prob(self.likelihood, f, batch.targets)
                 self._is_compared = True
-            data.count(batch, f.numel(), int(loss.labelled().sum()))
+            data.count(batch, f.numel(), loss.labelled().sum())
         except (TypeError, ValueError) as error:
             found = type(error)(f"Batch {batch.index}: {error}")
             raise self.sweep.fault() or found from None

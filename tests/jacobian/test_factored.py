@@ -315,3 +315,20 @@ def test_gradients_in_the_inputs_are_torch_funcs():
     linear.probe(x.detach())
     with linear.network.guarded(), torch.enable_grad():
         assert isinstance(linear.at(x, 0, keep=True), ByAutodiff)
+
+
+def test_a_steady_model_takes_as_many_columns_for_any_batch(monkeypatch):
+    monkeypatch.setattr(by_factors, "FETCHED_BYTES", 1 << 12)
+    model = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Linear(30, 2)).double()
+    linear, x = linear_model(model), draw(40, 3)
+    linear.probe(x)
+    known = linear.path, linear.factored
+    with linear.network.guarded():
+        assert linear.at(x, 4).pushed < linear.at(x[:1], 4).pushed
+        expected = linear.by_autodiff(x).pushed
+        for by in (True, False):
+            steady = linear.steady(x, by_factors=by)
+            found = [steady.at(some, 4, at_once=steady.path.columns) for some in (x, x[:1])]
+            assert {type(rows) for rows in found} == {ByFactors if by else ByAutodiff}
+            assert {rows.pushed for rows in found} == {expected}
+    assert known == (linear.path, linear.factored)

@@ -188,6 +188,9 @@ class Terms(NamedTuple):
     forward: int
     """Multiplications by the weights in a forward pass."""
 
+    is_limited: bool = True
+    """Whether fewer columns are computed at once the larger the batch is, as is best on a CPU."""
+
     @property
     def nbytes(self) -> int:
         held = [entry for term in self.parts for entry in term if isinstance(entry, Tensor)]
@@ -207,7 +210,7 @@ class Terms(NamedTuple):
     @property
     def at_once(self) -> int | None:
         """Number of columns whose temporary tensors are not allocated by the system each time."""
-        if self.f.device.type != "cpu":
+        if not self.is_limited:
             return None
         widths = [
             len(term.a) * term.b.shape[2] if term.b is not None else self.f.numel()

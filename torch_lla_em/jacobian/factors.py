@@ -99,7 +99,8 @@ class Factored:
             J = torch.cat([torch.cat(term.pieces, 1) for term in dense], 2)
             names = [name for term in dense for name in term.call.names]
             parts.append(Dense(names, [n for term in dense for n in term.call.sizes], J))
-        return Terms(f.detach(), parts, sum(call.multiplications for call in calls))
+        multiplications = sum(call.multiplications for call in calls)
+        return Terms(f.detach(), parts, multiplications, self.example_bytes is not None)
 
     def _backward(self, f: Tensor, terms: list[_Gathered]) -> None:
         """Compute the gradients of each term, by one backward pass for each output of all examples."""

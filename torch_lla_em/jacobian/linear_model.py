@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 from contextlib import suppress
+from copy import copy
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -157,6 +159,14 @@ class LinearModel:
         if self._path is None:  # not needed until now; a copy has no examples yet
             self.probe(map_tensors(Tensor.detach, x) if self._examples is None else self._examples)
         return ByAutodiff(self.weights, x, self.path.within(at_once), names)
+
+    def steady(self, x: Any, by_factors: bool) -> LinearModel:
+        """Return the same model that computes as many columns at once for any batch as for x."""
+        other, columns = copy(self), self.by_autodiff(x).pushed
+        other._path = self.path._replace(columns=columns, example_bytes=None)
+        keeps = by_factors and self.factored is not None
+        other.factored = replace(self.factored, example_bytes=None) if keeps else None
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave data out of copies and pickles."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from copy import copy
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -104,7 +102,7 @@ def exported(
     # ONNX has no operations for the derivatives of convolutions and of pooling
     by_factors = model.factored is not None and suffix != ".onnx"
     for factored in [True, False] if by_factors else [False]:
-        answer = _answer(_with_steady_sizes(model, x, factored), columns, ways)
+        answer = _answer(model.steady(x, factored), columns, ways)
         try:
             program = _for_any_batch(model.network, answer, x)
             sizes = {f"{n} examples": resized(x, n) for n in (1, 2 * batch_size(x) + 1)}
@@ -127,23 +125,13 @@ def exported(
 
 def _answer(model: LinearModel, columns: Tensor, ways: Ways) -> Callable[[Any], Any]:
     """Return the function that is recorded."""
-    at_once = model.path.columns
 
     def answer(x: Any) -> Any:
-        rows = model.at(x, len(columns))
-        rows.pushed = at_once
+        rows = model.at(x, len(columns), at_once=model.path.columns)
         Jw = rows.push(columns)  # f comes with it in forward mode
         return ways.of_products(rows.f, Jw)
 
     return answer
-
-
-def _with_steady_sizes(model: LinearModel, x: Any, factored: bool) -> LinearModel:
-    """Return the same model, which takes equally many columns and outputs at once for any batch."""
-    steady, columns = copy(model), model.by_autodiff(x).pushed
-    steady.path = model.path._replace(columns=columns, example_bytes=None)
-    steady.factored = replace(model.factored, example_bytes=None) if factored else None
-    return steady
 
 
 def _for_any_batch(network: Network, answer: Callable[[Any], Any], x: Any) -> ExportedProgram:

@@ -37,7 +37,7 @@ def measured(args: argparse.Namespace, name: str) -> Iterator[dict]:
     problem = problem_of(model, batches)
     shown = name + (" (synthetic)" if name != "digits" else "")
     common = {
-        "problem": f"{shown}, P = {problem.size:,}, N = {problem.data.num_rows}, K = {args.num_samples}"
+        "problem": f"{shown}, P = {problem.size:,}, N = {problem.data.facts.num_rows}, K = {args.num_samples}"
     }
     precision = None
     # λ comes from the first fit, whatever is wanted at it

@@ -143,6 +143,6 @@ def basis_noise(problem: Problem, g_prior: bool, layerwise: bool) -> StochasticP
     num_samples = problem.size + len(rows)
     xi = num_samples**0.5 * torch.eye(num_samples, problem.size).to(rows)
     eta = torch.cat([torch.zeros(problem.size, problem.size).to(rows), num_samples**0.5 * rows])
-    squares = rows.square().sum(0) / problem.data.num_rows
+    squares = rows.square().sum(0) / problem.data.facts.num_rows
     scale = squares.rsqrt() if g_prior else torch.ones_like(squares)
     return Basis(xi, eta, Prior(problem.linear_model.layout, scale, layerwise))

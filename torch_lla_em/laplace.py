@@ -291,7 +291,7 @@ class LinearisedLaplace(Distils, Fitted):
             data = problem.data
             facts: dict[str, Any] = {"history": tuple(around.history)}
             known = () if data.identity is None else tuple(data.identity.least)
-            facts |= {"num_data": data.num_labelled, "trained_on": known}
+            facts |= {"num_data": data.facts.num_labelled, "trained_on": known}
             found = Posterior.of_fit(learnt, setting, self._given_likelihood, **facts)
             warn_of_collapse(found, problem)
             found = replace(found, messages=tuple(around.messages))

@@ -178,7 +178,7 @@ class Session:
     def _expected_rows(self) -> float:
         """Return the number of examples of all ranks; infinity if the loader does not state its length."""
         data = self.problem.data
-        return data.num_rows or data.num_batches() * len(data.first().rows) or math.inf
+        return data.facts.num_rows or data.num_batches() * len(data.first().rows) or math.inf
 
     def begin(self) -> Progress | None:
         """Return the last state of an earlier run of this fit, None if there is none."""
@@ -224,7 +224,7 @@ class Session:
             "messages": self.messages[1:],
             "columns": self.problem.cost.columns,
             "seconds": self._seconds(),
-            "facts": self.problem.data.facts(),
+            "facts": self.problem.data.state(),
             "progress": progress,
         }
         self._folder.save(state)
@@ -235,7 +235,7 @@ class Session:
         if self._trial is None or self._course is None:
             return
         if progress.state is None:
-            rows = (data.num_rows or 0) / self._group.size
+            rows = data.facts.num_rows / self._group.size
             self._left = (
                 forecast(self._trial, self._course, rows, self.problem.sweep.kept.room),
                 now,
@@ -279,7 +279,7 @@ class Session:
     def keep(self, state: dict[str, Tensor]) -> None:
         """Replace the state in the checkpoint by the posterior."""
         if self._folder is not None:
-            self._folder.finish(state, self.problem.data.facts())
+            self._folder.finish(state, self.problem.data.state())
 
 
 def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) -> None:

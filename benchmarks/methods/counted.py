@@ -46,7 +46,7 @@ class Counted(Problem):
         for rows, product in super().minibatch_products():
 
             def counted(w: Tensor, rows: int = rows, product: Product = product) -> Tensor:
-                self._count(len(w), rows / self.data.num_rows)
+                self._count(len(w), rows / self.data.facts.num_rows)
                 return product(w)
 
             yield rows, counted

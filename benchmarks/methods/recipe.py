@@ -57,8 +57,8 @@ class Task:
         self.largest = largest
         """The largest eigenvalue of the scaled G."""
 
-        self.rows = problem.data.num_rows
-        self.outputs = problem.data.num_outputs // self.rows
+        self.rows = problem.data.facts.num_rows
+        self.outputs = problem.data.facts.num_outputs // self.rows
 
     def solver(self, recipe: Recipe, precision: float) -> SGD:
         """Return the recipe in whitened coordinates at λ, for the sum over data."""

@@ -135,7 +135,7 @@ def test_datasets_and_pairs_are_loaders():
     for loader in [(x, y), [x, y], {"x": x, "labels": y}, TensorDataset(x, y), Rows()]:
         data = Data(loader, CPU)
         assert torch.equal(torch.cat([batch.targets for batch in data]), y), loader
-        assert data.num_rows == 23
+        assert data.facts.num_rows == 23
     pair = Data((x.numpy(), y.numpy()), CPU)
     assert torch.equal(next(iter(pair)).inputs, x)
     with pytest.raises(TypeError, match="No targets"):

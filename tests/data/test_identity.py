@@ -55,10 +55,10 @@ OTHERS = {
 def test_a_checkpoint_of_other_pairs_is_refused(loader, other):
     first, again = Data(loader(*rows()), CPU), Data(loader(*rows()), CPU)
     list(first)
-    again.restore(first.facts())
+    again.restore(first.state())
     list(again)
     changed = Data(loader(*after_first_batch(other)(*rows())), CPU)
-    changed.restore(first.facts())
+    changed.restore(first.state())
     with pytest.raises(ValueError, match="belongs to other data"):
         list(changed)
 
@@ -136,7 +136,7 @@ def test_words_go_with_their_rows():
         known = Data([(words, y)], CPU)
         list(known), list(known)
     exchanged = Data([(["b", "a", "c", "d"], y)], CPU)
-    exchanged.restore(known.facts())
+    exchanged.restore(known.state())
     with pytest.raises(ValueError, match="other data"):
         list(exchanged)
 

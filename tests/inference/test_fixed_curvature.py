@@ -46,7 +46,7 @@ def test_a_narrow_span_restarts_and_finds_the_same_posterior():
     results = []
     for directions in (1000, 17):
         problem, noise = setting("classification", 2)
-        bytes_ = 8 * directions * (problem.size + 2 * problem.data.num_outputs)
+        bytes_ = 8 * directions * (problem.size + 2 * problem.data.facts.num_outputs)
         solver = BlockKrylov(memory=bytes_)
         e_step = span_e_step(problem, noise, 1e-6, em_steps=0, solver=solver)
         start = start_of(problem, 20.0)

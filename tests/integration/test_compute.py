@@ -15,6 +15,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import BlockCG, Compute, LinearisedLaplace
+from torch_lla_em.data import Data
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem import prepare
@@ -100,9 +101,37 @@ def test_data_that_fit_in_memory_are_read_a_few_times(monkeypatch):
     # the first of two passes begins with the batches that were looked at
     assert kept.passes == 2 and read.passes >= second.history[-1]["data_passes"] > 5
     assert_close(first.w_samples, second.w_samples, rtol=1e-9, atol=1e-9)
-    monkeypatch.setattr("torch_lla_em.data.loader.free_memory", lambda _: 100.0)
+    monkeypatch.setattr("torch_lla_em.problem.plan.free_memory", lambda _: 100.0)
     _, la = fitted(loader=small)
     assert small.passes >= la.history[-1]["data_passes"] > 5
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_plan_decides_what_is_kept(keeps, monkeypatch):
+    """Batches and factors of J together; what is free after the plan changes nothing."""
+    problem, free = tiny("classification").problem(10, 20), 1e7
+    data, kept = problem.data, problem.sweep.kept
+    monkeypatch.setattr("torch_lla_em.problem.plan.free_memory", lambda _: free)
+    plan = prepare(problem, 4, Compute(keep_data=keeps))
+    monkeypatch.setattr("torch_lla_em.data.loader.free_memory", lambda _: 0.0 if keeps else 1e12)
+    assert (plan.batches > 0, plan.factors > 0) == (keeps, keeps)
+    assert plan.vectors + plan.batches + plan.factors < free
+    w = torch.randn(5, problem.size, dtype=torch.float64)
+    for _ in range(3):
+        problem.ggn_product(w)
+    assert (data.kept is not None, bool(kept.known)) == (keeps, keeps)
+    # also once factors are stored, so that forecasts know that they are
+    assert (data.room, kept.room) == (plan.batches, plan.factors)
+
+
+def test_several_ranks_keep_neither_batches_nor_factors():
+    class Several(Group):
+        size = 2
+
+    data = Data(batches(tiny("classification")), torch.device("cpu"), group=Several())
+    problem = tiny("classification").problem()
+    plan = prepare(Problem(problem.linear_model, problem.likelihood, data), 4, Compute())
+    assert plan.batches == plan.factors == 0
 
 
 def test_the_plan_estimates_the_peak_memory():

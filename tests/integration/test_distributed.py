@@ -111,7 +111,7 @@ def one_pass(loader):
     rows = {int(n): x.tolist() for batch in data for n, x in zip(batch.rows, batch.inputs)}
     problem = Problem(problem.linear_model, problem.likelihood, data)
     problem.ggn_product(problem.zeros(1))
-    return rows, (data.num_rows, data.num_targets, data.num_outputs)
+    return rows, (data.facts.num_rows, data.facts.num_targets, data.facts.num_outputs)
 
 
 def by_sgd(loader):

@@ -136,7 +136,7 @@ def test_weights_do_not_halve_the_limit_of_classes(num_classes, curvature):
     for each in (problem, weighted):
         each.loss_and_gradient(each.zeros(1)[0])
         assert choose_curvature(each, FitOptions()) == curvature
-        assert each.data.num_targets == 4
+        assert each.data.facts.num_targets == 4
 
 
 def test_outputs_without_an_axis_take_weights():

@@ -6,6 +6,7 @@ from tiny import LOG_PROBS, likelihood_of, tiny
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
+from torch_lla_em.data.facts import Facts
 from torch_lla_em.data.loader import Data
 from torch_lla_em.inference.prior import Prior, g_prior_scale
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
@@ -75,6 +76,31 @@ def test_the_trunk_of_a_last_layer_runs_in_one_pass():
         handle.remove()
     assert_close(found, expected)
     assert sum(rows) == 30
+
+
+def test_the_first_pass_finds_the_facts_and_no_other_changes_them():
+    case = tiny("classification")
+    y = case.y.clone()
+    y[[1, 4]] = -100
+    batches = list(zip(case.x.split(10), y.split(10)))
+    linear = LinearModel(Network(case.model), case.layout)
+    problem = Problem(linear, likelihood_of("classification"), Data(batches, torch.device("cpu")))
+    data, w = problem.data, torch.randn(1, problem.size, dtype=torch.float64)
+
+    def stop(*_):
+        assert data.facts == Facts()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        problem.push_forward(w, stop)
+    assert data.facts == Facts()
+    problem.ggn_product(w)
+    found = data.facts
+    assert found == Facts(30, 30, 30 * case.exact().f.shape[1], 28)
+    problem.noise_features(2, 0)
+    assert data.facts is found
+    with pytest.raises(AttributeError):
+        found.num_rows = 3
 
 
 def parts(case, size):

@@ -47,7 +47,7 @@ class AtTheNetwork(NamedTuple):
                 f, loss = model.outputs(batch.inputs), problem.loss(batch.targets, batch.weights)
                 total += loss.value(f).item()
                 outputs, labelled = f[0].numel(), labelled + int(loss.labelled().sum())
-        count = problem.data.num_targets
+        count = problem.data.facts.num_targets
         if problem.likelihood.real_valued:
             total -= 0.5 * count * math.log(2 * math.pi)
         tensor = problem.zeros(1).double().new_tensor

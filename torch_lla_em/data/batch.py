@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torch_lla_em.data.facts import Tally
 from torch_lla_em.data.trees import (
     copied,
     cut,
@@ -47,6 +48,9 @@ class Batch(NamedTuple):
 
     kept: Any = None
     """The list of stored batches that contains this one; None if it is read again in every pass."""
+
+    tally: Tally | None = None
+    """What counts outputs and labels, in the first pass."""
 
     @property
     def place(self) -> tuple[int, int]:

@@ -8,9 +8,9 @@ from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torch_lla_em.data.batch import Batch, TargetFn
+from torch_lla_em.data.facts import Facts, Tally
 from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.reading import Reader, joined
 from torch_lla_em.data.trees import map_tensors
@@ -43,7 +43,8 @@ _OTHER_THAN_SAVED = (
     "examples with other content. Delete its folder, or pass another one."
 )
 
-_FACTS = "num_rows", "num_targets", "num_labelled", "num_outputs", "num_passes"
+_SHARE = 0.25
+"""Share of the free memory in which batches are kept, if there is no plan for it."""
 
 
 class Kept:
@@ -95,39 +96,27 @@ class Data:
         """Whether only an earlier run has read these examples."""
 
         self._num_steps: int | None = None
+        self.room: float | None = None
+        """Bytes that batches may take to be kept; None: a quarter of the memory that is free at first."""
+
         self._bytes: float | None = None
         """Size of all batches: that of a list is known at once, others are measured in a pass."""
 
-        self._fits: bool | None = None
-        """Whether all batches are kept, which is decided once, as soon as their size is known."""
-
         self.kept: Kept | None = None
-        """All batches, if a quarter of the memory holds them: those of a list from the first pass
-        on, others once two passes were the same."""
-
-        self.keep = True
-        """Whether batches may be kept."""
+        """All batches, if there is room for them: those of a list from the first pass on, others once
+        two passes were the same."""
 
         self.merge_rows = 0
         """Size up to which batches are joined, if examples do not depend on each other; 0: never."""
 
-        self.num_rows: int | None = None
-        """N, known after the first pass."""
-
-        self.num_targets = 0
-        """Entries of all targets, N C where every output has one."""
-
-        self.num_outputs = self.num_labelled = 0
-        """Entries of all outputs, N C, and examples with a label, known after the first pass."""
-
-        self._counts: dict[int, tuple[int, Tensor]] = {}
-        """The same of this rank's pieces in the first pass, by the number of their first example."""
+        self.facts = Facts()
+        """What the first pass has found."""
 
         self.num_passes = 0
 
-    def store(self, keep: bool, merge_rows: int) -> None:
-        """Set whether batches may be kept, and the size up to which they are joined."""
-        self.keep, self.merge_rows = keep, merge_rows
+    def store(self, room: float, merge_rows: int) -> None:
+        """Set the bytes that batches may take to be kept, and the size up to which they are joined."""
+        self.room, self.merge_rows = room, merge_rows
 
     def first(self) -> Batch:
         """Return the first batch, or small ones joined to it, with two examples if there are two.
@@ -137,7 +126,7 @@ class Data:
         batch = self._reader.first()
         if batch is None:
             raise ValueError(
-                _EMPTY if self.num_rows is None else _OTHER_COUNT.format(0, self.num_rows)
+                _OTHER_COUNT.format(0, self.facts.num_rows) if self.num_passes else _EMPTY
             )
         return batch.on(self._device)[0]
 
@@ -156,7 +145,8 @@ class Data:
         share = (self.group.rank + (self.num_passes > 0)) % self.group.size
         read = self._reader.begin(share, self.num_passes if in_step else None)
         ordered = self._source.keeps_order and not (in_step and self._source.shuffles)
-        own, candidate, size = Identity(ordered), Kept(self._room(in_step)), 0.0
+        own, candidate, size = Identity(ordered), self._candidate(in_step), 0.0
+        tally = None if self.num_passes else Tally()
 
         def counted(batches: Iterable[Batch]) -> Iterator[Batch]:
             nonlocal size
@@ -166,25 +156,17 @@ class Data:
 
         read = counted(read)
         if in_step:
-            yield from self._in_step(self._counted(read, own, candidate))
+            yield from self._in_step(self._counted(read, own, candidate, tally))
         else:
-            yield from self._counted(joined(read, self.merge_rows), own, candidate)
+            yield from self._counted(joined(read, self.merge_rows), own, candidate, tally)
             if self.group.size == 1:
                 self._num_steps = self._reader.num_read
-        self._end(self.group.meet(own, Identity.of))
+        self._end(self.group.meet(own, Identity.of), tally)
         self._bytes = size
-        if self.keep and not self._changes and candidate.room > 0:
+        if not self._changes and candidate.room > 0:
             self.kept = candidate
 
     __iter__ = batches
-
-    def count(self, batch: Batch, outputs: int, labelled: Tensor) -> None:
-        """Note the number of outputs of a batch, or a piece of one, and of its labelled examples.
-
-        A piece that is repeated is counted once. The number of labelled examples is a tensor, (), which is
-        read at the end of the pass.
-        """
-        self._counts[batch.place[0]] = outputs, labelled
 
     def num_batches(self) -> int:
         """Return the number of batches of a pass over all ranks; 0 if it is not known without one."""
@@ -194,22 +176,22 @@ class Data:
         """Return the number of batches per rank of the last pass; None if it is not known."""
         return self._num_steps
 
-    def facts(self) -> dict[str, Any]:
-        """Return the counts of the passes as plain numbers, for ``restore``."""
-        known = {name: getattr(self, name) for name in _FACTS}
-        return {**known, "identity": None if self.identity is None else self.identity.state()}
+    def state(self) -> dict[str, Any]:
+        """Return what the passes have found as plain numbers, for ``restore``."""
+        identity = None if self.identity is None else self.identity.state()
+        return {**self.facts._asdict(), "num_passes": self.num_passes, "identity": identity}
 
-    def restore(self, facts: dict[str, Any]) -> None:
-        """Restore the counts of an earlier run; the data must be the same."""
-        for name in _FACTS:
-            setattr(self, name, facts[name])
-        if facts["identity"] is not None:
-            self.identity, self._is_restored = Identity.from_state(facts["identity"]), True
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore what an earlier run has found; the data must be the same."""
+        self.facts = Facts(**{name: state[name] for name in Facts._fields})
+        self.num_passes = state["num_passes"]
+        if state["identity"] is not None:
+            self.identity, self._is_restored = Identity.from_state(state["identity"]), True
 
     def confirm(self) -> None:
         """Read the data once if only an earlier run has read them, to refuse other data."""
         if self._is_restored:
-            self.keep = False
+            self.room = 0.0
             for _ in self:
                 pass
             self.num_passes -= 1
@@ -219,13 +201,15 @@ class Data:
         """Whether examples have changed from pass to pass."""
         return self.identity is None and self.num_passes > 0
 
-    def _counted(self, batches: Iterable[Batch], own: Identity, candidate: Kept) -> Iterator[Batch]:
+    def _counted(
+        self, batches: Iterable[Batch], own: Identity, candidate: Kept, tally: Tally | None
+    ) -> Iterator[Batch]:
         """Yield batches on the device; count them, and store them if they may be kept."""
         for batch in batches:
             own.add(tuple(batch.tensors().values()), counts_only=self._changes)
             batch, wait = batch.on(self._device)
             candidate.add(batch, self._source.is_list)
-            yield batch._replace(kept=candidate if candidate.room > 0 else None)
+            yield batch._replace(kept=candidate if candidate.room > 0 else None, tally=tally)
             wait()
 
     def _in_step(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -239,46 +223,38 @@ class Data:
             steps += 1
         self._num_steps = steps
 
-    def _room(self, in_step: bool) -> float:
-        """Return the number of bytes that the batches of a pass may take to be kept."""
-        keeps = self.keep and self.kept is None and not self._changes and self.group.size == 1
-        if not keeps or (in_step and self.merge_rows) or self._fits is False:
-            return 0.0
+    def _candidate(self, in_step: bool) -> Kept:
+        """Return where the batches of a pass are stored; it has no room if they are not to be kept."""
+        if self.room is None:
+            self.room = _SHARE * free_memory(self._device)
         if self._bytes is None and self._source.is_list:
             self._bytes = sum(map(_bytes, self._source.loader))
-        room = free_memory(self._device) / 4
-        if self._fits is None and self._bytes is not None:
-            self._fits = self._bytes < room
-        return room if self._fits else 0.0
+        keeps = self.kept is None and not self._changes and self.group.size == 1
+        fits = self._bytes is not None and self._bytes < self.room
+        return Kept(self.room if keeps and fits and not (in_step and self.merge_rows) else 0.0)
 
-    def _end(self, whole: Identity) -> None:
-        """Store the counts of all ranks; refuse other data, and warn if the data change."""
+    def _end(self, whole: Identity, tally: Tally | None) -> None:
+        """Note what the first pass has found; refuse other data, and warn if the data change."""
+        known = self.facts.num_rows
         differ = self.identity is not None and not self.identity.agrees(whole)
         if differ and self._is_restored:
-            raise ValueError(_OTHER_THAN_SAVED.format(self.num_rows, whole.num_rows))
-        if self.num_rows is None and not whole.num_rows:
+            raise ValueError(_OTHER_THAN_SAVED.format(known, whole.num_rows))
+        if not known and not whole.num_rows:
             raise ValueError(_EMPTY)
         if differ and self._source.drawn_by:
             raise ValueError(_DRAWN.format(self._source.drawn_by))
         if differ and self.group.size > 1:
             raise ValueError(_OTHER_RANKS)
-        if whole.num_rows != (self.num_rows or whole.num_rows):
-            raise ValueError(_OTHER_COUNT.format(whole.num_rows, self.num_rows))
-        if self.num_passes == 0:
-            own = [int(sum(each)) for each in zip(*self._counts.values())] or [0, 0]
-            self.num_outputs, self.num_labelled = self.group.meet(own, _added)
-            self._counts.clear()
-        if self.num_passes == 0 or self._is_restored:
+        if whole.num_rows != (known or whole.num_rows):
+            raise ValueError(_OTHER_COUNT.format(whole.num_rows, known))
+        if tally is not None:
+            self.facts = Facts(whole.num_rows, whole.num_targets, *tally.of_all(self.group))
+        if tally is not None or self._is_restored:
             self.identity, self._is_restored = whole, False
-        self.num_rows, self.num_targets = whole.num_rows, whole.num_targets
         self.num_passes += 1
         if differ:
             report("warn", _CHANGED)
             self.identity = self.kept = None
-
-
-def _added(every: list[list[int]]) -> list[int]:
-    return [sum(each) for each in zip(*every)]
 
 
 def _bytes(tree: Any) -> float:

@@ -210,7 +210,7 @@ class Controller:
                 "All targets are 0 (or all targets of an output with its own noise), so there is no "
                 "observation noise to learn. Check the targets, or remove this output."
             )
-        count = torch.full_like(sigma, self.problem.data.num_targets / sigma.numel())
+        count = torch.full_like(sigma, self.problem.data.facts.num_targets / sigma.numel())
         return residual, torch.finfo(self.problem.dtype).eps * targets, dims, count
 
     # steps of λ, σ and H over a span, which take no pass

@@ -181,7 +181,7 @@ def noise_sums(
 
 def choose_solver(problem: Problem, layerwise: bool) -> Solver:
     """Choose a solver by size for fits without a span, and log the choice."""
-    outputs = problem.data.num_outputs
+    outputs = problem.data.facts.num_outputs
     bytes_of_rows = outputs * problem.linear_model.layout.size * problem.dtype.itemsize
     is_small = outputs <= _FUNCTION_SPACE_OUTPUTS and bytes_of_rows <= _FUNCTION_SPACE_BYTES
     if is_small and (layerwise or not has_one_noise(problem)):  # otherwise memory may be short

@@ -149,9 +149,9 @@ def _with_noise(found: FitResult, problem: Problem) -> FitResult:
 
 def _require_labels(problem: Problem) -> None:
     """Raise an error if the first pass has found no example that counts."""
-    if not problem.data.num_labelled:
+    if not problem.data.facts.num_labelled:
         raise ValueError(
-            f"None of the {problem.data.num_rows} training examples has a label that counts: all are "
+            f"None of the {problem.data.facts.num_rows} training examples has a label that counts: all are "
             "-100, or all weights are 0. Check the targets of the loader, `target_fn` and `weights`."
         )
 

@@ -108,4 +108,4 @@ def has_one_noise(problem: Problem) -> bool:
 def _has_many_outputs(problem: Problem) -> bool:
     """Whether there are too many classes per site for (C, C) blocks."""
     data = problem.data
-    return data.num_outputs > MOST_OUTPUTS * max(data.num_targets, 1)
+    return data.facts.num_outputs > MOST_OUTPUTS * max(data.facts.num_targets, 1)

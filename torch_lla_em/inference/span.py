@@ -115,7 +115,9 @@ class Span:
     @property
     def num_outputs(self) -> float:
         """The number of outputs at which J V is stored."""
-        return self._problem.data.num_outputs * (1 if self.sites is None else self.sites.share)
+        return self._problem.data.facts.num_outputs * (
+            1 if self.sites is None else self.sites.share
+        )
 
     def has_room(self, directions: int) -> bool:
         """Whether there is memory for this number of further directions."""
@@ -184,7 +186,7 @@ class Span:
 
     def _begin(self) -> None:
         """Take the features of a last layer, which make all other passes over the data superfluous."""
-        problem, size = self._problem, self._problem.data.num_rows
+        problem, size = self._problem, self._problem.data.facts.num_rows
         pushed = problem.features(self.part)
         found = None if pushed is None else gathered(problem, pushed, 1)
         if found is not None and size:

@@ -264,7 +264,7 @@ def _that_fits(
 ) -> StochasticPrior | None:
     """Return random probes for as many samples as memory allows; None if these are too few."""
     data, K = problem.data, len(noise.xi)
-    classes = data.num_outputs / max(1, data.num_targets)
+    classes = data.facts.num_outputs / max(1, data.facts.num_targets)
     blocks = span.num_outputs * classes * noise.xi.element_size()
     left = span.memory - (_BLOCKS * blocks if moves else 0)
     fits = int(left / span.bytes_of(_DIRECTIONS)) - 1

@@ -278,7 +278,9 @@ def _record(la: Any, found: Outcomes, evidence: Estimate) -> tuple[dict[str, flo
 def warn_of_collapse(posterior: Posterior, problem: Problem) -> None:
     """Report a warning for each sign that a fit has failed, judged by some training examples."""
     data = problem.data
-    most = _NUMBERS // (len(posterior.w_samples) * max(data.num_outputs // data.num_rows, 1))
+    most = _NUMBERS // (
+        len(posterior.w_samples) * max(data.facts.num_outputs // data.facts.num_rows, 1)
+    )
     if data.group.rank > 0 or not most:
         return
     batch = next(data.first().split(min(_EXAMPLES, most)))

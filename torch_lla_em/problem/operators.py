@@ -101,7 +101,7 @@ def gathered(
         return None
     if not of_f:  # the last axis is that of the classes
         of_f, of_targets, of_Jw = [1], [1, *of_targets], of_Jw or [1]
-    N = problem.data.num_rows
+    N = problem.data.facts.num_rows
     found = Outputs(
         like.new_zeros(N, *of_f),
         like.new_zeros(N, *of_targets, dtype=getattr(torch, dtype.split(".")[1])),

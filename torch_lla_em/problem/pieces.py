@@ -58,7 +58,10 @@ class KeptRows:
     def __init__(self, linear_model: LinearModel):
         self._model = linear_model
         self.room = 0.0
-        """Memory in bytes that the stored Jacobian factors may use."""
+        """Memory in bytes that the stored Jacobian factors may use, as the plan has decided."""
+
+        self._left = 0.0
+        """The part of it that is not used."""
 
         self.known: dict[tuple[int, int], Rows] = {}
         self._pass: Any = None
@@ -69,21 +72,21 @@ class KeptRows:
         if batch.kept is None:
             return self._model.at(batch.inputs, columns, at_once=at_once)
         if batch.kept is not self._pass:
-            self.known, self._pass = {}, batch.kept
+            self.known, self._pass, self._left = {}, batch.kept, self.room
         rows = self.known.get(batch.place)
         if rows is None:
-            keep = self.room > 0 and self._model.factored is not None
+            keep = self._left > 0 and self._model.factored is not None
             rows = self._model.at(batch.inputs, columns, keep, at_once)
             if keep and rows.nbytes < inf:
-                self.room -= rows.nbytes
-                if self.room > 0:
+                self._left -= rows.nbytes
+                if self._left > 0:
                     self.known[batch.place] = rows
         return rows
 
     def allow(self, room: float) -> None:
         """Store factors in so many bytes."""
-        self.room = room
+        self.room = self._left = room
 
     def forget(self) -> None:
         """Drop all stored factors, and store none from now on."""
-        self.known, self.room = {}, 0.0
+        self.known, self.room, self._left = {}, 0.0, 0.0

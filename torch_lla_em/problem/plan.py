@@ -31,8 +31,8 @@ VECTORS = 20
 
 # share of the memory left by the vectors that one batch may use
 _SHARE = 0.8
-# share of that memory for stored Jacobian factors
-_FACTORS = 0.25
+# shares of that memory for batches and for Jacobian factors that are kept from pass to pass
+_BATCHES, _FACTORS = 0.3, 0.25
 # good size of a batch: small batches are joined up to it, and on a CPU large ones are split
 _BATCH_ROWS = 1024
 _BATCH_BYTES = 1 << 26
@@ -55,6 +55,9 @@ class Plan(NamedTuple):
 
     group: int | None
     """Columns that are on the device at once, if vectors are stored elsewhere; None: all of them."""
+
+    batches: float = 0.0
+    """Bytes that batches may take to be kept from pass to pass."""
 
     factors: float = 0.0
     """Bytes that factors of the Jacobian may take, kept from pass to pass with their batches."""
@@ -115,8 +118,8 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
         on_cpu = model.network.device.type == "cpu"
         batch_rows = rows if on_cpu else inf
         merge_rows = rows if compute.keep_data and data.group.size == 1 else 0
-    data.store(compute.keep_data, merge_rows)
     plan = _planned(problem, num_samples, compute, activations)
+    data.store(plan.batches, merge_rows)
     sweep.kept.allow(plan.factors)
     limits = sweep.limits._replace(batch_rows=batch_rows, group=plan.group, device=plan.vectors_on)
     sweep.take(limits)
@@ -178,14 +181,19 @@ def _planned(problem: Problem, num_samples: int, compute: Compute, activations: 
     vectors = VECTORS * block
     free = free_on(device)
     place = place_of_vectors(vectors, compute, device, free)
-    if place.type == device.type:
-        left = _SHARE * max(free - vectors, 0.1 * free)
-        kept = _FACTORS * left if compute.keep_data else 0.0
-        return Plan(P, num_samples, vectors, place, free, activations, None, kept)
+    is_near = place.type == device.type
+    left = _SHARE * max(free - vectors * is_near, 0.1 * free)
+    # factors belong to kept batches, of which several ranks have none
+    kept = left if compute.keep_data and problem.data.group.size == 1 else 0.0
+    of_batches, of_factors = _BATCHES * kept, _FACTORS * kept * is_near
+    if is_near:
+        return Plan(
+            *(P, num_samples, vectors, place, free, activations, None, of_batches, of_factors)
+        )
     vectors = int(vectors * pinned_bytes(block) / block)
     # directions, products and one chunk of gradients: a third of what is left
     group = max(1, min(2 * num_samples, int(_SHARE * free / 3 / (3 * P * itemsize))))
-    return Plan(P, num_samples, vectors, place, free_on(place), activations, group)
+    return Plan(P, num_samples, vectors, place, free_on(place), activations, group, of_batches)
 
 
 def place_of_vectors(

@@ -157,11 +157,11 @@ class Problem:
         # a feature that is only rounding is 0: it must not be scaled up
         squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * squares.max()
         if likelihood.from_data:
-            count = num_samples * self.data.num_targets
+            count = num_samples * self.data.facts.num_targets
             sigma = _first_noise(sums, count, is_learnt=self.sigma is not None)
             self.take_noise(torch.tensor(sigma, dtype=torch.float64, device="cpu"))
             eta, squares = eta / sigma, squares / sigma**2
-        return NoiseFeatures(eta, squares / (num_samples * self.data.num_rows))
+        return NoiseFeatures(eta, squares / (num_samples * self.data.facts.num_rows))
 
     def take_noise(self, sigma: Tensor) -> None:
         """Use the σ that the first pass has estimated."""
@@ -195,7 +195,7 @@ class Problem:
 
         self.sweep.over(torch.arange(1 << 16, device="cpu"), Pass({}, add))
         rows = self.data.group.gather(torch.cat(parts))
-        self.cost.add(len(rows) // self.data.num_rows)
+        self.cost.add(len(rows) // self.data.facts.num_rows)
         return rows
 
     def push_forward(
@@ -251,7 +251,7 @@ class Problem:
         for num_rows, fold in self.sweep.steps():
 
             def product(w: Tensor, num_rows: int = num_rows, fold: Fold = fold) -> Tensor:
-                self.cost.add(len(w) * num_rows / (self.data.num_rows or 1))
+                self.cost.add(len(w) * num_rows / (self.data.facts.num_rows or 1))
                 return fold(w, self._product)["Gw"]
 
             yield num_rows, product
@@ -298,10 +298,10 @@ class Problem:
 
     def inspect(self, rows: Rows, batch: Batch) -> None:
         """Check that outputs are finite: in the first pass each batch, with its targets."""
-        data, f = self.data, rows.f
+        f, tally = rows.f, batch.tally
         if not self.sweep.is_new(rows):
             return
-        if data.num_passes:
+        if tally is None:
             self.sweep.expect_finite(f)
             return
         self.sweep.expect_outputs(batch, f)
@@ -311,7 +311,7 @@ class Problem:
             if not self._is_compared:
                 compare_with_log_prob(self.likelihood, f, batch.targets)
                 self._is_compared = True
-            data.count(batch, f.numel(), loss.labelled().sum())
+            tally.add(batch.place[0], f.numel(), loss.labelled().sum())
         except (TypeError, ValueError) as error:
             found = type(error)(f"Batch {batch.index}: {error}")
             raise self.sweep.fault() or found from None

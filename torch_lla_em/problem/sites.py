@@ -85,14 +85,14 @@ def sites_of(problem: Problem, seed: int) -> Sites | None:
     continuous targets.
     """
     data, model = problem.data, problem.linear_model
-    if data.num_outputs <= KEPT_OUTPUTS or problem.likelihood.real_valued:
+    if data.facts.num_outputs <= KEPT_OUTPUTS or problem.likelihood.real_valued:
         return None
     first = data.first()
     few = next(first.split(FEW)) if problem.sweep.pieces.stand_alone(first) else first
     with model.network.guarded():
         _, *sites, classes = model.outputs(few.inputs).shape or (1, 1)
-    total, examples = torch.Size(sites).numel(), data.num_rows or 1
-    if total == 1 or examples * total * classes != data.num_outputs:
+    total, examples = torch.Size(sites).numel(), data.facts.num_rows or 1
+    if total == 1 or examples * total * classes != data.facts.num_outputs:
         return None
     number = max(1, KEPT_OUTPUTS // (examples * classes))
     return Sites(number, total, seed) if number < total else None

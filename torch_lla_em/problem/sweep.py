@@ -256,7 +256,7 @@ class Sweep:
         """Report the progress of this pass."""
         if self.report is not None:
             data = self.data
-            number = data.num_rows or data.num_batches() * self._loaded
+            number = data.facts.num_rows or data.num_batches() * self._loaded
             known = rows and number
             self.report(min(1.0, rows * data.group.size / number) if known else None)
 

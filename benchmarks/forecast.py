@@ -7,7 +7,7 @@
 One thread, processor seconds for the forecast and for the fit, since other programs may use the
 machine. "before" is the range that ``la.plan`` returns, from a trial on the first examples. "revised"
 is the share of the forecasts after the steps of a fit whose range held the time that was left. The
-numbers of passes in ``inference/course.py`` were chosen on networks of cost.py, and on none of --growth.
+numbers of passes in ``inference/forecast.py`` were chosen on networks of cost.py, and on none of --growth.
 Lines go to results/forecast.jsonl.
 
 Expected: nine of ten ranges hold.
@@ -39,14 +39,14 @@ def compared(name: str, problem: cost.Problem, num_samples: int) -> dict:
     began, revised = time.process_time(), []
     before = la.plan(problem.loader()).time
     of_trial = time.process_time() - began
-    forecasts = session.remaining
+    forecasts = session.time_left
 
     def noted(*arguments: object) -> object:
         found = forecasts(*arguments)
         revised.append((time.process_time(), found))
         return found
 
-    with patch("torch_lla_em.session.remaining", noted):
+    with patch("torch_lla_em.session.time_left", noted):
         began = time.process_time()
         la.fit(problem.loader(), progress_bar=False)
         ended = time.process_time()

@@ -21,9 +21,9 @@ from torch_lla_em.inference import (
     Progress,
     Statistics,
     cheaper,
-    forecast,
     record_of,
-    remaining,
+    time_left,
+    time_of,
 )
 from torch_lla_em.problem import Duration, Plan, Problem, Trial, prepare, tried
 from torch_lla_em.runtime import (
@@ -167,7 +167,7 @@ class Session:
         rows = self._expected_rows() / self._group.size
         if rows == math.inf:
             return plan
-        time_of_fit = forecast(trial, self._course, rows, plan.factors).within(limit)
+        time_of_fit = time_of(trial, self._course, rows, plan.factors).within(limit)
         self._left = time_of_fit, self._seconds()
         if time_of_fit.high <= _LONG or self._group.rank > 0:
             return plan._replace(time=time_of_fit)
@@ -237,12 +237,14 @@ class Session:
         if progress.state is None:
             rows = data.facts.num_rows / self._group.size
             self._left = (
-                forecast(self._trial, self._course, rows, self.problem.sweep.kept.room),
+                time_of(self._trial, self._course, rows, self.problem.sweep.kept.room),
                 now,
             )
         else:
             self._steps.append(now - self._step_began)
-            self._left = remaining(self._course, self._steps, progress), now
+            course = self._course._replace(by_span=progress.by_span, moves=progress.moves)
+            weights = progress.scale.numel()
+            self._left = time_left(course, self._steps, progress.state, weights), now
         self._step_began = now
 
     def _seconds(self) -> float:

@@ -8,7 +8,7 @@ from tiny import fitted
 from torch import nn
 
 from torch_lla_em import BlockCG, LinearisedLaplace
-from torch_lla_em.inference.forecast import Forecast
+from torch_lla_em.inference.forecast import ErrorTrend
 from torch_lla_em.inference.records import State, Statistics
 from torch_lla_em.runtime import Budget, Group
 
@@ -73,14 +73,14 @@ def state(error, number):
 def test_the_forecast_follows_the_error(monkeypatch):
     now = iter([0.0, 10.0, 20.0])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
-    forecast = Forecast(0.01)
+    trend = ErrorTrend(0.01)
     for number, error in enumerate((4.0, 2.0), 1):
-        forecast.note(state(error, number))
-    words = str(forecast)
+        trend.note(state(error, number))
+    words = str(trend)
     assert "at least 76 s more" in words and "a factor of 2" in words  # log₂(2 / .01) steps
     assert "Do not use the variances" in words
-    forecast.note(state(0.001, 3))
-    assert forecast.is_exact and "has converged. With a" in str(forecast)
+    trend.note(state(0.001, 3))
+    assert trend.is_exact and "has converged. With a" in str(trend)
 
 
 def test_a_budget_is_a_number_of_seconds():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_lla_em.inference.controller import Controller
 from torch_lla_em.inference.em import EStep, em, is_done
-from torch_lla_em.inference.forecast import Forecast
+from torch_lla_em.inference.forecast import ErrorTrend
 from torch_lla_em.inference.iterative_e_step import IterativeEStep
 from torch_lla_em.inference.options import FitOptions, allows_span, choose_curvature
 from torch_lla_em.inference.records import FitResult, State, Statistics
@@ -186,15 +186,15 @@ def _fitted(
     controller = Controller(problem, noise.prior, options, start.moves)
     state, told = start.state or e_step.start(), start._replace(directions=None)
     problem.cost.begin("E-step")
-    pace = Forecast(options.tolerance)
+    trend = ErrorTrend(options.tolerance)
     for reached in em(e_step, controller, state):
         state = reached
         now = told._replace(state=state, directions=e_step.state())
-        pace.note(state)
+        trend.note(state)
         if on_step(state.statistics if state.fresh else None, now) and not (
-            is_done(e_step, controller, state) and pace.is_exact
+            is_done(e_step, controller, state) and trend.is_exact
         ):
-            report("log", str(pace))
+            report("log", str(trend))
             return e_step.cut_short(state)._replace(complete=False)
     return e_step.posterior(state)
 

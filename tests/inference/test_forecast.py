@@ -9,8 +9,8 @@ from tiny import tiny
 from torch import nn
 
 from torch_lla_em import LinearisedLaplace
-from torch_lla_em.inference import Course, FitOptions, cheaper, forecast, remaining
-from torch_lla_em.inference.learn import Progress
+from torch_lla_em.inference import Course, FitOptions, cheaper, controller, time_left, time_of
+from torch_lla_em.inference.forecast import _ROUNDS
 from torch_lla_em.inference.records import State, Statistics
 from torch_lla_em.problem import Duration, Trial, prepare, tried
 from torch_lla_em.runtime import Group
@@ -36,41 +36,44 @@ def test_durations_are_shown_in_words(low, high, words):
 
 
 def test_a_forecast_grows_with_the_work():
-    low, high = forecast(TRIAL, MOVING, 1000, math.inf)
-    twice = forecast(TRIAL, MOVING, 2000, math.inf)
+    low, high = time_of(TRIAL, MOVING, 1000, math.inf)
+    twice = time_of(TRIAL, MOVING, 2000, math.inf)
     assert twice.low == pytest.approx(2 * low) and 2 < high / low < 8
-    read_again = forecast(TRIAL._replace(read=1e-3, kept_bytes=1.0), MOVING, 1000, 0.0)
+    read_again = time_of(TRIAL._replace(read=1e-3, kept_bytes=1.0), MOVING, 1000, 0.0)
     assert read_again.low > 2 * low
     # a span of all parameters needs few passes
-    assert forecast(TRIAL._replace(weights=40), MOVING, 1000, math.inf).high < high / 3
+    assert time_of(TRIAL._replace(weights=40), MOVING, 1000, math.inf).high < high / 3
     by_solves = MOVING._replace(by_span=False)
-    assert forecast(TRIAL, by_solves, 1000, math.inf).high > 3 * high
+    assert time_of(TRIAL, by_solves, 1000, math.inf).high > 3 * high
     exact = MOVING._replace(options=FitOptions(tolerance=1e-6))
-    assert forecast(TRIAL, exact, 1000, math.inf).low > 2 * low
+    assert time_of(TRIAL, exact, 1000, math.inf).low > 2 * low
+
+
+def test_the_steps_of_H_are_those_of_the_controller():
+    assert _ROUNDS == controller._EACH
 
 
 def test_dense_outputs_are_forecast_by_the_sites_that_are_kept():
     pixels = TRIAL._replace(outputs=8 * 128**2, classes=8, weights=72, functions=1e-3, flop=1e-10)
     small = pixels._replace(outputs=8 * 32**2, functions=1e-3 / 16)
     assert (
-        forecast(pixels, MOVING, 200, math.inf).high
-        < 1.5 * forecast(small, MOVING, 200, math.inf).high
+        time_of(pixels, MOVING, 200, math.inf).high
+        < 1.5 * time_of(small, MOVING, 200, math.inf).high
     )
-    assert forecast(pixels, MOVING, 200, math.inf).high < 600
+    assert time_of(pixels, MOVING, 200, math.inf).high < 600
 
 
-def progress(error, settled):
+def reached(error, settled):
     one = torch.ones((), dtype=torch.float64)
     found = Statistics(one, None, one[None], one, 1.0, one[None], error, error)
-    state = State(one, None, found, 3, one, converged=settled)
-    return Progress(None, torch.ones(10**6), None, "span, H moves", state)
+    return State(one, None, found, 3, one, converged=settled), 10**6
 
 
 def test_what_is_left_falls_with_the_error():
-    left = [remaining(MOVING, [1.0, 1.0], progress(e, False)) for e in (3.0, 0.3, 0.01)]
+    left = [time_left(MOVING, [1.0, 1.0], *reached(e, False)) for e in (3.0, 0.3, 0.01)]
     assert left[0].low > left[1].low > left[2].low and left[0].high > left[1].high > left[2].high
-    assert remaining(MOVING, [1.0, 1.0], progress(0.01, True)).high <= 2
-    growing = remaining(MOVING, [0.5, 1.0], progress(3.0, False))
+    assert time_left(MOVING, [1.0, 1.0], *reached(0.01, True)).high <= 2
+    growing = time_left(MOVING, [0.5, 1.0], *reached(3.0, False))
     assert growing.high > left[0].high and growing.low == left[0].low
 
 
@@ -86,14 +89,14 @@ def test_the_last_layer_and_few_samples_are_cheaper(wide, monkeypatch):
     def proportional(problem, first, K):
         return TRIAL._replace(product=1e-6 * problem.size * K, weights=problem.size, num_samples=K)
 
-    monkeypatch.setattr("torch_lla_em.inference.course.tried", proportional)
+    monkeypatch.setattr("torch_lla_em.inference.forecast.tried", proportional)
     la, x, y = wide
     problem = la._problem([(x, y)], Group())
     plan = prepare(problem, 16, la.compute)
     course, first = Course.of(problem, FitOptions(num_samples=16), 3), problem.data.first()
     with torch.no_grad():
         ways = cheaper(problem, first, course, 10**6)
-        whole = forecast(proportional(problem, first, 16), course, 10**6, plan.factors)
+        whole = time_of(proportional(problem, first, 16), course, 10**6, plan.factors)
     last, few = ways['parameters="last_layer"'], ways["num_samples=8"]
     assert last.high < whole.high / 5 and few.high < whole.high
     assert tried(problem, first, 16).weights == problem.size

@@ -44,7 +44,7 @@ def test_a_rare_class_is_found():
     assert by_name["class 1"].coverage == pytest.approx(inside[y[600:] == 1].mean().item())
     assert by_name["class 1"].is_low(0.9) and not by_name["all"].is_low(0.9)
     shown = repr(found)
-    assert "clearly below 0.9 for: class 1" in shown and "threshold for each class" in shown
+    assert "clearly below 0.9 for: class 1" in shown and 'groups="classes"' in shown
     assert any(name.startswith("feature 1, highest") for name in by_name)
     ensemble = LaplaceEnsemble([la, la]).calibrate(x[300:600], y[300:600])
     assert ensemble.check(x[600:], y[600:]).groups[0].number == 600

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, compare
-from torch_lla_em.prediction.conformal import REFERENCE
+from torch_lla_em.prediction.reference import REFERENCE
 
 KINDS = {"classification": "classification", "regression": "regression", "poisson": "poisson"}
 

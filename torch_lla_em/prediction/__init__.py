@@ -2,14 +2,16 @@
 
 A prediction is a mixture of ``functions``: ``conformal`` compares it with stored examples, and
 ``prediction`` has its public properties. ``pushed`` makes it from the outputs and products of
-inputs. ``calibration``, ``passes``, ``metrics`` and ``validation`` use held-out data. ``posterior`` is the frozen
-record of a fit, and ``stored`` writes and reads it. ``predictor`` has the methods that users call, of
+inputs. ``calibration``, ``passes``, ``metrics`` and ``validation`` use held-out data; ``reference`` has what
+``calibrate`` keeps of them. ``posterior`` is the frozen
+record of a fit, and ``stored`` writes and reads it. ``predictor`` and ``calibrates`` have the methods that users call, of
 one posterior (``fitted``) or several (``ensemble``); ``export`` writes programs, ``summary`` prints results.
 """
 
 from torch_lla_em.prediction import stored
+from torch_lla_em.prediction.calibrates import calibrated_on
 from torch_lla_em.prediction.calibration import Calibration
-from torch_lla_em.prediction.conformal import Conformal, Interval, Reference
+from torch_lla_em.prediction.conformal import Conformal, Interval
 from torch_lla_em.prediction.ensemble import Ensemble
 from torch_lla_em.prediction.fitted import Fitted
 from torch_lla_em.prediction.metrics import (
@@ -23,9 +25,11 @@ from torch_lla_em.prediction.metrics import (
 )
 from torch_lla_em.prediction.posterior import NotFittedError, Posterior, Setting
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.predictor import Predictor, calibrated_on
+from torch_lla_em.prediction.predictor import Predictor
 from torch_lla_em.prediction.pushed import inputs_in
 from torch_lla_em.prediction.ranks import p_values, rounding
+from torch_lla_em.prediction.reference import Reference
+from torch_lla_em.prediction.regions import Ellipsoid
 from torch_lla_em.prediction.risk import RiskControl
 from torch_lla_em.prediction.stored import likelihood_options
 from torch_lla_em.prediction.summary import Printed, as_html, findings
@@ -41,6 +45,7 @@ __all__ = [
     "Calibration",
     "Comparison",
     "Conformal",
+    "Ellipsoid",
     "Ensemble",
     "Fitted",
     "Interval",

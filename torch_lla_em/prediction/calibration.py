@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.conformal import Reference
 from torch_lla_em.prediction.pushed import Pushed, Tables
+from torch_lla_em.prediction.reference import Reference, Stated, is_second, require_two
+from torch_lla_em.prediction.regions import joint_errors
 from torch_lla_em.runtime import Group
 
 logger = logging.getLogger("torch_lla_em")
@@ -127,27 +128,62 @@ def calibrated(parts: Sequence[Pushed], before: Sequence[Tables], group: Group) 
     return Kept(table, noise, calibration)
 
 
-def half_as_reference(data: Pushed, group: Group) -> Reference:
-    """Fit the numbers to every other labelled example, and return scores of the remaining ones."""
-    data, numbers = data.part(data.likelihood.labelled(data.y)), numbers_of(data.likelihood)
-    table, noise = numbers.at(_most_probable(numbers, [data.part(slice(None, None, 2))], group))
-    judged = data.part(slice(1, None, 2)).prediction(table, noise)
-    sigma = judged.likelihood.observation_noise
-    scores = group.gather(judged._ood_scores()), group.gather(judged._errors(data.y[1::2]))
-    return Reference(table, sigma, scores[0], scores[1].sort(0).values)
+def half_as_reference(data: Pushed, group: Group, stated: Stated = Stated()) -> Reference:
+    """Fit the numbers to every other labelled example, and return scores of the remaining ones.
+
+    With groups it is every other one of each group. ``stated`` has those and the weights of all examples.
+    """
+    kept, numbers = data.likelihood.labelled(data.y), numbers_of(data.likelihood)
+    data, stated = data.part(kept), stated.part(kept)
+    by_class = isinstance(stated.groups, str)
+    if by_class and not data.network()._has_classes:
+        raise TypeError(
+            'groups="classes" needs one class label per example: pass integers instead.'
+        )
+    groups = data.y.long() if by_class else stated.groups
+    if groups is None:
+        second = is_second(torch.zeros_like(kept[kept], dtype=torch.long))
+    else:
+        require_two(group.gather(groups), "class" if by_class else "group")
+        second = is_second(groups)
+    table, noise = numbers.at(_most_probable(numbers, [data.part(~second)], group))
+    data, stated = data.part(second), stated.part(second)
+    judged = data.prediction(table, noise)
+    own = None if groups is None else group.gather(groups[second])
+    weights = None if stated.weights is None else group.gather(stated.weights)
+    is_sorted = own is None and weights is None
+
+    def of_all(values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        every = group.gather(values)
+        return every.sort(0).values if is_sorted else every
+
+    return Reference(
+        table,
+        judged.likelihood.observation_noise,
+        group.gather(judged._ood_scores()),
+        of_all(judged._errors(data.y)),
+        joint=of_all(joint_errors(judged, data.y)),
+        groups=None if by_class else own,
+        classes=own if by_class else None,
+        weights=weights,
+    )
 
 
 def folds_as_reference(parts: Sequence[Pushed], found: Kept) -> Reference:
     """Return scores of the examples that each member of an ensemble was not trained on."""
     labelled = [part.part(part.likelihood.labelled(part.y)) for part in parts]
     judged = [part.prediction(found.table, found.noise) for part in labelled]
-    likelihood = judged[0].likelihood
+    each = [joint_errors(by, part.y) for by, part in zip(judged, labelled)]
+    joint = [errors for errors in each if errors is not None]
     return Reference(
         found.table,
-        likelihood.observation_noise,
-        torch.cat([each._ood_scores() for each in judged]),
-        torch.cat([each._errors(part.y) for each, part in zip(judged, labelled)]).sort(0).values,
+        judged[0].likelihood.observation_noise,
+        torch.cat([by._ood_scores() for by in judged]),
+        torch.cat([by._errors(part.y) for by, part in zip(judged, labelled)]).sort(0).values,
         torch.tensor([len(part.y) for part in labelled], device="cpu"),
+        joint=torch.cat(joint).sort(0).values if joint else None,
     )
 
 

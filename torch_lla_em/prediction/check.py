@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch_lla_em.prediction.passes import pushed
 from torch_lla_em.prediction.posterior import Posterior
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushed import Pushed, joined, together
+from torch_lla_em.prediction.reference import Stated
 from torch_lla_em.prediction.summary import Cells, Printed
 
 _PARTS, _LARGEST, _FEWEST = 4, 3, 10
@@ -66,9 +68,14 @@ class Check(Printed):
             )
         else:
             advice = (
-                "The guarantee holds on average over classes only. For one that holds for each class, use a "
-                "threshold for each class: mondrian (class-conditional) conformal prediction on la(x), for "
-                "example by MAPIE, or more validation examples of these classes."
+                "The guarantee holds on average over classes only. For one that holds for each class, call "
+                'la.calibrate(validation_loader, groups="classes"), with 18 examples of each class or more for '
+                "a level of 0.9."
+            )
+        if any(name.startswith("group ") for name in low):
+            advice = (
+                "The guarantee holds on average over groups only. For one that holds for each, call "
+                "la.calibrate(validation_loader, groups=labels), and la.predict(x, groups=labels)."
             )
         return [words, advice]
 
@@ -92,21 +99,31 @@ class Check(Printed):
 
 
 def checked(
-    posteriors: Sequence[Posterior], predict: Callable[[Pushed], Any], loader: Any, level: float
+    posteriors: Sequence[Posterior],
+    predict: Callable[[Pushed], Any],
+    loader: Any,
+    level: float,
+    groups: Any = None,
 ) -> Check:
-    """Return the coverage by class, by predicted noise and by the inputs' largest features."""
+    """Return the coverage by group, class, predicted noise and the inputs' largest features."""
     each = [pushed(posterior, loader) for posterior in posteriors]
     data = together([joined(part for _, part in parts) for parts in each])
     parts = [x for x, _ in each[0]]
     flat = all(isinstance(x, Tensor) and x.dim() == 2 for x in parts)
     inputs = torch.cat(parts) if flat else None
     known = data.likelihood.labelled(data.y)
+    stated = Stated(groups).checked(len(data.y), data.f.device).part(known)
     data, inputs = data.part(known), None if inputs is None else inputs[known.to(inputs.device)]
     with torch.no_grad():
-        return _by_group(predict(data), data.y, inputs, level)
+        prediction = predict(data)
+        if prediction.judge is not None and prediction.judge()[0].groups is not None:
+            prediction = replace(prediction, stated=stated)
+        return _by_group(prediction, data.y, inputs, stated.groups, level)
 
 
-def _by_group(prediction: Prediction, y: Tensor, inputs: Tensor | None, level: float) -> Check:
+def _by_group(
+    prediction: Prediction, y: Tensor, inputs: Tensor | None, labels: Tensor | None, level: float
+) -> Check:
     likelihood = prediction.likelihood
     if likelihood.real_valued:
         lower, upper = prediction.interval(level)
@@ -118,6 +135,9 @@ def _by_group(prediction: Prediction, y: Tensor, inputs: Tensor | None, level: f
         inside = sets.gather(1, y.long()[:, None])[:, 0].double()
         size, noise = sets.double().sum(1), prediction.entropy
     groups = [_group("all", torch.ones_like(inside, dtype=torch.bool), inside, size)]
+    if labels is not None:
+        for label in labels.unique().tolist():
+            groups.append(_group(f"group {label}", labels == label, inside, size))
     if not likelihood.real_valued:
         for label in y.unique().tolist():
             groups.append(_group(f"class {int(label)}", y == label, inside, size))

@@ -20,23 +20,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.functions import Functions
-from torch_lla_em.prediction.ranks import (
-    NUMBERS,
-    ROUNDING,
-    crossed,
-    mass_above,
-    p_values,
-    quantiles,
-    require,
-    rounding,
-)
+from torch_lla_em.prediction.ranks import NUMBERS, ROUNDING, crossed, mass_above, rounding
+from torch_lla_em.prediction.reference import Reference, Stated
 from torch_lla_em.runtime import report
 
 # scores below this are rounding errors of double precision
@@ -137,34 +129,6 @@ class Interval(NamedTuple):
     upper: Tensor
 
 
-class Reference(NamedTuple):
-    """Numbers of predictions, and scores of examples to which they were not fitted.
-
-    ``calibrate`` splits the validation set into two halves. Ensembles that were trained by folds have
-    the scores of all examples, each by the member that has not seen it.
-    """
-
-    table: Tensor
-    """The components of predictions, fitted to the first half."""
-
-    sigma: Tensor | None
-    """The observation noise of a regression, fitted to the first half."""
-
-    unusual: Tensor
-    """Out-of-distribution scores of the second half, shape (n, scores)."""
-
-    errors: Tensor | None
-    """Sorted errors of the second half, shape (n, outputs); None for training examples."""
-
-    folds: Tensor | None = None
-    """How many of the scores are of examples that the first, second, ... member of an ensemble was
-    not trained on, if it was trained by folds."""
-
-
-REFERENCE = tuple(f"conformal_{name}" for name in Reference._fields)
-"""The names of these fields as buffers of a posterior."""
-
-
 @dataclass(frozen=True, repr=False)
 class Conformal(Functions):
     """A prediction's methods that compare its inputs with a validation set."""
@@ -177,6 +141,9 @@ class Conformal(Functions):
 
     unit: Callable[[], Tensor] | None = field(default=None, kw_only=True)
     """Returns the scale of these distances, (), relative to which they are rounded."""
+
+    stated: Stated = field(default=Stated(), kw_only=True)
+    """The groups and weights of the inputs, if the reference has any."""
 
     room: float = field(default=0.0, kw_only=True)
     """Relative difference up to which scores are ties, at least: that of the reference's dtype."""
@@ -194,6 +161,10 @@ class Conformal(Functions):
         of their outputs. Otherwise there are two scores, and the larger rank is used: the mutual
         information (for regression the variance of f relative to the observation noise), and the
         variance of the centred outputs.
+
+        If ``calibrate`` had ``groups``, the reference are the examples of the input's group. With
+        ``groups="classes"`` the input is compared with the examples of each class, and has the largest
+        p-value.
 
         Before ``calibrate``, with the variational curvature, stored training examples are the
         reference. The network was fitted to them, so false alarms are more frequent than stated.
@@ -223,7 +194,7 @@ class Conformal(Functions):
         reference, prediction = self._judged("is_ood")
         if reference.errors is None:
             report("warn", _UNCALIBRATED)
-        require(len(reference.unusual), ceil(1 / rate - 1 - ROUNDING), f"rate={rate}")
+        reference.require(ceil(1 / rate - 1 - ROUNDING), f"rate={rate}", self.stated)
         return self._p_values(reference, prediction) <= rate
 
     def prediction_set(self, level: float = 0.9) -> Tensor:
@@ -251,17 +222,19 @@ class Conformal(Functions):
                 "prediction_set is for one class label per example; use interval(level) for a "
                 "regression."
             )
-        room = self._room()
-        threshold = quantiles(reference.errors, level) + room
-        return self._out(mass_above(prediction._expected(), room) <= threshold)
+        room, above = self._room(), mass_above(prediction._expected(), self._room())
+        threshold = reference.quantiles_by_class(level, self.stated, above.shape[1])
+        return self._out(above <= threshold + room)
 
-    def interval(self, level: float = 0.9) -> Interval:
+    def interval(self, level: float = 0.9, joint: bool = False) -> Interval:
         """Return conformal prediction intervals, which contain y with probability ``level`` or more.
 
         They are centred at the mean and proportional to the predictive standard deviation.
 
         Args:
             level (float): Coverage for each output, between 0 and 1. Default 0.9.
+            joint (bool): Whether the level is that of all outputs of an example at once, which needs wider
+                intervals. Default False.
 
         Returns:
             An ``Interval`` of ``lower`` and ``upper``, each of shape (B, C).
@@ -279,11 +252,11 @@ class Conformal(Functions):
                 "interval is for continuous targets of shape (B,) or (B, C); use "
                 "prediction_set(level) for classes, and credible_interval(level) otherwise."
             )
-        centre = prediction._expected()
-        variance = prediction._variance()
-        if reference.folds is not None:
-            variance = prediction._variance_of_error()
-        half = quantiles(reference.errors, level).to(centre) * variance.sqrt()
+        centre, variance = prediction._expected(), prediction._variance_by(reference)
+        errors: Any = reference.errors
+        if joint and centre.shape[1:].numel() > 1:
+            errors = reference.joint_errors()[:, :1]
+        half = reference.quantiles(errors, level, self.stated).to(centre) * variance.sqrt()
         # targets at the ends, as in discrete data, are inside whichever way they are rounded
         half = half * (1 + self._room()) + 8 * torch.finfo(centre.dtype).eps * centre.abs()
         return Interval(self._out(centre - half), self._out(centre + half))
@@ -296,6 +269,7 @@ class Conformal(Functions):
                 "Call la.calibrate(validation_loader), or la.fit(..., validation=loader), and "
                 "then la.predict(x) without mean= and num_samples=."
             )
+        judged[0].agree(self.stated)
         return judged
 
     def _ood_scores(self) -> Tensor:
@@ -315,14 +289,19 @@ class Conformal(Functions):
     def _p_values(self, reference: Reference, prediction: Conformal) -> Tensor:
         room = self._room()
 
-        def of(unusual: Tensor, prediction: Conformal) -> Tensor:
+        def of(reference: Reference, prediction: Conformal) -> Tensor:
             unit = _SMALLEST if prediction.unit is None else prediction.unit()
-            return p_values(unusual, prediction._ood_scores(), room, unit)
+            return reference.p_values(prediction._ood_scores(), self.stated, room, unit)
 
         if reference.folds is None:
-            return of(reference.unusual, prediction)
+            return of(reference, prediction)
         each = reference.unusual.split(reference.folds.tolist())
-        return crossed(torch.stack(list(map(of, each, prediction.members))), reference.folds)
+        folds = [reference._replace(unusual=unusual) for unusual in each]
+        return crossed(torch.stack(list(map(of, folds, prediction.members))), reference.folds)
+
+    def _variance_by(self, reference: Reference) -> Tensor:
+        """Return the expected squared error of the mean, (B, C), relative to which errors are measured."""
+        return self._variance() if reference.folds is None else self._variance_of_error()
 
     def _variance_of_error(self) -> Tensor:
         """Return the expected squared error of the mean of all members, from those of the members.

@@ -16,12 +16,12 @@ from torch_lla_em.prediction.calibration import (
     folds_as_reference,
     restored,
 )
-from torch_lla_em.prediction.conformal import REFERENCE, Reference
 from torch_lla_em.prediction.fitted import Fitted
 from torch_lla_em.prediction.passes import pushed
 from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.predictor import Predictor
 from torch_lla_em.prediction.pushed import joined
+from torch_lla_em.prediction.reference import REFERENCE, Reference
 from torch_lla_em.prediction.stored import without_prefix
 from torch_lla_em.prediction.summary import Printed, of_ensemble
 from torch_lla_em.runtime import Group, collected, files

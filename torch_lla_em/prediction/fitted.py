@@ -18,11 +18,11 @@ from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import Kept
-from torch_lla_em.prediction.conformal import Reference
 from torch_lla_em.prediction.export import Outputs, Ways, exported, names_of, returned
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT, slots
 from torch_lla_em.prediction.posterior import Components, NotFittedError, Posterior, Setting
 from torch_lla_em.prediction.predictor import Predictor
+from torch_lla_em.prediction.reference import Reference
 from torch_lla_em.prediction.summary import Shown
 from torch_lla_em.runtime import Compute, files, report
 

@@ -15,9 +15,10 @@ from torch_lla_em.inference import FitResult
 from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.calibration import Calibration, Kept
-from torch_lla_em.prediction.conformal import Reference, TrainingExamples, output_variance
+from torch_lla_em.prediction.conformal import TrainingExamples, output_variance
 from torch_lla_em.prediction.pushed import Products, Pushed, Tables, posterior_alone
 from torch_lla_em.prediction.ranks import rounding
+from torch_lla_em.prediction.reference import Reference
 
 
 class NotFittedError(RuntimeError):

@@ -19,6 +19,7 @@ from torch_lla_em.prediction.functions import (
     pair_error,
     quantile,
 )
+from torch_lla_em.prediction.regions import Ellipsoid, covariance_of
 from torch_lla_em.prediction.summary import Printed, of_prediction
 
 # largest number of functions of equal weight that stand for a mixture
@@ -251,6 +252,35 @@ class Prediction(Printed, Conformal):
 
             lower, upper = self._over_rows(quantiles, dim=1)
         return Interval(self._out(lower), self._out(upper))
+
+    def ellipsoid(self, level: float = 0.9) -> Ellipsoid:
+        """Return conformal regions that contain all outputs of y together with probability ``level`` or more.
+
+        They are ellipsoids around the mean, in the shape of the covariance of y given x, and smaller than
+        ``interval(level, joint=True)`` if outputs are correlated.
+
+        Args:
+            level (float): Coverage, between 0 and 1. Default 0.9.
+
+        Returns:
+            An ``Ellipsoid`` of ``centre`` (B, C), ``covariance`` (B, C, C) and ``radius`` (B,), with a
+            method ``contains(y)``.
+
+        Raises:
+            ValueError: If the posterior has not been calibrated, or with too few examples.
+            TypeError: If the targets are not several continuous outputs.
+
+        Example:
+            >>> region = several.predict(x).ellipsoid(level=0.8)  # doctest: +SKIP
+        """
+        reference, prediction = self._judged("ellipsoid", by_labels=True)
+        centre = prediction._expected()
+        if not self._has_values or centre.shape[1:].numel() < 2:
+            raise TypeError("ellipsoid is for several continuous targets; use interval(level).")
+        radius = reference.quantiles(reference.joint_errors()[:, 1:], level, self.stated)[:, 0]
+        covariance = covariance_of(prediction, prediction._variance_by(reference))
+        radius = radius.expand(len(centre)) * (1 + self._room())
+        return Ellipsoid(centre.double(), covariance, radius)
 
     def smoothed(self) -> Tensor:
         """Return E[y] in closed form from mean and variance of f: the probit approximation.

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from functools import cache
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from torch_lla_em.data import as_loader, paired
-from torch_lla_em.prediction.calibration import Kept, calibrated, half_as_reference
-from torch_lla_em.prediction.check import Check, checked
-from torch_lla_em.prediction.conformal import Reference
+from torch_lla_em.data import as_loader
+from torch_lla_em.prediction.calibrates import Calibrates
 from torch_lla_em.prediction.functions import SCALE, mixed
-from torch_lla_em.prediction.passes import pushed_under_each
 from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushed import (
@@ -27,28 +24,15 @@ from torch_lla_em.prediction.pushed import (
     push_forward,
     together,
 )
-from torch_lla_em.runtime import check_choice, collected, free_memory, group_of
+from torch_lla_em.prediction.reference import Reference, Stated
+from torch_lla_em.runtime import check_choice, free_memory
 
 Mean = Literal["network", "linear"]
 Link = Literal["mc", "probit"]
-Own = TypeVar("Own", bound="Predictor")
 
 
-class Predictor:
+class Predictor(Calibrates):
     """The public methods that a posterior and an ensemble have in common."""
-
-    def _members(self, surely: bool = False) -> tuple[Posterior, ...]:
-        """Return the posteriors; raise an error if one is not fitted or its network has changed."""
-        raise NotImplementedError
-
-    @property
-    def _components(self) -> Components:
-        """How products become predictions."""
-        raise NotImplementedError
-
-    def _keep(self, found: Kept, reference: Reference, messages: list[str]) -> None:
-        """Store what ``calibrate`` has found, and its warnings."""
-        raise NotImplementedError
 
     def forward(
         self,
@@ -98,6 +82,8 @@ class Predictor:
         mean: Mean | None = None,
         generator: torch.Generator | None = None,
         num_samples: int | None = None,
+        groups: Any = None,
+        weights: Any = None,
         **inputs: Any,
     ) -> Prediction:
         """Return the predictive distribution at x: as fitted, or as calibrated.
@@ -112,6 +98,9 @@ class Predictor:
             generator (torch.Generator, optional): Used to draw new samples with the same covariance.
             num_samples (int, optional): Number of samples to use; fewer are faster and less
                 accurate. Default None: all.
+            groups (integers, optional): The group of each input, if ``calibrate`` had groups.
+            weights (sequence, optional): The weight of each input, if ``calibrate`` had weights. Default
+                None: the largest of a reference example.
 
         Returns:
             A ``Prediction``. It is differentiable in x if x requires gradients. That of an ensemble
@@ -130,7 +119,11 @@ class Predictor:
             raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
         x, posteriors = inputs if x is None else x, self._members()
         predict = self._predict_by(posteriors, mean, generator, num_samples)
-        return predict(at_inputs(posteriors, x, slice(num_samples)))
+        found = predict(at_inputs(posteriors, x, slice(num_samples)))
+        if groups is None and weights is None:
+            return found
+        stated = Stated(groups, weights).checked(len(found.centre), found.centre.device)
+        return replace(found, stated=stated)
 
     def predictions(
         self,
@@ -196,7 +189,9 @@ class Predictor:
 
         return predict
 
-    def is_ood(self, x: Any = None, rate: float = 0.05, **inputs: Any) -> Tensor:
+    def is_ood(
+        self, x: Any = None, rate: float = 0.05, groups: Any = None, **inputs: Any
+    ) -> Tensor:
         """Return which inputs are out-of-distribution (OOD).
 
         Call ``calibrate`` first. Without it, posteriors with variational curvature compare inputs
@@ -206,6 +201,7 @@ class Predictor:
             x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
             rate (float): Largest share of false alarms among inputs from the validation set's
                 distribution. Default 0.05.
+            groups (integers, optional): The group of each input, if ``calibrate`` had groups.
 
         Returns:
             A mask of shape (B,). ``predict(x).p_value`` has the p-values.
@@ -216,9 +212,9 @@ class Predictor:
         Example:
             >>> suspicious = la.is_ood(x, rate=0.1)
         """
-        if _is_loader(x) and not inputs:
+        if _is_loader(x) and not inputs and groups is None:
             return torch.cat([each.is_ood(rate) for each in self.predictions(x)])
-        return self.predict(x, **inputs).is_ood(rate)
+        return self.predict(x, groups=groups, **inputs).is_ood(rate)
 
     def functional_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
         """Return samples of f at x, shape (K, B, ..., C), joint over inputs.
@@ -252,60 +248,6 @@ class Predictor:
             y (Tensor): Targets, as in the training data.
         """
         return self.predict(x).joint_log_prob(y)
-
-    def calibrate(self: Own, loader: Any, targets: Tensor | None = None) -> Own:
-        """Fit a few numbers of the predictions to a validation set, in one pass for each network.
-
-        For classes and labels the prediction is a mixture of the posterior, its mean alone, and the
-        network: the numbers are a scale of the posterior's variance, factors of the logits of the
-        latter two (temperature scaling), and the weights. For regression they are the scale, the
-        observation noise σ, and the share of the linear mode in the mean. If the validation NLL does
-        not improve, predictions are kept as they were. The members of an ensemble share these
-        numbers, and are not changed.
-
-        The numbers are fitted to all examples. For ``p_value``, ``is_ood``, ``prediction_set`` and
-        ``interval`` they are fitted a second time, to every other example; the others are the
-        reference.
-
-        Args:
-            loader (DataLoader, Dataset, list of batches, or inputs): The validation set. It must
-                not have been used in training.
-            targets (Tensor, optional): The targets, if ``loader`` are inputs.
-
-        Returns:
-            The object itself; ``la.calibration`` holds the improvement. In a distributed run all
-            ranks have to call this method; an ensemble is calibrated by each process on its own.
-
-        Raises:
-            ValueError: If no example has a label, or if most are training examples.
-            NotFittedError: Before ``fit``, or if the model has changed since.
-
-        Example:
-            >>> improvement = str(la.calibrate(x, y).calibration)
-        """
-        data = paired(loader, targets)
-        self._keep(*calibrated_on(self._members(), self._components, data))
-        return self
-
-    def check(self, loader: Any, targets: Tensor | None = None, level: float = 0.9) -> Check:
-        """Return the coverage of sets or intervals within groups of held-out examples; print it.
-
-        Conformal guarantees hold on average. Groups are classes, quarters by the predicted noise or
-        entropy, and quarters by the features with the most extreme values.
-
-        Args:
-            loader (DataLoader, Dataset, list of batches, or inputs): Data that was used neither for
-                ``fit`` nor for ``calibrate``.
-            targets (Tensor, optional): The targets, if ``loader`` are inputs.
-            level (float): Level of the sets or intervals. Default 0.9.
-
-        Raises:
-            ValueError: Before ``calibrate``, or with too few validation examples for the level.
-
-        Example:
-            >>> low = [group.name for group in la.check(x, y).groups if group.is_low(0.9)]
-        """
-        return checked(self._members(True), self._predicted, paired(loader, targets), level)
 
     def _at(self, x: Any, some: slice = slice(None)) -> Pushed:
         """Return inputs, or all batches of a loader, with the products of some samples."""
@@ -373,20 +315,6 @@ def predicted(data: Pushed, components: Components, judged: bool = True) -> Pred
         return reference, data.prediction(reference.table, noise)
 
     return replace(prediction, judge=cache(judge), room=components.room)
-
-
-def calibrated_on(
-    posteriors: Sequence[Posterior], components: Components, loader: Any
-) -> tuple[Kept, Reference, list[str]]:
-    """Return what ``calibrate`` finds in one pass for each network, and its warnings."""
-    alone = len(posteriors) == 1  # an ensemble is calibrated by each process on its own
-    group = group_of(posteriors[0].setting.shard if alone else None)
-    messages: list[str] = []
-    with collected(messages), torch.inference_mode(False), torch.no_grad():
-        each = map(joined, pushed_under_each(posteriors, loader, group))
-        data = together(list(each))
-        found = calibrated([data], [components.tables], group)
-        return found, half_as_reference(data, group), messages
 
 
 def _redrawn(prediction: Prediction, generator: torch.Generator) -> Prediction:

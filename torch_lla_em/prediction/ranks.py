@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import ceil
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,36 +23,58 @@ def rounding(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps ** 0.5)
 
 
+class Masses(NamedTuple):
+    """The weights of reference examples, (n,), and of inputs, (B,) or (1,)."""
+
+    reference: Tensor
+    inputs: Tensor
+
+
 def p_values(
-    reference: Tensor, scores: Tensor, room: float = 0.0, unit: float | Tensor = 0.0
+    reference: Tensor,
+    scores: Tensor,
+    room: float = 0.0,
+    unit: float | Tensor = 0.0,
+    masses: Masses | None = None,
 ) -> Tensor:
     """Return conformal p-values, (B,), of scores (B, S) among reference scores (n, S).
 
     Ranks are taken among the reference examples and the input together. A score is at least as large
     as another one s if it exceeds s - ``room`` (s + ``unit``). All examples are treated alike, so the
-    p-value is exact without ties, and conservative with them.
+    p-value is exact without ties, and conservative with them. With ``masses``, examples count by their
+    weights.
     """
     reference, count = reference.to(scores.device), len(reference)
-    in_order = reference.sort(0).values.T.contiguous()
+    if masses is None:
+        weights, own = scores.new_ones(count).double(), scores.new_ones(1).double()
+    else:
+        weights, own = (part.to(scores.device, torch.float64) for part in masses)
+    in_order, order = reference.sort(0)
+    in_order = in_order.T.contiguous()
+    # the weight of all examples from a place in this order on, (S, n + 1)
+    above = torch.nn.functional.pad(weights[order].flip(0).cumsum(0).flip(0), (0, 0, 0, 1)).T
 
     def least(values: Tensor) -> Tensor:
         return values - room * (values + unit).nan_to_num(posinf=0.0)
 
-    def number_above(values: Tensor) -> Tensor:
-        return (count - torch.searchsorted(in_order, least(values).T.contiguous())).T
+    def mass_of(values: Tensor) -> Tensor:
+        return above.gather(1, torch.searchsorted(in_order, least(values).T.contiguous())).T
 
-    own = 1 + number_above(scores).min(1).values
-    theirs, bounds = number_above(reference), least(reference)
+    rank = own + mass_of(scores).min(1).values
+    theirs, bounds = mass_of(reference), least(reference)
+    own = own.expand_as(rank)
 
-    def not_above(some: Tensor, rank: Tensor) -> Tensor:
-        return (theirs + (some[:, None] >= bounds)).min(2).values.le(rank[:, None]).sum(1)
+    def not_above(some: Tensor, rank: Tensor, own: Tensor) -> Tensor:
+        found = (theirs + own[:, None, None] * (some[:, None] >= bounds)).min(2).values
+        return found.le(rank[:, None] * (1 + ROUNDING)).double() @ weights
 
     step = max(1, NUMBERS // max(1, count))
     if len(scores) <= step:  # without a number of rows, so that exported programs take any
-        found = not_above(scores, own)
+        found = not_above(scores, rank, own)
     else:
-        found = torch.cat([not_above(*part) for part in zip(scores.split(step), own.split(step))])
-    return (1 + found).double() / (1 + count)
+        parts = zip(*(part.split(step) for part in (scores, rank, own)))
+        found = torch.cat([not_above(*part) for part in parts])
+    return (own + found) / (own + weights.sum())
 
 
 def crossed(each: Tensor, counts: Tensor) -> Tensor:
@@ -64,19 +87,43 @@ def crossed(each: Tensor, counts: Tensor) -> Tensor:
     return (1 + above.sum(0)) / (1 + counts.sum())
 
 
-def quantiles(errors: Tensor, level: float) -> Tensor:
-    """Return the conformal quantile of each column of sorted errors, (outputs,)."""
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, not {level}.")
-    require(len(errors), ceil(level / (1 - level) - ROUNDING), f"level={level}")
+def quantiles(errors: Tensor, level: float, of: str = "") -> Tensor:
+    """Return the conformal quantile of each column of sorted errors, (outputs,).
+
+    ``of`` says in an error which part of the examples these are.
+    """
+    _require_enough(errors, level, of)
     return errors[ceil((len(errors) + 1) * level - ROUNDING) - 1]
 
 
-def require(count: int, needed: int, asked: str) -> None:
+def weighted_quantiles(errors: Tensor, level: float, masses: Masses, of: str = "") -> Tensor:
+    """Return the weighted conformal quantiles of errors (n, outputs), (B or 1, outputs).
+
+    The error of an input itself counts as infinity, and so the quantile is infinite if its weight is more
+    than a share 1 - ``level`` of all weights.
+    """
+    _require_enough(errors, level, of)
+    weights, own = (part.to(errors.device, torch.float64) for part in masses)
+    in_order, order = errors.sort(0)
+    sums = weights[order].cumsum(0).T.contiguous()
+    needed = level * (weights.sum() + own) * (1 - ROUNDING)
+    places = torch.searchsorted(sums, needed.expand(len(sums), -1).contiguous())
+    padded = torch.nn.functional.pad(in_order, (0, 0, 0, 1), value=torch.inf)
+    return padded.gather(0, places.T)
+
+
+def _require_enough(errors: Tensor, level: float, of: str) -> None:
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, not {level}.")
+    require(len(errors), ceil(level / (1 - level) - ROUNDING), f"level={level}", of)
+
+
+def require(count: int, needed: int, asked: str, of: str = "") -> None:
+    """Raise an error if there are fewer reference examples, or of a part of them, than needed."""
     if count < needed:
         raise ValueError(
-            f"{asked} needs at least {needed} reference examples, and there are {count}. Half of the "
-            f"validation set is used as reference: calibrate with {2 * needed} examples or more "
+            f"{asked} needs at least {needed} reference examples{of}, and there are {count}. Half of the "
+            f"validation set is used as reference: calibrate with {2 * needed} examples{of} or more "
             "(student.calibrate and LaplaceEnsemble.from_folds use all of them)."
         )
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch_lla_em.jacobian import LinearModel, Network
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, is_named
 from torch_lla_em.prediction.calibration import restored
-from torch_lla_em.prediction.conformal import REFERENCE, Reference
 from torch_lla_em.prediction.posterior import Posterior, Setting, fields_of
+from torch_lla_em.prediction.reference import REFERENCE, Reference
 from torch_lla_em.problem import place_of_vectors
 from torch_lla_em.runtime import Compute, files, free_memory
 

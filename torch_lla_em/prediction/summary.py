@@ -177,7 +177,7 @@ def of_fit(la: Any) -> tuple[str, Cells]:
     ]
     if la.sigma_noise is not None:
         rows.append(("observation noise", f"{_several(la.sigma_noise)} (standard deviation)"))
-    return title, [*rows, *_of_reference(la), *findings(la)]
+    return title, [*rows, *_of_reference(la.reference), *findings(la)]
 
 
 def of_ensemble(ensemble: Any) -> tuple[str, Cells]:
@@ -195,9 +195,8 @@ def of_ensemble(ensemble: Any) -> tuple[str, Cells]:
     seconds = [la.history[-1]["seconds"] for la in members if la.history]
     some = f"{counts[0]:,}" + (f" to {counts[-1]:,}" if len(counts) > 1 else "")
     rows.append(("training data", f"{some} examples for each, fitted in {sum(seconds):.3g} s"))
-    if ensemble.conformal_unusual is not None:
-        count = f"{len(ensemble.conformal_unusual):,} validation examples"
-        rows.append(("reference", f"{count}, for p-values, OOD flags, sets and intervals"))
+    known = ensemble._components.reference
+    rows += _of_reference(None if known is None else known())
     worst = max((la.accuracy for la in members), key=lambda found: found.error / found.tolerance)
     kind, words = _of_accuracy(worst)
     rows += [(kind, words.replace("The samples", "The samples of the worst member"))]
@@ -222,10 +221,15 @@ def _size(la: Any) -> str:
     return f"all {total:,} parameters" if chosen == total else f"{chosen:,} of {total:,} parameters"
 
 
-def _of_reference(la: Any) -> Iterator[tuple[str, str]]:
-    if la.reference is not None:
-        count = f"{len(la.reference.unusual):,} validation examples"
-        yield "reference", f"{count}, for p-values, OOD flags, sets and intervals"
+def _of_reference(reference: Any) -> Iterator[tuple[str, str]]:
+    if reference is not None:
+        words = f"{len(reference.unusual):,} validation examples"
+        if reference.classes is not None:
+            words += ", those of each class apart"
+        elif reference.groups is not None:
+            words += f" in {len(reference.groups.unique())} groups"
+        words += " with weights" if reference.weights is not None else ""
+        yield "reference", f"{words}, for p-values, OOD flags, sets and intervals"
 
 
 def details_of(la: Any) -> Details:

@@ -1,0 +1,148 @@
+"""The public methods that use a validation set, the same for a posterior and for an ensemble."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.data import paired
+from torch_lla_em.prediction.calibration import Kept, calibrated, half_as_reference
+from torch_lla_em.prediction.check import Check, checked
+from torch_lla_em.prediction.passes import pushed_under_each
+from torch_lla_em.prediction.posterior import Components, Posterior
+from torch_lla_em.prediction.prediction import Prediction
+from torch_lla_em.prediction.pushed import Pushed, joined, together
+from torch_lla_em.prediction.reference import Reference, Stated
+from torch_lla_em.runtime import collected, group_of
+
+Own = TypeVar("Own", bound="Calibrates")
+
+
+class Calibrates:
+    """Fits numbers of predictions to a validation set, and checks predictions on held-out data."""
+
+    def _members(self, surely: bool = False) -> tuple[Posterior, ...]:
+        """Return the posteriors; raise an error if one is not fitted or its network has changed."""
+        raise NotImplementedError
+
+    @property
+    def _components(self) -> Components:
+        """How products become predictions."""
+        raise NotImplementedError
+
+    def _predicted(self, data: Pushed, judged: bool = True) -> Prediction:
+        """Return the prediction, with its comparison with reference examples if ``judged``."""
+        raise NotImplementedError
+
+    def _keep(self, found: Kept, reference: Reference, messages: list[str]) -> None:
+        """Store what ``calibrate`` has found, and its warnings."""
+        raise NotImplementedError
+
+    def calibrate(
+        self: Own,
+        loader: Any,
+        targets: Tensor | None = None,
+        *,
+        groups: Any = None,
+        weights: Any = None,
+    ) -> Own:
+        """Fit a few numbers of the predictions to a validation set, in one pass for each network.
+
+        For classes and labels the prediction is a mixture of the posterior, its mean alone, and the
+        network: the numbers are a scale of the posterior's variance, factors of the logits of the
+        latter two (temperature scaling), and the weights. For regression they are the scale, the
+        observation noise σ, and the share of the linear mode in the mean. If the validation NLL does
+        not improve, predictions are kept as they were. The members of an ensemble share these
+        numbers, and are not changed.
+
+        The numbers are fitted to all examples. For ``p_value``, ``is_ood``, ``prediction_set`` and
+        ``interval`` they are fitted a second time, to every other example; the others are the
+        reference. Their guarantees hold on average over all inputs, or for each group.
+
+        Args:
+            loader (DataLoader, Dataset, list of batches, or inputs): The validation set. It must
+                not have been used in training.
+            targets (Tensor, optional): The targets, if ``loader`` are inputs.
+            groups ("classes" or integers, optional): "classes": prediction sets contain the label with
+                the stated probability for each class, and false alarms of ``is_ood`` are below their rate
+                for each class. Or an integer for each validation example, in the order of the
+                dataset: sets, intervals and p-values hold for each group, and
+                ``predict(x, groups=...)`` takes the groups of inputs. Every group needs as many
+                examples as a validation set without groups. Default None: one group.
+            weights (sequence, optional): A weight for each validation example, if the distribution of
+                new inputs differs from that of the validation set: the ratio of their densities, up to a
+                factor. Guarantees then hold for the new inputs. The numbers are fitted without
+                weights. Default None: no shift.
+
+        Returns:
+            The object itself; ``la.calibration`` holds the improvement. In a distributed run all
+            ranks have to call this method; an ensemble is calibrated by each process on its own.
+
+        Raises:
+            ValueError: If no example has a label, if most are training examples, or if groups or
+                weights do not fit the examples.
+            NotFittedError: Before ``fit``, or if the model has changed since.
+
+        Example:
+            >>> improvement = str(la.calibrate(x, y).calibration)
+            >>> sets = la.calibrate(x, y, groups="classes").predict(x).prediction_set(0.5)
+        """
+        stated = Stated(groups, weights)
+        data = paired(loader, targets)
+        self._keep(*calibrated_on(self._members(), self._components, data, stated))
+        return self
+
+    def check(
+        self,
+        loader: Any,
+        targets: Tensor | None = None,
+        level: float = 0.9,
+        groups: Any = None,
+    ) -> Check:
+        """Return the coverage of sets or intervals within groups of held-out examples; print it.
+
+        Conformal guarantees hold on average. Groups are those passed, classes, quarters by the predicted
+        noise or entropy, and quarters by the features with the most extreme values.
+
+        Args:
+            loader (DataLoader, Dataset, list of batches, or inputs): Data that was used neither for
+                ``fit`` nor for ``calibrate``.
+            targets (Tensor, optional): The targets, if ``loader`` are inputs.
+            level (float): Level of the sets or intervals. Default 0.9.
+            groups (integers, optional): The group of each example, in the order of the dataset. Default
+                None: no groups of yours.
+
+        Raises:
+            ValueError: Before ``calibrate``, or with too few validation examples for the level.
+
+        Example:
+            >>> low = [group.name for group in la.check(x, y).groups if group.is_low(0.9)]
+        """
+        data = paired(loader, targets)
+        return checked(self._members(True), self._predicted, data, level, groups)
+
+
+def calibrated_on(
+    posteriors: Sequence[Posterior],
+    components: Components,
+    loader: Any,
+    stated: Stated = Stated(),
+) -> tuple[Kept, Reference, list[str]]:
+    """Return what ``calibrate`` finds in one pass for each network, and its warnings."""
+    alone = len(posteriors) == 1  # an ensemble is calibrated by each process on its own
+    group = group_of(posteriors[0].setting.shard if alone else None)
+    messages: list[str] = []
+    with collected(messages), torch.inference_mode(False), torch.no_grad():
+        each = map(joined, pushed_under_each(posteriors, loader, group))
+        data = together(list(each))
+        if group.size > 1 and not stated.is_shared:
+            raise ValueError(
+                "calibrate takes integers as groups, and weights, in a single process only: every rank reads "
+                'its own share of the examples. Call it on one rank, or with groups="classes".'
+            )
+        stated = stated.checked(len(data.y), data.f.device)
+        found = calibrated([data], [components.tables], group)
+        return found, half_as_reference(data, group, stated), messages

@@ -1,0 +1,89 @@
+"""Regions of several continuous outputs together: the covariance of y, and ellipsoids."""
+
+from __future__ import annotations
+
+from math import lgamma, log, pi
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.likelihoods import average
+
+
+class Ellipsoid(NamedTuple):
+    """The y with (y - centre)ᵀ covariance⁻¹ (y - centre) <= radius², for each of B inputs.
+
+    Example:
+        >>> region = several.predict(x).ellipsoid(0.9)  # doctest: +SKIP
+        >>> inside = region.contains(y)  # doctest: +SKIP
+    """
+
+    centre: Tensor
+    """The mean of y, (B, C)."""
+
+    covariance: Tensor
+    """The covariance of y, (B, C, C)."""
+
+    radius: Tensor
+    """The radius in units of the covariance, (B,)."""
+
+    def contains(self, y: Tensor) -> Tensor:
+        """Return which targets are inside, as a mask of shape (B,).
+
+        Args:
+            y (Tensor): Targets, (B, C).
+        """
+        return length(y.to(self.centre) - self.centre, self.covariance) <= self.radius
+
+    @property
+    def log_volume(self) -> Tensor:
+        """The logarithm of the volume, (B,)."""
+        C = self.centre.shape[1]
+        unit = 0.5 * C * log(pi) - lgamma(0.5 * C + 1)
+        found: Tensor = unit + C * self.radius.log() + 0.5 * torch.logdet(self.covariance)
+        return found
+
+
+def length(errors: Tensor, covariance: Tensor) -> Tensor:
+    """Return (eᵀ covariance⁻¹ e)^½ of errors (B, C), (B,)."""
+    root = torch.linalg.cholesky(covariance)
+    solved = torch.linalg.solve_triangular(root, errors[..., None], upper=False)
+    found: Tensor = solved.square().sum((1, 2)).sqrt()
+    return found
+
+
+def covariance_of(prediction: Any, variance: Tensor) -> Tensor:
+    """Return the covariance of the continuous outputs y of each input, (B, C, C), in double precision.
+
+    Its correlations are those of the predictive distribution, and its diagonal is ``variance``.
+    """
+    mean, weights = prediction.likelihood.mean, prediction._weights()
+
+    def of_functions(f: Tensor, _: slice) -> Tensor:
+        values = mean(f).double()
+        apart = values - average(values, weights)
+        each = values.new_full((len(f),), 1 / len(f)) if weights is None else weights.to(values)
+        return torch.einsum("s,sbc,sbd->bcd", each, apart, apart)
+
+    epistemic = prediction._over_rows(of_functions)
+    aleatoric = prediction._uncertainties()[0].double()
+    covariance = epistemic + torch.diag_embed(aleatoric.expand(epistemic.shape[:2]))
+    scale = (variance.double() / covariance.diagonal(dim1=1, dim2=2)).sqrt()
+    scaled: Tensor = covariance * scale[:, :, None] * scale[:, None, :]
+    return scaled
+
+
+def joint_errors(prediction: Any, y: Tensor) -> Tensor | None:
+    """Return the errors of several continuous outputs together, (B, 2); None for other targets.
+
+    The first is the largest of an example, in predictive standard deviations; the second the length of all,
+    in units of the covariance.
+    """
+    each = prediction._errors(y)
+    if not prediction._has_values or each.shape[1] < 2:
+        return None
+    apart = y.double() - prediction._expected().double()
+    return torch.stack(
+        [each.amax(1), length(apart, covariance_of(prediction, prediction._variance()))], 1
+    )

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import LOG_PROBS, likelihood_of, tiny
+from tiny import LOG_PROBS, draw, likelihood_of, tiny
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -13,8 +13,9 @@ from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
-from torch_lla_em.problem import prepare
+from torch_lla_em.problem import prepare, pull_back
 from torch_lla_em.problem.problem import Problem
+from torch_lla_em.runtime.group import Group
 from torch_lla_em.runtime.options import Compute
 
 NAMES = list(LOG_PROBS)
@@ -114,6 +115,26 @@ def test_push_forward_yields_outputs_and_features():
     assert_close(torch.cat([f for _, f, _ in parts]), case.exact().f)
     expected = torch.einsum("ncp,kp->knc", case.exact().J, w)
     assert_close(torch.cat([Jw for _, _, Jw in parts], dim=1), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_product_with_the_transpose_notices_another_order(name):
+    """Of what crosses ranks, nothing has an entry for each example."""
+
+    class Recorded(Group):
+        def sum(self, total):
+            crossed.append(total.numel())
+            return total
+
+    case, crossed = tiny(name), []
+    exact, problem = case.exact(), case.problem(7, 8)
+    problem.data.group = Recorded()
+    u = draw(2, *exact.f.shape)
+    pulled = pull_back(problem, u, exact.f)
+    assert_close(pulled, torch.einsum("ncp,knc->kp", exact.J, u))
+    assert max(crossed) == pulled.numel() and sum(crossed) <= pulled.numel() + 8
+    assert pull_back(problem, u, exact.f + 0.009 * exact.f) is not None
+    assert pull_back(problem, u, exact.f.roll(1, 0)) is None
 
 
 @pytest.mark.parametrize("name", ["classification", "regression per output"])

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_lla_em.data import Batch
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.span_outputs import SpanOutputs
-from torch_lla_em.problem import Outputs, Problem, Sites, gathered, pull_back
+from torch_lla_em.problem import Outputs, Problem, Sites, gathered, is_same_order, pull_back
 from torch_lla_em.runtime import Grown, new_key
 from torch_lla_em.solvers import add_combined, dots, gram, orthonormalise, overlap
 
@@ -199,8 +199,11 @@ class Span:
         if outputs.features is not None:
             problem.cost.add(0.5 * u.shape[1])
             return outputs.pull_weights(u, self.prior.layout).mul_(self.prior.scale)
-        Ju, f = pull_back(problem, u.T.reshape(-1, *outputs.shape), self.sites)
-        return Ju.mul_(self.prior.scale) if self._in_order(f) else None
+        if self.rows is None:
+            raise AttributeError("The span has no directions yet.")
+        u = u.T.reshape(-1, *outputs.shape)
+        Ju = pull_back(problem, u, self.rows.f, self.sites)
+        return None if Ju is None else Ju.mul_(self.prior.scale)
 
     def coordinates(self, z: Tensor) -> Tensor:
         """Return the coordinates V z of scaled weights (k, P), (k, m)."""
@@ -216,4 +219,5 @@ class Span:
     def _in_order(self, f: Tensor) -> bool:
         if self.rows is None:
             return True
-        return bool((f - self.rows.f).norm() <= 1e-2 * self.rows.f.norm())
+        known = self.rows.f
+        return is_same_order((f - known).norm().square(), known.norm().square())

@@ -6,6 +6,7 @@ from torch_lla_em.problem.operators import (
     WhitenedGGN,
     WhitenedLoss,
     gathered,
+    is_same_order,
     pull_back,
 )
 from torch_lla_em.problem.plan import (
@@ -34,6 +35,7 @@ __all__ = [
     "WhitenedGGN",
     "WhitenedLoss",
     "gathered",
+    "is_same_order",
     "output_noise",
     "place_of_vectors",
     "prepare",

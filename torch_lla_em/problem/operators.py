@@ -17,8 +17,11 @@ from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import Rows
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.sites import Sites
-from torch_lla_em.problem.sweep import BLOCK, Pass, Sums
+from torch_lla_em.problem.sweep import BLOCK, SCALAR, Pass, Sums
 from torch_lla_em.solvers import Operator, Product
+
+_REORDERED = 1e-2
+"""Relative change of all outputs above which the examples come in another order."""
 
 
 class WhitenedGGN(Operator):
@@ -118,26 +121,38 @@ def gathered(
     return Outputs(*(part if part is None else group.sum(part) for part in found))
 
 
-def pull_back(problem: Problem, u: Tensor, sites: Sites | None = None) -> tuple[Tensor, Tensor]:
-    """Return Jᵀ u, shape (K, P), for u (K, N, ..., C), and the outputs f, shape (N, ..., C).
+def pull_back(
+    problem: Problem, u: Tensor, known: Tensor, sites: Sites | None = None
+) -> Tensor | None:
+    """Return Jᵀ u, shape (K, P), for u (K, N, ..., C); None if the order of the examples has changed.
 
-    With ``sites``, both are u and f at these.
+    ``known`` are the outputs f, (N, ..., C), in the order of u; with ``sites``, both are those at
+    these. Ranks share sums only, whose size does not depend on N.
     """
-    f = torch.zeros_like(u[0])
 
     def add(rows: Rows, batch: Batch, columns: Tensor, sums: Sums) -> None:
         problem.inspect(rows, batch)
         here = batch.rows.to(u.device)
-        own_f = rows.f if sites is None else sites.take(rows.f, batch.rows)
-        f[here] = own_f.to(f).view(-1, *f.shape[1:])
+        f = rows.f if sites is None else sites.take(rows.f, batch.rows)
+        expected = known[here]
+        change = (f.to(known).view_as(expected) - expected).norm().double().square()
+        size = expected.norm().double().square()
         own = u[columns.to(u.device)[:, None], here]  # u[columns] would be copied for every batch
         if sites is not None:
             own = sites.put(own, batch.rows, rows.f)
         rows.pull(own.to(rows.f).view(-1, *rows.f.shape), sums["Ju"])
+        sums["change"] += change
+        sums["size"] += size
 
-    sums = problem.sweep(torch.arange(len(u), device="cpu"), Pass({"Ju": BLOCK}, add))
+    task = Pass({"Ju": BLOCK, "change": SCALAR, "size": SCALAR}, add)
+    sums = problem.sweep(torch.arange(len(u), device="cpu"), task)
     problem.cost.add(0.5 * len(u))
-    return sums["Ju"], problem.data.group.sum(f)
+    return sums["Ju"] if is_same_order(sums["change"], sums["size"]) else None
+
+
+def is_same_order(change: Tensor, size: Tensor) -> bool:
+    """Whether outputs belong to the same examples as before, by the squared norms of change and outputs."""
+    return bool(change <= _REORDERED**2 * size)
 
 
 def _the_same(every: list[list[list[Any]]]) -> list[Any]:

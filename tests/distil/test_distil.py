@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 from daily import daily
-from tiny import draw, fitted, likelihood_of
+from tiny import Binomial, draw, fitted, likelihood_of
 from torch import nn
 
 from torch_lla_em import (
@@ -118,7 +118,11 @@ def test_other_likelihoods_and_outputs():
     la = LinearisedLaplace(network, HeteroscedasticRegression(), num_samples=4)
     la.fit(x, draw(60, 1, seed=2), progress_bar=False)
     prediction = la.distil(x, **QUICK).predict(x)
-    assert prediction.aleatoric.shape == la.predict(x).aleatoric.shape
+    for name in ("expectation", "predictive_variance", "epistemic", "aleatoric", "entropy"):
+        assert getattr(prediction, name).shape == getattr(la.predict(x), name).shape
+    for name, other in (("mean", "expectation"), ("variance", "epistemic")):  # of f, not of y
+        with pytest.raises(TypeError, match=rf"has no \.{name}. Use \.{other}"):
+            getattr(prediction, name)
     reward = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)).double()
     la = LinearisedLaplace(reward, BradleyTerry(), num_samples=4)
     pairs = x, draw(60, 2, seed=1)
@@ -129,6 +133,18 @@ def test_other_likelihoods_and_outputs():
     case, la = fitted("binomial")
     with pytest.raises(NotImplementedError, match="must define variance"):
         la.distil(case.x, **QUICK)
+    la = LinearisedLaplace(case.model, _Trials(), num_samples=4).fit(case.x, case.y, em_steps=1)
+    student = la.distil(case.x, validation=(case.x, case.y), **QUICK)
+    assert student.error.nll is None and student.error.held_out.kl >= 0  # there is no density
+    with pytest.raises(TypeError, match=r"has no \.log_prob"):
+        student.predict(case.x).log_prob(case.y)
+
+
+class _Trials(Binomial):
+    """It has the variance of y."""
+
+    def variance(self, f):
+        return 3 * f.sigmoid() * (1 - f.sigmoid())
 
 
 def test_sites_and_tokens():
@@ -169,7 +185,7 @@ def test_an_ensemble_and_a_network_of_ones_own():
 def test_what_a_student_cannot_say(classified):
     case, la, student = classified
     prediction = student.predict(case.x)
-    for name in ("samples", "joint_log_prob", "covariance", "functions"):
+    for name in ("samples", "joint_log_prob", "covariance", "functions", "weighted_functions"):
         with pytest.raises(AttributeError, match=rf"la\.predict\(x\)\.{name}"):
             getattr(prediction, name)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
@@ -195,6 +211,21 @@ def test_errors():
     ):
         with pytest.raises(ValueError, match=words):
             la.distil(given, **QUICK)
+    for value in (float("nan"), float("inf")):
+        bad = case.x.clone()
+        bad[3, 0] = value
+        with pytest.raises(ValueError, match=r"NaN or infinite at some of the inputs, such as"):
+            la.distil(bad, **QUICK)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        la.distil(case.x, widen=lambda x: x / 0, **QUICK)
+    with pytest.raises(TypeError, match="augment must be a name or a list of names"):
+        la.distil(case.x, augment=3, **QUICK)
+    with pytest.raises(ValueError, match=r"The model does not accept .* shape \(3,\) per example"):
+        la.distil(draw(40, 3), **QUICK)
+    with pytest.raises(ValueError, match="The student does not accept"):
+        la.distil(case.x, student=nn.Linear(5, 3).double(), **QUICK)
+    with pytest.raises(TypeError, match=r"Convert the inputs: x\.to\(torch.float32\)"):
+        la.distil(case.x, student=nn.Linear(2, 3), **QUICK)
     with pytest.raises(TypeError, match="one row per example"):
         la.distil((case.x, case.x[:3]), **QUICK)
     with pytest.raises(ValueError, match="augment='blur' is not known"):
@@ -236,7 +267,7 @@ def test_loaders_of_inputs():
     loader = torch.utils.data.DataLoader(data, 7)
     first, *others = (
         la.distil(given, **QUICK)(case.x)
-        for given in (case.x, loader, data, [(case.x, case.y)], case.x.numpy())
+        for given in (case.x, loader, data, [(case.x, case.y)], case.x.numpy(), iter(loader))
     )
     for other in others:
         assert torch.equal(first, other)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from torch_lla_em.data import tensors_in
 from torch_lla_em.distil.agreement import (
     Agreement,
     Likelihoods,
@@ -17,8 +18,9 @@ from torch_lla_em.distil.agreement import (
     agreement,
 )
 from torch_lla_em.distil.features import feature_size
-from torch_lla_em.distil.inputs import gathered, labelled, number_of, pieces, split
-from torch_lla_em.distil.learnt import of_prediction
+from torch_lla_em.distil.inputs import gathered, labelled, number_of, pieces, rows_of, split
+from torch_lla_em.distil.learnt import Learnt, of_prediction
+from torch_lla_em.distil.predicted import has_log_prob
 from torch_lla_em.distil.stored import Form
 from torch_lla_em.distil.student import Student
 from torch_lla_em.distil.training import Block, Schedule, blocks_of, train
@@ -58,7 +60,7 @@ class Distils(Predictor):
         device. If you have a validation set, call ``la.calibrate`` first.
 
         Args:
-            inputs (Tensor, tuple, dict, DataLoader, Dataset or list of batches): Unlabelled inputs,
+            inputs (Tensor, tuple, dict, DataLoader, Dataset or iterable of batches): Unlabelled inputs,
                 or training data, whose targets are not used.
             validation (DataLoader, list of batches or tuple, optional): Labelled data on which the
                 NLLs of network, posterior and student are compared, and the student is calibrated.
@@ -85,7 +87,8 @@ class Distils(Predictor):
             A ``Student``; ``print`` shows its error, measured at inputs that were not used.
 
         Raises:
-            ValueError: If no inputs are given, or too few.
+            ValueError: If no inputs are given, or too few, or if the model does not accept them or its
+                predictions are not finite.
             TypeError: If inputs are not tensors with one row per example.
             NotFittedError: Before ``fit``, or if the model has changed since.
 
@@ -100,6 +103,8 @@ class Distils(Predictor):
         with torch.inference_mode(False), torch.no_grad():
             given = gathered(inputs, network.device)
             ways = chosen_ways(given[0], augment, mask_token, widen)
+            for x in given:
+                _last_of(network, x, "model")
             used, held = split(given, generator)
             total = sum(map(number_of, given))
             count = min(max(total, _FEWEST), _MOST) if num_inputs is None else num_inputs
@@ -132,7 +137,20 @@ class Distils(Predictor):
             (x, number_of(x) * (n < given)) for n, some in enumerate(inputs) for x in pieces([some])
         ]
         bar = tqdm(parts, "predicting", disable=not progress_bar or len(parts) < 2)
-        return blocks_of(Block(x, of_prediction(self.predict(x)), count) for x, count in bar)
+        return blocks_of(Block(x, self._finite(x), count) for x, count in bar)
+
+    def _finite(self, x: Any) -> Learnt:
+        """Return the prediction of inputs; raise an error if it is not finite."""
+        due = of_prediction(self.predict(x))
+        bad = ~due.expectation.flatten(1).isfinite().all(1)
+        if bad.any():
+            shown = tensors_in(rows_of(x, bad.nonzero()[:1, 0]))
+            raise ValueError(
+                "The posterior's predictions are NaN or infinite at some of the inputs, such as "
+                f"{str(shown)[:200]}. Leave such inputs out, or replace missing values as in "
+                "training; `widen` must return finite inputs."
+            )
+        return due
 
     def _student(self, own: nn.Module | None, network: Network, block: Block) -> Student:
         """Return a copy of a network with a head that has not learnt anything yet."""
@@ -146,7 +164,7 @@ class Distils(Predictor):
             network.forward_fn,
             posterior.setting.target_fn,
             network.class_dim,
-            called_last(copy, some.x),
+            _last_of(copy, some.x, "student"),
             block.due.uncertainty.shape[-1],
             block.due.scores.shape[-1],
         )
@@ -159,9 +177,11 @@ class Distils(Predictor):
             )
         return found
 
-    def _nll(self, student: Student, validation: Any) -> Likelihoods:
-        """Return the NLL of the network, this posterior and a student."""
+    def _nll(self, student: Student, validation: Any) -> Likelihoods | None:
+        """Return the NLL of the network, this posterior and a student; None if it has no density."""
         likelihood, each = student.likelihood, []
+        if not has_log_prob(likelihood):
+            return None
         for x, y in labelled(validation, student.form.target_fn):
             data = self._at(x)
             own = student.predict(x)
@@ -199,6 +219,20 @@ def distilled(
         return None
     options |= {} if asked is True else asked
     return la.distil(inputs, **{"validation": validation, "progress_bar": False, **options})
+
+
+def _last_of(network: Network, x: Any, name: str) -> str:
+    """Return the path of the last layer; an error states which network does not accept the inputs."""
+    some = rows_of(x, slice(2))
+    try:
+        return called_last(network, some)
+    except (RuntimeError, ValueError, IndexError) as error:
+        shapes = [tuple(t.shape[1:]) for t in tensors_in(some)]
+        raise ValueError(
+            f"The {name} does not accept the inputs of distil, which have shape "
+            f"{shapes[0] if len(shapes) == 1 else shapes} per example ({error}). Pass inputs as the "
+            "model takes them, and a student that takes the same."
+        ) from error
 
 
 def _agreement(student: Student, blocks: list[Block]) -> Agreement | None:

@@ -35,6 +35,8 @@ def gathered(inputs: Any, device: torch.device) -> list[Any]:
             "distil needs inputs, because the posterior does not keep its training data. Pass "
             "unlabelled inputs, or the training data: la.distil(train_loader)."
         )
+    if isinstance(inputs, Iterator):  # they are read once
+        inputs = list(inputs)
     listed = isinstance(inputs, (DataLoader, Dataset, list))
     batches = map(inputs_of, as_loader(inputs)) if listed else [inputs]
     if isinstance(inputs, dict):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import as_targets
-from torch_lla_em.likelihoods import Poisson, sum_rows
+from torch_lla_em.likelihoods import Likelihood, Poisson, sum_rows
 from torch_lla_em.prediction import Conformal, Interval, Printed, Reference, p_values
 
 _OF_FUNCTIONS = {
@@ -21,7 +21,15 @@ _OF_FUNCTIONS = {
     "samples",
     "smoothed",
     "standard_error",
+    "weighted_functions",
 }
+
+
+def has_log_prob(likelihood: Likelihood) -> bool:
+    """Whether a student knows the density of targets, which it takes from their mean and variance."""
+    return (
+        likelihood.gives_probabilities or likelihood.real_valued or isinstance(likelihood, Poisson)
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,22 +82,22 @@ class StudentPrediction(Printed, Conformal):
 
     @property
     def mean(self) -> Tensor:
-        """The mean of f for continuous targets, (B, ..., C).
+        """The mean of f under ``Regression``, (B, ..., C).
 
         Raises:
-            TypeError: For other targets; use ``expectation`` then.
+            TypeError: For other likelihoods; use ``expectation``, the mean of y, then.
         """
-        self._require(self.likelihood.real_valued, "mean", "expectation")
+        self._require(self._is_of_outputs(), "mean", "expectation")
         return self.expectation
 
     @property
     def variance(self) -> Tensor:
-        """The variance of the mean of y for continuous targets, without noise, (B, ..., C).
+        """The variance of f under ``Regression``, without noise, (B, ..., C).
 
         Raises:
-            TypeError: For other targets; use ``epistemic`` then.
+            TypeError: For other likelihoods; use ``epistemic`` then.
         """
-        self._require(self.likelihood.real_valued, "variance", "epistemic")
+        self._require(self._is_of_outputs(), "variance", "epistemic")
         return self.epistemic
 
     @property
@@ -145,7 +153,7 @@ class StudentPrediction(Printed, Conformal):
         if likelihood.real_valued:
             variance = aleatoric + epistemic
             return sum_rows(-0.5 * ((y - mean).square() / variance + (2 * pi * variance).log()), y)
-        self._require(isinstance(likelihood, Poisson), "log_prob", "expectation")
+        self._require(has_log_prob(likelihood), "log_prob", "expectation")
         shape = (mean.square() / epistemic).clamp(max=1e6)  # of the Gamma distribution of rates
         counts = torch.distributions.NegativeBinomial(
             shape, logits=mean.log() - shape.log(), validate_args=False
@@ -194,6 +202,10 @@ class StudentPrediction(Printed, Conformal):
         if name in _OF_FUNCTIONS:
             self._refuse(name, AttributeError)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
+
+    def _is_of_outputs(self) -> bool:
+        """Whether the targets are the outputs with noise, so that their means are the same."""
+        return self.likelihood.real_valued and torch.equal(self._expected(), self.centre)
 
     def _expected(self) -> Tensor:
         return self.likelihood.mean(self.centre)

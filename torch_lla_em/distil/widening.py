@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import pi
+from types import NoneType
 from typing import Any
 
 import torch
@@ -49,9 +50,11 @@ def chosen_ways(
     x: Any, augment: str | Sequence[str] | None, mask_token: int | None, widen: Widen | None
 ) -> tuple[str | Widen, ...]:
     """Return the ways in which inputs are changed: those asked for, or the default for their types."""
-    ways: tuple[str | Widen, ...] = () if augment is None else tuple(augment)
-    if isinstance(augment, str):
-        ways = (augment,)
+    if not isinstance(augment, (str, list, tuple, NoneType)):
+        raise TypeError(
+            f"augment must be a name or a list of names of ways to make inputs, not {augment!r}."
+        )
+    ways: tuple[str | Widen, ...] = (augment,) if isinstance(augment, str) else tuple(augment or ())
     for way in ways:
         check_choice("augment", way, tuple(WAYS))
     if augment is None:

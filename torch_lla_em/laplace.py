@@ -243,6 +243,10 @@ class LinearisedLaplace(Distils, Fitted):
         options = self._options(update=update, em_steps=int(em_steps), prior_precision=start)
         may_vary = not self.likelihood.is_quadratic and options.allows_variational
         choices = choose_scalings(self.g_prior, may_vary, validation is not None)
+        unseen = None
+        if validation is not None:
+            held_out, ranks = paired(validation, None), group_of(shard).joined()
+            unseen = Data(held_out, self._device, self.target_fn, ranks).read()
         best: Posterior | None = None
         chosen, clock = None, Budget(budget)
         for number, g_prior in enumerate(choices):
@@ -252,7 +256,9 @@ class LinearisedLaplace(Distils, Fitted):
             run = replace(options, g_prior=g_prior)
             try:
                 left = clock.share(len(choices) - number)
-                found = self._fit(data, weights, run, Run(folder, progress_bar, left, shard))
+                found = self._fit(
+                    data, weights, run, Run(folder, progress_bar, left, shard, unseen)
+                )
                 if validation is not None:
                     known = calibrated_on([found], found.components, paired(validation, None))
                     found = found.calibrated(*known)
@@ -278,7 +284,7 @@ class LinearisedLaplace(Distils, Fitted):
         """Return the posterior by one scaling of the prior; this object is not changed."""
         problem = self._problem(loader, group_of(run.shard).joined(), weights)
         model = problem.linear_model
-        session = Session(problem, self._header(options, model), *run[:3])
+        session = Session(problem, self._header(options, model), run)
         setting = Setting(model, NetworkState(model.network), self.target_fn, run.shard)
         with session.running() as around:
             state = around.finished()
@@ -288,10 +294,8 @@ class LinearisedLaplace(Distils, Fitted):
             around.plan(options, self.compute)
             learnt = learn(problem, options, around.on_step, around.begin())
             around.end()
-            data = problem.data
             facts: dict[str, Any] = {"history": tuple(around.history)}
-            known = () if data.identity is None else tuple(data.identity.least)
-            facts |= {"num_data": data.facts.num_labelled, "trained_on": known}
+            facts |= dict(zip(("trained_on", "num_data"), around.trained_on()))
             found = Posterior.of_fit(learnt, setting, self._given_likelihood, **facts)
             warn_of_collapse(found, problem)
             found = replace(found, messages=tuple(around.messages))

@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import Folder
+from torch_lla_em.data import Identity
 from torch_lla_em.inference import (
     Course,
     FitOptions,
@@ -25,6 +26,7 @@ from torch_lla_em.inference import (
     time_left,
     time_of,
 )
+from torch_lla_em.prediction import refuse_training_data
 from torch_lla_em.problem import Duration, Plan, Problem, Trial, prepare, tried
 from torch_lla_em.runtime import (
     Budget,
@@ -63,10 +65,12 @@ _AT_MOST = 0.99
 class Run(NamedTuple):
     """The arguments of ``fit`` for what surrounds it."""
 
-    checkpoint: str | PathLike[str] | None
-    progress_bar: bool
-    budget: float | None
-    shard: str | None
+    checkpoint: str | PathLike[str] | None = None
+    progress_bar: bool = False
+    budget: float | None = None
+    shard: str | None = None
+    unseen: Identity | None = None
+    """The validation examples, which must not be training examples."""
 
 
 class Session:
@@ -76,10 +80,9 @@ class Session:
         self,
         problem: Problem,
         header: dict[str, Any],
-        checkpoint: str | PathLike[str] | None = None,
-        progress_bar: bool = False,
-        budget: float | None = None,
+        run: Run = Run(),
     ):
+        checkpoint, progress_bar, budget, _, self._unseen = run
         self.problem, self._has_bar = problem, progress_bar
         self._group, self._device = problem.data.group, problem.device
         self._began, self.budget = time.monotonic(), Budget(budget, self._group)
@@ -199,6 +202,8 @@ class Session:
 
     def on_step(self, found: Statistics | None, progress: Progress) -> bool:
         """Record an EM step, revise the forecast, save the state, and return whether the budget ends."""
+        if progress.state is None and self._unseen is not None:
+            refuse_training_data(self._unseen, *self.trained_on())
         self._revise(progress)
         self._record(found)
         self._save(progress)
@@ -207,6 +212,12 @@ class Session:
             # a step that does not count yet is the last one
             self._record(progress.state.statistics)
         return ends
+
+    def trained_on(self) -> tuple[tuple[int, ...], int]:
+        """Return hashes of some training examples, none if they are not known, and the number of all."""
+        identity = self.problem.data.identity
+        known = () if identity is None else tuple(identity.least)
+        return known, self.problem.data.facts.num_labelled
 
     def _record(self, found: Statistics | None) -> None:
         """Append an EM step to the history, if there is one."""

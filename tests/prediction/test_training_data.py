@@ -1,5 +1,7 @@
 """Validation sets of training examples are refused, and OOD flags without a validation set are explained."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -27,6 +29,37 @@ def test_training_examples_are_refused(fit, rows, tmp_path):
         with pytest.raises(ValueError, match="validation examples are training examples"):
             posterior.calibrate(list(zip(x[rows].split(30), y[rows].split(30))))
     assert la.calibration is None
+
+
+@pytest.mark.parametrize("weights", ["last", "by class"])
+def test_training_examples_with_weights_are_refused_too(fit, weights):
+    la, x, y = fit
+    w = torch.rand(200)
+    batches = list(zip(x[:200].split(50), y[:200].split(50), w.split(50)))
+    if weights == "by class":
+        batches, weights = [batch[:2] for batch in batches], lambda y: 1.0 + y
+    again = LinearisedLaplace(la.model, "classification", num_samples=4)
+    fixed = {"em_steps": 0, "prior_precision": 1.0, "progress_bar": False}
+    again.fit(batches, weights=weights, **fixed)
+    with pytest.raises(ValueError, match="100% of the 200 validation examples"):
+        again.calibrate(x[:200], y[:200])
+    again.calibrate(x[200:], y[200:])
+
+
+def test_a_fit_with_training_examples_for_validation_ends_after_its_first_pass(fit, monkeypatch):
+    la, x, y = fit
+    again = LinearisedLaplace(la.model, "classification", num_samples=4)
+    train = [(x[:200], y[:200])]
+
+    def no_second(*arguments):
+        raise AssertionError("an E-step was begun")
+
+    monkeypatch.setattr(sys.modules["torch_lla_em.inference.learn"], "SpanEStep", no_second)
+    for unseen in (train, list(zip(x[:200].split(30), y[:200].split(30)))):
+        with pytest.raises(ValueError, match="validation examples are training examples"):
+            again.fit(train, validation=unseen, progress_bar=False)
+    with pytest.raises(AssertionError):
+        again.fit(train, validation=[(x[200:], y[200:])], progress_bar=False)
 
 
 def test_other_examples_are_accepted(fit):

@@ -43,7 +43,10 @@ class Identity:
         """Hashes of one example; several if they depend on the batch."""
 
     def add(self, batch: Any, counts_only: bool = False) -> None:
-        """Add a batch: its targets, its inputs, and its weights if it has any."""
+        """Add a batch: its targets, its inputs, and its weights if it has any.
+
+        The sum covers the weights, and the smallest hashes do not, as validation sets have none.
+        """
         size = len(batch[0])
         self.num_rows, self.num_targets = self.num_rows + size, self.num_targets + batch[0].numel()
         if counts_only:
@@ -66,7 +69,8 @@ class Identity:
         hashes = [*map(_hash, zip(*examples))]
         total = sum(hashes)
         if examples and not others:
-            self._keep(hashes)
+            weights = len(tensors_in(batch[2:]))
+            self._keep([*map(_hash, zip(*examples[:-weights]))] if weights else hashes)
         if others:
             total += _hash([*others, str(total).encode()])
             self._shapes.add(_OF_BATCHES)

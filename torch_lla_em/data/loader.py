@@ -196,6 +196,13 @@ class Data:
                 pass
             self.num_passes -= 1
 
+    def read(self) -> Identity | None:
+        """Read all examples once, and return their identity."""
+        self.room = 0.0
+        for _ in self:
+            pass
+        return self.identity
+
     @property
     def _changes(self) -> bool:
         """Whether examples have changed from pass to pass."""

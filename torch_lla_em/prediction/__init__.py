@@ -23,6 +23,7 @@ from torch_lla_em.prediction.metrics import (
     scores,
     stated_and_right,
 )
+from torch_lla_em.prediction.passes import refuse_training_data
 from torch_lla_em.prediction.posterior import NotFittedError, Posterior, Setting
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import Predictor
@@ -71,6 +72,7 @@ __all__ = [
     "outcomes",
     "p_values",
     "predicted_data",
+    "refuse_training_data",
     "rounding",
     "scores",
     "stated_and_right",

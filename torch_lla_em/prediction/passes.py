@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -43,7 +43,7 @@ def over_batches(
         data = Data(loader, model.network.device, posterior.setting.target_fn, group.joined())
         found = Problem(model, posterior.likelihood, data).push_forward(columns, at)
         if unseen and data.identity is not None:
-            _refuse_training_data(posterior, data.identity)
+            refuse_training_data(data.identity, posterior.trained_on, posterior.num_data)
         none = torch.zeros(0, 1, device="cpu")
         empty = posterior.of_products(none, none.expand(len(columns), 0, 1), none[:, 0])
         return found or [take(None, empty)]
@@ -82,13 +82,15 @@ def same_targets(each: list[Tensor], known: Tensor | None) -> Tensor:
     return y
 
 
-def _refuse_training_data(posterior: Posterior, validation: Identity) -> None:
-    """Raise an error if many validation examples are training examples."""
-    share, _ = validation.shared_with(posterior.trained_on)
+def refuse_training_data(
+    validation: Identity, trained_on: Sequence[int], num_data: int | None
+) -> None:
+    """Raise an error if many validation examples are training examples, of which some hashes are known."""
+    share, _ = validation.shared_with(trained_on)
     count = share * validation.num_rows
     if count < _LEAST or share < _MANY:
         return
-    if distinct(posterior.trained_on, posterior.num_data or 1) < _DISTINCT:
+    if distinct(trained_on, num_data or 1) < _DISTINCT:
         return
     raise ValueError(
         f"About {share:.0%} of the {validation.num_rows:,} validation examples are training examples of "

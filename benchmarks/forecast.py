@@ -1,8 +1,10 @@
-"""Forecasts of the time of fits, compared with the fits.
+"""Forecasts of the time and memory of fits, compared with the fits.
 
     python benchmarks/forecast.py                     # the networks of cost.py
     python benchmarks/forecast.py --growth            # one perceptron of several sizes
     python benchmarks/forecast.py --problems mlp cnn
+    python benchmarks/forecast.py --memory            # memory, of each fit in a process of its own
+    python benchmarks/forecast.py --memory --growth
 
 One thread, processor seconds for the forecast and for the fit, since other programs may use the
 machine. "before" is the range that ``la.plan`` returns, from a trial on the first examples. "revised"
@@ -10,20 +12,31 @@ is the share of the forecasts after the steps of a fit whose range held the time
 numbers of passes in ``inference/forecast.py`` were chosen on networks of cost.py, and on none of --growth.
 Lines go to results/forecast.jsonl.
 
-Expected: nine of ten ranges hold.
+``--memory`` (on Linux) compares the memory that ``la.plan`` expects with the largest resident set of a
+process beyond what it held before the fit, after a first fit that loads parts of torch. "ratio" is that of
+the expected memory and this peak. Lines go to results/forecast_memory.jsonl.
+
+Expected: nine of ten ranges hold. All peaks are below the upper bound, and ratios are between .5 and 2.
 """
 
 import argparse
+import ctypes
+import gc
 import json
 import logging
+import os
+import subprocess
+import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import cost
 import torch
+from memory import held_bytes
 from methods import markdown
 from methods.provenance import provenance
 
@@ -65,44 +78,105 @@ def compared(name: str, problem: cost.Problem, num_samples: int) -> dict:
     }
 
 
-def problems(args: argparse.Namespace) -> Iterator[tuple[str, cost.Problem, int]]:
-    """Yield the networks with their names and numbers of samples."""
-    if args.growth:
-        for grown, cases in cost.GROWTH.items():
-            for sizes, num_samples in cases:
-                size = next(iter(sizes.values()), num_samples)
-                yield (
-                    f"mlp, {grown} = {size}",
-                    cost.made(lambda s=sizes: cost.mlp(**s)),
-                    num_samples,
-                )
-        return
-    for name in args.problems or cost.PROBLEMS:
-        problem = cost.made(cost.PROBLEMS[name])
-        yield name, problem, problem.num_samples or 16
+def measured(name: str, problem: cost.Problem, num_samples: int) -> dict:
+    """Return the memory that is expected of a fit, and the memory that it took, in MB."""
+    cost.train(problem)
+    likelihood = "regression" if problem.regression else "classification"
+    small = cost.regression(100) if problem.regression else cost.mlp(100, 10)
+    first = LinearisedLaplace(small.network, likelihood, num_samples=2)
+    first.fit(small.loader(), progress_bar=False)
+    options = {"num_samples": num_samples, **problem.options}
+    la = LinearisedLaplace(problem.network, likelihood, **options)
+    plan = la.plan(problem.loader()).memory
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
+    before = held_bytes()["VmRSS"]
+    la.fit(problem.loader(), progress_bar=False)
+    peak = held_bytes()["VmHWM"] - before
+    return {
+        "problem": name,
+        "rows": len(problem.x),
+        "weights": la.w_lin.numel(),
+        "K": num_samples,
+        "expected": plan.expected / 1e6,
+        "at most": plan.most / 1e6,
+        "peak": peak / 1e6,
+        "ratio": plan.expected / peak,
+        "holds": 0.5 <= plan.expected / peak <= 2 and peak <= plan.most,
+    }
+
+
+def in_own_process(name: str, args: argparse.Namespace) -> dict:
+    """Return what ``measured`` returns in a fresh process, which gives freed memory back to the system."""
+    command = [sys.executable, __file__, "--memory", "--alone", name] + ["--growth"] * args.growth
+    own = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
+    run = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | own, check=True
+    )
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+Made = Callable[[], tuple[cost.Problem, int]]
+
+
+def problems(args: argparse.Namespace) -> dict[str, Made]:
+    """Return what makes each network, with its number of samples, by name."""
+
+    def made(make: Callable[[], cost.Problem], num_samples: int | None) -> tuple[cost.Problem, int]:
+        problem = cost.made(make)
+        return problem, num_samples or problem.num_samples or 16
+
+    if not args.growth:
+        return {n: partial(made, cost.PROBLEMS[n], None) for n in args.problems or cost.PROBLEMS}
+    return {
+        f"mlp, {grown} = {next(iter(sizes.values()), K)}": partial(
+            made, partial(cost.mlp, **sizes), K
+        )
+        for grown, cases in cost.GROWTH.items()
+        for sizes, K in cases
+    }
+
+
+def append(out: Path, name: str, line: dict) -> None:
+    """Print a result, and append it to a file of the results."""
+    print(line, flush=True)
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / f"{name}.jsonl", "a") as lines:
+        lines.write(json.dumps(line | provenance(("torch",))) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problems", nargs="+", choices=cost.PROBLEMS)
     parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--alone", help="measure the memory of one fit in this process")
     parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    args.out.mkdir(parents=True, exist_ok=True)
-    found = []
+    every, found = problems(args), []
+    if args.alone:
+        print(json.dumps(measured(args.alone, *every[args.alone]())))
+        return
+    if args.memory:
+        for name in every:
+            found.append(in_own_process(name, args))
+            append(args.out, "forecast_memory", found[-1])
+        columns = ["rows", "weights", "K", "expected", "at most", "peak", "ratio", "holds"]
+        print("\n" + markdown.table(found, ["problem"], columns))
+        print(f"{sum(line['holds'] for line in found)} of {len(found)} forecasts hold.")
+        return
     clocks = (
         patch("torch_lla_em.problem.trial.perf_counter", time.process_time),
         patch.object(session.time, "monotonic", time.process_time),
     )
     with clocks[0], clocks[1]:
-        for name, problem, num_samples in problems(args):
-            found.append(compared(name, problem, num_samples))
-            print(found[-1], flush=True)
-            with open(args.out / "forecast.jsonl", "a") as lines:
-                lines.write(json.dumps(found[-1] | provenance(("torch",))) + "\n")
+        for name, make in every.items():
+            found.append(compared(name, *make()))
+            append(args.out, "forecast", found[-1])
     columns = ["rows", "weights", "K", "low", "high", "seconds", "holds", "revised", "trial"]
     print("\n" + markdown.table(found, ["problem"], columns))
     held = sum(line["holds"] for line in found)

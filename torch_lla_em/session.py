@@ -22,6 +22,7 @@ from torch_lla_em.inference import (
     Progress,
     Statistics,
     cheaper,
+    memory_of,
     record_of,
     time_left,
     time_of,
@@ -170,6 +171,7 @@ class Session:
         rows = self._expected_rows() / self._group.size
         if rows == math.inf:
             return plan
+        plan = plan._replace(memory=memory_of(problem, trial, self._course, plan, rows))
         time_of_fit = time_of(trial, self._course, rows, plan.factors).within(limit)
         self._left = time_of_fit, self._seconds()
         if time_of_fit.high <= _LONG or self._group.rank > 0:

@@ -1,6 +1,6 @@
 """The four stages of the method, and the EM algorithm that repeats them."""
 
-from torch_lla_em.inference.forecast import Course, cheaper, time_left, time_of
+from torch_lla_em.inference.forecast import Course, cheaper, memory_of, time_left, time_of
 from torch_lla_em.inference.learn import Progress, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import function_space_Mackay_update
@@ -22,6 +22,7 @@ __all__ = [
     "function_space_Mackay_update",
     "get_sto_samples",
     "learn",
+    "memory_of",
     "optimise_MAP",
     "optimise_samples",
     "record_of",

@@ -1,4 +1,4 @@
-"""How long a fit takes, before it and after each step, and what it has reached if its budget is spent.
+"""The time and memory of a fit, before it and after each step, and what it reaches in its budget of time.
 
 The numbers of passes were measured on fits of perceptrons, CNNs and transformers with 4 to 64 samples
 (``benchmarks/forecast.py``, which compares forecasts with fits). They depend on the spectrum of the
@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch_lla_em.data import Batch
+from torch_lla_em.data import Batch, tensors_in
 from torch_lla_em.inference.options import MOST_OUTPUTS, FitOptions, has_one_noise
 from torch_lla_em.inference.over_span import DRAWS, DRAWS_IN_ALL, FEWEST_DRAWS
 from torch_lla_em.inference.records import State, Statistics
+from torch_lla_em.inference.span_outputs import MOST_STORED
 from torch_lla_em.jacobian import LinearModel, ParameterLayout, called_last, select_parameters
-from torch_lla_em.problem import KEPT_OUTPUTS, Duration, Problem, Trial, tried
+from torch_lla_em.problem import KEPT_OUTPUTS, Duration, Memory, Plan, Problem, Trial, tried
 from torch_lla_em.runtime import suppressed
+from torch_lla_em.solvers import BlockKrylov
 
 _START = 3.0
 """Error of the samples after the first pass, in posterior standard deviations."""
@@ -43,6 +45,17 @@ _ROUNDS, _TO_REST = 3, (5, 80)
 _EIGENVECTORS, _PUSHES, _AVERAGES = 25.0, 8.0, 8.0
 """Multiplications of an eigendecomposition relative to m³, products with J V of a step of H, and
 averages over functions of one."""
+
+_TYPICAL, _VECTORS, _GATHERED, _BASE = 0.85, 0.5, 2.0, 1.5e7
+"""For the memory that is expected: the passes as a share of the most, the share of the vectors of the
+plan that are held at once, copies of a batch's Jacobian factors while they are computed, and bytes for the
+rest. Of 13 fits whose peaks were 20 MB to 1.6 GB, forecasts are .89 to 1.63 of the peak."""
+
+_LARGEST = 3.0
+"""Passes for the upper bound on the memory, relative to the most; of those fits none had more than 1.3."""
+
+_COPIES, _BLOCKS, _PASSED = 2, 3, 4
+"""Copies of J V and of the (C, C) blocks of H at the peak, and activations of a batch without factors."""
 
 _FEW_SAMPLES = 8
 """Number of samples of the cheaper fit that is recommended."""
@@ -108,9 +121,7 @@ def time_of(trial: Trial, course: Course, num_rows: float, kept: float) -> Durat
 def _over_span(trial: Trial, moves: bool, num_rows: float, size: int, rounds: int) -> float:
     """Return the seconds of the linear algebra after an extension of the span to this size."""
     values, K = num_rows * trial.outputs, trial.num_samples + 1
-    share = 1.0
-    if trial.outputs > trial.classes:  # of the sites, at which J V and H are known
-        share = min(1.0, KEPT_OUTPUTS / max(values, 1.0))
+    share = _share_of_sites(trial, num_rows)
     values, eigenvectors = share * values, _EIGENVECTORS * float(size) ** 3
     flops = _PUSHES * values * size * K + eigenvectors
     if not moves:
@@ -121,6 +132,49 @@ def _over_span(trial: Trial, moves: bool, num_rows: float, size: int, rounds: in
     )  # and their mirror images
     functions = share * num_rows * trial.functions / 3
     return flops * trial.flop + rounds * _AVERAGES * 2 * draws * functions
+
+
+def memory_of(problem: Problem, trial: Trial, course: Course, plan: Plan, rows: float) -> Memory:
+    """Return the peak memory of a fit to so many examples, beyond what is held before it."""
+    known = problem.linear_model.factored
+    itemsize, P, K = problem.dtype.itemsize, trial.weights, trial.num_samples
+    first, limits = problem.data.first(), problem.sweep.limits
+    joined = max(len(first.rows), problem.data.merge_rows)
+    at_once = min(rows, joined, limits.batch_rows, limits.rows)
+    batches = rows * sum(tensor.nbytes for tensor in tensors_in(first.tensors())) / len(first.rows)
+    outputs = rows * trial.outputs * _share_of_sites(trial, rows)
+    of_batch = _PASSED * at_once * plan.activations
+    factors = 0.0
+    if trial.kept_bytes < math.inf:
+        of_batch = _GATHERED * at_once * trial.kept_bytes
+        factors = min(plan.factors, rows * trial.kept_bytes)
+    rest = min(plan.batches, batches) + factors + of_batch + _BASE
+    if not course.by_span:
+        return Memory(_VECTORS * plan.vectors + rest, plan.vectors + 2 * rest)
+    is_last = known is not None and not known.others and len(problem.layout.names) <= 2
+
+    def of_span(size: float) -> float:
+        of_J = _COPIES * outputs
+        if is_last and size * outputs > MOST_STORED:
+            of_J = _COPIES * P
+        return size * (P + of_J) * itemsize
+
+    blocks = _BLOCKS * outputs * trial.classes * itemsize if course.moves else 0.0
+    size, most = (part * course.passes(_START)[1] * (K + 1) for part in (_TYPICAL, _LARGEST))
+    room = plan.free / 2
+    solver = course.options.solver
+    if isinstance(solver, BlockKrylov) and solver.memory is not None:
+        room = min(room, solver.memory)
+    expected, largest = (min(room, of_span(min(P, directions))) for directions in (size, most))
+    expected += _VECTORS * plan.vectors + blocks + rest
+    return Memory(expected, max(expected, largest + plan.vectors + 2 * (blocks + rest)))
+
+
+def _share_of_sites(trial: Trial, num_rows: float) -> float:
+    """Return the share of the sites of an example at which J V and H are known."""
+    if trial.outputs <= trial.classes:
+        return 1.0
+    return min(1.0, KEPT_OUTPUTS / max(num_rows * trial.outputs, 1.0))
 
 
 def time_left(course: Course, seconds: Sequence[float], state: State, weights: int) -> Duration:

@@ -11,6 +11,7 @@ from torch_lla_em.problem.operators import (
 )
 from torch_lla_em.problem.plan import (
     VECTORS,
+    Memory,
     Plan,
     place_of_vectors,
     prepare,
@@ -26,6 +27,7 @@ __all__ = [
     "VECTORS",
     "Duration",
     "Loss",
+    "Memory",
     "NoiseFeatures",
     "Outputs",
     "Plan",

@@ -38,6 +38,16 @@ _BATCH_ROWS = 1024
 _BATCH_BYTES = 1 << 26
 
 
+class Memory(NamedTuple):
+    """What a fit will take in bytes, beyond what is held before it."""
+
+    expected: float
+    """The peak of most fits like it, within a factor of two."""
+
+    most: float
+    """The peak if it needs three times as many passes."""
+
+
 class Plan(NamedTuple):
     """Where vectors are stored, and the memory for everything else."""
 
@@ -65,6 +75,9 @@ class Plan(NamedTuple):
     time: Duration | None = None
     """How long the fit will take; None if the loader does not state its length."""
 
+    memory: Memory | None = None
+    """What the fit will take in all; None if that has not been forecast."""
+
     cheaper: tuple[tuple[str, Duration], ...] = ()
     """What to change in a fit that takes more than a minute, and how long it takes then."""
 
@@ -84,14 +97,17 @@ class Plan(NamedTuple):
     @property
     def of_memory(self) -> str:
         """What ``str`` says of the memory."""
+        fit = f"{self.num_samples} samples of {self.size:,} parameters"
+        if self.memory is None:
+            words = f"{fit} need up to {size_of(self.vectors)} on {self.vectors_on}, and more for batches"
+        else:
+            expected, most = map(size_of, self.memory)
+            words = (
+                f"A fit of {fit} will take about {expected} of memory on {self.vectors_on}, and up to {most} "
+                "if it needs three times the usual passes"
+            )
         remedy = " This may not fit: reduce num_samples, or choose fewer `parameters`."
-        return (
-            f"{self.num_samples} samples of {self.size:,} parameters need up to "
-            f"{size_of(self.vectors)} on {self.vectors_on}, where {size_of(self.free)} are free. "
-            "The span of directions may use half of that. A forward pass keeps "
-            f"{size_of(self.activations)} for each example, and cached factors of J may use "
-            f"{size_of(self.factors)}.{remedy if self.tight else ''}"
-        )
+        return f"{words}; {size_of(self.free)} are free.{remedy if self.tight else ''}"
 
     def __str__(self) -> str:
         return f"{self.of_time} {self.of_memory}"

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.testing import assert_close
 
-from torch_lla_em.jacobian import by_factors
+from torch_lla_em.jacobian import by_factors, factors
 from torch_lla_em.jacobian.by_factors import ByFactors
 from torch_lla_em.jacobian.rows import ByAutodiff
 
@@ -253,6 +253,75 @@ def test_hooks():
     model[0].register_forward_hook(lambda layer, args, output: output.sin() * args[0].sum(1, True))
     model[2].register_forward_pre_hook(lambda layer, args: (args[0] ** 2,))
     agree(model, draw(4, 3))
+
+
+def refuse_recording(monkeypatch):
+    def recorded(*args):
+        raise AssertionError("the forward pass was recorded")
+
+    monkeypatch.setattr(factors, "recorded", recorded)
+
+
+CHAINS = {
+    "two hidden layers": (nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)),
+    "no bias": (nn.Linear(3, 4, bias=False), nn.GELU(), nn.Linear(4, 2, bias=False)),
+    "linear layers alone": (nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1)),
+    "elementwise outputs": (nn.Linear(3, 4), nn.Softplus(), nn.Linear(4, 2), nn.Sigmoid()),
+    "nested, with dropout": (
+        nn.Flatten(),
+        nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.LeakyReLU(0.1)),
+        nn.Sequential(nn.Identity(), nn.Linear(4, 3)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+@pytest.mark.parametrize("selection", [None, "last_layer"])
+def test_linear_layers_in_a_row_need_no_recording(kind, selection, monkeypatch):
+    model, x = net(*CHAINS[kind]), draw(4, 3)
+    agree(model, x, selection, batches=(draw(1, 3),))
+    linear = linear_model(model.train(), selection)
+    linear.probe(x)
+    with linear.network.guarded(), monkeypatch.context() as patch:
+        patch.setattr(factors, "factors_of_chain", lambda *args: None)
+        recorded = linear.at(x, 0, keep=True).terms
+    refuse_recording(monkeypatch)
+    with linear.network.guarded():
+        terms = linear.at(x, 0, keep=True).terms
+    held = {p.untyped_storage().data_ptr() for p in (x, *model.parameters())}
+    mine = [t for part in terms.parts for t in part if isinstance(t, torch.Tensor)]
+    assert not held & {tensor.untyped_storage().data_ptr() for tensor in mine}
+    assert (terms.forward, terms.is_slow) == (recorded.forward, recorded.is_slow)
+
+
+def with_hook(model):
+    model[1].register_forward_hook(lambda layer, args, output: 2 * output)
+
+
+def with_other_forward(model):
+    model[1].forward = lambda x: x.sin()
+
+
+def with_tied_weights(model):
+    model[2].weight = model[0].weight
+
+
+def with_change_in_place(model):
+    model[1].inplace = True
+
+
+@pytest.mark.parametrize(
+    "change", [with_hook, with_other_forward, with_tied_weights, with_change_in_place]
+)
+def test_layers_that_do_more_are_recorded(change, monkeypatch):
+    model, x = net(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), draw(4, 3)
+    change(model)
+    agree(model, x)
+    linear = linear_model(model)
+    linear.probe(x)
+    refuse_recording(monkeypatch)
+    with linear.network.guarded(), pytest.raises(AssertionError, match="recorded"):
+        linear.at(x, 0, keep=True)
 
 
 def without_factors(model, x):

@@ -44,11 +44,15 @@ class Outer(NamedTuple):
         weight = tangents[self.weight]
         bias = None if self.bias is None else tangents[self.bias]
         K = len(weight)
-        if self.a.dim() == 2:
+        if self.b is None and self.a.dim() == 2 and _has_more_rows(self.a):
+            # one product for all vectors, since products with few outputs are slow; the weights are
+            # copied, which are fewer numbers than the results
+            z = F.linear(self.a, weight.reshape(-1, self.a.shape[1])).unflatten(1, (K, -1))
+        elif self.a.dim() == 2:
             # one batched product, which reads the blocks of all vectors where they are
             a, weight = self.a.expand(K, *self.a.shape), weight.flatten(2).mT
             z = a.bmm(weight) if bias is None else torch.baddbmm(bias[:, None], a, weight)
-            z = z.transpose(0, 1)
+            z, bias = z.transpose(0, 1), None
         else:
             groups = self.a.shape[1]
             weight = weight.reshape(K, groups, -1, self.a.shape[2])
@@ -56,8 +60,8 @@ class Outer(NamedTuple):
                 z = (weight.flatten(0, 2) @ self.a[:, 0]).unflatten(1, weight.shape[:2] + (-1,))
             else:
                 z = torch.einsum("kgoi,bgit->bkgot", weight, self.a)
-            if bias is not None:
-                z = z + bias.view(K, groups, -1, 1)
+            bias = None if bias is None else bias.view(K, groups, -1, 1)
+        z = z if bias is None else z + bias
         if self.b is None:
             return z if z.dim() == 3 else z.flatten(2, -2).mT.flatten(2)
         return torch.bmm(z.flatten(2), self.b.mT)
@@ -286,6 +290,11 @@ class ByFactors(Rows):
                 pulled = pulled.reshape(K, *self._values[name].shape)
                 total[name] = pulled if name not in total else total[name].add_(pulled)
         return total
+
+
+def _has_more_rows(a: Tensor) -> bool:
+    """Whether there are as many rows as columns; not if their number is free, as in an export."""
+    return isinstance(a.shape[0], int) and len(a) >= a.shape[1]
 
 
 def _part(term: Any, rows: slice) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_lla_em.jacobian.by_factors import Dense, Lookup, Outer, Term, Terms
 from torch_lla_em.jacobian.calls import Call, recorded
+from torch_lla_em.jacobian.chain import factors_of_chain
 from torch_lla_em.jacobian.rows import FETCHED_BYTES, Weights
 
 # number of outputs per example above which the backward passes cost more than they save
@@ -83,6 +84,9 @@ class Factored:
 
         Factors that are stored share no memory with other tensors.
         """
+        known = factors_of_chain(self.weights.network, self.names, x, keep)
+        if known is not None:
+            return known._replace(is_limited=self.example_bytes is not None)
         f, calls, others = recorded(self.weights.network, self.names, x, self.shared)
         if others or not f.requires_grad or not all(call.is_kept for call in calls):
             return None

@@ -131,4 +131,4 @@ def test_a_prediction_rebuilds_nothing_that_depends_on_the_network_alone(likelih
     assert not rebuilt and files.fingerprint.__code__ not in called
     # without comprehensions, which are functions before Python 3.12 only
     functions = {code: count for code, count in called.items() if "<" not in code.co_name}
-    assert len(functions) <= 110 and sum(functions.values()) <= 320
+    assert len(functions) <= 88 and sum(functions.values()) <= 200

@@ -284,7 +284,8 @@ class Network:
                 yield
                 return
             stack.callback(setattr, self, "_held", None)
-            stack.enter_context(torch.inference_mode(False))
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             # inside parametrize.cached(), weights computed elsewhere would be taken
@@ -330,10 +331,13 @@ class Network:
         """Compute matrix products in the chosen precision, independent of global settings."""
         here = self.device.type
         with ExitStack() as stack:
-            stack.enter_context(tf32(self.device, precision == "tf32"))
+            if here == "cuda":
+                stack.enter_context(tf32(self.device, precision == "tf32"))
             for device_type in {"cpu", here}:
-                if torch.amp.is_autocast_available(device_type):
-                    low = precision == "bfloat16" and device_type == here
+                if not torch.amp.is_autocast_available(device_type):
+                    continue
+                low = precision == "bfloat16" and device_type == here
+                if low or torch.is_autocast_enabled(device_type):
                     autocast = torch.autocast(device_type, torch.bfloat16, low, cache_enabled=False)
                     stack.enter_context(autocast)
             yield

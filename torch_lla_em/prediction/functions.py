@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood, average, mean_square
+from torch_lla_em.runtime import without_autocast
 
 FUNCTIONS = 64
 """The least number of functions in an average over one example.
@@ -141,7 +142,7 @@ class Functions:
         chunks = [slice(start, start + step) for start in range(0, count, step)]
         if len(chunks) < 2:  # without a number of rows, so that exported programs take any
             chunks = [slice(None)]
-        with torch.autocast(self.centre.device.type, enabled=False):
+        with without_autocast(self.centre.device):
             parts = [take(self._functions(rows, at_least), rows) for rows in chunks]
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
@@ -218,7 +219,7 @@ def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
     if sets > 1:
         Q = _rotations(len(deviations), sets - 1)
         # products in the dtype of the samples, also inside an autocast context
-        with torch.autocast(deviations.device.type, enabled=False):
+        with without_autocast(deviations.device):
             rotated = torch.tensordot(Q.to(deviations), deviations, dims=1)
         deviations = torch.cat([deviations, rotated])
     return torch.cat([deviations, -deviations])
@@ -250,7 +251,7 @@ def mixed(deviations: Tensor, generator: torch.Generator) -> Tensor:
     size = (len(deviations), len(deviations))
     weights = torch.randn(size, generator=generator, device=generator.device)
     weights = weights.to(deviations) / len(deviations) ** 0.5
-    with torch.autocast(deviations.device.type, enabled=False):
+    with without_autocast(deviations.device):
         drawn: Tensor = torch.tensordot(weights, deviations, dims=1)
     return drawn
 

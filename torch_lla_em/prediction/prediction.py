@@ -21,6 +21,7 @@ from torch_lla_em.prediction.functions import (
 )
 from torch_lla_em.prediction.regions import Ellipsoid, covariance_of
 from torch_lla_em.prediction.summary import Printed, of_prediction
+from torch_lla_em.runtime import without_autocast
 
 # largest number of functions of equal weight that stand for a mixture
 _ALIKE = 1024
@@ -85,7 +86,7 @@ class Prediction(Printed, Conformal):
             apart = (part.centre - mean)[None]
             rows = torch.cat([part.deviations / max(1, len(part.deviations)) ** 0.5, apart])
             flat = self._out(rows, leading=1).flatten(1)
-            with torch.autocast(flat.device.type, enabled=False):
+            with without_autocast(flat.device):
                 return flat.T @ flat
 
         return self._averaged(of)

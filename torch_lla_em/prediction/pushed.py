@@ -33,15 +33,16 @@ def push_forward(linear_model: LinearModel, x: Any, *w: Tensor) -> tuple[Tensor,
     is_empty = bool(tensors) and tensors[0].dim() > 0 and not len(tensors[0])
     with explained(network, x), torch.set_grad_enabled(differentiate):
         try:
-            if linear_model.report is None and not is_empty:
-                linear_model.probe(map_tensors(Tensor.detach, x))
-            with network.guarded(), torch.set_grad_enabled(differentiate):
-                if is_empty:
-                    f = linear_model.outputs(x)
-                    return f, f.new_zeros(count, *f.shape)
-                rows = linear_model.at(x, count)
-                Jw = torch.cat([rows.push(block) for block in w])
-                f = rows.f
+            with network.guarded():
+                if linear_model.report is None and not is_empty:
+                    linear_model.probe(map_tensors(Tensor.detach, x))
+                with torch.set_grad_enabled(differentiate):
+                    if is_empty:
+                        f = linear_model.outputs(x)
+                        return f, f.new_zeros(count, *f.shape)
+                    rows = linear_model.at(x, count)
+                    Jw = torch.cat([rows.push(block) for block in w])
+                    f = rows.f
         except RuntimeError:  # possibly because x is a single example
             with network.guarded():
                 require_rows(linear_model.outputs(x), x)

@@ -16,7 +16,7 @@ from torch_lla_em.runtime.memory import (
     suppressed,
 )
 from torch_lla_em.runtime.messages import collected, report
-from torch_lla_em.runtime.modes import tf32
+from torch_lla_em.runtime.modes import tf32, without_autocast
 from torch_lla_em.runtime.noise import mixed, normal, normals
 from torch_lla_em.runtime.options import PRECISION_BOUNDS, Compute, check_choice, check_options
 
@@ -48,5 +48,6 @@ __all__ = [
     "shortage_of",
     "suppressed",
     "tf32",
+    "without_autocast",
     "write_atomically",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,14 @@ def tf32(device: torch.device, allowed: bool) -> Iterator[None]:
     finally:
         for (flag, name, _), value in zip(flags, before):
             setattr(flag, name, value)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Compute in the dtype of the tensors, also inside the user's ``torch.autocast``."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return nullcontext()  # it takes no time
+    return torch.autocast(kind, enabled=False)
 
 
 def _tf32_flags() -> list[tuple[Any, str, str | None]]:

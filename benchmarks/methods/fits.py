@@ -67,7 +67,7 @@ def whole_fit(problem: Counted, num_samples: int, fit: Fit) -> dict:
             return {"failed": str(error).split(":")[0], "passes": passes}
     gamma = posterior.effective_dim.value.sum()
     return {
-        "path": [*path, posterior.precision.tolist()],
+        "path": [*path, posterior.prior_precision.tolist()],
         "passes": problem.spent["columns"] / num_samples,
         "single": problem.spent["single"],
         "seconds": time.monotonic() - begin,

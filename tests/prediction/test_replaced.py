@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, laplace, session
-from torch_lla_em.inference import span_e_step
+from torch_lla_em.inference import FitResult, span_e_step
 from torch_lla_em.prediction import posterior, predictor
 
 POINTS = {
@@ -110,6 +110,26 @@ def test_outputs_with_too_many_numbers_are_predicted_without_training_examples(m
     assert torch.equal(fresh(x), la(x))
     la.calibrate([(x, y)])
     assert la.predict(x).p_value.shape == (3,)
+
+
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_a_posterior_contains_the_result_of_the_fit(name):
+    """Nothing is stored twice; calibration replaces components and σ, and a file has the same tensors."""
+    case, la = tiny.fitted(name)
+    before = la._posterior.result
+    assert not {*FitResult._fields} & {*posterior.Posterior.__dataclass_fields__}
+    la.calibrate(case.x, case.y)
+    found, state = la._posterior.result, la.state_dict()
+    assert found.w_samples is before.w_samples and found.log_evidence is before.log_evidence
+    assert found.mixture is la.mixture and found.sigma_noise is la.sigma_noise
+    assert torch.equal(state["_log_evidence"], torch.stack(list(found.log_evidence)))
+    assert torch.equal(state["effective_dim_error"], found.effective_dim.standard_error)
+    assert la.log_marginal_likelihood() == found.log_evidence
+    other = LinearisedLaplace(case.model, tiny.likelihood_of(name), num_samples=4)
+    other.load_state_dict(state)
+    assert_close(tuple(other._posterior.result), tuple(found))
+    moved = copy.copy(la).to(torch.float32)._posterior.result
+    assert {t.dtype for t in moved if torch.is_tensor(t)} == {torch.float32}
 
 
 def test_results_are_read_only_and_a_copy_has_its_own():

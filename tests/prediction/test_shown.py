@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import BlockCG, LinearisedLaplace, Prediction, compare
+from torch_lla_em.inference import Estimate
 from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson
 from torch_lla_em.prediction import metrics
 
@@ -130,8 +131,10 @@ def warnings(prediction=None, y=None, **changed):
         prediction, y = Prediction(Poisson(), torch.zeros(9, 3), torch.zeros(2, 9, 3)), None
     well = {"effective_dim": 20.0, "effective_dim_error": 1.0, "prior_precision": 1.0}
     found = {name: torch.tensor(value) for name, value in (well | changed).items()}
-    la = SimpleNamespace(**found, w_samples=torch.zeros(32, 1), num_data=200)
-    return list(metrics.warnings_of(la, prediction, y))
+    gamma = Estimate(found.pop("effective_dim"), found.pop("effective_dim_error"))
+    result = SimpleNamespace(**found, effective_dim=gamma, w_samples=torch.zeros(32, 1))
+    posterior = SimpleNamespace(result=result, num_data=200)
+    return list(metrics.warnings_of(posterior, prediction, y))
 
 
 @pytest.mark.parametrize(

@@ -127,11 +127,11 @@ def learn(
                 start = start._replace(kind=kind, state=None, directions=None)
                 release()  # what the failed attempt held
                 continue
-            log_precision = found.precision.log()
+            log_precision = found.prior_precision.log()
             if not found.complete or _is_last(problem, options, start, log_precision):
-                return found if found.sigma is not None else _with_noise(found, problem)
+                return found if found.sigma_noise is not None else _with_noise(found, problem)
             noise = noise.drawn_again(problem.with_curvature_at(found.w_lin))
-            options = replace(options, prior_precision=found.precision)
+            options = replace(options, prior_precision=found.prior_precision)
             start = start._replace(
                 eta=Grown.of(noise.eta),
                 state=None,
@@ -144,7 +144,7 @@ def learn(
 
 def _with_noise(found: FitResult, problem: Problem) -> FitResult:
     """Return the posterior with the σ of a Gaussian likelihood that was not learnt, if it has one."""
-    return found._replace(sigma=problem.likelihood.observation_noise)
+    return found._replace(sigma_noise=problem.likelihood.observation_noise)
 
 
 def _require_labels(problem: Problem) -> None:

@@ -158,19 +158,35 @@ class Ascent(NamedTuple):
 
 
 class FitResult(NamedTuple):
-    """The result of a fit."""
+    """The result of a fit, which a ``Posterior`` contains."""
 
-    precision: Tensor
-    sigma: Tensor | None
+    prior_precision: Tensor
+    """λ, () or (blocks,)."""
+
+    sigma_noise: Tensor | None
+    """σ of a regression."""
+
     w_lin: Tensor
+    """The mode of the linear model, (P,)."""
+
     w_samples: Tensor
+    """The posterior samples, with mean zero, (K, P)."""
+
     scale: Tensor
+    """The prior standard deviation of every parameter at λ = 1, (P,)."""
+
     effective_dim: Estimate
+    """γ, () or (blocks,), with its Monte Carlo error."""
+
     certificate: Tensor
+    """The numerical error of each sample, in posterior standard deviations, (K,)."""
+
     log_evidence: Estimate
+    """log p(y | λ, σ) with its standard error."""
+
     mixture: Tensor | None = None
-    """The components of predictions as fitted, (components, 4): weight, share of J w_lin, share of f,
-    and scale of the posterior variance; None: the samples around f."""
+    """The components of predictions as fitted or calibrated, (components, 4): weight, share of J w_lin,
+    share of f, and scale of the posterior variance; None: the samples around f."""
 
     examples: Tensor | None = None
     """J w_k at some of the training examples, (n, K, ..., C), if they are known."""

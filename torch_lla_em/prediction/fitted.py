@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from operator import attrgetter
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -34,8 +35,10 @@ Loaded = TypeVar("Loaded", bound="Fitted")
 def _result(name: str, meaning: str) -> Any:
     """Return a property with a field of the posterior, None before ``fit``."""
 
+    of = attrgetter(name)
+
     def value(self: Fitted) -> Any:
-        return None if self._posterior is None else getattr(self._posterior, name)
+        return None if self._posterior is None else of(self._posterior)
 
     return property(value, doc=f"{meaning} None before ``fit``.")
 
@@ -60,19 +63,19 @@ class Fitted(Shown, Predictor, nn.Module):
     _base: LinearModel
     """The linear model of the first fit."""
 
-    prior_precision = _result("prior_precision", "λ, () or one value per tensor.")
-    sigma_noise = _result("sigma_noise", "σ of a regression.")
-    effective_dim = _result("effective_dim", "γ, the number of parameters that data determine.")
-    effective_dim_error = _result("effective_dim_error", "The Monte Carlo error of γ.")
-    certificate = _result("certificate", "The numerical error of each sample, (K,).")
-    scale = _result("scale", "The prior standard deviation of each parameter at λ = 1, (P,).")
-    w_lin = _result("w_lin", "The mode of the linear model, (P,).")
-    w_samples = _result("w_samples", "The posterior samples, with mean zero, (K, P).")
-    mixture = _result("mixture", "The components of predictions.")
+    prior_precision = _result("result.prior_precision", "λ, () or one value per tensor.")
+    sigma_noise = _result("result.sigma_noise", "σ of a regression.")
+    effective_dim = _result("result.effective_dim.value", "γ, how many parameters data determine.")
+    effective_dim_error = _result("result.effective_dim.standard_error", "Monte Carlo error of γ.")
+    certificate = _result("result.certificate", "The numerical error of each sample, (K,).")
+    scale = _result("result.scale", "Prior standard deviation of each parameter at λ = 1, (P,).")
+    w_lin = _result("result.w_lin", "The mode of the linear model, (P,).")
+    w_samples = _result("result.w_samples", "The posterior samples, with mean zero, (K, P).")
+    mixture = _result("result.mixture", "The components of predictions.")
     reference = _result("reference", "The scores of validation examples, if there are any.")
     calibration = _result("calibration", "The result of the last ``calibrate``, if there is one.")
     num_data = _result("num_data", "The number of training examples with a label.")
-    training_deviations = _result("training_deviations", "J w_k of some training examples.")
+    training_deviations = _result("result.examples", "J w_k of some training examples.")
     largest_variance = _result("largest_variance", "The largest variance of their outputs.")
 
     def __init__(self, model: nn.Module, likelihood: Likelihood):
@@ -141,7 +144,7 @@ class Fitted(Shown, Predictor, nn.Module):
         Example:
             >>> evidence = la.log_marginal_likelihood().value
         """
-        return Estimate(*self._fitted().log_evidence)
+        return self._fitted().result.log_evidence
 
     def function_sample(self, k: int) -> Callable[[Any], Tensor]:
         """Return the k-th function of the posterior, the same function at every call.
@@ -160,15 +163,15 @@ class Fitted(Shown, Predictor, nn.Module):
             >>> outputs = la.function_sample(0)(x)
         """
         posterior = self._fitted()
-        count, some = len(posterior.w_samples), slice(None)
+        count, some = len(posterior.result.w_samples), slice(None)
         if not 0 <= k < count:
             raise IndexError(
                 f"k must be from 0 to {count - 1}, since there are {count} samples, not {k}."
             )
         if posterior.training() is None:  # else the variance of all samples shrinks the mean
             some = slice(k, k + 1)
-        part = slots(posterior.mixture[:, WEIGHT], count)[k]
-        alone = posterior.mixture[None, part].clone()
+        part = slots(posterior.result.mixture[:, WEIGHT], count)[k]
+        alone = posterior.result.mixture[None, part].clone()
 
         def sample(x: Any) -> Tensor:
             samples = self._at(x, some).prediction(alone).samples
@@ -221,7 +224,7 @@ class Fitted(Shown, Predictor, nn.Module):
         if num_samples is not None:
             few, every = (self.predict(x, num_samples=n).expectation for n in (num_samples, None))
             text = (
-                f"With {num_samples} of {len(posterior.w_samples)} samples, predictions at the example "
+                f"With {num_samples} of {len(posterior.result.w_samples)} samples, predictions at the example "
                 f"inputs differ from la(x) by up to {(few - every).abs().max():.2g}."
             )
             if level is not None:
@@ -359,7 +362,7 @@ class Fitted(Shown, Predictor, nn.Module):
 
     def _take(self, posterior: Posterior) -> None:
         """Load a posterior."""
-        self._posterior, self.num_samples = posterior, len(posterior.w_samples)
+        self._posterior, self.num_samples = posterior, len(posterior.result.w_samples)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fitted:
         """Move posterior and network together; a module that contains both may have moved the latter."""

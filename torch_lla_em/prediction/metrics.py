@@ -141,17 +141,19 @@ def binned(stated: Tensor, right: Tensor, bins: int) -> tuple[Tensor, Tensor, Te
     return count, confidence, correct
 
 
-def warnings_of(la: Any, prediction: Prediction, y: Tensor) -> Iterator[str]:
+def warnings_of(posterior: Any, prediction: Prediction, y: Tensor) -> Iterator[str]:
     """Yield a warning for each sign that a fit has failed, given predictions of training examples."""
-    gamma, error = la.effective_dim.sum().item(), la.effective_dim_error.norm().item()
+    result = posterior.result
+    gamma, error = result.effective_dim
+    gamma, error = gamma.sum().item(), error.norm().item()
     low, high = PRECISION_BOUNDS
-    if collapsed := gamma < max(4 / len(la.w_samples), 2 * error):
+    if collapsed := gamma < max(4 / len(result.w_samples), 2 * error):
         yield (
             f"The data determine hardly any parameters (γ = {gamma:.2g} ± {error:.1g}), so the "
             "posterior is close to the prior. If the network fits its data, try g_prior=False, a "
             "smaller initial prior_precision, or parameters of layers closer to the outputs."
         )
-    elif (la.prior_precision <= 2 * low).any() or (la.prior_precision >= high / 2).any():
+    elif (result.prior_precision <= 2 * low).any() or (result.prior_precision >= high / 2).any():
         yield (
             f"The prior precision ended at a bound of [{low:g}, {high:g}], so the fit ignores "
             "either the prior or the data. Check that the network was trained on these targets. "
@@ -162,8 +164,8 @@ def warnings_of(la: Any, prediction: Prediction, y: Tensor) -> Iterator[str]:
         yield from _too_uncertain(prediction, y)
     elif prediction.likelihood.observation_noise is not None and y.shape == prediction.mean.shape:
         if not collapsed:  # otherwise σ is too large
-            yield from _overfitted(prediction, y, gamma / (la.num_data * y[0].numel()))
-        if not la.sigma_noise.dim() and y.dim() > 1 and y.shape[prediction.class_dim] > 1:
+            yield from _overfitted(prediction, y, gamma / (posterior.num_data * y[0].numel()))
+        if not result.sigma_noise.dim() and y.dim() > 1 and y.shape[prediction.class_dim] > 1:
             yield from _of_other_units(prediction, y)
 
 

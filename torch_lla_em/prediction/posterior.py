@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from torch_lla_em.data import TargetFn
 from torch_lla_em.inference import FitResult
@@ -79,41 +80,11 @@ class Posterior:
     likelihood: Likelihood
     """With the observation noise that was learnt."""
 
-    w_lin: Tensor
-    """The mode of the linear model, (P,)."""
-
-    w_samples: Tensor
-    """The posterior samples, with mean zero, (K, P)."""
-
-    scale: Tensor
-    """The prior standard deviation of every parameter at λ = 1, (P,)."""
-
-    prior_precision: Tensor
-    """λ, () or (blocks,)."""
-
-    sigma_noise: Tensor | None
-    """σ of a regression."""
-
-    mixture: Tensor
-    """The components of predictions, as fitted or as calibrated."""
-
-    effective_dim: Tensor
-    """γ, () or (blocks,)."""
-
-    effective_dim_error: Tensor
-    """The Monte Carlo error of γ."""
-
-    certificate: Tensor
-    """The numerical error of each sample, in posterior standard deviations, (K,)."""
-
-    log_evidence: Tensor
-    """log p(y | λ, σ) and its standard error, (2,)."""
-
-    training_deviations: Tensor | None = None
-    """J w_k of some training examples, (n, K, ..., C), if the curvature is variational."""
+    result: FitResult
+    """What the fit has learnt, with the components as fitted or as calibrated."""
 
     largest_variance: Tensor | None = None
-    """The largest variance of their centred outputs, ()."""
+    """The largest variance of the centred outputs of the training examples that are kept, ()."""
 
     training_distances: Tensor | None = None
     """The distance of each to the nearest other one, without itself in the posterior, (n,)."""
@@ -144,33 +115,30 @@ class Posterior:
         cls, learnt: FitResult, setting: Setting, given: Likelihood, **facts: Any
     ) -> Posterior:
         """Return the record of what a fit has learnt; ``given`` is the likelihood before it."""
-        precision, sigma = learnt.precision, learnt.sigma
-        likelihood: Any = given
-        device = learnt.w_lin.device
+        device, sigma, likelihood = learnt.w_lin.device, learnt.sigma_noise, given
         if sigma is not None:
             sigma = sigma.to(device)
             likelihood = likelihood.with_noise(sigma)
         mixture = posterior_alone() if learnt.mixture is None else learnt.mixture
-        found = cls(
-            setting,
-            likelihood,
-            *(learnt.w_lin, learnt.w_samples, learnt.scale, precision, sigma, mixture.to(device)),
-            *(*learnt.effective_dim, learnt.certificate, torch.stack(list(learnt.log_evidence))),
-            room=setting.room(),
-            **facts,
-        )
         examples = learnt.examples
-        if examples is None or not len(examples):  # none if a single one has too many numbers
+        if examples is not None and not len(examples):  # a single one has too many numbers
+            examples = None
+        result = learnt._replace(sigma_noise=sigma, mixture=mixture.to(device))
+        result = result._replace(examples=examples, leverages=None)
+        found = cls(setting, likelihood, result, room=setting.room(), **facts)
+        if examples is None:
             return found
         largest = output_variance(likelihood, examples.movedim(1, 0)).max()
-        found = replace(found, training_deviations=examples, largest_variance=largest)
+        found = replace(found, largest_variance=largest)
         return replace(found, training_distances=found.training().distances(learnt.leverages))
 
     @property
     def components(self) -> Components:
         """How predictions are made: as fitted or as calibrated."""
         has_reference = self.reference is not None or self.training_distances is not None
-        return Components(self.mixture, None, self._known if has_reference else None, self.room)
+        return Components(
+            self.result.mixture, None, self._known if has_reference else None, self.room
+        )
 
     def _known(self) -> Reference:
         """Return scores of validation or, without a calibration, of training examples."""
@@ -178,18 +146,19 @@ class Posterior:
 
     @cached_property
     def _of_training(self) -> Reference:
-        return Reference(self.mixture, None, self.training_distances[:, None], None)
+        return Reference(self.result.mixture, None, self.training_distances[:, None], None)
 
     def training(self, num_samples: int | None = None) -> TrainingExamples | None:
         """Return the training examples that the fit has kept, if there are any."""
-        if self.training_deviations is None:
+        examples = self.result.examples
+        if examples is None:
             return None
-        deviations = self.training_deviations[:, :num_samples]
+        deviations = examples[:, :num_samples]
         return TrainingExamples(self.likelihood, deviations, self.largest_variance)
 
     def columns(self, num_samples: int | None = None) -> Tensor:
         """Return w_lin and samples, (1 + K, P)."""
-        return torch.cat([self.w_lin[None], self.w_samples[:num_samples]])
+        return torch.cat([self.result.w_lin[None], self.result.w_samples[:num_samples]])
 
     def of_products(self, f: Tensor, Jw: Tensor, y: Tensor, class_dim: int = -1) -> Pushed:
         """Return examples by f, (B, ..., C), J w of w_lin and the samples, and the targets."""
@@ -208,23 +177,19 @@ class Posterior:
         )
         if not found.calibration.applied:
             return known
-        known = replace(known, mixture=found.table.to(self.mixture))
+        result = self.result._replace(mixture=found.table.to(self.result.mixture))
         if self.likelihood.observation_noise is None:
-            return known
-        sigma = self.sigma_noise * found.noise.to(self.sigma_noise)
-        return replace(known, sigma_noise=sigma, likelihood=self.likelihood.with_noise(sigma))
+            return replace(known, result=result)
+        sigma = result.sigma_noise * found.noise.to(result.sigma_noise)
+        likelihood = self.likelihood.with_noise(sigma)
+        return replace(known, result=result._replace(sigma_noise=sigma), likelihood=likelihood)
 
     def moved(self, fn: Callable[[Tensor], Tensor], setting: Setting) -> Posterior:
         """Return this posterior with every tensor mapped, as by ``nn.Module.to``."""
 
-        def mapped(value: Any) -> Any:
-            if isinstance(value, Reference):
-                return Reference(*map(mapped, value))
-            return fn(value) if isinstance(value, Tensor) else value
-
-        return Posterior(**{name: mapped(v) for name, v in fields_of(self)} | {"setting": setting})
+        own = {name: value for name, value in vars(self).items() if name in _MOVED}
+        return replace(self, setting=setting, **tree_map_only(Tensor, fn, own))
 
 
-def fields_of(posterior: Posterior) -> list[tuple[str, Any]]:
-    """Return the names and values of a posterior's fields."""
-    return [(name, getattr(posterior, name)) for name in Posterior.__dataclass_fields__]
+_MOVED = "result", "largest_variance", "training_distances", "reference"
+"""Fields that hold tensors."""

@@ -170,7 +170,7 @@ class Predictor(Calibrates):
         check_choice("mean", mean, (None, "network", "linear"))
         components, state = self._components, None
         for posterior in posteriors:
-            count = len(posterior.w_samples)
+            count = len(posterior.result.w_samples)
             if num_samples is not None and not 1 <= num_samples <= count:
                 raise ValueError(f"num_samples={num_samples}, but there are {count} samples.")
         if generator is not None:
@@ -180,7 +180,9 @@ class Predictor(Calibrates):
             if mean is None:
                 found = predicted(data, components, judged=num_samples is None)
             else:
-                alone = (posterior_alone(mean, scale=p.mixture[0, SCALE]) for p in posteriors)
+                alone = (
+                    posterior_alone(mean, scale=p.result.mixture[0, SCALE]) for p in posteriors
+                )
                 found = data.plain().prediction(tuple(alone), components.noise)
             if generator is None:
                 return found
@@ -297,7 +299,7 @@ def in_batches(
 def at(posterior: Posterior, x: Any, some: slice = slice(None)) -> Pushed:
     """Return inputs with the products of some samples."""
     model = posterior.setting.linear_model
-    f, Jw = push_forward(model, x, posterior.w_lin[None], posterior.w_samples[some])
+    f, Jw = push_forward(model, x, posterior.result.w_lin[None], posterior.result.w_samples[some])
     return posterior.of_products(f, Jw, f, model.network.class_dim)
 
 

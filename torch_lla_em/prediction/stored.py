@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_lla_em.inference import Estimate, FitResult
 from torch_lla_em.jacobian import LinearModel, Network
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, is_named
 from torch_lla_em.prediction.calibration import restored
-from torch_lla_em.prediction.posterior import Posterior, Setting, fields_of
+from torch_lla_em.prediction.posterior import Posterior, Setting
 from torch_lla_em.prediction.reference import REFERENCE, Reference
 from torch_lla_em.problem import place_of_vectors
 from torch_lla_em.runtime import Compute, files, free_memory
 
-_NAMES = {"log_evidence": "_log_evidence"}
-"""Tensors of a posterior that have another name in files."""
+_RESULT = "w_lin", "w_samples", "scale", "prior_precision", "sigma_noise", "mixture", "certificate"
+"""Tensors of a fit's result that have the same name in files."""
 
 
 def likelihood_options(given: Likelihood) -> dict[str, Any]:
@@ -78,11 +79,19 @@ def state_of(posterior: Posterior, given: Likelihood, own: list[str]) -> dict[st
         "names": layout.names,
         "shapes": [list(shape) for shape in layout.shapes],
     }
-    tensors = {_NAMES.get(n, n): v for n, v in fields_of(posterior) if isinstance(v, Tensor)}
-    reference = zip(REFERENCE, posterior.reference or ())
+    result = posterior.result
+    tensors = {
+        **{name: getattr(result, name) for name in _RESULT},
+        "effective_dim": result.effective_dim.value,
+        "effective_dim_error": result.effective_dim.standard_error,
+        "_log_evidence": torch.stack(list(result.log_evidence)),
+        "training_deviations": result.examples,
+        "largest_variance": posterior.largest_variance,
+        "training_distances": posterior.training_distances,
+        **dict(zip(REFERENCE, posterior.reference or ())),
+    }
     return {
-        **tensors,
-        **{name: tensor for name, tensor in reference if tensor is not None},
+        **{name: tensor for name, tensor in tensors.items() if tensor is not None},
         "torch_lla_em_version": torch.tensor(files.VERSION, device="cpu"),
         "fingerprint": posterior.setting.state.fingerprint,
         "record": files.to_bytes(record),
@@ -100,13 +109,20 @@ def posterior_of(
     def tensor(name: str) -> Tensor | None:
         return state[name].to(place, copy=True) if name in state else None
 
-    names = [name for name, kind in Posterior.__annotations__.items() if "Tensor" in kind]
-    tensors = {name: tensor(_NAMES.get(name, name)) for name in names}
-    sigma, reference = tensors["sigma_noise"], [tensor(name) for name in REFERENCE]
+    known: dict[str, Any] = {name: tensor(name) for name in _RESULT}
+    result = FitResult(
+        **known,
+        effective_dim=Estimate(tensor("effective_dim"), tensor("effective_dim_error")),
+        log_evidence=Estimate(*tensor("_log_evidence")),
+        examples=tensor("training_deviations"),
+    )
+    sigma, reference = result.sigma_noise, [tensor(name) for name in REFERENCE]
     return Posterior(
         setting,
         given if sigma is None else given.with_noise(sigma),
-        **tensors,
+        result,
+        largest_variance=tensor("largest_variance"),
+        training_distances=tensor("training_distances"),
         reference=None if reference[0] is None else Reference(*reference),
         calibration=restored(record.get("calibration")),
         num_data=record["num_data"],

@@ -146,9 +146,9 @@ class Shown(Printed):
         """
         if self._posterior is None:
             return None
-        certificate = self._posterior.certificate
-        error = relative_error(certificate, self._posterior.effective_dim.sum())
-        return Accuracy(error, certificate.max().item(), self.tolerance)
+        result = self._posterior.result
+        error = relative_error(result.certificate, result.effective_dim.value.sum())
+        return Accuracy(error, result.certificate.max().item(), self.tolerance)
 
     def details(self) -> Details:
         """Return all numbers of the fit in the terms of the method, such as λ and γ; print it.
@@ -237,7 +237,7 @@ def details_of(la: Any) -> Details:
     title, rows = of_fit(la)
     if la.w_samples is None:
         return Details(title, rows)
-    evidence, spread = la._posterior.log_evidence.tolist()
+    evidence, spread = (each.item() for each in la._posterior.result.log_evidence)
     gamma, error = la.effective_dim.sum(), la.effective_dim_error.norm()
     rows += [
         ("prior precision λ", _several(la.prior_precision)),

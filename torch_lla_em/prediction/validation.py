@@ -99,7 +99,9 @@ def predicted_data(la: Fitted, loader: Iterable[Any]) -> PredictedData:
     whole = torch.cat(inputs) if len(shapes) == 1 and None not in shapes else None
     with torch.no_grad():
         every = joined(parts)
-        return PredictedData(whole, every.y, every.network(), every.prediction(posterior.mixture))
+        return PredictedData(
+            whole, every.y, every.network(), every.prediction(posterior.result.mixture)
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -279,7 +281,7 @@ def warn_of_collapse(posterior: Posterior, problem: Problem) -> None:
     """Report a warning for each sign that a fit has failed, judged by some training examples."""
     data = problem.data
     most = _NUMBERS // (
-        len(posterior.w_samples) * max(data.facts.num_outputs // data.facts.num_rows, 1)
+        len(posterior.result.w_samples) * max(data.facts.num_outputs // data.facts.num_rows, 1)
     )
     if data.group.rank > 0 or not most:
         return

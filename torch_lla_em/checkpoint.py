@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from torch_lla_em.runtime import Group, Grown, files, first, report
 
-FORMAT = 9
+FORMAT = 10
 """Version of the files in a checkpoint folder."""
 
 _HEADER, _STATE, _FINISHED = "header.pt", "state.pt", "posterior.pt"

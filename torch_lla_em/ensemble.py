@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from torch_lla_em.data import as_targets, map_tensors, tensors_in
-from torch_lla_em.distil import Distils
+from torch_lla_em.distil import Distillation
 from torch_lla_em.laplace import LinearisedLaplace, Task
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import Ensemble
 
 
-class LaplaceEnsemble(Distils, Ensemble):
+class LaplaceEnsemble(Distillation, Ensemble):
     """The equally weighted mixture of the posteriors of several networks.
 
     Use it for networks trained with different seeds, or for snapshots of one training; ``from_folds``

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torch_lla_em.checkpoint import FORMAT
 from torch_lla_em.data import Data, TargetFn, Weights, paired, with_weights
-from torch_lla_em.distil import Distils, Student
+from torch_lla_em.distil import Distillation, Student
 from torch_lla_em.inference import FitOptions, Solver, choose_scalings, learn
 from torch_lla_em.jacobian import (
     ForwardFn,
@@ -35,8 +35,8 @@ from torch_lla_em.likelihoods import (
     preferred,
 )
 from torch_lla_em.prediction import (
-    Fitted,
     Posterior,
+    PosteriorBase,
     Setting,
     calibrated_on,
     stored,
@@ -71,7 +71,7 @@ Task = Literal[
 ]
 
 
-class LinearisedLaplace(Distils, Fitted):
+class LinearisedLaplace(Distillation, PosteriorBase):
     """The linearised Laplace posterior of a trained network, represented by samples.
 
     ``fit`` learns the prior precision λ (and the observation noise σ of a regression) by EM and

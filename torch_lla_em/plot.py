@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_lla_em.data import as_loader
 from torch_lla_em.prediction import (
-    Fitted,
+    PosteriorBase,
     PredictedData,
     Prediction,
     auroc,
@@ -41,7 +41,9 @@ _NINETY = 1.6449  # standard deviations that contain 90 % of a normal distributi
 _POINTS, _BARS = 2000, 200
 
 
-def reliability(la: Fitted, loader: Examples, axes: Axes | None = None, bins: int = 10) -> Axes:
+def reliability(
+    la: PosteriorBase, loader: Examples, axes: Axes | None = None, bins: int = 10
+) -> Axes:
     """Plot accuracy over confidence for the network and the posterior, with their ECE.
 
     Args:
@@ -73,7 +75,7 @@ def reliability(la: Fitted, loader: Examples, axes: Axes | None = None, bins: in
     return _finished(axes, "confidence", "accuracy")
 
 
-def em_path(la: Fitted, axes: Axes | None = None) -> Axes:
+def em_path(la: PosteriorBase, axes: Axes | None = None) -> Axes:
     """Plot the prior precision at each EM step.
 
     Args:
@@ -90,7 +92,7 @@ def em_path(la: Fitted, axes: Axes | None = None) -> Axes:
     return _finished(axes, "EM step", "prior precision λ")
 
 
-def bands(la: Fitted, loader: Examples, axes: Axes | None = None, output: int = 0) -> Axes:
+def bands(la: PosteriorBase, loader: Examples, axes: Axes | None = None, output: int = 0) -> Axes:
     """Plot a regression with 90 % prediction intervals.
 
     Inputs of one number are the horizontal axis. For other inputs targets are plotted over
@@ -134,7 +136,7 @@ def bands(la: Fitted, loader: Examples, axes: Axes | None = None, output: int = 
     return _finished(axes, "input", "target")
 
 
-def coverage(la: Fitted, loader: Examples, axes: Axes | None = None) -> Axes:
+def coverage(la: PosteriorBase, loader: Examples, axes: Axes | None = None) -> Axes:
     """Plot the coverage of prediction intervals over their nominal level, for regression.
 
     Args:
@@ -159,7 +161,9 @@ def coverage(la: Fitted, loader: Examples, axes: Axes | None = None) -> Axes:
     return _finished(axes, "level of the interval", "coverage")
 
 
-def out_of_distribution(la: Fitted, loader: Examples, other: Any, axes: Axes | None = None) -> Axes:
+def out_of_distribution(
+    la: PosteriorBase, loader: Examples, other: Any, axes: Axes | None = None
+) -> Axes:
     """Plot the epistemic uncertainty of two data sets, and the AUROC with which it separates them.
 
     Args:
@@ -182,11 +186,11 @@ def out_of_distribution(la: Fitted, loader: Examples, other: Any, axes: Axes | N
     return _finished(axes, "epistemic uncertainty", "share of examples")
 
 
-def _rows(la: Fitted, loader: Examples) -> PredictedData:
+def _rows(la: PosteriorBase, loader: Examples) -> PredictedData:
     return loader if isinstance(loader, PredictedData) else predicted_data(la, loader)
 
 
-def _regression_rows(la: Fitted, loader: Examples) -> PredictedData:
+def _regression_rows(la: PosteriorBase, loader: Examples) -> PredictedData:
     if not la.likelihood.real_valued:
         raise TypeError("Intervals need continuous targets. For probabilities, use reliability.")
     return _rows(la, loader)
@@ -222,7 +226,7 @@ def _thinned(order: np.ndarray, most: int) -> np.ndarray:
     return np.asarray(order[places])
 
 
-def _epistemic(la: Fitted, data: Any) -> np.ndarray:
+def _epistemic(la: PosteriorBase, data: Any) -> np.ndarray:
     """Return the epistemic uncertainty of a loader's examples, or of inputs, (N,)."""
     if isinstance(data, PredictedData):
         predictions = [data.posterior]

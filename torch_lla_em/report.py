@@ -20,7 +20,7 @@ import torch
 from torch_lla_em import plot
 from torch_lla_em.distil import Student
 from torch_lla_em.prediction import (
-    Fitted,
+    PosteriorBase,
     PredictedData,
     as_html,
     findings,
@@ -43,7 +43,7 @@ _EDGE = 2.0
 
 
 def write_report(
-    la: Fitted,
+    la: PosteriorBase,
     loader: Iterable[Any],
     path: str | PathLike[str],
     other: Any = None,
@@ -75,7 +75,7 @@ def write_report(
     Path(path).write_text(page, encoding="utf-8")
 
 
-def advice(la: Fitted, rows: PredictedData) -> Iterator[str]:
+def advice(la: PosteriorBase, rows: PredictedData) -> Iterator[str]:
     """Yield what to do about a fit, one sentence at a time; nothing if all is well."""
     gain = rows.network._log_prob(rows.targets) - rows.posterior._log_prob(rows.targets)
     error = gain.double().std() / len(gain) ** 0.5
@@ -88,7 +88,7 @@ def advice(la: Fitted, rows: PredictedData) -> Iterator[str]:
     yield from (words for kind, words in findings(la) if kind == "to do")
 
 
-def _by_group(la: Fitted, loader: Iterable[Any]) -> Iterator[str]:
+def _by_group(la: PosteriorBase, loader: Iterable[Any]) -> Iterator[str]:
     """Yield the coverage within groups of examples, if sets or intervals are possible."""
     if la.reference is None:
         return
@@ -108,7 +108,7 @@ def _scored(rows: PredictedData, student: Student | None) -> list[tuple[str, ...
     return [("", *predictions), *values]
 
 
-def _figures(la: Fitted, rows: PredictedData, other: Any) -> Iterator[str]:
+def _figures(la: PosteriorBase, rows: PredictedData, other: Any) -> Iterator[str]:
     """Yield the plots that these predictions allow."""
     likelihood = la.likelihood
     if likelihood.gives_probabilities:

@@ -250,7 +250,7 @@ class Session:
         if progress.state is None:
             rows = data.facts.num_rows / self._group.size
             self._left = (
-                time_of(self._trial, self._course, rows, self.problem.sweep.kept.room),
+                time_of(self._trial, self._course, rows, self.problem.sweep.factors.room),
                 now,
             )
         else:

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from torch_lla_em.data.loader import Data, Kept
+from torch_lla_em.data.loader import BatchCache, Data
 
 CPU = torch.device("cpu")
 
@@ -118,7 +118,7 @@ def test_memory_that_is_filled_again_is_copied(device, at_most, size):
     for _ in range(4):
         found = torch.cat([batch.inputs + 0 for batch in data])
         assert torch.equal(found.cpu(), rows()[0])
-    assert data.kept is not None and loader.reads == 2
+    assert data.cache is not None and loader.reads == 2
     assert simulated_gpu.races() == raced
 
 
@@ -206,14 +206,14 @@ def test_whether_batches_are_kept_is_decided_once(is_list, share, kept, monkeypa
     x, y = rows(24)
     memory = [4 * share * (x.nbytes + y.nbytes)]
     monkeypatch.setattr("torch_lla_em.data.loader.free_memory", lambda device: memory[0])
-    held, add = [], Kept.add
+    held, add = [], BatchCache.add
     monkeypatch.setattr(
-        Kept, "add", lambda self, *args: (add(self, *args), held.append(self.room > 0))
+        BatchCache, "add", lambda self, *args: (add(self, *args), held.append(self.room > 0))
     )
     loader = DataLoader(TensorDataset(x, y), 4)
     data = Data(list(loader) if is_list else loader, CPU)
     for number in range(4):
         assert torch.equal(torch.cat([batch.inputs for batch in data]), x)
         memory[0] *= 10 if number else 1  # what is free after the second pass changes nothing
-    assert (data.kept is not None) == kept
+    assert (data.cache is not None) == kept
     assert sum(held) == (6 if kept else 0)

@@ -281,18 +281,18 @@ def test_loaders_of_inputs():
 def test_kl_is_that_of_torch():
     from torch.distributions import Bernoulli, Categorical, Normal, kl_divergence
 
-    from torch_lla_em.distil.learnt import Learnt, divergence
+    from torch_lla_em.distil.targets import StudentTargets, divergence
 
     f, g = draw(6, 3), draw(6, 3, seed=1)
     none = torch.zeros(6, 1)
     p = f.softmax(-1)
-    found = divergence(likelihood_of("classification"), g, none, Learnt(p, none, none))
+    found = divergence(likelihood_of("classification"), g, none, StudentTargets(p, none, none))
     torch.testing.assert_close(found, kl_divergence(Categorical(p), Categorical(logits=g)))
-    found = divergence(likelihood_of("bernoulli"), g, none, Learnt(f.sigmoid(), none, none))
+    found = divergence(likelihood_of("bernoulli"), g, none, StudentTargets(f.sigmoid(), none, none))
     expected = kl_divergence(Bernoulli(logits=f), Bernoulli(logits=g)).mean(1)
     torch.testing.assert_close(found, expected)
     v, w = draw(6, 6, seed=2).exp(), draw(6, 3, seed=3).exp()
-    found = divergence(Regression(), g, w, Learnt(f, v, none))
+    found = divergence(Regression(), g, w, StudentTargets(f, v, none))
     total = v[:, :3] + v[:, 3:]
     expected = kl_divergence(Normal(f, total.sqrt()), Normal(g, w.sqrt())).mean(1)
     torch.testing.assert_close(found, expected)

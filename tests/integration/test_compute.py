@@ -110,7 +110,7 @@ def test_data_that_fit_in_memory_are_read_a_few_times(monkeypatch):
 def test_the_plan_decides_what_is_kept(keeps, monkeypatch):
     """Batches and factors of J together; what is free after the plan changes nothing."""
     problem, free = tiny("classification").problem(10, 20), 1e7
-    data, kept = problem.data, problem.sweep.kept
+    data, kept = problem.data, problem.sweep.factors
     monkeypatch.setattr("torch_lla_em.problem.plan.free_memory", lambda _: free)
     plan = prepare(problem, 4, Compute(keep_data=keeps))
     monkeypatch.setattr("torch_lla_em.data.loader.free_memory", lambda _: 0.0 if keeps else 1e12)
@@ -119,7 +119,7 @@ def test_the_plan_decides_what_is_kept(keeps, monkeypatch):
     w = torch.randn(5, problem.size, dtype=torch.float64)
     for _ in range(3):
         problem.ggn_product(w)
-    assert (data.kept is not None, bool(kept.known)) == (keeps, keeps)
+    assert (data.cache is not None, bool(kept.known)) == (keeps, keeps)
     # also once factors are stored, so that forecasts know that they are
     assert (data.room, kept.room) == (plan.batches, plan.factors)
 

@@ -22,8 +22,8 @@ from torch_lla_em.prediction.functions import (
     FUNCTIONS,
     JOINT,
     functions_of,
-    mixed,
     number_of_functions,
+    redrawn,
 )
 from torch_lla_em.prediction.prediction import Prediction
 
@@ -253,7 +253,7 @@ def test_a_likelihood_without_an_entropy_raises():
 def test_fresh_samples_keep_the_covariance():
     p = prediction(Classification())
     generator = torch.Generator().manual_seed(0)
-    many = torch.stack([mixed(p.deviations, generator) for _ in range(1000)]).flatten(0, 1)
+    many = torch.stack([redrawn(p.deviations, generator) for _ in range(1000)]).flatten(0, 1)
     products = many.flatten(1)[:, :, None] * many.flatten(1)[:, None]
     error = products.std(0) / len(many) ** 0.5
     assert ((products.mean(0) - p.covariance).abs() < 5 * error).all()

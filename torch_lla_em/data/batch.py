@@ -46,7 +46,7 @@ class Batch(NamedTuple):
     weights: Tensor | None = None
     """Weights of the examples, (B,), or of the targets, in their shape; None: all are 1."""
 
-    kept: Any = None
+    cache: Any = None
     """The list of stored batches that contains this one; None if it is read again in every pass."""
 
     tally: Tally | None = None
@@ -70,7 +70,7 @@ class Batch(NamedTuple):
                 inputs=cut(self.inputs, rows, piece),
                 targets=self.targets[piece],
                 weights=None if self.weights is None else self.weights[piece],
-                kept=None,
+                cache=None,
             )
 
     def copied(self) -> Batch:

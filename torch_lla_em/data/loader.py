@@ -47,7 +47,7 @@ _SHARE = 0.25
 """Share of the free memory in which batches are kept, if there is no plan for it."""
 
 
-class Kept:
+class BatchCache:
     """Stores the batches of one pass, if they fit into a given amount of memory."""
 
     def __init__(self, room: float):
@@ -57,7 +57,7 @@ class Kept:
         self._batches: list[Batch] = []
 
     def __iter__(self) -> Iterator[Batch]:
-        return (batch._replace(kept=self) for batch in self._batches)
+        return (batch._replace(cache=self) for batch in self._batches)
 
     def add(self, batch: Batch, is_list: bool) -> None:
         """Store a batch; drop all batches if they need more memory than allowed."""
@@ -102,7 +102,7 @@ class Data:
         self._bytes: float | None = None
         """Size of all batches: that of a list is known at once, others are measured in a pass."""
 
-        self.kept: Kept | None = None
+        self.cache: BatchCache | None = None
         """All batches, if there is room for them: those of a list from the first pass on, others once
         two passes were the same."""
 
@@ -136,8 +136,8 @@ class Data:
         ``in_step``: yield the loader's own batches, without joining any, and as many on every rank: a
         rank with fewer yields empty ones at the end.
         """
-        if self.kept is not None and not in_step:
-            yield from self.kept
+        if self.cache is not None and not in_step:
+            yield from self.cache
             self.num_passes += 1
             return
         # after the first pass each rank reads the share of another, so the sum of hashes changes
@@ -164,7 +164,7 @@ class Data:
         self._end(self.group.meet(own, Identity.of), tally)
         self._bytes = size
         if not self._changes and candidate.room > 0:
-            self.kept = candidate
+            self.cache = candidate
 
     __iter__ = batches
 
@@ -209,14 +209,14 @@ class Data:
         return self.identity is None and self.num_passes > 0
 
     def _counted(
-        self, batches: Iterable[Batch], own: Identity, candidate: Kept, tally: Tally | None
+        self, batches: Iterable[Batch], own: Identity, candidate: BatchCache, tally: Tally | None
     ) -> Iterator[Batch]:
         """Yield batches on the device; count them, and store them if they may be kept."""
         for batch in batches:
             own.add(tuple(batch.tensors().values()), counts_only=self._changes)
             batch, wait = batch.on(self._device)
             candidate.add(batch, self._source.is_list)
-            yield batch._replace(kept=candidate if candidate.room > 0 else None, tally=tally)
+            yield batch._replace(cache=candidate if candidate.room > 0 else None, tally=tally)
             wait()
 
     def _in_step(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -230,15 +230,17 @@ class Data:
             steps += 1
         self._num_steps = steps
 
-    def _candidate(self, in_step: bool) -> Kept:
+    def _candidate(self, in_step: bool) -> BatchCache:
         """Return where the batches of a pass are stored; it has no room if they are not to be kept."""
         if self.room is None:
             self.room = _SHARE * free_memory(self._device)
         if self._bytes is None and self._source.is_list:
             self._bytes = sum(map(_bytes, self._source.loader))
-        keeps = self.kept is None and not self._changes and self.group.size == 1
+        keeps = self.cache is None and not self._changes and self.group.size == 1
         fits = self._bytes is not None and self._bytes < self.room
-        return Kept(self.room if keeps and fits and not (in_step and self.merge_rows) else 0.0)
+        return BatchCache(
+            self.room if keeps and fits and not (in_step and self.merge_rows) else 0.0
+        )
 
     def _end(self, whole: Identity, tally: Tally | None) -> None:
         """Note what the first pass has found; refuse other data, and warn if the data change."""
@@ -261,7 +263,7 @@ class Data:
         self.num_passes += 1
         if differ:
             report("warn", _CHANGED)
-            self.identity = self.kept = None
+            self.identity = self.cache = None
 
 
 def _bytes(tree: Any) -> float:

@@ -135,7 +135,7 @@ def joined(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
         alone = form is None or len(batch.rows) >= size
         rows = sum(len(other.rows) for other in waiting) + len(batch.rows)
         if waiting and (alone or form != key or rows > size):
-            yield _together(waiting)
+            yield _concatenated(waiting)
             waiting = []
         if alone:
             yield batch
@@ -144,10 +144,10 @@ def joined(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
         # a loader may overwrite the memory of a batch before the batch is used
         waiting.append(batch.copied())
     if waiting:
-        yield _together(waiting)
+        yield _concatenated(waiting)
 
 
-def _together(batches: list[Batch]) -> Batch:
+def _concatenated(batches: list[Batch]) -> Batch:
     """Concatenate batches of the same format."""
     first, last = batches[0], batches[-1]
     if first is last:

@@ -7,13 +7,13 @@ The result is a ``student``, whose predictions are in ``predicted``. ``agreement
 """
 
 from torch_lla_em.distil.agreement import Agreement, Likelihoods, StudentError
-from torch_lla_em.distil.distils import Distils, distilled
+from torch_lla_em.distil.distillation import Distillation, distilled
 from torch_lla_em.distil.predicted import StudentPrediction
 from torch_lla_em.distil.student import Student
 
 __all__ = [
     "Agreement",
-    "Distils",
+    "Distillation",
     "Likelihoods",
     "Student",
     "StudentError",

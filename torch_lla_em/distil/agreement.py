@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.distil.learnt import Learnt, divergence, log_scores, rank_correlation, variance_of
+from torch_lla_em.distil.targets import (
+    StudentTargets,
+    divergence,
+    log_scores,
+    rank_correlation,
+    variance_of,
+)
 from torch_lla_em.likelihoods import Likelihood
 
 _KL = {"held-out": 0.03, "made": 0.1}
@@ -119,7 +125,7 @@ class StudentError:
 
 
 def agreement(
-    likelihood: Likelihood, found: list[tuple[Tensor, Tensor, Tensor, Learnt]]
+    likelihood: Likelihood, found: list[tuple[Tensor, Tensor, Tensor, StudentTargets]]
 ) -> Agreement:
     """Compare outputs and heads of a student with the posterior's predictions at the same inputs."""
     each, own, theirs, scores, known = [], [], [], [], []

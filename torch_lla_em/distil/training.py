@@ -12,15 +12,15 @@ from tqdm.auto import tqdm
 
 from torch_lla_em.data import tensors_in
 from torch_lla_em.distil.inputs import concatenated, rows_of
-from torch_lla_em.distil.learnt import (
-    Learnt,
+from torch_lla_em.distil.student import Student
+from torch_lla_em.distil.targets import (
+    StudentTargets,
     divergence,
     joined,
     log_scores,
     logarithm,
     variance_of,
 )
-from torch_lla_em.distil.student import Student
 
 # weight of the squared error of the head, whose targets have variance 1, next to the KL
 _OF_HEAD = 0.3
@@ -37,7 +37,7 @@ class Block(NamedTuple):
     """Inputs of one shape, with the posterior's predictions."""
 
     x: Any
-    due: Learnt
+    due: StudentTargets
     given: int = 0
     """How many of the first inputs were given; the others were made from them."""
 

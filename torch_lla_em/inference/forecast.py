@@ -209,7 +209,7 @@ def cheaper(problem: Problem, first: Batch, course: Course, num_rows: float) -> 
         few = replace(options, num_samples=_FEW_SAMPLES)
         trial = tried(problem, first, _FEW_SAMPLES)
         if trial is not None:
-            kept = problem.sweep.kept.room
+            kept = problem.sweep.factors.room
             words = f"num_samples={_FEW_SAMPLES}"
             found[words] = time_of(trial, course._replace(options=few), num_rows, kept)
     return found

@@ -25,7 +25,7 @@ from torch_lla_em.runtime import DoesNotFit, Grown, release, report, shortage_of
 _LINEAR_ROUNDS = 5
 _LINEAR_CHANGE = 0.05
 
-_MOVING, _FIXED, _SOLVES = "span, H moves", "span, H fixed", "solves"
+_MOVING, _FIXED, _SOLVES = "span_expected_h", "span_fixed_h", "solves"
 """The kinds of E-step."""
 
 _NOT_VARIATIONAL = (

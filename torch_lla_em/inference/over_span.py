@@ -47,7 +47,7 @@ _MIRRORED, _SHARE = 4, 0.2
 """Largest number of passes for the log det, and the share of its standard error at which they end."""
 
 
-class Curved(NamedTuple):
+class Curvature(NamedTuple):
     """G over a span for one curvature, and the random probes that belong to it."""
 
     G: Tensor
@@ -68,11 +68,11 @@ class Curved(NamedTuple):
     S_noise: Tensor
     """S ε of every example, (K, N, ..., C), with S Sᵀ = H."""
 
-    at_mode: Curved | None = None
+    at_mode: Curvature | None = None
     """The same with a fixed H near the mode, for steps to the mode; None: this one is used."""
 
     @classmethod
-    def of(cls, G: Tensor, xi: Tensor, eta: Tensor, H: Tensor, S_noise: Tensor) -> Curved:
+    def of(cls, G: Tensor, xi: Tensor, eta: Tensor, H: Tensor, S_noise: Tensor) -> Curvature:
         """Return G with its eigenvectors, of the coordinates of ξ and η."""
         values, vectors = torch.linalg.eigh(0.5 * (G + G.T))
         spectrum = Spectrum(values.clamp_min(0), xi @ vectors, eta @ vectors)
@@ -92,7 +92,7 @@ class Q(NamedTuple):
     noise: float
     """σ of a Gaussian likelihood, relative to that of G; 1 for other likelihoods."""
 
-    curved: Curved
+    curved: Curvature
     mean: Tensor
     """m, (m,), in float64, as the others."""
 
@@ -171,7 +171,9 @@ class OverSpan:
             )
         return self.at(curved, precision, 1.0, zero)
 
-    def at(self, curved: Curved, precision: float, noise: float, mean: Tensor, steps: int = 1) -> Q:
+    def at(
+        self, curved: Curvature, precision: float, noise: float, mean: Tensor, steps: int = 1
+    ) -> Q:
         """Return q at λ, σ and H. Its mean is found from ``mean``, in at most ``steps`` if H moves."""
         spectrum = curved.spectrum.at_noise(noise)
         samples = spectrum.solutions(precision) @ curved.vectors.T
@@ -193,23 +195,22 @@ class OverSpan:
         bounds = -loss - 0.5 * (norm + log_dets)
         return Q(precision, noise, curved, mean, samples, loss, bounds, gamma, h, draws)
 
-    def curved(self, H: Tensor, known: Curved | None = None) -> Curved:
+    def curved(self, H: Tensor, known: Curvature | None = None) -> Curvature:
         """Return G and η over the span; if they are known for its first directions, they grow."""
         old = 0 if known is None else len(known.G)
         S_noise = self.expected.root(H, self.epsilon) if known is None else known.S_noise
         noise = S_noise.flatten(1).T
         G, eta = self._gram(H, old), self.span.of_all.pull(noise, old).double()
         if known is None:
-            return Curved.of(G, self.span.xi, eta, H, S_noise)
+            return Curvature.of(G, self.span.xi, eta, H, S_noise)
         G = torch.cat([torch.cat([known.G, G[:old].T]), G], dim=1)
-        grown = Curved.of(G, self.span.xi, torch.cat([known.eta, eta], dim=1), H, S_noise)
+        grown = Curvature.of(G, self.span.xi, torch.cat([known.eta, eta], dim=1), H, S_noise)
         near = known.at_mode
         return grown if near is None else grown._replace(at_mode=self.curved(near.H, near))
 
     def widened(self, q: Q, steps: int = 1) -> Q:
         """Return q over the extended span, at the same λ, σ and H."""
-        mean = q.mean.new_zeros(self.span.size)
-        mean[: len(q.mean)] = q.mean
+        mean = torch.nn.functional.pad(q.mean, (0, self.span.size - len(q.mean)))
         if self.all_sites is not None:
             mean = self.all_sites.anchored(mean, q.precision, q.deviations)
         return self.at(self.curved(q.curved.H, q.curved), q.precision, q.noise, mean, steps)
@@ -314,12 +315,12 @@ class OverSpan:
 
     def _mean(
         self,
-        curved: Curved,
+        curved: Curvature,
         precision: float,
         start: tuple[Tensor, Tensor],
         draws: Tensor | None,
         steps: int,
-    ) -> tuple[Curved, Tensor, Tensor, float]:
+    ) -> tuple[Curvature, Tensor, Tensor, float]:
         """Return the minimum m of E[loss] + ½ λ ‖m‖² by Newton's method, J m, and E[loss] there."""
         expected, (mean, h), before = self.expected, start, math.inf
         loss = expected.loss(h, draws) + self._correction(mean)

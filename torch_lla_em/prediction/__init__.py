@@ -13,7 +13,7 @@ from torch_lla_em.prediction.calibrates import calibrated_on
 from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.conformal import Conformal, Interval
 from torch_lla_em.prediction.ensemble import Ensemble
-from torch_lla_em.prediction.fitted import Fitted
+from torch_lla_em.prediction.fitted import PosteriorBase
 from torch_lla_em.prediction.metrics import (
     auroc,
     binned,
@@ -48,10 +48,10 @@ __all__ = [
     "Conformal",
     "Ellipsoid",
     "Ensemble",
-    "Fitted",
     "Interval",
     "NotFittedError",
     "Posterior",
+    "PosteriorBase",
     "PredictedData",
     "Prediction",
     "Predictor",

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import paired
-from torch_lla_em.prediction.calibration import Kept, calibrated, half_as_reference
+from torch_lla_em.prediction.calibration import CalibratedComponents, calibrated, half_as_reference
 from torch_lla_em.prediction.check import Check, checked
 from torch_lla_em.prediction.passes import pushed_under_each
 from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.pushed import Pushed, joined, together
+from torch_lla_em.prediction.pushed import Pushed, joined, stack_members
 from torch_lla_em.prediction.reference import Reference, Stated
 from torch_lla_em.runtime import collected, group_of
 
@@ -37,7 +37,7 @@ class Calibrates:
         """Return the prediction, with its comparison with reference examples if ``judged``."""
         raise NotImplementedError
 
-    def _keep(self, found: Kept, reference: Reference, messages: list[str]) -> None:
+    def _keep(self, found: CalibratedComponents, reference: Reference, messages: list[str]) -> None:
         """Store what ``calibrate`` has found, and its warnings."""
         raise NotImplementedError
 
@@ -130,14 +130,14 @@ def calibrated_on(
     components: Components,
     loader: Any,
     stated: Stated = Stated(),
-) -> tuple[Kept, Reference, list[str]]:
+) -> tuple[CalibratedComponents, Reference, list[str]]:
     """Return what ``calibrate`` finds in one pass for each network, and its warnings."""
     alone = len(posteriors) == 1  # an ensemble is calibrated by each process on its own
     group = group_of(posteriors[0].setting.shard if alone else None)
     messages: list[str] = []
     with collected(messages), torch.inference_mode(False), torch.no_grad():
         each = map(joined, pushed_under_each(posteriors, loader, group))
-        data = together(list(each))
+        data = stack_members(list(each))
         if group.size > 1 and not stated.is_shared:
             raise ValueError(
                 "calibrate takes integers as groups, and weights, in a single process only: every rank reads "

@@ -83,7 +83,7 @@ class Numbers(NamedTuple):
     """Prior standard deviations of θ."""
 
 
-class Kept(NamedTuple):
+class CalibratedComponents(NamedTuple):
     """The table of components and the factor of σ that were fitted; used if the NLL improves."""
 
     table: Tensor
@@ -91,7 +91,9 @@ class Kept(NamedTuple):
     calibration: Calibration
 
 
-def calibrated(parts: Sequence[Pushed], before: Sequence[Tables], group: Group) -> Kept:
+def calibrated(
+    parts: Sequence[Pushed], before: Sequence[Tables], group: Group
+) -> CalibratedComponents:
     """Fit the numbers to held-out examples, of which ``parts`` are those of this rank.
 
     ``before`` are the tables by which each part is predicted so far.
@@ -125,7 +127,7 @@ def calibrated(parts: Sequence[Pushed], before: Sequence[Tables], group: Group) 
         logger.info("Validation NLL %s; calibration applied.", calibration)
     else:
         logger.info("Calibration %s.", calibration)
-    return Kept(table, noise, calibration)
+    return CalibratedComponents(table, noise, calibration)
 
 
 def half_as_reference(data: Pushed, group: Group, stated: Stated = Stated()) -> Reference:
@@ -171,7 +173,7 @@ def half_as_reference(data: Pushed, group: Group, stated: Stated = Stated()) -> 
     )
 
 
-def folds_as_reference(parts: Sequence[Pushed], found: Kept) -> Reference:
+def folds_as_reference(parts: Sequence[Pushed], found: CalibratedComponents) -> Reference:
     """Return scores of the examples that each member of an ensemble was not trained on."""
     labelled = [part.part(part.likelihood.labelled(part.y)) for part in parts]
     judged = [part.prediction(found.table, found.noise) for part in labelled]

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em.prediction.calibration import (
+    CalibratedComponents,
     Calibration,
-    Kept,
     calibrated,
     folds_as_reference,
     restored,
 )
-from torch_lla_em.prediction.fitted import Fitted
+from torch_lla_em.prediction.fitted import PosteriorBase
 from torch_lla_em.prediction.passes import pushed
 from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.predictor import Predictor
@@ -30,7 +30,7 @@ from torch_lla_em.runtime import Group, collected, files
 class Ensemble(Printed, Predictor, nn.Module):
     """The equally weighted mixture of the posteriors of several networks: ``LaplaceEnsemble``."""
 
-    def __init__(self, members: Iterable[Fitted]):
+    def __init__(self, members: Iterable[PosteriorBase]):
         """Take the members; see ``help(LaplaceEnsemble)`` for the arguments."""
         super().__init__()
         self.members: Any = nn.ModuleList(members)
@@ -67,7 +67,7 @@ class Ensemble(Printed, Predictor, nn.Module):
             max(member._posterior.room for member in self.members),
         )
 
-    def _keep(self, found: Kept, reference: Reference, messages: list[str]) -> None:
+    def _keep(self, found: CalibratedComponents, reference: Reference, messages: list[str]) -> None:
         self.calibration, self.table, self.noise = found.calibration, None, None
         for name, tensor in zip(REFERENCE, reference):
             setattr(self, name, tensor)
@@ -161,7 +161,7 @@ class Ensemble(Printed, Predictor, nn.Module):
         files.write_atomically(self.state_dict(), path)
 
     @classmethod
-    def load(cls, path: str | PathLike[str], members: Iterable[Fitted]) -> Ensemble:
+    def load(cls, path: str | PathLike[str], members: Iterable[PosteriorBase]) -> Ensemble:
         """Return a saved ensemble.
 
         Args:

@@ -45,7 +45,7 @@ class Ways(NamedTuple):
     """The names of these tensors."""
 
 
-class Outputs(NamedTuple):
+class ProgramOutputs(NamedTuple):
     """What a program returns besides ``la(x)``: comparisons with the validation set."""
 
     level: float | None = None
@@ -55,7 +55,7 @@ class Outputs(NamedTuple):
     """Whether p-values are returned."""
 
 
-def returned(prediction: Prediction, outputs: Outputs) -> Any:
+def returned(prediction: Prediction, outputs: ProgramOutputs) -> Any:
     """Return the tensors of a prediction that a program returns."""
     real, level = prediction.likelihood.real_valued, outputs.level
     found: tuple[Tensor, ...] = (prediction.expectation,)
@@ -70,7 +70,7 @@ def returned(prediction: Prediction, outputs: Outputs) -> Any:
     return found if len(found) > 1 else found[0]
 
 
-def names_of(likelihood: Likelihood, outputs: Outputs) -> list[str]:
+def names_of(likelihood: Likelihood, outputs: ProgramOutputs) -> list[str]:
     """Return the names of these tensors in ONNX files, which are those of students too."""
     names = ["probs" if likelihood.gives_probabilities else "expectation"]
     names += ["predictive_variance"] * likelihood.real_valued

@@ -18,18 +18,18 @@ from torch_lla_em.inference import Estimate
 from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import stored
-from torch_lla_em.prediction.calibration import Kept
-from torch_lla_em.prediction.export import Outputs, Ways, exported, names_of, returned
+from torch_lla_em.prediction.calibration import CalibratedComponents
+from torch_lla_em.prediction.export import ProgramOutputs, Ways, exported, names_of, returned
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT, slots
 from torch_lla_em.prediction.posterior import Components, NotFittedError, Posterior, Setting
 from torch_lla_em.prediction.predictor import Predictor
 from torch_lla_em.prediction.reference import Reference
-from torch_lla_em.prediction.summary import Shown
+from torch_lla_em.prediction.summary import PrintedPosterior
 from torch_lla_em.runtime import Compute, files, report
 
 logger = logging.getLogger("torch_lla_em")
 
-Loaded = TypeVar("Loaded", bound="Fitted")
+Loaded = TypeVar("Loaded", bound="PosteriorBase")
 
 
 def _result(name: str, meaning: str) -> Any:
@@ -37,13 +37,13 @@ def _result(name: str, meaning: str) -> Any:
 
     of = attrgetter(name)
 
-    def value(self: Fitted) -> Any:
+    def value(self: PosteriorBase) -> Any:
         return None if self._posterior is None else of(self._posterior)
 
     return property(value, doc=f"{meaning} None before ``fit``.")
 
 
-class Fitted(Shown, Predictor, nn.Module):
+class PosteriorBase(PrintedPosterior, Predictor, nn.Module):
     """A posterior that is fitted or loaded; the base class of ``LinearisedLaplace``.
 
     The network is not a submodule: its weights are the user's, and not part of this state.
@@ -212,7 +212,7 @@ class Fitted(Shown, Predictor, nn.Module):
             >>> program = la.export(x).module()  # doctest: +SKIP
         """
         posterior = self._fitted(surely=True)
-        model, outputs = posterior.setting.linear_model, Outputs(level, p_value)
+        model, outputs = posterior.setting.linear_model, ProgramOutputs(level, p_value)
 
         def of_inputs(x: Any) -> Any:
             return returned(self._predicted(self._at(x, slice(num_samples))), outputs)
@@ -364,7 +364,7 @@ class Fitted(Shown, Predictor, nn.Module):
         """Load a posterior."""
         self._posterior, self.num_samples = posterior, len(posterior.result.w_samples)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fitted:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PosteriorBase:
         """Move posterior and network together; a module that contains both may have moved the latter."""
         network, posterior = self._linear_model.network, self._posterior
         unchanged = posterior is not None and posterior.setting.state.holds_but_for_dtype(network)
@@ -386,7 +386,7 @@ class Fitted(Shown, Predictor, nn.Module):
     def _components(self) -> Components:
         return self._posterior.components
 
-    def _keep(self, found: Kept, reference: Reference, messages: list[str]) -> None:
+    def _keep(self, found: CalibratedComponents, reference: Reference, messages: list[str]) -> None:
         self._posterior = self._posterior.calibrated(found, reference, messages)
 
     @property

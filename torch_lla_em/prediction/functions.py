@@ -246,7 +246,7 @@ def _rotations(count: int, sets: int) -> Tensor:
     return rotations
 
 
-def mixed(deviations: Tensor, generator: torch.Generator) -> Tensor:
+def redrawn(deviations: Tensor, generator: torch.Generator) -> Tensor:
     """Draw K new Gaussian functions that have the samples' covariance."""
     size = (len(deviations), len(deviations))
     weights = torch.randn(size, generator=generator, device=generator.device)

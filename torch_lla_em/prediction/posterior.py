@@ -15,7 +15,7 @@ from torch_lla_em.data import TargetFn
 from torch_lla_em.inference import FitResult
 from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.calibration import Calibration, Kept
+from torch_lla_em.prediction.calibration import CalibratedComponents, Calibration
 from torch_lla_em.prediction.conformal import TrainingExamples, output_variance
 from torch_lla_em.prediction.pushed import Products, Pushed, Tables, posterior_alone
 from torch_lla_em.prediction.ranks import rounding
@@ -165,7 +165,9 @@ class Posterior:
         training = self.training(len(Jw) - 1)
         return Pushed((Products(self.likelihood, f, Jw, training, class_dim),), y)
 
-    def calibrated(self, found: Kept, reference: Reference, messages: list[str]) -> Posterior:
+    def calibrated(
+        self, found: CalibratedComponents, reference: Reference, messages: list[str]
+    ) -> Posterior:
         """Return this posterior with what ``calibrate`` has found."""
         own = tuple(words for words in messages if words not in self.messages)
         known = replace(

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from torch_lla_em.data import as_loader
 from torch_lla_em.prediction.calibrates import Calibrates
-from torch_lla_em.prediction.functions import SCALE, mixed
+from torch_lla_em.prediction.functions import SCALE, redrawn
 from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushed import (
@@ -22,7 +22,7 @@ from torch_lla_em.prediction.pushed import (
     joined,
     posterior_alone,
     push_forward,
-    together,
+    stack_members,
 )
 from torch_lla_em.prediction.reference import Reference, Stated
 from torch_lla_em.runtime import check_choice, free_memory
@@ -267,7 +267,7 @@ def _is_loader(x: Any) -> bool:
 def at_inputs(posteriors: Sequence[Posterior], x: Any, some: slice = slice(None)) -> Pushed:
     """Return inputs, or all batches of a loader, with the products of some samples."""
     if not _is_loader(x):
-        return together([at(posterior, x, some) for posterior in posteriors])
+        return stack_members([at(posterior, x, some) for posterior in posteriors])
     loader, found, size = as_loader(x), [], 0
     for part in in_batches(posteriors, loader, some):
         found.append(part)
@@ -293,7 +293,7 @@ def in_batches(
             inputs_in(batch, setting.target_fn, setting.linear_model.network.device)
             for setting in settings
         )
-        yield together([at(posterior, x, some) for posterior, x in zip(posteriors, each)])
+        yield stack_members([at(posterior, x, some) for posterior, x in zip(posteriors, each)])
 
 
 def at(posterior: Posterior, x: Any, some: slice = slice(None)) -> Pushed:
@@ -323,5 +323,5 @@ def _redrawn(prediction: Prediction, generator: torch.Generator) -> Prediction:
     """Return a prediction by new samples with the same covariance."""
     members = tuple(_redrawn(member, generator) for member in prediction.members)
     is_posterior = prediction.weights is not None  # with functions without uncertainty
-    drawn = members[0].deviations if is_posterior else mixed(prediction.deviations, generator)
+    drawn = members[0].deviations if is_posterior else redrawn(prediction.deviations, generator)
     return replace(prediction, deviations=drawn, members=members)

@@ -174,6 +174,6 @@ def joined(parts: Iterable[Pushed]) -> Pushed:
     return Pushed(tuple(members), torch.cat([part.y for part in parts]))
 
 
-def together(each: Sequence[Pushed]) -> Pushed:
+def stack_members(each: Sequence[Pushed]) -> Pushed:
     """Return the same examples under several posteriors, each given under one."""
     return Pushed(tuple(member for pushed in each for member in pushed.members), each[0].y)

@@ -130,7 +130,7 @@ class Details(Printed):
         return self._cells
 
 
-class Shown(Printed):
+class PrintedPosterior(Printed):
     """Base class of a fitted posterior, which shows its results."""
 
     tolerance: float

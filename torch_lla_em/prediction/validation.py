@@ -14,14 +14,13 @@ from torch import Tensor
 
 from torch_lla_em.data import as_loader, paired
 from torch_lla_em.inference import Estimate
-from torch_lla_em.prediction.fitted import Fitted
+from torch_lla_em.prediction.fitted import PosteriorBase
 from torch_lla_em.prediction.metrics import Outcomes, concatenated, outcomes, scores, warnings_of
 from torch_lla_em.prediction.passes import over_batches, pushed, same_targets
 from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import at_inputs, predicted
-from torch_lla_em.prediction.pushed import Pushed, joined
-from torch_lla_em.prediction.pushed import together as joined_members
+from torch_lla_em.prediction.pushed import Pushed, joined, stack_members
 from torch_lla_em.prediction.summary import Cells, Printed
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import check_options, report
@@ -91,7 +90,7 @@ class HeldOutEvidence:
         return part.prediction(self._components.tables, self._components.noise)
 
 
-def predicted_data(la: Fitted, loader: Iterable[Any]) -> PredictedData:
+def predicted_data(la: PosteriorBase, loader: Iterable[Any]) -> PredictedData:
     """Return all examples of a loader with their predictions, on this rank alone; one pass."""
     posterior = la._fitted(surely=True)
     inputs, parts = zip(*pushed(posterior, loader))
@@ -245,7 +244,7 @@ def _under_all(members: Sequence[Posterior], loader: Iterable[Any]) -> Iterator[
     for parts in each:
         known = same_targets([part.y for part in parts], known)
     for of_batch in zip(*each):
-        yield joined_members(list(of_batch))
+        yield stack_members(list(of_batch))
 
 
 def _scored_batch(

@@ -38,7 +38,7 @@ class Point:
         if self.w is None:
             Jw = rows.push(w)
             return rows.f, Jw
-        known = None if batch.kept is None else self._known.get(batch.place)
+        known = None if batch.cache is None else self._known.get(batch.place)
         if known is None and self._last is not None and self._last[0] is rows:
             known = self._last[1]
         if known is not None:
@@ -46,7 +46,7 @@ class Point:
         Jw = rows.push(torch.cat([self.w.to(w), w]))
         self._last = rows, Jw[0]
         held = sum(map(torch.numel, self._known.values())) + Jw[0].numel()
-        if batch.kept is not None and batch.kept is self._data.kept and held <= _OUTPUTS_KEPT:
+        if batch.cache is not None and batch.cache is self._data.cache and held <= _OUTPUTS_KEPT:
             self._known[batch.place] = Jw[0].clone()
         return Jw[0], Jw[1:]
 

@@ -52,7 +52,7 @@ class Pieces:
         return not self.influence
 
 
-class KeptRows:
+class FactorCache:
     """Returns the linear model at a batch, and stores its Jacobian factors between passes."""
 
     def __init__(self, linear_model: LinearModel):
@@ -69,10 +69,10 @@ class KeptRows:
 
     def __call__(self, batch: Batch, columns: float, at_once: int | None) -> Rows:
         """Return the linear model at a batch, for so many columns, so many of them at once."""
-        if batch.kept is None:
+        if batch.cache is None:
             return self._model.at(batch.inputs, columns, at_once=at_once)
-        if batch.kept is not self._pass:
-            self.known, self._pass, self._left = {}, batch.kept, self.room
+        if batch.cache is not self._pass:
+            self.known, self._pass, self._left = {}, batch.cache, self.room
         rows = self.known.get(batch.place)
         if rows is None:
             keep = self._left > 0 and self._model.factored is not None

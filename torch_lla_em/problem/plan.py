@@ -136,7 +136,7 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
         merge_rows = rows if compute.keep_data and data.group.size == 1 else 0
     plan = _planned(problem, num_samples, compute, activations)
     data.store(plan.batches, merge_rows)
-    sweep.kept.allow(plan.factors)
+    sweep.factors.allow(plan.factors)
     limits = sweep.limits._replace(batch_rows=batch_rows, group=plan.group, device=plan.vectors_on)
     sweep.take(limits)
     return plan

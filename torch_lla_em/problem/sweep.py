@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_lla_em.data import Batch, Data, tensors_in
 from torch_lla_em.jacobian import LinearModel, Rows, Snapshot, explained, layer_of
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.problem.pieces import KeptRows, Pieces
+from torch_lla_em.problem.pieces import FactorCache, Pieces
 from torch_lla_em.runtime import DoesNotFit, is_shortage, release, report, shortage_of
 
 BLOCK, VECTOR, SCALAR = "block", "vector", "scalar"
@@ -103,7 +103,7 @@ class Sweep:
         self._expected: list[tuple[Exception, Tensor]] = []
         """Errors of this pass, and whether the tensors that they are about are finite."""
 
-        self.pieces, self.kept = Pieces(linear_model), KeptRows(linear_model)
+        self.pieces, self.factors = Pieces(linear_model), FactorCache(linear_model)
         self._begun_with = Snapshot(linear_model.network)
         self._seen: Rows | None = None
         self._loaded = 0
@@ -150,7 +150,7 @@ class Sweep:
                     step = len(w) - done
                     try:
                         own = inf if task.factored else step
-                        rows = self.kept(piece, own, self.limits.columns)
+                        rows = self.factors(piece, own, self.limits.columns)
                         step = min(step, (rows.columns if task.kinds else None) or step)
                         for columns in w[done:].split(step):
                             task.add(rows, piece, columns, _of(sums, task, done, len(columns)))
@@ -189,7 +189,7 @@ class Sweep:
                 self.probe(whole)
                 self._loaded = len(whole.rows)
                 for batch in [whole] if in_step else self.pieces(whole, self.limits.batch_rows):
-                    yield self.aligned(batch)._replace(kept=whole.kept)
+                    yield self.aligned(batch)._replace(cache=whole.cache)
         self.refuse_changes()
 
     def aligned(self, batch: Batch) -> Batch:
@@ -264,7 +264,7 @@ class Sweep:
         """Halve the number of columns or examples that are processed at once; raise if not possible."""
         model = self.linear_model
         if model.factored is not None:
-            self.kept.forget()
+            self.factors.forget()
             model.leave_factors()
         elif columns > 1:
             report("log", f"Out of memory: continuing with {columns // 2} columns at a time.")

@@ -19,10 +19,10 @@ from torch_lla_em.distil.agreement import (
 )
 from torch_lla_em.distil.features import feature_size
 from torch_lla_em.distil.inputs import gathered, labelled, number_of, pieces, rows_of, split
-from torch_lla_em.distil.learnt import Learnt, of_prediction
 from torch_lla_em.distil.predicted import has_log_prob
 from torch_lla_em.distil.stored import Form
 from torch_lla_em.distil.student import Student
+from torch_lla_em.distil.targets import StudentTargets, of_prediction
 from torch_lla_em.distil.training import Block, Schedule, blocks_of, train
 from torch_lla_em.distil.widening import chosen_ways, widened
 from torch_lla_em.jacobian import Network, called_last
@@ -33,7 +33,7 @@ from torch_lla_em.runtime import check_options, report
 _FEWEST, _MOST = 12_000, 40_000
 
 
-class Distils(Predictor):
+class Distillation(Predictor):
     """What posteriors and ensembles have in common besides predictions: ``distil``."""
 
     def distil(
@@ -139,7 +139,7 @@ class Distils(Predictor):
         bar = tqdm(parts, "predicting", disable=not progress_bar or len(parts) < 2)
         return blocks_of(Block(x, self._finite(x), count) for x, count in bar)
 
-    def _finite(self, x: Any) -> Learnt:
+    def _finite(self, x: Any) -> StudentTargets:
         """Return the prediction of inputs; raise an error if it is not finite."""
         due = of_prediction(self.predict(x))
         bad = ~due.expectation.flatten(1).isfinite().all(1)
@@ -194,7 +194,7 @@ class Distils(Predictor):
 
 
 def distilled(
-    la: Distils, asked: bool | dict[str, Any], inputs: Any, validation: Any, **options: Any
+    la: Distillation, asked: bool | dict[str, Any], inputs: Any, validation: Any, **options: Any
 ) -> Student | None:
     """Return the student that an argument ``distil`` of an estimator or a callback asks for, or None.
 

@@ -17,7 +17,7 @@ _FLOOR = 1e-4
 _SAME = 1e-2
 
 
-class Learnt(NamedTuple):
+class StudentTargets(NamedTuple):
     """Predictions of a posterior at B inputs, classes last."""
 
     expectation: Tensor
@@ -29,12 +29,12 @@ class Learnt(NamedTuple):
     scores: Tensor
     """Out-of-distribution scores, (B, S)."""
 
-    def part(self, rows: Tensor | slice) -> Learnt:
+    def part(self, rows: Tensor | slice) -> StudentTargets:
         """Return some of the examples."""
-        return Learnt(*(t[rows] for t in self))
+        return StudentTargets(*(t[rows] for t in self))
 
 
-def of_prediction(prediction: Prediction) -> Learnt:
+def of_prediction(prediction: Prediction) -> StudentTargets:
     """Return what a student learns of a prediction."""
 
     def last(values: Tensor) -> Tensor:
@@ -47,12 +47,14 @@ def of_prediction(prediction: Prediction) -> Learnt:
     if not prediction.likelihood.gives_probabilities:
         parts.append(last(prediction.aleatoric))
     expectation = last(expectation)
-    return Learnt(expectation, torch.cat(parts, -1), prediction._ood_scores().to(expectation))
+    return StudentTargets(
+        expectation, torch.cat(parts, -1), prediction._ood_scores().to(expectation)
+    )
 
 
-def joined(parts: Iterable[Learnt]) -> Learnt:
+def joined(parts: Iterable[StudentTargets]) -> StudentTargets:
     """Concatenate the examples of several batches."""
-    return Learnt(*(torch.cat(each) for each in zip(*parts)))
+    return StudentTargets(*(torch.cat(each) for each in zip(*parts)))
 
 
 def logarithm(values: Tensor) -> Tensor:
@@ -69,7 +71,7 @@ def log_scores(scores: Tensor) -> Tensor:
     return finite.log().where(known, torch.nan)
 
 
-def divergence(likelihood: Likelihood, f: Tensor, variance: Tensor, due: Learnt) -> Tensor:
+def divergence(likelihood: Likelihood, f: Tensor, variance: Tensor, due: StudentTargets) -> Tensor:
     """Return KL(posterior's prediction ‖ student's) of each example, (B,), a mean over its sites.
 
     For labels it is that of distributions over classes, for others that of Gaussians with the same

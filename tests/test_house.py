@@ -68,6 +68,16 @@ FACTORIES = """arange as_tensor empty eye full linspace logspace ones rand randi
     tensor zeros""".split()
 
 
+def test_every_class_has_a_name_of_its_own():
+    found = [
+        node.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert not {name for name in found if found.count(name) > 1}
+
+
 def test_every_tensor_factory_has_a_device():
     """Otherwise ``torch.set_default_device`` would choose it; estimators create data as their user does."""
     unnamed = []

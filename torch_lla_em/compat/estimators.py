@@ -15,7 +15,7 @@ from torch_lla_em.prediction import Prediction
 _ACTIVATIONS = {"identity": nn.Identity, "logistic": nn.Sigmoid, "tanh": nn.Tanh, "relu": nn.ReLU}
 
 
-class Network(NamedTuple):
+class EstimatorNetwork(NamedTuple):
     """The network of an estimator, and how its data become tensors."""
 
     module: nn.Module
@@ -44,11 +44,11 @@ class EstimatorPosterior:
         >>> probabilities = posterior(estimator, num_samples=4).fit(X, labels).predict_proba(X)
     """
 
-    def __init__(self, network: Network, options: dict[str, Any]):
+    def __init__(self, network: EstimatorNetwork, options: dict[str, Any]):
         """Create the posterior of a converted network.
 
         Args:
-            network (Network): The network, its likelihood and the conversion of its data.
+            network (EstimatorNetwork): The network, its likelihood and the conversion of its data.
             options (dict): Further arguments of ``LinearisedLaplace``.
         """
         self._network = network
@@ -211,7 +211,7 @@ class _Logarithm(nn.Module):
         return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
 
 
-def _of_perceptron(estimator: Any) -> Network:
+def _of_perceptron(estimator: Any) -> EstimatorNetwork:
     """Return the network of scikit-learn's perceptron, with the same outputs."""
     layers: list[nn.Module] = []
     for weight, bias in zip(estimator.coefs_, estimator.intercepts_):
@@ -236,15 +236,17 @@ def _of_perceptron(estimator: Any) -> Network:
 
     if classes is None:
         likelihoods: dict[str, Task] = {"identity": "regression", "exp": "poisson"}
-        return Network(module, likelihoods[last], inputs, values)
+        return EstimatorNetwork(module, likelihoods[last], inputs, values)
     if last == "softmax":
-        return Network(module, "classification", inputs, _indices(classes), classes)
+        return EstimatorNetwork(module, "classification", inputs, _indices(classes), classes)
     if estimator.n_outputs_ == 1:
-        return Network(module, "bernoulli", inputs, lambda y: values(y == classes[1]), classes)
-    return Network(module, "bernoulli", inputs, values)
+        return EstimatorNetwork(
+            module, "bernoulli", inputs, lambda y: values(y == classes[1]), classes
+        )
+    return EstimatorNetwork(module, "bernoulli", inputs, values)
 
 
-def _of_skorch(net: Any, kinds: set[str]) -> Network:
+def _of_skorch(net: Any, kinds: set[str]) -> EstimatorNetwork:
     """Return the module of a skorch estimator, whose outputs become logits if they are probabilities."""
     module = net.module_.eval()
     device = next(module.parameters()).device
@@ -265,15 +267,17 @@ def _of_skorch(net: Any, kinds: set[str]) -> Network:
     if "NeuralNetBinaryClassifier" in kinds and loss == "BCEWithLogitsLoss":
         column = nn.Sequential(module, nn.Flatten(0), nn.Unflatten(0, (-1, 1)))
         classes = net.classes_
-        return Network(column, "bernoulli", inputs, lambda y: values(y == classes[1]), classes)
+        return EstimatorNetwork(
+            column, "bernoulli", inputs, lambda y: values(y == classes[1]), classes
+        )
     if "NeuralNetClassifier" in kinds and loss in ("NLLLoss", "CrossEntropyLoss"):
         # skorch takes the logarithm of the module's outputs before NLLLoss
         logits = nn.Sequential(module, _Logarithm()) if loss == "NLLLoss" else module
-        return Network(
+        return EstimatorNetwork(
             logits, "classification", inputs, _indices(net.classes_), np.asarray(net.classes_)
         )
     if "NeuralNetRegressor" in kinds and loss == "MSELoss":
-        return Network(module, "regression", inputs, values)
+        return EstimatorNetwork(module, "regression", inputs, values)
     raise TypeError(
         f"A {type(net).__name__} with the criterion {loss} has no likelihood here. Pass net.module_ to "
         "LinearisedLaplace with a likelihood of your own."

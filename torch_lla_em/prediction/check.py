@@ -24,7 +24,7 @@ _CLEAR = 3.0
 """Standard errors below the level at which the coverage of a group is too low; there are many groups."""
 
 
-class Group(NamedTuple):
+class GroupCoverage(NamedTuple):
     """Coverage within one group of examples."""
 
     name: str
@@ -44,14 +44,14 @@ class Check(Printed):
 
     Attributes:
         level (float): The level that was requested.
-        groups (list of Group): ``name``, ``number``, ``coverage`` and ``size`` of each group; the first
+        groups (list of GroupCoverage): ``name``, ``number``, ``coverage`` and ``size`` of each group; the first
             holds all examples.
 
     Example:
         >>> print(la.check(x, y))  # doctest: +SKIP
     """
 
-    def __init__(self, level: float, groups: Sequence[Group], likelihood: Likelihood):
+    def __init__(self, level: float, groups: Sequence[GroupCoverage], likelihood: Likelihood):
         self.level, self.groups, self._likelihood = level, list(groups), likelihood
 
     @property
@@ -152,7 +152,7 @@ def _by_group(
     return Check(level, groups, likelihood)
 
 
-def _parts(name: str, values: Tensor, inside: Tensor, size: Tensor) -> Iterator[Group]:
+def _parts(name: str, values: Tensor, inside: Tensor, size: Tensor) -> Iterator[GroupCoverage]:
     """Yield groups of equal numbers of examples by a value, if there are several values."""
     order = values.argsort(stable=True)
     if values[order[0]] == values[order[-1]]:
@@ -164,6 +164,8 @@ def _parts(name: str, values: Tensor, inside: Tensor, size: Tensor) -> Iterator[
         yield _group(f"{name}, {part} quarter", mask, inside, size)
 
 
-def _group(name: str, mask: Tensor, inside: Tensor, size: Tensor) -> Group:
+def _group(name: str, mask: Tensor, inside: Tensor, size: Tensor) -> GroupCoverage:
     mask = mask.to(inside.device)
-    return Group(name, int(mask.sum()), inside[mask].mean().item(), size[mask].mean().item())
+    return GroupCoverage(
+        name, int(mask.sum()), inside[mask].mean().item(), size[mask].mean().item()
+    )

@@ -23,7 +23,7 @@ _SHORTEST = 1e-6
 _SEEN = 1e-4
 
 
-class Loss(Protocol):
+class SmoothLoss(Protocol):
     """A convex loss with its gradient, and its Hessian as a product."""
 
     rounding: float
@@ -73,11 +73,11 @@ class Newton:
     def __post_init__(self) -> None:
         check_positive("Newton", tolerance=self.tolerance, max_passes=self.max_passes)
 
-    def minimise(self, loss: Loss, start: Tensor) -> Minimum:
+    def minimise(self, loss: SmoothLoss, start: Tensor) -> Minimum:
         """Minimise loss(x) + ½‖x‖².
 
         Args:
-            loss (Loss): The convex loss, with its gradient and Hessian.
+            loss (SmoothLoss): The convex loss, with its gradient and Hessian.
             start (Tensor): Where to start, shape (P,).
 
         Returns:

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, laplace, session
 from torch_lla_em.inference import FitResult, span_e_step
-from torch_lla_em.prediction import posterior, predictor
+from torch_lla_em.prediction import calibrates, posterior
 
 POINTS = {
     "learn": (laplace, "learn"),
@@ -152,7 +152,7 @@ def test_a_calibration_that_fails_leaves_the_earlier_one(monkeypatch):
         each.calibrate(case.x, case.y)
         before, probs = each.state_dict(), each(case.x)
         with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="planted"):
-            patched.setattr(predictor, "half_as_reference", failing)
+            patched.setattr(calibrates, "half_as_reference", failing)
             each.calibrate(case.x[:20], case.y[:20])
         with pytest.raises(ValueError, match="None of the validation examples has a label"):
             each.calibrate(case.x, torch.full_like(case.y, -100))

@@ -88,7 +88,7 @@ class Calibrates:
 
         Example:
             >>> improvement = str(la.calibrate(x, y).calibration)
-            >>> sets = la.calibrate(x, y, groups="classes").predict(x).prediction_set(0.5)
+            >>> la.calibrate(x, y, groups="classes")  # doctest: +SKIP
         """
         stated = Stated(groups, weights)
         data = paired(loader, targets)

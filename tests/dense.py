@@ -115,6 +115,11 @@ class ExactLaplace:
         H = _hessians(log_prob, self.f, self.y)
         return replace(self, log_prob=log_prob, H=H)
 
+    def centred(self, w: Tensor | None = None) -> ExactLaplace:
+        """Return the posterior of continuous targets less their (weighted) mean, as a fit takes them."""
+        w = torch.ones_like(self.y[:, 0]) if w is None else w
+        return replace(self, y=self.y - w @ self.y / w.sum())
+
     def _outer(self, H: Tensor) -> Tensor:
         return self.J.flatten(0, 1).T @ (H @ self.J).flatten(0, 1)
 

@@ -1,4 +1,4 @@
-"""A regression is the same in all units of its targets."""
+"""A regression is the same in all units of its targets, and whatever their mean."""
 
 import pytest
 import torch
@@ -14,12 +14,12 @@ NOISE = 0.4
 class InUnits(nn.Module):
     """A network whose outputs are given in other units, so that all derivatives have them too."""
 
-    def __init__(self, model, unit):
+    def __init__(self, model, unit, shift=0.0):
         super().__init__()
-        self.model, self.unit = model, torch.as_tensor(unit)
+        self.model, self.unit, self.shift = model, torch.as_tensor(unit), torch.as_tensor(shift)
 
     def forward(self, x):
-        return self.model(x) * self.unit.to(x)
+        return self.model(x) * self.unit.to(x) + self.shift.to(x)
 
 
 def trained(outputs=1):
@@ -82,6 +82,68 @@ def test_results_do_not_depend_on_the_units_of_the_targets(kind, unit, dtype):
         assert_close(value, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
     assert (found[-1] < known[-1] + 0.2).all()
     assert len(messages) == len(known_messages)
+
+
+def shifted(shift, dtype=torch.float64, outputs=1, likelihood="regression", save=None, **options):
+    """Return γ, σ, predictions less the shift and their variances of a fit to targets that are shifted."""
+    model, x, y = trained(outputs)
+    shift, em_steps = torch.as_tensor(shift, dtype=torch.float64), options.pop("em_steps", 20)
+    weights = torch.linspace(0.5, 1.5, 100) if options.pop("weighted", False) else None
+    of_outputs = shift
+    if likelihood == "heteroscedastic":
+        of_outputs = torch.cat([shift.expand(outputs), torch.zeros(outputs)])
+        model[2].bias.data = torch.cat([model[2].bias.data, torch.full((outputs,), -4.0)])
+        model[2].weight.data = torch.cat([model[2].weight.data, 0 * model[2].weight.data])
+    model, x, y = InUnits(model, 1.0, of_outputs).to(dtype), x.to(dtype), (y + shift).to(dtype)
+    la = LinearisedLaplace(model, likelihood, num_samples=8, **options)
+    la.fit(x, y, progress_bar=False, weights=weights, em_steps=em_steps)
+    if save is not None:
+        la.save(save)
+        la = LinearisedLaplace.load(save, model)
+    linear, (mean, variance) = la.predict(x, mean="linear").expectation, la(x)
+    sigma = torch.zeros(1) if la.sigma_noise is None else la.sigma_noise
+    found = la.effective_dim.sum(), sigma, linear - shift, mean - shift, variance
+    return [part.double() for part in found]
+
+
+SHIFTS = [
+    (kind, shift, dtype)
+    for kind in KINDS
+    for shift, dtype in ((-3.0, torch.float32), (1e2, torch.float32), (1e6, torch.float64))
+]
+SHARP_SHIFTS = [("default", 1e6, torch.float64), ("weights", 1e2, torch.float32)]
+
+
+@pytest.mark.parametrize(("kind", "shift", "dtype"), daily(*SHARP_SHIFTS, rest=SHIFTS))
+def test_results_do_not_depend_on_the_mean_of_the_targets(kind, shift, dtype):
+    found, known = shifted(shift, dtype, **KINDS[kind]), shifted(0.0, **KINDS[kind])
+    for value, expected in zip(found, known):
+        assert_close(value, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("likelihood", ["regression", "heteroscedastic"])
+def test_every_output_has_its_own_mean_also_when_loaded(likelihood, tmp_path):
+    known = shifted(0.0, outputs=2, likelihood=likelihood)
+    found = shifted([-1e3, 20.0], outputs=2, likelihood=likelihood, save=tmp_path / "la.pt")
+    for value, expected in zip(found, known):
+        assert_close(value, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+
+
+def test_the_constant_of_the_linear_model_is_the_weighted_mean_of_the_targets():
+    model, x, y = trained()
+    weights = torch.linspace(0.0, 2.0, 100).double()
+    la = LinearisedLaplace(model, "regression", sigma_noise=0.1, num_samples=2)
+    la.fit(x, y + 5, weights=weights, progress_bar=False, prior_precision=1e15, em_steps=0)
+    mean = la.predict(x[:1], mean="linear").mean.item()
+    assert mean == pytest.approx(5 + (weights * y[:, 0]).sum().item() / 100, abs=1e-6)
+
+
+def test_few_targets_have_no_mean_of_their_own():
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(2, 40), torch.randn(4, 2), torch.randn(4, 40)
+    la = LinearisedLaplace(model, "regression", sigma_noise=1.0, num_samples=2)
+    la.fit(x, y, prior_precision=1e8, progress_bar=False, em_steps=0)
+    assert la.predict(x, mean="linear").mean.abs().max() < 1e-3
 
 
 @pytest.mark.slow
@@ -167,18 +229,11 @@ def test_residuals_are_not_lost_beside_a_large_mean():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_constant_targets_are_warned_of(dtype):
+def test_constant_targets_are_refused(dtype):
     model, x, y = scaled(1.0, dtype)
-    with pytest.warns(UserWarning) as warned:
-        sigma = learnt(model, x, 0 * y + 3)
-    assert any("subtract their mean" in str(one.message) for one in warned)
-    assert sigma < 1e-2
-
-
-def test_targets_of_zero_are_refused():
-    model, x, y = scaled(1.0, torch.float32)
-    with pytest.raises(ValueError, match="All targets are 0"):
-        learnt(model, x, 0 * y)
+    for constant in (0, 3):
+        with pytest.raises(ValueError, match="All targets are equal"):
+            learnt(model, x, 0 * y + constant)
 
 
 def test_sigma_starts_from_the_residuals_of_the_network():

@@ -207,8 +207,8 @@ class Controller:
         residual, targets, dims = (part.to(sigma) for part in sums)
         if not (targets > 0).all():
             raise ValueError(
-                "All targets are 0 (or all targets of an output with its own noise), so there is no "
-                "observation noise to learn. Check the targets, or remove this output."
+                "All targets are equal (or all targets of an output with its own noise), so there is "
+                "no observation noise to learn. Check the targets, or remove this output."
             )
         count = torch.full_like(sigma, self.problem.data.facts.num_targets / sigma.numel())
         return residual, torch.finfo(self.problem.dtype).eps * targets, dims, count
@@ -349,8 +349,7 @@ class Controller:
                 "The linear model reproduces the targets so closely that their observation noise may "
                 f"be lost to rounding: sigma_noise is held above {least:.0e} of their root mean "
                 "square. Check that the targets are not constant or without noise. If their noise "
-                "really is that small, subtract their mean, or convert the model and its data to "
-                "float64.",
+                "really is that small, convert the model and its data to float64.",
             )
         if self.options.update == "mackay" and (count - dims < LEAST_FREEDOM * count).any():
             report(

@@ -172,7 +172,7 @@ def noise_sums(
     shape = len(columns) + 1, len(sigma)
     total = torch.zeros(shape, dtype=torch.float64, device=columns.device)
     for batch, _, Jw in problem.push_forward(columns):
-        y = batch.targets.to(Jw)[None]
+        y = problem.loss(batch.targets, None).targets.to(Jw)[None]
         squares = torch.cat([y, y - Jw[:1], Jw[1:]]).double().square()
         total += squares.flatten(1, -2).sum(1).to(total.device)
     total = problem.data.group.sum(total).to(sigma.device)

@@ -53,6 +53,9 @@ class Progress(NamedTuple):
     sigma: Tensor | None
     """σ of a Gaussian likelihood at which the noise was drawn."""
 
+    centre: Tensor | None = None
+    """The mean of continuous targets, (C,) or ()."""
+
     kind: str | None = None
     """The kind of E-step; None if only the random probes have been drawn."""
 
@@ -103,13 +106,11 @@ def learn(
             problem.cost.begin("random probes")
             noise = get_sto_samples(problem, K, seed, options.g_prior, layerwise)
             _require_labels(problem)
-            start = Progress(
-                Grown.of(noise.eta), noise.prior.scale, problem.likelihood.observation_noise
-            )
+            sigma = problem.likelihood.observation_noise
+            start = Progress(Grown.of(noise.eta), noise.prior.scale, sigma, problem.centre)
             on_step(None, start)
         else:
-            if start.sigma is not None:
-                problem.take_noise(start.sigma)
+            problem.take(start.sigma, start.centre)
             noise = with_noise(problem, start.eta.parts[0], start.scale, seed, layerwise)
         _check_start(options.prior_precision, options, len(noise.prior.layout.names))
         curvature = options.curvature or choose_curvature(problem, options)
@@ -129,7 +130,7 @@ def learn(
                 continue
             log_precision = found.prior_precision.log()
             if not found.complete or _is_last(problem, options, start, log_precision):
-                return found if found.sigma_noise is not None else _with_noise(found, problem)
+                return _completed(found, problem)
             noise = noise.drawn_again(problem.with_curvature_at(found.w_lin))
             options = replace(options, prior_precision=found.prior_precision)
             start = start._replace(
@@ -142,9 +143,14 @@ def learn(
             )
 
 
-def _with_noise(found: FitResult, problem: Problem) -> FitResult:
-    """Return the posterior with the σ of a Gaussian likelihood that was not learnt, if it has one."""
-    return found._replace(sigma_noise=problem.likelihood.observation_noise)
+def _completed(found: FitResult, problem: Problem) -> FitResult:
+    """Return the posterior with a σ that was not learnt, and the constant of the linear model."""
+    likelihood, centre = problem.likelihood, problem.centre
+    if found.sigma_noise is None:
+        found = found._replace(sigma_noise=likelihood.observation_noise)
+    if centre is None:
+        return found
+    return found._replace(constant=likelihood.offset(centre.to(found.w_lin.device)))
 
 
 def _require_labels(problem: Problem) -> None:

@@ -194,6 +194,9 @@ class FitResult(NamedTuple):
     leverages: Tensor | None = None
     """(J w_k)ᵀ H J w_l / K at these examples, (n, K, K): how much each determines of its own outputs."""
 
+    constant: Tensor | None = None
+    """What is added to J w_lin of continuous targets, (C,) or (); None: 0."""
+
     complete: bool = True
     """Whether the fit ended by itself, and not because its budget was spent."""
 

@@ -301,6 +301,20 @@ class Likelihood:
         """
         return self
 
+    def offset(self, mean: Tensor) -> Tensor | None:
+        """Return the constant in f that gives E[y | f] this mean, if E[y | f] is f itself.
+
+        The linear model then takes the mean of the targets as its constant, and the same posterior is
+        found for targets y and y + b.
+
+        Args:
+            mean (Tensor): The mean of the targets, shape (C,), or () for outputs of shape (B,).
+
+        Returns:
+            The constant in every output, (C,) or (); None: the linear model has no constant.
+        """
+        return None
+
     def without_constant(self) -> Likelihood:
         """Return the same likelihood without the part of log p that depends on σ alone.
 

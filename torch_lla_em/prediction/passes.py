@@ -44,8 +44,9 @@ def over_batches(
         found = Problem(model, posterior.likelihood, data).push_forward(columns, at)
         if unseen and data.identity is not None:
             refuse_training_data(data.identity, posterior.trained_on, posterior.num_data)
-        none = torch.zeros(0, 1, device="cpu")
-        empty = posterior.of_products(none, none.expand(len(columns), 0, 1), none[:, 0])
+        outputs = (1,) if posterior.result.constant is None else posterior.result.constant.shape
+        none = torch.zeros(len(columns), 0, *outputs, device="cpu")
+        empty = posterior.of_products(none[0], none, none.new_zeros(0))
         return found or [take(None, empty)]
 
 

@@ -163,6 +163,8 @@ class Posterior:
     def of_products(self, f: Tensor, Jw: Tensor, y: Tensor, class_dim: int = -1) -> Pushed:
         """Return examples by f, (B, ..., C), J w of w_lin and the samples, and the targets."""
         training = self.training(len(Jw) - 1)
+        if self.result.constant is not None:
+            Jw = torch.cat([Jw[:1] + self.result.constant.to(Jw), Jw[1:]])
         return Pushed((Products(self.likelihood, f, Jw, training, class_dim),), y)
 
     def calibrated(

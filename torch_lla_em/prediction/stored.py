@@ -17,7 +17,10 @@ from torch_lla_em.prediction.reference import REFERENCE, Reference
 from torch_lla_em.problem import place_of_vectors
 from torch_lla_em.runtime import Compute, files, free_memory
 
-_RESULT = "w_lin", "w_samples", "scale", "prior_precision", "sigma_noise", "mixture", "certificate"
+_RESULT = (
+    *("w_lin", "w_samples", "scale", "prior_precision", "sigma_noise", "mixture", "certificate"),
+    "constant",
+)
 """Tensors of a fit's result that have the same name in files."""
 
 

@@ -79,6 +79,16 @@ class Loss:
         w = w.reshape(*w.shape, *(1,) * (outputs - w.dim()))
         return w if own is None else w * own
 
+    def sums_of_targets(self) -> dict[str, Tensor]:
+        """Return the weighted sum of the targets of every output, (C,) or (), and sum and number of weights."""
+        y, counts = self.targets.double(), self.counts
+        y = y.flatten(0, -2) if y.dim() > 1 else y
+        w = torch.ones_like(y) if counts is None else counts.expand_as(self.targets).double()
+        w = w.reshape(y.shape)
+        own = w[:, 0] if w.dim() > 1 else w
+        weighted = torch.where(w == 0, 0.0, w * y).sum(0)
+        return {"weighted": weighted, "weights": own.sum(), "counted": (own != 0).sum()}
+
     def labelled(self) -> Tensor:
         """Return whether each example has a label and a weight other than 0, (B,)."""
         counts = self.counts

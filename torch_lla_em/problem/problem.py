@@ -24,6 +24,7 @@ from torch_lla_em.problem.sweep import (
     SCALAR,
     VECTOR,
     Fold,
+    Kind,
     Pass,
     Sums,
     Sweep,
@@ -36,6 +37,9 @@ _EPSILON_STREAM = 1
 # smallest share of the variance of the targets for the first σ², and for a σ² that is not learnt
 _LEAST_SHARE = 1e-2
 _LEAST_FIXED = 1e-6
+
+# smallest number of targets of an output from which a mean is taken
+_FEWEST = 10
 
 
 class NoiseFeatures(NamedTuple):
@@ -70,8 +74,10 @@ class Cost:
 class Problem:
     """Σ_n loss(J_n w, y_n) over the data, its gradient, and products with G = Σ_n J_nᵀ H_n J_n.
 
-    The loss of an example is -log p(y | f) times its weight and 1 / ``temperature``. All vectors here are in weight space; solvers see them through ``operators.py``. ``sweep`` goes
-    over the data, and handles memory, ranks, and vectors that are stored on another device.
+    The loss of an example is -log p(y | f) times its weight and 1 / ``temperature``. Continuous targets
+    are taken less ``centre``. All vectors here are in weight space; solvers see them through
+    ``operators.py``. ``sweep`` goes over the data, and handles memory, ranks, and vectors that are stored
+    on another device.
     """
 
     def __init__(
@@ -83,6 +89,9 @@ class Problem:
     ):
         self.linear_model, self.likelihood, self.data = linear_model, likelihood, data
         self.temperature = temperature
+        self.centre: Tensor | None = None
+        """The mean of the targets, (C,) or (), once the first pass has found it; None: 0."""
+
         if data.is_weighted:
             check_weights(likelihood)
         self.sweep = Sweep(linear_model, likelihood, data)
@@ -119,11 +128,11 @@ class Problem:
     ) -> NoiseFeatures:
         """Return η and s² from one pass, whose noise is keyed by (seed, row).
 
-        A Gaussian likelihood without a σ gets one from the network's residuals, which the same
-        pass sums up.
+        The same pass finds the mean of continuous targets, and σ of a Gaussian likelihood without one,
+        from the network's residuals.
         """
         squares_of = RowSquares(self.linear_model, num_samples)
-        likelihood = self.likelihood
+        likelihood, shape = self.likelihood, self._shape_of_centre()
 
         def add(rows: Rows, batch: Batch, samples: Tensor, sums: Sums) -> None:
             at = self._at(rows, batch)
@@ -138,6 +147,9 @@ class Problem:
                 own = u if noise is None else root(noise)
                 sums["squares"] += squares_of(rows, own, product)
             sums["eta"] += product
+            if shape is not None:
+                for name, own in self._loss(batch).sums_of_targets().items():
+                    sums[name] += len(samples) * own
             if likelihood.from_data:
                 y = batch.targets.double()
                 errors = (y - likelihood.mean(at).double()).square().sum()
@@ -146,7 +158,9 @@ class Problem:
                 sums["squares of targets"] += len(samples) * y.square().sum()
                 sums["targets"] += len(samples) * y.sum()
 
-        kinds = {"eta": BLOCK, "squares": VECTOR}
+        kinds: dict[str, Kind] = {"eta": BLOCK, "squares": VECTOR}
+        if shape is not None:
+            kinds |= {"weighted": shape, "weights": SCALAR, "counted": SCALAR}
         if likelihood.from_data:
             kinds |= {"errors": SCALAR, "targets": SCALAR, "squares of targets": SCALAR}
         at_most = squares_of.rows_at_once if with_squares else inf
@@ -159,13 +173,25 @@ class Problem:
         if likelihood.from_data:
             count = num_samples * self.data.facts.num_targets
             sigma = _first_noise(sums, count, is_learnt=self.sigma is not None)
-            self.take_noise(torch.tensor(sigma, dtype=torch.float64, device="cpu"))
+            self.take(torch.tensor(sigma, dtype=torch.float64, device="cpu"))
             eta, squares = eta / sigma, squares / sigma**2
+        if shape is not None and sums["counted"] >= num_samples * _FEWEST:
+            self.centre = sums["weighted"] / sums["weights"]
         return NoiseFeatures(eta, squares / (num_samples * self.data.facts.num_rows))
 
-    def take_noise(self, sigma: Tensor) -> None:
-        """Use the σ that the first pass has estimated."""
-        self.likelihood = self.likelihood.with_noise(sigma)
+    def take(self, sigma: Tensor | None, centre: Tensor | None = None) -> None:
+        """Use σ and the mean of the targets that a first pass has found."""
+        if sigma is not None:
+            self.likelihood = self.likelihood.with_noise(sigma)
+        self.centre = centre
+
+    def _shape_of_centre(self) -> tuple[int, ...] | None:
+        """Return the shape of the mean of the targets; None if the linear model has no constant."""
+        if self.likelihood.offset(torch.zeros(1, device="cpu")) is None:
+            return None
+        axis = self.linear_model.network.class_dim
+        targets = self.likelihood.align(self.data.first().targets, axis)
+        return tuple(targets.shape[1:][-1:])
 
     @property
     def sigma(self) -> Tensor | None:
@@ -175,6 +201,9 @@ class Problem:
 
     def loss(self, targets: Tensor, weights: Tensor | None) -> Loss:
         """Return the loss of examples in any number."""
+        if self.centre is not None:
+            dtype = targets.dtype if targets.is_floating_point() else self.dtype
+            targets = (targets.double() - self.centre.to(targets.device)).to(dtype)
         return Loss(self.likelihood, targets, weights, self.temperature)
 
     def rows(self) -> Tensor:

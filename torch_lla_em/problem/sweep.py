@@ -39,6 +39,9 @@ _IN_LATER_PASS = (
 FEW = 8
 """Number of examples with which the network is probed, and its memory measured."""
 
+Kind = str | tuple[int, ...]
+"""Of a sum: BLOCK, VECTOR, SCALAR or, in float64, its shape."""
+
 Sums = dict[str, Tensor]
 Add = Callable[[Rows, Batch, Tensor, Sums], None]
 """(rows, batch, columns w, sums): add what the batch contributes for these columns.
@@ -49,8 +52,8 @@ Whatever takes memory has to come before the first number is added."""
 class Pass(NamedTuple):
     """One pass: the kinds of its sums, and the function that adds a batch."""
 
-    kinds: dict[str, str]
-    """BLOCK, VECTOR or SCALAR for each sum; without sums, ``add`` gets all columns at once."""
+    kinds: dict[str, Kind]
+    """Without sums, ``add`` gets all columns at once."""
 
     add: Add
     at_most: float = inf
@@ -279,12 +282,14 @@ class Sweep:
     def _zeros(self, w: Tensor, task: Pass) -> Sums:
         """Return sums that are 0, on the network's device."""
         device, P = self.linear_model.network.device, self.linear_model.layout.size
-        own, shapes = self.linear_model.dtype, {BLOCK: (len(w), P), VECTOR: (P,), SCALAR: ()}
-        kinds = {SCALAR: torch.float64}
-        return {
-            name: torch.zeros(shapes[kind], dtype=kinds.get(kind, own), device=device)
-            for name, kind in task.kinds.items()
-        }
+        own, named = self.linear_model.dtype, {BLOCK: (len(w), P), VECTOR: (P,), SCALAR: ()}
+
+        def zeros(kind: Kind) -> Tensor:
+            dtype = own if kind in (BLOCK, VECTOR) else torch.float64
+            shape = named[kind] if isinstance(kind, str) else kind
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return {name: zeros(kind) for name, kind in task.kinds.items()}
 
     def _stored(self, count: int, like: Tensor) -> Tensor:
         """Return an uninitialised block where vectors are stored, in pinned memory if possible."""

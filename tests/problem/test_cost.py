@@ -3,6 +3,7 @@
 import sys
 import traceback
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch_lla_em.jacobian.factors import Factored
 from torch_lla_em.jacobian.network import Exchange
 from torch_lla_em.jacobian.state import Snapshot
 from torch_lla_em.runtime import files
+from torch_lla_em.solvers import BlockCG
 
 HERE = Path(torch_lla_em.__file__).parent
 
@@ -73,8 +75,27 @@ def test_a_batch_that_is_cut_is_not_done_after_its_first_piece():
     assert shares == [1 / 3, 2 / 3, 1.0]
 
 
+class Backward(torch.autograd.Function):
+    """The identity, which calls a function when it is differentiated backwards."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, see):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.see = inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.see()
+        return grad, None
+
+
 class Watching(nn.Module):
-    """A network without factors, which notes the library's frames while torch.func differentiates it."""
+    """A network without factors, which notes the library's frames while it is differentiated."""
 
     def __init__(self, outputs):
         super().__init__()
@@ -82,31 +103,40 @@ class Watching(nn.Module):
             nn.Parameter(torch.randn(16, 4)),
             nn.Parameter(torch.randn(outputs, 16)),
         )
-        self.stacks = []
+        self.stacks = {"push": [], "pull": []}
+
+    def note(self, product):
+        codes = [frame.f_code for frame, _ in traceback.walk_stack(None)]
+        own = [code.co_name for code in codes if HERE in Path(code.co_filename).parents]
+        self.stacks[product].append([name for name in own if "<" not in name])
 
     def forward(self, x):
+        f = (x @ self.inner.sin().T).tanh() @ self.head.sin().T
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            codes = [frame.f_code for frame, _ in traceback.walk_stack(None)]
-            files = [Path(code.co_filename) for code in codes]
-            own = zip(files, (code.co_name for code in codes))
-            self.stacks.append([(f.name, name) for f, name in own if HERE in f.parents])
-        return (x @ self.inner.sin().T).tanh() @ self.head.sin().T
+            self.note("push")
+            return f
+        return Backward.apply(f, partial(self.note, "pull"))
 
 
+# frames of a product below the method of Problem, and below fit
+FRAMES = {"push": (5, 12), "pull": (4, 12)}
+OF_BLOCK_CG = {"push": (5, 16), "pull": (4, 15)}
+PRODUCTS = "ggn_product", "loss_and_gradient", "noise_features", "push_forward", "pull_back"
+
+
+@pytest.mark.parametrize("solver, most", [(None, FRAMES), (BlockCG(), OF_BLOCK_CG)])
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
-def test_few_frames_lie_between_a_product_and_the_network(likelihood):
+def test_few_frames_lie_between_a_product_and_the_network(likelihood, solver, most):
     torch.manual_seed(0)
     x, y = torch.randn(200, 4), torch.arange(200) % 3
     network = Watching(3 if likelihood == "classification" else 1)
     y = y if likelihood == "classification" else x[:, :1].sin()
-    la = LinearisedLaplace(network, likelihood, num_samples=4)
+    la = LinearisedLaplace(network, likelihood, num_samples=4, solver=solver)
     la.fit(list(zip(x.split(100), y.split(100))), progress_bar=False)
-    products = "ggn_product", "loss_and_gradient", "noise_features", "push_forward"
-    names = [[name for _, name in stack] for stack in network.stacks]
-    inside = [stack.index(p) for stack in names for p in products if p in stack]
-    assert inside and max(inside) <= 7
-    from_fit = [stack.index("fit") for stack in names if set(products) & set(stack)]
-    assert max(from_fit) <= 12
+    for product, (inside, from_fit) in most.items():
+        names = [stack for stack in network.stacks[product] if set(PRODUCTS) & set(stack)]
+        assert max(stack.index(p) for stack in names for p in PRODUCTS if p in stack) <= inside
+        assert max(stack.index("fit") for stack in names) <= from_fit
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])

@@ -135,7 +135,9 @@ class Rows:
         """Add Jᵀ u for u (K, B, ..., C) to a total (K, P), completely or, after an error, not at all."""
         step = self.pulled or len(u)
         # all memory is allocated before the first number is added
-        found = [_flat(self._pull(chunk), total) for chunk in u.split(step)]
+        found = []
+        for chunk in u.split(step):
+            found.append(_flat(self._pull(chunk), total))
         for part, grads in zip(total.split(step), found):
             self._weights.layout.add_(part, grads)
 
@@ -252,9 +254,9 @@ class ByAutodiff(Rows):
         u, known = self._transposed or (f, {})
         if not known:
             return f.new_zeros(len(next(iter(directions.values()))), *f.shape)
-        return _pull([*known.values()], [u], [directions[name].to(leaves[name]) for name in known])[
-            0
-        ]
+        columns = [directions[name].to(leaves[name]) for name in known]
+        (Jw,) = torch.autograd.grad([*known.values()], [u], **_for_columns(columns))
+        return Jw if len(columns[0]) > 1 else Jw[None]
 
     def _pull(self, u: Tensor) -> dict[str, Tensor]:
         f, leaves = self.forward()
@@ -266,8 +268,9 @@ class ByAutodiff(Rows):
                 "those of earlier batches: for some inputs the forward pass runs under no_grad, or "
                 "takes another branch. Choose `parameters` that all inputs use."
             )
-        grads = _pull([f], list(leaves.values()), [u.to(f)])
-        return {name: g for name, g in zip(leaves, grads) if g is not None}
+        grads = torch.autograd.grad([f], list(leaves.values()), **_for_columns([u.to(f)]))
+        found = {name: g for name, g in zip(leaves, grads) if g is not None}
+        return found if len(u) > 1 else {name: g[None] for name, g in found.items()}
 
     def forward(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Return f with its graph, and the weights at its leaves."""
@@ -278,22 +281,17 @@ class ByAutodiff(Rows):
         return self._recorded
 
 
-def _pull(
-    outputs: Sequence[Tensor], leaves: Sequence[Tensor], u: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Return the gradients of outputs in leaves, (K, *shape), for K columns u.
+def _for_columns(u: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the arguments of ``torch.autograd.grad`` for K columns u; a single one has no axis.
 
-    ``torch.autograd.grad`` and not ``torch.func.vjp``: it is faster (a third, on a small
-    CNN), and takes checkpointing and autograd functions without `setup_context`.
+    Not ``torch.func.vjp``: this is faster (a third, on a small CNN), and takes checkpointing and
+    autograd functions without `setup_context`.
     """
     batched = len(u[0]) > 1
-    grads = torch.autograd.grad(
-        outputs,
-        leaves,
-        u if batched else [column[0] for column in u],
-        retain_graph=True,
-        create_graph=torch.is_grad_enabled(),
-        allow_unused=True,
-        is_grads_batched=batched,
-    )
-    return [g if g is None or batched else g[None] for g in grads]
+    return {
+        "grad_outputs": u if batched else [column[0] for column in u],
+        "retain_graph": True,
+        "create_graph": torch.is_grad_enabled(),
+        "allow_unused": True,
+        "is_grads_batched": batched,
+    }

@@ -33,22 +33,27 @@ class Point:
         """Return the outputs at which H is evaluated, (B, ..., C)."""
         return rows.f if self.w is None else rows.push(self.w)[0]
 
-    def push(self, rows: Rows, batch: Batch, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the outputs at which H is evaluated, and J w; this takes one more column at most."""
-        if self.w is None:
-            Jw = rows.push(w)
-            return rows.f, Jw
-        known = None if batch.cache is None else self._known.get(batch.place)
-        if known is None and self._last is not None and self._last[0] is rows:
-            known = self._last[1]
-        if known is not None:
-            return known, rows.push(w)
-        Jw = rows.push(torch.cat([self.w.to(w), w]))
-        self._last = rows, Jw[0]
-        held = sum(map(torch.numel, self._known.values())) + Jw[0].numel()
+    def missing(self, rows: Rows, batch: Batch) -> Tensor | None:
+        """Return w if its product with J is needed first, for ``note``, else None."""
+        is_last = self._last is not None and self._last[0] is rows
+        return None if is_last or self._kept(batch) is not None else self.w
+
+    def note(self, rows: Rows, batch: Batch, Jw: Tensor) -> None:
+        """Keep J w of a batch: for its next columns, and for later passes if there is memory."""
+        self._last = rows, Jw
+        held = sum(map(torch.numel, self._known.values())) + Jw.numel()
         if batch.cache is not None and batch.cache is self._data.cache and held <= _OUTPUTS_KEPT:
-            self._known[batch.place] = Jw[0].clone()
-        return Jw[0], Jw[1:]
+            self._known[batch.place] = Jw.clone()
+
+    def outputs(self, rows: Rows, batch: Batch) -> Tensor:
+        """Return the outputs at which H is evaluated, after ``missing`` and ``note``."""
+        known = self._kept(batch)
+        if known is None and self._last is not None and self.w is not None:
+            known = self._last[1]
+        return rows.f if known is None else known
+
+    def _kept(self, batch: Batch) -> Tensor | None:
+        return None if batch.cache is None else self._known.get(batch.place)
 
 
 class RowSquares:

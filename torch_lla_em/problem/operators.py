@@ -7,7 +7,6 @@ linear model for all examples at once, if their order is the same in every pass.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ class WhitenedGGN(Operator):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return A x, shape (K, P)."""
-        return self._whitened(self._product, x)
+        return self._product(x * self.deviation).mul_(self.deviation)
 
     def rows(self) -> Tensor:
         """Return R D, shape (N C, P), with A = (R D)ᵀ R D."""
@@ -46,10 +45,11 @@ class WhitenedGGN(Operator):
     def minibatches(self) -> Iterator[Product]:
         """Yield the part of each batch in the product."""
         for _, product in self.problem.minibatch_products():
-            yield partial(self._whitened, product)
 
-    def _whitened(self, product: Product, x: Tensor) -> Tensor:
-        return product(x * self.deviation).mul_(self.deviation)
+            def whitened(x: Tensor, product: Product = product) -> Tensor:
+                return product(x * self.deviation).mul_(self.deviation)
+
+            yield whitened
 
 
 class WhitenedLoss:

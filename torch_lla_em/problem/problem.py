@@ -222,7 +222,7 @@ class Problem:
                 R[start : start + step] = near
             parts.append(R)
 
-        self.sweep.over(torch.arange(1 << 16, device="cpu"), Pass({}, add))
+        self.sweep(torch.arange(1 << 16, device="cpu"), Pass({}, add))
         rows = self.data.group.gather(torch.cat(parts))
         self.cost.add(len(rows) // self.data.facts.num_rows)
         return rows
@@ -247,7 +247,7 @@ class Problem:
             with torch.autocast(self.device.type, enabled=False):
                 found.append(take(batch, rows.f, Jw))
 
-        self.sweep.over(torch.arange(len(w), device="cpu"), Pass({}, add))
+        self.sweep(torch.arange(len(w), device="cpu"), Pass({}, add))
         self.cost.add(0.5 * len(w))  # half a product
         return found
 
@@ -272,7 +272,7 @@ class Problem:
                 self.sweep.expect_finite(h)
                 found.append(take(batch, rows.f, h.to(self.dtype)[None]))
 
-        self.sweep.over(torch.arange(1, device="cpu"), Pass({}, add, factored=True))
+        self.sweep(torch.arange(1, device="cpu"), Pass({}, add, factored=True))
         return found if self.data.group.meet(every, all) else None
 
     def minibatch_products(self) -> Iterator[tuple[int, Product]]:
@@ -306,7 +306,13 @@ class Problem:
         """The pass of products with G."""
 
         def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-            rows.pull(self._curved(rows, batch, w), sums["Gw"])
+            own = self.point.missing(rows, batch)
+            Jw = rows.push(w if own is None else torch.cat([own.to(w), w]))
+            if own is not None:
+                self.point.note(rows, batch, Jw[0])
+            at = self.point.outputs(rows, batch)
+            self.inspect(rows, batch)
+            rows.pull(self._loss(batch).product(at, Jw[-len(w) :]), sums["Gw"])
 
         return Pass({"Gw": BLOCK}, add)
 
@@ -315,12 +321,6 @@ class Problem:
         at = self.point.of(rows)
         self.inspect(rows, batch)
         return at
-
-    def _curved(self, rows: Rows, batch: Batch, w: Tensor) -> Tensor:
-        """Return H J w."""
-        at, Jw = self.point.push(rows, batch, w)
-        self.inspect(rows, batch)
-        return self._loss(batch).product(at, Jw)
 
     def _loss(self, batch: Batch) -> Loss:
         return self.loss(batch.targets, batch.weights)

@@ -118,31 +118,12 @@ class Sweep:
     def __call__(self, w: Tensor, task: Pass, batch: Batch | None = None) -> Sums:
         """Return the sums over all batches of all ranks, or over one batch of each.
 
-        The columns are w, (K, P), or the numbers of samples, (K,). If vectors are stored on another
-        device, each group of columns takes a pass of its own.
+        The columns are w, (K, P), or the numbers of samples, (K,).
         """
-        found: Sums = {}
-        step, group = self.limits.group or len(w), self.data.group
-        for start in range(0, len(w), step):
-            columns = slice(start, start + step)
-            near = w[columns]
-            if w.is_floating_point():  # the same on all ranks: rounding differs between machines
-                near = group.from_first(near.to(self.linear_model.network.device))
-            for name, own in self.over(near, task, batch).items():
-                own, kind = group.sum(own), task.kinds[name]
-                if kind != BLOCK:
-                    own = own.to(self.limits.device) if kind == VECTOR else own
-                    found[name] = found[name] + own if start else own
-                elif len(near) == len(w) and own.device.type == self.limits.device.type:
-                    found[name] = own
-                else:
-                    if not start:
-                        found[name] = self._stored(len(w), own)
-                    found[name][columns] = own
-        return found
-
-    def over(self, w: Tensor, task: Pass, batch: Batch | None = None) -> Sums:
-        """Return the sums over this rank's batches, or over one batch, on the network's device."""
+        if task.kinds and len(w) > (self.limits.group or len(w)):
+            return self._in_groups(w, task, batch)
+        if w.is_floating_point():  # the same on all ranks: rounding differs between machines
+            w = self.data.group.from_first(w.to(self.linear_model.network.device))
         limits, sums, rows_done = self.limits, self._zeros(w, task), 0
         try:
             for one in self.batches() if batch is None else [batch]:
@@ -173,7 +154,31 @@ class Sweep:
         if batch is None and self.data.group.sum((~self._fine).double()).item():
             # one rank's error on all of them
             raise self.data.group.meet(self.fault(), _one_of) or FloatingPointError(_IN_LATER_PASS)
-        return sums
+        group, kinds = self.data.group, task.kinds
+        return {n: self._placed(group.sum(part), kinds[n]) for n, part in sums.items()}
+
+    def _in_groups(self, w: Tensor, task: Pass, batch: Batch | None) -> Sums:
+        """Return the sums by one pass for each group of columns, which are stored elsewhere."""
+        found: Sums = {}
+        step = self.limits.group or len(w)
+        for start in range(0, len(w), step):
+            some = slice(start, start + step)
+            for name, own in self(w[some], task, batch).items():
+                if task.kinds[name] != BLOCK:
+                    found[name] = found[name] + own if name in found else own
+                    continue
+                if name not in found:
+                    found[name] = self._stored(len(w), own)
+                found[name][some] = own
+        return found
+
+    def _placed(self, own: Tensor, kind: str) -> Tensor:
+        """Return a sum where vectors are stored, or a number where it is."""
+        if kind == SCALAR or own.device.type == self.limits.device.type:
+            return own
+        return (
+            self._stored(len(own), own).copy_(own) if kind == BLOCK else own.to(self.limits.device)
+        )
 
     def steps(self) -> Iterator[tuple[int, Fold]]:
         """Yield the number of examples of one batch per rank, and the pass over these batches."""

@@ -172,9 +172,9 @@ class Sweep:
                 found[name][some] = own
         return found
 
-    def _placed(self, own: Tensor, kind: str) -> Tensor:
+    def _placed(self, own: Tensor, kind: Kind) -> Tensor:
         """Return a sum where vectors are stored, or a number where it is."""
-        if kind == SCALAR or own.device.type == self.limits.device.type:
+        if kind not in (BLOCK, VECTOR) or own.device.type == self.limits.device.type:
             return own
         return (
             self._stored(len(own), own).copy_(own) if kind == BLOCK else own.to(self.limits.device)

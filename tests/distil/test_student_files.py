@@ -120,3 +120,36 @@ def test_a_random_program_is_refused():
     student = la.distil(case.x, **QUICK, student=Random(*case.model))
     with pytest.raises(RuntimeError, match=r"off by .* in 'probs'"):
         student.export(case.x)
+
+
+def test_a_killed_distillation_resumes(tmp_path, monkeypatch):
+    """It ends with the same student, and predicts nothing twice."""
+    case, la = fitted()
+    x, heads, predict = draw(100, 2, seed=5), Student.heads, type(la).predict
+    due = la.distil(x, **QUICK)(case.x)
+    monkeypatch.setattr("torch_lla_em.distil.progress._SECONDS", 0.0)
+    calls = {"heads": 0, "predictions": 0}
+
+    def counted(name, method, last):
+        def call(self, *args):
+            calls[name] += 1
+            if calls[name] == last:
+                raise KeyboardInterrupt
+            return method(self, *args)
+
+        return call
+
+    monkeypatch.setattr(type(la), "predict", counted("predictions", predict, 3))
+    monkeypatch.setattr(Student, "heads", counted("heads", heads, 12))
+    for _ in range(2):  # killed while predicting, and in the training
+        with pytest.raises(KeyboardInterrupt):
+            la.distil(x, **QUICK, checkpoint=tmp_path)
+    student = la.distil(x, **QUICK, checkpoint=tmp_path)
+    assert torch.equal(student(case.x), due)
+    made = calls["predictions"]
+    assert calls["heads"] - 12 < QUICK["steps"]
+    la.distil(x, **QUICK, checkpoint=tmp_path)
+    assert calls["predictions"] == made
+    for changed, name in (({"seed": 1}, "inputs"), ({"steps": 21}, "training")):
+        with pytest.raises(ValueError, match=f"another distillation: its {name} is another"):
+            la.distil(x, **QUICK | changed, checkpoint=tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from os import PathLike
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch_lla_em.distil.agreement import (
 from torch_lla_em.distil.features import feature_size
 from torch_lla_em.distil.inputs import gathered, labelled, number_of, pieces, rows_of, split
 from torch_lla_em.distil.predicted import has_log_prob
+from torch_lla_em.distil.progress import Progress
 from torch_lla_em.distil.stored import Form
 from torch_lla_em.distil.student import Student
 from torch_lla_em.distil.targets import StudentTargets, of_prediction
@@ -27,7 +29,7 @@ from torch_lla_em.distil.training import Block, Schedule, blocks_of, train
 from torch_lla_em.distil.widening import chosen_ways, widened
 from torch_lla_em.jacobian import Network, called_last
 from torch_lla_em.prediction import Predictor
-from torch_lla_em.runtime import check_options, report
+from torch_lla_em.runtime import check_options, files, report
 
 # bounds on the number of inputs that are made by default, one for each given input
 _FEWEST, _MOST = 12_000, 40_000
@@ -51,6 +53,7 @@ class Distillation(Predictor):
         lr: float | None = None,
         seed: int = 0,
         progress_bar: bool = True,
+        checkpoint: str | PathLike[str] | None = None,
     ) -> Student:
         """Train a network that predicts what this posterior predicts, in one forward pass.
 
@@ -82,13 +85,16 @@ class Distillation(Predictor):
                 square of the network's weights.
             seed (int): Seed of all random numbers. Default 0.
             progress_bar (bool): Show progress bars. Default True.
+            checkpoint (str, optional): Folder to which predictions and the state of the training are
+                saved, every half a minute. If the process is killed, the same call resumes from it;
+                ``widen`` must make the same inputs again. Default None.
 
         Returns:
             A ``Student``; ``print`` shows its error, measured at inputs that were not used.
 
         Raises:
             ValueError: If no inputs are given, or too few, or if the model does not accept them or its
-                predictions are not finite.
+                predictions are not finite; or if a checkpoint belongs to another call.
             TypeError: If inputs are not tensors with one row per example.
             NotFittedError: Before ``fit``, or if the model has changed since.
 
@@ -96,6 +102,7 @@ class Distillation(Predictor):
             >>> student = la.distil(x, steps=100, progress_bar=False)
             >>> probabilities = student(x)
         """
+        check_options(checkpoint=checkpoint)
         check_options(steps=steps, batch_size=batch_size, seed=seed, progress_bar=progress_bar)
         check_options(num_inputs=num_inputs, lr=lr, mask_token=mask_token, widen=widen)
         network = self._members(surely=True)[0].setting.linear_model.network
@@ -116,13 +123,15 @@ class Distillation(Predictor):
                 ]
                 for some in (used, held)
             ]
-            learnt, *others = (
-                self._learnt(some, count, progress_bar)
-                for some, count in (([*used, *made[0]], len(used)), (held, 0), (made[1], 0))
-            )
+            schedule = Schedule(steps, batch_size, lr, seed, progress_bar)
+            every = ([*used, *made[0]], len(used)), (held, 0), (made[1], 0)
+            own = network.module if student is None else student
+            header = {} if checkpoint is None else self._named(schedule, own, every)
+            progress = Progress(checkpoint, header)
+            learnt, *others = (self._learnt(*some, progress_bar, progress) for some in every)
             found = self._student(student, network, learnt[0])
         with torch.inference_mode(False), torch.enable_grad():
-            train(found, learnt, Schedule(steps, batch_size, lr, seed, progress_bar))
+            train(found, learnt, schedule, progress)
         with torch.no_grad():
             held_out, made_too = (_agreement(found, blocks) for blocks in others)
             nll = None if validation is None else self._nll(found, validation)
@@ -131,13 +140,32 @@ class Distillation(Predictor):
             report("log", words)
         return found if validation is None else found.calibrate(validation)
 
-    def _learnt(self, inputs: list[Any], given: int, progress_bar: bool) -> list[Block]:
+    def _named(self, schedule: Schedule, network: nn.Module, inputs: Any) -> dict[str, str]:
+        """Return what a checkpoint is compared with, by name."""
+        posterior: Any = self  # a module, and so are ensembles
+        return {
+            "posterior": files.plain(sorted(posterior.state_dict().items())),
+            "network": files.plain(files.fingerprint(network)),
+            "inputs": files.plain([tensors_in(x) for some, _ in inputs for x in some]),
+            "training": files.plain(schedule[:4]),
+        }
+
+    def _learnt(
+        self, inputs: list[Any], given: int, progress_bar: bool, progress: Progress
+    ) -> list[Block]:
         """Return inputs with this posterior's predictions; the first few trees were given."""
         parts = [
             (x, number_of(x) * (n < given)) for n, some in enumerate(inputs) for x in pieces([some])
         ]
         bar = tqdm(parts, "predicting", disable=not progress_bar or len(parts) < 2)
-        return blocks_of(Block(x, self._finite(x), count) for x, count in bar)
+
+        def predicted(x: Any) -> StudentTargets:
+            saved = progress.next_prediction()
+            if saved is None:
+                return progress.add(self._finite(x))
+            return StudentTargets(*(t.to(tensors_in(x)[0].device) for t in saved))
+
+        return blocks_of(Block(x, predicted(x), count) for x, count in bar)
 
     def _finite(self, x: Any) -> StudentTargets:
         """Return the prediction of inputs; raise an error if it is not finite."""

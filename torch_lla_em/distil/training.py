@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 
 from torch_lla_em.data import tensors_in
 from torch_lla_em.distil.inputs import concatenated, rows_of
+from torch_lla_em.distil.progress import Progress
 from torch_lla_em.distil.student import Student
 from torch_lla_em.distil.targets import (
     StudentTargets,
@@ -64,8 +65,11 @@ def blocks_of(blocks: Iterable[Block]) -> list[Block]:
     return [_whole(group) for group in groups.values()]
 
 
-def train(student: Student, blocks: list[Block], schedule: Schedule) -> None:
-    """Train a student; its head is standardised in training, and returns logarithms at the end."""
+def train(student: Student, blocks: list[Block], schedule: Schedule, progress: Progress) -> None:
+    """Train a student, from the last saved state if there is one.
+
+    Its head is standardised in training, and returns logarithms at the end.
+    """
     likelihood, head, n = student.likelihood, student.head, student.form.uncertainties
     logs = [(logarithm(block.due.uncertainty), log_scores(block.due.scores)) for block in blocks]
     moments = [_moments(each) for each in zip(*logs)]
@@ -79,7 +83,13 @@ def train(student: Student, blocks: list[Block], schedule: Schedule) -> None:
     optimiser = torch.optim.Adam(weights, largest, fused=True)
     generator = torch.Generator("cpu").manual_seed(schedule.seed)
     counts = torch.tensor([float(len(block.due.scores)) for block in blocks], device="cpu")
-    bar = tqdm(range(schedule.steps), "distilling", disable=not schedule.progress_bar)
+    begin = 0
+    if progress.training is not None:
+        begin, modules, of_optimiser, drawn = progress.training
+        student.load_state_dict(modules)
+        optimiser.load_state_dict(of_optimiser)
+        generator.set_state(drawn)
+    bar = tqdm(range(begin, schedule.steps), "distilling", disable=not schedule.progress_bar)
     for step in bar:
         chosen = int(torch.multinomial(counts, 1, generator=generator))
         size_of_batch = min(schedule.batch_size, int(counts[chosen]))
@@ -98,6 +108,9 @@ def train(student: Student, blocks: list[Block], schedule: Schedule) -> None:
         for group in optimiser.param_groups:
             group["lr"] = largest * _share((step + 1) / schedule.steps)
         optimiser.step()
+        if progress.is_due:
+            of_optimiser, drawn = optimiser.state_dict(), generator.get_state()
+            progress.save(step + 1, student.state_dict(), of_optimiser, drawn)
         if step % 50 == 0:
             bar.set_postfix(loss=f"{loss.item():.3g}", refresh=False)
     with torch.no_grad():

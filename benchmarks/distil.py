@@ -101,7 +101,8 @@ def summary(records: list[dict]) -> str:
         ratio = kind != "regression"
         line |= {"nll": exp(mean(map(log, nll))) if ratio else mean(nll), "worst": max(nll)}
         found.append(line)
-    return markdown.table(found, {"kind": "", "method": ""}, SHOWN, decimals=3)
+    columns = {key: title for key, title in SHOWN.items() if any(key in line for line in found)}
+    return markdown.table(found, {"kind": "", "method": ""}, columns, decimals=3)
 
 
 def _order(entry: tuple[tuple, list]) -> tuple[int, int]:

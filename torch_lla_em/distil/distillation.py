@@ -21,7 +21,7 @@ from torch_lla_em.distil.agreement import (
 from torch_lla_em.distil.features import feature_size
 from torch_lla_em.distil.inputs import gathered, labelled, number_of, pieces, rows_of, split
 from torch_lla_em.distil.predicted import has_log_prob
-from torch_lla_em.distil.progress import Progress
+from torch_lla_em.distil.progress import DistillationProgress
 from torch_lla_em.distil.stored import Form
 from torch_lla_em.distil.student import Student
 from torch_lla_em.distil.targets import StudentTargets, of_prediction
@@ -127,7 +127,7 @@ class Distillation(Predictor):
             every = ([*used, *made[0]], len(used)), (held, 0), (made[1], 0)
             own = network.module if student is None else student
             header = {} if checkpoint is None else self._named(schedule, own, every)
-            progress = Progress(checkpoint, header)
+            progress = DistillationProgress(checkpoint, header)
             learnt, *others = (self._learnt(*some, progress_bar, progress) for some in every)
             found = self._student(student, network, learnt[0])
         with torch.inference_mode(False), torch.enable_grad():
@@ -151,7 +151,7 @@ class Distillation(Predictor):
         }
 
     def _learnt(
-        self, inputs: list[Any], given: int, progress_bar: bool, progress: Progress
+        self, inputs: list[Any], given: int, progress_bar: bool, progress: DistillationProgress
     ) -> list[Block]:
         """Return inputs with this posterior's predictions; the first few trees were given."""
         parts = [

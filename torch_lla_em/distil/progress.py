@@ -16,7 +16,7 @@ _REMEDY = "Delete the folder to start again, or pass another one."
 _SECONDS = 30.0
 
 
-class Progress:
+class DistillationProgress:
     """A folder with the state of a run of ``distil``; without a folder nothing is saved."""
 
     def __init__(self, folder: str | os.PathLike[str] | None, header: dict[str, str]):

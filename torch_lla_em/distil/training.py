@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from torch_lla_em.data import tensors_in
 from torch_lla_em.distil.inputs import concatenated, rows_of
-from torch_lla_em.distil.progress import Progress
+from torch_lla_em.distil.progress import DistillationProgress
 from torch_lla_em.distil.student import Student
 from torch_lla_em.distil.targets import (
     StudentTargets,
@@ -65,7 +65,9 @@ def blocks_of(blocks: Iterable[Block]) -> list[Block]:
     return [_whole(group) for group in groups.values()]
 
 
-def train(student: Student, blocks: list[Block], schedule: Schedule, progress: Progress) -> None:
+def train(
+    student: Student, blocks: list[Block], schedule: Schedule, progress: DistillationProgress
+) -> None:
     """Train a student, from the last saved state if there is one.
 
     Its head is standardised in training, and returns logarithms at the end.

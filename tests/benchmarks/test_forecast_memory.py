@@ -15,6 +15,7 @@ print(json.dumps(forecast.measured("", cost.made(lambda: {}), {})))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks of memory are read from /proc")
 @pytest.mark.parametrize(
     ("problem", "num_samples"),

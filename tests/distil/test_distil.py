@@ -148,6 +148,7 @@ class _Trials(Binomial):
 
 
 def test_sites_and_tokens():
+    torch.manual_seed(0)
     x, y = (
         draw(20, 2, 4, 4),
         torch.randint(3, (20, 4, 4), generator=torch.Generator().manual_seed(0)),

@@ -121,10 +121,14 @@ def test_results_do_not_depend_on_the_mean_of_the_targets(kind, shift, dtype):
         assert_close(value, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("likelihood", ["regression", "heteroscedastic"])
-def test_every_output_has_its_own_mean_also_when_loaded(likelihood, tmp_path):
-    known = shifted(0.0, outputs=2, likelihood=likelihood)
-    found = shifted([-1e3, 20.0], outputs=2, likelihood=likelihood, save=tmp_path / "la.pt")
+@pytest.mark.parametrize("kind", ["regression", "heteroscedastic", "a noise per output"])
+def test_every_output_has_its_own_mean_also_when_loaded(kind, tmp_path):
+    options = {"outputs": 2, "likelihood": kind}
+    if kind == "a noise per output":  # random probes are drawn again when σ changes
+        sigma = torch.tensor([0.1, 0.2]).double()
+        options |= {"likelihood": "regression", "sigma_noise": sigma, "tolerance": 1e-4}
+    known = shifted(0.0, **options)
+    found = shifted([-1e3, 20.0], save=tmp_path / "la.pt", **options)
     for value, expected in zip(found, known):
         assert_close(value, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 

@@ -186,8 +186,8 @@ class Problem:
         self.centre = centre
 
     def _shape_of_centre(self) -> tuple[int, ...] | None:
-        """Return the shape of the mean of the targets; None if the linear model has no constant."""
-        if self.likelihood.offset(torch.zeros(1, device="cpu")) is None:
+        """Return the shape of the mean of the targets; None if it is known, or is not needed."""
+        if self.centre is not None or self.likelihood.offset(torch.zeros(1, device="cpu")) is None:
             return None
         axis = self.linear_model.network.class_dim
         targets = self.likelihood.align(self.data.first().targets, axis)

@@ -95,6 +95,7 @@ def test_the_quickstart_runs(tmp_path, monkeypatch):
     assert (tmp_path / "posterior.pt").exists()
 
 
+@pytest.mark.slow
 def test_the_pages_on_calibration_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with torch.random.fork_rng():

@@ -10,7 +10,7 @@ from torch import nn
 
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.inference import Course, FitOptions, cheaper, controller, time_left, time_of
-from torch_lla_em.inference.forecast import _ROUNDS
+from torch_lla_em.inference.forecast import EACH
 from torch_lla_em.inference.records import State, Statistics
 from torch_lla_em.problem import Duration, Trial, prepare, tried
 from torch_lla_em.runtime import Group
@@ -50,7 +50,7 @@ def test_a_forecast_grows_with_the_work():
 
 
 def test_the_steps_of_H_are_those_of_the_controller():
-    assert _ROUNDS == controller._EACH
+    assert EACH == controller.EACH
 
 
 def test_dense_outputs_are_forecast_by_the_sites_that_are_kept():

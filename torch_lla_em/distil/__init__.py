@@ -1,7 +1,7 @@
 """A network of one forward pass that predicts what a posterior predicts.
 
-``distils`` has the method ``distil`` of posteriors and of ``LaplaceEnsemble``. ``inputs`` gathers unlabelled inputs,
-``widening`` makes more of them, ``learnt`` is what is learnt of a prediction, ``training`` learns it, and
+``distillation`` has the method ``distil`` of posteriors and of ``LaplaceEnsemble``. ``inputs`` gathers unlabelled
+inputs, ``widening`` makes more of them, ``targets`` is what is learnt of a prediction, ``training`` learns it, and
 ``progress`` is its checkpoint.
 The result is a ``student``, whose predictions are in ``predicted``. ``agreement`` is its error, and
 ``export`` writes it as a program.

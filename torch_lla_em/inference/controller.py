@@ -85,7 +85,7 @@ _NEWTON, _POLISH = 2, 50
 _AT_REST = 1e-3
 """Change of log λ, log σ and (relative) H in a step at which the steps end."""
 
-_EACH, _REST = 3, 80
+EACH, _REST = 3, 80
 """Steps of an averaged H after every extension, and the largest number over a complete span. With three,
 log λ varies over seeds by .04 on digits; with two rounds that had to raise the same bound it varied by .37.
 Fits of tables take 1.45 times as long."""
@@ -229,7 +229,7 @@ class Controller:
         elif complete:
             after, at_rest = self._average(over, summit(over, q, least), least, _REST)
         else:
-            after, at_rest = self._average(over, q, least, _EACH)
+            after, at_rest = self._average(over, q, least, EACH)
             if not after.bound > q.bound - _LOSS:  # as on the way to a collapse of λ
                 after, _ = improve(over, q, least, Pace())
         return Ascent(after, over.hyper(q), after.bound - q.bound, at_rest=at_rest)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch_lla_em.data import Batch, tensors_in
+from torch_lla_em.inference.controller import EACH
 from torch_lla_em.inference.options import MOST_OUTPUTS, FitOptions, has_one_noise
 from torch_lla_em.inference.over_span import DRAWS, DRAWS_IN_ALL, FEWEST_DRAWS
 from torch_lla_em.inference.records import State, Statistics
@@ -21,7 +22,6 @@ from torch_lla_em.inference.span_outputs import MOST_STORED
 from torch_lla_em.jacobian import LinearModel, ParameterLayout, called_last, select_parameters
 from torch_lla_em.problem import KEPT_OUTPUTS, Duration, Memory, Plan, Problem, Trial, tried
 from torch_lla_em.runtime import suppressed
-from torch_lla_em.solvers import BlockKrylov
 
 _START = 3.0
 """Error of the samples after the first pass, in posterior standard deviations."""
@@ -39,8 +39,8 @@ _BY_SOLVES = 15.0, 250.0
 _MEASURED, _IMPORTS = (0.9, 1.8), 1.0
 """Relative error of times that are computed from a trial, and seconds of imports in a first fit."""
 
-_ROUNDS, _TO_REST = 3, (5, 80)
-"""Steps of H after an extension of the span, as the controller takes them, and once it spans all parameters."""
+_TO_REST = 5, 80
+"""Fewest and most steps of H once the span has all parameters."""
 
 _EIGENVECTORS, _PUSHES, _AVERAGES = 25.0, 8.0, 8.0
 """Multiplications of an eigendecomposition relative to m³, products with J V of a step of H, and
@@ -110,7 +110,7 @@ def time_of(trial: Trial, course: Course, num_rows: float, kept: float) -> Durat
         steps = math.ceil(min(count, whole + 1))
         sizes = [min(n * (K + 1), trial.weights) for n in range(1, steps + 1)]
         seconds = steps * each
-        seconds += sum(_over_span(trial, course.moves, num_rows, n, _ROUNDS) for n in sizes)
+        seconds += sum(_over_span(trial, course.moves, num_rows, n, EACH) for n in sizes)
         if count > whole and course.moves:
             seconds += _over_span(trial, True, num_rows, trial.weights, _TO_REST[i])
         ends.append(course.rounds[i] * seconds)
@@ -136,7 +136,7 @@ def _over_span(trial: Trial, moves: bool, num_rows: float, size: int, rounds: in
 
 def memory_of(problem: Problem, trial: Trial, course: Course, plan: Plan, rows: float) -> Memory:
     """Return the peak memory of a fit to so many examples, beyond what is held before it."""
-    known = problem.linear_model.factored
+    model = problem.linear_model
     itemsize, P, K = problem.dtype.itemsize, trial.weights, trial.num_samples
     first, limits = problem.data.first(), problem.sweep.limits
     joined = max(len(first.rows), problem.data.merge_rows)
@@ -151,20 +151,16 @@ def memory_of(problem: Problem, trial: Trial, course: Course, plan: Plan, rows: 
     rest = min(plan.batches, batches) + factors + of_batch + _BASE
     if not course.by_span:
         return Memory(_VECTORS * plan.vectors + rest, plan.vectors + 2 * rest)
-    is_last = known is not None and not known.others and len(problem.layout.names) <= 2
 
     def of_span(size: float) -> float:
         of_J = _COPIES * outputs
-        if is_last and size * outputs > MOST_STORED:
+        if model.is_last_layer and size * outputs > MOST_STORED:
             of_J = _COPIES * P
         return size * (P + of_J) * itemsize
 
     blocks = _BLOCKS * outputs * trial.classes * itemsize if course.moves else 0.0
     size, most = (part * course.passes(_START)[1] * (K + 1) for part in (_TYPICAL, _LARGEST))
-    room = plan.free / 2
-    solver = course.options.solver
-    if isinstance(solver, BlockKrylov) and solver.memory is not None:
-        room = min(room, solver.memory)
+    room = course.options.memory_of_span(plan.free)
     expected, largest = (min(room, of_span(min(P, directions))) for directions in (size, most))
     expected += _VECTORS * plan.vectors + blocks + rest
     return Memory(expected, max(expected, largest + plan.vectors + 2 * (blocks + rest)))

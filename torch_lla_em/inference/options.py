@@ -42,6 +42,11 @@ class FitOptions:
         """Whether the fit may use a span of directions; ``BlockKrylov`` only limits its memory."""
         return self.solver is None or isinstance(self.solver, BlockKrylov)
 
+    def memory_of_span(self, free: float) -> float:
+        """Return the bytes that a span of directions may take, of those that are free."""
+        given = self.solver.memory if isinstance(self.solver, BlockKrylov) else None
+        return free / 2 if given is None else min(free / 2, given)
+
     @property
     def against_variational(self) -> list[str]:
         """Why these options exclude the variational curvature; empty if they do not."""

@@ -18,7 +18,7 @@ from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem import Problem, gathered, room, sites_of
 from torch_lla_em.runtime import report
-from torch_lla_em.solvers import BlockKrylov, dots, is_accurate
+from torch_lla_em.solvers import dots, is_accurate
 
 _START = 0.1
 """Initial λ relative to the mean squared output of the prior at λ = 1, for outputs of size 1."""
@@ -227,9 +227,7 @@ def _begin(
     known: dict[str, Any] | None,
 ) -> tuple[Span, StochasticPrior]:
     """Return a span of random probes, trained weights and first gradient, or restore a known one."""
-    prior, memory = noise.prior, room(problem) / 2
-    if isinstance(options.solver, BlockKrylov) and options.solver.memory is not None:
-        memory = min(memory, options.solver.memory)
+    prior, memory = noise.prior, options.memory_of_span(room(problem))
     span = Span(problem, prior, noise.xi, memory, sites_of(problem, options.seed))
     if known is not None:
         span.restore(known)

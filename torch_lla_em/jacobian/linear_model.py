@@ -195,6 +195,12 @@ class LinearModel:
                 sizes.pop(parameter.untyped_storage().data_ptr(), None)
         return sum(sizes.values())
 
+    @property
+    def is_last_layer(self) -> bool:
+        """Whether the parameters are those of one linear layer with Jacobian factors."""
+        known = self.factored
+        return known is not None and not known.others and len(self.layout.names) <= 2
+
     def leave_factors(self) -> None:
         """Use no factors any more after an out-of-memory error: torch.func needs less memory."""
         if self.factored is not None:

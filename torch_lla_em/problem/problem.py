@@ -259,8 +259,8 @@ class Problem:
         ``take`` returns what is kept of them. They are None if the parameters are not those of one last
         linear layer, on any rank.
         """
-        known, found, every = self.linear_model.factored, [], True
-        if known is None or known.others or len(self.layout.names) > 2:
+        found, every = [], True
+        if not self.linear_model.is_last_layer:
             return None
 
         def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:

@@ -40,7 +40,7 @@ FEW = 8
 """Number of examples with which the network is probed, and its memory measured."""
 
 Kind = str | tuple[int, ...]
-"""Of a sum: BLOCK, VECTOR, SCALAR or, in float64, its shape."""
+"""The kind of a sum: BLOCK, VECTOR, SCALAR, or the shape of a float64 tensor."""
 
 Sums = dict[str, Tensor]
 Add = Callable[[Rows, Batch, Tensor, Sums], None]
@@ -176,9 +176,9 @@ class Sweep:
         """Return a sum where vectors are stored, or a number where it is."""
         if kind not in (BLOCK, VECTOR) or own.device.type == self.limits.device.type:
             return own
-        return (
-            self._stored(len(own), own).copy_(own) if kind == BLOCK else own.to(self.limits.device)
-        )
+        if kind == VECTOR:
+            return own.to(self.limits.device)
+        return self._stored(len(own), own).copy_(own)
 
     def steps(self) -> Iterator[tuple[int, Fold]]:
         """Yield the number of examples of one batch per rank, and the pass over these batches."""

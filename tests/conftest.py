@@ -1,3 +1,4 @@
+import gc
 import logging
 import warnings
 
@@ -23,6 +24,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("cuda"):
                 item.add_marker(pytest.mark.skip(reason=simulated_gpu.absent))
+
+
+def pytest_collection_finish():
+    """Leave what was imported to no collection of garbage: fits that lack memory collect often."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

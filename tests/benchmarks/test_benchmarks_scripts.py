@@ -117,7 +117,13 @@ def test_parts_of_cost_write_lines(tmp_path, monkeypatch):
     assert [line["before"] for line in again] == [line["epochs"] for line in lines[:1]]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.cuda),
+    ],
+)
 def test_a_gpu_is_measured_whole(tmp_path, device, monkeypatch):
     monkeypatch.setattr(cost, "PROBLEMS", {"mlp": partial(cost.mlp, rows=60, width=5)})
     gpu.main(["--tiny", "--device", device, "--out", str(tmp_path)])

@@ -95,6 +95,7 @@ def test_exported(student, tmp_path):
         student.export(case.x, tmp_path / "student.txt")
 
 
+@pytest.mark.slow
 def test_exported_to_onnx(student, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     case, student = student

@@ -55,7 +55,7 @@ def test_density_and_responsibilities(structure, dtype):
 # The bound.
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     n=st.integers(4, 60),
@@ -225,7 +225,7 @@ DEGENERATE = {
 @EVERY_STRUCTURE
 def test_degenerate_data_give_finite_densities(kind, structure):
     for x in DEGENERATE.values():
-        mixture = made(kind, 3, covariance=structure, max_steps=500).fit(x)
+        mixture = made(kind, 3, covariance=structure, max_steps=60).fit(x)
         assert all(torch.isfinite(t).all() for t in mixture.parameters)
         assert torch.isfinite(mixture.log_prob(x)).all()
         assert torch.isfinite(mixture.log_prob(x + 1)).all()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from clusters import steps_from
+from daily import daily
 
 from torch_lla_em.mixtures import GaussianMixture, Gaussians, VariationalGaussianMixture
 from torch_lla_em.mixtures.starts import plus_plus
@@ -28,7 +29,7 @@ def clusters(seed, n=400, stretch=0.0):
     return x, Gaussians(torch.full((4,), 0.25).double(), means, covariances)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", daily(0, rest=[1, 2]))
 def test_every_seed_finds_the_clusters(seed):
     x, truth = clusters(seed, stretch=0.7)
     best = GaussianMixture(4, max_steps=500)
@@ -38,7 +39,7 @@ def test_every_seed_finds_the_clusters(seed):
         assert found.history[-1].objective > best.history[-1].objective - 0.01 * len(x), start
 
 
-@pytest.mark.parametrize("covariance", ["full", "diagonal"])
+@pytest.mark.parametrize("covariance", daily("diagonal", rest=["full"]))
 def test_superfluous_components_have_no_weight(covariance):
     x, truth = clusters(0)
     best = VariationalGaussianMixture(4, covariance=covariance).fit(x)

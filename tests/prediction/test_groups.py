@@ -86,6 +86,7 @@ def within(share, level, references, inputs, below_only=False):
     return -5 * error**0.5 <= share - level <= slack + 5 * error**0.5
 
 
+@pytest.mark.slow
 def test_sets_by_class_cover_every_class_and_others_do_not(blobs):
     la, x, y = blobs
     test, found, plain, sizes = slice(6000, None), [], [], []
@@ -102,6 +103,7 @@ def test_sets_by_class_cover_every_class_and_others_do_not(blobs):
         assert within(share, 0.9, references, int((y[test] == c).sum())), (c, share)
 
 
+@pytest.mark.slow
 def test_false_alarms_by_class_keep_to_their_rate_in_every_class(blobs):
     la, x, y = blobs
     alarms = []
@@ -150,6 +152,7 @@ def test_thresholds_of_groups_are_those_of_their_examples_alone(blobs):
     )
 
 
+@pytest.mark.slow
 def test_intervals_cover_every_group():
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(6000, 1, generator=generator)
@@ -184,6 +187,7 @@ def test_intervals_cover_every_group():
     assert not by_name["group 1"].is_low(0.8)
 
 
+@pytest.mark.slow
 def test_weights_correct_for_a_shift_of_the_inputs():
     """Noise grows with x, and new inputs are larger: with their density ratio the coverage is right."""
     generator = torch.Generator().manual_seed(0)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from os import PathLike
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +14,10 @@ from torch_lla_em.distil import Distillation
 from torch_lla_em.laplace import LinearisedLaplace, Task
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import Ensemble
+from torch_lla_em.report import Reports
 
 
-class LaplaceEnsemble(Distillation, Ensemble):
+class LaplaceEnsemble(Distillation, Reports, Ensemble):
     """The equally weighted mixture of the posteriors of several networks.
 
     Use it for networks trained with different seeds, or for snapshots of one training; ``from_folds``
@@ -115,43 +115,6 @@ class LaplaceEnsemble(Distillation, Ensemble):
         ensemble = cls(members)
         ensemble._calibrate_by_folds(unseen)
         return ensemble
-
-    def export(self, x: Any, path: str | PathLike[str] | None = None, **options: Any) -> NoReturn:
-        """Raise an error: a student of the ensemble is exported instead.
-
-        Args:
-            x (Tensor, tuple or dict): As in ``LinearisedLaplace.export``.
-            path (str, optional): As there.
-            **options: As there.
-
-        Raises:
-            TypeError: Always; it says what to call.
-        """
-        raise TypeError(
-            "An ensemble is not exported, because its program would run every network and its samples. "
-            "Train one network that predicts the same, and export it: "
-            f"ensemble.distil(inputs).export(x, {'path' if path is None else repr(str(path))}); or export "
-            "the posterior of one member: ensemble.members[0].export(x)."
-        )
-
-    def report(
-        self, loader: Any, path: str | PathLike[str] = "report.html", **options: Any
-    ) -> NoReturn:
-        """Raise an error: ``print(ensemble)``, ``compare`` and ``check`` have the results of an ensemble.
-
-        Args:
-            loader (DataLoader, Dataset or list of batches): As in ``LinearisedLaplace.report``.
-            path (str): As there.
-            **options: As there.
-
-        Raises:
-            TypeError: Always; it says what to call.
-        """
-        raise TypeError(
-            "A report shows one network and its posterior. For the results of an ensemble call "
-            "print(ensemble), compare([ensemble, *ensemble.members], loader) and ensemble.check(loader); "
-            "ensemble.members[0].report(loader) reports on a member."
-        )
 
 
 def _folds(y: Tensor, folds: int, seed: int) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torch_lla_em.checkpoint import FORMAT
 from torch_lla_em.data import Data, TargetFn, Weights, paired, with_weights
-from torch_lla_em.distil import Distillation, Student
+from torch_lla_em.distil import Distillation
 from torch_lla_em.inference import FitOptions, Solver, choose_scalings, learn
 from torch_lla_em.jacobian import (
     ForwardFn,
@@ -43,7 +43,7 @@ from torch_lla_em.prediction import (
     warn_of_collapse,
 )
 from torch_lla_em.problem import Plan, Problem
-from torch_lla_em.report import write_report
+from torch_lla_em.report import Reports
 from torch_lla_em.runtime import (
     Budget,
     Compute,
@@ -71,7 +71,7 @@ Task = Literal[
 ]
 
 
-class LinearisedLaplace(Distillation, PosteriorBase):
+class LinearisedLaplace(Distillation, Reports, PosteriorBase):
     """The linearised Laplace posterior of a trained network, represented by samples.
 
     ``fit`` learns the prior precision λ (and the observation noise σ of a regression) by EM and
@@ -323,27 +323,6 @@ class LinearisedLaplace(Distillation, PosteriorBase):
         problem = self._problem(paired(loader, targets), Group())
         with Session(problem, {}).running() as run:
             return run.plan(self._options(), self.compute, always=True)
-
-    def report(
-        self,
-        loader: Any,
-        path: str | PathLike[str] = "report.html",
-        other: Any = None,
-        student: Student | None = None,
-    ) -> None:
-        """Write an HTML page with metrics, plots, warnings and recommendations; needs Matplotlib.
-
-        Args:
-            loader (DataLoader, Dataset or list of batches): Held-out data with targets.
-            path (str): Name of the file. Default "report.html".
-            other (DataLoader, Dataset or inputs, optional): Out-of-distribution inputs.
-            student (Student, optional): A student of this posterior, whose error and scores are shown
-                beside those of the posterior.
-
-        Example:
-            >>> la.report(validation_loader)  # doctest: +SKIP
-        """
-        write_report(self, loader, path, other, student)
 
     def _problem(self, loader: Any, group: Group, weights: Weights | None = None) -> Problem:
         """Return the problem of a fit, once it is known which layer is the last."""

@@ -13,16 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import as_loader
 from torch_lla_em.prediction import (
-    PosteriorBase,
     PredictedData,
     Prediction,
+    Predictor,
     auroc,
     binned,
     calibration_error,
     covered,
-    inputs_in,
     predicted_data,
     stated_and_right,
 )
@@ -41,13 +39,11 @@ _NINETY = 1.6449  # standard deviations that contain 90 % of a normal distributi
 _POINTS, _BARS = 2000, 200
 
 
-def reliability(
-    la: PosteriorBase, loader: Examples, axes: Axes | None = None, bins: int = 10
-) -> Axes:
+def reliability(la: Predictor, loader: Examples, axes: Axes | None = None, bins: int = 10) -> Axes:
     """Plot accuracy over confidence for the network and the posterior, with their ECE.
 
     Args:
-        la (LinearisedLaplace): A fitted posterior.
+        la (LinearisedLaplace or LaplaceEnsemble): A fitted posterior.
         loader (DataLoader, Dataset or list of batches): Held-out data.
         axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
         bins (int): Number of bins of equal width. Default 10; fewer for small data sets.
@@ -75,31 +71,33 @@ def reliability(
     return _finished(axes, "confidence", "accuracy")
 
 
-def em_path(la: PosteriorBase, axes: Axes | None = None) -> Axes:
-    """Plot the prior precision at each EM step.
+def em_path(la: Predictor, axes: Axes | None = None) -> Axes:
+    """Plot the prior precision at each EM step, of an ensemble that of each member.
 
     Args:
-        la (LinearisedLaplace): A fitted posterior.
+        la (LinearisedLaplace or LaplaceEnsemble): A fitted posterior.
         axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
 
     Example:
         >>> axes = plot.em_path(la)
     """
-    axes, path = _axes(axes), [record["prior_precision"] for record in la.history]
-    axes.plot(range(1, len(path) + 1), path, marker=".")
+    axes = _axes(axes)
+    for posterior in la._members():
+        path = [record["prior_precision"] for record in posterior.history]
+        axes.plot(range(1, len(path) + 1), path, marker=".")
     axes.set_yscale("log")
     axes.xaxis.get_major_locator().set_params(integer=True)
     return _finished(axes, "EM step", "prior precision λ")
 
 
-def bands(la: PosteriorBase, loader: Examples, axes: Axes | None = None, output: int = 0) -> Axes:
+def bands(la: Predictor, loader: Examples, axes: Axes | None = None, output: int = 0) -> Axes:
     """Plot a regression with 90 % prediction intervals.
 
     Inputs of one number are the horizontal axis. For other inputs targets are plotted over
     predictions, in the order of the predictions and thinned to 200 error bars.
 
     Args:
-        la (LinearisedLaplace): A fitted posterior.
+        la (LinearisedLaplace or LaplaceEnsemble): A fitted posterior.
         loader (DataLoader, Dataset or list of batches): Held-out data.
         axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
         output (int): The output to plot. Default 0.
@@ -136,11 +134,11 @@ def bands(la: PosteriorBase, loader: Examples, axes: Axes | None = None, output:
     return _finished(axes, "input", "target")
 
 
-def coverage(la: PosteriorBase, loader: Examples, axes: Axes | None = None) -> Axes:
+def coverage(la: Predictor, loader: Examples, axes: Axes | None = None) -> Axes:
     """Plot the coverage of prediction intervals over their nominal level, for regression.
 
     Args:
-        la (LinearisedLaplace): A fitted posterior.
+        la (LinearisedLaplace or LaplaceEnsemble): A fitted posterior.
         loader (DataLoader, Dataset or list of batches): Held-out data.
         axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
 
@@ -162,12 +160,12 @@ def coverage(la: PosteriorBase, loader: Examples, axes: Axes | None = None) -> A
 
 
 def out_of_distribution(
-    la: PosteriorBase, loader: Examples, other: Any, axes: Axes | None = None
+    la: Predictor, loader: Examples, other: Any, axes: Axes | None = None
 ) -> Axes:
     """Plot the epistemic uncertainty of two data sets, and the AUROC with which it separates them.
 
     Args:
-        la (LinearisedLaplace): A fitted posterior.
+        la (LinearisedLaplace or LaplaceEnsemble): A fitted posterior.
         loader (DataLoader, Dataset or list of batches): Held-out data.
         other (DataLoader, Dataset or inputs): Out-of-distribution (OOD) inputs, without targets.
         axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
@@ -186,11 +184,11 @@ def out_of_distribution(
     return _finished(axes, "epistemic uncertainty", "share of examples")
 
 
-def _rows(la: PosteriorBase, loader: Examples) -> PredictedData:
+def _rows(la: Predictor, loader: Examples) -> PredictedData:
     return loader if isinstance(loader, PredictedData) else predicted_data(la, loader)
 
 
-def _regression_rows(la: PosteriorBase, loader: Examples) -> PredictedData:
+def _regression_rows(la: Predictor, loader: Examples) -> PredictedData:
     if not la.likelihood.real_valued:
         raise TypeError("Intervals need continuous targets. For probabilities, use reliability.")
     return _rows(la, loader)
@@ -226,14 +224,12 @@ def _thinned(order: np.ndarray, most: int) -> np.ndarray:
     return np.asarray(order[places])
 
 
-def _epistemic(la: PosteriorBase, data: Any) -> np.ndarray:
+def _epistemic(la: Predictor, data: Any) -> np.ndarray:
     """Return the epistemic uncertainty of a loader's examples, or of inputs, (N,)."""
     if isinstance(data, PredictedData):
-        predictions = [data.posterior]
+        predictions = iter([data.posterior])
     else:
-        batches = [data] if isinstance(data, Tensor) else as_loader(data)
-        inputs = (inputs_in(batch, la.target_fn, la._device) for batch in batches)
-        predictions = [la.predict(x) for x in inputs]
+        predictions = la.predictions([data] if isinstance(data, Tensor) else data)
     values = [p.epistemic.reshape(len(p.centre), -1).mean(1) for p in predictions]
     return _array(torch.cat(values).double().clamp_min(1e-12))
 

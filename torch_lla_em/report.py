@@ -1,4 +1,4 @@
-"""An HTML page about a fitted posterior: scores, plots, warnings, advice.
+"""An HTML page about a fitted posterior or an ensemble: scores, plots, warnings, advice.
 
 It needs matplotlib: ``pip install torch_lla_em[report]``.
 """
@@ -20,10 +20,9 @@ import torch
 from torch_lla_em import plot
 from torch_lla_em.distil import Student
 from torch_lla_em.prediction import (
-    PosteriorBase,
     PredictedData,
+    Predictor,
     as_html,
-    findings,
     outcomes,
     predicted_data,
     scores,
@@ -42,16 +41,39 @@ _EDGE = 2.0
 """Number of standard errors above which a posterior is reported as worse than its network."""
 
 
-def write_report(
-    la: PosteriorBase,
-    loader: Iterable[Any],
-    path: str | PathLike[str],
-    other: Any = None,
-    student: Student | None = None,
+class Reports(Predictor):
+    """Predictions, and a page about them."""
+
+    def report(
+        self,
+        loader: Any,
+        path: str | PathLike[str] = "report.html",
+        other: Any = None,
+        student: Student | None = None,
+    ) -> None:
+        """Write an HTML page with metrics, plots, warnings and recommendations; needs Matplotlib.
+
+        Args:
+            loader (DataLoader, Dataset or list of batches): Held-out data with targets.
+            path (str): Name of the file. Default "report.html".
+            other (DataLoader, Dataset or inputs, optional): Out-of-distribution inputs.
+            student (Student, optional): A student of this posterior, whose error and scores are shown
+                beside those of the posterior.
+
+        Example:
+            >>> la.report(validation_loader)  # doctest: +SKIP
+        """
+        _write(self, loader, path, other, student)
+
+
+def _write(
+    la: Any, loader: Iterable[Any], path: str | PathLike[str], other: Any, student: Student | None
 ) -> None:
     """Write a page about predictions of a loader's examples; ``other`` are OOD inputs."""
-    rows = predicted_data(la, loader)
+    rows, members = predicted_data(la, loader), list(getattr(la, "members", [la]))
     to_do = [*advice(la, rows), *(() if student is None else student.error.warnings)]
+    each = [("" if len(members) == 1 else f"member {i}: ", one) for i, one in enumerate(members)]
+    warned = [f"{name}{words}" for name, one in each for words in one.messages[1:]]
     parts = [
         la._repr_html_(),
         *([] if student is None else [student._repr_html_()]),
@@ -62,11 +84,13 @@ def write_report(
         "<h2>Plots</h2>",
         f"<div>{''.join(_figures(la, rows, other))}</div>",
         "<h2>Warnings of the fit</h2>",
-        _list(la.messages[1:], "There were no warnings."),
+        _list([*warned, *(la.messages if members != [la] else ())], "There were no warnings."),
         "<h2>All numbers of the fit</h2>",
-        la.details()._repr_html_(),
+        *(f"{escape(name)}{one.details()._repr_html_()}" for name, one in each),
     ]
-    title = escape(f"Posterior of {type(la.model).__name__}")
+    kinds = sorted({type(one.model).__name__ for one in members})
+    ensemble = f"Ensemble of {len(members)} posteriors of" if members != [la] else "Posterior of"
+    title = escape(f"{ensemble} {', '.join(kinds)}")
     page = (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width">'
@@ -75,7 +99,7 @@ def write_report(
     Path(path).write_text(page, encoding="utf-8")
 
 
-def advice(la: PosteriorBase, rows: PredictedData) -> Iterator[str]:
+def advice(la: Any, rows: PredictedData) -> Iterator[str]:
     """Yield what to do about a fit, one sentence at a time; nothing if all is well."""
     gain = rows.network._log_prob(rows.targets) - rows.posterior._log_prob(rows.targets)
     error = gain.double().std() / len(gain) ** 0.5
@@ -85,10 +109,10 @@ def advice(la: PosteriorBase, rows: PredictedData) -> Iterator[str]:
             f"± {error:.1g} per example: call la.calibrate(validation_loader), or fit with "
             'curvature="variational".'
         )
-    yield from (words for kind, words in findings(la) if kind == "to do")
+    yield from (words for kind, words in la._table()[1] if kind == "to do")
 
 
-def _by_group(la: PosteriorBase, loader: Iterable[Any]) -> Iterator[str]:
+def _by_group(la: Any, loader: Iterable[Any]) -> Iterator[str]:
     """Yield the coverage within groups of examples, if sets or intervals are possible."""
     if la.reference is None:
         return
@@ -99,7 +123,8 @@ def _by_group(la: PosteriorBase, loader: Iterable[Any]) -> Iterator[str]:
 
 def _scored(rows: PredictedData, student: Student | None) -> list[tuple[str, ...]]:
     """Return the scores of the network, the posterior and a student, the heading first."""
-    predictions: dict[str, Any] = {"network": rows.network, "posterior": rows.posterior}
+    name = "networks" if rows.network.members else "network"
+    predictions: dict[str, Any] = {name: rows.network, "posterior": rows.posterior}
     if student is not None and rows.inputs is not None:
         with torch.no_grad():  # classes last, as the targets
             predictions["student"] = replace(student.predict(rows.inputs), class_dim=-1)
@@ -108,7 +133,7 @@ def _scored(rows: PredictedData, student: Student | None) -> list[tuple[str, ...
     return [("", *predictions), *values]
 
 
-def _figures(la: PosteriorBase, rows: PredictedData, other: Any) -> Iterator[str]:
+def _figures(la: Any, rows: PredictedData, other: Any) -> Iterator[str]:
     """Yield the plots that these predictions allow."""
     likelihood = la.likelihood
     if likelihood.gives_probabilities:
@@ -118,7 +143,7 @@ def _figures(la: PosteriorBase, rows: PredictedData, other: Any) -> Iterator[str
         yield _figure("Coverage of prediction intervals", plot.coverage, la, rows)
     if other is not None:
         yield _figure("Out-of-distribution inputs", plot.out_of_distribution, la, rows, other)
-    if la.history:
+    if any(posterior.history for posterior in la._members()):
         yield _figure("Prior precision over EM steps", plot.em_path, la)
 
 

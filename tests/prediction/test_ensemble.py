@@ -1,9 +1,11 @@
 """Mixtures of posteriors: averages of their members, calibrated by one set of numbers."""
 
 import copy
+import re
 
 import pytest
 import torch
+from daily import daily
 from tiny import draw, tiny
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
@@ -172,10 +174,74 @@ def test_ensembles_are_printed_and_compared(members):
     assert "1: ensemble of 3" in compare([members[0], ensemble], x, y).records
 
 
-def test_errors_of_export_and_report_say_what_to_call_instead(members):
-    ensemble = LaplaceEnsemble(members)
-    x, y = held_out(members, 5)
-    with pytest.raises(TypeError, match=r"ensemble.distil\(inputs\).export\(x, 'posterior.onnx'\)"):
-        ensemble.export(x, "posterior.onnx", level=0.9)
-    with pytest.raises(TypeError, match=r"compare\(\[ensemble, \*ensemble.members\], loader\)"):
-        ensemble.report([(x, y)])
+CASES = [(name, suffix) for name in KINDS for suffix in ("pt2", "onnx")]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name, suffix", daily(CASES[2], rest=[CASES[0], CASES[1], *CASES[3:]]))
+def test_all_members_are_exported_as_one_program(name, suffix, tmp_path):
+    members = [posterior(name, seed) for seed in range(2)]
+    x, ensemble = held_out(members)[0], LaplaceEnsemble(members)
+    program, near = exported(ensemble, tmp_path / f"ensemble.{suffix}", x[:7])
+    each = torch.stack([la.predict(x).expectation for la in members])
+    assert_close(program(x)[0], each.mean(0), **near)
+    if suffix == "pt2":
+        return
+    program, near = exported(ensemble, tmp_path / "few.onnx", x[:7], num_samples=2)
+    each = torch.stack([la.predict(x, num_samples=2).expectation for la in members])
+    assert_close(program(x)[0], each.mean(0), **near)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("suffix", ["pt2", "onnx"])
+def test_sets_intervals_and_p_values_of_the_mixture_are_exported(members, suffix, tmp_path):
+    x, y = held_out(members)
+    ensemble = LaplaceEnsemble(members).calibrate(x, y)
+    kind, other = type(members[0].likelihood).__name__, draw(31, *x.shape[1:], seed=5)
+    level = None if kind == "Poisson" else 0.9
+    options = {"level": level, "p_value": True}
+    program, near = exported(ensemble, tmp_path / f"ensemble.{suffix}", x[:7], **options)
+    found, due = program(other), ensemble.predict(other)
+    assert_close(found[0], due.expectation, **near)
+    assert_close(found[-1], due.p_value, rtol=0, atol=1.01 / 31)
+    if kind == "Classification":
+        assert torch.equal(found[1], due.prediction_set(0.9))
+    if kind == "Regression":
+        for value, end in zip(found[2:4], due.interval(0.9), strict=True):
+            assert_close(value, end, **near)
+
+
+def exported(ensemble, path, x, **options):
+    """The outputs of an exported program as a function of inputs, and how close they have to be."""
+    program = ensemble.export(x, path, **options)
+
+    def of_torch(x):
+        found = program.module()(x)
+        return found if isinstance(found, tuple) else (found,)
+
+    def of_onnx(x):
+        session = pytest.importorskip("onnxruntime").InferenceSession(str(path))
+        found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        return tuple(map(torch.from_numpy, found))
+
+    if path.suffix == ".onnx":
+        return of_onnx, {"rtol": 1e-4, "atol": 1e-5}
+    return of_torch, {"rtol": 1e-6, "atol": 1e-9}
+
+
+def test_reports_show_the_mixture_and_each_member(members, tmp_path):
+    pytest.importorskip("matplotlib")
+    x, y = held_out(members)
+    ensemble = LaplaceEnsemble(members).calibrate(x[:40], y[:40])
+    ensemble.report([(x[40:50], y[40:50]), (x[50:], y[50:])], tmp_path / "report.html", 5 * x)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Ensemble of 3 posteriors of Sequential" in page and "member 2: <table>" in page
+    nll = -ensemble.predict(x[40:]).log_prob(y[40:]).mean()
+    alone = -torch.stack([la.model(x[40:]).detach() for la in members]).softmax(-1).mean(0).log()
+    found = re.search(r">networks</t.>.{0,9}>posterior</t.>.*?(>NLL<.*?</tr>)", page)
+    assert f"{nll:.4g}" in found[1]
+    if type(members[0].likelihood).__name__ == "Classification":
+        assert f"{alone.gather(1, y[40:, None]).mean():.4g}" in found[1]
+    plots = {"Classification": 3, "Regression": 4, "Poisson": 2}
+    assert page.count("<img") == plots[type(members[0].likelihood).__name__]

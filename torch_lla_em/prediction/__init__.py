@@ -5,7 +5,7 @@ A prediction is a mixture of ``functions``: ``conformal`` compares it with store
 inputs. ``calibration``, ``passes``, ``metrics`` and ``validation`` use held-out data; ``reference`` has what
 ``calibrate`` keeps of them. ``posterior`` is the frozen
 record of a fit, and ``stored`` writes and reads it. ``predictor`` and ``calibrates`` have the methods that users call, of
-one posterior (``fitted``) or several (``ensemble``); ``export`` writes programs, ``summary`` prints results.
+one posterior (``fitted``) or several (``ensemble``); ``exports`` and ``export`` write programs, ``summary`` prints results.
 """
 
 from torch_lla_em.prediction import stored
@@ -33,7 +33,7 @@ from torch_lla_em.prediction.reference import Reference
 from torch_lla_em.prediction.regions import Ellipsoid
 from torch_lla_em.prediction.risk import RiskControl
 from torch_lla_em.prediction.stored import likelihood_options
-from torch_lla_em.prediction.summary import Printed, as_html, findings
+from torch_lla_em.prediction.summary import Printed, as_html
 from torch_lla_em.prediction.validation import (
     Comparison,
     PredictedData,
@@ -66,7 +66,6 @@ __all__ = [
     "calibration_error",
     "compare",
     "covered",
-    "findings",
     "inputs_in",
     "likelihood_options",
     "outcomes",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import paired
+from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.calibration import CalibratedComponents, calibrated, half_as_reference
 from torch_lla_em.prediction.check import Check, checked
 from torch_lla_em.prediction.passes import pushed_under_each
@@ -32,6 +33,11 @@ class Calibrates:
     def _components(self) -> Components:
         """How products become predictions."""
         raise NotImplementedError
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood, with the observation noise that was learnt; members may differ in the noise."""
+        return self._members()[0].likelihood
 
     def _predicted(self, data: Pushed, judged: bool = True) -> Prediction:
         """Return the prediction, with its comparison with reference examples if ``judged``."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.passes import pushed
+from torch_lla_em.prediction.passes import under_all
 from torch_lla_em.prediction.posterior import Posterior
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.pushed import Pushed, joined, stack_members
+from torch_lla_em.prediction.pushed import Pushed, joined
 from torch_lla_em.prediction.reference import Stated
 from torch_lla_em.prediction.summary import Cells, Printed
 
@@ -106,9 +106,8 @@ def checked(
     groups: Any = None,
 ) -> Check:
     """Return the coverage by group, class, predicted noise and the inputs' largest features."""
-    each = [pushed(posterior, loader) for posterior in posteriors]
-    data = stack_members([joined(part for _, part in parts) for parts in each])
-    parts = [x for x, _ in each[0]]
+    parts, products = zip(*under_all(posteriors, loader))
+    data = joined(products)
     flat = all(isinstance(x, Tensor) and x.dim() == 2 for x in parts)
     inputs = torch.cat(parts) if flat else None
     known = data.likelihood.labelled(data.y)

@@ -16,10 +16,10 @@ from torch_lla_em.prediction.calibration import (
     folds_as_reference,
     restored,
 )
+from torch_lla_em.prediction.exports import Exports
 from torch_lla_em.prediction.fitted import PosteriorBase
 from torch_lla_em.prediction.passes import pushed
 from torch_lla_em.prediction.posterior import Components, Posterior
-from torch_lla_em.prediction.predictor import Predictor
 from torch_lla_em.prediction.pushed import joined
 from torch_lla_em.prediction.reference import REFERENCE, Reference
 from torch_lla_em.prediction.stored import without_prefix
@@ -27,7 +27,7 @@ from torch_lla_em.prediction.summary import Printed, of_ensemble
 from torch_lla_em.runtime import Group, collected, files
 
 
-class Ensemble(Printed, Predictor, nn.Module):
+class Ensemble(Printed, Exports, nn.Module):
     """The equally weighted mixture of the posteriors of several networks: ``LaplaceEnsemble``."""
 
     def __init__(self, members: Iterable[PosteriorBase]):
@@ -55,11 +55,15 @@ class Ensemble(Printed, Predictor, nn.Module):
         return tuple(member._fitted(surely) for member in self.members)
 
     @property
+    def reference(self) -> Reference | None:
+        """The scores of validation examples, if there are any."""
+        if self.conformal_table is None:
+            return None
+        return Reference(*(getattr(self, name) for name in REFERENCE))
+
+    @property
     def _components(self) -> Components:
-        tables = tuple(member.mixture for member in self.members)
-        known = None
-        if self.conformal_table is not None:
-            known = Reference(*(getattr(self, name) for name in REFERENCE))
+        tables, known = tuple(member.mixture for member in self.members), self.reference
         return Components(
             tables if self.table is None else self.table,
             self.noise,

@@ -9,7 +9,8 @@ program is made.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -24,67 +25,45 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from torch_lla_em.data import map_tensors, tensors_in
-from torch_lla_em.jacobian import LinearModel, Network
-from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.prediction import Prediction
+from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.runtime import report
 
 aten = torch.ops.aten
 
 
+ByMember = list[tuple[Tensor, Tensor]]
+"""f, (B, ..., C), and J w of w_lin and the samples, for each posterior."""
+
+
+class ExportedMember(NamedTuple):
+    """What a program needs of a posterior; that of an ensemble has several."""
+
+    model: LinearModel
+
+    columns: Tensor
+    """w_lin and the samples, (1 + K, P)."""
+
+
 class Ways(NamedTuple):
-    """The two ways in which a posterior predicts: directly, and in a program."""
+    """The two ways in which posteriors predict: directly, and in a program."""
 
     of_inputs: Callable[[Any], Any]
     """Maps inputs to the tensors that the program returns."""
 
-    of_products: Callable[[Tensor, Tensor], Any]
-    """Maps f, (B, ..., C), and J w of w_lin and the samples to these tensors."""
+    of_products: Callable[[ByMember], Any]
+    """Maps products to these tensors."""
 
     names: list[str]
     """The names of these tensors."""
 
 
-class ProgramOutputs(NamedTuple):
-    """What a program returns besides ``la(x)``: comparisons with the validation set."""
-
-    level: float | None = None
-    """The level of prediction sets or intervals."""
-
-    p_value: bool = False
-    """Whether p-values are returned."""
-
-
-def returned(prediction: Prediction, outputs: ProgramOutputs) -> Any:
-    """Return the tensors of a prediction that a program returns."""
-    real, level = prediction.likelihood.real_valued, outputs.level
-    found: tuple[Tensor, ...] = (prediction.expectation,)
-    if real:
-        found += (prediction.predictive_variance,)
-    if level is not None and real:
-        found += tuple(prediction.interval(level))
-    elif level is not None:
-        found += (prediction.prediction_set(level),)
-    if outputs.p_value:
-        found += (prediction.p_value,)
-    return found if len(found) > 1 else found[0]
-
-
-def names_of(likelihood: Likelihood, outputs: ProgramOutputs) -> list[str]:
-    """Return the names of these tensors in ONNX files, which are those of students too."""
-    names = ["probs" if likelihood.gives_probabilities else "expectation"]
-    names += ["predictive_variance"] * likelihood.real_valued
-    if outputs.level is not None:
-        names += ["lower", "upper"] if likelihood.real_valued else ["prediction_set"]
-    return names + ["p_value"] * outputs.p_value
-
-
 def exported(
-    model: LinearModel, columns: Tensor, x: Any, ways: Ways, path: str | PathLike[str] | None
+    members: Sequence[ExportedMember], x: Any, ways: Ways, path: str | PathLike[str] | None
 ) -> ExportedProgram:
     """Return the program that maps inputs like x to predictions, and save it to ``path``.
 
-    It accepts any number of examples if its graph can be rewritten for that, otherwise as many as x.
+    It runs every network of an ensemble once. It accepts any number of examples if its graph can be
+    rewritten for that, otherwise as many as x.
 
     Raises:
         ValueError: If the name of the file has another ending.
@@ -95,16 +74,18 @@ def exported(
         raise ValueError(
             f"{str(path)!r} has no known ending. Use .pt2 for torch.export or .onnx for ONNX."
         )
-    x = map_tensors(lambda tensor: tensor.detach().to(model.network.device), x)
+    x = map_tensors(lambda tensor: tensor.detach().to(members[0].model.network.device), x)
     # raises for inputs that cannot be predicted, checks derivatives, and draws the rotations
     ways.of_inputs(x)
     reason = ""
     # ONNX has no operations for the derivatives of convolutions and of pooling
-    by_factors = model.factored is not None and suffix != ".onnx"
+    by_factors = any(each.model.factored is not None for each in members) and suffix != ".onnx"
     for factored in [True, False] if by_factors else [False]:
-        answer = _answer(model.steady(x, factored), columns, ways)
+        answer = _answer(
+            [each._replace(model=each.model.steady(x, factored)) for each in members], ways
+        )
         try:
-            program = _for_any_batch(model.network, answer, x)
+            program = _for_any_batch(members, answer, x)
             sizes = {f"{n} examples": resized(x, n) for n in (1, 2 * batch_size(x) + 1)}
             _check(program.module(), ways, x, sizes)
             break
@@ -112,7 +93,7 @@ def exported(
             reason = str(error).partition("\n")[0]
     else:
         report("log", f"The exported program accepts only the batch size of x: {reason}")
-        with torch.no_grad(), model.network.guarded():
+        with _guarded(members):
             program = torch.export.export(simplified(record(answer, x)), (x,))
     others = {kind: map_tensors(change, x) for kind, change in _CHANGES.items()}
     _check(program.module(), ways, x, others)
@@ -123,39 +104,53 @@ def exported(
     return program
 
 
-def _answer(model: LinearModel, columns: Tensor, ways: Ways) -> Callable[[Any], Any]:
+@contextmanager
+def _guarded(members: Sequence[ExportedMember]) -> Iterator[None]:
+    """Make calls of all networks safe for torch.func, without gradients."""
+    with torch.no_grad(), ExitStack() as stack:
+        for each in members:
+            stack.enter_context(each.model.network.guarded())
+        yield
+
+
+def _answer(members: Sequence[ExportedMember], ways: Ways) -> Callable[[Any], Any]:
     """Return the function that is recorded."""
 
     def answer(x: Any) -> Any:
-        rows = model.at(x, len(columns), at_once=model.path.columns)
-        Jw = rows.push(columns)  # f comes with it in forward mode
-        return ways.of_products(rows.f, Jw)
+        found = []
+        for model, columns in members:
+            rows = model.at(x, len(columns), at_once=model.path.columns)
+            Jw = rows.push(columns)  # f comes with it in forward mode
+            found.append((rows.f, Jw))
+        return ways.of_products(found)
 
     return answer
 
 
-def _for_any_batch(network: Network, answer: Callable[[Any], Any], x: Any) -> ExportedProgram:
-    """Return the program for any number of examples; raise an error if the network forbids it."""
-    with torch.no_grad(), network.guarded():
+def _for_any_batch(
+    members: Sequence[ExportedMember], answer: Callable[[Any], Any], x: Any
+) -> ExportedProgram:
+    """Return the program for any number of examples; raise an error if a network forbids it."""
+    with _guarded(members):
         graph = simplified(record_free(answer, x))
     shapes = map_tensors(lambda t: {0: Dim("batch")} if t.dim() else None, x)
     several = resized(x, max(2, batch_size(x)))  # torch takes an axis of size 1 for a fixed one
     return torch.export.export(graph, (several,), dynamic_shapes=(shapes,))
 
 
-def _check(run: Callable[[Any], Any], ways: Ways, x: Any, others: Any) -> None:
+def _check(run: Callable[[Any], Any], ways: Ways, x: Any, others: Any, least: float = 0.0) -> None:
     """Raise if a program returns other values than the posterior, at x or at other inputs."""
 
     def named(values: Any) -> dict[str, Tensor]:
         return dict(zip(ways.names, values if isinstance(values, tuple) else (values,)))
 
-    _compare(named(run(x)), named(ways.of_inputs(x)), "its example inputs")
+    _compare(named(run(x)), named(ways.of_inputs(x)), "its example inputs", least)
     for kind, other in others.items():
         try:
             expected = ways.of_inputs(other)
         except Exception:  # the network does not take these inputs
             continue
-        _compare(named(run(other)), named(expected), kind)
+        _compare(named(run(other)), named(expected), kind, least)
 
 
 def _save_onnx(program: ExportedProgram, path: Any, ways: Ways, x: Any) -> None:
@@ -177,10 +172,10 @@ def _save_onnx(program: ExportedProgram, path: Any, ways: Ways, x: Any) -> None:
         found = [torch.from_numpy(out) for out in session.run(None, dict(zip(names, values)))]
         return tuple(found) if len(found) > 1 else found[0]
 
-    _check(run, ways, x, {})
+    _check(run, ways, x, {}, _OF_ONNX)
 
 
-def _compare(answer: dict[str, Tensor], due: dict[str, Tensor], kind: str) -> None:
+def _compare(answer: dict[str, Tensor], due: dict[str, Tensor], kind: str, least: float) -> None:
     """Raise if a program's values differ from the posterior's, at inputs of some kind."""
     for name, expected in due.items():
         found = answer[name]
@@ -189,7 +184,7 @@ def _compare(answer: dict[str, Tensor], due: dict[str, Tensor], kind: str) -> No
             room = 0.01 + _STEPS[name] / max(1, expected.numel())
             if found.shape == expected.shape and (found - expected).abs().mean() <= room:
                 continue
-        room = 100 * torch.finfo(expected.dtype).eps ** 0.75 * expected.abs().max()
+        room = max(100 * torch.finfo(expected.dtype).eps ** 0.75, least) * expected.abs().max()
         same = found.shape == expected.shape
         gap = (found.to(expected) - expected).abs().max().item() if same else torch.inf
         if not same or (expected.isfinite().all() and not gap <= room):
@@ -352,6 +347,9 @@ _VIEWS = {
 
 # outputs that rounding changes in steps, and by how much one example may differ
 _STEPS = {"prediction_set": 1.0, "p_value": 0.25}
+
+# relative differences that ONNX may make, which stores numbers in single precision
+_OF_ONNX = 1e-5
 
 # replacements for operations that torch.export or ONNX does not know
 _PLAIN: dict[Any, Callable[..., Any]] = {

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 
 from torch_lla_em.data import TargetFn
 from torch_lla_em.inference import Estimate
@@ -19,10 +18,9 @@ from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import CalibratedComponents
-from torch_lla_em.prediction.export import ProgramOutputs, Ways, exported, names_of, returned
+from torch_lla_em.prediction.exports import Exports
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT, slots
 from torch_lla_em.prediction.posterior import Components, NotFittedError, Posterior, Setting
-from torch_lla_em.prediction.predictor import Predictor
 from torch_lla_em.prediction.reference import Reference
 from torch_lla_em.prediction.summary import PrintedPosterior
 from torch_lla_em.runtime import Compute, files, report
@@ -43,7 +41,7 @@ def _result(name: str, meaning: str) -> Any:
     return property(value, doc=f"{meaning} None before ``fit``.")
 
 
-class PosteriorBase(PrintedPosterior, Predictor, nn.Module):
+class PosteriorBase(PrintedPosterior, Exports, nn.Module):
     """A posterior that is fitted or loaded; the base class of ``LinearisedLaplace``.
 
     The network is not a submodule: its weights are the user's, and not part of this state.
@@ -178,64 +176,6 @@ class PosteriorBase(PrintedPosterior, Predictor, nn.Module):
             return samples[k] if len(samples) == count else samples[0]
 
         return sample
-
-    def export(
-        self,
-        x: Any,
-        path: str | PathLike[str] | None = None,
-        num_samples: int | None = None,
-        level: float | None = None,
-        p_value: bool = False,
-    ) -> ExportedProgram:
-        """Return ``la(x)`` as a program of torch operations, which runs without this library.
-
-        Args:
-            x (Tensor, tuple or dict): Example inputs. The program takes any number of examples if
-                the network allows it, which is logged otherwise.
-            path (str, optional): Where to save it: a name that ends with .pt2 for torch.export, or
-                with .onnx for ONNX. Default None: it is not saved.
-            num_samples (int, optional): Number of samples to use; fewer are faster. How much this
-                changes the predictions at x is shown. Default None: all.
-            level (float, optional): Return the mask of ``prediction_set(level)``, or the ends of
-                ``interval(level)`` for continuous targets, as well. It needs ``calibrate``.
-            p_value (bool): Return the p-values of ``predict(x).p_value`` as well, as the last output.
-                An input is out of distribution if its p-value is at most the rate of false alarms that
-                is accepted. Default False.
-
-        Raises:
-            ValueError: If the name of the file has another ending, or ``level`` or ``p_value`` are
-                requested without reference examples.
-            RuntimeError: If the program returns other values than ``la(x)``, for example because the
-                network's operations depend on values of its inputs.
-
-        Example:
-            >>> program = la.export(x).module()  # doctest: +SKIP
-        """
-        posterior = self._fitted(surely=True)
-        model, outputs = posterior.setting.linear_model, ProgramOutputs(level, p_value)
-
-        def of_inputs(x: Any) -> Any:
-            return returned(self._predicted(self._at(x, slice(num_samples))), outputs)
-
-        def of_products(f: Tensor, Jw: Tensor) -> Any:
-            data = posterior.of_products(f, Jw, f, model.network.class_dim)
-            return returned(self._predicted(data), outputs)
-
-        if num_samples is not None:
-            few, every = (self.predict(x, num_samples=n).expectation for n in (num_samples, None))
-            text = (
-                f"With {num_samples} of {len(posterior.result.w_samples)} samples, predictions at the example "
-                f"inputs differ from la(x) by up to {(few - every).abs().max():.2g}."
-            )
-            if level is not None:
-                text += (
-                    f" The coverage of {level:g} is approximate, since all samples were calibrated."
-                )
-            if p_value:
-                text += " The p-values are approximate, since all samples were compared."
-            report("show", text)
-        ways = Ways(of_inputs, of_products, names_of(posterior.likelihood, outputs))
-        return exported(model, posterior.columns(num_samples), x, ways, path)
 
     def state_dict(
         self,

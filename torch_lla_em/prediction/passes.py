@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_lla_em.data import Batch, Data, Identity, distinct
 from torch_lla_em.prediction.posterior import Posterior
-from torch_lla_em.prediction.pushed import Pushed
+from torch_lla_em.prediction.pushed import Pushed, stack_members
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import Group
 
@@ -55,6 +55,20 @@ def pushed(
 ) -> list[tuple[Any, Pushed]]:
     """Return the inputs of every batch of a loader and their products; one pass."""
     return over_batches(posterior, loader, lambda *pair: pair, group, unseen)
+
+
+def under_all(posteriors: Iterable[Posterior], loader: Iterable[Any]) -> list[tuple[Any, Pushed]]:
+    """Return the inputs of every batch and their products under all posteriors; one pass for each.
+
+    Raises:
+        ValueError: If the examples of a pass differ from those of the first.
+    """
+    each, known = [], None
+    for posterior in posteriors:
+        each.append(pushed(posterior, loader))
+        known = same_targets([part.y for _, part in each[-1]], known)
+    batches = (zip(*of_batch) for of_batch in zip(*each))
+    return [(inputs[0], stack_members(parts)) for inputs, parts in batches]
 
 
 def pushed_under_each(

@@ -195,8 +195,7 @@ def of_ensemble(ensemble: Any) -> tuple[str, Cells]:
     seconds = [la.history[-1]["seconds"] for la in members if la.history]
     some = f"{counts[0]:,}" + (f" to {counts[-1]:,}" if len(counts) > 1 else "")
     rows.append(("training data", f"{some} examples for each, fitted in {sum(seconds):.3g} s"))
-    known = ensemble._components.reference
-    rows += _of_reference(None if known is None else known())
+    rows += _of_reference(ensemble.reference)
     worst = max((la.accuracy for la in members), key=lambda found: found.error / found.tolerance)
     kind, words = _of_accuracy(worst)
     rows += [(kind, words.replace("The samples", "The samples of the worst member"))]

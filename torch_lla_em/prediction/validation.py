@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -14,13 +14,12 @@ from torch import Tensor
 
 from torch_lla_em.data import as_loader, paired
 from torch_lla_em.inference import Estimate
-from torch_lla_em.prediction.fitted import PosteriorBase
 from torch_lla_em.prediction.metrics import Outcomes, concatenated, outcomes, scores, warnings_of
-from torch_lla_em.prediction.passes import over_batches, pushed, same_targets
+from torch_lla_em.prediction.passes import over_batches, same_targets, under_all
 from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.predictor import at_inputs, predicted
-from torch_lla_em.prediction.pushed import Pushed, joined, stack_members
+from torch_lla_em.prediction.predictor import Predictor, at_inputs, predicted
+from torch_lla_em.prediction.pushed import Pushed, joined
 from torch_lla_em.prediction.summary import Cells, Printed
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import check_options, report
@@ -43,7 +42,7 @@ class PredictedData(NamedTuple):
 
     targets: Tensor
     network: Prediction
-    """That of the network alone."""
+    """That of the network alone, or of all networks of an ensemble."""
 
     posterior: Prediction
     """That of the posterior, as fitted or as calibrated."""
@@ -90,17 +89,16 @@ class HeldOutEvidence:
         return part.prediction(self._components.tables, self._components.noise)
 
 
-def predicted_data(la: PosteriorBase, loader: Iterable[Any]) -> PredictedData:
-    """Return all examples of a loader with their predictions, on this rank alone; one pass."""
-    posterior = la._fitted(surely=True)
-    inputs, parts = zip(*pushed(posterior, loader))
+def predicted_data(la: Predictor, loader: Iterable[Any]) -> PredictedData:
+    """Return all examples of a loader with their predictions, on this rank alone; one pass for each network."""
+    posteriors, components = la._members(surely=True), la._components
+    inputs, parts = zip(*under_all(posteriors, loader))
     shapes = {x.shape[1:] if isinstance(x, Tensor) else None for x in inputs}
     whole = torch.cat(inputs) if len(shapes) == 1 and None not in shapes else None
     with torch.no_grad():
         every = joined(parts)
-        return PredictedData(
-            whole, every.y, every.network(), every.prediction(posterior.result.mixture)
-        )
+        found = every.prediction(components.tables, components.noise)
+        return PredictedData(whole, every.y, every.network(), found)
 
 
 @dataclass(frozen=True, repr=False)
@@ -224,7 +222,7 @@ def compare(
         if len(members[name]) == 1:
             found = over_batches(members[name][0], loader, partial(_scored_batch, evidence))
         else:
-            found = [_scored(part, evidence) for part in _under_all(members[name], loader)]
+            found = [_scored(part, evidence) for _, part in under_all(members[name], loader)]
         y, parts, network = zip(*found)
         known = same_targets(list(y), known)
         records[name], log_probs[name] = _record(la, concatenated(parts), evidence.total())
@@ -235,16 +233,6 @@ def compare(
 def _name(la: Any) -> str:
     members = getattr(la, "members", None)
     return type(la.model).__name__ if members is None else f"ensemble of {len(members)}"
-
-
-def _under_all(members: Sequence[Posterior], loader: Iterable[Any]) -> Iterator[Pushed]:
-    """Yield the batches of a loader under all members of an ensemble; raise if their passes differ."""
-    each = [[part for _, part in pushed(posterior, loader)] for posterior in members]
-    known = None
-    for parts in each:
-        known = same_targets([part.y for part in parts], known)
-    for of_batch in zip(*each):
-        yield stack_members(list(of_batch))
 
 
 def _scored_batch(

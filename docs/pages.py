@@ -3,7 +3,8 @@
 ProperDocs (and MkDocs) call the functions whose names begin with ``on_``. A tutorial is a script in
 ``examples/`` with ``# %%`` cells. The text and figures that its cells produced are stored in
 ``examples/shown/``; ``python docs/pages.py [NAME ...]`` runs the scripts and stores them again.
-``python docs/pages.py --notebooks FOLDER`` writes all tutorials as Jupyter notebooks.
+They also become notebooks with these outputs in ``examples/notebooks/``, which run anywhere.
+``python docs/pages.py --notebooks [NAME ...]`` writes only the notebooks.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torch_lla_em"
 EXAMPLES = ROOT / "examples"
 SHOWN = EXAMPLES / "shown"
+NOTEBOOKS = EXAMPLES / "notebooks"
 
 PUBLIC = "prediction", "distil", "likelihoods", "solvers", "inference", "mixtures", "compat"
 """Subpackages for users, in the order of the navigation."""
@@ -288,13 +290,23 @@ def is_portable(name: str) -> bool:
     return "__file__" not in (EXAMPLES / f"{name}.py").read_text()
 
 
+INSTALL = """# Colab and other machines: install the library, with all that the tutorials import
+from importlib.util import find_spec
+
+if find_spec("torch_lla_em") is None:
+    %pip install -q "torch_lla_em[examples]{origin}\""""
+
+
 def notebook(name: str) -> str:
     """Return an example as a Jupyter notebook, with the stored output of its cells."""
     shown = iter(json.loads((SHOWN / f"{name}.json").read_text())["outputs"])
-    found = [_cell("setup", "# %pip install 'torch_lla_em[examples]'", [])]
+    origin = f" @ git+{repository()}" if repository() else ""
+    found = [_cell("setup", INSTALL.format(origin=origin), [])]
     for number, cell in enumerate(cells(EXAMPLES / f"{name}.py")):
         outputs = _outputs(next(shown)) if cell.is_code else None
-        found.append(_cell(f"cell-{number}", cell.text, outputs))
+        text = cell.text if cell.is_code else re.sub(r"\]\(\.\./", "](../../docs/", cell.text)
+        text = text.replace("](index.md)", "](../)")
+        found.append(_cell(f"cell-{number}", text, outputs))
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     book = {"cells": found, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
     return json.dumps(book, indent=1) + "\n"
@@ -345,6 +357,14 @@ def record(name: str) -> None:
             picture.unlink()
     shown = {"seconds": time.process_time() - began, "outputs": outputs}
     (SHOWN / f"{name}.json").write_text(json.dumps(shown, indent=1) + "\n")
+    write_notebook(name)
+
+
+def write_notebook(name: str) -> None:
+    """Write an example to ``examples/notebooks``, if it runs as a notebook."""
+    if is_portable(name):
+        NOTEBOOKS.mkdir(exist_ok=True)
+        (NOTEBOOKS / f"{name}.ipynb").write_text(notebook(name))
 
 
 def description(figure: Any) -> str:
@@ -363,11 +383,7 @@ def description(figure: Any) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="examples to run (default: all)")
-    parser.add_argument("--notebooks", type=Path, help="only write notebooks to this folder")
+    parser.add_argument("--notebooks", action="store_true", help="only write the notebooks")
     asked = parser.parse_args()
     for name in asked.names or [path.stem for path in sorted(EXAMPLES.glob("*.py"))]:
-        if asked.notebooks and is_portable(name):
-            asked.notebooks.mkdir(parents=True, exist_ok=True)
-            (asked.notebooks / f"{name}.ipynb").write_text(notebook(name))
-        elif not asked.notebooks:
-            record(name)
+        (write_notebook if asked.notebooks else record)(name)

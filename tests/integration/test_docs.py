@@ -231,7 +231,35 @@ def test_every_code_cell_has_its_output(path):
         assert all((path.parent / "shown" / picture).exists() for picture in output["pictures"])
 
 
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+SCRIPTS = [path for path in EXAMPLES if path.stem not in {book.stem for book in NOTEBOOKS}]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_run(path, tmp_path):
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_examples_that_need_their_file_run(path, tmp_path):
     run_python(path, cwd=tmp_path, TINY="1")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run_in_a_kernel(path, tmp_path, monkeypatch):
+    """In a folder without other files, with figures shown in the notebook."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("TINY", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("MPLBACKEND", raising=False)
+    book = nbformat.read(path, as_version=4)
+    stored = [_kinds(cell) for cell in book.cells]
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(book, timeout=280, kernel_name="python3", resources=resources).execute()
+    assert [_kinds(cell) for cell in book.cells] == stored and not list(tmp_path.iterdir())
+
+
+def _kinds(cell):
+    """Return whether a cell prints, and whether it shows a figure."""
+    outputs = [*cell.get("outputs", ())]
+    printed = any(out.get("name") == "stdout" and out["text"].strip() for out in outputs)
+    return printed, any("image/png" in out.get("data", {}) for out in outputs)

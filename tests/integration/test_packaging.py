@@ -40,13 +40,19 @@ def test_the_conda_recipe_renders_and_requires_the_same():
 def test_notebooks_hold_the_code_of_the_examples():
     pages = pytest.importorskip("pages", reason="the site is built with griffe")
     names = [path.stem for path in pages.EXAMPLES.glob("*.py") if pages.is_portable(path.stem)]
-    assert len(names) >= 9
+    stored = {path.stem: path for path in pages.NOTEBOOKS.glob("*.ipynb")}
+    assert len(names) >= 12 and sorted(stored) == sorted(names)
     for name in names:
-        book = json.loads(pages.notebook(name))
+        text = stored[name].read_text()
+        assert text == pages.notebook(name), f"run: python docs/pages.py --notebooks {name}"
+        book = json.loads(text)
         code = ["".join(c["source"]) for c in book["cells"] if c["cell_type"] == "code"]
         cells = pages.cells(pages.EXAMPLES / f"{name}.py")
         assert code[1:] == [cell.text for cell in cells if cell.is_code]
         assert len({cell["id"] for cell in book["cells"]}) == len(book["cells"])
+        words = "".join("".join(c["source"]) for c in book["cells"] if c["cell_type"] == "markdown")
+        for link in re.findall(r"\]\((?!http)([^)#]+)", words):
+            assert (pages.NOTEBOOKS / link).exists(), f"{name}: {link}"
         try:
             import nbformat
         except ImportError:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import aims
 import charts
 import distil
+import estimators
 import folds
 import ood
 import scalings
@@ -367,6 +368,7 @@ TEXTS = {
     "ood confidence": ("docs/out_of_distribution.md", "ood", ood.confidence_table),
     "scalings": ("docs/prior_precision.md", "scalings", scalings.summary),
     "sizes": ("docs/which_method.md", "sizes", sizes.summary),
+    "estimators": ("docs/other_libraries.md", "estimators", estimators.summary),
 }
 """Tables that a benchmark makes itself: page, file, and how."""
 

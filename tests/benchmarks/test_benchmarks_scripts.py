@@ -6,6 +6,7 @@ from pathlib import Path
 
 import aims
 import cost
+import estimators
 import folds
 import gpu
 import ood
@@ -252,3 +253,28 @@ def test_layers_are_compared_by_size(tmp_path, capsys):
     assert fitted[2]["weights"] == fitted[2]["parameters"]
     assert all(line["NLL"] > 0 and 0 <= line["AUROC"] <= 1 for line in fitted)
     assert not any("NLL" in line for line in left_out) and "| – |" in capsys.readouterr().out
+
+
+def test_scores_of_normal_distributions_are_those_of_draws():
+    centre, variance = torch.tensor([[0.3]]).double(), torch.tensor([[0.5]]).double()
+    y = torch.tensor([[1.1]]).double()
+    found = estimators.of_numbers(centre, variance, y)
+    normal = torch.distributions.Normal(centre, variance.sqrt())
+    assert found["nll"] == pytest.approx(-normal.log_prob(y).item())
+    grid = torch.linspace(-12, 12, 40_001).double()
+    below = (normal.cdf(grid) - (grid >= y).double()).square().flatten()
+    assert found["score"] == pytest.approx(torch.trapezoid(below, grid).item(), rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_estimators_are_compared_with_their_posteriors(tmp_path, capsys):
+    pytest.importorskip("skorch")
+    options = (
+        "--tables saheart diabetes --libraries scikit-learn skorch --seeds 0 --epochs 5".split()
+    )
+    estimators.main([*options, "--out", str(tmp_path / "estimators.jsonl")])
+    records = markdown.read(tmp_path / "estimators.jsonl")
+    assert len(records) == 2 * 2 * 4 and all(record["nll"] < 3 for record in records)
+    shown = capsys.readouterr().out
+    assert "| skorch | posterior, calibrated | 0." in shown and shown.count("| own | 1.000 |") == 2

@@ -161,7 +161,7 @@ def test_the_page_on_trained_estimators_runs(package):
     pytest.importorskip(package)
     case, la = fitted(em_steps=0, prior_precision=5.0)
     names = {"la": la, "x": case.x}
-    marks = {"sklearn": "import posterior\n", "tabm": "# tabm", "probly": "# probly"}
+    marks = {"sklearn": "import MLPClassifier\n", "tabm": "# tabm", "probly": "# probly"}
     (block,) = [b for b in blocks(page("other_libraries")) if marks[package] in b]
     exec(block, names)
     if package == "sklearn":
@@ -170,6 +170,21 @@ def test_the_page_on_trained_estimators_runs(package):
         assert names["la"].model(torch.zeros(2, 4)).shape == (2, 3)
     else:
         assert len(names["epistemic"]) == len(case.x)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_page_on_pytabkit_runs():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("pytabkit")
+    import pandas as pd
+
+    frame = pd.DataFrame({"a": range(40), "b": ["x", "y"] * 20})
+    names = {"frame": frame, "y": [0, 1] * 20}
+    (block,) = [b for b in blocks(page("other_libraries")) if "# pytabkit" in b]
+    exec(block.replace("random_state=0", 'random_state=0, n_epochs=2, device="cpu"'), names)
+    assert names["probabilities"].shape == (40, 2)
 
 
 @pytest.mark.slow

@@ -242,7 +242,6 @@ def test_one_prior_precision_per_tensor_gives_the_layerwise_posterior():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"likelihood": "reward_modeling"}, '"reward_modeling"'),
         ({"likelihood": "poisson"}, "likelihood"),
         ({"subset_of_weights": "subnetwork"}, "parameters="),
         ({"hessian_structure": "block"}, "hessian_structure"),

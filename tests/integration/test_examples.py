@@ -31,6 +31,7 @@ MORE = {
         "EstimatorPosterior",
         "Laplace",
         "answers",
+        "marglik_training",
         "posterior",
     ],
     "likelihoods": ["compare_with_log_prob"],

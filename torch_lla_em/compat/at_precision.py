@@ -105,12 +105,20 @@ class AtPrecision:
                 "fit(override=False) is not available, because the GGN is not stored. Fit old and new "
                 "data together: la.fit([*old_loader, *new_loader])."
             )
-        first = next(iter(train_loader))
-        self._is_dict, self._shows = isinstance(first, Mapping), progress_bar
+        self._shows = progress_bar
+        self.read(train_loader)
+        self._posterior = self.posterior
+
+    def read(self, train_loader: Iterable[Any]) -> None:
+        """Prepare ``log_marginal_likelihood`` without fitting; the first prediction fits the posterior.
+
+        Args:
+            train_loader (DataLoader): As for ``fit``.
+        """
+        self._is_dict = isinstance(next(iter(train_loader)), Mapping)
         self._loader, self._quadrature, self._fitted_at = train_loader, None, None
         self._posterior = self._unfitted()
         self._at_network = AtTheNetwork.of(self._problem())
-        self._posterior = self.posterior
 
     def log_marginal_likelihood(
         self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
@@ -226,7 +234,9 @@ class AtPrecision:
     def _unfitted(self, unit: bool = False) -> LinearisedLaplace:
         """Return a posterior of the library at the present σ and temperature, or at 1."""
         noise = 1.0 if unit else self.sigma_noise.item()
-        likelihood: Any = self.likelihood
+        # a reward model returns the two logits of a pair during the fit
+        pairs = self.likelihood == "reward_modeling"
+        likelihood: Any = "classification" if pairs else self.likelihood
         return LinearisedLaplace(
             self.model,
             likelihood,

@@ -32,7 +32,7 @@ class Laplace(AtPrecision):
 
     Args:
         model (nn.Module): The trained network.
-        likelihood (str): "classification" or "regression".
+        likelihood (str): "classification", "regression" or "reward_modeling".
         subset_of_weights (str): "last_layer" (default), or "all": all that require gradients.
         hessian_structure (str): "kron" (default), "full", "diag", "lowrank" or "gp": all of these use the
             full GGN, which the others approximate.
@@ -161,6 +161,10 @@ class Laplace(AtPrecision):
                     optimiser.step()
             self.prior_precision = log_precision.detach().exp()
         else:
+            if self.likelihood == "reward_modeling":
+                raise ValueError(
+                    'method="gridsearch" is not available for rewards, only "marglik".'
+                )
             if val_loader is None:
                 raise ValueError('method="gridsearch" needs a validation set: pass val_loader.')
             grid = torch.logspace(
@@ -195,7 +199,7 @@ class Laplace(AtPrecision):
         generator: torch.Generator | None = None,
         **model_kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return probabilities, or mean and covariance of f for a regression.
+        """Return probabilities, or mean and covariance of f for a regression or a reward.
 
         Args:
             x (Tensor or dict): Inputs, as the model takes them.

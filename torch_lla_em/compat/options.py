@@ -11,20 +11,23 @@ from torch_lla_em.runtime import check_choice
 
 logger = logging.getLogger("torch_lla_em")
 
+LIKELIHOODS = "classification", "regression", "reward_modeling"
+
 _STRUCTURES = "full", "kron", "diag", "lowrank", "gp"
 
 _IGNORED = dict.fromkeys(
     ("backend", "backend_kwargs", "asdl_fisher_kwargs", "damping"),
     "products with the Jacobian are chosen for each network, with the full GGN",
+) | dict.fromkeys(
+    ("n_subset", "independent_outputs", "functional_approximation", "M", "diagonal_kernel"),
+    "the posterior is that of the full GGN with all data and outputs",
 )
-"""Arguments of laplace-torch that choose how the GGN is computed."""
+"""Arguments of laplace-torch that choose how the GGN is computed or approximated."""
 
 _OPTIONS = {
     "last_layer_name": "use LinearisedLaplace(model, likelihood, parameters=[name + '.*'])",
     "feature_reduction": "select the outputs in the forward_fn of LinearisedLaplace",
     "subnetwork_indices": "use LinearisedLaplace(model, likelihood, parameters=[...])",
-    "functional_approximation": "the full GGN is used with all data",
-    "n_subset": "the full GGN is used with all data",
 }
 """Arguments of laplace-torch that have no meaning here -> what to use."""
 
@@ -38,6 +41,29 @@ REPLACEMENTS = {
     "log_prob": "the density over weights is not available; use la.log_marginal_likelihood()",
 }
 """Attributes of laplace-torch that do not exist here -> what to use."""
+
+_CLASSES = {
+    f"{structure}{layer}Laplace": f'Laplace(model, likelihood, "{subset}", "{name}")'
+    for structure, name in (("Full", "full"), ("Kron", "kron"), ("Diag", "diag"))
+    for layer, subset in (("", "all"), ("LL", "last_layer"))
+}
+_CLASSES |= dict.fromkeys(
+    ("LowRankLaplace", "FunctionalLaplace", "ELLA", "VaLLA"),
+    'Laplace(model, likelihood, "all", "full")',
+)
+_CLASSES |= {"FunctionalLLLaplace": 'Laplace(model, likelihood, "last_layer", "full")'}
+_CLASSES |= dict.fromkeys(
+    ("SubnetLaplace", "FullSubnetLaplace", "DiagSubnetLaplace"),
+    "LinearisedLaplace(model, likelihood, parameters=[...]), which selects tensors by name",
+)
+"""Classes of laplace-torch -> what to use."""
+
+
+def missing(name: str) -> Exception:
+    """Return the error for a name that the package does not have; it says what to use."""
+    if name in _CLASSES:
+        return ImportError(f"torch_lla_em has no {name}: use {_CLASSES[name]}.")
+    return AttributeError(f"module 'torch_lla_em.compat' has no attribute {name!r}")
 
 
 def name_of(option: Any) -> str:
@@ -55,12 +81,7 @@ def check_pred_type(pred_type: Any) -> None:
 
 def check_arguments(likelihood: Any, subset: Any, structure: Any, options: dict[str, Any]) -> None:
     """Raise an error for arguments that have no meaning here."""
-    if name_of(likelihood) == "reward_modeling":
-        raise ValueError(
-            'Use LinearisedLaplace(model, "reward_modeling"), whose batches are dicts with "chosen" and '
-            '"rejected" inputs.'
-        )
-    check_choice("likelihood", name_of(likelihood), ("classification", "regression"))
+    check_choice("likelihood", name_of(likelihood), LIKELIHOODS)
     if name_of(subset) == "subnetwork":
         raise ValueError(
             'subset_of_weights="subnetwork" selects single weights. Select tensors by name: '

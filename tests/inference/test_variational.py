@@ -12,10 +12,11 @@ from tiny import fitted as tiny_fit
 from torch import nn
 
 from torch_lla_em import BlockCG, BlockKrylov, LinearisedLaplace
-from torch_lla_em.inference.controller import SMALL, Pace, improve
+from torch_lla_em.inference.controller import Controller
 from torch_lla_em.inference.expectations import ExpectedH, root_of
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.records import State
+from torch_lla_em.inference.rounds import SMALL, Pace, improve
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.likelihoods import Classification
@@ -155,6 +156,35 @@ def test_a_complete_span_comes_to_rest(monkeypatch):
     la = LinearisedLaplace(model, "classification", num_samples=8, seed=1)
     la.fit(x, y, progress_bar=False)
     assert len(found) < 100 and not la.messages[1:]
+
+
+def test_steps_of_h_wait_for_a_larger_span_once_lambda_hardly_moves(monkeypatch):
+    sizes, known, ascend = [], [], Controller.ascend
+
+    def noted(self, over, q, state, extent):
+        ascent = ascend(self, over, q, state, extent)
+        near = abs(math.log(ascent.q.precision / q.precision)) < 0.1
+        sizes.append((extent.size, ascent.climbed, near))
+        known.append(state.statistics)
+        return ascent
+
+    monkeypatch.setattr(Controller, "ascend", noted)
+    torch.manual_seed(0)
+    model, x = nn.Linear(40, 20), torch.randn(300, 40)
+    y = (4 * x @ torch.randn(40, 20) / 40**0.5 + torch.randn(300, 20)).argmax(1)
+    nn.init.normal_(model.weight, std=0.5)
+    la = LinearisedLaplace(model, "classification", num_samples=8)
+    la.fit(x, y, progress_bar=False)
+    waits, last, near = 0, 0, False
+    for (size, climbed, moved_little), found in zip(sizes, known):
+        accurate = found is not None and found.sample_error < 0.3 and found.mode_error < 0.1
+        if not climbed and not accurate:
+            assert near and size < 1.25 * last
+            waits += 1
+        if climbed:
+            assert accurate or not near or size >= 1.25 * last
+            last, near = size, moved_little
+    assert waits and la.accuracy.error < la.accuracy.tolerance
 
 
 def test_lambda_does_not_depend_on_its_start_once_the_span_is_complete():

@@ -110,7 +110,7 @@ def time_of(trial: Trial, course: Course, num_rows: float, kept: float) -> Durat
         steps = math.ceil(min(count, whole + 1))
         sizes = [min(n * (K + 1), trial.weights) for n in range(1, steps + 1)]
         seconds = steps * each
-        seconds += sum(_over_span(trial, course.moves, num_rows, n, EACH) for n in sizes)
+        seconds += sum(_over_span(trial, course.moves, num_rows, n, (1, EACH)[i]) for n in sizes)
         if count > whole and course.moves:
             seconds += _over_span(trial, True, num_rows, trial.weights, _TO_REST[i])
         ends.append(course.rounds[i] * seconds)

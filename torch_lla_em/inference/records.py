@@ -121,6 +121,9 @@ class State(NamedTuple):
     stalled: int = 0
     """Steps since then."""
 
+    size: int = 0
+    """Directions of the span in the last step of λ."""
+
     own: Any = None
     """What the E-step starts from next; None at the start."""
 
@@ -136,6 +139,9 @@ class Extent(NamedTuple):
 
     full: bool
     """Whether there is no memory for more."""
+
+    size: int
+    """Its number of directions."""
 
 
 class Ascent(NamedTuple):

@@ -113,7 +113,7 @@ class SpanEStep:
             grew = span.widen(old.residuals)
             q = over.widened(q, _STEPS if controller.is_fixed(state) else 1)
         full = not span.has_room(len(q.samples) + 1) and restarts == _RESTARTS
-        extent = Extent(grew, not grew or span.is_complete, full)
+        extent = Extent(grew, not grew or span.is_complete, full, span.size)
         ascent = controller.ascend(over, q, state, extent)
         if (
             over.all_sites is not None

@@ -18,6 +18,7 @@ import charts
 import distil
 import estimators
 import folds
+import language
 import ood
 import scalings
 import sizes
@@ -368,6 +369,8 @@ TEXTS = {
     "ood confidence": ("docs/out_of_distribution.md", "ood", ood.confidence_table),
     "scalings": ("docs/prior_precision.md", "scalings", scalings.summary),
     "sizes": ("docs/which_method.md", "sizes", sizes.summary),
+    "language": ("docs/other_libraries.md", "language", language.scores_table),
+    "language needs": ("docs/other_libraries.md", "language", language.needs_table),
     "estimators": ("docs/other_libraries.md", "estimators", estimators.summary),
 }
 """Tables that a benchmark makes itself: page, file, and how."""

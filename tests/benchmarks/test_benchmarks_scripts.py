@@ -9,6 +9,7 @@ import cost
 import estimators
 import folds
 import gpu
+import language
 import ood
 import pytest
 import ranking
@@ -278,3 +279,29 @@ def test_estimators_are_compared_with_their_posteriors(tmp_path, capsys):
     assert len(records) == 2 * 2 * 4 and all(record["nll"] < 3 for record in records)
     shown = capsys.readouterr().out
     assert "| skorch | posterior, calibrated | 0." in shown and shown.count("| own | 1.000 |") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_language_models_are_compared_and_their_needs_extrapolated(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    options = "--seeds 1 --steps 30 --questions 80".split()
+    language.main([*options, "--out", str(tmp_path / "language.jsonl")])
+    records = markdown.read(tmp_path / "language.jsonl")
+    assert [record["method"] for record in records][::5] == ["MAP", "posterior, calibrated"]
+    assert all(0 < record["nll"] < 3 and 0.2 < record["accuracy"] <= 1 for record in records)
+    shown = capsys.readouterr().out
+    assert "extrapolated" in shown and "| Llama-2-7b | ARC-Challenge | 4.5 M |" in shown
+    # 6.74e9 weights of two bytes, and the vectors
+    line = language.needs(records, 300.0, 5000)[0]
+    assert int(line["memory"].split()[0]) > 2 * 6.7e9 / 2**30
+
+
+def test_prompts_are_padded_on_the_left_and_questions_have_three_answers():
+    questions = language.generated(200, 0)
+    (batch, *_) = language.batches(questions, language.Words(), 32, "cpu")
+    assert batch["attention_mask"][:, -1].all() and not batch["attention_mask"].all()
+    assert (batch["input_ids"][~batch["attention_mask"].bool()] == 0).all()
+    right = [q.answer == sum(map(int, q.prompt[:-4].split(" + "))) % 3 for q in questions]
+    assert {q.answer for q in questions} == {0, 1, 2} and 0.85 < sum(right) / 200 < 1

@@ -37,7 +37,7 @@ from torch_lla_em.prediction import (
 from torch_lla_em.runtime import Compute
 from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "SGD",

@@ -54,7 +54,7 @@ def test_the_meter_counts_reused_memory():
 
 
 def test_pages_are_filled_from_what_is_kept(tmp_path):
-    for path in (*ROOT.glob("docs/*.md"), ROOT / "README.md"):
+    for path in (*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "paper/paper.md"):
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(exist_ok=True)
         copy.write_text(path.read_text())

@@ -60,6 +60,26 @@ def test_notebooks_hold_the_code_of_the_examples():
         nbformat.validate(nbformat.from_dict(book))
 
 
+def test_the_paper_has_what_its_journal_asks_for():
+    text = (ROOT / "paper/paper.md").read_text()
+    _, head, body = text.split("---\n", 2)
+    for key in ("title", "tags", "authors", "affiliations", "date", "bibliography"):
+        assert re.search(rf"^{key}:", head, re.MULTILINE), key
+    assert re.findall(r"^# (.+)$", body, re.MULTILINE) == [
+        "Summary",
+        "Statement of need",
+        "State of the field",
+        "Results",
+        "References",
+    ]
+    assert 500 < len(body.split()) < 1000
+    entries = re.findall(r"^@\w+\{([^,]+),", (ROOT / "paper/paper.bib").read_text(), re.MULTILINE)
+    cited = set(re.findall(r"@([a-z][\w-]*)", re.sub(r"`[^`]*`", "", body)))
+    assert cited == set(entries) and len(entries) == len(cited)
+    for picture in re.findall(r"!\[.+\]\((.+)\)", body):
+        assert (ROOT / "paper" / picture).exists()
+
+
 def test_import_needs_no_torchvision():
     package = Path(torch_lla_em.__file__).parent
     assert not [path for path in package.rglob("*.py") if "torchvision" in path.read_text()]

@@ -66,8 +66,11 @@ class Functions:
     @property
     def _parts(self) -> tuple[Functions, ...]:
         """The components, which are no mixtures themselves."""
-        if not self.members:
-            return (self,)
+        return self._flat if self.members else (self,)
+
+    @cached_property
+    def _flat(self) -> tuple[Functions, ...]:
+        """The components of a mixture; one without members would hold itself in memory."""
         return tuple(part for member in self.members for part in member._parts)
 
     @cached_property
@@ -120,8 +123,9 @@ class Functions:
         ]
         return torch.cat(each) if len(each) > 1 else each[0]
 
+    @cached_property
     def _weights(self) -> Tensor | None:
-        """Return the weight of each of these functions, (S,), or None if they are equal."""
+        """The weight of each of these functions, (S,), or None if they are equal."""
         if not self.members:
             return None
         counts = [number_of_functions(part.deviations) for part in self._parts]
@@ -129,8 +133,7 @@ class Functions:
 
     def _weighting(self) -> tuple[Tensor, ...]:
         """Return the weights as further arguments: none if they are equal."""
-        weights = self._weights()
-        return () if weights is None else (weights,)
+        return () if self._weights is None else (self._weights,)
 
     def _over_rows(
         self, take: Callable[[Tensor, slice], Tensor], dim: int = 0, at_least: int = FUNCTIONS
@@ -150,7 +153,7 @@ class Functions:
         """Return E[y]."""
         if self.likelihood.real_valued:
             return self.likelihood.mean(self._mean())
-        weights = self._weights()
+        weights = self._weights
         return self._over_rows(lambda f, _: average(self.likelihood.mean(f), weights))
 
     def _uncertainties(self) -> tuple[Tensor, Tensor]:

@@ -128,7 +128,7 @@ class Prediction(Printed, Conformal):
         They are those of ``functions``, but every function of the mixture without uncertainty occurs
         once. The weights add up to 1, and averages with them are exactly ``probs``, for example.
         """
-        functions, weights = self._functions(), self._weights()
+        functions, weights = self._functions(), self._weights
         if weights is None:
             weights = functions.new_full((len(functions),), 1 / len(functions))
         return self._out(functions, leading=1), weights.to(functions)
@@ -189,7 +189,7 @@ class Prediction(Printed, Conformal):
             TypeError: If E[y] is not a probability.
         """
         self._require_probabilities("log_probs")
-        weights = self._weights()
+        weights = self._weights
         values = self._over_rows(lambda f, _: log_mean_exp(self.likelihood.log_mean(f), weights))
         return self._out(values)
 
@@ -245,7 +245,7 @@ class Prediction(Printed, Conformal):
             lower = self.likelihood.mean(self.centre - half)
             upper = self.likelihood.mean(self.centre + half)
         else:
-            weights = self._weights()
+            weights = self._weights
 
             def quantiles(f: Tensor, _: slice) -> Tensor:
                 values = self.likelihood.mean(f)

@@ -58,7 +58,7 @@ def covariance_of(prediction: Any, variance: Tensor) -> Tensor:
 
     Its correlations are those of the predictive distribution, and its diagonal is ``variance``.
     """
-    mean, weights = prediction.likelihood.mean, prediction._weights()
+    mean, weights = prediction.likelihood.mean, prediction._weights
 
     def of_functions(f: Tensor, _: slice) -> Tensor:
         values = mean(f).double()

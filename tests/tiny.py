@@ -131,7 +131,7 @@ def fitted(
 class Basis(StochasticPrior):
     """Random probes of which the first belong to weights, and the others to outputs."""
 
-    def epsilon(self, like: Tensor) -> Tensor:
+    def epsilon(self, numbers: Tensor, like: Tensor) -> Tensor:
         P, K = self.xi.shape[1], len(self.xi)
         epsilon = torch.cat([torch.zeros(P, K - P), K**0.5 * torch.eye(K - P)]).to(like)
         return epsilon.view(K, *like.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from torch_lla_em.data import Share
 from torch_lla_em.runtime import Group, Grown, files, first, report
 
-FORMAT = 10
+FORMAT = 11
 """Version of the files in a checkpoint folder."""
 
 _HEADER, _STATE, _FINISHED = "header.pt", "state.pt", "posterior.pt"
@@ -21,9 +23,11 @@ _REMEDY = "Delete the folder to start a new fit, or pass another one."
 
 
 class Folder:
-    """A folder with the state after the last EM step, and one file for each block of a growing basis.
+    """A folder with the state after the last EM step, and one file for each block of a ``Grown``.
 
-    Of several ranks, rank 0 reads and writes the files; the others receive what it has read.
+    Of several ranks, rank 0 reads and writes the files; the others receive what it has read. Blocks
+    with rows for examples have one file for the examples of each rank, which rank 0 receives one at a
+    time. Any number of ranks can read them.
     """
 
     def __init__(
@@ -52,26 +56,43 @@ class Folder:
         return received
 
     def load(self, device: torch.device) -> Any:
-        """Return the last state, with its tensors on the device, or None if there is none."""
+        """Return the last state without its blocks, its tensors on the device, or None if there is none."""
         return self._received(self._read() if self._reads else None, device)
+
+    def with_blocks(self, state: Any, device: torch.device, numbers: Callable[[], Tensor]) -> Any:
+        """Return what ``load`` returned with its blocks; ``numbers`` returns those of this rank's examples."""
+        shared = any(value.numbers is not None for value in _grown_in(state))
+        own = numbers() if shared else None
+
+        def with_parts(value: Grown) -> Grown:
+            rows = None if value.numbers is None else own
+            parts = [self._part(names, rows, device) for names in value.parts]
+            return value._replace(parts=parts, numbers=rows)
+
+        return tree_map_only(Grown, with_parts, state, is_leaf=_is_grown)
 
     def save(self, state: Any) -> None:
         """Replace the last state; blocks that have been written are not written again."""
-        if not self.writes:
+        if not self._group.meet(self.writes, first):
             return
-        blocks: dict[str, Tensor] = {}
+        blocks = [
+            (part, value.numbers, names)
+            for value in _grown_in(state)
+            for part, names in zip(value.parts, self._names(value))
+        ]
+        known = self._group.meet([self._blocks.issuperset(names) for *_, names in blocks], first)
+        for (part, numbers, names), is_known in zip(blocks, known):
+            if not is_known:
+                self._write_block(part, numbers, names)
 
         def without_parts(value: Grown) -> Grown:
-            names = [f"{value.key}-{number}" for number in range(len(value.parts))]
-            blocks.update(zip(names, value.parts))
-            return value._replace(parts=names)
+            numbers = None if value.numbers is None else value.numbers[:0]
+            return value._replace(parts=self._names(value), numbers=numbers)
 
         state = tree_map_only(Grown, without_parts, state, is_leaf=_is_grown)
-        for name in blocks.keys() - self._blocks:
-            self._write({"block": blocks[name]}, self._block(name))
         self._write({"state": state}, self.path / _STATE)
         if self.writes:
-            self._blocks = set(blocks)
+            self._blocks = {name for *_, names in blocks for name in names}
             self._remove_blocks()
 
     def finish(self, posterior: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -121,20 +142,51 @@ class Folder:
         return self.path / _BLOCK.format(name)
 
     def _read(self) -> Any:
-        """Return the last state with its blocks, None if there is none; remove other blocks."""
-
-        def with_parts(value: Grown) -> Grown:
-            self._blocks.update(value.parts)
-            paths = map(self._block, value.parts)
-            parts = [files.contents_of(path, ("block",), _REMEDY)["block"] for path in paths]
-            return value._replace(parts=parts)
-
+        """Return the last state without its blocks, None if there is none; remove other blocks."""
         state = None
         if os.path.exists(self.path / _STATE):
             state = files.contents_of(self.path / _STATE, ("state",), _REMEDY)["state"]
-            state = tree_map_only(Grown, with_parts, state, is_leaf=_is_grown)
+            self._blocks = {
+                name for value in _grown_in(state) for names in value.parts for name in names
+            }
         self._remove_blocks()
         return state
+
+    def _names(self, value: Grown) -> list[list[str]]:
+        """Return the names of the blocks of each part: one, or one for the examples of every rank."""
+        size = 1 if value.numbers is None else self._group.size
+        ranks = [f"-{rank}of{size}" for rank in range(size)] if size > 1 else [""]
+        return [[f"{value.key}-{i}{rank}" for rank in ranks] for i in range(len(value.parts))]
+
+    def _write_block(self, part: Tensor, numbers: Tensor | None, names: list[str]) -> None:
+        """Write a tensor, or the rows of every rank with the numbers of their examples."""
+        if numbers is None:
+            self._write({"block": part}, self._block(names[0]))
+            return
+        every = self._group.each(numbers.to(part.device)), self._group.each(part)
+        for name, rows, block in zip(names, *every):
+            self._write({"block": block, "numbers": rows}, self._block(name))
+
+    def _part(self, names: list[str], own: Tensor | None, device: torch.device) -> Tensor:
+        """Return a tensor from its blocks: its rows for the examples with the numbers ``own``, or all."""
+        found: Tensor | None = None
+        for name in names:
+            path = self._block(name)
+            read = files.contents_of(path, ("block",), _REMEDY) if self._reads else None
+            contents = self._received(read, device)
+            block: Tensor = contents["block"]
+            if own is None:
+                return block
+            numbers = contents["numbers"].cpu()
+            if torch.equal(numbers, own):
+                found = block
+            elif len(numbers):
+                each = block.unflatten(0, (len(numbers), -1))
+                if found is None:
+                    found = block.new_empty(len(own) * each.shape[1], *block.shape[1:])
+                places, rows = Share(numbers, len(numbers)).find(own)
+                found.unflatten(0, (len(own), each.shape[1]))[places] = each[rows]
+        return block[:0] if found is None else found
 
     def _remove_blocks(self) -> None:
         """Remove the blocks that do not belong to the last state."""
@@ -172,3 +224,7 @@ class Folder:
 
 def _is_grown(value: Any) -> bool:
     return isinstance(value, Grown)
+
+
+def _grown_in(state: Any) -> list[Grown]:
+    return [leaf for leaf in tree_leaves(state, is_leaf=_is_grown) if _is_grown(leaf)]

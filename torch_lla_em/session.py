@@ -193,13 +193,14 @@ class Session:
         saved = self._folder.load(problem.device)
         if saved is None:
             return None
+        problem.data.restore(saved["facts"])
+        numbers = problem.data.numbers
+        progress: Progress = self._folder.with_blocks(saved["progress"], problem.device, numbers)
         self.history[:] = saved["history"]
         self.messages += [words for words in saved["messages"] if words not in self.messages]
         problem.cost.add(saved["columns"] - problem.cost.columns)
         self._began -= saved["seconds"]
-        problem.data.restore(saved["facts"])
         logger.info("Resuming from the checkpoint after EM step %d.", len(self.history))
-        progress: Progress = saved["progress"]
         return progress
 
     def on_step(self, found: Statistics | None, progress: Progress) -> bool:

@@ -12,6 +12,7 @@ from tiny import fitted as tiny_fit
 from torch import nn
 
 from torch_lla_em import BlockCG, BlockKrylov, LinearisedLaplace
+from torch_lla_em.data import Share
 from torch_lla_em.inference.controller import Controller
 from torch_lla_em.inference.expectations import ExpectedH, root_of
 from torch_lla_em.inference.over_span import OverSpan
@@ -91,7 +92,9 @@ def with_basis(name, draws):
     space = Span(problem, noise.prior, noise.xi, math.inf)
     assert space.widen(torch.eye(problem.size).double())
     over = OverSpan(problem, noise, space, moves=True, tolerance=1e-9)
-    over.expected = ExpectedH(problem.loss(space.rows.targets, None), space.rows.f, 0, draws)
+    over.expected = ExpectedH(
+        problem.loss(space.rows.targets, None), space.rows.f, space.share, 0, draws
+    )
     return problem, noise, over
 
 
@@ -244,7 +247,7 @@ def test_the_bound_is_that_of_its_samples():
 def test_draws_do_not_depend_on_pieces(monkeypatch):
     case = tiny("classification")
     mean, pushed = torch.randn(30, 3).double(), torch.randn(30, 3, 4).double()
-    expected = ExpectedH(Loss(likelihood_of("classification"), case.y), mean, 0, 5)
+    expected = ExpectedH(Loss(likelihood_of("classification"), case.y), mean, Share.whole(30), 0, 5)
     draws, w = expected.deviations(pushed), torch.randn(90, 2).double()
 
     def found():
@@ -262,7 +265,9 @@ def test_draws_have_the_covariance_of_the_samples():
     torch.manual_seed(0)
     case, mean, pushed = tiny("classification"), torch.zeros(30, 3), torch.randn(30, 3, 2)
     pushed[:, 1] = 2 * pushed[:, 0]  # outputs that vary together, and fewer samples than outputs
-    expected = ExpectedH(Loss(likelihood_of("classification"), case.y), mean, 0, 4000)
+    expected = ExpectedH(
+        Loss(likelihood_of("classification"), case.y), mean, Share.whole(30), 0, 4000
+    )
     h = expected.deviations(pushed).double()
     covariance = torch.einsum("snc,snd->ncd", h, h) / len(h)
     exact = (pushed @ pushed.mT).double() / 2

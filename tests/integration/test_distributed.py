@@ -1,6 +1,7 @@
 """Two and three ranks fit what one process fits."""
 
 import functools
+import math
 import warnings
 
 import pytest
@@ -15,19 +16,23 @@ from torch.utils.data.distributed import DistributedSampler
 
 from torch_lla_em import SGD, BlockCG, FunctionSpace
 from torch_lla_em.data.loader import Data
+from torch_lla_em.inference.span_e_step import SpanEStep
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.runtime.group import current_group
 
 # each way to share the work and each form of loader once; the others are slow
 DAILY = {
     *("krylov", "cg, layerwise", "sampler", "shuffled"),
-    *("variational", "bernoulli, variational"),
+    *("variational", "bernoulli, variational", "variational, one batch", "some sites"),
 }
 # cases whose shares differ where a rank is neither the first nor the last
 OF_THREE = {
     *(
         "krylov",
         "variational",
+        "last layer, variational",
+        "some sites",
+        "weights",
         "cg, layerwise",
         "function space, regression",
         "sampler",
@@ -44,9 +49,34 @@ def sampled(case):
     return DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
 
 
+def images(case):
+    """Batches of images of 36 sites, of which each is an example of its own."""
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.randn(7, 2, 6, 6, generator=numbers, dtype=torch.float64)
+    y = (x[:, 0] + torch.randn(7, 6, 6, generator=numbers) > 0).long()
+    return list(zip(x.split(3), y.split(3)))
+
+
+def of_sites():
+    """Return the tiny network with its layers at every site."""
+    one, act, two = tiny.tiny("classification").model
+    layers = torch.nn.Conv2d(2, 4, 1), act, torch.nn.Conv2d(4, 3, 1)
+    for new, old in ((layers[0], one), (layers[2], two)):
+        new.weight.data, new.bias.data = old.weight.data[..., None, None], old.bias.data
+    return torch.nn.Sequential(*layers).double()
+
+
+def weighted(case):
+    w = torch.linspace(0.2, 2, len(case.x), dtype=torch.float64)
+    return list(zip(case.x.split(7), case.y.split(7), w.split(7)))
+
+
 CG, LINEAR = {"solver": BlockCG()}, {"curvature": "linear"}
 LAYERWISE, SPACE = {**CG, "prior": "layerwise"}, {"solver": FunctionSpace()}
 PLAIN = {"g_prior": False}
+VARIATIONAL = {"curvature": "variational"}
+LAST = {"parameters": "last_layer"}
+SITES = {"class_dim": 1, "model": of_sites()}
 
 # name: (likelihood, loader, options of the posterior and of the fit)
 CASES = {
@@ -55,13 +85,19 @@ CASES = {
     "krylov, regression": ("regression", batches, {}),
     "krylov, poisson": ("poisson", in_order, PLAIN),
     "krylov, bernoulli": ("bernoulli", batches, {}),
-    "variational": ("classification", batches, {"curvature": "variational"}),
+    "variational": ("classification", batches, VARIATIONAL),
+    "variational, one batch": ("classification", in_one_batch, VARIATIONAL),
+    "weights": ("classification", weighted, {**VARIATIONAL, "weights": "last"}),
+    "all sites": ("classification", images, {**VARIATIONAL, **SITES}),
+    "some sites": ("classification", images, {**VARIATIONAL, **SITES}),
+    "some sites, last layer": ("classification", images, {**VARIATIONAL, **SITES, **LAST}),
     "bernoulli, variational": ("bernoulli", batches, {"curvature": None}),
     "cg, layerwise": ("classification", streamed, LAYERWISE),
     "cg, noise by output": ("regression per output", batches, CG),
     "function space, layerwise": ("binomial", batches, {"prior": "layerwise"}),
     "function space, regression": ("regression", in_one_batch, SPACE),
-    "last layer": ("classification", in_one_batch, {"parameters": "last_layer"}),
+    "last layer": ("classification", in_one_batch, LAST),
+    "last layer, variational": ("classification", batches, {**VARIATIONAL, **LAST}),
     "sampler": ("classification", sampled, PLAIN),
     "shuffled": ("regression", shuffled, {}),
 }
@@ -85,8 +121,10 @@ def fit(name):
 
 def fitted(name):
     """Return the facts of a case's posterior; that of "krylov" is calibrated."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
+        if name.startswith("some sites"):
+            patch.setattr("torch_lla_em.problem.sites.KEPT_OUTPUTS", 7 * 3 * 12)
         la = fit(name)
         if name == "krylov":
             la.calibrate(batches(tiny.tiny("classification")))
@@ -98,6 +136,7 @@ def every_case(rank, is_daily):
     if is_daily:
         found["passes"] = {loader.__name__: one_pass(loader) for loader in LOADERS}
         found["sgd"] = by_sgd(batches(tiny.tiny("classification")))
+        found["stored"] = stored_by_a_fit()
     return found
 
 
@@ -120,6 +159,38 @@ def by_sgd(loader):
         warnings.simplefilter("ignore")
         _, la = tiny.fitted(loader=loader, em_steps=0, prior_precision=10.0, **options)
     return facts(la)
+
+
+def stored_by_a_fit():
+    """Return the entries of every tensor of a span and of q, and of the largest that crossed ranks."""
+    crossed, found, posterior = [], {}, SpanEStep.posterior
+
+    def note(e_step, state):
+        q, span, over = state.own.q, e_step.span, e_step.over
+        found["J"] = sum(map(torch.numel, span.of_all._blocks)) / span.size
+        found["f"], found["targets"] = span.rows.f.numel(), span.rows.targets.numel()
+        found["mean"], found["draws"] = q.outputs.numel(), q.deviations.numel()
+        found["H"], found["S"] = q.curved.H.numel(), q.curved.S_noise.numel()
+        found["noise"], found["epsilon"] = over.expected._noise.numel(), over.epsilon.numel()
+        found["memory"] = span.num_outputs
+        return posterior(e_step, state)
+
+    def sent(group, total):
+        crossed.append(total.numel())
+        return add(group, total)
+
+    group, add = type(current_group()), type(current_group()).sum
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 2, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (400,), generator=generator)
+    loader = list(zip(x.split(10), y.split(10)))
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(SpanEStep, "posterior", note)
+        patch.setattr(group, "sum", sent)
+        patch.setattr("torch_lla_em.inference.span_e_step._EXAMPLES", 8)
+        tiny.fitted(loader=loader, num_samples=2, curvature="variational", em_steps=2)
+    return found, max(crossed)
 
 
 alone, one_pass_alone = functools.cache(fitted), functools.cache(one_pass)
@@ -161,6 +232,18 @@ def test_ranks_share_out_rows_by_their_numbers(size, loader, together):
     assert {n: x for share in shares for n, x in share.items()} == expected
     assert all(found == counts for _, found in passes)
     assert shares[1] or loader is in_one_batch
+
+
+@pytest.mark.parametrize("size", daily(2, rest=[3]))
+def test_a_rank_stores_rows_of_its_own_examples_only(size, together):
+    """J V, H and all others with a row for each example; what crosses ranks has none."""
+    whole, _ = stored_by_a_fit()
+    every = [found["stored"] for found in together(size, True)]
+    for name, entries in whole.items():
+        parts = [stored[name] for stored, _ in every]
+        assert max(parts) <= entries * math.ceil(40 / size) / 40
+        assert sum(parts) >= entries and (name == "memory" or sum(parts) == entries)
+    assert all(crossed < 400 for _, crossed in every)
 
 
 @pytest.mark.parametrize("size", daily(2, rest=[3]))

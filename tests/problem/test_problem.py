@@ -8,12 +8,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em.data.facts import Facts
 from torch_lla_em.data.loader import Data
+from torch_lla_em.data.share import Share
 from torch_lla_em.inference.prior import Prior, g_prior_scale
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
-from torch_lla_em.problem import prepare, pull_back
+from torch_lla_em.problem import Outputs, prepare, pull_back
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.runtime.group import Group
 from torch_lla_em.runtime.options import Compute
@@ -130,11 +131,14 @@ def test_a_product_with_the_transpose_notices_another_order(name):
     exact, problem = case.exact(), case.problem(7, 8)
     problem.data.group = Recorded()
     u = draw(2, *exact.f.shape)
-    pulled = pull_back(problem, u, exact.f)
+    known = Outputs(Share.whole(len(exact.f)), exact.f, case.y, u)
+    pulled = pull_back(problem, u, known)
     assert_close(pulled, torch.einsum("ncp,knc->kp", exact.J, u))
     assert max(crossed) == pulled.numel() and sum(crossed) <= pulled.numel() + 8
-    assert pull_back(problem, u, exact.f + 0.009 * exact.f) is not None
-    assert pull_back(problem, u, exact.f.roll(1, 0)) is None
+    assert pull_back(problem, u, known._replace(f=exact.f + 0.009 * exact.f)) is not None
+    assert pull_back(problem, u, known._replace(f=exact.f.roll(1, 0))) is None
+    others = Share(torch.arange(1, len(exact.f) + 1), len(exact.f))
+    assert pull_back(problem, u, known._replace(share=others)) is None
 
 
 @pytest.mark.parametrize("name", ["classification", "regression per output"])

@@ -11,6 +11,7 @@ from torch_lla_em.data.batch import (
 )
 from torch_lla_em.data.identity import Identity, distinct
 from torch_lla_em.data.loader import Data
+from torch_lla_em.data.share import Share
 from torch_lla_em.data.sources import as_loader, paired
 from torch_lla_em.data.standardise import Standardise, weighted_size, width_of
 from torch_lla_em.data.trees import copied, is_sequence, map_tensors, tensors_in, to_device
@@ -20,6 +21,7 @@ __all__ = [
     "Batch",
     "Data",
     "Identity",
+    "Share",
     "Standardise",
     "TargetFn",
     "Weights",

@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torch_lla_em.data.batch import Batch, TargetFn
 from torch_lla_em.data.facts import Facts, Tally
@@ -112,6 +113,9 @@ class Data:
         self.facts = Facts()
         """What the first pass has found."""
 
+        self.largest_share = 1 / group.size
+        """The largest share of the examples that a rank had in the last pass."""
+
         self.num_passes = 0
 
     def store(self, room: float, merge_rows: int) -> None:
@@ -161,7 +165,9 @@ class Data:
             yield from self._counted(joined(read, self.merge_rows), own, candidate, tally)
             if self.group.size == 1:
                 self._num_steps = self._reader.num_read
-        self._end(self.group.meet(own, Identity.of), tally)
+        whole, most = self.group.meet(own, _merged)
+        self._end(whole, tally)
+        self.largest_share = most / whole.num_rows
         self._bytes = size
         if not self._changes and candidate.room > 0:
             self.cache = candidate
@@ -191,10 +197,20 @@ class Data:
     def confirm(self) -> None:
         """Read the data once if only an earlier run has read them, to refuse other data."""
         if self._is_restored:
-            self.room = 0.0
-            for _ in self:
-                pass
-            self.num_passes -= 1
+            self._read_again()
+
+    def numbers(self) -> Tensor:
+        """Return the numbers of this rank's examples, ascending: of several ranks each reads its share."""
+        if self.group.size == 1:
+            return torch.arange(self.facts.num_rows, device="cpu")
+        return self._read_again().sort()[0]
+
+    def _read_again(self) -> Tensor:
+        """Read the data in a pass that does not count, and return the numbers of the examples."""
+        self.room = 0.0
+        rows = [batch.rows for batch in self]
+        self.num_passes -= 1
+        return torch.cat([torch.zeros(0, dtype=torch.long, device="cpu"), *rows])
 
     def read(self) -> Identity | None:
         """Read all examples once, and return their identity."""
@@ -264,6 +280,11 @@ class Data:
         if differ:
             report("warn", _CHANGED)
             self.identity = self.cache = None
+
+
+def _merged(parts: list[Identity]) -> tuple[Identity, int]:
+    """Return the identity of the examples of all ranks, and the largest number of a rank."""
+    return Identity.of(parts), max(part.num_rows for part in parts)
 
 
 def _bytes(tree: Any) -> float:

@@ -84,7 +84,8 @@ class AllSites:
         of_site = (pushed * curved).sum((-1, -2)).double()
         kept = of_site.shape[1]
         variance = of_site.var(1).sum() * kept * (1 - kept / self._sites.total)
-        return (variance.sqrt() / of_site.sum().clamp_min(1e-300)).item()
+        variance, total = self._span.share.sum(torch.stack([variance, of_site.sum()]))
+        return float(variance.sqrt() / total.clamp_min(1e-300))
 
     def _no_worse(self, mean: Tensor, precision: float, draws: Tensor | None) -> Tensor:
         """Return the mean, or one on the way to it, with an objective no higher than the anchor's."""

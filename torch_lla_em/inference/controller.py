@@ -50,8 +50,9 @@ from torch_lla_em.inference.mackay import (
     mackay_noise,
 )
 from torch_lla_em.inference.options import FitOptions
-from torch_lla_em.inference.over_span import OverSpan, Q
+from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.prior import Prior
+from torch_lla_em.inference.q import Q
 from torch_lla_em.inference.records import Ascent, Extent, Hyper, State, Statistics
 from torch_lla_em.inference.rounds import Pace, improve, stepped, summit
 from torch_lla_em.problem import Problem
@@ -300,7 +301,7 @@ class Controller:
         error, or, if they may end ``early``, after the first step within it.
         """
         K, turns, stride, last = len(q.effective_dims), 0.0, _STRIDE, 0.0
-        allowed, path = math.inf, [math.log(q.precision)]
+        allowed, path, total = math.inf, [math.log(q.precision)], over.share.sum
         before: Tensor | None = None
         for _ in range(steps):
             H, new = q.curved.H, stepped(over, q, least, stride)
@@ -311,8 +312,10 @@ class Controller:
             step = path[-1] - path[-2]
             stride = min(1.3 * stride, 4 * _STRIDE) if step * last >= 0 else max(stride / 2, 0.5)
             last = step
-            turns += _ONWARD if before is None or (change * before).sum() > 0 else 1
-            before, of_H = change, (change.norm() / H.norm().clamp_min(1e-300)).item()
+            turns += _ONWARD if before is None or total((change * before).sum()) > 0 else 1
+            squares = torch.stack([part.norm().double().square() for part in (change, H)])
+            moved, size = total(squares).sqrt()
+            before, of_H = change, (moved / size.clamp_min(1e-300)).item()
             H = H.add(change, alpha=3 / (turns + 5))
             q = over.at(over.curved(H), new, 1.0, q.mean, _NEWTON)
             recent = path[-_WINDOW:]

@@ -17,8 +17,8 @@ class EStep(Protocol):
     problem: Problem
     noise: StochasticPrior
 
-    def start(self) -> State:
-        """Return the state that EM begins with."""
+    def start(self, known: State | None = None) -> State:
+        """Return the state that EM begins with; ``known`` is that of ``saved``, in an earlier run."""
         ...
 
     def advance(self, state: State, controller: Controller) -> State:
@@ -29,8 +29,8 @@ class EStep(Protocol):
         """Return whether the posterior is exact enough once λ stays fixed."""
         ...
 
-    def state(self) -> Any:
-        """Return the state that is not part of the state of EM."""
+    def saved(self, state: State) -> tuple[State, Any]:
+        """Return a state for a checkpoint, and what else belongs to it."""
         ...
 
     def posterior(self, state: State) -> FitResult:

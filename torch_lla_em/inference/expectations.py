@@ -3,6 +3,8 @@
 ``FixedH`` evaluates the loss, its gradient and H at given outputs. ``ExpectedH`` averages them over
 draws of Gaussian outputs h_n ~ N(m_n, Σ_k d_nk d_nkᵀ / K), where d_nk are the outputs J_n w_k of the
 posterior samples: m_n + Σ_k d_nk ε_k / √K is a draw, so no covariance is ever factorised.
+
+A rank has H, means and draws of its own examples only, N below.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from torch_lla_em.data import Share
 from torch_lla_em.problem import Loss
 
 # number of functions times outputs that are in memory at once
@@ -19,6 +22,8 @@ _NUMBERS = 1 << 22
 # number of entries of blocks that are in memory in float64 at once
 _ENTRIES = 1 << 20
 _JITTER = 1e-9
+# number of examples whose random numbers are drawn at once, on every rank
+_DRAWN = 1 << 12
 
 
 class FixedH:
@@ -27,8 +32,9 @@ class FixedH:
     moves = False
     """Whether H follows the posterior."""
 
-    def __init__(self, loss: Loss, like: Tensor):
+    def __init__(self, loss: Loss, like: Tensor, share: Share):
         self._loss, self._elementwise = loss, loss.likelihood.elementwise
+        self._share = share
         self.shape = like.shape
         """(N, ..., C)."""
 
@@ -52,23 +58,26 @@ class FixedH:
     def product(self, H: Tensor, Jw: Tensor, rows: slice | Tensor = slice(None)) -> Tensor:
         """Return H J w for columns J w, (n C, k), of these examples."""
         H = H[rows]
+        if not len(H):
+            return Jw
         return self._loss.part(rows).product(H, Jw.T.reshape(-1, *H.shape)).flatten(1).T
 
     def root(self, H: Tensor, noise: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
-        return self._loss.root(H, noise)
+        return self._loss.root(H, noise) if len(H) else noise
 
     def loss(self, mean: Tensor, deviations: Tensor | None) -> float:
-        """Return Σ E[-log p(y | h)], for means (N, ..., C) and deviations (S, N, ..., C) or 0."""
+        """Return Σ E[-log p(y | h)] of all ranks, for means (N, ..., C) and deviations (S, N, ..., C) or 0."""
         total = 0.0
         for rows, f in self._pieces(mean, deviations):
             total += self._loss.part(rows).value(f).item() / len(f)
-        return total
+        return self._share.add(total, mean)
 
     def slope(self, mean: Tensor, deviations: Tensor | None) -> Tensor:
         """Return E[∇loss], (N, ..., C)."""
         pieces = self._pieces(mean, deviations)
-        return torch.cat([self._loss.part(rows).gradient(f).mean(0) for rows, f in pieces])
+        found = [self._loss.part(rows).gradient(f).mean(0) for rows, f in pieces]
+        return torch.cat(found) if found else torch.empty_like(mean)
 
     def _pieces(self, mean: Tensor, deviations: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
         """Yield examples with their draws, (2 S, n, ..., C), or with their means (1, n, ..., C)."""
@@ -91,14 +100,15 @@ class ExpectedH(FixedH):
 
     H is given by its blocks, (N, ..., C, C), or by its diagonal, (N, ..., C), if the likelihood is
     elementwise. Every example has draws of its own, so that a fit cannot adapt to errors that all
-    examples share. They are the same at every call, so that two posteriors can be compared.
+    examples share. They are the same at every call, so that two posteriors can be compared, and for
+    any number of ranks.
     """
 
     moves = True
     refreshes = False
 
-    def __init__(self, loss: Loss, like: Tensor, seed: int, num: int):
-        super().__init__(loss, like)
+    def __init__(self, loss: Loss, like: Tensor, share: Share, seed: int, num: int):
+        super().__init__(loss, like, share)
         self._seed, self._num = seed, num
         self._noise = like.new_zeros(0)
 
@@ -119,9 +129,7 @@ class ExpectedH(FixedH):
         """Return draws of the outputs less their mean, (S, N, ..., C), for J w_k (N, ..., C, K)."""
         *sites, _, K = pushed.shape
         if self._noise.shape[:-1] != (*sites, K):
-            numbers = torch.Generator("cpu").manual_seed(self._seed)  # the same on every device
-            drawn = torch.randn(*sites, K, self._num, generator=numbers, device="cpu")
-            self._noise = drawn.to(pushed).div_(K**0.5)
+            self._noise = self._drawn(K, pushed)
         return (pushed @ self._noise).movedim(-1, 0).contiguous()
 
     def product(self, H: Tensor, Jw: Tensor, rows: slice | Tensor = slice(None)) -> Tensor:
@@ -135,12 +143,23 @@ class ExpectedH(FixedH):
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
         if self._elementwise:
             return H.clamp_min(0).sqrt() * noise
-        found, step = torch.empty_like(noise), max(1, _ENTRIES // H[0].numel())
+        found, step = torch.empty_like(noise), max(1, _ENTRIES // H.shape[1:].numel())
         for start in range(0, len(H), step):
             rows = slice(start, start + step)
             u = noise[:, rows].movedim(0, -2) @ root_of(H[rows]).mT
             found[:, rows] = u.movedim(-2, 0)
         return found
+
+    def _drawn(self, K: int, like: Tensor) -> Tensor:
+        """Return random numbers of this rank's examples, (N, ..., K, S), from those of all."""
+        generator = torch.Generator("cpu").manual_seed(self._seed)  # the same on every device
+        shape = *self.shape[1:-1], K, self._num
+        found = [like.new_zeros(0, *shape)]
+        for numbers in torch.arange(self._share.total, device="cpu").split(_DRAWN):
+            drawn = torch.randn(len(numbers), *shape, generator=generator, device="cpu")
+            own, _ = self._share.find(numbers)
+            found.append(drawn[own].to(like).div_(K**0.5))
+        return torch.cat(found)
 
     def _empty(self, like: Tensor) -> Tensor:
         """Return room for H."""

@@ -57,8 +57,10 @@ class IterativeEStep:
             solver = choose_solver(problem, options.layerwise)
         self._solver: Any = solver
 
-    def start(self) -> State:
-        """Return the state that EM begins with."""
+    def start(self, known: State | None = None) -> State:
+        """Return the state that EM begins with; ``known`` is that of an earlier run."""
+        if known is not None:
+            return known
         options, blocks = self._options, len(self.noise.prior.layout.names)
         start = options.prior_precision
         if start is None:
@@ -69,8 +71,9 @@ class IterativeEStep:
             start = start.expand(blocks).clone()
         return State(start, self.problem.sigma)
 
-    def state(self) -> None:
-        """Return None: the state of EM contains everything."""
+    def saved(self, state: State) -> tuple[State, None]:
+        """Return the state of EM, which contains everything."""
+        return state, None
 
     def advance(self, state: State, controller: Controller) -> State:
         """Solve at a state's λ and σ, and return the state after the step that follows."""

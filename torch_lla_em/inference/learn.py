@@ -190,12 +190,13 @@ def _fitted(
     else:
         e_step = SpanEStep(problem, noise, options, start.moves, start.directions)
     controller = Controller(problem, noise.prior, options, start.moves)
-    state, told = start.state or e_step.start(), start._replace(directions=None)
+    state, told = e_step.start(start.state), start._replace(directions=None)
     problem.cost.begin("E-step")
     trend = ErrorTrend(options.tolerance)
     for reached in em(e_step, controller, state):
         state = reached
-        now = told._replace(state=state, directions=e_step.state())
+        saved, directions = e_step.saved(state)
+        now = told._replace(state=saved, directions=directions)
         trend.note(state)
         if on_step(state.statistics if state.fresh else None, now) and not (
             is_done(e_step, controller, state) and trend.is_exact

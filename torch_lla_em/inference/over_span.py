@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.inference.all_sites import AllSites
-from torch_lla_em.inference.evidence import Spectrum, gaussian_constant
+from torch_lla_em.inference.evidence import gaussian_constant
 from torch_lla_em.inference.expectations import ExpectedH, FixedH
+from torch_lla_em.inference.q import Curvature, Q
 from torch_lla_em.inference.records import Estimate, Hyper, NoiseSums, Statistics
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
@@ -47,105 +47,33 @@ _MIRRORED, _SHARE = 4, 0.2
 """Largest number of passes for the log det, and the share of its standard error at which they end."""
 
 
-class Curvature(NamedTuple):
-    """G over a span for one curvature, and the random probes that belong to it."""
-
-    G: Tensor
-    """(m, m), in float64, as all that follows but H."""
-
-    eta: Tensor
-    """The coordinates of η, (K, m)."""
-
-    vectors: Tensor
-    """The eigenvectors of G, (m, m)."""
-
-    spectrum: Spectrum
-    """The eigenvalues of G, and ξ and η in its eigenvectors."""
-
-    H: Tensor
-    """H of every example, as ``FixedH`` or ``ExpectedH`` represents it."""
-
-    S_noise: Tensor
-    """S ε of every example, (K, N, ..., C), with S Sᵀ = H."""
-
-    at_mode: Curvature | None = None
-    """The same with a fixed H near the mode, for steps to the mode; None: this one is used."""
-
-    @classmethod
-    def of(cls, G: Tensor, xi: Tensor, eta: Tensor, H: Tensor, S_noise: Tensor) -> Curvature:
-        """Return G with its eigenvectors, of the coordinates of ξ and η."""
-        values, vectors = torch.linalg.eigh(0.5 * (G + G.T))
-        spectrum = Spectrum(values.clamp_min(0), xi @ vectors, eta @ vectors)
-        return cls(G, eta, vectors, spectrum, H, S_noise)
-
-    def solve(self, b: Tensor, precision: float) -> Tensor:
-        """Return (G + λ)⁻¹ b, (m,)."""
-        return self.vectors @ ((self.vectors.T @ b) / (self.spectrum.eigenvalues + precision))
-
-
-class Q(NamedTuple):
-    """The posterior over a span."""
-
-    precision: float
-    """λ."""
-
-    noise: float
-    """σ of a Gaussian likelihood, relative to that of G; 1 for other likelihoods."""
-
-    curved: Curvature
-    mean: Tensor
-    """m, (m,), in float64, as the others."""
-
-    samples: Tensor
-    """(K, m), with mean zero."""
-
-    loss: float
-    """E[-log p(y | J w)]: under q if H moves, otherwise at the mean."""
-
-    bounds: Tensor
-    """The log evidence, or its bound, by the γ and the log det of every sample, (K,)."""
-
-    effective_dims: Tensor
-    """γ of every sample, (K,)."""
-
-    outputs: Tensor
-    """J m, (N, ..., C)."""
-
-    deviations: Tensor | None
-    """Draws of every example's outputs less J m, (S, N, ..., C), if H moves."""
-
-    @property
-    def bound(self) -> float:
-        """The mean of the bounds."""
-        return self.bounds.mean().item()
-
-
 class OverSpan:
     """q over a span, at any λ, σ and H."""
 
     def __init__(
         self, problem: Problem, noise: StochasticPrior, span: Span, moves: bool, tolerance: float
     ):
-        self.span, self._problem = span, problem
+        self.span, self.share, self._problem = span, span.share, problem
         self.f = span.rows.f
-        """The network's outputs, (N, ..., C)."""
+        """The network's outputs for this rank's examples, (N, ..., C)."""
 
         self._sigma, loss = problem.sigma, problem.loss(span.rows.targets, span.rows.weights)
         if self._sigma is not None:
             loss = replace(loss, likelihood=loss.likelihood.without_constant())
         if span.sites is not None:  # each stands for several
             loss = replace(loss, temperature=loss.temperature * span.sites.share)
-        self.expected = FixedH(loss, self.f)
+        self.expected = FixedH(loss, self.f, self.share)
         if moves:
-            number = min(DRAWS, max(FEWEST_DRAWS, -(-DRAWS_IN_ALL // self.f.shape[:-1].numel())))
-            self.expected = ExpectedH(loss, self.f, noise.seed, number)
+            sites = self.share.total * self.f.shape[1:-1].numel()
+            number = min(DRAWS, max(FEWEST_DRAWS, -(-DRAWS_IN_ALL // sites)))
+            self.expected = ExpectedH(loss, self.f, self.share, noise.seed, number)
         self.all_sites: AllSites | None = None
         """What corrects the loss if J V is kept at some sites only."""
 
         if span.sites is not None:
             self.all_sites = AllSites(problem, span, self.expected, span.sites)
-        self.epsilon = noise.epsilon(self.f)
-        """ε of every example, (K, N, ..., C)."""
+        self.epsilon = noise.epsilon(self.share.numbers, self.f)
+        """ε of this rank's examples, (K, N, ..., C)."""
 
         rounding = 10 * torch.finfo(problem.dtype).eps
         self._tolerance = max(0.2 * tolerance, rounding)
@@ -164,7 +92,9 @@ class OverSpan:
         zero = torch.zeros_like(self.span.xi[0])
         if self.all_sites is not None:
             self.all_sites.anchored(zero)
-        if not curved.G.any() and self.expected.slope(torch.zeros_like(self.f), None).any():
+        if not curved.G.any() and self.share.sum(
+            self.expected.slope(torch.zeros_like(self.f), None).count_nonzero()
+        ):
             raise DivergenceError(
                 "The likelihood's H is 0 for every example: the outputs are so large that the "
                 "loss is rounded to 0. Check that the inputs are scaled as in training."
@@ -178,7 +108,9 @@ class OverSpan:
         spectrum = curved.spectrum.at_noise(noise)
         samples = spectrum.solutions(precision) @ curved.vectors.T
         gamma = spectrum.effective_dims(precision)
-        pushed = self._pushed(torch.cat([samples, mean[None]]) if self.moves else mean[None])
+        pushed = self.span.of_all.push(
+            torch.cat([samples, mean[None]]) if self.moves else mean[None]
+        )
         draws = self.expected.deviations(pushed[..., :-1])
         start = mean, pushed[..., -1].contiguous()
         curved, mean, h, loss = self._mean(curved, precision * noise**2, start, draws, steps)
@@ -215,6 +147,19 @@ class OverSpan:
             mean = self.all_sites.anchored(mean, q.precision, q.deviations)
         return self.at(self.curved(q.curved.H, q.curved), q.precision, q.noise, mean, steps)
 
+    def filled(self, q: Q, rows: list[Tensor]) -> Q:
+        """Return q with its rows for examples, after ``Q.parted``."""
+        outputs, *every = rows
+        curved = q.curved._replace(H=every[0], S_noise=self.expected.root(every[0], self.epsilon))
+        if curved.at_mode is not None:
+            S_noise = self.expected.root(every[1], self.epsilon)
+            curved = curved._replace(
+                at_mode=curved.at_mode._replace(H=every[1], S_noise=S_noise),
+            )
+        return q._replace(
+            curved=curved, outputs=outputs, deviations=self._draws(q.samples, q.mean)[0]
+        )
+
     def restarted(self, q: Q) -> Q:
         """Return q over the span of its mean, its samples, ξ and a fixed H's η only."""
         kept = [q.mean[None], q.samples] + [q.curved.eta] * (not self.moves)
@@ -229,19 +174,24 @@ class OverSpan:
         The size of logits and log rates is 1. That of continuous targets depends on their units: it
         is the variance of the network's outputs, plus the inverse of H, which is σ².
         """
-        pushed, C = self._pushed(self.span.xi), self.expected.shape[-1]
-        square = pushed.double().square().movedim(-1, 0).reshape(-1, C).mean(0)
+        pushed, C, mean = (
+            self.span.of_all.push(self.span.xi),
+            self.expected.shape[-1],
+            self.share.mean,
+        )
+        square = mean(pushed.double().square().movedim(-1, 0).reshape(-1, C))
         if not self._problem.likelihood.real_valued:
             return square.mean()
         Jw = pushed.reshape(-1, pushed.shape[-1])
         curved = self.expected.product(self.expected.first(self.f), Jw).view(pushed.shape)
-        curvature = (pushed * curved).double().movedim(-1, 0).reshape(-1, C).mean(0)
-        size = self.f.double().reshape(-1, C).var(0, correction=0) + square / curvature
+        curvature = mean((pushed * curved).double().movedim(-1, 0).reshape(-1, C))
+        f = self.f.double().reshape(-1, C)
+        size = mean((f - mean(f)).square()) + square / curvature
         return (square / size).nan_to_num(0.0).mean()
 
     def outputs(self, mean: Tensor) -> Tensor:
         """Return J m, (N, ..., C)."""
-        return self._pushed(mean[None])[..., 0]
+        return self.span.of_all.push(mean[None])[..., 0]
 
     def hyper(self, q: Q) -> Hyper:
         """Return λ and σ."""
@@ -372,17 +322,19 @@ class OverSpan:
 
     def error_of_sites(self, q: Q, all_sites: AllSites) -> float:
         """Return the relative standard error of Tr Σ G, since G is a sum over some of the sites."""
-        pushed = self._pushed(q.samples)
+        pushed = self.span.of_all.push(q.samples)
         curved = self.expected.product(q.curved.H, pushed.flatten(0, -2)).view(pushed.shape)
         return all_sites.relative_error(pushed, curved)
+
+    def _draws(self, samples: Tensor, mean: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return draws of the outputs less their mean, if H moves, and J m."""
+        every = torch.cat([samples, mean[None]]) if self.moves else mean[None]
+        pushed = self.span.of_all.push(every)
+        return self.expected.deviations(pushed[..., :-1]), pushed[..., -1].contiguous()
 
     def _correction(self, mean: Tensor) -> float:
         """Return what the sites that are not kept add to the loss of the others."""
         return 0.0 if self.all_sites is None else self.all_sites.loss(mean)
-
-    def _pushed(self, coordinates: Tensor) -> Tensor:
-        """Return J Vᵀ c, (N, ..., C, k), for coordinates c (k, m)."""
-        return self.span.of_all.push(coordinates)
 
     def _gram(self, H: Tensor, old: int) -> Tensor:
         """Return the columns of G = Jᵀ H J from ``old`` on, (m, m - old), a block of examples at a time."""
@@ -397,4 +349,5 @@ class OverSpan:
                 continue
             for i in range(0, m, _COLUMNS):  # what is on and below the diagonal
                 total[i:, i : i + _COLUMNS] += part[:, i:].T @ HJ[:, i : i + _COLUMNS]
+        total = self.share.sum(total)
         return total if old else total.tril() + total.tril(-1).T

@@ -6,7 +6,8 @@ import math
 from typing import NamedTuple
 
 from torch_lla_em.inference.mackay import function_space_Mackay_update
-from torch_lla_em.inference.over_span import OverSpan, Q
+from torch_lla_em.inference.over_span import OverSpan
+from torch_lla_em.inference.q import Q
 
 SMALL, _QUIET, _CLIMBS = 0.05, 3, 120
 """Nats that a round must gain to count over a complete span, rounds in a row without such a gain that end

@@ -1,4 +1,4 @@
-"""A span of directions v in parameter space, stored with J v for all examples."""
+"""A span of directions v in parameter space, stored with J v for all examples of this rank."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Batch
+from torch_lla_em.data import Batch, Share
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.span_outputs import SpanOutputs
-from torch_lla_em.problem import Outputs, Problem, Sites, gathered, is_same_order, pull_back
+from torch_lla_em.problem import Outputs, Problem, Sites, gathered, pull_back
 from torch_lla_em.runtime import Grown, new_key
 from torch_lla_em.solvers import add_combined, dots, gram, orthonormalise, overlap
 
@@ -47,9 +47,9 @@ class Span:
         """ξ, shape (K, P)."""
 
         self.rows: Outputs | None = None
-        """f and targets of all examples; None if their order changes."""
+        """f and targets of this rank's examples; None if their order changes."""
 
-        self._keys = new_key(), new_key(), new_key()
+        self._keys = new_key(), new_key(), new_key(), new_key()
         self._blocks: list[Tensor] = []
         self._dtype = xi.dtype
         self._at_once: int | None = None
@@ -67,19 +67,25 @@ class Span:
 
     def state(self) -> dict[str, Any]:
         """Return the state of the span, for ``restore``."""
-        outputs = self.of_all
+        outputs, numbers, known = self.of_all, self.share.numbers, self.rows
         h = [] if outputs.features is None else [outputs.features]
-        parts = self._blocks, outputs.blocks, h
-        basis, J, features = (Grown(key, list(part)) for key, part in zip(self._keys, parts))
-        state = {"basis": basis, "J": J, "features": features, "rows": self.rows}
+        of_all = [known.f, known.targets, known.weights]
+        state = {
+            "basis": Grown(self._keys[0], list(self._blocks)),
+            "J": Grown(self._keys[1], list(outputs.blocks), None if h else numbers),
+            "features": Grown(self._keys[2], h, numbers),
+            "rows": Grown(self._keys[3], [part for part in of_all if part is not None], numbers),
+        }
         return {**state, "xi": self.xi, "memory": self.memory}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a state."""
-        basis, J, h = state["basis"], state["J"], state["features"]
-        self._keys, self._blocks = (basis.key, J.key, h.key), list(basis.parts)
-        rows: Outputs = state["rows"]
-        self.rows, self.outputs = rows, SpanOutputs(rows.f.shape, next(iter(h.parts), None))
+        basis, J, h, rows = (state[name] for name in ("basis", "J", "features", "rows"))
+        self._keys, self._blocks = (basis.key, J.key, h.key, rows.key), list(basis.parts)
+        data, (f, targets, *weights) = self._problem.data, rows.parts
+        share = Share(rows.numbers, data.facts.num_rows, data.group)
+        self.rows = Outputs(share, f, targets, f[None][:0], *weights)
+        self.outputs = SpanOutputs(share, f.shape, next(iter(h.parts), None))
         for block in J.parts:
             self.outputs.add_block(block)
         self.xi, self.memory = state["xi"], state["memory"]
@@ -91,6 +97,13 @@ class Span:
     def size(self) -> int:
         """m."""
         return self.xi.shape[1]
+
+    @property
+    def share(self) -> Share:
+        """The examples of this rank, once there are directions."""
+        if self.rows is None:
+            raise AttributeError("The span has no directions yet.")
+        return self.rows.share
 
     @property
     def of_all(self) -> SpanOutputs:
@@ -114,10 +127,9 @@ class Span:
 
     @property
     def num_outputs(self) -> float:
-        """The number of outputs at which J V is stored."""
-        return self._problem.data.facts.num_outputs * (
-            1 if self.sites is None else self.sites.share
-        )
+        """The largest number of outputs at which a rank stores J V."""
+        data, of_sites = self._problem.data, 1 if self.sites is None else self.sites.share
+        return data.facts.num_outputs * data.largest_share * of_sites
 
     def has_room(self, directions: int) -> bool:
         """Whether there is memory for this number of further directions."""
@@ -133,7 +145,7 @@ class Span:
         turn: Tensor = torch.linalg.qr(torch.cat([self.xi, coordinates]).T)[0]
         self._blocks = [self.scaled(some).to(self._dtype) for some in turn.T.split(len(self.xi))]
         self.of_all.turn(turn)
-        self.xi, self._keys = self.xi @ turn, (new_key(), new_key(), self._keys[2])
+        self.xi, self._keys = self.xi @ turn, (new_key(), new_key(), *self._keys[2:])
         return turn
 
     def weights(self, coordinates: Tensor) -> Tensor:
@@ -171,10 +183,10 @@ class Span:
                 self._begin()
             if self.outputs is None or self.outputs.features is None:
                 found = gathered(self._problem, self._problem.push_forward(w, self.part), len(w))
-                if found is None or not self._in_order(found.f):
+                if found is None or not (self.rows is None or self.rows.is_followed_by(found)):
                     continue
                 self.rows = self.rows or found._replace(Jw=found.Jw[:0].clone())
-                self.outputs = self.outputs or SpanOutputs(found.f.shape)
+                self.outputs = self.outputs or SpanOutputs(found.share, found.f.shape)
                 self.outputs.add(found.Jw)
             else:
                 self._problem.cost.add(0.5 * len(w))
@@ -191,7 +203,7 @@ class Span:
         found = None if pushed is None else gathered(problem, pushed, 1)
         if found is not None and size:
             self.rows = found._replace(Jw=found.Jw[:0].clone())
-            self.outputs = SpanOutputs(found.f.shape, found.Jw[0])
+            self.outputs = SpanOutputs(found.share, found.f.shape, found.Jw[0])
 
     def pulled(self, u: Tensor) -> Tensor | None:
         """Return Jᵀ u in scaled weights, (k, P), for u (N ... C, k), by half a pass."""
@@ -201,8 +213,8 @@ class Span:
             return outputs.pull_weights(u, self.prior.layout).mul_(self.prior.scale)
         if self.rows is None:
             raise AttributeError("The span has no directions yet.")
-        u = u.T.reshape(-1, *outputs.shape)
-        Ju = pull_back(problem, u, self.rows.f, self.sites)
+        u = u.T.reshape(u.shape[1], *outputs.shape)
+        Ju = pull_back(problem, u, self.rows, self.sites)
         return None if Ju is None else Ju.mul_(self.prior.scale)
 
     def coordinates(self, z: Tensor) -> Tensor:
@@ -215,9 +227,3 @@ class Span:
         if sites is None:
             return batch, f, Jw
         return sites.batch(batch), sites.take(f, rows), sites.take(Jw, rows, 1)
-
-    def _in_order(self, f: Tensor) -> bool:
-        if self.rows is None:
-            return True
-        known = self.rows.f
-        return is_same_order((f - known).norm().square(), known.norm().square())

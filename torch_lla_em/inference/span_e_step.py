@@ -10,14 +10,15 @@ from torch import Tensor
 
 from torch_lla_em.inference.controller import Controller
 from torch_lla_em.inference.options import FitOptions
-from torch_lla_em.inference.over_span import OverSpan, Q
+from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.posterior_samples import refuse_noise
+from torch_lla_em.inference.q import Q
 from torch_lla_em.inference.records import Estimate, Extent, FitResult, State, Statistics
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem import Problem, gathered, room, sites_of
-from torch_lla_em.runtime import report
+from torch_lla_em.runtime import Grown, report
 from torch_lla_em.solvers import dots, is_accurate
 
 _START = 0.1
@@ -82,19 +83,25 @@ class SpanEStep:
         known: dict[str, Any] | None = None,
     ):
         self.problem, self._options, self._moves = problem, options, moves
+        self._rows = [] if known is None else known.pop("q").parts
         self.span, self.noise = _begin(problem, noise, options, moves, known)
         self.over = OverSpan(problem, self.noise, self.span, moves, options.tolerance)
 
-    def start(self) -> State:
-        """Return the state that EM begins with."""
+    def start(self, known: State | None = None) -> State:
+        """Return the state that EM begins with; ``known`` is that of ``saved``, in an earlier run."""
+        if known is not None:
+            q = self.over.filled(known.own.q, self._rows)
+            return known._replace(own=known.own._replace(q=q))
         precision = self._options.prior_precision
         if precision is None:
             precision = _START * self.over.prior_variance()
         return State(precision.to(self.span.xi), self.problem.sigma)
 
-    def state(self) -> dict[str, Any]:
-        """Return the directions, which are not part of the state of EM."""
-        return self.span.state()
+    def saved(self, state: State) -> tuple[State, dict[str, Any]]:
+        """Return a state without rows for examples; these, and the directions."""
+        q, rows = state.own.q.parted()
+        of_q = Grown.of(*rows, numbers=self.over.share.numbers)
+        return state._replace(own=state.own._replace(q=q)), {**self.span.state(), "q": of_q}
 
     def is_exact(self, state: State) -> bool:
         """Whether samples and mean are within the tolerance."""
@@ -190,7 +197,9 @@ def _average(likelihood: Likelihood, over: OverSpan, q: Q) -> Tensor:
     """
     f, expected = over.f, over.expected
     curved = expected.product(q.curved.H, f.reshape(-1, 1)).view(f.shape)
-    kept = (curved * q.outputs).sum() / (curved * f).sum().clamp_min(1e-30)
+    sums = torch.stack([(curved * q.outputs).sum(), (curved * f).sum()])
+    of_mean, of_f = over.share.sum(sums)
+    kept = of_mean / of_f.clamp_min(1e-30)
     points = 0.0
     if likelihood.gives_probabilities:
         left = q.loss / max(expected.loss(torch.zeros_like(f), None), 1e-30)
@@ -208,15 +217,18 @@ def _at_examples(over: OverSpan, q: Q) -> tuple[Tensor, Tensor]:
 
     The leverages are (J w_k)ᵀ H J w_l / K, (n, K, K).
     """
-    (N, *outputs), K = over.expected.shape, len(q.samples)
+    (_, *outputs), K, N = over.expected.shape, len(q.samples), over.share.total
     number = min(N, _EXAMPLES, _NUMBERS // max(1, K * math.prod(outputs)))
     chosen = torch.linspace(0, N - 1, number, device="cpu").round().long()
     pushed = over.span.of_all.push(q.samples)
-    chosen = chosen.to(pushed.device)
-    Jw = pushed[chosen]
-    curved = over.expected.product(q.curved.H, Jw.flatten(0, -2), chosen).view_as(Jw)
+    places, rows = (part.to(pushed.device) for part in over.share.find(chosen))
+    Jw = pushed[rows]
+    curved = over.expected.product(q.curved.H, Jw.flatten(0, -2), rows).view_as(Jw)
     leverages = Jw.flatten(1, -2).mT @ curved.flatten(1, -2) / K
-    return Jw.movedim(-1, 1).contiguous(), leverages
+    found = Jw.movedim(-1, 1).contiguous(), leverages
+    every = [part.new_zeros(number, *part.shape[1:]).index_copy_(0, places, part) for part in found]
+    examples, leverages = map(over.share.sum, every)
+    return examples, leverages
 
 
 def _begin(

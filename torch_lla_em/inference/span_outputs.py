@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_lla_em.data import Share
 from torch_lla_em.jacobian import ParameterLayout
 
 _FEW = 4
@@ -23,10 +24,10 @@ MOST_STORED = 1 << 28
 
 
 class SpanOutputs:
-    """J V for m directions and all sites of all examples, (N C, m), in blocks of directions."""
+    """J V for m directions and all sites of a rank's N examples, (N C, m), in blocks of directions."""
 
-    def __init__(self, shape: torch.Size, features: Tensor | None = None):
-        self.shape = shape
+    def __init__(self, share: Share, shape: torch.Size, features: Tensor | None = None):
+        self._share, self.shape = share, shape
         """(N, ..., C) of the outputs."""
 
         self.features = features
@@ -91,10 +92,10 @@ class SpanOutputs:
             start += block.shape[1]
         if by_features:
             total = self._of_features(self._features(), total)
-        return total.view(*self.shape, -1)
+        return total.view(*self.shape, len(coordinates))
 
     def pull(self, u: Tensor, start: int = 0) -> Tensor:
-        """Return (J V)ᵀ u from direction ``start`` on, (k, m - start), for u (N ... C, k)."""
+        """Return (J V)ᵀ u from direction ``start`` on, (k, m - start), for u (N ... C, k) of every rank."""
         by_features = self._takes_features(u.shape[1])
         u = self._transposed(u) if by_features else u
         found, at = [u.new_zeros(u.shape[1], 0)], 0
@@ -103,14 +104,14 @@ class SpanOutputs:
             at += block.shape[1]
             if first < block.shape[1]:
                 found.append(u.T @ block[:, first:])
-        return torch.cat(found, 1)
+        return self._share.sum(torch.cat(found, 1))
 
     def pull_weights(self, u: Tensor, layout: ParameterLayout) -> Tensor:
-        """Return Jᵀ u, (k, P), for u (N ... C, k), if there are features."""
+        """Return Jᵀ u, (k, P), for u (N ... C, k) of every rank, if there are features."""
         pulled = self._transposed(u).view(-1, self.shape[-1], u.shape[1])
         counts = [size // self.shape[-1] for size in layout.sizes]  # of the weight, and of the bias
         parts = [part.permute(2, 1, 0).flatten(1) for part in pulled.split(counts)]
-        return torch.cat(parts, 1)
+        return self._share.sum(torch.cat(parts, 1))
 
     def part(self, start: int, stop: int) -> Tensor:
         """Return J V of examples from ``start`` to ``stop``, (n ... C, m)."""
@@ -147,7 +148,7 @@ class SpanOutputs:
     def _transposed(self, u: Tensor) -> Tensor:
         """Return hᵀ u, (D C, k), for u (N ... C, k)."""
         h = self._features().flatten(0, -2)
-        return (h.T @ u.reshape(len(h), -1)).view(-1, u.shape[1])
+        return (h.T @ u.reshape(len(h), self.shape[-1] * u.shape[1])).view(-1, u.shape[1])
 
     def _features(self) -> Tensor:
         """Return h, which exists."""

@@ -6,7 +6,6 @@ from torch_lla_em.problem.operators import (
     WhitenedGGN,
     WhitenedLoss,
     gathered,
-    is_same_order,
     pull_back,
 )
 from torch_lla_em.problem.plan import (
@@ -37,7 +36,6 @@ __all__ = [
     "WhitenedGGN",
     "WhitenedLoss",
     "gathered",
-    "is_same_order",
     "output_noise",
     "place_of_vectors",
     "prepare",

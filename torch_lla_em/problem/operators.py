@@ -1,18 +1,19 @@
 """What solvers and E-steps see of a problem: whitened products, and the outputs of all examples.
 
 Solvers multiply by A = D G D in whitened coordinates x = w / D. E-steps also keep outputs of the
-linear model for all examples at once, if their order is the same in every pass.
+linear model for all examples of a rank at once, if their order is the same in every pass.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Batch
+from torch_lla_em.data import Batch, Share
 from torch_lla_em.jacobian import Rows
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.sites import Sites
@@ -71,7 +72,10 @@ class WhitenedLoss:
 
 
 class Outputs(NamedTuple):
-    """f and J w of all examples, with their targets; outputs (N,) get an axis for one class."""
+    """f and J w of a rank's N examples, with their targets; outputs (N,) get an axis for one class."""
+
+    share: Share
+    """Which examples they are."""
 
     f: Tensor
     """(N, ..., C)."""
@@ -85,11 +89,19 @@ class Outputs(NamedTuple):
     weights: Tensor | None = None
     """(N,), or in the shape of the targets; None: all are 1."""
 
+    def is_followed_by(self, other: Outputs) -> bool:
+        """Whether every rank has the same examples in another pass."""
+        rows, sums = self.share.rows(other.share.numbers), [math.inf, 0.0]
+        if rows is not None and len(rows) == len(self.f):
+            sums = [part.norm().double().square().item() for part in (other.f - self.f, self.f)]
+        change, size = (self.share.add(part, self.f) for part in sums)
+        return _is_same_order(change, size)
+
 
 def gathered(
     problem: Problem, pushed: list[tuple[Batch, Tensor, Tensor]], K: int
 ) -> Outputs | None:
-    """Return f and J w of all examples from those of batches; None if they differ in shape.
+    """Return f and J w of this rank's examples from those of batches; None if they differ in shape.
 
     In place of J w, it may be any other tensors (K, B, ...).
     """
@@ -104,38 +116,45 @@ def gathered(
         return None
     if not of_f:  # the last axis is that of the classes
         of_f, of_targets, of_Jw = [1], [1, *of_targets], of_Jw or [1]
-    N = problem.data.facts.num_rows
+    numbers = [torch.zeros(0, dtype=torch.long, device="cpu"), *(b.rows for b, _, _ in pushed)]
+    share = Share(torch.cat(numbers).sort()[0], problem.data.facts.num_rows, group)
+    N = len(share.numbers)
     found = Outputs(
+        share,
         like.new_zeros(N, *of_f),
         like.new_zeros(N, *of_targets, dtype=getattr(torch, dtype.split(".")[1])),
         like.new_zeros(K, N, *of_Jw),
         None if of_weights is None else like.new_zeros(N, *of_weights),
     )
     for batch, f, Jw in pushed:
-        rows = batch.rows.to(like.device)
+        rows = share.find(batch.rows)[1].to(like.device)
         found.f[rows] = f.to(like).view(-1, *of_f)
         found.targets[rows] = batch.targets.to(like.device).view(-1, *of_targets)
         found.Jw[:, rows] = Jw.to(like).view(K, -1, *of_Jw)
         if found.weights is not None:
             found.weights[rows] = batch.weights.to(like)
-    return Outputs(*(part if part is None else group.sum(part) for part in found))
+    return found
 
 
 def pull_back(
-    problem: Problem, u: Tensor, known: Tensor, sites: Sites | None = None
+    problem: Problem, u: Tensor, known: Outputs, sites: Sites | None = None
 ) -> Tensor | None:
     """Return Jᵀ u, shape (K, P), for u (K, N, ..., C); None if the order of the examples has changed.
 
-    ``known`` are the outputs f, (N, ..., C), in the order of u; with ``sites``, both are those at
-    these. Ranks share sums only, whose size does not depend on N.
+    ``known`` has the outputs f in the order of u; with ``sites``, both are those at these. Ranks
+    share sums only, whose size does not depend on N.
     """
 
     def add(rows: Rows, batch: Batch, columns: Tensor, sums: Sums) -> None:
         problem.inspect(rows, batch)
-        here = batch.rows.to(u.device)
+        here = known.share.rows(batch.rows)
+        if here is None:
+            sums["change"] += math.inf
+            return
+        here = here.to(u.device)
         f = rows.f if sites is None else sites.take(rows.f, batch.rows)
-        expected = known[here]
-        change = (f.to(known).view_as(expected) - expected).norm().double().square()
+        expected = known.f[here]
+        change = (f.to(expected).view_as(expected) - expected).norm().double().square()
         size = expected.norm().double().square()
         own = u[columns.to(u.device)[:, None], here]  # u[columns] would be copied for every batch
         if sites is not None:
@@ -147,12 +166,12 @@ def pull_back(
     task = Pass({"Ju": BLOCK, "change": SCALAR, "size": SCALAR}, add)
     sums = problem.sweep(torch.arange(len(u), device="cpu"), task)
     problem.cost.add(0.5 * len(u))
-    return sums["Ju"] if is_same_order(sums["change"], sums["size"]) else None
+    return sums["Ju"] if _is_same_order(sums["change"].item(), sums["size"].item()) else None
 
 
-def is_same_order(change: Tensor, size: Tensor) -> bool:
+def _is_same_order(change: float, size: float) -> bool:
     """Whether outputs belong to the same examples as before, by the squared norms of change and outputs."""
-    return bool(change <= _REORDERED**2 * size)
+    return change <= _REORDERED**2 * size
 
 
 def _the_same(every: list[list[list[Any]]]) -> list[Any]:

@@ -389,6 +389,6 @@ def _first_noise(sums: Sums, count: int, is_learnt: bool) -> float:
 
 def output_noise(seed: int, samples: Tensor, rows: Tensor, at: Tensor) -> Tensor:
     """Return ε, shape (K, B, ..., C), keyed by (seed, sample, row), for outputs (B, ..., C)."""
-    near, entries = rows.to(at.device, non_blocking=True), at[0].numel()
+    near, entries = rows.to(at.device, non_blocking=True), at.shape[1:].numel()
     noise = normals(seed, _EPSILON_STREAM, samples.tolist(), near, entries)
     return noise.to(at.dtype).view(len(samples), *at.shape)

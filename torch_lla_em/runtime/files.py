@@ -279,12 +279,16 @@ class Grown(NamedTuple):
     """A unique name: see ``new_key``."""
 
     parts: list[Any]
-    """The tensors; in a file of a checkpoint the names of their blocks."""
+    """The tensors; in a file of a checkpoint the names of the blocks of each."""
+
+    numbers: Tensor | None = None
+    """Numbers of the examples whose rows the tensors have, which differ between ranks; None: every rank has
+    the whole tensors."""
 
     @classmethod
-    def of(cls, *parts: Tensor) -> Grown:
+    def of(cls, *parts: Tensor, numbers: Tensor | None = None) -> Grown:
         """Return a new list of these tensors."""
-        return cls(new_key(), list(parts))
+        return cls(new_key(), list(parts), numbers)
 
 
 def new_key() -> str:

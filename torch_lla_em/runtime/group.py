@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +26,10 @@ class Group:
         """Return the sum over ranks, in place and bitwise the same on every rank."""
         return total
 
+    def add(self, number: float, device: torch.device) -> float:
+        """Return the sum of every rank's number, by way of a device that the group supports."""
+        return number
+
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows (m, ...) of all ranks, in their order, shape (Σ m, ...)."""
         return rows
@@ -33,6 +37,10 @@ class Group:
     def from_first(self, tensor: Tensor) -> Tensor:
         """Return rank 0's tensor, of the same shape on every rank."""
         return tensor
+
+    def each(self, tensor: Tensor) -> Iterator[Tensor]:
+        """Yield the tensor of every rank, one at a time; they may differ in shape."""
+        yield tensor
 
     def joined(self) -> Group:
         """Return this group once all ranks are here; with gloo, the error names a missing rank."""
@@ -57,6 +65,10 @@ class ProcessGroup(Group):
         dist.all_reduce(total)
         return total
 
+    def add(self, number: float, device: torch.device) -> float:
+        """Return the sum of every rank's number."""
+        return self.sum(torch.tensor(number, dtype=torch.float64, device=device)).item()
+
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows of all ranks, which may differ in number."""
         shapes = self.meet(tuple(rows.shape), list)
@@ -74,6 +86,13 @@ class ProcessGroup(Group):
         tensor = tensor.clone()
         dist.broadcast(tensor, 0)
         return tensor
+
+    def each(self, tensor: Tensor) -> Iterator[Tensor]:
+        """Yield the tensor of every rank."""
+        for rank, shape in enumerate(self.meet(tuple(tensor.shape), list)):
+            here = tensor.contiguous() if rank == self.rank else tensor.new_empty(shape)
+            dist.broadcast(here, rank)
+            yield here
 
     def joined(self) -> Group:
         """Return this group once all ranks are here."""

@@ -1,0 +1,58 @@
+"""The examples of this rank among those of all ranks, and sums over all examples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.runtime import Group
+
+
+@dataclass(frozen=True)
+class Share:
+    """The n examples of this rank among the N of all ranks.
+
+    Of tensors with a row for every example, a rank has its own rows only. Whatever is summed over
+    examples is summed over ranks here, so that every rank has the same result, which has no such rows.
+    """
+
+    numbers: Tensor
+    """Numbers of this rank's examples, ascending, (n,), on the CPU."""
+
+    total: int
+    """N."""
+
+    group: Group = Group()
+
+    @classmethod
+    def whole(cls, total: int) -> Share:
+        """Return the share of a single process."""
+        return cls(torch.arange(total, device="cpu"), total)
+
+    def sum(self, own: Tensor) -> Tensor:
+        """Return the sum over ranks of what each has found for its own examples, in place."""
+        return self.group.sum(own)
+
+    def add(self, own: float, like: Tensor) -> float:
+        """Return the sum of every rank's number, by way of the device of a tensor."""
+        return self.group.add(own, like.device)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean of every column over all examples, (C,), for as many rows (m, C) of each."""
+        weight = len(self.numbers) / max(1, self.total)
+        return self.sum(weight * (values.sum(0) / max(1, len(values))))
+
+    def rows(self, numbers: Tensor) -> Tensor | None:
+        """Return the rows of examples here, (B,); None if some are not this rank's."""
+        places, rows = self.find(numbers)
+        return rows if len(places) == len(numbers) else None
+
+    def find(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the places of this rank's examples among ``numbers``, and their rows here."""
+        rows = torch.searchsorted(self.numbers, numbers)
+        places = (rows < len(self.numbers)).nonzero()[:, 0]
+        rows = rows[places]
+        own = self.numbers[rows] == numbers[places]
+        return places[own], rows[own]

@@ -1,6 +1,6 @@
 """Estimators as people train them: their own uncertainty, and that of a posterior of their network.
 
-    python benchmarks/estimators.py                             # a quarter of an hour
+    python benchmarks/estimators.py                             # all tables: an hour on a busy core
     python benchmarks/estimators.py --tables saheart --libraries skorch --seeds 0
     python benchmarks/estimators.py --report                    # the summary of results/estimators.jsonl
 
@@ -181,14 +181,22 @@ def summary(records: list[dict]) -> str:
         line = {"library": library, "method": method}
         if classes:
             for name, key in (("NLL, classes", "nll"), ("Brier", "score")):
-                line[name] = exp(mean(log(r[key] / base[key]) for r, base in classes))
+                line[name] = exp(_mean(classes, lambda r, base, key=key: log(r[key] / base[key])))
         if numbers:
-            line["NLL, numbers"] = mean(r["nll"] - base["nll"] for r, base in numbers)
-            line["CRPS"] = exp(mean(log(r["score"] / base["score"]) for r, base in numbers))
+            line["NLL, numbers"] = _mean(numbers, lambda r, base: r["nll"] - base["nll"])
+            line["CRPS"] = exp(_mean(numbers, lambda r, base: log(r["score"] / base["score"])))
         if "seconds" in group[0][0]:
-            line["price"] = exp(mean(log(r["seconds"] / r["train_seconds"]) for r, _ in group))
+            line["price"] = exp(_mean(group, lambda r, _: log(r["seconds"] / r["train_seconds"])))
         lines.append(line)
     return markdown.table(lines, {"library": "library", "method": "method"}, COLUMNS)
+
+
+def _mean(pairs: list[tuple[dict, dict]], of: Callable[..., float]) -> float:
+    """Return the mean over tables of means over seeds."""
+    tables: dict[str, list[float]] = {}
+    for r, base in pairs:
+        tables.setdefault(r["table"], []).append(of(r, base))
+    return mean(map(mean, tables.values()))
 
 
 COLUMNS = {

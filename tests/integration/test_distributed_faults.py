@@ -148,29 +148,31 @@ def test_other_devices_are_refused():
         compare_ranks(Two(), torch.device("cpu"), {})
 
 
-def fit_with_checkpoint(rank, folder, saves, curvature):
+def fit_with_checkpoint(rank, folder, saves, curvature, parameters):
     with dying_after(saves):
-        return facts(fit(folder=folder, curvature=curvature))
+        return facts(fit(folder=folder, curvature=curvature, parameters=parameters))
 
 
 CHANGES = [
-    (2, 3, "network", (1, 1)),
-    (3, 2, "variational", (1, 1)),
-    (2, 1, "variational", (1, 1)),
-    (1, 2, "linear", (1, 1)),
-    (2, 2, "linear", (1, 1)),
+    (2, 3, "network", "all", (1, 1)),
+    (3, 2, "variational", "all", (1, 1)),
+    (3, 2, "variational", "last_layer", (1, 1)),
+    (1, 2, "variational", "all", (2,)),
+    (1, 2, "linear", "all", (1, 1)),
+    (2, 2, "linear", "all", (1, 1)),
 ]
 
 
 @pytest.mark.parametrize(
-    "before, after, curvature, deaths",
-    daily((2, 1, "variational", (2,)), rest=CHANGES),
+    "before, after, curvature, parameters, deaths",
+    daily((2, 1, "variational", "all", (2,)), rest=CHANGES),
 )
-def test_fits_go_on_with_other_ranks(before, after, curvature, deaths, tmp_path):
-    whole, folder = facts(fit(curvature=curvature)), tmp_path / "run"
+def test_fits_go_on_with_other_ranks(before, after, curvature, parameters, deaths, tmp_path):
+    whole, folder = facts(fit(curvature=curvature, parameters=parameters)), tmp_path / "run"
 
     def run(size, name, saves):
-        return ranks.run(size, fit_with_checkpoint, tmp_path / name, folder, saves, curvature)
+        options = folder, saves, curvature, parameters
+        return ranks.run(size, fit_with_checkpoint, tmp_path / name, *options)
 
     for number, saves in enumerate(deaths):  # after the noise, and after a step of EM
         broken = run(before, f"broken {number}", saves)

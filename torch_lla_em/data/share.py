@@ -39,6 +39,10 @@ class Share:
         """Return the sum of every rank's number, by way of the device of a tensor."""
         return self.group.add(own, like.device)
 
+    def agreed(self, tensor: Tensor) -> Tensor:
+        """Return rank 0's tensor: what every rank computes in the same way may be rounded differently."""
+        return self.group.from_first(tensor)
+
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean of every column over all examples, (C,), for as many rows (m, C) of each."""
         weight = len(self.numbers) / max(1, self.total)

@@ -134,9 +134,10 @@ class OverSpan:
         noise = S_noise.flatten(1).T
         G, eta = self._gram(H, old), self.span.of_all.pull(noise, old).double()
         if known is None:
-            return Curvature.of(G, self.span.xi, eta, H, S_noise)
+            return Curvature.of(G, (self.span.xi, eta), (H, S_noise), self.share)
         G = torch.cat([torch.cat([known.G, G[:old].T]), G], dim=1)
-        grown = Curvature.of(G, self.span.xi, torch.cat([known.eta, eta], dim=1), H, S_noise)
+        eta = torch.cat([known.eta, eta], dim=1)
+        grown = Curvature.of(G, (self.span.xi, eta), (H, S_noise), self.share)
         near = known.at_mode
         return grown if near is None else grown._replace(at_mode=self.curved(near.H, near))
 
@@ -292,7 +293,8 @@ class OverSpan:
                 break
             if expected.refreshes and size > _SLOW * before:
                 curved = curved._replace(at_mode=self.curved(h))
-            before, step = size, -(curved.at_mode or curved).solve(slope, precision)
+            before = size
+            step = self.share.agreed(-(curved.at_mode or curved).solve(slope, precision))
             moved, fall, length = self.outputs(step), (slope @ step).item(), 1.0
             rounding = _ROUNDINGS * torch.finfo(h.dtype).eps * abs(loss)
             while length > _SHORTEST:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_lla_em.data import Share
 from torch_lla_em.inference.evidence import Spectrum
 
 
@@ -35,11 +36,14 @@ class Curvature(NamedTuple):
     """The same with a fixed H near the mode, for steps to the mode; None: this one is used."""
 
     @classmethod
-    def of(cls, G: Tensor, xi: Tensor, eta: Tensor, H: Tensor, S_noise: Tensor) -> Curvature:
-        """Return G with its eigenvectors, of the coordinates of ξ and η."""
-        values, vectors = torch.linalg.eigh(0.5 * (G + G.T))
+    def of(
+        cls, G: Tensor, noise: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor], share: Share
+    ) -> Curvature:
+        """Return G with its eigenvectors, of the coordinates of ξ and η, and of H and S ε."""
+        values, vectors = map(share.agreed, torch.linalg.eigh(0.5 * (G + G.T)))
+        xi, eta = noise
         spectrum = Spectrum(values.clamp_min(0), xi @ vectors, eta @ vectors)
-        return cls(G, eta, vectors, spectrum, H, S_noise)
+        return cls(G, eta, vectors, spectrum, *rows)
 
     def without_rows(self) -> Curvature:
         """Return it without its rows for examples."""

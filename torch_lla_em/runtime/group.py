@@ -83,7 +83,7 @@ class ProcessGroup(Group):
 
     def from_first(self, tensor: Tensor) -> Tensor:
         """Return rank 0's tensor."""
-        tensor = tensor.clone()
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
         dist.broadcast(tensor, 0)
         return tensor
 

@@ -168,7 +168,7 @@ class Session:
         if trial is None:
             return plan
         self._trial, self._course = trial, Course.of(problem, options, trial.classes)
-        rows = self._expected_rows() / self._group.size
+        rows = self._expected_rows() * problem.data.largest_share
         if rows == math.inf:
             return plan
         plan = plan._replace(memory=memory_of(problem, trial, self._course, plan, rows))
@@ -249,7 +249,7 @@ class Session:
         if self._trial is None or self._course is None:
             return
         if progress.state is None:
-            rows = data.facts.num_rows / self._group.size
+            rows = data.facts.num_rows * data.largest_share
             self._left = (
                 time_of(self._trial, self._course, rows, self.problem.sweep.factors.room),
                 now,

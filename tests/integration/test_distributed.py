@@ -144,13 +144,15 @@ LOADERS = batches, in_one_batch, in_order, shuffled, streamed, sampled
 
 
 def one_pass(loader):
-    """Return this rank's inputs by the number of their row, and what a pass counts."""
+    """Return this rank's inputs by the number of their row, what a pass counts, and the largest shares."""
     problem = tiny.tiny("regression").problem()
     data = Data(loader(tiny.tiny("regression")), torch.device("cpu"), group=current_group())
+    before = data.largest_share
     rows = {int(n): x.tolist() for batch in data for n, x in zip(batch.rows, batch.inputs)}
     problem = Problem(problem.linear_model, problem.likelihood, data)
     problem.ggn_product(problem.zeros(1))
-    return rows, (data.facts.num_rows, data.facts.num_targets, data.facts.num_outputs)
+    counts = data.facts.num_rows, data.facts.num_targets, data.facts.num_outputs
+    return rows, counts, (before, data.largest_share)
 
 
 def by_sgd(loader):
@@ -225,12 +227,17 @@ def test_ranks_fit_what_one_process_fits(size, name, is_daily, together):
 @pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loader.__name__)
 def test_ranks_share_out_rows_by_their_numbers(size, loader, together):
     """A rank may have no examples; together the ranks have each example once."""
-    expected, counts = one_pass_alone(loader)
+    expected, counts, alone = one_pass_alone(loader)
     passes = [found["passes"][loader.__name__] for found in together(size, True)]
-    shares = [share for share, _ in passes]
+    shares = [share for share, *_ in passes]
     assert sum(map(len, shares)) == len(expected)
     assert {n: x for share in shares for n, x in share.items()} == expected
-    assert all(found == counts for _, found in passes)
+    assert all(found == counts for _, found, _ in passes) and alone == (1, 1)
+    for _, _, (by_batches, by_examples) in passes:
+        assert by_examples == max(map(len, shares)) / len(expected)
+        known = loader(tiny.tiny("regression"))
+        if isinstance(known, list):
+            assert by_batches == math.ceil(len(known) / size) / len(known)
     assert shares[1] or loader is in_one_batch
 
 

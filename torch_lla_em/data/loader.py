@@ -113,8 +113,8 @@ class Data:
         self.facts = Facts()
         """What the first pass has found."""
 
-        self.largest_share = 1 / group.size
-        """The largest share of the examples that a rank had in the last pass."""
+        self._most = 0
+        """The largest number of examples of a rank in the last pass."""
 
         self.num_passes = 0
 
@@ -165,9 +165,8 @@ class Data:
             yield from self._counted(joined(read, self.merge_rows), own, candidate, tally)
             if self.group.size == 1:
                 self._num_steps = self._reader.num_read
-        whole, most = self.group.meet(own, _merged)
+        whole, self._most = self.group.meet(own, _merged)
         self._end(whole, tally)
-        self.largest_share = most / whole.num_rows
         self._bytes = size
         if not self._changes and candidate.room > 0:
             self.cache = candidate
@@ -177,6 +176,16 @@ class Data:
     def num_batches(self) -> int:
         """Return the number of batches of a pass over all ranks; 0 if it is not known without one."""
         return self._source.num_batches()
+
+    @property
+    def largest_share(self) -> float:
+        """The largest share of the examples that a rank has; before the first pass, of the batches."""
+        if self.group.size == 1:
+            return 1.0
+        if self._most:
+            return self._most / self.facts.num_rows
+        batches, size = self.num_batches(), self.group.size
+        return -(-batches // size) / batches if batches else 1 / size
 
     def num_steps(self) -> int | None:
         """Return the number of batches per rank of the last pass; None if it is not known."""

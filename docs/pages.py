@@ -16,6 +16,7 @@ import contextlib
 import io
 import json
 import re
+import sys
 import time
 from base64 import b64encode
 from pathlib import Path
@@ -82,7 +83,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Label the cells of tables, which become lists on narrow screens, and link figures to their files."""
+    """Label the cells of tables, which may become lists on narrow screens, and link figures to their files."""
     html = re.sub(r'<img [^>]*src="([^"]*)"[^>]*>', r'<a href="\1">\g<0></a>', html)
     # griffe writes types such as "str, list or callable" as a tuple, in brackets
     html = re.sub(
@@ -102,10 +103,16 @@ def labelled(table: str) -> str:
         remaining = iter(titles)
         return re.sub(r"<td", lambda _: f'<td data-label="{next(remaining, "")}"', row[0])
 
+    cells = re.findall(r"<td\b[^>]*>(.*?)</td>", table, re.DOTALL)
+    others = [re.sub(r"<.*?>", "", cell) for i, cell in enumerate(cells) if i % len(titles)]
+    is_short = len(titles) > 2 and sum(map(len, others)) <= _SHORT * len(others)
     table = re.sub(r"<tr>.*?</tr>", label, table, flags=re.DOTALL)
-    return table.replace(
-        "<table>", "<table data-stack data-wide>" if len(titles) > 8 else "<table data-stack>"
-    )
+    kind = "data-numbers" if is_short else "data-stack"
+    return table.replace("<table>", f"<table {kind}{' data-wide' * (len(titles) > 8)}>")
+
+
+_SHORT = 8
+"""Mean number of characters of cells up to which the rows of a table are not shown as lists on narrow screens."""
 
 
 def version() -> str:
@@ -160,12 +167,14 @@ def api_pages() -> dict[str, str]:
                 f"\n::: {address(name, member)}\n    options:\n      heading_level: 3\n"
                 for member in others
             )
-        pages[f"api/{name}.md"] = f"# torch_lla_em.{name}\n\n{purpose}\n{blocks}"
+        pages[f"api/{name}.md"] = f"{LESS}# torch_lla_em.{name}\n\n{purpose}\n{blocks}"
         rows[name] = f"| [{name}]({name}.md) | {', '.join(f'`{member}`' for member in names)} |"
     for name in MODULES:
         if (PACKAGE / f"{name}.py").exists():
             options = "    options:\n      show_root_heading: false\n"
-            pages[f"api/{name}.md"] = f"# torch_lla_em.{name}\n\n::: torch_lla_em.{name}\n{options}"
+            pages[f"api/{name}.md"] = (
+                f"{LESS}# torch_lla_em.{name}\n\n::: torch_lla_em.{name}\n{options}"
+            )
             members = (f"`{member}`" for member in defined_names(PACKAGE / f"{name}.py"))
             rows[name] = f"| [{name}]({name}.md) | {', '.join(members)} |"
     users = "\n".join(rows[name] for name in rows if name not in internal)
@@ -186,6 +195,9 @@ DEVELOPERS = """
 
 These names can change in any release.
 """
+
+LESS = "---\nsearch:\n  boost: 0.3\n---\n\n"
+"""In searches, the reference comes after the guide and the tutorials."""
 
 API = """# API reference
 
@@ -244,6 +256,15 @@ def cells(path: Path) -> list[Cell]:
     return found
 
 
+_HELPER = re.compile(r"^from helpers\.(\w+) import .*\n", re.MULTILINE)
+
+
+def helper(name: str) -> str:
+    """Return the code of the data and the training of an example, if they are in a module of their own."""
+    found = _HELPER.search((EXAMPLES / f"{name}.py").read_text())
+    return (EXAMPLES / "helpers" / f"{found[1]}.py").read_text() if found else ""
+
+
 def tutorial_pages(names: list[str]) -> dict[str, str]:
     """Return the page of every example, and the index of all tutorials, by their paths."""
     rows, pages = [], {}
@@ -259,6 +280,8 @@ def tutorial_pages(names: list[str]) -> dict[str, str]:
             parts.append(f"\n```python\n{cell.text}\n```\n" if cell.is_code else f"\n{cell.text}\n")
             if cell.is_code:
                 parts.append(as_markdown(next(outputs)))
+        if helper(name):
+            parts.append(f"\n## Data and training\n\n```python\n{helper(name)}```\n")
         title = parts[1].strip().splitlines()[0]
         pages[f"tutorials/{name}.md"] = (
             title + "\n" + head + parts[1].replace(title, "", 1) + "".join(parts[2:])
@@ -302,9 +325,12 @@ def notebook(name: str) -> str:
     shown = iter(json.loads((SHOWN / f"{name}.json").read_text())["outputs"])
     origin = f" @ git+{repository()}" if repository() else ""
     found = [_cell("setup", INSTALL.format(origin=origin), [])]
+    if helper(name):
+        found.append(_cell("helper", helper(name).rstrip("\n"), []))
     for number, cell in enumerate(cells(EXAMPLES / f"{name}.py")):
         outputs = _outputs(next(shown)) if cell.is_code else None
-        text = cell.text if cell.is_code else re.sub(r"\]\(\.\./", "](../../docs/", cell.text)
+        code = _HELPER.sub("", cell.text)
+        text = code if cell.is_code else re.sub(r"\]\(\.\./", "](../../docs/", cell.text)
         text = text.replace("](index.md)", "](../)")
         found.append(_cell(f"cell-{number}", text, outputs))
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
@@ -338,6 +364,7 @@ def record(name: str) -> None:
 
     SHOWN.mkdir(exist_ok=True)
     path, outputs = EXAMPLES / f"{name}.py", []
+    sys.path.insert(0, str(EXAMPLES))  # as python examples/NAME.py does
     names = {"__name__": "__main__", "__file__": str(path)}
     began = time.process_time()
     for number, cell in enumerate(cell for cell in cells(path) if cell.is_code):

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # Checkpoints and distributed fits
+# # Several machines, and fits that resume
 #
 # A fit of a large network on many examples can take as long as its training. Like a training, it
 # can be resumed from a checkpoint and distributed over several machines. Neither changes the

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # Hugging Face transformers and LoRA
+# # Fine-tuning with LoRA: Hugging Face transformers
 #
 # A small BERT classifies sentences from documentation: are they from numpy, torch or the standard
 # library? (Docstrings are real text that needs no download.) We fit posteriors over the last

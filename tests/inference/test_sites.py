@@ -86,3 +86,26 @@ def test_some_sites_give_the_mean_of_all_and_nearly_their_covariance(parameters,
     # without the weights of sites, the variance would be 64 / 24 times as large
     spread = [fitted.predict(x).variance.mean().log() for fitted in (la, whole)]
     assert abs(spread[0] - spread[1]) < 0.5
+
+
+def test_the_mean_is_that_of_all_sites_if_the_feature_of_a_few_is_not_kept(monkeypatch):
+    torch.manual_seed(0)
+    model, x = nn.Conv2d(4, 3, 1).double(), draw(12, 4, 16, 16)
+    rare = torch.rand(12, 256) < 0.01
+    rare = rare.scatter(1, Sites(8, 256, 0).of(torch.arange(12)), False).view(12, 16, 16)
+    x[:, 3] = 20 * rare * (1 + draw(12, 16, 16, seed=1).abs())
+    y = (x[:, :3] + draw(12, 3, 16, 16, seed=2)).argmax(1)
+    y[rare] = torch.randint(3, (int(rare.sum()),))
+    monkeypatch.setattr(sites, "KEPT_OUTPUTS", 12 * 8 * 3)
+    options = {"class_dim": 1, "num_samples": 4, "g_prior": False, "parameters": "last_layer"}
+    la = LinearisedLaplace(model, Classification(), **options)
+    la.fit(list(zip(x.split(5), y.split(5))), progress_bar=False)
+
+    def objective(w):
+        f = functional.conv2d(x, w[:12].view(3, 4, 1, 1), w[12:])
+        return functional.cross_entropy(f, y, reduction="sum") + la.prior_precision / 2 * w @ w
+
+    gradient = torch.func.grad(objective)(la.w_lin)
+    step = torch.linalg.solve(torch.func.hessian(objective)(la.w_lin), gradient)
+    # the variance of q, which this objective has not, moves the mean by less than a standard deviation
+    assert (gradient @ step).sqrt() < 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,63 +11,91 @@ from torch import Tensor
 from torch_lla_em.inference.expectations import FixedH
 from torch_lla_em.inference.span import Span
 from torch_lla_em.problem import Problem, Sites
+from torch_lla_em.solvers import BFGS, DivergenceError
 
-_HALVED = 5
-"""How often a step of the mean is halved until the loss of all sites decreases."""
+_PASSES = 20
+"""Largest number of passes with one column for a mean."""
 
+_SHORTEST, _LONGEST = 0.05, 0.5
+"""Factors by which a step is shortened if it does not lower the objective."""
 
-class Anchor(NamedTuple):
-    """The loss of all sites less that of the sites that are kept, to first order in the mean."""
-
-    mean: Tensor
-    """The mean at which it is exact, (m,)."""
-
-    loss: float
-    slope: Tensor
-    """(m,)."""
+_ROUNDINGS = 100
+"""A step that shortens the gradient may increase the objective by this multiple of its rounding error."""
 
 
 class AllSites:
-    """Corrects the loss of the sites that are kept.
+    """Finds the mean of all sites, although H and its expectations are those of some.
 
-    With the correction, the loss at the mean m has the value and the gradient of all sites at its
-    anchor, so that the optimum that is found from there, and then from the next anchor, is that of
-    all sites, although H and its expectations are those of some.
+    Each pass with one column gives the loss of all sites at a mean and its gradient. What draws add to
+    both is that of the sites that are kept. The curvature of the kept sites is only where BFGS starts:
+    a feature that is active at few sites may be missing there.
     """
 
     def __init__(self, problem: Problem, span: Span, expected: FixedH, sites: Sites):
         self._problem, self._span, self._expected, self._sites = problem, span, expected, sites
-        self._anchor: Anchor | None = None
         self._known: list[tuple[Tensor, float, Tensor]] = []
         """The last two means, with the loss and gradient of all sites there."""
 
-    @property
-    def slope(self) -> Tensor | float:
-        """What the other sites add to the gradient, (m,)."""
-        return 0.0 if self._anchor is None else self._anchor.slope
+        self._inverse: BFGS | None = None
+        """The inverse Hessian of the last minimum."""
 
-    def is_at(self, mean: Tensor) -> bool:
-        """Whether the anchor is at a mean."""
-        return self._anchor is not None and torch.equal(self._anchor.mean, mean)
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        """Steps over the present span, and what they changed of the gradient of the loss."""
 
-    def loss(self, mean: Tensor) -> float:
-        """Return what the other sites add to the loss at a mean."""
-        anchor = self._anchor
-        return 0.0 if anchor is None else anchor.loss + (anchor.slope @ (mean - anchor.mean)).item()
+    def loss(self, mean: Tensor, outputs: Tensor) -> float:
+        """Return what the other sites add to the loss at a mean, for J m at those that are kept."""
+        return self._of_all(mean)[0] - self._expected.loss(outputs, None)
 
-    def anchored(self, mean: Tensor, precision: float = 0.0, draws: Tensor | None = None) -> Tensor:
-        """Move the anchor to a mean and return it.
+    def minimum(
+        self,
+        mean: Tensor,
+        precision: float,
+        draws: Tensor | None,
+        solve: Callable[[Tensor, float], Tensor],
+        tolerance: float,
+    ) -> Tensor:
+        """Return the minimum of E[loss] of all sites plus the prior, (m,), from a mean.
 
-        If the objective of all sites at this λ is higher there than at the last anchor, it is moved only
-        part of the way. ``draws`` are those of the outputs that are kept, less their mean.
+        ``draws`` are those of the outputs that are kept, less their mean, and ``solve`` multiplies by (G + λ)⁻¹
+        of the kept sites. The error of the minimum, in this metric, is at most the ``tolerance`` relative
+        to the norm of the mean under the prior, unless the passes do not suffice.
         """
-        mean = self._no_worse(mean, precision, draws)
-        loss, gradient = self._of_all(mean)
-        h, expected = self._outputs(mean), self._expected
-        pulled = self._span.of_all.pull(expected.slope(h, None).view(-1, 1))[0]
-        slope = (self._span.coordinates(gradient[None])[0] - pulled).double()
-        self._anchor = Anchor(mean, loss - expected.loss(h, None), slope)
+        value, slope = self._objective(mean, precision, draws)
+        self._inverse = inverse = BFGS(lambda g: solve(g, precision))
+        self._pairs = [pair for pair in self._pairs if len(pair[0]) == len(mean)]
+        for step, change in self._pairs:
+            inverse.learn(step, change + precision * step)
+        length = 1.0
+        for _ in range(_PASSES):
+            if not (math.isfinite(value) and slope.isfinite().all()):
+                raise DivergenceError(
+                    "The gradient of the linear model is not finite: check the model's outputs "
+                    "and the targets for extreme values."
+                )
+            step = -inverse.times(slope)
+            fall, size = -(slope @ step).item(), max(1.0, precision * (mean @ mean).item())
+            if fall <= tolerance**2 * size:
+                break
+            step *= length
+            there, slope_there = self._objective(mean + step, precision, draws)
+            rounding = _ROUNDINGS * torch.finfo(self._problem.dtype).eps * abs(value)
+            closer = slope_there @ inverse.times(slope_there) < fall
+            if there < value or (closer and there <= value + rounding):
+                change = slope_there - slope
+                self._pairs.append((step, change - precision * step))
+                inverse.learn(step, change)
+                mean, value, slope, length = mean + step, there, slope_there, 1.0
+            else:  # to where the gradient along the step vanishes, if it is linear
+                rise = (slope_there @ step).item()
+                share = length * fall / max(length * fall + rise, 1e-300)
+                length *= min(_LONGEST, max(_SHORTEST, share if share == share else 0.0))
         return mean
+
+    def square(self, residual: Tensor) -> Tensor:
+        """Return the squared error of the last minimum, (), from its residual (m,)."""
+        if self._inverse is None:
+            raise AttributeError("There is no minimum yet.")
+        return residual @ self._inverse.times(residual)
 
     def pulled(self, mean: Tensor, outputs: Tensor, u: Tensor) -> Tensor | None:
         """Return Jᵀ u, (k, P), whose last row has the gradient of all sites at the mean.
@@ -87,34 +116,20 @@ class AllSites:
         variance, total = self._span.share.sum(torch.stack([variance, of_site.sum()]))
         return float(variance.sqrt() / total.clamp_min(1e-300))
 
-    def _no_worse(self, mean: Tensor, precision: float, draws: Tensor | None) -> Tensor:
-        """Return the mean, or one on the way to it, with an objective no higher than the anchor's."""
-        anchor = self._anchor
-        if anchor is None:
-            return mean
-        last = mean.new_zeros(len(mean))
-        last[: len(anchor.mean)] = anchor.mean
-        least = self._objective(last, precision, draws)
-        for _ in range(_HALVED):
-            if self._objective(mean, precision, draws) <= least:
-                return mean
-            mean = 0.5 * (mean + last)
-        return last
-
-    def _objective(self, mean: Tensor, precision: float, draws: Tensor | None) -> float:
-        """Return E[loss] of all sites and the prior, where what draws add is that of the kept sites."""
-        total, expected = (
-            self._of_all(mean)[0] + 0.5 * precision * (mean @ mean).item(),
-            self._expected,
-        )
+    def _objective(
+        self, mean: Tensor, precision: float, draws: Tensor | None
+    ) -> tuple[float, Tensor]:
+        """Return E[loss] of all sites and the prior, and its gradient, (m,)."""
+        loss, gradient = self._of_all(mean)
+        value = loss + 0.5 * precision * (mean @ mean).item()
+        slope = self._span.coordinates(gradient[None])[0].double() + precision * mean
         if draws is not None:
-            h = self._outputs(mean)
-            total += expected.loss(h, draws) - expected.loss(h, None)
-        return total
-
-    def _outputs(self, mean: Tensor) -> Tensor:
-        """Return J m at the sites that are kept."""
-        return self._span.of_all.push(mean[None])[..., 0].contiguous()
+            of_all, expected = self._span.of_all, self._expected
+            h = of_all.push(mean[None])[..., 0].contiguous()
+            value += expected.loss(h, draws) - expected.loss(h, None)
+            u = expected.slope(h, draws) - expected.slope(h, None)
+            slope += of_all.pull(u.view(-1, 1))[0].double()
+        return value, slope
 
     def _of_all(self, mean: Tensor) -> tuple[float, Tensor]:
         """Return the loss of all sites at a mean and its gradient in scaled weights, by one pass."""

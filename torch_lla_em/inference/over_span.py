@@ -40,9 +40,6 @@ _ROUNDINGS = 10
 _COLUMNS = 64
 """Columns of G that are computed at once."""
 
-_ANCHORS, _ANCHOR_STEPS = 10, 5
-"""Largest number of passes for the mean of all sites after an extension of the span, and Newton steps in each."""
-
 _MIRRORED, _SHARE = 4, 0.2
 """Largest number of passes for the log det, and the share of its standard error at which they end."""
 
@@ -68,7 +65,7 @@ class OverSpan:
             number = min(DRAWS, max(FEWEST_DRAWS, -(-DRAWS_IN_ALL // sites)))
             self.expected = ExpectedH(loss, self.f, self.share, noise.seed, number)
         self.all_sites: AllSites | None = None
-        """What corrects the loss if J V is kept at some sites only."""
+        """What finds the mean if J V is kept at some sites only."""
 
         if span.sites is not None:
             self.all_sites = AllSites(problem, span, self.expected, span.sites)
@@ -90,8 +87,6 @@ class OverSpan:
         """
         curved = self.curved(self.expected.first(self.f if at is None else at))
         zero = torch.zeros_like(self.span.xi[0])
-        if self.all_sites is not None:
-            self.all_sites.anchored(zero)
         if not curved.G.any() and self.share.sum(
             self.expected.slope(torch.zeros_like(self.f), None).count_nonzero()
         ):
@@ -99,7 +94,7 @@ class OverSpan:
                 "The likelihood's H is 0 for every example: the outputs are so large that the "
                 "loss is rounded to 0. Check that the inputs are scaled as in training."
             )
-        return self.at(curved, precision, 1.0, zero)
+        return self.with_mean_of_all(self.at(curved, precision, 1.0, zero))
 
     def at(
         self, curved: Curvature, precision: float, noise: float, mean: Tensor, steps: int = 1
@@ -144,8 +139,6 @@ class OverSpan:
     def widened(self, q: Q, steps: int = 1) -> Q:
         """Return q over the extended span, at the same λ, σ and H."""
         mean = torch.nn.functional.pad(q.mean, (0, self.span.size - len(q.mean)))
-        if self.all_sites is not None:
-            mean = self.all_sites.anchored(mean, q.precision, q.deviations)
         return self.at(self.curved(q.curved.H, q.curved), q.precision, q.noise, mean, steps)
 
     def filled(self, q: Q, rows: list[Tensor]) -> Q:
@@ -165,8 +158,6 @@ class OverSpan:
         """Return q over the span of its mean, its samples, ξ and a fixed H's η only."""
         kept = [q.mean[None], q.samples] + [q.curved.eta] * (not self.moves)
         turn = self.span.restart(torch.cat(kept))
-        if self.all_sites is not None:
-            self.all_sites.anchored(q.mean @ turn)
         return self.at(self.curved(q.curved.H), q.precision, q.noise, q.mean @ turn)
 
     def prior_variance(self) -> Tensor:
@@ -209,7 +200,7 @@ class OverSpan:
         sums: NoiseSums = (None, None, None)
         loss = q.loss
         if self.moves:
-            loss = self.expected.loss(q.outputs, None) + self._correction(q.mean)
+            loss = self.expected.loss(q.outputs, None) + self._of_others(q.mean, q.outputs)
         if sigma is not None:
             # the loss without its constant: ½ Σ (y - J w)² / σ² at the first σ
             squares = 2 * self._sigma.item() ** 2
@@ -274,15 +265,13 @@ class OverSpan:
     ) -> tuple[Curvature, Tensor, Tensor, float]:
         """Return the minimum m of E[loss] + ½ λ ‖m‖² by Newton's method, J m, and E[loss] there."""
         expected, (mean, h), before = self.expected, start, math.inf
-        loss = expected.loss(h, draws) + self._correction(mean)
+        loss = expected.loss(h, draws) + self._of_others(mean, h)
         steps = steps if self.moves or not steps else _NEWTON
-        if self.all_sites is not None and not self.all_sites.is_at(mean):
-            steps = 0  # the loss of some sites, corrected elsewhere, may have no minimum
+        if self.all_sites is not None:
+            steps = 0  # it moves by the loss of all sites only
         for number in range(steps):
             pulled = self.span.of_all.pull(expected.slope(h, draws).view(-1, 1))[0].double()
             slope = pulled + precision * mean
-            if self.all_sites is not None:
-                slope += self.all_sites.slope
             size = slope.norm().item()
             if not size < math.inf:
                 raise DivergenceError(
@@ -299,7 +288,7 @@ class OverSpan:
             rounding = _ROUNDINGS * torch.finfo(h.dtype).eps * abs(loss)
             while length > _SHORTEST:
                 new = mean + length * step
-                there = expected.loss(h + length * moved, draws) + self._correction(new)
+                there = expected.loss(h + length * moved, draws)
                 gained = loss - there - 0.5 * precision * ((new - mean) @ (new + mean)).item()
                 if gained >= -1e-4 * length * fall - rounding:
                     mean, h, loss = new, h + length * moved, there
@@ -309,18 +298,22 @@ class OverSpan:
                 break
         return curved, mean, h, loss
 
-    def anchored(self, q: Q, all_sites: AllSites) -> Q:
-        """Return q with its mean at the optimum of all sites, by a few passes with one column."""
-        for _ in range(_ANCHORS):
-            mean = all_sites.anchored(q.mean, q.precision, q.deviations)
-            q = self.at(q.curved, q.precision, q.noise, mean, 0)
-            u = self.expected.slope(q.outputs, q.deviations).view(-1, 1)
-            slope = self.span.of_all.pull(u)[0].double() + all_sites.slope + q.precision * mean
-            if slope.norm() <= self._tolerance * q.precision * mean.norm():
-                return q
-            q = self.at(q.curved, q.precision, q.noise, mean, _ANCHOR_STEPS)
-        mean = all_sites.anchored(q.mean, q.precision, q.deviations)
-        return self.at(q.curved, q.precision, q.noise, mean, 0)
+    def with_mean_of_all(self, q: Q) -> Q:
+        """Return q with its mean at the optimum of all sites, if J V is kept at some of them."""
+        if self.all_sites is None:
+            return q
+        solve, tolerance = q.curved.solve, self._tolerance
+        mean = self.all_sites.minimum(q.mean, q.precision, q.deviations, solve, tolerance)
+        return self.at(q.curved, q.precision, q.noise, mean)
+
+    def square_of_mean(self, q: Q, residual: Tensor, all_sites: AllSites) -> Tensor:
+        """Return the squared error of the mean of all sites, (), from its residual (P,).
+
+        The curvature is known within the span, which matters where the data far outweigh the prior.
+        """
+        inside = self.span.coordinates(residual[None])[0].double()
+        outside = residual.double().square().sum() - inside.square().sum()
+        return all_sites.square(inside) + outside.clamp_min(0) / q.precision
 
     def error_of_sites(self, q: Q, all_sites: AllSites) -> float:
         """Return the relative standard error of Tr Σ G, since G is a sum over some of the sites."""
@@ -334,9 +327,9 @@ class OverSpan:
         pushed = self.span.of_all.push(every)
         return self.expected.deviations(pushed[..., :-1]), pushed[..., -1].contiguous()
 
-    def _correction(self, mean: Tensor) -> float:
-        """Return what the sites that are not kept add to the loss of the others."""
-        return 0.0 if self.all_sites is None else self.all_sites.loss(mean)
+    def _of_others(self, mean: Tensor, outputs: Tensor) -> float:
+        """Return what the sites that are not kept add to the loss of the others at a mean."""
+        return 0.0 if self.all_sites is None else self.all_sites.loss(mean, outputs)
 
     def _gram(self, H: Tensor, old: int) -> Tensor:
         """Return the columns of G = Jᵀ H J from ``old`` on, (m, m - old), a block of examples at a time."""

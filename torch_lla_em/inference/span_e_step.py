@@ -44,8 +44,8 @@ _POINTS, _SURE = 0.9, 0.15
 of that; chosen on ten tables (docs/benchmarks.md)."""
 
 
-_TURNS, _STILL = 4, 0.01
-"""Turns of λ and of the mean over a complete span with some of the sites, and the change of log λ that ends them."""
+_TURNS = 4
+"""Largest number of turns of λ and of the mean over a complete span with some of the sites."""
 
 _SITES = (
     "The posterior covariance was computed from {:,} of {:,} sites of each example, drawn at random. "
@@ -122,16 +122,15 @@ class SpanEStep:
         full = not span.has_room(len(q.samples) + 1) and restarts == _RESTARTS
         extent = Extent(grew, not grew or span.is_complete, full, span.size)
         ascent = controller.ascend(over, q, state, extent)
-        if (
-            over.all_sites is not None
-        ):  # λ and H move at a fixed mean, and the mean at fixed λ and H
-            ascent = ascent._replace(q=over.anchored(ascent.q, over.all_sites))
-            for _ in range(_TURNS * extent.complete):
-                before = ascent.q.precision
-                ascent = controller.ascend(over, ascent.q, state, extent)
-                ascent = ascent._replace(q=over.anchored(ascent.q, over.all_sites))
-                if abs(math.log(ascent.q.precision / before)) < _STILL:
-                    break
+        # with some of the sites, λ and H move at a fixed mean, and the mean at fixed λ and H
+        ascent = ascent._replace(q=over.with_mean_of_all(ascent.q))
+        for _ in range(_TURNS * (extent.complete and over.all_sites is not None)):
+            before = ascent.q.precision
+            ascent = controller.ascend(over, ascent.q, state, extent)
+            ascent = ascent._replace(q=over.with_mean_of_all(ascent.q))
+            allowed = controller.allowed(ascent.q.effective_dims.mean(), len(ascent.q.samples))
+            if abs(math.log(ascent.q.precision / before)) < allowed:
+                break
         residuals = over.residuals(ascent.q)
         if residuals is None:
             raise NoSpan
@@ -147,6 +146,8 @@ class SpanEStep:
             turned = self.span.coordinates(residuals).double() @ q.curved.vectors
             theta = q.curved.spectrum.at_noise(q.noise).eigenvalues
             squares = (turned.square() / (theta + q.precision)).sum(1)
+        if self.over.all_sites is not None:
+            squares[-1] = self.over.square_of_mean(q, residuals[-1], self.over.all_sites)
         of_samples, of_mean = squares[:-1], squares[-1:]
         norm = (q.precision * q.mean.square().sum()).clamp_min(1)
         errors = (of_mean / norm).sqrt().item(), (of_samples.mean() / gamma).sqrt().item()

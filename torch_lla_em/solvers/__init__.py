@@ -1,5 +1,6 @@
 """Solvers of (A + I) X = B and of convex losses, independent of networks."""
 
+from torch_lla_em.solvers.bfgs import BFGS
 from torch_lla_em.solvers.block_cg import BlockCG, BlockKrylov
 from torch_lla_em.solvers.function_space import FunctionSpace
 from torch_lla_em.solvers.lanczos import block_lanczos
@@ -27,6 +28,7 @@ from torch_lla_em.solvers.space import (
 )
 
 __all__ = [
+    "BFGS",
     "SGD",
     "BlockCG",
     "BlockKrylov",

@@ -292,7 +292,7 @@ class LinearisedLaplace(Distillation, Reports, PosteriorBase):
                 stored.refuse_other_network(state, model.network.module)
                 return self._loaded(state, setting)
             around.plan(options, self.compute)
-            learnt = learn(problem, options, around.on_step, around.begin())
+            learnt = learn(problem, options, around.watch, around.begin())
             around.end()
             facts: dict[str, Any] = {"history": tuple(around.history)}
             facts |= dict(zip(("trained_on", "num_data"), around.trained_on()))

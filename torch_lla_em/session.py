@@ -21,6 +21,7 @@ from torch_lla_em.inference import (
     FitOptions,
     Progress,
     Statistics,
+    Watch,
     cheaper,
     memory_of,
     record_of,
@@ -202,6 +203,11 @@ class Session:
         self._began -= saved["seconds"]
         logger.info("Resuming from the checkpoint after EM step %d.", len(self.history))
         return progress
+
+    @property
+    def watch(self) -> Watch:
+        """What is called after the steps of the fit, and within them."""
+        return Watch(self.on_step, lambda: self.budget.left() < 0)
 
     def on_step(self, found: Statistics | None, progress: Progress) -> bool:
         """Record an EM step, revise the forecast, save the state, and return whether the budget ends."""

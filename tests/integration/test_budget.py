@@ -6,9 +6,11 @@ import pytest
 import torch
 from tiny import fitted
 from torch import nn
+from torch.testing import assert_close
 
 from torch_lla_em import BlockCG, LinearisedLaplace
 from torch_lla_em.inference.forecast import ErrorTrend
+from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.records import State, Statistics
 from torch_lla_em.runtime import Budget, Group
 
@@ -51,6 +53,35 @@ def test_a_fit_ends_in_time():
     longest = max(b - a for a, b in zip(steps, steps[1:]))
     assert time.monotonic() - began < 0.4 + longest + 0.5
     assert "budget" in la.messages[-1]
+
+
+def test_steps_over_a_complete_span_end_in_time(monkeypatch, tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3), torch.randn(60, 4)
+    y = (2 * model(x) + torch.randn(60, 3)).argmax(1)
+
+    def fit(**options):
+        la = LinearisedLaplace(model, "classification", num_samples=8)
+        return la.fit(x, y, progress_bar=False, **options)
+
+    whole = fit()
+    late, after, curved = [], [], OverSpan.curved
+
+    def counted(self, *arguments):
+        if self.span.is_complete and len(arguments) == 1:  # a step of H
+            after.append(bool(late))
+            late.append(True)  # the time is over with the first of them
+        return curved(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OverSpan, "curved", counted)
+        patched.setattr(Budget, "left", lambda _: -1.0 if late else 1.0)
+        patched.setattr(Budget, "ends", lambda _: bool(late))
+        la = fit(budget=9.0, checkpoint=tmp_path)
+    assert late and sum(after) <= 2 and "budget of the fit is spent" in la.messages[-1]
+    assert la.predict(x).variance.isfinite().all()
+    la = fit(budget=1e6, checkpoint=tmp_path)
+    assert_close(la.prior_precision, whole.prior_precision, rtol=0.05, atol=0)
 
 
 def test_all_ranks_end_where_the_slowest_one_does(monkeypatch):

@@ -1,7 +1,7 @@
 """The four stages of the method, and the EM algorithm that repeats them."""
 
 from torch_lla_em.inference.forecast import Course, cheaper, memory_of, time_left, time_of
-from torch_lla_em.inference.learn import Progress, learn
+from torch_lla_em.inference.learn import Progress, Watch, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import function_space_Mackay_update
 from torch_lla_em.inference.options import FitOptions, choose_scalings
@@ -17,6 +17,7 @@ __all__ = [
     "Progress",
     "Solver",
     "Statistics",
+    "Watch",
     "cheaper",
     "choose_scalings",
     "function_space_Mackay_update",

@@ -36,6 +36,7 @@ passes for each λ, so ``update`` accelerates its steps.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,9 @@ class Controller:
     options: FitOptions
     moves: bool = False
     """Whether H is an expectation under the posterior, and changes with it."""
+
+    is_late: Callable[[], bool] = lambda: False
+    """Whether the time of the fit is over, on all ranks alike: no further step over a complete span is taken."""
 
     # when λ and σ are fixed
 
@@ -213,16 +217,19 @@ class Controller:
             least = math.inf
         if self._waits(state, extent):
             return Ascent(q, over.hyper(q), 0.0, climbed=False)
+        cut = False
         if not self.moves:
             after, at_rest = self._settle(over, q, least, _STEPS[complete])
         elif complete:
-            after, at_rest = self._average(over, summit(over, q, least), least, _REST)
+            q_there = summit(over, q, least, self.is_late)
+            after, at_rest = self._average(over, q_there, least, _REST)
+            cut = not at_rest and self.is_late()
         else:
             early = state.statistics is not None and not self._is_accurate(state.statistics)
             after, at_rest = self._average(over, q, least, EACH, early)
             if not after.bound > q.bound - _LOSS:  # as on the way to a collapse of λ
                 after, _ = improve(over, q, least, Pace())
-        return Ascent(after, over.hyper(q), after.bound - q.bound, at_rest=at_rest)
+        return Ascent(after, over.hyper(q), after.bound - q.bound, at_rest=at_rest, cut=cut)
 
     def judge(self, state: State, ascent: Ascent, extent: Extent, found: Statistics) -> State:
         """Return the state after an extension of the span: whether λ has converged, and the fit ends."""
@@ -251,7 +258,7 @@ class Controller:
             state = state._replace(stalled=state.stalled + 1)
         if found.error < 0.9 * state.best:
             state = state._replace(best=found.error, stalled=0)
-        ended = extent.complete
+        ended = extent.complete and not ascent.cut
         if not self.moves:
             ended = not extent.grew and (fixed or state.converged)
         ended = ended or extent.full or state.stalled == _PATIENCE
@@ -322,6 +329,8 @@ class Controller:
             found = len(recent) == _WINDOW and max(recent) - min(recent) < allowed
             if found or ((of_H < _AT_REST or early) and abs(step) < allowed):
                 break
+            if steps == _REST and self.is_late():
+                return q, False
         return over.at(q.curved, q.precision, 1.0, q.mean, _POLISH), abs(last) < allowed
 
     # the end

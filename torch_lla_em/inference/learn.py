@@ -85,20 +85,26 @@ class Progress(NamedTuple):
         return self.kind != _SOLVES
 
 
-Observe = Callable[[Statistics | None, Progress], bool]
-"""Called with the result of an EM step (None if λ did not change) and the state of the fit.
+class Watch(NamedTuple):
+    """What happens around a fit."""
 
-It returns whether the time of the fit is over.
-"""
+    on_step: Callable[[Statistics | None, Progress], bool]
+    """Called with the result of an EM step (None if λ did not change) and the state of the fit.
+
+    It returns whether the time of the fit is over.
+    """
+
+    is_late: Callable[[], bool]
+    """Returns whether the time of the fit is over, within a step."""
 
 
 def learn(
-    problem: Problem, options: FitOptions, on_step: Observe, start: Progress | None = None
+    problem: Problem, options: FitOptions, watch: Watch, start: Progress | None = None
 ) -> FitResult:
-    """Run EM until it converges, then the last E-step; ``on_step`` is called after every step.
+    """Run EM until it converges, then the last E-step; ``watch.on_step`` is called after every step.
 
-    If ``on_step`` returns True, the posterior of the last step is returned. ``start`` is the last state
-    that ``on_step`` got in an earlier run.
+    If it returns True, the posterior of the last step is returned. ``start`` is the last state that it
+    got in an earlier run.
     """
     K, seed, layerwise = options.num_samples, options.seed, options.layerwise
     with _memory_explained(problem, K):
@@ -108,7 +114,7 @@ def learn(
             _require_labels(problem)
             sigma = problem.likelihood.observation_noise
             start = Progress(Grown.of(noise.eta), noise.prior.scale, sigma, problem.centre)
-            on_step(None, start)
+            watch.on_step(None, start)
         else:
             problem.take(start.sigma, start.centre)
             noise = with_noise(problem, start.eta.parts[0], start.scale, seed, layerwise)
@@ -120,7 +126,7 @@ def learn(
             at = problem if start.point is None else problem.with_curvature_at(start.point)
             found = None
             with suppress(NoSpan):
-                found = _fitted(at, noise, options, on_step, start)
+                found = _fitted(at, noise, options, watch, start)
             if found is None:
                 instead = "network" if options.curvature is None else "linear"
                 report("log", _NOT_VARIATIONAL % instead if start.moves else _NO_SPAN)
@@ -181,7 +187,7 @@ def _is_last(problem: Problem, options: FitOptions, start: Progress, log_precisi
 
 
 def _fitted(
-    problem: Problem, noise: StochasticPrior, options: FitOptions, on_step: Observe, start: Progress
+    problem: Problem, noise: StochasticPrior, options: FitOptions, watch: Watch, start: Progress
 ) -> FitResult:
     """Return the posterior of EM with one kind of E-step."""
     e_step: EStep
@@ -189,7 +195,7 @@ def _fitted(
         e_step = IterativeEStep(problem, noise, options)
     else:
         e_step = SpanEStep(problem, noise, options, start.moves, start.directions)
-    controller = Controller(problem, noise.prior, options, start.moves)
+    controller = Controller(problem, noise.prior, options, start.moves, watch.is_late)
     state, told = e_step.start(start.state), start._replace(directions=None)
     problem.cost.begin("E-step")
     trend = ErrorTrend(options.tolerance)
@@ -198,7 +204,7 @@ def _fitted(
         saved, directions = e_step.saved(state)
         now = told._replace(state=saved, directions=directions)
         trend.note(state)
-        if on_step(state.statistics if state.fresh else None, now) and not (
+        if watch.on_step(state.statistics if state.fresh else None, now) and not (
             is_done(e_step, controller, state) and trend.is_exact
         ):
             report("log", str(trend))

@@ -162,6 +162,9 @@ class Ascent(NamedTuple):
     at_rest: bool = False
     """Whether they have reached a fixed point."""
 
+    cut: bool = False
+    """Whether they ended because the time of the fit is over."""
+
 
 class FitResult(NamedTuple):
     """The result of a fit, which a ``Posterior`` contains."""

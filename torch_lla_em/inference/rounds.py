@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch_lla_em.inference.mackay import function_space_Mackay_update
@@ -30,14 +31,14 @@ class Pace(NamedTuple):
         return Pace(max(0.1, self.damping / 2), max(0.3, self.stride / 3))
 
 
-def summit(over: OverSpan, q: Q, least: float) -> Q:
-    """Return q after as many rounds as raise the bound."""
+def summit(over: OverSpan, q: Q, least: float, is_late: Callable[[], bool]) -> Q:
+    """Return q after as many rounds as raise the bound, until the time is over."""
     pace, quietly = Pace(), 0
     for _ in range(_CLIMBS):
         before = q.bound
         q, pace = improve(over, q, least, pace)
         quietly = 0 if q.bound > before + SMALL else quietly + 1
-        if quietly == _QUIET:
+        if quietly == _QUIET or is_late():
             break
     return q
 

@@ -125,6 +125,8 @@ class SpanEStep:
         # with some of the sites, λ and H move at a fixed mean, and the mean at fixed λ and H
         ascent = ascent._replace(q=over.with_mean_of_all(ascent.q))
         for _ in range(_TURNS * (extent.complete and over.all_sites is not None)):
+            if ascent.cut:
+                break
             before = ascent.q.precision
             ascent = controller.ascend(over, ascent.q, state, extent)
             ascent = ascent._replace(q=over.with_mean_of_all(ascent.q))

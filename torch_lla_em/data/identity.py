@@ -42,15 +42,13 @@ class Identity:
         self._shapes: set[tuple[tuple[int, ...], ...]] = set()
         """Hashes of one example; several if they depend on the batch."""
 
-    def add(self, batch: Any, counts_only: bool = False) -> None:
+    def add(self, batch: Any) -> None:
         """Add a batch: its targets, its inputs, and its weights if it has any.
 
         The sum covers the weights, and the smallest hashes do not, as validation sets have none.
         """
         size = len(batch[0])
         self.num_rows, self.num_targets = self.num_rows + size, self.num_targets + batch[0].numel()
-        if counts_only:
-            return
         examples: list[np.ndarray] = []
         others: list[bytes] = []
         shapes: list[tuple[int, ...]] = []

@@ -16,7 +16,7 @@ from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.reading import Reader, joined
 from torch_lla_em.data.trees import map_tensors
 from torch_lla_em.data.weights import Weights
-from torch_lla_em.runtime import Group, free_memory, report
+from torch_lla_em.runtime import Group, free_memory
 
 _EMPTY = "The loader is empty: it yielded no examples."
 _OTHER_COUNT = (
@@ -24,9 +24,9 @@ _OTHER_COUNT = (
     "data: make the loader re-iterable and finite, or pass a list of its batches."
 )
 _CHANGED = (
-    "Two passes over the loader returned different data, for example because of random "
-    "augmentation. The posterior needs the same data in every pass: fit on a loader without "
-    "augmentation."
+    "Two passes over the loader returned different data, for example because of random augmentation or "
+    "noise. The posterior needs the same data in every pass: pass a loader of the training data with "
+    "the transforms of your test data, DataLoader(dataset_without_augmentation, batch_size=256)."
 )
 _DRAWN = (
     "The loader's {} drew other examples in this pass than in the first, but the posterior needs "
@@ -168,7 +168,7 @@ class Data:
         whole, self._most = self.group.meet(own, _merged)
         self._end(whole, tally)
         self._bytes = size
-        if not self._changes and candidate.room > 0:
+        if candidate.room > 0:
             self.cache = candidate
 
     __iter__ = batches
@@ -228,17 +228,12 @@ class Data:
             pass
         return self.identity
 
-    @property
-    def _changes(self) -> bool:
-        """Whether examples have changed from pass to pass."""
-        return self.identity is None and self.num_passes > 0
-
     def _counted(
         self, batches: Iterable[Batch], own: Identity, candidate: BatchCache, tally: Tally | None
     ) -> Iterator[Batch]:
         """Yield batches on the device; count them, and store them if they may be kept."""
         for batch in batches:
-            own.add(tuple(batch.tensors().values()), counts_only=self._changes)
+            own.add(tuple(batch.tensors().values()))
             batch, wait = batch.on(self._device)
             candidate.add(batch, self._source.is_list)
             yield batch._replace(cache=candidate if candidate.room > 0 else None, tally=tally)
@@ -261,14 +256,14 @@ class Data:
             self.room = _SHARE * free_memory(self._device)
         if self._bytes is None and self._source.is_list:
             self._bytes = sum(map(_bytes, self._source.loader))
-        keeps = self.cache is None and not self._changes and self.group.size == 1
+        keeps = self.cache is None and self.group.size == 1
         fits = self._bytes is not None and self._bytes < self.room
         return BatchCache(
             self.room if keeps and fits and not (in_step and self.merge_rows) else 0.0
         )
 
     def _end(self, whole: Identity, tally: Tally | None) -> None:
-        """Note what the first pass has found; refuse other data, and warn if the data change."""
+        """Note what the first pass has found; refuse other data, and data that change."""
         known = self.facts.num_rows
         differ = self.identity is not None and not self.identity.agrees(whole)
         if differ and self._is_restored:
@@ -281,14 +276,13 @@ class Data:
             raise ValueError(_OTHER_RANKS)
         if whole.num_rows != (known or whole.num_rows):
             raise ValueError(_OTHER_COUNT.format(whole.num_rows, known))
+        if differ:
+            raise ValueError(_CHANGED)
         if tally is not None:
             self.facts = Facts(whole.num_rows, whole.num_targets, *tally.of_all(self.group))
         if tally is not None or self._is_restored:
             self.identity, self._is_restored = whole, False
         self.num_passes += 1
-        if differ:
-            report("warn", _CHANGED)
-            self.identity = self.cache = None
 
 
 def _merged(parts: list[Identity]) -> tuple[Identity, int]:

@@ -87,6 +87,9 @@ def test_posteriors_of_other_targets_raise():
         compare([], case.x, case.y)
     with pytest.raises(ValueError, match="not on one scale"):
         compare([la, real], case.x, case.y)
+    for networks in ({"net": la.model}, [la, la.model]):
+        with pytest.raises(TypeError, match="('net'|'1: .*') is of the class.*\"network NLL\""):
+            compare(networks, case.x, case.y)
     with pytest.raises(ValueError, match="together"):
         compare([la, la], case.x, case.y, together=0)
     with pytest.raises(NotFittedError):

@@ -194,6 +194,7 @@ def compare(
         A ``Comparison``; print it.
 
     Raises:
+        TypeError: If one of them is not a posterior. The networks alone have their own column.
         ValueError: If there are no posteriors, or if some predict continuous targets and others do
             not, since their NLLs are not on one scale.
 
@@ -207,6 +208,13 @@ def compare(
     )
     if not named:
         raise ValueError("compare takes one posterior or more.")
+    for name, la in named.items():
+        if not isinstance(la, Predictor):
+            raise TypeError(
+                f"compare takes fitted posteriors, and {name!r} is of the class {type(la).__name__}: pass "
+                "LinearisedLaplace or LaplaceEnsemble objects. The network alone of each posterior is "
+                'compared too, in the column "network NLL".'
+            )
     check_options(together=together)
     members = {name: la._members(surely=True) for name, la in named.items()}
     likelihoods = [each[0].likelihood for each in members.values()]
@@ -232,7 +240,8 @@ def compare(
 
 def _name(la: Any) -> str:
     members = getattr(la, "members", None)
-    return type(la.model).__name__ if members is None else f"ensemble of {len(members)}"
+    model = type(getattr(la, "model", la)).__name__
+    return model if members is None else f"ensemble of {len(members)}"
 
 
 def _scored_batch(

@@ -322,7 +322,7 @@ class LinearisedLaplace(Distillation, Reports, PosteriorBase):
         """
         problem = self._problem(paired(loader, targets), Group())
         with Session(problem, {}).running() as run:
-            return run.plan(self._options(), self.compute, always=True)
+            return run.plan(self._options(), self.compute, fits=False)
 
     def _problem(self, loader: Any, group: Group, weights: Weights | None = None) -> Problem:
         """Return the problem of a fit, once it is known which layer is the last."""

@@ -142,14 +142,20 @@ class Session:
             self.problem.data.confirm()
         return state
 
-    def plan(self, options: FitOptions, compute: Compute, always: bool = False) -> Plan:
-        """Plan the memory, and forecast how long the fit takes: ``always``, or if it is not small."""
+    def plan(self, options: FitOptions, compute: Compute, fits: bool = True) -> Plan:
+        """Plan the memory, and forecast how long the fit takes, unless it is small.
+
+        If it is only planned and not to follow, ``fits=False``, the time is always forecast, and the
+        plan is not logged.
+        """
         plan, every = prepare(self.problem, options.num_samples, compute), self._expected_rows()
         work = every * options.num_samples * (plan.size + plan.activations / 4)
-        if always or self._has_bar or not work < _SMALL:
+        if not fits or self._has_bar or not work < _SMALL:
             plan = self._timed(plan, options)
         if not self._bar.disable:
             self.problem.sweep.watch(self._draw)
+        if not fits:
+            return plan
         self.messages.insert(0, plan.of_memory)  # so that it is not stored a second time
         if plan.tight:
             report("log", plan.of_memory)

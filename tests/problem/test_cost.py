@@ -1,5 +1,6 @@
 """What a fit costs: memory, columns and shares of passes, and frames around the network."""
 
+import logging
 import sys
 import traceback
 from collections import Counter
@@ -29,11 +30,14 @@ def made(**options):
     return case, LinearisedLaplace(case.model, "classification", **options)
 
 
-def test_a_plan_tells_memory_and_runs_nothing():
+def test_a_plan_tells_memory_and_runs_nothing(caplog):
+    caplog.set_level(logging.INFO, "torch_lla_em")
     case, la = made()
     loader = [(case.x[:15], case.y[:15]), (case.x[15:], case.y[15:])]
     assert "4 samples of" in str(la.plan(loader)) and la.w_lin is None
+    assert "4 samples of" not in caplog.text  # since it is printed
     la.fit(loader, progress_bar=False)
+    assert "4 samples of" in caplog.text
     la.plan(loader)  # and leaves what is fitted as it is
     assert la.w_lin is not None
 

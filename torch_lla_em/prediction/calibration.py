@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.pushed import Pushed, Tables
-from torch_lla_em.prediction.reference import Reference, Stated, is_second, require_two
+from torch_lla_em.prediction.reference import Reference, Stated, is_second, require_two, warn_of_few
 from torch_lla_em.prediction.regions import joint_errors
 from torch_lla_em.runtime import Group
 
@@ -154,6 +154,8 @@ def half_as_reference(data: Pushed, group: Group, stated: Stated = Stated()) -> 
     own = None if groups is None else group.gather(groups[second])
     weights = None if stated.weights is None else group.gather(stated.weights)
     is_sorted = own is None and weights is None
+    if own is not None:
+        warn_of_few(own, data.f.shape[-1] if by_class else None)
 
     def of_all(values: Tensor | None) -> Tensor | None:
         if values is None:

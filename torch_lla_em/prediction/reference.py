@@ -21,11 +21,14 @@ from torch_lla_em.prediction.ranks import (
     require,
     weighted_quantiles,
 )
+from torch_lla_em.runtime import report
 
 CLASSES = "classes"
 """Stands for a group for each class."""
 
 _ALL = slice(None)
+# reference examples that a level of 0.9 needs, and the most labels that a warning names
+_FEWEST, _NAMED = 9, 10
 _NO_GROUPS = (
     "calibrate was called with groups, so every input needs its group: la.predict(x, groups=labels). "
     'Exported programs take no groups: for them calibrate without groups, or with groups="classes".'
@@ -244,6 +247,24 @@ def require_two(labels: Tensor, word: str) -> None:
                 f"There is only one validation example of {word} {label}. Every {word} needs examples of its "
                 "own: 18 for a level of 0.9, 38 for a rate of 0.05. Add some, or join groups."
             )
+
+
+def warn_of_few(labels: Tensor, classes: int | None) -> None:
+    """Warn if groups, or some of so many classes, have too few reference examples for a level of 0.9."""
+    sizes = dict(zip(*(part.tolist() for part in labels.unique(return_counts=True))))
+    if classes is not None:
+        sizes = {label: sizes.get(label, 0) for label in range(classes)}
+    few = [str(label) for label, count in sizes.items() if count < _FEWEST]
+    if few:
+        word, least = "group" if classes is None else "class", min(sizes.values())
+        some = ", ".join(few[:_NAMED]) + (f" and {len(few) - _NAMED} more" * (len(few) > _NAMED))
+        highest = int(1000 * least / (least + 1)) / 1000  # rounded down, so that it is possible
+        report(
+            "show",
+            f"Sets and intervals at a level of 0.9 need {_FEWEST} reference examples of each {word}, half of "
+            f"its validation examples. There are fewer of {word} {some}. The smallest {word} has {least}, "
+            f"which allows levels up to {highest:g}. Add validation examples, or calibrate without groups.",
+        )
 
 
 def is_second(labels: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from tiny import draw
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import LaplaceEnsemble, LinearisedLaplace
-from torch_lla_em.likelihoods import Bernoulli, Classification
+from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, Prediction
+from torch_lla_em.likelihoods import Bernoulli, Classification, Regression
 from torch_lla_em.prediction.conformal import (
     TrainingExamples,
     output_variance,
@@ -123,6 +123,14 @@ def test_the_reference_is_of_examples_that_nothing_was_fitted_to(blobs):
     assert la.reference.unusual.shape == (30, 1) and la.reference.errors.shape == (30, 1)
     la.calibrate(list(zip(x[:60].split(7), y[:60].split(7))))
     assert_close(la.reference.table, before, rtol=1e-4, atol=1e-5)
+
+
+def test_sets_of_pixels_are_those_of_risk_control():
+    pixels = Prediction(Classification(), torch.zeros(2, 5, 5, 3), torch.zeros(2, 2, 5, 5, 3), 1)
+    with pytest.raises(TypeError, match=r"use RiskControl\(la, validation_loader\)"):
+        pixels.prediction_set()
+    with pytest.raises(TypeError, match=r"use interval\(level\) for a regression"):
+        Prediction(Regression(1.0), torch.zeros(2, 1), torch.zeros(2, 2, 1)).prediction_set()
 
 
 def test_sets_are_saved_and_moved_with_the_posterior(blobs, tmp_path):

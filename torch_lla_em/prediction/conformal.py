@@ -211,17 +211,20 @@ class Conformal(Functions):
 
         Raises:
             ValueError: If the posterior has not been calibrated, or with too few examples.
-            TypeError: If the targets are not one class label per example.
+            TypeError: If the targets are not one class label per example. ``RiskControl`` has sets for
+                labels of pixels or tokens.
 
         Example:
             >>> sizes = la.predict(x).prediction_set(level=0.8).sum(1)
         """
-        reference, prediction = self._judged("prediction_set", by_labels=True)
         if not self._has_classes:
-            raise TypeError(
-                "prediction_set is for one class label per example; use interval(level) for a "
-                "regression."
+            remedy = (
+                "for a label at every pixel or token, use RiskControl(la, validation_loader)"
+                if self._has_labels
+                else "use interval(level) for a regression"
             )
+            raise TypeError(f"prediction_set is for one class label per example; {remedy}.")
+        reference, prediction = self._judged("prediction_set", by_labels=True)
         room, above = self._room(), mass_above(prediction._expected(), self._room())
         threshold = reference.quantiles_by_class(level, self.stated, above.shape[1])
         return self._out(above <= threshold + room)
@@ -338,10 +341,12 @@ class Conformal(Functions):
         return errors.double().reshape(len(y), -1)
 
     @property
+    def _has_labels(self) -> bool:
+        return self.likelihood.gives_probabilities and not self.likelihood.elementwise
+
+    @property
     def _has_classes(self) -> bool:
-        likelihood = self.likelihood
-        one_label = likelihood.gives_probabilities and not likelihood.elementwise
-        return one_label and self.centre.dim() == 2
+        return self._has_labels and self.centre.dim() == 2
 
     @property
     def _has_values(self) -> bool:

@@ -33,7 +33,10 @@ def test_a_fit_that_is_cut_short_continues_to_the_same_posterior(name, monkeypat
         patched.setattr(Budget, "ends", lambda _: next(ends))
         _, la = fitted(likelihood, budget=9.0, checkpoint=tmp_path, **options)
     assert len(la.history) == 1 < len(whole.history)
-    assert SPENT in la.messages[-1] and SPENT in " ".join(str(la).split())
+    shown = " ".join(str(la).split())
+    assert SPENT in la.messages[-1] and SPENT in shown
+    if not la.accuracy.is_reached:
+        assert "call fit with a larger budget" in shown and "max_passes" not in shown
     variance = la.predict(case.x).variance
     assert variance.isfinite().all() and (variance > 0).all()
     _, la = fitted(likelihood, budget=1e6, checkpoint=tmp_path, **options)
@@ -112,6 +115,19 @@ def test_the_forecast_follows_the_error(monkeypatch):
     assert "Do not use the variances" in words
     trend.note(state(0.001, 3))
     assert trend.is_exact and "has converged. With a" in str(trend)
+
+
+def test_factors_that_round_to_one_are_left_out():
+    before = torch.tensor([1.0, 3.0])
+    for factor, words in (
+        (1.0312, "by 1.03"),
+        (1 / 1.0312, "by 1.03"),
+        (1.0002, ""),
+        (12.34, "by 12.3"),
+    ):
+        after = before * torch.tensor([1.0, factor])
+        assert State(after, before=before).change("by %s") == words
+    assert State(before).change("by %s") == ""
 
 
 def test_a_budget_is_a_number_of_seconds():

@@ -41,6 +41,21 @@ def held_out(members, count=60):
     return x, members[0].likelihood.sample(f, torch.Generator().manual_seed(3))
 
 
+def test_the_details_are_those_of_the_members():
+    case, members = tiny("classification"), [posterior("classification", seed) for seed in range(2)]
+    ensemble = LaplaceEnsemble(members)
+    title, rows = ensemble.details()._table()
+    assert (title, rows[: len(ensemble._table()[1])]) == ensemble._table()
+    for i, la in enumerate(members):
+        assert [name for name, _ in rows].count(f"member {i}") == 1
+        assert all(row in rows for row in la.details()._table()[1] if row[0] != "to do")
+    shown = str(ensemble.calibrate(case.x, case.y).details())
+    assert "effective dimension γ" in shown and "calibrate(validation_loader)" not in shown
+    assert "call fit of each" in str(
+        LaplaceEnsemble([posterior("classification", 0, fitted=False)]).details()
+    )
+
+
 def test_the_mixture_is_the_average_of_its_members(members):
     x, y = held_out(members)
     prediction = LaplaceEnsemble(members).predict(x)

@@ -1,6 +1,7 @@
 """What is shown of a fit and of a prediction, what is warned about, and held-out evidence."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,10 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lla_em import BlockCG, LinearisedLaplace, Prediction, compare
+from torch_lla_em import BlockCG, LaplaceEnsemble, LinearisedLaplace, Prediction, compare
 from torch_lla_em.inference import Estimate
 from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson
-from torch_lla_em.prediction import metrics
+from torch_lla_em.prediction import metrics, summary
 
 
 def fitted(name, **fit):
@@ -59,6 +60,19 @@ def test_the_verdict_of_accuracy_is_that_of_the_fit():
     with pytest.warns(UserWarning, match="above the tolerance of 0.072"):
         la.fit(case.x, case.y, em_steps=0, prior_precision=0.01, progress_bar=False)
     assert not la.accuracy.is_reached and "are not accurate: " in " ".join(repr(la).split())
+
+
+def test_calibrated_predictions_have_no_warnings_of_fitted_ones():
+    case, la = fitted("regression")
+    other, calibrate = "Something else.", f"σ is too small. {summary.CALL} to learn σ."
+    la._posterior = replace(la._posterior, messages=("A plan.", calibrate, other))
+    ensemble = LaplaceEnsemble([la, la])
+    assert summary.CALL in repr(la) and "Members 0, 1 have warnings" in repr(ensemble)
+    for found in (la, ensemble):
+        found.calibrate(case.x, case.y)
+    assert summary.CALL not in repr(la) and other in repr(la) and calibrate in la.messages
+    la._posterior = replace(la._posterior, messages=("A plan.", calibrate))
+    assert "have warnings" not in repr(ensemble)
 
 
 def test_predictions_of_any_shape_are_shown():

@@ -341,12 +341,11 @@ class Controller:
         if not self.options.em_steps or found is None or state.before is None:
             return
         if not state.converged:
-            moved = (precision / state.before).log().abs().max().item()
+            changed = state.change(": the last one changed it by a factor of %s")
             report(
                 "log",
-                f"The prior precision has not converged after {state.number} EM steps: the last one "
-                f"changed it by a factor of {math.exp(moved):.2g}. Increase em_steps, or pass a "
-                "prior_precision closer to the result.",
+                f"The prior precision has not converged after {state.number} EM steps{changed}. "
+                "Increase em_steps, or pass a prior_precision closer to the result.",
             )
         if not ((low < precision) & (precision < high)).all():
             report(

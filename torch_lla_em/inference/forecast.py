@@ -254,9 +254,8 @@ class ErrorTrend:
         if state.converged:
             words += " The prior precision has converged."
         else:
-            moved = (state.precision / state.before).log().abs().max().item()
-            words += f" The prior precision has not converged: it changed by a factor of {math.exp(moved):.2g}"
-            words += " in the last step."
+            changed = state.change(": it changed by a factor of %s in the last step")
+            words += f" The prior precision has not converged{changed}."
         if found.sample_error > _ROUGH:
             words += " Do not use the variances yet."
         if left == math.inf:

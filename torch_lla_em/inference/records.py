@@ -124,6 +124,14 @@ class State(NamedTuple):
     size: int = 0
     """Directions of the span in the last step of λ."""
 
+    def change(self, words: str) -> str:
+        """Return words with the factor by which the last step changed λ; none if it rounds to 1."""
+        if self.before is None:
+            return ""
+        moved = (self.precision / self.before).log().abs().max().exp()
+        factor = f"{moved.item():.3g}"
+        return "" if factor == "1" else words % factor
+
     own: Any = None
     """What the E-step starts from next; None at the start."""
 

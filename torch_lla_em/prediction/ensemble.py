@@ -23,7 +23,7 @@ from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.pushed import joined
 from torch_lla_em.prediction.reference import REFERENCE, Reference
 from torch_lla_em.prediction.stored import without_prefix
-from torch_lla_em.prediction.summary import Printed, of_ensemble
+from torch_lla_em.prediction.summary import Details, Printed, details_of_ensemble, of_ensemble
 from torch_lla_em.runtime import Group, collected, files
 
 
@@ -50,6 +50,14 @@ class Ensemble(Printed, Exports, nn.Module):
             self.register_buffer(name, None)
 
     _table = of_ensemble
+
+    def details(self) -> Details:
+        """Return the results of the ensemble, then all numbers of each member's fit; print it.
+
+        Example:
+            >>> print(LaplaceEnsemble([la, other]).details())  # doctest: +SKIP
+        """
+        return details_of_ensemble(self)
 
     def _members(self, surely: bool = False) -> tuple[Posterior, ...]:
         return tuple(member._fitted(surely) for member in self.members)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.prediction.prediction import Prediction
+from torch_lla_em.prediction.summary import CALL
 from torch_lla_em.runtime import PRECISION_BOUNDS
 
 LEVEL = 0.9
@@ -175,8 +176,8 @@ def _too_uncertain(prediction: Prediction, y: Tensor) -> Iterator[str]:
     if accuracy - confidence > _GAP + 1 / max(right.numel(), 1) ** 0.5:
         yield (
             f"On training data the accuracy is {accuracy:.0%} and the mean confidence "
-            f"{confidence:.0%}, so predictions are far less certain than they could be. Call "
-            "la.calibrate(validation_loader), or pass validation=loader to fit."
+            f"{confidence:.0%}, so predictions are far less certain than they could be. "
+            f"{CALL}, or pass validation=loader to fit."
         )
 
 
@@ -198,7 +199,7 @@ def _overfitted(prediction: Prediction, y: Tensor, share: float) -> Iterator[str
         )
         yield (
             f"The network has overfitted ({why}), so σ is probably too small and intervals too narrow. "
-            "Call la.calibrate(validation_loader) to learn σ from other examples, and use "
+            f"{CALL} to learn σ from other examples, and use "
             "la.predict(x).interval(level) for intervals with guaranteed coverage."
         )
 

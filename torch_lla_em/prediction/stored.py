@@ -79,6 +79,7 @@ def state_of(posterior: Posterior, given: Likelihood, own: list[str]) -> dict[st
         "history": posterior.history,
         "calibration": posterior.calibration,
         "said": posterior.messages,
+        "complete": posterior.result.complete,
         "names": layout.names,
         "shapes": [list(shape) for shape in layout.shapes],
     }
@@ -118,6 +119,7 @@ def posterior_of(
         effective_dim=Estimate(tensor("effective_dim"), tensor("effective_dim_error")),
         log_evidence=Estimate(*tensor("_log_evidence")),
         examples=tensor("training_deviations"),
+        complete=record.get("complete", True),
     )
     sigma, reference = result.sigma_noise, [tensor(name) for name in REFERENCE]
     return Posterior(

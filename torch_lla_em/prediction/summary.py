@@ -23,7 +23,10 @@ _WIDTH = 76
 # relative error above which the number of effective parameters is reported as not well known
 _TOO_LARGE = 0.1
 
-CALIBRATE = "Call la.calibrate(validation_loader) to calibrate the predictions on held-out data."
+CALL = "Call la.calibrate(validation_loader)"
+"""The remedy in warnings about predictions as fitted, which calibrated ones do not have."""
+
+CALIBRATE = f"{CALL} to calibrate the predictions on held-out data."
 
 
 class Printed:
@@ -196,16 +199,17 @@ def of_ensemble(ensemble: Any) -> tuple[str, Cells]:
     some = f"{counts[0]:,}" + (f" to {counts[-1]:,}" if len(counts) > 1 else "")
     rows.append(("training data", f"{some} examples for each, fitted in {sum(seconds):.3g} s"))
     rows += _of_reference(ensemble.reference)
-    worst = max((la.accuracy for la in members), key=lambda found: found.error / found.tolerance)
+    worst = max(members, key=lambda la: la.accuracy.error / la.accuracy.tolerance)
     kind, words = _of_accuracy(worst)
     rows += [(kind, words.replace("The samples", "The samples of the worst member"))]
     rows += of_calibration(ensemble.calibration)
-    warned = [i for i, la in enumerate(members) if len(la.messages) > 1]
+    calibrated = ensemble.calibration is not None
+    warned = [i for i, la in enumerate(members) if any(_warnings(la, calibrated))]
     if warned:
         which = ", ".join(map(str, warned))
         rows.append(("warning", f"Members {which} have warnings: print(ensemble.members[i])."))
     rows += [("warning", words) for words in ensemble.messages]
-    if ensemble.calibration is None and not members[0].likelihood.is_quadratic:
+    if not calibrated and not members[0].likelihood.is_quadratic:
         rows.append(("to do", CALIBRATE.replace("la.", "ensemble.")))
     return title, rows
 
@@ -251,9 +255,18 @@ def details_of(la: Any) -> Details:
     return Details(title, [*rows, *(("memory plan", plan) for plan in la.messages[:1])])
 
 
+def details_of_ensemble(ensemble: Any) -> Details:
+    """Return the results of an ensemble, then the numbers of each fit."""
+    title, rows = of_ensemble(ensemble)
+    for i, la in enumerate(ensemble.members):
+        name, own = details_of(la)._table()
+        rows += [(f"member {i}", name), *(row for row in own if row != ("to do", CALIBRATE))]
+    return Details(title, rows)
+
+
 def findings(la: Any) -> Iterator[tuple[str, str]]:
     """Yield what is good about a fit, what is not, and what to do, each with its kind."""
-    yield _of_accuracy(la.accuracy)
+    yield _of_accuracy(la)
     gamma, error = la.effective_dim.sum(), la.effective_dim_error.norm()
     if error > _TOO_LARGE * gamma:
         yield (
@@ -262,20 +275,25 @@ def findings(la: Any) -> Iterator[tuple[str, str]]:
             f"to {error / gamma:.0%}. Increase num_samples.",
         )
     yield from of_calibration(la.calibration)
-    for words in la.messages[1:]:
+    for words in _warnings(la, la.calibration is not None):
         yield "warning", words
     if la.calibration is None and not la.likelihood.is_quadratic:
         yield "to do", CALIBRATE
 
 
-def _of_accuracy(found: Accuracy) -> tuple[str, str]:
+def _warnings(la: Any, calibrated: bool) -> Iterator[str]:
+    """Yield the warnings of a fit, without those that calibrated predictions do not have."""
+    yield from (words for words in la.messages[1:] if not (calibrated and CALL in words))
+
+
+def _of_accuracy(la: Any) -> tuple[str, str]:
+    found = la.accuracy
     if found.is_reached:
         return "good", f"The samples are accurate: {found}."
-    return (
-        "to do",
-        f"The samples are not accurate: {found}. Use a float64 model, or a solver with a larger "
-        "max_passes.",
-    )
+    remedy = "Use a float64 model, or a solver with a larger max_passes."
+    if not la._posterior.result.complete:
+        remedy = "The budget ended the fit: call fit with a larger budget, or without one."
+    return "to do", f"The samples are not accurate: {found}. {remedy}"
 
 
 def of_calibration(found: Any) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from torch_lla_em.data import Share
-from torch_lla_em.runtime import Group, Grown, files, first, report
+from torch_lla_em.runtime import Group, TensorList, files, first, report
 
 FORMAT = 11
 """Version of the files in a checkpoint folder."""
@@ -23,7 +23,7 @@ _REMEDY = "Delete the folder to start a new fit, or pass another one."
 
 
 class Folder:
-    """A folder with the state after the last EM step, and one file for each block of a ``Grown``.
+    """A folder with the state after the last EM step, and one file for each block of a ``TensorList``.
 
     Of several ranks, rank 0 reads and writes the files; the others receive what it has read. Blocks
     with rows for examples have one file for the examples of each rank, which rank 0 receives one at a
@@ -61,15 +61,15 @@ class Folder:
 
     def with_blocks(self, state: Any, device: torch.device, numbers: Callable[[], Tensor]) -> Any:
         """Return what ``load`` returned with its blocks; ``numbers`` returns those of this rank's examples."""
-        shared = any(value.numbers is not None for value in _grown_in(state))
+        shared = any(value.numbers is not None for value in _tensor_lists_in(state))
         own = numbers() if shared else None
 
-        def with_parts(value: Grown) -> Grown:
+        def with_parts(value: TensorList) -> TensorList:
             rows = None if value.numbers is None else own
             parts = [self._part(names, rows, device) for names in value.parts]
             return value._replace(parts=parts, numbers=rows)
 
-        return tree_map_only(Grown, with_parts, state, is_leaf=_is_grown)
+        return tree_map_only(TensorList, with_parts, state, is_leaf=_is_tensor_list)
 
     def save(self, state: Any) -> None:
         """Replace the last state; blocks that have been written are not written again."""
@@ -77,7 +77,7 @@ class Folder:
             return
         blocks = [
             (part, value.numbers, names)
-            for value in _grown_in(state)
+            for value in _tensor_lists_in(state)
             for part, names in zip(value.parts, self._names(value))
         ]
         known = self._group.meet([self._blocks.issuperset(names) for *_, names in blocks], first)
@@ -85,11 +85,11 @@ class Folder:
             if not is_known:
                 self._write_block(part, numbers, names)
 
-        def without_parts(value: Grown) -> Grown:
+        def without_parts(value: TensorList) -> TensorList:
             numbers = None if value.numbers is None else value.numbers[:0]
             return value._replace(parts=self._names(value), numbers=numbers)
 
-        state = tree_map_only(Grown, without_parts, state, is_leaf=_is_grown)
+        state = tree_map_only(TensorList, without_parts, state, is_leaf=_is_tensor_list)
         self._write({"state": state}, self.path / _STATE)
         if self.writes:
             self._blocks = {name for *_, names in blocks for name in names}
@@ -147,12 +147,12 @@ class Folder:
         if os.path.exists(self.path / _STATE):
             state = files.contents_of(self.path / _STATE, ("state",), _REMEDY)["state"]
             self._blocks = {
-                name for value in _grown_in(state) for names in value.parts for name in names
+                name for value in _tensor_lists_in(state) for names in value.parts for name in names
             }
         self._remove_blocks()
         return state
 
-    def _names(self, value: Grown) -> list[list[str]]:
+    def _names(self, value: TensorList) -> list[list[str]]:
         """Return the names of the blocks of each part: one, or one for the examples of every rank."""
         size = 1 if value.numbers is None else self._group.size
         ranks = [f"-{rank}of{size}" for rank in range(size)] if size > 1 else [""]
@@ -222,9 +222,9 @@ class Folder:
         return tree_unflatten(leaves, form)
 
 
-def _is_grown(value: Any) -> bool:
-    return isinstance(value, Grown)
+def _is_tensor_list(value: Any) -> bool:
+    return isinstance(value, TensorList)
 
 
-def _grown_in(state: Any) -> list[Grown]:
-    return [leaf for leaf in tree_leaves(state, is_leaf=_is_grown) if _is_grown(leaf)]
+def _tensor_lists_in(state: Any) -> list[TensorList]:
+    return [leaf for leaf in tree_leaves(state, is_leaf=_is_tensor_list) if _is_tensor_list(leaf)]

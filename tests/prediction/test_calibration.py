@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson, Regression
 from torch_lla_em.prediction.calibration import calibrated, numbers_of
-from torch_lla_em.prediction.pushed import Products, Pushed, posterior_alone
+from torch_lla_em.prediction.pushforward import Products, Pushforward, posterior_alone
 from torch_lla_em.runtime import Group
 
 PLAIN = posterior_alone()
@@ -31,7 +31,7 @@ def drawn(likelihood=None, count=2000, K=8, C=3, temperature=1.0, deviation=1.0)
 
 def fit(problem, before=PLAIN):
     f, Jw, y = problem.parts
-    return calibrated([Pushed((Products(problem.likelihood, f, Jw),), y)], [before], Group())
+    return calibrated([Pushforward((Products(problem.likelihood, f, Jw),), y)], [before], Group())
 
 
 @pytest.mark.parametrize("likelihood", [Classification(), Bernoulli()])

@@ -15,7 +15,7 @@ from torch_lla_em.prediction.conformal import (
     TrainingExamples,
     output_variance,
 )
-from torch_lla_em.prediction.pushed import Products, push_forward
+from torch_lla_em.prediction.pushforward import Products, push_forward
 from torch_lla_em.prediction.ranks import mass_above, p_values, quantiles
 
 

@@ -78,7 +78,7 @@ _PATIENCE = 8
 _STEPS = {False: 20, True: 400}
 """Largest number of steps of λ and σ at a fixed H, over a span and over a complete one."""
 
-_NEWTON, _POLISH = 2, 50
+_NEWTON, _LAST_NEWTON_STEPS = 2, 50
 """Newton steps of the mean in every step of an averaged H, and after the last."""
 
 _AT_REST = 1e-3
@@ -331,7 +331,7 @@ class Controller:
                 break
             if steps == _REST and self.is_late():
                 return q, False
-        return over.at(q.curved, q.precision, 1.0, q.mean, _POLISH), abs(last) < allowed
+        return over.at(q.curved, q.precision, 1.0, q.mean, _LAST_NEWTON_STEPS), abs(last) < allowed
 
     # the end
 

@@ -19,7 +19,7 @@ from torch_lla_em.inference.records import FitResult, State, Statistics
 from torch_lla_em.inference.span_e_step import NoSpan, SpanEStep
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples, with_noise
 from torch_lla_em.problem import VECTORS, Problem, size_of
-from torch_lla_em.runtime import DoesNotFit, Grown, release, report, shortage_of
+from torch_lla_em.runtime import DoesNotFit, TensorList, release, report, shortage_of
 
 # H at the linear mode changes λ, and λ the mode, but only little after the first round
 _LINEAR_ROUNDS = 5
@@ -44,7 +44,7 @@ _NO_SPAN = (
 class Progress(NamedTuple):
     """The state of a fit after an EM step, from which it can resume: tensors, numbers and tuples."""
 
-    eta: Grown
+    eta: TensorList
     """η of the random probes, shape (K, P), as its only part, since it rarely changes."""
 
     scale: Tensor
@@ -113,7 +113,7 @@ def learn(
             noise = get_sto_samples(problem, K, seed, options.g_prior, layerwise)
             _require_labels(problem)
             sigma = problem.likelihood.observation_noise
-            start = Progress(Grown.of(noise.eta), noise.prior.scale, sigma, problem.centre)
+            start = Progress(TensorList.of(noise.eta), noise.prior.scale, sigma, problem.centre)
             watch.on_step(None, start)
         else:
             problem.take(start.sigma, start.centre)
@@ -140,7 +140,7 @@ def learn(
             noise = noise.drawn_again(problem.with_curvature_at(found.w_lin))
             options = replace(options, prior_precision=found.prior_precision)
             start = start._replace(
-                eta=Grown.of(noise.eta),
+                eta=TensorList.of(noise.eta),
                 state=None,
                 directions=None,
                 round=start.round + 1,

@@ -10,7 +10,7 @@ from torch_lla_em.inference.mackay import function_space_Mackay_update
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.q import Q
 
-SMALL, _QUIET, _CLIMBS = 0.05, 3, 120
+SMALL, _ROUNDS_WITHOUT_GAIN, _MOST_ROUNDS = 0.05, 3, 120
 """Nats that a round must gain to count over a complete span, rounds in a row without such a gain that end
 them, and their largest number."""
 
@@ -34,11 +34,11 @@ class Pace(NamedTuple):
 def summit(over: OverSpan, q: Q, least: float, is_late: Callable[[], bool]) -> Q:
     """Return q after as many rounds as raise the bound, until the time is over."""
     pace, quietly = Pace(), 0
-    for _ in range(_CLIMBS):
+    for _ in range(_MOST_ROUNDS):
         before = q.bound
         q, pace = improve(over, q, least, pace)
         quietly = 0 if q.bound > before + SMALL else quietly + 1
-        if quietly == _QUIET or is_late():
+        if quietly == _ROUNDS_WITHOUT_GAIN or is_late():
             break
     return q
 

@@ -11,7 +11,7 @@ from torch_lla_em.data import Batch, Share
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.span_outputs import SpanOutputs
 from torch_lla_em.problem import Outputs, Problem, Sites, gathered, pull_back
-from torch_lla_em.runtime import Grown, new_key
+from torch_lla_em.runtime import TensorList, new_key
 from torch_lla_em.solvers import add_combined, dots, gram, orthonormalise, overlap
 
 # relative norm outside of the span below which a direction is only rounding
@@ -71,10 +71,12 @@ class Span:
         h = [] if outputs.features is None else [outputs.features]
         of_all = [known.f, known.targets, known.weights]
         state = {
-            "basis": Grown(self._keys[0], list(self._blocks)),
-            "J": Grown(self._keys[1], list(outputs.blocks), None if h else numbers),
-            "features": Grown(self._keys[2], h, numbers),
-            "rows": Grown(self._keys[3], [part for part in of_all if part is not None], numbers),
+            "basis": TensorList(self._keys[0], list(self._blocks)),
+            "J": TensorList(self._keys[1], list(outputs.blocks), None if h else numbers),
+            "features": TensorList(self._keys[2], h, numbers),
+            "rows": TensorList(
+                self._keys[3], [part for part in of_all if part is not None], numbers
+            ),
         }
         return {**state, "xi": self.xi, "memory": self.memory}
 

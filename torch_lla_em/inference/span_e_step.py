@@ -18,7 +18,7 @@ from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem import Problem, gathered, room, sites_of
-from torch_lla_em.runtime import Grown, report
+from torch_lla_em.runtime import TensorList, report
 from torch_lla_em.solvers import dots, is_accurate
 
 _START = 0.1
@@ -100,7 +100,7 @@ class SpanEStep:
     def saved(self, state: State) -> tuple[State, dict[str, Any]]:
         """Return a state without rows for examples; these, and the directions."""
         q, rows = state.own.q.parted()
-        of_q = Grown.of(*rows, numbers=self.over.share.numbers)
+        of_q = TensorList.of(*rows, numbers=self.over.share.numbers)
         return state._replace(own=state.own._replace(q=q)), {**self.span.state(), "q": of_q}
 
     def is_exact(self, state: State) -> bool:

@@ -1,7 +1,7 @@
 """Predictions of a fitted posterior, and how they are calibrated, compared and stored.
 
 A prediction is a mixture of ``functions``: ``conformal`` compares it with stored examples, and
-``prediction`` has its public properties. ``pushed`` makes it from the outputs and products of
+``prediction`` has its public properties. `pushforward` makes it from the outputs and products of
 inputs. ``calibration``, ``passes``, ``metrics`` and ``validation`` use held-out data; ``reference`` has what
 ``calibrate`` keeps of them. ``posterior`` is the frozen
 record of a fit, and ``stored`` writes and reads it. ``predictor`` and ``calibrates`` have the methods that users call, of
@@ -27,7 +27,7 @@ from torch_lla_em.prediction.passes import refuse_training_data
 from torch_lla_em.prediction.posterior import NotFittedError, Posterior, Setting
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import Predictor
-from torch_lla_em.prediction.pushed import inputs_in
+from torch_lla_em.prediction.pushforward import inputs_in
 from torch_lla_em.prediction.ranks import p_values, rounding
 from torch_lla_em.prediction.reference import Reference
 from torch_lla_em.prediction.regions import Ellipsoid

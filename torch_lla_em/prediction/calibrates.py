@@ -15,7 +15,7 @@ from torch_lla_em.prediction.check import Check, checked
 from torch_lla_em.prediction.passes import pushed_under_each
 from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.pushed import Pushed, joined, stack_members
+from torch_lla_em.prediction.pushforward import Pushforward, joined, stack_members
 from torch_lla_em.prediction.reference import Reference, Stated
 from torch_lla_em.runtime import collected, group_of
 
@@ -39,7 +39,7 @@ class Calibrates:
         """The likelihood, with the observation noise that was learnt; members may differ in the noise."""
         return self._members()[0].likelihood
 
-    def _predicted(self, data: Pushed, judged: bool = True) -> Prediction:
+    def _predicted(self, data: Pushforward, judged: bool = True) -> Prediction:
         """Return the prediction, with its comparison with reference examples if ``judged``."""
         raise NotImplementedError
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.pushed import Pushed, Tables
+from torch_lla_em.prediction.pushforward import Pushforward, Tables
 from torch_lla_em.prediction.reference import Reference, Stated, is_second, require_two, warn_of_few
 from torch_lla_em.prediction.regions import joint_errors
 from torch_lla_em.runtime import Group
@@ -92,7 +92,7 @@ class CalibratedComponents(NamedTuple):
 
 
 def calibrated(
-    parts: Sequence[Pushed], before: Sequence[Tables], group: Group
+    parts: Sequence[Pushforward], before: Sequence[Tables], group: Group
 ) -> CalibratedComponents:
     """Fit the numbers to held-out examples, of which ``parts`` are those of this rank.
 
@@ -130,7 +130,7 @@ def calibrated(
     return CalibratedComponents(table, noise, calibration)
 
 
-def half_as_reference(data: Pushed, group: Group, stated: Stated = Stated()) -> Reference:
+def half_as_reference(data: Pushforward, group: Group, stated: Stated = Stated()) -> Reference:
     """Fit the numbers to every other labelled example, and return scores of the remaining ones.
 
     With groups it is every other one of each group. ``stated`` has those and the weights of all examples.
@@ -175,7 +175,7 @@ def half_as_reference(data: Pushed, group: Group, stated: Stated = Stated()) -> 
     )
 
 
-def folds_as_reference(parts: Sequence[Pushed], found: CalibratedComponents) -> Reference:
+def folds_as_reference(parts: Sequence[Pushforward], found: CalibratedComponents) -> Reference:
     """Return scores of the examples that each member of an ensemble was not trained on."""
     labelled = [part.part(part.likelihood.labelled(part.y)) for part in parts]
     judged = [part.prediction(found.table, found.noise) for part in labelled]
@@ -215,20 +215,20 @@ def _table(rows: list[list[Tensor]]) -> Tensor:
     return torch.stack([torch.stack(row) for row in rows])
 
 
-def _pieces(parts: Sequence[Pushed]) -> Iterator[Pushed]:
+def _pieces(parts: Sequence[Pushforward]) -> Iterator[Pushforward]:
     """Yield a few examples at a time, in double precision."""
     for part in parts:
         for piece in part.split(max(1, _NUMBERS // max(1, 64 * part.f[:1].numel()))):
             yield piece.double()
 
 
-def _log_probs(parts: Sequence[Pushed], table: Tables, noise: Tensor) -> Tensor:
+def _log_probs(parts: Sequence[Pushforward], table: Tables, noise: Tensor) -> Tensor:
     """Return log p(y | x) of every example, (N,)."""
     each = [piece.prediction(table, noise)._log_prob(piece.y) for piece in _pieces(parts)]
     return torch.cat(each) if each else noise.new_zeros(0)
 
 
-def _most_probable(numbers: Numbers, parts: Sequence[Pushed], group: Group) -> Tensor:
+def _most_probable(numbers: Numbers, parts: Sequence[Pushforward], group: Group) -> Tensor:
     """Return θ at the maximum of log p(y | x, θ) + log p(θ), by L-BFGS."""
     deviations = torch.tensor(numbers.deviations, dtype=torch.float64, device=parts[0].f.device)
     theta = torch.zeros_like(deviations).requires_grad_()
@@ -249,7 +249,9 @@ def _most_probable(numbers: Numbers, parts: Sequence[Pushed], group: Group) -> T
     return theta.detach()
 
 
-def _determined(numbers: Numbers, theta: Tensor, parts: Sequence[Pushed], group: Group) -> float:
+def _determined(
+    numbers: Numbers, theta: Tensor, parts: Sequence[Pushforward], group: Group
+) -> float:
     """Return the number of parameters that the data determine: the optimism of the fitted NLL."""
     steps = _DIFFERENCE * torch.eye(len(theta), dtype=theta.dtype, device=theta.device)
 

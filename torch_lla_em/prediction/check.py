@@ -13,7 +13,7 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.passes import under_all
 from torch_lla_em.prediction.posterior import Posterior
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.pushed import Pushed, joined
+from torch_lla_em.prediction.pushforward import Pushforward, joined
 from torch_lla_em.prediction.reference import Stated
 from torch_lla_em.prediction.summary import Cells, Printed
 
@@ -100,7 +100,7 @@ class Check(Printed):
 
 def checked(
     posteriors: Sequence[Posterior],
-    predict: Callable[[Pushed], Any],
+    predict: Callable[[Pushforward], Any],
     loader: Any,
     level: float,
     groups: Any = None,

@@ -20,7 +20,7 @@ from torch_lla_em.prediction.exports import Exports
 from torch_lla_em.prediction.fitted import PosteriorBase
 from torch_lla_em.prediction.passes import pushed
 from torch_lla_em.prediction.posterior import Components, Posterior
-from torch_lla_em.prediction.pushed import joined
+from torch_lla_em.prediction.pushforward import joined
 from torch_lla_em.prediction.reference import REFERENCE, Reference
 from torch_lla_em.prediction.stored import without_prefix
 from torch_lla_em.prediction.summary import Details, Printed, details_of_ensemble, of_ensemble

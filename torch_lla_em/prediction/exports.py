@@ -17,7 +17,7 @@ from torch_lla_em.prediction.export import (
 )
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import Predictor
-from torch_lla_em.prediction.pushed import stack_members
+from torch_lla_em.prediction.pushforward import stack_members
 from torch_lla_em.runtime import report
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_lla_em.data import Batch, Data, Identity, distinct
 from torch_lla_em.prediction.posterior import Posterior
-from torch_lla_em.prediction.pushed import Pushed, stack_members
+from torch_lla_em.prediction.pushforward import Pushforward, stack_members
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import Group
 
@@ -24,7 +24,7 @@ training examples below which equal ones are no sign of it."""
 def over_batches(
     posterior: Posterior,
     loader: Iterable[Any],
-    take: Callable[[Any, Pushed], Taken],
+    take: Callable[[Any, Pushforward], Taken],
     group: Group = Group(),
     unseen: bool = False,
 ) -> list[Taken]:
@@ -52,12 +52,14 @@ def over_batches(
 
 def pushed(
     posterior: Posterior, loader: Iterable[Any], group: Group = Group(), unseen: bool = False
-) -> list[tuple[Any, Pushed]]:
+) -> list[tuple[Any, Pushforward]]:
     """Return the inputs of every batch of a loader and their products; one pass."""
     return over_batches(posterior, loader, lambda *pair: pair, group, unseen)
 
 
-def under_all(posteriors: Iterable[Posterior], loader: Iterable[Any]) -> list[tuple[Any, Pushed]]:
+def under_all(
+    posteriors: Iterable[Posterior], loader: Iterable[Any]
+) -> list[tuple[Any, Pushforward]]:
     """Return the inputs of every batch and their products under all posteriors; one pass for each.
 
     Raises:
@@ -73,7 +75,7 @@ def under_all(posteriors: Iterable[Posterior], loader: Iterable[Any]) -> list[tu
 
 def pushed_under_each(
     posteriors: Iterable[Posterior], loader: Iterable[Any], group: Group = Group()
-) -> Iterator[list[Pushed]]:
+) -> Iterator[list[Pushforward]]:
     """Yield the batches of a loader under each posterior; raise an error if passes differ.
 
     Training examples of a posterior are refused.

@@ -17,7 +17,7 @@ from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.calibration import CalibratedComponents, Calibration
 from torch_lla_em.prediction.conformal import TrainingExamples, output_variance
-from torch_lla_em.prediction.pushed import Products, Pushed, Tables, posterior_alone
+from torch_lla_em.prediction.pushforward import Products, Pushforward, Tables, posterior_alone
 from torch_lla_em.prediction.ranks import rounding
 from torch_lla_em.prediction.reference import Reference
 
@@ -160,12 +160,12 @@ class Posterior:
         """Return w_lin and samples, (1 + K, P)."""
         return torch.cat([self.result.w_lin[None], self.result.w_samples[:num_samples]])
 
-    def of_products(self, f: Tensor, Jw: Tensor, y: Tensor, class_dim: int = -1) -> Pushed:
+    def of_products(self, f: Tensor, Jw: Tensor, y: Tensor, class_dim: int = -1) -> Pushforward:
         """Return examples by f, (B, ..., C), J w of w_lin and the samples, and the targets."""
         training = self.training(len(Jw) - 1)
         if self.result.constant is not None:
             Jw = torch.cat([Jw[:1] + self.result.constant.to(Jw), Jw[1:]])
-        return Pushed((Products(self.likelihood, f, Jw, training, class_dim),), y)
+        return Pushforward((Products(self.likelihood, f, Jw, training, class_dim),), y)
 
     def calibrated(
         self, found: CalibratedComponents, reference: Reference, messages: list[str]

@@ -16,8 +16,8 @@ from torch_lla_em.prediction.calibrates import Calibrates
 from torch_lla_em.prediction.functions import SCALE, redrawn
 from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.pushed import (
-    Pushed,
+from torch_lla_em.prediction.pushforward import (
+    Pushforward,
     inputs_in,
     joined,
     posterior_alone,
@@ -165,7 +165,7 @@ class Predictor(Calibrates):
         mean: Mean | None,
         generator: torch.Generator | None,
         num_samples: int | None,
-    ) -> Callable[[Pushed], Prediction]:
+    ) -> Callable[[Pushforward], Prediction]:
         """Return the map from products to predictions by these arguments of ``predict``."""
         check_choice("mean", mean, (None, "network", "linear"))
         components, state = self._components, None
@@ -176,7 +176,7 @@ class Predictor(Calibrates):
         if generator is not None:
             state = generator.get_state()
 
-        def predict(data: Pushed) -> Prediction:
+        def predict(data: Pushforward) -> Prediction:
             if mean is None:
                 found = predicted(data, components, judged=num_samples is None)
             else:
@@ -251,11 +251,11 @@ class Predictor(Calibrates):
         """
         return self.predict(x).joint_log_prob(y)
 
-    def _at(self, x: Any, some: slice = slice(None)) -> Pushed:
+    def _at(self, x: Any, samples: slice = slice(None)) -> Pushforward:
         """Return inputs, or all batches of a loader, with the products of some samples."""
-        return at_inputs(self._members(), x, some)
+        return at_inputs(self._members(), x, samples)
 
-    def _predicted(self, data: Pushed, judged: bool = True) -> Prediction:
+    def _predicted(self, data: Pushforward, judged: bool = True) -> Prediction:
         """Return the prediction, with its comparison with reference examples if ``judged``."""
         return predicted(data, self._components, judged)
 
@@ -264,12 +264,12 @@ def _is_loader(x: Any) -> bool:
     return isinstance(x, (DataLoader, Dataset))
 
 
-def at_inputs(posteriors: Sequence[Posterior], x: Any, some: slice = slice(None)) -> Pushed:
+def at_inputs(posteriors: Sequence[Posterior], x: Any, samples: slice = slice(None)) -> Pushforward:
     """Return inputs, or all batches of a loader, with the products of some samples."""
     if not _is_loader(x):
-        return stack_members([at(posterior, x, some) for posterior in posteriors])
+        return stack_members([at(posterior, x, samples) for posterior in posteriors])
     loader, found, size = as_loader(x), [], 0
-    for part in in_batches(posteriors, loader, some):
+    for part in in_batches(posteriors, loader, samples):
         found.append(part)
         size += sum(member.Jw.nbytes for member in part.members)
         batches = len(loader) if isinstance(loader, Sized) else len(found)
@@ -284,8 +284,8 @@ def at_inputs(posteriors: Sequence[Posterior], x: Any, some: slice = slice(None)
 
 
 def in_batches(
-    posteriors: Sequence[Posterior], loader: Iterable[Any], some: slice = slice(None)
-) -> Iterator[Pushed]:
+    posteriors: Sequence[Posterior], loader: Iterable[Any], samples: slice = slice(None)
+) -> Iterator[Pushforward]:
     """Yield the batches of a loader with the products of some samples."""
     settings = [posterior.setting for posterior in posteriors]
     for batch in loader:
@@ -293,17 +293,19 @@ def in_batches(
             inputs_in(batch, setting.target_fn, setting.linear_model.network.device)
             for setting in settings
         )
-        yield stack_members([at(posterior, x, some) for posterior, x in zip(posteriors, each)])
+        yield stack_members([at(posterior, x, samples) for posterior, x in zip(posteriors, each)])
 
 
-def at(posterior: Posterior, x: Any, some: slice = slice(None)) -> Pushed:
+def at(posterior: Posterior, x: Any, samples: slice = slice(None)) -> Pushforward:
     """Return inputs with the products of some samples."""
     model = posterior.setting.linear_model
-    f, Jw = push_forward(model, x, posterior.result.w_lin[None], posterior.result.w_samples[some])
+    f, Jw = push_forward(
+        model, x, posterior.result.w_lin[None], posterior.result.w_samples[samples]
+    )
     return posterior.of_products(f, Jw, f, model.network.class_dim)
 
 
-def predicted(data: Pushed, components: Components, judged: bool = True) -> Prediction:
+def predicted(data: Pushforward, components: Components, judged: bool = True) -> Prediction:
     """Return the prediction, with its comparison with reference examples if ``judged``."""
     prediction = data.prediction(components.tables, components.noise)
     if not judged or components.reference is None:

@@ -19,7 +19,7 @@ from torch_lla_em.prediction.passes import over_batches, same_targets, under_all
 from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import Predictor, at_inputs, predicted
-from torch_lla_em.prediction.pushed import Pushed, joined
+from torch_lla_em.prediction.pushforward import Pushforward, joined
 from torch_lla_em.prediction.summary import Cells, Printed
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import check_options, report
@@ -58,10 +58,10 @@ class HeldOutEvidence:
     def __init__(self, components: Components, together: int):
         self._components, self._together = components, together
         self._values: list[Tensor] = []
-        self._rest: Pushed | None = None
+        self._rest: Pushforward | None = None
         """The last examples, which are too few."""
 
-    def add(self, part: Pushed) -> None:
+    def add(self, part: Pushforward) -> None:
         """Add the next examples."""
         rest, values = self._rest, []
         if rest is not None and rest.f.shape[1:] != part.f.shape[1:]:
@@ -81,10 +81,10 @@ class HeldOutEvidence:
         variance = (values - values.mean()).square().sum() / (len(values) - 1)
         return Estimate(values.sum(), (len(values) * variance).sqrt())
 
-    def _of(self, some: Pushed) -> Tensor:
+    def _of(self, some: Pushforward) -> Tensor:
         return self.predicted(some)._joint_log_prob(some.y).double()
 
-    def predicted(self, part: Pushed) -> Prediction:
+    def predicted(self, part: Pushforward) -> Prediction:
         """Return the prediction of some examples."""
         return part.prediction(self._components.tables, self._components.noise)
 
@@ -245,12 +245,12 @@ def _name(la: Any) -> str:
 
 
 def _scored_batch(
-    evidence: HeldOutEvidence, _: Any, part: Pushed
+    evidence: HeldOutEvidence, _: Any, part: Pushforward
 ) -> tuple[Tensor, Outcomes, Tensor]:
     return _scored(part, evidence)
 
 
-def _scored(part: Pushed, evidence: HeldOutEvidence) -> tuple[Tensor, Outcomes, Tensor]:
+def _scored(part: Pushforward, evidence: HeldOutEvidence) -> tuple[Tensor, Outcomes, Tensor]:
     """Return targets, outcomes, and log p(y | x) under the network alone, of each example of a batch."""
     kept = part.likelihood.labelled(part.y)
     found = part.y, outcomes(evidence.predicted(part), part.y)

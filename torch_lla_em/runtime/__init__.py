@@ -1,7 +1,7 @@
 """Memory, time, precision, warnings, files, ranks of a process group, and random numbers by key."""
 
 from torch_lla_em.runtime.budget import Budget
-from torch_lla_em.runtime.files import Grown, new_key, write_atomically
+from torch_lla_em.runtime.files import TensorList, new_key, write_atomically
 from torch_lla_em.runtime.group import Group, current_group, first, group_of
 from torch_lla_em.runtime.memory import (
     DoesNotFit,
@@ -17,7 +17,7 @@ from torch_lla_em.runtime.memory import (
 )
 from torch_lla_em.runtime.messages import collected, report
 from torch_lla_em.runtime.modes import tf32, without_autocast
-from torch_lla_em.runtime.noise import mixed, normal, normals
+from torch_lla_em.runtime.noise import normal, normals, split_mix
 from torch_lla_em.runtime.options import PRECISION_BOUNDS, Compute, check_choice, check_options
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "Compute",
     "DoesNotFit",
     "Group",
-    "Grown",
+    "TensorList",
     "check_choice",
     "check_options",
     "collected",
@@ -36,7 +36,6 @@ __all__ = [
     "group_of",
     "is_shortage",
     "least_share",
-    "mixed",
     "new_key",
     "normal",
     "normals",
@@ -46,6 +45,7 @@ __all__ = [
     "release_pinned",
     "report",
     "shortage_of",
+    "split_mix",
     "suppressed",
     "tf32",
     "without_autocast",

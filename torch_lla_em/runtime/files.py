@@ -272,7 +272,7 @@ def plain(value: Any, around: tuple[int, ...] = ()) -> str:
     return text if isinstance(value, str) else _ADDRESS.sub("", text)
 
 
-class Grown(NamedTuple):
+class TensorList(NamedTuple):
     """A growing list of tensors, each of which a checkpoint writes only once."""
 
     key: str
@@ -286,11 +286,11 @@ class Grown(NamedTuple):
     the whole tensors."""
 
     @classmethod
-    def of(cls, *parts: Tensor, numbers: Tensor | None = None) -> Grown:
+    def of(cls, *parts: Tensor, numbers: Tensor | None = None) -> TensorList:
         """Return a new list of these tensors."""
         return cls(new_key(), list(parts), numbers)
 
 
 def new_key() -> str:
-    """Return a unique name for a new ``Grown``."""
+    """Return a unique name for a new ``TensorList``."""
     return uuid4().hex

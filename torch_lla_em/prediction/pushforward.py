@@ -106,7 +106,7 @@ class Products(NamedTuple):
         return replace(found, nearest=nearest, unit=unit)
 
 
-class Pushed(NamedTuple):
+class Pushforward(NamedTuple):
     """Examples with their products under one posterior, or under all members of an ensemble."""
 
     members: tuple[Products, ...]
@@ -134,33 +134,33 @@ class Pushed(NamedTuple):
         alone = self.plain()._each(lambda member: member._replace(Jw=member.Jw[:1]))
         return alone.prediction(posterior_alone())
 
-    def plain(self) -> Pushed:
+    def plain(self) -> Pushforward:
         """Return the examples without training examples, whose means are not shrunk."""
         return self._each(lambda member: member._replace(training=None))
 
-    def classes_last(self) -> Pushed:
+    def classes_last(self) -> Pushforward:
         """Return the examples with the classes last in predictions, as targets have them in a fit."""
         return self._each(lambda member: member._replace(class_dim=-1))
 
-    def double(self) -> Pushed:
+    def double(self) -> Pushforward:
         """Return the examples in double precision."""
         return self._each(lambda m: m._replace(f=m.f.double(), Jw=m.Jw.double()))
 
-    def part(self, examples: slice | Tensor) -> Pushed:
+    def part(self, examples: slice | Tensor) -> Pushforward:
         """Return some of the examples."""
         some = self._each(lambda m: m._replace(f=m.f[examples], Jw=m.Jw[:, examples]))
         return some._replace(y=self.y[examples])
 
-    def split(self, size: int) -> Iterator[Pushed]:
+    def split(self, size: int) -> Iterator[Pushforward]:
         """Yield ``size`` examples at a time."""
         for start in range(0, len(self.y), size):
             yield self.part(slice(start, start + size))
 
-    def _each(self, change: Callable[[Products], Products]) -> Pushed:
+    def _each(self, change: Callable[[Products], Products]) -> Pushforward:
         return self._replace(members=tuple(map(change, self.members)))
 
 
-def joined(parts: Iterable[Pushed]) -> Pushed:
+def joined(parts: Iterable[Pushforward]) -> Pushforward:
     """Concatenate the examples of several batches."""
     parts = list(parts)
     if len(parts) == 1:
@@ -171,9 +171,9 @@ def joined(parts: Iterable[Pushed]) -> Pushed:
         return batches[0]._replace(f=f, Jw=Jw)
 
     members = map(whole, *(part.members for part in parts))
-    return Pushed(tuple(members), torch.cat([part.y for part in parts]))
+    return Pushforward(tuple(members), torch.cat([part.y for part in parts]))
 
 
-def stack_members(each: Sequence[Pushed]) -> Pushed:
+def stack_members(each: Sequence[Pushforward]) -> Pushforward:
     """Return the same examples under several posteriors, each given under one."""
-    return Pushed(tuple(member for pushed in each for member in pushed.members), each[0].y)
+    return Pushforward(tuple(member for pushed in each for member in pushed.members), each[0].y)

@@ -324,6 +324,22 @@ def test_blocks_indefinite_by_rounding_have_roots():
     assert root_of(torch.full((1, 2, 2), math.nan)).isnan().any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_roots_of_a_softmax_do_not_move_all_outputs_alike(dtype):
+    p = (5 * torch.randn(200, 6, generator=torch.Generator().manual_seed(0))).to(dtype).softmax(-1)
+    blocks = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    R, size = root_of(blocks), blocks.diagonal(dim1=1, dim2=2).mean(1)
+    accuracy = 100 * torch.finfo(dtype).eps
+    assert (R.sum(1).abs().amax(1) < accuracy * size.sqrt()).all()
+    error = (R @ R.mT - blocks).abs().amax((1, 2))
+    assert (
+        error < max(accuracy, 2e-9) * size + accuracy / 100
+    ).all()  # blocks have rounding errors too
+    other = blocks + 0.01 * torch.eye(6, dtype=dtype)
+    R = root_of(other)
+    torch.testing.assert_close(R @ R.mT, other, rtol=1e-4, atol=1e-6)
+
+
 def fitted(name, **options):
     case = tiny(name)
     batches = list(zip(case.x.split(13), case.y.split(13)))

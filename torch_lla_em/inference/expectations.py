@@ -22,6 +22,8 @@ _NUMBERS = 1 << 22
 # number of entries of blocks that are in memory in float64 at once
 _ENTRIES = 1 << 20
 _JITTER = 1e-9
+# row sums of blocks relative to their diagonals, up to which they are rounding errors of zeros
+_ALIKE = 1e-3
 # number of examples whose random numbers are drawn at once, on every rank
 _DRAWN = 1 << 12
 
@@ -168,11 +170,16 @@ class ExpectedH(FixedH):
 
 
 def root_of(blocks: Tensor) -> Tensor:
-    """Return R with R Rᵀ = blocks (..., C, C), which may be singular, or indefinite by rounding."""
+    """Return R with R Rᵀ = blocks (..., C, C), which may be singular, or indefinite by rounding.
+
+    Blocks of a softmax do not change if all outputs are moved alike. R has no component in that
+    direction either: over millions of examples what is added to the diagonal would count there.
+    """
     exact, numbers = blocks.double(), torch.finfo(blocks.dtype)
     exact = 0.5 * (exact + exact.mT)
     diagonal = exact.diagonal(dim1=-2, dim2=-1)
     size = diagonal.mean(-1, keepdim=True).clamp_min(numbers.tiny / numbers.eps)
+    is_softmax = exact.sum(-1).abs().sum() <= _ALIKE * diagonal.sum()
     diagonal += max(_JITTER, 10 * numbers.eps) * size
     root, info = torch.linalg.cholesky_ex(exact)
     failed = info > 0
@@ -180,5 +187,5 @@ def root_of(blocks: Tensor) -> Tensor:
         failed &= exact.isfinite().all(-1).all(-1)
         values, vectors = torch.linalg.eigh(exact[failed])
         root[failed] = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-    found: Tensor = root.to(blocks)
+    found: Tensor = (root - is_softmax * root.mean(-2, keepdim=True)).to(blocks)
     return found

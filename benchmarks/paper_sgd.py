@@ -41,7 +41,7 @@ from methods.recipe import (
 
 from torch_lla_em.inference import Statistics
 from torch_lla_em.inference.iterative_e_step import starting_precision
-from torch_lla_em.inference.learn import learn
+from torch_lla_em.inference.learn import Watch, learn
 from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.problem.operators import WhitenedGGN
@@ -136,7 +136,7 @@ class Study:
                 path.append([*spent, found.precision.item()])
 
         options = FitOptions(K, 0, True, False, solver, 0.05, "network", "mackay", 20, None)
-        learn(problem, options, note)
+        learn(problem, options, Watch(note))
         return path
 
     def paper_em(self, stages: tuple[Recipe, Recipe], precision: float) -> list[list[float]]:

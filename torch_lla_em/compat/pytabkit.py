@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.compat.networks import AverageHeads, EstimatorNetwork, indices
+from torch_lla_em.compat.networks import AverageHeads, EstimatorNetwork, indices, values_of
 
 _Converted = tuple[nn.Module, Callable[[Any], Tensor]]
 """A network of one tensor, and what makes this tensor of encoded columns."""
@@ -43,16 +42,13 @@ def of_pytabkit(estimator: Any) -> EstimatorNetwork:
     def inputs(X: Any) -> Tensor:
         import pandas as pd  # which pytabkit needs
 
-        columns = estimator.x_converter_.transform(pd.DataFrame(X))
-        if columns.tensors["x_cont"].isnan().any():
+        dataset = estimator.x_converter_.transform(pd.DataFrame(X))
+        if dataset.tensors["x_cont"].isnan().any():
             raise ValueError("pytabkit takes no missing numbers: fill them in, as for its fit.")
-        return encoded(columns).to(device)
-
-    def values(y: Any) -> Tensor:
-        return torch.tensor(np.asarray(y).reshape(len(y), -1), dtype=torch.float32, device="cpu")
+        return encoded(dataset).to(device)
 
     if classes is None:
-        return EstimatorNetwork(module, "regression", inputs, values)
+        return EstimatorNetwork(module, "regression", inputs, values_of)
     return EstimatorNetwork(module, "classification", inputs, indices(classes), classes)
 
 

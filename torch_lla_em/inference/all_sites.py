@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch_lla_em.inference.expectations import FixedH
 from torch_lla_em.inference.span import Span
 from torch_lla_em.problem import Problem, Sites
-from torch_lla_em.solvers import BFGS, DivergenceError
+from torch_lla_em.solvers import BFGS, require_finite
 
 _PASSES = 20
 """Largest number of passes with one column for a mean."""
@@ -67,11 +66,7 @@ class AllSites:
             inverse.learn(step, change + precision * step)
         length = 1.0
         for _ in range(_PASSES):
-            if not (math.isfinite(value) and slope.isfinite().all()):
-                raise DivergenceError(
-                    "The gradient of the linear model is not finite: check the model's outputs "
-                    "and the targets for extreme values."
-                )
+            require_finite(abs(value) + slope.norm().item())
             step = -inverse.times(slope)
             fall, size = -(slope @ step).item(), max(1.0, precision * (mean @ mean).item())
             if fall <= tolerance**2 * size:

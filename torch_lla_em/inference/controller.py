@@ -293,8 +293,7 @@ class Controller:
         known = state.statistics is not None and state.before is not None
         if not (self.moves and known) or extent.complete or self._is_accurate(state.statistics):
             return False
-        moved = (state.precision / state.before).log().abs().max().item()
-        return moved < _NEAR and extent.size < _GROWTH * state.size
+        return state.moved < _NEAR and extent.size < _GROWTH * state.size
 
     def _average(
         self, over: OverSpan, q: Q, least: float, steps: int, early: bool = False

@@ -20,7 +20,7 @@ from torch_lla_em.inference.records import Estimate, Hyper, NoiseSums, Statistic
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem
-from torch_lla_em.solvers import DivergenceError
+from torch_lla_em.solvers import DivergenceError, require_finite
 
 DRAWS, FEWEST_DRAWS, DRAWS_IN_ALL = 16, 4, 16_000
 """Largest and smallest number of draws per example, and the number for all examples together."""
@@ -103,12 +103,8 @@ class OverSpan:
         spectrum = curved.spectrum.at_noise(noise)
         samples = spectrum.solutions(precision) @ curved.vectors.T
         gamma = spectrum.effective_dims(precision)
-        pushed = self.span.of_all.push(
-            torch.cat([samples, mean[None]]) if self.moves else mean[None]
-        )
-        draws = self.expected.deviations(pushed[..., :-1])
-        start = mean, pushed[..., -1].contiguous()
-        curved, mean, h, loss = self._mean(curved, precision * noise**2, start, draws, steps)
+        draws, h = self._draws(samples, mean)
+        curved, mean, h, loss = self._mean(curved, precision * noise**2, (mean, h), draws, steps)
         loss /= noise**2
         if self._sigma is not None:
             loss += gaussian_constant(self._problem, noise * self._sigma)
@@ -143,16 +139,15 @@ class OverSpan:
 
     def filled(self, q: Q, rows: list[Tensor]) -> Q:
         """Return q with its rows for examples, after ``Q.parted``."""
-        outputs, *every = rows
-        curved = q.curved._replace(H=every[0], S_noise=self.expected.root(every[0], self.epsilon))
+        outputs, H, *near = rows
+
+        def with_rows(curved: Curvature, H: Tensor) -> Curvature:
+            return curved._replace(H=H, S_noise=self.expected.root(H, self.epsilon))
+
+        curved, deviations = with_rows(q.curved, H), self._draws(q.samples, q.mean)[0]
         if curved.at_mode is not None:
-            S_noise = self.expected.root(every[1], self.epsilon)
-            curved = curved._replace(
-                at_mode=curved.at_mode._replace(H=every[1], S_noise=S_noise),
-            )
-        return q._replace(
-            curved=curved, outputs=outputs, deviations=self._draws(q.samples, q.mean)[0]
-        )
+            curved = curved._replace(at_mode=with_rows(curved.at_mode, near[0]))
+        return q._replace(curved=curved, outputs=outputs, deviations=deviations)
 
     def restarted(self, q: Q) -> Q:
         """Return q over the span of its mean, its samples, ξ and a fixed H's η only."""
@@ -166,11 +161,8 @@ class OverSpan:
         The size of logits and log rates is 1. That of continuous targets depends on their units: it
         is the variance of the network's outputs, plus the inverse of H, which is σ².
         """
-        pushed, C, mean = (
-            self.span.of_all.push(self.span.xi),
-            self.expected.shape[-1],
-            self.share.mean,
-        )
+        pushed = self.span.of_all.push(self.span.xi)
+        C, mean = self.expected.shape[-1], self.share.mean
         square = mean(pushed.double().square().movedim(-1, 0).reshape(-1, C))
         if not self._problem.likelihood.real_valued:
             return square.mean()
@@ -273,11 +265,7 @@ class OverSpan:
             pulled = self.span.of_all.pull(expected.slope(h, draws).view(-1, 1))[0].double()
             slope = pulled + precision * mean
             size = slope.norm().item()
-            if not size < math.inf:
-                raise DivergenceError(
-                    "The gradient of the linear model is not finite: check the model's outputs "
-                    "and the targets for extreme values."
-                )
+            require_finite(size)
             if number and size <= self._tolerance * precision * mean.norm().item():
                 break
             if expected.refreshes and size > _SLOW * before:

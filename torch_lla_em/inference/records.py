@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf, sqrt
+from math import exp, inf, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -124,12 +124,16 @@ class State(NamedTuple):
     size: int = 0
     """Directions of the span in the last step of λ."""
 
+    @property
+    def moved(self) -> float:
+        """The change of log λ in the last step, 0 before the first."""
+        if self.before is None:
+            return 0.0
+        return (self.precision / self.before).log().abs().max().item()
+
     def change(self, words: str) -> str:
         """Return words with the factor by which the last step changed λ; none if it rounds to 1."""
-        if self.before is None:
-            return ""
-        moved = (self.precision / self.before).log().abs().max().exp()
-        factor = f"{moved.item():.3g}"
+        factor = f"{exp(self.moved):.3g}"
         return "" if factor == "1" else words % factor
 
     own: Any = None

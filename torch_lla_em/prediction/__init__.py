@@ -1,7 +1,7 @@
 """Predictions of a fitted posterior, and how they are calibrated, compared and stored.
 
 A prediction is a mixture of ``functions``: ``conformal`` compares it with stored examples, and
-``prediction`` has its public properties. `pushforward` makes it from the outputs and products of
+``prediction`` has its public properties. ``pushforward`` makes it from the outputs and products of
 inputs. ``calibration``, ``passes``, ``metrics`` and ``validation`` use held-out data; ``reference`` has what
 ``calibrate`` keeps of them. ``posterior`` is the frozen
 record of a fit, and ``stored`` writes and reads it. ``predictor`` and ``calibrates`` have the methods that users call, of

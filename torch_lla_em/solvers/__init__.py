@@ -14,6 +14,7 @@ from torch_lla_em.solvers.solution import (
     Solution,
     is_accurate,
     relative_error,
+    require_finite,
     symmetric,
 )
 from torch_lla_em.solvers.space import (
@@ -51,5 +52,6 @@ __all__ = [
     "orthonormalise",
     "overlap",
     "relative_error",
+    "require_finite",
     "symmetric",
 ]

@@ -14,6 +14,7 @@ from torch_lla_em.solvers.solution import (
     FaultyProductError,
     Operator,
     check_positive,
+    require_finite,
 )
 from torch_lla_em.solvers.space import dot, norm
 
@@ -90,11 +91,7 @@ class Newton:
         while True:
             slope = gradient + x
             size, goal = norm(slope), self.tolerance * norm(x)
-            if not size < float("inf"):
-                raise DivergenceError(
-                    "The gradient of the linear model is not finite: check the model's outputs "
-                    "and the targets for extreme values."
-                )
+            require_finite(size)
             if size <= goal or passes >= self.max_passes:
                 break
 

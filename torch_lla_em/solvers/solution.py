@@ -36,6 +36,15 @@ class DivergenceError(ArithmeticError):
     """The iterates of a solver grow instead of converging."""
 
 
+def require_finite(size: float) -> None:
+    """Raise an error if the size of a gradient is not finite."""
+    if not size < float("inf"):
+        raise DivergenceError(
+            "The gradient of the linear model is not finite: check the model's outputs and the "
+            "targets for extreme values."
+        )
+
+
 class FaultyProductError(ArithmeticError):
     """The product is not symmetric or not positive semi-definite: J and Jᵀ disagree."""
 

@@ -8,12 +8,11 @@ runs the tests marked cuda; whole fits of LeNet, ResNet-18, ResNet-50 and ViT-S 
 error of 1e-3, with the memory used beside the logged plan; products with G (speed.py) in float32,
 TF32 and bfloat16 with their errors, for K = 1, 8, 32, with batches that fill the GPU and with small
 ones; a fit that runs out of memory on the way; the forward pass with torch.compile; and the cost of
-fits of small networks (cost.py). After every step it writes results/gpu.json and the page
-results/gpu.md, which lists failed steps and those left out after --minutes as well.
+fits of small networks (cost.py). Every step adds its lines to results/gpu.jsonl; one that failed says
+so there. ``report.py results/gpu.jsonl`` writes the tables of docs/gpu.md.
 """
 
 import argparse
-import json
 import logging
 import subprocess
 import sys
@@ -38,7 +37,6 @@ ROWS = {"lenet": 8192, "resnet18": 2000, "resnet50": 64, "vit_s": 64}
 
 MEANS = "torch.func", "eager", "tf32", "bfloat16"
 SMALL = "mlp", "cnn", "bert", "last layer, 50000 x 512 x 10"
-COMPILE = "The library has no such option: products differentiate the wrapped module."
 Lines = list[dict]
 
 
@@ -85,16 +83,25 @@ def _asked(
     return argparse.Namespace(device=args.device, batch=batch, columns=columns, repeats=repeats)
 
 
-def fit(name: str, args: argparse.Namespace, **options: object) -> Lines:
-    """Return what a whole fit costs, to a certificate of 1e-3, and what its plan said."""
+def trained(name: str, args: argparse.Namespace) -> tuple[cost.Problem, float]:
+    """Return a trained network with its data, and the seconds of an epoch."""
     torch.manual_seed(0)
     make, (channels, size, _), _ = speed.NETWORKS[name]
     rows = 24 if args.tiny else ROWS[name]
-    options = {"tolerance": 1e-3, "curvature": "network", **options}
     x, y = cost.images(rows, channels, size)
+    options = {"tolerance": 1e-3, "curvature": "network"}
     problem = cost.Problem(make(), x, y, 1 + 4000 * (not args.tiny) // rows, options)
-    problem, said = problem.on(args.device), Said()
-    epoch = cost.train(problem)
+    problem = problem.on(args.device)
+    return problem, cost.train(problem)
+
+
+def fit(name: str, args: argparse.Namespace) -> Lines:
+    """Return what a whole fit costs, to a certificate of 1e-3, and what its plan said."""
+    return fit_of(name, args, *trained(name, args))
+
+
+def fit_of(name: str, args: argparse.Namespace, problem: cost.Problem, epoch: float) -> Lines:
+    said = Said()
     logger = logging.getLogger("torch_lla_em")
     logger.addHandler(said)
     try:
@@ -120,7 +127,8 @@ def compiled(name: str, args: argparse.Namespace) -> Lines:
 
 def recovery(args: argparse.Namespace) -> Lines:
     """Fit where a third of the memory that a fit took is left; λ has to come out the same."""
-    (free,) = fit("lenet", args)
+    of = "lenet", args, *trained("lenet", args)
+    (free,) = fit_of(*of)
     if args.device != "cuda":
         return [free | {"of": "as it is"}]
     torch.cuda.empty_cache()
@@ -129,7 +137,7 @@ def recovery(args: argparse.Namespace) -> Lines:
     left = torch.cuda.memory_allocated() + free["peak_gb"] * 1e9 / 3 + 128e6
     torch.cuda.set_per_process_memory_fraction(left / total)
     try:
-        (short,) = fit("lenet", args)
+        (short,) = fit_of(*of)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     short["off"] = abs(short["precision"] / free["precision"] - 1)
@@ -159,69 +167,33 @@ def steps(args: argparse.Namespace) -> dict[str, Callable[[argparse.Namespace], 
     return found if args.tiny else {"tests": tests} | found
 
 
-def page(record: dict) -> str:
-    """Return the page of a record."""
-    found = record["steps"]
-
-    def lines(beginning: str) -> Lines:
-        parts = [part for name, part in found.items() if name.startswith(beginning)]
-        return [line for part in parts for line in part if "error" not in line]
-
-    fits = ["rows", "K", "seconds", "F", "columns", "precision", "relative_certificate", "peak_gb"]
-    failed = [f"- {name}: {part[0]['error']}" for name, part in found.items() if "error" in part[0]]
-    ended = [f"- {value}" for line in lines("tests") for value in line.values()]
-    plans = [f"- {line['network']}: {said}" for line in lines("fit") for said in line["said"]]
-    product = ["network", "rows", "means", "columns"]
-    taken = ["forward", "product", "ratio", "peak_gb", "precision_error"]
-    gained = ["forward", "compiled", "difference"]
-    sections = {
-        "Tests marked cuda": ended,
-        "Whole fits": [markdown.table(lines("fit"), ["network", "means"], fits), *plans],
-        "Products with G": [markdown.table(lines("product"), product, taken)],
-        "Small batches": [markdown.table(lines("launches"), product, taken)],
-        "Out of memory": [markdown.table(lines("recovery"), ["of"], [*fits, "off"])],
-        "torch.compile": [COMPILE, markdown.table(lines("compile"), ["network", "rows"], gained)],
-        "Cost of small fits": [
-            markdown.table(lines("cost"), ["problem"], [*fits, "epochs", "predict F", "ensemble"])
-        ],
-        "Failed or left out": failed,
-    }
-    head = f"# One GPU\n\n{record['machine']}; {record['versions']}; commit {record['commit']}."
-    shown = [f"## {title}\n\n" + "\n\n".join(part) for title, part in sections.items() if part]
-    return "\n\n".join([head, *shown]) + "\n"
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to test the script")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--steps", nargs="*", default=[""], help="beginnings of the names of steps")
-    parser.add_argument("--minutes", type=float, default=28.0)
-    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--minutes", type=float, default=28.0, help="after which no step begins")
+    parser.add_argument("--out", type=Path, default=Path("results/gpu.jsonl"))
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("No CUDA device is available. Use --device cpu --tiny to test the script.")
     logging.getLogger("torch_lla_em").setLevel(logging.INFO)
-    args.out.mkdir(parents=True, exist_ok=True)
-    record = provenance(("torch", "torchvision")) | {"steps": {}}
+    origin = provenance(("torch", "torchvision"))
     if args.device == "cuda":
-        record["machine"] = torch.cuda.get_device_name()
+        origin["machine"] = torch.cuda.get_device_name()
     began = time.monotonic()
     for name, step in steps(args).items():
-        if not name.startswith(tuple(args.steps)):
+        late = time.monotonic() - began > 60 * args.minutes
+        if late or not name.startswith(tuple(args.steps)):
             continue
-        if time.monotonic() - began > 60 * args.minutes:
-            lines = [{"error": f"left out after {args.minutes:g} minutes"}]
-        else:
-            try:
-                lines = step(args)
-            except Exception as error:  # the other steps still run
-                traceback.print_exc()
-                lines = [{"error": f"{type(error).__name__}: {error}"[:300]}]
-        record["steps"][name] = lines
-        print(name, *lines, sep="\n  ", flush=True)
-        (args.out / "gpu.json").write_text(json.dumps(record, indent=1) + "\n")
-        (args.out / "gpu.md").write_text(page(record))
+        try:
+            lines = step(args)
+        except Exception as error:  # the other steps still run
+            traceback.print_exc()
+            lines = [{"failed": f"{type(error).__name__}: {error}"[:300]}]
+        lines = [line | {"step": name, "part": name.split()[0]} for line in lines]
+        markdown.append(args.out, lines, origin)
+        print(*lines, sep="\n", flush=True)
 
 
 if __name__ == "__main__":

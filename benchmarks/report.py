@@ -128,6 +128,20 @@ PREDICTIONS = {
     "served 1": "exported, 1 example / five networks",
     "served 8": "exported, 8 examples / five networks",
 }
+GPU_FITS = {
+    "seconds": "fit, s",
+    "trainings": "fit / training",
+    "epochs": "fit, training epochs",
+    "relative_certificate": "error of samples, in standard deviations",
+    "peak_gb": "peak memory, GB",
+}
+GPU_PRODUCTS = {
+    "forward": "forward pass, s",
+    "product": "product, s",
+    "ratio": "product / (1 + 4 K) passes",
+    "precision_error": "rounding error",
+    "peak_gb": "peak memory, GB",
+}
 SERVED = {
     "CPU ms of 1": "1 image: CPU, ms",
     "ensembles, 1": "1 image / ensemble",
@@ -331,6 +345,41 @@ TABLES = {
         {"epochs": "epochs", "F": "forward passes", "seconds": "seconds", "columns": "columns"},
         {"part": "growth"},
     ),
+    "gpu fits": Shown(
+        "docs/gpu.md",
+        "gpu",
+        {"network": "network", "weights": "parameters", "rows": "images", "K": "samples"},
+        GPU_FITS,
+        {"part": "fit"},
+    ),
+    "gpu cost": Shown(
+        "docs/gpu.md",
+        "gpu",
+        OF_NETWORK,
+        {"training_seconds": "training, s"} | GPU_FITS | PREDICTIONS,
+        {"part": "cost"},
+    ),
+    "gpu products": Shown(
+        "docs/gpu.md",
+        "gpu",
+        {"step": "product", "rows": "images"},
+        GPU_PRODUCTS,
+        {"part": "product", "columns": 8},
+    ),
+    "gpu small batches": Shown(
+        "docs/gpu.md",
+        "gpu",
+        {"network": "network", "rows": "images"},
+        {key: GPU_PRODUCTS[key] for key in ("forward", "product", "ratio")},
+        {"part": "launches"},
+    ),
+    "gpu memory": Shown(
+        "docs/gpu.md",
+        "gpu",
+        {"of": "memory"},
+        {"precision": "λ", "gamma": "γ"} | {key: GPU_FITS[key] for key in ("seconds", "peak_gb")},
+        {"part": "recovery"},
+    ),
     "serving": Shown("docs/serving.md", "serving", {"predictor": "predictor"}, SERVED),
     "scaling": Shown(
         "docs/scaling.md",
@@ -417,7 +466,7 @@ def fill(results: Path, root: Path) -> None:
         if shown.across:
             lines = markdown.across(lines, [*shown.rows], *shown.across)
         lines = [
-            line | {key: shown.names.get(line[key]) or named(line[key]) for key in shown.rows}
+            line | {k: shown.names.get(line[k]) or named(line[k]) for k in shown.rows if k in line}
             for line in lines
         ]
         if lines:

@@ -21,8 +21,13 @@ def plain_product(model: nn.Module, names: list[str], x: Tensor) -> Callable[[Te
 
     @torch.no_grad()
     def product(w: Tensor) -> Tensor:
-        f, pull = vjp(output, weights)
-        Jw = vmap(lambda tangent: jvp(output, (weights,), (tangent,))[1])(apart(w))
+        fused = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # it has no forward mode
+        try:
+            f, pull = vjp(output, weights)
+            Jw = vmap(lambda tangent: jvp(output, (weights,), (tangent,))[1])(apart(w))
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
         p = f.detach().softmax(-1)
         u = p * Jw - p * (p * Jw).sum(-1, keepdim=True)
         (gradients,) = vmap(pull)(u)

@@ -1,6 +1,5 @@
 """The smaller benchmarks run at a tiny size, and their arithmetic is right."""
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -128,16 +127,17 @@ def test_parts_of_cost_write_lines(tmp_path, monkeypatch):
 )
 def test_a_gpu_is_measured_whole(tmp_path, device, monkeypatch):
     monkeypatch.setattr(cost, "PROBLEMS", {"mlp": partial(cost.mlp, rows=60, width=5)})
-    gpu.main(["--tiny", "--device", device, "--out", str(tmp_path)])
-    steps = json.loads((tmp_path / "gpu.json").read_text())["steps"]
+    path = tmp_path / "gpu.jsonl"
+    gpu.main(["--tiny", "--device", device, "--out", str(path)])
+    steps = {line["step"]: line for line in markdown.read(path)}
     known = {"fit lenet", "product lenet, eager", "launches lenet"}
     assert set(steps) == known | {"recovery", "compile lenet", "cost mlp"}
-    assert not [line for lines in steps.values() for line in lines if "error" in line]
-    assert steps["fit lenet"][0]["relative_certificate"] <= 1e-3
-    assert steps["compile lenet"][0]["difference"] < 1e-5
-    assert [line["problem"] for line in steps["cost mlp"]] == ["mlp"]
-    page = (tmp_path / "gpu.md").read_text()
-    assert "| lenet | 4 | eager | 2 |" in page
+    assert not [line for line in steps.values() if "failed" in line]
+    assert steps["fit lenet"]["relative_certificate"] <= 1e-3
+    assert steps["compile lenet"]["difference"] < 1e-5
+    assert steps["product lenet, eager"]["columns"] == 2
+    gpu.main(["--tiny", "--device", device, "--out", str(path), "--steps", "launches"])
+    assert [line["part"] for line in markdown.read(path)[-2:]] == ["cost", "launches"]
 
 
 def test_committed_coverage_and_false_alarms_keep_their_promise():

@@ -53,9 +53,9 @@ def test_tf32_is_off_unless_requested():
 def test_a_small_share_of_the_memory_suffices(caplog):
     caplog.set_level(logging.WARNING)
     # without a Krylov basis, whose size follows from the free memory that the driver reports
-    options = {"tolerance": 1e-3, "solver": BlockCG()}
+    options = {"tolerance": 5e-3, "solver": BlockCG()}
     width = 3000 if simulated_gpu.absent else 300
-    whole = fit(wide(width), rows(1000), **options)
+    whole = fit(wide(width).cuda(), rows(1000), **options).w_samples.cpu()
     gc.collect()
     torch.cuda.empty_cache()
     model = wide(width).cuda()
@@ -69,8 +69,8 @@ def test_a_small_share_of_the_memory_suffices(caplog):
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "columns at a time" in caplog.text
     # computed in another way, to the same tolerance
-    off = small.w_samples.cpu() - whole.w_samples
-    assert off.norm() < 1e-2 * whole.w_samples.norm()
+    off = small.w_samples.cpu() - whole
+    assert off.norm() < 1e-2 * whole.norm()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -106,8 +106,7 @@ class LinearisedLaplace(Distillation, Reports, PosteriorBase):
         curvature (str, optional): Where the GGN is evaluated: "variational": in expectation under
             the posterior; "linear": at the mode of the linear model; "network": at the network's
             outputs, as in the paper. None (default): "variational" for all but Gaussian likelihoods,
-            with the default ``prior``, ``solver`` and ``update``, for up to 256 classes, if memory
-            allows; else "network".
+            with the default ``prior``, ``solver`` and ``update``, if memory allows; else "network".
         solver (Solver, optional): BlockKrylov(), BlockCG(), FunctionSpace() or SGD(). None (default):
             a span of directions for one prior precision if memory allows, else an iterative solver.
         class_dim (int): Axis of the classes in the outputs. Default -1; 1 for outputs (B, C, H, W).

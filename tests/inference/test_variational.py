@@ -4,6 +4,7 @@ import warnings
 import numpy
 import pytest
 import torch
+from daily import daily
 from loaders import InAnyOrder
 from models import trained
 from steps import posterior_at, span_e_step, states_of_em
@@ -14,7 +15,7 @@ from torch import nn
 from torch_lla_em import BlockCG, BlockKrylov, LinearisedLaplace
 from torch_lla_em.data import Share
 from torch_lla_em.inference.controller import Controller
-from torch_lla_em.inference.expectations import ExpectedH, root_of
+from torch_lla_em.inference.expectations import DrawnH, ExpectedH, root_of
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.records import State
 from torch_lla_em.inference.rounds import SMALL, Pace, improve
@@ -85,14 +86,14 @@ class Dense:
         return -objective().item(), log_lam.exp().item()
 
 
-def with_basis(name, draws):
+def with_basis(name, draws, kind=ExpectedH):
     """A variational posterior whose noise is a basis, over all of weight space."""
     problem = tiny(name).problem(9, 20)
     noise = basis_noise(problem, g_prior=False, layerwise=False)
     space = Span(problem, noise.prior, noise.xi, math.inf)
     assert space.widen(torch.eye(problem.size).double())
     over = OverSpan(problem, noise, space, moves=True, tolerance=1e-9)
-    over.expected = ExpectedH(
+    over.expected = kind(
         problem.loss(space.rows.targets, None), space.rows.f, space.share, 0, draws
     )
     return problem, noise, over
@@ -116,9 +117,12 @@ def in_weights(steps, q):
     return w[0], w[1:].T @ w[1:] / len(q.samples)
 
 
-@pytest.mark.parametrize("name", KINDS[:3])
-def test_it_is_the_dense_variational_posterior(name):
-    problem, noise, steps = with_basis(name, draws=100)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    daily(*((name, ExpectedH) for name in KINDS[:3]), rest=[("classification", DrawnH)]),
+)
+def test_it_is_the_dense_variational_posterior(name, kind):
+    problem, noise, steps = with_basis(name, 100 if kind is ExpectedH else 40, kind)
     q = settled(steps, begun(steps, 3.0), math.inf)
     mean, covariance = in_weights(steps, q)
     dense = Dense(problem, noise.prior.scale)
@@ -128,6 +132,9 @@ def test_it_is_the_dense_variational_posterior(name):
     # with the noise as a basis the samples are exact at their own curvature
     J = dense.J
     H = q.curved.H.diag_embed() if problem.likelihood.elementwise else q.curved.H
+    if kind is DrawnH:
+        deviations = torch.cat([H[:, 1:], -H[:, 1:]], 1)
+        H = problem.likelihood.expected_hessian((H[:, :1] + deviations).movedim(1, 0))
     G = torch.einsum("ncp,ncd,ndq->pq", J, H, J)
     exact = torch.linalg.inv(G + 3 * torch.eye(len(G)))
     torch.testing.assert_close(covariance, exact, rtol=1e-6, atol=1e-8)
@@ -244,10 +251,12 @@ def test_the_bound_is_that_of_its_samples():
     assert abs(q.bound - exact) < 5 * spread / 300**0.5
 
 
-def test_draws_do_not_depend_on_pieces(monkeypatch):
+@pytest.mark.parametrize("kind", [ExpectedH, DrawnH])
+def test_draws_do_not_depend_on_pieces(kind, monkeypatch):
     case = tiny("classification")
     mean, pushed = torch.randn(30, 3).double(), torch.randn(30, 3, 4).double()
-    expected = ExpectedH(Loss(likelihood_of("classification"), case.y), mean, Share.whole(30), 0, 5)
+    loss = Loss(likelihood_of("classification"), case.y, torch.rand(30).double())
+    expected = kind(loss, mean, Share.whole(30), 0, 5)
     draws, w = expected.deviations(pushed), torch.randn(90, 2).double()
 
     def found():
@@ -288,6 +297,61 @@ def test_the_expected_hessian_is_the_average_of_dense_ones(name):
     if likelihood.elementwise:
         found = found.diag_embed()
     torch.testing.assert_close(found, dense)
+
+
+@pytest.mark.parametrize(("functions", "classes"), [(4, 7), (9, 3), (1, 5)])
+def test_h_of_functions_is_that_of_blocks(functions, classes):
+    likelihood, f = Classification(), 3 * torch.randn(functions, 6, 2, classes).double()
+    f[0, 0, 0, :3] = torch.tensor([400.0, 0.0, -400.0])  # sure in one function, and in all
+    f[:, 1, 0, 1] = 800.0
+    f[:, 2, 0, 1] = 20.0
+    exact = likelihood.expected_hessian(f)
+    unit = torch.eye(classes).double().expand_as(exact)
+    torch.testing.assert_close(likelihood.averaged_product(f, unit), exact)
+    root = likelihood.averaged_root(f, unit)
+    torch.testing.assert_close(root @ root.mT, exact)
+    rounded = likelihood.averaged_root(f.float(), unit.float())
+    assert rounded.sum(-2).abs().max() < 1e-6  # outputs that move alike change no probability
+    torch.testing.assert_close(rounded, root.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_h_of_functions_does_not_cancel_near_certainty():
+    f = torch.tensor([[[20.0, 1.0, 0.0]], [[18.0, 3.0, -1.0]]])
+    u = torch.tensor([[[1.0], [0.5], [-2.0]]])
+    exact = Classification().averaged_product(f.double(), u.double())
+    found = Classification().averaged_product(f, u)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+
+
+def test_many_classes_are_fitted_as_with_blocks(monkeypatch):
+    """The last layer of 70 classes, whose H would have blocks of 70 × 70, at one λ."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(150, 2, generator=generator).double()
+    model = nn.Linear(2, 70).double()
+    with torch.no_grad():
+        model.weight.copy_(2 * torch.randn(70, 2, generator=generator))
+        y = torch.multinomial(model(x).softmax(-1), 1, generator=generator)[:, 0]
+    blocks = []
+
+    def fit(likelihood):
+        la = LinearisedLaplace(model, likelihood, num_samples=8, g_prior=False)
+        return la.fit([(x, y)], em_steps=0, prior_precision=1.0, progress_bar=False)
+
+    expected_hessian = Classification.expected_hessian
+    monkeypatch.setattr(
+        Classification,
+        "expected_hessian",
+        lambda self, f: blocks.append(f.shape) or expected_hessian(self, f),
+    )
+    la = fit(Classification())
+    assert la.mean == "linear" and not blocks
+    of_blocks = fit(InBlocks())
+    assert blocks
+    allowed = 5 * (2 / (8 * of_blocks.effective_dim)) ** 0.5  # standard errors of both
+    assert abs(la.effective_dim / of_blocks.effective_dim - 1) < allowed < 0.3
+    network = model(x)[:50].softmax(-1)
+    found, exact = (each(x[:50]) for each in (la, of_blocks))
+    assert (found - exact).norm() < 0.1 * (exact - network).norm()
 
 
 def test_the_expected_hessian_does_not_cancel_near_certainty():
@@ -420,6 +484,13 @@ def test_regression_is_as_without():
     assert torch.equal(fits[0].w_samples, fits[1].w_samples)
 
 
+class InBlocks(Classification):
+    """Classes whose H is stored in blocks, as for likelihoods without a product of their own."""
+
+    def keeps_functions(self, classes):
+        return False
+
+
 @pytest.mark.parametrize(
     "name, options, fit, expected",
     [
@@ -430,15 +501,16 @@ def test_regression_is_as_without():
         ("classification", {"solver": BlockCG()}, {}, "network"),
         ("bernoulli", {}, {"update": "em"}, "network"),
         ("regression", {}, {}, "network"),
-        ("300 classes", {}, {}, "network"),
+        ("300 classes", {}, {}, "linear"),
+        ("300 classes in blocks", {}, {}, "network"),
         ("300 labels", {}, {}, "linear"),
     ],
 )
 def test_it_is_the_default_where_it_applies(name, options, fit, expected):
     if name.startswith("300"):
         model, x, y = nn.Linear(2, 300), torch.randn(6, 2), torch.arange(6)
-        name = "classification" if name == "300 classes" else "bernoulli"
-        y = y if name == "classification" else (model(x) > 0).float()
+        y = (model(x) > 0).float() if name == "300 labels" else y
+        name = {"300 classes": "classification", "300 labels": "bernoulli"}.get(name, InBlocks())
     else:
         case = tiny(name)
         model, x, y = case.model, case.x, case.y

@@ -2,19 +2,22 @@
 
 ``FixedH`` evaluates the loss, its gradient and H at given outputs. ``ExpectedH`` averages them over
 draws of Gaussian outputs h_n ~ N(m_n, Σ_k d_nk d_nkᵀ / K), where d_nk are the outputs J_n w_k of the
-posterior samples: m_n + Σ_k d_nk ε_k / √K is a draw, so no covariance is ever factorised.
+posterior samples: m_n + Σ_k d_nk ε_k / √K is a draw, so no covariance is ever factorised. ``DrawnH`` does
+the same for many classes, without (C, C) blocks.
 
 A rank has H, means and draws of its own examples only, N below.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.data import Share
+from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem import Loss
 
 # number of functions times outputs that are in memory at once
@@ -22,6 +25,10 @@ _NUMBERS = 1 << 22
 # number of entries of blocks that are in memory in float64 at once
 _ENTRIES = 1 << 20
 _JITTER = 1e-9
+
+DRAWS, FEWEST_DRAWS, DRAWS_IN_ALL = 16, 4, 16_000
+"""Largest and smallest number of draws per example, and the number for all examples together."""
+
 # row sums of blocks relative to their diagonals, up to which they are rounding errors of zeros
 _ALIKE = 1e-3
 # number of examples whose random numbers are drawn at once, on every rank
@@ -167,6 +174,53 @@ class ExpectedH(FixedH):
         """Return room for H."""
         own = () if self._elementwise else (self.shape[-1],)
         return like.new_empty(*self.shape, *own)
+
+
+class DrawnH(ExpectedH):
+    """The same for many classes: H is given by the draws that it averages, and not by (C, C) blocks.
+
+    They are stored as a mean and S deviations, (N, S + 1, ..., C). Between two steps it is these outputs
+    that are averaged, and not H; the fixed point, where H is that of the posterior's own draws, is the same.
+    """
+
+    def first(self, f: Tensor) -> Tensor:
+        """Return the average of H at outputs 0 and at the outputs f."""
+        half = 0.5 * f
+        return torch.stack([half] * (self._num + 1), 1)
+
+    def curvature(self, mean: Tensor, deviations: Tensor | None) -> Tensor:
+        """Return the mean and the deviations, (N, S + 1, ..., C)."""
+        if deviations is None:
+            deviations = torch.zeros_like(mean).expand(self._num, *mean.shape)
+        return torch.stack([mean, *deviations], 1)
+
+    def product(self, H: Tensor, Jw: Tensor, rows: slice | Tensor = slice(None)) -> Tensor:
+        """Return H J w for columns J w, (n C, k), of these examples."""
+        H, loss, found = H[rows], self._loss.part(rows), torch.empty_like(Jw)
+        u, to = (part.view(len(H), *self.shape[1:], Jw.shape[1]) for part in (Jw, found))
+        for some, f in self._pieces(H[:, 0], H[:, 1:].movedim(1, 0)):
+            to[some] = loss.part(some).averaged_product(f, u[some])
+        return found
+
+    def root(self, H: Tensor, noise: Tensor) -> Tensor:
+        """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
+        found = torch.empty_like(noise)
+        for some, f in self._pieces(H[:, 0], H[:, 1:].movedim(1, 0)):
+            u = self._loss.part(some).averaged_root(f, noise[:, some].movedim(0, -1))
+            found[:, some] = u.movedim(-1, 0)
+        return found
+
+
+def draws_for(sites: float) -> int:
+    """Return the number of draws for each of so many sites."""
+    return min(DRAWS, max(FEWEST_DRAWS, math.ceil(DRAWS_IN_ALL / max(sites, 1))))
+
+
+def entries_of(likelihood: Likelihood, classes: int, sites: float) -> float:
+    """Return the entries of a moving H for each output, with so many classes and sites."""
+    if likelihood.elementwise:
+        return 1.0
+    return draws_for(sites) + 1.0 if likelihood.keeps_functions(classes) else float(classes)
 
 
 def root_of(blocks: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from torch_lla_em.data import Batch, tensors_in
 from torch_lla_em.inference.controller import EACH
-from torch_lla_em.inference.options import MOST_OUTPUTS, FitOptions, has_one_noise
-from torch_lla_em.inference.over_span import DRAWS, DRAWS_IN_ALL, FEWEST_DRAWS
+from torch_lla_em.inference.expectations import draws_for, entries_of
+from torch_lla_em.inference.options import FitOptions, has_one_noise, has_too_large_blocks
 from torch_lla_em.inference.records import State, Statistics
 from torch_lla_em.inference.span_outputs import MOST_STORED
 from torch_lla_em.jacobian import LinearModel, ParameterLayout, called_last, select_parameters
@@ -55,7 +55,7 @@ _LARGEST = 3.0
 """Passes for the upper bound on the memory, relative to the most; of those fits none had more than 1.3."""
 
 _COPIES, _BLOCKS, _PASSED = 2, 3, 4
-"""Copies of J V and of the (C, C) blocks of H at the peak, and activations of a batch without factors."""
+"""Copies of J V and of H at the peak, and activations of a batch without factors."""
 
 _FEW_SAMPLES = 8
 """Number of samples of the cheaper fit that is recommended."""
@@ -81,14 +81,18 @@ class Course(NamedTuple):
 
     options: FitOptions
 
+    keeps_functions: bool = False
+    """Whether H is stored as outputs of functions, and not in (C, C) blocks."""
+
     @classmethod
     def of(cls, problem: Problem, options: FitOptions, classes: int) -> Course:
         """Return the course of a fit."""
         quadratic = problem.likelihood.is_quadratic
-        moves = classes <= MOST_OUTPUTS and not quadratic and options.allows_variational
+        too_large = has_too_large_blocks(problem.likelihood, classes)
+        moves = not too_large and not quadratic and options.allows_variational
         span = options.has_default_solver and not options.layerwise and has_one_noise(problem)
         rounds = (2, 5) if options.curvature == "linear" and not quadratic else (1, 1)
-        return cls(span, moves, rounds, options)
+        return cls(span, moves, rounds, options, problem.likelihood.keeps_functions(classes))
 
     def passes(self, error: float, settled: bool = False) -> list[float]:
         """Return the fewest and the most passes until the samples are accurate."""
@@ -110,28 +114,27 @@ def time_of(trial: Trial, course: Course, num_rows: float, kept: float) -> Durat
         steps = math.ceil(min(count, whole + 1))
         sizes = [min(n * (K + 1), trial.weights) for n in range(1, steps + 1)]
         seconds = steps * each
-        seconds += sum(_over_span(trial, course.moves, num_rows, n, (1, EACH)[i]) for n in sizes)
+        seconds += sum(_over_span(trial, course, num_rows, n, (1, EACH)[i]) for n in sizes)
         if count > whole and course.moves:
-            seconds += _over_span(trial, True, num_rows, trial.weights, _TO_REST[i])
+            seconds += _over_span(trial, course, num_rows, trial.weights, _TO_REST[i])
         ends.append(course.rounds[i] * seconds)
     low, high = (part * (first + end) for part, end in zip(_MEASURED, ends))
     return Duration(low, high + _IMPORTS)
 
 
-def _over_span(trial: Trial, moves: bool, num_rows: float, size: int, rounds: int) -> float:
+def _over_span(trial: Trial, course: Course, num_rows: float, size: int, rounds: int) -> float:
     """Return the seconds of the linear algebra after an extension of the span to this size."""
     values, K = num_rows * trial.outputs, trial.num_samples + 1
     share = _share_of_sites(trial, num_rows)
     values, eigenvectors = share * values, _EIGENVECTORS * float(size) ** 3
     flops = _PUSHES * values * size * K + eigenvectors
-    if not moves:
+    if not course.moves:
         return flops * trial.flop
-    flops += rounds * (values * size * (size + trial.classes) + eigenvectors)
-    draws = min(
-        DRAWS, max(FEWEST_DRAWS, DRAWS_IN_ALL / max(num_rows, 1))
-    )  # and their mirror images
-    functions = share * num_rows * trial.functions / 3
-    return flops * trial.flop + rounds * _AVERAGES * 2 * draws * functions
+    functions = 2 * draws_for(num_rows)  # with their mirror images
+    of_H = 2 * functions if course.keeps_functions else trial.classes
+    flops += rounds * (values * size * (size + of_H) + eigenvectors)
+    likelihood = share * num_rows * trial.functions / 3
+    return flops * trial.flop + rounds * _AVERAGES * functions * likelihood
 
 
 def memory_of(problem: Problem, trial: Trial, course: Course, plan: Plan, rows: float) -> Memory:
@@ -158,7 +161,8 @@ def memory_of(problem: Problem, trial: Trial, course: Course, plan: Plan, rows: 
             of_J = _COPIES * P
         return size * (P + of_J) * itemsize
 
-    blocks = _BLOCKS * outputs * trial.classes * itemsize if course.moves else 0.0
+    entries = entries_of(problem.likelihood, trial.classes, outputs / trial.classes)
+    blocks = _BLOCKS * outputs * entries * itemsize if course.moves else 0.0
     size, most = (part * course.passes(_START)[1] * (K + 1) for part in (_TYPICAL, _LARGEST))
     room = course.options.memory_of_span(plan.free)
     expected, largest = (min(room, of_span(min(P, directions))) for directions in (size, most))

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from torch_lla_em.inference.posterior_samples import Solver
+from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers import BlockKrylov
 
 logger = logging.getLogger("torch_lla_em")
 
 MOST_OUTPUTS = 256
-"""Largest number of classes for which roots of the (C, C) blocks cost no more than the passes."""
+"""Largest number of classes for which (C, C) blocks of H are stored, if a likelihood needs them."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,9 @@ class FitOptions:
 def allows_span(problem: Problem, options: FitOptions) -> bool:
     """Whether a fit with a fixed curvature can use a span of directions.
 
-    It needs one λ, one σ, the default solver, and not too many classes.
+    It needs one λ, one σ, and the default solver.
     """
-    few = not _has_many_outputs(problem)
-    return options.has_default_solver and few and not options.layerwise and has_one_noise(problem)
+    return options.has_default_solver and not options.layerwise and has_one_noise(problem)
 
 
 def choose_scalings(
@@ -93,7 +93,8 @@ def choose_curvature(problem: Problem, options: FitOptions) -> str:
     likelihood = problem.likelihood
     against = ["H is constant for a Gaussian likelihood"] if likelihood.is_quadratic else []
     against += options.against_variational
-    if _has_many_outputs(problem):
+    classes = problem.data.facts.num_outputs // max(problem.data.facts.num_targets, 1)
+    if has_too_large_blocks(likelihood, classes):
         against.append("outputs are many")
     curvature = "network" if against else "variational"
     logger.info(
@@ -110,7 +111,6 @@ def has_one_noise(problem: Problem) -> bool:
     return sigma is None or not sigma.dim()
 
 
-def _has_many_outputs(problem: Problem) -> bool:
-    """Whether there are too many classes per site for (C, C) blocks."""
-    data = problem.data
-    return data.facts.num_outputs > MOST_OUTPUTS * max(data.facts.num_targets, 1)
+def has_too_large_blocks(likelihood: Likelihood, classes: int) -> bool:
+    """Whether H takes (C, C) blocks, and there are too many classes for them."""
+    return classes > MOST_OUTPUTS and not likelihood.keeps_functions(classes)

@@ -14,16 +14,13 @@ from torch import Tensor
 
 from torch_lla_em.inference.all_sites import AllSites
 from torch_lla_em.inference.evidence import gaussian_constant
-from torch_lla_em.inference.expectations import ExpectedH, FixedH
+from torch_lla_em.inference.expectations import DrawnH, ExpectedH, FixedH, draws_for
 from torch_lla_em.inference.q import Curvature, Q
 from torch_lla_em.inference.records import Estimate, Hyper, NoiseSums, Statistics
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem
 from torch_lla_em.solvers import DivergenceError, require_finite
-
-DRAWS, FEWEST_DRAWS, DRAWS_IN_ALL = 16, 4, 16_000
-"""Largest and smallest number of draws per example, and the number for all examples together."""
 
 _NEWTON = 20
 """Largest number of Newton steps for the mode at one λ, if H is fixed."""
@@ -62,8 +59,9 @@ class OverSpan:
         self.expected = FixedH(loss, self.f, self.share)
         if moves:
             sites = self.share.total * self.f.shape[1:-1].numel()
-            number = min(DRAWS, max(FEWEST_DRAWS, -(-DRAWS_IN_ALL // sites)))
-            self.expected = ExpectedH(loss, self.f, self.share, noise.seed, number)
+            many = loss.likelihood.keeps_functions(self.f.shape[-1])
+            kind, number = DrawnH if many else ExpectedH, draws_for(sites)
+            self.expected = kind(loss, self.f, self.share, noise.seed, number)
         self.all_sites: AllSites | None = None
         """What finds the mean if J V is kept at some sites only."""
 

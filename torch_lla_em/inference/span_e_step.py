@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.controller import Controller
+from torch_lla_em.inference.expectations import entries_of
 from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.posterior_samples import refuse_noise
@@ -28,7 +29,7 @@ _STEPS = 10
 """Newton steps for the mean once λ has converged."""
 
 _DIRECTIONS, _BLOCKS = 5, 6
-"""Smallest number of directions per sample, and of (C, C) blocks per example, that must fit."""
+"""Smallest number of directions per sample, and of copies of H, that must fit."""
 
 _RESTARTS = 10
 """Largest number of restarts of the span when there is no memory for more directions."""
@@ -277,8 +278,11 @@ def _that_fits(
 ) -> StochasticPrior | None:
     """Return random probes for as many samples as memory allows; None if these are too few."""
     data, K = problem.data, len(noise.xi)
-    classes = data.facts.num_outputs / max(1, data.facts.num_targets)
-    blocks = span.num_outputs * classes * noise.xi.element_size()
+    sites = max(1, data.facts.num_targets)
+    classes = data.facts.num_outputs // sites
+    kept = sites * (1 if span.sites is None else span.sites.share)
+    entries = entries_of(problem.likelihood, classes, kept)
+    blocks = span.num_outputs * entries * noise.xi.element_size()
     left = span.memory - (_BLOCKS * blocks if moves else 0)
     fits = int(left / span.bytes_of(_DIRECTIONS)) - 1
     if fits < K:

@@ -149,6 +149,41 @@ class Likelihood:
             total += self.hessian_product(one, unit.expand(C, *one.shape))
         return (total / len(f)).movedim(0, -1)
 
+    def keeps_functions(self, classes: int) -> bool:
+        """Return whether H averaged over functions is stored as their outputs, not in (C, C) blocks.
+
+        Args:
+            classes (int): C.
+
+        Returns:
+            Whether ``averaged_product`` and ``averaged_root`` are defined, and cost less than the blocks.
+        """
+        return False
+
+    def averaged_product(self, f: Tensor, u: Tensor) -> Tensor:
+        """Return H u, where H is the average over S functions.
+
+        Args:
+            f (Tensor): Outputs of S functions from the posterior, shape (S, B, *sites, C).
+            u (Tensor): Columns, shape (B, *sites, C, k).
+
+        Returns:
+            The products, in the shape of u. Default: by ``expected_hessian``.
+        """
+        return self.expected_hessian(f) @ u
+
+    def averaged_root(self, f: Tensor, noise: Tensor) -> Tensor:
+        """Return S ε, where S Sᵀ is the average of H over S functions.
+
+        Args:
+            f (Tensor): Outputs of S functions from the posterior, shape (S, B, *sites, C).
+            noise (Tensor): ε, shape (B, *sites, C, k).
+
+        Returns:
+            The products, in the shape of the noise.
+        """
+        raise self._lacks("averaged_root(f, noise), as keeps_functions returns True")
+
     def variance(self, f: Tensor) -> Tensor:
         """Return Var[y | f].
 

@@ -14,6 +14,8 @@ from torch_lla_em.runtime import report
 
 # On a CPU, softmax over fewer classes than this is faster along the first axis than the last.
 _FEW = 16
+# Up to so many classes (C, C) blocks take no more time than the functions that they average.
+_BLOCKS = 64
 
 
 class Classification(Labels):
@@ -58,6 +60,30 @@ class Classification(Labels):
         blocks.diagonal(dim1=-2, dim2=-1).zero_()
         blocks.diagonal(dim1=-2, dim2=-1).copy_(-blocks.sum(-1))
         return blocks
+
+    def keeps_functions(self, classes: int) -> bool:
+        return classes > _BLOCKS
+
+    def averaged_product(self, f: Tensor, u: Tensor) -> Tensor:
+        p = _softmax(f).movedim(0, -1)
+        mean = p.mean(-1, keepdim=True)
+        # as above, relative to the likeliest class
+        likeliest = mean.argmax(-2, keepdim=True)
+        u = u - u.gather(-2, likeliest.expand(*u.shape[:-2], 1, u.shape[-1]))
+        within: Tensor = p @ (p.mT @ u / len(f))
+        return u.mul_(mean).sub_(within)
+
+    def averaged_root(self, f: Tensor, noise: Tensor) -> Tensor:
+        # H = D - P Pᵀ with D = diag(mean p). With A = D^-½ P, whose S × S matrix AᵀA has eigenvalues
+        # up to 1, it has the root D^½ (I - A (I + (I - AᵀA)^½)⁻¹ Aᵀ).
+        p = _softmax(f.double()).movedim(0, -1)
+        size = p.mean(-1, keepdim=True).sqrt()
+        A = p / (size * len(f) ** 0.5).clamp_min(torch.finfo(p.dtype).tiny)
+        values, vectors = torch.linalg.eigh(A.mT @ A)
+        inner = (vectors / (1 + (1 - values).clamp_min(0).sqrt()).unsqueeze(-2)) @ vectors.mT
+        A, inner, size = A.to(noise), inner.to(noise), size.to(noise)
+        u: Tensor = size * (noise - A @ (inner @ (A.mT @ noise)))
+        return u - u.mean(-2, keepdim=True)  # H annihilates constants, which rounding must not
 
     def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
         log_p, shape = _log_softmax(f), torch.broadcast_shapes(f.shape, noise.shape)

@@ -66,6 +66,18 @@ class Loss:
             H = H * (counts if self.likelihood.elementwise else counts.unsqueeze(-1)).to(H.dtype)
         return H if self.temperature == 1 else H / self.temperature
 
+    def averaged_product(self, f: Tensor, u: Tensor) -> Tensor:
+        """Return H u for columns u (B, ..., C, k), where H is averaged over functions (S, B, ..., C)."""
+        u, counts = self.likelihood.averaged_product(f, u), self.counts
+        u = u if counts is None else u * counts.unsqueeze(-1).to(u.dtype)
+        return u if self.temperature == 1 else u / self.temperature
+
+    def averaged_root(self, f: Tensor, noise: Tensor) -> Tensor:
+        """Return S ε for ε (B, ..., C, k), where S Sᵀ is H averaged over functions (S, B, ..., C)."""
+        u, counts = self.likelihood.averaged_root(f, noise), self.counts
+        u = u if counts is None else u * counts.sqrt().unsqueeze(-1).to(u.dtype)
+        return u if self.temperature == 1 else u / self.temperature**0.5
+
     @property
     def counts(self) -> Tensor | None:
         """The weight of every site, 0 without a label, which broadcasts to outputs; None: all are 1."""

@@ -202,6 +202,7 @@ def _functions(problem: Problem, few: Batch, f: Tensor) -> None:
         return
     targets = likelihood.align(few.targets, problem.linear_model.network.class_dim)
     several = f.expand(_FUNCTIONS, *f.shape).contiguous()
-    likelihood.expected_hessian(several)
+    if not likelihood.keeps_functions(f.shape[-1]):
+        likelihood.expected_hessian(several)
     likelihood.log_prob(several, targets)
     likelihood.gradient(several, targets)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em.data import default_forward, default_targets, is_sequence, tensors_in
-from torch_lla_em.likelihoods.base import Labels, sum_rows
+from torch_lla_em.likelihoods.base import Labels
+from torch_lla_em.likelihoods.sums import sum_rows
 from torch_lla_em.runtime import report
 
 # On a CPU, softmax over fewer classes than this is faster along the first axis than the last.
